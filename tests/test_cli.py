@@ -182,12 +182,14 @@ BOMB = "a0: &a0 x\n" + "\n".join(f"a{n}: &a{n} [{','.join([f'*a{n - 1}'] * 9)}]"
     [
         ("defaults:\n  - table\n  - _self_\n", "a file includes itself in its defaults"),
         ("a: " + "[" * 5000 + "]" * 5000, "table.yaml: holds no settings (maximum recursion depth"),
-        ("output: gr\udcfc\udcdfe", "table.yaml: holds no settings ('utf-8' codec"),
+        ("output: gr\udcfc\udcdfe", "table.yaml: holds no settings (line 1 is not UTF-8"),
+        ("a:\n\t- b", "table.yaml: holds no settings (while scanning"),
+        ("#" * 2**20 + "\n", "table.yaml: holds no settings (has more than 1 MiB"),
         (BOMB, "table.yaml: has more than 20 aliases"),
         ("", "partitions: the setting is missing"),
         ("3", "table.yaml: holds no settings"),
     ],
-    ids=["itself", "deep", "latin1", "aliases", "empty", "number"],
+    ids=["itself", "deep", "latin1", "tab", "large", "aliases", "empty", "number"],
 )
 def test_a_file_that_is_no_configuration_is_one_line(
     text: str, line: str, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]

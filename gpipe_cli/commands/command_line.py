@@ -39,7 +39,7 @@ from gpipe_cli.config.settings import (
     from_tree,
     key_of,
     owner,
-    refuse_aliases,
+    read_yaml,
     replaced_batch,
 )
 from gpipe_cli.config.typed import ELSEWHERE, RefusedError, SettingError, nearest, one_line, quoted, settings, unknown
@@ -229,11 +229,11 @@ class _Files(FileConfigSource):
         file = Path(self.path, self._normalize_file_name(config_path))
         try:
             if file.is_file():  # or else Hydra reports it
-                refuse_aliases(file)
+                read_yaml(file)
             return super().load_config(config_path)
-        except (OSError, UnicodeDecodeError, RecursionError) as error:  # OSError: it holds a number
-            why = f"holds no settings ({one_line(error)}); write lines key: value, in UTF-8"
-            raise InputError(f"{file}: {why}") from error
+        except (OSError, RecursionError, YAMLError) as error:  # OSError: also of OmegaConf's, where it holds a number
+            why = error.strerror if isinstance(error, OSError) and error.strerror else one_line(error)
+            raise InputError(f"{file}: holds no settings ({why}); write lines key: value, in UTF-8") from error
 
 
 def drop_others(command: str, tree: DictConfig) -> None:

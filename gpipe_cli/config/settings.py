@@ -5,6 +5,7 @@ in this file and nowhere else, so that no code below checks whether a key exists
 `--cfg job` must answer at once.
 """
 
+import io
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from importlib import resources
@@ -28,9 +29,11 @@ from gpipe_cli.config.typed import (
     typed,
 )
 from gpipe_cli.errors import InputError
+from gpipe_cli.system.files import read_text
 
 T = TypeVar("T")
 
+_MOST_YAML_BYTES = 2**20  # a hundred times what a run writes; the parser takes seconds for so much
 _MOST_ALIASES = 20  # of a configuration file: with each, what follows can double or triple
 CONFIG = "config.yaml"  # a folder that holds it is a run
 GO_ON = "auto"  # of `resume`: begin in `run_folder`, or go on with what lies there
@@ -352,11 +355,18 @@ def to_yaml(config: TrainConfig) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(asdict(config)))
 
 
-def refuse_aliases(file: Path) -> None:
-    """Raises InputError for a file of so many aliases that a few lines can stand for more than a machine holds."""
-    yaml.compose(text := file.read_text(encoding="utf-8"))  # RecursionError at once; events of a deep file take minutes
+def read_yaml(file: Path) -> str:
+    """The text of a configuration file.
+
+    Raises:
+        OSError: it cannot be read, is no regular file, has more than 1 MiB, or is not UTF-8.
+        InputError: it has so many aliases that a few lines can stand for more than a machine holds.
+    """
+    text = read_text(file, _MOST_YAML_BYTES)
+    yaml.compose(text)  # RecursionError at once; events of a deep file take minutes
     if sum(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)) > _MOST_ALIASES:
         raise InputError(f"{file}: has more than {_MOST_ALIASES} aliases (*name); write the values in their place")
+    return text
 
 
 def load(path: Path) -> TrainConfig:
@@ -366,8 +376,7 @@ def load(path: Path) -> TrainConfig:
     """
     file = path / CONFIG if path.is_dir() else path
     try:
-        refuse_aliases(file)
-        tree = OmegaConf.load(file)
+        tree = OmegaConf.load(io.StringIO(read_yaml(file)))
         assert isinstance(tree, DictConfig)
         return from_tree(TrainConfig, tree)
     except (OSError, AssertionError, RecursionError, yaml.YAMLError, OmegaConfBaseException, ValueError) as error:

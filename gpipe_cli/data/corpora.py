@@ -20,10 +20,12 @@ from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.data.batches import SPLITS, seed_of
 from gpipe_cli.data.cache import cached, digest_of
 from gpipe_cli.errors import InputError
+from gpipe_cli.system.files import read_text
 
 _SECTION_CHARACTERS = 2000
 _TEST_EVERY = 10  # of documents
 _TEST_ONE_IN = 20  # of pairs
+_MOST_BYTES = 2**32  # of one file; all of it is held in memory, several times
 Documents = tuple[str, ...]
 
 
@@ -85,7 +87,7 @@ def read_text_files(root: Path) -> tuple[Documents, Documents]:
 
 def _read_folder(root: Path, folder: Path) -> Documents:
     """The texts of all files that hold more than white space; `folder` may be a file itself."""
-    paths = [folder] if folder.is_file() else sorted(path for path in folder.rglob("*.txt") if path.is_file())
+    paths = sorted(path for path in folder.rglob("*.txt") if path.is_file()) if folder.is_dir() else [folder]
     texts = tuple(text for text in map(read_utf8, paths) if text.strip())
     if not texts:
         why = f"'{folder}' has no text in {len(paths)} *.txt files"
@@ -96,16 +98,14 @@ def _read_folder(root: Path, folder: Path) -> Documents:
 def read_utf8(path: Path) -> str:
     """The text of a file, without a mark of its encoding and with lines that end in a line feed.
 
-    Raises InputError, with the line, if it is not UTF-8, and if it cannot be read.
+    Raises InputError if it cannot be read, is larger than 4 GiB, or is not UTF-8: in which line.
     """
     try:
-        content = path.read_bytes()
-        return content.decode("utf-8-sig").replace("\r\n", "\n")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise InputError(f"text file '{path}': line {line} is not UTF-8 ({error.reason}); convert it") from error
+        return read_text(path, _MOST_BYTES).replace("\r\n", "\n")
     except OSError as error:
-        raise InputError(f"text file '{path}': cannot be read ({error.strerror}); see dataset.root") from error
+        raise InputError(
+            f"text file '{path}': cannot be read ({error.strerror}); see dataset.root, which takes files in UTF-8"
+        ) from error
 
 
 def _cut_last_tenth(text: str) -> tuple[str, str]:

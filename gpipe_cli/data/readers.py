@@ -19,6 +19,7 @@ from gpipe_cli.config.typed import RefusedError, one_line
 from gpipe_cli.data.batches import seed_of
 from gpipe_cli.data.cache import locked
 from gpipe_cli.errors import InputError
+from gpipe_cli.system.files import open_regular
 
 if TYPE_CHECKING:
     from torchvision.datasets import CIFAR10
@@ -52,7 +53,7 @@ class Files:
 
         path = Path(self.paths[index])
         try:
-            with path.open("rb") as file, Image.open(file) as image:
+            with open_regular(path) as file, Image.open(file) as image:
                 return pil_to_tensor(image.convert("RGB"))
         except Exception as error:  # damaged bytes make Pillow raise OSError, SyntaxError, ValueError, struct.error, …
             raise InputError(

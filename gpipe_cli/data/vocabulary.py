@@ -83,8 +83,14 @@ def make_vocabulary(
     """
     if pieces is not None:
         vocabulary = Vocabulary(pieces)
-        if vocabulary.size > size:
-            why = f"the vocabulary of that run has {vocabulary.size} ids; use dataset.vocabulary={vocabulary.size}"
+        try:
+            found = vocabulary.size if pieces else 0
+        except RuntimeError:
+            found = 0
+        if found == 0:
+            raise InputError("vocabulary.model: that of the earlier run is damaged; put it back, or train anew")
+        if found > size:
+            why = f"the vocabulary of that run has {found} ids; use dataset.vocabulary={found}"
             raise RefusedError("dataset.vocabulary", size, why)
         if missing := [symbol for symbol in symbols if vocabulary.symbol(symbol) == UNKNOWN]:
             raise InputError(

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from gpipe_cli.config.typed import RefusedError, with_type
 from gpipe_cli.errors import InputError
+from gpipe_cli.system.files import regular_size
 
 
 def build_timm(
@@ -134,8 +135,10 @@ def _read(model: Any, file: Path) -> dict[str, Tensor]:
     from timm.models import VisionTransformer, load_state_dict
     from timm.models.vision_transformer import checkpoint_filter_fn
 
-    if not file.is_file():
-        raise RefusedError("model.weights", file, "there is no such file")
+    try:
+        regular_size(file)
+    except OSError as error:
+        raise RefusedError("model.weights", file, f"cannot be read ({error.strerror}); give another file") from error
     try:
         tensors: Any = load_state_dict(str(file), device="cpu", weights_only=True)
         if isinstance(model, VisionTransformer):

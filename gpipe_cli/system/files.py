@@ -13,10 +13,11 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 LOCK = ".lock"  # in the folder of a run or a sweep, as long as a process is at work there
 PARTIAL = ".*.partial"  # names of what is being written
+MOST_BYTES = 2**24  # of a file that a person has written, or a program for them: a thousand times what is usual
 
 
 class FolderInUseError(Exception):
@@ -44,25 +45,51 @@ def write_whole(path: Path, content: str | bytes | Iterable[bytes | memoryview])
             beside.unlink(missing_ok=True)
 
 
+@contextmanager
+def open_regular(path: Path) -> Iterator[BinaryIO]:
+    """A regular file, to be read. Raises OSError if it is none: a pipe or a device might never end, or never begin."""
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK | os.O_NOCTTY)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "is not a regular file", str(path))
+        yield file
+
+
 def regular_size(path: Path) -> int:
-    """The bytes of a regular file. Raises OSError if it is none: to open a pipe or a device might never end."""
-    found = path.stat()
-    if not stat.S_ISREG(found.st_mode):
-        raise OSError(errno.EINVAL, "is not a regular file", str(path))
-    return found.st_size
+    """The bytes of a regular file. Raises OSError if it is none, or cannot be read."""
+    with open_regular(path) as file:
+        return os.fstat(file.fileno()).st_size
+
+
+def read_bytes(path: Path, most_bytes: int) -> bytes:
+    """What a file of a user holds. Raises OSError, also if it is not a regular file or has more than `most_bytes`."""
+    with naming(path), open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        # those below /proc say that they have none, and some of them have nothing yet
+        content = (file.read(most_bytes + 1) or b"") if size <= most_bytes else b""
+    if max(size, len(content)) > most_bytes:
+        raise OSError(errno.EFBIG, f"has more than {most_bytes >> 20} MiB", str(path))
+    return content
+
+
+def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
+    """The same as text, without a mark of its encoding. Raises OSError, also with the line that is not UTF-8."""
+    content = read_bytes(path, most_bytes)
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise OSError(errno.EILSEQ, f"line {line} is not UTF-8: {error.reason}", str(path)) from error
 
 
 def read_json(path: Path, most_bytes: int = 2**28) -> Any:
     """What a JSON file holds.
 
     Raises:
-        OSError: it cannot be read, is not a regular file, or has more than `most_bytes`.
+        OSError: as `read_bytes`.
         ValueError: it is not JSON, or deeper than any that this program writes.
     """
-    if (size := regular_size(path)) > most_bytes:
-        raise OSError(errno.EFBIG, f"{size} bytes are more than any such file has", str(path))
     try:
-        return json.loads(path.read_bytes())
+        return json.loads(read_bytes(path, most_bytes))
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
 

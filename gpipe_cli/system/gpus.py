@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -116,7 +117,7 @@ def visible(setting: str | None, uuids: Sequence[str]) -> list[int | str]:
         if entry.startswith("MIG-"):
             found.append(entry)
             continue
-        if entry.isdecimal():
+        if re.fullmatch("[0-9]{1,9}", entry):
             matching = [int(entry)] if int(entry) < len(uuids) else []
         else:
             matching = [number for number, uuid in enumerate(uuids) if entry and uuid.startswith(entry)]

@@ -23,13 +23,14 @@ from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.errors import InputError
 from gpipe_cli.planner.model_profile import refuse_single_samples
 from gpipe_cli.planner.placement import Placement
-from gpipe_cli.system.files import write_whole
+from gpipe_cli.system.files import read_bytes, write_whole
 from gpipe_cli.system.machine import usable_cores
 from gpipe_cli.training.checkpoint.store import Progress
 from gpipe_cli.training.events import DataFacts, Notes
 from gpipe_cli.units import plural
 
 VOCABULARY = "vocabulary.model"  # SentencePiece's file, in the run folder
+_MOST_VOCABULARY_BYTES = 2**28  # a million pieces take a tenth of it
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,19 @@ class Reading:
             self.loaded.close()
 
 
+def saved_vocabulary(run: Path) -> bytes | None:
+    """What the file of SentencePiece's in the folder of a run holds; None where there is none.
+
+    Raises InputError if it cannot be read.
+    """
+    try:
+        return read_bytes(run / VOCABULARY, _MOST_VOCABULARY_BYTES)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise InputError(f"{run / VOCABULARY}: cannot be read ({error.strerror}); put back that of the run") from error
+
+
 class Data:
     """What a process has opened before the processes are connected, and what it reads afterwards."""
 
@@ -78,8 +92,8 @@ class Data:
         # of the training set (True) and the test set, where the first stage is
         self._readings: dict[bool, Reading] = {}
         if self._first or placement.partitions - 1 in stages:  # stages in between never see a sample
-            saved = None if source is None or config.task == "classification" else source / VOCABULARY
-            self._splits = open_data(config, saved.read_bytes() if saved is not None and saved.is_file() else None)
+            saved = None if source is None or config.task == "classification" else saved_vocabulary(source)
+            self._splits = open_data(config, saved)
         if self._splits is None or not self._first:
             return
         # Last the only loader that pins memory: it starts a thread that opens a CUDA context.

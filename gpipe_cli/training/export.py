@@ -37,7 +37,7 @@ from gpipe_cli.system.files import write_whole
 from gpipe_cli.training import events
 from gpipe_cli.training.checkpoint.store import read_index, safetensors_parts
 from gpipe_cli.training.checkpoint.whole_model import new_model, whole_model
-from gpipe_cli.training.data_feed import VOCABULARY, Data
+from gpipe_cli.training.data_feed import Data, saved_vocabulary
 from gpipe_cli.training.engine import WorkerProcess
 from gpipe_cli.training.onnx_file import onnx_content, onnx_program
 from gpipe_cli.training.step import objective_of
@@ -93,9 +93,8 @@ def _facts(config: ExportConfig, checkpoint: Path) -> dict[str, Any]:
         "averaged": bool(run.ema_decay and progress.ema_updates),
     }
     if not isinstance(run.dataset, ImagesConfig):
-        pieces = Path(config.run) / VOCABULARY
-        # what tokens mean, as SentencePiece stores it
-        return facts | ({"sentencepiece": base64.b64encode(pieces.read_bytes()).decode()} if pieces.is_file() else {})
+        pieces = saved_vocabulary(Path(config.run))  # what tokens mean
+        return facts | ({} if pieces is None else {"sentencepiece": base64.b64encode(pieces).decode()})
     facts |= {"image_size": run.dataset.image_size, "centre_crop": centre_share(run.dataset), "mean": MEAN, "std": STD}
     try:
         train, _ = open_data(run if config.evaluate else replace(run, dataset=replace(run.dataset, download=False)))

@@ -1,6 +1,7 @@
 """The data sets in their real formats on tiny data: what is read, how it is split, and what a user can get wrong."""
 
 import hashlib
+import os
 import pickle
 from dataclasses import replace
 from pathlib import Path
@@ -164,6 +165,10 @@ def test_broken_image_is_named_in_one_line(tmp_path: Path, suffix: str) -> None:
         line = rf"^image file '{file}': cannot be read \([^\n]+\); replace or delete it$"
         with pytest.raises(InputError, match=line):
             Files((str(file),))[0]
+    file.unlink()
+    os.mkfifo(file)  # which a loader waited for
+    with pytest.raises(InputError, match=line):
+        Files((str(file),))[0]
 
 
 def test_folders_that_are_not_data(tmp_path: Path) -> None:

@@ -69,10 +69,13 @@ def test_the_last_tenth_of_each_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({}, r"dataset\.root=\S+/none: '\S+' has no text in 0 \*\.txt files; .*"),
+        ({}, r"text file '\S+/none': cannot be read \(No such file or directory\); see dataset\.root, .*"),
         ({"a.txt": "", "b.txt": "\n \n"}, r"dataset\.root=\S+: '\S+' has no text in 2 \*\.txt files; .*"),
         ({"train/a.txt": "text", "test/b.txt": ""}, r"dataset\.root=\S+: '\S+/test' has no text in 1 .*"),
-        ({"a.txt": b"good\n\xff"}, r"text file '\S+/a\.txt': line 2 is not UTF-8 \(.*\); convert it"),
+        (
+            {"a.txt": b"good\n\xff"},
+            r"text file '\S+/a\.txt': cannot be read \(line 2 is not UTF-8.*",
+        ),
     ],
 )
 def test_one_line_about_what_is_wrong(tmp_path: Path, files: dict[str, str | bytes], message: str) -> None:

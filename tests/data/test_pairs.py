@@ -1,5 +1,6 @@
 """Pairs of sentences or names in several languages: what is read, how it is split, and what a user can get wrong."""
 
+import os
 from itertools import product
 from pathlib import Path
 
@@ -54,7 +55,10 @@ def test_one_file_is_split_by_target(tmp_path: Path) -> None:
         ("\na\t \tde-en\n", r"text file '\S+' line 2: must have 3 columns, .*"),
         ("a\tb\tde>en", r"text file '\S+' line 1: must have 3 columns, .*"),
         (" \n\n", r"text file '\S+': an empty corpus; .*"),
-        (b"a\tb\tde-en\n\xe4\tb\tde-en\n", r"text file '\S+': line 2 is not UTF-8 \(.*\); convert it"),
+        (
+            b"a\tb\tde-en\n\xe4\tb\tde-en\n",
+            r"text file '\S+': cannot be read \(line 2 is not UTF-8.*",
+        ),
         ("a\tb\tde-en", r"dataset\.root=\S+: 1 line in 20 is test text, .* no test line is left; .*"),
     ],
 )
@@ -67,8 +71,9 @@ def test_one_line_about_what_is_wrong(tmp_path: Path, content: str | bytes, mess
 
 def test_files_that_are_not_there(tmp_path: Path) -> None:
     (tmp_path / "train.tsv").write_text("a\tb\tde-en")
-    for root, file in ((tmp_path / "none", "none"), (tmp_path, "test.tsv")):
-        with pytest.raises(InputError, match=rf"^text file '{tmp_path / file}': cannot be read .*; see dataset\.root$"):
+    os.mkfifo(tmp_path / "pipe")  # which was waited for
+    for root, file in ((tmp_path / "none", "none"), (tmp_path, "test.tsv"), (tmp_path / "pipe", "pipe")):
+        with pytest.raises(InputError, match=rf"^text file '{tmp_path / file}': cannot be read .*; see dataset\.root"):
             read_parallel_text(root)
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from gpipe_cli.data.vocabulary import BEGIN, END, IGNORED, PAD, UNKNOWN, Vocabulary, make_vocabulary
 from gpipe_cli.errors import InputError
+from gpipe_cli.training.data_feed import VOCABULARY, saved_vocabulary
 
 LINES = [
     f"    for {name} in range({number}): print('{name} is {number * 7}')" for number in range(40) for name in "abxy"
@@ -84,3 +85,18 @@ def test_sizes_that_do_not_fit(tmp_path: Path) -> None:
             make_vocabulary(LINES, size, tmp_path, symbols=symbols, word_prefix=True)
         least = int(str(error.value).rpartition("=")[2].partition(" ")[0])
         assert make_vocabulary(LINES, least, tmp_path, symbols=symbols, word_prefix=True).size == least
+
+
+def test_a_vocabulary_that_cannot_be_read_is_not_learned_anew(tmp_path: Path) -> None:
+    """Every token would mean something else."""
+    assert saved_vocabulary(tmp_path) is None
+    (tmp_path / VOCABULARY).mkdir()
+    with pytest.raises(InputError, match=rf"^{tmp_path / VOCABULARY}: cannot be read \(Is a directory\); "):
+        saved_vocabulary(tmp_path)
+
+
+@pytest.mark.parametrize("pieces", [b"", b"\0" * 100, b"no model"])
+def test_a_damaged_vocabulary_of_an_earlier_run_is_refused(pieces: bytes, tmp_path: Path) -> None:
+    """It ended in a traceback of SentencePiece's, or was taken for one without pieces."""
+    with pytest.raises(InputError, match=r"^vocabulary\.model: .* damaged; "):
+        make_vocabulary(LINES, 310, tmp_path, word_prefix=False, pieces=pieces)

@@ -3,6 +3,7 @@ files of weights; and what is refused."""
 
 import copy
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -189,8 +190,10 @@ def test_files_that_are_not_the_models_weights(tmp_path: Path) -> None:
     own = timm.create_model(SMALL, num_classes=7).state_dict()
     trace = tmp_path / "trace"
     (tmp_path / "text.safetensors").write_text("no tensors")
+    os.mkfifo(tmp_path / "pipe.pth")
     for name, content, message in (
-        ("absent.pth", None, "there is no such file"),
+        ("absent.pth", None, r"cannot be read \(No such file"),
+        ("pipe.pth", None, r"cannot be read \(is not a regular file\)"),
         ("text.safetensors", None, "cannot be read as weights"),
         ("evil.pth", {"fc.weight": Evil(trace)}, "cannot be read as weights"),
         ("numbers.pth", {"fc.weight": 3}, "does not hold a dictionary of tensors"),

@@ -1,6 +1,7 @@
-"""Files are whole or as they were, and one process at a time works in a folder."""
+"""Files are whole or as they were, those of users have a limit, and one process at a time works in a folder."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -8,7 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from gpipe_cli.system.files import LOCK, FolderInUseError, FolderLock, remove_partial_files, write_whole
+from gpipe_cli.system.files import (
+    LOCK,
+    FolderInUseError,
+    FolderLock,
+    read_bytes,
+    read_text,
+    remove_partial_files,
+    write_whole,
+)
 
 HOLDS = """
 import sys, time
@@ -35,6 +44,35 @@ def test_what_cannot_be_written_leaves_all_as_it_was(tmp_path: Path) -> None:
     (tmp_path / ".1.partial").write_text("half")  # of a process that was killed
     remove_partial_files(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "taken"]
+
+
+def test_a_file_of_a_user_is_regular_text_of_some_size(tmp_path: Path) -> None:
+    """A named pipe held up a command for ever, and /dev/zero filled the memory."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "device").symlink_to("/dev/zero")
+    (tmp_path / "nothing").symlink_to("gone")
+    (tmp_path / "text").write_bytes("\N{BOM}one\ntwo ü\n".encode())
+    (tmp_path / "latin").write_bytes("one\ntwo ü\n".encode("latin-1"))
+    with (tmp_path / "sparse").open("wb") as file:
+        file.truncate(2**40)
+    for name, why in (
+        ("pipe", "is not a regular file"),
+        ("device", "is not a regular file"),
+        (".", "Is a directory"),
+        ("nothing", "No such file or directory"),
+        ("sparse", "has more than 16 MiB"),
+        ("latin", "line 2 is not UTF-8: invalid start byte"),
+    ):
+        with pytest.raises(OSError, match=re.escape(why)) as error:
+            read_text(tmp_path / name)
+        assert (error.value.strerror, error.value.filename) == (why, str(tmp_path / name))
+    assert read_text(tmp_path / "text") == "one\ntwo ü\n"
+    assert read_bytes(tmp_path / "text", 14) == (tmp_path / "text").read_bytes()
+    with pytest.raises(OSError, match="has more than"):
+        read_bytes(tmp_path / "text", 13)
+    with pytest.raises(OSError, match="has more than"):  # its size is 0, as that of all there
+        read_bytes(Path("/proc/self/status"), 100)
+    assert read_text(Path("/proc/self/status")).startswith("Name:")
 
 
 def test_a_folder_is_one_process_s_until_that_ends(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def test_the_weights_that_a_run_began_with_may_be_gone(
     went_on = [f"resume={tmp_path / 'run'}", f"run_folder={tmp_path / 'on'}", "max_steps=3", "schedule=1f1b"]
     assert command(monkeypatch, "train", *went_on) == 0
     assert command(monkeypatch, "train", *settings, "max_steps=2", f"run_folder={tmp_path / 'new'}") == 2
-    assert "there is no such file" in capsys.readouterr().err
+    assert "cannot be read (No such file or directory)" in capsys.readouterr().err
 
 
 def test_a_stage_in_the_middle_waits_while_text_is_prepared(

@@ -13,9 +13,10 @@ from itertools import zip_longest
 from pathlib import Path
 
 from gpipe_cli.pipeline.schedule.dependencies import ScheduleError, check, clock, linearize
-from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Schedule
+from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Row, Schedule
+from gpipe_cli.system.files import read_text
 
-_CELL = re.compile(r"(\d{1,6})([FRBIW])(\d{1,6})")
+_CELL = re.compile(r"([0-9]{1,6})([FRBIW])([0-9]{1,6})")
 
 
 @lru_cache
@@ -25,24 +26,10 @@ def read_schedule(path: str, partitions: int, micro_batches: int) -> Schedule:
     Raises ScheduleError, which says what is wrong and where, but not in which file.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ScheduleError(f"cannot be read: {error}; gpipe plan write_schedule=FILE.csv writes one") from None
-    rows = []
-    lines = csv.reader(io.StringIO(text))
-    for cells in lines:
-        row = []
-        for column, cell in enumerate(map(str.strip, cells), start=1):
-            match = _CELL.fullmatch(cell)
-            if cell and match is None:
-                raise ScheduleError(
-                    f"line {lines.line_num}, cell {column} is {cell[:40]!r}; a cell is empty, or a stage, one "
-                    "of F R B I W and a micro-batch: 0F0"
-                )
-            if match is not None:
-                row.append(Action(Kind(match[2]), int(match[1]), int(match[3])))
-        if row:
-            rows.append(tuple(row))
+        rows = _rows(read_text(Path(path)))
+    except (OSError, csv.Error) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ScheduleError(f"cannot be read: {why}; gpipe plan write_schedule=FILE.csv writes one") from None
     if not rows:
         raise ScheduleError("has no action; gpipe plan write_schedule=FILE.csv writes some")
     schedule = Schedule(rows)
@@ -56,6 +43,32 @@ def read_schedule(path: str, partitions: int, micro_batches: int) -> Schedule:
     if not schedule.trains:
         raise ScheduleError("has no backward; add a B, or an I and a W, for every F")
     return schedule
+
+
+def _rows(text: str) -> list[Row]:
+    """The actions of each line that has any. Raises ScheduleError for a cell that is none, and csv.Error."""
+    lines = csv.reader(io.StringIO(text))
+    rows: list[Row] = []
+    actions: dict[str, Action] = {}  # by their cells
+    twice: set[str] = set()
+    for cells in lines:
+        row = []
+        for column, cell in enumerate(map(str.strip, cells), start=1):
+            if cell in actions:
+                if cell not in twice:  # two are the error; a grid of a million of them would take minutes
+                    row.append(actions[cell])
+                twice.add(cell)
+            elif match := _CELL.fullmatch(cell):
+                actions[cell] = Action(Kind(match[2]), int(match[1]), int(match[3]))
+                row.append(actions[cell])
+            elif cell:
+                raise ScheduleError(
+                    f"line {lines.line_num}, cell {column} is {cell[:40]!r}; a cell is empty, or a stage, one "
+                    "of F R B I W and a micro-batch: 0F0"
+                )
+        if row:
+            rows.append(tuple(row))
+    return rows
 
 
 def csv_of(schedule: Schedule, rows: Sequence[int] = ()) -> str:

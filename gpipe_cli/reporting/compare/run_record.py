@@ -161,8 +161,5 @@ def find_runs(folder: Path) -> list[Path]:
 
 def _counted(folder: Path) -> list[tuple[bool, int, str]]:
     """Sorts `partitions=4` before `partitions=16`."""
-    return [
-        (not part.isdigit(), int(part) if part.isdigit() else 0, part)
-        for part in re.split(r"([0-9]+)", str(folder))
-        if part
-    ]
+    parts = re.split(r"([0-9]+)", str(folder))  # every other one is a number
+    return [(at % 2 == 0, int(part) if at % 2 else 0, part) for at, part in enumerate(parts) if part]

@@ -30,8 +30,8 @@ from gpipe_cli.training.events import Tested
 
 FORMAT = 2
 _PREFIX = "step_"
-_STEP = re.compile(rf"{_PREFIX}\d{{8,12}}")
-_FILE = re.compile(r"stage_\d{1,5}\.safetensors")
+_STEP = re.compile(rf"{_PREFIX}[0-9]{{8,12}}")
+_FILE = re.compile(r"stage_[0-9]{1,5}\.safetensors")
 _MOST_SHOWN = 200  # characters of what is wrong with an index
 # As the head of a safetensors file calls them.
 DTYPES = {

@@ -1,6 +1,7 @@
 """Schedules as files: ours and those of torch.distributed.pipelining, and what is said of files that are none."""
 
 import itertools
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -110,6 +111,7 @@ def test_torch_reads_our_files(devices: int, tmp_path: Path) -> None:
         ("0F0,0B0\n1F0,1B0", "has 1 micro_batches, and micro_batches=2; use micro_batches=1"),
         ("999999F999999", "has 1000000 partitions, and partitions=2; use partitions=1000000"),
         (",,\n\n", "has no action"),
+        ("\u0660F\u0660", "line 1, cell 1 is '\u0660F\u0660'"),  # zeros, of Arabic
         ("", "has no action"),
     ],
 )
@@ -122,10 +124,32 @@ def test_a_file_that_is_no_schedule_of_the_training(text: str, line: str, tmp_pa
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     file = tmp_path / "schedule.csv"
-    for make in (lambda: None, lambda: file.write_bytes(b"\xff\xfe\x00"), lambda: (file.unlink(), file.mkdir())):
+    for make in (
+        lambda: None,
+        lambda: file.write_bytes(b"\xff\xfe\x00"),
+        lambda: file.write_text(f'"{"0F0" * 2**16}"'),  # more than a cell of a CSV file may have
+        lambda: (file.unlink(), os.mkfifo(file)),
+        lambda: (file.unlink(), file.mkdir()),
+    ):
         make()
         with pytest.raises(ScheduleError, match=r"^schedule: cannot be read: .*; gpipe plan write_schedule="):
             read(file, 2, 2)
+
+
+@pytest.mark.parametrize("cell", ["0F0,", "0F0\n"])
+def test_an_action_a_hundred_thousand_times_is_shown_twice(cell: str, tmp_path: Path) -> None:
+    """The grid of a file of 32 MB was drawn for minutes, and then printed."""
+    file = tmp_path / "schedule.csv"
+    file.write_text(100_000 * cell, encoding="utf-8")
+    with pytest.raises(ScheduleError, match=r"0F0 is (there twice|in row 1)") as error:
+        read(file, 1, 1)
+    assert str(error.value).count("F0!") == 2
+
+
+def test_a_mark_of_the_encoding_is_no_cell(tmp_path: Path) -> None:
+    file = tmp_path / "schedule.csv"
+    file.write_text("\N{BOM}0F0,0B0\n", encoding="utf-8")  # as spreadsheets write it
+    assert read(file, 1, 1) == build("gpipe", 1, 1, "never")
 
 
 def test_only_the_part_of_a_wide_grid_that_is_marked_is_shown(tmp_path: Path) -> None:

@@ -93,6 +93,16 @@ def test_runs_are_found_in_the_order_in_which_people_count(sweep: Path) -> None:
         find_runs(sweep / "partitions=2" / "result.json")
 
 
+def test_runs_are_in_the_order_in_which_people_count(tmp_path: Path) -> None:
+    """The square in a name was taken for a number, which int() does not read."""
+    names = ["2", "10", "\N{SUPERSCRIPT TWO}", "a2\N{SUPERSCRIPT TWO}", "a10", "b"]
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").touch()
+    assert sorted(folder.name for folder in find_runs(tmp_path)) == sorted(names)
+    assert [folder.name for folder in find_runs(tmp_path) if folder.name.isascii()] == ["2", "10", "a10", "b"]
+
+
 def test_rows_are_named_by_the_few_settings_that_differ(runs: list[RunRecord], text: RunRecord) -> None:
     assert differing(runs) == ["partitions"]  # though output, run_folder and names of files differ too
     assert names(runs) == compare(runs).labels == [f"partitions={k}" for k in (1, 2, 4, 16)]
