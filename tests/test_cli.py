@@ -115,6 +115,10 @@ def test_help_and_configuration_import_no_torch() -> None:
         (f"train freeze={'[' * 3000}{']' * 3000}", "a setting is nested too deeply"),
         ("train --foo", "gpipe train: unrecognized arguments: --foo"),
         ("train --partitions=4", "; a setting has no dashes: partitions=4;"),
+        ("train checkpoint=[1,2]", "gpipe train: checkpoint=[1,2]: must be a group of settings; for example"),
+        # a file of another group was read; and `model/a=b` is not what was typed
+        ("train hardware=../model/amoebanet", "hardware=../model/amoebanet: there is no such choice; choose one of"),
+        ("train -m model=a/b,resnet", "gpipe train: model=a/b,resnet: there is no such choice; choose one of"),
         ("train -cn foo", "gpipe train: -cn foo: there is no such configuration"),
         ("train -cd /nowhere/at/all", "gpipe train: configuration: Additional config directory"),
         ("evaluate -m run=x,y", "gpipe evaluate: -m: evaluate has no sweeps"),

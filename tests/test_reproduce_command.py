@@ -37,6 +37,10 @@ def test_without_a_name_the_recipes_are_listed_in_the_order_of_the_paper(
     ("arguments", "line"),
     [
         ("breakdwon", "did you mean breakdown?"),
+        ("../x", "gpipe reproduce: ../x: there is no such recipe; choose one of table1_amoebanet,"),
+        ("/etc/passwd", "/etc/passwd: there is no such recipe; choose one of table1_amoebanet,"),
+        ("../micro_batches=4", "../micro_batches=4: there is no such recipe; choose one of table1_amoebanet,"),
+        ("breakdown/", "breakdown/: there is no such recipe; did you mean breakdown?; choose one of"),
         ("breakdown table3_no_fast_interconnect", "one recipe at a time; run breakdown first"),
         ("breakdown scale=large", "scale=large: must be one of auto, desk, paper"),
         ("breakdown run_folder=x", "run_folder=x: a recipe makes its own folders; give output=FOLDER"),

@@ -31,7 +31,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from gpipe_cli.config.comments import GROUPS
+from gpipe_cli.config.comments import GROUPS, of_choices
 from gpipe_cli.config.settings import (
     AUTO,
     OWNERS,
@@ -84,6 +84,9 @@ class CommandLine:
                 number = isinstance(choice, int | float) and group == "learning_rate"
                 hint = f"write {ELSEWHERE['lr']}={choice}" if number else "gpipe train --help lists them"
                 raise RefusedError(group, choice, f"must be the name of a choice; {hint}")
+            if "/" in choice:  # a file of another group, or of any folder
+                why = f"there is no such choice; choose one of {', '.join(of_choices(group))}"
+                raise SettingError(group, choice, why)
 
 
 def read(command: str, given: Sequence[str], no_sweeps: str = "") -> CommandLine:

@@ -68,7 +68,8 @@ def main(arguments: Sequence[str]) -> int:
     if arguments[:1] == ["-sc"]:  # completion of names; Hydra's is of settings
         return 0
     arguments = arranged(arguments)
-    rest = [argument for argument in arguments if "=" not in argument]
+    # runs lie in folders such as ../micro_batches=4
+    rest = [argument for argument in arguments if "=" not in argument or argument.startswith((".", "/"))]
     for argument in arguments:
         if argument.startswith("-"):
             raise InputError(
@@ -76,7 +77,7 @@ def main(arguments: Sequence[str]) -> int:
             )
         if argument.startswith("~"):
             raise InputError(f"{argument}: a recipe takes nothing away; write NAME setting=value, or use gpipe train")
-    line = read("reproduce", [argument for argument in arguments if "=" in argument])
+    line = read("reproduce", [argument for argument in arguments if argument not in rest])
     line.refuse(REFUSED)
     for key in line.swept:
         raise InputError(f"{key}={line.overrides[key]}: one value for all commands of a recipe; run it once for each")

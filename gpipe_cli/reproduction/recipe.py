@@ -182,7 +182,8 @@ def load(name: str) -> Recipe:
     """The recipe in recipes/<name>.yaml. Raises InputError if there is none."""
     known = names()
     if name not in known:
-        raise InputError(f"{name}: there is no such recipe{nearest(name, known)}; choose one of {', '.join(known)}")
+        none = f"{show(name) or repr(name)}: there is no such recipe"
+        raise InputError(f"{none}{nearest(name, known)}; choose one of {', '.join(known)}")
     tree = load_recipe(FOLDER / f"{name}.yaml")
     said = tree.pop("recipe")
     desk = said["desk"]
