@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from heapq import heappop, heappush
 
 from gpipe_cli.errors import InputError
-from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Retain, Schedule, stage_retained
+from gpipe_cli.pipeline.schedule.schedules import RETURNS, Action, Kind, Retain, Schedule, stage_retained
 
 
 class ScheduleError(InputError):
@@ -76,8 +76,8 @@ def _sooner(action: Action) -> tuple[int, int]:
 
 def linearize_retained(schedule: Schedule, turns: Sequence[int] = ()) -> list[tuple[Action, Retain]]:
     """`linearize`, with what the stage of each action retains of the micro-batch after it."""
-    retained = {action: retain for actions in schedule.stages for action, retain in stage_retained(actions)}
-    return [(action, retained[action]) for action in linearize(schedule, turns)]
+    of_stages = [stage_retained(actions) for actions in schedule.stages]
+    return [next(of_stages[action.stage]) for action in linearize(schedule, turns)]  # stages keep their order
 
 
 def check(schedule: Schedule) -> None:
@@ -98,17 +98,23 @@ def check(schedule: Schedule) -> None:
                              "put all actions of a stage into one row", [a])  # fmt: skip
     for stage, actions in enumerate(schedule.stages):
         _check_stage(schedule, stage, actions)
+    forwards = [[a for a in actions if a.kind is Kind.F] for actions in schedule.stages]
+    backwards = [[a for a in actions if a.kind in RETURNS] for actions in schedule.stages]
     for stage in range(len(schedule.stages) - 1):
-        for direction, sender, receiver in ((Kind.F, stage, stage + 1), (Kind.B, stage + 1, stage)):
-            sent, received = (
-                [a for a in schedule.stages[k] if a.kind.direction is direction] for k in (sender, receiver)
-            )
-            for s, r in zip(sent, received, strict=True):
+        for direction, of_stages, sender, receiver in (
+            (Kind.F, forwards, stage, stage + 1),
+            (Kind.B, backwards, stage + 1, stage),
+        ):
+            for s, r in zip(of_stages[sender], of_stages[receiver], strict=True):
                 if s.micro_batch != r.micro_batch:
                     raise _fault(schedule, f"stage {sender} sends after {s} when stage {receiver} receives for {r}; "
                                  f"give both stages the same order of {direction.value}", [s, r])  # fmt: skip
     if stuck := _clock(schedule)[1]:
         raise _deadlock(schedule, stuck)
+
+
+# for each kind of action, which one of the same micro-batch comes before it on its stage
+_NEEDS = {Kind.F: None, Kind.R: Kind.F, Kind.B: Kind.F, Kind.I: Kind.F, Kind.W: Kind.I}
 
 
 def _check_stage(schedule: Schedule, stage: int, actions: Sequence[Action]) -> None:
@@ -122,7 +128,7 @@ def _check_stage(schedule: Schedule, stage: int, actions: Sequence[Action]) -> N
                 raise _fault(schedule, f"{a} comes after the backward it is for; put it before", [a])
             other = Action(Kind.I if m in seen[Kind.I] else Kind.B, stage, m)
             raise _fault(schedule, f"{a} and {other} are two backwards of one micro-batch; remove one", [a, other])
-        needed = {Kind.F: None, Kind.W: Kind.I}.get(kind, Kind.F)
+        needed = _NEEDS[kind]
         if needed is not None and m not in seen[needed]:
             first = Action(needed, stage, m)
             raise _fault(schedule, f"{a} comes before {first}, which it needs; put {first} first", [a, first])

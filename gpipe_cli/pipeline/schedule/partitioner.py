@@ -91,6 +91,7 @@ def _best_cut(
     then begins, as early as possible. Each partition before and after gets at least one layer.
     """
     layers = len(cost) - 1
+    earliest = (cost < _NEVER).argmax(axis=1)  # for each end, where a partition can begin at all
     least = np.full(layers + 1, _NEVER)
     least[0] = 0
     begins = []
@@ -99,11 +100,14 @@ def _best_cut(
         last = layers - partitions + k + 1
         for first in range(k + 1, last + 1, _BLOCK):
             ends = np.arange(first, min(first + _BLOCK, last + 1))
-            starts = slice(k, ends[-1])
+            begins_at = max(k, earliest[ends].min())
+            if reach is not None:
+                begins_at += int((reach[k][begins_at : ends[-1]] >= first).argmax())
+            starts = slice(begins_at, ends[-1])
             total = join(cost[first : ends[-1] + 1, starts], least[starts])
             if reach is not None:
                 total[reach[k][starts] < ends[:, None]] = _NEVER
-            begin[ends] = total.argmin(axis=1) + k
+            begin[ends] = total.argmin(axis=1) + begins_at
             longer[ends] = np.minimum(total.min(axis=1), _NEVER)
         least = longer
         begins.append(begin)

@@ -53,6 +53,8 @@ class Retain(StrEnum):
     GRAPH = "graph"  # every activation inside the stage
     WEIGHTS = "weights"  # what the gradients of the weights are computed from
 
+    __hash__ = str.__hash__  # as that of Kind
+
 
 class Action(NamedTuple):
     """One action of one micro-batch on one stage; ``str`` writes it ``2F0``."""

@@ -13,12 +13,12 @@ share its memory and caches and slow each other down. Both are simulated too.
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from gpipe_cli.pipeline.schedule.dependencies import linearize_retained
+from gpipe_cli.pipeline.schedule.dependencies import linearize, linearize_retained
 from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Retain, Schedule, stage_retained
 from gpipe_cli.pipeline.schedule.timeline import Event, EventKind, Span, Timeline, gap
 
@@ -116,10 +116,11 @@ def live(schedule: Schedule) -> tuple[tuple[Held, ...], ...]:
     No times are needed, as a stage keeps its order. A forward that keeps something holds it from its beginning, a
     recomputation turns an input into a graph when it begins, a backward frees it when it ends.
     """
-    return tuple(tuple(_live(actions)) for actions in schedule.stages)
+    return tuple(tuple(live_on_stage(actions)) for actions in schedule.stages)
 
 
-def _live(actions: Sequence[Action]) -> Iterator[Held]:
+def live_on_stage(actions: Sequence[Action]) -> Iterator[Held]:
+    """`live` of one stage."""
     counts = [0, 0, 0, 0]
     for _, begin, end in _changes(actions):
         for way, by in begin:
@@ -147,9 +148,11 @@ def bytes_around(stage_actions: Sequence[Action], sizes: Sequence[Held]) -> Iter
     now = 0
     for action, begin, end in _changes(stage_actions):
         of_this = sizes[action.micro_batch]
-        now += sum(of_this[way] * by for way, by in begin)
+        for way, by in begin:
+            now += of_this[way] * by
         during = now
-        now += sum(of_this[way] * by for way, by in end)
+        for way, by in end:
+            now += of_this[way] * by
         yield during, now
 
 
@@ -172,6 +175,14 @@ def _changes(actions: Sequence[Action]) -> Iterator[tuple[Action, _Change, _Chan
                 yield action, ((_GRADIENTS, 1),), ((_GRADIENTS, -1), (_GRAPH, -1), (_WEIGHTS, 1))
             case Kind.W:
                 yield action, (), ((_WEIGHTS, -1),)
+
+
+def _performed(schedule: Schedule, turns: Sequence[int]) -> Iterable[tuple[Action, Retain]]:
+    """All actions, those of each device in its order, with what their stages retain after them."""
+    if len({*zip(schedule.row_of_stage, turns, strict=True)}) == len(set(turns)) == len(schedule):  # a row each
+        of_stages = [stage_retained(actions) for actions in schedule.stages]
+        return (next(of_stages[action.stage]) for row in schedule for action in row)
+    return linearize_retained(schedule, turns)
 
 
 class _Run:
@@ -197,9 +208,11 @@ class _Run:
         self._schedule = schedule
         self._of_stage = list(map(len, schedule.stages))  # actions that are left
         devices = 1 + max(turns)
-        self._left: list[deque[tuple[Action, Retain]]] = [deque() for _ in range(devices)]  # the first may be running
-        for action, retain in linearize_retained(schedule, turns):
-            self._left[turns[action.stage]].append((action, retain))
+        # of each device: actions, what they wait for, and their seconds; the first may be running
+        self._left: list[deque[tuple[Action, Action | None, float]]] = [deque() for _ in range(devices)]
+        for action, retain in _performed(schedule, turns):
+            seconds = stages[action.stage].seconds(action.kind, retain)
+            self._left[turns[action.stage]].append((action, schedule.source(action), seconds))
         self._updates: list[deque[int]] = [deque() for _ in range(devices)]  # stages, likewise
         self._added_up = [0.0] * devices  # when the gradients of its stages that have ended are those of all replicas
         for stage, cost in enumerate(stages):
@@ -232,6 +245,8 @@ class _Run:
             self._virtual = self._virtual + (arrival - self._now) / factor if slowdown else arrival
             self._now = arrival
             self._begin(device)
+        if any(self._left):
+            linearize(self._schedule, self.turns)  # a deadlock: it raises the error that says what waits for what
 
     def _begin(self, device: int) -> None:
         """Start what comes next on a device that is free, now or when it is woken up again."""
@@ -242,21 +257,20 @@ class _Run:
             elif self._updates[device]:
                 self._compute(device, self._stages[self._updates[device][0]].update_seconds)
             return
-        action, retain = self._left[device][0]
-        cost = self._stages[action.stage]
-        needed, sent = self._schedule.source(action), None
+        action, needed, seconds = self._left[device][0]
+        sent = None
         if needed is not None:
-            if needed not in self._ended:
+            sent = self._ended.get(needed)
+            if sent is None:
                 self._waiting[needed] = device
                 return
-            sent = self._ended[needed]
             arrival = self._arrival(action, needed, sent)
             if arrival > self._now:
                 heappush(self._arriving, (arrival, device))
                 return
         if self._now > self._free[device]:
             self.events[action.stage] += gap(action, self._free[device], self._now, sent)
-        self._compute(device, cost.seconds(action.kind, retain))
+        self._compute(device, seconds)
 
     def _compute(self, device: int, seconds: float) -> None:
         self._started[device] = self._now
@@ -268,7 +282,7 @@ class _Run:
             self.events[self._updates[device].popleft()].append(Event(EventKind.UPDATE, start, self._now, None))
             self._begin(device)
             return
-        action, _ = self._left[device].popleft()
+        action, _, _ = self._left[device].popleft()
         self.spans[action.stage].append(Span(action, start, self._now))
         self._ended[action] = self._now
         self._of_stage[action.stage] -= 1

@@ -71,12 +71,12 @@ class Timeline:
     @property
     def start_seconds(self) -> float:
         """When the first action of any stage began; 0 without any."""
-        return min((span.start_seconds for spans in self.stages for span in spans), default=0.0)
+        return min((spans[0].start_seconds for spans in self.stages if spans), default=0.0)
 
     @property
     def end_seconds(self) -> float:
         """When the last action of any stage ended; 0 without any."""
-        return max((span.end_seconds for spans in self.stages for span in spans), default=0.0)
+        return max((spans[-1].end_seconds for spans in self.stages if spans), default=0.0)
 
     @property
     def step_seconds(self) -> float:
