@@ -5,22 +5,21 @@ graph of a micro-batch from its forward, or its recomputation, to its backward; 
 be recomputed.
 """
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
-from functools import cache
 from itertools import accumulate
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.data.micro_batches import share_of
 from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory
 from gpipe_cli.pipeline.schedule.recomputation import fewest_recomputations
-from gpipe_cli.pipeline.schedule.schedules import Recompute, Schedule
-from gpipe_cli.pipeline.schedule.simulator import Held, live, peak_bytes
+from gpipe_cli.pipeline.schedule.schedules import Action, Recompute, Schedule
+from gpipe_cli.pipeline.schedule.simulator import Held, live_on_stage, peak_bytes
 from gpipe_cli.planner.model_profile import ModelProfile
-from gpipe_cli.planner.step_schedule import checked_schedule
+from gpipe_cli.planner.step_schedule import checked_schedule, unchecked_schedule
 
 Bounds = Sequence[tuple[int, int]]  # first layer of each stage, and the one behind its last
 
@@ -57,11 +56,11 @@ class MemoryModel:
         self._config, self._profile, self._sizes = config, profile, sizes
         self._of_size = {n: ActivationMemory(profile.costs, profile.inputs, n, profile.lengths) for n in set(sizes)}
         self._largest = self._of_size[sizes[0]]
-        layers = range(len(profile.costs))
+        layers = np.arange(len(profile.costs))
         # while a layer runs backward, the gradients of what it has kept come into being
-        self._workspace = np.array([self._largest.graph_bytes(at, at + 1) for at in layers])
+        self._workspace = self._largest.held(layers, layers + 1)[0]
         stored = (w.weight_bytes + w.gradient_bytes + w.optimizer_bytes for w in profile.weights)
-        self._stored = [0, *accumulate(stored)]
+        self._stored = np.array([0, *accumulate(stored)])
 
     def stages(self, schedule: Schedule, bounds: Bounds) -> tuple[StageMemory, ...]:
         return tuple(
@@ -87,7 +86,7 @@ class MemoryModel:
     def room(self, bounds: Bounds, limit_bytes: int) -> list[int]:
         """What the limit leaves each stage for activations."""
         return [
-            limit_bytes - (self._stored[end] - self._stored[first]) - int(self._workspace[first:end].max())
+            limit_bytes - int(self._stored[end] - self._stored[first]) - int(self._workspace[first:end].max())
             for first, end in bounds
         ]
 
@@ -104,34 +103,46 @@ class MemoryModel:
             return None
         # `auto` needs no more than this: what is gained by keeping less, it does
         mode = "except_last" if self._config.recompute == "auto" else self._config.recompute
-        schedule = checked_schedule(order, len(self._sizes), mode)
+        schedule = unchecked_schedule(order, len(self._sizes), mode)
+        workspace = _Maxima(self._workspace)
 
-        @cache  # stages that hold as much at the same time reach as far
-        def row(moments: tuple[Held, ...]) -> list[int]:
-            return [self._reach(first, moments, limit_bytes) for first in range(len(self._workspace))]
+        def row(actions: Sequence[Action]) -> list[int]:
+            fullest = np.array(_fullest(list(live_on_stage(actions))))
+            firsts = np.arange(len(self._workspace))  # all are searched at once
+            fits, most = firsts, np.full_like(firsts, len(firsts))  # ends: one that fits, and the furthest that may
+            while (fits < most).any():
+                ends = np.maximum((fits + most + 1) // 2, firsts + 1)
+                held = (fullest @ self._largest.held(firsts, ends)).max(axis=0)
+                needed = self._stored[ends] - self._stored[firsts] + held + workspace.between(firsts, ends)
+                below = needed <= limit_bytes
+                fits, most = np.where(below, ends, fits), np.where(below, most, ends - 1)
+            return fits.tolist()
 
-        return [row(_fullest(moments)) for moments in live(schedule)]
+        # stages that do the same reach as far
+        done = [tuple((a.kind, a.micro_batch) for a in actions) for actions in schedule.stages]
+        rows = {of: row(actions) for of, actions in dict(zip(done, schedule.stages, strict=True)).items()}
+        return [rows[of] for of in done]
 
-    def _reach(self, first: int, moments: Sequence[Held], limit_bytes: int) -> int:
-        layers = len(self._workspace)
-        workspace = np.maximum.accumulate(self._workspace[first:])
 
-        def needed(end: int) -> int:
-            size = _held(self._largest, (first, end))
-            held = max(sum(number * of for number, of in zip(moment, size, strict=True)) for moment in moments)
-            return self._stored[end] - self._stored[first] + held + int(workspace[end - first - 1])
+class _Maxima:
+    """The maximum of any consecutive numbers: of 1, 2, 4, ... from each place on, of which two are enough."""
 
-        end = bisect_right(range(first + 1, layers + 1), limit_bytes, key=needed) + first
-        # a layer that keeps nothing of what it takes makes a stage that ends behind it smaller: look again
-        while end > first and needed(end) > limit_bytes:
-            end -= 1
-        return end
+    def __init__(self, numbers: NDArray[np.int64]) -> None:
+        self._from = [numbers]
+        while (size := 1 << len(self._from)) <= len(numbers):
+            half = self._from[-1]
+            self._from.append(np.maximum(half, np.roll(half, -size // 2)))
+        self._table = np.array(self._from)
+
+    def between(self, first: NDArray[np.int64], end: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Of numbers `first` to `end - 1`, one or more of them."""
+        power = np.frexp(end - first)[1] - 1
+        return np.maximum(self._table[power, first], self._table[power, end - (1 << power)])
 
 
 def _held(memory: ActivationMemory, span: tuple[int, int]) -> Held:
     """The bytes of a micro-batch of layers `span`."""
-    gradients, weights = memory.gradients_bytes(*span), memory.weights_bytes(*span)
-    return Held(memory.graph_bytes(*span), memory.input_bytes(*span), gradients, weights)
+    return Held(*memory.held(*span).tolist())
 
 
 def _fullest(moments: Sequence[Held]) -> tuple[Held, ...]:

@@ -38,8 +38,15 @@ def schedule_of_file(config: TrainConfig) -> Schedule:
 
 
 @lru_cache(maxsize=16)  # they can be large
+def unchecked_schedule(order: Schedule, micro_batches: int, recompute: Recompute) -> Schedule:
+    """The schedule of a step; a short last mini-batch may have fewer micro-batches than the others. It is enough to
+    know what its stages hold, which follows from the actions of each alone."""
+    return with_recomputation(order.first(micro_batches), recompute)
+
+
+@lru_cache(maxsize=16)
 def checked_schedule(order: Schedule, micro_batches: int, recompute: Recompute) -> Schedule:
-    """The schedule of a step; a short last mini-batch may have fewer micro-batches than the others."""
-    schedule = with_recomputation(order.first(micro_batches), recompute)
+    """The same, once it is known that it can be performed. Raises ScheduleError if it cannot."""
+    schedule = unchecked_schedule(order, micro_batches, recompute)
     check(schedule)
     return schedule

@@ -1,6 +1,7 @@
 """What a stage holds, against real steps: to the byte."""
 
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,11 @@ from training_runs import TINY, configure, of_type, train_here
 
 from gpipe_cli.assembly.build import build_model
 from gpipe_cli.assembly.optimizer import build_optimizer
+from gpipe_cli.pipeline.schedule.orders import build, order
 from gpipe_cli.planner.cost_model import predicted_costs
 from gpipe_cli.planner.model_profile import profile_model
 from gpipe_cli.planner.plan import make_plan
+from gpipe_cli.planner.stage_memory import MemoryModel
 from gpipe_cli.training.events import StepDone
 
 
@@ -64,3 +67,23 @@ def test_what_is_counted_is_a_full_mini_batch(tmp_path: Path) -> None:
     steps = of_type(train_here(config, tmp_path), StepDone)
     assert [step.samples for step in steps] == [8, 6, 8, 6]
     assert [step.activation_bytes for step in steps] == [None, None, plan.saved_bytes, None]
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zero_bubble"])
+def test_stages_reach_as_far_as_the_limit(name: str) -> None:
+    """From every layer, one layer more is over the limit."""
+    config = configure(*EVEN, "model.normal_cells=6", f"schedule={name}", "partitions=4", "recompute=always")
+    memory, layers = MemoryModel(config, profile_model(config), [2] * 4), 10
+    schedule = build(name, 4, 4, "always")
+    needed = {
+        (first, end): [stage.total_bytes for stage in memory.stages(schedule, [(first, end)] * 4)]
+        for first, end in combinations(range(layers + 1), 2)
+    }
+    limits = sorted(max(of_stages) for of_stages in needed.values())
+    for limit_bytes in (limits[0] - 1, *limits[::9], limits[-1]):
+        found = memory.furthest(order(name, 4, 4), limit_bytes)
+        assert found is not None
+        for k, reach in enumerate(found):
+            for first, end in enumerate(reach):
+                assert end == first or needed[first, end][k] <= limit_bytes
+                assert end == layers or needed[first, end + 1][k] > limit_bytes

@@ -7,10 +7,14 @@ and hold for micro-batches of any size.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import cache
-from itertools import accumulate
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from gpipe_cli.pipeline.runtime.boundary import Boundary
+
+Layers: TypeAlias = int | NDArray[np.int64]  # the number of a layer, or of many layers
 
 
 @dataclass(frozen=True)
@@ -102,21 +106,9 @@ class LayerCost:
         return self.forward.flops + self.backward.flops
 
 
-@dataclass(slots=True)
-class _Tensor:
-    """One piece of memory between layers."""
-
-    bytes: int
-    first_saver: int | None = None
-
-
 class ActivationMemory:
     """The bytes of one micro-batch of `samples` on a stage (the paper's L/K * N/M, section 2.3), for any consecutive
     layers of a model.
-
-    They are no sum over layers: a tensor that two layers save is there once, and what comes over the boundary is there
-    whether saved or not. So each tensor is charged to the first layer that saves it. Sums over layers then answer for
-    any stage, but for the few tensors that cross its first boundary.
 
     `inputs` describe what the first layer gets, `lengths` are those that the costs were traced with: what a layer keeps
     inside may grow with their square. Tensors that cross the stage's first boundary count one by one, as they are
@@ -124,47 +116,41 @@ class ActivationMemory:
     """
 
     def __init__(self, costs: Sequence[LayerCost], inputs: Boundary, samples: int, lengths: Sequence[int] = ()) -> None:
-        self._samples, self._halves = samples, [cost.halves or Halves() for cost in costs]
-        self._kept_inputs, self._kept_gradients = cache(self._inputs_from), cache(self._gradients_to)
         boundaries = [inputs, *(cost.outputs for cost in costs)]
-        self._tensor_bytes = [[t.bytes(samples, lengths) for t in boundary] for boundary in boundaries]
-        self._input_bytes = list(map(sum, self._tensor_bytes))
-        self._has_gradient = [any(t.has_gradient for t in boundary) for boundary in boundaries]
-        self._trained = [0, *accumulate(cost.trained for cost in costs)]
-        # the tensors that cross each boundary, and for each layer the bytes that it is the first to save
-        current = [_Tensor(tensor.bytes(samples, lengths)) for tensor in inputs]
-        self._crossing = [tuple(current)]
-        charged = [cost.saved.inside_bytes(samples) for cost in costs]
-        for at, cost in enumerate(costs):
-            made: list[_Tensor] = []
-            shared = cost.saved.same_memory or (None,) * len(cost.outputs)
-            for described, other in zip(cost.outputs, shared, strict=True):
-                new = _Tensor(described.bytes(samples, lengths))
-                made.append(new if other is None else [*current, *made][other])
-            saved = [[*current, *made][position] for position in cost.saved.tensors]
-            for tensor in saved:
-                if tensor.first_saver is None:
-                    tensor.first_saver = at
-                    charged[at] += tensor.bytes
-            current = made
-            self._crossing.append(tuple(current))
-        self._charged = [0, *accumulate(charged)]
+        sizes = [[t.bytes(samples, lengths) for t in boundary] for boundary in boundaries]
+        halves = [cost.halves or Halves() for cost in costs]
+        self._input_bytes = np.array([sum(tensors) for tensors in sizes])
+        self._has_gradient = np.array([any(t.has_gradient for t in boundary) for boundary in boundaries])
+        self._trained = np.cumsum([0, *(cost.trained for cost in costs)])
+        self._graph = _KeptBytes(sizes, [cost.saved for cost in costs], samples, with_inputs=True)
+        self._kept_inputs = _KeptBytes(sizes, [half.kept_inputs for half in halves], samples)
+        # gradients go the other way
+        self._kept_gradients = _KeptBytes(sizes[::-1], [half.kept_gradients for half in halves[::-1]], samples)
 
-    def input_bytes(self, first: int, end: int) -> int:
-        """What came over the boundary before layer `first`: all that is kept of a micro-batch to be recomputed."""
-        return self._input_bytes[first] if self._has_backward(first, end) else 0
+    def held(self, first: Layers, end: Layers) -> NDArray[np.int64]:
+        """The bytes that a stage of layers `first` to `end - 1` holds of a micro-batch, in the order of
+        `simulator.Held`: graph, input, gradients, weights. For n stages at once, an array of shape (4, n).
+
+        A stage with nothing to train in it or before it has no backward, and keeps nothing.
+        """
+        layers = len(self._trained) - 1
+        gradients = self._kept_gradients.of(layers - end, layers - first)
+        weights = self._kept_inputs.of(first, end) + gradients
+        has_backward = self._has_gradient[first] | (self._trained[end] > self._trained[first])
+        return np.array([self._graph.of(first, end), self._input_bytes[first], gradients, weights]) * has_backward
 
     def graph_bytes(self, first: int, end: int) -> int:
         """All that a stage of layers `first` to `end - 1` keeps of a micro-batch with its graph: its inputs and what
-        autograd saves. Takes time proportional to the tensors that cross its first boundary, and grows with `end`.
-        """
-        if not self._has_backward(first, end):
-            return 0
-        charged = self._charged[end] - self._charged[first]
-        for tensor in _distinct(self._crossing[first]):
-            if tensor.first_saver is not None and first <= tensor.first_saver < end:
-                charged -= tensor.bytes  # it is there as an input
-        return self._input_bytes[first] + charged
+        autograd saves. Grows with `end`."""
+        return int(self.held(first, end)[0])
+
+    def input_bytes(self, first: int, end: int) -> int:
+        """What came over the boundary before layer `first`: all that is kept of a micro-batch to be recomputed."""
+        return int(self.held(first, end)[1])
+
+    def gradients_bytes(self, first: int, end: int) -> int:
+        """The part of `weights_bytes` that the first half adds to what is there: gradients."""
+        return int(self.held(first, end)[2])
 
     def weights_bytes(self, first: int, end: int) -> int:
         """What the stage keeps of a micro-batch between the two halves of its backward: the inputs of products and
@@ -172,43 +158,51 @@ class ActivationMemory:
 
         Of a tensor that crosses a boundary of layers all counts, even if a product reads only a part.
         """
-        if not self._has_backward(first, end):
-            return 0
-        return self._kept_inputs(first)[end - first] + self.gradients_bytes(first, end)
+        return int(self.held(first, end)[3])
 
-    def gradients_bytes(self, first: int, end: int) -> int:
-        """The part of `weights_bytes` that the first half adds to what is there: gradients."""
-        return self._kept_gradients(end)[end - first] if self._has_backward(first, end) else 0
 
-    def _inputs_from(self, first: int) -> Sequence[int]:
-        """Kept by stages that begin with layer `first` and have 0, 1, ... layers."""
-        return self._walked(self._tensor_bytes[first:], [halves.kept_inputs for halves in self._halves[first:]])
+class _KeptBytes:
+    """The bytes that any consecutive layers keep of one micro-batch. `kept` says what each layer keeps, `sizes` are the
+    bytes of the tensors that cross each boundary. `with_inputs`: those that cross the first boundary of a stage are
+    there whether kept or not.
 
-    def _gradients_to(self, end: int) -> Sequence[int]:
-        """Kept by stages that end before layer `end` and have 0, 1, ... layers: gradients go the other way."""
-        kept = [halves.kept_gradients for halves in self._halves[:end]]
-        return self._walked(self._tensor_bytes[end::-1], kept[::-1])
+    The bytes are no sum over layers: a tensor that two layers keep is there once. So each tensor is charged to the
+    first layer that keeps it. Sums over layers then answer for any stage, but for the few tensors that cross its first
+    boundary.
+    """
 
-    def _walked(self, boundaries: Sequence[Sequence[int]], kept: Sequence[Saved]) -> list[int]:
-        """What is kept in the first 0, 1, ... of the layers between `boundaries`, no tensor twice."""
-        current, total = [_Tensor(size) for size in boundaries[0]], [0]
-        for saved, made in zip(kept, boundaries[1:], strict=True):
-            tensors = list(current)
-            for size, other in zip(made, saved.same_memory or (None,) * len(made), strict=True):
-                tensors.append(_Tensor(size) if other is None else tensors[other])
-            found = saved.inside_bytes(self._samples)
+    def __init__(
+        self, sizes: Sequence[Sequence[int]], kept: Sequence[Saved], samples: int, *, with_inputs: bool = False
+    ) -> None:
+        never = len(kept)
+        charged = [saved.inside_bytes(samples) for saved in kept]
+        # for each boundary: bytes to add for a stage that begins there, if it has the layer of this number
+        crossing: list[list[tuple[int, int]]] = [[] for _ in sizes]
+        keepers = [never] * len(sizes[-1])  # of each tensor that crosses a boundary, the first layer that keeps it
+        for at in reversed(range(len(kept))):
+            saved, given = kept[at], len(sizes[at])
+            keepers = [never] * given + keepers  # of what comes into the layer, then of what goes out
             for position in saved.tensors:
-                if tensors[position].first_saver is None:
-                    tensors[position].first_saver = len(total)
-                    found += tensors[position].bytes
-            total.append(total[-1] + found)
-            current = tensors[len(current) :]
-        return total
+                keepers[position] = at
+            for out in reversed(range(len(sizes[at + 1]))):
+                size, keeper = sizes[at + 1][out], keepers[given + out]
+                other = saved.same_memory[out] if saved.same_memory else None
+                if other is not None:
+                    keepers[other] = min(keepers[other], keeper)
+                elif keeper < never:
+                    charged[keeper] += size
+                    for boundary in range(at + 1, keeper + 1):  # behind these it comes in, which is counted below
+                        crossing[boundary].append((-size, keeper))
+            keepers = keepers[:given]
+            crossing[at] += zip(sizes[at], [-1] * given if with_inputs else keepers, strict=True)
+        self._charged = np.cumsum([0, *charged])
+        width = max(map(len, crossing))
+        rows = [[*terms, *[(0, never)] * (width - len(terms))] for terms in crossing]
+        self._crossing = np.array(rows, dtype=np.int64).reshape(len(rows), width, 2)
 
-    def _has_backward(self, first: int, end: int) -> bool:
-        """A stage with nothing to train in it or before it has no backward, and keeps nothing."""
-        return self._has_gradient[first] or self._trained[end] > self._trained[first]
-
-
-def _distinct(tensors: Sequence[_Tensor]) -> list[_Tensor]:
-    return list({id(tensor): tensor for tensor in tensors}.values())
+    def of(self, first: Layers, end: Layers) -> NDArray[np.int64]:
+        """Of layers `first` to `end - 1`."""
+        sizes, keepers = self._crossing[first, :, 0], self._crossing[first, :, 1]
+        crossing = (sizes * (keepers < np.asarray(end)[..., None])).sum(axis=-1)
+        kept: NDArray[np.int64] = self._charged[end] - self._charged[first] + crossing
+        return kept
