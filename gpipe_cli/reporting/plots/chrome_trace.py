@@ -57,8 +57,9 @@ class _Group:
     def __init__(self, pid: int, step: TracedStep, arrows: Iterator[int]) -> None:
         self._pid, self._step, self._timeline, self._arrow_numbers = pid, step, step.timeline, arrows
         self._spans = {span.action: span for spans in self._timeline.stages for span in spans}
-        self._schedule = Schedule(tuple(span.action for span in spans) for spans in self._timeline.stages)
-        self._sent = {self._schedule.source(action) for action in self._spans}  # whose results others need
+        schedule = Schedule(tuple(span.action for span in spans) for spans in self._timeline.stages)
+        self._needed = {action: schedule.source(action) for action in self._spans}
+        self._sent = set(self._needed.values())  # whose results others need
         self._rows: list[list[Span | Event]] = [
             [*spans, *filter(self._shown, beside)]
             for spans, beside in zip(self._timeline.stages, self._timeline.events, strict=True)
@@ -93,14 +94,15 @@ class _Group:
             yield describe("thread_sort_index", stage, sort_index=stage)
 
     def _slice(self, stage: int, piece: Span | Event) -> TraceEvent:
+        action = piece.action
         args: dict[str, Any] = {"stage": stage}
-        if (action := piece.action) is not None:
-            args |= {"kind": action.kind.name, "micro_batch": action.micro_batch}
+        if action is not None:
+            args["kind"], args["micro_batch"] = action.kind, action.micro_batch
+        category: str
         if isinstance(piece, Event):
-            category, colour = piece.what.value, _EVENT_COLOURS[piece.what]
-            name = self._event_name(piece)
+            category, name, colour = piece.what, self._event_name(piece), _EVENT_COLOURS[piece.what]
         else:
-            category, name = piece.action.kind.name, f"{piece.action.kind.value}{piece.action.micro_batch}"
+            category, name = piece.action.kind, piece.action.kind + str(piece.action.micro_batch)
             colour = _COLOURS[piece.action.micro_batch % len(_COLOURS)]
         return self._complete(stage, name, category, colour, piece.start_seconds, piece.end_seconds, args)
 
@@ -112,7 +114,7 @@ class _Group:
         """Whose result it is: on its receiver's row a transfer stands before the action that needs it, on its sender's
         behind it."""
         assert transfer.action is not None
-        needed = self._schedule.source(transfer.action)
+        needed = self._needed[transfer.action]
         before = transfer.end_seconds <= self._spans[transfer.action].start_seconds
         return needed if before and needed is not None else transfer.action
 
@@ -123,7 +125,7 @@ class _Group:
             return "sum over replicas"
         if event.what is EventKind.TRANSFER:
             return f"transfer of {self._moved(event)}"
-        needed = self._schedule.source(event.action)
+        needed = self._needed[event.action]
         return "waiting" if needed is None else f"waiting for {needed}"
 
     def _set_up(self) -> Iterator[TraceEvent]:
@@ -134,9 +136,10 @@ class _Group:
         turns = self._timeline.turns or range(len(self._rows))
         for device in dict.fromkeys(turns):
             of_device = [piece for turn, row in zip(turns, self._rows, strict=True) if turn == device for piece in row]
+            times = [(p.start_seconds, p.end_seconds) for p in of_device]
+            outside = [(start, stop) for start, stop in times if start < window[0] or stop > window[1]]
             free = self._step.begin_seconds
-            times = sorted((piece.start_seconds, piece.end_seconds) for piece in of_device)
-            for start, stop in [*times, (end, end)]:
+            for start, stop in [*sorted([window, *outside]), (end, end)]:
                 for since, until in ((free, min(start, window[0])), (max(free, window[1]), start)):
                     if until > since:
                         args = {"stage": turns.index(device)}
@@ -146,7 +149,7 @@ class _Group:
     def _arrows(self) -> Iterator[TraceEvent]:
         for spans in self._timeline.stages:
             for span in spans:
-                if (needed := self._schedule.source(span.action)) is None:
+                if (needed := self._needed[span.action]) is None:
                     continue
                 sent = self._spans[needed]
                 shared = {"name": "result", "cat": "result", "pid": self._pid, "id": next(self._arrow_numbers)}
@@ -176,11 +179,13 @@ class _Group:
     def _complete(
         self, stage: int, name: str, category: str, colour: str, start: float, end: float, args: dict[str, Any]
     ) -> TraceEvent:
-        ts = self._microseconds(start)
-        times = {"ts": ts, "dur": round(self._microseconds(end) - ts, 3)}
-        return {"name": name, "cat": category, "ph": "X", **times, "pid": self._pid, "tid": stage,
-                "cname": colour, "args": args}  # fmt: skip
+        since, until = self._nanoseconds(start), self._nanoseconds(end)
+        return {"name": name, "cat": category, "ph": "X", "ts": since / 1000, "dur": (until - since) / 1000,
+                "pid": self._pid, "tid": stage, "cname": colour, "args": args}  # fmt: skip
 
     def _microseconds(self, seconds: float) -> float:
-        """To whole nanoseconds: slices that touch each other must not overlap, as readers drop those that do."""
-        return round((seconds - self._begin) * 1e6, 3)
+        return self._nanoseconds(seconds) / 1000
+
+    def _nanoseconds(self, seconds: float) -> int:
+        """Whole ones: slices that touch each other must not overlap, as readers drop those that do."""
+        return round((seconds - self._begin) * 1e9)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 
 from gpipe_cli.pipeline.schedule.breakdown import Breakdown
@@ -76,8 +77,8 @@ def timeline_view(
     """A timeline as it is drawn; `begin_seconds` is when the step began on its clock."""
     stages = []
     for k, spans in enumerate(timeline.stages):
-        done: list[tuple[str, Span | Event]] = [(span.action.kind.value, span) for span in spans]
-        done += [(event.what.value, event) for event in timeline.events[k]]
+        done: list[tuple[str, Span | Event]] = [(str(span.action.kind), span) for span in spans]
+        done += [(str(event.what), event) for event in timeline.events[k]]
         bars = [
             Bar(
                 cast(BarKind, what),
@@ -87,7 +88,7 @@ def timeline_view(
             )
             for what, when in done
         ]
-        stages.append(tuple(sorted(bars, key=lambda bar: (bar.start_seconds, bar.end_seconds))))
+        stages.append(tuple(sorted(bars, key=attrgetter("start_seconds", "end_seconds"))))
     return TimelineView(title, kind, tuple(stages), step_seconds, asdict(shares))
 
 
