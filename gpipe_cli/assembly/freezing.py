@@ -23,7 +23,9 @@ def find_frozen(config: TrainConfig, model: nn.Sequential) -> Frozen:
     Raises InputError, one line, for a pattern that matches nothing (with the nearest name), or if nothing is left to
     train.
     """
-    patterns = config.freeze or ()
+    patterns = config.freeze
+    if not patterns:
+        return Frozen()
     every = [name for name, _ in model.named_modules() if name], [name for name, _ in model.named_parameters()]
     modules: set[str] = set()
     parameters: set[str] = set()
@@ -44,7 +46,7 @@ def find_frozen(config: TrainConfig, model: nn.Sequential) -> Frozen:
     outermost = tuple(name for name in every[0] if name in modules and modules.isdisjoint(_holders(name)))
     alone = tuple(name for name in every[1] if name in parameters and modules.isdisjoint(_holders(name)))
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad and name not in alone}
-    if patterns and not any(modules.isdisjoint(_holders(name)) for name in trained):
+    if not any(modules.isdisjoint(_holders(name)) for name in trained):
         layers = [name for name, _ in model.named_children()]
         raise InputError(
             f"freeze={show(patterns)}: nothing is left to train; leave some layers out, at least {layers[-1]}, the last"

@@ -42,7 +42,7 @@ def prepare(
     profile = profile_model(config)
     config, plan, comparisons = choose(config, auto, profile, partial(step_costs, log=log), elsewhere=elsewhere)
     if config.batch_size is not None:
-        refuse_single_samples(config, config.batch_size)
+        refuse_single_samples(config, config.batch_size, profile.model)
     config = replace(config, threads=place(config).threads)
     placement = make_placement(config, profile, plan)
     chosen = [("chosen", _words(comparison)) for comparison in comparisons]

@@ -51,6 +51,8 @@ class Projection(nn.Linear):
         super().__init__(inputs, outputs)
 
     def reset_parameters(self) -> None:
+        if self.weight.is_meta:  # nothing to fill in, and of thousands of layers torch takes a second to do so
+            return
         nn.init.xavier_uniform_(self.weight, gain=self.scale)
         nn.init.zeros_(self.bias)
 

@@ -4,7 +4,7 @@ Nothing in here depends on K, M or the schedule, so it is made once, however man
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from torch import nn
@@ -49,6 +49,7 @@ class ModelProfile:
     frozen: Frozen
     shared: tuple[Shared, ...]
     own_costs: tuple[float, ...] | None  # `gpipe_cost` of a user's layers, in any unit
+    model: nn.Sequential = field(repr=False, compare=False)  # as it was traced
 
     @property
     def splits(self) -> bool:
@@ -84,7 +85,7 @@ def profile_model(
     loss = loss_of_shapes(config.label_smoothing, auxiliary_weight)
     costs = trace(training=True, loss=loss, splits=config.splits_backward)
     weights = tuple(_layer_weights(config, layer) for layer in model.children())
-    return ModelProfile(costs, evaluation, weights, inputs, lengths, frozen, shared, _own_costs(model))
+    return ModelProfile(costs, evaluation, weights, inputs, lengths, frozen, shared, _own_costs(model), model)
 
 
 def _own_costs(model: nn.Sequential) -> tuple[float, ...] | None:
@@ -106,16 +107,20 @@ def _own_costs(model: nn.Sequential) -> tuple[float, ...] | None:
     return tuple(costs.values())
 
 
-def refuse_single_samples(config: TrainConfig, samples: int, *, last: bool = False) -> None:
+def refuse_single_samples(
+    config: TrainConfig, samples: int, model: nn.Sequential | None = None, *, last: bool = False
+) -> None:
     """Batch norm cannot train on one value per channel: a micro-batch of one sample, where the map is 1x1.
 
-    Raises InputError if a mini-batch of `samples`, the short `last` one of an epoch or any other, would have one.
+    `model` is that of a profile, or else is built. Raises InputError if a mini-batch of `samples`, the short `last` one
+    of an epoch or any other, would have one.
     """
     micro_batches, replicas = config.micro_batches, config.replicas
     if micro_batch_sizes(samples, replicas * micro_batches)[-1] > 1:
         return
-    model = build.build_model(config)
-    freeze(model, find_frozen(config, model))
+    if model is None:
+        model = build.build_model(config)
+        freeze(model, find_frozen(config, model))
     memory_format = build.MEMORY_FORMATS[build.memory_format_of(config)]
     try:
         run_shapes(model, build.model_inputs(config), build.greatest_lengths(config), memory_format)

@@ -10,7 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
@@ -75,7 +76,9 @@ def trace_layers(
     """
     if torch.__version__ < _RECORDS_WITHOUT_GPU:
         device = "cpu"
-    layers = _described(model.to(memory_format=memory_format), training)
+    if any(tensor.ndim in (4, 5) for tensor in chain(model.parameters(), model.buffers())):  # `to` changes no others
+        model.to(memory_format=memory_format)
+    layers = _described(model, training)
     trace = partial(_trace, layers, inputs, memory_format, computed_in, fuses)
     trace_backward = partial(_trace_backward, halves_in=memory_format if splits else None)
     first = _TRACED_SIZES[0]
@@ -91,11 +94,9 @@ def trace_layers(
             with _without_memory(model, "cpu") as where:
                 both = [trace(where, samples, lengths, training, loss) for samples in _TRACED_SIZES]
                 backward, backward_of_large = map(trace_backward, both)
-    return tuple(
-        _cost(layer, small[at], [large[at], *(runs[at] for runs in shorter)], lengths, backward[at],
-              backward_of_large[at])
-        for at, layer in enumerate(layers)
-    )  # fmt: skip
+    cost = cache(partial(_cost, lengths))  # of layers that share their runs
+    runs = zip(backward, backward_of_large, small, large, *shorter, strict=True)
+    return tuple(replace(cost(*of_layer), name=layer.name) for layer, of_layer in zip(layers, runs, strict=True))
 
 
 def run_shapes(
@@ -192,10 +193,11 @@ def _without_memory(model: nn.Module, device: str) -> Iterator[str]:
 def _described(model: nn.Sequential, training: bool) -> list[_Layer]:
     set_training(model, training)
     kinds: dict[Hashable, int] = {}  # short names for long descriptions: they are hashed once
-    owners = Counter(parameter for layer in model.children() for parameter in layer.parameters())
+    own = [list(map(id, layer.parameters())) for layer in model.children()]
+    owners = Counter(chain.from_iterable(own))
     described = []
-    for name, layer in model.named_children():
-        tied = tuple(at for at, parameter in enumerate(layer.parameters()) if owners[parameter] > 1)
+    for (name, layer), parameters in zip(model.named_children(), own, strict=True):
+        tied = tuple(at for at, parameter in enumerate(parameters) if owners[parameter] > 1)
         described.append(_Layer(name, layer, kinds.setdefault((signature(layer), tied), len(kinds)), tied))
     return described
 
@@ -376,21 +378,16 @@ def _halves(
 
 
 def _cost(
-    layer: _Layer,
-    run: _Run,
-    others: Sequence[_Run],
-    lengths: Sequence[int],
-    backward: _Backward,
-    backward_of_large: _Backward,
+    lengths: Sequence[int], backward: _Backward, backward_of_large: _Backward, run: _Run, *others: _Run
 ) -> LayerCost:
-    """From runs of the first size, of the second, and of the first with one of each length less."""
+    """From runs of the first size, of the second, and of the first with one of each length less; without a name."""
     outputs = [
         _affine(tensor, [other.outputs[position] for other in others], lengths, backward.returning[position])
         for position, tensor in enumerate(run.outputs)
     ]
-    parameters = list(layer.module.parameters())
+    parameters = list(run.module.parameters())
     return LayerCost(
-        layer.name,
+        "",
         sum(parameter.numel() for parameter in parameters),
         forward=_work(run.by_kind, others[0].by_kind),
         backward=_work(backward.by_kind, backward_of_large.by_kind),
