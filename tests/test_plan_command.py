@@ -2,16 +2,20 @@
 
 import json
 import resource
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 from training_runs import TINY, command, configure
 
+from gpipe_cli.assembly import build
 from gpipe_cli.errors import InputError
 from gpipe_cli.launch import machine_timing as timing
 from gpipe_cli.launch import plan_run
 from gpipe_cli.pipeline.schedule.simulator import ideal_bubble
+from gpipe_cli.planner import model_profile
+from gpipe_cli.planner import plan as planner
 
 PLAN = [*TINY, "batch_size=8", "micro_batches=4"]
 
@@ -69,6 +73,35 @@ def test_a_training_chooses_too_and_says_so(
     config = json.loads(Path("dry/result.json").read_text(encoding="utf-8"))["config"]
     assert isinstance(config["partitions"], int)
     assert isinstance(config["micro_batches"], int)
+
+
+def test_the_model_is_built_and_traced_once_and_nothing_is_simulated_that_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A plan of 1,663 layers that was refused took longer than the plan: of the changes that it advised, each that
+    would fit was simulated. And a micro-batch of one sample was tried on a model built anew."""
+    calls: Counter[str] = Counter()
+
+    def counted(owner: Any, name: str) -> None:
+        function = getattr(owner, name)
+
+        def call(*args: Any, **named: Any) -> Any:
+            calls[name] += 1
+            return function(*args, **named)
+
+        monkeypatch.setattr(owner, name, call)
+
+    for owner, name in ((build, "build_model"), (model_profile, "trace_layers"), (planner, "simulate")):
+        counted(owner, name)
+    settings = [*TINY, "partitions=2", "recompute=never", "hardware=h200"]
+    alone = ["batch_size=4", "micro_batches=4"]  # samples
+    plan(monkeypatch, *settings, *alone)
+    once = {"build_model": 1, "trace_layers": 2}  # in training and in evaluation
+    assert calls == once | {"simulate": 1}
+    calls.clear()
+    assert command(monkeypatch, "plan", *settings, *alone, "hardware.memory_gib=0.0014") == 2
+    assert "; use recompute=always or hardware.memory_gib=" in capsys.readouterr().err
+    assert calls == once
 
 
 @pytest.mark.parametrize(

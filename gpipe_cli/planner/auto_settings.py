@@ -4,10 +4,14 @@ that fits a memory, `gpipe plan solve=max_model`. What was compared is kept, to 
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import product
+from functools import cache
+from itertools import chain, product
 from operator import itemgetter
+from typing import Any
 
 from gpipe_cli.config.groups import AmoebaNetConfig, TransformerLMConfig, TransformerNMTConfig
 from gpipe_cli.config.settings import AUTO, AUTO_SCHEDULE, TrainConfig
@@ -16,9 +20,9 @@ from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.errors import InputError
 from gpipe_cli.planner.cost_model import StepCosts, predicted_costs
 from gpipe_cli.planner.data_sheet import number_of_gpus
-from gpipe_cli.planner.devices import memory_limit
+from gpipe_cli.planner.devices import memory_limit, memory_of
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model, refuse_single_samples
-from gpipe_cli.planner.plan import Plan, TooLargeError, make_plan
+from gpipe_cli.planner.plan import Plan, TooLargeError, find_cut, make_plan
 from gpipe_cli.planner.step_schedule import mini_batch_samples
 from gpipe_cli.system.machine import usable_cores
 from gpipe_cli.units import size
@@ -73,7 +77,7 @@ def choose(
     for one in _candidates(config, frozenset(auto), len(profile.costs), elsewhere):
         value = ", ".join(str(getattr(one, key)) for key in AUTO if key in auto)
         try:
-            refuse_single_samples(one, mini_batch_samples(one, profile.lengths))
+            refuse_single_samples(one, mini_batch_samples(one, profile.lengths), profile.model)
             tried.append(try_plan(value, one, profile, costs_of(one, profile), memory_limit(one)))
         except InputError as error:
             tried.append(Candidate(value, one, profile, None, str(error)))
@@ -173,43 +177,98 @@ def _candidates(config: TrainConfig, auto: frozenset[str], layers: int, elsewher
 
 
 def _refusal(config: TrainConfig, profile: ModelProfile, error: TooLargeError, prefix: str) -> NothingFitsError:
-    """Which stage is how much over the limit, and the smallest change that would fit."""
+    """Which stage is how much over the limit, and what to change: settings before the model, and both before the
+    memory."""
     given, balance = config.hardware.memory_gib, config.partition.balance
     here = f"recompute=auto: {size(error.limit_bytes)} are here for a stage"
     what = here if given is None else f"hardware.memory_gib={given:g}"
     cut = "no cut fits; in the best one" if balance is None else f"partition.balance={show(balance)} does not fit;"
-    remedies = []
-    for changed, words in _changes(config, len(profile.costs)):
-        try:  # whether it fits does not depend on the seconds of layers: a data sheet is enough
-            make_plan(changed, profile, predicted_costs(changed, profile), memory_limit(changed))
-        except InputError:
-            continue
-        remedies.append(words)
-        break
-    if given is not None:
-        enough = error.limit_bytes + error.missing_bytes
-        remedies.append(f"hardware.memory_gib={math.ceil(enough / 2**30 * 1e4) / 1e4:g}")
-    advice = f"use {' or '.join(remedies)}" if remedies else "use a smaller model, or a machine with more memory"
+    remedies = [_remedy(config, profile) or "a smaller model"]
+    if given is not None and (memory := memory_of(config)) is not None:
+        enough = (error.limit_bytes + error.missing_bytes) * memory.stages
+        remedies.append(f"hardware.memory_gib={math.ceil(enough / 2**30 * 1e4) / 1e4:.10g}")
+    elif remedies == ["a smaller model"]:
+        remedies.append("a machine with more memory")
     where = f"{cut} stage {error.stage} of {config.partitions}"
+    advice = f"use {' or '.join(remedies)}"
     return NothingFitsError(f"{prefix}{what}: {where} needs {size(error.missing_bytes)} more; {advice}")
 
 
-def _changes(config: TrainConfig, layers: int) -> Iterator[tuple[TrainConfig, str]]:
-    """Changes that save memory, the smallest first, and how they are typed."""
-    free = replace(config.partition, balance=None)
-    if config.partition.balance is not None:
-        yield replace(config, partition=free), "partition.balance=null"
-    if config.recompute not in ("auto", "always", "except_last"):
-        yield replace(config, recompute="auto"), "recompute=auto"
-    m = config.micro_batches
-    while config.batch_size is not None and 2 * m < config.batch_size:  # micro-batches of one sample suit few models
-        m = 2 * m
-        words = "" if config.recompute == "auto" else " recompute=auto"
-        yield replace(config, micro_batches=m, recompute="auto"), f"micro_batches={m}{words}"
-    k = config.partitions
-    for more in range(k + 1, 2 * k + 1) if k <= 8 else (k * 9 // 8, k * 5 // 4, k * 3 // 2, 2 * k):
-        if more <= layers:
-            yield replace(config, partitions=more, partition=free), f"partitions={more}"
+_Change = tuple[tuple[str, Any], ...]  # settings and their new values
+
+
+def _remedy(config: TrainConfig, profile: ModelProfile) -> str:
+    """The mildest change with which a cut fits, as it is typed; "" if none was found.
+
+    That is one kind of change if one is enough, and as little of it as is. Each kind saves the more memory the further
+    it goes, so what does not help in full is not tried in part. No step is simulated.
+    """
+
+    @cache
+    def fits(changes: tuple[_Change, ...]) -> bool:
+        settings = dict(chain(*changes))
+        if "partition.balance" in settings:
+            settings["partition"] = replace(config.partition, balance=settings.pop("partition.balance"))
+        try:  # whether it fits does not depend on the seconds of layers: a data sheet is enough
+            changed = replace(config, **settings)
+            limit_bytes = memory_limit(changed)
+            cut = find_cut(changed, profile, predicted_costs(changed, profile), limit_bytes)
+            cut.held(cut.order, cut.recompute(changed, limit_bytes), limit_bytes)
+        except InputError:
+            return False
+        return True
+
+    def in_full(kinds: Sequence[Sequence[_Change]]) -> tuple[_Change, ...]:
+        return tuple(kind[-1] for kind in kinds)
+
+    kinds = _changes(config, profile)
+    needed = next(([kind] for kind in kinds if fits(in_full([kind]))), [])
+    if not needed and kinds and fits(in_full(kinds)):
+        needed = kinds
+        for kind in reversed(kinds):
+            fewer = [other for other in needed if other is not kind]
+            needed = fewer if fits(in_full(fewer)) else needed
+    if not needed and (smaller := _smaller_mini_batches(config, profile)) and fits(in_full([smaller])):
+        needed = [smaller]
+    least = in_full(needed)
+    for at, kind in enumerate(needed):
+        milder = [(*least[:at], change, *least[at + 1 :]) for change in kind[:-1]]
+        least = (*milder, least)[bisect_left(milder, True, key=fits)]
+    return " ".join(f"{key}={show(value)}" for key, value in dict(chain(*least)).items())
+
+
+def _changes(config: TrainConfig, profile: ModelProfile) -> list[list[_Change]]:
+    """Kinds of changes that save memory and leave the model and the mini-batch as they are, those first that cost
+    least; of each kind the mildest first."""
+    k, m, n = config.partitions, config.micro_batches, mini_batch_samples(config, profile.lengths) // config.replicas
+    free: _Change = () if config.partition.balance is None else (("partition.balance", None),)
+    smaller = [m << power for power in range(1, n.bit_length()) if m << power <= n // 2]
+    if m < n:
+        with suppress(InputError):  # micro-batches of one sample suit few models
+            refuse_single_samples(replace(config, micro_batches=n), n * config.replicas, profile.model)
+            smaller.append(n)
+    more = range(k + 1, max(8, 2 * k) + 1) if k <= 8 else (k * 9 // 8, k * 5 // 4, k * 3 // 2, 2 * k)
+    kinds: list[list[_Change]] = [
+        [free] if free else [],
+        [(("micro_batches", number),) for number in smaller],
+        [(("recompute", "always"),)] if config.recompute == "never" else [],
+        [(("partitions", number), *free) for number in more if number <= len(profile.costs)],
+    ]
+    return [kind for kind in kinds if kind]
+
+
+def _smaller_mini_batches(config: TrainConfig, profile: ModelProfile) -> list[_Change]:
+    """A half of the mini-batch, a quarter, ...; in fewer micro-batches where it has too few samples for as many."""
+    samples, m, replicas = mini_batch_samples(config, profile.lengths), config.micro_batches, config.replicas
+    halves = range(1, samples.bit_length())
+    if config.batch_tokens is not None:
+        tokens = [config.batch_tokens >> power for power in halves]
+        return [(("batch_tokens", number),) for number in tokens if number >= replicas * max(profile.lengths)]
+    least = min(2, samples // (replicas * m))  # of a micro-batch: where there are two, it may need them
+    most = {samples >> power: (samples >> power) // (replicas * least) for power in halves}
+    return [
+        (("batch_size", number), *((("micro_batches", fit),) if fit < m else ())) for number, fit in most.items() if fit
+    ]
 
 
 def solve_max_model(

@@ -22,7 +22,7 @@ from gpipe_cli.planner.devices import Devices, place
 from gpipe_cli.planner.model_profile import ModelProfile
 from gpipe_cli.planner.shared_layers import check_cut
 from gpipe_cli.planner.stage_memory import MemoryModel, StageMemory
-from gpipe_cli.planner.step_schedule import checked_schedule, mini_batch_samples, schedule_of_file
+from gpipe_cli.planner.step_schedule import checked_schedule, mini_batch_samples, schedule_of_file, unchecked_schedule
 
 _SHOWN = 3  # of the orders that schedule=auto makes and tries, beside those with a name
 
@@ -100,18 +100,49 @@ def _stage_cost(costs: StepCosts, first: int, end: int) -> StageCost:
     )
 
 
-def make_plan(config: TrainConfig, profile: ModelProfile, costs: StepCosts, limit_bytes: int | None) -> Plan:
-    """Cut the model for `config` and simulate a step; `costs` are those of a mean micro-batch.
+@dataclass(frozen=True)
+class Cut:
+    """The stages of a plan before a step is simulated: what they hold does not depend on how long they take."""
+
+    balance: tuple[int, ...]
+    imbalance: float
+    order: Schedule
+    sizes: tuple[int, ...]  # samples of the micro-batches
+    memory: MemoryModel
+
+    @property
+    def bounds(self) -> tuple[tuple[int, int], ...]:
+        return _bounds(self.balance)
+
+    def recompute(self, config: TrainConfig, limit_bytes: int | None) -> Recompute:
+        """What `config` says, or if that is `auto` as little as fits; `except_last` if nothing does."""
+        if config.recompute != "auto":
+            return config.recompute
+        try:
+            return self.memory.fewest_recomputations(self.order.first(len(self.sizes)), self.bounds, limit_bytes)
+        except DoesNotFitError:
+            return "except_last"
+
+    def held(self, order: Schedule, recompute: Recompute, limit_bytes: int | None) -> tuple[StageMemory, ...]:
+        """What each stage holds in this order of actions. Raises TooLargeError if one holds more than the limit."""
+        held = self.memory.stages(unchecked_schedule(order, len(self.sizes), recompute), self.bounds)
+        if limit_bytes is not None:
+            missing_bytes, stage = max((stage.total_bytes - limit_bytes, k) for k, stage in enumerate(held))
+            if missing_bytes > 0:
+                raise TooLargeError(stage, missing_bytes, limit_bytes)
+        return held
+
+
+def find_cut(config: TrainConfig, profile: ModelProfile, costs: StepCosts, limit_bytes: int | None) -> Cut:
+    """Where to cut the model for `config`. No step is simulated.
 
     Raises:
-        TooLargeError: no cut stays below `limit_bytes` on every stage.
+        NoCutFitsError: none stays below `limit_bytes` on every stage.
         InputError: a balance that was given does not fit the model.
     """
     sizes = share_of(mini_batch_samples(config, profile.lengths), config.micro_batches, config.replicas).sizes
-    micro_batches = len(sizes)
     memory = MemoryModel(config, profile, sizes)
-    devices = place(config)
-    ordered = order_of(config, devices)
+    order = order_of(config, place(config))
     recomputed = config.recompute in ("always", "except_last")
     work = [layer.graph + layer.backward + (layer.forward if recomputed else 0.0) for layer in costs.layers]
     sends = {
@@ -120,53 +151,58 @@ def make_plan(config: TrainConfig, profile: ModelProfile, costs: StepCosts, limi
     }
     balance = config.partition.balance
     if balance is None:
-        try:
-            balance = partition(work, config.partitions, **sends, furthest=memory.furthest(ordered, limit_bytes))
-        except NoCutFitsError:
-            balance = partition(work, config.partitions, **sends, furthest=None)
+        balance = partition(work, config.partitions, **sends, furthest=memory.furthest(order, limit_bytes))
     check_balance(balance, len(profile.costs), config.partitions)
     check_cut(profile.shared, balance)
-    bounds = _bounds(balance)
+    return Cut(tuple(balance), imbalance(work, balance, **sends), order, sizes, memory)
+
+
+def make_plan(config: TrainConfig, profile: ModelProfile, costs: StepCosts, limit_bytes: int | None) -> Plan:
+    """Cut the model for `config` and simulate a step; `costs` are those of a mean micro-batch.
+
+    Raises:
+        TooLargeError: no cut stays below `limit_bytes` on every stage.
+        InputError: a balance that was given does not fit the model.
+    """
+    try:
+        cut = find_cut(config, profile, costs, limit_bytes)
+    except NoCutFitsError:  # refused below, by what the best cut lacks
+        cut = find_cut(config, profile, costs, None)
+    bounds, turns = cut.bounds, place(config).turns
     stages = tuple(_stage_cost(costs, first, end) for first, end in bounds)
     edges = [costs.edges[end - 1] for _, end in bounds[:-1]]
 
-    def planned(ordered: Schedule, recompute: Recompute) -> Plan:
-        schedule = checked_schedule(ordered, micro_batches, recompute)
-        held = memory.stages(schedule, bounds)
-        if limit_bytes is not None:
-            missing_bytes, stage = max((stage.total_bytes - limit_bytes, k) for k, stage in enumerate(held))
-            if missing_bytes > 0:
-                raise TooLargeError(stage, missing_bytes, limit_bytes)
-        turns = devices.turns
+    def planned(order: Schedule, recompute: Recompute) -> Plan:
+        held = cut.held(order, recompute, limit_bytes)
+        schedule = checked_schedule(order, len(cut.sizes), recompute)
         timeline = simulate(schedule, stages, edges, costs.slowdown, turns)
         step_seconds = max((event.end_seconds for events in timeline.events for event in events), default=0.0)
         step_seconds = max(step_seconds, timeline.end_seconds) - timeline.start_seconds + costs.set_up / len(set(turns))
         return Plan(
-            balance=tuple(balance),
+            balance=cut.balance,
             recompute=recompute,
-            samples=sizes[0],
-            micro_batches=micro_batches,
+            samples=cut.sizes[0],
+            micro_batches=len(cut.sizes),
             costs=costs,
             stages=stages,
-            order=ordered,
+            order=order,
             schedule=schedule,
             recomputed=tuple(sum(a.kind is Kind.R for a in actions) for actions in schedule.stages),
             turns=turns,
             timeline=timeline,
             step_seconds=step_seconds,
-            breakdown=breakdown(timeline, micro_batches, step_seconds),
+            breakdown=breakdown(timeline, len(cut.sizes), step_seconds),
             memory=held,
-            imbalance=imbalance(work, balance, **sends),
+            imbalance=cut.imbalance,
         )
 
-    recompute: Recompute = config.recompute
     if config.schedule == AUTO_SCHEDULE:
-        room = None if limit_bytes is None else memory.room(bounds, limit_bytes)
+        room = None if limit_bytes is None else cut.memory.room(bounds, limit_bytes)
         split = config.splits_backward and any(stage.weights_seconds for stage in stages)
-        largest = memory.largest(bounds)
+        largest, recompute = cut.memory.largest(bounds), config.recompute
         best, tried = find(
             # of all M: a mini-batch of text may have more micro-batches than this one, of the longest sentences
-            Problem(stages, edges, costs.slowdown, devices.turns, config.micro_batches, largest, room, recompute, split)
+            Problem(stages, edges, costs.slowdown, turns, config.micro_batches, largest, room, recompute, split)
         )
         if best is not None:
             compared = {one.name: planned(one.schedule, _recomputed(one.schedule)) if one.fits else None
@@ -174,14 +210,7 @@ def make_plan(config: TrainConfig, profile: ModelProfile, costs: StepCosts, limi
             chosen = compared[best.name]
             assert chosen is not None
             return replace(chosen, chosen_order=best.name, compared=compared)
-        # none fits: refused below, with what lacks least
-        return planned(ordered, "except_last" if recompute == "auto" else recompute)
-    if recompute == "auto":
-        try:
-            recompute = memory.fewest_recomputations(ordered.first(micro_batches), bounds, limit_bytes)
-        except DoesNotFitError:
-            recompute = "except_last"  # over the limit with any: refused
-    return planned(ordered, recompute)
+    return planned(cut.order, cut.recompute(config, limit_bytes))
 
 
 def _recomputed(schedule: Schedule) -> tuple[frozenset[int], ...]:

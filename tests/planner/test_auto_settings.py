@@ -1,5 +1,6 @@
 """What is chosen for `auto`, what is solved for, and what is said when nothing fits."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -118,6 +119,53 @@ def test_a_limit_that_nothing_meets_names_stage_amount_and_a_change_that_fits(pr
         choose(configure(*settings, *change.split()), [], profile, predicted_costs)
     assert changes[-1].startswith("hardware.memory_gib=")
     assert len(changes) == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "remedy"),
+    [
+        ("partitions=2 micro_batches=1 recompute=always", "micro_batches=4"),
+        ("partitions=2 micro_batches=2 recompute=always", "micro_batches=8"),  # of one sample each
+        ("partitions=2 micro_batches=4 recompute=never", "recompute=always"),
+        ("partitions=1 micro_batches=8 recompute=always", "partitions=4"),
+        ("partitions=8 micro_batches=2 recompute=never", "micro_batches=8 recompute=always"),
+        ("partitions=2 partition.balance=[1,7] micro_batches=8 recompute=always", "partition.balance=null"),
+        ("partitions=1 partition.balance=[8] micro_batches=8 recompute=always", "partitions=3 partition.balance=null"),
+        ("partitions=8 micro_batches=8 recompute=always", "batch_size=4 micro_batches=4"),
+        ("partitions=8 micro_batches=8 recompute=always batch_size=1 micro_batches=1", ""),
+    ],
+)
+def test_settings_are_advised_before_more_memory_and_no_more_of_them_than_it_takes(settings: str, remedy: str) -> None:
+    """Where one change was not enough, the line used to advise nothing but more memory; and partitions=9 beside a
+    balance for 8."""
+    base = [*LM, "model.layers=6", *settings.split()]
+    profile = traced(*LM, "model.layers=6")
+    limit_bytes = math.ceil(needed_gib(configure(*base, *remedy.split()), profile) * 2**30)
+    config = configure(*base, f"hardware.memory_gib={(limit_bytes if remedy else limit_bytes / 2) / 2**30}")
+    with pytest.raises(NothingFitsError) as error:
+        choose(config, [], profile, predicted_costs)
+    advised, more = str(error.value).rpartition("; use ")[2].split(" or ")
+    assert advised == (remedy or "a smaller model")
+    assert more.startswith("hardware.memory_gib=")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["model.width=16384", "model.hidden=65536", "model.heads=128", "partitions=2"],
+        ["partitions=4", "stages_per_process=2"],
+    ],
+)
+def test_the_memory_that_is_advised_is_enough(settings: list[str]) -> None:
+    """It was rounded to six digits, which is less above 100 GiB, and was that of one stage where a device has two."""
+    small = [*LM, *settings, "hardware.memory_gib=0.00001"]
+    profile = profile_model(configure(*small))
+    with pytest.raises(NothingFitsError) as error:
+        choose(configure(*small), [], profile, predicted_costs)
+    more = str(error.value).rpartition(" or ")[2]
+    _, plan, _ = choose(configure(*small, more), [], profile, predicted_costs)
+    assert more.startswith("hardware.memory_gib=")
+    assert max(stage.total_bytes for stage in plan.memory) > 100 * 2**30 or "stages_per_process=2" in settings
 
 
 def test_a_limit_of_the_machine_is_no_setting_to_raise(monkeypatch: pytest.MonkeyPatch) -> None:
