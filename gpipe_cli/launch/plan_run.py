@@ -69,6 +69,8 @@ def plan(config: TrainConfig, auto: Sequence[str], solve: str | None, folder: Pa
             show_plan(console, written, folder)
         return 0
     finally:
+        gc.freeze()
+        gc.unfreeze()  # all that there is counts as old now, so that the next collection does not look through it
         gc.enable()
 
 
