@@ -1,6 +1,7 @@
 """Numbers in short forms with units; ASCII, because logs are read in places without UTF-8."""
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 
 GIB, MIB = 2**30, 2**20
@@ -78,9 +79,11 @@ def spans(numbers: Iterable[int], to: str) -> list[str]:
 
 
 def plural(number: int, noun: str) -> str:
-    """`1 epoch`, `6 epochs`."""
-    ending = "" if number == 1 else "es" if noun.endswith("batch") else "s"
-    return f"{number:,} {noun}{ending}"
+    """`1 epoch`, `6 epochs`, `2 processes`, `2 micro-batches`, `3 entries`."""
+    if number != 1:
+        noun = f"{noun[:-1]}ie" if re.search("[^aeiou]y$", noun) else noun
+        noun += "es" if noun.endswith(("s", "x", "z", "tch", "sh")) else "s"
+    return f"{number:,} {noun}"
 
 
 def loss(value: float | None) -> str:
