@@ -66,9 +66,7 @@ def test_the_default_network_is_identical_in_every_way(
     assert found["loss"] > 0
     assert "identical (8 of 8)" in shown
     assert "zero_bubble" in shown
-    lines = shown.splitlines()
-    assert max(len(line) for line in lines[: lines.index("", 6) + 1]) <= 80
-    assert lines[-1] == found["verdict"]
+    assert shown.splitlines()[-1] == found["verdict"]
 
 
 @pytest.mark.parametrize(

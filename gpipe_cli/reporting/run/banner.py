@@ -9,6 +9,7 @@ from gpipe_cli.assembly.optimizer import learning_rate, warm_up_steps
 from gpipe_cli.data.micro_batches import micro_batch_sizes
 from gpipe_cli.reporting.run.description import RunDescription, precision_facts, words_of
 from gpipe_cli.reporting.run.lines import show_facts
+from gpipe_cli.reporting.run.result import RESULT
 from gpipe_cli.reporting.tables.table import Column, Table, show_table
 from gpipe_cli.training.events import LayersCompiled
 from gpipe_cli.units import count, percent, plural
@@ -28,7 +29,7 @@ def show_banner(console: Console, run: RunDescription, folder: Path) -> None:
         Column("cost", cells=[percent(share) for share in run.cost_shares], number=True),
     )
     console.print()
-    show_table(console, Table("", columns), gap=3)
+    show_table(console, Table("", columns), gap=3, elsewhere=RESULT)
     console.print()
 
 

@@ -41,14 +41,13 @@ def show_error(text: str) -> None:
 def show_facts(console: Console, facts: Iterable[tuple[str, str]]) -> None:
     """Prints labelled lines; in a terminal that is narrower than one, it goes on below the fact, at a blank."""
     for label, fact in facts:
-        lines = [f"{label:<{LABEL_WIDTH}} {fact}"]
+        lines = [fact]
         if console.is_terminal and not fact.startswith(COMMANDS):
-            indent = " " * (LABEL_WIDTH + 1)
-            lines = textwrap.wrap(
-                lines[0], console.width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-            )
+            room = max(1, console.width - LABEL_WIDTH - 1)
+            lines = textwrap.wrap(fact, room, break_long_words=False, break_on_hyphens=False) or lines
         for line in lines:
-            show_line(console, line)
+            show_line(console, f"{label:<{LABEL_WIDTH}} {line}")
+            label = ""
 
 
 class _Log:
@@ -81,10 +80,6 @@ def logging_to(folder: Path | None) -> Iterator[None]:
         yield
     finally:
         _LOG.reset(before)
-
-
-def has_log() -> bool:
-    return _LOG.get() is not None
 
 
 def log(text: str) -> None:

@@ -16,8 +16,13 @@ RESULT = "result.json"
 
 
 def write_result(folder: Path, result: Mapping[str, Any], name: str = RESULT) -> None:
-    """Writes it to ``folder / name``; NaN and infinities become null. Raises OSError if it cannot be written."""
-    write_whole(folder / name, json.dumps(_plain(result), indent=2, allow_nan=False) + "\n")
+    """Writes it to ``folder / name``, as `as_json`. Raises OSError if it cannot be written."""
+    write_whole(folder / name, as_json(result))
+
+
+def as_json(value: Any) -> str:
+    """A document with all digits of its numbers; NaN and infinities become null."""
+    return json.dumps(_plain(value), indent=2, allow_nan=False) + "\n"
 
 
 def read_result(folder: Path, name: str = RESULT) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """What `gpipe reproduce` shows: the paper's numbers, ours, the difference; for people, as Markdown and as JSON."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,8 @@ def show_reproduction(console: Console, reproduction: Reproduction, folder: Path
         for table in reproduction.tables:
             console.print()
             show_line(console, table.title, "bold")
-            show_table(console, table, repeated=sum(not column.origin for column in table.columns), gap=3)
+            named = replace(table, names=sum(not column.origin for column in table.columns))
+            show_table(console, named, gap=3, elsewhere=f"{REPRODUCTION}.md")
         console.print()
         show_facts(console, reproduction.notes)
         show_facts(console, [("took", f"{duration(reproduction.seconds)} on {reproduction.machine}")])

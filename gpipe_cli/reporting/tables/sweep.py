@@ -5,6 +5,7 @@ Rows of a table of `gpipe bench -m` differ only in what it varies. What was reso
 """
 
 import re
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -108,8 +109,10 @@ def show_sweep(runs: Sequence[Run]) -> None:
         Column("time", cells=times, number=True),
     )
     console = Console()
-    console.rule(Text(f"sweep {runs[0].folder.parent}"), align="left")
-    show_table(console, Table("", columns))
+    folder = runs[0].folder.parent
+    console.rule(Text(f"sweep {folder}"), align="left")
+    names = 1 + next(at for at, column in enumerate(columns) if column.heading == "status")
+    show_table(console, Table("", columns, names), elsewhere=f"gpipe compare {shlex.quote(str(folder))} format=csv")
     for run in runs:
         if run.failed and run.error:
             show_line(console, f"run {run.number}: {run.error}")
@@ -169,7 +172,7 @@ def show_bench(console: Console, table: Mapping[str, Any], folder: Path) -> None
         Column(heading, cells=cells, number=all(cell == "-" or cell[:1].isdigit() for cell in cells))
         for heading, cells in _columns(rows, varies)
     ]
-    show_table(console, Table("", columns), repeated=len(_naming(varies)) + 1)
+    show_table(console, Table("", columns, len(_naming(varies)) + 1), elsewhere=CSV)
     console.print()
     reasons: dict[str, list[str]] = {}  # what became of cells that were not measured -> which ones
     for number, row in enumerate(rows, start=1):

@@ -1,23 +1,27 @@
-"""The one table of the program, and how it is written: in a console, as CSV, as Markdown and as HTML."""
+"""The one table of the program, and how it is written: in a console, as JSON, CSV, Markdown and HTML."""
 
 import csv
 import io
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
+from itertools import zip_longest
 from typing import Any, Literal, Self
 
-from rich import box
 from rich.cells import cell_len
 from rich.console import Console
-from rich.table import Table as RichTable
-from rich.text import Text
 
-from gpipe_cli.reporting.run.lines import has_log, log
+from gpipe_cli.config.typed import show
+from gpipe_cli.reporting.run.lines import show_line
+from gpipe_cli.reporting.run.result import as_json
+from gpipe_cli.units import plural
 
 Origin = Literal["", "paper", "torchgpipe", "measured", "counted", "planned", "simulated", "difference"]
 SYMBOLS = {"partitions": "K", "micro_batches": "M"}  # the paper's: headings of columns
-MOST_TEXT = 70  # characters of a text without blanks, beside the number of a row; a longer one is broken
+LEAST_TEXT = 12  # characters that are left of a text at least
+TABLE = "table"
+FORMATS = (TABLE, "json", "csv")  # of what a command lists: for people, and for programs
 
 
 @dataclass(frozen=True)
@@ -54,38 +58,61 @@ class Table:
 
     title: str
     columns: Sequence[Column]
+    names: int = 1  # first columns, that name a row: a narrow terminal shows them, whatever else it has room for
 
     def __post_init__(self) -> None:
         assert len({len(column.cells) for column in self.columns}) <= 1, self.title
 
     @classmethod
-    def of_rows(cls, title: str, columns: Iterable[Column], rows: Iterable[Sequence[str]]) -> Self:
+    def of_rows(cls, title: str, columns: Iterable[Column], rows: Iterable[Sequence[str]], names: int = 1) -> Self:
         """Of columns without cells, and rows with a cell for each of them."""
         columns, rows = tuple(columns), tuple(rows)
         assert all(len(row) == len(columns) for row in rows), title
-        return cls(title, [replace(column, cells=[row[at] for row in rows]) for at, column in enumerate(columns)])
+        return cls(
+            title, [replace(column, cells=[row[at] for row in rows]) for at, column in enumerate(columns)], names
+        )
 
     @property
     def rows(self) -> list[tuple[str, ...]]:
         return list(zip(*(column.cells for column in self.columns), strict=True))
 
 
-def show_table(console: Console, table: Table, repeated: int = 1, gap: int = 2) -> None:
-    """Prints a table; one that is wider than the console in parts, as a broken word or number cannot be read.
+def show_table(console: Console, table: Table, gap: int = 2, elsewhere: str = "") -> None:
+    """Prints a table as one, in lines that fit the terminal and break no word and no number.
 
-    ``repeated`` columns name the rows, and begin every part; between columns there are ``gap`` blanks.
+    A narrow terminal gets the columns that name the rows, and of the others those that have room, the first ones first;
+    a line below says where all of them are, `elsewhere`, such as `format=csv`. Without that none is left out. A text
+    goes on in further lines, and of a single word that is too long the middle is left out.
+
+    A pipe or a file gets every column, and each row as one line, however long: so do ps, kubectl and systemctl, and so
+    grep and awk can read it.
     """
-    columns = [column for column in table.columns if column.printed]
-    for number, part in enumerate(_parts(columns[:repeated], columns[repeated:], console.width, gap)):
-        if number:
-            console.print()
-        shown = _rich(part, console.width, gap)
-        console.print(shown)
-        if has_log():
-            plain = Console(file=io.StringIO(), width=console.width, force_terminal=False, color_system=None)
-            with plain.capture() as lines:
-                plain.print(shown)
-            log(lines.get())
+    columns = shown = [column for column in table.columns if column.printed]
+    width = console.width if console.is_terminal else None
+    if width is not None and elsewhere:
+        shown = columns[: table.names]
+        for column in columns[table.names :]:
+            if sum(_least(one) + gap for one in (*shown, column)) - gap <= width:
+                shown.append(column)
+    rule = "\u2500" if console.encoding.startswith("utf") else "-"
+    for line, style in _lines(shown, _widths(shown, width, gap), gap, rule):
+        show_line(console, line, style)
+    if len(shown) < len(columns):
+        left_out = plural(len(columns) - len(shown), "more column")
+        for line in _wrapped(f"{left_out}: {elsewhere}, or a wider terminal", console.width):
+            show_line(console, line)
+
+
+def formatted(table: Table, form: str) -> str:
+    """A table for programs: `json` or `csv`."""
+    return to_csv(table) if form == "csv" else as_json(to_rows(table))
+
+
+def to_rows(table: Table) -> list[dict[str, Any]]:
+    """A dictionary for each row, with all columns by their keys, and None where a row has no value."""
+    keys = [column.key or column.heading for column in table.columns]
+    values = zip(*(column.plain_values for column in table.columns), strict=True)
+    return [dict(zip(keys, row, strict=True)) for row in values]
 
 
 def to_csv(table: Table) -> str:
@@ -94,7 +121,7 @@ def to_csv(table: Table) -> str:
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow([column.key or column.heading for column in table.columns])
     for values in zip(*(column.plain_values for column in table.columns), strict=True):
-        writer.writerow(["" if value is None else value for value in values])
+        writer.writerow([value if isinstance(value, str) else "" if value is None else show(value) for value in values])
     return file.getvalue()
 
 
@@ -136,47 +163,79 @@ def _is_failure(column: Column, cell: str) -> bool:
     return column.heading == "status" and cell.startswith(("failed", "interrupted"))
 
 
-def _parts(first: list[Column], others: Sequence[Column], width: int, gap: int) -> Iterator[list[Column]]:
-    part = list(first)
-    for column in others:
-        if len(part) > len(first) and sum(_least(one) + gap for one in (*part, column)) - gap > width:
-            yield part
-            part = list(first)
-        part.append(column)
-    yield part
-
-
-def _rich(columns: Sequence[Column], width: int, gap: int) -> RichTable:
-    shown = RichTable(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, gap - 1, 0, 0))
-    widths = _widths(columns, width - gap * (len(columns) - 1))
+def _lines(columns: Sequence[Column], widths: Sequence[int], gap: int, rule: str) -> Iterator[tuple[str, str]]:
+    """The lines of a table, and their styles."""
     origins = any(column.origin_line for column in columns)
-    for column, own in zip(columns, widths, strict=True):
-        heading = f"{column.heading}\n{column.origin_line}" if origins else column.heading
-        shown.add_column(Text(heading), justify="right" if column.right else "left", overflow="fold", width=own)
-    for cells in Table("", columns).rows:
-        styles = ("red" if _is_failure(column, cell) else "" for column, cell in zip(columns, cells, strict=True))
-        shown.add_row(*map(Text, cells, styles))
-    return shown
+    headings = [
+        [line for part in _heading(column, origins) for line in _wrapped(part, width)]
+        for column, width in zip(columns, widths, strict=True)
+    ]
+    most = max(map(len, headings))
+    headings = [[""] * (most - len(lines)) + lines for lines in headings]  # the last line of each above the rule
+
+    def line(cells: Iterable[str]) -> str:
+        pads = (" " * (width - cell_len(cell)) for width, cell in zip(widths, cells, strict=True))
+        return (
+            (" " * gap)
+            .join(
+                f"{pad}{cell}" if column.right else f"{cell}{pad}"
+                for column, cell, pad in zip(columns, cells, pads, strict=True)
+            )
+            .rstrip()
+        )
+
+    for cells in zip(*headings, strict=True):
+        yield line(cells), "bold"
+    yield rule * (sum(widths) + gap * (len(columns) - 1)), ""
+    for row in Table("", columns).rows:
+        failed = any(_is_failure(column, cell) for column, cell in zip(columns, row, strict=True))
+        wrapped = (_wrapped(cell, width) for cell, width in zip(row, widths, strict=True))
+        for cells in zip_longest(*wrapped, fillvalue=""):
+            yield line(cells), "red" if failed else ""
 
 
-def _widths(columns: Sequence[Column], room: int) -> list[int]:
-    """What each column needs; what is left of the room goes to headings of numbers first, then to texts."""
+def _heading(column: Column, origins: bool) -> Sequence[str]:
+    """The lines of a heading; in a table with `origins` the last one says where the numbers come from."""
+    return [*column.heading.split("\n"), *([column.origin_line] if origins else [])]
+
+
+def _wrapped(text: str, width: int) -> Sequence[str]:
+    """The lines of a text, which is broken at blanks; of a longer word the middle is left out."""
+    if cell_len(text) <= width:
+        return [text]
+    words = (
+        word if len(word) <= width else f"{word[: width // 2 - 1]}...{word[2 - width + width // 2 :]}"
+        for word in text.split()
+    )
+    return textwrap.wrap(" ".join(words), width, break_long_words=False, break_on_hyphens=False)
+
+
+def _widths(columns: Sequence[Column], width: int | None, gap: int) -> list[int]:
+    """The characters of each column, in a table of so many in all; None: of any number.
+
+    What columns do not need of the room goes to headings of numbers first, then to texts; what they lack is taken from
+    the widest texts.
+    """
+    if width is None:
+        return [_most(column) for column in columns]
     widths = [_least(column) for column in columns]
-    room -= sum(widths)
+    room = width - gap * (len(columns) - 1) - sum(widths)
     for at in sorted(range(len(columns)), key=lambda at: not columns[at].right):
         more = max(0, min(room, _most(columns[at]) - widths[at]))
         widths[at] += more
         room -= more
+    texts = [at for at, column in enumerate(columns) if not column.right]
+    while room < 0 and texts and widths[at := max(texts, key=widths.__getitem__)] > LEAST_TEXT:
+        widths[at] -= 1
+        room += 1
     return widths
 
 
 def _least(column: Column) -> int:
-    """The characters that a column needs: those of a number, or of a word of a heading or a text."""
+    """The characters that a column needs: those of a number, or of the longest word of a heading or a text."""
     words = [*column.heading.split(), column.origin_line]
-    if column.right:
-        return max(map(cell_len, (*words, *column.cells)))
-    words += [word for cell in column.cells for word in cell.split()]
-    return min(MOST_TEXT, max(map(cell_len, words)))
+    words += column.cells if column.right else [word for cell in column.cells for word in cell.split()]
+    return max(map(cell_len, words))
 
 
 def _most(column: Column) -> int:

@@ -97,7 +97,7 @@ def large(name: str) -> Placement:
 
 
 def test_big_numbers_fit_80_columns_and_stay_apart() -> None:
-    console, file = log()
+    console, file = log(force_terminal=True, _environ={"TERM": "dumb"})
     settings = (*TRANSLATION, "epochs=100", "preset=null", "model.width=1024")
     run = description(*settings, placement=large("a_rather_long_layer_name"))
     screen = RunConsole(console, run, line_seconds=0)
