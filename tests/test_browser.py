@@ -62,7 +62,7 @@ def test_settings_and_final_metrics_are_a_table(page: "Page", address: str) -> N
         table.get_by_text(run, exact=True).first.wait_for()
     for column in ("micro_batches", "model.name", "final/top1", "final/samples_per_second"):
         table.get_by_text(column, exact=True).first.wait_for()
-    for shown in ("amoebanet", *(f"{top1:#.5g}" for top1 in TOP1.values()), "512.00"):
+    for shown in ("amoebanet", *map(str, TOP1), *(f"{top1:#.5g}" for top1 in TOP1.values()), "512.00"):
         table.get_by_text(shown, exact=True).first.wait_for()
     pane = page.locator("tf-hparams-query-pane")
     pane.get_by_text("final/memory_gib", exact=True).first.wait_for()

@@ -5,25 +5,28 @@ One writer per run, in the parent process. Steps count those done; accuracies ar
 
 import html
 import io
-import math
 import os
 import re
 import socket
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, is_dataclass
-from functools import cache
+from dataclasses import asdict
+from decimal import Decimal
 from itertools import count
 from pathlib import Path
-from types import UnionType
-from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any
 
-from gpipe_cli.config.settings import TrainConfig
-from gpipe_cli.config.typed import show
 from gpipe_cli.reporting.plots.timeline_values import SHARES, idle
-from gpipe_cli.reporting.run.description import RunDescription, Status, scores_of, words_of
+from gpipe_cli.reporting.run.description import (
+    RunDescription,
+    Status,
+    Value,
+    all_settings,
+    hyperparameters,
+    scores_of,
+    words_of,
+)
 from gpipe_cli.reporting.run.measurement import stages_named, stages_together
-from gpipe_cli.reporting.run.result import flattened
 from gpipe_cli.reporting.run.trackers import AllEvents, trackers
 from gpipe_cli.reporting.tables.table import Column, Table, to_markdown
 from gpipe_cli.system.files import naming, write_whole
@@ -54,14 +57,13 @@ FINAL_OF_TEXT = ("perplexity", "tokens_per_second", *_OF_ALL, "token_accuracy")
 FLUSH_SECONDS = 10.0  # a run that is killed loses no more than this
 _numbers = count()  # of the files of this process, whose names differ in nothing else within a second
 
-Value = bool | float | str
-
 SHOWN_AT_FIRST = 5  # columns of settings; TensorBoard has boxes to tick for the others
 # What fills them up behind the settings that a sweep varies.
 _USUAL = ("model.name", "partitions", "micro_batches", "dataset.name", "batch_size")
-# How TensorBoard calls the types of a Value: of a column, and of a cell.
-_TYPES = {bool: "DATA_TYPE_BOOL", float: "DATA_TYPE_FLOAT64", str: "DATA_TYPE_STRING"}
-_FIELDS = {bool: "bool_value", float: "number_value", str: "string_value"}
+# How TensorBoard calls what a column and a cell hold.
+_TYPES = {bool: "DATA_TYPE_BOOL", str: "DATA_TYPE_STRING"}
+_FIELDS = {bool: "bool_value", str: "string_value"}
+_WHOLE = 10  # digits before the point: settings have no more
 
 
 class Dashboard:
@@ -93,7 +95,7 @@ class Dashboard:
         curves are compared with: level lines beside them, and charts in the tab Custom Scalars."""
         run, text = self._run, words_of(self._run.config.task).text
         forget(self._folder)  # those of a run that is resumed into its own folder
-        values = hyperparameters(asdict(run.config))
+        values = hyperparameters(run.config)
         own, others = (FINAL_OF_TEXT, FINAL_OF_IMAGES) if text else (FINAL_OF_IMAGES, FINAL_OF_TEXT)
         metrics = [f"final/{name}" for name in dict.fromkeys((*own, *others))]
         for summary in start_summaries(values, varied_by(self._folder, values), metrics):
@@ -288,30 +290,6 @@ def record(event: "Event") -> bytes:
 # reads first, so every run lists those of all models and tasks; without them each curve would be a metric.
 
 
-def hyperparameters(config: Mapping[str, Any]) -> dict[str, Value]:
-    """The configuration without levels, `model.filters`: numbers and switches as they are, all else as text. What is
-    null is left out: TensorBoard cannot sort a column that has text beside numbers."""
-    known = flattened(config, whole=all_settings())  # the free arguments of a custom model are one setting
-    return {key: _plain(value) for key, value in known if value is not None}
-
-
-@cache
-def all_settings() -> dict[str, list[Any]]:
-    """Every setting that some run may have, with its types in the choices of its group."""
-    found: dict[str, list[Any]] = {}
-
-    def collect(kind: type, prefix: str) -> None:
-        for name, hint in get_type_hints(kind).items():
-            for option in get_args(hint) if get_origin(hint) in (UnionType, Union) else (hint,):
-                if isinstance(option, type) and is_dataclass(option):
-                    collect(option, f"{prefix}{name}.")
-                else:
-                    found.setdefault(f"{prefix}{name}", []).append(option)
-
-    collect(TrainConfig, "")
-    return found
-
-
 def varied_by(folder: Path, keys: Collection[str]) -> tuple[str, ...]:
     """The settings that a sweep varies: it names the folders of its runs by them, `micro_batches=4,model=resnet`."""
     named = re.findall(r"(?:^|,)[+~]*([\w.]+)=", folder.name)
@@ -327,15 +305,15 @@ def start_summaries(
     first = list(dict.fromkeys((*varied, *_USUAL)))[:SHOWN_AT_FIRST]
     experiment = api_pb2.Experiment()
     for key, hints in all_settings().items():
-        # A number that may be null: where a sweep varies it, its axis is one of numbers.
-        kind = type(values[key]) if key in varied else _type_of(hints)
+        kind = _type_of(hints)
         info = experiment.hparam_infos.add(name=key, type=_TYPES[kind], differs=key in first)
         info.domain_discrete.extend((False, True) if kind is bool else ())
     for tag in metrics:
         experiment.metric_infos.add(name=api_pb2.MetricName(tag=tag))
     start = plugin_data_pb2.SessionStartInfo(start_time_secs=time.time())
     for key, value in values.items():
-        setattr(start.hparams[key], _FIELDS[type(value)], value)
+        shown = _text(value)
+        setattr(start.hparams[key], _FIELDS[type(shown)], shown)
     return (
         _summary(metadata.EXPERIMENT_TAG, experiment=experiment),
         _summary(metadata.SESSION_START_INFO_TAG, session_start_info=start),
@@ -360,21 +338,19 @@ def _summary(tag: str, **data: Any) -> "Summary":
     return Summary(value=[Summary.Value(tag=tag, metadata=described, tensor=metadata.NULL_TENSOR)])
 
 
-def _plain(value: Any) -> Value:
-    match value:
-        case bool():
-            return value
-        case int() | float():
-            return float(value) if math.isfinite(value) else str(value)  # JSON has no others
-        case _:
-            return show(value)
+def _text(value: bool | int | float | str) -> bool | str:
+    """As it was typed, but for switches. TensorBoard would show a number with five digits, K = 4 as 4.0000; of texts it
+    shows all, without the blanks that they begin with, but sorts them by their characters. So the points of numbers
+    stand one below the other, and no number has an exponent: then both orders are the same."""
+    if isinstance(value, str | bool):
+        return value
+    whole, point, fraction = f"{Decimal(repr(value)):f}".removesuffix(".0").partition(".")
+    return f"{whole:>{_WHOLE}}{point}{fraction}"
 
 
-def _type_of(hints: Sequence[Any]) -> type[Value]:
-    """Of a column: text is also what may be null, a list or one of several kinds."""
-    if all(hint is bool for hint in hints):
-        return bool
-    return float if all(hint in (int, float) for hint in hints) else str
+def _type_of(hints: Sequence[Any]) -> type[bool | str]:
+    """Of a column."""
+    return bool if all(hint is bool for hint in hints) else str
 
 
 def forget(folder: Path) -> None:

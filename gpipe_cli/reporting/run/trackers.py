@@ -1,7 +1,8 @@
 """Loggers beside TensorBoard's event file: MLflow and Weights & Biases, which get what stands in the events.
 
-The dashboard makes each summary once and adds it to all loggers of the run. Those here take scalars, pictures, texts
-and settings out of it. What the run is called there stands in loggers.json of its folder: resumed, it goes on there.
+The dashboard makes each summary once and adds it to all loggers of the run. Those here take scalars, pictures and texts
+out of it, and learn from it that the run has begun or ended. What the run is called there stands in loggers.json of its
+folder: resumed, it goes on there.
 
 A logger that fails, such as a server that does not answer, gets nothing more: no training waits for it again and again.
 """
@@ -23,10 +24,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
+import numpy as np
+
 from gpipe_cli.config.settings import CONFIG, Logger
 from gpipe_cli.config.typed import RefusedError, with_type
 from gpipe_cli.reporting.page.page import PAGE
-from gpipe_cli.reporting.run.description import RunDescription
+from gpipe_cli.reporting.run.description import RunDescription, Value, hyperparameters
 from gpipe_cli.reporting.run.lines import LOG
 from gpipe_cli.reporting.run.result import RESULT, read_result
 from gpipe_cli.system.files import read_json, write_whole
@@ -44,7 +47,6 @@ _SERVER_SECONDS = 10  # that a server may take to answer
 _LAST_SECONDS = 60.0  # that the upload of what is left may take when a run ends
 _MOST_POINTS, _MOST_SETTINGS = 1000, 100  # of one request to MLflow
 
-Value = float | str | bool
 Ended = Literal["FINISHED", "FAILED", "KILLED"]
 
 
@@ -163,15 +165,14 @@ class _Tracker:
             content = value.metadata.plugin_data.content
             match value.WhichOneof("value"):
                 case "simple_value":
-                    self._waiting.append(_Point(value.tag, step, value.simple_value, time.time()))
+                    self._waiting.append(_Point(value.tag, step, _shortest(value.simple_value), time.time()))
                 case "image":
                     service.picture(value.tag, step, value.image.encoded_image_string)
                 case _ if value.metadata.plugin_data.plugin_name == "text":
                     text = textwrap.dedent(b"".join(value.tensor.string_val).decode())
                     service.file(f"{value.tag.removesuffix('/text_summary')}.txt", text.encode())
                 case _ if value.tag == metadata.SESSION_START_INFO_TAG:
-                    known = metadata.parse_session_start_info_plugin_data(content).hparams
-                    service.settings({key: getattr(one, one.WhichOneof("kind")) for key, one in known.items()})
+                    service.settings(hyperparameters(self._run.config))
                 case _ if value.tag == metadata.SESSION_END_INFO_TAG:
                     self._end(service, metadata.parse_session_end_info_plugin_data(content).status)
         if time.monotonic() - self._sent >= _SECONDS:
@@ -261,6 +262,11 @@ class _MLflow:
 
     def end(self, ended: Ended) -> None:
         self._client.set_terminated(self.id, ended)
+
+
+def _shortest(value: float) -> float:
+    """Of a number that a summary holds in 32 bits: 0.01, and not 0.009999999776, which has the same 32 bits."""
+    return float(str(np.float32(value)))
 
 
 def _mlflow_name(tag: str) -> str:

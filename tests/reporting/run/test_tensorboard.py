@@ -3,7 +3,7 @@
 import math
 import re
 import resource
-from dataclasses import asdict, astuple
+from dataclasses import astuple, replace
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,15 @@ from reporting_runs import (
 )
 from tensorboard.plugins.hparams import api_pb2, metadata
 from torch.utils.tensorboard.summary import scalar
+from training_runs import configure
 
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.config.typed import settings as all_keys
 from gpipe_cli.reporting.plots.picture import DPI, NARROW_INCHES, WIDTH_INCHES
 from gpipe_cli.reporting.plots.timeline_values import StepPicture
+from gpipe_cli.reporting.run.description import hyperparameters
 from gpipe_cli.reporting.run.result import read_result
-from gpipe_cli.reporting.run.tensorboard import Dashboard, EventFile, hyperparameters, varied_by
+from gpipe_cli.reporting.run.tensorboard import Dashboard, EventFile, varied_by
 from gpipe_cli.training.events import Translation
 from gpipe_cli.units import GIB
 
@@ -221,22 +223,40 @@ def test_what_is_no_number_is_no_error_and_what_there_is_not_has_no_curve(tmp_pa
 
 
 def test_numbers_and_switches_stay_what_they_are_all_else_is_text_and_null_is_left_out() -> None:
-    config = {
+    custom = ("model=custom", "model.target=mine:net", "model.arguments={width:64,bias:true}")
+    config = replace(configure(*custom, "partition.balance=[4,6]"), gradient_clipping=math.inf)
+    found = hyperparameters(config)
+    expected = {
         "partitions": 2,
-        "dry_run": False,
-        "max_steps": None,
-        "partition": {"balance": (4, 6)},
-        "gradient_clipping": float("inf"),
-        "model": {"name": "custom", "arguments": {"width": 64, "bias": True}, "weights": None},
-    }
-    assert hyperparameters(config) == {
-        "partitions": 2.0,
         "dry_run": False,
         "partition.balance": "[4,6]",
         "gradient_clipping": "inf",  # no number for JSON
+        "label_smoothing": 0.1,
         "model.name": "custom",
         "model.arguments": "{width:64,bias:true}",
     }
+    assert {key: found[key] for key in expected} == expected
+    assert not {"max_steps", "model.weights"} & found.keys()
+
+
+def test_hparams_shows_numbers_as_they_are_typed_and_sorts_them(tmp_path: Path) -> None:
+    """The tab showed M = 4 as 4.0000, and a learning rate of 0.01 as 0.010000: five digits of every number. A text is
+    shown whole, and sorted by its characters."""
+    typed = ["0.00001", "0.0001", "0.01", "0.5", "1", "2", "4", "16", "128"]
+    shown = []
+    for number, peak in enumerate(typed):
+        folder = tmp_path / str(number)
+        reporter_in(
+            folder, "learning_rate=constant", f"learning_rate.peak={peak}", "micro_batches=4", "seed=1234567890"
+        )
+        values, experiment, _ = of_hparams(folder)
+        assert {values[key].lstrip() for key in ("micro_batches", "seed")} == {"4", "1234567890"}
+        assert (
+            next(i.type for i in experiment.hparam_infos if i.name == "learning_rate.peak") == api_pb2.DATA_TYPE_STRING
+        )
+        shown.append(values["learning_rate.peak"])
+    assert [text.lstrip() for text in shown] == typed
+    assert sorted(shown) == shown
 
 
 def test_the_name_of_a_folder_tells_what_a_sweep_varies() -> None:
@@ -251,16 +271,16 @@ def test_a_run_that_is_killed_is_there_with_its_settings_and_what_a_sweep_varies
     reporter_in(folder, "seed=3", "max_steps=20")  # and nothing after that
     values, experiment, status = of_hparams(folder)
     assert status is None
-    assert values == hyperparameters(asdict(description("seed=3", "max_steps=20").config))
+    typed = hyperparameters(description("seed=3", "max_steps=20").config)
+    assert values.keys() == typed.keys()
+    assert {key: values[key].strip() for key in ("seed", "max_steps")} == {"seed": "3", "max_steps": "20"}
     columns = {info.name: info for info in experiment.hparam_infos}
     keys = all_keys(TrainConfig)  # of other models too
     assert set(columns) == {key for key in keys if not any(other.startswith(f"{key}.") for other in keys)}
     assert {name for name, info in columns.items() if info.differs} == {
         *("seed", "max_steps", "model.name", "partitions", "micro_batches")
     }
-    number, switch, text = api_pb2.DATA_TYPE_FLOAT64, api_pb2.DATA_TYPE_BOOL, api_pb2.DATA_TYPE_STRING
-    types = {"partitions": number, "dry_run": switch, "model.name": text, "batch_size": text}  # or null
-    types["max_steps"] = number  # though it may be null: its values are numbers
+    types = {"partitions": api_pb2.DATA_TYPE_STRING, "dry_run": api_pb2.DATA_TYPE_BOOL}
     assert {name: columns[name].type for name in types} == types
     assert list(columns["dry_run"].domain_discrete) == [False, True]
 
@@ -284,7 +304,7 @@ def test_a_run_resumed_into_its_folder_replaces_what_came_after_its_checkpoint(t
     best = evaluation(4, top1=0.5)
     second, shown = reporter_in(tmp_path, f"resume={tmp_path}", "partitions=4", first_step=4, best=best)
     values, _, status = of_hparams(tmp_path)
-    assert (values["partitions"], status) == (4.0, None)
+    assert (values["partitions"].strip(), status) == ("4", None)
     result = read_result(tmp_path)
     assert (result["best"]["step"], result["test"], result["steps"], result["epochs"]) == (4, None, 4, 1)
     for number in range(5, 8):

@@ -6,14 +6,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from reporting_runs import evaluation, plan, reporter_in, shares, step, timeline
+from reporting_runs import description, evaluation, plan, reporter_in, shares, step, timeline
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from training_runs import command
 
 from gpipe_cli.reporting.plots.timeline_values import StepPicture
+from gpipe_cli.reporting.run.description import hyperparameters
 from gpipe_cli.reporting.run.result import read_result
-from gpipe_cli.reporting.run.tensorboard import hyperparameters
 
 
 def report(folder: Path, *settings: str, end: bool = True, **changes: Any) -> str:
@@ -55,10 +56,13 @@ def test_mlflows_files_have_what_the_events_have(tmp_path: Path, monkeypatch: py
     assert {"train/loss", "test/top1", "bubble/measured", "final/top1", "speed/step_over_predicted"} <= found.keys()
     for tag, expected in found.items():
         history = client.get_metric_history(run.info.run_id, tag)
-        assert sorted((one.step, one.value) for one in history) == expected, tag
-    settings = {key: str(value) for key, value in hyperparameters(read_result(folder)["config"]).items()}
-    assert run.data.params == settings | {"partitions": "2.0"}
-    assert run.data.tags["resumed.partitions"] == "1.0"
+        assert sorted((one.step, np.float32(one.value)) for one in history) == expected, tag
+    rates = [one.value for one in client.get_metric_history(run.info.run_id, "train/learning_rate")]
+    assert set(rates) == {0.04}, "and not 0.03999999910593033, which is the same in 32 bits"
+    config = description(f"output={tmp_path}", "logger=[tensorboard,mlflow]", "partitions=1").config
+    settings = {key: str(value) for key, value in hyperparameters(config).items()}
+    assert run.data.params == settings | {"partitions": "2"}
+    assert (run.data.params["micro_batches"], run.data.tags["resumed.partitions"]) == ("4", "1")
     artifacts = {artifact.path for artifact in client.list_artifacts(run.info.run_id)}
     report(tmp_path / "dry", "logger=[mlflow]", "dry_run=true")
     assert len(client.search_runs([experiment.experiment_id])) == 1
