@@ -24,7 +24,7 @@ from gpipe_cli.pipeline.runtime.frozen import freeze
 from gpipe_cli.planner.data_sheet import number_of_gpus
 from gpipe_cli.planner.placement import Placement, make_placement
 from gpipe_cli.reporting.run.description import Restart, Start
-from gpipe_cli.reporting.run.lines import show_error, show_line
+from gpipe_cli.reporting.run.lines import show_error, show_text
 from gpipe_cli.reporting.run.reporter import complete_result
 from gpipe_cli.system.files import write_whole
 from gpipe_cli.system.gpus import look_again
@@ -69,7 +69,7 @@ def launch(
             agree(lambda: Decision(folder, config.resume, None, complete=True))
             complete_result(folder, config.task, progress)
             done = f"the run that lies there is complete, with {plural(progress.step, 'step')}; nothing is left to do"
-            show_line(Console(), f"{folder}: {done}")
+            show_text(Console(), f"{folder}: {done}")
             return 0
         ended = _train(now, folder, start, auto, bench, again, restarts)
         if isinstance(ended, int):
@@ -79,7 +79,7 @@ def launch(
         step = step_of(checkpoints_in(folder)[-1]) if now.resume == str(folder) else 0
         restarts = (*restarts, Restart(ended.why, step, now.partitions))
         on = f"goes on after step {step:,}" if step else "begins again"
-        show_line(Console(), f"restart {len(restarts)} of {now.max_restarts}: {ended.why}; {on}{fewer}", "yellow")
+        show_text(Console(), f"restart {len(restarts)} of {now.max_restarts}: {ended.why}; {on}{fewer}", "yellow")
 
 
 def _evaluate(config: EvaluateConfig, folder: Path) -> int:
@@ -118,7 +118,7 @@ def _train(
     restarts: tuple[Restart, ...],
 ) -> int | _Lost:
     """One start of a training, from `prepare` to its end."""
-    prepared = prepare(config, auto, lambda line: show_line(Console(), line) if leads() else None)
+    prepared = prepare(config, auto, lambda line: show_text(Console(), line) if leads() else None)
     training, placement, text = prepared.config, prepared.placement, to_yaml(prepared.config)
     if training.dry_run:
         if leads():
@@ -126,7 +126,7 @@ def _train(
             show_dry_run(prepared, folder, start)
         return 0
     if training.compile and leads() and not restarts:
-        show_line(Console(), "compiling the layers, which may take minutes the first time (compile=true) ...")
+        show_text(Console(), "compiling the layers, which may take minutes the first time (compile=true) ...")
     decision = agree(lambda: Decision(folder, config.resume, find_source(training)))
     if decision.complete:
         return 0

@@ -7,12 +7,13 @@ import re
 import shlex
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from datetime import datetime
 from pathlib import Path
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
@@ -30,6 +31,25 @@ def show_line(console: Console, text: str, style: str = "") -> None:
     log(text)
 
 
+def show_text(console: Console, text: str, style: str = "") -> None:
+    """Prints a sentence; one that is longer than a line of the terminal goes on below."""
+    for line in wrapped(text, console.width) if console.is_terminal else [text]:
+        show_line(console, line, style)
+
+
+def wrapped(text: str, width: int) -> list[str]:
+    """The lines of a text, which is broken at blanks only, and behind a number, as in `40.5 samples/s`, only if it must
+    be."""
+    if cell_len(text) <= width:
+        return [text]
+    lines: list[str] = []
+    for broken in (re.sub(r"(?<=\d) (?=[^\W\d]|%)", "\xa0", text), text):
+        lines = textwrap.wrap(broken, max(1, width), break_long_words=False, break_on_hyphens=False)
+        if max(map(cell_len, lines)) <= width:
+            break
+    return [line.replace("\xa0", " ") for line in lines]
+
+
 def show_error(text: str) -> None:
     """Says in one line on stderr what went wrong."""
     line = " ".join(text.split())
@@ -43,11 +63,28 @@ def show_facts(console: Console, facts: Iterable[tuple[str, str]]) -> None:
     for label, fact in facts:
         lines = [fact]
         if console.is_terminal and not fact.startswith(COMMANDS):
-            room = max(1, console.width - LABEL_WIDTH - 1)
-            lines = textwrap.wrap(fact, room, break_long_words=False, break_on_hyphens=False) or lines
+            lines = wrapped(fact, console.width - LABEL_WIDTH - 1)
         for line in lines:
             show_line(console, f"{label:<{LABEL_WIDTH}} {line}")
             label = ""
+
+
+def in_columns(console: Console, rows: Sequence[tuple[str, Sequence[str]]]) -> Iterable[tuple[str, str]]:
+    """Labelled lines whose cells stand one below the other. The first row is the heading; a column may be of `=` only.
+
+    On a terminal that is too narrow for that, columns become lines.
+    """
+    lines = _aligned(rows)
+    if not console.is_terminal or max(len(line) for _, line in lines) < console.width - LABEL_WIDTH:
+        return lines
+    labels, cells = zip(*rows, strict=True)
+    columns = ((column[0].strip(), column[1:]) for column in zip(*cells, strict=True) if column[0] != "=")
+    return _aligned([(labels[0], labels[1:]), *columns])
+
+
+def _aligned(rows: Sequence[tuple[str, Sequence[str]]]) -> list[tuple[str, str]]:
+    widths = [max(map(len, cells)) for cells in zip(*(cells for _, cells in rows), strict=True)]
+    return [(label, " ".join(map(str.rjust, cells, widths))) for label, cells in rows]
 
 
 class _Log:

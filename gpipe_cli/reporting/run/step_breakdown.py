@@ -4,7 +4,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
+
 from gpipe_cli.reporting.plots.timeline_values import BUSY, IDLE, SHARES, idle, in_percent
+from gpipe_cli.reporting.run.lines import in_columns, show_facts
 from gpipe_cli.reporting.run.measurement import StepMedians
 from gpipe_cli.units import duration, percent, size
 
@@ -44,26 +47,21 @@ def share_result(
     }
 
 
-def share_lines(kinds: Mapping[str, Mapping[str, float] | None], ideal_bubble: float) -> Iterable[tuple[str, str]]:
+def show_shares(console: Console, kinds: Mapping[str, Mapping[str, float] | None], ideal_bubble: float) -> None:
     """A small table: a heading, a line for each kind of breakdown that is known, `measured` or `predicted`, and what
     their bubble is compared with.
 
     % of a step  compute recompute  update    idle =  bubble imbalance transfer set-up
     measured        58.0      18.3     2.2    21.5 =    14.2       1.5     2.3    3.5
     """
-    columns = (*BUSY, "idle", *IDLE)
-
-    def line(cells: Sequence[str]) -> str:
-        widths = [max(len(share_word(name)), len("100.0")) for name in columns]
-        padded = [cell.rjust(width) for cell, width in zip(cells, widths, strict=True)]
-        return f"{' '.join(padded[: len(BUSY)])}  {padded[len(BUSY)]} = {' '.join(padded[len(BUSY) + 1 :])}"
-
-    yield "% of a step", line([share_word(name) for name in columns])
+    rows = [("% of a step", [*map(share_word, BUSY), "  idle", "=", *map(share_word, IDLE)])]
     for kind, breakdown in kinds.items():
         if breakdown is not None:
-            shown = in_percent(breakdown)
-            yield kind, line([f"{shown[name]:.1f}" for name in columns])
-    yield "ideal bubble", f"{percent(ideal_bubble)}, (D-1)/(M+D-1): D equal devices that do nothing but compute"
+            shown = {name: f"{share:.1f}" for name, share in in_percent(breakdown).items()}
+            rows.append((kind, [*map(shown.__getitem__, (*BUSY, "idle")), "=", *map(shown.__getitem__, IDLE)]))
+    show_facts(console, in_columns(console, rows))
+    ideal = f"{percent(ideal_bubble)}, (D-1)/(M+D-1): D equal devices that do nothing but compute"
+    show_facts(console, [("ideal bubble", ideal)])
 
 
 def share_word(name: str) -> str:

@@ -11,9 +11,9 @@ from rich.console import Console
 
 from gpipe_cli.reporting.page.page import PAGE
 from gpipe_cli.reporting.run.description import Task, scores_of, words_of
-from gpipe_cli.reporting.run.lines import override, show_facts, show_line
+from gpipe_cli.reporting.run.lines import in_columns, override, show_facts, show_text
 from gpipe_cli.reporting.run.result import write_result
-from gpipe_cli.reporting.run.step_breakdown import STAGES_SHOWN, share_lines
+from gpipe_cli.reporting.run.step_breakdown import STAGES_SHOWN, show_shares
 from gpipe_cli.training.events import EvaluationDone, TranslationScores
 from gpipe_cli.units import duration, loss, operations, percent, perplexity, plural, rate, rounded
 
@@ -46,13 +46,14 @@ def show_summary(
             line, colour = f"{status} {when}", "yellow" if status == "interrupted" else "red"
     if status != "dry_run":  # whose banner ends with an empty line and is all that came before
         console.print()
-    show_line(console, line, f"bold {colour}")
+    show_text(console, line, f"bold {colour}")
     if result["error"]:
         show_facts(console, [("error", result["error"])])
     show_facts(console, _outcome(result))
     if result["breakdown"]["measured"] is not None:
-        show_facts(console, share_lines(result["breakdown"], result["bubble"]["ideal"]))
-    show_facts(console, memory_table(result["memory"]))
+        show_shares(console, result["breakdown"], result["bubble"]["ideal"])
+    if result["memory"]:
+        show_facts(console, in_columns(console, memory_rows(result["memory"])))
     if bench:
         show_facts(console, _flops(result, peak))
     show_facts(console, [("run folder", str(folder))])
@@ -166,25 +167,19 @@ def speed_kind(kind: str, without_core: float | None = None) -> str:
     return f"{kind}: every process had a device or cores of its own"
 
 
-def memory_table(stages: Sequence[Mapping[str, Any]]) -> Iterable[tuple[str, str]]:
+def memory_rows(stages: Sequence[Mapping[str, Any]]) -> Sequence[tuple[str, Sequence[str]]]:
     """Parts of each stage's memory and their sum, from the entry of result.json; of many stages the fullest one's."""
-    if not stages:
-        return
     parts = ("libraries", "weights", "gradients", "optimizer", "activations", "other")
-    widths = [max(len(part), len("1,234.5")) for part in parts]
-
-    def line(cells: Sequence[str], peak: str) -> str:
-        return " ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)) + f" = {peak:>5}"
-
     unit, name = (2**30, "GiB") if max(stage["peak"] for stage in stages) >= 10 * 2**30 else (2**20, "MiB")
-    yield f"memory, {name}", line(parts, "peak")
+    rows = [(f"memory, {name}", [f"{part:>7}" for part in parts] + ["=", "peak"])]
     fullest = max(stages, key=lambda stage: int(stage["peak"]))
     for stage in stages if len(stages) <= STAGES_SHOWN else [fullest]:
         shown = rounded({part: stage[part] / unit for part in parts})
         label = (
             "all stages" if stage["stage"] is None else f"stage{'s' * isinstance(stage['stage'], str)} {stage['stage']}"
         )
-        yield label, line([f"{value:,.1f}" for value in shown.values()], f"{sum(shown.values()):,.1f}")
+        rows.append((label, [f"{value:,.1f}" for value in shown.values()] + ["=", f"{sum(shown.values()):,.1f}"]))
+    return rows
 
 
 def _flops(result: Mapping[str, Any], note: str) -> Iterable[tuple[str, str]]:

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from gpipe_cli.pipeline.profile.layer_probes import Finding
-from gpipe_cli.reporting.run.lines import show_facts, show_line
+from gpipe_cli.reporting.run.lines import show_facts, show_text
 from gpipe_cli.reporting.run.result import write_result
 from gpipe_cli.reporting.tables.table import Column, Table, show_table
 from gpipe_cli.units import loss, plural, spans
@@ -84,7 +84,7 @@ def show_check(console: Console, folder: Path, report: CheckReport) -> None:
     notes += [("refused", finding.text) for finding in report.findings if finding.text not in shown]
     notes += [("shared", text) for text in report.shared if text not in shown]
     show_facts(console, [*notes, ("details", str(folder / CHECK))])
-    show_line(console, report.verdict, "bold")
+    show_text(console, report.verdict, "bold")
 
 
 def _folded(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:

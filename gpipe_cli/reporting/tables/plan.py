@@ -26,9 +26,9 @@ from gpipe_cli.planner.plan import Plan
 from gpipe_cli.planner.step_schedule import mini_batch_samples
 from gpipe_cli.reporting.plots.timeline_values import idle
 from gpipe_cli.reporting.run.description import model_name, precision_facts, words_of
-from gpipe_cli.reporting.run.lines import show_facts, show_line
+from gpipe_cli.reporting.run.lines import show_facts, show_line, show_text
 from gpipe_cli.reporting.run.result import write_result
-from gpipe_cli.reporting.run.step_breakdown import share_lines
+from gpipe_cli.reporting.run.step_breakdown import show_shares
 from gpipe_cli.reporting.tables.table import Column, Table, show_table
 from gpipe_cli.units import GIB, MIB, count, duration, operations, percent, plural, rate, rounded, size
 
@@ -192,7 +192,7 @@ def show_plan(console: Console, plan: Facts, folder: Path) -> None:
     try:
         write_result(folder, plan, PLAN)
     finally:
-        show_line(console, "plan: everything below is predicted, nothing was run", "bold")
+        show_text(console, "plan: everything below is predicted, nothing was run", "bold")
         show_facts(console, _what(plan))
         console.print()
         _show_layers(console, plan["layers"])
@@ -202,6 +202,7 @@ def show_plan(console: Console, plan: Facts, folder: Path) -> None:
             _show_comparison(console, comparison)
         _show_grid(console, plan["grid"])
         show_facts(console, _outcome(plan))
+        show_shares(console, {"predicted": plan["breakdown"]}, plan["ideal_bubble"])
         show_facts(console, [*plan["files"].items(), ("written to", str(folder / PLAN))])
 
 
@@ -250,7 +251,6 @@ def _outcome(plan: Facts) -> Iterator[tuple[str, str]]:
     held = [stage["memory"]["total_bytes"] for stage in plan["stages"]]
     memory, limit = f"{size(max(held))} on stage {held.index(max(held))}, the fullest", _limit_bytes(plan["hardware"])
     yield "memory", f"{memory}, predicted" if limit is None else f"{memory}, predicted, of {size(limit)}"
-    yield from share_lines({"predicted": plan["breakdown"]}, plan["ideal_bubble"])
 
 
 def _show_layers(console: Console, layers: Iterable[Facts]) -> None:
@@ -346,7 +346,7 @@ def _show_rows(console: Console, title: str, headings: Sequence[str], rows: Sequ
         left_out = ["...", f"{len(rows) - 2 * half} more in {PLAN}"] + [""] * (len(headings) - 2)
         rows = [*rows[:half], left_out, *rows[-half:]]
     columns = [Column(heading, number=heading not in ("stage", "layers", "")) for heading in headings]
-    show_line(console, title, "bold")
+    show_text(console, title, "bold")
     show_table(console, Table.of_rows(title, columns, rows))
     console.print()
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
-from gpipe_cli.reporting.run.lines import show_facts, show_line
+from gpipe_cli.reporting.run.lines import show_facts, show_text
 from gpipe_cli.reporting.run.result import write_result
 from gpipe_cli.reporting.tables.table import Table, show_table, to_markdown
 from gpipe_cli.system.files import write_whole
@@ -40,7 +40,7 @@ def show_reproduction(console: Console, reproduction: Reproduction, folder: Path
     finally:  # what cannot be written is shown all the same
         for table in reproduction.tables:
             console.print()
-            show_line(console, table.title, "bold")
+            show_text(console, table.title, "bold")
             named = replace(table, names=sum(not column.origin for column in table.columns))
             show_table(console, named, gap=3, elsewhere=f"{REPRODUCTION}.md")
         console.print()

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from gpipe_cli.config.typed import show
 from gpipe_cli.reporting.plots.timeline_values import SHARES, idle
-from gpipe_cli.reporting.run.lines import show_facts, show_line
+from gpipe_cli.reporting.run.lines import show_facts, show_text
 from gpipe_cli.reporting.run.measurement import StepMedians
 from gpipe_cli.reporting.run.result import flattened, value_of, write_result
 from gpipe_cli.reporting.run.step_breakdown import measured_breakdown
@@ -115,7 +115,7 @@ def show_sweep(runs: Sequence[Run]) -> None:
     show_table(console, Table("", columns, names), elsewhere=f"gpipe compare {shlex.quote(str(folder))} format=csv")
     for run in runs:
         if run.failed and run.error:
-            show_line(console, f"run {run.number}: {run.error}")
+            show_text(console, f"run {run.number}: {run.error}")
 
 
 def _cut(run: Run, key: str) -> Any:
@@ -181,7 +181,7 @@ def show_bench(console: Console, table: Mapping[str, Any], folder: Path) -> None
             name = name or f"run {number}"  # of a sweep over one value nothing differs
             reasons.setdefault(f"{row['status'].replace('_', ' ')}: {row['reason']}", []).append(name)
     for why, names in reasons.items():
-        show_line(console, f"{'; '.join(names)}: {why}")
+        show_text(console, f"{'; '.join(names)}: {why}")
     show_facts(console, _notes(rows, varies))
     show_facts(console, [("written to", f"{folder / JSON}, {CSV}")])
 

@@ -2,8 +2,7 @@
 
 import csv
 import io
-import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from itertools import zip_longest
@@ -13,13 +12,14 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from gpipe_cli.config.typed import show
-from gpipe_cli.reporting.run.lines import show_line
+from gpipe_cli.reporting.run.lines import show_line, show_text, wrapped
 from gpipe_cli.reporting.run.result import as_json
 from gpipe_cli.units import plural
 
 Origin = Literal["", "paper", "torchgpipe", "measured", "counted", "planned", "simulated", "difference"]
 SYMBOLS = {"partitions": "K", "micro_batches": "M"}  # the paper's: headings of columns
 LEAST_TEXT = 12  # characters that are left of a text at least
+NONE = "-"
 TABLE = "table"
 FORMATS = (TABLE, "json", "csv")  # of what a command lists: for people, and for programs
 
@@ -35,6 +35,14 @@ class Column:
     key: str = ""  # the heading in CSV, "" where it is the same
     values: Sequence[Any] | None = None  # as programs read them, None where there is none; None: the cells
     printed: bool = True  # in the console too, not only in files
+
+    @classmethod
+    def of(
+        cls, key: str, heading: str, values: Sequence[Any], form: Callable[[Any], str], *, printed: bool = True
+    ) -> Self:
+        """Of numbers, None where a row has none, which people read in this form."""
+        cells = [NONE if value is None else form(value) for value in values]
+        return cls(heading, cells=cells, number=True, key=key, values=values, printed=printed)
 
     @property
     def right(self) -> bool:
@@ -99,8 +107,7 @@ def show_table(console: Console, table: Table, gap: int = 2, elsewhere: str = ""
         show_line(console, line, style)
     if len(shown) < len(columns):
         left_out = plural(len(columns) - len(shown), "more column")
-        for line in _wrapped(f"{left_out}: {elsewhere}, or a wider terminal", console.width):
-            show_line(console, line)
+        show_text(console, f"{left_out}: {elsewhere}, or a wider terminal")
 
 
 def formatted(table: Table, form: str) -> str:
@@ -167,7 +174,7 @@ def _lines(columns: Sequence[Column], widths: Sequence[int], gap: int, rule: str
     """The lines of a table, and their styles."""
     origins = any(column.origin_line for column in columns)
     headings = [
-        [line for part in _heading(column, origins) for line in _wrapped(part, width)]
+        [line for part in _heading(column, origins) for line in _shortened(part, width)]
         for column, width in zip(columns, widths, strict=True)
     ]
     most = max(map(len, headings))
@@ -189,7 +196,7 @@ def _lines(columns: Sequence[Column], widths: Sequence[int], gap: int, rule: str
     yield rule * (sum(widths) + gap * (len(columns) - 1)), ""
     for row in Table("", columns).rows:
         failed = any(_is_failure(column, cell) for column, cell in zip(columns, row, strict=True))
-        wrapped = (_wrapped(cell, width) for cell, width in zip(row, widths, strict=True))
+        wrapped = (_shortened(cell, width) for cell, width in zip(row, widths, strict=True))
         for cells in zip_longest(*wrapped, fillvalue=""):
             yield line(cells), "red" if failed else ""
 
@@ -199,15 +206,15 @@ def _heading(column: Column, origins: bool) -> Sequence[str]:
     return [*column.heading.split("\n"), *([column.origin_line] if origins else [])]
 
 
-def _wrapped(text: str, width: int) -> Sequence[str]:
-    """The lines of a text, which is broken at blanks; of a longer word the middle is left out."""
+def _shortened(text: str, width: int) -> Sequence[str]:
+    """The lines of a text; of a word that is longer than a line the middle is left out."""
     if cell_len(text) <= width:
         return [text]
     words = (
         word if len(word) <= width else f"{word[: width // 2 - 1]}...{word[2 - width + width // 2 :]}"
         for word in text.split()
     )
-    return textwrap.wrap(" ".join(words), width, break_long_words=False, break_on_hyphens=False)
+    return wrapped(" ".join(words), width)
 
 
 def _widths(columns: Sequence[Column], width: int | None, gap: int) -> list[int]:

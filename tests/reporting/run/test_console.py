@@ -3,6 +3,7 @@ import re
 import shlex
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,13 @@ from gpipe_cli.reporting.run.reporter import Reporter
 from gpipe_cli.reporting.run.result import read_result
 from gpipe_cli.reporting.run.summary import show_summary
 from gpipe_cli.training.events import DataFacts
+
+SHARES = {
+    "compute": 0.5, "recompute": 0.2, "update": 0.05, "bubble": 0.1, "imbalance": 0.05, "transfer": 0.05, "set_up": 0.05
+}  # fmt: skip
+MEMORY = {"stage": 0} | dict.fromkeys(
+    ("libraries", "weights", "gradients", "optimizer", "activations", "other", "peak"), 2**20
+)
 
 
 def banner(*settings: str, **changes: object) -> str:
@@ -39,8 +47,9 @@ def summary(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     reporter.finish("completed")
     result = read_result(folder) | {"seconds": 133.0}
 
-    def shown(resume: str | None = "outputs/run", **changes: object) -> str:
-        console, file = log()
+    def shown(resume: str | None = "outputs/run", width: int = 0, **changes: object) -> str:
+        """With a `width` on a terminal."""
+        console, file = log(width=width, force_terminal=True, no_color=True) if width else log()
         show_summary(console, result | changes, Path("outputs/run"), "", "outputs/run/last, after step 8", resume)
         return file.getvalue()
 
@@ -141,7 +150,28 @@ def test_a_log_has_one_line_for_an_epoch_and_no_escape_codes() -> None:
     ]
 
 
-@pytest.mark.parametrize("width", [80, 40])
+def test_a_narrow_terminal_breaks_no_word_and_keeps_numbers_and_units_together(summary: Callable[..., str]) -> None:
+    """The shares of a step and the parts of the memory, which are tables of numbers, broke into two lines each."""
+    changes = {"breakdown": {"measured": SHARES, "predicted": SHARES}, "memory": [MEMORY, MEMORY | {"stage": 1}]}
+    wide = summary(**changes)
+    (heading,) = (line for line in wide.splitlines() if line.startswith("% of a step"))
+    assert heading == "% of a step  compute recompute update   idle = bubble imbalance transfer set-up"
+    lines = summary(width=60, **changes).splitlines()
+    assert {word for line in lines for word in line.split()} >= set(wide.split()) - {"="}
+    for line in lines:
+        assert len(line) <= 60 or len(line.split()) <= 4, "a path or a command"
+    assert not [line for line, below in pairwise(lines)
+                if re.search(r"\d$", line) and re.match(r" {13}(%|[a-zA-Z]+(/s)?\b)", below)]  # fmt: skip
+    first = lines.index("% of a step  measured predicted")
+    assert [line.split() for line in lines[first + 4 : first + 6]] == [
+        ["idle", "25.0", "25.0"],
+        ["bubble", *["10.0"] * 2],
+    ]
+    first = lines.index("memory, MiB  stage 0 stage 1")
+    assert [line.split()[0] for line in lines[first + 1 : first + 8]][-1] == "peak"
+
+
+@pytest.mark.parametrize("width", [80, 60, 40])
 def test_a_terminal_shows_a_bar_of_one_line_and_keeps_the_epochs(width: int) -> None:
     """A narrow one breaks no word, and shows the time left."""
     console, file = log(width=width, force_terminal=True, _environ={"TERM": "xterm"})
@@ -191,7 +221,7 @@ def test_parts_of_the_memory_add_up_as_they_are_shown(summary: Callable[..., str
     parts = dict.fromkeys(("libraries", "weights", "gradients", "optimizer", "activations", "other"), 0.04 * 2**20)
     stage = {"stage": 0, **parts, "libraries": 1535.24 * 2**20, "peak": 1535.44 * 2**20}
     lines = summary(memory=[stage, stage | {"stage": 1}]).splitlines()
-    first = lines.index("memory, MiB  libraries weights gradients optimizer activations   other =  peak")
+    first = lines.index("memory, MiB  libraries weights gradients optimizer activations   other =    peak")
     assert lines[first + 1] == "stage 0        1,535.2     0.1       0.1       0.0         0.0     0.0 = 1,535.4"
     assert max(map(len, lines[first : first + 3])) <= 80
     many = [stage | {"stage": k, "peak": stage["peak"] + k} for k in range(9)]
