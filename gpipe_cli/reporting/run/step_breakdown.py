@@ -60,7 +60,7 @@ def show_shares(console: Console, kinds: Mapping[str, Mapping[str, float] | None
             shown = {name: f"{share:.1f}" for name, share in in_percent(breakdown).items()}
             rows.append((kind, [*map(shown.__getitem__, (*BUSY, "idle")), "=", *map(shown.__getitem__, IDLE)]))
     show_facts(console, in_columns(console, rows))
-    ideal = f"{percent(ideal_bubble)}, (D-1)/(M+D-1): D equal devices that do nothing but compute"
+    ideal = f"{percent(ideal_bubble)}, (K-1)/(M+K-1) for K equal devices that only compute"
     show_facts(console, [("ideal bubble", ideal)])
 
 

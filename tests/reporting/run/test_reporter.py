@@ -154,7 +154,7 @@ def test_shares_of_a_run_are_medians_without_the_warm_up(tmp_path: Path) -> None
     assert lines[first + 1 : first + 4] == [
         "measured        59.0      20.0    2.0   19.0 =   11.0       3.0      1.0    4.0",
         "predicted       58.0      20.0    2.0   20.0 =   12.0       3.0      1.0    4.0",
-        "ideal bubble 20.0 %, (D-1)/(M+D-1): D equal devices that do nothing but compute",
+        "ideal bubble 20.0 %, (K-1)/(M+K-1) for K equal devices that only compute",
     ]
     first = lines.index("predicted    60.0 ms a step, measured 62.5 ms (4 % more)")
     assert lines[first + 1 : first + 3] == [
