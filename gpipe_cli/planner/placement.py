@@ -200,9 +200,8 @@ def _peak(config: TrainConfig, placement: Placement, figures: Figures | None) ->
         return None, f"hardware={hardware.name} is not what it ran on, so its peak says nothing; leave it out"
     key, peak = sheet.peak(config.precision)
     if peak is not None:
-        source = (
-            str(sheet.name) if (key, peak) == load_hardware(sheet.name).peak(config.precision) else f"hardware.{key}"
-        )
+        of_sheet = f"{sheet.name} in {'float32' if key == 'peak_tflops' else config.precision}"
+        source = of_sheet if (key, peak) == load_hardware(sheet.name).peak(config.precision) else f"hardware.{key}"
     elif figures is not None and not on_cpu:
         peak, source = figures.product_flops_per_second / 1e12, "the measured product rate"
     else:
