@@ -217,6 +217,8 @@ def test_a_file_that_is_no_configuration_is_one_line(
         ("gpipe launch slurm gpus", "gpus_per_node="),
         ("gpipe nonsense x", ""),
         ("gpipe compare out", ""),  # folders, which shells complete by themselves
+        ("gpipe compare outputs/my_run format=c", "format=csv"),
+        ("gpipe export format=o", "format=onnx"),
         ("gpipe train recompute=e", "recompute=except_last"),
         ("gpipe bench -m schedule=z", "schedule=zero_bubble"),
         ("gpipe plan model.variant=", "model.variant=b model.variant=d"),

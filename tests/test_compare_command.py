@@ -2,6 +2,7 @@
 
 import csv
 import io
+import json
 import os
 import shutil
 import subprocess
@@ -54,20 +55,24 @@ def rows(table: str) -> list[dict[str, str]]:
 
 
 def test_a_sweep_is_compared(compare: Compare, tmp_path: Path) -> None:
-    code, shown, error = compare("outputs/sweep", "outputs/sweep/K2", "--output", tmp_path / "new")
+    code, shown, error = compare("outputs/sweep", "outputs/sweep/K2", f"output={tmp_path / 'new'}")
     assert (code, error) == (0, "")
     assert "2 runs, completed" in shown  # K = 2 is named twice and shown once
     assert "train/loss is identical to the last bit" in " ".join(shown.split())
     files = {file.name: file for file in (tmp_path / "new").iterdir()}
     assert set(files) == FILES
     assert "../" in files["comparison.html"].read_text(encoding="utf-8"), "leads to the runs"
-    table = compare("outputs/sweep", "--csv")[1]
+    table = compare("outputs/sweep", "format=csv")[1]
     assert table == files["comparison.csv"].read_text(encoding="utf-8")
     for row, k in zip(rows(table), (1, 2), strict=True):
         result = read_result(Path(f"outputs/sweep/K{k}"))
         assert row["partitions"] == str(k)
         assert float(row["samples_per_second"]) == result["samples_per_second"]
         assert float(row["bubble_measured"]) == result["bubble"]["measured"]
+    for found, k in zip(json.loads(compare("outputs/sweep", "format=json")[1]), (1, 2), strict=True):
+        result = read_result(Path(f"outputs/sweep/K{k}"))
+        assert (found["partitions"], found["steps"], found["bubble_ideal"]) == (k, 2, result["bubble"]["ideal"])
+        assert found["samples_per_second"] == result["samples_per_second"]
 
 
 def test_what_a_sweep_was_refused_is_named(compare: Compare, tmp_path: Path) -> None:
@@ -82,7 +87,7 @@ def test_what_a_sweep_was_refused_is_named(compare: Compare, tmp_path: Path) -> 
     write_result(sweep, saved, "sweep.json")
     why = f"{name} ended before its first step: {name}: a mini-batch has"
     for folders in ((sweep,), (tmp_path,), (sweep, sweep / "partitions=1")):
-        code, table, error = compare(*folders, "--csv")
+        code, table, error = compare(*folders, "format=csv")
         assert code == 0
         assert error.splitlines()[0] == f"gpipe compare: left out: {sweep}: {why}"
         shown = [Path(row["folder"]).name for row in rows(table)]
@@ -93,7 +98,7 @@ def test_what_a_sweep_was_refused_is_named(compare: Compare, tmp_path: Path) -> 
 def test_files_are_written_for_who_reads_only_the_first_line(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    arguments = [sys.executable, "-m", "gpipe_cli", "compare", "outputs/sweep", "--output", str(tmp_path)]
+    arguments = [sys.executable, "-m", "gpipe_cli", "compare", "outputs/sweep", f"output={tmp_path}"]
     answer = subprocess.run(arguments, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writing)
     assert (answer.returncode, answer.stderr) == (141, "")
@@ -122,17 +127,17 @@ def test_all_of_outputs_and_what_is_wrong_with_it(
 
 def test_a_folder_that_is_being_written_to_is_left_alone(compare: Compare, tmp_path: Path) -> None:
     lock = FolderLock(tmp_path)
-    code, _, error = compare("outputs/sweep", "--output", tmp_path)
+    code, _, error = compare("outputs/sweep", f"output={tmp_path}")
     lock.release()
     assert code == 2
-    assert f"--output {tmp_path}: process {os.getpid()} on" in error
+    assert f"output={tmp_path}: process {os.getpid()} on" in error
     assert not list(tmp_path.iterdir())
 
 
 def test_a_single_run_is_shown(compare: Compare, tmp_path: Path) -> None:
     (tmp_path / "curves.png").write_bytes(b"of other runs")
     (tmp_path / "comparison.html").touch()  # without the page it would not be a comparison's
-    code, shown, _ = compare("outputs/failed", "--output", tmp_path)
+    code, shown, _ = compare("outputs/failed", f"output={tmp_path}")
     assert code == 0
     assert "1 run\n" in shown
     assert sorted(file.name for file in tmp_path.iterdir()) == ["bars.png", "comparison.csv", "comparison.html"]
@@ -143,8 +148,10 @@ def test_a_single_run_is_shown(compare: Compare, tmp_path: Path) -> None:
     [
         ("", "RUN", "the newest runs are outputs/"),
         ("nowhere empty", "nowhere", "(and 1 more like it)"),
-        ("outputs/sweep --csv --output x", "--output x", "leave one of them out"),
-        ("outputs/sweep --output file/x", "--output file/x", "no folder can be made there"),
+        ("outputs/sweep format=csv output=x", "output=x", "leave one of them out"),
+        ("outputs/sweep --csv", "--csv", "write format=csv"),
+        ("outputs/sweep format=xml", "format=xml", "must be one of table, json, csv"),
+        ("outputs/sweep output=file/x", "output=file/x", "no folder can be made there"),
     ],
 )
 def test_bad_input_is_one_line_and_leaves_nothing(
@@ -163,7 +170,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(
 @pytest.mark.usefixtures("compare")
 def test_csv_imports_no_torch() -> None:
     code = "import sys; from gpipe_cli.cli import main; main(sys.argv[1:]); print(*sys.modules, file=sys.stderr)"
-    arguments = [sys.executable, "-c", code, "compare", "outputs/sweep", "--csv"]
+    arguments = [sys.executable, "-c", code, "compare", "outputs/sweep", "format=csv"]
     answer = subprocess.run(arguments, capture_output=True, text=True, check=True)
     assert "run,partitions," in answer.stdout
     assert not {"torch", "tensorboard", "matplotlib"} & set(answer.stderr.split())

@@ -1,5 +1,6 @@
 """`gpipe diff`: of two real runs, what differs and nothing else."""
 
+import json
 import re
 from pathlib import Path
 
@@ -34,6 +35,25 @@ def test_what_differs_and_nothing_else(
     assert re.fullmatch(r"[+-][\d,.]+ %", rows["samples/s"][2])
     assert rows["the same"] == ["versions, code and hardware"]
     assert rows["train loss"] == ["the same bits in all 2 steps"]
+
+    assert command(monkeypatch, "diff", str(one), str(two), "format=json") == 0
+    entries = {(entry["kind"], entry["name"]): entry for entry in json.loads(capsys.readouterr().out)}
+    assert [name for kind, name in entries if kind == "setting"] == ["partitions"]
+    assert entries["setting", "partitions"] == {
+        "kind": "setting",
+        "name": "partitions",
+        "first": 1,
+        "second": 2,
+        "difference": None,
+    }
+    speeds = [read_result(run)["samples_per_second"] for run in (one, two)]
+    speed = entries["result", "samples_per_second"]
+    assert [speed[key] for key in ("first", "second", "difference")] == [*speeds, speeds[1] - speeds[0]]
+    assert [entries["curve", "train/loss"][key] for key in ("first", "second", "difference")] == [2, 2, None]
+
+    assert command(monkeypatch, "diff", str(two), str(three), "format=csv") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert (lines[0], lines[-1]) == ("kind,name,first,second,difference", "curve,train/loss,2,2,1")
 
     rows = shown(monkeypatch, capsys, two, three)
     assert rows["seed"] == ["0", "1"]

@@ -1,6 +1,8 @@
 """`gpipe plan` as its users type it."""
 
+import csv
 import json
+import re
 import resource
 from collections import Counter
 from pathlib import Path
@@ -110,7 +112,15 @@ def test_the_model_is_built_and_traced_once_and_nothing_is_simulated_that_does_n
         ("hardware.memory_gib=0.0001", "hardware.memory_gib=0.0001: no cut fits; in the best one stage"),
         ("solve=max_model hardware.memory_gib=1 partitions=auto", "partitions=auto cannot be chosen at the same time"),
         ("solve=best", "solve=best: must be one of max_model"),
-        ("-m partitions=1,2", "-m: plan has no sweeps"),
+        ("format=xml", "format=xml: must be one of table, json, csv; for example format=json"),
+        ("-m partitions=20,40", "partitions=20: the model has only"),
+        ("-m partitions=1,2 run_folder=x", "run_folder=x: each plan of a sweep has a folder of its own"),
+        (
+            "-m partitions=1,2 write_schedule=x.csv",
+            "write_schedule=x.csv: each plan of a sweep has a schedule",
+        ),
+        ("-m partitions=1,2 recompute=x", "recompute=x: must be one of"),
+        ("-m batch_size=interval(4,8)", "batch_size=interval(4,8): a plan has no search"),
         ("write_schedule=order.txt", "write_schedule=order.txt: a schedule is read by its ending; use"),
         ("write_schedule=order.csv", "write_schedule=order.csv: it is there already; give another, or remove it"),
         ("write_schedule=none/order.csv", "write_schedule=none/order.csv: there is no folder none; make it"),
@@ -156,6 +166,41 @@ def test_a_data_sheet_with_a_gap_is_refused(key: str) -> None:
     config = configure(*PLAN, "hardware=tpu_v2", f"hardware.{key}=null")
     with pytest.raises(InputError, match=rf"hardware.{key}=null: a step cannot be predicted without it"):
         plan_run._require_figures(config, several=True)
+
+
+def test_programs_get_the_plan_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """`gpipe plan ... format=json | jq .step_seconds`"""
+    written = plan(monkeypatch, *PLAN, "partitions=2", "hardware=h100", "format=json")
+    captured = capsys.readouterr()
+    assert json.loads(captured.out) == written
+    assert command(monkeypatch, "plan", *PLAN, "partitions=2", "hardware=h100", "format=csv") == 0
+    rows = list(csv.DictReader(capsys.readouterr().out.splitlines()))
+    assert [row["stage"] for row in rows] == ["0", "1"]
+    for row, stage in zip(rows, written["stages"], strict=True):
+        assert float(row["forward_seconds"]) == stage["forward_seconds"]
+        assert int(row["memory.total_bytes"]) == stage["memory"]["total_bytes"]
+        assert row["layers"] == f"[{','.join(stage['layers'])}]"
+
+
+def test_a_sweep_is_a_table_of_plans(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """What cannot be planned is a row that says so, and a reason."""
+    sweep = [*PLAN, "hardware=h100", "-m", "partitions=1,2,20", "recompute=never,always"]
+    assert command(monkeypatch, "plan", *sweep, "format=json") == 0
+    found = json.loads(capsys.readouterr().out)
+    varied = [{"partitions": k, "recompute": mode} for k in (1, 2, 20) for mode in ("never", "always")]
+    assert [one["settings"] for one in found] == varied
+    assert all("partitions=20: the model has only" in one["error"] for one in found[4:])
+    alone = plan(monkeypatch, *PLAN, "hardware=h100", "partitions=2", "recompute=always")
+    assert found[3] == alone | {"settings": varied[3], "error": None, "files": found[3]["files"]}
+    capsys.readouterr()
+    assert command(monkeypatch, "plan", *sweep, "format=csv") == 0
+    rows = list(csv.DictReader(capsys.readouterr().out.splitlines()))
+    assert [row["partitions"] for row in rows] == ["1", "1", "2", "2", "20", "20"]
+    assert (float(rows[3]["step_seconds"]), rows[4]["step_seconds"]) == (alone["step_seconds"], "")
+    assert command(monkeypatch, "plan", *sweep) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"\n 2 +4 +always +\d", shown)
+    assert "cannot be    partitions=20: the model has only" in shown
 
 
 def test_the_table_of_sizes_is_solved(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from gpipe_cli.config.settings import (
     runs_below,
 )
 from gpipe_cli.config.typed import choices
+from gpipe_cli.reporting.tables.table import FORMATS
 
 _OWN = {"evaluate": EvaluateSettings, "export": ExportSettings, "plan": PlanSettings}
 _RUNS = ("run", "resume", "init_from")
@@ -39,6 +40,9 @@ def complete(shell: Sequence[str], commands: Sequence[str]) -> list[str] | None:
         sys.stdout.write(separator.join(commands) + "\n")
         return None
     command = words.pop(1)
+    if command in ("compare", "diff", "list", "plan") and words[-1].startswith("format"):
+        offer(f"format={form}" for form in FORMATS)
+        return None
     if command not in commands or command in ("compare", "diff"):  # folders, which shells complete by themselves
         return None
     if command == "launch" and len(words) == 2:

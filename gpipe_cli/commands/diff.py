@@ -1,33 +1,39 @@
 """`gpipe diff`: two runs side by side: what was set, what ran it, and what became of it."""
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 
+from gpipe_cli.commands.words import words_and_settings
 from gpipe_cli.config.settings import find_run
 from gpipe_cli.config.typed import show
 from gpipe_cli.errors import InputError
-from gpipe_cli.reporting.compare.run_record import RunRecord, read_run, same_curves
+from gpipe_cli.reporting.compare.run_record import Curve, RunRecord, read_run, same_curves
 from gpipe_cli.reporting.run.lines import show_facts
 from gpipe_cli.reporting.run.result import flattened
 from gpipe_cli.reporting.run.tensorboard import TRAIN_LOSS
-from gpipe_cli.reporting.tables.table import Column, Table, show_table
+from gpipe_cli.reporting.tables.table import NONE, TABLE, Column, Table, formatted, show_table, to_rows
 from gpipe_cli.units import duration, loss, percent, perplexity, rate, size
 
 HELP = """\
 Sets two runs side by side: the settings that differ, versions, code and hardware that differ, and the results.
 
-Usage: gpipe diff RUN RUN
+Usage: gpipe diff RUN RUN [format=FORMAT]
 
 RUN is the folder of a run of gpipe train or gpipe bench. The difference is the second less the first, in points where
 results are shares. gpipe compare puts any number of runs into one table, with curves.
 
+format=json or format=csv writes the same for programs: an entry for each setting that differs (kind setting), each
+version and fact of the hardware that differs (ran_on), each result, and the train loss (curve): its number of steps
+and, as difference, the first step that differs. All other differences are the second value less the first one.
+
 Examples
   gpipe diff outputs/first outputs/second
+  gpipe diff outputs/first outputs/second format=json | jq '.[] | select(.kind == "setting")'
 """
-NONE = "-"
+KEYS = ("kind", "name", "first", "second", "difference")  # of an entry for programs
 _OF_THE_FOLDER = ("output", "run_folder", "resume")  # settings that say where a run lies
 # Of result.json: a name, where it stands, and how it is written.
 _RESULTS: tuple[tuple[str, tuple[str, ...], Callable[[Any], str]], ...] = (
@@ -55,37 +61,50 @@ def main(arguments: Sequence[str]) -> int:
     if any(argument in ("-h", "--help") for argument in arguments):
         sys.stdout.write(HELP)
         return 0
-    if len(arguments) != 2:
-        given = " ".join(arguments) or "no run"
-        raise InputError(f"{given}: give the folders of two runs, gpipe diff RUN RUN")
-    first, second = (read_run(find_run("RUN", run, "outputs")) for run in arguments)
+    words, given = words_and_settings(arguments, "format")
+    if len(words) != 2:
+        raise InputError(f"{' '.join(words) or 'no run'}: give the folders of two runs, gpipe diff RUN RUN")
+    first, second = (read_run(find_run("RUN", run, "outputs")) for run in words)
+    settings = [{key: v for key, v in run.settings.items() if key not in _OF_THE_FOLDER} for run in (first, second)]
+    tables = {
+        "setting": _differing("setting", *settings),
+        "ran_on": _differing("ran on", _ran_on(first), _ran_on(second)),
+        "result": _results(first, second),
+    }
+    if given["format"] != TABLE:
+        entries = [{"kind": kind, **row} for kind, table in tables.items() for row in to_rows(table)]
+        curves = [None if curve is None else len(curve.steps) for curve in _curves(first, second)]
+        entries.append(dict(zip(KEYS, ("curve", TRAIN_LOSS, *curves, _apart(first, second)), strict=True)))
+        everything = Table("", [Column(key, values=[entry[key] for entry in entries]) for key in KEYS])
+        sys.stdout.write(formatted(everything, given["format"]))
+        return 0
     console = Console()
     show_facts(console, [("first", str(first.folder)), ("second", str(second.folder))])
-    same = []
-    settings = [{key: v for key, v in run.settings.items() if key not in _OF_THE_FOLDER} for run in (first, second)]
-    for name, pair in (("setting", settings), ("ran on", [_ran_on(first), _ran_on(second)])):
-        rows = [(key, *both) for key, *both in _differing(*pair)]
-        if rows:
-            _show(console, [Column(name), Column("first"), Column("second")], rows)
-        else:
-            same.append({"setting": "settings", "ran on": "versions, code and hardware"}[name])
-    columns = [Column("result"), *(Column(name, number=True) for name in ("first", "second", "difference"))]
-    _show(console, columns, _results(first, second))
+    for table in tables.values():
+        if table.rows:
+            console.print()
+            show_table(console, table)
     console.print()
+    names = {"setting": "settings", "ran_on": "versions, code and hardware"}
+    same = [names[kind] for kind, table in tables.items() if not table.rows]
     show_facts(console, [("the same", ", ".join(same))] if same else [])
     show_facts(console, [("train loss", _losses(first, second))])
     return 0
 
 
-def _show(console: Console, columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> None:
-    console.print()
-    show_table(console, Table.of_rows("", columns, rows))
+def _differing(heading: str, first: Mapping[str, Any], second: Mapping[str, Any]) -> Table:
+    """What has other values in one than in the other; None stands for what one of them does not have, too."""
+    keys = [key for key in dict.fromkeys((*first, *second)) if first.get(key, NONE) != second.get(key, NONE)]
 
+    def column(name: str, of: Mapping[str, Any]) -> Column:
+        return Column(name, cells=[show(of.get(key, NONE)) for key in keys], values=[of.get(key) for key in keys])
 
-def _differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterable[tuple[str, str, str]]:
-    for key in dict.fromkeys((*first, *second)):
-        if first.get(key, NONE) != second.get(key, NONE):
-            yield key, show(first.get(key, NONE)), show(second.get(key, NONE))
+    columns = [
+        column("first", first),
+        column("second", second),
+        Column("difference", cells=keys, values=[None] * len(keys), printed=False),
+    ]
+    return Table("", [Column(heading, cells=keys, key="name"), *columns])
 
 
 def _ran_on(run: RunRecord) -> dict[str, Any]:
@@ -99,14 +118,26 @@ def _ran_on(run: RunRecord) -> dict[str, Any]:
     return found
 
 
-def _results(first: RunRecord, second: RunRecord) -> Iterable[tuple[str, str, str, str]]:
+def _results(first: RunRecord, second: RunRecord) -> Table:
+    """Every result that one of them has."""
+    rows = []
     for name, keys, shown in _RESULTS:
         values = [run.value(*keys) for run in (first, second)]
         if keys == ("memory_bytes",):  # of the fullest stage
             values = [max(value or (), default=None) for value in values]
         if values != [None, None]:
-            one, other = (NONE if value is None else shown(value) for value in values)
-            yield name, one, other, _difference(*values, points=shown is percent)
+            cells = [NONE if value is None else shown(value) for value in values]
+            cells.append(_difference(*values, points=shown is percent))
+            numbers = all(isinstance(value, int | float) for value in values)
+            rows.append((name, ".".join(keys), cells, [*values, values[1] - values[0] if numbers else None]))
+    columns = [
+        Column(
+            name, cells=[cells[at] for _, _, cells, _ in rows], values=[values[at] for *_, values in rows], number=True
+        )
+        for at, name in enumerate(KEYS[2:])
+    ]
+    names = Column("result", cells=[name for name, *_ in rows], key="name", values=[key for _, key, *_ in rows])
+    return Table("", [names, *columns])
 
 
 def _difference(first: Any, second: Any, *, points: bool) -> str:
@@ -119,14 +150,25 @@ def _difference(first: Any, second: Any, *, points: bool) -> str:
     return NONE if first == 0 else f"{100 * (second / first - 1):+.1f} %"
 
 
+def _curves(first: RunRecord, second: RunRecord) -> tuple[Curve | None, Curve | None]:
+    return first.curves.get(TRAIN_LOSS), second.curves.get(TRAIN_LOSS)
+
+
+def _apart(first: RunRecord, second: RunRecord) -> int | None:
+    """The first step whose train loss is another one; None: there is none among those that both have."""
+    one, other = _curves(first, second)
+    if one is None or other is None or same_curves([one, other]):
+        return None
+    pairs = zip(one.steps, one.values, other.steps, other.values, strict=False)
+    return next((step for step, value, *theirs in pairs if [step, value] != theirs), None)
+
+
 def _losses(first: RunRecord, second: RunRecord) -> str:
     """Whether both took the same steps, as the curves have them."""
-    curves = [run.curves.get(TRAIN_LOSS) for run in (first, second)]
-    one, other = curves
+    one, other = _curves(first, second)
     if one is None or other is None:
         return "not known, as a run has no curves"
-    if same_curves(curves):
+    if same_curves([one, other]):
         return f"the same bits in all {len(one.steps):,} steps"
-    pairs = zip(one.steps, one.values, other.steps, other.values, strict=False)
-    apart = next((step for step, value, *theirs in pairs if [step, value] != theirs), None)
+    apart = _apart(first, second)
     return f"differs from step {apart:,} on" if apart is not None else "the same bits in the steps that both have"

@@ -2,27 +2,30 @@
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from rich.console import Console
 
-from gpipe_cli.commands.reproduce import show_recipes
+from gpipe_cli.commands.reproduce import RUNS_ONE, recipes
+from gpipe_cli.commands.words import words_and_settings
 from gpipe_cli.config.comments import all_settings, of_choices
 from gpipe_cli.config.groups import ImagesConfig
 from gpipe_cli.config.settings import CONFIG, load_hardware
-from gpipe_cli.config.typed import nearest
+from gpipe_cli.config.typed import nearest, show
 from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.compare.run_record import find_runs
-from gpipe_cli.reporting.run.lines import show_line
+from gpipe_cli.reporting.run.lines import show_text
 from gpipe_cli.reporting.run.result import RESULT, read_result, value_of
-from gpipe_cli.reporting.tables.table import Column, Table, show_table
+from gpipe_cli.reporting.tables.table import NONE, SYMBOLS, TABLE, Column, Table, formatted, show_table
 from gpipe_cli.system.interrupts import interruptible_import
-from gpipe_cli.units import count, percent, perplexity, plural, rate
+from gpipe_cli.units import count, duration, percent, perplexity, plural, rate
 
-NONE = "-"
+PEAKS = {"float32": "peak_tflops", "tf32": "tf32_tflops", "bfloat16": "bfloat16_tflops"}
+SPEEDS = ("samples_per_second", "tokens_per_second", "step_seconds")
+Listed = tuple[Table, str]  # and a line below it, "" for none
 HELP = """\
 Lists what there is to choose among, and what has been run.
 
@@ -33,6 +36,13 @@ Usage: gpipe list                         says what can be listed
        gpipe list hardware                hardware=..., with the figures that plans are made of
        gpipe list recipes                 of gpipe reproduce
        gpipe list runs [FOLDER]           in outputs or another folder, the newest first
+
+format=json or format=csv, behind any of them, writes what is listed for programs: every column, numbers with all their
+digits, and nothing else. A narrow terminal gets the columns that it has room for, a pipe all of them.
+
+Examples
+  gpipe list runs format=json | jq -r '.[] | select(.status == "completed") | .run'
+  gpipe list hardware format=csv > hardware.csv
 """
 
 
@@ -41,16 +51,16 @@ def main(arguments: Sequence[str]) -> int:
     if any(argument in ("-h", "--help") for argument in arguments):
         sys.stdout.write(HELP)
         return 0
-    console = Console()
-    match list(arguments):
+    words, settings = words_and_settings(arguments, "format")
+    match words:
         case []:
-            _topics(console)
+            table, line = _topics()
         case [("models" | "datasets" | "hardware" | "recipes" | "runs") as what]:
-            TOPICS[what][1](console)
+            table, line = TOPICS[what][1]()
         case ["models", pattern]:
-            _timm(console, pattern)
+            table, line = _timm(pattern)
         case ["runs", folder]:
-            _runs(console, Path(folder))
+            table, line = _runs(Path(folder))
         case [what, *more]:
             if what in TOPICS:
                 taken = {"models": "one pattern", "runs": "one folder"}.get(what)
@@ -58,110 +68,145 @@ def main(arguments: Sequence[str]) -> int:
                 raise InputError(f"{extra}: gpipe list {what} takes {allowed}; leave it out")
             hint = nearest(what, list(TOPICS)) or f"; choose one of {', '.join(TOPICS)}"
             raise InputError(f"{what}: there is no such list{hint}")
+    if settings["format"] != TABLE:
+        sys.stdout.write(formatted(table, settings["format"]))
+        return 0
+    console = Console()
+    show_table(console, table, elsewhere="format=csv")
+    if line:
+        console.print()
+        show_text(console, line)
     return 0
 
 
-def _topics(console: Console) -> None:
+def _topics() -> Listed:
     rows = [(f"gpipe list {name}", line) for name, (line, _) in TOPICS.items()]
-    show_table(console, Table.of_rows("", [Column("list"), Column("of")], rows))
+    return Table.of_rows("", [Column("list", key="command"), Column("of")], rows), ""
 
 
-def _models(console: Console) -> None:
-    _show_choices(console, "model", [])
-    console.print()
-    show_line(console, "gpipe list models 'resnet*' lists those of timm with such names that are chains (model=timm)")
+def _models() -> Listed:
+    line = "gpipe list models 'resnet*' lists those of timm with such names that are chains (model=timm)"
+    return _choices("model", []), line
 
 
-def _datasets(console: Console) -> None:
+def _datasets() -> Listed:
     images = get_args(get_type_hints(ImagesConfig)["name"])
     roots = {one.place.partition("=")[2]: one.value for one in all_settings() if one.key == "dataset.root"}
     names = list(of_choices("dataset"))
     files = [{"???": "yours: dataset.root", None: "none"}.get(roots.get(name), roots.get(name, "")) for name in names]
     kinds = ["images" if name in images else "text" for name in names]
-    _show_choices(console, "dataset", [Column("kind", cells=kinds), Column("files", cells=files)])
+    return _choices("dataset", [Column("kind", cells=kinds), Column("files", cells=files)]), ""
 
 
-def _hardware(console: Console) -> None:
+def _hardware() -> Listed:
     figures = [load_hardware(name) for name in of_choices("hardware")]
 
-    def column(heading: str, values: Iterable[float | None]) -> Column:
-        return Column(heading, cells=[NONE if value is None else f"{value:,g}" for value in values], number=True)
+    def column(heading: str, key: str, *, printed: bool = True) -> Column:
+        return Column.of(key, heading, [getattr(one, key) for one in figures], "{:,g}".format, printed=printed)
 
     columns = [
-        column("TFLOP/s\nfloat32", (one.peak_tflops for one in figures)),
-        column("TFLOP/s\nbfloat16", (one.bfloat16_tflops for one in figures)),
-        column("memory\nGiB", (one.memory_gib for one in figures)),
-        column("link\nGB/s", (one.link_gb_per_second for one in figures)),
+        *(column(f"TFLOP/s\n{name}", key) for name, key in PEAKS.items()),
+        column("assumed\nfloat32", "tflops"),
+        column("memory\nGiB", "memory_gib"),
+        column("memory\nGB/s", "memory_gb_per_second", printed=False),
+        column("link\nGB/s", "link_gb_per_second"),
     ]
-    _show_choices(console, "hardware", columns)
+    line = (
+        "TFLOP/s: peaks by data sheet; assumed: what a plan expects in float32, and the same share of the other peaks"
+    )
+    return _choices("hardware", columns, until=": "), line
 
 
-def _show_choices(console: Console, group: str, columns: Sequence[Column]) -> None:
-    """A row for each choice of a group, with the first sentence of what its file says of it."""
+def _choices(group: str, columns: Sequence[Column], until: str = r"(?<=\.) (?=[A-Z])") -> Table:
+    """A row for each choice of a group, with what its file says of it, up to `until`: by default the first sentence."""
     choices = of_choices(group)
-    sentences = [re.split(r"(?<=\.) (?=[A-Z])|(?<=[^.]): data sheet", text)[0] for text in choices.values()]
-    table = Table("", [Column(group, cells=list(choices)), *columns, Column("what it is", cells=sentences)])
-    show_table(console, table)
+    sentences = [re.split(until, text)[0] for text in choices.values()]
+    what = Column("what it is", cells=sentences, key="what", values=list(choices.values()))
+    return Table("", [Column(group, cells=list(choices)), *columns, what])
 
 
-def _timm(console: Console, pattern: str) -> None:
+def _timm(pattern: str) -> Listed:
     with interruptible_import():
         from gpipe_cli.models.timm_models import chains  # torch comes with it
 
     found, others = chains(pattern)
-    rows = [(name, family, str(layers), count(parameters)) for name, family, layers, parameters in found]
-    columns = [Column("model.name"), Column("family"), Column("layers", number=True), Column("parameters", number=True)]
-    if rows:
-        show_table(console, Table.of_rows("", columns, rows))
-        console.print()
-    show_line(console, f"{plural(len(rows), 'chain')}; {others} more of timm's names fit {pattern} and are none")
+    names, families, layers, parameters = zip(*found, strict=True) if found else ((),) * 4
+    columns = [
+        Column("model.name", cells=names),
+        Column("family", cells=families),
+        Column.of("layers", "layers", layers, str),
+        Column.of("parameters", "parameters", parameters, count),
+    ]
+    line = f"{plural(len(found), 'chain')}; {others} more of timm's names fit {pattern} and are none"
+    return Table("", columns), line
 
 
-def _runs(console: Console, folder: Path = Path("outputs")) -> None:
+def _runs(folder: Path = Path("outputs")) -> Listed:
     try:
         found = sorted(find_runs(folder), key=lambda run: (run / CONFIG).stat().st_mtime, reverse=True)
     except InputError as error:
         raise InputError(f"{error}; gpipe train begins one, gpipe list runs FOLDER looks elsewhere") from error
+    rows = [_row(run) for run in found]
+
+    def text(heading: str) -> Column:
+        return Column(
+            heading, cells=[row.get(heading) or NONE for row in rows], values=[row.get(heading) for row in rows]
+        )
+
+    def number(heading: str, key: str, form: Callable[[Any], str]) -> Column:
+        values = [row.get(key) for row in rows]
+        return Column.of(key, heading, values, form, printed=any(value is not None for value in values))
+
+    started = [row["started"] for row in rows]
+    above = "" if folder in (Path(), *found) else f"{folder}/"  # that all have in common, as heading
     columns = [
-        Column("run"), Column("started", number=True), Column("status"), Column("model"), Column("dataset"),
-        Column("K", number=True), Column("M", number=True), Column("test", number=True),
-        Column("samples/s", number=True),
-    ]  # fmt: skip
-    show_table(console, Table.of_rows("", columns, map(_row, found)))
+        Column(
+            above or "run",
+            cells=[str(run).removeprefix(above) for run in found],
+            key="run",
+            values=list(map(str, found)),
+        ),
+        *(Column.of(key, symbol, [row.get(key) for row in rows], show) for key, symbol in SYMBOLS.items()),
+        text("status"),
+        Column(
+            "started",
+            cells=[f"{one:%Y-%m-%d %H:%M}" for one in started],
+            values=[one.isoformat() for one in started],
+            number=True,
+        ),
+        number("top-1", "test_top1", percent),
+        number("perplexity", "test_perplexity", perplexity),
+        number("samples/s", "samples_per_second", rate),
+        number("tokens/s", "tokens_per_second", rate),
+        number("step", "step_seconds", duration),
+        text("dataset"),
+        text("model"),
+    ]
+    return Table("", columns, names=4), ""
 
 
-def _row(run: Path) -> Sequence[str]:
-    """One with a result.json that cannot be read is listed too, and so are those after it."""
+def _row(run: Path) -> dict[str, Any]:
+    """What is known of a run. One with a result.json that cannot be read is listed too, and so are those after it."""
     begun = datetime.fromtimestamp((run / CONFIG).stat().st_mtime)
     try:
         result: dict[str, Any] = read_result(run) if (run / RESULT).exists() else {"status": "no result"}
         if starts := result.get("starts"):
             begun = datetime.fromisoformat(starts[-1]["started"])
-        described = [
-            str(result["status"]),
-            str(result.get("model", NONE)),
-            str(result.get("dataset", NONE)),
-            str(value_of(result, "config", "partitions") or NONE),
-            str(value_of(result, "config", "micro_batches") or NONE),
-            *_scores(result),
-        ]
+        return {
+            "started": begun,
+            "status": str(result["status"]),
+            **{key: result.get(key) for key in ("model", "dataset", *SPEEDS)},
+            **{key: value_of(result, "config", key) for key in SYMBOLS},
+            **{f"test_{key}": value_of(result, "test", key) for key in ("top1", "perplexity")},
+        }
     except (OSError, ValueError, LookupError, TypeError, AttributeError):  # as it stands in a file that was edited
-        described = ["damaged", *[NONE] * 6]
-    return str(run), f"{begun:%Y-%m-%d %H:%M}", *described
+        return {"started": begun, "status": "damaged"}
 
 
-def _scores(result: dict[str, Any]) -> tuple[str, str]:
-    """Of the test set, and the speed."""
-    top1, text = value_of(result, "test", "top1"), value_of(result, "test", "perplexity")
-    score = percent(top1) if top1 is not None else f"perplexity {perplexity(text)}" if text is not None else NONE
-    speed = value_of(result, "samples_per_second")
-    return score, NONE if speed is None else rate(speed)
-
-
-TOPICS: dict[str, tuple[str, Callable[[Console], None]]] = {
+TOPICS: dict[str, tuple[str, Callable[[], Listed]]] = {
     "models": ("models, model=...; with a pattern timm's names", _models),
     "datasets": ("data sets, dataset=...", _datasets),
     "hardware": ("devices with their figures, hardware=...", _hardware),
-    "recipes": ("tables, figures and results of the paper, gpipe reproduce NAME", show_recipes),
+    "recipes": ("tables, figures and results of the paper, gpipe reproduce NAME", lambda: (recipes(), RUNS_ONE)),
     "runs": ("what has been run, in outputs or another folder", _runs),
 }

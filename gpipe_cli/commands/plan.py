@@ -1,30 +1,64 @@
 """`gpipe plan`: what a step would take, on this machine or another one (the paper's Tables 1 to 3, unrun)."""
 
 import os
+import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
-from gpipe_cli.commands.command_line import TRAINING_KEYS, compose, own, read, training
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig
+from rich.console import Console
+
+from gpipe_cli.commands.command_line import TRAINING_KEYS, CommandLine, compose, own, read, training
 from gpipe_cli.commands.folders import run_folder
 from gpipe_cli.commands.outcome import preparing
-from gpipe_cli.config.settings import SCHEDULE_FILE, PlanSettings
-from gpipe_cli.config.typed import RefusedError
+from gpipe_cli.commands.sweep import differences
+from gpipe_cli.commands.words import words_and_settings
+from gpipe_cli.config.settings import SCHEDULE_FILE, PlanSettings, TrainConfig
+from gpipe_cli.config.typed import RefusedError, SettingError
 from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.errors import InputError
 from gpipe_cli.launch.fork_server import fork_server
+from gpipe_cli.reporting.run.result import as_json
+from gpipe_cli.reporting.tables.table import TABLE, to_csv
 from gpipe_cli.system.interrupts import interruptible_import
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What is to be planned."""
+
+    config: TrainConfig
+    auto: tuple[str, ...]  # settings that are to be chosen
+    settings: PlanSettings
+    file: Path | None  # that the schedule goes to
 
 
 def main(arguments: Sequence[str]) -> int:
     """Returns the exit code. Raises InputError, one line, for what the user can mend."""
-    line = read("plan", arguments, "partitions=auto and micro_batches=auto compare by themselves")
+    arguments, given = words_and_settings(arguments, "format")
+    line, form = read("plan", arguments), given["format"]
     line.refuse(dict.fromkeys(("resume", "dry_run"), "a plan runs nothing, and begins with nothing; leave it out"))
     if torchrun() is not None:
         raise InputError("torchrun: a plan needs one process, whatever it is for; call gpipe plan")
+    if line.options["multirun"]:
+        return _sweep(line, form)
     tree = compose(line, TRAINING_KEYS)
     if tree is None:
         return 0
+    found = _plan(_requested(line, tree), form, shown=form == TABLE)
+    if form != TABLE:
+        from gpipe_cli.reporting.tables.plan import stages_of
+
+        sys.stdout.write(as_json(found) if form == "json" else to_csv(stages_of(found)))
+    return 0
+
+
+def _requested(line: CommandLine, tree: DictConfig) -> _Request:
     settings = own(PlanSettings, "plan", tree)
     config, auto = training(tree, line.overrides)
     if settings.solve is not None and config.partition.balance is not None:
@@ -33,13 +67,65 @@ def main(arguments: Sequence[str]) -> int:
     if settings.solve is not None and auto:
         raise InputError(f"solve={settings.solve}: {auto[0]}=auto cannot be chosen at the same time; give a number")
     file = None if settings.write_schedule is None else _new_file(settings.write_schedule)
+    return _Request(config, auto, settings, file)
+
+
+def _plan(request: _Request, form: str, *, shown: bool) -> dict[str, Any]:
+    """What plan.json holds. Raises InputError, one line, for what cannot be planned."""
+    config, auto = request.config, request.auto
+    console = Console(stderr=form != TABLE)  # the document alone is on stdout
     with run_folder(config, datetime.now(), auto, "plan") as folder, preparing():
         if config.cost != "figures":
             fork_server.start()  # in a process beside this one, while this one imports torch itself
         with interruptible_import():
             from gpipe_cli.launch.plan_run import plan
 
-        return plan(config, auto, settings.solve, folder, file)
+        return plan(config, auto, request.settings.solve, folder, request.file, console, shown=shown)
+
+
+def _sweep(line: CommandLine, form: str) -> int:
+    """A plan for each combination of settings: a table of them, or all their documents."""
+    for key, why in (
+        ("run_folder", "each plan of a sweep has a folder of its own; give output=FOLDER"),
+        ("write_schedule", "each plan of a sweep has a schedule of its own; plan one of them without -m"),
+    ):
+        if (value := line.overrides.get(key)) is not None:
+            raise RefusedError(key, value, why)
+    found: list[dict[str, Any]] = []
+    refused: list[InputError] = []
+    lines = _combinations(line)
+    for one, (_, varied) in zip(lines, differences([one.typed for one in lines], line.typed), strict=True):
+        try:
+            tree = compose(one, TRAINING_KEYS)
+            if tree is None:  # --cfg job
+                return 0
+            found.append({"settings": varied, "error": None} | _plan(_requested(one, tree), form, shown=False))
+        except SettingError:
+            raise
+        except InputError as error:
+            found.append({"settings": varied, "error": str(error)})
+            refused.append(error)
+    if len(refused) == len(found):
+        raise refused[0]
+    from gpipe_cli.reporting.tables.plan import plans_of, show_plans
+
+    if form == "json":
+        sys.stdout.write(as_json(found))
+    elif form == "csv":
+        sys.stdout.write(to_csv(plans_of(found)))
+    else:
+        show_plans(Console(), found)
+    return 0
+
+
+def _combinations(line: CommandLine) -> list[CommandLine]:
+    """That of each plan of a sweep."""
+    parsed = OverridesParser.create().parse_overrides(list(line.typed))
+    if searched := [one for one in parsed if one.is_sweep_override() and not one.is_discrete_sweep()]:
+        raise InputError(f"{searched[0].input_line}: a plan has no search; give the values, one after the other")
+    (jobs,) = BasicSweeper.split_arguments(parsed, max_batch_size=None)
+    options = [one for one in line.arguments if one not in (*line.typed, "-m", "--multirun")]
+    return [read("plan", [*options, *job]) for job in jobs]
 
 
 def _new_file(name: str) -> Path:

@@ -52,6 +52,9 @@ REFUSED = {
 }
 
 
+RUNS_ONE = "gpipe reproduce NAME runs one"
+
+
 @dataclass(frozen=True, slots=True)
 class ReproduceSettings:
     """What belongs to the recipe as a whole, and not to the commands that it runs."""
@@ -88,7 +91,10 @@ def main(arguments: Sequence[str]) -> int:
     if not rest:
         if line.typed:
             raise InputError(f"{line.typed[0]}: of which recipe? gpipe reproduce lists them")
-        show_recipes(Console())
+        console = Console()
+        show_table(console, recipes())
+        console.print()
+        show_line(console, f"{RUNS_ONE}; gpipe reproduce --help")
         return 0
     if len(rest) > 1:
         raise InputError(f"{' '.join(rest)}: one recipe at a time; run {rest[0]} first")
@@ -146,13 +152,13 @@ def _reproduce(recipe: Recipe, whole: ReproduceSettings, given: tuple[str, ...])
     return 0
 
 
-def show_recipes(console: Console) -> None:
-    recipes = {name: load(name) for name in names()}
+def recipes() -> Table:
+    found = {name: load(name) for name in names()}
     columns = [
-        Column("recipe", cells=list(recipes)),
-        Column("reproduces", cells=[recipe.title for recipe in recipes.values()]),
-        Column("at a desk", cells=[recipe.desk.duration for recipe in recipes.values()], number=True),
+        Column("recipe", cells=list(found)),
+        Column(
+            "at a desk", cells=[recipe.desk.duration for recipe in found.values()], number=True, key="desk_duration"
+        ),
+        Column("reproduces", cells=[recipe.title for recipe in found.values()], key="title"),
     ]
-    show_table(console, Table("", columns))
-    console.print()
-    show_line(console, "gpipe reproduce NAME runs one; gpipe reproduce --help")
+    return Table("", columns)

@@ -1,4 +1,4 @@
-"""What `gpipe plan` does: profile the model, choose what is auto, simulate; then show and write the plan."""
+"""What `gpipe plan` does: profile the model, choose what is auto, simulate; then write the plan, and show it."""
 
 import gc
 import shlex
@@ -25,23 +25,34 @@ from gpipe_cli.reporting.plots.picture import write_picture
 from gpipe_cli.reporting.plots.timeline import draw
 from gpipe_cli.reporting.plots.timeline_values import predicted_view
 from gpipe_cli.reporting.run.description import model_name
-from gpipe_cli.reporting.run.lines import show_line
-from gpipe_cli.reporting.tables.plan import plan_json, show_plan
+from gpipe_cli.reporting.run.lines import show_text
+from gpipe_cli.reporting.run.result import write_result
+from gpipe_cli.reporting.tables.plan import PLAN, Facts, plan_json, show_plan
 from gpipe_cli.system.files import write_whole
 
 PICTURE = "timeline.png"
 SETTINGS = "settings.yaml"  # not config.yaml: this is no run
 
 
-def plan(config: TrainConfig, auto: Sequence[str], solve: str | None, folder: Path, file: Path | None) -> int:
-    """Plan `config`, show it, and write it into `folder`, its schedule into `file` too. Returns the exit code.
+def plan(
+    config: TrainConfig,
+    auto: Sequence[str],
+    solve: str | None,
+    folder: Path,
+    file: Path | None,
+    console: Console,
+    *,
+    shown: bool = True,
+) -> Facts:
+    """Plan `config`, and write it into `folder`, its schedule into `file` too. Returns what plan.json holds.
+
+    `console` gets a line before what takes seconds, and the plan if it is to be `shown`.
 
     Raises InputError, one line, for what cannot be planned or does not fit.
     """
     gc.disable()  # a large plan is a million small objects, and collecting takes seconds; the process ends after it
     try:
-        console = Console()
-        log = partial(show_line, console)
+        log = partial(show_text, console)
         _require_figures(config, several=config.partitions > 1 or "partitions" in auto)
         if solve is None:
             prepared = prepare(config, auto, log, elsewhere=config.hardware.name != "auto")
@@ -66,8 +77,11 @@ def plan(config: TrainConfig, auto: Sequence[str], solve: str | None, folder: Pa
             write_picture(folder / PICTURE, draw([predicted_view(title, made)]))
             write_trace(folder, [predicted_step(config, profile, made)])
         finally:  # a plan that cannot be written is still shown
-            show_plan(console, written, folder)
-        return 0
+            if shown:
+                show_plan(console, written, folder)
+            else:
+                write_result(folder, written, PLAN)
+        return written
     finally:
         gc.freeze()
         gc.unfreeze()  # all that there is counts as old now, so that the next collection does not look through it

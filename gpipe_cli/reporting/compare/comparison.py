@@ -29,7 +29,7 @@ class Comparison:
     runs: Sequence[RunRecord]
     names: Sequence[str]  # of the runs, no two of them alike
     by_settings: bool  # that is what they are named by
-    settings: Sequence[Column]  # K, M and those that differ, by their dotted keys; values as they are typed
+    settings: Sequence[Column]  # K, M and those that differ, by their dotted keys
     results: Sequence[Column]  # values in the units of result.json, cells in those of the heading
 
     @property
@@ -124,11 +124,10 @@ def _folders(folders: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 def _setting(key: str, runs: Sequence[RunRecord]) -> Column:
-    """`null` is a value; `-` is what a run has no such setting for."""
-    values = [show(run.settings[key]) if key in run.settings else None for run in runs]
-    known = [run.settings[key] for run in runs if key in run.settings]
-    number = all(value is None or (isinstance(value, int | float) and not isinstance(value, bool)) for value in known)
-    cells = ["-" if value is None else value for value in values]
+    """In a cell `null` is a value, and `-` stands where a run has no such setting; values have None for both."""
+    values = [run.settings.get(key) for run in runs]
+    number = all(value is None or (isinstance(value, int | float) and not isinstance(value, bool)) for value in values)
+    cells = [show(run.settings[key]) if key in run.settings else "-" for run in runs]
     heading = SYMBOLS.get(key) or _folded(key.removesuffix(".name"))  # `model`, as one types it
     return Column(heading, cells=cells, number=number, key=key, values=values)
 
@@ -169,11 +168,11 @@ def _results(runs: Sequence[RunRecord]) -> list[Column]:
         key: str, heading: str, values: Sequence[Any], form: Callable[[Any], str], printed: bool
     ) -> Column:
         cells = ["-" if value is None else form(value) for value in values]
-        number = any(isinstance(value, float) for value in values)
+        number = any(isinstance(value, int | float) for value in values)
         return Column(heading, cells=cells, number=number, key=key, values=values, printed=printed)
 
     def number(key: str, heading: str, *at: str, form: Callable[[float], str] = WHOLE, printed: bool = True) -> Column:
-        return column(key, heading, lambda run: _float(run.value(*(at or [key]))), form, printed)
+        return column(key, heading, lambda run: run.value(*(at or [key])), form, printed)
 
     def quartile(which: int, key: str, printed: bool) -> Column:
         name = ("q1", "q3")[which]
@@ -185,13 +184,13 @@ def _results(runs: Sequence[RunRecord]) -> list[Column]:
     def fullest(key: str, heading: str, printed: bool) -> Column:
         heading = f"{heading}\n{memory}"
         return column(
-            f"{key}_fullest", heading, lambda run: _float(max(run.value(key) or [], default=None)), _scaled(size),
-            printed,
+            f"{key}_fullest", heading, lambda run: max(run.value(key) or [], default=None), _scaled(size), printed
         )  # fmt: skip
 
     return [
         column("command", "command", lambda run: run.value("command"), printed=len(commands) > 1),
         column("status", "status", lambda run: run.value("status"), printed=True),
+        column("started", "started", lambda run: (run.value("starts") or [{}])[-1].get("started")),
         number("test_top1", "top-1\n%", "test", "top1", form=_percent),
         number("best_top1", "best\n%", "best", "top1", form=_percent),
         number("test_perplexity", "perpl.\nfinal", "test", "perplexity", form=_short_number),
@@ -243,10 +242,6 @@ def _unit(values: Sequence[float | None], units: Sequence[tuple[str, float]], mo
 
 def _scaled(size: float) -> Callable[[float], str]:
     return lambda value: f"{value / size:,.1f}"
-
-
-def _float(value: float | None) -> float | None:
-    return None if value is None else float(value)
 
 
 def _percent(share: float) -> str:

@@ -1,4 +1,4 @@
-"""What `gpipe compare` prints, and the files that it writes: a table at 80 columns, CSV, pictures and the page.
+"""What `gpipe compare` prints, and the files that it writes: a table, CSV, pictures and the page.
 
 A row for each run, as in the paper's tables 2 and 5. Notes say which numbers cannot be compared: the paper names the
 hardware of its tables 2 and 3 and the data sets of table 4, and runs that are compared here may differ in any of that.
@@ -13,7 +13,7 @@ from gpipe_cli.config.typed import show
 from gpipe_cli.reporting.compare.comparison import Comparison, listed
 from gpipe_cli.reporting.compare.run_record import COMPARED, RunRecord, same_curves
 from gpipe_cli.reporting.run.lines import show_facts, show_line
-from gpipe_cli.reporting.tables.table import Column, Table, show_table, to_csv
+from gpipe_cli.reporting.tables.table import SYMBOLS, Column, Table, show_table, to_csv
 from gpipe_cli.system.files import write_whole
 from gpipe_cli.units import plural
 
@@ -26,16 +26,18 @@ def show_comparison(console: Console, comparison: Comparison) -> None:
     completed = all(run.result["status"] == TRAINED for run in comparison.runs)
     show_line(console, f"{plural(count, 'run')}{f', {TRAINED}' if completed else ''}", "bold")
     number = Column("run", cells=[str(number + 1) for number in range(count)], number=True)
-    named = [] if comparison.by_settings else [Column("name", cells=comparison.names)]
     results = [column for column in comparison.results if column.key != "status" or not completed]
-    show_table(console, Table("", [number, *named, *comparison.settings, *results]), gap=1)
+    naming = len(comparison.settings) if comparison.by_settings else len(SYMBOLS)  # others are too many to name a run
+    named = [] if comparison.by_settings else [Column("name", cells=comparison.names)]
+    first, last = [number, *named, *comparison.settings[:naming]], comparison.settings[naming:]
+    show_table(console, Table("", [*first, *results, *last], len(first)), gap=1, elsewhere="format=csv")
     console.print()
     show_facts(console, [("note", note) for note in notes(comparison)])
 
 
-def csv_of(comparison: Comparison) -> str:
-    """All columns; units stand in the headings."""
-    return to_csv(Table(CSV, [Column("run", cells=comparison.names), *comparison.columns]))
+def all_columns(comparison: Comparison) -> Table:
+    """For programs: values are in the units of result.json."""
+    return Table(CSV, [Column("run", cells=comparison.names), *comparison.columns])
 
 
 def write_comparison(console: Console, comparison: Comparison, folder: Path) -> None:
@@ -55,7 +57,7 @@ def write_comparison(console: Console, comparison: Comparison, folder: Path) -> 
         if picture is not None:
             write_picture(folder / name, picture)
             drawn.append(folder / name)
-    write_whole(folder / CSV, csv_of(comparison))
+    write_whole(folder / CSV, to_csv(all_columns(comparison)))
     write_page(folder / PAGE, comparison, [*notes(comparison), *same], tags)
     show_facts(console, [("note", note) for note in same])  # after all is written: the console may be a closed pipe
     show_facts(console, [("page", str(folder / PAGE)), ("table", str(folder / CSV))])

@@ -14,6 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from gpipe_cli.config.settings import TrainConfig
+from gpipe_cli.config.typed import show
 from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory
 from gpipe_cli.pipeline.schedule.dependencies import grid
 from gpipe_cli.pipeline.schedule.simulator import ideal_bubble
@@ -27,9 +28,9 @@ from gpipe_cli.planner.step_schedule import mini_batch_samples
 from gpipe_cli.reporting.plots.timeline_values import idle
 from gpipe_cli.reporting.run.description import model_name, precision_facts, words_of
 from gpipe_cli.reporting.run.lines import show_facts, show_line, show_text
-from gpipe_cli.reporting.run.result import write_result
+from gpipe_cli.reporting.run.result import flattened, write_result
 from gpipe_cli.reporting.run.step_breakdown import show_shares
-from gpipe_cli.reporting.tables.table import Column, Table, show_table
+from gpipe_cli.reporting.tables.table import SYMBOLS, Column, Table, show_table
 from gpipe_cli.units import GIB, MIB, count, duration, operations, percent, plural, rate, rounded, size
 
 PLAN = "plan.json"
@@ -163,6 +164,7 @@ def _hardware(config: TrainConfig, plan: Plan) -> Facts:
     figures = plan.costs.figures
     reached = None if hardware.tflops is None else reached_tflops(hardware, config.precision)
     memory = memory_of(config, devices)
+    peaks = {"float32": hardware.peak_tflops, "tf32": hardware.tf32_tflops, "bfloat16": hardware.bfloat16_tflops}
 
     def times(value: float | None, factor: float) -> float | None:
         return None if timed or value is None else value * factor
@@ -172,6 +174,7 @@ def _hardware(config: TrainConfig, plan: Plan) -> Facts:
         "source": plan.costs.source,
         "precision": config.precision,
         "computes_in": computes_in(hardware.name, config.precision),
+        "peak_flops_per_second": {name: None if peak is None else peak * 1e12 for name, peak in peaks.items()},
         "flops_per_second": times(reached, 1e12 * (devices.threads if hardware.name == "cpu" else 1)),
         "timed": figures and asdict(figures),
         "memory_bytes": memory and memory.device_bytes,
@@ -206,6 +209,56 @@ def show_plan(console: Console, plan: Facts, folder: Path) -> None:
         show_facts(console, [*plan["files"].items(), ("written to", str(folder / PLAN))])
 
 
+def stages_of(plan: Facts) -> Table:
+    """A row for each stage, for programs; of groups the keys are dotted, `memory.total_bytes`."""
+    rows = [{"stage": k, **dict(flattened(stage))} for k, stage in enumerate(plan["stages"])]
+    return Table("stages", [Column(key, values=[row[key] for row in rows]) for key in rows[0]])
+
+
+def plans_of(plans: Sequence[Facts]) -> Table:
+    """A row for each plan of a sweep: plan.json, with the `settings` that vary, and the `error` if there is no plan."""
+    varied = [key for key in plans[0]["settings"] if key not in SYMBOLS]
+
+    def column(key: str, heading: str, form: Callable[[Any], str], of: Callable[[Facts], Any] | None = None) -> Column:
+        """What a plan has under this key, or `of` it; of what cannot be planned, what was asked for."""
+        values = [
+            plan["settings"].get(key) if plan["error"] is not None else of(plan) if of is not None else plan[key]
+            for plan in plans
+        ]
+        return Column.of(key, heading, values, form)
+
+    def asked(key: str) -> Column:
+        return Column.of(key, key, [plan["settings"][key] for plan in plans], show)
+
+    columns = [
+        column("partitions", "K", show, lambda plan: len(plan["stages"])),
+        column("micro_batches", "M", show),
+        *map(asked, varied),
+        column("step_seconds", "step", _step),
+        column("samples_per_second", "samples/s", rate),
+        column("bubble", "bubble", percent),
+        column("memory_bytes", "fullest stage", size, lambda plan: max(_held(plan))),
+        column("imbalance", "imbalance", percent),
+        column("utilisation", "utilisation", percent),
+        Column.of("error", "error", [plan["error"] for plan in plans], show, printed=False),
+    ]
+    return Table("plans", columns, 2 + len(varied))
+
+
+def show_plans(console: Console, plans: Sequence[Facts]) -> None:
+    """The table of a sweep, why some cannot be planned, and where the others are."""
+    show_table(console, plans_of(plans), elsewhere="format=csv")
+    console.print()
+    refused = dict.fromkeys(("cannot be", plan["error"]) for plan in plans if plan["error"] is not None)
+    pages = (plan["files"]["page"] for plan in plans if plan["error"] is None)
+    show_facts(console, [*refused, *(("page", page) for page in pages)])
+
+
+def _held(plan: Facts) -> list[int]:
+    """The bytes of each stage at its fullest moment."""
+    return [stage["memory"]["total_bytes"] for stage in plan["stages"]]
+
+
 def _what(plan: Facts) -> Iterator[tuple[str, str]]:
     hardware = plan["hardware"]
     shared = f", shared by {hardware['memory_stages']} stages" if (hardware["memory_stages"] or 1) > 1 else ""
@@ -218,11 +271,15 @@ def _what(plan: Facts) -> Iterator[tuple[str, str]]:
     batch, tokens = plural(plan["step_samples"], plan["sample"]), plan["step_tokens"]
     yield "mini-batch", batch if tokens is None else f"{batch}, {plural(tokens, 'token')}"
     yield from precision_facts(hardware["precision"], hardware["computes_in"])
-    yield "hardware", hardware["name"]
+    peaks = {name: peak for name, peak in hardware["peak_flops_per_second"].items() if peak is not None}
+    sheet = ", ".join(f"{peak / 1e12:g} in {name}" for name, peak in peaks.items()).replace(" in", " TFLOP/s in", 1)
+    yield "hardware", f"{hardware['name']}{f': {sheet}' if sheet else ''}"
+    if (assumed := hardware["flops_per_second"]) is not None:
+        precision = "float32" if hardware["computes_in"] == "float32" else hardware["precision"]
+        yield "", f"assumed: {operations(assumed)}FLOP/s{f' in {precision}' if 'float32' in peaks else ''}"
     figures = [
         words(hardware[key])
         for key, words in (
-            ("flops_per_second", lambda flops: f"{operations(flops)}FLOP/s"),
             ("memory_bytes", lambda memory: f"{size(memory)} of memory{shared}"),
             ("link_bytes_per_second", lambda speed: f"links {operations(speed)}B/s"),
             ("link_latency_seconds", lambda latency: f"latency {1e6 * latency:.3g} us"),
@@ -248,7 +305,7 @@ def _outcome(plan: Facts) -> Iterator[tuple[str, str]]:
         if plan["recomputed_flops"]:
             yield "", f"recomputation adds {percent(plan['recomputed_flops'] / plan['step_flops'])} to the operations"
     yield "balance", f"the slowest stage takes {percent(plan['imbalance'])} more than the mean of all"
-    held = [stage["memory"]["total_bytes"] for stage in plan["stages"]]
+    held = _held(plan)
     memory, limit = f"{size(max(held))} on stage {held.index(max(held))}, the fullest", _limit_bytes(plan["hardware"])
     yield "memory", f"{memory}, predicted" if limit is None else f"{memory}, predicted, of {size(limit)}"
 
@@ -308,9 +365,10 @@ def _show_memory(console: Console, stages: Sequence[Facts], limit_bytes: int | N
     def cells(stage: Facts) -> list[str]:
         held = rounded({part: stage["memory"][f"{part}_bytes"] / unit for part in parts})
         shares = [] if limit_bytes is None else [percent(stage["memory"]["total_bytes"] / limit_bytes)]
-        return [f"{value:,.1f}" for value in (*held.values(), sum(held.values()))] + shares
+        total, *values = (f"{value:,.1f}" for value in (sum(held.values()), *held.values()))
+        return [total, *shares, *values]
 
-    headings = ["stage", *parts, "total", *([] if limit_bytes is None else ["of limit"])]
+    headings = ["stage", "total", *([] if limit_bytes is None else ["of limit"]), *parts]
     rows = [[label, *same] for _, label, same in _alike(stages, cells)]
     title = f"memory: predicted, {name} at each stage's fullest moment, without libraries"
     _show_rows(console, title, headings, rows)
@@ -347,7 +405,8 @@ def _show_rows(console: Console, title: str, headings: Sequence[str], rows: Sequ
         rows = [*rows[:half], left_out, *rows[-half:]]
     columns = [Column(heading, number=heading not in ("stage", "layers", "")) for heading in headings]
     show_text(console, title, "bold")
-    show_table(console, Table.of_rows(title, columns, rows))
+    names = 1 + next((at for at, heading in enumerate(headings) if heading in ("layers", "")), 0)
+    show_table(console, Table.of_rows(title, columns, rows, names), elsewhere=PLAN)
     console.print()
 
 

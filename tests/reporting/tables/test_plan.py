@@ -69,7 +69,7 @@ def plan(partitions: int = 2, per_stage: int = 3, **changes: Any) -> dict[str, A
 
 
 def shown(made: dict[str, Any], folder: Path, width: int = 80) -> list[str]:
-    console, file = log(width=width)
+    console, file = log(width=width, force_terminal=True)
     show_plan(console, made, folder)
     return [line.rstrip() for line in file.getvalue().splitlines()]
 
@@ -87,7 +87,7 @@ def test_numbers_of_a_plan(tmp_path: Path) -> None:
     assert row(lines, "0      3:").endswith("165.5 M 5.0 G 12.5 ms 25.0 ms 8.0 MiB")
     assert row(lines, "1      3:").endswith("165.5 M 5.0 G 12.5 ms 25.0 ms -")
     for line in (
-        "0-1      200.0      200.0      400.0      1,000.0       48.0  1,848.0     1.4 %",
+        "0-1    1,848.0     1.4 %    200.0      200.0      400.0      1,000.0       48.0",
         "micro_batches compared, predicted: the shortest step that fits",
         "            2         -              -  stage 1 is 72.0 GiB over",
         "            4  500.0 ms        2.0 GiB  chosen",
@@ -95,7 +95,9 @@ def test_numbers_of_a_plan(tmp_path: Path) -> None:
         "model        AmoebaNet-D (3, 4): 6 layers, 331.0 M parameters",
         "pipeline     K = 2 partitions, M = 4 micro-batches",
         "mini-batch   32 samples",
-        "             40.0 TFLOP/s, 131.0 GiB of memory, links 350.0 GB/s, latency 10 us",
+        "hardware     h200: 67 TFLOP/s in float32, 494 in tf32, 989 in bfloat16",
+        "             assumed: 40.0 TFLOP/s in float32",
+        "             131.0 GiB of memory, links 350.0 GB/s, latency 10 us",
         "costs from   hardware=h200 figures",
         "predicted    step 500.0 ms",
         "speed        64.0 samples/s, predicted",
@@ -104,7 +106,7 @@ def test_numbers_of_a_plan(tmp_path: Path) -> None:
         "balance      the slowest stage takes 3.2 % more than the mean of all",
         "memory       1.8 GiB on stage 0, the fullest, predicted, of 131.0 GiB",
         "predicted       55.0      20.0    2.0   23.0 =   15.0       3.0      1.0    4.0",
-        "ideal bubble 20.0 %, (D-1)/(M+D-1): D equal devices that do nothing but compute",
+        "ideal bubble 20.0 %, (K-1)/(M+K-1) for K equal devices that only compute",
         "picture      plan.png",
         f"written to   {tmp_path}/plan.json",
     ):
@@ -135,12 +137,32 @@ def test_equal_layers_and_stages_share_a_row_and_the_grid_is_shown_where_it_fits
 
 def test_text_has_tokens_and_unknown_figures_are_left_out(tmp_path: Path) -> None:
     unknown = dict.fromkeys(real()["hardware"]) | {"name": "mine", "source": "layers measured on this machine"}
+    unknown |= {"peak_flops_per_second": {"float32": None, "bfloat16": None}}
     text = {"sample": "sequence", "step_tokens": 4096, "tokens_per_second": 8192.0, "utilisation": None}
     lines = shown(plan(hardware=unknown, **text), tmp_path)
     assert "mini-batch   32 sequences, 4,096 tokens" in lines
     assert "speed        8,192 tokens/s, 64.0 sequences/s, predicted" in lines
     assert "hardware     mine" in lines
     assert not any("utilisation" in line or "of limit" in line or "FLOP/s" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("settings", "lines"),
+    [
+        (
+            "hardware=h100 precision=bfloat16",
+            ["h100: 67 TFLOP/s in float32,", "assumed: 590.4 TFLOP/s in bfloat16"],
+        ),
+        ("hardware=t4 precision=tf32", ["t4: 8.1 TFLOP/s in float32", "assumed: 4.9 TFLOP/s in float32"]),
+        ("hardware=tpu_v3", ["tpu_v3: 61.5 TFLOP/s in bfloat16", "assumed: 30.0 TFLOP/s\n"]),
+    ],
+)
+def test_a_plan_says_of_which_precision_its_flops_are(settings: str, lines: list[str], tmp_path: Path) -> None:
+    """`hardware=h100 precision=bfloat16` said 590.4 TFLOP/s, and nothing of what they are a share of."""
+    config = configure(*EVEN, "partitions=2", *settings.split())
+    written = plan_json(config, traced(), make_plan(config, traced(), predicted_costs(config, traced()), None), (), {})
+    said = "\n".join(shown(written, tmp_path))
+    assert all(line in said for line in lines), said
 
 
 @pytest.mark.parametrize(
@@ -169,7 +191,7 @@ def test_stages_that_share_a_device_are_shown_so(tmp_path: Path) -> None:
     written = plan_json(config, traced(), made, (), {})
     assert {stage["memory"]["limit_bytes"] for stage in written["stages"]} == {int(74.5 * 2**30) // 2}
     lines = shown(written, tmp_path, width=120)
-    assert "40.0 TFLOP/s, 74.5 GiB of memory, shared by 2 stages, links" in row(lines, "             40.0 TFLOP/s")
+    assert "74.5 GiB of memory, shared by 2 stages, links" in row(lines, "             74.5 GiB")
     assert row(lines, "memory  ").endswith("predicted, of 37.2 GiB")
     table = lines[lines.index("stages: predicted, for one micro-batch; FLOPs are those of the forward") :]
     assert table[1].split()[:3] == ["stage", "process", "layers"]
