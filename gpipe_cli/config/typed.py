@@ -197,8 +197,9 @@ def _convert(kind: Any, value: Any, key: str, keys: Sequence[str], *, listed: bo
     elif get_origin(kind) is tuple:
         of, *more = get_args(kind)
         length = None if more == [...] else 1 + len(more)
-        if isinstance(value, list) and length in (None, len(value)):
-            return tuple(_convert(of, item, key, keys, listed=True) for item in value)
+        given = value if isinstance(value, list) else [value] if length is None and _may_be(of, value) else None
+        if given is not None and length in (None, len(given)):
+            return tuple(_convert(of, item, key, keys, listed=True) for item in given)
         count = f" of {length}" if length else ""
         words = [str(word) for word in get_args(of)] if get_origin(of) is Literal else []
         example = [show(value)] if of is str or show(value) in words else words[:1] or ["1"] * (length or 2)
@@ -220,6 +221,14 @@ def _convert(kind: Any, value: Any, key: str, keys: Sequence[str], *, listed: bo
         }
         allowed = wanted[kind]
     raise SettingError(key, value, allowed)
+
+
+def _may_be(kind: Any, value: Any) -> bool:
+    """Whether one value, as in `logger=wandb`, may stand for a list of it: if it has the type of a member, or is a word
+    where a member is one of several."""
+    if get_origin(kind) is Annotated:
+        kind = get_args(kind)[0]
+    return type(value) in {int: (int,), float: (int, float), str: (str,)}.get(kind, (str,))
 
 
 def _check_bounds(key: str, number: float, bounds: Within) -> None:

@@ -69,6 +69,10 @@ def test_types_survive_yaml(tmp_path: Path) -> None:
     assert config.dataset.augmentation.random_resized_crop == (0.5, 1.0)
     assert config.freeze == ("stem", "cell_0*", "taken")
     assert load(save(config, tmp_path / "run")) == config
+    one = train("partition.balance=10", "partition.costs=2", "dataset.classes=3", "freeze=stem", "logger=mlflow")
+    assert (one.partition.balance, one.partition.costs, one.dataset.classes) == ((10,), (2.0,), (3,))
+    assert (one.freeze, one.logger) == (("stem",), ("mlflow",)), "a list of one member needs no brackets"
+    assert train("logger=[]").logger == ()
     timm = train("model=timm", "model.name=resnet18", "freeze=[taken]", "model.pretrained=true")
     assert timm.freeze == ("taken",), "weights of timm count as taken"
 
@@ -89,6 +93,10 @@ def test_types_survive_yaml(tmp_path: Path) -> None:
         ("label_smoothing=1", "label_smoothing=1.0: must be 0 or more and below 1"),
         ("partition=3", "partition=3: is a group of settings"),
         ("dataset.augmentation.random_resized_crop=[1]", "must be a list of 2"),
+        ("dataset.augmentation.random_resized_crop=1", "must be a list of 2"),
+        ("partition.balance=0", "partition.balance=0: must be 1 or more"),
+        ("partition.balance=2.5", "partition.balance=2.5: must be a list; for example partition.balance=[1,1]"),
+        ("freeze=true", "freeze=true: must be a list; for example freeze=[true]"),
         ("dataset=image_folder", "dataset.root=???: a value is required; give dataset.root=..."),
         ("~epochs", "epochs: the setting is missing"),
         ("output=${nowhere}", "configuration: "),
