@@ -85,7 +85,15 @@ def test_the_installed_program_answers() -> None:
 
 
 def test_help_and_configuration_import_no_torch() -> None:
-    lines = ["--help", "train --cfg job", "list models", "list hardware", "help micro_batches", "help 1f1b"]
+    lines = [
+        "--help",
+        "train --cfg job",
+        "list models",
+        "list hardware",
+        "help micro_batches",
+        "help 1f1b",
+        "help auto",
+    ]
     lines += [f"{command} --help" for command in COMMANDS]
     result = subprocess.run([sys.executable, "-c", NO_TORCH, *lines], capture_output=True, text=True, check=False)
     assert (result.returncode, result.stderr) == (0, "")

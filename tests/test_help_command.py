@@ -49,6 +49,47 @@ def test_topics(topic: str, shown: str, monkeypatch: pytest.MonkeyPatch, capsys:
     assert shown in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("topic", "figures"),
+    [
+        (
+            "K",
+            [
+                "stage 1 | .  F0 F1 F2 F3 .  .  B3 B2 B1 B0\n",
+                "(K-1)/(M+K-1) = 2/6 = 33.3 %",
+                "idle: 33.3 %",
+                "K = 8   87.5 %",
+            ],
+        ),
+        ("micro_batches", ["M = 32\n", "in flight: at most 4 micro-batches on each stage"]),
+        (
+            "schedule=1f1b",
+            ["stage 2 | .  .  F0 B0 F1 B1", "idle: 33.3 %", "at most 3, 2, 1 micro-batches on stages 0, 1, 2"],
+        ),
+        ("interleaved", ["K = 6 stages on 3 devices", "idle: 20.0 %"]),
+        ("zero_bubble", ["I1 W0", "idle: 14.3 %"]),
+        ("auto", ["recompute=auto  (gpipe train)\n    as few as", "orders that were tried the best for equal stages"]),
+        (
+            "recomputation",
+            ["F3 R3", "activations: at most 1 micro-batch on each", "1.17 times as long", "idle: 27.3 %"],
+        ),
+        (
+            "never",
+            ["recompute=never  (gpipe train)\n    all activations are kept\n", "activations: at most 4 micro-batches"],
+        ),
+    ],
+)
+def test_pictures_have_figures_of_the_schedules_themselves(
+    topic: str, figures: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """gpipe and 1f1b are idle for (K-1)/(M+K-1); except_last takes M - 1 of 3 (M + K - 1) forwards more."""
+    monkeypatch.setenv("COLUMNS", "80")
+    assert command(monkeypatch, "help", topic) == 0
+    shown = capsys.readouterr().out
+    assert [figure for figure in figures if figure not in shown] == []
+    assert max(map(len, shown.splitlines())) <= 80
+
+
 def test_a_topic_that_is_none_names_the_nearest(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

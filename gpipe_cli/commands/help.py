@@ -1,5 +1,5 @@
 """`gpipe help TOPIC`: what the files in `conf/`, the README's glossary and the recipes say of a setting, a choice, a
-word; nothing is written for it alone."""
+word, and of what a schedule shows a picture; nothing is written for it alone."""
 
 import re
 import sys
@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, metadata
 from rich.console import Console
 
 from gpipe_cli.commands import list as lists
+from gpipe_cli.commands.drawn import drawn
 from gpipe_cli.config.comments import GROUPS, all_settings, of_choices
 from gpipe_cli.config.settings import SCHEDULES, TrainConfig
 from gpipe_cli.config.typed import choices, nearest
@@ -22,8 +23,8 @@ HELP = """\
 Explains a setting, a choice of one, a word of the README's glossary, or a recipe.
 
 Usage: gpipe help micro_batches        a setting of any command, also model.filters or filters
-       gpipe help 1f1b                 a choice: of a schedule, a model, a data set, hardware
-       gpipe help bubble               a word; gpipe help K: a symbol
+       gpipe help 1f1b                 a choice: of a schedule, with a picture; of a model, a data set, hardware
+       gpipe help bubble               a word; gpipe help K: a symbol; both with pictures and numbers
        gpipe help table2_amoebanet     a recipe
        gpipe help words                all words; gpipe help settings: all settings of gpipe train
        gpipe help train                as gpipe train --help
@@ -48,15 +49,18 @@ def main(arguments: Sequence[str]) -> int:
         hint = nearest(topic, list(known)) or "; gpipe help says what topics are"
         raise InputError(f"{topic}: there is no such topic{hint}")
     console = Console()
+    width = max(40, min(console.width, 120))
     for heading, text in found:
         show_line(console, heading, "bold")
-        for value in text.split(" | "):  # what a setting may be, one below the other
+        for clause in text.split(" | "):  # what a setting may be, one below the other
             wrapped = textwrap.wrap(
-                value, max(40, min(console.width, 120)), initial_indent=_INDENT, subsequent_indent=f"{_INDENT}  ",
-                break_long_words=False, break_on_hyphens=False,
+                clause, width, initial_indent=_INDENT, subsequent_indent=f"{_INDENT}  ", break_long_words=False,
+                break_on_hyphens=False,
             )  # fmt: skip
             for line in wrapped:
                 show_line(console, line)
+    for line in drawn(_plain(value or topic), width - len(_INDENT)):
+        show_line(console, f"{_INDENT}{line}".rstrip())
     return 0
 
 
@@ -111,4 +115,4 @@ def _plain(topic: str) -> str:
 def _named(key: str) -> Sequence[str]:
     """The choices of a setting that are topics of their own."""
     allowed = SCHEDULES if key == "schedule" else choices(TrainConfig, key)
-    return [choice for choice in allowed if choice not in ("auto", "true", "false", "null")]
+    return [choice for choice in allowed if choice not in ("true", "false", "null")]

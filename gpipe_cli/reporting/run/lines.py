@@ -74,15 +74,16 @@ def in_columns(console: Console, rows: Sequence[tuple[str, Sequence[str]]]) -> I
 
     On a terminal that is too narrow for that, columns become lines.
     """
-    lines = _aligned(rows)
+    lines = aligned(rows)
     if not console.is_terminal or max(len(line) for _, line in lines) < console.width - LABEL_WIDTH:
         return lines
     labels, cells = zip(*rows, strict=True)
     columns = ((column[0].strip(), column[1:]) for column in zip(*cells, strict=True) if column[0] != "=")
-    return _aligned([(labels[0], labels[1:]), *columns])
+    return aligned([(labels[0], labels[1:]), *columns])
 
 
-def _aligned(rows: Sequence[tuple[str, Sequence[str]]]) -> list[tuple[str, str]]:
+def aligned(rows: Sequence[tuple[str, Sequence[str]]]) -> list[tuple[str, str]]:
+    """Labels, and lines whose cells stand one below the other, at the right."""
     widths = [max(map(len, cells)) for cells in zip(*(cells for _, cells in rows), strict=True)]
     return [(label, " ".join(map(str.rjust, cells, widths))) for label, cells in rows]
 

@@ -1,0 +1,117 @@
+"""What `gpipe help` draws of K, M, the bubble, a schedule and recomputation: a step of a few stages, as Figure 2(c) of
+the paper draws one, and its figures. Both come from the schedules themselves; no number is typed here but K and M."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from gpipe_cli.pipeline.schedule.breakdown import breakdown
+from gpipe_cli.pipeline.schedule.dependencies import grid
+from gpipe_cli.pipeline.schedule.orders import build
+from gpipe_cli.pipeline.schedule.schedules import RECOMPUTE, Kind, Schedule, in_flight
+from gpipe_cli.pipeline.schedule.search import Problem, find
+from gpipe_cli.pipeline.schedule.simulator import EdgeCost, Held, StageCost, ideal_bubble, live, simulate
+from gpipe_cli.reporting.run.lines import aligned, wrapped
+from gpipe_cli.units import percent, plural
+
+STAGES, MICRO_BATCHES = 3, 4
+OVER_STAGES, OVER_MICRO_BATCHES = (2, 3, 4, 8), (1, 2, 4, 8, 16, 32)  # of the table of bubbles
+# Equal stages, whose backward takes as long as two forwards, and half of it for the gradients of inputs.
+COST = StageCost(1, 1, 2, inputs_seconds=1, weights_seconds=1)
+WORDS = {
+    Kind.F: "F a forward",
+    Kind.R: "R a recomputation",
+    Kind.B: "B a backward",
+    Kind.I: "I its half that the stage before waits for",
+    Kind.W: "W the other half",
+}
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of a step of equal stages whose transfers take no time."""
+
+    seconds: float  # a forward takes 1
+    idle: float  # share of the devices' time
+    in_flight: Sequence[int]  # of each stage, the most micro-batches of which something is kept
+    graphs: Sequence[int]  # of each stage, the most of which all activations are kept
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> "Figures":
+        timeline = simulate(schedule, [COST] * len(schedule.stages))
+        shares = breakdown(timeline, schedule.micro_batches)
+        return cls(
+            timeline.step_seconds,
+            1 - shares.compute - shares.recompute,
+            [in_flight(actions) for actions in schedule.stages],
+            [max(held.graph for held in of_stage) for of_stage in live(schedule)],
+        )
+
+
+def drawn(topic: str, width: int) -> Iterator[str]:
+    """The lines for a topic, in small letters and with blanks, of this width; none for a topic without a picture."""
+    match topic:
+        case "k" | "partition" | "stage" | "m" | "micro batch" | "bubble":
+            yield from _step("gpipe", build("gpipe", STAGES, MICRO_BATCHES, "never"), width)
+            bubble = percent(ideal_bubble(STAGES, MICRO_BATCHES))
+            yield f"bubble: (K-1)/(M+K-1) = {STAGES - 1}/{MICRO_BATCHES + STAGES - 1} = {bubble}"
+            yield from _bubbles()
+        case "gpipe" | "1f1b" | "zero bubble":
+            name = topic.replace(" ", "_")
+            yield from _step(name, build(name, STAGES, MICRO_BATCHES, "never"), width)
+        case "interleaved":
+            yield from _step(topic, build(topic, 2 * STAGES, MICRO_BATCHES, "never", STAGES), width)
+        case "auto":
+            yield from _auto(width)
+        case "recomputation" | "recompute":
+            for mode in RECOMPUTE:
+                yield from _recomputed(mode, width)
+        case "alway" | "except last" | "never":  # a plural's s is not part of a topic
+            mode = next(mode for mode in RECOMPUTE if mode.startswith(topic.replace(" ", "_")))
+            yield from _recomputed(mode, width)
+
+
+def _step(name: str, schedule: Schedule, width: int, recompute: str = "never") -> Iterator[str]:
+    found = Figures.of(schedule)
+    kinds = [kind for kind in Kind if any(action.kind is kind for row in schedule for action in row)]
+    devices = "" if len(schedule) == len(schedule.stages) else f" on {len(schedule)} devices"
+    yield f"schedule={name} recompute={recompute}: K = {len(schedule.stages)} stages{devices}, M = {MICRO_BATCHES}"
+    yield from grid(schedule, width=width).splitlines()
+    yield from wrapped(f"{', '.join(WORDS[kind] for kind in kinds)}; each drawn as long", width)
+    yield from wrapped(
+        f"idle: {percent(found.idle)} of the time if all stages are equal; a backward takes two forwards", width
+    )
+    yield from wrapped(f"in flight: at most {_of_stages(found.in_flight)}", width)
+
+
+def _auto(width: int) -> Iterator[str]:
+    problem = Problem(
+        [COST] * STAGES, [EdgeCost(0, 0)] * (STAGES - 1), (), range(STAGES), MICRO_BATCHES, [Held(1, 0)] * STAGES,
+        room=None, recompute="never", split=True,
+    )  # fmt: skip
+    best, tried = find(problem)
+    assert best is not None
+    yield from _step("auto", best.schedule, width)
+    yield f"of {len(tried)} orders that were tried the best for equal stages: {best.name}"
+
+
+def _recomputed(mode: str, width: int) -> Iterator[str]:
+    schedule, kept = (build("gpipe", STAGES, MICRO_BATCHES, one) for one in (mode, "never"))
+    found, without = Figures.of(schedule), Figures.of(kept)
+    yield from _step("gpipe", schedule, width, mode)
+    yield f"with all their activations: at most {_of_stages(found.graphs)}"
+    if mode != "never":
+        yield f"a step takes {found.seconds / without.seconds:.2f} times as long as with recompute=never"
+
+
+def _bubbles() -> Iterator[str]:
+    yield ""
+    rows = [(f"K = {k}", [percent(ideal_bubble(k, m)) for m in OVER_MICRO_BATCHES]) for k in OVER_STAGES]
+    for label, line in aligned([("bubble", [f"M = {m}" for m in OVER_MICRO_BATCHES]), *rows]):
+        yield f"{label:<6}  {line}"
+
+
+def _of_stages(counts: Sequence[int]) -> str:
+    """`4 micro-batches on each stage`, `3, 2, 1 micro-batches on stages 0, 1, 2`."""
+    if len(set(counts)) == 1:
+        return f"{plural(counts[0], 'micro-batch')} on each stage"
+    return f"{', '.join(map(str, counts))} micro-batches on stages {', '.join(map(str, range(len(counts))))}"
