@@ -29,7 +29,8 @@ from gpipe_cli.config.typed import (
     typed,
 )
 from gpipe_cli.errors import InputError
-from gpipe_cli.system.files import read_text
+from gpipe_cli.system.files import folders_in, read_text
+from gpipe_cli.units import plural
 
 T = TypeVar("T")
 
@@ -337,8 +338,30 @@ def replaced_batch(given: Mapping[str, object]) -> str | None:
 
 
 def from_tree(kind: type[T], tree: DictConfig) -> T:
-    """Turns Hydra's tree into the dataclass `kind`, at every level. Raises InputError, as `typed` and `container`."""
-    return typed(kind, container(tree))
+    """Turns Hydra's tree into the dataclass `kind`, at every level; here class folders are counted, once for a run.
+    Raises InputError, as `typed` and `container`."""
+    values = container(tree)
+    if isinstance(dataset := values.get("dataset"), dict) and dataset.get("name") == "image_folder":
+        _count_classes(dataset)
+    return typed(kind, values)
+
+
+def _count_classes(dataset: dict[str, Any]) -> None:
+    """Sets `num_classes`, where it is null, to the number of class folders. Raises RefusedError if they cannot be
+    counted."""
+    root = dataset.get("root")
+    if dataset.get("num_classes", 0) is not None or not isinstance(root, str) or root == "???":
+        return  # it is given; or `typed` refuses the root
+    train = Path(root) / "train"
+    try:
+        found = len(folders_in(train))
+    except OSError as error:
+        use = "give the folder that holds train/ and test/, or dataset.num_classes=... where the images are not here"
+        raise RefusedError("dataset.root", root, f"'{train}' cannot be read ({error.strerror}); {use}") from error
+    if found < 2:
+        why = f"'{train}' has {plural(found, 'class folder')}; put the images of each class into a folder there"
+        raise RefusedError("dataset.root", root, why)
+    dataset["num_classes"] = found
 
 
 def container(tree: DictConfig | ListConfig) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from gpipe_cli.config.typed import RefusedError, one_line
 from gpipe_cli.data.batches import seed_of
 from gpipe_cli.data.cache import locked
 from gpipe_cli.errors import InputError
-from gpipe_cli.system.files import open_regular
+from gpipe_cli.system.files import folders_in, open_regular
 
 if TYPE_CHECKING:
     from torchvision.datasets import CIFAR10
@@ -149,9 +149,7 @@ def read_folders(root: Path, expected: str, test_names: tuple[str, ...] = ("test
     splits = []
     for folder in (root / "train", root / test):
         try:
-            # Hidden folders (.ipynb_checkpoints) are not classes.
-            found = (entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
-            numbers = {name: number for number, name in enumerate(sorted(found))}
+            numbers = {name: number for number, name in enumerate(folders_in(folder))}
             listed = make_dataset(
                 str(folder),
                 numbers,

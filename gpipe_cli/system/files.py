@@ -103,6 +103,12 @@ def naming(path: Path) -> Iterator[None]:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
+def folders_in(folder: Path) -> list[str]:
+    """The names of the folders in it, in alphabetical order, without hidden ones such as .ipynb_checkpoints. Raises
+    OSError if it cannot be read."""
+    return sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+
+
 def remove_partial_files(folder: Path) -> None:
     """Remove what a process that was killed has left of files that it was writing."""
     for left in folder.glob(PARTIAL):

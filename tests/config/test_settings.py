@@ -145,6 +145,29 @@ def test_every_number_has_bounds(kind: type) -> None:
     assert set(unbounded(kind, kind.__name__)) <= {"TrainConfig.dataset.classes"}
 
 
+def test_class_folders_are_counted_once(tmp_path: Path) -> None:
+    """dataset=image_folder wanted to be told what it could see. A run keeps the number, whatever comes later."""
+    given = ("dataset=image_folder", f"dataset.root={tmp_path}")
+    for name in ("cat", "dog", ".ipynb_checkpoints", "eel"):
+        (tmp_path / "train" / name).mkdir(parents=True)
+    (tmp_path / "train" / "readme.txt").touch()
+    config = train(*given)
+    assert config.dataset.num_classes == 3
+    (tmp_path / "train" / "fox").mkdir()
+    assert load(save(config, tmp_path / "run")).dataset.num_classes == 3
+    assert train(*given, "dataset.num_classes=7").dataset.num_classes == 7
+    for root, why in (
+        (tmp_path / "gone", r"gone/train' cannot be read \(No such file or directory\); give the folder that holds"),
+        (tmp_path / "run", "cannot be read"),
+        (tmp_path / "one", "has 1 class folder; put the images of each class into a folder there"),
+    ):
+        (tmp_path / "one/train/cat").mkdir(parents=True, exist_ok=True)
+        with pytest.raises(InputError, match=f"^dataset.root={root}: .*{why}"):
+            train("dataset=image_folder", f"dataset.root={root}")
+    with pytest.raises(InputError, match=r"^dataset\.root=null: dataset=image_folder needs a value"):
+        train("dataset=image_folder", "dataset.root=null", "dataset.num_classes=3")
+
+
 def test_a_file_that_is_no_configuration_is_named(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     for text in ("a: [", "- 1", "partitions: 2"):

@@ -224,7 +224,7 @@ def test_a_broken_image_is_named(
     broken.write_bytes(b"this is no image")
     code = command(
         monkeypatch, "train", *TINY[:2], "dataset=image_folder", f"dataset.root={tmp_path / 'images'}",
-        "dataset.num_classes=2", "dataset.image_size=16", "batch_size=8", "partitions=2", "threads=1", "device=cpu",
+        "dataset.image_size=16", "batch_size=8", "partitions=2", "threads=1", "device=cpu",
         "data_workers=1", f"run_folder={tmp_path / 'run'}",
     )  # fmt: skip
     assert code == 2

@@ -6,6 +6,7 @@ from pathlib import Path
 from rich.console import Console
 
 from gpipe_cli.assembly.optimizer import learning_rate, warm_up_steps
+from gpipe_cli.config.groups import ImagesConfig
 from gpipe_cli.data.micro_batches import micro_batch_sizes
 from gpipe_cli.reporting.run.description import RunDescription, precision_facts, words_of
 from gpipe_cli.reporting.run.lines import show_facts
@@ -91,11 +92,13 @@ def _compiled(done: LayersCompiled) -> str:
 
 
 def _samples_of_data(run: RunDescription) -> str:
-    """`: 412 training and 46 test sequences of 128 tokens`; nothing in a dry run."""
+    """`: 412 training and 46 test sequences of 128 tokens`, or `samples of 10 classes`; nothing in a dry run."""
     data, task = run.data, run.config.task
     if not data.train_samples:
         return ""
     samples = f": {data.train_samples:,} training and {data.test_samples:,} test {words_of(task).sample}s"
+    if isinstance(run.config.dataset, ImagesConfig):
+        samples += f" of {plural(run.config.dataset.model_classes, 'class')}"
     if task == "language_model":
         samples += f" of {plural(run.placement.lengths[0], 'token')}"
     return samples if data.languages is None else f"{samples}, {plural(data.languages, 'language')}"
