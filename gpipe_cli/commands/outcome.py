@@ -20,9 +20,11 @@ from gpipe_cli.distributed.torchrun import leads, torchrun
 from gpipe_cli.errors import InputError
 from gpipe_cli.system.forked_call import Fork
 from gpipe_cli.system.interrupts import STOPPED, Stopped, interruptible, interruptible_import
+from gpipe_cli.system.phase import end_phase, phase, phases
 from gpipe_cli.system.streams import lost_output
 
 FAILED, BAD_INPUT = 1, 2
+COMPOSED = ("train", "bench", "plan", "check", "evaluate", "export")  # commands whose settings Hydra composes
 INTERRUPTED = 128 + signal.SIGINT  # as shells report a process that a signal ended
 UNREAD = 128 + signal.SIGPIPE  # likewise: the reader of stdout has ended, `gpipe ... | head`
 
@@ -67,27 +69,23 @@ def outcome(work: Callable[[], int]) -> Outcome:
 def run_command(name: str, arguments: Sequence[str]) -> int:
     """Run `gpipe NAME` with its arguments in this process; returns its exit code, and raises what it raises."""
     torchrun()  # refuses what torchrun would never set
-    with interruptible():
+    with phases() if leads() else contextlib.nullcontext(), interruptible():
+        if name in COMPOSED and not any(argument.startswith("-") for argument in arguments):  # which show something
+            phase("reading the settings")
         exit_code: int = importlib.import_module(f"gpipe_cli.commands.{name}").main(arguments)
     return exit_code
 
 
 @contextlib.contextmanager
-def preparing() -> Iterator[None]:
-    """Around what takes seconds before its first line (torch is imported, workers start): a terminal shows it.
-
-    The line has no end: every banner and every error begins with a longer one, which takes its place.
-    """
+def preparing(what: str = "") -> Iterator[None]:
+    """Around what takes seconds before its first line: torch is imported, workers start. `what` is prepared."""
     if (lost := lost_output()) is not None:
         raise lost
-    note = "starting ..." if sys.stdout.isatty() and leads() else ""
-    sys.stdout.write(f"{note}\r" if note else "")
-    sys.stdout.flush()
+    phase("importing torch", what)
     try:
         yield
     finally:  # if nothing came after it
-        sys.stdout.write(f"\r{' ' * len(note)}\r" if note else "")
-        sys.stdout.flush()
+        end_phase()
 
 
 def import_torch() -> None:

@@ -11,9 +11,10 @@ from gpipe_cli.config.settings import GO_ON, TrainConfig, find_run, going_on, lo
 from gpipe_cli.distributed.torchrun import leads, may_restart
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.launch.job import Bench
-from gpipe_cli.reporting.run.description import Start
+from gpipe_cli.reporting.run.description import Start, model_name
 from gpipe_cli.reporting.run.lines import log, logging_to
 from gpipe_cli.reporting.run.trackers import refuse_missing
+from gpipe_cli.reporting.tables.table import SYMBOLS
 from gpipe_cli.system.interrupts import interruptible_import
 
 # Settings that belong to one invocation of the command and not to the run that it goes on with.
@@ -58,7 +59,7 @@ class RunRequest:
             config = going_on(config, Path(config.run_folder))
         what = "" if self.bench is None else "bench"
         with (
-            preparing(),
+            preparing(_named(config, self.auto)),
             run_folder(config, start.time, self.auto, what, again=again) as folder,
             logging_to(folder if leads() else None),
         ):
@@ -69,6 +70,12 @@ class RunRequest:
                 from gpipe_cli.launch.training_run import launch  # torch comes with it
 
             return launch(config, folder, self.auto, self.bench, start=start, again=again)
+
+
+def _named(config: TrainConfig, auto: tuple[str, ...]) -> str:
+    """`AmoebaNet-D (6, 16) on digits, K = 2, M = 4`."""
+    cut = (f"{symbol} = {'auto' if key in auto else getattr(config, key)}" for key, symbol in SYMBOLS.items())
+    return ", ".join([f"{model_name(config)} on {config.dataset.name}", *cut])
 
 
 def _earlier_folder(config: TrainConfig) -> Path | None:

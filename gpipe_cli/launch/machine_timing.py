@@ -43,6 +43,7 @@ from gpipe_cli.planner.step_schedule import mean_micro_batch
 from gpipe_cli.system.files import read_json, write_whole
 from gpipe_cli.system.gpus import Gpu, busy_share, driver_version
 from gpipe_cli.system.machine import cpu_model, usable_cores, usable_memory_bytes
+from gpipe_cli.system.phase import phase
 from gpipe_cli.units import duration, percent
 
 Log = Callable[[str], None]
@@ -62,7 +63,8 @@ _DAY = 86400
 def step_costs(config: TrainConfig, profile: ModelProfile, log: Log) -> StepCosts:
     """What the layers cost for the micro-batches of `config`: predicted, or measured if `cost` says so.
 
-    `log` gets a line before seconds go by. Raises InputError for what cannot be placed, or measured.
+    `log` gets a line before seconds go by, where a terminal does not show it as a phase. Raises InputError for what
+    cannot be placed, or measured.
     """
     if config.cost == "figures":
         return predicted_costs(config, profile, machine_rates(config, log))
@@ -332,7 +334,9 @@ def _timed(
     remembered = None if anew else _remembered(file)
     machine, gpus = kind == "hardware", len(facts["gpus"])
     if remembered is None or (machine and not gpus and _drifted(remembered["probe_seconds"])):
-        log(f"{line}{'' if remembered is None else '; the speed of the machine has changed'} ...")
+        doing = line if remembered is None else f"{line}, as its speed has changed since it was last timed"
+        if not phase(doing):
+            log(f"{doing} ...")
         busy = max(map(busy_share, range(gpus)), default=0.0)
         remembered = {"found": work(), "probe_seconds": _probe(), "at": time.time()}
         if machine and busy > _BUSY_SHARE:

@@ -13,6 +13,7 @@ from gpipe_cli.planner.model_profile import ModelProfile, profile_model, refuse_
 from gpipe_cli.planner.placement import Placement, make_placement
 from gpipe_cli.planner.plan import Plan
 from gpipe_cli.system.machine import usable_cores
+from gpipe_cli.system.phase import phase
 from gpipe_cli.units import percent, plural
 
 _UNEVEN = 1.1  # the work of a process over the mean of all, that is worth a line; the choice is ours
@@ -39,7 +40,9 @@ def prepare(
 
     Raises InputError, one line, for what cannot be built, cut, placed or does not fit.
     """
+    phase("building the model")
     profile = profile_model(config)
+    phase("planning a step")
     config, plan, comparisons = choose(config, auto, profile, partial(step_costs, log=log), elsewhere=elsewhere)
     if config.batch_size is not None:
         refuse_single_samples(config, config.batch_size, profile.model)

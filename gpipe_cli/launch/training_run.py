@@ -29,6 +29,7 @@ from gpipe_cli.reporting.run.reporter import complete_result
 from gpipe_cli.system.files import write_whole
 from gpipe_cli.system.gpus import look_again
 from gpipe_cli.system.interrupts import STOPPED, Stopped
+from gpipe_cli.system.phase import phase
 from gpipe_cli.training.checkpoint.restore import Comparison, check_restorable, refuse_other_optimizer
 from gpipe_cli.training.checkpoint.store import GONE, checkpoints_in, find_checkpoint, step_of
 from gpipe_cli.training.events import TrainingStopped
@@ -223,6 +224,8 @@ def _run(
         stopped = stopped or isinstance(message, TrainingStopped)
         show.on_message(message)
 
+    processes = plural(placement.processes_here, "process")
+    phase(f"starting {processes}, reading data")
     try:
         failure = run_task(task, placement, timeout_seconds, on_message, start, stoppable=stoppable)
     except KeyboardInterrupt as asked:

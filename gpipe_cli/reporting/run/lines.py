@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from gpipe_cli.config.settings import CONFIG
+from gpipe_cli.system.phase import end_phase
 
 LOG = "log.txt"
 LABEL_WIDTH = 12  # of the longest label, so that its line reads as a sentence: `mini-batch   32 = 1 replica x ...`
@@ -26,6 +27,7 @@ COMMANDS = ("gpipe ", "tensorboard ")  # lines that are copied begin with these
 
 def show_line(console: Console, text: str, style: str = "") -> None:
     """Prints one line as it is; long ones are not broken, so that paths and commands can be copied."""
+    end_phase()
     writable = text.encode(console.encoding, "backslashreplace").decode(console.encoding)
     console.print(Text(writable, style), soft_wrap=True)
     log(text)
@@ -52,6 +54,7 @@ def wrapped(text: str, width: int) -> list[str]:
 
 def show_error(text: str) -> None:
     """Says in one line on stderr what went wrong."""
+    end_phase()
     line = " ".join(text.split())
     sys.stderr.write(f"{line}\n")
     sys.stderr.flush()
