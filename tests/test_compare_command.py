@@ -150,6 +150,7 @@ def test_a_single_run_is_shown(compare: Compare, tmp_path: Path) -> None:
         ("nowhere empty", "nowhere", "(and 1 more like it)"),
         ("outputs/sweep format=csv output=x", "output=x", "leave one of them out"),
         ("outputs/sweep --csv", "--csv", "write format=csv"),
+        ("outputs/sweep outptu=x", "outptu=x", "did you mean output?"),
         ("outputs/sweep format=xml", "format=xml", "must be one of table, json, csv"),
         ("outputs/sweep output=file/x", "output=file/x", "no folder can be made there"),
     ],

@@ -1,8 +1,9 @@
 """The arguments of commands that Hydra does not read: words, such as folders, and settings, `format=json`."""
 
+import os
 from collections.abc import Sequence
 
-from gpipe_cli.config.typed import RefusedError
+from gpipe_cli.config.typed import RefusedError, nearest
 from gpipe_cli.reporting.tables.table import FORMATS
 
 
@@ -10,10 +11,13 @@ def words_and_settings(arguments: Sequence[str], *keys: str) -> tuple[list[str],
     """The arguments that set none of `keys`, and what those that do set them to.
 
     `keys` are all that the command has: the folder of a sweep's run, `micro_batches=4`, is a word. Raises RefusedError
-    for a `format` that there is not.
+    for a `format` that there is not, and for a key that is one of `keys` but for a slip.
     """
     given = {key: value for key, equals, value in (one.partition("=") for one in arguments) if equals and key in keys}
     words = [one for one in arguments if "=" not in one or one.partition("=")[0] not in keys]
+    for key, equals, value in (one.partition("=") for one in words if not os.path.exists(one)):
+        if equals and (near := nearest(key, keys)):
+            raise RefusedError(key, value, f"there is no such setting{near}")
     if (form := given.setdefault("format", FORMATS[0])) not in FORMATS:
         raise RefusedError("format", form, f"must be one of {', '.join(FORMATS)}; for example format=json")
     return words, given

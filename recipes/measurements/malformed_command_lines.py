@@ -325,7 +325,7 @@ PHRASES = {
     "mistyped command": """
         lists | --vers | -x | '' | seed=1 <any> | -m | halp | <any> --no-such-option | train --partitions 4
         train --partitions=4 | train -q | plan -h -x | train -cn | train train | evaluate run | train --cfg
-        train --cfg nothing | train --info x | compare --csvv | compare -m run | reproduce --scale desk
+        train --cfg nothing | train --info x | compare --csv | compare -m run | reproduce --scale desk
         train -- epochs | list nothing | list models no_such_network | list runs missing | help nothing_at_all
         diff run | diff run missing | diff run run run | diff fifo run
     """,
@@ -339,9 +339,9 @@ PHRASES = {
         <sweeps> -m micro_batches=1,2,inf | <sweeps> -m output=,x | <sweeps> -m seed=1,2 hydra.run.dir=x
     """,
     "compare": """
-        compare | compare <odd> | compare run_<bad> | compare result_<bad> | compare run --csv --output x
-        compare run --output <unwritable> | compare run --output locked | compare run --output | compare run --output ''
-        compare run --outptu x | compare seed=1 | compare run<surrogate> | compare fifo folder missing | compare ''
+        compare | compare <odd> | compare run_<bad> | compare result_<bad> | compare run format=csv output=x
+        compare run output=<unwritable> | compare run output=locked | compare run output= | compare run format=
+        compare run outptu=x | compare seed=1 | compare run<surrogate> | compare fifo folder missing | compare ''
     """,
     "reproduce": """
         reproduce <recipe>x | reproduce <recipe> scale=huge | reproduce <recipe> nothing=3
