@@ -1,5 +1,6 @@
 """Models as a user writes them, for `model.target=custom_models:...`."""
 
+import functools
 import os
 import random
 import time
@@ -363,3 +364,182 @@ def told(way: str = "fine", until: str = "") -> nn.Sequential:
         case "exits":
             os._exit(7)
     return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 4), Obeys(way, until))
+
+
+class Keeps:
+    """An object that torch does not look into."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.conv2d(x, self.module.weight)
+
+
+class KeepsTensor(nn.Module):
+    """Convolves with a tensor that it holds as a plain attribute."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__()
+        self.tensor = tensor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.conv2d(x, self.tensor)
+
+
+class Scaled(nn.Module):
+    """A parametrization: a weight times the sum of that of another layer, which torch does not see."""
+
+    def __init__(self, other: nn.Module) -> None:
+        super().__init__()
+        self.others = (other,)
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight * self.others[0].weight.sum()
+
+
+def hooked(other: nn.Module) -> nn.Module:
+    layer = nn.Tanh()
+    layer.register_forward_hook(lambda module, inputs, output: output * other.weight.sum())
+    return layer
+
+
+def parametrized(other: nn.Module) -> nn.Module:
+    layer = nn.Conv2d(4, 4, 1)
+    nn.utils.parametrize.register_parametrization(layer, "weight", Scaled(other))
+    return layer
+
+
+# Layers that read the weight (4, 4, 1, 1) of another one without torch's knowledge, by the way in which they do.
+READERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "closure": lambda other: Does(lambda x: nn.functional.conv2d(x, other.weight)),
+    "view": lambda other: Does(lambda x: x * other.weight[:3].transpose(0, 1).sum(dim=1, keepdim=True)[:, :, 0]),
+    "data in forward": lambda other: Does(lambda x: nn.functional.conv2d(x, other.weight.data)),
+    "bound method": lambda other: Does(other.forward),
+    "partial": lambda other: Does(functools.partial(nn.functional.conv2d, weight=other.weight)),
+    "object": lambda other: Does(Keeps(other)),
+    "list": Holds,
+    "hook": hooked,
+    "parametrization": parametrized,
+    "detached": lambda other: KeepsTensor(other.weight.detach()),
+    "data": lambda other: KeepsTensor(other.weight.data),
+}
+
+
+def reads_another(ways: Sequence[str], before: bool = False, frozen: bool = False) -> nn.Sequential:
+    """Two layers behind a convolution, the first of these has the weight that all `ways` of reading it share; `before`:
+    the last."""
+    owner = nn.Conv2d(4, 4, 1)
+    owner.weight.requires_grad_(not frozen)
+    layers = [owner, nn.Tanh(), *(READERS[way](owner) for way in ways)]
+    return with_layers(nn.Tanh(), *(reversed(layers) if before else layers), nn.Tanh())
+
+
+class Follows(nn.Module):
+    """Follows the mean of what it sees in an attribute, of some kind, that only an evaluation looks at."""
+
+    def __init__(self, kind: str = "float") -> None:
+        super().__init__()
+        kinds: dict[str, Any] = {"float": 0.0, "tensor": torch.zeros(()), "list": [0.0], "array": np.zeros(1)}
+        self.seen = kinds[kind]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        in_place = isinstance(self.seen, list | np.ndarray)
+        if not self.training:
+            return x - (float(self.seen[0]) if in_place else self.seen)
+        if not x.is_meta:
+            mean = float(x.detach().mean())
+            if in_place:
+                self.seen[0] += mean
+            else:
+                self.seen = self.seen + mean
+        return x + 0
+
+
+class Caches(nn.Module):
+    """Keeps what follows from shapes alone, and what nobody looks at; an evaluation takes from there what it can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.tables, self.mask, self.last = 0, dict[int, torch.Tensor](), None, list[torch.Tensor]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.last.append(x)
+        self.when = time.perf_counter()
+        width = x.shape[-1]
+        if width not in self.tables:
+            self.tables[width] = torch.arange(width, device=x.device).to(x.dtype)
+        if self.mask is None or self.mask.shape != x.shape:
+            self.mask = torch.ones_like(x)
+        return x * self.mask + self.tables[width]
+
+
+follows = network_with(Follows)
+
+
+class Runs(nn.Module):
+    """Runs its own convolution, and a function."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.conv, self.function = nn.Conv2d(3, 3, 1), function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.conv(x) + self.function(x)
+
+
+def run_the_first() -> nn.Sequential:
+    """Three equal layers that all run the convolution of the first, which so reads nothing but its own."""
+    layers: list[Runs] = []
+    layers += [Runs(lambda x: layers[0].conv(x))]
+    layers += [Runs(layers[0].function) for _ in range(2)]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(192, 4))
+
+
+@functools.cache
+def kept_table() -> torch.Tensor:
+    """The tensor of its first call, on whatever device that was."""
+    return torch.ones(4, 4, 1, 1)
+
+
+def keeps_a_table(registered: bool = False) -> nn.Sequential:
+    layer = KeepsTensor(kept_table())
+    if registered:
+        del layer.tensor
+        layer.register_buffer("tensor", kept_table())
+    return with_layers(layer)
+
+
+OF_NO_LAYER = nn.Parameter(torch.randn(4, 4, 1, 1))
+MEANS = torch.randn(4, 4, 1, 1)
+
+
+def reads_what_no_layer_has(what: str) -> nn.Sequential:
+    conv, frozen = nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1).requires_grad_(False)
+    scale = torch.ones(4, 1, 1, requires_grad=True)
+    functions = {
+        "parameter of the module": lambda x: nn.functional.conv2d(x, OF_NO_LAYER),
+        "module": lambda x: conv(x),
+        "tensor": lambda x: x * scale,
+        "frozen": lambda x: frozen(x),
+        "constant": lambda x: nn.functional.conv2d(x, MEANS),
+        "made": lambda x: x * torch.ones(1, device=x.device, requires_grad=True),
+    }
+    return with_layers(Does(functions[what]))
+
+
+def passes_aside() -> nn.Sequential:
+    """The fifth layer reads what the second was given, past the layers between."""
+    kept: list[torch.Tensor] = []
+    return with_layers(Does(lambda x: (kept.append(x), x + 0)[1]), nn.Tanh(), nn.Tanh(), Does(lambda x: x + kept.pop()))
+
+
+def same_memory(registered: str = "buffer") -> nn.Sequential:
+    conv, layer = nn.Conv2d(4, 4, 1), KeepsTensor(torch.empty(0))
+    del layer.tensor
+    if registered == "buffer":
+        layer.register_buffer("tensor", conv.weight.data)
+    else:
+        layer.tensor = nn.Parameter(conv.weight.data)
+    return with_layers(conv, layer)

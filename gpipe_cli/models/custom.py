@@ -58,7 +58,8 @@ def _find(target: str) -> Any:
         sys.path.insert(0, here)
     importlib.invalidate_caches()  # it may have been written a moment ago
     try:
-        module = importlib.import_module(module_name)
+        with torch.device("cpu"):  # what it makes as it is imported is not part of the model that is described
+            module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         where = f"there is no module {error.name}, neither in {here} nor installed"
         raise RefusedError(_KEY, target, f"{where}; run the command where it is, or install it") from error

@@ -22,7 +22,7 @@ from gpipe_cli.pipeline.profile.tracing import run_shapes, trace_layers
 from gpipe_cli.pipeline.runtime.boundary import Boundary
 from gpipe_cli.pipeline.runtime.frozen import Frozen, freeze
 from gpipe_cli.planner.data_sheet import computes_on_gpu
-from gpipe_cli.planner.shared_layers import Shared, find_shared
+from gpipe_cli.planner.shared_layers import Shared, find_read, find_shared
 from gpipe_cli.units import plural
 
 
@@ -69,7 +69,7 @@ def profile_model(
     """
     model = build.build_model(config) if model is None else model
     inputs, lengths = build.model_inputs(config), build.greatest_lengths(config) if lengths is None else lengths
-    shared = find_shared(model)
+    shared = {(one.first, one.second): one for one in find_shared(model)}
     frozen = find_frozen(config, model)
     freeze(model, frozen)
     memory_format = build.MEMORY_FORMATS[build.memory_format_of(config)]
@@ -84,8 +84,11 @@ def profile_model(
     auxiliary_weight = getattr(config.model, "auxiliary_weight", 0.0)
     loss = loss_of_shapes(config.label_smoothing, auxiliary_weight)
     costs = trace(training=True, loss=loss, splits=config.splits_backward)
+    for one in find_read(costs, evaluation):
+        shared.setdefault((one.first, one.second), one)
     weights = tuple(_layer_weights(config, layer) for layer in model.children())
-    return ModelProfile(costs, evaluation, weights, inputs, lengths, frozen, shared, _own_costs(model), model)
+    shared_layers = (*shared.values(),)
+    return ModelProfile(costs, evaluation, weights, inputs, lengths, frozen, shared_layers, _own_costs(model), model)
 
 
 def _own_costs(model: nn.Sequential) -> tuple[float, ...] | None:

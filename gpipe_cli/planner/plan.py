@@ -20,7 +20,7 @@ from gpipe_cli.pipeline.schedule.timeline import Timeline
 from gpipe_cli.planner.cost_model import StepCosts
 from gpipe_cli.planner.devices import Devices, place
 from gpipe_cli.planner.model_profile import ModelProfile
-from gpipe_cli.planner.shared_layers import check_cut
+from gpipe_cli.planner.shared_layers import check_cut, keeping_together
 from gpipe_cli.planner.stage_memory import MemoryModel, StageMemory
 from gpipe_cli.planner.step_schedule import checked_schedule, mini_batch_samples, schedule_of_file, unchecked_schedule
 
@@ -151,7 +151,13 @@ def find_cut(config: TrainConfig, profile: ModelProfile, costs: StepCosts, limit
     }
     balance = config.partition.balance
     if balance is None:
-        balance = partition(work, config.partitions, **sends, furthest=memory.furthest(order, limit_bytes))
+        furthest = keeping_together(profile.shared, len(work), config.partitions, memory.furthest(order, limit_bytes))
+        try:
+            balance = partition(work, config.partitions, **sends, furthest=furthest)
+        except NoCutFitsError:
+            if limit_bytes is not None:
+                raise
+            balance = partition(work, config.partitions, **sends, furthest=None)  # refused below: no cut keeps together
     check_balance(balance, len(profile.costs), config.partitions)
     check_cut(profile.shared, balance)
     return Cut(tuple(balance), imbalance(work, balance, **sends), order, sizes, memory)

@@ -2,6 +2,9 @@
 
 Every process allocates its own layers. Of a parameter, a buffer or a module that two layers share, two processes would
 each have a copy and train it separately, without an error.
+
+Layers share what torch knows to be part of both, whether or not a forward touches it: a module may count its calls. In
+all other ways (functions, hooks, lists, other objects) they share what a layer is seen to read as it is traced.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,8 +14,8 @@ from itertools import accumulate, pairwise
 from torch import nn
 
 from gpipe_cli.errors import InputError
-
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+from gpipe_cli.pipeline.profile.layer_cost import LayerCost
+from gpipe_cli.pipeline.runtime.saved_activations import storage_of
 
 
 class SeparatedError(InputError):
@@ -29,9 +32,10 @@ class Shared:
 
 
 def find_shared(model: nn.Sequential) -> tuple[Shared, ...]:
-    """The layers of `model` that have something in common, in order, with the first thing of each two.
+    """The layers of `model` that have a part in common, in order, with the first part of each two.
 
-    Raises InputError for a module that stands at two places of the model: only the first of them would be run.
+    Raises InputError for a module that stands at two places of the model: only the first of them would be run. And for
+    a parameter in whose memory another tensor begins: on a GPU, or in another memory format, each has its own.
     """
     places: dict[int, str] = {}
     for name, module in model._modules.items():  # `named_children` leaves out what it has seen before
@@ -41,55 +45,81 @@ def find_shared(model: nn.Sequential) -> tuple[Shared, ...]:
                 "make a module for each place (they may share parameters)"
             )
         places[id(module)] = name
+    _refuse_same_memory(model)
     owners: dict[int, tuple[int, str]] = {}
     found: dict[tuple[int, int], Shared] = {}
     for number, (layer, module) in enumerate(model.named_children()):
-        for what, thing in _parts(module, "", set()):
-            owner, owner_name = owners.setdefault(id(thing), (number, layer))
+        for what, part in _parts(module):
+            owner, owner_name = owners.setdefault(id(part), (number, layer))
             if owner != number:
-                text = f"layers {owner_name} and {layer} share {what or f'module {layer}'}: in different stages each "
-                text += "would have its own copy"
-                found.setdefault((owner, number), Shared(owner, number, text))
+                what = what or f"module {layer}"
+                found.setdefault((owner, number), Shared(owner, number, _text(owner_name, layer, what)))
     return tuple(found.values())
 
 
-def _parts(thing: object, path: str, seen: set[int]) -> Iterator[tuple[str, object]]:
-    """What a layer consists of and can have in common with another: parameters, buffers, modules. Those too that it
-    holds in lists and other attributes, without torch's knowledge."""
-    if id(thing) in seen:
-        return
-    seen.add(id(thing))
-    inside: list[tuple[object, object]] = []
-    if isinstance(thing, nn.Module):
-        owned = (("parameter", thing._parameters), ("buffer", thing._buffers))
+def _parts(layer: nn.Module) -> Iterator[tuple[str, object]]:
+    for path, module in layer.named_modules():
         tensors = [
-            (f"{kind} {_join(path, name)}", t) for kind, own in owned for name, t in own.items() if t is not None
+            (f"{kind} {path}.{name}" if path else f"{kind} {name}", tensor)
+            for kind, own in (("parameter", module._parameters), ("buffer", module._buffers))
+            for name, tensor in own.items()
+            if tensor is not None
         ]
         # one of torch's own without tensors is a function: a copy of it is as good
-        if tensors or not type(thing).__module__.startswith(("torch.nn.", "timm.layers.")):
-            yield path and f"module {path}", thing
+        if tensors or not type(module).__module__.startswith(("torch.nn.", "timm.layers.")):
+            yield path and f"module {path}", module
         yield from tensors
-        inside += thing._modules.items()
-        inside += [(name, value) for name, value in vars(thing).items() if name not in _OF_EVERY_MODULE]
-    elif isinstance(thing, nn.Parameter):
-        yield f"parameter {path}", thing
-    elif isinstance(thing, list | tuple | set):
-        inside += enumerate(thing)
-    elif isinstance(thing, dict):
-        inside += thing.items()
-    for name, value in inside:
-        yield from _parts(value, _join(path, name), seen)
 
 
-def _join(path: str, name: object) -> str:
-    return f"{path}.{name}" if path else str(name)
+def _refuse_same_memory(model: nn.Sequential) -> None:
+    parameters: dict[tuple[int, int], str] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        place = storage_of(tensor), int(tensor.storage_offset())
+        first = parameters.get(place, name)
+        if isinstance(tensor, nn.Parameter):
+            parameters[place] = first
+        if first != name:
+            raise InputError(
+                f"model.target: {first} and {name} are two tensors in the same memory, which a stage would move apart; "
+                "let them be one tensor, or let a layer read that of the other whenever it is run"
+            )
+
+
+def find_read(*traced: Sequence[LayerCost]) -> Iterator[Shared]:
+    """The layers of which one was seen to read what belongs to the other, in training or evaluation."""
+    for costs in traced:
+        numbers = {cost.name: number for number, cost in enumerate(costs)}
+        for reader, cost in enumerate(costs):
+            for name in cost.foreign:
+                first, second = sorted((reader, numbers[name.partition(".")[0]]))
+                yield Shared(first, second, _text(costs[first].name, costs[second].name, name))
+
+
+def _text(first: str, second: str, what: str) -> str:
+    return f"layers {first} and {second} share {what}: in different stages each would have its own copy"
+
+
+def _places_of_cuts(shared: Sequence[Shared], layers: int) -> list[int]:
+    """After how many of the layers a cut keeps together what is shared."""
+    return [end for end in range(1, layers) if not any(one.first < end <= one.second for one in shared)]
+
+
+def keeping_together(
+    shared: Sequence[Shared], layers: int, partitions: int, furthest: Sequence[Sequence[int]] | None
+) -> Sequence[Sequence[int]] | None:
+    """`furthest` as the partitioner takes it, None for no limit, for partitions that share nothing: none begins with a
+    layer that shares something with one before it."""
+    if not shared:
+        return furthest
+    begins = {0, *_places_of_cuts(shared, layers)}
+    rows = [[layers] * layers] * partitions if furthest is None else furthest
+    return [[end if first in begins else first for first, end in enumerate(row)] for row in rows]
 
 
 def check_cut(shared: Sequence[Shared], balance: Sequence[int]) -> None:
     """Raises SeparatedError if the stages, of so many layers each, would share something."""
     partitions, layers = len(balance), sum(balance)
-    # after so many layers a cut keeps together what is shared
-    places = [end for end in range(1, layers) if not any(one.first < end <= one.second for one in shared)]
+    places = _places_of_cuts(shared, layers)
     for end in list(accumulate(balance))[:-1]:
         for one in shared:
             if not one.first < end <= one.second:

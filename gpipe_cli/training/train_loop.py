@@ -320,5 +320,6 @@ def _check_layers(
         rehearse(config, engine, control, training, epoch, position)
     findings = [finding for part in control.collect(watch.findings) for finding in part]
     if findings:
-        raise InputError(f"model={choice_of(config.model)}: {findings[0].text}; check_layers=false trains it as it is")
+        remedy = "" if findings[0].kind == "foreign" else "; check_layers=false trains it as it is"
+        raise InputError(f"model={choice_of(config.model)}: {findings[0].text}{remedy}")
     return "layers", f"run twice on a micro-batch, the same both times ({time.perf_counter() - began:.1f} s)"

@@ -1,11 +1,9 @@
-"""What `gpipe check` is made of: layers are watched, bits are compared, shared parameters are kept together."""
+"""What `gpipe check` is made of: layers are watched, and bits are compared."""
 
 import contextlib
-import itertools
-import json
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import custom_models
@@ -15,6 +13,7 @@ from custom_models import with_layers
 from engine_runs import SumOfSquares
 from torch import nn
 from torch.nn.utils import parametrizations
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from training_runs import TINY, assert_same_tensors, configure, final_tensors, of_type, train_here
 
 from gpipe_cli.distributed.control_group import ControlGroup
@@ -26,8 +25,6 @@ from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.runtime.transport import LocalTransport
 from gpipe_cli.pipeline.schedule.orders import build
-from gpipe_cli.planner.placement import make_placement
-from gpipe_cli.planner.shared_layers import SeparatedError, check_cut, find_shared
 from gpipe_cli.training.engine import WorkerProcess
 from gpipe_cli.training.events import TrainingReady
 from gpipe_cli.verify.variants import LayersWatched, Place, Row, Variant, What, check, first_difference, within
@@ -53,17 +50,65 @@ def watched(model: nn.Sequential) -> Watch:
         (custom_models.draws_elsewhere("random"), "random", "draws from Python's random module"),
         (custom_models.draws_elsewhere("numpy"), "random", "draws from numpy.random"),
         (custom_models.draws_elsewhere("generator"), "state", "a source that torch's seed does not rule"),
-        (with_layers(custom_models.Remembers()), "state", "it keeps something between calls"),
+        (with_layers(custom_models.Remembers()), "state", "changes its attribute calls"),
         (with_layers(custom_models.asks()), "state", "asks whether gradients are recorded"),
         (custom_models.tracks(), "state", "changes its own seen"),
         (with_layers(custom_models.Tracking(inplace=False)), "state", "changes its own seen"),
         (with_layers(parametrizations.spectral_norm(nn.Conv2d(4, 4, 1))), "state", "changes its own parametrizations"),
+        (with_layers(custom_models.Follows("float")), "state", "changes its attribute seen"),
+        (with_layers(custom_models.Follows("tensor")), "state", "changes its attribute seen"),
+        (with_layers(custom_models.Follows("list")), "state", "changes its attribute seen"),
+        (with_layers(custom_models.Follows("array")), "state", "changes its attribute seen"),
+        (with_layers(nn.Sequential(nn.ReLU(), custom_models.Follows())), "state", "changes its attribute 1.seen"),
     ],
 )
 def test_the_layer_that_cannot_be_pipelined_is_named(model: nn.Sequential, kind: str, words: str) -> None:
     found = watched(model).findings
     assert [(finding.kind, finding.layer) for finding in found] == [(kind, "1")]
     assert words in found[0].text
+
+
+class Attends(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(4, 2, dropout=0.2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.flatten(2).transpose(1, 2)
+        return self.inner(tokens, tokens, tokens)[0].transpose(1, 2).reshape(x.shape)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        custom_models.Caches,
+        custom_models.CountsCalls,
+        Attends,
+        lambda: parametrizations.weight_norm(nn.Conv2d(4, 4, 1)),
+        lambda: nn.utils.weight_norm(nn.Conv2d(4, 4, 1)),
+        lambda: parametrizations.spectral_norm(nn.Conv2d(4, 4, 1)).eval(),
+        lambda: nn.RReLU(),
+        lambda: custom_models.odd()[4],
+    ],
+)
+def test_what_a_layer_keeps_and_does_not_evaluate_with_is_no_state(layer: Callable[[], nn.Module]) -> None:
+    """Masks and tables by shape, counts of calls, what it was given last."""
+    assert watched(with_layers(layer())).findings == ()
+
+
+def test_a_layer_reads_what_its_stage_has() -> None:
+    """What tracing cannot see: equal layers of which the first has what all of them read; and it is known too late
+    that what was kept from the meta device has no values."""
+    model = custom_models.run_the_first()
+    assert watched(model).findings == ()
+    (found, *_) = watched(model[1:]).findings
+    assert (found.kind, found.layer) == ("foreign", "1")
+    assert "keep the two layers together by partition.balance" in found.text
+    with torch.device("meta"):
+        kept = torch.ones(4, 4, 1, 1)
+    (found,) = watched(with_layers(custom_models.KeepsTensor(kept))).findings
+    assert (found.kind, found.layer) == ("foreign", "1")
+    assert "has no values" in found.text
 
 
 def test_layers_that_can_are_left_alone() -> None:
@@ -90,8 +135,9 @@ def test_layers_that_can_are_left_alone() -> None:
 def test_a_layer_on_a_gpu_may_draw_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: torch.zeros(16, dtype=torch.uint8))
     for draws in (False, True):
-        seen = _Seen(watch := Watch(), torch.device("cuda", 0))
         layer, inputs = nn.Dropout(0.5).train(draws), (torch.ones(4),)
+        stage = Stage(0, nn.Sequential(layer), first_layer=0, inputs=(), device=torch.device("cuda", 0), run_seed=0)
+        seen = _Seen(watch := Watch(), stage)
         seen.begins("0", layer, inputs)
         seen.ended("0", layer, inputs, layer(*inputs))
         assert watch.draws is draws
@@ -101,6 +147,7 @@ def test_a_layer_that_runs_another_is_no_state_and_what_one_raises_ends_the_watc
     raises = nn.Sequential(nn.Flatten(), custom_models.Does(lambda x: {}["x"]), custom_models.Remembers())
     for model in (custom_models.holds_another(), raises):
         assert watched(model).findings == ()
+        assert _get_current_dispatch_mode() is None
 
 
 @pytest.mark.parametrize(("model", "layer"), [("scales_in_place", "1"), ("changes_a_mask", "2")])
@@ -114,14 +161,17 @@ def test_a_training_refuses_a_layer_that_changes_its_input(model: str, layer: st
     assert "\n" not in str(refused.value)
 
 
-def test_a_training_refuses_what_a_recomputation_would_count_twice(tmp_path: Path) -> None:
-    """It was trained without a word, with statistics that depended on what was recomputed."""
-    settings = [*CUSTOM, "model.target=custom_models:tracks", "executor=in_process", "partitions=2", "max_steps=1"]
-    with pytest.raises(InputError, match=r"layer 1 changes its own seen.*check_layers=false"):
+@pytest.mark.parametrize(("model", "what"), [("tracks", "own"), ("follows", "attribute")])
+def test_a_training_refuses_what_a_recomputation_would_count_twice(model: str, what: str, tmp_path: Path) -> None:
+    """It was trained without a word, with statistics that depended on what was recomputed; those in an attribute, which
+    only evaluations look at, left no other trace than another test loss."""
+    settings = [*CUSTOM, f"model.target=custom_models:{model}", "executor=in_process", "partitions=2", "max_steps=1"]
+    with pytest.raises(InputError, match=rf"layer 1 changes its {what} seen.*check_layers=false"):
         train_here(configure(*settings), tmp_path / "refused")
     assert not list((tmp_path / "refused").iterdir())
     train_here(configure(*settings, "check_layers=false"), tmp_path / "as_it_is")
-    assert final_tensors(tmp_path / "as_it_is")["model/1.seen"] != 0
+    if model == "tracks":
+        assert final_tensors(tmp_path / "as_it_is")["model/1.seen"] != 0
 
 
 def test_watching_changes_no_bit_of_a_run(tmp_path: Path) -> None:
@@ -172,73 +222,6 @@ def test_compiled_code_is_not_compared_with_plain_pytorch() -> None:
         assert ("pytorch" in executors) is not compiled
         said = dict(checked.facts(LayersWatched((), False, True, (3, 3, 2)))).get("pytorch", "")
         assert ("compile=false" in said) is compiled
-
-
-@pytest.mark.parametrize("partitions", [2, 3, 4])
-def test_the_remedy_for_a_separated_parameter_is_one(partitions: int) -> None:
-    """Whatever two of five layers share it, the balance in the message is a cut that keeps them together."""
-    balances = [[1] * place + [6 - partitions] + [1] * (partitions - 1 - place) for place in range(partitions)]
-    for first, second in itertools.combinations(range(5), 2):
-        layers = [nn.Linear(2, 2) for _ in range(5)]
-        layers[second].bias = layers[first].bias
-        shared = find_shared(nn.Sequential(*layers))
-        assert [(one.first, one.second) for one in shared] == [(first, second)]
-        assert "share parameter bias: " in shared[0].text
-        for balance in balances:
-            if not any(first < end <= second for end in itertools.accumulate(balance[:-1])):
-                check_cut(shared, balance)
-                continue
-            with pytest.raises(SeparatedError) as refused:
-                check_cut(shared, balance)
-            remedy = str(refused.value).rpartition("; ")[2]
-            fewest = first + (5 - second - 1) + 1
-            if fewest < partitions:
-                assert f"use partitions={fewest} or fewer" in remedy
-            else:
-                wanted = json.loads(remedy.rpartition("=")[2])
-                assert (len(wanted), sum(wanted), min(wanted) > 0) == (partitions, 5, True)
-                check_cut(shared, wanted)
-
-
-class Block(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.conv, self.inner = nn.Conv2d(4, 4, 1), inner
-
-
-def buffered(table: torch.Tensor) -> nn.Module:
-    block = Block(nn.ReLU())
-    block.register_buffer("table", table)
-    return block
-
-
-@pytest.mark.parametrize(
-    ("layers", "what"),
-    [
-        (lambda: [Block(norm := nn.BatchNorm2d(4, affine=False)), nn.Sequential(nn.Flatten(), norm)], "module 1"),
-        (lambda: [buffered(table := torch.ones(4)), buffered(table)], "buffer table"),
-        (lambda: [Block(inner := custom_models.asks()), Block(inner)], "module inner"),
-        (lambda: list(custom_models.holds_another().children())[1:3], "module others.0"),
-        (lambda: [Block(activation := nn.ReLU()), Block(activation)], None),  # one of torch's functions
-    ],
-)
-def test_whatever_two_layers_share_stays_in_one_partition(
-    layers: Callable[[], Sequence[nn.Module]], what: str | None
-) -> None:
-    """Buffers too, and modules, which may count: in two processes each had its own, and after three steps they were
-    others."""
-    first, second = layers()
-    shared = find_shared(nn.Sequential(first, nn.ReLU(), second, nn.ReLU()))
-    assert [(one.first, one.second) for one in shared] == ([] if what is None else [(0, 2)])
-    assert all(f"share {what}: " in one.text for one in shared)
-    if what is not None:
-        with pytest.raises(SeparatedError, match=rf"layers 0 and 2 share {what}"):
-            check_cut(shared, (1, 3))
-
-
-def test_a_module_has_one_place() -> None:
-    with pytest.raises(InputError, match="layers 2 and 4 are the same module"):
-        make_placement(configure(*CUSTOM, "model.target=custom_models:repeats_a_module", "partitions=1"))
 
 
 def test_the_first_difference_is_where_it_began() -> None:

@@ -55,6 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("zoo")
     (folder / "zoo_for_tests").mkdir()
     (folder / "zoo_for_tests" / "nets.py").write_text(SOURCE)
+    (folder / "constant_for_tests.py").write_text(f"{SOURCE}\nMEANS = torch.ones(2)\n")
     (folder / "lacking_for_tests.py").write_text("import a_module_that_nobody_has\n")
     (folder / "raising_for_tests.py").write_text("raise RuntimeError('two\\nlines')\n")
     (folder / "leaving_for_tests.py").write_text("raise SystemExit(7)\n")
@@ -70,6 +71,13 @@ def test_a_function_of_the_current_directory() -> None:
     assert [name for name, _ in model.named_children()] == ["layer_0", "layer_1", "layer_2"]
     assert all(parameter.is_meta for parameter in model.parameters())
     assert len(build_custom("zoo_for_tests.nets:build", {"width": 4})) == 2
+
+
+def test_what_a_module_makes_as_it_is_imported_has_values() -> None:
+    """It was made on the meta device, with the model, and then computed with in the training."""
+    with torch.device("meta"):
+        build_custom("constant_for_tests:unnamed", {})
+    assert sys.modules["constant_for_tests"].MEANS.tolist() == [1, 1]
 
 
 def test_the_own_directory_comes_first(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

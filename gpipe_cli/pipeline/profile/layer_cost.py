@@ -89,7 +89,8 @@ class Halves:
 @dataclass(frozen=True)
 class LayerCost:
     """One layer. `trained` is how many of the parameters are; `saved` says what autograd keeps between forward and
-    backward; `halves` are None where the backward is not split."""
+    backward; `halves` are None where the backward is not split; `foreign` are the parameters and buffers of other
+    layers that it reads, by global name."""
 
     name: str
     parameters: int
@@ -99,6 +100,7 @@ class LayerCost:
     trained: int = 0
     saved: Saved = field(default_factory=Saved)
     halves: Halves | None = None
+    foreign: tuple[str, ...] = ()
 
     @property
     def flops(self) -> float:

@@ -3,12 +3,15 @@
 
 A stage keeps its input and runs its layers again. That gives the same bits only if a layer leaves its input alone,
 draws from torch's generator alone, and remembers nothing between calls. Running variants shows where bits differ; this
-shows why. It also finds what a single step does not show: statistics that a recomputation counts twice.
+shows why. It also finds what a single step does not show: statistics that a recomputation counts twice, in buffers or
+in attributes that only an evaluation looks at.
 """
 
+import copy
 import pickle
 import random
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,11 +21,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from gpipe_cli.pipeline.runtime.boundary import Tensors, as_tuple, same_bits
+from gpipe_cli.pipeline.profile.reads import Reads
+from gpipe_cli.pipeline.runtime.boundary import Tensors, as_tuple, as_value, same_bits
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
+from gpipe_cli.pipeline.runtime.randomness import NO_VALUES, seed_generator
+from gpipe_cli.pipeline.runtime.saved_activations import storage_of
 from gpipe_cli.pipeline.runtime.stage import Stage
 
-FindingKind = Literal["in_place", "random", "state"]
+FindingKind = Literal["in_place", "random", "state", "foreign"]
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,8 @@ def watching(stages: Iterable[Stage]) -> Iterator[Watch]:
         stack.callback(np.random.set_state, np.random.get_state(legacy=True))
         for stage in stages:
             stack.enter_context(_put_back(stage.module))
-            seen = _Seen(watch, stage.device)
+            seen = _Seen(watch, stage)
+            stack.enter_context(seen.running)
             for name, layer in stage.module.named_children():
                 begins = layer.register_forward_pre_hook(partial(seen.begins, name), prepend=True)
                 ended = layer.register_forward_hook(partial(seen.ended, name))
@@ -76,8 +83,12 @@ def watching(stages: Iterable[Stage]) -> Iterator[Watch]:
 class _Seen:
     """The layers of one stage: each is compared with itself before it was run, and with its first run."""
 
-    def __init__(self, watch: Watch, device: torch.device) -> None:
-        self._watch, self._device = watch, device
+    def __init__(self, watch: Watch, stage: Stage) -> None:
+        self._watch, self._stage, self._device = watch, stage, stage.device
+        self.running = ExitStack()  # what is active while a layer runs
+        self._reads: Reads | None = None
+        # storages of the stage's tensors, and of what layers were given
+        self._known = {storage_of(tensor) for tensor in (*stage.module.parameters(), *stage.module.buffers())}
         self._before: tuple[Any, ...] = ()  # as things were when the layer began that runs now
         self._outputs: dict[str, Tensors] = {}  # of first runs
         self._depth = 0  # a layer may run another, which it holds without torch's knowledge
@@ -89,13 +100,19 @@ class _Seen:
             return
         held = {key: (tensor, tensor.detach().clone(), tensor._version) for key, tensor in _tensors(layer).items()}
         given = [(tensor, tensor.detach().clone()) for tensor in as_tuple(inputs[0])]
-        self._before = held, given, self._generators(), _other_generators()
+        self._known.update(storage_of(tensor) for tensor, _ in given)
+        self._before = held, given, self._generators(), _other_generators(), _attributes(layer)
+        if not self._stage.compiled:  # torch refuses to run compiled code under a mode
+            self._reads = self.running.enter_context(Reads())
 
     def ended(self, name: str, layer: nn.Module, inputs: Any, output: Any) -> None:
         self._depth -= 1
         if self._depth:
             return
-        held, given, generators, others = self._before
+        self.running.close()
+        held, given, generators, others, attributes = self._before
+        if (fault := self._foreign()) is not None:
+            self._watch.found("foreign", name, f"layer {name} reads a tensor {fault}")
         if not all(same_bits(*pair) for pair in given):
             self._watch.found("in_place", name, str(ChangedInputError(name)))
             for tensor, value in given:  # it is what the layer before gave
@@ -127,6 +144,16 @@ class _Seen:
                 f"layer {name} changes its own {', '.join(changed[:3])} when it is run: micro-batches and "
                 "recomputations each count; leave that out, or use nn.BatchNorm, whose statistics are deferred",
             )
+        after = _attributes(layer)
+        set_anew = [name for name in {**attributes, **after} if not _same(attributes.get(name), after.get(name))]
+        if set_anew and self._evaluates_otherwise(layer, inputs[0], attributes, after):
+            self._watch.found(
+                "state",
+                name,
+                f"layer {name} changes its attribute {', '.join(set_anew[:3])} when it is run, and evaluates "
+                "with it: micro-batches and recomputations each count, and no checkpoint keeps it; leave that out, or "
+                "use nn.BatchNorm, whose statistics are deferred",
+            )
         outputs, first = as_tuple(output), self._outputs.pop(name, None)
         if first is None:
             self._outputs[name] = tuple(tensor.detach() for tensor in outputs)
@@ -140,9 +167,53 @@ class _Seen:
                 "does not rule; use torch's functions, and nothing that is remembered",
             )
 
+    def _foreign(self) -> str | None:
+        """What is wrong with a tensor that a layer has read, in words."""
+        for storage, tensor in {} if self._reads is None else self._reads.tensors.items():
+            if tensor.is_meta:
+                return f"{tuple(tensor.shape)} that {NO_VALUES}"
+            if storage not in self._known and tensor.requires_grad and tensor.is_leaf:
+                return (
+                    f"{tuple(tensor.shape)} that its stage does not train, but that of another layer; keep the two "
+                    "layers together by partition.balance"
+                )
+        return None
+
+    def _evaluates_otherwise(
+        self, layer: nn.Module, given: Any, before: Mapping[str, Any], after: Mapping[str, Any]
+    ) -> bool:
+        """Whether an evaluation depends on which of these attributes the layer has; False if it cannot be seen."""
+        self._depth += 1  # these runs are not watched
+        module = self._stage.module
+        training, module.training = module.training, False  # then compiled layers run as they are
+        try:
+            return not all(map(same_bits, *(self._evaluate(layer, given, one) for one in (before, after))))
+        except Exception:  # behind other layers, or without what a training run has left, it may raise anything
+            return False
+        finally:
+            module.training = training
+            self._depth -= 1
+
+    def _evaluate(self, layer: nn.Module, given: Any, attributes: Mapping[str, Any]) -> Tensors:
+        with _put_back(layer), torch.no_grad(), torch.random.fork_rng([self._device] if self._on_gpu else []):
+            seed_generator(self._device, 0)
+            for module in layer.modules():
+                for name in vars(module).keys() - _OF_EVERY_MODULE:
+                    del vars(module)[name]
+            for path, value in attributes.items():
+                inside, _, name = path.rpartition(".")
+                vars(layer.get_submodule(inside))[name] = value
+            inputs = tuple(tensor.detach().clone() for tensor in as_tuple(given))
+            returned = layer.eval()(as_value(inputs, not isinstance(given, torch.Tensor)))
+            return tuple(tensor.clone() for tensor in as_tuple(returned))
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self._device.type == "cuda"
+
     def _generators(self) -> torch.Tensor:
         """The states of torch's own: a layer on a GPU may draw on the CPU, too."""
-        on_gpu = [torch.cuda.get_rng_state(self._device)] if self._device.type == "cuda" else []
+        on_gpu = [torch.cuda.get_rng_state(self._device)] if self._on_gpu else []
         return torch.cat([torch.get_rng_state(), *on_gpu])
 
 
@@ -175,6 +246,63 @@ def _write_back(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 def _tensors(layer: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
+
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_DEEPEST = 8  # containers in containers that are looked into
+
+
+def _attributes(layer: nn.Module) -> dict[str, Any]:
+    """What the modules of a layer hold beside parameters, buffers and modules: copies of it, as far as it is data."""
+    return {
+        f"{path}.{name}" if path else name: _copied(value)
+        for path, module in layer.named_modules()
+        for name, value in vars(module).items()
+        if name not in _OF_EVERY_MODULE
+    }
+
+
+def _copied(value: Any, depth: int = _DEEPEST) -> Any:
+    """Of tensors, arrays and Python's own containers of them; an object of another type is its own copy."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone() if _is_plain(value) else value
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if not depth or type(value).__module__ not in ("builtins", "collections"):
+        return value
+    match value:
+        case set():
+            return value.copy()
+        case list() | deque() | dict():
+            made: Any = copy.copy(value)
+            for key, one in value.items() if isinstance(value, dict) else enumerate(value):
+                made[key] = _copied(one, depth - 1)
+            return made
+        case tuple():
+            return tuple(_copied(one, depth - 1) for one in value)
+    return value
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Of two such copies. What is no data is the same if it is one object."""
+    if one is other or type(one) is not type(other):
+        return one is other
+    match one:
+        case torch.Tensor():
+            return _is_plain(one) and one.device == other.device and same_bits(one, other)
+        case np.ndarray():
+            return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+        case dict():
+            return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+        case list() | deque() | tuple():
+            return len(one) == len(other) and all(map(_same, one, other))
+        case str() | bytes() | int() | float() | complex() | np.generic() | set() | frozenset():
+            return bool(one == other)
+    return False
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta
 
 
 def _other_generators() -> dict[str, bytes]:

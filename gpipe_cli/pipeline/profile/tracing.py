@@ -4,13 +4,16 @@ The model is on the meta device: nothing is allocated, nothing is computed, and 
 without a handshake. FLOPs are counted forward and backward, as Lingvo's `FPropMeta` does for the forward
 (`lingvo/core/gpipe.py`); so is what autograd saves. Shapes are traced at two micro-batch sizes, so that the shape of
 any other size follows. Of layers that are equal and get equal inputs one is traced for all.
+
+What a layer reads is seen, too: also weights of other layers that a function, a hook or an object of it holds, without
+torch's knowledge.
 """
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -18,11 +21,13 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import get_gradient_edge
+from torch.overrides import TorchFunctionMode
 
 from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.profile.layer_cost import Halves, LayerCost, OperationKind, Operations, Saved, Work
 from gpipe_cli.pipeline.profile.layer_signature import signature
 from gpipe_cli.pipeline.profile.operation_counter import AttentionKernels, Fuses, OperationCounter, cpu_fuses
+from gpipe_cli.pipeline.profile.reads import Reads
 from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor, Tensors, as_tuple, in_layout, layout_strides
 from gpipe_cli.pipeline.runtime.deferred_batch_norm import deferring
 from gpipe_cli.pipeline.runtime.deferred_weights import backward_inputs, backward_weights
@@ -71,18 +76,16 @@ def trace_layers(
     `computed_in` where autocast has it so on `device`, `cpu` or `cuda`; `fuses` says when attention is one kernel.
     `splits`: the backward is traced in its two halves, too.
 
-    Raises InputError if a layer does not accept what the one before it returns or has a batch norm that is not known,
-    and ChangedInputError if in training it changes its input in place.
+    Raises InputError if a layer does not accept what the one before it returns, has a batch norm that is not known or
+    reads what would not be trained, and ChangedInputError if in training it changes its input in place.
     """
-    if torch.__version__ < _RECORDS_WITHOUT_GPU:
-        device = "cpu"
-    if any(tensor.ndim in (4, 5) for tensor in chain(model.parameters(), model.buffers())):  # `to` changes no others
-        model.to(memory_format=memory_format)
     layers = _described(model, training)
-    trace = partial(_trace, layers, inputs, memory_format, computed_in, fuses)
-    trace_backward = partial(_trace_backward, halves_in=memory_format if splits else None)
+    trace_backward = partial(_trace_backward, layers, halves_in=memory_format if splits else None)
     first = _TRACED_SIZES[0]
-    with deferring(model):
+    with _placed(model, memory_format, device) as left, deferring(model):
+        trace = partial(_trace, layers, inputs, memory_format, computed_in, fuses, left)
+        if torch.__version__ < _RECORDS_WITHOUT_GPU:
+            device = "cpu"
         with _without_memory(model, device) if computed_in else nullcontext("meta") as where:
             small, large = both = [trace(where, samples, lengths, training, loss) for samples in _TRACED_SIZES]
             shorter = [
@@ -111,7 +114,7 @@ def run_shapes(
     """
     layers = _described(model, True)
     with deferring(model):
-        _trace(layers, inputs, memory_format, None, cpu_fuses, "meta", 1, lengths)
+        _trace(layers, inputs, memory_format, None, cpu_fuses, {}, "meta", 1, lengths)
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,7 +122,7 @@ class _Layer:
     name: str
     module: nn.Module
     kind: Hashable  # the same for equal layers
-    tied: Sequence[int]  # which of its parameters other layers have, too
+    tied: tuple[int, ...]  # which of its parameters other layers have, too
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,14 +150,67 @@ class _Run:
     """One layer's forward on inputs of its own."""
 
     module: nn.Module
-    tied: Sequence[int]
+    foreign: Mapping[str, torch.Tensor]  # parameters and buffers of other layers that it reads, by global name
     inputs: Tensors
     outputs: Tensors
     in_tuple: bool  # the outputs
     loss: torch.Tensor | None
     by_kind: Mapping[OperationKind, Operations]
     saved: Saved  # its bytes are those of this run
-    backwards: dict[tuple[bool, ...], _Backward] = field(default_factory=dict)
+    # by the outputs that gradients come back for, and which of the parameters other layers have or read, too
+    backwards: dict[tuple[tuple[bool, ...], tuple[int, ...]], _Backward] = field(default_factory=dict)
+
+
+@contextmanager
+def _placed(model: nn.Module, memory_format: torch.memory_format, device: str) -> Iterator[dict[int, str]]:
+    """Inside, the weights lie in `memory_format`, as on a stage.
+
+    Yields the names of parameters that a stage moves in memory, by the storage that they had before. A GPU moves all,
+    but refuses to compute with what stays on the CPU, unless it is a single number.
+    """
+    dimensions = {0} if device == "cuda" else set[int]()
+    if memory_format is torch.channels_last:
+        dimensions.add(4)
+    before = {name: (own, own.data) for name, own in model.named_parameters() if own.dim() in dimensions}
+    if any(tensor.ndim in (4, 5) for tensor in chain(model.parameters(), model.buffers())):  # `to` changes no others
+        model.to(memory_format=memory_format)
+    for parameter, _ in before.values():
+        if not parameter.dim():
+            parameter.data = torch.empty_like(parameter)
+    try:
+        yield {storage_of(data): name for name, (own, data) in before.items() if storage_of(data) != storage_of(own)}
+    finally:
+        for parameter, data in before.values():
+            parameter.data = data
+
+
+class _StandIns(TorchFunctionMode):
+    """Puts stand-ins in the place of tensors that a function or an object holds."""
+
+    def __init__(self, of: Mapping[int, torch.Tensor]) -> None:
+        """`of`: the stand-ins, by identity of the tensor."""
+        super().__init__()
+        self._of = of
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = {key: self._replaced(value) for key, value in (kwargs or {}).items()}
+        return func(*map(self._replaced, args), **kwargs)
+
+    def _replaced(self, value: Any) -> Any:
+        if type(value) in (list, tuple):
+            return type(value)(map(self._replaced, value))
+        if type(value) not in (torch.Tensor, nn.Parameter) or not value.is_meta:
+            return value
+        if id(value) not in self._of:
+            raise InputError(f"reads a tensor {tuple(value.shape)} that is {_NEITHER}")
+        return self._of[id(value)]
+
+
+_NEITHER = (
+    "neither a parameter nor a buffer, so that it stays where and what it is; use register_buffer, or precision=float32"
+)
 
 
 @contextmanager
@@ -166,10 +222,7 @@ def _without_memory(model: nn.Module, device: str) -> Iterator[str]:
     for name, module in model.named_modules():
         for key, value in vars(module).items():
             if isinstance(value, torch.Tensor):
-                raise InputError(
-                    f"{name}.{key}: is a tensor and neither a parameter nor a buffer, so that it stays where and what "
-                    "it is; use register_buffer, or precision=float32"
-                )
+                raise InputError(f"{name}.{key}: is a tensor and {_NEITHER}")
     fakes: dict[int, torch.Tensor] = {}  # by identity: a weight may be used in several places
     groups: list[dict[str, Any]] = [
         group for module in model.modules() for group in (module._parameters, module._buffers)
@@ -184,7 +237,8 @@ def _without_memory(model: nn.Module, device: str) -> Iterator[str]:
                     fakes[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
                 group[name] = fakes.get(id(tensor))
         try:
-            yield device
+            with _StandIns(fakes):
+                yield device
         finally:
             for group, tensors in zip(groups, before, strict=True):
                 group.update(tensors)
@@ -198,8 +252,53 @@ def _described(model: nn.Sequential, training: bool) -> list[_Layer]:
     described = []
     for (name, layer), parameters in zip(model.named_children(), own, strict=True):
         tied = tuple(at for at, parameter in enumerate(parameters) if owners[parameter] > 1)
-        described.append(_Layer(name, layer, kinds.setdefault((signature(layer), tied), len(kinds)), tied))
+        described.append(_Layer(name, layer, kinds.setdefault(signature(layer), len(kinds)), tied))
     return described
+
+
+class _Owners:
+    """Whose memory it is that the layers of a model read."""
+
+    def __init__(self, layers: Sequence[_Layer], left: Mapping[int, str]) -> None:
+        """`left`: the names of parameters, by storages that they have left since the model was built."""
+        self._layers, self._left = layers, left
+        self.between: set[int] = set()  # storages of what layers hand on to each other
+
+    @cached_property  # most models never need it
+    def _names(self) -> dict[int, tuple[str, torch.Tensor]]:
+        """Parameters and buffers with their global names, by storage."""
+        names: dict[int, tuple[str, torch.Tensor]] = {}
+        for layer in self._layers:
+            for name, tensor in (*layer.module.named_parameters(), *layer.module.named_buffers()):
+                names.setdefault(storage_of(tensor), (f"{layer.name}.{name}", tensor))
+        return names
+
+    def foreign(self, layer: str, read: Mapping[int, torch.Tensor], known: Collection[int]) -> dict[str, torch.Tensor]:
+        """The parameters and buffers of other layers, by global name, among the tensors that a layer has `read`, by
+        storage; those of `known` storages are its own, or were given to it.
+
+        Raises InputError for a tensor that would not be trained: it belongs to no layer, or keeps the first values.
+        """
+        foreign = {}
+        for storage, tensor in read.items():
+            if storage in known:
+                continue
+            if storage in self._names:
+                name, owned = self._names[storage]
+                foreign[name] = owned
+            elif (left := self._left.get(storage)) is not None:
+                raise InputError(
+                    f"layer {layer} reads {left} through a tensor that was taken from it when the model was built "
+                    "(.data, .detach()): a stage moves its weights in memory, and that tensor would keep the first "
+                    f"values; let the layer take it from {left} whenever it is run"
+                )
+            elif tensor.requires_grad and tensor.is_leaf and storage not in self.between:
+                raise InputError(
+                    f"layer {layer} reads a parameter {tuple(tensor.shape)} that no layer has: no optimizer would "
+                    "train it and no checkpoint keep it; make it, or its module, an attribute of a layer, or freeze it "
+                    "by requires_grad_(False)"
+                )
+        return foreign
 
 
 def _trace(
@@ -208,22 +307,25 @@ def _trace(
     memory_format: torch.memory_format,
     computed_in: torch.dtype | None,
     fuses: Fuses,
+    left: Mapping[int, str],
     device: str,
     samples: int,
     lengths: Sequence[int],
     graph: bool = False,
     loss: Loss | None = None,
 ) -> list[_Run]:
-    """The forward of every layer, with its graph or without; equal ones share a run."""
+    """The forward of every layer, with its graph or without; equal ones share a run, if it reads nothing of others."""
     made = (torch.empty(tensor.shape(samples, lengths), dtype=tensor.dtype, device=device) for tensor in inputs)
     value, in_tuple = tuple(in_layout(tensor, memory_format) for tensor in made), False
     known: dict[Hashable, _Run] = {}
     runs: list[_Run] = []
+    owners = _Owners(layers, left)
     for at, layer in enumerate(layers):
+        owners.between.update(map(storage_of, value))
         closing = loss if at == len(layers) - 1 else None
         key = (layer.kind, closing is not None, in_tuple, _described_inputs(value))
-        if key not in known:
-            known[key] = _run(layer, value, in_tuple, graph, closing, memory_format, computed_in, fuses)
+        if key not in known or known[key].foreign:
+            known[key] = _run(layer, value, in_tuple, graph, closing, memory_format, computed_in, fuses, owners)
         runs.append(known[key])
         value, in_tuple = known[key].outputs, known[key].in_tuple
     return runs
@@ -254,22 +356,29 @@ def _run(
     memory_format: torch.memory_format,
     computed_in: torch.dtype | None,
     fuses: Fuses,
+    owners: _Owners,
 ) -> _Run:
     inputs = tuple(tensor.detach().requires_grad_(graph and tensor.requires_grad) for tensor in value)
-    own = [*layer.module.parameters(), *layer.module.buffers()]
-    saved = StorageBytes({storage_of(tensor) for tensor in own}, inputs)
+    own = {storage_of(tensor) for tensor in (*layer.module.parameters(), *layer.module.buffers())}
+    saved = StorageBytes(own, inputs)
 
     closed: torch.Tensor | None = None
-    counter = OperationCounter()
+    reads = Reads()
+    counter = OperationCounter(reads)
     with torch.set_grad_enabled(graph), counter, AttentionKernels(fuses), counting_saved(saved):
-        with autocast(value[0].device, computed_in):
-            returned = traced_call(layer.name, layer.module, inputs, in_tuple, watched=graph)
+        try:
+            with autocast(value[0].device, computed_in):
+                returned = traced_call(layer.name, layer.module, inputs, in_tuple, watched=graph)
+            reads.add(as_tuple(returned))
+        finally:  # where both raise, the layer fails because of a tensor that it should not read
+            foreign = owners.foreign(layer.name, reads.tensors, own.union(map(storage_of, inputs)))
         outputs = tuple(in_layout(tensor, memory_format) for tensor in as_tuple(returned))
         if loss is not None:
             closed = loss(outputs)
+    saved.leave_out(map(storage_of, foreign.values()))
     return _Run(
         layer.module,
-        layer.tied,
+        foreign,
         inputs,
         outputs,
         in_tuple=not isinstance(returned, torch.Tensor),
@@ -293,30 +402,41 @@ def _described_memory(kept: StorageBytes, spans: Sequence[ByteRange | None], giv
     return Saved(tuple(across), max(0, kept.bytes - crossing.bytes), same_memory=tuple(same_memory))
 
 
-def _trace_backward(runs: Sequence[_Run], halves_in: torch.memory_format | None) -> list[_Backward]:
+def _trace_backward(
+    layers: Sequence[_Layer], runs: Sequence[_Run], halves_in: torch.memory_format | None
+) -> list[_Backward]:
     """The backward of each layer, from the last one's outputs on: none where nothing was recorded or is trained.
 
     `halves_in`: of each the two halves, too, with images between layers in this format.
     """
+    read = {id(tensor) for run in runs for tensor in run.foreign.values()}
     returning = tuple(output.requires_grad for output in runs[-1].outputs)
     found = []
-    for run in reversed(runs):
-        if returning not in run.backwards:
-            run.backwards[returning] = _backward(run, returning, halves_in)
-        found.append(run.backwards[returning])
+    for layer, run in zip(reversed(layers), reversed(runs), strict=True):
+        tied = layer.tied
+        if read:
+            own = enumerate(layer.module.parameters())
+            tied = tuple(at for at, parameter in own if at in tied or id(parameter) in read)
+        if (key := (returning, tied)) not in run.backwards:
+            run.backwards[key] = _backward(run, returning, tied, halves_in)
+        found.append(run.backwards[key])
         returning = found[-1].wanted
     return found[::-1]
 
 
-def _backward(run: _Run, returning: tuple[bool, ...], halves_in: torch.memory_format | None) -> _Backward:
-    """Count one layer's backward; the graph stays, for another choice of outputs."""
+def _backward(
+    run: _Run, returning: tuple[bool, ...], tied: Sequence[int], halves_in: torch.memory_format | None
+) -> _Backward:
+    """Count one layer's backward; the graph stays, for another choice of outputs. `tied` are positions of parameters
+    that other layers have or read, too."""
     returned = [wanted and output.requires_grad for output, wanted in zip(run.outputs, returning, strict=True)]
     roots = [output for output, wanted in zip(run.outputs, returned, strict=True) if wanted]
     gradients: list[torch.Tensor | None] = [torch.empty_like(output) for output in roots]
     if run.loss is not None and run.loss.requires_grad:
         roots, gradients = [run.loss], [None]
     wanted = [tensor for tensor in run.inputs if tensor.requires_grad]
-    weights = [parameter for parameter in run.module.parameters() if parameter.requires_grad]
+    parameters = list(run.module.parameters())
+    weights = [tensor for tensor in (*parameters, *run.foreign.values()) if tensor.requires_grad]
     if not roots or not (wanted or weights):
         return _Backward(returning, (False,) * len(run.inputs))
     with OperationCounter() as counter:
@@ -331,7 +451,9 @@ def _backward(run: _Run, returning: tuple[bool, ...], halves_in: torch.memory_fo
     if halves_in is not None:
         given = iter(gradients)
         of_outputs = [next(given) if wanted and run.loss is None else None for wanted in returned]
-        halves = _halves(run, roots, gradients, of_outputs, weights, halves_in)
+        elsewhere = [tensor for tensor in (*(parameters[at] for at in tied), *run.foreign.values())
+                     if tensor.requires_grad]  # fmt: skip
+        halves = _halves(run, roots, gradients, of_outputs, weights, elsewhere, halves_in)
     return _Backward(returning, reached, counter.by_kind, halves)
 
 
@@ -340,10 +462,12 @@ def _halves(
     roots: Sequence[torch.Tensor],
     gradients: Sequence[torch.Tensor | None],
     of_outputs: Sequence[torch.Tensor | None],
-    weights: Sequence[nn.Parameter],
+    weights: Sequence[torch.Tensor],
+    tied: Sequence[torch.Tensor],
     memory_format: torch.memory_format,
 ) -> _Halves:
-    """Count the two halves of a layer's backward, from the gradients `of_outputs`, None for one that has none."""
+    """Count the two halves of a layer's backward, from the gradients `of_outputs`, None for one that has none. `tied`
+    are the weights that are used elsewhere, too."""
     spans = [None if gradient is None else byte_range(gradient) for gradient in of_outputs]
     of_inputs: dict[int, ByteRange] = {}
     alive: list[Any] = []
@@ -354,8 +478,6 @@ def _halves(
             of_inputs[position] = byte_range(gradient)  # else it is copied before the next layer gets it
 
     hooks = [tensor.register_hook(partial(returns, at)) for at, tensor in enumerate(run.inputs) if tensor.requires_grad]
-    parameters = list(run.module.parameters())
-    tied = [parameters[at] for at in run.tied if parameters[at].requires_grad]
     for weight in weights:
         weight.grad = torch.empty_like(weight)  # what the micro-batches before have left
     with OperationCounter() as first:
@@ -363,7 +485,7 @@ def _halves(
     for hook in hooks:
         hook.remove()
     spans += [of_inputs.get(at) for at in range(len(run.inputs))]
-    own = {storage_of(tensor) for tensor in (*parameters, *run.module.buffers())}
+    own = {storage_of(tensor) for tensor in (*run.module.parameters(), *run.module.buffers(), *run.foreign.values())}
     given = [*run.inputs, *(gradient for gradient in of_outputs if gradient is not None)]
     inputs, kept = StorageBytes(own, given), StorageBytes(own, given)
     inputs.add(weight.input for weight in deferred)
@@ -395,6 +517,7 @@ def _cost(
         trained=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         saved=_saved(run.saved, others[0].saved),
         halves=_both_halves(backward.halves, backward_of_large.halves),
+        foreign=tuple(run.foreign),
     )
 
 

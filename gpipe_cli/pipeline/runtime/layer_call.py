@@ -51,6 +51,8 @@ def traced_call(
         returned = call(name, layer, inputs, in_tuple) if watched else layer(as_value(inputs, in_tuple))
     except ChangedInputError:
         raise
+    except InputError as error:
+        raise InputError(f"layer {name} {error}") from error
     except Exception as error:  # a user's layer may raise anything
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise InputError(f"layer {name} does not accept inputs of shape {shapes_of(inputs)}: {reason}") from error

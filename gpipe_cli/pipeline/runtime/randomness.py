@@ -19,6 +19,10 @@ from torch import nn
 from gpipe_cli.errors import InputError
 
 _MASK = (1 << 64) - 1
+NO_VALUES = (
+    "has no values, as it was kept from a call on the meta device (by functools.cache, or in a global variable); make "
+    "all tensors and modules anew in every call"
+)
 
 
 def mix(*values: int) -> int:
@@ -67,7 +71,7 @@ def materialize(
     `model` is on the meta device: a process gives memory and weights to its own layers only. Initial values are drawn
     on the CPU, so that they are the same on every kind of device. A model whose layers cannot initialise themselves is
     built by `whole` instead, with all of its values and from the run's seed, and the layers are taken from that. Raises
-    InputError for a layer that cannot initialise itself.
+    InputError for a layer that cannot initialise itself, or was not built anew.
     """
     if whole is not None:
         seed_generator(torch.device("cpu"), mix(run_seed))
@@ -78,6 +82,9 @@ def materialize(
             layer.to_empty(device="cpu")
             seed_generator(torch.device("cpu"), seed_of_name(run_seed, name))
             _initialise(name, layer)
+        for path, tensor in (*layer.named_parameters(), *layer.named_buffers()):
+            if tensor.is_meta:
+                raise InputError(f"model.target: {name}.{path} {NO_VALUES}")
         stage.add_module(name, layer.to(device))
     return stage
 

@@ -140,6 +140,12 @@ class StorageBytes:
             self._ranges[span.storage] = span
             self.bytes += span.bytes
 
+    def leave_out(self, storages: Iterable[int]) -> None:
+        """As if they had been left out from the beginning."""
+        for storage in storages:
+            if (span := self._ranges.pop(storage, None)) is not None:
+                self.bytes -= span.bytes
+
     def meets(self, span: ByteRange) -> bool:
         known = self._ranges.get(span.storage)
         return known is not None and known.meets(span)

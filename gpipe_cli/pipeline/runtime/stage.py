@@ -95,7 +95,7 @@ class Stage:
         self._saved: dict[int, _Saved] = {}
         self._deferred: dict[int, list[DeferredWeight]] = {}
         self._saved_bytes: SavedBytes | None = None
-        self._compiled = compiled
+        self.compiled = compiled
         norms = defer_batch_norms(module, self.statistics)
         if compiled:
             refuse_missing(device)
@@ -138,7 +138,7 @@ class Stage:
         keep = keep if self.needs_backward else Retain.NOTHING
         graph = keep is Retain.GRAPH
         # compiled code is that of a recomputation, which records a graph; here each layer's is dropped at once
-        drop = self._compiled and self.module.training and not graph
+        drop = self.compiled and self.module.training and not graph
         self.statistics.open(micro_batch)
         try:
             with torch.set_grad_enabled(graph or drop), self._recording(micro_batch, keep, inputs), self._autocast():

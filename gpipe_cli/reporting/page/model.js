@@ -329,7 +329,10 @@ function balanceOf(data, chosen, layers, sends, reach) {
   const work = layers.map(([forward, graph, backward]) => graph + backward + (again(chosen.recompute) ? forward : 0));
   const cut = (furthest) => partition(work, chosen.partitions, ...[0, 1].map((way) => sends.map((one) => one[way])),
     furthest);
-  return cut(reach()) || cut(null); // over the limit with any
+  const within = (at) => data.shared.some(([first, second]) => first < at && at <= second); // no cut before such a layer
+  const together = (rows) => !data.shared.length ? rows : (rows || range(chosen.partitions, () => layers.map(() =>
+    layers.length))).map((row) => row.map((end, at) => within(at) ? at : end));
+  return cut(together(reach())) || cut(together(null)) || cut(null); // over the limit, or apart, with any
 }
 
 /** For each stage and each layer that it may begin with, how far it can reach within the limit, as if all micro-batches

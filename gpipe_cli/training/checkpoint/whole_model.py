@@ -46,7 +46,7 @@ def whole_model(config: TrainConfig, checkpoint: Path) -> nn.Sequential:
     model, layers = new_model(config), read_index(checkpoint).layers
     tensors = read_tensors(checkpoint, layers, ("model", "ema") if config.ema_decay else ("model",))
     # averages are of what is floating-point only
-    model.load_state_dict(select(tensors, "model") | select(tensors, "ema"), assign=True)
+    model.load_state_dict(select(tensors, "model") | select(tensors, "ema"))
     return model.eval()
 
 

@@ -1,6 +1,9 @@
 """FLOPs, bytes, boundaries and what is saved of layers against closed forms; equal layers are traced once."""
 
 from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -223,3 +226,71 @@ def test_a_tensor_that_is_no_buffer_is_refused_under_bfloat16() -> None:
     layer.positions = torch.arange(8.0)
     with pytest.raises(InputError, match=r"0\.positions: .*register_buffer, or precision=float32"):
         trace_layers(nn.Sequential(layer), as_boundary((torch.empty(1, 8),)), training=True, computed_in=torch.bfloat16)
+
+
+class Reads(nn.Module):
+    """A product with the weight of another layer, which it holds in a list."""
+
+    def __init__(self, other: nn.Linear) -> None:
+        super().__init__()
+        self.others = [other]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.others[0].weight)
+
+
+class Does(nn.Module):
+    def __init__(self, function: Callable[[torch.Tensor], object]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> object:
+        return self.function(x)
+
+
+def traced(*layers: nn.Module, **settings: Any) -> list[LayerCost]:
+    return list(trace_layers(nn.Sequential(*layers), as_boundary((torch.empty(1, 6),)), training=True, **settings))
+
+
+def test_what_equal_layers_read_is_told_apart() -> None:
+    """Two layers that differ in nothing but the layer whose weight they read once shared a run."""
+    with torch.device("meta"):
+        first, second = nn.Linear(6, 6), nn.Linear(6, 6)
+        costs = traced(first, Reads(first), second, Reads(second), Reads(first))
+    assert [cost.foreign for cost in costs] == [(), ("0.weight",), (), ("2.weight",), ("0.weight",)]
+
+
+def test_a_weight_that_is_read_costs_what_a_weight_in_common_costs() -> None:
+    """Gradients, what is saved, and the halves of backwards, in which no weight can wait that is used elsewhere."""
+    with torch.device("meta"):
+        first, own, second = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
+        second.weight = first.weight
+        known = traced(first, nn.Tanh(), second, own, splits=True)
+        reads = traced(first, nn.Tanh(), Reads(first), own, splits=True)
+    assert [cost.foreign for cost in reads] == [(), (), ("0.weight",), ()]
+    assert reads[2].halves is not None
+    assert reads[2].halves.weights.flops == 0
+    assert [replace(cost, foreign=(), parameters=0, trained=0) for cost in reads] == [
+        replace(cost, parameters=0, trained=0) for cost in known
+    ]
+
+
+def test_what_a_layer_reads_is_what_it_computes_with_or_returns() -> None:
+    with torch.device("meta"):
+        first = nn.Linear(6, 6)
+        given = nn.Sequential(first, Does(lambda x: (x, first.weight)), Does(lambda pair: pair[0] @ pair[1]))
+        shape = Does(lambda x: torch.empty_like(first.weight).sum() + x.view(-1, *first.weight.shape[1:]))
+        inside = Does(lambda x: x * nn.Linear(6, 1, device="meta").weight * torch.tensor(0.5, device="meta"))
+        assert [cost.foreign for cost in traced(*given, shape, inside)] == [(), ("0.weight",), (), (), ()]
+
+
+def test_a_number_that_stays_on_the_cpu_is_refused() -> None:
+    """A GPU computes with it without a word, while all else that stays there is refused."""
+    with torch.device("meta"):
+        first = nn.Linear(6, 6)
+        first.scale = nn.Parameter(torch.ones(()))
+        alias = first.scale.detach()
+        layers = [first, Does(lambda x: x * alias)]
+        assert traced(*layers)[1].foreign == ("0.scale",)
+        with pytest.raises(InputError, match=r"layer 1 reads 0\.scale through a tensor"):
+            traced(*layers, device="cuda")

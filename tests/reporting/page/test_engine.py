@@ -29,6 +29,7 @@ from gpipe_cli.planner.data_sheet import resolved
 from gpipe_cli.planner.device_rates import rates_of_sheet
 from gpipe_cli.planner.devices import memory_limit, place
 from gpipe_cli.planner.plan import Plan, TooLargeError, make_plan
+from gpipe_cli.planner.shared_layers import Shared
 from gpipe_cli.planner.simulation_data import simulation_data
 from gpipe_cli.reporting.page.page import write_page
 
@@ -379,6 +380,21 @@ def test_cuts_keep_within_the_memory(page: "Page") -> None:
     assert_close(found, expected)
     assert expected.count(None) in range(10, len(expected) - 10)
     assert moved > 2
+
+
+def test_cuts_keep_together_what_layers_share(page: "Page") -> None:
+    config, profile = configure(*SPLIT), traced(*SPLIT)
+    for (first, second), partitions in product(((0, 1), (1, 4), (2, 3), (3, 6)), (2, 4, 5)):
+        other = replace(config, partitions=partitions)
+        tied = replace(profile, shared=(Shared(first, second, "they share"),))
+        costs = predicted_costs(config, tied)
+        data = simulation_data(config, tied, make_plan(config, tied, costs, None))
+        found = page.evaluate("([data, K]) => gpipe.configured(data, {partitions: K})", [data, partitions])
+        if len(profile.costs) - (second - first) < partitions:
+            assert found["problem"] == "they share"
+        else:
+            assert found.get("problem") is None
+            assert found["balance"] == list(make_plan(other, tied, predicted_costs(other, tied), None).balance)
 
 
 def test_what_cannot_be_is_said(page: "Page") -> None:

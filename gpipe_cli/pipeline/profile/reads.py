@@ -1,0 +1,66 @@
+"""What a layer reads beside its input: the memory that its operations touch and have not made themselves (paper section
+2.1: a stage owns its layers).
+
+It does not matter how a layer has come by a tensor: as a parameter or a view of one, through a function, a hook or any
+other object.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gpipe_cli.pipeline.runtime.saved_activations import storage_of
+
+# They ask for a shape, a type or a device; the argument of the first one has just been made of Python's numbers.
+_READ_NOTHING = (
+    torch.ops.aten.lift_fresh.default,
+    torch.ops.aten.empty_like.default,
+    torch.ops.aten.new_empty_strided.default,
+    torch.ops.prim.device.default,
+)
+
+
+class Reads(TorchDispatchMode):
+    """Inside, operations are looked at: of each storage that they read and that was there before, `tensors` has one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: dict[int, torch.Tensor] = {}  # by storage, which lives as long as the tensor that is kept here
+        self._made: set[int] = set()  # storages, some of which are gone
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        self.begins(func, args, kwargs)
+        result = func(*args, **kwargs)
+        self.ended(result)
+        return result
+
+    def begins(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """An operation, also one that another mode looks at, too."""
+        if func not in _READ_NOTHING:
+            self.add(_tensors_in((args, *kwargs.values())))
+
+    def ended(self, result: Any) -> None:
+        for tensor in _tensors_in(result):
+            if (storage := storage_of(tensor)) not in self.tensors:
+                self._made.add(storage)
+
+    def add(self, tensors: Iterable[torch.Tensor]) -> None:
+        """These tensors are read, too."""
+        for tensor in tensors:
+            if (storage := storage_of(tensor)) not in self._made:
+                self.tensors.setdefault(storage, tensor)
+
+
+def _tensors_in(values: Any) -> Iterator[torch.Tensor]:
+    """Sparse ones are left out, as they have no storage."""
+    if isinstance(values, torch.Tensor):
+        if values.layout is torch.strided:
+            yield values
+    elif isinstance(values, (tuple, list)):
+        for value in values:
+            yield from _tensors_in(value)
