@@ -115,7 +115,7 @@ def fork_command(work: Callable[[], int], output: int | None = None) -> Fork[Out
     return Fork(contained, output)
 
 
-def ended(fork: Fork[Outcome]) -> Outcome:
+def ended(fork: Fork[Outcome], meanwhile: contextlib.AbstractContextManager[None] | None = None) -> Outcome:
     """How the fork of a command ended, once it has. Raises KeyboardInterrupt if this process is interrupted."""
-    result, code = fork.wait()
+    result, code = fork.wait(meanwhile)
     return result or Outcome(code, f"exit code {code}")

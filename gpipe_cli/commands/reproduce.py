@@ -118,8 +118,7 @@ def _reproduce(recipe: Recipe, whole: ReproduceSettings, given: tuple[str, ...])
 
     def perform(command: Sequence[str], log: IO[str]) -> None:
         fork = fork_command(lambda: run_command(command[0], command[1:]), log.fileno())
-        with following(console, Path(log.name)):  # in a thread, which must not be forked
-            result = ended(fork)
+        result = ended(fork, following(console, Path(log.name)))  # in a thread, which must not be forked
         if result.error:
             log.write(f"gpipe {command[0]}: {result.error}\n")
         if result.exit_code == BAD_INPUT:

@@ -7,6 +7,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Generic, NoReturn, TypeVar
 
@@ -36,29 +37,33 @@ class Fork(Generic[T]):
             _be_fork(parent, work, output, sent)
         sent.close()
 
-    def wait(self) -> tuple[T | None, int]:
+    def wait(self, meanwhile: AbstractContextManager[None] | None = None) -> tuple[T | None, int]:
         """What `work` returned, and 0; if it has not returned None and the exit code: minus the signal that killed it.
 
-        Raises KeyboardInterrupt if this process is interrupted meanwhile; the fork has ended all the same.
+        Raises KeyboardInterrupt if this process is interrupted; the fork has ended all the same. `meanwhile` is entered
+        here and not by the caller, so that an interrupt while it begins (it may start a thread) ends the fork too.
         """
         value = None
-        try:
-            value = self._received.recv()
-        except EOFError:  # it did not live to send one
-            pass
-        except KeyboardInterrupt as asked:
-            if isinstance(asked, Stopped):  # it may have something to write
-                self._ask_to_stop()
-            os.kill(self._number, signal.SIGINT)
-            with contextlib.suppress(KeyboardInterrupt):
-                wait([self._received], _GRACE_SECONDS)
-            raise
-        finally:
-            for kill in (os.kill, os.killpg):  # before it has a session of its own the second one finds nothing
-                with contextlib.suppress(ProcessLookupError):
-                    kill(self._number, signal.SIGKILL)
-            code = os.waitstatus_to_exitcode(os.waitpid(self._number, 0)[1])
-            self._received.close()
+        with contextlib.ExitStack() as entered:
+            try:
+                if meanwhile is not None:
+                    entered.enter_context(meanwhile)
+                value = self._received.recv()
+            except EOFError:  # it did not live to send one
+                pass
+            except KeyboardInterrupt as asked:
+                if isinstance(asked, Stopped):  # it may have something to write
+                    self._ask_to_stop()
+                os.kill(self._number, signal.SIGINT)
+                with contextlib.suppress(KeyboardInterrupt):
+                    wait([self._received], _GRACE_SECONDS)
+                raise
+            finally:
+                for kill in (os.kill, os.killpg):  # before it has a session of its own the second one finds nothing
+                    with contextlib.suppress(ProcessLookupError):
+                        kill(self._number, signal.SIGKILL)
+                code = os.waitstatus_to_exitcode(os.waitpid(self._number, 0)[1])
+                self._received.close()
         return (None, code) if value is None else (value, 0)
 
     def _ask_to_stop(self) -> None:
