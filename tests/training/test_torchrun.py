@@ -7,7 +7,6 @@ import subprocess
 import sys
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -26,14 +25,14 @@ from training_runs import (
     wait_until,
 )
 
-from gpipe_cli.config.settings import has_checkpoint, to_yaml
+from gpipe_cli.config.settings import to_yaml
 from gpipe_cli.distributed import rendezvous
 from gpipe_cli.distributed.rendezvous import Decision, agree, store
 from gpipe_cli.reporting.run.result import read_result
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 SETTINGS = [*TINY[2:], "model=custom", "model.target=mortal:build", "check_layers=false", "partitions=4",
-            "epochs=1", "ema_decay=0.9", "checkpoint.every_steps=2", "hardware=cpu"]  # fmt: skip
+            "epochs=10000", "ema_decay=0.9", "checkpoint.every_steps=2", "hardware=cpu"]  # fmt: skip
 MORTAL = """
 import os, signal, time
 from pathlib import Path
@@ -71,19 +70,21 @@ sys.exit(main())
 """
 
 
-def test_a_run_goes_on_when_torchrun_starts_it_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_goes_on_when_torchrun_starts_it_again_and_writes_a_checkpoint_when_it_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its two processes have two stages each, and are in different folders: process 0 says where the run lies, and no
-    other writes anywhere else."""
+    other writes anywhere else. SIGTERM torchrun passes on; its own exit code is 1 in any case."""
     (tmp_path / "mortal.py").write_text(MORTAL)
     (tmp_path / "start.py").write_text(START)
     for process in "01":
         (tmp_path / process).mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))
-    train_here(configure(*SETTINGS, "executor=in_process"), tmp_path / "whole")
 
     paths = os.pathsep.join(map(str, [tmp_path, Path(__file__).parent.parent]))
+    checkpoint_of_step_4 = "0/outputs/*/checkpoints/step_00000004/index.json"
     with subprocess.Popen(
-        [*TORCHRUN, "--max-restarts=1", "start.py", "train", *SETTINGS],
+        [*TORCHRUN, "--nproc-per-node=2", "--max-restarts=1", "start.py", "train", *SETTINGS],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": paths},
         stdout=subprocess.PIPE,
@@ -91,18 +92,27 @@ def test_a_run_goes_on_when_torchrun_starts_it_again(tmp_path: Path, monkeypatch
         text=True,
     ) as program:
         try:
-            said, _ = program.communicate(timeout=240)
+            wait_until(lambda: [*tmp_path.glob(checkpoint_of_step_4)] or program.poll() is not None, 240, "step 4")
+            ours = processes_of(program.pid)
+            program.terminate()
+            said, _ = program.communicate(timeout=60)
         finally:
-            program.terminate()  # and with it what it has started
-    assert program.returncode == 0, said
+            program.kill()
+    assert program.returncode == 1, said
+    wait_until(lambda: have_ended(ours), 30, "the end of every process")
     (folder,) = (tmp_path / "0" / "outputs").iterdir()
     assert not [*(tmp_path / "1").iterdir()]
-    assert read_result(folder)["resumed_from"] == str(folder)
-    assert [entry["stage"] for entry in read_result(folder)["memory"]] == ["0,1", "2,3"]
-    assert_same_tensors(final_tensors(folder), final_tensors(tmp_path / "whole"))
+    result = read_result(folder)
+    assert (result["status"], result["resumed_from"]) == ("interrupted", str(folder)), said
+    assert [entry["stage"] for entry in result["memory"]] == ["0,1", "2,3"]
     events = EventAccumulator(str(folder))
     events.Reload()
-    assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3]
+    assert [event.step for event in events.Scalars("train/loss")] == [*range(1, result["steps"] + 1)]
+
+    here = [*SETTINGS, "executor=in_process", f"max_steps={result['steps'] + 1}"]
+    train_here(configure(*here, f"resume={folder}"), tmp_path / "ended")
+    train_here(configure(*here), tmp_path / "whole")
+    assert_same_tensors(final_tensors(tmp_path / "ended"), final_tensors(tmp_path / "whole"))
 
 
 def test_a_run_that_left_no_checkpoint_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,41 +133,37 @@ def test_a_run_that_left_no_checkpoint_begins_anew(tmp_path: Path, monkeypatch: 
     store.cache_clear()
 
 
+def processes_of(torchrun: int) -> set[int]:
+    """What torchrun has started, and what that has started: each in a session of its own."""
+    return {one for process in children(torchrun) for one in session_members(process)}
+
+
 def have_ended(numbers: set[int]) -> bool:
     return not numbers & {number for number, _, _ in processes()}
 
 
 def test_no_process_outlives_a_torchrun_that_is_killed(tmp_path: Path) -> None:
     """torchrun gives each of its processes a session of its own and ends them by itself: killed, it left them training
-    until timeout_seconds, or for 15 minutes in the search for its store. SIGTERM it passes on, so that there is a
-    checkpoint; its own exit code is 1 in any case."""
+    until timeout_seconds, or for 15 minutes in the search for its store."""
     folder = tmp_path / "run"
-    picture = folder / "timeline.png"  # drawn in the second step
-    settings = [*TINY, "partitions=2", "epochs=10000", "checkpoint.every_epochs=0", "hardware=cpu"]
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with subprocess.Popen(
-            [*TORCHRUN, "-m", "gpipe_cli", "train", *settings, "resume=auto", f"run_folder={folder}"],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        ) as program:
-            ours: set[int] = set()
-            try:
-                wait_until(picture.exists, 120, "the second step")
-                ours |= {one for process in children(program.pid) for one in session_members(process)}
-                assert len(ours) >= 6  # two of ours, the servers that they have started, and a worker of each
-                program.send_signal(number)
-                program.wait(60)
-                wait_until(partial(have_ended, ours), 30, "the end of every process")
-            finally:
-                program.kill()
-                for one in ours:
-                    with suppress(ProcessLookupError):
-                        os.kill(one, signal.SIGKILL)
-        if number == signal.SIGTERM:
-            assert program.returncode == 1
-            assert read_result(folder)["status"] == "interrupted"
-            assert has_checkpoint(folder)
-            picture.unlink()
+    settings = [*TINY, "partitions=1", "epochs=10000", "checkpoint.every_epochs=0", "hardware=cpu"]
+    with subprocess.Popen(
+        [*TORCHRUN, "--nproc-per-node=1", "-m", "gpipe_cli", "train", *settings, f"run_folder={folder}"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as program:
+        ours: set[int] = set()
+        try:
+            wait_until((folder / "timeline.png").exists, 120, "the second step")
+            ours |= processes_of(program.pid)
+            assert len(ours) >= 3  # ours, the server that it has started, and the worker
+            program.kill()
+            wait_until(lambda: have_ended(ours), 30, "the end of every process")
+        finally:
+            program.kill()
+            for one in ours:
+                with suppress(ProcessLookupError):
+                    os.kill(one, signal.SIGKILL)
 
 
 def test_a_process_whose_torchrun_was_killed_as_it_began_ends(monkeypatch: pytest.MonkeyPatch) -> None:
