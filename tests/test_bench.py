@@ -40,7 +40,7 @@ def program(*arguments: str) -> int:
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Five steps of two stages: more than an epoch, and past where a training would be evaluated and saved."""
     output = tmp_path_factory.mktemp("measured")
-    two = ["partitions=2", "executor=in_process", "hardware=cpu", "hardware.peak_tflops=0.002"]
+    two = ["partitions=2", "executor=in_process", "hardware=cpu", "hardware.peak_tflops=0.002", "logger=[tensorboard]"]
     assert program("bench", *TINY, *LIVELY, *FIVE, *two, f"output={output}") == 0
     (folder,) = output.iterdir()
     return folder

@@ -19,7 +19,7 @@ from gpipe_cli.system.files import FolderLock
 Compare = Callable[..., tuple[int, str, str]]
 
 FILES = {"comparison.csv", "comparison.html", "curves.png", "bars.png"}
-RUN = [*TINY, "executor=in_process", "hardware=cpu", "max_steps=2", "checkpoint.every_epochs=0"]
+RUN = [*TINY, "logger=[tensorboard]", "executor=in_process", "hardware=cpu", "max_steps=2", "checkpoint.every_epochs=0"]
 
 
 @pytest.fixture(scope="module")

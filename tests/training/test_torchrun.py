@@ -32,7 +32,8 @@ from gpipe_cli.reporting.run.result import read_result
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 SETTINGS = [*TINY[2:], "model=custom", "model.target=mortal:build", "check_layers=false", "partitions=4",
-            "epochs=10000", "ema_decay=0.9", "checkpoint.every_steps=2", "hardware=cpu"]  # fmt: skip
+            "epochs=10000", "ema_decay=0.9", "checkpoint.every_steps=2", "hardware=cpu",
+            "logger=[tensorboard]"]  # fmt: skip
 MORTAL = """
 import os, signal, time
 from pathlib import Path

@@ -161,8 +161,8 @@ def test_a_run_goes_on_in_its_own_folder_from_an_earlier_checkpoint(
 ) -> None:
     """What was done after the checkpoint, and reported, is done again: same bits, and one curve."""
     folder = tmp_path / "run"
-    settings = [*SETTINGS, "partitions=2", "executor=in_process", "checkpoint.every_steps=2", f"run_folder={folder}"]
-    assert program("train", *settings, "max_steps=5") == 0
+    settings = [*SETTINGS, "partitions=2", "executor=in_process", "checkpoint.every_steps=2", "logger=[tensorboard]"]
+    assert program("train", *settings, "max_steps=5", f"run_folder={folder}") == 0
     assert read_result(folder)["samples_per_second_kind"] == "measured_one_device"  # its stages take turns
     links = folder / "checkpoints"
     for step in (3, 5):  # as if the run had been killed after step 5, having written its checkpoint of step 4
