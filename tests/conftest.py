@@ -7,13 +7,18 @@ from gpipe_cli.launch import machine_timing as timing
 
 # The files that take longest, which begin first, so that at the end no core waits for one of them.
 LONGEST = (
-    "test_measurements", "test_train_loop", "test_failures", "test_text", "test_compiled", "test_torchrun",
-    "test_models", "test_machine_timing", "test_readme", "test_fine_tuning", "test_going_on", "test_bench",
-    "test_what_belongs_to_a_run", "test_unwritten", "test_sweep", "test_check_command", "test_writer",
+    "test_measurements", "test_launch_command", "test_failures", "test_torchrun", "test_fine_tuning", "test_train_loop",
+    "test_compiled", "test_going_on", "test_replicas", "test_plan_command", "test_machine_timing", "test_readme",
+    "test_what_belongs_to_a_run", "test_unwritten", "test_text", "test_writer", "test_sweep", "test_bench",
+    "test_consistency", "test_models", "test_check_command",
 )  # fmt: skip
 
 # One thread in the test process: bit-equality is promised at the same number of threads, and the stages have one.
 torch.set_num_threads(1)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.option.loadscopereorder = False  # pytest-xdist would begin with the files that have most tests
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
