@@ -95,7 +95,7 @@ def test_a_stage_in_the_middle_waits_while_text_is_prepared(
 ) -> None:
     """A vocabulary that takes longer to learn than `timeout_seconds` ended the run: stages without data gave up."""
     chance = random.Random(1)
-    lines = (" ".join("".join(chance.choices("abcdefgh", k=6)) for _ in range(9)) for _ in range(6_000))
+    lines = (" ".join("".join(chance.choices("abcdefgh", k=6)) for _ in range(9)) for _ in range(3_000))
     (text / "long.txt").write_text("\n".join(lines))
     processes = ["partitions=3", "executor=distributed"]
     assert run(text, tmp_path / "run", monkeypatch, *processes, "timeout_seconds=1", "max_steps=1") == 0
