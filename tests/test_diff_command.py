@@ -9,7 +9,7 @@ from training_runs import TINY, command
 
 from gpipe_cli.reporting.run.result import read_result, write_result
 
-SHORT = [*TINY, "hardware=cpu", "executor=in_process", "max_steps=2", "model.drop_path=0"]
+SHORT = [*TINY, "logger=[tensorboard]", "hardware=cpu", "executor=in_process", "max_steps=2", "model.drop_path=0"]
 
 
 def shown(patch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *runs: Path) -> dict[str, list[str]]:
