@@ -131,6 +131,8 @@ def test_help_and_configuration_import_no_torch() -> None:
         ("train -cd /nowhere/at/all", "gpipe train: configuration: Additional config directory"),
         ("evaluate -m run=x,y", "gpipe evaluate: -m: evaluate has no sweeps"),
         (f"compare {'a' * 300}", "File name too long"),
+        (f"train seed={'1' * 5000}", "seed=11111111111111111111...: a number has at most 4300 digits; give a smaller"),
+        (f"bench -m seed=1,{'1' * 5000}", "seed=1,111111111111111111...: a number has at most 4300 digits"),
     ],
 )
 def test_bad_input_is_one_line(arguments: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -174,6 +176,7 @@ def test_interrupted_before_it_has_begun_it_says_so(module: str, arguments: list
     ("variables", "line"),
     [
         ("RANK=5 WORLD_SIZE=2", "RANK='5': torchrun sets it to a whole number from 0 to 1;"),
+        (f"RANK={'1' * 5000}", "RANK='11111111111111111111...': torchrun sets it to a whole number"),
         ("WORLD_SIZE=2", "WORLD_SIZE=2: torchrun sets MASTER_ADDR beside it, which is missing"),
         ("WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=x", "MASTER_PORT='x'"),
     ],
@@ -200,13 +203,17 @@ BOMB = "a0: &a0 x\n" + "\n".join(f"a{n}: &a{n} [{','.join([f'*a{n - 1}'] * 9)}]"
         (BOMB, "table.yaml: has more than 20 aliases"),
         ("", "partitions: the setting is missing"),
         ("3", "table.yaml: holds no settings"),
+        (f"a: 1\nseed: [{'1' * 5000}]", "table.yaml: line 2: 11111111111111111111...: a number has at most 300"),
+        (f"ema_decay: {'1:' * 400}1.5", "table.yaml: line 1: 1:1:1:1:1:1:1:1:1:1:...: a number has at most 300"),
+        ("seed: !!bool maybe", "table.yaml: line 1: !!bool: tags are not read; leave it out"),
     ],
-    ids=["itself", "deep", "latin1", "tab", "large", "aliases", "empty", "number"],
+    ids=["itself", "deep", "latin1", "tab", "large", "aliases", "empty", "number", "digits", "sexagesimal", "tag"],
 )
 def test_a_file_that_is_no_configuration_is_one_line(
     text: str, line: str, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One without our own settings of Hydra left folders and logs of Hydra's; others ended in 3,000 lines."""
+    """One without our own settings of Hydra left folders and logs of Hydra's; others ended in 3,000 lines, or, as
+    Python refuses to read a number with more than 4,300 digits and PyYAML fails at tags, in a traceback."""
     folder = tmp_path_factory.mktemp("given")
     (folder / "table.yaml").write_text(text, encoding="utf-8", errors="surrogateescape")
     command = ["train", "-m", "seed=1,2"] if text == "3" else ["train"]

@@ -22,7 +22,7 @@ import hydra
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import OverrideType
+from hydra.core.override_parser.types import Override, OverrideType
 from hydra.core.plugins import Plugins
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from hydra.main import get_args_parser
@@ -42,7 +42,17 @@ from gpipe_cli.config.settings import (
     read_yaml,
     replaced_batch,
 )
-from gpipe_cli.config.typed import ELSEWHERE, RefusedError, SettingError, nearest, one_line, quoted, settings, unknown
+from gpipe_cli.config.typed import (
+    ELSEWHERE,
+    RefusedError,
+    SettingError,
+    nearest,
+    one_line,
+    quoted,
+    settings,
+    shortened,
+    unknown,
+)
 from gpipe_cli.errors import InputError
 
 T = TypeVar("T")
@@ -106,7 +116,7 @@ def read(command: str, given: Sequence[str], no_sweeps: str = "") -> CommandLine
     if options["multirun"] and no_sweeps:
         raise InputError(f"-m: {command} has no sweeps; {no_sweeps}")
     try:
-        overrides = OverridesParser.create().parse_overrides(options["overrides"])
+        overrides = _parsed(options["overrides"])
         for o in overrides:
             if not o.key_or_group:
                 raise InputError(
@@ -125,6 +135,18 @@ def read(command: str, given: Sequence[str], no_sweeps: str = "") -> CommandLine
         raise InputError("a setting is nested too deeply; no value is a list of lists") from error
     swept = frozenset(o.key_or_group for o in overrides if o.is_sweep_override())
     return CommandLine(command, tuple(arguments), options, values, swept, tuple(options["overrides"]))
+
+
+def _parsed(typed: Sequence[str]) -> list[Override]:
+    """Raises HydraException, and SettingError for a number that Python refuses to read because of its length."""
+    parser, parsed = OverridesParser.create(), list[Override]()
+    for one in typed:
+        try:
+            parsed += parser.parse_overrides([one])
+        except ValueError as error:  # of `int`, as no exception of Hydra's is one
+            why = f"a number has at most {sys.get_int_max_str_digits()} digits; give a smaller one"
+            raise SettingError(key_of(one), shortened(one.partition("=")[2]), why) from error
+    return parsed
 
 
 def arranged(arguments: Sequence[str]) -> list[str]:

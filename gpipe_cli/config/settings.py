@@ -6,6 +6,7 @@ in this file and nowhere else, so that no code below checks whether a key exists
 """
 
 import io
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from importlib import resources
@@ -25,6 +26,7 @@ from gpipe_cli.config.typed import (
     Share,
     Within,
     one_line,
+    shortened,
     show,
     typed,
 )
@@ -36,6 +38,9 @@ T = TypeVar("T")
 
 _MOST_YAML_BYTES = 2**20  # a hundred times what a run writes; the parser takes seconds for so much
 _MOST_ALIASES = 20  # of a configuration file: with each, what follows can double or triple
+_MOST_DIGITS = 300  # of a number in such a file, hexadecimal and 1:30:00 included; a float has up to 309
+_LONG_NUMBER = re.compile(rf"[-+]?[0-9.][0-9a-fA-FxX_.:]{{{_MOST_DIGITS},}}")
+_YAML_TAG = "tag:yaml.org,2002:"  # what `!!` stands for
 CONFIG = "config.yaml"  # a folder that holds it is a run
 GO_ON = "auto"  # of `resume`: begin in `run_folder`, or go on with what lies there
 TAKEN = "taken"  # in `freeze`: all that `init_from` takes in any case, which is all but the classifier
@@ -383,12 +388,21 @@ def read_yaml(file: Path) -> str:
 
     Raises:
         OSError: it cannot be read, is no regular file, has more than 1 MiB, or is not UTF-8.
-        InputError: it has so many aliases that a few lines can stand for more than a machine holds.
+        InputError: it has so many aliases that a few lines can stand for more than a machine holds; or a number or a
+            tag at which PyYAML fails with whatever Python raises.
     """
     text = read_text(file, _MOST_YAML_BYTES)
     yaml.compose(text)  # RecursionError at once; events of a deep file take minutes
-    if sum(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)) > _MOST_ALIASES:
-        raise InputError(f"{file}: has more than {_MOST_ALIASES} aliases (*name); write the values in their place")
+    aliases = 0
+    for event in yaml.parse(text):
+        place = f"{file}: line {event.start_mark.line + 1}"
+        if isinstance(event, yaml.AliasEvent) and (aliases := aliases + 1) > _MOST_ALIASES:
+            raise InputError(f"{file}: has more than {_MOST_ALIASES} aliases (*name); write the values in their place")
+        if isinstance(event, yaml.ScalarEvent) and event.tag is not None:
+            raise InputError(f"{place}: {show(event.tag.replace(_YAML_TAG, '!!'))}: tags are not read; leave it out")
+        if isinstance(event, yaml.ScalarEvent) and event.style is None and _LONG_NUMBER.fullmatch(event.value):
+            why = f"a number has at most {_MOST_DIGITS} digits; give a smaller one, or put a text in quotes"
+            raise InputError(f"{place}: {shortened(event.value)}: {why}")
     return text
 
 

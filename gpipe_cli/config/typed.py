@@ -150,6 +150,11 @@ def show(value: object) -> str:
             return "".join(c if unicodedata.category(c) not in ("Cc", "Cs") else ascii(c)[1:-1] for c in str(value))
 
 
+def shortened(text: str) -> str:
+    """A text that may be of any length, such as a number with thousands of digits, as an error shows it."""
+    return text if len(text) <= 60 else f"{text[:20]}..."
+
+
 def is_one_line(text: str) -> bool:
     """Whether a text is neither empty nor has control characters, or bytes that are not UTF-8, in it."""
     return text != "" and not any(unicodedata.category(character) in ("Cc", "Cs") for character in text)

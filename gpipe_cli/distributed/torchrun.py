@@ -3,10 +3,12 @@ LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT for all.
 """
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from gpipe_cli.config.typed import shortened
 from gpipe_cli.errors import InputError
 
 _MOST = 10_000  # processes: a partition each
@@ -79,9 +81,9 @@ def leads() -> bool:
 
 def _number(name: str, least: int, most: int, default: int) -> int:
     text = os.environ.get(name, str(default))
-    if not text.isascii() or not text.isdecimal() or not least <= int(text) <= most:
+    if not re.fullmatch("[0-9]{1,18}", text) or not least <= int(text) <= most:
         raise InputError(
-            f"{name}={text!r}: torchrun sets it to a whole number from {least} to {most}; start gpipe by torchrun, or "
-            f"unset {name}"
+            f"{name}={shortened(text)!r}: torchrun sets it to a whole number from {least} to {most}; start gpipe by "
+            f"torchrun, or unset {name}"
         )
     return int(text)

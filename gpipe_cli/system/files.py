@@ -9,6 +9,7 @@ import json
 import os
 import socket
 import stat
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -86,10 +87,14 @@ def read_json(path: Path, most_bytes: int = 2**28) -> Any:
 
     Raises:
         OSError: as `read_bytes`.
-        ValueError: it is not JSON, or deeper than any that this program writes.
+        ValueError: it is not JSON, is too deep, or has a number that is longer than Python reads.
     """
     try:
         return json.loads(read_bytes(path, most_bytes))
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise
+    except ValueError as error:
+        raise ValueError(f"a number has more than {sys.get_int_max_str_digits()} digits") from error
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
 
