@@ -131,12 +131,23 @@ def test_help_and_configuration_import_no_torch() -> None:
         ("train -cd /nowhere/at/all", "gpipe train: configuration: Additional config directory"),
         ("evaluate -m run=x,y", "gpipe evaluate: -m: evaluate has no sweeps"),
         (f"compare {'a' * 300}", "File name too long"),
+        (
+            "train -m seed=interval(1,9)",
+            "seed=interval(1,9): bounds are for a search; add hydra/sweeper=optuna",
+        ),
+        ("launch slurm -m seed=interval(1,9)", "seed=interval(1,9): an array has no search; give the values"),
         (f"train seed={'1' * 5000}", "seed=11111111111111111111...: a number has at most 4300 digits; give a smaller"),
         (f"bench -m seed=1,{'1' * 5000}", "seed=1,111111111111111111...: a number has at most 4300 digits"),
     ],
 )
 def test_bad_input_is_one_line(arguments: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert line in refused(capsys, *arguments.split())
+
+
+@pytest.mark.parametrize("words", ["list runs", "diff run", "compare", "launch slurm", "train"])
+def test_an_empty_argument_is_refused(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of an unset variable of the shell, `gpipe list runs "$FOLDER"`, the folder in which one is was taken."""
+    assert "'': " in refused(capsys, *words.split(), "")
 
 
 def test_a_fault_of_gpipe_can_be_seen_whole(monkeypatch: pytest.MonkeyPatch) -> None:

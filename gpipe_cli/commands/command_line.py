@@ -78,7 +78,13 @@ class CommandLine:
     options: dict[str, object]  # of Hydra: multirun, config_name, config_dir, ...
     overrides: dict[str, object]  # what was set: key or group, without +, and value (of a sweep: its text)
     swept: frozenset[str]  # those of them that have several values
+    searched: tuple[str, ...]  # those of them between whose bounds a search chooses, `seed=interval(0,9)`
     typed: tuple[str, ...]  # the settings among the arguments
+
+    def refuse_search(self, why: str) -> None:
+        """Raises RefusedError for bounds, where it takes values; `why` and the remedy."""
+        for key in self.searched:
+            raise RefusedError(key, self.overrides[key], why)
 
     def refuse(self, remedies: Mapping[str, str]) -> None:
         """Raises InputError for a setting that the command has no use for: key, and what to do instead; and for a group
@@ -134,7 +140,8 @@ def read(command: str, given: Sequence[str], no_sweeps: str = "") -> CommandLine
     except RecursionError as error:
         raise InputError("a setting is nested too deeply; no value is a list of lists") from error
     swept = frozenset(o.key_or_group for o in overrides if o.is_sweep_override())
-    return CommandLine(command, tuple(arguments), options, values, swept, tuple(options["overrides"]))
+    searched = tuple(o.key_or_group for o in overrides if o.is_sweep_override() and not o.is_discrete_sweep())
+    return CommandLine(command, tuple(arguments), options, values, swept, searched, tuple(options["overrides"]))
 
 
 def _parsed(typed: Sequence[str]) -> list[Override]:
@@ -324,6 +331,8 @@ def translated(error: Exception, keys: Sequence[str]) -> InputError:
             # Around what is wrong stand "Error parsing override" and "See https://...".
             lines = [line for line in error.message.splitlines() if not line.startswith(("Error parsing", "See "))]
             wrong = lines[0] if lines else "not setting=value"
+            if not str(error.override).strip():
+                return InputError(f"'{error.override}': an argument is empty; leave it out")
             if "=" not in str(error.override):
                 return InputError(f"{error.override}: a setting without a value; write {error.override}=VALUE")
             return InputError(f"{error.override}: cannot be read ({wrong}); write setting=value, in quotes if need be")

@@ -59,9 +59,6 @@ def main(arguments: Sequence[str]) -> int:
     form, output = settings["format"], settings.get("output")
     if dashed := next((run for run in runs if run.startswith("-")), None):
         raise InputError(f"{dashed}: there is no such option; write format=csv or output=FOLDER")
-    for key, folders in (("RUN", runs), ("output", [output])):
-        if "" in folders:  # which Path makes the one in which we are
-            raise RefusedError(key, "", "must not be empty; give the name of a folder")
     if not runs:
         raise InputError(f"RUN: give the folder of a run, or of several{_newest()}")
     if form != TABLE and output is not None:

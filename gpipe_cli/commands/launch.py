@@ -104,6 +104,7 @@ def _of_trainings(line: CommandLine) -> list[CommandLine]:
             raise RefusedError(key, line.overrides[key], "all elements of a job array have the same; give one value")
     if not line.swept:
         raise InputError("-m: no setting has several values; give one several, micro_batches=4,8, or leave -m out")
+    line.refuse_search("an array has no search; give the values, one after the other")
     parsed = OverridesParser.create().parse_overrides([one for one in line.typed if key_of(one) != SWEEP_DIR])
     (jobs,) = BasicSweeper.split_arguments(parsed, max_batch_size=None)
     return [read("launch", [*_options(line), *job]) for job in jobs]

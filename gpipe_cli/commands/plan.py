@@ -120,9 +120,8 @@ def _sweep(line: CommandLine, form: str) -> int:
 
 def _combinations(line: CommandLine) -> list[CommandLine]:
     """That of each plan of a sweep."""
+    line.refuse_search("a plan has no search; give the values, one after the other")
     parsed = OverridesParser.create().parse_overrides(list(line.typed))
-    if searched := [one for one in parsed if one.is_sweep_override() and not one.is_discrete_sweep()]:
-        raise InputError(f"{searched[0].input_line}: a plan has no search; give the values, one after the other")
     (jobs,) = BasicSweeper.split_arguments(parsed, max_batch_size=None)
     options = [one for one in line.arguments if one not in (*line.typed, "-m", "--multirun")]
     return [read("plan", [*options, *job]) for job in jobs]

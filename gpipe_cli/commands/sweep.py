@@ -298,6 +298,8 @@ def searching(line: CommandLine) -> CommandLine:
     """With what a search by Optuna needs and was not typed: more is better; and a seed, so that the same results lead
     to the same runs and an interrupted search can go on. Raises RefusedError if its sweeper is not installed."""
     if line.overrides.get(SWEEPER) != "optuna":
+        if SWEEPER not in line.overrides:
+            line.refuse_search(f"bounds are for a search; add {SWEEPER}=optuna, or give the values one by one")
         return line
     try:
         installed = importlib.util.find_spec("hydra_plugins.hydra_optuna_sweeper") is not None

@@ -4,17 +4,22 @@ import os
 from collections.abc import Sequence
 
 from gpipe_cli.config.typed import RefusedError, nearest
+from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.tables.table import FORMATS
 
 
 def words_and_settings(arguments: Sequence[str], *keys: str) -> tuple[list[str], dict[str, str]]:
     """The arguments that set none of `keys`, and what those that do set them to.
 
-    `keys` are all that the command has: the folder of a sweep's run, `micro_batches=4`, is a word. Raises RefusedError
-    for a `format` that there is not, and for a key that is one of `keys` but for a slip.
+    `keys` are all that the command has: the folder of a sweep's run, `micro_batches=4`, is a word. Raises InputError
+    for an empty one, for a `format` that there is not, and for a key that is one of `keys` but for a slip.
     """
     given = {key: value for key, equals, value in (one.partition("=") for one in arguments) if equals and key in keys}
     words = [one for one in arguments if "=" not in one or one.partition("=")[0] not in keys]
+    if "" in words:  # which Path makes the folder in which we are
+        raise InputError("'': must not be empty; give a name, or leave it out")
+    for key in (key for key, value in given.items() if not value):
+        raise RefusedError(key, "", f"must not be empty; give {key}=..., or leave it out")
     for key, equals, value in (one.partition("=") for one in words if not os.path.exists(one)):
         if equals and (near := nearest(key, keys)):
             raise RefusedError(key, value, f"there is no such setting{near}")
