@@ -136,6 +136,12 @@ def test_help_and_configuration_import_no_torch() -> None:
             "seed=interval(1,9): bounds are for a search; add hydra/sweeper=optuna",
         ),
         ("launch slurm -m seed=interval(1,9)", "seed=interval(1,9): an array has no search; give the values"),
+        ("bench -m hydra/sweeper=[optuna] seed=1,2", "hydra/sweeper=[optuna]: must be the name of a choice; write"),
+        # what Hydra asserts, or has no type of error for
+        ("train hydra.verbose=3", "hydra.verbose=3: Hydra cannot use it (AssertionError"),
+        ("train -m hydra.sweeper=3", "hydra.sweeper=3: Hydra cannot use it (TypeError"),
+        ("train ~dataset=3", "~dataset=3: Hydra cannot use it (ValueError"),
+        ("train hydra.searchpath=[nowhere]", "hydra.searchpath=[nowhere]: Hydra cannot use it (UserWarning"),
         (f"train seed={'1' * 5000}", "seed=11111111111111111111...: a number has at most 4300 digits; give a smaller"),
         (f"bench -m seed=1,{'1' * 5000}", "seed=1,111111111111111111...: a number has at most 4300 digits"),
     ],
@@ -216,9 +222,23 @@ BOMB = "a0: &a0 x\n" + "\n".join(f"a{n}: &a{n} [{','.join([f'*a{n - 1}'] * 9)}]"
         ("3", "table.yaml: holds no settings"),
         (f"a: 1\nseed: [{'1' * 5000}]", "table.yaml: line 2: 11111111111111111111...: a number has at most 300"),
         (f"ema_decay: {'1:' * 400}1.5", "table.yaml: line 1: 1:1:1:1:1:1:1:1:1:1:...: a number has at most 300"),
+        ("defaults: 3", "-cn table: Hydra cannot use it (ValueError: Invalid defaults list"),
         ("seed: !!bool maybe", "table.yaml: line 1: !!bool: tags are not read; leave it out"),
     ],
-    ids=["itself", "deep", "latin1", "tab", "large", "aliases", "empty", "number", "digits", "sexagesimal", "tag"],
+    ids=[
+        "itself",
+        "deep",
+        "latin1",
+        "tab",
+        "large",
+        "aliases",
+        "empty",
+        "number",
+        "digits",
+        "sexagesimal",
+        "defaults",
+        "tag",
+    ],
 )
 def test_a_file_that_is_no_configuration_is_one_line(
     text: str, line: str, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]

@@ -11,6 +11,8 @@ import io
 import os
 import re
 import sys
+import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -52,6 +54,7 @@ from gpipe_cli.config.typed import (
     settings,
     shortened,
     unknown,
+    with_type,
 )
 from gpipe_cli.errors import InputError
 
@@ -209,6 +212,18 @@ def compose(line: CommandLine, keys: Sequence[str]) -> DictConfig | None:
         raise translated(error, keys) from error
     except RecursionError as error:  # in the list of its defaults, without end
         raise InputError("configuration: a file includes itself in its defaults; leave that line out") from error
+    except (InputError, OSError):
+        raise
+    except Exception as error:
+        # where its own settings or a list of defaults are wrong Hydra asserts, or raises what Python does
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        if frame.f_globals["__name__"].partition(".")[0] not in ("hydra", "omegaconf"):
+            raise
+        given = [one for one in line.typed if one.startswith("~") or key_of(one).startswith("hydra")]
+        if (name := line.options["config_name"]) is not None:
+            given.append(f"-cn {name}")
+        why = f"Hydra cannot use it ({with_type(error)})"
+        raise InputError(f"{' '.join(given) or 'configuration'}: {why}; change it, or leave it out") from error
     for tree in composed:
         drop_others(command, tree)
         return tree
@@ -246,7 +261,9 @@ def _hydra(program: str, arguments: Sequence[str]) -> Iterator[None]:
     argv, full = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     sys.argv, os.environ["HYDRA_FULL_ERROR"] = [program, *arguments], "1"
     try:
-        yield
+        with warnings.catch_warnings():  # of a folder in hydra.searchpath that there is not
+            warnings.filterwarnings("error", module=r"hydra\._internal\.config_loader_impl")
+            yield
     finally:
         sys.argv = argv
         os.environ.pop("HYDRA_FULL_ERROR")

@@ -296,8 +296,11 @@ def sweep_of(command: str, arguments: Sequence[str], requested: Requested) -> Sw
 
 def searching(line: CommandLine) -> CommandLine:
     """With what a search by Optuna needs and was not typed: more is better; and a seed, so that the same results lead
-    to the same runs and an interrupted search can go on. Raises RefusedError if its sweeper is not installed."""
-    if line.overrides.get(SWEEPER) != "optuna":
+    to the same runs and an interrupted search can go on. Raises RefusedError if its sweeper is not installed, and for
+    what no sweeper is told."""
+    if isinstance(chosen := line.overrides.get(SWEEPER, ""), list):  # Hydra takes it for its only member
+        raise RefusedError(SWEEPER, chosen, f"must be the name of a choice; write {SWEEPER}=optuna")
+    if chosen != "optuna":
         if SWEEPER not in line.overrides:
             line.refuse_search(f"bounds are for a search; add {SWEEPER}=optuna, or give the values one by one")
         return line
