@@ -1,6 +1,7 @@
 """Malformed command lines, made up from a seed: what `gpipe` makes of each.
 
-Each must end with exit code 2 and one line on stderr, within a time limit, and leave no file and no process behind.
+Each must end with exit code 2 and one line on stderr, which names something of what was typed, within a time limit, and
+leave no file and no process behind.
 Each runs in a child of this process, which has imported what takes long; every twentieth as a program of its own.
 Prints how many there were of each kind, and those that failed; exit code 1 if one did.
 
@@ -35,8 +36,10 @@ from runs import command_line
 
 from gpipe_cli.__main__ import main as gpipe
 from gpipe_cli.cli import COMMANDS
+from gpipe_cli.commands.evaluate import OF_THE_RUN
 from gpipe_cli.config.groups import AmoebaNetConfig, ImagesConfig, PaperLearningRateConfig, RMSPropConfig
-from gpipe_cli.config.settings import TrainConfig
+from gpipe_cli.config.settings import BenchSettings, EvaluateSettings, ExportSettings, PlanSettings, TrainConfig
+from gpipe_cli.config.slurm import LaunchSettings
 from gpipe_cli.config.typed import Within, settings
 from gpipe_cli.system.files import FolderLock
 
@@ -74,8 +77,19 @@ DEEP = "[" * 100_000 + "]" * 100_000
 BOMB = "a: &a [1,1,1,1,1,1,1,1,1]\n" + "".join(
     f"{key}: &{key} [{','.join([f'*{before}'] * 9)}]\n" for before, key in zip("abcdefgh", "bcdefghi", strict=True)
 )
+# of a list of defaults, and of Hydra's own settings
+ITEMS = ("{3: a}", "[a]", "{dataset: 3}", "{dataset: digits, model: x}", "{}", "null", "{dataset: [3]}", "'???'", "1.5",
+         "'${x}'", "override dataset: digits", "train@", "{override hydra/launcher: 3}")  # fmt: skip
+HYDRA = ("3", "null", "[]", "{run: 3}", "{sweeper: 3}", "{mode: 3}", "{searchpath: [nowhere]}", "{callbacks: {a: 3}}",
+         "{job: 3}", "{verbose: 3}")  # fmt: skip
 FILES = {
     "empty": b"", "text": b"some words\n" * 3, "binary": bytes(range(256)), "deep": DEEP.encode(), "list": b"- a\n",
+    "huge": b"a: 1\n" * 2**22, "aliases": BOMB.encode(), "number": b"seed: " + b"1" * 5000, "latin1": b"a: \xfc\n",
+    "object": b'{"command": {"train": [1e999]}, "status": 3, "config": [], "format": "1", "arguments": [3]}',
+    "empty.csv": b"", "words.csv": b"some,words\n", "binary.csv": bytes(range(256)), "huge.csv": b"0F0,0B0\n" * 2**22,
+    "arabic.csv": "\u0660F\u0660\n".encode(), "latin1.csv": b"0F0,\xfc\n", "quote.csv": b'"0F0,' + b"x" * 200_000,
+    "digits.csv": b"0F" + b"0" * 5000 + b"\n", "stages.csv": b"0F0,0B0\n", "forward.csv": b"0F0\n1F0\n",
+    "twice.csv": b"0F0,0F0,0B0\n1F0,1B0\n", "stuck.csv": b"0B0,0F0\n1F0,1B0\n", "far.csv": b"999999F999999\n",
     "no_text/a.txt": b" \n", "latin1.txt": "Gr\u00fc\u00dfe\n".encode("latin-1"),
     "two.tsv": b"a\tb\n", "languages.tsv": b"a\tb\tgerman\n", "empty_side.tsv": b"a\t\tde-en\n",
     "latin1.tsv": "\u00fc\tb\tde-en\n".encode("latin-1"),
@@ -90,20 +104,29 @@ FILES = {
     "conf/cut.yaml": b"a: [1,\n", "conf/twice.yaml": b"defaults: [train, _self_]\nseed: 1\nseed: abc\n",
     "conf/wrong.yaml": b"defaults: [train, _self_]\nseed: many\n",
     "conf/interpolated.yaml": b"defaults: [train, _self_]\nseed: ${nowhere}\n",
+    "conf/digits.yaml": b"defaults: [train, _self_]\nseed: " + b"1" * 5000, "conf/unit.yaml": b"seed: !!int many\n",
     "conf/circle.yaml": b"defaults: [train, _self_]\nseed: ${batch_size}\nbatch_size: ${seed}\n",
 }  # fmt: skip
-BAD = ("empty", "binary", "deep", "list", "fifo", "folder")  # contents of a file that is to be read
+FILES |= {
+    f"conf/wrong_{number}.yaml": f"defaults: [train, _self_{wrong}\nseed: abc\n".encode()
+    for number, wrong in enumerate([f", {item}]" for item in ITEMS] + [f"]\nhydra: {value}" for value in HYDRA])
+}
+# contents of a file that is to be read
+BAD = ("empty", "binary", "deep", "list", "fifo", "folder", "huge", "aliases", "number", "latin1", "object")
 
 
 def furnish() -> FolderLock:
     """Makes a run, and files and folders that are not what they should be; returns the lock of `locked`."""
     run_child(lambda: gpipe_with(["train", *TINY, "run_folder=run"]), Path.cwd())
-    for folder in ("folder", "locked", "no_text", "no_images/train", "one_class/train/a", "conf/folder.yaml"):
+    folders = "folder", "locked", "no_text", "no_images/train", "one_class/train/a", "conf/folder.yaml", "folder.csv"
+    for folder in folders:
         Path(folder).mkdir(parents=True)
     for name, content in FILES.items():
         Path(name).write_bytes(content)
-    for name in ("fifo", "conf/fifo.yaml"):
+    for name in ("fifo", "conf/fifo.yaml", "fifo.csv", "fifo.safetensors"):
         os.mkfifo(name)
+    for name, target in (("loop", "loop"), ("zero", "/dev/zero"), ("zero.csv", "/dev/zero")):
+        Path(name).symlink_to(target)
     for bad in BAD:
         for name in ("index", "result"):
             shutil.copytree("run", f"{name}_{bad}", symlinks=True)
@@ -126,11 +149,10 @@ def furnish() -> FolderLock:
                 case _:
                     shutil.copy(bad, file)
     Path("sweep_list/sweep.json").write_text(json.dumps({"command": 3, "arguments": {}, "options": 5, "runs": "x"}))
-    Path("loop").symlink_to("loop")
     return FolderLock(Path("locked"))
 
 
-# --- kinds of mistakes: those made up from the settings of a training
+# --- kinds of mistakes: those made up from the settings of a command
 
 
 def keys_of(kind: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -152,13 +174,33 @@ def bare(hint: Any) -> Any:
 
 KEYS = dict(keys_of(TrainConfig))
 ALL_KEYS = settings(TrainConfig)
-NUMBERS = {
-    key: get_args(bare(hint))[:2]
-    for key, hint in KEYS.items()
-    if get_origin(bare(hint)) is Annotated and isinstance(get_args(bare(hint))[1], Within)
+OF_A_RUN = {key: KEYS[key] | None for key in OF_THE_RUN if key in KEYS}  # null: as it was trained
+# The settings that a command has beside or in place of those of a training.
+OWN: dict[str, dict[str, Any]] = {
+    "train": {},
+    "check": {},
+    "plan": dict(keys_of(PlanSettings)),
+    "bench": dict(keys_of(BenchSettings)),
+    "launch slurm": dict(keys_of(LaunchSettings)),
+    "evaluate run=run": OF_A_RUN | dict(keys_of(EvaluateSettings)),
+    "export run=run": OF_A_RUN | dict(keys_of(ExportSettings)),
 }
 CONTROLS = ["\n", "\r", "\x1b[31m", "\x7f", "\x01", "a\nb", "\x85", "\udcff", "caf\udce9", "\n\n\nx"]
 Arguments = tuple[str, ...]
+
+
+def one_of(pick: random.Random, suits: Callable[[Any], bool] = lambda hint: True) -> tuple[Arguments, str, Any]:
+    """A command, a setting of it with a type that suits, and that type."""
+    while True:
+        command, own = pick.choice(list(OWN.items()))
+        keys = own if "run=run" in command or (own and pick.random() < 0.5) else KEYS
+        if fitting := [key for key in keys if suits(keys[key])]:
+            key = pick.choice(fitting)
+            return tuple(command.split()), key, keys[key]
+
+
+def has_bounds(hint: Any) -> bool:
+    return get_origin(bare(hint)) is Annotated and isinstance(get_args(bare(hint))[1], Within)
 
 
 def unknown_setting(pick: random.Random) -> Arguments:
@@ -169,54 +211,56 @@ def unknown_setting(pick: random.Random) -> Arguments:
     if wrong in ALL_KEYS or not wrong or wrong[0] == "." or wrong[-1] == ".":
         wrong = "nothing_like_it"
     setting = f"{pick.choice(['', '', '', '+', '++'])}{wrong}={pick.choice(['3', 'abc', '[1,2]', 'null'])}"
-    return pick.choice([*TRAINS, "evaluate", "reproduce"]), setting
+    return *pick.choice([*OWN, "reproduce"]).split(), setting
 
 
 def wrong_type(pick: random.Random) -> Arguments:
-    key = pick.choice(list(KEYS))
-    hint = bare(KEYS[key])
+    command, key, optional = one_of(pick)
+    hint = bare(optional)
     kind = get_args(hint)[0] if get_origin(hint) is Annotated else hint
     values = {
         int: ["abc", "1.5", "true", "[1]", "{a:1}", "1e3", "'4'", "1_x"],
         float: ["abc", "true", "[0.5]", "{a:1}", "'0.5'", "1,5"],
-        bool: ["3", "maybe", "[true]", "'true'", "null"],
+        bool: ["3", "maybe", "[true]", "'true'", *(["null"] if hint is optional else [])],
         str: ["{a:1}", "[a,b]", "3", "true", "1.5"],
     }
     other = ["sideways", "{a:1}", "-7"] if get_origin(hint) in (Literal, tuple) else ["3", "[{a:1}]"]
-    return pick.choice(TRAINS), f"{key}={pick.choice(values.get(kind, other))}"
+    return *command, f"{key}={pick.choice(values.get(kind, other))}"
 
 
 def out_of_range(pick: random.Random) -> Arguments:
-    key = pick.choice(list(NUMBERS))
-    kind, bounds = NUMBERS[key]
+    command, key, hint = one_of(pick, has_bounds)
+    kind, bounds = get_args(bare(hint))
     values = ["nan", "inf", "-inf", "9" * 400, "-" + "9" * 400, "9" * 5000, "1e400", "-1e308"]
     step = 1 if kind is int else max(abs(bounds.least), 1.0)
     values += [str(kind(bounds.least - step)), str(kind(bounds.most) + (0 if bounds.below else kind(bounds.most)))] * 3
-    return pick.choice(TRAINS), f"{key}={pick.choice(values)}"
+    return *command, f"{key}={pick.choice(values)}"
 
 
 def empty(pick: random.Random) -> Arguments:
-    key = pick.choice([*KEYS, "model", "dataset", "optimizer", "hardware"])
+    command, key, _ = one_of(pick)
+    key = pick.choice([key, key, key, "model", "dataset", "optimizer", "hardware"])
     typed = [f"{key}=", f"{key}=''", f'{key}=""', key, f"={key}", "=", "", " ", f"{key}=???", f"+={key}", f"{key}= "]
-    return pick.choice([*TRAINS, "evaluate"]), pick.choice(typed)
+    return *command, pick.choice(typed)
 
 
 def syntax(pick: random.Random) -> Arguments:
-    key = pick.choice(list(KEYS))
+    command, key, _ = one_of(pick)
     value = pick.choice(
         ["[1,2", "{a:1", "'3", '"3', "[4,[8]", "3)", "$(", "{b:[c}", "[" * 500, "[" * 50_000, "a:b:c{", "]", "choice(",
          "${", "${nowhere}", "${oc.env:GPIPE_NOTHING}", f"${{{key}}}", "${oc.decode:'['}", "${now:}",
          "${oc.create:{a:1}}", "range(1)", "glob(*)", "sort(3,1)", "int(abc)", "extend_list(1)", "\\", "a=b=c",
-         "${..}", "${oc.env:}"]
+         "${..}", "${oc.env:}", f"${{oc.decode:{'9' * 5000}}}"]
     )  # fmt: skip
-    return pick.choice([*TRAINS, "evaluate", "reproduce"]), f"{key}={value}"
+    return *pick.choice([command, ("reproduce",)]), f"{key}={value}"
 
 
 def control(pick: random.Random) -> Arguments:
-    odd, command = pick.choice(CONTROLS), pick.choice([*TRAINS, "evaluate", "reproduce", "compare"])
+    odd, command = pick.choice(CONTROLS), pick.choice([name for name in COMMANDS if name != "help"])
     key = pick.choice(
-        ["output", "run_folder", "resume", "init_from", "run", "seed", "model", "dataset", "dataset.root"]
-    )
+        ["output", "run_folder", "resume", "init_from", "run", "seed", "model", "dataset", "dataset.root", "schedule",
+         "logger", "time", "sbatch.comment", "file", "write_schedule", "format"]
+    )  # fmt: skip
     typed = pick.choice([f"{key}={odd}", f'{key}="{odd}"', f"{key}='x{odd}y'", f"{odd}={odd}", f"{key}{odd}=3", odd])
     return pick.choice([(command, typed), (odd,), (command + odd, "seed=1")])
 
@@ -226,13 +270,15 @@ def torchrun(pick: random.Random) -> Line:
         "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "1",
     }  # fmt: skip
-    number = pick.choice(["abc", "-1", "1e3", "", "0x2", "99999999999999999999", "\u0662", "1.5", " 2", "nan"])
+    number = pick.choice(
+        ["abc", "-1", "1e3", "", "0x2", "99999999999999999999", "\u0662", "1.5", " 2", "nan", "9" * 5000]
+    )
     environment = pick.choice(
         [{"RANK": number}, {"WORLD_SIZE": number}, {"RANK": "5", "WORLD_SIZE": "2"}, {"WORLD_SIZE": "2", "RANK": "0"},
          whole | {"LOCAL_WORLD_SIZE": number}, whole | {"RANK": number}, whole | {"MASTER_ADDR": ""},
          whole | {"MASTER_PORT": "abc"}]
     )  # fmt: skip
-    commands = ["train partitions=2", "evaluate run=run", "plan", "check", "bench", "train -m seed=1,2"]
+    commands = ["train partitions=2", "train -m seed=1,2", "compare run", "list models", *OWN]
     return Line("", tuple(pick.choice(commands).split()), environment)
 
 
@@ -246,9 +292,10 @@ def mistyped_command(pick: random.Random) -> Arguments:
 # --- kinds of mistakes: those that are written here, as one would type them; `<word>` is one of WORDS
 
 ODD = ("fifo", "empty", "text", "binary", "folder", "missing", "/dev/null", "/dev/zero", "loop", "run/config.yaml",
-       "a" * 300)  # fmt: skip
+       "huge", "zero", "/proc/self/mem", "a" * 300)  # fmt: skip
 WORDS: dict[str, Sequence[str]] = {
     "trains": TRAINS,
+    "reads": ("plan", "compare run", "diff run run", "list models", "list runs run", "list"),
     "sweeps": ("train", "bench"),
     "any": tuple(COMMANDS),
     "recipe": ("table1_amoebanet", "breakdown", "consistency", "transfer_cifar10", "multilingual_400m"),
@@ -258,8 +305,117 @@ WORDS: dict[str, Sequence[str]] = {
     "data": ("fifo", "empty", "text", "binary", "folder", "missing", "/dev/null"),
     "tsv": ("two.tsv", "languages.tsv", "empty_side.tsv", "latin1.tsv"),
     "yaml": (*(name[5:-5] for name in FILES if name.endswith(".yaml")), "fifo", "folder", "nothing", "../text", "''"),
+    "hydra": (
+        "run=3",
+        "sweep=3",
+        "sweeper=3",
+        "job=3",
+        "mode=3",
+        "searchpath=[nowhere]",
+        "launcher=3",
+        "callbacks=3",
+        "verbose=3",
+        "help=3",
+        "job.chdir=3",
+        "output_subdir=3",
+        "runtime=3",
+        "env=3",
+        "x=3",
+    ),
     "tiny": (" ".join(TINY),),
     "surrogate": ("\udcff",),
+    "control": CONTROLS,
+    "schedules": (*(name for name in FILES if name.endswith(".csv")), "fifo.csv", "zero.csv", "folder.csv", "gone.csv"),
+    "plans": (*TRAINS, "launch slurm"),
+    "time": (
+        "1:75",
+        "abc",
+        "24",
+        "0:00",
+        "-1:00",
+        "1-",
+        "99999:00",
+        "1:00:00:00",
+        "0:04",
+        "1:00h",
+        "\u0661:00",
+        "1.5",
+        "1:0",
+        "1000-00:00",
+        ":30",
+        "1-2",
+        "24:00:60",
+        "UNLIMITED",
+        "null:00",
+        "9" * 5000,
+    ),
+    "option": (
+        "time=1:00",
+        "nodes=2",
+        "wrap=ls",
+        "array=1-3",
+        "test_only=true",
+        "partiton=gpu",
+        "x=",
+        "mem={a:1}",
+        "mem=[]",
+        "nodelist=[a,[b]]",
+        "Partition=gpu",
+        "-p=gpu",
+        "signal=KILL",
+        "signal=USR1@999999",
+        "signal=USR1@",
+        "signal=B:USR1@60",
+        "signal=[USR1]",
+        "signal=\u0661",
+        "requeue=true",
+        "no_requeue=true",
+        "ntasks=4",
+        "ntasks-per-node=4",
+        "help=true",
+        "wait=true",
+        "mem=''",
+        "mem={}",
+        "a.b=c",
+        "mem=[null]",
+        "cpus_per_tsk=4",
+    ),
+    "logger": (
+        "tensorbord",
+        "[tensorboard,wanddb]",
+        "[[mlflow]]",
+        "3",
+        "null",
+        "[3]",
+        "csv",
+        "true",
+        "{mlflow:1}",
+        "[mlflow",
+        "mlflow]",
+        "''",
+        "[null]",
+        "Mlflow",
+        "tensorboard+mlflow",
+        "wandb",
+    ),
+    "costs": (
+        "[-1]",
+        "[nan]",
+        "[a]",
+        "{a:1}",
+        "costs.csv",
+        "3x",
+        "[]",
+        "[0,0]",
+        "[1,2,3]",
+        "[1e400]",
+        "[[1]]",
+        "[null]",
+        "true",
+        "'[1,2]'",
+        "[1,2",
+    ),
+    "form": ("xml", "JSON", "json,csv", "[json]", "''", "null", "\u0661", "table.csv"),
 }
 PHRASES = {
     "group": """
@@ -301,10 +457,11 @@ PHRASES = {
     "configuration": """
         <trains> -cd conf -cn <yaml> | <trains> -cd conf -cn <yaml> | <trains> -cd conf -cn <yaml>
         <trains> -cd missing -cn <yaml> | <trains> -cd text -cn <yaml> | <trains> -cp conf -cn <yaml>
-        <trains> --config-dir -cn <yaml>
+        <trains> --config-dir -cn <yaml> | <sweeps> -m hydra.<hydra> seed=abc | <trains> hydra.<hydra> seed=abc
+        <trains> hydra/launcher=3 | <sweeps> -m hydra/sweeper=3 seed=1,2 | <trains> ~dataset=3
     """,
     "together": """
-        train batch_size=4 batch_tokens=8 | train partitions=2 partitions=3 | train resume=run init_from=run
+        train batch_size=4 batch_tokens=8 | train resume=run init_from=run
         train partition.costs=[1] cost=measured | train micro_batches=64 batch_size=8 | train init_head=new
         train partition.balance=[1,2,3] | train freeze=[taken] | train batch_size=null batch_tokens=64
         plan dry_run=true | plan resume=run | plan -m seed=1,2 | plan solve=nothing
@@ -321,6 +478,74 @@ PHRASES = {
         train partition.costs=[0,0] | train partition.costs=[1,2,3] | train dataset=synthetic_text
         train model=transformer_lm model.heads=3 model.width=8 | train model=transformer_lm dataset.vocabulary=100
         train dry_run=true partitions=99 | train run_folder=run
+        <plans> partition.costs=<costs> | <plans> partition.costs=<costs> | <plans> partition.balance=[5,5] partitions=3
+        <plans> precision=float16 | <plans> precision=[bfloat16] | <plans> compile=auto | <plans> replicas=33
+        <plans> replicas=4 micro_batches=16 | <plans> replicas=many | <plans> stages_per_process=3 | <plans> replicas=0
+        <plans> stages_per_process=auto | <plans> stages_per_process=2 executor=in_process
+        <plans> compile=true schedule=zero_bubble | <plans> compile=true model.drop_path=0.1
+        <plans> compile=true model=transformer_nmt | <trains> logger=<logger> | <trains> logger=<logger>
+        train resume=auto | train resume=auto run_folder=conf | train resume=auto run_folder=locked
+        train resume=auto run_folder=<unwritable> | train resume=auto run_folder=run_<bad> | train resume=Auto
+        train resume=auto -m seed=1,2 run_folder=x | bench resume=auto run_folder=x | check resume=auto run_folder=x
+        train max_restarts=-1 | train freeze=[] init_head=keep | train init_from=auto
+    """,
+    "schedule file": """
+        <plans> schedule=<schedules> | <plans> schedule=<schedules> | <plans> schedule=<schedules>
+        <plans> schedule=text | <plans> schedule=.csv | <plans> schedule=GPIPE | <plans> schedule=[gpipe]
+        <plans> schedule=3 | <plans> schedule=../1f1b | <plans> schedule=null | <plans> schedule=words.CSV
+        <plans> schedule=interleaved partitions=2 | plan write_schedule=text | plan write_schedule=missing/x.csv
+        plan write_schedule=<schedules>/x.csv | plan write_schedule=empty.csv | plan write_schedule=
+        plan write_schedule=fifo.csv | plan write_schedule=[a.csv] | train write_schedule=x.csv | plan write_schedule=3
+        plan -m partitions=1,2 write_schedule=x.csv | plan write_schedule=x.csv partitions=99
+    """,
+    "launch": """
+        launch slurm time=<time> | launch slurm time=<time> | launch slurm sbatch.<option>
+        launch slurm sbatch.<option> | launch slurm 'sbatch.comment="<control>"' | launch | launch slrum
+        launch slurm x | launch SLURM seed=1 | launch slurm sbatch=[a,b] | launch slurm sbatch=gpu
+        launch slurm sbatch=null | launch slurm nodes=0 | launch slurm nodes=99999
+        launch slurm gpus_per_node=2 processes_per_node=3
+        launch slurm device=cpu | launch slurm device=cuda gpus_per_node=0 | launch slurm resume=run
+        launch slurm resume=auto | launch slurm dry_run=true | launch slurm partitions=20 | launch slurm steps=3
+        launch slurm run_folder=<unwritable> | launch slurm run_folder=conf | launch slurm output=<unwritable>
+        launch slurm init_from=<odd> | launch slurm -m time=1:00,2:00 | launch slurm -m nodes=1,2
+        launch slurm -m seed=1
+        launch slurm -m seed=1,2 run_folder=x | launch slurm -m | launch slurm -m seed=1,2 hydra.sweep.dir=<unwritable>
+        launch slurm hydra.sweep.dir=x | launch slurm hydra/launcher=joblib | launch slurm hydra.verbose=true
+        launch slurm -m partitions=1,99 | launch slurm -m seed=1,abc | launch slurm -m hydra/sweeper=optuna seed=1,2
+        launch slurm -m 'seed=interval(1,2)'
+        launch slurm requeue=maybe
+        launch slurm nodes=3 gpus_per_node=1 partitions=2 | launch slurm cost=measured nodes=2 partitions=2
+        launch slurm --submit | launch slurm submit=yes time=1:75 | launch slurm -cd conf -cn <yaml>
+    """,
+    "export": """
+        export | export run=<odd> | export run=run_<bad> | export run=index_<bad> | export run=run format=<form>
+        export run=run file=x.bin | export run=run file=missing/x.safetensors | export run=run file=folder
+        export run=run file=x.pt | export run=run file=fifo.safetensors | export run=run file=
+        export run=run file=<odd>
+        export run=run file=run/config.yaml format=torch | export run=run averages=maybe | export -m run=run
+        export run=run checkpoint=worst | export run=run overwrite=3 | export run=run partitions=99
+        export run=run batch_size=0 | export run=run dataset=digits | export run=run model=resnet | export run=
+        export run=run decode.beam=1 | export run=run evaluate=1 | export run=run hydra.x=3 | export run run
+        export run=run,run | export run=run format=onnx file=x.pt | export run=run dataset.root=missing batch_size=x
+    """,
+    "search": """
+        train -m hydra/sweeper=optuna dry_run=true seed=1,2 | <sweeps> -m hydra/sweeper=nothing seed=1,2
+        <sweeps> -m hydra/sweeper=optuna 'seed=interval(a,b)' | <sweeps> -m 'seed=interval(1,2)'
+        <sweeps> -m hydra/sweeper=optuna hydra.sweeper.n_trials=x 'seed=choice(1,2)'
+        <sweeps> -m hydra/sweeper=optuna hydra.sweeper.n_trials=1 hydra.sweeper.direction=sideways 'seed=choice(1,2)'
+        <sweeps> -m hydra/sweeper=optuna hydra/sweeper/sampler=nothing 'seed=choice(1,2)'
+        <sweeps> -m hydra/sweeper=optuna 'partitions=range(50,90)' hydra.sweeper.n_trials=2
+        <sweeps> -m hydra/sweeper=optuna 'batch_size=interval(5,1)' | <sweeps> -m hydra/sweeper=optuna hydra.sweeper.x=3
+        <sweeps> hydra/sweeper=[optuna] -m seed=1,2 | plan -m hydra/sweeper=optuna 'seed=interval(1,2)'
+    """,
+    "formats": """
+        <reads> format=<form> | <reads> format=<form> | <reads> fromat=csv | plan -m seed=1,2 format=<form>
+        diff | diff run | diff <odd> run | diff run <odd> | diff run_<bad> run | diff run result_<bad> | diff '' run
+        diff run run run | diff run run output=x | diff --csv run run | list nothing | list models a b | list runs <odd>
+        list datasets x | list '' | list runs '' | list runs folder | list models '' | list --all
+        list models <surrogate> | help '' | help model.filterz | help <surrogate> | help = | help =x | help x=
+        compare result_<bad> | compare run_<bad> | compare run format=csv output=x | list runs run x
+        list format=json x
     """,
     "mistyped command": """
         lists | --vers | -x | '' | seed=1 <any> | -m | halp | <any> --no-such-option | train --partitions 4
@@ -454,6 +679,13 @@ def listing(*folders: Path) -> set[str]:
     return {path for path in found if "/torchinductor_" not in path}
 
 
+def names(line: Line, error: str) -> bool:
+    """Whether the error is about the line: it has an argument, a variable or a word of one in it."""
+    typed = [*line.environment, *line.arguments[bool(line.arguments) and line.arguments[0] in COMMANDS :]]
+    words = [*typed, *re.findall(r"[^\W\d]\w+", " ".join(typed), re.ASCII)]
+    return not words or any(word[:20] in error or ascii(word[:20])[1:-1] in error for word in words)
+
+
 def fault(line: Line, own: bool, place: Path, temporary: Path) -> str | None:
     """What is wrong with what becomes of a line; None: nothing."""
     before = listing(place, temporary)
@@ -473,6 +705,8 @@ def fault(line: Line, own: bool, place: Path, temporary: Path) -> str | None:
         wrong.append(f"exit code {code}")
     if err.count("\n") != 1 or "Traceback" in err or not err.startswith("gpipe"):
         wrong.append(f"stderr is {err[-600:]!r}")
+    elif not names(line, err.partition(": ")[2]):
+        wrong.append(f"names nothing of what was typed: {err!r}")
     if processes:
         wrong.append(f"{len(processes)} processes left")
     if after != before:
@@ -493,8 +727,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sys.path.append(".")  # where custom models are looked for
     # once, and not in every child
     for module in (
-        *("commands.compare", "commands.reproduce"),
-        *("launch.check_run", "launch.training_run", "launch.worker"),
+        *("commands.compare", "commands.diff", "commands.list", "commands.reproduce"),
+        *("launch.check_run", "launch.export_run", "launch.plan_run", "launch.slurm_check", "launch.training_run"),
+        *("launch.worker", "models.timm_models"),
     ):
         importlib.import_module(f"gpipe_cli.{module}")
 
