@@ -64,15 +64,16 @@ def measure(
     alone: Pass = []
     together: Pass = []
     updates: list[float] = []
+    spreads: list[tuple[float, float]] = []
     set_up = 0.0
     for index in range(segments.partitions):
         stage = build_stage(config, segments, index, build_model(config), whole)
         timer = _Timer(config, segments, stage, samples, seconds, apart=apart, splits=splits)
         if control.leads:
-            alone += timer.passes()
+            alone += timer.passes(spreads)
         control.barrier()
         if control.size > 1:
-            together += timer.passes()
+            together += timer.passes(spreads)
         if control.leads:
             updates += timer.updates()
             set_up += timer.set_up()
@@ -80,7 +81,9 @@ def measure(
     link = _slowest_link(placement, process.number, control, groups)
     if control.leads:
         figures = device_figures(torch.device(own), placement.precision, placement.memory_format)
-        process.report(LayerTimes(alone, together or None, updates, set_up, link, figures))
+        least, most = zip(*spreads, strict=True)
+        spread = min(least), max(most)
+        process.report(LayerTimes(alone, together or None, updates, set_up, link, figures, spread))
     control.barrier()
 
 
@@ -154,15 +157,25 @@ class _Timer:
     def _weight_is_done(self, number: int, weight: torch.Tensor) -> None:
         self._weights.append((number, self._mark()))
 
-    def passes(self) -> Pass:
-        """The median seconds of each layer over as many passes as there is time for."""
+    def passes(self, spreads: list[tuple[float, float]]) -> Pass:
+        """The median seconds of each layer over as many passes as there is time for, all longer by one factor, so that
+        their sum is that of a mean pass: what interrupts a layer now and then is in no median, but in every step.
+
+        `spreads` gets the first and the last tenth of the passes, over a mean one.
+        """
         for _ in range(_WARM_UP):
             self._one_pass()
         taken: list[Pass] = []
         began = time.perf_counter()
         while len(taken) < _LEAST or (len(taken) < _MOST and time.perf_counter() - began < self._seconds):
             taken.append(self._one_pass())
-        return [tuple(map(median, zip(*layer, strict=True))) for layer in zip(*taken, strict=True)]
+        passes = sorted(sum(map(sum, one)) for one in taken)
+        mean = sum(passes) / len(passes)
+        tenth = len(passes) // 10
+        spreads.append((passes[tenth] / mean, passes[-1 - tenth] / mean))
+        medians = [tuple(map(median, zip(*layer, strict=True))) for layer in zip(*taken, strict=True)]
+        factor = mean / sum(map(sum, medians))
+        return [tuple(factor * seconds for seconds in layer) for layer in medians]
 
     def _one_pass(self) -> Pass:
         stage, clock = self._stage, self._clock

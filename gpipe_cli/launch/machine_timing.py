@@ -10,6 +10,7 @@ another program was at work on it.
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import lru_cache, partial
 from importlib import metadata
@@ -39,35 +40,39 @@ from gpipe_cli.planner.device_rates import DeviceRates, Figures, Rates, fit_rate
 from gpipe_cli.planner.devices import Devices, place
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
 from gpipe_cli.planner.placement import Placement, make_placement
+from gpipe_cli.planner.plan import Plan
 from gpipe_cli.planner.step_schedule import mean_micro_batch
 from gpipe_cli.system.files import read_json, write_whole
 from gpipe_cli.system.gpus import Gpu, busy_share, driver_version
 from gpipe_cli.system.machine import cpu_model, usable_cores, usable_memory_bytes
 from gpipe_cli.system.phase import phase
-from gpipe_cli.units import duration, percent
+from gpipe_cli.units import duration, percent, plural
 
 Log = Callable[[str], None]
 
-_VERSION = 10  # of what is remembered, and of how it is measured
+_VERSION = 11  # of what is remembered, and of how it is measured
 # The settings that how long a layer takes depends on, but for those that the placement holds.
 _DECISIVE = ("model", "dataset", "optimizer", "label_smoothing", "ema_decay", "freeze")
 _LAYER_SECONDS, _REFERENCE_SECONDS = 2.5, 0.4  # that passes over the layers are repeated for
 _PROBE_SECONDS = 0.02
 _DRIFT = 0.2  # of the probe: more says that the machine is not as it was
 _PROBES, _PROBES_APART_SECONDS = 3, 0.3  # before it is believed
+_RUNS = 9  # that a prediction is calibrated by, the last ones
 _BUSY_SHARE = 0.1  # of a GPU's time: more is another program, and not a screen
 _MOST_PROCESSES = 16  # that are timed at once
 _DAY = 86400
 
 
 def step_costs(config: TrainConfig, profile: ModelProfile, log: Log) -> StepCosts:
-    """What the layers cost for the micro-batches of `config`: predicted, or measured if `cost` says so.
+    """What the layers cost for the micro-batches of `config`: predicted, or measured if `cost` says so; where runs of
+    the same model have shown on this machine what a step takes, by that.
 
     `log` gets a line before seconds go by, where a terminal does not show it as a phase. Raises InputError for what
     cannot be placed, or measured.
     """
     if config.cost == "figures":
-        return predicted_costs(config, profile, machine_rates(config, log))
+        costs = predicted_costs(config, profile, machine_rates(config, log))
+        return _calibrated(config, costs) if costs.basis == "timed_machine" else costs
     if torchrun() is not None:
         raise InputError(
             f"cost={config.cost}: layers are not timed under torchrun, where all processes must come to the same cut; "
@@ -90,11 +95,45 @@ def step_costs(config: TrainConfig, profile: ModelProfile, log: Log) -> StepCost
             f"cost={config.cost}: the layers cannot be timed: {one_line(error)}; use cost=figures, or more "
             "micro_batches"
         ) from None
-    times = LayerTimes(**found | {"figures": Figures(**found["figures"])})
+    times = LayerTimes(**found | {"figures": Figures(**found["figures"]), "spread": tuple(found["spread"])})
     at_once = placement.processes_here if placement.distributed and config.replicas == 1 else devices.at_once
     sheet = rates_of_sheet(resolved(config.hardware, devices.stages), 1)  # of the link, where one process was timed
     per_byte = sheet.link_byte_seconds if times.link is None else 1 / times.link[1]
-    return measured_costs(profile, mean, at_once, times, config.replicas, per_byte)
+    costs = measured_costs(profile, mean, at_once, times, config.replicas, per_byte)
+    return costs if config.cost == "measured_anew" else _calibrated(config, costs)
+
+
+def remember_run(config: TrainConfig, plan: Plan, step_seconds: float) -> None:
+    """What a step of a run took, for later plans of the same model: they were all short by a fifth or a third where a
+    machine is shared, as layers wait for more than what a timing of some seconds meets.
+
+    One factor for all K, M and schedules, so that it changes no choice between them. The last runs count.
+    """
+    if plan.costs.basis not in ("timed_machine", "timed_layers"):
+        return
+    file = _calibration_file(config)
+    factor = step_seconds / plan.step_seconds * plan.costs.calibration
+    known = [*(_remembered(file) or [])[1 - _RUNS :], factor]
+    with suppress(OSError):  # predictions stay as they are
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(file, json.dumps([known, digest_of("what was timed", known)]))
+
+
+def _calibrated(config: TrainConfig, costs: StepCosts) -> StepCosts:
+    factors = _remembered(_calibration_file(config))
+    if not factors:
+        return costs
+    middle = median(factors)
+    source = f"{costs.source}, calibrated by {plural(len(factors), 'run')} of this model"
+    spread = costs.spread if len(factors) == 1 else (min(factors) / middle, max(factors) / middle)
+    return replace(costs.calibrated(middle), source=source, spread=spread)
+
+
+def _calibration_file(config: TrainConfig) -> Path:
+    facts = {key: asdict(config)[key] for key in _DECISIVE} | _machine_facts(config) | {"cost": config.cost}
+    for key in ("processes", "threads"):  # a factor for some K alone would tip every comparison with other K
+        del facts[key]
+    return _folder() / "calibration" / f"{digest_of('steps of runs', facts)}.json"
 
 
 def machine_rates(config: TrainConfig, log: Log) -> DeviceRates | None:
@@ -135,8 +174,8 @@ def _timed_machine(reference: TrainConfig, log: Log) -> DeviceRates | None:
     names = list(dict.fromkeys(gpu["name"] for gpu in facts["gpus"]))
     what = f"the slowest of {', '.join(names)}" if names[1:] else "".join(names) or "this machine"
     parts = {name: Rates(**found[name]) for name in ("forward", "graph", "backward")}
-    figures = Figures(**found["figures"])
-    return DeviceRates(**found | parts | {"figures": figures, "source": f"hardware=auto: {what}, timed {when}"})
+    figures, source = Figures(**found["figures"]), f"hardware=auto: {what}, timed {when}"
+    return DeviceRates(**found | parts | {"figures": figures, "spread": tuple(found["spread"]), "source": source})
 
 
 def _time_machine(reference: TrainConfig) -> dict[str, Any]:
@@ -166,6 +205,7 @@ def _time_machine(reference: TrainConfig) -> dict[str, Any]:
         slowdown=times.slowdown,
         together=placement.processes,
         figures=times.figures,
+        spread=times.spread,
     )
     return asdict(rates)
 
@@ -326,11 +366,7 @@ def _timed(
 
     The file's name is a digest of `facts`; `log` gets the line before anything is timed. Raises what `work` raises.
     """
-    try:
-        folder = cache_folder(None)
-    except InputError:  # this user has none, as in a container: it is remembered until this command ends
-        folder = temporary_folder()
-    file = folder / kind / f"{digest_of('layer seconds', facts)}.json"
+    file = _folder() / kind / f"{digest_of('layer seconds', facts)}.json"
     remembered = None if anew else _remembered(file)
     machine, gpus = kind == "hardware", len(facts["gpus"])
     if remembered is None or (machine and not gpus and _drifted(remembered["probe_seconds"])):
@@ -350,9 +386,17 @@ def _timed(
     return remembered["found"], remembered["at"]
 
 
-def _remembered(file: Path) -> dict[str, Any] | None:
+def _folder() -> Path:
+    try:
+        return cache_folder(None)
+    except InputError:  # this user has none, as in a container: it is remembered until this command ends
+        return temporary_folder()
+
+
+def _remembered(file: Path) -> Any:
+    """What was written into it; None if it is not there, or damaged."""
     try:
         remembered, digest = read_json(file)
-    except (OSError, ValueError, TypeError):  # not there, or damaged: measured again
+    except (OSError, ValueError, TypeError):
         return None
     return remembered if digest == digest_of("what was timed", remembered) else None

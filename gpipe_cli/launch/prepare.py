@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from gpipe_cli.config.settings import TrainConfig, load
-from gpipe_cli.launch.machine_timing import step_costs
+from gpipe_cli.launch.machine_timing import step_costs, times_machine
 from gpipe_cli.planner.auto_settings import Comparison, choose
 from gpipe_cli.planner.devices import place
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model, refuse_single_samples
@@ -14,8 +14,9 @@ from gpipe_cli.planner.placement import Placement, make_placement
 from gpipe_cli.planner.plan import Plan
 from gpipe_cli.system.machine import usable_cores
 from gpipe_cli.system.phase import phase
-from gpipe_cli.units import percent, plural
+from gpipe_cli.units import duration, percent, plural
 
+_WORTH_THREADS = 1.1  # how much longer a step of one thread may take than that of all cores, and still be chosen
 _UNEVEN = 1.1  # the work of a process over the mean of all, that is worth a line; the choice is ours
 
 
@@ -43,7 +44,11 @@ def prepare(
     phase("building the model")
     profile = profile_model(config)
     phase("planning a step")
-    config, plan, comparisons = choose(config, auto, profile, partial(step_costs, log=log), elsewhere=elsewhere)
+    costs_of = partial(step_costs, log=log)
+    config, plan, comparisons = choose(config, auto, profile, costs_of, elsewhere=elsewhere)
+    config, plan, comparisons, threads = _fewest_threads(
+        config, plan, comparisons, lambda one: choose(one, (), profile, costs_of, elsewhere=elsewhere)
+    )
     if config.batch_size is not None:
         refuse_single_samples(config, config.batch_size, profile.model)
     config = replace(config, threads=place(config).threads)
@@ -56,8 +61,30 @@ def prepare(
     if config.schedule == "interleaved" and placement.of_pipeline == placement.partitions > 1:
         use = f"partitions={2 * config.partitions} stages_per_process=2 interleaves"
         chosen.append(("schedule", f"interleaved is 1f1b where a process has one stage; {use}"))
-    notes = (*chosen, *_resumed_threads(config), *_turns(placement), *_uneven(config, placement))
+    notes = (*chosen, *threads, *_resumed_threads(config), *_turns(placement), *_uneven(config, placement))
     return Prepared(config, profile, plan, placement, comparisons, notes)
+
+
+def _fewest_threads(
+    config: TrainConfig,
+    plan: Plan,
+    comparisons: tuple[Comparison, ...],
+    plan_of: Callable[[TrainConfig], tuple[TrainConfig, Plan, tuple[Comparison, ...]]],
+) -> tuple[TrainConfig, Plan, tuple[Comparison, ...], tuple[tuple[str, str], ...]]:
+    """The same with one thread for each process, and a line of the banner, where more gain little: threads of small
+    operations wait for each other, the longer the busier the machine is."""
+    if config.threads is not None or not times_machine(config):
+        return config, plan, comparisons, ()
+    devices = place(config)
+    if devices.threads == 1 or devices.stages[0] != "cpu":
+        return config, plan, comparisons, ()
+    one, alone, others = plan_of(replace(config, threads=1))
+    if alone.step_seconds > plan.step_seconds * _WORTH_THREADS:
+        return config, plan, comparisons, ()
+    again = {other.setting for other in others}
+    steps = f"{duration(alone.step_seconds)} a step predicted, {duration(plan.step_seconds)} with {devices.threads}"
+    kept = (*(one for one in comparisons if one.setting not in again), *others)
+    return one, alone, kept, (("threads", f"1 for each process: {steps}"),)
 
 
 def not_compiled(config: TrainConfig) -> str:
@@ -75,7 +102,7 @@ def _resumed_threads(config: TrainConfig) -> Iterator[tuple[str, str]]:
     if before not in (None, threads):
         yield "threads", f"{threads} for each process, {before} before: from here on the last digits are others"
     elif threads != usual:
-        yield "threads", f"{threads} for each process, as before: the same bits; threads=null is {usual} here"
+        yield "threads", f"{threads} for each process, as before: the same bits; threads=null chooses anew"
 
 
 def _turns(placement: Placement) -> Iterator[tuple[str, str]]:

@@ -14,6 +14,7 @@ from gpipe_cli.config.typed import one_line
 from gpipe_cli.data.micro_batches import share_of
 from gpipe_cli.errors import InputError
 from gpipe_cli.launch.job import Bench
+from gpipe_cli.launch.machine_timing import remember_run
 from gpipe_cli.launch.median_step import MedianStep, RecordedStep
 from gpipe_cli.launch.prepare import Prepared
 from gpipe_cli.launch.trace_file import predicted_step, traced_step, write_trace
@@ -107,6 +108,8 @@ class RunReport:
                     self._undrawn = self._shown(nearest)
                 if self._undrawn is not None:
                     self._draw(self._undrawn)
+            if ending != "failed" and (seconds := self._reporter.undisturbed_step_seconds) is not None:
+                remember_run(self._prepared.config, self._prepared.plan, seconds)
             try:
                 self._reporter.finish(ending, error)
                 lost = lost_output()

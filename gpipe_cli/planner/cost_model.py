@@ -46,6 +46,24 @@ class StepCosts:
     weighted_by: str = ""  # which setting of the user says how layers differ, if one does: `partition.costs`
     rates: DeviceRates | None = None  # that they were predicted by; None: they were measured
     together: tuple[float, int] = (1.0, 1)  # how much slower everything is while so many processes compute
+    calibration: float = 1.0  # measured over predicted in earlier runs of the model here; all seconds have it
+    spread: tuple[float, float] = (1.0, 1.0)  # of the seconds, lowest and highest, where several were seen
+
+    def calibrated(self, factor: float) -> "StepCosts":
+        """All seconds times `factor`: the cut and the shares of a step stay."""
+
+        def scaled(values: tuple[float, ...]) -> tuple[float, ...]:
+            return tuple(factor * seconds for seconds in values)
+
+        return replace(
+            self,
+            layers=tuple(LayerSeconds(*scaled(astuple(layer))) for layer in self.layers),
+            updates=scaled(self.updates),
+            edges=tuple(EdgeCost(*scaled(astuple(edge))) for edge in self.edges),
+            set_up=factor * self.set_up,
+            sums=scaled(self.sums),
+            calibration=factor * self.calibration,
+        )
 
 
 def predicted_costs(
@@ -113,6 +131,7 @@ def costs_by_rates(
         rates.figures,
         rates=rates,
         together=(rates.slowdown, rates.together),
+        spread=rates.spread,
     )
 
 
@@ -172,6 +191,10 @@ class LayerTimes:
     set_up: float  # once a step
     link: tuple[float, float] | None  # latency in seconds, bandwidth in bytes per second; None: nothing is sent
     figures: Figures | None = None  # of the device
+    spread: tuple[float, float] = (
+        1.0,
+        1.0,
+    )  # the shortest of all passes over the layers, and the longest, over the mean
 
     @property
     def slowdown(self) -> float:
@@ -201,5 +224,5 @@ def measured_costs(
     sums = sums_over_replicas(profile, replicas, sum_byte_seconds)
     return StepCosts(
         source, "timed_layers", layers, tuple(times.updates), edges, slowdown, times.set_up, sums, times.figures,
-        together=(times.slowdown, at_once),
+        together=(times.slowdown, at_once), spread=times.spread,
     )  # fmt: skip

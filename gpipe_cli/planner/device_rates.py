@@ -82,6 +82,7 @@ class DeviceRates:
     slowdown: float = 1.0  # of everything, while `together` processes compute on one machine
     together: int = 1
     figures: Figures | None = None  # where they were timed
+    spread: tuple[float, float] = (1.0, 1.0)  # of the seconds that were timed: the least and the most, over the mean
 
 
 def rates_of_sheet(hardware: HardwareConfig, threads: int, precision: Precision = "float32") -> DeviceRates:

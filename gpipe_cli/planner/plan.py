@@ -50,6 +50,12 @@ class Plan:
     compared: "Mapping[str, Plan | None]" = field(default_factory=dict)  # with others; None: does not fit
 
     @property
+    def step_range(self) -> tuple[float, float]:
+        """Seconds of a step, the least and the most, as the machine varied while it was timed or in earlier runs."""
+        least, most = self.costs.spread
+        return self.step_seconds * least, self.step_seconds * most
+
+    @property
     def saved_bytes(self) -> tuple[int, ...]:
         """The most activations held at once."""
         return tuple(stage.activations_bytes for stage in self.memory)

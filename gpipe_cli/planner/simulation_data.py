@@ -119,7 +119,7 @@ def _costs(config: TrainConfig, profile: ModelProfile, plan: Plan, micro_batches
     if costs.rates is not None:
         samples = mini_batch_samples(config, profile.lengths)
         mean = samples / min(samples, config.replicas * micro_batches)
-        return predicted_costs(config, profile, costs.rates, samples=mean, linked=True)
+        return predicted_costs(config, profile, costs.rates, samples=mean, linked=True).calibrated(costs.calibration)
     scale = plan.micro_batches / micro_batches
     layers = tuple(LayerSeconds(*(scale * seconds for seconds in asdict(layer).values())) for layer in costs.layers)
     edges = tuple(EdgeCost(scale * edge.forward_seconds, scale * edge.backward_seconds) for edge in costs.edges)

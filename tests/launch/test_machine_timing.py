@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from functools import cache as cache_of
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -13,19 +14,22 @@ import torch
 from plan_runs import traced
 from training_runs import TINY, command, configure
 
-from gpipe_cli.config.settings import TrainConfig
+from gpipe_cli.config.settings import TrainConfig, load_hardware
 from gpipe_cli.errors import InputError
 from gpipe_cli.launch import machine_timing as timing
 from gpipe_cli.launch.layer_benchmark import slowest_copies
-from gpipe_cli.launch.machine_timing import step_costs
+from gpipe_cli.launch.machine_timing import remember_run, step_costs
+from gpipe_cli.launch.prepare import _fewest_threads
 from gpipe_cli.pipeline.profile.layer_cost import OperationKind
 from gpipe_cli.planner import data_sheet
-from gpipe_cli.planner.cost_model import LayerTimes, StepCosts
+from gpipe_cli.planner.cost_model import LayerTimes, StepCosts, predicted_costs
 from gpipe_cli.planner.device_rates import Figures, Rates
 from gpipe_cli.planner.devices import memory_limit
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
 from gpipe_cli.planner.placement import Placement, make_placement, step_flops
+from gpipe_cli.planner.plan import make_plan
 from gpipe_cli.system.gpus import Gpu
+from gpipe_cli.system.machine import usable_cores
 
 
 @pytest.fixture(autouse=True)
@@ -114,6 +118,52 @@ def test_text_is_timed_too() -> None:
     )  # fmt: skip
     costs, _ = timed(config, profile_model(config))
     assert all(min(s.forward, s.graph) > 0 for s in costs.layers)
+
+
+def test_runs_calibrate_later_predictions_of_their_model(cache: Path) -> None:
+    """Every prediction on a shared machine was short, by a fifth to a third: what was timed for seconds is not what a
+    step meets. One factor for all K and M, so that it tips no choice."""
+    settings = [*TINY, "cost=measured"]
+    profile = traced(*TINY)
+    config, other = (configure(*settings, f"partitions={k}") for k in (2, 1))
+    timed(other, profile)
+    costs, _ = timed(config, profile)
+    assert costs.spread[0] <= 1 <= costs.spread[1]
+    for at, factor in enumerate((3.0, 2.0, 1.0), 1):
+        now, _ = timed(config, profile)
+        plan = make_plan(config, profile, now, None)
+        remember_run(config, plan, factor * plan.step_seconds / now.calibration)
+        known = [3.0, 2.0, 1.0][:at]
+        assert timed(config, profile)[0].calibration == pytest.approx(median(known))
+    again, _ = timed(config, profile)
+    assert again == replace(costs.calibrated(2.0), source=again.source, spread=again.spread)
+    assert "calibrated by 3 runs" in again.source
+    assert again.spread == pytest.approx((0.5, 1.5))
+    assert make_plan(config, profile, again, None).step_range == pytest.approx(
+        (make_plan(config, profile, costs, None).step_seconds, 3 * make_plan(config, profile, costs, None).step_seconds)
+    )
+    assert timed(other, profile)[0].calibration == pytest.approx(2.0)
+    assert timed(replace(config, label_smoothing=0.3), profile)[0].calibration == 1.0, "other work"
+    (file,) = (cache.parent / "calibration").iterdir()
+    file.write_text("[", encoding="utf-8")
+    assert timed(config, profile)[0].calibration == 1.0, "it was damaged"
+
+
+@pytest.mark.skipif(usable_cores() < 2, reason="a process has one thread on one core")
+@pytest.mark.parametrize(("longer", "threads"), [(1.05, 1), (1.2, None)])
+def test_threads_that_gain_little_are_not_used(longer: float, threads: int | None) -> None:
+    """One process on two cores took two threads and gained nothing by it, and beside busy programs a step took five
+    times as long: threads of small operations wait for each other."""
+    config, profile = configure(*(one for one in TINY if "threads" not in one), "partitions=1"), traced(*TINY)
+    config = replace(config, threads=None, hardware=load_hardware("auto"), dry_run=False)
+    plan = make_plan(config, profile, predicted_costs(config, profile), None)
+    alone = replace(plan, step_seconds=longer * plan.step_seconds)
+    chosen, its_plan, _, notes = _fewest_threads(config, plan, (), lambda one: (one, alone, ()))
+    assert chosen.threads == threads
+    assert its_plan is (plan if threads is None else alone)
+    assert len(notes) == (threads or 0)
+    given = replace(config, threads=2)
+    assert _fewest_threads(given, plan, (), lambda one: (one, alone, ()))[0] is given
 
 
 def test_torchruns_processes_must_agree_so_they_do_not_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -254,6 +254,19 @@ class Reporter:
         kind = measurement.kind_of_speed(self._run.placement.one_device, share)
         if kind is not None and kind != "measured":  # whatever was predicted, it was not this
             show_facts(console, [("", speed_kind(kind, share))])
+        if share is not None and share > measurement.DISTURBED and prediction.costs.basis != "data_sheet":
+            again = "cost=measured_anew times the layers again when the machine is idle"
+            show_facts(console, [("", f"no later prediction is based on this run; {again}")])
+
+    @property
+    def undisturbed_step_seconds(self) -> float | None:
+        """The median that later predictions are based on; None after few steps, or where stages shared a device or
+        other programs had the cores."""
+        seconds, share = self._medians.median("step_seconds"), self._medians.median("without_core")
+        few = self._steps - self._run.first_step < COMPARED_STEPS
+        if few or seconds is None or share is None or share > measurement.DISTURBED:
+            return None
+        return None if self._run.placement.one_device else seconds
 
     def _memory(self) -> list[dict[str, Any]]:
         run = self._run

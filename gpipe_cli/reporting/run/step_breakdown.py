@@ -35,6 +35,7 @@ def share_result(
         "source": prediction.costs.source,
         "measured": prediction.costs.basis == "timed_layers",
         "step_seconds": prediction.step_seconds,
+        "step_seconds_range": prediction.step_range,
         "memory_bytes": [stage.total_bytes for stage in prediction.memory],
         "activation_bytes": prediction.saved_bytes,
     }
@@ -77,7 +78,9 @@ def comparison(
 ) -> Iterable[tuple[str, str]]:
     """Labelled lines: the prediction of a run against the median over its steps without warm-up, and the saved
     activations of one mini-batch, per stage, if they were counted."""
-    times = f"{duration(prediction.step_seconds)} a step, measured {duration(step_seconds)}"
+    least, most = prediction.step_range
+    varied = f", {duration(least)} to {duration(most)} as the machine varies;" if least < most else ","
+    times = f"{duration(prediction.step_seconds)} a step{varied} measured {duration(step_seconds)}"
     yield "predicted", f"{times} ({difference(prediction.step_seconds, step_seconds, 'as long')})"
     if predicted_bytes and counted_bytes:
         stages = range(len(counted_bytes))

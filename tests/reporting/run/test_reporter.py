@@ -180,6 +180,19 @@ def test_a_prediction_is_compared_once_after_twenty_steps(tmp_path: Path) -> Non
     assert file.getvalue().count("predicted ") == 1  # nothing else was measured
 
 
+@pytest.mark.parametrize(("steps", "share", "seconds"), [(20, 0.05, 0.0625), (19, 0.05, None), (20, 0.596, None)])
+def test_a_run_that_was_short_or_disturbed_is_no_base_of_predictions(
+    steps: int, share: float, seconds: float | None, tmp_path: Path
+) -> None:
+    """A run whose cores were taken 59.6 % of the time was compared with predictions as any other."""
+    reporter, file = reporter_in(tmp_path, plan=plan())
+    for number in range(1, steps + 1):
+        reporter.step(step(number, without_core=(0.0, share)))
+    assert reporter.undisturbed_step_seconds == seconds
+    assert ("cost=measured_anew" in file.getvalue()) == (share > 0.5)
+    reporter.finish("completed")
+
+
 def test_warm_up_steps_are_not_compared_with_a_prediction(tmp_path: Path) -> None:
     reporter, file = reporter_in(tmp_path, plan=plan())
     for number in range(1, 4):
