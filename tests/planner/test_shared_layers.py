@@ -16,9 +16,18 @@ from training_runs import TINY, configure, train_here
 from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.errors import InputError
 from gpipe_cli.launch.check_run import _Checked
+from gpipe_cli.pipeline.profile.tracing import trace_layers
+from gpipe_cli.pipeline.runtime.boundary import as_boundary
 from gpipe_cli.pipeline.schedule.partitioner import NoCutFitsError, partition
 from gpipe_cli.planner.placement import make_placement
-from gpipe_cli.planner.shared_layers import SeparatedError, Shared, check_cut, find_shared, keeping_together
+from gpipe_cli.planner.shared_layers import (
+    SeparatedError,
+    Shared,
+    check_cut,
+    find_read,
+    find_shared,
+    keeping_together,
+)
 from gpipe_cli.training.checkpoint.store import find_checkpoint
 from gpipe_cli.training.checkpoint.whole_model import whole_model
 from gpipe_cli.training.engine import WorkerProcess
@@ -150,6 +159,31 @@ def test_layers_of_which_one_reads_the_others_weight_stay_in_one_stage(way: str)
             assert ("2" in names) == ("4" in names)
     with pytest.raises(SeparatedError, match="use partitions=7 or fewer"):
         make_placement(configure(*settings, "partitions=8"))
+
+
+class Mixes(nn.Module):
+    """A block with a weight of its own, and a function that may read another's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.mix = nn.Linear(4, 4), lambda x: x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mix(self.own(x))
+
+
+def test_equal_layers_with_one_function_read_the_weight_of_the_first() -> None:
+    """The first reads its own weight by it. The others are equal, and were taken to read their own, too."""
+    blocks = [Mixes() for _ in range(3)]
+    for block in blocks:
+        block.mix = lambda x: nn.functional.linear(x, blocks[0].own.weight)
+    function = blocks[0].mix
+    for block in blocks:
+        block.mix = function
+    model = nn.Sequential(*blocks).to("meta")
+    costs = trace_layers(model, as_boundary((torch.empty(1, 4),)), training=True)
+    assert [cost.foreign for cost in costs] == [(), ("0.own.weight",), ("0.own.weight",)]
+    assert {(one.first, one.second) for one in find_read(costs)} == {(0, 1), (0, 2)}
 
 
 @pytest.mark.parametrize("way", [way for way in READERS if way not in ALIASES])

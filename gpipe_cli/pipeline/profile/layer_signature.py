@@ -7,6 +7,8 @@ not plain data, by the identity of the object: a layer that owns an object of an
 import io
 import pickle
 from collections import OrderedDict
+from itertools import count
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -22,8 +24,8 @@ def signature(layer: nn.Module) -> bytes:
     """Equal for layers that do the same to inputs of the same shapes, as long as both live.
 
     Of every module inside: its type, its attributes, its parameters and buffers (shape, strides, type, whether trained,
-    and which are one object). Numbers, strings and what is made of them compare by value; functions, tensors that are
-    plain attributes, hooks and other objects by identity.
+    and which are one object). Numbers, strings and what is made of them compare by value, functions
+    without a closure by identity; tensors that are plain attributes, other functions and objects are equal to none.
     """
     described = io.BytesIO()
     _Describer(described).dump(layer)
@@ -32,6 +34,8 @@ def signature(layer: nn.Module) -> bytes:
 
 class _Describer(pickle.Pickler):
     """Nothing is ever read back: pickle walks through plain data, fast, and asks here about everything else."""
+
+    _others = count()  # of all layers
 
     def __init__(self, described: io.BytesIO) -> None:
         super().__init__(described, protocol=5)
@@ -54,7 +58,12 @@ class _Describer(pickle.Pickler):
             return f"{type(value)} {value.shape} {value.stride()} {value.dtype} {value.requires_grad} {own}"
         if isinstance(value, torch.dtype | torch.device | torch.memory_format | torch.Size):
             return repr(value)
-        return str(id(value))
+        # what may hold tensors of another layer is not the same for two layers, even if it is one object: of one it may
+        # be its own weight that is read, of the other that of the first
+        simple = isinstance(value, type | BuiltinFunctionType) or (
+            isinstance(value, FunctionType) and value.__closure__ is None
+        )
+        return str(id(value)) if simple else f"another {next(self._others)}"
 
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, nn.Module):

@@ -34,7 +34,7 @@ SHARED, DTYPE = Setting(), torch.float16
 
 @pytest.mark.parametrize(
     "setting",
-    [None, True, 3, 2.5, "x", (1, "a"), [1, [2.0]], {"a": [1]}, OrderedDict(a=1), {1, 2}, Size(3), DTYPE, SHARED,
+    [None, True, 3, 2.5, "x", (1, "a"), [1, [2.0]], {"a": [1]}, OrderedDict(a=1), {1, 2}, Size(3), DTYPE,
      torch.relu, torch.device("cpu")],
 )  # fmt: skip
 def test_layers_with_the_same_settings_are_equal(setting: Any) -> None:
@@ -45,7 +45,7 @@ def test_layers_with_the_same_settings_are_equal(setting: Any) -> None:
     ("one", "other"),
     [(1, 2), (1, True), (1, 1.0), (0, False), ("a", "b"), ((1, 2), [1, 2]), ({"a": 1}, {"a": 2}), (Size(1), (1,)),
      (Setting(), Setting()), (torch.zeros(2), torch.zeros(2)), (lambda x: x, lambda x: x), (torch.relu, torch.tanh),
-     ([Setting()], [Setting()]), (None, 0), ({}, None)],
+     ([Setting()], [Setting()]), (SHARED, SHARED), (None, 0), ({}, None)],
 )  # fmt: skip
 def test_layers_that_differ_in_an_attribute_are_not_equal(one: Any, other: Any) -> None:
     assert not same(Layer(one), Layer(other))
