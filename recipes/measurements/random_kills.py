@@ -8,9 +8,12 @@ weights, their averages, the optimizer's state, its results and its curves are c
 run, bit for bit, and another run begins. Nothing is set but how long to train and how often to write a checkpoint: the
 threads, on which bits depend, are those of K = 2, and resuming keeps them.
 
+With --stops, every second process, unless it is the parent, is stopped for good (SIGSTOP) instead: the run notices
+after timeout_seconds, which should be some seconds then, and ends by itself.
+
 Which process, when and which K follow from the seed; what the process was doing at that moment does not.
 
-Usage: python recipes/measurements/random_kills.py [--runs 30] [--seed 0] [setting=value ...]
+Usage: python recipes/measurements/random_kills.py [--runs 30] [--seed 0] [--stops] [setting=value ...]
        Linux; 25 minutes on 2 cores
 """
 
@@ -38,7 +41,7 @@ from gpipe_cli.training.checkpoint.store import checkpoints_in, find_checkpoint,
 SETTINGS = ["epochs=2", "checkpoint.every_steps=15"]
 CURVES = ("train/", "test/")
 NOTHING = "nothing"
-ROW = "{:>3}{:>3}  {:<10}{:<16}{:>8}  {:<16}{:<9}{:>9}"
+ROW = "{:>3}{:>3}  {:<10}{:<16}{:>8}  {:<26}{:<9}{:>9}"
 MOMENTS = ("any", "in training", "while writing")
 PATIENCE_SECONDS = 60.0  # until nothing is left of a run that has lost a process
 
@@ -160,6 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = command_line(__doc__)
     parser.add_argument("--runs", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--stops", action="store_true")
     options = parser.parse_args(arguments)
     runs, seed, settings = options.runs, options.seed, options.settings
     getLogger("tensorboard").setLevel(ERROR)  # it warns of what a resumed run repeated
@@ -190,10 +194,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 if left > 0 and program.poll() is None:
                     held = trial.held()
                     name, numbers = random.choice(sorted(trial.targets(program.pid).items()))
-                    with suppress(ProcessLookupError):  # it has just ended
-                        os.kill(random.choice(numbers), signal.SIGKILL)
                     kills, left = kills + 1, left - 1
-                    kill = (moment, f"{time.monotonic() - began:.1f} s", name)
+                    stops = options.stops and kills % 2 == 0 and name != "parent"
+                    with suppress(ProcessLookupError):  # it has just ended
+                        os.kill(random.choice(numbers), signal.SIGSTOP if stops else signal.SIGKILL)
+                    kill = (moment, f"{time.monotonic() - began:.1f} s", f"{name}, stopped" if stops else name)
                     code = program.wait()
                 else:
                     code = program.wait()
