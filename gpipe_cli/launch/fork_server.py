@@ -35,9 +35,6 @@ if TYPE_CHECKING:
     from gpipe_cli.launch.job import Job
 
 _IMPORTED = ["gpipe_cli.launch.worker", "torch._dynamo"]  # which torch imports with the first optimizer
-# Has glibc ask for huge pages (2 MiB) for what it allocates. On pages of 4 KiB, whose places in memory are up to
-# chance, one process in four took 20 to 40 % longer for every layer, from its beginning to its end.
-_HEAP = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 _PATIENCE_SECONDS = 2.0  # when this process ends: until all that it has started has ended too
 _SERVE = "import sys; sys.path[:] = sys.argv[1:]; from gpipe_cli.launch.fork_server import serve; serve({})"
 
@@ -107,7 +104,9 @@ class ForkServer:
                     [sys.executable, "-c", _SERVE.format(self._imported), *sys.path],
                     stdin=theirs.fileno(),
                     # GPUs are counted as system/gpus.py does
-                    env={**_HEAP, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"} | os.environ | {"TMPDIR": str(temporary_folder())},
+                    env={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+                    | os.environ
+                    | {"TMPDIR": str(temporary_folder()), "GLIBC_TUNABLES": _tunables()},
                     pass_fds=[_temporary()[1]],
                     preexec_fn=before_exec,
                 )
@@ -172,6 +171,16 @@ def _temporary() -> tuple[Path, int]:
 
     atexit.register(remove)
     return Path(folder), held
+
+
+def _tunables() -> str:
+    """Has glibc ask for huge pages (2 MiB) for what it allocates, unless the user has decided about that.
+
+    On pages of 4 KiB, whose places in memory are up to chance, one process in four took 20 to 40 % longer for every
+    layer, from its beginning to its end.
+    """
+    given = os.environ.get("GLIBC_TUNABLES", "")
+    return given if "glibc.malloc.hugetlb" in given else ":".join(filter(None, (given, "glibc.malloc.hugetlb=1")))
 
 
 def _libraries(config: TrainConfig) -> list[str]:

@@ -70,10 +70,12 @@ def measure(
         stage = build_stage(config, segments, index, build_model(config), whole)
         timer = _Timer(config, segments, stage, samples, seconds, apart=apart, splits=splits)
         if control.leads:
-            alone += timer.passes(spreads)
+            passes, spread = timer.passes()
+            alone, spreads = alone + passes, [*spreads, spread]
         control.barrier()
         if control.size > 1:
-            together += timer.passes(spreads)
+            passes, spread = timer.passes()
+            together, spreads = together + passes, [*spreads, spread]
         if control.leads:
             updates += timer.updates()
             set_up += timer.set_up()
@@ -82,8 +84,8 @@ def measure(
     if control.leads:
         figures = device_figures(torch.device(own), placement.precision, placement.memory_format)
         least, most = zip(*spreads, strict=True)
-        spread = min(least), max(most)
-        process.report(LayerTimes(alone, together or None, updates, set_up, link, figures, spread))
+        times = LayerTimes(alone, together or None, updates, set_up, link, figures, (min(least), max(most)))
+        process.report(times)
     control.barrier()
 
 
@@ -157,11 +159,10 @@ class _Timer:
     def _weight_is_done(self, number: int, weight: torch.Tensor) -> None:
         self._weights.append((number, self._mark()))
 
-    def passes(self, spreads: list[tuple[float, float]]) -> Pass:
+    def passes(self) -> tuple[Pass, tuple[float, float]]:
         """The median seconds of each layer over as many passes as there is time for, all longer by one factor, so that
-        their sum is that of a mean pass: what interrupts a layer now and then is in no median, but in every step.
-
-        `spreads` gets the first and the last tenth of the passes, over a mean one.
+        their sum is that of a mean pass: what interrupts a layer now and then is in no median, but in every step. And
+        how long a short and a long pass take, without the tenth of them on either side, over a mean one.
         """
         for _ in range(_WARM_UP):
             self._one_pass()
@@ -172,10 +173,10 @@ class _Timer:
         passes = sorted(sum(map(sum, one)) for one in taken)
         mean = sum(passes) / len(passes)
         tenth = len(passes) // 10
-        spreads.append((passes[tenth] / mean, passes[-1 - tenth] / mean))
+        spread = min(1.0, passes[tenth] / mean), max(1.0, passes[-1 - tenth] / mean)
         medians = [tuple(map(median, zip(*layer, strict=True))) for layer in zip(*taken, strict=True)]
         factor = mean / sum(map(sum, medians))
-        return [tuple(factor * seconds for seconds in layer) for layer in medians]
+        return [tuple(factor * seconds for seconds in layer) for layer in medians], spread
 
     def _one_pass(self) -> Pass:
         stage, clock = self._stage, self._clock

@@ -16,6 +16,7 @@ from functools import lru_cache, partial
 from importlib import metadata
 from math import ceil
 from pathlib import Path
+from shutil import rmtree
 from statistics import median
 from threading import Thread
 from typing import Any
@@ -26,7 +27,7 @@ from gpipe_cli.assembly.build import memory_format_of
 from gpipe_cli.config.groups import AugmentationConfig, CustomConfig, ImagesConfig, SGDConfig
 from gpipe_cli.config.settings import PartitionConfig, TrainConfig, load_hardware
 from gpipe_cli.config.typed import one_line
-from gpipe_cli.data.cache import cache_folder, digest_of
+from gpipe_cli.data.cache import cache_folder, digest_of, locked
 from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.errors import InputError
 from gpipe_cli.launch import reference_layers
@@ -57,6 +58,7 @@ _LAYER_SECONDS, _REFERENCE_SECONDS = 2.5, 0.4  # that passes over the layers are
 _PROBE_SECONDS = 0.02
 _DRIFT = 0.2  # of the probe: more says that the machine is not as it was
 _PROBES, _PROBES_APART_SECONDS = 3, 0.3  # before it is believed
+_CALIBRATION = "calibration"  # folder of what runs have shown
 _RUNS = 9  # that a prediction is calibrated by, the last ones
 _BUSY_SHARE = 0.1  # of a GPU's time: more is another program, and not a screen
 _MOST_PROCESSES = 16  # that are timed at once
@@ -104,18 +106,17 @@ def step_costs(config: TrainConfig, profile: ModelProfile, log: Log) -> StepCost
 
 
 def remember_run(config: TrainConfig, plan: Plan, step_seconds: float) -> None:
-    """What a step of a run took, for later plans of the same model: they were all short by a fifth or a third where a
-    machine is shared, as layers wait for more than what a timing of some seconds meets.
+    """What a step of a run took, for later plans of the same model: on a machine that is shared they were all short, by
+    a fifth or a third, as a step meets more than what a timing of some seconds does. The last runs count.
 
-    One factor for all K, M and schedules, so that it changes no choice between them. The last runs count.
+    One factor for all K, M and schedules, so that it changes no choice between them. Of GPUs nothing is remembered:
+    nobody has seen there that predictions are short.
     """
-    if plan.costs.basis not in ("timed_machine", "timed_layers"):
+    if plan.costs.basis not in ("timed_machine", "timed_layers") or _gpus(place(config)):
         return
-    file = _calibration_file(config)
-    factor = step_seconds / plan.step_seconds * plan.costs.calibration
-    known = [*(_remembered(file) or [])[1 - _RUNS :], factor]
-    with suppress(OSError):  # predictions stay as they are
-        file.parent.mkdir(parents=True, exist_ok=True)
+    factor, file = step_seconds / plan.step_seconds * plan.costs.calibration, _calibration_file(config)
+    with suppress(OSError), locked(file.with_suffix(".lock")):  # else predictions stay as they are
+        known = [*(_remembered(file) or [])[1 - _RUNS :], factor]
         write_whole(file, json.dumps([known, digest_of("what was timed", known)]))
 
 
@@ -130,10 +131,12 @@ def _calibrated(config: TrainConfig, costs: StepCosts) -> StepCosts:
 
 
 def _calibration_file(config: TrainConfig) -> Path:
-    facts = {key: asdict(config)[key] for key in _DECISIVE} | _machine_facts(config) | {"cost": config.cost}
+    settings = asdict(config)
+    decisive = (*_DECISIVE, "hardware", "compile", "replicas")
+    facts = {key: settings[key] for key in decisive} | _machine_facts(config) | {"timed": config.cost != "figures"}
     for key in ("processes", "threads"):  # a factor for some K alone would tip every comparison with other K
         del facts[key]
-    return _folder() / "calibration" / f"{digest_of('steps of runs', facts)}.json"
+    return _folder() / _CALIBRATION / f"{digest_of('steps of runs', facts)}.json"
 
 
 def machine_rates(config: TrainConfig, log: Log) -> DeviceRates | None:
@@ -379,6 +382,8 @@ def _timed(
             log(f"not remembered for the next time: another program kept a GPU busy ({percent(busy)} of the time)")
             return remembered["found"], remembered["at"]
         try:
+            if file.exists():  # the factors of earlier runs are over what was timed before
+                rmtree(_folder() / _CALIBRATION, ignore_errors=True)
             file.parent.mkdir(parents=True, exist_ok=True)
             write_whole(file, json.dumps([remembered, digest_of("what was timed", remembered)]))
         except OSError as error:

@@ -46,9 +46,11 @@ def prepare(
     phase("planning a step")
     costs_of = partial(step_costs, log=log)
     config, plan, comparisons = choose(config, auto, profile, costs_of, elsewhere=elsewhere)
-    config, plan, comparisons, threads = _fewest_threads(
-        config, plan, comparisons, lambda one: choose(one, (), profile, costs_of, elsewhere=elsewhere)
-    )
+    threads: tuple[tuple[str, str], ...] = ()
+    if not auto:  # whose candidates were compared with the threads that they have
+        config, plan, comparisons, threads = _fewest_threads(
+            config, plan, comparisons, lambda one: choose(one, (), profile, costs_of, elsewhere=elsewhere)
+        )
     if config.batch_size is not None:
         refuse_single_samples(config, config.batch_size, profile.model)
     config = replace(config, threads=place(config).threads)
@@ -81,10 +83,8 @@ def _fewest_threads(
     one, alone, others = plan_of(replace(config, threads=1))
     if alone.step_seconds > plan.step_seconds * _WORTH_THREADS:
         return config, plan, comparisons, ()
-    again = {other.setting for other in others}
     steps = f"{duration(alone.step_seconds)} a step predicted, {duration(plan.step_seconds)} with {devices.threads}"
-    kept = (*(one for one in comparisons if one.setting not in again), *others)
-    return one, alone, kept, (("threads", f"1 for each process: {steps}"),)
+    return one, alone, others, (("threads", f"1 for each process: {steps}"),)
 
 
 def not_compiled(config: TrainConfig) -> str:

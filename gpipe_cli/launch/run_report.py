@@ -108,8 +108,6 @@ class RunReport:
                     self._undrawn = self._shown(nearest)
                 if self._undrawn is not None:
                     self._draw(self._undrawn)
-            if ending != "failed" and (seconds := self._reporter.undisturbed_step_seconds) is not None:
-                remember_run(self._prepared.config, self._prepared.plan, seconds)
             try:
                 self._reporter.finish(ending, error)
                 lost = lost_output()
@@ -117,6 +115,8 @@ class RunReport:
                 if ending == "completed":
                     raise
                 lost = unwritten
+            if ending != "failed" and (seconds := self._reporter.undisturbed_step_seconds) is not None:
+                remember_run(self._prepared.config, self._prepared.plan, seconds)
             if error is not None and lost is not None:  # the summary or result.json does not have it
                 show_error(error)
         elif error is not None:

@@ -191,10 +191,7 @@ class LayerTimes:
     set_up: float  # once a step
     link: tuple[float, float] | None  # latency in seconds, bandwidth in bytes per second; None: nothing is sent
     figures: Figures | None = None  # of the device
-    spread: tuple[float, float] = (
-        1.0,
-        1.0,
-    )  # the shortest of all passes over the layers, and the longest, over the mean
+    spread: tuple[float, float] = (1.0, 1.0)  # how long short and long passes over the layers took, over a mean one
 
     @property
     def slowdown(self) -> float:

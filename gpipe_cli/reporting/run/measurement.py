@@ -25,7 +25,7 @@ SpeedKind = Literal["measured", "measured_contended", "measured_one_device"]
 
 PACKAGES = ("torch", "torchvision", "timm", "gpipe-cli")
 CONTENDED = 0.05  # share of a stage's computing time without a core from which on its speed is not its own
-DISTURBED = 0.15  # from which share on nothing is predicted from it
+DISTURBED = 0.15  # share above which a run does not calibrate later predictions
 TEXT_PACKAGES = ("sentencepiece", "Babel", "sacrebleu")  # the tokens, the sentences and the scores come from them
 
 

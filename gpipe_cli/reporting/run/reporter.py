@@ -227,6 +227,7 @@ class Reporter:
         self._console.stop()
         if self._steps - self._run.first_step > self._run.warm_up_steps:
             self._compare()
+        self._show_disturbed()
         show_summary(self._console.console, result, self._folder, self._run.flops.peak_source, *self._resumable())
         if unwritten is not None:
             raise unwritten
@@ -254,17 +255,24 @@ class Reporter:
         kind = measurement.kind_of_speed(self._run.placement.one_device, share)
         if kind is not None and kind != "measured":  # whatever was predicted, it was not this
             show_facts(console, [("", speed_kind(kind, share))])
-        if share is not None and share > measurement.DISTURBED and prediction.costs.basis != "data_sheet":
-            again = "cost=measured_anew times the layers again when the machine is idle"
-            show_facts(console, [("", f"no later prediction is based on this run; {again}")])
+
+    def _show_disturbed(self) -> None:
+        """Says that predictions do not learn from this run, where they would, and what does help them."""
+        prediction, share = self._run.prediction, self._medians.median("without_core")
+        if prediction is None or share is None or share <= measurement.DISTURBED or self._run.placement.one_device:
+            return
+        if prediction.costs.basis in ("timed_machine", "timed_layers"):
+            again = "cost=measured_anew times the layers when others leave the cores alone"
+            show_facts(self._console.console, [("disturbed", f"later predictions do not use this run; {again}")])
 
     @property
     def undisturbed_step_seconds(self) -> float | None:
         """The median that later predictions are based on; None after few steps, or where stages shared a device or
         other programs had the cores."""
         seconds, share = self._medians.median("step_seconds"), self._medians.median("without_core")
+        waited = self._medians.median("set_up") or 0.0  # for data, among others
         few = self._steps - self._run.first_step < COMPARED_STEPS
-        if few or seconds is None or share is None or share > measurement.DISTURBED:
+        if few or seconds is None or share is None or max(share, waited) > measurement.DISTURBED:
             return None
         return None if self._run.placement.one_device else seconds
 

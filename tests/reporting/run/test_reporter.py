@@ -189,8 +189,8 @@ def test_a_run_that_was_short_or_disturbed_is_no_base_of_predictions(
     for number in range(1, steps + 1):
         reporter.step(step(number, without_core=(0.0, share)))
     assert reporter.undisturbed_step_seconds == seconds
-    assert ("cost=measured_anew" in file.getvalue()) == (share > 0.5)
     reporter.finish("completed")
+    assert ("cost=measured_anew" in file.getvalue()) == (share > 0.5)
 
 
 def test_warm_up_steps_are_not_compared_with_a_prediction(tmp_path: Path) -> None:
