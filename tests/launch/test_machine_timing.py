@@ -150,7 +150,7 @@ def test_runs_calibrate_later_predictions_of_their_model(cache: Path) -> None:
 
 
 @pytest.mark.skipif(usable_cores() < 2, reason="a process has one thread on one core")
-@pytest.mark.parametrize(("longer", "threads"), [(1.05, 1), (1.2, None)])
+@pytest.mark.parametrize(("longer", "threads"), [(1.2, 1), (1.4, None)])
 def test_threads_that_gain_little_are_not_used(longer: float, threads: int | None) -> None:
     """One process on two cores took two threads and gained nothing by it, and beside busy programs a step took five
     times as long: threads of small operations wait for each other."""
