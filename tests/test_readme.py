@@ -1,7 +1,10 @@
 """The READMEs say only what is so: commands compose, one of each kind runs, links lead somewhere, refusals are real."""
 
+import os
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -77,8 +80,8 @@ def refusals() -> list[tuple[str, str]]:
 
 
 def composed() -> list[str]:
-    """The commands that Hydra composes. The others only run; `-sc` would write to the shell's own files."""
-    only_run = ("compare", "diff", "list", "help", "reproduce", "-sc")
+    """The commands that Hydra composes. The others only run."""
+    only_run = ("compare", "diff", "list", "help", "reproduce")
     return [line for line in commands() if line.split()[1] not in only_run and "my_sweep" not in line]
 
 
@@ -153,6 +156,15 @@ def test_every_command_composes(line: str, capsys: pytest.CaptureFixture[str]) -
             for part in key.split("."):
                 found = found[part]
             assert found == yaml.safe_load(value), argument
+
+
+def test_the_line_for_tab_completion_installs_it() -> None:
+    """Hydra prints a script for the shell; the README named the command that prints it, which installs nothing."""
+    (line,) = re.findall(r"Tab completion in bash: `([^`]+)`", README)
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    script = f"{line}\nCOMP_LINE='gpipe tr' COMP_CWORD=1; $(complete -p gpipe | cut -d' ' -f7); echo ${{COMPREPLY[@]}}"
+    result = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert result.stdout == "train\n", result.stderr
 
 
 @pytest.mark.parametrize(("line", "answer"), refusals())
