@@ -16,7 +16,7 @@ from gpipe_cli.system.machine import usable_cores
 from gpipe_cli.system.phase import phase
 from gpipe_cli.units import duration, percent, plural
 
-_WORTH_THREADS = 1.3  # over the step with more threads: up to here one thread is chosen, as a busy machine slows it less
+_WORTH_THREADS = 1.3  # times the step of more threads, up to which one is chosen: a busy machine slows it less
 _UNEVEN = 1.1  # the work of a process over the mean of all, that is worth a line; the choice is ours
 
 
