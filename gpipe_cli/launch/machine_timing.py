@@ -106,11 +106,11 @@ def step_costs(config: TrainConfig, profile: ModelProfile, log: Log) -> StepCost
 
 
 def remember_run(config: TrainConfig, plan: Plan, step_seconds: float) -> None:
-    """What a step of a run took, for later plans of the same model: on a machine that is shared they were all short, by
-    a fifth or a third, as a step meets more than what a timing of some seconds does. The last runs count.
+    """Keeps how many times as long as predicted a step of a run took, for later plans of the same model.
 
-    One factor for all K, M and schedules, so that it changes no choice between them. Of GPUs nothing is remembered:
-    nobody has seen there that predictions are short.
+    On shared CPUs a step took a fifth to a third longer than a timing of some seconds had predicted. There is one
+    factor for all K, M and schedules, so that it changes no choice between them: the median of the last runs. Nothing
+    is kept of GPUs, where predictions have not been compared with runs yet.
     """
     if plan.costs.basis not in ("timed_machine", "timed_layers") or _gpus(place(config)):
         return
@@ -382,7 +382,7 @@ def _timed(
             log(f"not remembered for the next time: another program kept a GPU busy ({percent(busy)} of the time)")
             return remembered["found"], remembered["at"]
         try:
-            if file.exists():  # the factors of earlier runs are over what was timed before
+            if file.exists():  # the factors of earlier runs refer to the timing that is replaced
                 rmtree(_folder() / _CALIBRATION, ignore_errors=True)
             file.parent.mkdir(parents=True, exist_ok=True)
             write_whole(file, json.dumps([remembered, digest_of("what was timed", remembered)]))

@@ -73,8 +73,9 @@ def _fewest_threads(
     comparisons: tuple[Comparison, ...],
     plan_of: Callable[[TrainConfig], tuple[TrainConfig, Plan, tuple[Comparison, ...]]],
 ) -> tuple[TrainConfig, Plan, tuple[Comparison, ...], tuple[tuple[str, str], ...]]:
-    """The same with one thread for each process, and a line of the banner, where more gain little: threads of small
-    operations wait for each other, the longer the busier the machine is."""
+    """The settings, plan and comparisons of one thread for each process where more threads gain little, and a line of
+    the banner that says so; else those given. Threads of small operations wait for each other, the longer the busier
+    the machine is."""
     if config.threads is not None or not times_machine(config):
         return config, plan, comparisons, ()
     devices = place(config)

@@ -257,7 +257,7 @@ class Reporter:
             show_facts(console, [("", speed_kind(kind, share))])
 
     def _show_disturbed(self) -> None:
-        """Says that predictions do not learn from this run, where they would, and what does help them."""
+        """Says that a disturbed run calibrates no later prediction, and what to do instead."""
         prediction, share = self._run.prediction, self._medians.median("without_core")
         if prediction is None or share is None or share <= measurement.DISTURBED or self._run.placement.one_device:
             return
