@@ -328,6 +328,10 @@ def with_given(saved: TrainConfig, given: Mapping[str, Any]) -> TrainConfig:
             OmegaConf.update(base, "stages_per_process", None)  # more than there are now
     if (replaced := replaced_batch(given)) is not None:
         OmegaConf.update(base, replaced, None)
+    if given.get("partition.balance") is not None:
+        OmegaConf.update(base, "partition.method", "exact")  # the run's, which the cut by hand takes the place of
+    if given.get("partition.method", "exact") != "exact":
+        OmegaConf.update(base, "partition.balance", None)
     for key, value in given.items():
         if not (isinstance(value, DictConfig) and value.get("name") == OmegaConf.select(base, f"{key}.name")):
             OmegaConf.update(base, key, value, merge=False, force_add=True)

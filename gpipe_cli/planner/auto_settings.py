@@ -165,7 +165,8 @@ def _fits(config: TrainConfig, profile: ModelProfile) -> bool:
 
 def _largest_mini_batch(config: TrainConfig, profile: ModelProfile, key: str, costs_of: CostsOf) -> Comparison:
     """The most samples a micro-batch with which a cut fits the memory, M R times as many in a mini-batch, beside the
-    next larger mini-batch. `key` is `batch_size`, or `batch_tokens` for as many sentences of the greatest length.
+    next larger mini-batch. `key` is `batch_size`, or `batch_tokens` for as many sentences of the greatest length. Where
+    the settings say how many samples the training set has, there are no more.
 
     The configuration that is chosen has the limit, so that its stages are cut for it.
 
@@ -180,23 +181,23 @@ def _largest_mini_batch(config: TrainConfig, profile: ModelProfile, key: str, co
     assert limit_bytes is not None
     if config.hardware.memory_gib is None:
         config = replace(config, hardware=replace(config.hardware, memory_gib=limit_bytes / 2**30))
-    each = config.micro_batches * config.replicas * (1 if key == "batch_size" else max(profile.lengths))
+    pieces, units = config.micro_batches * config.replicas, 1 if key == "batch_size" else max(profile.lengths)
+    most = max(1, (config.dataset.train_samples or _MOST_SAMPLES) // pieces)  # of the samples of a micro-batch
 
     def sized(samples: int) -> TrainConfig:
-        size: dict[str, Any] = {key: samples * each}
+        size: dict[str, Any] = {key: samples * pieces * units}
         return replace(config, **size)
 
     def planned(one: TrainConfig, costs: StepCosts) -> Candidate:
         return try_plan(str(getattr(one, key)), one, profile, costs, limit_bytes)
 
-    most = _MOST_SAMPLES // each
     found = bisect_left(range(1, most + 1), True, key=lambda samples: not _fits(sized(samples), profile))
     one = sized(max(1, found))
     chosen = planned(one, costs_of(one, profile))
     if chosen.over is not None:
         raise _refusal(one, profile, chosen.over, f"{key}=auto: not even one sample a micro-batch fits; ")
     if found == most:
-        return Comparison(key, "the largest that there may be, as all fit", (chosen,), chosen)
+        return Comparison(key, "all of the training set, which fits the memory", (chosen,), chosen)
     larger = sized(found + 1)
     rule = "the largest that fits the memory"
     return Comparison(key, rule, (chosen, planned(larger, predicted_costs(larger, profile))), chosen)

@@ -205,7 +205,7 @@ def test_the_largest_mini_batch_fits_and_one_sample_more_a_micro_batch_does_not(
     if key == "batch_size":
         settings = [*settings, "batch_size=16"]
     found = traced(*settings)
-    given = configure(*settings, f"recompute={recompute}", "hardware.memory_gib=0.02")
+    given = configure(*settings, f"recompute={recompute}", "hardware.memory_gib=0.02", "dataset.train_samples=100000")
     config, plan, (choice, *_) = choose(given, [key], found, predicted_costs)
     limit, each = memory_limit(given), given.micro_batches * given.replicas * (16 if key == "batch_tokens" else 1)
     samples, rest = divmod(getattr(config, key), each)
@@ -215,6 +215,12 @@ def test_the_largest_mini_batch_fits_and_one_sample_more_a_micro_batch_does_not(
     more = replace(config, **{key: (samples + 1) * each})
     with pytest.raises(TooLargeError):
         make_plan(more, found, predicted_costs(more, found), limit)
+
+
+def test_a_mini_batch_is_no_larger_than_the_training_set(profile: ModelProfile) -> None:
+    config = configure(*SETTINGS, "micro_batches=3", "batch_size=3", "dataset.train_samples=64")
+    chosen, _, (choice,) = choose(config, ["batch_size"], profile, predicted_costs)
+    assert (chosen.batch_size, len(choice.candidates)) == (63, 1)
 
 
 @pytest.mark.parametrize(
