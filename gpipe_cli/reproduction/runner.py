@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 from gpipe_cli.config.settings import key_of, owner, replaced_batch
 from gpipe_cli.config.typed import quoted
@@ -35,6 +35,7 @@ _HARMLESS = (
     "output", "logger", "device", "executor", "threads", "data_workers", "memory_format", "timeout_seconds", "cost",
     "seed", "checkpoint", "dataset.root", "dataset.cache", "dataset.download", "warm_up_steps", "steps", "rounds",
 )  # fmt: skip
+Scale = Literal["smoke", "desk", "paper"]
 # Runs a command and writes what it prints to a file. Raises what the command refused, or CommandFailedError.
 Perform = Callable[[Sequence[str], IO[str]], None]
 
@@ -65,10 +66,15 @@ class Runner:
     settings: tuple[str, ...]
     perform: Perform
     progress: Callable[[str], None]  # gets a line for each command
-    desk: bool  # the scale
+    scale: Scale
     users: tuple[str, ...] = ()  # those of ``settings`` that the user gave
     machine: Sequence[Gpu] = ()  # its GPUs
     commands: list[str] = field(default_factory=list)  # that were run, as a user types them
+
+    @property
+    def desk(self) -> bool:
+        """Whether what runs is smaller than the paper's."""
+        return self.scale != "paper"
 
     @property
     def gpus(self) -> Sequence[Gpu]:

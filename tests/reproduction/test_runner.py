@@ -28,7 +28,7 @@ def runner(folder: Path, error: Exception | None, seen: list[list[str]], *users:
             raise error
 
     settings = last_wins(("model.filters=16", "threads=1", *users))
-    return Runner("some_recipe", folder, settings, perform, lambda line: None, True, users)
+    return Runner("some_recipe", folder, settings, perform, lambda line: None, "desk", users)
 
 
 def test_the_users_settings_win_and_a_command_gets_only_its_own(tmp_path: Path) -> None:
