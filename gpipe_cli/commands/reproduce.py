@@ -1,7 +1,7 @@
 """`gpipe reproduce`: tables, figures and results of the paper, at the scale that the machine allows.
 
-One recipe gets a folder of its own. Several get one together, with a sub-folder for each: what is done there stays done,
-so that an interrupted reproduction of the whole paper goes on, and all of it ends in one page.
+One recipe gets a folder of its own. Several get one together, with a sub-folder for each: what is done there stays
+done, so that an interrupted reproduction of the whole paper goes on, and all of it ends in one page.
 """
 
 import shlex
@@ -9,7 +9,7 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -24,9 +24,9 @@ from gpipe_cli.config.settings import key_of
 from gpipe_cli.config.typed import typed
 from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.errors import InputError
+from gpipe_cli.reporting.reproduced.page import REPORT, write_report
 from gpipe_cli.reporting.run.console import following
 from gpipe_cli.reporting.run.lines import override, show_facts, show_line
-from gpipe_cli.reporting.reproduced.page import REPORT, write_report
 from gpipe_cli.reporting.run.result import read_result, write_result
 from gpipe_cli.reporting.tables.recipe import (
     REPRODUCTION,
@@ -41,7 +41,7 @@ from gpipe_cli.reproduction.runner import LOG, CommandFailedError, Scale, last_w
 from gpipe_cli.system.files import LOCK
 from gpipe_cli.system.gpus import Gpu, usable_gpus
 from gpipe_cli.system.interrupts import Stopped
-from gpipe_cli.units import duration, plural
+from gpipe_cli.units import duration
 
 HELP = """Runs tables, figures and results of the GPipe paper, and prints the paper's numbers beside ours.
 
@@ -118,15 +118,15 @@ def main(arguments: Sequence[str]) -> int:
         console.print()
         show_line(console, f"{RUNS_ONE}; gpipe reproduce --help")
         return 0
-    recipes = [load(name) for name in (names() if rest == [ALL] else dict.fromkeys(rest))]
+    chosen = [load(name) for name in (names() if rest == [ALL] else dict.fromkeys(rest))]
     given = tuple(one for one in last_wins(line.typed) if key_of(one) not in own)
-    for recipe in recipes:
+    for recipe in chosen:
         recipe.check(given)
-    if len(recipes) > 1:
-        return _several(recipes, whole, given, rest)
+    if len(chosen) > 1:
+        return _several(chosen, whole, given, rest)
     if whole.run_folder is not None:
         raise InputError(f"run_folder={whole.run_folder}: one recipe makes its own folder; give output=FOLDER")
-    return _one(recipes[0], whole, given)
+    return _one(chosen[0], whole, given)
 
 
 @dataclass(frozen=True)
@@ -194,13 +194,11 @@ def _one(recipe: Recipe, whole: ReproduceSettings, given: tuple[str, ...]) -> in
     return 0
 
 
-def _several(
-    recipes: Sequence[Recipe], whole: ReproduceSettings, given: tuple[str, ...], typed_names: list[str]
-) -> int:
+def _several(recipes: Sequence[Recipe], whole: ReproduceSettings, given: tuple[str, ...], asked: list[str]) -> int:
     """Runs what is not done yet in the folder, and goes on after a recipe that fails; returns the exit code."""
     console = Console()
     new = whole.run_folder is None
-    stem = ALL if typed_names == [ALL] else f"{len(recipes)}_recipes"
+    stem = ALL if asked == [ALL] else f"{len(recipes)}_recipes"
     place = Path(whole.output, f"{datetime.now():%Y-%m-%d_%H-%M-%S}_reproduce_{stem}")
     setting = f"output={whole.output}" if new else f"run_folder={whole.run_folder}"
     with locked_folder(place if whole.run_folder is None else Path(whole.run_folder), setting, new=new) as folder:
@@ -209,7 +207,7 @@ def _several(
         machine = _Machine(console, usable_gpus())
         write_result(folder, {"scale": whole.scale, "settings": given}, ASKED)
         settings = [one for one in (f"scale={whole.scale}", *given) if one != "scale=auto"]
-        go_on = shlex.join(["gpipe", "reproduce", *typed_names, *settings]) + f" {override('run_folder', str(folder))}"
+        go_on = shlex.join(["gpipe", "reproduce", *asked, *settings]) + f" {override('run_folder', str(folder))}"
         show_facts(console, [("recipes", str(len(recipes))), ("folder", str(folder)), ("goes on by", go_on)])
         failed: dict[str, str] = {}
         begin, ran = time.monotonic(), 0.0  # seconds at a desk of what was run
@@ -228,10 +226,10 @@ def _several(
             try:
                 found = machine.reproduce(recipe, whole, given, below)
                 write_reproduction(found, below)
-            except KeyboardInterrupt as asked:
+            except KeyboardInterrupt as stop:
                 show_line(console, f"interrupted; what is done stays in {folder}; go on by", "bold yellow")
                 show_line(console, go_on)
-                return STOPPED if isinstance(asked, Stopped) else INTERRUPTED
+                return STOPPED if isinstance(stop, Stopped) else INTERRUPTED
             except (CommandFailedError, InputError) as error:
                 failed[recipe.name] = str(error)
                 show_line(console, f"failed: {error}", "bold red")
@@ -273,8 +271,8 @@ def _left(recipes: Sequence[Recipe], used: float, ran: float, scale: str) -> str
 
 
 def _write_report(folder: Path, failed: dict[str, str]) -> None:
-    found = [read_reproduction(folder / name) for name in names() if (folder / name / f"{REPRODUCTION}.json").is_file()]
-    write_report(folder, found, failed)
+    done = [recipe for name in names() if _is_done(folder, recipe := load(name))]
+    write_report(folder, [read_reproduction(folder / recipe.name) for recipe in done], failed)
 
 
 def recipes() -> Table:

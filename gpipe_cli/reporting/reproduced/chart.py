@@ -49,10 +49,10 @@ def charts(table: Table) -> Iterator[Chart]:
         return
     for paper in table.columns:
         ours = [column for column in table.columns if column.origin in OURS and column.heading == paper.heading]
-        if paper.origin == "paper" and ours and len(table.rows) > 1:
+        if paper.origin == "paper" and paper.heading and ours and len(table.rows) > 1:
             lines = [line for column in (paper, *ours) if (line := _line(column.origin, column))]
             if len(lines) > 1:
-                yield Chart(paper.heading or table.title, table.columns[0].cells, lines, "")
+                yield Chart(paper.heading, table.columns[0].cells, lines, "")
 
 
 def _over_partitions(table: Table, named: dict[str, Column]) -> Iterator[Chart]:

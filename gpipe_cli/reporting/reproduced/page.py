@@ -1,4 +1,4 @@
-"""report.html: what the paper claims and what came out here, of all recipes of a folder, in one file that loads nothing.
+"""report.html: what the paper claims and what came out here, of all recipes of a folder, in a file that loads nothing.
 
 It has no script: a table of all claims at the top leads to a section for each recipe, with its tables, a plot of those
 that have a row of numbers, how each number was obtained, and the commands.
@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 
 from gpipe_cli.reporting.reproduced.chart import charts, legend, to_svg
-from gpipe_cli.reporting.reproduced.verdict import Verdict, verdict
+from gpipe_cli.reporting.reproduced.verdict import verdict
 from gpipe_cli.reporting.tables.recipe import Reproduction
 from gpipe_cli.reporting.tables.table import Column, Table
 from gpipe_cli.system.files import write_whole
@@ -48,10 +48,10 @@ def _page(reproductions: Sequence[Reproduction], failed: Mapping[str, str], styl
         yield "</ul></section>"
     yield '<section><h2>Claims</h2><div class="wide"><table class="claims"><thead><tr><th class="text">The paper</th>'
     yield '<th class="text">number</th><th>paper</th><th>ours</th><th class="text">ours is</th><th>difference</th>'
-    yield "<th>min</th></tr></thead><tbody>"
+    yield "<th>min</th></tr></thead>"
     for one in reproductions:
-        yield _claim(one, verdict(one))
-    yield "</tbody></table></div></section>"
+        yield from _claims(one)
+    yield "</table></div></section>"
     yield '<section><h2>How a number was obtained</h2><dl class="kinds">'
     yield from (f"<dt>{kind}</dt><dd>{escape(words)}</dd>" for kind, words in KINDS.items())
     yield "</dl></section>"
@@ -60,11 +60,21 @@ def _page(reproductions: Sequence[Reproduction], failed: Mapping[str, str], styl
     yield "</main></body></html>"
 
 
-def _claim(one: Reproduction, said: Verdict) -> str:
-    cells = f'<td class="text">{escape(said.what)}</td><td>{escape(said.paper)}</td><td>{escape(said.ours)}</td>'
-    cells += f'<td class="text"><span class="tag {said.origin}">{said.origin}</span></td>'
-    cells += f"<td>{escape(said.difference)}</td><td>{one.seconds / 60:.1f}</td>"
-    return f'<tr><th scope="row"><a href="#{one.name}">{escape(one.claim)}</a></th>{cells}</tr>'
+def _claims(one: Reproduction) -> Iterator[str]:
+    """A row for each table that has a number of the paper beside one of ours; one of words where none has."""
+    found = [said for table in one.tables if (said := verdict(table)) is not None]
+    rows = [
+        f'<td class="text">{escape(said.what)}</td><td>{escape(said.paper)}</td><td>{escape(said.ours)}</td>'
+        f'<td class="text"><span class="tag {said.origin}">{said.origin}</span></td><td>{escape(said.difference)}</td>'
+        for said in found
+    ]
+    words = next((line for label, line in one.notes if label in ("weights", "found")), "no number in the paper")
+    rows = rows or [f'<td class="text" colspan="5">{escape(words)}</td>']
+    span = f' rowspan="{len(rows)}"'
+    yield f'<tbody><tr><th scope="row"{span}><a href="#{one.name}">{escape(one.claim)}</a></th>'
+    yield f"{rows[0]}<td{span}>{one.seconds / 60:.1f}</td></tr>"
+    yield from (f"<tr>{row}</tr>" for row in rows[1:])
+    yield "</tbody>"
 
 
 def _section(one: Reproduction) -> Iterator[str]:
@@ -76,7 +86,8 @@ def _section(one: Reproduction) -> Iterator[str]:
         yield f'<h3>{escape(table.title)}</h3><div class="wide">{_table(table)}</div>'
         if drawn := list(charts(table)):
             top = max((value for chart in drawn for line in chart.lines for value in line.values if value), default=0)
-            yield f'<div class="charts">{"".join(to_svg(chart, top if len(drawn) > 1 else None) for chart in drawn)}</div>'
+            common = top if len(drawn) > 1 and drawn[0].unit else None  # the same axis for every M
+            yield f'<div class="charts">{"".join(to_svg(chart, common) for chart in drawn)}</div>'
             yield f'<p class="legend">{legend([line for chart in drawn for line in chart.lines])}</p>'
     yield from _pictures(one)
     yield '<dl class="notes">'
