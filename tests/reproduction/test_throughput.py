@@ -26,7 +26,8 @@ def ideal(k: int, m: int) -> float:
 
 
 class Machine:
-    """Measures 0.9 of the ideal, plans the ideal; by figures twice that for every cell but the first.
+    """Measures 0.9 of the ideal; simulates twice the ideal for every cell but the first with Lingvo's cut, and three
+    times as much with an exact one.
 
     `status`: of measured rows with M = 4; `refusal`: of a plan with these settings.
     """
@@ -36,12 +37,12 @@ class Machine:
 
     def __call__(self, command: str, settings: Mapping[str, str], folder: Path) -> tuple[str, dict[str, Any]]:
         self.asked.append((command, settings))
-        if command == "plan":
+        if command == "simulated":
             if error := self.refusal(settings):
                 raise error
             k, m = int(settings["partitions"]), int(settings["micro_batches"])
-            twice = 2 if settings["cost"] == "figures" and (k, m) != (2, 1) else 1
-            return "plan.json", {"samples_per_second": 7 * twice * ideal(k, m), "step_samples": 32}
+            times = (1 if (k, m) == (2, 1) else 2) * (3 if settings["partition.method"] == "exact" else 1)
+            return "", {"samples_per_second": 7 * times * ideal(k, m), "samples": 32 * k}
         ks, ms = ([int(part) for part in settings[key].split(",")] for key in ("partitions", "micro_batches"))
         best = 8 if settings.get("recompute") == "never" else 9
         rows = []
@@ -54,8 +55,8 @@ class Machine:
             rows.append(row | {"kind": "measured"})
         return "bench.json", {"rows": rows}
 
-    def settings(self, command: str, cost: str | None = None) -> list[Mapping[str, str]]:
-        return [given for asked, given in self.asked if asked == command and cost in (None, given.get("cost"))]
+    def settings(self, command: str) -> list[Mapping[str, str]]:
+        return [given for asked, given in self.asked if asked == command]
 
 
 @pytest.fixture(autouse=True)
@@ -70,23 +71,22 @@ def test_each_kind_of_number_has_its_column(tmp_path: Path) -> None:
     assert column(table, "K", "") == ["2", "2", "4", "4"]
     expected = [f"{ideal(k, m) / ideal(2, 1):.2f}" for k in (2, 4) for m in (1, 4)]
     assert column(table, "here", "measured") == [*expected[:2], "-", "-"]  # two cores: no more than K = 2
-    assert column(table, "layers", "simulated") == expected
     doubled = [1.0, *(2 * ideal(k, m) / ideal(2, 1) for k, m in ((2, 4), (4, 1), (4, 4)))]
-    assert column(table, "full size", "simulated") == [f"{value:.2f}" for value in doubled]
-    assert column(table, "full size - paper", "difference") == [f"{value - 1.5:+.2f}" for value in doubled]
-    assert column(table, "here - paper", "difference") == ["-"] * 4  # a desk's model is another one
-    assert all("torchgpipe" not in (c.heading, c.origin) for c in table.columns)
+    assert column(table, "Lingvo's cut", "simulated") == [f"{value:.2f}" for value in doubled]
+    assert column(table, "Lingvo's cut - paper", "difference") == [f"{value - 1.5:+.2f}" for value in doubled]
+    assert column(table, "N", "simulated") == ["64", "64", "128", "128"]
+    assert column(table, "exact / Lingvo's", "simulated") == ["3.00"] * 4
+    assert "here - paper" not in [c.heading for c in table.columns]  # a desk's model is another one
     notes = dict(found.notes)
     off = sum(abs(value - 1.5) for value in doubled[1:]) / 3
-    assert (
-        notes["found"] == f"Some model, simulated at the paper's size: off from the paper's by {off:.2f} in the "
-        "mean of 3 cells"
-    )
+    assert notes["found"] == f"Some model, simulated: off from the paper's by {off:.2f} in the mean of 3 cells"
     assert [(s["partitions"], s["micro_batches"]) for s in machine.settings("bench")] == [("2", "1,4")]
-    timed, figured = machine.settings("plan", "measured"), machine.settings("plan", "figures")
-    assert {(s["executor"], s["hardware"], s["model.filters"]) for s in timed} == {("in_process", "cpu", "16")}
-    assert [s.get("hardware") for s in figured] == ["tpu_v2"] * 4
-    assert all("model.filters" not in s for s in figured)  # the paper's size, also at a desk
+    simulated = machine.settings("simulated")
+    assert [(s["hardware"], s["partition.method"]) for s in simulated] == [
+        *[("tpu_v2", "lingvo")] * 4,
+        *[("tpu_v2", "exact")] * 4,
+    ]
+    assert all("model.filters" not in s for s in simulated)  # the paper's size, also at a desk
 
 
 def test_rows_that_recompute_differently_are_sweeps_of_their_own(tmp_path: Path) -> None:
@@ -113,24 +113,21 @@ def test_cells_without_a_number_say_why(tmp_path: Path) -> None:
     found = WHAT.reproduce(answering(tmp_path, Machine("out_of_memory", refusal), settings=(CPU,)))
     (table,) = found.tables
     assert column(table, "here", "measured") == ["1.00", "out of memory", "-", "-"]
-    assert column(table, "full size", "simulated") == ["no fit", "-", "no fit", "-"]  # nothing to be relative to
-    assert column(table, "full size - paper", "difference") == ["-"] * 4
+    assert column(table, "Lingvo's cut", "simulated") == ["no fit", "-", "no fit", "-"]  # nothing to be relative to
+    assert column(table, "Lingvo's cut - paper", "difference") == ["-"] * 4
     assert ("found", "Some model: not to be measured here: K = 2, M = 4") in found.notes
 
 
 def test_slow_links_are_simulated_only_where_there_are_no_gpus(tmp_path: Path) -> None:
-    second = Model(
-        "Other", ROWS[:1], ("hardware=p40",), settings=("model=resnet",), desk=("model=resnet", "batch_size=8")
-    )
+    second = Model("Other", ROWS[:1], ("hardware=p40",), settings=("model=resnet", "batch_size=8"))
     what = Throughput((*WHAT.models, second), slow_links=True)
     machine = Machine()
     found = what.reproduce(answering(tmp_path, machine, "seed=1", settings=(CPU, "model.filters=16")))
-    assert all(command == "plan" for command, _ in machine.asked)
+    assert all(command == "simulated" for command, _ in machine.asked)
     assert ("measured", "nothing: slow links need 2 GPUs or more") in found.notes
-    measured = [(table, c.heading) for table in found.tables for c in table.columns if c.origin == "measured"]
-    assert all(set(column(table, heading, "measured")) == {"-"} for table, heading in measured)
+    assert not [c for table in found.tables for c in table.columns if c.origin == "measured"]
     other = [settings for _, settings in machine.asked if settings.get("model") == "resnet"]
-    assert [s.get("batch_size") for s in other] == ["8", None]  # timed at the desk's size, figures at the paper's
+    assert [s.get("batch_size") for s in other] == ["8", "8"]
     assert all("model.filters" not in s for s in other)  # the first model's setting
     assert {settings["seed"] for _, settings in machine.asked} == {"1"}
 
@@ -149,7 +146,7 @@ def test_what_the_user_may_have_resized_is_not_compared(tmp_path: Path) -> None:
         (table,) = found.tables
         here = column(table, "here - paper", "difference")
         assert here == (["-0.50", "+0.10", "-", "-"] if compared else ["-"] * 4)
-        assert (set(column(table, "full size - paper", "difference")) != {"-"}) == compared
+        assert (set(column(table, "Lingvo's cut - paper", "difference")) != {"-"}) == compared
         assert ("found" in dict(found.notes)) == compared
         assert found.comparable == compared
 
@@ -165,7 +162,7 @@ def test_cells_that_cannot_be_do_not_take_the_others_with_them(tmp_path: Path) -
     (table,) = found.tables
     numbers = [f"{ideal(2, m) / ideal(2, 1):.2f}" for m in (1, 4)]
     assert column(table, "here", "measured") == [*numbers, "-", "-"]
-    assert column(table, "layers", "simulated") == [*numbers, "impossible", "impossible"]
+    assert column(table, "Lingvo's cut", "simulated")[2:] == ["impossible", "impossible"]
     assert ("impossible", f"Some model, K = 4, M = 1; K = 4, M = 4: {reason}") in found.notes
 
     # with slow links nothing is measured: nothing would be lost, and the first refusal is bad input
@@ -175,10 +172,9 @@ def test_cells_that_cannot_be_do_not_take_the_others_with_them(tmp_path: Path) -
     assert len(slow.commands) == 1
 
 
-def test_a_plan_is_of_the_figures_that_its_column_says(tmp_path: Path) -> None:
-    """`cost=measured` is a cut for what is measured; full-size layers were timed for it."""
+def test_costs_that_the_user_gives_are_for_what_is_measured(tmp_path: Path) -> None:
+    """With `cost=measured_anew` the full-size layers were timed."""
     machine = Machine()
     WHAT.reproduce(answering(tmp_path, machine, CPU, "cost=measured_anew", "executor=distributed"))
     assert {s["cost"] for s in machine.settings("bench")} == {"measured_anew"}
-    planned = {(s["cost"], s.get("executor")) for s in machine.settings("plan")}
-    assert planned == {("measured", "in_process"), ("figures", None)}
+    assert not [s for s in machine.settings("simulated") if s.keys() & {"cost", "executor"}]
