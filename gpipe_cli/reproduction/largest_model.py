@@ -9,8 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from gpipe_cli.config.settings import key_of
+from gpipe_cli.config.settings import key_of, load_hardware
 from gpipe_cli.config.typed import NothingFitsError
+from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory
 from gpipe_cli.reporting.run.result import read_result
 from gpipe_cli.reporting.tables.table import Column, Table
 from gpipe_cli.reproduction.runner import NONE, Findings, Runner, differences, number
@@ -49,6 +50,20 @@ class Planned:
 
 
 @dataclass(frozen=True)
+class Naive:
+    """What the naive model would keep for its backward under an assumption that the paper does not state."""
+
+    precision: str
+    samples: int  # N
+    activations: int  # bytes at the peak, with the workspace of one layer
+    fused: int  # bytes if a compiler keeps no more than the inputs of products and convolutions with weights
+
+    @property
+    def name(self) -> str:
+        return f"{self.precision}, N = {self.samples}"
+
+
+@dataclass(frozen=True)
 class Trained:
     """The largest model of a row on the device at hand; planned and counted bytes of activations, per stage."""
 
@@ -73,13 +88,24 @@ class LargestModel:
         trained = [row for k, naive in rows if (row := self.train(k, naive, runner))]
         paper = runner.with_settings().without("cost")  # nothing of that size is timed here
         planned = [self.plan(at, paper) for at in range(len(self.sizes))]
+        naive = [
+            one
+            for precision in ("float32", "bfloat16")
+            for more in (f"{_LIMIT}=null", "batch_size=auto")
+            if (one := self._naive(paper, precision, more)) is not None
+        ]
         comparable = not runner.changed()
         tables = (
             *planned_tables(planned, self.unit, comparable),
+            *naive_tables(self.sizes[0], naive, self.unit, comparable),
             *largest_tables(planned, comparable),
             *trained_tables(self.sizes, trained),
         )
-        notes = *_planned_notes(planned, runner), *_trained_notes(trained, len(rows), runner)
+        notes = (
+            *_planned_notes(planned, runner),
+            *_naive_notes(self.sizes[0], naive, self.unit, comparable),
+            *_trained_notes(trained, len(rows), runner),
+        )
         return Findings(tables, notes, comparable=comparable)
 
     def train(self, partitions: int, naive: bool, runner: Runner) -> Trained | None:
@@ -105,6 +131,20 @@ class LargestModel:
         if plan is None:
             plan = runner.without(_LIMIT).plan(folder, *settings, f"{_LIMIT}=null")
         return Planned(one, plan, fitting is not None, _plan(runner, f"largest_{at + 1}", *settings, _SOLVED))
+
+    def _naive(self, runner: Runner, precision: str, more: str) -> Naive | None:
+        """The paper's naive model as `gpipe plan` plans it, and what its products and convolutions alone need; None if
+        not even one sample fits."""
+        halves = "schedule=zero_bubble"  # says what the gradients of weights need
+        settings = *self.sizes[0].settings, *self._cell(1, naive=True), halves, f"precision={precision}", more
+        try:
+            found = runner.without(key_of(more)).simulated(*settings)
+        except NothingFitsError:
+            return None
+        (stage,), layers = found.plan.memory, len(found.profile.costs)
+        held = ActivationMemory(found.profile.costs, found.profile.inputs, found.samples, found.profile.lengths)
+        fused = held.weights_bytes(0, layers) - held.gradients_bytes(0, layers)
+        return Naive(precision, found.samples, stage.activations_bytes + stage.workspace_bytes, fused)
 
     def _cell(self, partitions: int, naive: bool) -> tuple[str, ...]:
         """Settings of a row."""
@@ -139,11 +179,29 @@ def _planned_notes(rows: Sequence[Planned], runner: Runner) -> Iterator[tuple[st
         "activations: all that stages keep for the backward, and the workspace of one recomputation and one layer",
     )
     yield "planned", "the paper holds 12 bytes a parameter; ours holds the gradient too, 16 with RMSProp or Adam"
-    if unfit := ", ".join(row.size.name for row in rows if not row.fits):
-        where = f"{hardware} with what was given" if runner.changed() else "the paper's accelerators"
-        yield "found", f"by our count {unfit} would not fit {where}, gradients included"
+    given = runner.given(_LIMIT)
+    limit_bytes = (float(given) if given else load_hardware(hardware).memory_gib or 0.0) * 2**30
+    where = f"{hardware} with what was given" if runner.changed() else "the paper's accelerators"
+    unfit = {row.size.name: fullest(row.plan) for row in rows if not row.fits}
+    for alone, why in (
+        (True, "gradients, which the paper's 12 bytes a parameter leave out; without them it would"),
+        (False, "activations: of a mini-batch at once the paper's count is another one, see below"),
+    ):
+        names = [name for name, m in unfit.items() if (m["total_bytes"] - m["gradients_bytes"] <= limit_bytes) == alone]
+        if names:
+            yield "found", f"by our count {', '.join(names)} does not fit {where} for its {why}"
     if none := ", ".join(row.size.name for row in rows if row.largest is None):
         yield "found", f"by our count no model of this family fits as {none}, however small"
+
+
+def _naive_notes(size: Size, rows: Sequence[Naive], unit: str, comparable: bool) -> Iterator[tuple[str, str]]:
+    """Which of the assumptions comes closest to the paper's number."""
+    each = [(row.name, row.activations) for row in rows]
+    each += [(f"{row.name}, one tensor for each product or convolution", row.fused) for row in rows]
+    if comparable and each:
+        name, found = min(each, key=lambda one: abs(one[1] / BYTES[unit] - size.activations))
+        theirs, ours = number(size.activations, 2), number(found / BYTES[unit], 2)
+        yield "found", f"the paper's {theirs} {unit} of {size.name} are closest to {name}: {ours} {unit}"
 
 
 def _trained_notes(rows: Sequence[Trained], wanted: int, runner: Runner) -> Iterator[tuple[str, str]]:
@@ -204,6 +262,25 @@ def planned_tables(rows: Sequence[Planned], unit: str, comparable: bool) -> list
         Table(f"The paper's models: memory of the parameters, all stages, {unit}", memory),
         Table(f"The paper's models: peak of the activations, all stages, {unit}", peak),
     ]
+
+
+def naive_tables(size: Size, rows: Sequence[Naive], unit: str, comparable: bool) -> list[Table]:
+    """What the naive model keeps with what the paper may have had: another precision, a smaller N, a compiler. One, or
+    none if not even a sample fits."""
+    if not rows:
+        return []
+    paper = [size.activations] * len(rows)
+    kept, fused = ([getattr(row, key) / BYTES[unit] for row in rows] for key in ("activations", "fused"))
+    columns = [
+        Column("precision", cells=[row.precision for row in rows]),
+        Column("N", cells=[str(row.samples) for row in rows]),
+        Column("activations", "paper", [number(value, 2) for value in paper]),
+        Column("activations", "planned", [number(value, 2) for value in kept]),
+        differences("planned - paper", kept, paper, comparable),
+        Column("one tensor for each product", "planned", [number(value, 2) for value in fused]),
+        differences("one tensor - paper", fused, paper, comparable),
+    ]
+    return [Table(f"{size.name}: peak of the activations, {unit}, by what the paper leaves open", columns)]
 
 
 def largest_tables(rows: Sequence[Planned], comparable: bool) -> list[Table]:
