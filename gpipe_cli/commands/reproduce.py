@@ -25,6 +25,7 @@ from gpipe_cli.config.typed import typed
 from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.reproduced.page import REPORT, write_report
+from gpipe_cli.reporting.reproduced.readme import README, with_results
 from gpipe_cli.reporting.run.console import following
 from gpipe_cli.reporting.run.lines import override, show_facts, show_line
 from gpipe_cli.reporting.run.result import read_result, write_result
@@ -37,8 +38,8 @@ from gpipe_cli.reporting.tables.recipe import (
 )
 from gpipe_cli.reporting.tables.table import Column, Table, show_table
 from gpipe_cli.reproduction.recipe import Recipe, load, names
-from gpipe_cli.reproduction.runner import LOG, CommandFailedError, Scale, last_wins
-from gpipe_cli.system.files import LOCK
+from gpipe_cli.reproduction.runner import FOLDER, LOG, CommandFailedError, Scale, last_wins
+from gpipe_cli.system.files import LOCK, read_text, write_whole
 from gpipe_cli.system.gpus import Gpu, usable_gpus
 from gpipe_cli.system.interrupts import Stopped
 from gpipe_cli.units import duration
@@ -214,11 +215,11 @@ def _several(recipes: Sequence[Recipe], whole: ReproduceSettings, given: tuple[s
         for at, recipe in enumerate(recipes, start=1):
             below = folder / recipe.name
             which = f"{at} of {len(recipes)}"
-            if _is_done(folder, recipe):
+            if _is_done(folder, recipe.name):
                 show_line(console, f"{which:<12} {recipe.name}: is done")
                 continue
             used = time.monotonic() - begin
-            left = _left([one for one in recipes[at - 1 :] if not _is_done(folder, one)], used, ran, whole.scale)
+            left = _left([one for one in recipes[at - 1 :] if not _is_done(folder, one.name)], used, ran, whole.scale)
             show_line(console, "")
             show_line(console, f"{which:<12} {recipe.name}: {recipe.title}; {duration(used)} used{left}", "bold")
             shutil.rmtree(below, ignore_errors=True)  # what an interruption or a failure has left
@@ -244,8 +245,8 @@ def _several(recipes: Sequence[Recipe], whole: ReproduceSettings, given: tuple[s
     return 1 if failed else 0
 
 
-def _is_done(folder: Path, recipe: Recipe) -> bool:
-    return (folder / recipe.name / f"{REPRODUCTION}.json").is_file()
+def _is_done(folder: Path, name: str) -> bool:
+    return (folder / name / f"{REPRODUCTION}.json").is_file()
 
 
 def _refuse_others(folder: Path, whole: ReproduceSettings, given: tuple[str, ...]) -> None:
@@ -271,8 +272,12 @@ def _left(recipes: Sequence[Recipe], used: float, ran: float, scale: str) -> str
 
 
 def _write_report(folder: Path, failed: dict[str, str]) -> None:
-    done = [recipe for name in names() if _is_done(folder, recipe := load(name))]
-    write_report(folder, [read_reproduction(folder / recipe.name) for recipe in done], failed)
+    """Of all that is done in the folder; README.md, where there is one to be renewed, once that is every recipe."""
+    every = names()
+    found = [read_reproduction(folder / name) for name in every if _is_done(folder, name)]
+    write_report(folder, found, failed)
+    if len(found) == len(every) and (FOLDER / README).is_file():
+        write_whole(folder / README, with_results(read_text(FOLDER / README), found))
 
 
 def recipes() -> Table:

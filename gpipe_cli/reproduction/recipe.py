@@ -46,6 +46,10 @@ class Needs:
     data: str | None = None  # dataset=..., if it does not come with the program
     how: str | None = None  # to get the data, and where to put it
 
+    def __str__(self) -> str:
+        machine = f"{plural(self.gpus, 'GPU')} of {self.memory_gib:g} GiB"
+        return f"{machine}, {self.data}" if self.data else machine
+
     def fitting_scale(self, gpus: Sequence[Gpu]) -> tuple[Scale, str]:
         """The scale that the machine allows, and why."""
         wanted = f"the paper's scale needs {plural(self.gpus, 'GPU')} of {self.memory_gib:g} GiB"
@@ -169,6 +173,7 @@ class Recipe:
             title=self.title,
             claim=self.claim,
             source=self.source,
+            needs=str(self.needs),
             scale=scale,
             machine=machine,
             tables=(*found.tables, *sizes),
