@@ -106,10 +106,9 @@ def to_svg(chart: Chart, top: float | None = None) -> str:
         parts.append(f'<path class="grid" d="M{LEFT} {y(tick):.1f}H{WIDTH - RIGHT}"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{y(tick) + 4:.1f}" text-anchor="end">{_short(tick)}</text>')
     for at, place in enumerate(chart.places):
-        lines = _broken(place, step)
-        for down, line in enumerate(lines):
-            at_y = HEIGHT - BOTTOM + 16 + 11 * down
-            parts.append(f'<text x="{x(at):.1f}" y="{at_y}" text-anchor="middle">{escape(line)}</text>')
+        for down, words in enumerate(_broken(place, step)):
+            below = HEIGHT - BOTTOM + 16 + 11 * down
+            parts.append(f'<text x="{x(at):.1f}" y="{below}" text-anchor="middle">{escape(words)}</text>')
     if chart.unit:
         parts.append(f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 6}" text-anchor="end">{escape(chart.unit)}</text>')
     for line in reversed(chart.lines):  # the paper's above ours

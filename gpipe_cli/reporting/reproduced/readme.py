@@ -1,4 +1,4 @@
-"""The results in recipes/README.md: what stands there between two comments is written anew from a reproduction of all."""
+"""The results in recipes/README.md: what stands there between two comments is made of a reproduction of all recipes."""
 
 from collections.abc import Sequence
 
