@@ -32,7 +32,8 @@ SCORES = Table.of_rows(
 )
 FOUND = Reproduction(
     name="a_recipe", title="Title", claim="K < 8 is slow", source="Table 2", needs="2 GPUs", scale="desk",
-    machine="2 cores", tables=(SPEEDS, SIZES, SCORES), notes=(("found", "a & b"),), commands=("gpipe plan",), files=(), seconds=90.0,
+    machine="2 cores", tables=(SPEEDS, SIZES, SCORES), notes=(("found", "a & b"),), commands=("gpipe plan",),
+    files=(), seconds=90.0,
 )  # fmt: skip
 
 
