@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -46,7 +47,7 @@ def reproduce_several(
         _refuse_others(folder, whole, given)
         import_torch()
         machine = Machine(console, usable_gpus())
-        write_result(folder, {"scale": whole.scale, "settings": given}, ASKED)
+        write_result(folder, _asked(whole, given), ASKED)
         settings = [one for one in (f"scale={whole.scale}", *given) if one != "scale=auto"]
         go_on = shlex.join(["gpipe", "reproduce", *asked, *settings]) + f" {override('run_folder', str(folder))}"
         show_facts(console, [("recipes", str(len(recipes))), ("folder", str(folder)), ("goes on by", go_on)])
@@ -89,6 +90,10 @@ def _is_done(folder: Path, name: str) -> bool:
     return (folder / name / f"{REPRODUCTION}.json").is_file()
 
 
+def _asked(whole: ReproduceSettings, given: Sequence[str]) -> dict[str, Any]:
+    return {"scale": whole.scale, "settings": list(given)}
+
+
 def _refuse_others(folder: Path, whole: ReproduceSettings, given: tuple[str, ...]) -> None:
     """Raises InputError for a folder that holds something else, or what was reproduced in another way."""
     if {path.name for path in folder.iterdir()} <= {LOCK}:
@@ -96,8 +101,8 @@ def _refuse_others(folder: Path, whole: ReproduceSettings, given: tuple[str, ...
     if not (folder / ASKED).is_file():
         raise InputError(f"run_folder={folder}: the folder is not empty and holds no reproduction; choose another")
     before = read_result(folder, ASKED)
-    if (before["scale"], before["settings"]) != (whole.scale, list(given)):
-        has = " ".join([f"scale={before['scale']}", *before["settings"]])
+    if before != _asked(whole, given):
+        has = " ".join([f"scale={before.get('scale')}", *before.get("settings", [])])
         raise InputError(f"run_folder={folder}: what lies there has {has}; go on with these, or choose another folder")
 
 

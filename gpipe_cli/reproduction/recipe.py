@@ -104,6 +104,16 @@ class Recipe:
         (found,) = (kind for kind in kinds if kind is not None)
         return found
 
+    def settings(self, scale: Scale) -> tuple[str, ...]:
+        """In place of the recipe's own."""
+        match scale:
+            case "paper":
+                return ()
+            case "desk":
+                return self.desk.settings
+            case "smoke":
+                return last_wins((*self.desk.settings, *self.smoke))
+
     def check(self, given: Sequence[str]) -> None:
         """Raises InputError for settings without effect: `steps=5` is one of `gpipe bench`, which only a recipe that
         sets it runs, and what a recipe says of the paper is none."""
@@ -130,9 +140,7 @@ class Recipe:
         Raises InputError as the commands do for bad input, and CommandFailedError.
         """
         begin = time.monotonic()
-        desk = () if scale == "paper" else self.desk.settings
-        if scale == "smoke":
-            desk = last_wins((*desk, *self.smoke))
+        desk = self.settings(scale)
         settings = with_users(desk, given)
         runner = Runner(self.name, folder, settings, perform, progress, scale, last_wins(given), gpus)
         try:
