@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import IO, Any
 
 from gpipe_cli.commands.outcome import run_command
-from gpipe_cli.commands.reproduce import simulating_recipe
+from gpipe_cli.commands.recipe_run import simulating_recipe
 from gpipe_cli.reporting.plots.timeline_values import SHARES
 from gpipe_cli.reporting.tables.table import Table
 from gpipe_cli.reproduction.runner import CommandFailedError, Runner, Scale

@@ -1,4 +1,4 @@
-"""Every recipe composes at both scales; the paper's models have the paper's sizes.
+"""Every recipe composes at every scale; the paper's models have the paper's sizes.
 
 A recipe of every family is trained: `breakdown` by test_reproduce_command.py, `table1_transformer`, `consistency`,
 `imagenet_amoebanet_b` and `batch_size_260k` by reproduction/, `figure3_resnet101` and `transfer_cifar10` here.
@@ -16,7 +16,7 @@ from gpipe_cli.assembly.build import build_model
 from gpipe_cli.commands.command_line import drop_others, training
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.reproduction.recipe import load, names
-from gpipe_cli.reproduction.runner import FOLDER, last_wins
+from gpipe_cli.reproduction.runner import FOLDER, Scale, last_wins
 from gpipe_cli.training.events import StepDone
 
 ROOT = Path(__file__).parent.parent
@@ -42,7 +42,7 @@ def configure(name: str, *settings: str) -> tuple[TrainConfig, set[str]]:
 
 
 @pytest.mark.parametrize("name", names())
-def test_both_scales_compose(name: str) -> None:
+def test_all_scales_compose(name: str) -> None:
     recipe = load(name)
     assert recipe.experiment is not None
     config, missing = configure(name)
@@ -53,9 +53,12 @@ def test_both_scales_compose(name: str) -> None:
         assert config.dataset.name == recipe.needs.data
         assert recipe.needs.how
     assert config.partitions <= max(recipe.needs.gpus, 1) or name.startswith("table1")
-    config, missing = configure(name, *recipe.desk.settings)
-    assert not missing
-    assert config.dataset.name in ("digits", "cldr", "synthetic_images", "synthetic_text")  # they come with the program
+    small: tuple[Scale, ...] = ("desk", "smoke")
+    for scale in small:
+        config, missing = configure(name, *recipe.settings(scale))
+        assert not missing
+        # they come with the program
+        assert config.dataset.name in ("digits", "cldr", "synthetic_images", "synthetic_text")
 
 
 @pytest.mark.parametrize(

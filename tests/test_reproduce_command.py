@@ -2,13 +2,18 @@
 
 import json
 import os
+import re
+import shlex
 import signal
+from html import unescape
 from pathlib import Path
 
 import pytest
+from recipe_runs import column
 from training_runs import children, command, start_program, wait_until
 
 from gpipe_cli.reporting.plots.timeline_values import SHARES
+from gpipe_cli.reporting.tables.recipe import read_reproduction
 from gpipe_cli.reproduction.recipe import names
 
 # The breakdown: one measurement and one plan
@@ -41,9 +46,11 @@ def test_without_a_name_the_recipes_are_listed_in_the_order_of_the_paper(
         ("/etc/passwd", "/etc/passwd: there is no such recipe; choose one of table1_amoebanet,"),
         ("../micro_batches=4", "../micro_batches=4: there is no such recipe; choose one of table1_amoebanet,"),
         ("breakdown/", "breakdown/: there is no such recipe; did you mean breakdown?; choose one of"),
-        ("breakdown table3_no_fast_interconnect", "one recipe at a time; run breakdown first"),
-        ("breakdown scale=large", "scale=large: must be one of auto, desk, paper"),
-        ("breakdown run_folder=x", "run_folder=x: a recipe makes its own folders; give output=FOLDER"),
+        ("all breakdown", "all: there is no such recipe"),
+        ("all steps=5", "steps=5: table1_amoebanet does not run what reads it (gpipe bench)"),
+        ("all run_folder=/proc", "run_folder=/proc: "),
+        ("breakdown scale=large", "scale=large: must be one of auto, smoke, desk, paper"),
+        ("breakdown run_folder=x", "run_folder=x: one recipe makes its own folder; give output=FOLDER"),
         ("multilingual_400m ~presets", "~presets: a recipe takes nothing away; write NAME setting=value"),
         ("consistency recipe.consistency.seeds=[0,1]", "[0,1]: what a recipe says of the paper cannot be set"),
         ("breakdown -m", "-m: there is no such option"),
@@ -80,8 +87,8 @@ def test_a_recipe_is_reproduced(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     (table,) = found["tables"]
     rows = {row[0].replace("-", "_"): row[1:] for row in table["rows"]}
     assert list(rows) == list(SHARES)
-    for column in (1, 2):  # measured, simulated
-        assert sum(float(row[column].removesuffix(" %")) for row in rows.values()) == pytest.approx(100, abs=0.5)
+    for at in (1, 2):  # measured, simulated
+        assert sum(float(row[at].removesuffix(" %")) for row in rows.values()) == pytest.approx(100, abs=0.5)
     assert float(rows["recompute"][1].removesuffix(" %")) > 0
     written = (folder / "reproduction.md").read_text(encoding="utf-8")
     assert "| share of a step | paper | here, measured | layers here, simulated |" in written
@@ -105,8 +112,43 @@ def alive(process: int) -> bool:
         return False
 
 
-def test_an_interruption_ends_all_of_it(tmp_path: Path) -> None:
-    process = start_program("reproduce", "breakdown", "scale=desk", *TINY, "steps=10000")
+def test_several_go_on_where_they_were_and_one_that_fails_stops_no_other(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The recipe `consistency` refuses a seed, in no time."""
+    asked = ["reproduce", "consistency", "breakdown", "scale=smoke", "run_folder=out", "executor=in_process", "seed=1"]
+    broken = Path("out/consistency/of_a_run_that_was_interrupted")
+    for is_done in (False, True):
+        assert command(monkeypatch, *asked) == 1
+        shown = capsys.readouterr().out
+        assert ("breakdown: is done" in shown) == is_done
+        assert shown.count("runs ") == (0 if is_done else 2)
+        assert "consistency failed: seed=1: this recipe compares seed=0, 1; leave it out" in shown
+        assert f"gpipe {shlex.join(asked[:4])} executor=in_process seed=1 run_folder=out" in shown
+        assert not broken.exists()
+        broken.mkdir(parents=True, exist_ok=True)
+    found = read_reproduction(Path("out/breakdown"))
+    assert found.scale == "smoke"
+    (table,) = found.tables
+    assert set(column(table, "here - paper, points", "difference")) == {"-"}
+    page = Path("out/report.html").read_text(encoding="utf-8")
+    cells = map(unescape, re.findall(r"<td[^>]*>([^<]*)</td>", page.partition('id="breakdown"')[2]))
+    assert list(cells) == [cell for row in table.rows for cell in row]
+    assert "<code>consistency</code> failed: seed=1" in page
+    assert not Path("out/README.md").exists()  # it is of all recipes
+
+    for given, line in (("scale=desk", "has scale=smoke executor=in_process seed=1;"), ("seed=2", "has scale=smoke")):
+        assert command(monkeypatch, *asked[:3], "run_folder=out", given) == 2
+        assert line in capsys.readouterr().err
+    Path("other").mkdir()
+    Path("other/file").touch()
+    assert command(monkeypatch, *asked[:3], "run_folder=other") == 2
+    assert "the folder is not empty and holds no reproduction" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("recipes", [("breakdown",), ("breakdown", "schedules")])
+def test_an_interruption_ends_all_of_it(recipes: tuple[str, ...], tmp_path: Path) -> None:
+    process = start_program("reproduce", *recipes, "scale=desk", *TINY, "steps=10000")
     try:
         # the command, and below it the run of the sweep, which leads a session of its own
         wait_until(lambda: len(descendants(process.pid)) > 1, 30, "the run of a measurement")
@@ -117,8 +159,9 @@ def test_an_interruption_ends_all_of_it(tmp_path: Path) -> None:
         if process.poll() is None:
             process.kill()
     assert process.returncode == 130, err
-    assert "interrupted; what was run is in outputs/" in out
-    (log,) = tmp_path.glob("outputs/*_reproduce_breakdown/log.txt")  # it was removed once, with what it says
+    assert ("interrupted; what was run is in outputs/" if len(recipes) == 1 else " run_folder=outputs/") in out
+    folder = "*_reproduce_breakdown" if len(recipes) == 1 else "*_reproduce_2_recipes/breakdown"
+    (log,) = tmp_path.glob(f"outputs/{folder}/log.txt")  # it was removed once, with what it says
     assert "gpipe bench" in log.read_text()
     assert "Traceback" not in out + err
     wait_until(lambda: not any(map(alive, started)), 10, "the end of all that was started")

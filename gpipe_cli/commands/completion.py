@@ -71,11 +71,13 @@ def _names(command: str, *, first: bool) -> Sequence[str]:
         from gpipe_cli.commands.help import topics
 
         return sorted({name.replace(" ", "_") for name in topics()}) if first else []
+    from gpipe_cli.commands.recipe_run import ReproduceSettings
+    from gpipe_cli.commands.reproduce_several import ALL
     from gpipe_cli.reproduction.recipe import names
 
     if command == "reproduce" and not first:
-        return [f"scale={scale}" for scale in ("auto", "desk", "paper")]
-    return names()
+        return [*names(), *(f"scale={scale}" for scale in choices(ReproduceSettings, "scale"))]
+    return [*names(), ALL] if command == "reproduce" else names()
 
 
 def _values(command: str, key: str, begun: str) -> list[str]:

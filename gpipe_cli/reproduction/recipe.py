@@ -48,6 +48,10 @@ class Needs:
     data: str | None = None  # dataset=..., if it does not come with the program
     how: str | None = None  # to get the data, and where to put it
 
+    def __str__(self) -> str:
+        machine = f"{plural(self.gpus, 'GPU')} of {self.memory_gib:g} GiB"
+        return f"{machine}, {self.data}" if self.data else machine
+
     def fitting_scale(self, gpus: Sequence[Gpu]) -> tuple[Scale, str]:
         """The scale that the machine allows, and why."""
         wanted = f"the paper's scale needs {plural(self.gpus, 'GPU')} of {self.memory_gib:g} GiB"
@@ -103,6 +107,16 @@ class Recipe:
         (found,) = (kind for kind in kinds if kind is not None)
         return found
 
+    def settings(self, scale: Scale) -> tuple[str, ...]:
+        """In place of the recipe's own."""
+        match scale:
+            case "paper":
+                return ()
+            case "desk":
+                return self.desk.settings
+            case "smoke":
+                return last_wins((*self.desk.settings, *self.smoke))
+
     def check(self, given: Sequence[str]) -> None:
         """Raises InputError for settings without effect: `steps=5` is one of `gpipe bench`, which only a recipe that
         sets it runs, and what a recipe says of the paper is none."""
@@ -130,9 +144,7 @@ class Recipe:
         Raises InputError as the commands do for bad input, and CommandFailedError.
         """
         begin = time.monotonic()
-        desk = () if scale == "paper" else self.desk.settings
-        if scale == "smoke":
-            desk = last_wins((*desk, *self.smoke))
+        desk = self.settings(scale)
         settings = with_users(desk, given)
         runner = Runner(self.name, folder, settings, perform, simulate, progress, scale, last_wins(given), gpus)
         try:
@@ -173,6 +185,7 @@ class Recipe:
             title=self.title,
             claim=self.claim,
             source=self.source,
+            needs=str(self.needs),
             scale=scale,
             machine=machine,
             tables=(*found.tables, *sizes),

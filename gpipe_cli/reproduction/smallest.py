@@ -1,6 +1,7 @@
 """Every experiment at the smallest size that still runs all of its code: what `scale=smoke` runs.
 
-Of a table the first and the last row are left, of repeated runs as few as there must be.
+Of a table the first and the last row are left, or the first where rows take long; of repeated runs as few as there
+must be.
 """
 
 from dataclasses import replace
@@ -43,7 +44,7 @@ def smallest(experiment: Experiment) -> Experiment:
         case Translation():
             return replace(experiment, desk_sentences=1)
         case FineTuning():
-            return replace(experiment, runs=1)
+            return replace(experiment, runs=1, from_scratch=False)
         case Consistency():
             return replace(experiment, partitions=_ends(experiment.partitions), seeds=experiment.seeds[:2])
         case Breakdown() | Classification():

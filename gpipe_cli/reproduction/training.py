@@ -97,9 +97,10 @@ class FineTuning:
     begins_with: str  # the recipe that makes the run to begin with
     pretraining: tuple[str, ...]  # settings of the run to begin with, at a desk
     fine_tuning: tuple[str, ...]  # of the others, at a desk
+    from_scratch: bool = True  # at a desk also the same without the weights of another run
 
     def reproduce(self, runner: Runner) -> Findings:
-        """Fine-tunes with every seed; at a desk also learns the same without the weights of another run."""
+        """Fine-tunes with every seed."""
         if (seed := runner.given("seed")) is not None:
             seeds = f"0 to {self.runs - 1}"
             raise InputError(f"seed={seed}: this recipe runs seeds {seeds} and takes their mean; leave it out")
@@ -119,7 +120,7 @@ class FineTuning:
             begins_with = quoted(runner.folder / "pretrained")
         begin = f"init_from={begins_with}"
         runs = [runner.train(f"seed_{seed}", begin, f"seed={seed}", *settings) for seed in range(self.runs)]
-        if makes_its_own:
+        if makes_its_own and self.from_scratch:
             others.append(("from scratch, seed 0", runner.train("from_scratch", *anew, *settings)))
         comparable = not runner.desk and not runner.changed("init_from", *SAME_RESULT)
         note = f"of a sample of {self.runs} runs, which differ in their seed only; the paper prints none"

@@ -9,7 +9,7 @@ from typing import IO, Any
 import pytest
 from recipe_runs import Answer, answering, shares_of_a_step
 
-from gpipe_cli.commands.reproduce import simulating_recipe
+from gpipe_cli.commands.recipe_run import simulating_recipe
 from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.tables.recipe import Reproduction

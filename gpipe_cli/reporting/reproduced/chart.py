@@ -23,7 +23,7 @@ _LOGARITHMIC = 30.0  # an axis is logarithmic whose numbers differ by more than 
 @dataclass(frozen=True)
 class Line:
     name: str
-    origin: str  # of the column
+    mark: str  # classes of its marks: the origin of the column, and its heading
     values: Sequence[float | None]  # None where the table has none
 
 
@@ -76,7 +76,11 @@ def _name(column: Column) -> str:
 def _line(name: str, column: Column, rows: Sequence[int] = ()) -> Line | None:
     """None of a column without any number."""
     values = [value(column.cells[at]) for at in rows or range(len(column.cells))]
-    return Line(name, column.origin, values) if any(one is not None for one in values) else None
+    return (
+        Line(name, f"{column.origin} {column.heading.partition(' ')[0]}", values)
+        if any(one is not None for one in values)
+        else None
+    )
 
 
 def to_svg(chart: Chart, top: float | None = None) -> str:
@@ -102,16 +106,15 @@ def to_svg(chart: Chart, top: float | None = None) -> str:
         parts.append(f'<path class="grid" d="M{LEFT} {y(tick):.1f}H{WIDTH - RIGHT}"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{y(tick) + 4:.1f}" text-anchor="end">{_short(tick)}</text>')
     for at, place in enumerate(chart.places):
-        lines = _broken(place, step)
-        for down, line in enumerate(lines):
-            at_y = HEIGHT - BOTTOM + 16 + 11 * down
-            parts.append(f'<text x="{x(at):.1f}" y="{at_y}" text-anchor="middle">{escape(line)}</text>')
+        for down, words in enumerate(_broken(place, step)):
+            below = HEIGHT - BOTTOM + 16 + 11 * down
+            parts.append(f'<text x="{x(at):.1f}" y="{below}" text-anchor="middle">{escape(words)}</text>')
     if chart.unit:
         parts.append(f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 6}" text-anchor="end">{escape(chart.unit)}</text>')
-    for line in chart.lines:
+    for line in reversed(chart.lines):  # the paper's above ours
         points = [(x(at), y(one), one) for at, one in enumerate(line.values) if one is not None]
         path = "L".join(f"{px:.1f} {py:.1f}" for px, py, _ in points)
-        parts.append(f'<g class="{line.origin}"><path class="line" d="M{path}"/>')
+        parts.append(f'<g class="{line.mark}"><path class="line" d="M{path}"/>')
         parts += [
             f'<circle cx="{px:.1f}" cy="{py:.1f}" r="4"><title>{escape(line.name)}: {number:g}</title></circle>'
             for px, py, number in points
@@ -122,11 +125,11 @@ def to_svg(chart: Chart, top: float | None = None) -> str:
 
 def legend(lines: Sequence[Line]) -> str:
     """What the marks mean, as HTML."""
-    origins = {line.name: line.origin for line in lines}
+    marks = {line.name: line.mark for line in lines}
     return "".join(
-        f'<span><svg viewBox="0 0 26 12" aria-hidden="true"><g class="{origin}"><path class="line" d="M1 6H25"/>'
+        f'<span><svg viewBox="0 0 26 12" aria-hidden="true"><g class="{mark}"><path class="line" d="M1 6H25"/>'
         f'<circle cx="13" cy="6" r="4"/></g></svg>{escape(name)}</span>'
-        for name, origin in origins.items()
+        for name, mark in marks.items()
     )
 
 

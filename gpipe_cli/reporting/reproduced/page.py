@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
-from gpipe_cli.reporting.reproduced.chart import charts, legend, to_svg
+from gpipe_cli.reporting.reproduced.chart import Chart, charts, legend, to_svg
 from gpipe_cli.reporting.reproduced.verdict import verdict
 from gpipe_cli.reporting.tables.recipe import Reproduction
 from gpipe_cli.reporting.tables.table import Column, Table
@@ -83,18 +83,24 @@ def _section(one: Reproduction) -> Iterator[str]:
     yield f'<p class="pale"><code>{one.name}</code>, {escape(one.source)}; scale {one.scale}, '
     yield f"{duration(one.seconds)} on {escape(one.machine)}</p>"
     for table in one.tables:
-        yield f'<h3>{escape(table.title)}</h3><div class="wide">{_table(table)}</div>'
-        if drawn := list(charts(table)):
-            top = max((value for chart in drawn for line in chart.lines for value in line.values if value), default=0)
-            common = top if len(drawn) > 1 and drawn[0].unit else None  # the same axis for every M
-            yield f'<div class="charts">{"".join(to_svg(chart, common) for chart in drawn)}</div>'
-            yield f'<p class="legend">{legend([line for chart in drawn for line in chart.lines])}</p>'
+        yield f'<h3>{escape(table.title)}</h3><div class="beside"><div class="wide">{_table(table)}</div>'
+        yield f"{_charts(list(charts(table)))}</div>"
     yield from _pictures(one)
     yield '<dl class="notes">'
     yield from (f"<dt>{escape(label)}</dt><dd>{escape(line)}</dd>" for label, line in one.notes)
     commands = "\n".join(one.commands)
     yield f"</dl><details><summary>{plural(len(one.commands), 'command')}</summary>"
     yield f"<pre>{escape(commands)}</pre></details></section>"
+
+
+def _charts(drawn: Sequence[Chart]) -> str:
+    """With one vertical axis, where they differ in M."""
+    if not drawn:
+        return ""
+    lines = [line for chart in drawn for line in chart.lines]
+    top = max(value for line in lines for value in line.values if value is not None) if drawn[0].unit else None
+    plots = "".join(to_svg(chart, top) for chart in drawn)
+    return f'<figure><div class="charts">{plots}</div><figcaption>{legend(lines)}</figcaption></figure>'
 
 
 def _pictures(one: Reproduction) -> Iterator[str]:

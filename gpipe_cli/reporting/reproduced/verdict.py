@@ -20,10 +20,11 @@ def verdict(table: Table) -> Verdict | None:
     """None of a table without a number of the paper beside one of ours.
 
     Rows that grow in size end in the paper's point, the largest one; rows of different quantities begin with it. Of
-    several numbers of ours the first counts that has a difference from the paper.
+    several numbers of the paper the last one counts, before the difference from it; of ours the first one that has a
+    difference.
     """
     grows = any(column.heading == "K" for column in table.columns)
-    for paper in (column for column in table.columns if column.origin == "paper"):
+    for paper in (column for column in reversed(table.columns) if column.origin == "paper"):
         ours = [column for column in table.columns if column.origin in OURS and _same(paper, column)]
         rows = list(range(len(table.rows)))
         if grows or paper.heading not in ("", "paper"):

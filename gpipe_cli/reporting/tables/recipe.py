@@ -25,6 +25,7 @@ class Reproduction:
     title: str
     claim: str  # of the paper
     source: str
+    needs: str  # what the paper's scale takes
     scale: str  # paper, desk, smoke
     machine: str
     tables: tuple[Table, ...]
@@ -71,7 +72,8 @@ def show_reproduction(console: Console, reproduction: Reproduction, folder: Path
 
 def markdown(reproduction: Reproduction) -> str:
     """As a section of recipes/README.md."""
-    lines = [f"### {reproduction.name}", "", f"{reproduction.title}. Source: {reproduction.source}.", ""]
+    about = f"{reproduction.title}: {reproduction.claim}. Source: {reproduction.source}."
+    lines = [f"### {reproduction.name}", "", about, ""]
     for table in reproduction.tables:
         lines += [f"**{table.title}**", "", to_markdown(table)]
     lines += [f"* {label}: {line}" for label, line in reproduction.notes]

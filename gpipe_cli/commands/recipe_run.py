@@ -1,0 +1,76 @@
+"""How a recipe runs: at which scale, each of its commands in a fork of this process, and its plans in this one."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import IO, Literal
+
+from omegaconf import DictConfig
+from rich.console import Console
+
+from gpipe_cli.commands.command_line import TRAINING_KEYS, JobTrees, compose, read, training
+from gpipe_cli.commands.outcome import BAD_INPUT, ended, fork_command, run_command
+from gpipe_cli.errors import InputError
+from gpipe_cli.reporting.run.console import following
+from gpipe_cli.reporting.run.lines import show_line
+from gpipe_cli.reporting.tables.recipe import Reproduction
+from gpipe_cli.reproduction.recipe import Recipe
+from gpipe_cli.reproduction.runner import FOLDER, CommandFailedError, Scale
+from gpipe_cli.reproduction.simulated import Simulate, simulating
+from gpipe_cli.system.gpus import Gpu
+
+
+@dataclass(frozen=True, slots=True)
+class ReproduceSettings:
+    """What belongs to the recipe as a whole, and not to the commands that it runs."""
+
+    scale: Literal["auto", "smoke", "desk", "paper"]
+    output: str
+    run_folder: str | None
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where recipes run, and how they are shown."""
+
+    console: Console
+    gpus: Sequence[Gpu]
+
+    def scale(self, recipe: Recipe, whole: ReproduceSettings, given: Sequence[str]) -> tuple[Scale, str]:
+        """The scale of a recipe, and why."""
+        if whole.scale != "auto":
+            return whole.scale, "as was asked for"
+        if "device=cpu" in given:
+            return "desk", "device=cpu uses no GPU"
+        return recipe.needs.fitting_scale(self.gpus)
+
+    def reproduce(self, recipe: Recipe, whole: ReproduceSettings, given: tuple[str, ...], folder: Path) -> Reproduction:
+        """Raises what the commands of the recipe end with."""
+        chosen, why = self.scale(recipe, whole, given)
+        show = partial(show_line, self.console)
+        return recipe.reproduce(
+            chosen, why, self.gpus, given, folder, self._perform, simulating_recipe(recipe.name), show
+        )
+
+    def _perform(self, command: Sequence[str], log: IO[str]) -> None:
+        fork = fork_command(lambda: run_command(command[0], command[1:]), log.fileno())
+        result = ended(fork, following(self.console, Path(log.name)))  # in a thread, which must not be forked
+        if result.error:
+            log.write(f"gpipe {command[0]}: {result.error}\n")
+        if result.exit_code == BAD_INPUT:
+            raise result.refusal or InputError(result.error)
+        if result.exit_code != 0:
+            raise CommandFailedError(result.error)
+
+
+def simulating_recipe(name: str) -> Simulate:
+    """Plans of the recipe `name`. Raises InputError as `gpipe plan` does."""
+
+    def composed(chosen: Sequence[str]) -> DictConfig:
+        tree = compose(read("train", ["-cd", str(FOLDER), "-cn", name, *chosen]), TRAINING_KEYS)
+        assert tree is not None  # nothing but settings was given
+        return tree
+
+    trees = JobTrees(composed)
+    return simulating(lambda settings: training(trees.tree(settings), {}))

@@ -1,0 +1,123 @@
+"""Several recipes in one folder, each in a folder of its own below it.
+
+What is done there stays done: a reproduction of the whole paper takes an hour at a desk, and goes on after an
+interruption. All of it ends in one page, and all recipes in the results of their README.
+"""
+
+import shlex
+import shutil
+import time
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from gpipe_cli.commands.folders import locked_folder
+from gpipe_cli.commands.outcome import INTERRUPTED, STOPPED, import_torch
+from gpipe_cli.commands.recipe_run import Machine, ReproduceSettings
+from gpipe_cli.errors import InputError
+from gpipe_cli.reporting.reproduced.page import REPORT, write_report
+from gpipe_cli.reporting.reproduced.readme import README, with_results
+from gpipe_cli.reporting.run.lines import override, show_facts, show_line
+from gpipe_cli.reporting.run.result import read_result, write_result
+from gpipe_cli.reporting.tables.recipe import REPRODUCTION, read_reproduction, write_reproduction
+from gpipe_cli.reproduction.recipe import Recipe, names
+from gpipe_cli.reproduction.runner import FOLDER, CommandFailedError
+from gpipe_cli.system.files import LOCK, read_text, write_whole
+from gpipe_cli.system.gpus import usable_gpus
+from gpipe_cli.system.interrupts import Stopped
+from gpipe_cli.units import duration
+
+ALL = "all"  # in place of the names of all recipes
+ASKED = "asked.json"  # in the folder: the scale and the settings of all that lies there
+
+
+def reproduce_several(
+    recipes: Sequence[Recipe], whole: ReproduceSettings, given: tuple[str, ...], asked: list[str]
+) -> int:
+    """Runs what is not done yet in the folder, and goes on after a recipe that fails; returns the exit code."""
+    console = Console()
+    new = whole.run_folder is None
+    stem = ALL if asked == [ALL] else f"{len(recipes)}_recipes"
+    place = Path(whole.output, f"{datetime.now():%Y-%m-%d_%H-%M-%S}_reproduce_{stem}")
+    setting = f"output={whole.output}" if new else f"run_folder={whole.run_folder}"
+    with locked_folder(place if whole.run_folder is None else Path(whole.run_folder), setting, new=new) as folder:
+        _refuse_others(folder, whole, given)
+        import_torch()
+        machine = Machine(console, usable_gpus())
+        write_result(folder, _asked(whole, given), ASKED)
+        settings = [one for one in (f"scale={whole.scale}", *given) if one != "scale=auto"]
+        go_on = shlex.join(["gpipe", "reproduce", *asked, *settings]) + f" {override('run_folder', str(folder))}"
+        show_facts(console, [("recipes", str(len(recipes))), ("folder", str(folder)), ("goes on by", go_on)])
+        failed: dict[str, str] = {}
+        begin, ran = time.monotonic(), 0.0  # seconds at a desk of what was run
+        for at, recipe in enumerate(recipes, start=1):
+            below = folder / recipe.name
+            which = f"{at} of {len(recipes)}"
+            if _is_done(folder, recipe.name):
+                show_line(console, f"{which:<12} {recipe.name}: is done")
+                continue
+            used = time.monotonic() - begin
+            left = _left([one for one in recipes[at - 1 :] if not _is_done(folder, one.name)], used, ran, whole.scale)
+            show_line(console, "")
+            show_line(console, f"{which:<12} {recipe.name}: {recipe.title}; {duration(used)} used{left}", "bold")
+            shutil.rmtree(below, ignore_errors=True)  # what an interruption or a failure has left
+            below.mkdir()
+            try:
+                found = machine.reproduce(recipe, whole, given, below)
+                write_reproduction(found, below)
+            except KeyboardInterrupt as stop:
+                show_line(console, f"interrupted; what is done stays in {folder}; go on by", "bold yellow")
+                show_line(console, go_on)
+                return STOPPED if isinstance(stop, Stopped) else INTERRUPTED
+            except (CommandFailedError, InputError) as error:
+                failed[recipe.name] = str(error)
+                show_line(console, f"failed: {error}", "bold red")
+            finally:
+                _write_report(folder, failed)
+            ran += 60 * recipe.desk.minutes
+        for name, reason in failed.items():
+            show_line(console, f"{name} failed: {reason}", "bold red")
+        if failed:
+            show_facts(console, [("try again", go_on)])
+        show_facts(console, [("report", str(folder / REPORT))])
+    return 1 if failed else 0
+
+
+def _is_done(folder: Path, name: str) -> bool:
+    return (folder / name / f"{REPRODUCTION}.json").is_file()
+
+
+def _asked(whole: ReproduceSettings, given: Sequence[str]) -> dict[str, Any]:
+    return {"scale": whole.scale, "settings": list(given)}
+
+
+def _refuse_others(folder: Path, whole: ReproduceSettings, given: tuple[str, ...]) -> None:
+    """Raises InputError for a folder that holds something else, or what was reproduced in another way."""
+    if {path.name for path in folder.iterdir()} <= {LOCK}:
+        return
+    if not (folder / ASKED).is_file():
+        raise InputError(f"run_folder={folder}: the folder is not empty and holds no reproduction; choose another")
+    before = read_result(folder, ASKED)
+    if before != _asked(whole, given):
+        has = " ".join([f"scale={before.get('scale')}", *before.get("settings", [])])
+        raise InputError(f"run_folder={folder}: what lies there has {has}; go on with these, or choose another folder")
+
+
+def _left(recipes: Sequence[Recipe], used: float, ran: float, scale: str) -> str:
+    """About how long ``recipes`` will take: as at a desk, times what the ones before took of that."""
+    if not ran and scale != "desk":
+        return ""
+    times = used / ran if ran else 1.0
+    return f", about {duration(times * sum(60 * recipe.desk.minutes for recipe in recipes))} left"
+
+
+def _write_report(folder: Path, failed: dict[str, str]) -> None:
+    """Of all that is done in the folder; README.md, where there is one to be renewed, once that is every recipe."""
+    every = names()
+    found = [read_reproduction(folder / name) for name in every if _is_done(folder, name)]
+    write_report(folder, found, failed)
+    if len(found) == len(every) and (FOLDER / README).is_file():
+        write_whole(folder / README, with_results(read_text(FOLDER / README), found))

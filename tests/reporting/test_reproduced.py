@@ -1,0 +1,120 @@
+"""The page of `gpipe reproduce all` and the results in recipes/README.md: their numbers are those of the tables."""
+
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from gpipe_cli.reporting.reproduced.chart import Chart, Line, charts, to_svg, value
+from gpipe_cli.reporting.reproduced.page import REPORT, write_report
+from gpipe_cli.reporting.reproduced.readme import BEGIN, END, with_results
+from gpipe_cli.reporting.reproduced.verdict import Verdict, verdict
+from gpipe_cli.reporting.tables.recipe import Reproduction, markdown, read_reproduction, write_reproduction
+from gpipe_cli.reporting.tables.table import Column, Table
+
+SPEEDS = Table.of_rows(
+    "Speed <of> all",
+    [Column("K"), Column("M"), Column("paper", "paper"), Column("here", "measured"), Column("full size", "simulated"),
+     Column("here - paper", "difference"), Column("full size - paper", "difference")],
+    [("2", "1", "1.00", "1.00", "1.00", "-", "+0.00"), ("2", "4", "1.07", "1.45", "1.35", "-", "+0.28"),
+     ("4", "1", "1.13", "-", "1.06", "-", "-0.07"), ("4", "4", "1.26", "-", "no fit", "-", "-")],
+)  # fmt: skip
+SIZES = Table.of_rows(
+    "Sizes",
+    [Column(""), Column("parameters", "paper"), Column("parameters", "planned"),
+     Column("planned - paper, %", "difference")],
+    [("Naive-1", "82.0 M", "81.1 M", "-1.1"), ("Pipeline-8", "1.80 B", "1.84 B", "+2.4")],
+)  # fmt: skip
+SCORES = Table.of_rows(
+    "Scores",
+    [Column(""), Column("", "paper"), Column("", "measured"), Column("", "difference")],
+    [("top-1", "84.4 %", "100.00 %", "-"), ("loss", "-", "0.0628", "-")],
+)
+FOUND = Reproduction(
+    name="a_recipe", title="Title", claim="K < 8 is slow", source="Table 2", needs="2 GPUs", scale="desk",
+    machine="2 cores", tables=(SPEEDS, SIZES, SCORES), notes=(("found", "a & b"),), commands=("gpipe plan",),
+    files=(), seconds=90.0,
+)  # fmt: skip
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    write_reproduction(FOUND, tmp_path)
+    assert markdown(read_reproduction(tmp_path)) == markdown(FOUND)
+    assert [verdict(table) for table in read_reproduction(tmp_path).tables] == list(map(verdict, FOUND.tables))
+
+
+def test_the_number_that_stands_for_a_claim_is_the_largest_model_or_the_first_quantity() -> None:
+    assert verdict(SPEEDS) == Verdict("K = 4, M = 1", "1.13", "1.06", "simulated", "-0.07")  # the last row has none
+    assert verdict(SIZES) == Verdict("parameters, Pipeline-8", "1.80 B", "1.84 B", "planned", "+2.4 %")
+    assert verdict(SCORES) == Verdict("top-1", "84.4 %", "100.00 %", "measured", "-")
+    assert verdict(Table.of_rows("", [Column("K"), Column("speed", "measured")], [("2", "1.00")])) is None
+
+
+@pytest.mark.parametrize(
+    ("cell", "number"),
+    [("1.05 B", 1.05e9), ("82", 82.0), ("1,270.5", 1270.5), ("-3.73", -3.73), ("65.6 %", 65.6), ("-", None),
+     ("no fit", None), ("34.3 GiB", None)],
+)  # fmt: skip
+def test_numbers_of_cells(cell: str, number: float | None) -> None:
+    assert value(cell) == number
+
+
+def test_plots_are_of_the_numbers_in_the_table() -> None:
+    one, four = charts(SPEEDS)
+    assert (one.title, one.places, one.unit) == ("M = 1", ["2", "4"], "K")
+    assert [(line.name, line.values) for line in four.lines] == [
+        ("paper", [1.07, 1.26]), ("here, measured", [1.45, None]), ("full size, simulated", [1.35, None]),
+    ]  # fmt: skip
+    (sizes,) = charts(SIZES)
+    assert [line.values for line in sizes.lines] == [[82e6, 1.8e9], [81.1e6, 1.84e9]]
+    assert not list(charts(SCORES))  # percent and a loss on one axis say nothing
+
+
+def test_a_mark_stands_at_its_number() -> None:
+    """Twice the value is twice as high above the axis."""
+    svg = to_svg(Chart("", ["a", "b", "c"], [Line("paper", "paper", [0.0, 1.0, 2.0])], ""))
+    bottom, middle, top = (float(part.partition('"')[0]) for part in svg.split('cy="')[1:])
+    assert bottom - middle == pytest.approx(middle - top)
+    assert bottom > middle
+
+
+class _Open(HTMLParser):
+    """The elements that were not closed, or closed in a wrong order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.loaded: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in ("meta", "img", "path", "circle"):
+            self.open.append(tag)
+        self.loaded += [name or "" for key, name in attrs if key in ("src", "srcset") or (tag == "link")]
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in ("path", "circle"):
+            assert self.open.pop() == tag
+
+
+def test_the_page_is_whole_and_loads_nothing(tmp_path: Path) -> None:
+    write_report(tmp_path, [FOUND], {"other_recipe": "diverged <badly>"})
+    page = (tmp_path / REPORT).read_text(encoding="utf-8")
+    parser = _Open()
+    parser.feed(page)
+    assert not parser.open
+    assert not parser.loaded
+    assert "url(" not in page
+    assert "<script" not in page
+    for text in ("K &lt; 8 is slow", "diverged &lt;badly&gt;", "Speed &lt;of&gt; all", "a &amp; b", 'href="#a_recipe"'):
+        assert text in page
+
+
+def test_the_results_in_the_readme_are_written_anew_between_its_marks() -> None:
+    readme = (Path(__file__).parent.parent.parent / "recipes" / "README.md").read_text(encoding="utf-8")
+    before, _, rest = readme.partition(BEGIN)
+    after = rest.partition(END)[2]
+    renewed = with_results(readme, [FOUND])
+    assert renewed.startswith(f"{before}{BEGIN}")
+    assert renewed.endswith(f"{END}{after}")
+    assert "| 4 | 1 | 1.13 | - | 1.06 | - | -0.07 |" in renewed
+    assert with_results(renewed, [FOUND]) == renewed
