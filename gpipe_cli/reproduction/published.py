@@ -74,13 +74,13 @@ class PublishedSpeeds:
         for source in self.sources:
             count = sum(len(table.cells) for table in source.tables)
             runner.progress(f"plans        {source.name}: {plural(count, 'cell')}")
-            found = [[_simulated(runner, f"{self.settings} {table.settings} {cell.settings}", table.unit) for cell in table.cells] for table in source.tables]
-            errors[source.name] = [
-                _errors(table, values) for table, values in zip(source.tables, found, strict=True)
-            ]
-            tables += [
-                _table(source, table, values, comparable) for table, values in zip(source.tables, found, strict=True)
-            ]
+            errors[source.name] = []
+            for table in source.tables:
+                of_all = f"{self.settings} {table.settings}"
+                simulated = [_simulated(runner, f"{of_all} {cell.settings}", table.unit) for cell in table.cells]
+                found = _errors(table, simulated)
+                errors[source.name].append(found)
+                tables.append(_table(source, table, simulated, found.cells if comparable else None))
         notes = [(source.name, f"{source.hardware}; {source.source}") for source in self.sources]
         if comparable:
             notes += [("off", f"{source.name}: {source.note}") for source in self.sources]
@@ -89,6 +89,7 @@ class PublishedSpeeds:
 
 
 def _simulated(runner: Runner, settings: str, unit: Unit) -> float:
+    """A cell in its unit. Raises InputError as `gpipe plan` does."""
     config = runner.configured(*settings.split())
     # neither of them matters to a profile, which takes seconds
     profile = _profile(
@@ -122,21 +123,24 @@ def _errors(table: Published, simulated: Sequence[float]) -> Errors:
     return Errors(off, [(1 + each) / (1 + off[0]) - 1 for each in off[1:]])
 
 
-def _table(source: Source, table: Published, simulated: Sequence[float], comparable: bool) -> Table:
-    off = [f"{100 * each:+.1f}" if comparable else NONE for each in _errors(table, simulated).cells]
+def _table(source: Source, table: Published, simulated: Sequence[float], off: Sequence[float] | None) -> Table:
     return Table(
         f"{source.name}: {table.model}, {table.unit}",
         (
             Column("cell", cells=[cell.name for cell in table.cells]),
             Column("published", "published", [_figures(cell.published) for cell in table.cells]),
             Column("simulated", "simulated", [_figures(each) for each in simulated]),
-            Column("simulated - published, %", "difference", off),
+            Column("simulated - published, %", "difference", _percents(off, len(simulated))),
         ),
     )
 
 
+def _percents(off: Sequence[float] | None, cells: int) -> Sequence[str]:
+    return [NONE] * cells if off is None else [f"{100 * each:+.1f}" for each in off]
+
+
 def _figures(value: float) -> str:
-    """Four figures of a number, or all in front of its point."""
+    """Three figures of a number, or all in front of its point."""
     return number(value, max(0, 3 - len(str(int(value)))) if value >= 1 else 3)
 
 
