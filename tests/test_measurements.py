@@ -52,7 +52,6 @@ PROGRAMS = {
         [*NOISE, "dataset=synthetic_images", "--only=interleaved"],
         r"\ngpipe +interleaved +4 +16 +(\d+) +\1 +0\.0e\+00  yes",
     ),
-    "simulated_table2": (["--cells=1", *SMALL, "model.filters=4", "partition.balance=null"], r"2   1 +1\.00 +1\.00 "),
     "gpu_acceptance": (
         ["--device=cpu", "--parts=links"],
         r"2 of 2 held\.\n(.*\n)+\| links \| 1f1b, K=2 .* \| yes \| (\d+) of \2 tensors",

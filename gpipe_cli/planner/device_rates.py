@@ -23,6 +23,9 @@ CONVOLUTIONS = COMPUTING[1:]
 _RELATIVE = 0.75
 _LEAST_SECONDS = 2e-6  # shorter times are noise of the clock
 _ROUNDS = 10  # of a fit that finds out which layers wait for the host
+# Of the peak in TF32 and in 16 bits, which are tensor cores': a convolution gathers its matrices from overlapping
+# windows, and they are as narrow as it has channels. By ResNet-50 on A100 and V100, of the recipe `published`.
+_CONVOLUTIONS_REACH = 0.46
 _TRUST = 0.003  # in the figures of a device, beside what the layer that tells most says of a rate
 _LAUNCHES, _WORKS = slice(1, 1 + len(OperationKind)), slice(1 + len(OperationKind), None)  # of `_features`
 
@@ -87,8 +90,8 @@ class DeviceRates:
 
 def rates_of_sheet(hardware: HardwareConfig, threads: int, precision: Precision = "float32") -> DeviceRates:
     """The rates of a data sheet; a CPU's sheet is that of one thread. Those of an H200 where there is none. In another
-    precision than float32 the same share of the peak is reached, but by convolutions of few channels, which are no
-    products of large matrices."""
+    precision than float32 the same share of the peak is reached, but by convolutions, which are no products of large
+    matrices: less, and no more than in float32 where they have few channels."""
     basis: Basis = "data_sheet"
     if hardware.tflops is None or hardware.memory_gb_per_second is None:
         hardware, basis = load_hardware("h200"), "other_device"
@@ -96,12 +99,18 @@ def rates_of_sheet(hardware: HardwareConfig, threads: int, precision: Precision 
     assert hardware.memory_gb_per_second is not None
     speed = threads if hardware.name == "cpu" else 1
     each = (hardware.operation_microseconds or 0.0) * 1e-6
-    reached = reached_tflops(hardware, precision) * 1e12 * speed
+    products = reached_tflops(hardware, precision)
+    key, peak = load_hardware(hardware.name).peak(precision)
+    convolutions = products
+    if peak is not None and key != "peak_tflops":  # of tensor cores
+        convolutions = min(products, max(hardware.tflops, _CONVOLUTIONS_REACH * peak))
+    flop = dict.fromkeys(OperationKind, 1 / (products * 1e12 * speed))
+    flop[OperationKind.CONVOLUTION] = 1 / (convolutions * 1e12 * speed)
     few = dict.fromkeys((OperationKind.DEPTHWISE, OperationKind.NARROW), 1 / (hardware.tflops * 1e12 * speed))
     rates = Rates(
         0.0,
         dict.fromkeys(OperationKind, each),
-        dict.fromkeys(OperationKind, 1 / reached) | few,
+        flop | few,
         dict.fromkeys(OperationKind, 1 / (hardware.memory_gb_per_second * 1e9 * speed)),
         overlap=hardware.name != "cpu",  # whose figures are fitted ones
     )

@@ -65,21 +65,18 @@ class PublishedSpeeds:
     def reproduce(self, runner: Runner) -> Findings:
         """Plans every cell in this process. Raises InputError as `gpipe plan` does."""
         comparable = not runner.changed()
-        tables, errors = [], {}
+        tables: list[Table] = []
+        errors: dict[str, list[Errors]] = {}
         for source in self.sources:
             count = sum(len(table.cells) for table in source.tables)
             runner.progress(f"plans        {source.name}: {plural(count, 'cell')}")
-            found = [
-                [
-                    _speed(runner.simulated(*f"{self.settings} {table.settings} {cell.settings}".split()), table.unit)
-                    for cell in table.cells
-                ]
-                for table in source.tables
-            ]
-            errors[source.name] = [_errors(table, values) for table, values in zip(source.tables, found, strict=True)]
-            tables += [
-                _table(source, table, values, comparable) for table, values in zip(source.tables, found, strict=True)
-            ]
+            errors[source.name] = []
+            for table in source.tables:
+                of_all = f"{self.settings} {table.settings}".split()
+                speeds = [_speed(runner.simulated(*of_all, *cell.settings.split()), table.unit) for cell in table.cells]
+                found = _errors(table, speeds)
+                errors[source.name].append(found)
+                tables.append(_table(source, table, speeds, found.cells if comparable else None))
         notes = [(source.name, f"{source.hardware}; {source.source}") for source in self.sources]
         if comparable:
             notes += [("off", f"{source.name}: {source.note}") for source in self.sources]
@@ -88,6 +85,7 @@ class PublishedSpeeds:
 
 
 def _speed(found: Simulated, unit: Unit) -> float:
+    """Of a cell, in its unit."""
     gpus = len(set(found.plan.turns)) * found.config.replicas
     match unit:
         case "samples/s":
@@ -106,21 +104,24 @@ def _errors(table: Published, simulated: Sequence[float]) -> Errors:
     return Errors(off, [(1 + each) / (1 + off[0]) - 1 for each in off[1:]])
 
 
-def _table(source: Source, table: Published, simulated: Sequence[float], comparable: bool) -> Table:
-    off = [f"{100 * each:+.1f}" if comparable else NONE for each in _errors(table, simulated).cells]
+def _table(source: Source, table: Published, simulated: Sequence[float], off: Sequence[float] | None) -> Table:
     return Table(
         f"{source.name}: {table.model}, {table.unit}",
         (
             Column("cell", cells=[cell.name for cell in table.cells]),
             Column("published", "published", [_figures(cell.published) for cell in table.cells]),
             Column("simulated", "simulated", [_figures(each) for each in simulated]),
-            Column("simulated - published, %", "difference", off),
+            Column("simulated - published, %", "difference", _percents(off, len(simulated))),
         ),
     )
 
 
+def _percents(off: Sequence[float] | None, cells: int) -> Sequence[str]:
+    return [NONE] * cells if off is None else [f"{100 * each:+.1f}" for each in off]
+
+
 def _figures(value: float) -> str:
-    """Four figures of a number, or all in front of its point."""
+    """Three figures of a number, or all in front of its point."""
     return number(value, max(0, 3 - len(str(int(value)))) if value >= 1 else 3)
 
 

@@ -54,6 +54,8 @@ class Needs:
 
     def fitting_scale(self, gpus: Sequence[Gpu]) -> tuple[Scale, str]:
         """The scale that the machine allows, and why."""
+        if not self.gpus:
+            return "paper", "it needs no GPU"
         wanted = f"the paper's scale needs {plural(self.gpus, 'GPU')} of {self.memory_gib:g} GiB"
         enough = [gpu for gpu in gpus if gpu.memory_bytes >= self.memory_gib * 2**30]
         if len(enough) >= self.gpus:

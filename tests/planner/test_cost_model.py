@@ -67,6 +67,22 @@ def test_a_data_sheet_gives_seconds_of_flops_bytes_and_operations() -> None:
     assert [slow.backward for slow in one.layers] == pytest.approx([4 * fast.backward for fast in four.layers])
 
 
+def test_convolutions_reach_less_of_tensor_cores_than_products() -> None:
+    """And no less than in float32, of which a GeForce's TF32 is no faster."""
+    for name, precision, products, convolutions in (
+        ("a100_80", "float32", 15.5, 15.5),
+        ("a100_80", "tf32", 15.5 * 156 / 19.5, 0.46 * 156),
+        ("a100_80", "bfloat16", 15.5 * 312 / 19.5, 0.46 * 312),
+        ("rtx_4090", "tf32", 50.0, 50.0),
+        ("tpu_v3", "bfloat16", 30.0, 30.0),
+        ("v100", "bfloat16", 9.4, 9.4),
+    ):
+        flop = rates_of_sheet(load_hardware(name), 1, precision).forward.flop  # type: ignore[arg-type]
+        assert 1e-12 / flop[OperationKind.PRODUCT] == pytest.approx(products)
+        assert 1e-12 / flop[OperationKind.CONVOLUTION] == pytest.approx(convolutions)
+        assert 1e-12 / flop[OperationKind.NARROW] == pytest.approx(load_hardware(name).tflops)
+
+
 @pytest.mark.parametrize(
     ("names", "tf32", "bfloat16"),
     [

@@ -1,0 +1,97 @@
+"""Speeds that others have published: what every cell must say, and what the simulator says of some of them."""
+
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean
+
+import pytest
+from recipe_runs import column, real_runner
+
+from gpipe_cli.reproduction.published import Cell, Published, Source
+from gpipe_cli.reproduction.recipe import load
+from gpipe_cli.reproduction.runner import Findings
+
+LOADED = load("published").published
+assert LOADED is not None
+SPEEDS = LOADED
+TABLES = [(source, table) for source in SPEEDS.sources for table in source.tables]
+TINY = "model=transformer_lm dataset=synthetic_text dataset.vocabulary=64 model.layers=2 model.width=16 "
+TINY += "model.hidden=64 model.heads=2 model.length=8 hardware=a100_80 schedule=1f1b"
+
+
+def source(*tables: Published) -> Source:
+    return Source("Theirs", "a document, table 1", "2 GPUs", "nothing", tables)
+
+
+def reproduced(folder: Path, sources: tuple[Source, ...], *given: str) -> Findings:
+    runner = replace(real_runner("published", folder, *given), users=given)
+    return replace(SPEEDS, sources=sources).reproduce(runner)
+
+
+def test_the_recipe_holds_many_cells_of_many_sources() -> None:
+    assert len(SPEEDS.sources) == 8
+    assert sum(len(table.cells) for _, table in TABLES) == 178
+
+
+@pytest.mark.parametrize(("of", "table"), TABLES, ids=[f"{of.name}: {table.model}" for of, table in TABLES])
+def test_every_cell_says_where_it_comes_from_and_what_ran(of: Source, table: Published) -> None:
+    assert of.source
+    assert of.hardware
+    assert of.note
+    assert table.model
+    assert len({cell.name for cell in table.cells}) == len(table.cells)
+    for cell in table.cells:
+        settings = [one.partition("=") for one in f"{SPEEDS.settings} {table.settings} {cell.settings}".split()]
+        assert all(value for _, _, value in settings)
+        assert {"hardware", "model", "dataset", "partitions", "micro_batches", "batch_size"} <= {
+            k for k, _, _ in settings
+        }
+        assert cell.published > 0
+
+
+def test_torchgpipe_s_cells_keep_their_ratios(tmp_path: Path) -> None:
+    """Table 2 of the paper as torchgpipe measured it: 0.12 in the mean of eight cells relative to the first."""
+    theirs = next(of for of in SPEEDS.sources if of.name == "torchgpipe, AmoebaNet-D")
+    table, summary = reproduced(tmp_path, (theirs,)).tables
+    published, simulated = (
+        [float(x) for x in column(table, heading, heading)] for heading in ("published", "simulated")
+    )
+    pairs = zip(published, simulated, strict=True)
+    assert mean(abs(ours / simulated[0] - them / published[0]) for them, ours in [*pairs][1:]) < 0.15
+    assert column(summary, "source") == ["torchgpipe, AmoebaNet-D", "all"]
+    assert column(summary, "cells") == ["9", "9"]
+
+
+def test_units_are_those_of_the_source(tmp_path: Path) -> None:
+    """One plan in all four: two pipelines of two stages, 16 sequences of 8 tokens."""
+    cell = Cell("a", 1.0, "partitions=2 replicas=2 micro_batches=4 batch_size=16")
+    units = "s per step", "samples/s", "samples/s per GPU", "tokens/s per GPU"
+    tables = [Published("tiny", unit, TINY, (cell,)) for unit in units]  # type: ignore[arg-type]
+    found = reproduced(tmp_path, (source(*tables),))
+    seconds, of_all, of_each, tokens = (1 + float(column(table, "simulated - published, %", "difference")[0]) / 100
+                                        for table in found.tables[:4])  # fmt: skip
+    assert of_all == pytest.approx(4 * of_each, rel=1e-3)
+    assert tokens == pytest.approx(8 * of_each, rel=1e-3)
+    assert of_all * seconds == pytest.approx(16, rel=0.5)  # a step has few tenths of a percent
+
+
+def test_errors_are_of_cells_and_of_ratios(tmp_path: Path) -> None:
+    """A table in which all that is published is double is off by a half, and its ratios by nothing."""
+    names = {"K = 1": "partitions=1", "K = 2": "partitions=2"}
+    rest = "micro_batches=2 batch_size=4"
+    once = Published("tiny", "samples/s", TINY, tuple(Cell(name, 1.0, f"{k} {rest}") for name, k in names.items()))
+    table, _ = reproduced(tmp_path, (source(once),)).tables
+    speeds = [1 + float(off) / 100 for off in column(table, "simulated - published, %", "difference")]
+    double = replace(once, cells=tuple(replace(c, published=2 * v) for c, v in zip(once.cells, speeds, strict=True)))
+    table, summary = reproduced(tmp_path, (source(double),)).tables
+    assert column(table, "simulated - published, %", "difference") == ["-50.0", "-50.0"]
+    assert column(summary, "median of |error|, %", "difference") == ["50.0", "50.0"]
+    assert column(summary, "of ratios within a table, %", "difference") == ["0.0", "0.0"]
+
+
+def test_what_the_user_changes_is_not_compared(tmp_path: Path) -> None:
+    cell = Cell("a", 1.0, "partitions=1 micro_batches=2 batch_size=4")
+    found = reproduced(tmp_path, (source(Published("tiny", "samples/s", TINY, (cell,))),), "model.layers=3")
+    (table,) = found.tables
+    assert column(table, "simulated - published, %", "difference") == ["-"]
+    assert not found.comparable
