@@ -59,7 +59,7 @@ class Errors:
 
     @property
     def row(self) -> tuple[str, str, str]:
-        return str(len(self.cells)), *(f"{100 * median(map(abs, each)):.1f}" for each in (self.cells, self.ratios))
+        return str(len(self.cells)), _median(self.cells), _median(self.ratios)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,8 @@ class PublishedSpeeds:
     def reproduce(self, runner: Runner) -> Findings:
         """Plans every cell in this process. Raises InputError as `gpipe plan` does."""
         comparable = not runner.changed()
-        tables, errors = [], {}
+        tables: list[Table] = []
+        errors: dict[str, list[Errors]] = {}
         for source in self.sources:
             count = sum(len(table.cells) for table in source.tables)
             runner.progress(f"plans        {source.name}: {plural(count, 'cell')}")
@@ -133,6 +134,10 @@ def _table(source: Source, table: Published, simulated: Sequence[float], off: Se
             Column("simulated - published, %", "difference", _percents(off, len(simulated))),
         ),
     )
+
+
+def _median(off: Sequence[float]) -> str:
+    return f"{100 * median(map(abs, off)):.1f}" if off else NONE
 
 
 def _percents(off: Sequence[float] | None, cells: int) -> Sequence[str]:
