@@ -53,8 +53,8 @@ class Errors:
     ratios: Sequence[float]  # of cells relative to the first one of their table, without that one
 
     @property
-    def row(self) -> tuple[str, ...]:
-        return str(len(self.cells)), *(f"{100 * median(map(abs, each)):.1f}" for each in (self.cells, self.ratios))
+    def row(self) -> tuple[str, str, str]:
+        return str(len(self.cells)), _median(self.cells), _median(self.ratios)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +114,10 @@ def _table(source: Source, table: Published, simulated: Sequence[float], off: Se
             Column("simulated - published, %", "difference", _percents(off, len(simulated))),
         ),
     )
+
+
+def _median(off: Sequence[float]) -> str:
+    return f"{100 * median(map(abs, off)):.1f}" if off else NONE
 
 
 def _percents(off: Sequence[float] | None, cells: int) -> Sequence[str]:
