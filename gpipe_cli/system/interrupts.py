@@ -75,4 +75,5 @@ def interruptible_import() -> Iterator[None]:
             interrupt.check()
     finally:
         gc.freeze()
+        gc.unfreeze()  # all that there is counts as old now
         gc.enable()
