@@ -23,6 +23,7 @@ from gpipe_cli.reproduction.breakdown import Breakdown
 from gpipe_cli.reproduction.consistency import Consistency
 from gpipe_cli.reproduction.largest_model import LargestModel
 from gpipe_cli.reproduction.runner import FOLDER, Gpu, Perform, Runner, last_wins, with_users
+from gpipe_cli.reproduction.scaling import Scaling
 from gpipe_cli.reproduction.schedules import Schedules
 from gpipe_cli.reproduction.throughput import Throughput
 from gpipe_cli.reproduction.training import Classification, FineTuning, Size, Translation
@@ -30,13 +31,14 @@ from gpipe_cli.units import plural, size
 
 # Of the paper: its tables, section 4, section 5; beginnings of names.
 _ORDER = (
-    "table1", "table2", "table3", "figure3", "breakdown", "schedules", "imagenet", "transfer_cifar",
+    "table1", "table2", "table3", "figure3", "breakdown", "schedules", "scaling", "imagenet", "transfer_cifar",
     "transfer_stanford_cars", "transfer_oxford_pets", "transfer_food101", "transfer_fgvc_aircraft", "transfer_birdsnap",
     "multilingual_400m", "multilingual_1b", "multilingual_3b", "multilingual_6b", "batch_size_260k", "batch_size_1m",
     "batch_size_4m",
 )  # fmt: skip
 Scale = Literal["desk", "paper"]
-Experiment = LargestModel | Throughput | Breakdown | Schedules | Classification | Translation | FineTuning | Consistency
+Training = Classification | Translation | FineTuning | Consistency
+Experiment = LargestModel | Throughput | Breakdown | Schedules | Scaling | Training
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,7 @@ class Recipe:
     throughput: Throughput | None = None
     breakdown: Breakdown | None = None
     schedules: Schedules | None = None
+    scaling: Scaling | None = None
     classification: Classification | None = None
     translation: Translation | None = None
     fine_tuning: FineTuning | None = None
@@ -92,7 +95,7 @@ class Recipe:
     @property
     def experiment(self) -> Experiment:
         trained = self.classification, self.translation, self.fine_tuning, self.consistency
-        kinds = self.largest_model, self.throughput, self.breakdown, self.schedules, *trained
+        kinds = self.largest_model, self.throughput, self.breakdown, self.schedules, self.scaling, *trained
         (found,) = (kind for kind in kinds if kind is not None)
         return found
 
