@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from gpipe_cli.commands.outcome import run_command
+from gpipe_cli.commands.reproduce import configuring
 from gpipe_cli.reporting.plots.timeline_values import SHARES
 from gpipe_cli.reporting.tables.table import Table
 from gpipe_cli.reproduction.runner import CommandFailedError, Runner
@@ -29,7 +30,7 @@ def perform(arguments: Sequence[str], log: IO[str]) -> None:
 def real_runner(name: str, folder: Path, *settings: str) -> Runner:
     """Of the recipe ``name`` at desk scale, with these settings for every command."""
     folder.mkdir(parents=True, exist_ok=True)
-    return Runner(name, folder, settings, perform, lambda line: None, True)
+    return Runner(name, folder, settings, perform, configuring(), lambda line: None, True)
 
 
 def answering(folder: Path, answer: Answer, *given: str, desk: bool = True, settings: tuple[str, ...] = ()) -> Runner:
@@ -44,7 +45,7 @@ def answering(folder: Path, answer: Answer, *given: str, desk: bool = True, sett
         (place / name).write_text(json.dumps(content), encoding="utf-8")
 
     every = (*settings, *given)
-    return Runner("nothing", folder, every, perform, lambda line: None, desk, given)
+    return Runner("nothing", folder, every, perform, configuring(), lambda line: None, desk, given)
 
 
 def shares_of_a_step(command: str, settings: Mapping[str, str], folder: Path) -> tuple[str, dict[str, Any]]:

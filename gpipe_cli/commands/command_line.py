@@ -8,6 +8,7 @@ its launcher.
 import contextlib
 import copy
 import io
+import math
 import os
 import re
 import sys
@@ -36,6 +37,7 @@ from yaml import YAMLError
 from gpipe_cli.config.comments import GROUPS, of_choices
 from gpipe_cli.config.settings import (
     AUTO,
+    AUTO_BATCH,
     OWNERS,
     TrainConfig,
     from_tree,
@@ -326,6 +328,10 @@ def with_given(saved: TrainConfig, given: Mapping[str, Any]) -> TrainConfig:
             OmegaConf.update(base, "stages_per_process", None)  # more than there are now
     if (replaced := replaced_batch(given)) is not None:
         OmegaConf.update(base, replaced, None)
+    if given.get("partition.balance") is not None:
+        OmegaConf.update(base, "partition.method", "exact")  # the run's, which the cut by hand takes the place of
+    if given.get("partition.method", "exact") != "exact":
+        OmegaConf.update(base, "partition.balance", None)
     for key, value in given.items():
         if not (isinstance(value, DictConfig) and value.get("name") == OmegaConf.select(base, f"{key}.name")):
             OmegaConf.update(base, key, value, merge=False, force_add=True)
@@ -333,10 +339,14 @@ def with_given(saved: TrainConfig, given: Mapping[str, Any]) -> TrainConfig:
 
 
 def take_auto(tree: DictConfig) -> tuple[str, ...]:
-    """The settings that are to be chosen; in `tree` they become 1."""
-    auto = tuple(key for key in AUTO if OmegaConf.select(tree, key) == "auto")
+    """The settings that are to be chosen; in `tree` they become 1, and a mini-batch one sample per micro-batch."""
+    auto = tuple(key for key in (*AUTO, *AUTO_BATCH) if OmegaConf.select(tree, key) == "auto")
     for key in auto:
         OmegaConf.update(tree, key, 1)
+    if "batch_size" in auto:
+        pieces = [OmegaConf.select(tree, key) for key in ("micro_batches", "replicas")]
+        if all(isinstance(number, int) and number > 0 for number in pieces):  # others are refused as they are typed
+            OmegaConf.update(tree, "batch_size", math.prod(pieces))
     return auto
 
 

@@ -9,9 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Literal
 
+from omegaconf import DictConfig
 from rich.console import Console
 
-from gpipe_cli.commands.command_line import arranged, read
+from gpipe_cli.commands.command_line import TRAINING_KEYS, JobTrees, arranged, compose, read, training
 from gpipe_cli.commands.folders import locked_folder
 from gpipe_cli.commands.outcome import BAD_INPUT, INTERRUPTED, STOPPED, ended, fork_command, import_torch, run_command
 from gpipe_cli.config.settings import key_of
@@ -23,7 +24,7 @@ from gpipe_cli.reporting.run.lines import show_facts, show_line
 from gpipe_cli.reporting.tables.recipe import show_reproduction
 from gpipe_cli.reporting.tables.table import Column, Table, show_table
 from gpipe_cli.reproduction.recipe import Recipe, Scale, load, names
-from gpipe_cli.reproduction.runner import LOG, CommandFailedError, last_wins
+from gpipe_cli.reproduction.runner import LOG, CommandFailedError, Configure, last_wins
 from gpipe_cli.system.files import LOCK
 from gpipe_cli.system.gpus import usable_gpus
 from gpipe_cli.system.interrupts import Stopped
@@ -135,7 +136,9 @@ def _reproduce(recipe: Recipe, whole: ReproduceSettings, given: tuple[str, ...])
             facts.append(("takes", f"{recipe.desk.duration} on 2 CPU cores{without}"))
         show_facts(console, facts)
         try:
-            found = recipe.reproduce(chosen, why, gpus, given, folder, perform, partial(show_line, console))
+            found = recipe.reproduce(
+                chosen, why, gpus, given, folder, perform, configuring(), partial(show_line, console)
+            )
         except KeyboardInterrupt as asked:
             show_line(console, f"interrupted; what was run is in {folder}", "bold yellow")
             return STOPPED if isinstance(asked, Stopped) else INTERRUPTED
@@ -149,6 +152,18 @@ def _reproduce(recipe: Recipe, whole: ReproduceSettings, given: tuple[str, ...])
             raise InputError(f"{error}; what was run before is in {folder}") from error
         show_reproduction(console, found, folder)
     return 0
+
+
+def configuring() -> Configure:
+    """What `gpipe plan` would plan, of many settings. Raises InputError as the command does."""
+
+    def composed(chosen: Sequence[str]) -> DictConfig:
+        tree = compose(read("train", chosen), TRAINING_KEYS)
+        assert tree is not None  # nothing but settings was given
+        return tree
+
+    trees = JobTrees(composed)
+    return lambda settings: training(trees.tree(settings), {})[0]
 
 
 def recipes() -> Table:

@@ -12,7 +12,7 @@ from gpipe_cli.commands.run_request import OF_INVOCATION, RunRequest
 from gpipe_cli.commands.sweep import sweep_of
 from gpipe_cli.config.comments import GROUPS
 from gpipe_cli.config.groups import choice_of
-from gpipe_cli.config.settings import GO_ON, TrainConfig, find_run, has_checkpoint, load
+from gpipe_cli.config.settings import AUTO_BATCH, GO_ON, TrainConfig, find_run, has_checkpoint, load
 from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.reporting.run.lines import show_facts
 from gpipe_cli.reporting.tables.sweep import show_rest, show_sweep
@@ -56,7 +56,9 @@ def requested(tree: DictConfig, given: Mapping[str, object]) -> RunRequest:
         if given.get(key) is not None and not (key in begun and given[key] == getattr(saved, key)):
             raise RefusedError(key, given[key], f"the run that is resumed has its weights already; leave {key} out")
     auto = take_auto(tree)
-    return RunRequest(resumed(saved, tree, [key for key in given if key not in begun], auto), auto)
+    kept = [*begun, *(key for key in auto if key in AUTO_BATCH)]  # what was chosen when the run began
+    auto = tuple(key for key in auto if key not in AUTO_BATCH)
+    return RunRequest(resumed(saved, tree, [key for key in given if key not in kept], auto), auto)
 
 
 def _to_go_on_with(resume: object, run_folder: object) -> str | None:

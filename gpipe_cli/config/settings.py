@@ -58,7 +58,8 @@ Threads = Annotated[int, Within(1, 1024, why="as no machine has more cores")]
 DataWorkers = Annotated[int, Within(0, 64, use=8, why="as each is a process")]
 MaxRestarts = Annotated[int, Within(0, 1000)]
 TimeoutSeconds = Annotated[float, Within(0.1, 604_800, why="which is a week")]
-AUTO = ("partitions", "replicas", "micro_batches")  # settings that may be `auto` in place of a number
+AUTO = ("partitions", "replicas", "micro_batches")  # settings that may be `auto` in place of a number: the fastest
+AUTO_BATCH = ("batch_size", "batch_tokens")  # and these: the largest that fits the memory
 AUTO_SCHEDULE = "auto"
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", AUTO_SCHEDULE)
 SCHEDULE_FILE = ".csv"  # how the name of a file with a schedule ends
@@ -69,10 +70,18 @@ MOST_ACTIONS = 5_000_000  # of a schedule; the paper's largest has 200,000
 class PartitionConfig:
     balance: tuple[Partitions, ...] | None  # layers of each partition; what fits is checked against the model's layers
     costs: tuple[NotNegative, ...] | None = None  # of each layer, relative to each other (the paper's c_i)
+    method: Literal["exact", "lingvo"] = "exact"
 
     def __post_init__(self) -> None:
+        if self.balance is not None and self.method != "exact":
+            why = "partition.balance says where to cut already; leave one of the two out"
+            raise RefusedError("partition.method", self.method, why)
         if self.costs is not None and not any(self.costs):
             raise RefusedError("partition.costs", self.costs, "at least one must be above 0; use null for our own")
+
+    def by_hand(self, balance: tuple[int, ...]) -> "PartitionConfig":
+        """The same with this cut."""
+        return replace(self, balance=balance, method="exact")
 
 
 @dataclass(frozen=True, slots=True)

@@ -281,7 +281,7 @@ def _measure(
     """What the workers of `placement` report of the layers (`layer_benchmark.measure`): of different GPUs the slowest
     times, as a step waits for all of them."""
     parts = _segments(config, profile, samples, placement)
-    partition = replace(config.partition, balance=parts)
+    partition = config.partition.by_hand(parts)
     one = replace(_without_limit(config), partitions=len(parts), partition=partition, executor="in_process")
     segments = make_placement(one, profile)
     found: list[object] = []

@@ -1,5 +1,5 @@
-"""Settings that are left to the plan: `partitions=auto`, `micro_batches=auto`, `recompute=auto`; and the largest model
-that fits a memory, `gpipe plan solve=max_model`. What was compared is kept, to be shown and checked.
+"""Settings that are left to the plan: `partitions=auto`, `micro_batches=auto`, `recompute=auto`, `batch_size=auto`; and
+the largest model that fits a memory, `gpipe plan solve=max_model`. What was compared is kept, to be shown and checked.
 """
 
 import math
@@ -14,13 +14,13 @@ from operator import itemgetter
 from typing import Any
 
 from gpipe_cli.config.groups import AmoebaNetConfig, TransformerLMConfig, TransformerNMTConfig
-from gpipe_cli.config.settings import AUTO, AUTO_SCHEDULE, TrainConfig
+from gpipe_cli.config.settings import AUTO, AUTO_BATCH, AUTO_SCHEDULE, TrainConfig
 from gpipe_cli.config.typed import NothingFitsError, show
 from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.errors import InputError
 from gpipe_cli.planner.cost_model import StepCosts, predicted_costs
-from gpipe_cli.planner.data_sheet import number_of_gpus
-from gpipe_cli.planner.devices import memory_limit, memory_of
+from gpipe_cli.planner.data_sheet import number_of_gpus, resolved
+from gpipe_cli.planner.devices import memory_limit, memory_of, place
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model, refuse_single_samples
 from gpipe_cli.planner.plan import Plan, TooLargeError, find_cut, make_plan
 from gpipe_cli.planner.step_schedule import mini_batch_samples
@@ -28,6 +28,7 @@ from gpipe_cli.system.machine import usable_cores
 from gpipe_cli.units import size
 
 _AS_GOOD = 1.01  # predictions are no more exact than this: among candidates so close, the first, as it needs least
+_MOST_SAMPLES = 10_000_000  # of a mini-batch, as the settings allow
 _MOST_LAYERS = 3000  # where a search ends: a larger model takes minutes to plan, and the paper's largest is smaller
 _SILENT_SECONDS = 5.0
 
@@ -57,8 +58,8 @@ class Comparison:
 def choose(
     config: TrainConfig, auto: Collection[str], profile: ModelProfile, costs_of: CostsOf, *, elsewhere: bool = False
 ) -> tuple[TrainConfig, Plan, tuple[Comparison, ...]]:
-    """The fastest of all values of the settings in `auto`, its plan, and what was compared; without any settings in
-    `auto`, the plan of `config`.
+    """The fastest of all values of the settings in `auto`, its plan, and what was compared; of a mini-batch in `auto`
+    the largest that fits; without any settings in `auto`, the plan of `config`.
 
     `elsewhere`: the plan is for a machine that is not here, so the devices here do not count.
 
@@ -66,6 +67,14 @@ def choose(
         NothingFitsError: no candidate fits the memory limit; one line with the smallest change that would fit.
         InputError: there is nothing to choose from, or no candidate can be run; one line.
     """
+    if of_batch := [key for key in AUTO_BATCH if key in auto]:
+        if others := [key for key in AUTO if key in auto]:
+            raise InputError(f"{of_batch[0]}=auto: {others[0]}=auto cannot be chosen at the same time; give a number")
+        largest = _largest_mini_batch(config, profile, of_batch[0], costs_of)
+        assert largest.chosen is not None
+        config, plan = largest.chosen.config, largest.chosen.plan
+        assert plan is not None
+        return config, plan, (largest, *_orders(config, profile, plan), *_recomputation(config, profile, plan))
     if not auto:
         try:
             plan = make_plan(config, profile, costs_of(config, profile), memory_limit(config))
@@ -120,7 +129,7 @@ def _recomputation(config: TrainConfig, profile: ModelProfile, plan: Plan) -> tu
         return ()
     of_stages = ", ".join(map(str, plan.recomputed))
     chosen = Candidate(f"auto: {of_stages} of {plan.micro_batches} per stage", config, profile, plan)
-    cut = replace(config, partition=replace(config.partition, balance=plan.balance))
+    cut = replace(config, partition=config.partition.by_hand(plan.balance))
     never, most = (
         try_plan(mode, replace(cut, recompute=mode), profile, plan.costs, memory_limit(config))
         for mode in ("never", "except_last")
@@ -137,6 +146,61 @@ def try_plan(
     except TooLargeError as error:
         reason = f"stage {error.stage} is {size(error.missing_bytes)} over"
         return Candidate(value, config, profile, None, reason, error)
+
+
+def _fits(config: TrainConfig, profile: ModelProfile) -> bool:
+    """Whether a cut can be made that fits. It does not depend on the seconds of layers: a data sheet is enough. A step
+    is simulated only where that is how its order is found, which may need less than any with a name."""
+    limit_bytes, costs = memory_limit(config), predicted_costs(config, profile)
+    try:
+        if config.schedule == AUTO_SCHEDULE:
+            make_plan(config, profile, costs, limit_bytes)
+        else:
+            cut = find_cut(config, profile, costs, limit_bytes)
+            cut.held(cut.order, cut.recompute(config, limit_bytes), limit_bytes)
+    except InputError:
+        return False
+    return True
+
+
+def _largest_mini_batch(config: TrainConfig, profile: ModelProfile, key: str, costs_of: CostsOf) -> Comparison:
+    """The most samples a micro-batch with which a cut fits the memory, M R times as many in a mini-batch, beside the
+    next larger mini-batch. `key` is `batch_size`, or `batch_tokens` for as many sentences of the greatest length. Where
+    the settings say how many samples the training set has, there are no more.
+
+    The configuration that is chosen has the limit, so that its stages are cut for it.
+
+    Raises:
+        NothingFitsError: not even one sample a micro-batch fits; one line with the smallest change that would fit.
+        InputError: the memory of the devices is not known.
+    """
+    if resolved(config.hardware, place(config).stages).memory_gib is None:
+        use = "give hardware.memory_gib=8, or hardware=... with a memory of its own"
+        raise InputError(f"{key}=auto: needs a limit to the memory of a stage; {use}")
+    limit_bytes = memory_limit(replace(config, recompute="auto"))  # of the devices where no limit is given
+    assert limit_bytes is not None
+    if config.hardware.memory_gib is None:
+        config = replace(config, hardware=replace(config.hardware, memory_gib=limit_bytes / 2**30))
+    pieces, units = config.micro_batches * config.replicas, 1 if key == "batch_size" else max(profile.lengths)
+    most = max(1, (config.dataset.train_samples or _MOST_SAMPLES) // pieces)  # of the samples of a micro-batch
+
+    def sized(samples: int) -> TrainConfig:
+        size: dict[str, Any] = {key: samples * pieces * units}
+        return replace(config, **size)
+
+    def planned(one: TrainConfig, costs: StepCosts) -> Candidate:
+        return try_plan(str(getattr(one, key)), one, profile, costs, limit_bytes)
+
+    found = bisect_left(range(1, most + 1), True, key=lambda samples: not _fits(sized(samples), profile))
+    one = sized(max(1, found))
+    chosen = planned(one, costs_of(one, profile))
+    if chosen.over is not None:
+        raise _refusal(one, profile, chosen.over, f"{key}=auto: not even one sample a micro-batch fits; ")
+    if found == most:
+        return Comparison(key, "all of the training set, which fits the memory", (chosen,), chosen)
+    larger = sized(found + 1)
+    rule = "the largest that fits the memory"
+    return Comparison(key, rule, (chosen, planned(larger, predicted_costs(larger, profile))), chosen)
 
 
 def _candidates(config: TrainConfig, auto: frozenset[str], layers: int, elsewhere: bool) -> list[TrainConfig]:
@@ -183,6 +247,8 @@ def _refusal(config: TrainConfig, profile: ModelProfile, error: TooLargeError, p
     here = f"recompute=auto: {size(error.limit_bytes)} are here for a stage"
     what = here if given is None else f"hardware.memory_gib={given:g}"
     cut = "no cut fits; in the best one" if balance is None else f"partition.balance={show(balance)} does not fit;"
+    if config.partition.method == "lingvo":
+        cut = "the cut of partition.method=lingvo does not fit;"
     remedies = [_remedy(config, profile) or "a smaller model"]
     if given is not None and (memory := memory_of(config)) is not None:
         enough = (error.limit_bytes + error.missing_bytes) * memory.stages
@@ -207,16 +273,12 @@ def _remedy(config: TrainConfig, profile: ModelProfile) -> str:
     @cache
     def fits(changes: tuple[_Change, ...]) -> bool:
         settings = dict(chain(*changes))
-        if "partition.balance" in settings:
-            settings["partition"] = replace(config.partition, balance=settings.pop("partition.balance"))
-        try:  # whether it fits does not depend on the seconds of layers: a data sheet is enough
-            changed = replace(config, **settings)
-            limit_bytes = memory_limit(changed)
-            cut = find_cut(changed, profile, predicted_costs(changed, profile), limit_bytes)
-            cut.held(cut.order, cut.recompute(changed, limit_bytes), limit_bytes)
-        except InputError:
+        parts = {key.partition(".")[2]: settings.pop(key) for key in list(settings) if key.startswith("partition.")}
+        settings["partition"] = replace(config.partition, **parts)
+        try:
+            return _fits(replace(config, **settings), profile)
+        except InputError:  # two settings that do not go together
             return False
-        return True
 
     def in_full(kinds: Sequence[Sequence[_Change]]) -> tuple[_Change, ...]:
         return tuple(kind[-1] for kind in kinds)
@@ -242,6 +304,8 @@ def _changes(config: TrainConfig, profile: ModelProfile) -> list[list[_Change]]:
     least; of each kind the mildest first."""
     k, m, n = config.partitions, config.micro_batches, mini_batch_samples(config, profile.lengths) // config.replicas
     free: _Change = () if config.partition.balance is None else (("partition.balance", None),)
+    if config.partition.method != "exact":
+        free = (("partition.method", "exact"),)
     smaller = [m << power for power in range(1, n.bit_length()) if m << power <= n // 2]
     if m < n:
         with suppress(InputError):  # micro-batches of one sample suit few models

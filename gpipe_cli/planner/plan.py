@@ -9,7 +9,9 @@ from itertools import accumulate
 from gpipe_cli.config.settings import AUTO_SCHEDULE, TrainConfig
 from gpipe_cli.data.micro_batches import share_of
 from gpipe_cli.errors import InputError
+from gpipe_cli.models.transformer import DecoderLayer, SelfAttentionLayer
 from gpipe_cli.pipeline.schedule.breakdown import Breakdown, breakdown
+from gpipe_cli.pipeline.schedule.lingvo_partitioner import cut_by_share, cut_stack
 from gpipe_cli.pipeline.schedule.orders import order
 from gpipe_cli.pipeline.schedule.partitioner import NoCutFitsError, check_balance, imbalance, partition
 from gpipe_cli.pipeline.schedule.recomputation import DoesNotFitError
@@ -144,7 +146,7 @@ def find_cut(config: TrainConfig, profile: ModelProfile, costs: StepCosts, limit
 
     Raises:
         NoCutFitsError: none stays below `limit_bytes` on every stage.
-        InputError: a balance that was given does not fit the model.
+        InputError: a balance that was given does not fit the model, or Lingvo's rule leaves a stage without layers.
     """
     sizes = share_of(mini_batch_samples(config, profile.lengths), config.micro_batches, config.replicas).sizes
     memory = MemoryModel(config, profile, sizes)
@@ -156,7 +158,9 @@ def find_cut(config: TrainConfig, profile: ModelProfile, costs: StepCosts, limit
         "backward_sends": [edge.backward_seconds for edge in costs.edges],
     }
     balance = config.partition.balance
-    if balance is None:
+    if balance is None and config.partition.method == "lingvo":
+        balance = _lingvo_cut(config, profile)
+    elif balance is None:
         furthest = keeping_together(profile.shared, len(work), config.partitions, memory.furthest(order, limit_bytes))
         try:
             balance = partition(work, config.partitions, **sends, furthest=furthest)
@@ -167,6 +171,18 @@ def find_cut(config: TrainConfig, profile: ModelProfile, costs: StepCosts, limit
     check_balance(balance, len(profile.costs), config.partitions)
     check_cut(profile.shared, balance)
     return Cut(tuple(balance), imbalance(work, balance, **sends), order, sizes, memory)
+
+
+def _lingvo_cut(config: TrainConfig, profile: ModelProfile) -> tuple[int, ...]:
+    """By the FLOPs of forwards, or the costs that the user gives, as in Lingvo; Transformers by their number of layers.
+
+    Raises RefusedError if a stage would have no layers.
+    """
+    blocks = [isinstance(layer, SelfAttentionLayer | DecoderLayer) for layer in profile.model]
+    if any(blocks):
+        return cut_stack(blocks, config.partitions)
+    given = config.partition.costs or profile.own_costs
+    return cut_by_share(given or [cost.forward.flops for cost in profile.costs], config.partitions)
 
 
 def make_plan(config: TrainConfig, profile: ModelProfile, costs: StepCosts, limit_bytes: int | None) -> Plan:

@@ -43,7 +43,7 @@ def simulation_data(config: TrainConfig, profile: ModelProfile, plan: Plan) -> S
             "step_samples": samples,  # of all replicas
             "splits": not config.compile,
             "chosen_order": plan.chosen_order,  # of schedule=auto
-            "balance_given": config.partition.balance is not None,
+            "balance_given": config.partition.balance is not None or config.partition.method != "exact",
         },
         "rows": [list(map(str, row)) for row in plan.schedule],
         "balance": plan.balance,

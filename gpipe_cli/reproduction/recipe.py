@@ -22,7 +22,8 @@ from gpipe_cli.reporting.tables.recipe import Reproduction
 from gpipe_cli.reproduction.breakdown import Breakdown
 from gpipe_cli.reproduction.consistency import Consistency
 from gpipe_cli.reproduction.largest_model import LargestModel
-from gpipe_cli.reproduction.runner import FOLDER, Gpu, Perform, Runner, last_wins, with_users
+from gpipe_cli.reproduction.published import PublishedSpeeds
+from gpipe_cli.reproduction.runner import FOLDER, Configure, Gpu, Perform, Runner, last_wins, with_users
 from gpipe_cli.reproduction.scaling import Scaling
 from gpipe_cli.reproduction.schedules import Schedules
 from gpipe_cli.reproduction.throughput import Throughput
@@ -31,14 +32,15 @@ from gpipe_cli.units import plural, size
 
 # Of the paper: its tables, section 4, section 5; beginnings of names.
 _ORDER = (
-    "table1", "table2", "table3", "figure3", "breakdown", "schedules", "scaling", "imagenet", "transfer_cifar",
-    "transfer_stanford_cars", "transfer_oxford_pets", "transfer_food101", "transfer_fgvc_aircraft", "transfer_birdsnap",
+    "table1", "table2", "table3", "figure3", "breakdown", "schedules", "scaling", "published", "imagenet",
+    "transfer_cifar", "transfer_stanford_cars", "transfer_oxford_pets", "transfer_food101", "transfer_fgvc_aircraft",
+    "transfer_birdsnap",
     "multilingual_400m", "multilingual_1b", "multilingual_3b", "multilingual_6b", "batch_size_260k", "batch_size_1m",
     "batch_size_4m",
 )  # fmt: skip
 Scale = Literal["desk", "paper"]
 Training = Classification | Translation | FineTuning | Consistency
-Experiment = LargestModel | Throughput | Breakdown | Schedules | Scaling | Training
+Experiment = LargestModel | Throughput | Breakdown | Schedules | Scaling | PublishedSpeeds | Training
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,7 @@ class Recipe:
     breakdown: Breakdown | None = None
     schedules: Schedules | None = None
     scaling: Scaling | None = None
+    published: PublishedSpeeds | None = None
     classification: Classification | None = None
     translation: Translation | None = None
     fine_tuning: FineTuning | None = None
@@ -95,7 +98,8 @@ class Recipe:
     @property
     def experiment(self) -> Experiment:
         trained = self.classification, self.translation, self.fine_tuning, self.consistency
-        kinds = self.largest_model, self.throughput, self.breakdown, self.schedules, self.scaling, *trained
+        speeds = self.throughput, self.breakdown, self.schedules, self.scaling, self.published
+        kinds = self.largest_model, *speeds, *trained
         (found,) = (kind for kind in kinds if kind is not None)
         return found
 
@@ -118,6 +122,7 @@ class Recipe:
         given: Sequence[str],
         folder: Path,
         perform: Perform,
+        configure: Configure,
         progress: Callable[[str], None],
     ) -> Reproduction:
         """Run the recipe's commands into ``folder``; ``given`` are settings of the user, which win.
@@ -127,7 +132,9 @@ class Recipe:
         begin = time.monotonic()
         desk = self.desk.settings if scale == "desk" else ()
         settings = with_users(desk, given)
-        runner = Runner(self.name, folder, settings, perform, progress, scale == "desk", last_wins(given), gpus)
+        runner = Runner(
+            self.name, folder, settings, perform, configure, progress, scale == "desk", last_wins(given), gpus
+        )
         try:
             found = self.experiment.reproduce(runner)
             sizes = () if self.size is None else (self.size.table(runner),)

@@ -15,7 +15,7 @@ from importlib import resources
 from pathlib import Path
 from typing import IO, Any
 
-from gpipe_cli.config.settings import key_of, owner, replaced_batch
+from gpipe_cli.config.settings import TrainConfig, key_of, owner, replaced_batch
 from gpipe_cli.config.typed import quoted
 from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.run.lines import LOG
@@ -37,6 +37,8 @@ _HARMLESS = (
 )  # fmt: skip
 # Runs a command and writes what it prints to a file. Raises what the command refused, or CommandFailedError.
 Perform = Callable[[Sequence[str], IO[str]], None]
+# What `gpipe plan` would plan with these settings. Raises what the command refuses.
+Configure = Callable[[Sequence[str]], TrainConfig]
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ class Runner:
     folder: Path  # where all runs go
     settings: tuple[str, ...]
     perform: Perform
+    configure: Configure
     progress: Callable[[str], None]  # gets a line for each command
     desk: bool  # the scale
     users: tuple[str, ...] = ()  # those of ``settings`` that the user gave
@@ -122,6 +125,12 @@ class Runner:
     def plan(self, name: str, *settings: str) -> dict[str, Any]:
         """`gpipe plan`; returns plan.json."""
         return self._run(["plan"], self.folder / name, "plan.json", *settings)
+
+    def configured(self, *settings: str) -> TrainConfig:
+        """What `gpipe plan` would plan, for one of many plans that this process makes itself."""
+        given = last_wins((*settings, *self.settings))
+        self.commands.append(f"gpipe {shlex.join(['plan', *given])}")
+        return self.configure(given)
 
     def train(self, name: str, *settings: str) -> dict[str, Any]:
         """`gpipe train`; returns result.json. The run lies in ``folder / name``."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
-from gpipe_cli.config.settings import TrainConfig, load
+from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.planner.cost_model import predicted_costs
 from gpipe_cli.planner.devices import memory_limit
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
@@ -19,7 +19,7 @@ from gpipe_cli.reporting.tables.table import Column, Table
 from gpipe_cli.reproduction.runner import NONE, CommandFailedError, Findings, Runner, number
 from gpipe_cli.system.forked_call import Fork
 from gpipe_cli.system.machine import usable_cores
-from gpipe_cli.units import percent, size
+from gpipe_cli.units import percent, plural, size
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class ScaledModel:
     weak: int  # samples of each replica's share of a mini-batch
     strong: int  # samples of a mini-batch
     grid: tuple[Pipelines, ...]
-    settings: tuple[str, ...] = ()  # beside the recipe's
+    settings: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
+    settings: tuple[str, ...]  # of all models
     models: tuple[ScaledModel, ...]
 
     def reproduce(self, runner: Runner) -> Findings:
@@ -68,13 +69,15 @@ class Scaling:
 
         runner.refuse("replicas", "batch_size")
         work: list[tuple[TrainConfig, ModelProfile, Cell]] = []
-        for at, model in enumerate(self.models, 1):
-            most = model.grid[-1].partitions  # one micro-batch: what is wanted are the settings
-            sizes = f"partitions={most}", "micro_batches=1", f"batch_size={model.samples}"
-            runner.plan(f"settings_{at}", *model.settings, *sizes)
-            config = load(runner.folder / f"settings_{at}" / "settings.yaml")
+        for model in self.models:
+            runner.progress(f"traces       {model.name}")
+            # K, M and N do not matter to a profile
+            config = runner.configured(
+                *self.settings, *model.settings, "partitions=1", "micro_batches=1", "batch_size=1"
+            )
             profile = profile_model(config)
             work += [(config, profile, cell) for cell in _cells(model)]
+        runner.progress(f"plans        {plural(len(work), 'cell')}")
         cells = _planned(work)
         picture = runner.folder / "scaling.png"
         write_picture(picture, draw_scaling({kind: _lines(cells, kind) for kind in ("weak", "strong")}))

@@ -1,8 +1,8 @@
 """Speed over K and M, relative to one cell: the paper's tables 2 and 3, and figure 3 of its first versions.
 
-Three kinds of numbers of our own stand beside the paper's, each in its column: what `gpipe bench` measured as far as
-there are devices; what is simulated from the seconds of layers that were timed here, as if every stage had a device;
-and what is simulated at the paper's size from the figures of the paper's hardware.
+Two kinds of numbers of our own stand beside the paper's, each in its column: what is simulated at the paper's size from
+the figures of the paper's hardware, and what `gpipe bench` measured as far as there are devices. The recipe says how N
+is chosen in each cell, for the whole table; it is simulated twice, cut as Lingvo cuts and by our own partitioner.
 """
 
 import contextlib
@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean
-from typing import Any
+from typing import Any, Final
 
 from gpipe_cli.config.typed import NothingFitsError
 from gpipe_cli.errors import InputError
@@ -20,7 +20,9 @@ from gpipe_cli.reporting.tables.table import Column, Table
 from gpipe_cli.reproduction.runner import NONE, THROUGH_HOST, Findings, Runner, differences, number
 from gpipe_cli.units import plural
 
-MEASURED, IMPOSSIBLE = "measured", "impossible"  # statuses of a row of bench.json
+MEASURED: Final = "measured"  # of a row of bench.json, and where a column comes from
+IMPOSSIBLE: Final = "impossible"
+SIMULATED: Final = "simulated"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,6 @@ class Row:
     partitions: int
     micro_batches: int
     paper: float
-    torchgpipe: float | None = None
     name: str = ""  # `pipeline-2`; "" where K and M say it
     recompute: str | None = None  # None: as the recipe says
 
@@ -86,12 +87,12 @@ class Throughput:
             here = runner.with_settings(*own) if own else runner
             paper_size = runner.with_settings(*model.settings, *model.figures)
             measured = _measured(model, here, stages, folder, self.slow_links)
-            layers = _simulated(model, here, f"{folder}layers", _of_layers(here), not tables and not measured)
-            full_size = _simulated(model, paper_size, f"{folder}figures", ("cost=figures",))
-            came = {"here": measured, "layers": layers, "full size": full_size}
-            speeds = {heading: _speeds(model, rows) for heading, rows in came.items()}
-            sizes = f"N = {_samples(layers)} here, N = {_samples(full_size)} at the paper's size"
-            tables.append(_table(model, speeds, sizes, runner))
+            lingvo, exact = (
+                _simulated(model, paper_size, f"{folder}{method}", method, first=not tables and not measured)
+                for method in ("lingvo", "exact")
+            )
+            speeds = {MEASURED: _speeds(model, measured), SIMULATED: _speeds(model, lingvo)}
+            tables.append(_table(model, speeds, lingvo, exact, runner))
             notes += _found(model, speeds, runner)
             for kind in sorted({row["kind"] for row in measured.values() if row["kind"]} - {MEASURED}):
                 notes.append((MEASURED, f"{model.name}: {speed_kind(kind)}; not the speed of a pipeline"))
@@ -115,13 +116,9 @@ class Throughput:
             yield MEASURED, f"nothing: only {stages} of K stages would have a device here"
         else:
             yield MEASURED, f"as far as each stage has a device or a core of its own here, which is K = {stages}"
-        size = "the desk's size" if runner.desk else "the paper's size"
-        yield (
-            "simulated",
-            f"layers: from layers timed on this machine, at {size}; each stage has a device, links cost nothing",
-        )
         for figures in dict.fromkeys(" ".join(model.figures) for model in self.models):
-            yield "simulated", f"full size: the paper's, from figures, not from anything that was run ({figures})"
+            yield SIMULATED, f"at the paper's size, from figures, not from anything that was run ({figures})"
+        yield SIMULATED, "cut by Lingvo's rule (partition.method=lingvo), and exactly: each with the N of its own plan"
         if runner.desk and stages and not runner.changed():
             yield "difference", "none where measured: the models differ in size"
 
@@ -173,30 +170,15 @@ def _through_host() -> Iterator[None]:
             os.environ[THROUGH_HOST] = before
 
 
-def _of_layers(runner: Runner) -> tuple[str, ...]:
-    """Settings of a plan from timed layers, each stage with a device of its own.
-
-    One process times the layers, alone: more of them than there are cores would slow each other down. The name of a
-    hardware says that the stages are not those that are here; none of its figures enters but the memory.
-    """
-    settings = "cost=measured", "executor=in_process"
-    if not runner.gpus:
-        return *settings, "hardware=cpu"
-    least = min(gpu.memory_bytes for gpu in runner.gpus)
-    return *settings, "hardware=h200", f"hardware.memory_gib={least / 2**30:.1f}"
-
-
-def _simulated(
-    model: Model, runner: Runner, folder: str, settings: tuple[str, ...], first: bool = False
-) -> dict[int, dict[str, Any]]:
+def _simulated(model: Model, runner: Runner, folder: str, method: str, *, first: bool) -> dict[int, dict[str, Any]]:
     """Of all rows. Raises InputError if not even the first is possible, and this is the ``first`` that is found."""
     runner = runner.without("cost", "executor")  # the user's are for what is measured
     came: dict[int, dict[str, Any]] = {}
     for at, row in enumerate(model.rows):
-        one = [f"partitions={row.partitions}", f"micro_batches={row.micro_batches}"]
+        one = [f"partitions={row.partitions}", f"micro_batches={row.micro_batches}", f"partition.method={method}"]
         one += [] if row.recompute is None else [f"recompute={row.recompute}"]
         try:
-            plan = runner.plan(f"{folder}_{at + 1}", *settings, *one)
+            plan = runner.plan(f"{folder}_{at + 1}", "cost=figures", *one)
             came[at] = plan | {"status": MEASURED, "relative": plan["samples_per_second"], "sweep": folder}
         except NothingFitsError:
             came[at] = {"status": "no_fit", "relative": None, "sweep": folder}
@@ -205,11 +187,6 @@ def _simulated(
                 raise
             came[at] = {"status": IMPOSSIBLE, "reason": str(error), "relative": None, "sweep": folder}
     return came
-
-
-def _samples(came: Mapping[int, Mapping[str, Any]]) -> str:
-    """Of a mini-batch, as the first row that was possible has them."""
-    return next((f"{row['step_samples']:g}" for row in came.values() if row["status"] == MEASURED), NONE)
 
 
 def _speeds(model: Model, came: Mapping[int, Mapping[str, Any]]) -> list[Speed]:
@@ -231,51 +208,56 @@ def _speeds(model: Model, came: Mapping[int, Mapping[str, Any]]) -> list[Speed]:
 # --- the table and what it shows
 
 
-def _table(model: Model, speeds: Mapping[str, Sequence[Speed]], sizes: str, runner: Runner) -> Table:
-    """A row for each of the paper's numbers. Columns without any number are left out.
-
-    `speeds` by the heading of their column; `sizes` of a mini-batch, in words.
-    """
+def _table(
+    model: Model,
+    speeds: Mapping[str, Sequence[Speed]],
+    lingvo: Mapping[int, Mapping[str, Any]],
+    exact: Mapping[int, Mapping[str, Any]],
+    runner: Runner,
+) -> Table:
+    """A row for each of the paper's numbers, `speeds` by the origin of their column, and the plans with either cut. A
+    column that says nothing in any row is left out."""
     rows, paper, comparable = model.rows, [row.paper for row in model.rows], not runner.changed()
 
-    def off(heading: str, comparable: bool) -> Column:
-        return differences(f"{heading} - paper", [speed.relative for speed in speeds[heading]], paper, comparable)
+    def off(heading: str, origin: str, comparable: bool) -> Column:
+        return differences(heading, [speed.relative for speed in speeds[origin]], paper, comparable)
 
+    def samples(plans: Mapping[int, Mapping[str, Any]]) -> list[str]:
+        return [f"{plans[at]['step_samples']:g}" if plans[at]["relative"] else NONE for at in range(len(rows))]
+
+    pairs = [(exact[at]["relative"], lingvo[at]["relative"]) for at in range(len(rows))]
+    gains = [number(ours / theirs if ours and theirs else None, 2) for ours, theirs in pairs]
     columns = [
         Column("", cells=[row.name for row in rows]),
         Column("K", cells=[str(row.partitions) for row in rows]),
         Column("M", cells=[str(row.micro_batches) for row in rows]),
         Column("paper", "paper", [number(one, 2) for one in paper]),
-        Column("torchgpipe", "torchgpipe", [number(row.torchgpipe, 2) for row in rows]),
-        Column("here", "measured", [speed.text for speed in speeds["here"]]),
-        Column("layers", "simulated", [speed.text for speed in speeds["layers"]]),
-        Column("full size", "simulated", [speed.text for speed in speeds["full size"]]),
-        off("here", comparable and not runner.desk),  # a desk's model is of another size
-        off("full size", comparable),
+        Column("N", SIMULATED, samples(lingvo)),
+        Column("Lingvo's cut", SIMULATED, [speed.text for speed in speeds[SIMULATED]]),
+        off("Lingvo's cut - paper", SIMULATED, comparable),
+        Column("N, exact cut", SIMULATED, samples(exact)),
+        Column("exact / Lingvo's", SIMULATED, gains),
+        Column("here", MEASURED, [speed.text for speed in speeds[MEASURED]]),
+        off("here - paper", MEASURED, comparable and not runner.desk),  # a desk's model is of another size
     ]
     left_out = {
         "": not any(row.name for row in rows),
-        "torchgpipe": all(row.torchgpipe is None for row in rows),
-        "here - paper": all(speed.text == NONE for speed in speeds["here"]),
+        "here": all(speed.text == NONE for speed in speeds[MEASURED]),
+        "here - paper": runner.desk or all(speed.text == NONE for speed in speeds[MEASURED]),
     }
-    title = f"{model.name}: throughput relative to {rows[0].name or rows[0].cell} of each column; {sizes}"
+    title = f"{model.name}: throughput relative to {rows[0].name or rows[0].cell} of each column"
     return Table(title, [column for column in columns if not left_out.get(column.heading)])
 
 
 def _found(model: Model, speeds: Mapping[str, Sequence[Speed]], runner: Runner) -> Iterator[tuple[str, str]]:
     """Notes: how far from the paper, where the first row is 1 everywhere and does not count; and which cells have no
     number."""
-    for whose, theirs in (
-        ("the paper's", [row.paper for row in model.rows]),
-        ("torchgpipe's", [row.torchgpipe for row in model.rows]),
-    ):
-        pairs = list(zip(speeds["full size"], theirs, strict=True))[1:]
-        off = [abs(ours.relative - one) for ours, one in pairs if ours.relative is not None and one is not None]
-        if off and not runner.changed():
-            cells = plural(len(off), "cell")
-            size = "simulated at the paper's size"
-            yield "found", f"{model.name}, {size}: off from {whose} by {mean(off):.2f} in the mean of {cells}"
-    refused = [at for at, speed in enumerate(speeds["here"]) if speed.word != NONE and not speed.reason]
+    pairs = list(zip(speeds[SIMULATED], model.rows, strict=True))[1:]
+    off = [abs(ours.relative - row.paper) for ours, row in pairs if ours.relative is not None]
+    if off and not runner.changed():
+        cells = plural(len(off), "cell")
+        yield "found", f"{model.name}, simulated: off from the paper's by {mean(off):.2f} in the mean of {cells}"
+    refused = [at for at, speed in enumerate(speeds[MEASURED]) if speed.word != NONE and not speed.reason]
     if refused:
         yield "found", f"{model.name}: not to be measured here: {model.cells(refused)}"
     impossible: dict[str, dict[int, None]] = {}

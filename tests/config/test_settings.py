@@ -16,7 +16,7 @@ from training_runs import configure as train
 
 from gpipe_cli.commands.evaluate import evaluation
 from gpipe_cli.commands.folders import run_folder
-from gpipe_cli.commands.train import resumed
+from gpipe_cli.commands.train import requested, resumed
 from gpipe_cli.config.settings import (
     BenchSettings,
     EvaluateSettings,
@@ -200,6 +200,22 @@ def test_resume_keeps_the_run_and_takes_what_is_given() -> None:
     assert other.dataset == train("dataset=cifar100", "dataset.root=/y").dataset  # another choice: the whole group
     with pytest.raises(InputError, match="filtrs=3: there is no such setting"):
         resumed(saved, tree("+filtrs=3"), ["filtrs"])
+
+
+def test_what_is_given_of_a_cut_takes_the_place_of_the_run_s() -> None:
+    by_rule, by_hand = train("partition.method=lingvo"), train("partition.balance=[4,8]")
+    key = "partition.balance"
+    assert resumed(by_rule, tree(f"{key}=[4,8]"), [key]).partition == by_hand.partition
+    assert resumed(by_hand, tree("partition.method=lingvo"), ["partition.method"]).partition == by_rule.partition
+    with pytest.raises(InputError, match=r"^partition\.method=lingvo: .*leave one of the two out"):
+        train("partition.method=lingvo", f"{key}=[4,8]")
+
+
+def test_a_run_keeps_the_mini_batch_that_was_chosen_when_it_began(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(to_yaml(train("batch_size=52", "hardware.memory_gib=1")))
+    given = {"batch_size": "auto", "resume": str(tmp_path), "epochs": 9}
+    request = requested(tree(*(f"{key}={value}" for key, value in given.items())), given)
+    assert (request.config.batch_size, request.config.epochs, request.auto) == (52, 9, ())
 
 
 def test_resume_with_other_partitions_drops_the_balance() -> None:

@@ -183,6 +183,63 @@ def test_of_what_is_chosen_nothing_may_fit_either(profile: ModelProfile) -> None
         choose(config, ["micro_batches"], profile, predicted_costs)
 
 
+@pytest.mark.parametrize("recompute", ["always", "except_last", "never", "auto"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        [*SETTINGS, "partitions=2", "micro_batches=4"],
+        [*SETTINGS, "partitions=3", "micro_batches=2", "replicas=2", "schedule=1f1b"],
+        [*SETTINGS, "partitions=4", "micro_batches=4", "schedule=interleaved", "stages_per_process=2"],
+        [*SETTINGS, "partitions=2", "micro_batches=3", "schedule=zero_bubble"],
+        [*SETTINGS, "partitions=2", "micro_batches=3", "schedule=auto"],
+        [*SETTINGS, "partitions=2", "micro_batches=4", "partition.method=lingvo"],
+        [*SETTINGS, "partitions=2", "micro_batches=1", "partition.balance=[3,4]"],
+        [*LM, "partitions=2", "micro_batches=2", "partition.method=lingvo"],
+        [*LM, "partitions=1", "micro_batches=5", "batch_size=null", "batch_tokens=16"],
+    ],
+)
+def test_the_largest_mini_batch_fits_and_one_sample_more_a_micro_batch_does_not(
+    settings: list[str], recompute: str
+) -> None:
+    key = "batch_tokens" if "batch_size=null" in settings else "batch_size"
+    if key == "batch_size":
+        settings = [*settings, "batch_size=16"]
+    found = traced(*settings)
+    given = configure(*settings, f"recompute={recompute}", "hardware.memory_gib=0.02", "dataset.train_samples=100000")
+    config, plan, (choice, *_) = choose(given, [key], found, predicted_costs)
+    limit, each = memory_limit(given), given.micro_batches * given.replicas * (16 if key == "batch_tokens" else 1)
+    samples, rest = divmod(getattr(config, key), each)
+    assert (rest, choice.chosen.value, choice.chosen.plan) == (0, str(samples * each), plan)
+    assert samples > 1
+    assert max(stage.total_bytes for stage in plan.memory) <= limit
+    more = replace(config, **{key: (samples + 1) * each})
+    with pytest.raises(TooLargeError):
+        make_plan(more, found, predicted_costs(more, found), limit)
+
+
+def test_a_mini_batch_is_no_larger_than_the_training_set(profile: ModelProfile) -> None:
+    config = configure(*SETTINGS, "micro_batches=3", "batch_size=3", "dataset.train_samples=64")
+    chosen, _, (choice,) = choose(config, ["batch_size"], profile, predicted_costs)
+    assert (chosen.batch_size, len(choice.candidates)) == (63, 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "auto", "line"),
+    [
+        ([], ["batch_size"], r"batch_size=auto: needs a limit to the memory of a stage; give hardware\.memory_gib="),
+        (["recompute=auto"], ["batch_size"], "batch_size=auto: needs a limit"),  # not all of the machine's memory
+        ([], ["partitions", "batch_size"], "batch_size=auto: partitions=auto cannot be chosen at the same time"),
+        (["hardware.memory_gib=0.0001"], ["batch_size"], "batch_size=auto: not even one sample a micro-batch fits; "),
+    ],
+)
+def test_without_a_limit_and_below_one_sample_there_is_no_largest_mini_batch(
+    settings: list[str], auto: list[str], line: str
+) -> None:
+    config = configure(*SETTINGS[:-1], "hardware=cpu", "micro_batches=4", "batch_size=4", *settings)
+    with pytest.raises(InputError, match=line):
+        choose(config, auto, traced(*SETTINGS), predicted_costs)
+
+
 def test_the_largest_model_fits_and_the_next_one_does_not() -> None:
     config = configure(*LM, "partitions=2", "hardware.memory_gib=0.001")
     solved, profile, plan, (choice,) = solve_max_model(config, predicted_costs)

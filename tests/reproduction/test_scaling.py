@@ -1,25 +1,28 @@
-"""Weak and strong scaling: what grows with the replicas, and what the bubble and a memory that is too small make of it."""
+"""Weak and strong scaling: what grows with the replicas, and what the bubble and a memory too small make of it."""
 
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from recipe_runs import column, real_runner
+from recipe_runs import column, perform
 from training_runs import configure
 
+from gpipe_cli.commands.reproduce import configuring
 from gpipe_cli.planner.model_profile import profile_model
 from gpipe_cli.reproduction.recipe import load
+from gpipe_cli.reproduction.runner import Runner
 from gpipe_cli.reproduction.scaling import Cell, Pipelines, ScaledModel, Scaling, plan_cell
 
-SMALL = [
-    "model.layers=2", "model.width=8", "model.hidden=8", "model.heads=1", "model.length=4", "dataset.vocabulary=8",
-]  # fmt: skip
+SMALL = (
+    "model=transformer_lm", "dataset=synthetic_text", "model.layers=2", "model.width=8", "model.hidden=8",
+    "model.heads=1", "model.length=4", "dataset.vocabulary=8", "hardware=tpu_v3", "ema_decay=0",
+)  # fmt: skip
 
 
 def test_replicas_take_their_share_of_a_mini_batch(tmp_path: Path) -> None:
-    model = ScaledModel("tiny", 2, 8, 16, (Pipelines(1, (1,)), Pipelines(2, (2, 8, 16))))
-    runner = real_runner("scaling", tmp_path, *SMALL)
-    found = Scaling((model,)).reproduce(runner)
+    model = ScaledModel("tiny", 2, 8, 16, (Pipelines(1, (1,)), Pipelines(2, (2, 8, 16))), SMALL)
+    runner = Runner("scaling", tmp_path, (), perform, configuring(), lambda line: None, desk=True)
+    found = Scaling(("recompute=always",), (model,)).reproduce(runner)
     (table,) = found.tables
     assert column(table, "scaling") == ["weak"] * 4 + ["strong"] * 3  # of 16 replicas each would have one sample
     assert column(table, "devices") == ["1", "4", "16", "32", "1", "4", "16"]
@@ -40,7 +43,7 @@ def test_replicas_take_their_share_of_a_mini_batch(tmp_path: Path) -> None:
 
 
 def test_what_a_stage_lacks() -> None:
-    config = configure("model=transformer_lm", "dataset=synthetic_text", "hardware=tpu_v3", "ema_decay=0", *SMALL)
+    config = configure(*SMALL)
     profile = profile_model(config)
     cell = Cell("tiny", "weak", 2, 2, 8, 4)
     fitting = plan_cell(config, profile, cell)

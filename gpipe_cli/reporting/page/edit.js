@@ -145,6 +145,7 @@ function commandOf(command) {
   if (controls.balance) set["partition.balance"] = `[${controls.balance.join(",")}]`;
   const dropped = [...Object.keys(set), ...OF_ONE_RUN, "-m", "--multirun"];
   if (controls.partitions !== state.own.partitions) dropped.push("partition.balance");
+  if (controls.partitions !== state.own.partitions || controls.balance) dropped.push("partition.method");
   const keyOf = word => word.replace(/^['"]/, "").split("=")[0];
   const typed = new Map(data.commands.flatMap(wordsOf).map(word => [keyOf(word), word]));
   const words = [...typed].filter(([key]) => !dropped.includes(key) && !/^hydra[./]/.test(key));

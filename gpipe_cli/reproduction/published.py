@@ -1,0 +1,159 @@
+"""The simulator held against speeds that others have measured and published: torchgpipe, zero bubble, FSDP and more.
+
+The paper's own tables leave the batch size and more to be guessed. These sources say what ran: hardware, model, batch
+size, K, M and schedule are settings of `gpipe plan`, and no figure of a device is fitted to a cell.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from statistics import median
+from typing import Literal
+
+from gpipe_cli.config.settings import PartitionConfig, TrainConfig
+from gpipe_cli.planner.cost_model import predicted_costs
+from gpipe_cli.planner.model_profile import ModelProfile, profile_model
+from gpipe_cli.planner.plan import make_plan
+from gpipe_cli.planner.step_schedule import mini_batch_samples
+from gpipe_cli.reporting.tables.table import Column, Table
+from gpipe_cli.reproduction.runner import NONE, Findings, Runner, number
+from gpipe_cli.units import plural
+
+Unit = Literal["samples/s", "samples/s per GPU", "tokens/s per GPU", "s per step"]
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A number of a table."""
+
+    name: str
+    published: float
+    settings: str  # in which it differs from the other cells of its table: `partitions=2 micro_batches=4`
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A table, or the part of one that is about one model."""
+
+    model: str
+    unit: Unit
+    settings: str  # of all cells: the model, the hardware
+    cells: tuple[Cell, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    name: str
+    source: str  # document and table
+    hardware: str
+    note: str  # what kinds of cells are off, and why
+    tables: tuple[Published, ...]
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Shares by which what is simulated is off: 0.1 is 10 %."""
+
+    cells: Sequence[float]
+    ratios: Sequence[float]  # of cells relative to the first one of their table, without that one
+
+    @property
+    def row(self) -> tuple[str, str, str]:
+        return str(len(self.cells)), *(f"{100 * median(map(abs, each)):.1f}" for each in (self.cells, self.ratios))
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedSpeeds:
+    settings: str  # of all tables
+    sources: tuple[Source, ...]
+
+    def reproduce(self, runner: Runner) -> Findings:
+        """Plans every cell in this process. Raises InputError as `gpipe plan` does."""
+        comparable = not runner.changed()
+        tables, errors = [], {}
+        for source in self.sources:
+            count = sum(len(table.cells) for table in source.tables)
+            runner.progress(f"plans        {source.name}: {plural(count, 'cell')}")
+            found = [[_simulated(runner, f"{self.settings} {table.settings} {cell.settings}", table.unit) for cell in table.cells] for table in source.tables]
+            errors[source.name] = [
+                _errors(table, values) for table, values in zip(source.tables, found, strict=True)
+            ]
+            tables += [
+                _table(source, table, values, comparable) for table, values in zip(source.tables, found, strict=True)
+            ]
+        notes = [(source.name, f"{source.hardware}; {source.source}") for source in self.sources]
+        if comparable:
+            notes += [("off", f"{source.name}: {source.note}") for source in self.sources]
+            tables.append(_summary(errors))
+        return Findings(tuple(tables), tuple(notes), comparable=comparable)
+
+
+def _simulated(runner: Runner, settings: str, unit: Unit) -> float:
+    config = runner.configured(*settings.split())
+    # neither of them matters to a profile, which takes seconds
+    profile = _profile(
+        replace(
+            config, partitions=1, micro_batches=1, replicas=1, batch_size=1, recompute="never", stages_per_process=None,
+            partition=PartitionConfig(None), schedule="zero_bubble" if config.splits_backward else "gpipe",
+        )
+    )  # fmt: skip
+    plan = make_plan(config, profile, predicted_costs(config, profile), None)
+    samples = mini_batch_samples(config, profile.lengths)
+    gpus = len(set(plan.turns)) * config.replicas
+    match unit:
+        case "samples/s":
+            return samples / plan.step_seconds
+        case "samples/s per GPU":
+            return samples / plan.step_seconds / gpus
+        case "tokens/s per GPU":
+            return samples * max(profile.lengths) / plan.step_seconds / gpus
+        case "s per step":
+            return plan.step_seconds
+
+
+@lru_cache(maxsize=None)
+def _profile(config: TrainConfig) -> ModelProfile:
+    return profile_model(config)
+
+
+def _errors(table: Published, simulated: Sequence[float]) -> Errors:
+    published = [cell.published for cell in table.cells]
+    off = [ours / theirs - 1 for ours, theirs in zip(simulated, published, strict=True)]
+    return Errors(off, [(1 + each) / (1 + off[0]) - 1 for each in off[1:]])
+
+
+def _table(source: Source, table: Published, simulated: Sequence[float], comparable: bool) -> Table:
+    off = [f"{100 * each:+.1f}" if comparable else NONE for each in _errors(table, simulated).cells]
+    return Table(
+        f"{source.name}: {table.model}, {table.unit}",
+        (
+            Column("cell", cells=[cell.name for cell in table.cells]),
+            Column("published", "published", [_figures(cell.published) for cell in table.cells]),
+            Column("simulated", "simulated", [_figures(each) for each in simulated]),
+            Column("simulated - published, %", "difference", off),
+        ),
+    )
+
+
+def _figures(value: float) -> str:
+    """Four figures of a number, or all in front of its point."""
+    return number(value, max(0, 3 - len(str(int(value)))) if value >= 1 else 3)
+
+
+def _summary(errors: dict[str, list[Errors]]) -> Table:
+    """The medians of each source, and of all."""
+
+    def together(some: Iterable[Errors]) -> Errors:
+        every = list(some)
+        return Errors([one for each in every for one in each.cells], [one for each in every for one in each.ratios])
+
+    def rows() -> Iterator[tuple[str, ...]]:
+        for name, each in errors.items():
+            yield name, *together(each).row
+        yield "all", *together(each for some in errors.values() for each in some).row
+
+    columns = (
+        Column("source"), Column("cells", number=True), Column("median of |error|, %", "difference"),
+        Column("of ratios within a table, %", "difference"),
+    )  # fmt: skip
+    return Table.of_rows("How far the simulated speeds are off", columns, tuple(rows()))
