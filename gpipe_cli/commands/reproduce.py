@@ -136,9 +136,7 @@ def _reproduce(recipe: Recipe, whole: ReproduceSettings, given: tuple[str, ...])
             facts.append(("takes", f"{recipe.desk.duration} on 2 CPU cores{without}"))
         show_facts(console, facts)
         try:
-            found = recipe.reproduce(
-                chosen, why, gpus, given, folder, perform, configuring(), partial(show_line, console)
-            )
+            found = recipe.reproduce(chosen, why, gpus, given, folder, perform, configuring(), partial(show_line, console))
         except KeyboardInterrupt as asked:
             show_line(console, f"interrupted; what was run is in {folder}", "bold yellow")
             return STOPPED if isinstance(asked, Stopped) else INTERRUPTED
