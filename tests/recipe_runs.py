@@ -4,13 +4,14 @@ import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, Any
 
 from gpipe_cli.commands.outcome import run_command
-from gpipe_cli.commands.reproduce import configuring
+from gpipe_cli.commands.reproduce import simulating_recipe
 from gpipe_cli.reporting.plots.timeline_values import SHARES
 from gpipe_cli.reporting.tables.table import Table
-from gpipe_cli.reproduction.runner import CommandFailedError, Runner
+from gpipe_cli.reproduction.runner import CommandFailedError, Runner, Scale
 
 # All stages in one process, and no timing of the machine; and the images of any recipe, tiny.
 HERE = ("executor=in_process", "device=cpu", "threads=1", "data_workers=0", "hardware=cpu")
@@ -30,10 +31,12 @@ def perform(arguments: Sequence[str], log: IO[str]) -> None:
 def real_runner(name: str, folder: Path, *settings: str) -> Runner:
     """Of the recipe ``name`` at desk scale, with these settings for every command."""
     folder.mkdir(parents=True, exist_ok=True)
-    return Runner(name, folder, settings, perform, configuring(), lambda line: None, True)
+    return Runner(name, folder, settings, perform, simulating_recipe(name), lambda line: None, "desk")
 
 
-def answering(folder: Path, answer: Answer, *given: str, desk: bool = True, settings: tuple[str, ...] = ()) -> Runner:
+def answering(
+    folder: Path, answer: Answer, *given: str, scale: Scale = "desk", settings: tuple[str, ...] = ()
+) -> Runner:
     """A runner of the recipe `nothing` whose commands are answered, and not run: what is made of the answers can be
     checked exactly. The user gave ``given``; the scale has ``settings``."""
 
@@ -44,8 +47,13 @@ def answering(folder: Path, answer: Answer, *given: str, desk: bool = True, sett
         place.mkdir(parents=True, exist_ok=True)
         (place / name).write_text(json.dumps(content), encoding="utf-8")
 
+    def simulate(chosen: Sequence[str]) -> Any:
+        values = dict(setting.partition("=")[::2] for setting in chosen)
+        _, content = answer("simulated", values, folder)
+        return SimpleNamespace(**content)
+
     every = (*settings, *given)
-    return Runner("nothing", folder, every, perform, configuring(), lambda line: None, desk, given)
+    return Runner("nothing", folder, every, perform, simulate, lambda line: None, scale, given)
 
 
 def shares_of_a_step(command: str, settings: Mapping[str, str], folder: Path) -> tuple[str, dict[str, Any]]:

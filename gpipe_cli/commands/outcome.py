@@ -93,7 +93,9 @@ def import_torch() -> None:
     if "gpipe_cli.launch.training_run" in sys.modules:
         return
     with preparing(), interruptible_import():
-        importlib.import_module("gpipe_cli.launch.training_run")
+        # the last two are imported by a training's first steps, which is two seconds of every fork
+        for name in ("gpipe_cli.launch.training_run", "torch._dynamo", "gpipe_cli.reporting.plots.timeline"):
+            importlib.import_module(name)
 
 
 def fork_command(work: Callable[[], int], output: int | None = None) -> Fork[Outcome]:

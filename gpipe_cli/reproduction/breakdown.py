@@ -34,7 +34,8 @@ class Breakdown:
             raise CommandFailedError(row["reason"] or "no step was recorded")
         planned = runner.without("cost").plan("simulated", "cost=measured")
         measured, simulated, paper = row["breakdown"], planned["breakdown"], asdict(self)
-        comparable = not runner.changed()  # also at a desk: the paper's model is not known
+        # also at a desk: the paper's model is not known
+        comparable = not runner.changed() and runner.scale != "smoke"
         off = [
             difference(100 * measured[name], 100 * paper[name], comparable, 1) if name in paper else NONE
             for name in SHARES

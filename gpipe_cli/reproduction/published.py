@@ -5,18 +5,13 @@ size, K, M and schedule are settings of `gpipe plan`, and no figure of a device 
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
-from gpipe_cli.config.settings import PartitionConfig, TrainConfig
-from gpipe_cli.planner.cost_model import predicted_costs
-from gpipe_cli.planner.model_profile import ModelProfile, profile_model
-from gpipe_cli.planner.plan import make_plan
-from gpipe_cli.planner.step_schedule import mini_batch_samples
 from gpipe_cli.reporting.tables.table import Column, Table
 from gpipe_cli.reproduction.runner import NONE, Findings, Runner, number
+from gpipe_cli.reproduction.simulated import Simulated
 from gpipe_cli.units import plural
 
 Unit = Literal["samples/s", "samples/s per GPU", "tokens/s per GPU", "s per step"]
@@ -58,7 +53,7 @@ class Errors:
     ratios: Sequence[float]  # of cells relative to the first one of their table, without that one
 
     @property
-    def row(self) -> tuple[str, str, str]:
+    def row(self) -> tuple[str, ...]:
         return str(len(self.cells)), *(f"{100 * median(map(abs, each)):.1f}" for each in (self.cells, self.ratios))
 
 
@@ -74,10 +69,14 @@ class PublishedSpeeds:
         for source in self.sources:
             count = sum(len(table.cells) for table in source.tables)
             runner.progress(f"plans        {source.name}: {plural(count, 'cell')}")
-            found = [[_simulated(runner, f"{self.settings} {table.settings} {cell.settings}", table.unit) for cell in table.cells] for table in source.tables]
-            errors[source.name] = [
-                _errors(table, values) for table, values in zip(source.tables, found, strict=True)
+            found = [
+                [
+                    _speed(runner.simulated(*f"{self.settings} {table.settings} {cell.settings}".split()), table.unit)
+                    for cell in table.cells
+                ]
+                for table in source.tables
             ]
+            errors[source.name] = [_errors(table, values) for table, values in zip(source.tables, found, strict=True)]
             tables += [
                 _table(source, table, values, comparable) for table, values in zip(source.tables, found, strict=True)
             ]
@@ -88,32 +87,17 @@ class PublishedSpeeds:
         return Findings(tuple(tables), tuple(notes), comparable=comparable)
 
 
-def _simulated(runner: Runner, settings: str, unit: Unit) -> float:
-    config = runner.configured(*settings.split())
-    # neither of them matters to a profile, which takes seconds
-    profile = _profile(
-        replace(
-            config, partitions=1, micro_batches=1, replicas=1, batch_size=1, recompute="never", stages_per_process=None,
-            partition=PartitionConfig(None), schedule="zero_bubble" if config.splits_backward else "gpipe",
-        )
-    )  # fmt: skip
-    plan = make_plan(config, profile, predicted_costs(config, profile), None)
-    samples = mini_batch_samples(config, profile.lengths)
-    gpus = len(set(plan.turns)) * config.replicas
+def _speed(found: Simulated, unit: Unit) -> float:
+    gpus = len(set(found.plan.turns)) * found.config.replicas
     match unit:
         case "samples/s":
-            return samples / plan.step_seconds
+            return found.samples_per_second
         case "samples/s per GPU":
-            return samples / plan.step_seconds / gpus
+            return found.samples_per_second / gpus
         case "tokens/s per GPU":
-            return samples * max(profile.lengths) / plan.step_seconds / gpus
+            return found.samples_per_second * max(found.profile.lengths) / gpus
         case "s per step":
-            return plan.step_seconds
-
-
-@lru_cache(maxsize=None)
-def _profile(config: TrainConfig) -> ModelProfile:
-    return profile_model(config)
+            return found.plan.step_seconds
 
 
 def _errors(table: Published, simulated: Sequence[float]) -> Errors:

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from gpipe_cli.config.settings import key_of, load_recipe, owner
 from gpipe_cli.config.typed import RefusedError, nearest, show, typed
@@ -23,9 +22,11 @@ from gpipe_cli.reproduction.breakdown import Breakdown
 from gpipe_cli.reproduction.consistency import Consistency
 from gpipe_cli.reproduction.largest_model import LargestModel
 from gpipe_cli.reproduction.published import PublishedSpeeds
-from gpipe_cli.reproduction.runner import FOLDER, Configure, Gpu, Perform, Runner, last_wins, with_users
+from gpipe_cli.reproduction.runner import FOLDER, Gpu, Perform, Runner, Scale, last_wins, with_users
 from gpipe_cli.reproduction.scaling import Scaling
 from gpipe_cli.reproduction.schedules import Schedules
+from gpipe_cli.reproduction.simulated import Simulate
+from gpipe_cli.reproduction.smallest import Experiment, smallest
 from gpipe_cli.reproduction.throughput import Throughput
 from gpipe_cli.reproduction.training import Classification, FineTuning, Size, Translation
 from gpipe_cli.units import plural, size
@@ -38,9 +39,6 @@ _ORDER = (
     "multilingual_400m", "multilingual_1b", "multilingual_3b", "multilingual_6b", "batch_size_260k", "batch_size_1m",
     "batch_size_4m",
 )  # fmt: skip
-Scale = Literal["desk", "paper"]
-Training = Classification | Translation | FineTuning | Consistency
-Experiment = LargestModel | Throughput | Breakdown | Schedules | Scaling | PublishedSpeeds | Training
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +66,11 @@ class Desk:
 
     settings: tuple[str, ...]  # in place of the recipe's: `batch_size=32`
     scaled: str  # what is smaller, and what stands in for the data: a line
-    duration: str  # on 2 CPU cores, as it was
+    minutes: float  # on 2 CPU cores, as it was
+
+    @property
+    def duration(self) -> str:
+        return f"{self.minutes:g} min"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +80,12 @@ class Recipe:
     name: str
     keys: tuple[str, ...]  # of what its file and its family set, in dotted form: `model.variant`
     title: str
+    claim: str  # what the paper says, as a sentence of our own
     source: str  # table and version of the paper
     hardware: str  # of the paper
     needs: Needs
     desk: Desk
+    smoke: tuple[str, ...]  # settings beside the desk's, at which it runs within seconds
     choices: tuple[str, ...]  # where the paper gives no number: what we took, and why
     size: Size | None = None  # of the full model
     largest_model: LargestModel | None = None
@@ -122,7 +126,7 @@ class Recipe:
         given: Sequence[str],
         folder: Path,
         perform: Perform,
-        configure: Configure,
+        simulate: Simulate,
         progress: Callable[[str], None],
     ) -> Reproduction:
         """Run the recipe's commands into ``folder``; ``given`` are settings of the user, which win.
@@ -130,13 +134,14 @@ class Recipe:
         Raises InputError as the commands do for bad input, and CommandFailedError.
         """
         begin = time.monotonic()
-        desk = self.desk.settings if scale == "desk" else ()
+        desk = () if scale == "paper" else self.desk.settings
+        if scale == "smoke":
+            desk = last_wins((*desk, *self.smoke))
         settings = with_users(desk, given)
-        runner = Runner(
-            self.name, folder, settings, perform, configure, progress, scale == "desk", last_wins(given), gpus
-        )
+        runner = Runner(self.name, folder, settings, perform, simulate, progress, scale, last_wins(given), gpus)
         try:
-            found = self.experiment.reproduce(runner)
+            experiment = smallest(self.experiment) if scale == "smoke" else self.experiment
+            found = experiment.reproduce(runner)
             sizes = () if self.size is None else (self.size.table(runner),)
         except RefusedError as error:
             if not runner.commands:  # refused by the recipe itself
@@ -155,6 +160,8 @@ class Recipe:
             notes.append(("given", line))
         if scale == "desk":
             notes.append(("scaled down", self.desk.scaled))
+        if scale == "smoke":
+            notes.append(("scaled down", f"as far as it runs; what is measured says nothing ({' '.join(self.smoke)})"))
         notes += [*(("our choice", choice) for choice in self.choices), *found.notes]
         if self.size is not None:
             smaller = " ".join(self.size.settings)
@@ -168,6 +175,7 @@ class Recipe:
         return Reproduction(
             name=self.name,
             title=self.title,
+            claim=self.claim,
             source=self.source,
             scale=scale,
             machine=machine,
@@ -196,8 +204,8 @@ def load(name: str) -> Recipe:
         raise InputError(f"{none}{nearest(name, known)}; choose one of {', '.join(known)}")
     tree = load_recipe(FOLDER / f"{name}.yaml")
     said = tree.pop("recipe")
-    desk = said["desk"]
-    desk["settings"] = [f"{key}={show(value)}" for key, value in desk["settings"].items()]
+    for where, key in ((said["desk"], "settings"), (said, "smoke")):
+        where[key] = [f"{setting}={show(value)}" for setting, value in where[key].items()]
     return typed(Recipe, {"name": name, "keys": [*tree, *dict(flattened(tree))], **said})
 
 

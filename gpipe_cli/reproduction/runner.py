@@ -13,14 +13,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
-from gpipe_cli.config.settings import TrainConfig, key_of, owner, replaced_batch
+from gpipe_cli.config.settings import key_of, owner, replaced_batch
 from gpipe_cli.config.typed import quoted
 from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.run.lines import LOG
 from gpipe_cli.reporting.run.result import RESULT, read_result
 from gpipe_cli.reporting.tables.table import Column, Table
+from gpipe_cli.reproduction.simulated import Simulate, Simulated
 from gpipe_cli.system.gpus import Gpu
 from gpipe_cli.units import duration
 
@@ -35,10 +36,9 @@ _HARMLESS = (
     "output", "logger", "device", "executor", "threads", "data_workers", "memory_format", "timeout_seconds", "cost",
     "seed", "checkpoint", "dataset.root", "dataset.cache", "dataset.download", "warm_up_steps", "steps", "rounds",
 )  # fmt: skip
+Scale = Literal["smoke", "desk", "paper"]
 # Runs a command and writes what it prints to a file. Raises what the command refused, or CommandFailedError.
 Perform = Callable[[Sequence[str], IO[str]], None]
-# What `gpipe plan` would plan with these settings. Raises what the command refuses.
-Configure = Callable[[Sequence[str]], TrainConfig]
 
 
 @dataclass(frozen=True)
@@ -66,12 +66,17 @@ class Runner:
     folder: Path  # where all runs go
     settings: tuple[str, ...]
     perform: Perform
-    configure: Configure
+    simulate: Simulate
     progress: Callable[[str], None]  # gets a line for each command
-    desk: bool  # the scale
+    scale: Scale
     users: tuple[str, ...] = ()  # those of ``settings`` that the user gave
     machine: Sequence[Gpu] = ()  # its GPUs
     commands: list[str] = field(default_factory=list)  # that were run, as a user types them
+
+    @property
+    def desk(self) -> bool:
+        """Whether what runs is smaller than the paper's."""
+        return self.scale != "paper"
 
     @property
     def gpus(self) -> Sequence[Gpu]:
@@ -126,11 +131,11 @@ class Runner:
         """`gpipe plan`; returns plan.json."""
         return self._run(["plan"], self.folder / name, "plan.json", *settings)
 
-    def configured(self, *settings: str) -> TrainConfig:
-        """What `gpipe plan` would plan, for one of many plans that this process makes itself."""
-        given = last_wins((*settings, *self.settings))
-        self.commands.append(f"gpipe {shlex.join(['plan', *given])}")
-        return self.configure(given)
+    def simulated(self, *settings: str) -> Simulated:
+        """What `gpipe plan` plans, made in this process."""
+        given = [one for one in last_wins((*settings, *self.settings)) if owner(one) in (None, "plan")]
+        self.commands.append(f"gpipe {shlex.join(['plan', '-cd', str(FOLDER), '-cn', self.name, *given])}")
+        return self.simulate(given)
 
     def train(self, name: str, *settings: str) -> dict[str, Any]:
         """`gpipe train`; returns result.json. The run lies in ``folder / name``."""

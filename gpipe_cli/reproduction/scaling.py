@@ -12,7 +12,7 @@ from functools import partial
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.planner.cost_model import predicted_costs
 from gpipe_cli.planner.devices import memory_limit
-from gpipe_cli.planner.model_profile import ModelProfile, profile_model
+from gpipe_cli.planner.model_profile import ModelProfile
 from gpipe_cli.planner.plan import TooLargeError, make_plan
 from gpipe_cli.reporting.plots.timeline_values import idle
 from gpipe_cli.reporting.tables.table import Column, Table
@@ -71,12 +71,10 @@ class Scaling:
         work: list[tuple[TrainConfig, ModelProfile, Cell]] = []
         for model in self.models:
             runner.progress(f"traces       {model.name}")
-            # K, M and N do not matter to a profile
-            config = runner.configured(
-                *self.settings, *model.settings, "partitions=1", "micro_batches=1", "batch_size=1"
-            )
-            profile = profile_model(config)
-            work += [(config, profile, cell) for cell in _cells(model)]
+            # K, M and N do not matter to a profile; the most partitions hold one micro-batch
+            sizes = f"partitions={model.grid[-1].partitions}", "micro_batches=1", f"batch_size={model.samples}"
+            found = runner.simulated(*self.settings, *model.settings, *sizes)
+            work += [(found.config, found.profile, cell) for cell in _cells(model)]
         runner.progress(f"plans        {plural(len(work), 'cell')}")
         cells = _planned(work)
         picture = runner.folder / "scaling.png"

@@ -48,7 +48,6 @@ class Model:
     rows: tuple[Row, ...]
     figures: tuple[str, ...]  # settings: the paper's hardware
     settings: tuple[str, ...] = ()  # of a second model, beside the recipe's
-    desk: tuple[str, ...] = ()  # in place of the recipe's settings for a desk; (): those
 
     def cells(self, rows: Iterable[int]) -> str:
         return "; ".join(self.rows[at].cell for at in rows)
@@ -83,12 +82,11 @@ class Throughput:
         notes = list(self._notes(runner, stages))
         for index, model in enumerate(self.models, start=1):
             folder = "" if len(self.models) == 1 else f"{index}_"
-            own = model.desk if runner.desk else model.settings
-            here = runner.with_settings(*own) if own else runner
+            here = runner.with_settings(*model.settings) if model.settings else runner
             paper_size = runner.with_settings(*model.settings, *model.figures)
             measured = _measured(model, here, stages, folder, self.slow_links)
             lingvo, exact = (
-                _simulated(model, paper_size, f"{folder}{method}", method, first=not tables and not measured)
+                _simulated(model, paper_size, method, first=not tables and not measured)
                 for method in ("lingvo", "exact")
             )
             speeds = {MEASURED: _speeds(model, measured), SIMULATED: _speeds(model, lingvo)}
@@ -170,22 +168,23 @@ def _through_host() -> Iterator[None]:
             os.environ[THROUGH_HOST] = before
 
 
-def _simulated(model: Model, runner: Runner, folder: str, method: str, *, first: bool) -> dict[int, dict[str, Any]]:
+def _simulated(model: Model, runner: Runner, method: str, *, first: bool) -> dict[int, dict[str, Any]]:
     """Of all rows. Raises InputError if not even the first is possible, and this is the ``first`` that is found."""
     runner = runner.without("cost", "executor")  # the user's are for what is measured
     came: dict[int, dict[str, Any]] = {}
     for at, row in enumerate(model.rows):
         one = [f"partitions={row.partitions}", f"micro_batches={row.micro_batches}", f"partition.method={method}"]
         one += [] if row.recompute is None else [f"recompute={row.recompute}"]
+        came[at] = {"status": MEASURED, "relative": None, "samples": None, "sweep": method}
         try:
-            plan = runner.plan(f"{folder}_{at + 1}", "cost=figures", *one)
-            came[at] = plan | {"status": MEASURED, "relative": plan["samples_per_second"], "sweep": folder}
+            found = runner.simulated(*one)
+            came[at] |= {"relative": found.samples_per_second, "samples": found.samples}
         except NothingFitsError:
-            came[at] = {"status": "no_fit", "relative": None, "sweep": folder}
+            came[at] |= {"status": "no_fit"}
         except InputError as error:
             if at == 0 and first:
                 raise
-            came[at] = {"status": IMPOSSIBLE, "reason": str(error), "relative": None, "sweep": folder}
+            came[at] |= {"status": IMPOSSIBLE, "reason": str(error)}
     return came
 
 
@@ -223,7 +222,7 @@ def _table(
         return differences(heading, [speed.relative for speed in speeds[origin]], paper, comparable)
 
     def samples(plans: Mapping[int, Mapping[str, Any]]) -> list[str]:
-        return [f"{plans[at]['step_samples']:g}" if plans[at]["relative"] else NONE for at in range(len(rows))]
+        return [number(plans[at]["samples"], 0) for at in range(len(rows))]
 
     pairs = [(exact[at]["relative"], lingvo[at]["relative"]) for at in range(len(rows))]
     gains = [number(ours / theirs if ours and theirs else None, 2) for ours, theirs in pairs]

@@ -137,7 +137,7 @@ class FineTuning:
         off = difference(top1, self.top1, comparable)
         rows = [
             (f"top-1, mean of {len(runs)} runs", f"{self.top1:.1f} %", f"{top1:.2f} %", off),
-            ("standard deviation, points", NONE, number(stdev(top1s), 2), NONE),
+            ("standard deviation, points", NONE, number(stdev(top1s) if len(top1s) > 1 else None, 2), NONE),
             ("best before the paper", f"{self.previous_best:.1f} %", NONE, NONE),
             *((name, NONE, percent(run["test"]["top1"], 2), NONE) for name, run in others),
         ]

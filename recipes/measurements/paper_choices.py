@@ -27,8 +27,8 @@ from statistics import mean, median
 
 from runs import command_line
 
-from gpipe_cli.commands.reproduce import configuring
-from gpipe_cli.config.settings import TrainConfig
+from gpipe_cli.commands.command_line import TRAINING_KEYS, compose, read, training
+from gpipe_cli.config.settings import TrainConfig, load_hardware
 from gpipe_cli.config.typed import NothingFitsError, RefusedError
 from gpipe_cli.planner.auto_settings import choose
 from gpipe_cli.planner.cost_model import predicted_costs
@@ -155,16 +155,18 @@ def cell(job: Job, base: TrainConfig, profile: ModelProfile, k: int, m: int) -> 
 
 def of_all(wanted: Sequence[Job], small: Sequence[str]) -> dict[Job, Speeds]:
     """Each model is traced once; the cells are then shared out among forks, one for each core."""
-    configure = configuring()
-    bases = {job: configure(settings(job, small)) for job in wanted}
-    profiles: dict[tuple[str, str, Size | None], ModelProfile] = {}
+    traced: dict[tuple[str, str, Size | None], tuple[TrainConfig, ModelProfile]] = {}
     for job in wanted:
-        if job.traced not in profiles:
-            profiles[job.traced] = profile_model(bases[job])
+        if job.traced not in traced:
+            tree = compose(read("train", settings(job, small)), TRAINING_KEYS)
+            assert tree is not None
+            config, _ = training(tree, {})
+            traced[job.traced] = config, profile_model(config)
 
     def some(part: Sequence[Job]) -> list[Speeds]:
         gc.disable()
-        return [speeds(job, bases[job], profiles[job.traced]) for job in part]
+        bases = [replace(traced[job.traced][0], hardware=load_hardware(job.device)) for job in part]
+        return [speeds(job, base, traced[job.traced][1]) for job, base in zip(part, bases, strict=True)]
 
     cores = usable_cores()
     parts = [wanted[at::cores] for at in range(cores)]

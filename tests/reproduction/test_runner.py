@@ -9,7 +9,7 @@ from typing import IO, Any
 import pytest
 from recipe_runs import Answer, answering, shares_of_a_step
 
-from gpipe_cli.commands.reproduce import configuring
+from gpipe_cli.commands.reproduce import simulating_recipe
 from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.tables.recipe import Reproduction
@@ -29,7 +29,9 @@ def runner(folder: Path, error: Exception | None, seen: list[list[str]], *users:
             raise error
 
     settings = last_wins(("model.filters=16", "threads=1", *users))
-    return Runner("some_recipe", folder, settings, perform, configuring(), lambda line: None, True, users)
+    return Runner(
+        "some_recipe", folder, settings, perform, simulating_recipe("breakdown"), lambda line: None, "desk", users
+    )
 
 
 def test_the_users_settings_win_and_a_command_gets_only_its_own(tmp_path: Path) -> None:
@@ -121,7 +123,9 @@ def breakdown(
     folder: Path, given: Sequence[str], gpus: Sequence[Gpu] = (), answer: Answer = shares_of_a_step
 ) -> Reproduction:
     perform = answering(folder, answer).perform
-    return load("breakdown").reproduce("desk", "", gpus, given, folder, perform, configuring(), lambda line: None)
+    return load("breakdown").reproduce(
+        "desk", "", gpus, given, folder, perform, simulating_recipe("breakdown"), lambda line: None
+    )
 
 
 def test_what_the_user_gave_stands_beside_what_is_said_of_the_recipe(tmp_path: Path) -> None:

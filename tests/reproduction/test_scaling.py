@@ -4,13 +4,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from recipe_runs import column, perform
+from recipe_runs import column, real_runner
 from training_runs import configure
 
-from gpipe_cli.commands.reproduce import configuring
 from gpipe_cli.planner.model_profile import profile_model
 from gpipe_cli.reproduction.recipe import load
-from gpipe_cli.reproduction.runner import Runner
 from gpipe_cli.reproduction.scaling import Cell, Pipelines, ScaledModel, Scaling, plan_cell
 
 SMALL = (
@@ -21,8 +19,7 @@ SMALL = (
 
 def test_replicas_take_their_share_of_a_mini_batch(tmp_path: Path) -> None:
     model = ScaledModel("tiny", 2, 8, 16, (Pipelines(1, (1,)), Pipelines(2, (2, 8, 16))), SMALL)
-    runner = Runner("scaling", tmp_path, (), perform, configuring(), lambda line: None, desk=True)
-    found = Scaling(("recompute=always",), (model,)).reproduce(runner)
+    found = Scaling(("recompute=always",), (model,)).reproduce(real_runner("scaling", tmp_path))
     (table,) = found.tables
     assert column(table, "scaling") == ["weak"] * 4 + ["strong"] * 3  # of 16 replicas each would have one sample
     assert column(table, "devices") == ["1", "4", "16", "32", "1", "4", "16"]

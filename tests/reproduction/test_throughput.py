@@ -145,7 +145,7 @@ def test_links_are_slow_in_the_commands_only(monkeypatch: pytest.MonkeyPatch) ->
 def test_what_the_user_may_have_resized_is_not_compared(tmp_path: Path) -> None:
     """With `model.filters=16` a row was said to be off from the paper's model by so much."""
     for given, compared in (((CPU, "steps=2"), True), ((CPU, "model.filters=16"), False)):
-        found = WHAT.reproduce(answering(tmp_path, Machine(), *given, desk=False))
+        found = WHAT.reproduce(answering(tmp_path, Machine(), *given, scale="paper"))
         (table,) = found.tables
         here = column(table, "here - paper", "difference")
         assert here == (["-0.50", "+0.10", "-", "-"] if compared else ["-"] * 4)

@@ -74,7 +74,7 @@ def test_what_fine_tuning_cannot_do_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="seed=3: this recipe runs seeds 0 to 1 and takes their mean; leave it out"):
         TUNED.reproduce(answering(tmp_path, trained, "seed=3"))
     with pytest.raises(InputError, match=r"init_from=null: .*gpipe reproduce imagenet_amoebanet_b scale=paper .*"):
-        TUNED.reproduce(answering(tmp_path, trained, desk=False))
+        TUNED.reproduce(answering(tmp_path, trained, scale="paper"))
 
 
 def test_what_the_user_may_have_changed_is_not_compared(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_what_the_user_may_have_changed_is_not_compared(tmp_path: Path) -> None:
         (TUNED, ("init_from=run", "recompute=never"), "+1.00"),
         (TUNED, ("init_from=run", "dataset=digits"), ""),
     ):
-        runner = answering(tmp_path, trained, *given, desk=False)
+        runner = answering(tmp_path, trained, *given, scale="paper")
         found = what.reproduce(runner)
         assert column(found.tables[0], "", "difference")[0] == (compared or "-")
         assert found.comparable == bool(compared)

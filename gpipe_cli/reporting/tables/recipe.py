@@ -6,9 +6,11 @@ from typing import Any
 
 from rich.console import Console
 
+from gpipe_cli.config.typed import with_type
+from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.run.lines import show_facts, show_text
-from gpipe_cli.reporting.run.result import write_result
-from gpipe_cli.reporting.tables.table import Table, show_table, to_markdown
+from gpipe_cli.reporting.run.result import read_result, write_result
+from gpipe_cli.reporting.tables.table import Column, Table, show_table, to_markdown
 from gpipe_cli.system.files import write_whole
 from gpipe_cli.units import duration
 
@@ -21,8 +23,9 @@ class Reproduction:
 
     name: str
     title: str
+    claim: str  # of the paper
     source: str
-    scale: str  # paper, desk
+    scale: str  # paper, desk, smoke
     machine: str
     tables: tuple[Table, ...]
     notes: tuple[tuple[str, str], ...]  # label, line: scaled down, simulated, our choice, what was found
@@ -31,23 +34,39 @@ class Reproduction:
     seconds: float
 
 
-def show_reproduction(console: Console, reproduction: Reproduction, folder: Path) -> None:
-    """Shows it, and writes reproduction.json and reproduction.md into ``folder``."""
+def write_reproduction(reproduction: Reproduction, folder: Path) -> None:
+    """Writes reproduction.json and reproduction.md into ``folder``. Raises OSError if they cannot be written."""
+    tables = [_plain(table) for table in reproduction.tables]
+    write_result(folder, vars(reproduction) | {"tables": tables}, f"{REPRODUCTION}.json")
+    write_whole(folder / f"{REPRODUCTION}.md", markdown(reproduction))
+
+
+def read_reproduction(folder: Path) -> Reproduction:
+    """What ``write_reproduction`` wrote. Raises FileNotFoundError, and InputError if it is of something else."""
+    found = read_result(folder, f"{REPRODUCTION}.json")
     try:
-        tables = [_plain(table) for table in reproduction.tables]
-        write_result(folder, vars(reproduction) | {"tables": tables}, f"{REPRODUCTION}.json")
-        write_whole(folder / f"{REPRODUCTION}.md", markdown(reproduction))
-    finally:  # what cannot be written is shown all the same
-        for table in reproduction.tables:
-            console.print()
-            show_text(console, table.title, "bold")
-            named = replace(table, names=sum(not column.origin for column in table.columns))
-            show_table(console, named, gap=3, elsewhere=f"{REPRODUCTION}.md")
+        tables = tuple(
+            Table.of_rows(table["title"], [Column(**column) for column in table["columns"]], table["rows"])
+            for table in found["tables"]
+        )
+        return Reproduction(**found | {"tables": tables})
+    except (KeyError, TypeError, AttributeError) as error:
+        file = folder / f"{REPRODUCTION}.json"
+        raise InputError(f"{file}: cannot be read ({with_type(error)}); remove {folder} and run it again") from error
+
+
+def show_reproduction(console: Console, reproduction: Reproduction, folder: Path) -> None:
+    """Shows it; ``folder`` is where it was written."""
+    for table in reproduction.tables:
         console.print()
-        show_facts(console, reproduction.notes)
-        show_facts(console, [("took", f"{duration(reproduction.seconds)} on {reproduction.machine}")])
-        show_facts(console, reproduction.files)
-        show_facts(console, [("written to", str(folder / f"{REPRODUCTION}.md"))])
+        show_text(console, table.title, "bold")
+        named = replace(table, names=sum(not column.origin for column in table.columns))
+        show_table(console, named, gap=3, elsewhere=f"{REPRODUCTION}.md")
+    console.print()
+    show_facts(console, reproduction.notes)
+    show_facts(console, [("took", f"{duration(reproduction.seconds)} on {reproduction.machine}")])
+    show_facts(console, reproduction.files)
+    show_facts(console, [("written to", str(folder / f"{REPRODUCTION}.md"))])
 
 
 def markdown(reproduction: Reproduction) -> str:

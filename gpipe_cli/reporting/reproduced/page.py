@@ -1,0 +1,120 @@
+"""report.html: what the paper claims and what came out here, of all recipes of a folder, in a file that loads nothing.
+
+It has no script: a table of all claims at the top leads to a section for each recipe, with its tables, a plot of those
+that have a row of numbers, how each number was obtained, and the commands.
+"""
+
+from base64 import b64encode
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from pathlib import Path
+
+from gpipe_cli.reporting.reproduced.chart import charts, legend, to_svg
+from gpipe_cli.reporting.reproduced.verdict import verdict
+from gpipe_cli.reporting.tables.recipe import Reproduction
+from gpipe_cli.reporting.tables.table import Column, Table
+from gpipe_cli.system.files import write_whole
+from gpipe_cli.units import duration, plural
+
+REPORT = "report.html"
+KINDS = {
+    "measured": "was run here and timed, or evaluated",
+    "counted": "was run here, and is exact whatever the machine is",
+    "planned": "follows from shapes; was not run",
+    "simulated": "was not run: a schedule played through with the seconds of layers, timed here or by a data sheet",
+    "difference": "is none (-) where data or sizes are not the paper's",
+}
+
+
+def write_report(folder: Path, reproductions: Sequence[Reproduction], failed: Mapping[str, str]) -> None:
+    """Writes the page into ``folder``; ``failed``: why a recipe has come to nothing, by its name."""
+    style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
+    write_whole(folder / REPORT, "\n".join(_page(reproductions, failed, style)) + "\n")
+
+
+def _page(reproductions: Sequence[Reproduction], failed: Mapping[str, str], style: str) -> Iterator[str]:
+    seconds = sum(one.seconds for one in reproductions)
+    machines = "; ".join(dict.fromkeys(one.machine for one in reproductions))
+    scales = ", ".join(dict.fromkeys(one.scale for one in reproductions))
+    yield '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
+    yield '<meta name="viewport" content="width=device-width, initial-scale=1"><title>GPipe, reproduced</title>'
+    yield f"<style>{style}</style></head><body>"
+    yield "<header><h1>GPipe, reproduced</h1>"
+    yield f'<p class="pale">{plural(len(reproductions), "recipe")} at scale {escape(scales)}, '
+    yield f"{duration(seconds)} on {escape(machines)}.</p></header><main>"
+    if failed:
+        yield '<section><h2>Not reproduced</h2><ul class="failed">'
+        yield from (f"<li><code>{escape(name)}</code> failed: {escape(why)}</li>" for name, why in failed.items())
+        yield "</ul></section>"
+    yield '<section><h2>Claims</h2><div class="wide"><table class="claims"><thead><tr><th class="text">The paper</th>'
+    yield '<th class="text">number</th><th>paper</th><th>ours</th><th class="text">ours is</th><th>difference</th>'
+    yield "<th>min</th></tr></thead>"
+    for one in reproductions:
+        yield from _claims(one)
+    yield "</table></div></section>"
+    yield '<section><h2>How a number was obtained</h2><dl class="kinds">'
+    yield from (f"<dt>{kind}</dt><dd>{escape(words)}</dd>" for kind, words in KINDS.items())
+    yield "</dl></section>"
+    for one in reproductions:
+        yield from _section(one)
+    yield "</main></body></html>"
+
+
+def _claims(one: Reproduction) -> Iterator[str]:
+    """A row for each table that has a number of the paper beside one of ours; one of words where none has."""
+    found = [said for table in one.tables if (said := verdict(table)) is not None]
+    rows = [
+        f'<td class="text">{escape(said.what)}</td><td>{escape(said.paper)}</td><td>{escape(said.ours)}</td>'
+        f'<td class="text"><span class="tag {said.origin}">{said.origin}</span></td><td>{escape(said.difference)}</td>'
+        for said in found
+    ]
+    words = next((line for label, line in one.notes if label in ("weights", "found")), "no number in the paper")
+    rows = rows or [f'<td class="text" colspan="5">{escape(words)}</td>']
+    span = f' rowspan="{len(rows)}"'
+    yield f'<tbody><tr><th scope="row"{span}><a href="#{one.name}">{escape(one.claim)}</a></th>'
+    yield f"{rows[0]}<td{span}>{one.seconds / 60:.1f}</td></tr>"
+    yield from (f"<tr>{row}</tr>" for row in rows[1:])
+    yield "</tbody>"
+
+
+def _section(one: Reproduction) -> Iterator[str]:
+    yield f'<section id="{one.name}" class="recipe"><h2>{escape(one.title)}</h2>'
+    yield f'<p class="claim">{escape(one.claim)}.</p>'
+    yield f'<p class="pale"><code>{one.name}</code>, {escape(one.source)}; scale {one.scale}, '
+    yield f"{duration(one.seconds)} on {escape(one.machine)}</p>"
+    for table in one.tables:
+        yield f'<h3>{escape(table.title)}</h3><div class="wide">{_table(table)}</div>'
+        if drawn := list(charts(table)):
+            top = max((value for chart in drawn for line in chart.lines for value in line.values if value), default=0)
+            common = top if len(drawn) > 1 and drawn[0].unit else None  # the same axis for every M
+            yield f'<div class="charts">{"".join(to_svg(chart, common) for chart in drawn)}</div>'
+            yield f'<p class="legend">{legend([line for chart in drawn for line in chart.lines])}</p>'
+    yield from _pictures(one)
+    yield '<dl class="notes">'
+    yield from (f"<dt>{escape(label)}</dt><dd>{escape(line)}</dd>" for label, line in one.notes)
+    commands = "\n".join(one.commands)
+    yield f"</dl><details><summary>{plural(len(one.commands), 'command')}</summary>"
+    yield f"<pre>{escape(commands)}</pre></details></section>"
+
+
+def _pictures(one: Reproduction) -> Iterator[str]:
+    for what, path in one.files:
+        if path.endswith(".png") and Path(path).is_file():
+            content = b64encode(Path(path).read_bytes()).decode("ascii")
+            yield f'<p><img alt="{escape(f"{one.title}: {what}")}" src="data:image/png;base64,{content}"></p>'
+
+
+def _table(table: Table) -> str:
+    def cell(column: Column, text: str) -> str:
+        return f"<td{_class(column)}>{escape(text)}</td>"
+
+    heads = "".join(
+        f'<th scope="col"{_class(column)}>{escape(column.heading)}<small>{escape(column.origin_line)}</small></th>'
+        for column in table.columns
+    )
+    rows = "".join(f"<tr>{''.join(map(cell, table.columns, row))}</tr>" for row in table.rows)
+    return f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>"
+
+
+def _class(column: Column) -> str:
+    return f' class="{column.origin or "text"}"'

@@ -1,0 +1,63 @@
+"""The numbers that stand for a claim: of each table one of the paper's, ours, and how far they are apart."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from gpipe_cli.reporting.reproduced.chart import OURS, value
+from gpipe_cli.reporting.tables.table import NONE, Column, Table
+
+
+@dataclass(frozen=True)
+class Verdict:
+    what: str  # `parameters, Pipeline-8`, `K = 8, M = 32`
+    paper: str
+    ours: str
+    origin: str
+    difference: str
+
+
+def verdict(table: Table) -> Verdict | None:
+    """None of a table without a number of the paper beside one of ours.
+
+    Rows that grow in size end in the paper's point, the largest one; rows of different quantities begin with it. Of
+    several numbers of ours the first counts that has a difference from the paper.
+    """
+    grows = any(column.heading == "K" for column in table.columns)
+    for paper in (column for column in table.columns if column.origin == "paper"):
+        ours = [column for column in table.columns if column.origin in OURS and _same(paper, column)]
+        rows = list(range(len(table.rows)))
+        if grows or paper.heading not in ("", "paper"):
+            rows.reverse()
+        for at in rows:
+            known = [one for one in ours if None not in (value(one.cells[at]), value(paper.cells[at]))]
+            found = [_of(table, paper, one, at) for one in known]
+            if found:
+                return next((one for one in found if one.difference != NONE), found[0])
+    return None
+
+
+def _same(paper: Column, ours: Column) -> bool:
+    """Whether both are of the same quantity: where there is but one, the paper's column is called after the paper."""
+    return ours.heading == paper.heading or paper.heading == "paper"
+
+
+def _of(table: Table, paper: Column, ours: Column, at: int) -> Verdict:
+    headings = ("", f"{ours.heading} - paper", f"{ours.heading} - paper, points", f"{ours.origin} - paper")
+    off = (one for one in table.columns if one.origin == "difference" and one.heading.rstrip(", %") in headings)
+    unit = " %" if (column := next(off, None)) and column.heading.endswith("%") else ""
+    difference = column.cells[at] if column else NONE
+    return Verdict(
+        ", ".join(_words(table, ours.heading if ours.heading == paper.heading else "", at)),
+        paper.cells[at],
+        ours.cells[at],
+        ours.origin,
+        difference + unit if difference != NONE else NONE,
+    )
+
+
+def _words(table: Table, quantity: str, at: int) -> Iterator[str]:
+    if quantity:
+        yield quantity
+    for column in table.columns:
+        if not column.origin and column.cells[at]:
+            yield f"{column.heading} = {column.cells[at]}" if column.heading in ("K", "M") else column.cells[at]

@@ -1,0 +1,60 @@
+"""The plans of a table's cells, made in this process: what takes seconds, to trace the model, is done once for all."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from gpipe_cli.config.settings import PartitionConfig, TrainConfig, to_yaml
+from gpipe_cli.planner.auto_settings import choose
+from gpipe_cli.planner.cost_model import predicted_costs
+from gpipe_cli.planner.model_profile import ModelProfile, profile_model
+from gpipe_cli.planner.plan import Plan
+from gpipe_cli.planner.step_schedule import mini_batch_samples
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """What `gpipe plan` plans, from the figures of a device."""
+
+    config: TrainConfig
+    profile: ModelProfile
+    plan: Plan
+
+    @property
+    def samples(self) -> int:
+        """N, of the mini-batch."""
+        return mini_batch_samples(self.config, self.profile.lengths)
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.samples / self.plan.step_seconds
+
+
+# The configuration that `gpipe plan` has with these settings, and which of them are to be chosen. Raises InputError.
+Configure = Callable[[Sequence[str]], tuple[TrainConfig, Sequence[str]]]
+# The plan of these settings. Raises InputError as `gpipe plan` does.
+Simulate = Callable[[Sequence[str]], Simulated]
+
+
+def simulating(configure: Configure) -> Simulate:
+    """Plans of what `configure` makes of settings; each model is traced once."""
+    profiles: dict[str, ModelProfile] = {}
+
+    def simulate(settings: Sequence[str]) -> Simulated:
+        config, auto = configure(settings)
+        alike = _traced_alike(config)
+        key = to_yaml(alike)
+        if key not in profiles:
+            profiles[key] = profile_model(alike)
+        chosen, plan, _ = choose(config, auto, profiles[key], predicted_costs, elsewhere=True)
+        return Simulated(chosen, profiles[key], plan)
+
+    return simulate
+
+
+def _traced_alike(config: TrainConfig) -> TrainConfig:
+    """The same for all configurations that have the same profile, which does not depend on K, M, N or the cut."""
+    return replace(
+        config, partitions=1, micro_batches=1, replicas=1, batch_size=1, batch_tokens=None, recompute="never",
+        stages_per_process=None, partition=PartitionConfig(None), hardware=replace(config.hardware, memory_gib=None),
+        schedule="zero_bubble" if config.splits_backward else "gpipe",
+    )  # fmt: skip
