@@ -17,7 +17,7 @@ Usage: python recipes/measurements/paper_choices.py [--sets 12] [--picture FILE.
 """
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -207,6 +207,22 @@ def off(cells: Cells) -> float:
     return mean(abs(speed - PAPER[model][k, m]) for (model, k, m), speed in cells.items())
 
 
+def span(cell: tuple[str, int, int], simulated: Iterable[Cells]) -> tuple[float, float]:
+    """The least and the most of a cell."""
+    of = [cells[cell] for cells in simulated]
+    return min(of), max(of)
+
+
+def reaches(rule: str, cell: tuple[str, int, int], possible: dict[Choices, Cells]) -> bool:
+    """Whether sets with this rule for N lie on both sides of the paper's cell."""
+    having = [cells for choices, cells in possible.items() if choices.batch == rule]
+    if not having:
+        return False
+    least, most = span(cell, having)
+    model, k, m = cell
+    return least <= PAPER[model][k, m] <= most
+
+
 def by_choice(errors: dict[Choices, float]) -> Iterator[str]:
     """What each choice is worth: the best and the median set that has it."""
     for name in ("batch", "cut", "devices", "precision", "half", "size"):
@@ -232,6 +248,8 @@ def draw(path: Path, ranges: dict[tuple[str, int, int], tuple[float, float]], be
     ]
     axes.set_yticks(rows, [f"{model}   K = {k}, M = {m}" for model, k, m in ranges], color=INK)
     axes.set_ylim(len(ranges) - 0.5, -0.5)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda speed, _: f"{speed:g}")
     axes.grid(axis="x", color=GRID, linewidth=0.6)
     axes.set_xlabel("throughput relative to K = 2 with the smallest M of the table", fontsize=9, color=INK, loc="right")
     add_legend(figure, handles, 3.1, 0.08, fontsize=9)
@@ -262,13 +280,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"{'choice':<37}{'best':>7}{'median':>8}{'sets':>7}")
     print("\n".join(by_choice(errors)))
     best = possible[next(iter(errors))]
-    of_cells = {cell: [cells[cell] for cells in possible.values()] for cell in best}
-    ranges = {cell: (min(of), max(of)) for cell, of in of_cells.items()}
-    print(f"{'':<28}{'K':>3}{'M':>4}{'paper':>7}{'best':>7}{'off':>7}{'least':>8}{'most':>7}  of all sets")
+    ranges = {cell: span(cell, possible.values()) for cell in best}
+    print(f"{'':<28}{'K':>3}{'M':>4}{'paper':>7}{'best':>7}{'off':>7}{'least':>8}{'most':>7}  reached with N")
     for (model, k, m), (least, most) in ranges.items():
         paper, ours = PAPER[model][k, m], best[model, k, m]
-        missed = "" if least <= paper <= most else "  no set reaches it"
-        print(f"{model:<28}{k:>3}{m:>4}{paper:>7.2f}{ours:>7.2f}{ours - paper:>+7.2f}{least:>8.2f}{most:>7.2f}{missed}")
+        reached = [rule for rule in BATCHES if reaches(rule, (model, k, m), possible)]
+        print(
+            f"{model:<28}{k:>3}{m:>4}{paper:>7.2f}{ours:>7.2f}{ours - paper:>+7.2f}{least:>8.2f}{most:>7.2f}  "
+            f"{' | '.join(reached) or 'no rule'}"
+        )
     if options.picture is not None:
         draw(options.picture, ranges, best)
 
