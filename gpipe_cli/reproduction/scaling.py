@@ -99,7 +99,7 @@ def _planned(work: Sequence[tuple[TrainConfig, ModelProfile, Cell]]) -> list[Cel
     cores = usable_cores()
     forks = [Fork(partial(_all_of, work[at::cores])) for at in range(cores)]
     parts = [fork.wait()[0] for fork in forks]
-    done = {}
+    done: dict[int, Cell] = {}
     for at, part in enumerate(parts):
         if part is None:
             raise CommandFailedError("a process that plans has failed")

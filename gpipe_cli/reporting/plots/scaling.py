@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from gpipe_cli.reporting.plots.palette import GRID, INK, PALE_INK, run_colour
 from gpipe_cli.reporting.plots.picture import WIDTH_INCHES, Picture, add_axes, add_legend, new_figure, pixels
@@ -25,7 +26,7 @@ def draw_scaling(panels: Mapping[str, Lines]) -> Picture:
         for name, points in lines.items():
             number = names.index(name)
             thickness = 1.5 + 1.5 * (len(names) - 1 - number)  # of lines that lie on each other all are seen
-            look = {"color": run_colour(number, len(names)), "marker": "o", "linewidth": thickness}
+            look: dict[str, Any] = {"color": run_colour(number, len(names)), "marker": "o", "linewidth": thickness}
             (handles[name],) = axes.plot(*zip(*points, strict=True), label=name, markersize=3 + 2 * thickness, **look)
         axes.set_xscale("log", base=2)
         ticks = sorted({devices for points in lines.values() for devices, _ in points})
