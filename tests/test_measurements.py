@@ -52,6 +52,11 @@ PROGRAMS = {
         [*NOISE, "dataset=synthetic_images", "--only=interleaved"],
         r"\ngpipe +interleaved +4 +16 +(\d+) +\1 +0\.0e\+00  yes",
     ),
+    "paper_choices": (
+        ["--only=AmoebaNet-D (18, 128)", "--sets=1", "--picture=choices.png", "model.normal_cells=4",
+         "model.filters=16", "dataset.image_size=16"],
+        r"1620 sets (.*\n)+AmoebaNet-D \(18, 128\), P100 +8 +32 +2\.70 +\d",
+    ),
     "gpu_acceptance": (
         ["--device=cpu", "--parts=links"],
         r"2 of 2 held\.\n(.*\n)+\| links \| 1f1b, K=2 .* \| yes \| (\d+) of \2 tensors",

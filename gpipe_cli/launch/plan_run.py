@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from rich.console import Console
 
@@ -18,6 +19,8 @@ from gpipe_cli.pipeline.schedule.schedule_file import csv_of
 from gpipe_cli.planner.auto_settings import solve_max_model
 from gpipe_cli.planner.data_sheet import resolved
 from gpipe_cli.planner.devices import place
+from gpipe_cli.planner.model_profile import ModelProfile
+from gpipe_cli.planner.plan import Plan
 from gpipe_cli.planner.simulation_data import simulation_data
 from gpipe_cli.planner.step_schedule import checked_schedule
 from gpipe_cli.reporting.page.page import PAGE, write_page
@@ -29,6 +32,7 @@ from gpipe_cli.reporting.run.lines import show_text
 from gpipe_cli.reporting.run.result import write_result
 from gpipe_cli.reporting.tables.plan import PLAN, Facts, plan_json, show_plan
 from gpipe_cli.system.files import write_whole
+from gpipe_cli.system.forked_call import Fork
 
 PICTURE = "timeline.png"
 SETTINGS = "settings.yaml"  # not config.yaml: this is no run
@@ -73,9 +77,12 @@ def plan(
             write_whole(folder / SETTINGS, to_yaml(config))
             about = f"{model_name(config)} on {config.dataset.name}"
             commands = [shlex.join(["gpipe", *sys.argv[1:]])]
+            traced = Fork(partial(_write_trace, folder, config, profile, made))  # as long as all the rest
             write_page(folder / PAGE, about, simulation_data(config, profile, made), (), commands=commands)
             write_picture(folder / PICTURE, draw([predicted_view(title, made)]))
-            write_trace(folder, [predicted_step(config, profile, made)])
+            failed, code = traced.wait()
+            if failed or code:
+                raise failed or OSError(f"{folder / TRACE}: its process ended with exit code {code}")
         finally:  # a plan that cannot be written is still shown
             if shown:
                 show_plan(console, written, folder)
@@ -86,6 +93,15 @@ def plan(
         gc.freeze()
         gc.unfreeze()  # all that there is counts as old now, so that the next collection does not look through it
         gc.enable()
+
+
+def _write_trace(folder: Path, config: TrainConfig, profile: ModelProfile, made: Plan) -> OSError | Literal[False]:
+    """Returns why it could not be written, or False."""
+    try:
+        write_trace(folder, [predicted_step(config, profile, made)])
+    except OSError as error:
+        return error
+    return False
 
 
 def _require_figures(config: TrainConfig, *, several: bool) -> None:

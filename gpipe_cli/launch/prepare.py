@@ -52,7 +52,7 @@ def prepare(
             config, plan, comparisons, lambda one: choose(one, (), profile, costs_of, elsewhere=elsewhere)
         )
     if config.batch_size is not None:
-        refuse_single_samples(config, config.batch_size, profile.model)
+        refuse_single_samples(config, config.batch_size, profile)
     config = replace(config, threads=place(config).threads)
     placement = make_placement(config, profile, plan)
     chosen = [("chosen", _words(comparison)) for comparison in comparisons]

@@ -48,6 +48,6 @@ def _check(job: LaunchSettings, config: TrainConfig, auto: Collection[str], prof
     costs_of = partial(step_costs, log=lambda line: None) if timed else predicted_costs
     config, plan, _ = choose(config, auto, profile, costs_of, elsewhere=job.gpus_per_node > 0)
     if config.batch_size is not None:
-        refuse_single_samples(config, config.batch_size, profile.model)
+        refuse_single_samples(config, config.batch_size, profile)
     make_placement(config, profile, plan)
     find_source(config)

@@ -86,7 +86,7 @@ def choose(
     for one in _candidates(config, frozenset(auto), len(profile.costs), elsewhere):
         value = ", ".join(str(getattr(one, key)) for key in AUTO if key in auto)
         try:
-            refuse_single_samples(one, mini_batch_samples(one, profile.lengths), profile.model)
+            refuse_single_samples(one, mini_batch_samples(one, profile.lengths), profile)
             tried.append(try_plan(value, one, profile, costs_of(one, profile), memory_limit(one)))
         except InputError as error:
             tried.append(Candidate(value, one, profile, None, str(error)))
@@ -309,7 +309,7 @@ def _changes(config: TrainConfig, profile: ModelProfile) -> list[list[_Change]]:
     smaller = [m << power for power in range(1, n.bit_length()) if m << power <= n // 2]
     if m < n:
         with suppress(InputError):  # micro-batches of one sample suit few models
-            refuse_single_samples(replace(config, micro_batches=n), n * config.replicas, profile.model)
+            refuse_single_samples(replace(config, micro_batches=n), n * config.replicas, profile)
             smaller.append(n)
     more = range(k + 1, max(8, 2 * k) + 1) if k <= 8 else (k * 9 // 8, k * 5 // 4, k * 3 // 2, 2 * k)
     kinds: list[list[_Change]] = [

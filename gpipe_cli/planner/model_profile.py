@@ -4,6 +4,7 @@ Nothing in here depends on K, M or the schedule, so it is made once, however man
 """
 
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -18,7 +19,7 @@ from gpipe_cli.data.micro_batches import micro_batch_sizes
 from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.profile.layer_cost import LayerCost
 from gpipe_cli.pipeline.profile.operation_counter import cpu_fuses, gpu_fuses
-from gpipe_cli.pipeline.profile.tracing import run_shapes, trace_layers
+from gpipe_cli.pipeline.profile.tracing import layer_kinds, run_shapes, trace_layers
 from gpipe_cli.pipeline.runtime.boundary import Boundary
 from gpipe_cli.pipeline.runtime.frozen import Frozen, freeze
 from gpipe_cli.planner.data_sheet import computes_on_gpu
@@ -50,6 +51,7 @@ class ModelProfile:
     shared: tuple[Shared, ...]
     own_costs: tuple[float, ...] | None  # `gpipe_cost` of a user's layers, in any unit
     model: nn.Sequential = field(repr=False, compare=False)  # as it was traced
+    kinds: tuple[Hashable, ...] = field(repr=False, compare=False)  # of the layers: those of equal ones are equal
 
     @property
     def splits(self) -> bool:
@@ -74,8 +76,9 @@ def profile_model(
     freeze(model, frozen)
     memory_format = build.MEMORY_FORMATS[build.memory_format_of(config)]
     on_gpu = computes_on_gpu(config)
+    kinds = layer_kinds(model)
     trace = partial(
-        trace_layers, model, inputs, lengths=lengths, memory_format=memory_format,
+        trace_layers, model, inputs, lengths=lengths, memory_format=memory_format, kinds=kinds,
         computed_in=build.COMPUTED_IN[config.precision], device="cuda" if on_gpu else "cpu",
         fuses=partial(gpu_fuses, deterministic=config.deterministic) if on_gpu else cpu_fuses,
     )  # fmt: skip
@@ -88,7 +91,8 @@ def profile_model(
         shared.setdefault((one.first, one.second), one)
     weights = tuple(_layer_weights(config, layer) for layer in model.children())
     shared_layers = (*shared.values(),)
-    return ModelProfile(costs, evaluation, weights, inputs, lengths, frozen, shared_layers, _own_costs(model), model)
+    own_costs = _own_costs(model)
+    return ModelProfile(costs, evaluation, weights, inputs, lengths, frozen, shared_layers, own_costs, model, kinds)
 
 
 def _own_costs(model: nn.Sequential) -> tuple[float, ...] | None:
@@ -111,22 +115,25 @@ def _own_costs(model: nn.Sequential) -> tuple[float, ...] | None:
 
 
 def refuse_single_samples(
-    config: TrainConfig, samples: int, model: nn.Sequential | None = None, *, last: bool = False
+    config: TrainConfig, samples: int, profile: ModelProfile | None = None, *, last: bool = False
 ) -> None:
     """Batch norm cannot train on one value per channel: a micro-batch of one sample, where the map is 1x1.
 
-    `model` is that of a profile, or else is built. Raises InputError if a mini-batch of `samples`, the short `last` one
-    of an epoch or any other, would have one.
+    The model is that of `profile`, or else is built. Raises InputError if a mini-batch of `samples`, the short `last`
+    one of an epoch or any other, would have one.
     """
     micro_batches, replicas = config.micro_batches, config.replicas
     if micro_batch_sizes(samples, replicas * micro_batches)[-1] > 1:
         return
-    if model is None:
+    if profile is None:
         model = build.build_model(config)
         freeze(model, find_frozen(config, model))
+    else:
+        model = profile.model
     memory_format = build.MEMORY_FORMATS[build.memory_format_of(config)]
     try:
-        run_shapes(model, build.model_inputs(config), build.greatest_lengths(config), memory_format)
+        inputs, lengths = build.model_inputs(config), build.greatest_lengths(config)
+        run_shapes(model, inputs, lengths, memory_format, () if profile is None else profile.kinds)
     except InputError as error:
         what, remedies = f"micro_batches={micro_batches}: a", [f"batch_size={2 * replicas * micro_batches} or more"]
         if last:

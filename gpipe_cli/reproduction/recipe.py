@@ -23,6 +23,7 @@ from gpipe_cli.reproduction.consistency import Consistency
 from gpipe_cli.reproduction.largest_model import LargestModel
 from gpipe_cli.reproduction.published import PublishedSpeeds
 from gpipe_cli.reproduction.runner import FOLDER, Gpu, Perform, Runner, Scale, last_wins, with_users
+from gpipe_cli.reproduction.scaling import Scaling
 from gpipe_cli.reproduction.schedules import Schedules
 from gpipe_cli.reproduction.simulated import Simulate
 from gpipe_cli.reproduction.smallest import Experiment, smallest
@@ -32,8 +33,9 @@ from gpipe_cli.units import plural, size
 
 # Of the paper: its tables, section 4, section 5; beginnings of names.
 _ORDER = (
-    "table1", "table2", "table3", "figure3", "breakdown", "schedules", "published", "imagenet", "transfer_cifar",
-    "transfer_stanford_cars", "transfer_oxford_pets", "transfer_food101", "transfer_fgvc_aircraft", "transfer_birdsnap",
+    "table1", "table2", "table3", "figure3", "breakdown", "schedules", "scaling", "published", "imagenet",
+    "transfer_cifar", "transfer_stanford_cars", "transfer_oxford_pets", "transfer_food101", "transfer_fgvc_aircraft",
+    "transfer_birdsnap",
     "multilingual_400m", "multilingual_1b", "multilingual_3b", "multilingual_6b", "batch_size_260k", "batch_size_1m",
     "batch_size_4m",
 )  # fmt: skip
@@ -96,6 +98,7 @@ class Recipe:
     throughput: Throughput | None = None
     breakdown: Breakdown | None = None
     schedules: Schedules | None = None
+    scaling: Scaling | None = None
     published: PublishedSpeeds | None = None
     classification: Classification | None = None
     translation: Translation | None = None
@@ -105,7 +108,8 @@ class Recipe:
     @property
     def experiment(self) -> Experiment:
         trained = self.classification, self.translation, self.fine_tuning, self.consistency
-        kinds = self.largest_model, self.throughput, self.breakdown, self.schedules, self.published, *trained
+        speeds = self.throughput, self.breakdown, self.schedules, self.scaling, self.published
+        kinds = self.largest_model, *speeds, *trained
         (found,) = (kind for kind in kinds if kind is not None)
         return found
 

@@ -11,6 +11,7 @@ from gpipe_cli.reproduction.breakdown import Breakdown
 from gpipe_cli.reproduction.consistency import Consistency
 from gpipe_cli.reproduction.largest_model import LargestModel
 from gpipe_cli.reproduction.published import PublishedSpeeds
+from gpipe_cli.reproduction.scaling import Scaling
 from gpipe_cli.reproduction.schedules import Schedules
 from gpipe_cli.reproduction.throughput import Throughput
 from gpipe_cli.reproduction.training import Classification, FineTuning, Translation
@@ -20,6 +21,7 @@ Experiment = (
     | Throughput
     | Breakdown
     | Schedules
+    | Scaling
     | PublishedSpeeds
     | Classification
     | Translation
@@ -41,6 +43,8 @@ def smallest(experiment: Experiment) -> Experiment:
             return replace(experiment, sources=experiment.sources[:1])
         case Schedules():
             return replace(experiment, devices=experiment.devices[:1])
+        case Scaling():
+            return replace(experiment, models=experiment.models[-1:])
         case Translation():
             return replace(experiment, desk_sentences=1)
         case FineTuning():

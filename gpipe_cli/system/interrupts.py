@@ -2,6 +2,7 @@
 clean up; a training that SIGTERM or SIGUSR1 ends writes a checkpoint first.
 """
 
+import gc
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -64,8 +65,15 @@ def interruptible_import() -> Iterator[None]:
     """Around the import of torch: an interrupt takes effect at its end, after a second or two.
 
     Raised inside, a KeyboardInterrupt can end in an abort of torch's C++ with pages of traceback, become an ImportError
-    of NumPy's, or a warning of torch's after which the run begins.
+    of NumPy's, or a warning of torch's after which the run begins. Nothing that is imported is garbage, and it would be
+    looked through some hundred times.
     """
-    with interruptible(at_once=False) as interrupt:
-        yield
-        interrupt.check()
+    gc.disable()
+    try:
+        with interruptible(at_once=False) as interrupt:
+            yield
+            interrupt.check()
+    finally:
+        gc.freeze()
+        gc.unfreeze()  # all that there is counts as old now
+        gc.enable()

@@ -64,6 +64,7 @@ def trace_layers(
     device: str = "cpu",
     fuses: Fuses = cpu_fuses,
     splits: bool = False,
+    kinds: Sequence[Hashable] = (),
 ) -> tuple[LayerCost, ...]:
     """The cost and the boundary of every layer of a model on the meta device.
 
@@ -74,12 +75,13 @@ def trace_layers(
     model's weights lie in `memory_format`, as in the training: a layer that flattens images copies them channels last.
     The weights stay so: initial values would be drawn in another order. Layers compute with numbers of the type
     `computed_in` where autocast has it so on `device`, `cpu` or `cuda`; `fuses` says when attention is one kernel.
-    `splits`: the backward is traced in its two halves, too.
+    `splits`: the backward is traced in its two halves, too. `kinds` are those of `layer_kinds`, if they are known.
 
     Raises InputError if a layer does not accept what the one before it returns, has a batch norm that is not known or
     reads what would not be trained, and ChangedInputError if in training it changes its input in place.
     """
-    layers = _described(model, training)
+    set_training(model, training)
+    layers = _described(model, kinds)
     trace_backward = partial(_trace_backward, layers, halves_in=memory_format if splits else None)
     first = _TRACED_SIZES[0]
     with _placed(model, memory_format, device) as left, deferring(model):
@@ -107,12 +109,15 @@ def run_shapes(
     inputs: Boundary,
     lengths: Sequence[int] = (),
     memory_format: torch.memory_format = torch.contiguous_format,
+    kinds: Sequence[Hashable] = (),
 ) -> None:
-    """One forward in training mode of a micro-batch of a single sample, on the meta device.
+    """One forward in training mode of a micro-batch of a single sample, on the meta device; `kinds` as in
+    `trace_layers`.
 
     Raises InputError, naming the layer, if the model refuses: batch norm does where it has one value per channel.
     """
-    layers = _described(model, True)
+    set_training(model, True)
+    layers = _described(model, kinds)
     with deferring(model):
         _trace(layers, inputs, memory_format, None, cpu_fuses, {}, "meta", 1, lengths)
 
@@ -244,15 +249,25 @@ def _without_memory(model: nn.Module, device: str) -> Iterator[str]:
                 group.update(tensors)
 
 
-def _described(model: nn.Sequential, training: bool) -> list[_Layer]:
-    set_training(model, training)
-    kinds: dict[Hashable, int] = {}  # short names for long descriptions: they are hashed once
+def layer_kinds(model: nn.Sequential) -> tuple[Hashable, ...]:
+    """Of each layer in training mode: the same for layers that are equal. They are equal in evaluation, too."""
+    set_training(model, True)
+    return _kinds(model)
+
+
+def _kinds(model: nn.Sequential) -> tuple[Hashable, ...]:
+    short: dict[Hashable, int] = {}  # names for long descriptions: they are hashed once
+    return tuple(short.setdefault(signature(layer), len(short)) for layer in model.children())
+
+
+def _described(model: nn.Sequential, kinds: Sequence[Hashable]) -> list[_Layer]:
     own = [list(map(id, layer.parameters())) for layer in model.children()]
     owners = Counter(chain.from_iterable(own))
     described = []
-    for (name, layer), parameters in zip(model.named_children(), own, strict=True):
+    kinds = kinds or _kinds(model)
+    for (name, layer), kind, parameters in zip(model.named_children(), kinds, own, strict=True):
         tied = tuple(at for at, parameter in enumerate(parameters) if owners[parameter] > 1)
-        described.append(_Layer(name, layer, kinds.setdefault(signature(layer), len(kinds)), tied))
+        described.append(_Layer(name, layer, kind, tied))
     return described
 
 

@@ -1,0 +1,198 @@
+"""Weak and strong scaling over K partitions and R replicas, simulated: the paper's largest models on 2,048 devices.
+
+Weak: the mini-batch grows with the replicas, and each of them has the same M. Strong: the mini-batch stays, so that a
+replica has fewer micro-batches the more replicas there are, and the bubble grows (section 2.3 of the paper).
+"""
+
+import gc
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+
+from gpipe_cli.config.settings import TrainConfig
+from gpipe_cli.planner.cost_model import predicted_costs
+from gpipe_cli.planner.devices import memory_limit
+from gpipe_cli.planner.model_profile import ModelProfile
+from gpipe_cli.planner.plan import TooLargeError, make_plan
+from gpipe_cli.reporting.plots.timeline_values import idle
+from gpipe_cli.reporting.tables.table import Column, Table
+from gpipe_cli.reproduction.runner import NONE, CommandFailedError, Findings, Runner, number
+from gpipe_cli.system.forked_call import Fork
+from gpipe_cli.system.machine import usable_cores
+from gpipe_cli.units import percent, plural, size
+
+
+@dataclass(frozen=True, slots=True)
+class Pipelines:
+    partitions: int
+    replicas: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledModel:
+    name: str
+    samples: int  # of a micro-batch
+    weak: int  # samples of each replica's share of a mini-batch
+    strong: int  # samples of a mini-batch
+    grid: tuple[Pipelines, ...]
+    settings: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One plan."""
+
+    model: str
+    scaling: str  # `weak`, `strong`
+    partitions: int
+    replicas: int
+    batch_size: int
+    micro_batches: int  # of each replica
+    missing_bytes: int = 0  # by which the fullest stage is over the memory
+    samples_per_second: float = 0.0  # 0 where it does not fit
+    idle: float = 0.0
+    sums: float = 0.0  # seconds that the sum of one stage's gradients over the replicas takes, over those of a step
+
+    @property
+    def devices(self) -> int:
+        return self.partitions * self.replicas
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    settings: tuple[str, ...]  # of all models
+    models: tuple[ScaledModel, ...]
+
+    def reproduce(self, runner: Runner) -> Findings:
+        from gpipe_cli.reporting.plots.picture import write_picture  # here, as matplotlib takes half a second to import
+        from gpipe_cli.reporting.plots.scaling import draw_scaling
+
+        runner.refuse("replicas", "batch_size")
+        work: list[tuple[TrainConfig, ModelProfile, Cell]] = []
+        for model in self.models:
+            runner.progress(f"traces       {model.name}")
+            # K, M and N do not matter to a profile; the most partitions hold one micro-batch
+            sizes = f"partitions={model.grid[-1].partitions}", "micro_batches=1", f"batch_size={model.samples}"
+            found = runner.simulated(*self.settings, *model.settings, *sizes)
+            work += [(found.config, found.profile, cell) for cell in _cells(model)]
+        runner.progress(f"plans        {plural(len(work), 'cell')}")
+        cells = _planned(work)
+        picture = runner.folder / "scaling.png"
+        write_picture(picture, draw_scaling({kind: _lines(cells, kind) for kind in ("weak", "strong")}))
+        tables = tuple(_table(model.name, cells) for model in self.models)
+        return Findings(tables, tuple(_notes(cells)), (("picture", str(picture)),), comparable=not runner.changed())
+
+
+def _cells(model: ScaledModel) -> Iterator[Cell]:
+    for scaling in ("weak", "strong"):
+        for pipelines in model.grid:
+            for replicas in pipelines.replicas:
+                batch_size = model.weak * replicas if scaling == "weak" else model.strong
+                micro_batches = batch_size // (replicas * model.samples)
+                if micro_batches > 0:
+                    yield Cell(model.name, scaling, pipelines.partitions, replicas, batch_size, micro_batches)
+
+
+def _planned(work: Sequence[tuple[TrainConfig, ModelProfile, Cell]]) -> list[Cell]:
+    """The same cells with their plans, shared out among forks, one for each core. A plan begins with nothing, so none
+    depends on how they are shared out."""
+    cores = usable_cores()
+    forks = [Fork(partial(_all_of, work[at::cores])) for at in range(cores)]
+    parts = [fork.wait()[0] for fork in forks]
+    done: dict[int, Cell] = {}
+    for at, part in enumerate(parts):
+        if part is None:
+            raise CommandFailedError("a process that plans has failed")
+        done |= dict(zip(range(at, len(work), cores), part, strict=True))
+    return [done[at] for at in range(len(work))]
+
+
+def _all_of(work: Sequence[tuple[TrainConfig, ModelProfile, Cell]]) -> list[Cell]:
+    gc.disable()  # a million small objects for each of the large plans; the process ends after them
+    return [plan_cell(config, profile, cell) for config, profile, cell in work]
+
+
+def plan_cell(config: TrainConfig, profile: ModelProfile, cell: Cell) -> Cell:
+    """The cell with what the plan of it says."""
+    config = replace(
+        config,
+        partitions=cell.partitions,
+        replicas=cell.replicas,
+        micro_batches=cell.micro_batches,
+        batch_size=cell.batch_size,
+    )
+    try:
+        plan = make_plan(config, profile, predicted_costs(config, profile), memory_limit(config))
+    except TooLargeError as error:
+        return replace(cell, missing_bytes=error.missing_bytes)
+    return replace(
+        cell,
+        samples_per_second=cell.batch_size / plan.step_seconds,
+        idle=idle(asdict(plan.breakdown)),
+        sums=max(stage.sum_seconds for stage in plan.stages) / plan.step_seconds,
+    )
+
+
+def _efficiencies(cells: Sequence[Cell]) -> dict[Cell, float]:
+    """Samples a second and device, over those of the fewest devices that hold the same model, in the same scaling."""
+    fitting = [cell for cell in cells if not cell.missing_bytes]
+    found = {}
+    for cell in fitting:
+        base = min((c for c in fitting if (c.model, c.scaling) == (cell.model, cell.scaling)), key=lambda c: c.devices)
+        found[cell] = cell.samples_per_second / cell.devices / (base.samples_per_second / base.devices)
+    return found
+
+
+def _lines(cells: Sequence[Cell], scaling: str) -> dict[str, list[tuple[int, float]]]:
+    """Of each model and K, devices and efficiency."""
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for cell, efficiency in _efficiencies(cells).items():
+        if cell.scaling == scaling:
+            lines.setdefault(f"{cell.model}, K = {cell.partitions}", []).append((cell.devices, efficiency))
+    return lines
+
+
+def _table(model: str, cells: Sequence[Cell]) -> Table:
+    efficiencies = _efficiencies(cells)
+    rows = [cell for cell in cells if cell.model == model]
+
+    def numbers(heading: str, found: Sequence[str]) -> Column:
+        cells = [NONE if cell.missing_bytes else text for cell, text in zip(rows, found, strict=True)]
+        return Column(heading, "simulated", cells)
+
+    return Table(
+        f"{model}: K partitions, R replicas; efficiency against the fewest devices that hold it",
+        (
+            Column("scaling", cells=[cell.scaling for cell in rows]),
+            Column("K", cells=[str(cell.partitions) for cell in rows], number=True),
+            Column("R", cells=[str(cell.replicas) for cell in rows], number=True),
+            Column("devices", cells=[f"{cell.devices:,}" for cell in rows], number=True),
+            Column("N", cells=[f"{cell.batch_size:,}" for cell in rows], number=True),
+            Column("M", cells=[str(cell.micro_batches) for cell in rows], number=True),
+            numbers("samples/s", [number(cell.samples_per_second, 1) for cell in rows]),
+            numbers("efficiency", [percent(efficiencies.get(cell)) for cell in rows]),
+            numbers("idle", [percent(cell.idle) for cell in rows]),
+            numbers("sum of gradients", [percent(cell.sums) for cell in rows]),
+            Column(
+                "fits",
+                "simulated",
+                [f"no, {size(cell.missing_bytes)} over" if cell.missing_bytes else "yes" for cell in rows],
+            ),
+        ),
+    )
+
+
+def _notes(cells: Sequence[Cell]) -> Iterator[tuple[str, str]]:
+    yield "simulated", "nothing of it was run; a sum over replicas begins when the last backward of its stage has ended"
+    yield "M", "of each replica; the paper finds the bubble negligible from M = 4 K on"
+    for model in dict.fromkeys(cell.model for cell in cells):
+        strong = [cell for cell in cells if (cell.model, cell.scaling, cell.missing_bytes) == (model, "strong", 0)]
+        if len(strong) > 1:
+            fewest, most = (pick(strong, key=lambda cell: cell.devices) for pick in (min, max))
+            yield (
+                "found",
+                f"{model}, strong: from {fewest.devices:,} to {most.devices:,} devices a replica's M goes from "
+                f"{fewest.micro_batches} to {most.micro_batches}, idle from {percent(fewest.idle)} to "
+                f"{percent(most.idle)}, the sum of gradients from {percent(fewest.sums)} to {percent(most.sums)} of "
+                "a step",
+            )

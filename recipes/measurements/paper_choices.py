@@ -1,0 +1,297 @@
+"""What would the paper have to have chosen where it says nothing? Tables 2 and 3, simulated over a grid of assumptions.
+
+Varied, for all cells of the paper at once and for none alone:
+
+  batch      N: 32 | 128 | fits: the largest multiple of M that fits the memory | fits, 128 at most | 4 M
+             (with 32, 128 and 4 M memory has no limit)
+  cut        exact: by time | lingvo: one pass over FLOPs, of a Transformer L / K layers | equal: numbers of layers
+  devices    of Table 2: TPU v2 for AmoebaNet and v3 for the Transformer, as in Table 1 | v2 | v3; of Table 3: P100
+  precision  of Table 2: float32 | bfloat16; of Table 3: float32
+  half       the samples of a micro-batch with which devices reach half their speed: 0 | 2 | 8
+  size       of the Transformer: width, hidden, heads 1024, 4096, 16 | 2048, 8192, 32; and 128 | 512 | 1024 tokens
+
+Everything is recomputed (recompute=always). A speed is relative to K = 2, M = 1 (Table 2) or K = 2 (Table 3) of the
+same assumptions, so that these cells are 1 by definition and do not count.
+
+Usage: python recipes/measurements/paper_choices.py [--sets 12] [--picture FILE.png]      5 minutes on 2 CPU cores
+"""
+
+import gc
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from itertools import product
+from pathlib import Path
+from statistics import mean, median
+
+from runs import command_line
+
+from gpipe_cli.commands.command_line import TRAINING_KEYS, compose, read, training
+from gpipe_cli.config.settings import TrainConfig, load_hardware
+from gpipe_cli.config.typed import NothingFitsError, RefusedError
+from gpipe_cli.planner.auto_settings import choose
+from gpipe_cli.planner.cost_model import predicted_costs
+from gpipe_cli.planner.devices import memory_limit
+from gpipe_cli.planner.model_profile import ModelProfile, profile_model
+from gpipe_cli.planner.plan import make_plan
+from gpipe_cli.system.forked_call import Fork
+from gpipe_cli.system.machine import usable_cores
+
+BATCHES = ("32", "128", "fits", "fits, 128 at most", "4 M")
+CUTS = ("exact", "lingvo", "equal")
+DEVICES = {"as Table 1": ("tpu_v2", "tpu_v3"), "v2": ("tpu_v2", "tpu_v2"), "v3": ("tpu_v3", "tpu_v3")}
+PRECISIONS = ("float32", "bfloat16")
+HALVES = (0, 2, 8)
+SIZES = [(*width, length) for width in ((1024, 4096, 16), (2048, 8192, 32)) for length in (128, 512, 1024)]
+Size = tuple[int, int, int, int]  # width, hidden, heads, tokens
+
+# K, M and the paper's relative throughput (Tables 2 and 3 of arXiv v5)
+TABLE2 = [(k, m) for k in (2, 4, 8) for m in (1, 4, 32)]
+PAPER = {
+    "AmoebaNet-D (18, 256)": dict(zip(TABLE2, (1, 1.07, 1.21, 1.13, 1.26, 1.84, 1.38, 1.72, 3.48), strict=True)),
+    "Transformer-48": dict(zip(TABLE2, (1, 1.7, 1.8, 1.07, 3.2, 3.4, 1.3, 4.8, 6.3), strict=True)),
+    "AmoebaNet-D (18, 128), P100": {(2, 32): 1, (4, 32): 1.7, (8, 32): 2.7},
+    "Transformer-24, P100": {(2, 32): 1, (4, 32): 1.8, (8, 32): 3.3},
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Choices:
+    """A set of assumptions."""
+
+    batch: str
+    cut: str
+    devices: str
+    precision: str
+    half: int
+    size: Size
+
+    def __str__(self) -> str:
+        width, hidden, heads, length = self.size
+        return (
+            f"N {self.batch:<18}{self.cut:<8}{self.devices:<12}{self.precision:<10}half {self.half:<3}"
+            f"{width}/{hidden}/{heads}, {length} tokens"
+        )
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model on a device: its cells need one trace, which jobs with the same `traced` share."""
+
+    model: str
+    cut: str
+    device: str
+    precision: str
+    size: Size | None  # of a Transformer
+
+    @property
+    def traced(self) -> tuple[str, str, Size | None]:
+        return self.model, self.precision, self.size
+
+
+Speed = tuple[float, float]  # samples a second, samples of a micro-batch
+Speeds = dict[tuple[str, int, int], Speed]  # by rule for N, K and M
+
+
+def jobs(sizes: Sequence[Size], cuts: Sequence[str]) -> list[Job]:
+    found = []
+    for model in PAPER:
+        devices, precisions = (
+            (("p100_pcie",), PRECISIONS[:1]) if "P100" in model else (("tpu_v2", "tpu_v3"), PRECISIONS)
+        )
+        of_model: Sequence[Size | None] = sizes if "Transformer" in model else [None]
+        found += [Job(model, *one) for one in product(cuts, devices, precisions, of_model)]
+    return found
+
+
+def settings(job: Job, small: Sequence[str]) -> list[str]:
+    """Of `gpipe plan`; `small` are those of a test, for AmoebaNet."""
+    common = [
+        f"hardware={job.device}",
+        f"precision={job.precision}",
+        "recompute=always",
+        "ema_decay=0",
+        "batch_size=32",
+    ]
+    if job.size is None:
+        filters = "128" if "128" in job.model else "256"
+        return [*common, "model=amoebanet", "dataset=synthetic_images", "model.normal_cells=18",
+                f"model.filters={filters}", *small]  # fmt: skip
+    names = ("width", "hidden", "heads", "length")
+    layers = "24" if "24" in job.model else "48"
+    sizes = [f"model.{name}={value}" for name, value in zip(names, job.size, strict=True)]
+    return [*common, "model=transformer_lm", "dataset=synthetic_text", f"model.layers={layers}", *sizes]
+
+
+def speeds(job: Job, base: TrainConfig, profile: ModelProfile) -> Speeds:
+    return {(rule, k, m): speed for k, m in PAPER[job.model] for rule, speed in cell(job, base, profile, k, m).items()}
+
+
+def cell(job: Job, base: TrainConfig, profile: ModelProfile, k: int, m: int) -> dict[str, Speed]:
+    """By rule for N. What cannot be is left out: nothing fits, or Lingvo's rule leaves a stage without layers."""
+    layers = len(profile.costs)
+    equal = tuple(layers // k + (at < layers % k) for at in range(k))
+    partition = replace(base.partition, method=job.cut) if job.cut != "equal" else base.partition.by_hand(equal)
+    limited = replace(base, partitions=k, micro_batches=m, partition=partition)
+    unlimited = replace(limited, hardware=replace(base.hardware, memory_gib=None))
+
+    @cache
+    def speed(config: TrainConfig, samples: int) -> Speed:
+        config = replace(config, batch_size=samples)
+        plan = make_plan(config, profile, predicted_costs(config, profile), memory_limit(config))
+        return samples / plan.step_seconds, samples / m
+
+    found = {}
+    with suppress(NothingFitsError, RefusedError):
+        for rule, samples in (("32", 32), ("128", 128), ("4 M", 4 * m)):
+            found[rule] = speed(unlimited, samples)
+        most = choose(limited, ["batch_size"], profile, predicted_costs, elsewhere=True)[0].batch_size
+        assert most is not None
+        found["fits"] = speed(limited, most)
+        found["fits, 128 at most"] = speed(limited, min(most, 128))
+    return found
+
+
+def of_all(wanted: Sequence[Job], small: Sequence[str]) -> dict[Job, Speeds]:
+    """Each model is traced once; the cells are then shared out among forks, one for each core."""
+    traced: dict[tuple[str, str, Size | None], tuple[TrainConfig, ModelProfile]] = {}
+    for job in wanted:
+        if job.traced not in traced:
+            tree = compose(read("train", settings(job, small)), TRAINING_KEYS)
+            assert tree is not None
+            config, _ = training(tree, {})
+            traced[job.traced] = config, profile_model(config)
+
+    def some(part: Sequence[Job]) -> list[Speeds]:
+        gc.disable()
+        bases = [replace(traced[job.traced][0], hardware=load_hardware(job.device)) for job in part]
+        return [speeds(job, base, traced[job.traced][1]) for job, base in zip(part, bases, strict=True)]
+
+    cores = usable_cores()
+    parts = [wanted[at::cores] for at in range(cores)]
+    forks = [Fork(partial(some, part)) for part in parts]
+    found: dict[Job, Speeds] = {}
+    for part, fork in zip(parts, forks, strict=True):
+        done = fork.wait()[0]
+        assert done is not None, "a process that plans has failed"
+        found |= dict(zip(part, done, strict=True))
+    return found
+
+
+Cells = dict[tuple[str, int, int], float]  # by model, K and M: the relative speed
+
+
+def simulated(choices: Choices, models: Sequence[str], found: dict[Job, Speeds]) -> Cells | None:
+    """All cells that count; None if one of them cannot be with these choices."""
+    cells: Cells = {}
+    for model in models:
+        transformer, table3 = "Transformer" in model, "P100" in model
+        device = "p100_pcie" if table3 else DEVICES[choices.devices][transformer]
+        precision = "float32" if table3 else choices.precision
+        own = found[Job(model, choices.cut, device, precision, choices.size if transformer else None)]
+        first: float | None = None
+        for k, m in PAPER[model]:
+            if (choices.batch, k, m) not in own:
+                return None
+            speed, samples = own[choices.batch, k, m]
+            speed /= 1 + choices.half / samples
+            if first is None:
+                first = speed
+            else:
+                cells[model, k, m] = speed / first
+    return cells
+
+
+def off(cells: Cells) -> float:
+    return mean(abs(speed - PAPER[model][k, m]) for (model, k, m), speed in cells.items())
+
+
+def span(cell: tuple[str, int, int], simulated: Iterable[Cells]) -> tuple[float, float]:
+    """The least and the most of a cell."""
+    of = [cells[cell] for cells in simulated]
+    return min(of), max(of)
+
+
+def reaches(rule: str, cell: tuple[str, int, int], possible: dict[Choices, Cells]) -> bool:
+    """Whether sets with this rule for N lie on both sides of the paper's cell."""
+    having = [cells for choices, cells in possible.items() if choices.batch == rule]
+    if not having:
+        return False
+    least, most = span(cell, having)
+    model, k, m = cell
+    return least <= PAPER[model][k, m] <= most
+
+
+def by_choice(errors: dict[Choices, float]) -> Iterator[str]:
+    """What each choice is worth: the best and the median set that has it."""
+    for name in ("batch", "cut", "devices", "precision", "half", "size"):
+        for value in dict.fromkeys(getattr(choices, name) for choices in errors):
+            having = [error for choices, error in errors.items() if getattr(choices, name) == value]
+            yield f"{name:<11}{value!s:<26}{min(having):>7.2f}{median(having):>8.2f}{len(having):>7}"
+
+
+def draw(path: Path, ranges: dict[tuple[str, int, int], tuple[float, float]], best: Cells) -> None:
+    from gpipe_cli.reporting.plots.palette import GRID, INK, oklch
+    from gpipe_cli.reporting.plots.picture import WIDTH_INCHES, add_axes, add_legend, new_figure, pixels, write_picture
+
+    height = 0.3 * len(ranges)
+    figure = new_figure(height + 1.0)
+    axes = add_axes(figure, 3.1, 0.7, WIDTH_INCHES - 3.4, height)
+    rows = range(len(ranges))
+    low, high = zip(*ranges.values(), strict=True)
+    paper = [PAPER[model][k, m] for model, k, m in ranges]
+    handles = [
+        axes.hlines(rows, low, high, linewidth=7, color=GRID, label="all sets of assumptions"),
+        axes.scatter(list(best.values()), rows, s=36, color=oklch(0.58, 0.15, 262.0), label="the best set", zorder=3),
+        axes.scatter(paper, rows, s=44, marker="x", color=INK, label="the paper", zorder=4),
+    ]
+    axes.set_yticks(rows, [f"{model}   K = {k}, M = {m}" for model, k, m in ranges], color=INK)
+    axes.set_ylim(len(ranges) - 0.5, -0.5)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda speed, _: f"{speed:g}")
+    axes.grid(axis="x", color=GRID, linewidth=0.6)
+    axes.set_xlabel("throughput relative to K = 2 with the smallest M of the table", fontsize=9, color=INK, loc="right")
+    add_legend(figure, handles, 3.1, 0.08, fontsize=9)
+    write_picture(path, pixels(figure))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = command_line(__doc__)
+    parser.add_argument("--sets", type=int, default=12, help="how many sets of assumptions are printed, the best first")
+    parser.add_argument("--only", default="", help="models whose name has this in it; settings are then for AmoebaNet")
+    parser.add_argument("--picture", type=Path, help="a file for the picture")
+    options = parser.parse_args(arguments)
+    models = [model for model in PAPER if options.only in model]
+    gc.disable()  # large plans are many small objects
+    found = of_all([job for job in jobs(SIZES, CUTS) if job.model in models], options.settings)
+    grid = [Choices(*one) for one in product(BATCHES, CUTS, DEVICES, PRECISIONS, HALVES, SIZES)]
+    possible = {choices: cells for choices in grid if (cells := simulated(choices, models, found)) is not None}
+    errors = {choices: off(cells) for choices, cells in sorted(possible.items(), key=lambda one: off(one[1]))}
+    print(f"{len(grid)} sets of assumptions; with {len(grid) - len(errors)} of them a cell cannot be")
+    print("mean |difference| from the paper's cells, without those that are 1 by definition")
+    for choices in list(errors)[: options.sets]:
+        print(f"{errors[choices]:>6.2f}  {choices}")
+    print("the best set of each model by itself")
+    for model in models:
+        own = {choices: off({c: v for c, v in cells.items() if c[0] == model}) for choices, cells in possible.items()}
+        choices = min(own, key=own.__getitem__)
+        print(f"{own[choices]:>6.2f}  {choices}  {model}")
+    print(f"{'choice':<37}{'best':>7}{'median':>8}{'sets':>7}")
+    print("\n".join(by_choice(errors)))
+    best = possible[next(iter(errors))]
+    ranges = {cell: span(cell, possible.values()) for cell in best}
+    print(f"{'':<28}{'K':>3}{'M':>4}{'paper':>7}{'best':>7}{'off':>7}{'least':>8}{'most':>7}  reached with N")
+    for (model, k, m), (least, most) in ranges.items():
+        paper, ours = PAPER[model][k, m], best[model, k, m]
+        reached = [rule for rule in BATCHES if reaches(rule, (model, k, m), possible)]
+        print(
+            f"{model:<28}{k:>3}{m:>4}{paper:>7.2f}{ours:>7.2f}{ours - paper:>+7.2f}{least:>8.2f}{most:>7.2f}  "
+            f"{' | '.join(reached) or 'no rule'}"
+        )
+    if options.picture is not None:
+        draw(options.picture, ranges, best)
+
+
+if __name__ == "__main__":
+    main()

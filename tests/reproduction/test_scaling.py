@@ -1,0 +1,57 @@
+"""Weak and strong scaling: what grows with the replicas, and what the bubble and a memory too small make of it."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from recipe_runs import column, real_runner
+from training_runs import configure
+
+from gpipe_cli.planner.model_profile import profile_model
+from gpipe_cli.reproduction.recipe import load
+from gpipe_cli.reproduction.scaling import Cell, Pipelines, ScaledModel, Scaling, plan_cell
+
+SMALL = (
+    "model=transformer_lm", "dataset=synthetic_text", "model.layers=2", "model.width=8", "model.hidden=8",
+    "model.heads=1", "model.length=4", "dataset.vocabulary=8", "hardware=tpu_v3", "ema_decay=0",
+)  # fmt: skip
+
+
+def test_replicas_take_their_share_of_a_mini_batch(tmp_path: Path) -> None:
+    model = ScaledModel("tiny", 2, 8, 16, (Pipelines(1, (1,)), Pipelines(2, (2, 8, 16))), SMALL)
+    found = Scaling(("recompute=always",), (model,)).reproduce(real_runner("scaling", tmp_path))
+    (table,) = found.tables
+    assert column(table, "scaling") == ["weak"] * 4 + ["strong"] * 3  # of 16 replicas each would have one sample
+    assert column(table, "devices") == ["1", "4", "16", "32", "1", "4", "16"]
+    assert column(table, "N") == ["8", "16", "64", "128", "16", "16", "16"]
+    assert column(table, "M") == ["4", "4", "4", "4", "8", "4", "1"]
+    assert column(table, "fits", "simulated") == ["yes"] * 7
+    efficiencies, idle = (
+        [float(cell.removesuffix(" %")) for cell in column(table, heading, "simulated")]
+        for heading in ("efficiency", "idle")
+    )
+    assert efficiencies[0] == efficiencies[4] == 100.0
+    assert efficiencies[4] > efficiencies[5] > efficiencies[6]
+    assert idle[4] < idle[5] < idle[6]
+    assert idle[1] == pytest.approx(idle[2], abs=2.0)  # but for the sum of gradients
+    ((_, picture),) = found.files
+    assert Path(picture).read_bytes().startswith(b"\x89PNG")
+    assert any("strong: from 1 to 16 devices a replica's M goes from 8 to 1" in line for _, line in found.notes)
+
+
+def test_what_a_stage_lacks() -> None:
+    config = configure(*SMALL)
+    profile = profile_model(config)
+    cell = Cell("tiny", "weak", 2, 2, 8, 4)
+    fitting = plan_cell(config, profile, cell)
+    assert fitting.samples_per_second > 0
+    assert fitting.missing_bytes == 0
+    full = replace(config, hardware=replace(config.hardware, memory_gib=1e-6))
+    assert plan_cell(full, profile, cell).missing_bytes > 0
+
+
+def test_the_recipe_reaches_2048_devices_and_no_more() -> None:
+    scaling = load("scaling").scaling
+    assert scaling is not None
+    devices = [one.partitions * most for model in scaling.models for one in model.grid for most in one.replicas]
+    assert max(devices) == 2048
