@@ -62,7 +62,8 @@ def reproduce_several(
             used = time.monotonic() - begin
             left = _left([one for one in recipes[at - 1 :] if not _is_done(folder, one.name)], used, ran, whole.scale)
             show_line(console, "")
-            show_line(console, f"{which:<12} {recipe.name}: {recipe.title}; {duration(used)} used{left}", "bold")
+            so_far = f"; {duration(used)} used" if ran else ""
+            show_line(console, f"{which:<12} {recipe.name}: {recipe.title}{so_far}{left}", "bold")
             shutil.rmtree(below, ignore_errors=True)  # what an interruption or a failure has left
             below.mkdir()
             try:
