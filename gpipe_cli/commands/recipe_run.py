@@ -12,6 +12,7 @@ from rich.console import Console
 from gpipe_cli.commands.command_line import TRAINING_KEYS, JobTrees, compose, read, training
 from gpipe_cli.commands.outcome import BAD_INPUT, ended, fork_command, run_command
 from gpipe_cli.errors import InputError
+from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.reporting.run.console import following
 from gpipe_cli.reporting.run.lines import show_line
 from gpipe_cli.reporting.tables.recipe import Reproduction
@@ -54,8 +55,12 @@ class Machine:
         )
 
     def _perform(self, command: Sequence[str], log: IO[str]) -> None:
+        if command[0] != "plan":
+            fork_server.start()  # all forks share it
         fork = fork_command(lambda: run_command(command[0], command[1:]), log.fileno())
         result = ended(fork, following(self.console, Path(log.name)))  # in a thread, which must not be forked
+        if result.exit_code < 0:
+            fork_server.kill()  # with the workers of a command that was killed before it could end them
         if result.error:
             log.write(f"gpipe {command[0]}: {result.error}\n")
         if result.exit_code == BAD_INPUT:

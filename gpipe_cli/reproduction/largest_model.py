@@ -185,7 +185,7 @@ def _planned_notes(rows: Sequence[Planned], runner: Runner) -> Iterator[tuple[st
     unfit = {row.size.name: fullest(row.plan) for row in rows if not row.fits}
     for alone, why in (
         (True, "gradients, which the paper's 12 bytes a parameter leave out; without them it would"),
-        (False, "activations: of a mini-batch at once the paper's count is another one, see below"),
+        (False, "activations; what the paper may count in their place stands in a table of its own"),
     ):
         names = [name for name, m in unfit.items() if (m["total_bytes"] - m["gradients_bytes"] <= limit_bytes) == alone]
         if names:
@@ -274,13 +274,13 @@ def naive_tables(size: Size, rows: Sequence[Naive], unit: str, comparable: bool)
     columns = [
         Column("precision", cells=[row.precision for row in rows]),
         Column("N", cells=[str(row.samples) for row in rows]),
-        Column("activations", "paper", [number(value, 2) for value in paper]),
         Column("activations", "planned", [number(value, 2) for value in kept]),
         differences("planned - paper", kept, paper, comparable),
         Column("one tensor for each product", "planned", [number(value, 2) for value in fused]),
         differences("one tensor - paper", fused, paper, comparable),
     ]
-    return [Table(f"{size.name}: peak of the activations, {unit}, by what the paper leaves open", columns)]
+    open_to = f"by what the paper leaves open (its number is {number(size.activations, 2)})"
+    return [Table(f"{size.name}: peak of the activations, {unit}, {open_to}", columns)]
 
 
 def largest_tables(rows: Sequence[Planned], comparable: bool) -> list[Table]:

@@ -5,7 +5,6 @@ must be.
 """
 
 from dataclasses import replace
-from typing import TypeVar
 
 from gpipe_cli.reproduction.breakdown import Breakdown
 from gpipe_cli.reproduction.consistency import Consistency
@@ -28,7 +27,6 @@ Experiment = (
     | FineTuning
     | Consistency
 )
-Row = TypeVar("Row")
 
 
 def smallest(experiment: Experiment) -> Experiment:
@@ -36,9 +34,8 @@ def smallest(experiment: Experiment) -> Experiment:
         case LargestModel():
             return replace(experiment, sizes=experiment.sizes[:1], measured=())
         case Throughput():
-            return replace(
-                experiment, models=tuple(replace(model, rows=_ends(model.rows)) for model in experiment.models)
-            )
+            ends = [replace(model, rows=(model.rows[0], model.rows[-1])) for model in experiment.models]
+            return replace(experiment, models=tuple(ends))
         case PublishedSpeeds():
             return replace(experiment, sources=experiment.sources[:1])
         case Schedules():
@@ -50,10 +47,6 @@ def smallest(experiment: Experiment) -> Experiment:
         case FineTuning():
             return replace(experiment, runs=1, from_scratch=False)
         case Consistency():
-            return replace(experiment, partitions=_ends(experiment.partitions), seeds=experiment.seeds[:2])
+            return replace(experiment, partitions=experiment.partitions[:2], seeds=experiment.seeds[:2])
         case Breakdown() | Classification():
             return experiment
-
-
-def _ends(rows: tuple[Row, ...]) -> tuple[Row, ...]:
-    return (rows[0], rows[-1])

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from gpipe_cli.config.typed import NothingFitsError
 from gpipe_cli.errors import InputError
+from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.reporting.run.measurement import hardware
 from gpipe_cli.reporting.run.summary import speed_kind
 from gpipe_cli.reporting.tables.table import Column, Table
@@ -157,12 +158,15 @@ def _measured(model: Model, runner: Runner, stages: int, folder: str, slow_links
 
 @contextlib.contextmanager
 def _through_host() -> Iterator[None]:
-    """Around commands whose GPUs are not to reach each other directly: children inherit the environment."""
+    """Around commands whose GPUs are not to reach each other directly: children inherit the environment, and workers
+    have that in which their fork server was started."""
     before = os.environ.get(THROUGH_HOST)
+    fork_server.kill()
     os.environ[THROUGH_HOST] = "1"
     try:
         yield
     finally:
+        fork_server.kill()
         del os.environ[THROUGH_HOST]
         if before is not None:
             os.environ[THROUGH_HOST] = before

@@ -123,7 +123,7 @@ class FineTuning:
         if makes_its_own and self.from_scratch:
             others.append(("from scratch, seed 0", runner.train("from_scratch", *anew, *settings)))
         comparable = not runner.desk and not runner.changed("init_from", *SAME_RESULT)
-        note = f"of a sample of {self.runs} runs, which differ in their seed only; the paper prints none"
+        note = f"of a sample of {plural(self.runs, 'run')}, which differ in their seed only; the paper prints none"
         columns = (
             Column("seed", cells=[str(run["config"]["seed"]) for run in runs]),
             Column("top-1", "measured", [percent(run["test"]["top1"], 2) for run in runs]),
@@ -137,7 +137,7 @@ class FineTuning:
         top1 = mean(top1s)
         off = difference(top1, self.top1, comparable)
         rows = [
-            (f"top-1, mean of {len(runs)} runs", f"{self.top1:.1f} %", f"{top1:.2f} %", off),
+            (f"top-1, mean of {plural(len(runs), 'run')}", f"{self.top1:.1f} %", f"{top1:.2f} %", off),
             ("standard deviation, points", NONE, number(stdev(top1s) if len(top1s) > 1 else None, 2), NONE),
             ("best before the paper", f"{self.previous_best:.1f} %", NONE, NONE),
             *((name, NONE, percent(run["test"]["top1"], 2), NONE) for name, run in others),
