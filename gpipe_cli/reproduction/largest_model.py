@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 from gpipe_cli.config.settings import key_of, load_hardware
 from gpipe_cli.config.typed import NothingFitsError
-from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory
 from gpipe_cli.reporting.run.result import read_result
 from gpipe_cli.reporting.tables.table import Column, Table
 from gpipe_cli.reproduction.runner import NONE, Findings, Runner, differences, number
@@ -135,6 +134,8 @@ class LargestModel:
     def _naive(self, runner: Runner, precision: str, more: str) -> Naive | None:
         """The paper's naive model as `gpipe plan` plans it, and what its products and convolutions alone need; None if
         not even one sample fits."""
+        from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory  # with torch, and recipes are listed without
+
         halves = "schedule=zero_bubble"  # says what the gradients of weights need
         settings = *self.sizes[0].settings, *self._cell(1, naive=True), halves, f"precision={precision}", more
         try:

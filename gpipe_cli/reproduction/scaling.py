@@ -8,18 +8,18 @@ import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from gpipe_cli.config.settings import TrainConfig
-from gpipe_cli.planner.cost_model import predicted_costs
-from gpipe_cli.planner.devices import memory_limit
-from gpipe_cli.planner.model_profile import ModelProfile
-from gpipe_cli.planner.plan import TooLargeError, make_plan
 from gpipe_cli.reporting.plots.timeline_values import idle
 from gpipe_cli.reporting.tables.table import Column, Table
 from gpipe_cli.reproduction.runner import NONE, CommandFailedError, Findings, Runner, number
 from gpipe_cli.system.forked_call import Fork
 from gpipe_cli.system.machine import usable_cores
 from gpipe_cli.units import percent, plural, size
+
+if TYPE_CHECKING:  # recipes are listed without torch
+    from gpipe_cli.planner.model_profile import ModelProfile
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ def _cells(model: ScaledModel) -> Iterator[Cell]:
                     yield Cell(model.name, scaling, pipelines.partitions, replicas, batch_size, micro_batches)
 
 
-def _planned(work: Sequence[tuple[TrainConfig, ModelProfile, Cell]]) -> list[Cell]:
+def _planned(work: Sequence[tuple[TrainConfig, "ModelProfile", Cell]]) -> list[Cell]:
     """The same cells with their plans, shared out among forks, one for each core. A plan begins with nothing, so none
     depends on how they are shared out."""
     cores = usable_cores()
@@ -107,13 +107,17 @@ def _planned(work: Sequence[tuple[TrainConfig, ModelProfile, Cell]]) -> list[Cel
     return [done[at] for at in range(len(work))]
 
 
-def _all_of(work: Sequence[tuple[TrainConfig, ModelProfile, Cell]]) -> list[Cell]:
+def _all_of(work: Sequence[tuple[TrainConfig, "ModelProfile", Cell]]) -> list[Cell]:
     gc.disable()  # a million small objects for each of the large plans; the process ends after them
     return [plan_cell(config, profile, cell) for config, profile, cell in work]
 
 
-def plan_cell(config: TrainConfig, profile: ModelProfile, cell: Cell) -> Cell:
+def plan_cell(config: TrainConfig, profile: "ModelProfile", cell: Cell) -> Cell:
     """The cell with what the plan of it says."""
+    from gpipe_cli.planner.cost_model import predicted_costs
+    from gpipe_cli.planner.devices import memory_limit
+    from gpipe_cli.planner.plan import TooLargeError, make_plan
+
     config = replace(
         config,
         partitions=cell.partitions,

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from gpipe_cli.config.settings import PartitionConfig, TrainConfig, to_yaml
-from gpipe_cli.planner.auto_settings import choose
-from gpipe_cli.planner.cost_model import predicted_costs
-from gpipe_cli.planner.model_profile import ModelProfile, profile_model
-from gpipe_cli.planner.plan import Plan
-from gpipe_cli.planner.step_schedule import mini_batch_samples
+
+if TYPE_CHECKING:  # recipes are listed without torch
+    from gpipe_cli.planner.model_profile import ModelProfile
+    from gpipe_cli.planner.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -16,13 +16,9 @@ class Simulated:
     """What `gpipe plan` plans, from the figures of a device."""
 
     config: TrainConfig
-    profile: ModelProfile
-    plan: Plan
-
-    @property
-    def samples(self) -> int:
-        """N, of the mini-batch."""
-        return mini_batch_samples(self.config, self.profile.lengths)
+    profile: "ModelProfile"
+    plan: "Plan"
+    samples: int  # N, of the mini-batch
 
     @property
     def samples_per_second(self) -> float:
@@ -37,6 +33,11 @@ Simulate = Callable[[Sequence[str]], Simulated]
 
 def simulating(configure: Configure) -> Simulate:
     """Plans of what `configure` makes of settings; each model is traced once."""
+    from gpipe_cli.planner.auto_settings import choose
+    from gpipe_cli.planner.cost_model import predicted_costs
+    from gpipe_cli.planner.model_profile import profile_model
+    from gpipe_cli.planner.step_schedule import mini_batch_samples
+
     profiles: dict[str, ModelProfile] = {}
 
     def simulate(settings: Sequence[str]) -> Simulated:
@@ -46,7 +47,7 @@ def simulating(configure: Configure) -> Simulate:
         if key not in profiles:
             profiles[key] = profile_model(alike)
         chosen, plan, _ = choose(config, auto, profiles[key], predicted_costs, elsewhere=True)
-        return Simulated(chosen, profiles[key], plan)
+        return Simulated(chosen, profiles[key], plan, mini_batch_samples(chosen, profiles[key].lengths))
 
     return simulate
 

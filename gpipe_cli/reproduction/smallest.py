@@ -45,7 +45,7 @@ def smallest(experiment: Experiment) -> Experiment:
         case Translation():
             return replace(experiment, desk_sentences=1)
         case FineTuning():
-            return replace(experiment, runs=1, from_scratch=False)
+            return replace(experiment, desk_runs=1, from_scratch=False)
         case Consistency():
             return replace(experiment, partitions=experiment.partitions[:2], seeds=experiment.seeds[:2])
         case Breakdown() | Classification():

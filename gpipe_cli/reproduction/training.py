@@ -97,12 +97,14 @@ class FineTuning:
     begins_with: str  # the recipe that makes the run to begin with
     pretraining: tuple[str, ...]  # settings of the run to begin with, at a desk
     fine_tuning: tuple[str, ...]  # of the others, at a desk
+    desk_runs: int | None = None  # at a desk; None: as many
     from_scratch: bool = True  # at a desk also the same without the weights of another run
 
     def reproduce(self, runner: Runner) -> Findings:
         """Fine-tunes with every seed."""
+        number_of_runs = (runner.desk and self.desk_runs) or self.runs
         if (seed := runner.given("seed")) is not None:
-            seeds = f"0 to {self.runs - 1}"
+            seeds = f"0 to {number_of_runs - 1}"
             raise InputError(f"seed={seed}: this recipe runs seeds {seeds} and takes their mean; leave it out")
         begins_with, settings = runner.given("init_from"), self.fine_tuning if runner.desk else ()
         if begins_with == "null":
@@ -119,11 +121,11 @@ class FineTuning:
             others.append(("the run begun with, its classes", runner.train("pretrained", *anew, *self.pretraining)))
             begins_with = quoted(runner.folder / "pretrained")
         begin = f"init_from={begins_with}"
-        runs = [runner.train(f"seed_{seed}", begin, f"seed={seed}", *settings) for seed in range(self.runs)]
+        runs = [runner.train(f"seed_{seed}", begin, f"seed={seed}", *settings) for seed in range(number_of_runs)]
         if makes_its_own and self.from_scratch:
             others.append(("from scratch, seed 0", runner.train("from_scratch", *anew, *settings)))
         comparable = not runner.desk and not runner.changed("init_from", *SAME_RESULT)
-        note = f"of a sample of {plural(self.runs, 'run')}, which differ in their seed only; the paper prints none"
+        note = f"of a sample of {plural(number_of_runs, 'run')}, which differ in their seed only; the paper prints none"
         columns = (
             Column("seed", cells=[str(run["config"]["seed"]) for run in runs]),
             Column("top-1", "measured", [percent(run["test"]["top1"], 2) for run in runs]),

@@ -136,7 +136,8 @@ def test_runs_calibrate_later_predictions_of_their_model(cache: Path) -> None:
         known = [3.0, 2.0, 1.0][:at]
         assert timed(config, profile)[0].calibration == pytest.approx(median(known))
     again, _ = timed(config, profile)
-    assert again == replace(costs.calibrated(2.0), source=again.source, spread=again.spread)
+    assert again.calibration == pytest.approx(2.0)
+    assert again == replace(costs.calibrated(again.calibration), source=again.source, spread=again.spread)
     assert "calibrated by 3 runs" in again.source
     assert again.spread == pytest.approx((0.5, 1.5))
     assert make_plan(config, profile, again, None).step_range == pytest.approx(

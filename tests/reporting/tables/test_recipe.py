@@ -19,7 +19,8 @@ COLUMNS = (
 )
 ROWS = tuple((k, *(f"{value}.00" for value in range(6)), "+0.10") for k in ("1", "16"))
 REPRODUCTION = Reproduction(
-    "table9", "A table", "section 9", "desk", "2 cores of a CPU", (Table.of_rows("Speed over K", COLUMNS, ROWS),),
+    "table9", "A table", "A claim", "section 9", "8 GPUs", "desk", "2 cores of a CPU",
+    (Table.of_rows("Speed over K", COLUMNS, ROWS),),
     (("scaled down", "all of it"),), ("gpipe bench",), (), 61.0,
 )  # fmt: skip
 
