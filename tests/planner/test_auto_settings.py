@@ -4,17 +4,19 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
 from plan_runs import traced
 from training_runs import TINY, configure
 
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.errors import InputError
-from gpipe_cli.planner import devices
+from gpipe_cli.planner import data_sheet, devices
 from gpipe_cli.planner.auto_settings import NothingFitsError, choose, solve_max_model
 from gpipe_cli.planner.cost_model import LayerSeconds, StepCosts, predicted_costs
 from gpipe_cli.planner.devices import memory_limit
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
 from gpipe_cli.planner.plan import TooLargeError, make_plan
+from gpipe_cli.system.gpus import Gpu
 
 SETTINGS = [*TINY, "batch_size=16", "hardware=h200"]
 LM = ["model=transformer_lm", "model.width=32", "model.hidden=64", "model.heads=2", "model.length=16",
@@ -213,6 +215,22 @@ def test_the_largest_mini_batch_fits_and_one_sample_more_a_micro_batch_does_not(
     assert samples > 1
     assert max(stage.total_bytes for stage in plan.memory) <= limit
     more = replace(config, **{key: (samples + 1) * each})
+    with pytest.raises(TooLargeError):
+        make_plan(more, found, predicted_costs(more, found), limit)
+
+
+def test_on_gpus_the_largest_mini_batch_follows_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run keeps what a stage may have, so that its cut is one that fits, and also that of a resumed run."""
+    libraries, rest = 2**30, 40 * 2**20
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(data_sheet, "usable_gpus", lambda: (Gpu("NVIDIA H100 80GB HBM3", libraries + rest),))
+    settings = [*TINY, "device=auto", "partitions=2", "micro_batches=4", "batch_size=4", "dataset.train_samples=100000"]
+    found = profile_model(configure(*settings))
+    config, plan, _ = choose(configure(*settings), ["batch_size"], found, predicted_costs)
+    limit = memory_limit(config)
+    assert config.hardware.memory_gib == rest / 2 / 2**30, "two stages share the GPU"
+    assert max(stage.total_bytes for stage in plan.memory) <= limit == rest // 2
+    more = replace(config, batch_size=config.batch_size + 4)
     with pytest.raises(TooLargeError):
         make_plan(more, found, predicted_costs(more, found), limit)
 
