@@ -1,8 +1,12 @@
 """Where the program begins: `gpipe`, and `python -m gpipe_cli`, which torchrun and the runs of a sweep start."""
 
+import atexit
 import os
 import signal
 import sys
+import threading
+from contextlib import suppress
+from typing import NoReturn
 
 
 def main() -> int:
@@ -27,5 +31,21 @@ def main() -> int:
     return code
 
 
+def run() -> NoReturn:
+    """Runs `gpipe` and ends this process with its exit code.
+
+    What is registered for the end is done; the rest ends at once: Python would take torch and its libraries apart first,
+    module by module, which takes longer than a second and is of use to nobody.
+    """
+    code = main()
+    if "torch" not in sys.modules or threading.active_count() > 1 or "TORCHELASTIC_RUN_ID" in os.environ:
+        sys.exit(code)
+    atexit._run_exitfuncs()
+    with suppress(OSError, ValueError):  # closed, or nobody reads it: `gpipe_cli.cli` has said so
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

@@ -18,7 +18,9 @@ from gpipe_cli.pipeline.schedule.simulator import Held, bytes_around
 from gpipe_cli.pipeline.schedule.timeline import Event, EventKind, Span, Timeline
 from gpipe_cli.units import MIB
 
-MOST_DETAILED = 20_000  # actions of a step; of more the file would have hundreds of megabytes with arrows and counters
+MOST_DETAILED = (
+    20_000  # actions of a step; of more the file would have hundreds of megabytes with arrows, counters and waits
+)
 SET_UP = "set-up"
 
 # Names that chrome://tracing reserves for colours (tr.b.ColorScheme of the Catapult project); it knows no others, and
@@ -60,6 +62,7 @@ class _Group:
         schedule = Schedule(tuple(span.action for span in spans) for spans in self._timeline.stages)
         self._needed = {action: schedule.source(action) for action in self._spans}
         self._sent = set(self._needed.values())  # whose results others need
+        self._detailed = sum(map(len, self._timeline.stages)) <= MOST_DETAILED
         self._rows: list[list[Span | Event]] = [
             [*spans, *filter(self._shown, beside)]
             for spans, beside in zip(self._timeline.stages, self._timeline.events, strict=True)
@@ -75,7 +78,7 @@ class _Group:
         if self._step.step_seconds > 0:
             speed = {"samples/s": self._step.samples / self._step.step_seconds}
             yield self._counter("speed,", self._step.begin_seconds, speed)
-        if sum(map(len, self._timeline.stages)) <= MOST_DETAILED:
+        if self._detailed:
             yield from self._arrows()  # behind the slices: an end belongs to the one that begins at the same time
             for stage in range(len(self._rows)):
                 yield from self._memory(stage)
@@ -107,7 +110,10 @@ class _Group:
         return self._complete(stage, name, category, colour, piece.start_seconds, piece.end_seconds, args)
 
     def _shown(self, event: Event) -> bool:
-        """Clocks measure a moment, too, in which an action hands on what nobody needs."""
+        """Clocks measure a moment, too, in which an action hands on what nobody needs. Of many actions the gaps between
+        them say where a stage waits."""
+        if event.what is EventKind.WAITING and not self._detailed:
+            return False
         return event.what is not EventKind.TRANSFER or event.action is None or self._moved(event) in self._sent
 
     def _moved(self, transfer: Event) -> Action:
