@@ -34,7 +34,7 @@ def main() -> int:
 def run() -> NoReturn:
     """Runs `gpipe` and ends this process with its exit code.
 
-    What is registered for the end is done; the rest ends at once: Python would take torch and its libraries apart first,
+    What is registered for the end is done, and the rest ends at once: Python would take torch and its libraries apart,
     module by module, which takes longer than a second and is of use to nobody.
     """
     code = main()
