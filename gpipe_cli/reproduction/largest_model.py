@@ -79,6 +79,7 @@ class LargestModel:
     sizes: tuple[Size, ...]  # the first is naive: one partition, one micro-batch, nothing recomputed
     measured: tuple[int, ...]  # partitions of the pipelines that are trained on the device at hand
     grown: str  # what grows there, of the model's sizes: `filters`
+    precisions: tuple[str, ...] = ("float32", "bfloat16")  # that the naive model is planned in
 
     def reproduce(self, runner: Runner) -> Findings:
         """Runs the recipe. Raises InputError for a setting that the rows differ in."""
@@ -89,7 +90,7 @@ class LargestModel:
         planned = [self.plan(at, paper) for at in range(len(self.sizes))]
         naive = [
             one
-            for precision in ("float32", "bfloat16")
+            for precision in self.precisions
             for more in (f"{_LIMIT}=null", "batch_size=auto")
             if (one := self._naive(paper, precision, more)) is not None
         ]

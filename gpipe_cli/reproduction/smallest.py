@@ -32,7 +32,7 @@ Experiment = (
 def smallest(experiment: Experiment) -> Experiment:
     match experiment:
         case LargestModel():
-            return replace(experiment, sizes=experiment.sizes[:1], measured=())
+            return replace(experiment, sizes=experiment.sizes[:1], measured=(), precisions=("float32",))
         case Throughput():
             ends = [replace(model, rows=(model.rows[0], model.rows[-1])) for model in experiment.models]
             return replace(experiment, models=tuple(ends))
