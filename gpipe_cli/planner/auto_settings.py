@@ -197,7 +197,7 @@ def _largest_mini_batch(config: TrainConfig, profile: ModelProfile, key: str, co
     if chosen.over is not None:
         raise _refusal(one, profile, chosen.over, f"{key}=auto: not even one sample a micro-batch fits; ")
     if found == most:
-        return Comparison(key, "all of the training set, which fits the memory", (chosen,), chosen)
+        return Comparison(key, "as many samples as there may be, which fit the memory", (chosen,), chosen)
     larger = sized(found + 1)
     rule = "the largest that fits the memory"
     return Comparison(key, rule, (chosen, planned(larger, predicted_costs(larger, profile))), chosen)

@@ -1,7 +1,8 @@
 """The simulator held against speeds that others have measured and published: torchgpipe, zero bubble, FSDP and more.
 
 The paper's own tables leave the batch size and more to be guessed. These sources say what ran: hardware, model, batch
-size, K, M and schedule are settings of `gpipe plan`, and no figure of a device is fitted to a cell.
+size, K, M and schedule are settings of `gpipe plan`. No figure is fitted to a single cell, but three were set by the
+medians of these tables: what an A100 and convolutions on tensor cores reach, and the memory bandwidth of a P40.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -15,7 +15,7 @@ from gpipe_cli.reporting.tables.table import Column, Table
 WIDTH, HEIGHT = 400, 240  # of a plot, in pixels of the page
 LEFT, RIGHT, TOP, BOTTOM = 46, 12, 26, 40  # its margins
 OURS = ("measured", "counted", "planned", "simulated")
-OTHERS = ("paper", "torchgpipe", *OURS)
+OTHERS = ("paper", *OURS)
 _FACTORS = {"": 1.0, "k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12, "%": 1.0}
 _LOGARITHMIC = 30.0  # an axis is logarithmic whose numbers differ by more than this factor
 

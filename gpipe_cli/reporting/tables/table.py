@@ -16,7 +16,7 @@ from gpipe_cli.reporting.run.lines import show_line, show_text, wrapped
 from gpipe_cli.reporting.run.result import as_json
 from gpipe_cli.units import plural
 
-Origin = Literal["", "paper", "torchgpipe", "published", "measured", "counted", "planned", "simulated", "difference"]
+Origin = Literal["", "paper", "published", "measured", "counted", "planned", "simulated", "difference"]
 SYMBOLS = {"partitions": "K", "micro_batches": "M"}  # the paper's: headings of columns
 LEAST_TEXT = 12  # characters that are left of a text at least
 NONE = "-"
