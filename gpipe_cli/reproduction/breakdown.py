@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from gpipe_cli.reporting.plots.timeline_values import SHARES, idle
 from gpipe_cli.reporting.run.step_breakdown import share_word
 from gpipe_cli.reporting.run.summary import speed_kind
-from gpipe_cli.reporting.tables.table import Column, Table
-from gpipe_cli.reproduction.runner import NONE, CommandFailedError, Findings, Runner, difference
+from gpipe_cli.reporting.tables.table import NONE, Column, Origin, Table
+from gpipe_cli.reproduction.runner import CommandFailedError, Findings, Runner, difference
 from gpipe_cli.units import percent
 
 
@@ -40,11 +40,17 @@ class Breakdown:
             difference(100 * measured[name], 100 * paper[name], comparable, 1) if name in paper else NONE
             for name in SHARES
         ]
+        numbers: tuple[tuple[str, Origin, dict[str, float]], ...] = (
+            ("paper", "paper", paper),
+            ("here", "measured", measured),
+            ("layers here", "simulated", simulated),
+        )
         columns = (
             Column("share of a step", cells=[share_word(name) for name in SHARES]),
-            Column("paper", "paper", [percent(paper.get(name)) for name in SHARES]),
-            Column("here", "measured", [percent(measured[name]) for name in SHARES]),
-            Column("layers here", "simulated", [percent(simulated[name]) for name in SHARES]),
+            *(
+                Column.of("", heading, [shares.get(name) for name in SHARES], percent, origin=origin)
+                for heading, origin, shares in numbers
+            ),
             Column("here - paper, points", "difference", off),
         )
         stages = f"K = {len(planned['stages'])}, M = {planned['micro_batches']}"

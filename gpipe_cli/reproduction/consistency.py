@@ -15,8 +15,8 @@ from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.compare.comparison import compare
 from gpipe_cli.reporting.compare.run_record import RunRecord, read_run, same_curves
 from gpipe_cli.reporting.run.tensorboard import TEST_LOSS, TEST_TOP1, TRAIN_LOSS
-from gpipe_cli.reporting.tables.table import Column, Table
-from gpipe_cli.reproduction.runner import NONE, Findings, Runner, number
+from gpipe_cli.reporting.tables.table import NONE, Column, Table
+from gpipe_cli.reproduction.runner import Findings, Runner, number, numbers
 from gpipe_cli.units import percent, plural
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def _table(runs: Sequence[Trained]) -> Table:
         Column("K", cells=[str(run.partitions) for run in runs]),
         Column("seed", cells=[str(run.seed) for run in runs]),
         Column("top-1", "measured", [percent(test["top1"], 2) for test in tests]),
-        Column("loss", "measured", [number(test["loss"], 6) for test in tests]),
+        numbers("loss", "measured", [test["loss"] for test in tests], 6),
         Column("losses of all steps", "measured", [NONE, *alike[1:]]),
         Column("SHA-256 of weights", "measured", [run.sha256[:DIGITS] for run in runs]),
     ]
@@ -123,7 +123,7 @@ def _spread(same: Sequence[Trained], repeated: Sequence[Trained]) -> Table:
         Column("standard deviation of", cells=rows),
         Column("", "paper", ["within the next row's", NONE]),
         Column("top-1", "measured", [f"{number(one, 3)} points" for one in top1]),
-        Column("loss", "measured", [NONE if None in row else number(stdev(row), 6) for row in losses]),
+        numbers("loss", "measured", [None if None in row else stdev(row) for row in losses], 6),
     )
     return Table("Between numbers of partitions, and between seeds", columns)
 

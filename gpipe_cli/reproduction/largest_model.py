@@ -13,8 +13,8 @@ from gpipe_cli.config.settings import key_of, load_hardware
 from gpipe_cli.config.typed import NothingFitsError
 from gpipe_cli.reporting.run.result import read_result
 from gpipe_cli.reporting.tables.table import Column, Table
-from gpipe_cli.reproduction.runner import NONE, Findings, Runner, differences, number
-from gpipe_cli.units import count, size
+from gpipe_cli.reproduction.runner import NONE, Findings, Runner, counts, differences, number, numbers
+from gpipe_cli.units import size
 
 _LIMIT = "hardware.memory_gib"
 _SOLVED = "++solve=max_model"  # `++`: the file of a recipe has no such key
@@ -237,8 +237,8 @@ def planned_tables(rows: Sequence[Planned], unit: str, comparable: bool) -> list
     def compared(heading: str, paper: Sequence[float], *parts: str) -> tuple[Column, Column, Column]:
         ours = [row.bytes(*parts) / BYTES[unit] for row in rows]
         return (
-            Column(heading, "paper", [number(value, 2) for value in paper]),
-            Column(heading, "planned", [number(value, 2) for value in ours]),
+            numbers(heading, "paper", paper, 2),
+            numbers(heading, "planned", ours, 2),
             differences("planned - paper", ours, paper, comparable),
         )
 
@@ -249,11 +249,11 @@ def planned_tables(rows: Sequence[Planned], unit: str, comparable: bool) -> list
     parameters = [
         names,
         Column("size", cells=[row.size.shown for row in rows]),
-        Column("parameters", "paper", [count(round(row.size.parameters)) for row in rows]),
-        Column("parameters", "planned", [count(row.plan["parameters"]) for row in rows]),
+        counts("parameters", "paper", [round(row.size.parameters) for row in rows]),
+        counts("parameters", "planned", [row.plan["parameters"] for row in rows]),
         differences("planned - paper, %", shares, [100.0] * len(rows), comparable, 1),
     ]
-    memory = [names, theirs, ours, Column("and gradients", "planned", [number(value, 2) for value in whole]), off]
+    memory = [names, theirs, ours, numbers("and gradients", "planned", whole, 2), off]
     peak = [
         *(names, *activations),
         Column("fullest stage", "planned", [size(fullest(row.plan)["total_bytes"]) for row in rows]),
@@ -276,9 +276,9 @@ def naive_tables(size: Size, rows: Sequence[Naive], unit: str, comparable: bool)
     columns = [
         Column("precision", cells=[row.precision for row in rows]),
         Column("N", cells=[str(row.samples) for row in rows]),
-        Column("activations", "planned", [number(value, 2) for value in kept]),
+        numbers("activations", "planned", kept, 2),
         differences("planned - paper", kept, paper, comparable),
-        Column("one tensor for each product", "planned", [number(value, 2) for value in fused]),
+        numbers("one tensor for each product", "planned", fused, 2),
         differences("one tensor - paper", fused, paper, comparable),
     ]
     open_to = f"by what the paper leaves open (its number is {number(size.activations, 2)})"
@@ -295,11 +295,11 @@ def largest_tables(rows: Sequence[Planned], comparable: bool) -> list[Table]:
     ours = [None if found is None else found / parameters[first] for found in parameters]
     columns = [
         Column("", cells=[row.size.name for row in rows]),
-        Column("parameters", "paper", [count(round(row.size.parameters)) for row in rows]),
-        Column("parameters", "planned", [NONE if found is None else count(found) for found in parameters]),
+        counts("parameters", "paper", [round(row.size.parameters) for row in rows]),
+        counts("parameters", "planned", parameters),
         Column("size", "planned", [NONE if row.largest is None else shown(row.largest) for row in rows]),
-        Column("times", "paper", [number(times, 1) for times in paper]),
-        Column("times", "planned", [number(times, 1) for times in ours]),
+        numbers("times", "paper", paper, 1),
+        numbers("times", "planned", ours, 1),
         differences("planned - paper", ours, paper, comparable, 1),
     ]
     return [Table(f"The largest model that fits, by our count; times {rows[first].size.name}'s", columns)]
@@ -316,9 +316,9 @@ def trained_tables(sizes: Sequence[Size], rows: Sequence[Trained]) -> list[Table
     columns = [
         Column("", cells=[row.name for row in rows]),
         Column("size", "planned", [shown(row.plan) for row in rows]),
-        Column("parameters", "counted", [count(one) for one in parameters]),
-        Column("times", "paper", [number(times, 1) for times in paper]),
-        Column("times", "counted", [number(one / parameters[0], 1) for one in parameters]),
+        counts("parameters", "counted", parameters),
+        numbers("times", "paper", paper, 1),
+        numbers("times", "counted", [one / parameters[0] for one in parameters], 1),
         Column("fullest stage", "planned", [size(fullest(row.plan)["total_bytes"]) for row in rows]),
         Column("activations", "planned", [NONE if row.planned is None else size(sum(row.planned)) for row in rows]),
         Column("activations", "counted", [NONE if row.counted is None else size(sum(row.counted)) for row in rows]),

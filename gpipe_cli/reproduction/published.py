@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
-from gpipe_cli.reporting.tables.table import Column, Table
-from gpipe_cli.reproduction.runner import NONE, Findings, Runner, number
+from gpipe_cli.reporting.tables.table import NONE, Column, Table
+from gpipe_cli.reproduction.runner import Findings, Runner, number
 from gpipe_cli.reproduction.simulated import Simulated
 from gpipe_cli.units import plural
 
@@ -110,8 +110,8 @@ def _table(source: Source, table: Published, simulated: Sequence[float], off: Se
         f"{source.name}: {table.model}, {table.unit}",
         (
             Column("cell", cells=[cell.name for cell in table.cells]),
-            Column("published", "published", [_figures(cell.published) for cell in table.cells]),
-            Column("simulated", "simulated", [_figures(each) for each in simulated]),
+            Column.of("", "published", [cell.published for cell in table.cells], _figures, origin="published"),
+            Column.of("", "simulated", simulated, _figures, origin="simulated"),
             Column("simulated - published, %", "difference", _percents(off, len(simulated))),
         ),
     )

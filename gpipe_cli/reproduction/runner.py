@@ -11,6 +11,7 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -20,14 +21,13 @@ from gpipe_cli.config.typed import quoted
 from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.run.lines import LOG
 from gpipe_cli.reporting.run.result import RESULT, read_result
-from gpipe_cli.reporting.tables.table import Column, Table
+from gpipe_cli.reporting.tables.table import NONE, Column, Origin, Table
 from gpipe_cli.reproduction.simulated import Simulate, Simulated
 from gpipe_cli.system.gpus import Gpu
-from gpipe_cli.units import duration
+from gpipe_cli.units import count, duration
 
 FOLDER = Path(str(resources.files("gpipe_cli.recipes")))
 THROUGH_HOST = "NCCL_P2P_DISABLE"  # in the environment: NCCL copies from GPU to GPU through the host's memory
-NONE = "-"
 # How a training is run, which its result does not depend on (the recipe `consistency`).
 SAME_RESULT = ("partitions", "partition", "schedule", "recompute")
 # Where and how long something runs, and where data lie: settings that leave size and data as they are. All others may
@@ -204,6 +204,16 @@ def _failure(folder: Path) -> str:
 def number(value: float | None, digits: int) -> str:
     """`2.58`; `-` if there is none."""
     return NONE if value is None else f"{value:,.{digits}f}"
+
+
+def numbers(heading: str, origin: Origin, values: Sequence[float | None], digits: int) -> Column:
+    """A column of numbers with this many decimal places."""
+    return Column.of("", heading, values, partial(number, digits=digits), origin=origin)
+
+
+def counts(heading: str, origin: Origin, values: Sequence[int | None]) -> Column:
+    """A column of parameters: `1.05 B`."""
+    return Column.of("", heading, values, count, origin=origin)
 
 
 def difference(ours: float | None, paper: float | None, comparable: bool, digits: int = 2) -> str:

@@ -5,7 +5,7 @@ replica has fewer micro-batches the more replicas there are, and the bubble grow
 """
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.reporting.plots.timeline_values import idle
 from gpipe_cli.reporting.tables.table import Column, Table
-from gpipe_cli.reproduction.runner import NONE, CommandFailedError, Findings, Runner, number
+from gpipe_cli.reproduction.runner import CommandFailedError, Findings, Runner
 from gpipe_cli.system.forked_call import Fork
 from gpipe_cli.system.machine import usable_cores
 from gpipe_cli.units import percent, plural, size
@@ -160,9 +160,9 @@ def _table(model: str, cells: Sequence[Cell]) -> Table:
     efficiencies = _efficiencies(cells)
     rows = [cell for cell in cells if cell.model == model]
 
-    def numbers(heading: str, found: Sequence[str]) -> Column:
-        cells = [NONE if cell.missing_bytes else text for cell, text in zip(rows, found, strict=True)]
-        return Column(heading, "simulated", cells)
+    def simulated(heading: str, of: Callable[[Cell], float], form: Callable[[float], str]) -> Column:
+        values = [None if cell.missing_bytes else of(cell) for cell in rows]
+        return Column.of("", heading, values, form, origin="simulated")
 
     return Table(
         f"{model}: K partitions, R replicas; efficiency against the fewest devices that hold it",
@@ -173,10 +173,10 @@ def _table(model: str, cells: Sequence[Cell]) -> Table:
             Column("devices", cells=[f"{cell.devices:,}" for cell in rows], number=True),
             Column("N", cells=[f"{cell.batch_size:,}" for cell in rows], number=True),
             Column("M", cells=[str(cell.micro_batches) for cell in rows], number=True),
-            numbers("samples/s", [number(cell.samples_per_second, 1) for cell in rows]),
-            numbers("efficiency", [percent(efficiencies.get(cell)) for cell in rows]),
-            numbers("idle", [percent(cell.idle) for cell in rows]),
-            numbers("sum of gradients", [percent(cell.sums) for cell in rows]),
+            simulated("samples/s", lambda cell: cell.samples_per_second, "{:,.1f}".format),
+            simulated("efficiency", efficiencies.__getitem__, percent),
+            simulated("idle", lambda cell: cell.idle, percent),
+            simulated("sum of gradients", lambda cell: cell.sums, percent),
             Column(
                 "fits",
                 "simulated",

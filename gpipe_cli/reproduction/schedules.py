@@ -11,8 +11,8 @@ from gpipe_cli.pipeline.schedule.simulator import StageCost, simulate
 from gpipe_cli.reporting.plots.timeline_values import idle
 from gpipe_cli.reporting.run.measurement import hardware
 from gpipe_cli.reporting.run.summary import speed_kind
-from gpipe_cli.reporting.tables.table import Column, Table
-from gpipe_cli.reproduction.runner import NONE, Findings, Runner, number
+from gpipe_cli.reporting.tables.table import NONE, Column, Table
+from gpipe_cli.reproduction.runner import Findings, Runner, number, numbers
 from gpipe_cli.units import percent, size
 
 # of each device, with how many stages on it; speeds are relative to gpipe with as many
@@ -80,11 +80,7 @@ def _table(devices: int, planned: dict[Any, dict[str, Any]], measured: dict[Any,
     simulated = (
         Column("idle", "simulated", [percent(plan["breakdown"] and idle(plan["breakdown"])) for plan in plans]),
         Column("activations", "simulated", [size(_activations(plan)) for plan in plans]),
-        Column(
-            "speed",
-            "simulated",
-            [number(base[row[2]]["step_seconds"] / planned[row]["step_seconds"], 2) for row in rows],
-        ),
+        numbers("speed", "simulated", [base[row[2]]["step_seconds"] / planned[row]["step_seconds"] for row in rows], 2),
         Column("unit clock", "simulated", [_unit_clock(row, micro_batches) for row in rows]),
     )
     here = tuple(

@@ -17,8 +17,8 @@ from gpipe_cli.errors import InputError
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.reporting.run.measurement import hardware
 from gpipe_cli.reporting.run.summary import speed_kind
-from gpipe_cli.reporting.tables.table import Column, Table
-from gpipe_cli.reproduction.runner import NONE, THROUGH_HOST, Findings, Runner, differences, number
+from gpipe_cli.reporting.tables.table import NONE, Column, Origin, Table
+from gpipe_cli.reproduction.runner import THROUGH_HOST, Findings, Runner, differences, number, numbers
 from gpipe_cli.units import plural
 
 MEASURED: Final = "measured"  # of a row of bench.json, and where a column comes from
@@ -225,22 +225,26 @@ def _table(
     def off(heading: str, origin: str, comparable: bool) -> Column:
         return differences(heading, [speed.relative for speed in speeds[origin]], paper, comparable)
 
-    def samples(plans: Mapping[int, Mapping[str, Any]]) -> list[str]:
-        return [number(plans[at]["samples"], 0) for at in range(len(rows))]
+    def samples(heading: str, plans: Mapping[int, Mapping[str, Any]]) -> Column:
+        return numbers(heading, SIMULATED, [plans[at]["samples"] for at in range(len(rows))], 0)
+
+    def relative(heading: str, origin: Origin) -> Column:
+        found = speeds[origin]
+        return Column(heading, origin, [one.text for one in found], values=[one.relative for one in found])
 
     pairs = [(exact[at]["relative"], lingvo[at]["relative"]) for at in range(len(rows))]
-    gains = [number(ours / theirs if ours and theirs else None, 2) for ours, theirs in pairs]
+    gains = [ours / theirs if ours and theirs else None for ours, theirs in pairs]
     columns = [
         Column("", cells=[row.name for row in rows]),
         Column("K", cells=[str(row.partitions) for row in rows]),
         Column("M", cells=[str(row.micro_batches) for row in rows]),
-        Column("paper", "paper", [number(one, 2) for one in paper]),
-        Column("N", SIMULATED, samples(lingvo)),
-        Column("Lingvo's cut", SIMULATED, [speed.text for speed in speeds[SIMULATED]]),
+        numbers("paper", "paper", paper, 2),
+        samples("N", lingvo),
+        relative("Lingvo's cut", SIMULATED),
         off("Lingvo's cut - paper", SIMULATED, comparable),
-        Column("N, exact cut", SIMULATED, samples(exact)),
-        Column("exact / Lingvo's", SIMULATED, gains),
-        Column("here", MEASURED, [speed.text for speed in speeds[MEASURED]]),
+        samples("N, exact cut", exact),
+        numbers("exact / Lingvo's", SIMULATED, gains, 2),
+        relative("here", MEASURED),
         off("here - paper", MEASURED, comparable and not runner.desk),  # a desk's model is of another size
     ]
     left_out = {

@@ -10,8 +10,17 @@ from typing import Any
 
 from gpipe_cli.config.typed import quoted
 from gpipe_cli.errors import InputError
-from gpipe_cli.reporting.tables.table import Column, Table
-from gpipe_cli.reproduction.runner import NONE, SAME_RESULT, Findings, Runner, beside, difference, number
+from gpipe_cli.reporting.tables.table import NONE, Column, Table
+from gpipe_cli.reproduction.runner import (
+    SAME_RESULT,
+    Findings,
+    Runner,
+    beside,
+    counts,
+    difference,
+    number,
+    numbers,
+)
 from gpipe_cli.units import count, percent, plural
 
 RUN = "trained"  # folder of the run
@@ -30,8 +39,8 @@ class Size:
         counted = replace(runner, settings=()).train("counted", "dry_run=true", *self.settings)["model_parameters"]
         columns = (
             Column("model", cells=[self.model]),
-            Column("parameters", "paper", [count(self.parameters)]),
-            Column("parameters", "counted", [count(counted)]),
+            counts("parameters", "paper", [self.parameters]),
+            counts("parameters", "counted", [counted]),
             Column("", "difference", [f"{100 * (counted / self.parameters - 1):+.1f} %"]),
         )
         return Table("Size", columns)
@@ -129,7 +138,7 @@ class FineTuning:
         columns = (
             Column("seed", cells=[str(run["config"]["seed"]) for run in runs]),
             Column("top-1", "measured", [percent(run["test"]["top1"], 2) for run in runs]),
-            Column("loss", "measured", [number(run["test"]["loss"], 4) for run in runs]),
+            numbers("loss", "measured", [run["test"]["loss"] for run in runs], 4),
         )
         tables = self._means(runs, others, comparable), Table("Each run", columns)
         return Findings(tables, (("deviation", note),), comparable=comparable)

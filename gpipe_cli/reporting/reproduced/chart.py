@@ -1,11 +1,10 @@
 """Plots of the tables of a reproduction: the paper's numbers and ours over the same axis, as SVG in the page.
 
-A plot is made of what a table says, so that it never says anything else. Marks tell who says it and not colours alone:
-the paper's are hollow circles on a broken line, ours are filled.
+A plot has the numbers of a table's cells, so that it never says anything else. Marks tell who says it and not colours
+alone: the paper's are hollow circles on a broken line, ours are filled.
 """
 
 import math
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -16,7 +15,6 @@ WIDTH, HEIGHT = 400, 240  # of a plot, in pixels of the page
 LEFT, RIGHT, TOP, BOTTOM = 46, 12, 26, 40  # its margins
 OURS = ("measured", "counted", "planned", "simulated")
 OTHERS = ("paper", *OURS)
-_FACTORS = {"": 1.0, "k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12, "%": 1.0}
 _LOGARITHMIC = 30.0  # an axis is logarithmic whose numbers differ by more than this factor
 
 
@@ -33,12 +31,6 @@ class Chart:
     places: Sequence[str]  # names of the places on the horizontal axis
     lines: Sequence[Line]
     unit: str  # below the axis, what `places` are
-
-
-def value(cell: str) -> float | None:
-    """The number of a cell, 1.05e9 for `1.05 B`; None for what is none, or has a unit of bytes."""
-    found = re.fullmatch(r"([+-]?[\d,]*\.?\d+) ?([kMBT%]?)", cell)
-    return float(found[1].replace(",", "")) * _FACTORS[found[2]] if found else None
 
 
 def charts(table: Table) -> Iterator[Chart]:
@@ -75,12 +67,9 @@ def _name(column: Column) -> str:
 
 def _line(name: str, column: Column, rows: Sequence[int] = ()) -> Line | None:
     """None of a column without any number."""
-    values = [value(column.cells[at]) for at in rows or range(len(column.cells))]
-    return (
-        Line(name, f"{column.origin} {column.heading.partition(' ')[0]}", values)
-        if any(one is not None for one in values)
-        else None
-    )
+    values = [column.values[at] for at in rows or range(len(column.values))] if column.values is not None else []
+    mark = f"{column.origin} {column.heading.partition(' ')[0]}"
+    return Line(name, mark, values) if any(one is not None for one in values) else None
 
 
 def to_svg(chart: Chart, top: float | None = None) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from gpipe_cli.reporting.reproduced.chart import OURS, value
+from gpipe_cli.reporting.reproduced.chart import OURS
 from gpipe_cli.reporting.tables.table import NONE, Column, Table
 
 
@@ -30,7 +30,7 @@ def verdict(table: Table) -> Verdict | None:
         if grows or paper.heading not in ("", "paper"):
             rows.reverse()
         for at in rows:
-            known = [one for one in ours if None not in (value(one.cells[at]), value(paper.cells[at]))]
+            known = [one for one in ours if paper.has_value(at) and one.has_value(at)]
             found = [_of(table, paper, one, at) for one in known]
             if found:
                 return next((one for one in found if one.difference != NONE), found[0])

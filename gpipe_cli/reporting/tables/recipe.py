@@ -82,5 +82,7 @@ def markdown(reproduction: Reproduction) -> str:
 
 
 def _plain(table: Table) -> dict[str, Any]:
-    columns = [{"heading": column.heading, "origin": column.origin} for column in table.columns]
+    columns = [
+        {"heading": column.heading, "origin": column.origin, "values": column.values} for column in table.columns
+    ]
     return {"title": table.title, "columns": columns, "rows": table.rows}

@@ -38,11 +38,18 @@ class Column:
 
     @classmethod
     def of(
-        cls, key: str, heading: str, values: Sequence[Any], form: Callable[[Any], str], *, printed: bool = True
+        cls,
+        key: str,
+        heading: str,
+        values: Sequence[Any],
+        form: Callable[[Any], str],
+        *,
+        origin: Origin = "",
+        printed: bool = True,
     ) -> Self:
         """Of numbers, None where a row has none, which people read in this form."""
         cells = [NONE if value is None else form(value) for value in values]
-        return cls(heading, cells=cells, number=True, key=key, values=values, printed=printed)
+        return cls(heading, origin, cells, number=True, key=key, values=values, printed=printed)
 
     @property
     def right(self) -> bool:
@@ -53,6 +60,9 @@ class Column:
     def origin_line(self) -> str:
         """The origin, where the heading does not say it, as `planned - paper` does."""
         return "" if self.origin == self.heading or " - " in self.heading else self.origin
+
+    def has_value(self, row: int) -> bool:
+        return self.plain_values[row] not in (None, NONE)
 
     @property
     def plain_values(self) -> Sequence[Any]:
