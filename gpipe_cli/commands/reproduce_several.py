@@ -52,7 +52,8 @@ def reproduce_several(
         go_on = shlex.join(["gpipe", "reproduce", *asked, *settings]) + f" {override('run_folder', str(folder))}"
         show_facts(console, [("recipes", str(len(recipes))), ("folder", str(folder)), ("goes on by", go_on)])
         failed: dict[str, str] = {}
-        begin, ran = time.monotonic(), 0.0  # seconds at a desk of what was run
+        begin = time.monotonic()
+        took = stated = 0.0  # seconds of the recipes that have run here, and what their files state for a desk
         for at, recipe in enumerate(recipes, start=1):
             below = folder / recipe.name
             which = f"{at} of {len(recipes)}"
@@ -60,15 +61,20 @@ def reproduce_several(
                 show_line(console, f"{which:<12} {recipe.name}: is done")
                 continue
             used = time.monotonic() - begin
-            left = _left([one for one in recipes[at - 1 :] if not _is_done(folder, one.name)], used, ran, whole.scale)
+            left = ""
+            if took or machine.scale(recipe, whole, given)[0] == "desk":
+                todo = sum(60 * one.desk.minutes for one in recipes[at - 1 :] if not _is_done(folder, one.name))
+                left = f", about {duration(todo * took / stated if took else todo)} left"
             show_line(console, "")
-            so_far = f"; {duration(used)} used" if ran else ""
+            so_far = f"; {duration(used)} used" if took else ""
             show_line(console, f"{which:<12} {recipe.name}: {recipe.title}{so_far}{left}", "bold")
             shutil.rmtree(below, ignore_errors=True)  # what an interruption or a failure has left
             below.mkdir()
             try:
                 found = machine.reproduce(recipe, whole, given, below)
                 write_reproduction(found, below)
+                took += found.seconds
+                stated += 60 * recipe.desk.minutes
             except KeyboardInterrupt as stop:
                 show_line(console, f"interrupted; what is done stays in {folder}; go on by", "bold yellow")
                 show_line(console, go_on)
@@ -78,7 +84,7 @@ def reproduce_several(
                 show_line(console, f"failed: {error}", "bold red")
             finally:
                 _write_report(folder, failed)
-            ran += 60 * recipe.desk.minutes
+        _write_report(folder, failed)  # where all was done before, too
         for name, reason in failed.items():
             show_line(console, f"{name} failed: {reason}", "bold red")
         if failed:
@@ -105,14 +111,6 @@ def _refuse_others(folder: Path, whole: ReproduceSettings, given: tuple[str, ...
     if before != _asked(whole, given):
         has = " ".join([f"scale={before.get('scale')}", *before.get("settings", [])])
         raise InputError(f"run_folder={folder}: what lies there has {has}; go on with these, or choose another folder")
-
-
-def _left(recipes: Sequence[Recipe], used: float, ran: float, scale: str) -> str:
-    """About how long ``recipes`` will take: as at a desk, times what the ones before took of that."""
-    if not ran and scale != "desk":
-        return ""
-    times = used / ran if ran else 1.0
-    return f", about {duration(times * sum(60 * recipe.desk.minutes for recipe in recipes))} left"
 
 
 def _write_report(folder: Path, failed: dict[str, str]) -> None:

@@ -3,7 +3,8 @@
 import gc
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -70,17 +71,22 @@ def plan(
         files |= {} if file is None else {"schedule_file": str(file)}
         written = plan_json(config, profile, made, comparisons, files)
         title = f"{written['model_name']}, K = {len(made.stages)}, M = {made.micro_batches}"
+        about = f"{model_name(config)} on {config.dataset.name}"
+        commands = [shlex.join(["gpipe", *sys.argv[1:]])]
+
+        @contextmanager
+        def page_and_picture() -> Iterator[None]:
+            write_page(folder / PAGE, about, simulation_data(config, profile, made), (), commands=commands)
+            write_picture(folder / PICTURE, draw([predicted_view(title, made)]))
+            yield
+
         try:
             if file is not None:
                 of_all = checked_schedule(made.order, config.micro_batches, made.recompute)  # the plan may have fewer
                 write_whole(file, csv_of(of_all, place(config).rows))
             write_whole(folder / SETTINGS, to_yaml(config))
-            about = f"{model_name(config)} on {config.dataset.name}"
-            commands = [shlex.join(["gpipe", *sys.argv[1:]])]
-            traced = Fork(partial(_write_trace, folder, config, profile, made))  # as long as all the rest
-            write_page(folder / PAGE, about, simulation_data(config, profile, made), (), commands=commands)
-            write_picture(folder / PICTURE, draw([predicted_view(title, made)]))
-            failed, code = traced.wait()
+            traced = Fork(partial(_write_trace, folder, config, profile, made))  # takes as long as page and picture
+            failed, code = traced.wait(page_and_picture())
             if failed or code:
                 raise failed or OSError(f"{folder / TRACE}: its process ended with exit code {code}")
         finally:  # a plan that cannot be written is still shown

@@ -4,12 +4,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
 
-from gpipe_cli.config.settings import TrainConfig
+from gpipe_cli.config.settings import AUTO_BATCH, TrainConfig
 from gpipe_cli.config.slurm import LaunchSettings
 from gpipe_cli.distributed.torchrun import as_first_of
 from gpipe_cli.launch.machine_timing import step_costs
 from gpipe_cli.launch.training_run import find_source
-from gpipe_cli.planner.auto_settings import choose
+from gpipe_cli.planner.auto_settings import choose, with_samples
 from gpipe_cli.planner.cost_model import predicted_costs
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model, refuse_single_samples
 from gpipe_cli.planner.placement import make_placement
@@ -41,8 +41,13 @@ def check(job: LaunchSettings, requests: Sequence[tuple[TrainConfig, Collection[
 def _check(job: LaunchSettings, config: TrainConfig, auto: Collection[str], profile: ModelProfile) -> None:
     """Check one training of a job, under the environment of its first process."""
     hardware = config.hardware
-    if config.recompute == "auto" and job.gpus_per_node and hardware.name == "auto" and hardware.memory_gib is None:
-        config = replace(config, recompute="always")  # how much memory the GPUs have is not known
+    if job.gpus_per_node and hardware.name == "auto" and hardware.memory_gib is None:  # the GPUs' memory is not known
+        if config.recompute == "auto":
+            config = replace(config, recompute="always")
+        for key in AUTO_BATCH:
+            if key in auto:
+                auto = [one for one in auto if one != key]
+                config = with_samples(config, profile, key, 1)
     config = replace(config, device="cpu")
     timed = config.cost != "figures" and job.processes > 1  # which is refused; this machine is not timed
     costs_of = partial(step_costs, log=lambda line: None) if timed else predicted_costs

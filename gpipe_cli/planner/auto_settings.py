@@ -13,7 +13,8 @@ from itertools import chain, product
 from operator import itemgetter
 from typing import Any
 
-from gpipe_cli.config.groups import AmoebaNetConfig, TransformerLMConfig, TransformerNMTConfig
+from gpipe_cli.assembly.build import open_data
+from gpipe_cli.config.groups import AmoebaNetConfig, ImagesConfig, TransformerLMConfig, TransformerNMTConfig
 from gpipe_cli.config.settings import AUTO, AUTO_BATCH, AUTO_SCHEDULE, TrainConfig
 from gpipe_cli.config.typed import NothingFitsError, show
 from gpipe_cli.distributed.torchrun import torchrun
@@ -165,8 +166,8 @@ def _fits(config: TrainConfig, profile: ModelProfile) -> bool:
 
 def _largest_mini_batch(config: TrainConfig, profile: ModelProfile, key: str, costs_of: CostsOf) -> Comparison:
     """The most samples a micro-batch with which a cut fits the memory, M R times as many in a mini-batch, beside the
-    next larger mini-batch. `key` is `batch_size`, or `batch_tokens` for as many sentences of the greatest length. Where
-    the settings say how many samples the training set has, there are no more.
+    next larger mini-batch. `key` is `batch_size`, or `batch_tokens` for as many sentences of the greatest length. There
+    are no more than the training set has.
 
     The configuration that is chosen has the limit, so that its stages are cut for it.
 
@@ -181,12 +182,10 @@ def _largest_mini_batch(config: TrainConfig, profile: ModelProfile, key: str, co
     assert limit_bytes is not None
     if config.hardware.memory_gib is None:
         config = replace(config, hardware=replace(config.hardware, memory_gib=limit_bytes / 2**30))
-    pieces, units = config.micro_batches * config.replicas, 1 if key == "batch_size" else max(profile.lengths)
-    most = max(1, (config.dataset.train_samples or _MOST_SAMPLES) // pieces)  # of the samples of a micro-batch
+    most = max(1, _training_samples(config) // (config.micro_batches * config.replicas))  # of a micro-batch
 
     def sized(samples: int) -> TrainConfig:
-        size: dict[str, Any] = {key: samples * pieces * units}
-        return replace(config, **size)
+        return with_samples(config, profile, key, samples)
 
     def planned(one: TrainConfig, costs: StepCosts) -> Candidate:
         return try_plan(str(getattr(one, key)), one, profile, costs, limit_bytes)
@@ -194,6 +193,10 @@ def _largest_mini_batch(config: TrainConfig, profile: ModelProfile, key: str, co
     found = bisect_left(range(1, most + 1), True, key=lambda samples: not _fits(sized(samples), profile))
     one = sized(max(1, found))
     chosen = planned(one, costs_of(one, profile))
+    while chosen.over is not None and found > 1:  # schedule=auto finds another order by other seconds of layers
+        found -= 1
+        one = sized(found)
+        chosen = planned(one, costs_of(one, profile))
     if chosen.over is not None:
         raise _refusal(one, profile, chosen.over, f"{key}=auto: not even one sample a micro-batch fits; ")
     if found == most:
@@ -201,6 +204,26 @@ def _largest_mini_batch(config: TrainConfig, profile: ModelProfile, key: str, co
     larger = sized(found + 1)
     rule = "the largest that fits the memory"
     return Comparison(key, rule, (chosen, planned(larger, predicted_costs(larger, profile))), chosen)
+
+
+def with_samples(config: TrainConfig, profile: ModelProfile, key: str, samples: int) -> TrainConfig:
+    """The configuration with micro-batches of so many `samples` of the greatest length; `key`: one of AUTO_BATCH."""
+    units = 1 if key == "batch_size" else max(profile.lengths)
+    size: dict[str, Any] = {key: samples * config.micro_batches * config.replicas * units}
+    return replace(config, **size)
+
+
+def _training_samples(config: TrainConfig) -> int:
+    """The most samples that the training set may have: its number, of noise and of images that are here. Text is not
+    read, as its vocabulary may take minutes to learn."""
+    dataset = config.dataset
+    if dataset.train_samples is not None:
+        return dataset.train_samples
+    if isinstance(dataset, ImagesConfig):
+        with suppress(InputError):
+            train, _ = open_data(replace(config, dataset=replace(dataset, download=False)))
+            return len(train)
+    return _MOST_SAMPLES
 
 
 def _candidates(config: TrainConfig, auto: frozenset[str], layers: int, elsewhere: bool) -> list[TrainConfig]:

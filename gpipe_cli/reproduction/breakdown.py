@@ -48,7 +48,7 @@ class Breakdown:
         columns = (
             Column("share of a step", cells=[share_word(name) for name in SHARES]),
             *(
-                Column.of("", heading, [shares.get(name) for name in SHARES], percent, origin=origin)
+                Column.of("", heading, [shares.get(name) for name in SHARES], percent, origin=origin, quantity="share")
                 for heading, origin, shares in numbers
             ),
             Column("here - paper, points", "difference", off),

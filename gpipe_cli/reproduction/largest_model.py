@@ -102,7 +102,7 @@ class LargestModel:
             *trained_tables(self.sizes, trained),
         )
         notes = (
-            *_planned_notes(planned, runner),
+            *_planned_notes(planned, paper),
             *_naive_notes(self.sizes[0], naive, self.unit, comparable),
             *_trained_notes(trained, len(rows), runner),
         )
@@ -186,12 +186,12 @@ def _planned_notes(rows: Sequence[Planned], runner: Runner) -> Iterator[tuple[st
     where = f"{hardware} with what was given" if runner.changed() else "the paper's accelerators"
     unfit = {row.size.name: fullest(row.plan) for row in rows if not row.fits}
     for alone, why in (
-        (True, "gradients, which the paper's 12 bytes a parameter leave out; without them it would"),
-        (False, "activations; what the paper may count in their place stands in a table of its own"),
+        (True, "gradients, which the paper's 12 bytes a parameter leave out"),
+        (False, "activations"),
     ):
         names = [name for name, m in unfit.items() if (m["total_bytes"] - m["gradients_bytes"] <= limit_bytes) == alone]
         if names:
-            yield "found", f"by our count {', '.join(names)} does not fit {where} for its {why}"
+            yield "found", f"by our count {', '.join(names)} would fit {where} but for the {why}"
     if none := ", ".join(row.size.name for row in rows if row.largest is None):
         yield "found", f"by our count no model of this family fits as {none}, however small"
 

@@ -1,12 +1,13 @@
 """The simulator held against speeds that others have measured and published: torchgpipe, zero bubble, FSDP and more.
 
 The paper's own tables leave the batch size and more to be guessed. These sources say what ran: hardware, model, batch
-size, K, M and schedule are settings of `gpipe plan`. No figure is fitted to a single cell, but three were set by the
-medians of these tables: what an A100 and convolutions on tensor cores reach, and the memory bandwidth of a P40.
+size, K, M and schedule are settings of `gpipe plan`. No figure is fitted to a single cell, but three were set by these
+tables: what an A100 and what convolutions on tensor cores reach, and the memory bandwidth of a P40.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from statistics import median
 from typing import Literal
 
@@ -78,10 +79,13 @@ class PublishedSpeeds:
                 found = _errors(table, speeds)
                 errors[source.name].append(found)
                 tables.append(_table(source, table, speeds, found.cells if comparable else None))
-        notes = [(source.name, f"{source.hardware}; {source.source}") for source in self.sources]
+        notes = [("source", f"{one.name}: {one.hardware}; {one.source}") for one in self.sources]
         if comparable:
             notes += [("off", f"{source.name}: {source.note}") for source in self.sources]
-            tables.append(_summary(errors))
+            every = _together(chain.from_iterable(errors.values()))
+            cells, off, ratios = every.row
+            notes.append(("found", f"median |error| of {cells} speeds {off} %, of ratios within a table {ratios} %"))
+            tables.append(_summary(errors, every))
         return Findings(tuple(tables), tuple(notes), comparable=comparable)
 
 
@@ -130,20 +134,16 @@ def _figures(value: float) -> str:
     return number(value, max(0, 3 - len(str(int(value)))) if value >= 1 else 3)
 
 
-def _summary(errors: dict[str, list[Errors]]) -> Table:
+def _together(some: Iterable[Errors]) -> Errors:
+    every = list(some)
+    return Errors([one for each in every for one in each.cells], [one for each in every for one in each.ratios])
+
+
+def _summary(errors: dict[str, list[Errors]], every: Errors) -> Table:
     """The medians of each source, and of all."""
-
-    def together(some: Iterable[Errors]) -> Errors:
-        every = list(some)
-        return Errors([one for each in every for one in each.cells], [one for each in every for one in each.ratios])
-
-    def rows() -> Iterator[tuple[str, ...]]:
-        for name, each in errors.items():
-            yield name, *together(each).row
-        yield "all", *together(each for some in errors.values() for each in some).row
-
+    rows = [(name, *_together(each).row) for name, each in errors.items()]
     columns = (
         Column("source"), Column("cells", number=True), Column("median of |error|, %", "difference"),
         Column("of ratios within a table, %", "difference"),
     )  # fmt: skip
-    return Table.of_rows("How far the simulated speeds are off", columns, tuple(rows()))
+    return Table.of_rows("How far the simulated speeds are off", columns, [*rows, ("all", *every.row)])

@@ -51,7 +51,7 @@ class Needs:
     how: str | None = None  # to get the data, and where to put it
 
     def __str__(self) -> str:
-        machine = f"{plural(self.gpus, 'GPU')} of {self.memory_gib:g} GiB"
+        machine = f"{plural(self.gpus, 'GPU')} of {self.memory_gib:g} GiB" if self.gpus else "no GPU"
         return f"{machine}, {self.data}" if self.data else machine
 
     def fitting_scale(self, gpus: Sequence[Gpu]) -> tuple[Scale, str]:
@@ -175,7 +175,8 @@ class Recipe:
         if scale == "desk":
             notes.append(("scaled down", self.desk.scaled))
         if scale == "smoke":
-            notes.append(("scaled down", f"as far as it runs; what is measured says nothing ({' '.join(self.smoke)})"))
+            smaller = f" ({' '.join(self.smoke)})" if self.smoke else ""
+            notes.append(("scaled down", f"as far as it runs; what is measured says nothing{smaller}"))
         notes += [*(("our choice", choice) for choice in self.choices), *found.notes]
         if self.size is not None:
             smaller = " ".join(self.size.settings)

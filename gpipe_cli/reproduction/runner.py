@@ -206,9 +206,9 @@ def number(value: float | None, digits: int) -> str:
     return NONE if value is None else f"{value:,.{digits}f}"
 
 
-def numbers(heading: str, origin: Origin, values: Sequence[float | None], digits: int) -> Column:
+def numbers(heading: str, origin: Origin, values: Sequence[float | None], digits: int, quantity: str = "") -> Column:
     """A column of numbers with this many decimal places."""
-    return Column.of("", heading, values, partial(number, digits=digits), origin=origin)
+    return Column.of("", heading, values, partial(number, digits=digits), origin=origin, quantity=quantity)
 
 
 def counts(heading: str, origin: Origin, values: Sequence[int | None]) -> Column:

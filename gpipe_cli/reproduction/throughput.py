@@ -24,6 +24,7 @@ from gpipe_cli.units import plural
 MEASURED: Final = "measured"  # of a row of bench.json, and where a column comes from
 IMPOSSIBLE: Final = "impossible"
 SIMULATED: Final = "simulated"
+SPEED = "speed"  # the quantity of columns that are called after where it comes from
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +119,10 @@ class Throughput:
         for figures in dict.fromkeys(" ".join(model.figures) for model in self.models):
             yield SIMULATED, f"at the paper's size, from figures, not from anything that was run ({figures})"
         yield SIMULATED, "cut by Lingvo's rule (partition.method=lingvo), and exactly: each with the N of its own plan"
+        yield (
+            SIMULATED,
+            "exact / Lingvo's: samples/s; no cut gains at M = 1, and a larger N can cost more than it brings",
+        )
         if runner.desk and stages and not runner.changed():
             yield "difference", "none where measured: the models differ in size"
 
@@ -230,7 +235,9 @@ def _table(
 
     def relative(heading: str, origin: Origin) -> Column:
         found = speeds[origin]
-        return Column(heading, origin, [one.text for one in found], values=[one.relative for one in found])
+        return Column(
+            heading, origin, [one.text for one in found], values=[one.relative for one in found], quantity=SPEED
+        )
 
     pairs = [(exact[at]["relative"], lingvo[at]["relative"]) for at in range(len(rows))]
     gains = [ours / theirs if ours and theirs else None for ours, theirs in pairs]
@@ -238,7 +245,7 @@ def _table(
         Column("", cells=[row.name for row in rows]),
         Column("K", cells=[str(row.partitions) for row in rows]),
         Column("M", cells=[str(row.micro_batches) for row in rows]),
-        numbers("paper", "paper", paper, 2),
+        numbers("paper", "paper", paper, 2, SPEED),
         samples("N", lingvo),
         relative("Lingvo's cut", SIMULATED),
         off("Lingvo's cut - paper", SIMULATED, comparable),

@@ -94,6 +94,8 @@ def _be_fork(parent: int, work: Callable[[], object], output: int | None, sent: 
         _flush()  # first: our parent ends us as soon as it has the value
         sent.send(value)
         code = 0
+    except KeyboardInterrupt:  # the parent reports it
+        pass
     except BaseException:
         traceback.print_exc()
     finally:

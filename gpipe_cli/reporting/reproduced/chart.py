@@ -21,8 +21,9 @@ _LOGARITHMIC = 30.0  # an axis is logarithmic whose numbers differ by more than 
 @dataclass(frozen=True)
 class Line:
     name: str
-    mark: str  # classes of its marks: the origin of the column, and its heading
+    origin: str  # of the column: the class of its marks
     values: Sequence[float | None]  # None where the table has none
+    cells: Sequence[str]  # the same as the table shows them
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,10 @@ class Chart:
 def charts(table: Table) -> Iterator[Chart]:
     """A plot of speeds over K for each M; or one of the columns that have the same heading as one of the paper's."""
     named = {column.heading: column for column in table.columns if not column.origin}
-    if any(column.origin == "paper" for column in table.columns) and {"K", "M"} <= named.keys():
-        yield from _over_partitions(table, named)
+    paper = next((column for column in table.columns if column.origin == "paper"), None)
+    if paper is not None and {"K", "M"} <= named.keys():
+        speeds = [column for column in table.columns if column.origin in OTHERS and column.same_quantity(paper)]
+        yield from _over_partitions(speeds, named)
         return
     for paper in table.columns:
         ours = [column for column in table.columns if column.origin in OURS and column.heading == paper.heading]
@@ -47,10 +50,9 @@ def charts(table: Table) -> Iterator[Chart]:
                 yield Chart(paper.heading, table.columns[0].cells, lines, "")
 
 
-def _over_partitions(table: Table, named: dict[str, Column]) -> Iterator[Chart]:
+def _over_partitions(columns: Sequence[Column], named: dict[str, Column]) -> Iterator[Chart]:
     partitions, micro_batches = named["K"].cells, named["M"].cells
     names = named[""].cells if "" in named else ()
-    columns = [column for column in table.columns if column.origin in OTHERS]
     if names:  # each row has its own name, and nothing is a curve over K
         lines = [line for column in columns if (line := _line(_name(column), column))]
         yield Chart("throughput", names, lines, "")
@@ -67,9 +69,10 @@ def _name(column: Column) -> str:
 
 def _line(name: str, column: Column, rows: Sequence[int] = ()) -> Line | None:
     """None of a column without any number."""
-    values = [column.values[at] for at in rows or range(len(column.values))] if column.values is not None else []
-    mark = f"{column.origin} {column.heading.partition(' ')[0]}"
-    return Line(name, mark, values) if any(one is not None for one in values) else None
+    at = rows or range(len(column.cells))
+    values = [None if column.values is None else column.values[row] for row in at]
+    cells = [column.cells[row] for row in at]
+    return Line(name, column.origin, values, cells) if any(one is not None for one in values) else None
 
 
 def to_svg(chart: Chart, top: float | None = None) -> str:
@@ -101,12 +104,12 @@ def to_svg(chart: Chart, top: float | None = None) -> str:
     if chart.unit:
         parts.append(f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 6}" text-anchor="end">{escape(chart.unit)}</text>')
     for line in reversed(chart.lines):  # the paper's above ours
-        points = [(x(at), y(one), one) for at, one in enumerate(line.values) if one is not None]
+        points = [(x(at), y(one), line.cells[at]) for at, one in enumerate(line.values) if one is not None]
         path = "L".join(f"{px:.1f} {py:.1f}" for px, py, _ in points)
-        parts.append(f'<g class="{line.mark}"><path class="line" d="M{path}"/>')
+        parts.append(f'<g class="{line.origin}"><path class="line" d="M{path}"/>')
         parts += [
-            f'<circle cx="{px:.1f}" cy="{py:.1f}" r="4"><title>{escape(line.name)}: {number:g}</title></circle>'
-            for px, py, number in points
+            f'<circle cx="{px:.1f}" cy="{py:.1f}" r="4"><title>{escape(f"{line.name}: {cell}")}</title></circle>'
+            for px, py, cell in points
         ]
         parts.append("</g>")
     return "".join([*parts, "</svg>"])
@@ -114,11 +117,11 @@ def to_svg(chart: Chart, top: float | None = None) -> str:
 
 def legend(lines: Sequence[Line]) -> str:
     """What the marks mean, as HTML."""
-    marks = {line.name: line.mark for line in lines}
+    origins = {line.name: line.origin for line in lines}
     return "".join(
-        f'<span><svg viewBox="0 0 26 12" aria-hidden="true"><g class="{mark}"><path class="line" d="M1 6H25"/>'
+        f'<span><svg viewBox="0 0 26 12" aria-hidden="true"><g class="{origin}"><path class="line" d="M1 6H25"/>'
         f'<circle cx="13" cy="6" r="4"/></g></svg>{escape(name)}</span>'
-        for name, mark in marks.items()
+        for name, origin in origins.items()
     )
 
 

@@ -29,10 +29,10 @@ KINDS = {
 def write_report(folder: Path, reproductions: Sequence[Reproduction], failed: Mapping[str, str]) -> None:
     """Writes the page into ``folder``; ``failed``: why a recipe has come to nothing, by its name."""
     style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
-    write_whole(folder / REPORT, "\n".join(_page(reproductions, failed, style)) + "\n")
+    write_whole(folder / REPORT, "\n".join(_page(reproductions, failed, style, folder)) + "\n")
 
 
-def _page(reproductions: Sequence[Reproduction], failed: Mapping[str, str], style: str) -> Iterator[str]:
+def _page(reproductions: Sequence[Reproduction], failed: Mapping[str, str], style: str, folder: Path) -> Iterator[str]:
     seconds = sum(one.seconds for one in reproductions)
     machines = "; ".join(dict.fromkeys(one.machine for one in reproductions))
     scales = ", ".join(dict.fromkeys(one.scale for one in reproductions))
@@ -56,7 +56,7 @@ def _page(reproductions: Sequence[Reproduction], failed: Mapping[str, str], styl
     yield from (f"<dt>{kind}</dt><dd>{escape(words)}</dd>" for kind, words in KINDS.items())
     yield "</dl></section>"
     for one in reproductions:
-        yield from _section(one)
+        yield from _section(one, folder / one.name)
     yield "</main></body></html>"
 
 
@@ -77,7 +77,7 @@ def _claims(one: Reproduction) -> Iterator[str]:
     yield "</tbody>"
 
 
-def _section(one: Reproduction) -> Iterator[str]:
+def _section(one: Reproduction, folder: Path) -> Iterator[str]:
     yield f'<section id="{one.name}" class="recipe"><h2>{escape(one.title)}</h2>'
     yield f'<p class="claim">{escape(one.claim)}.</p>'
     yield f'<p class="pale"><code>{one.name}</code>, {escape(one.source)}; scale {one.scale}, '
@@ -85,7 +85,7 @@ def _section(one: Reproduction) -> Iterator[str]:
     for table in one.tables:
         yield f'<h3>{escape(table.title)}</h3><div class="beside"><div class="wide">{_table(table)}</div>'
         yield f"{_charts(list(charts(table)))}</div>"
-    yield from _pictures(one)
+    yield from _pictures(one, folder)
     yield '<dl class="notes">'
     yield from (f"<dt>{escape(label)}</dt><dd>{escape(line)}</dd>" for label, line in one.notes)
     commands = "\n".join(one.commands)
@@ -103,10 +103,12 @@ def _charts(drawn: Sequence[Chart]) -> str:
     return f'<figure><div class="charts">{plots}</div><figcaption>{legend(lines)}</figcaption></figure>'
 
 
-def _pictures(one: Reproduction) -> Iterator[str]:
+def _pictures(one: Reproduction, folder: Path) -> Iterator[str]:
+    """Those of the recipe's folder, wherever it lies now."""
     for what, path in one.files:
-        if path.endswith(".png") and Path(path).is_file():
-            content = b64encode(Path(path).read_bytes()).decode("ascii")
+        picture = folder / Path(path).name
+        if picture.suffix == ".png" and picture.is_file():
+            content = b64encode(picture.read_bytes()).decode("ascii")
             yield f'<p><img alt="{escape(f"{one.title}: {what}")}" src="data:image/png;base64,{content}"></p>'
 
 

@@ -25,7 +25,7 @@ def verdict(table: Table) -> Verdict | None:
     """
     grows = any(column.heading == "K" for column in table.columns)
     for paper in (column for column in reversed(table.columns) if column.origin == "paper"):
-        ours = [column for column in table.columns if column.origin in OURS and _same(paper, column)]
+        ours = [column for column in table.columns if column.origin in OURS and column.same_quantity(paper)]
         rows = list(range(len(table.rows)))
         if grows or paper.heading not in ("", "paper"):
             rows.reverse()
@@ -35,11 +35,6 @@ def verdict(table: Table) -> Verdict | None:
             if found:
                 return next((one for one in found if one.difference != NONE), found[0])
     return None
-
-
-def _same(paper: Column, ours: Column) -> bool:
-    """Whether both are of the same quantity: where there is but one, the paper's column is called after the paper."""
-    return ours.heading == paper.heading or paper.heading == "paper"
 
 
 def _of(table: Table, paper: Column, ours: Column, at: int) -> Verdict:

@@ -83,6 +83,7 @@ def markdown(reproduction: Reproduction) -> str:
 
 def _plain(table: Table) -> dict[str, Any]:
     columns = [
-        {"heading": column.heading, "origin": column.origin, "values": column.values} for column in table.columns
+        {"heading": column.heading, "origin": column.origin, "values": column.values, "quantity": column.quantity}
+        for column in table.columns
     ]
     return {"title": table.title, "columns": columns, "rows": table.rows}

@@ -35,6 +35,7 @@ class Column:
     key: str = ""  # the heading in CSV, "" where it is the same
     values: Sequence[Any] | None = None  # as programs read them, None where there is none; None: the cells
     printed: bool = True  # in the console too, not only in files
+    quantity: str = ""  # what the numbers are of where the heading does not say it, as `Lingvo's cut`: `speed`
 
     @classmethod
     def of(
@@ -45,11 +46,12 @@ class Column:
         form: Callable[[Any], str],
         *,
         origin: Origin = "",
+        quantity: str = "",
         printed: bool = True,
     ) -> Self:
         """Of numbers, None where a row has none, which people read in this form."""
         cells = [NONE if value is None else form(value) for value in values]
-        return cls(heading, origin, cells, number=True, key=key, values=values, printed=printed)
+        return cls(heading, origin, cells, number=True, key=key, values=values, printed=printed, quantity=quantity)
 
     @property
     def right(self) -> bool:
@@ -60,6 +62,10 @@ class Column:
     def origin_line(self) -> str:
         """The origin, where the heading does not say it, as `planned - paper` does."""
         return "" if self.origin == self.heading or " - " in self.heading else self.origin
+
+    def same_quantity(self, other: "Column") -> bool:
+        """Whether both have numbers of the same quantity, so that one can be held against the other."""
+        return (self.quantity or self.heading) == (other.quantity or other.heading)
 
     def has_value(self, row: int) -> bool:
         return self.plain_values[row] not in (None, NONE)
