@@ -1,7 +1,7 @@
 """Plots of the tables of a reproduction: the paper's numbers and ours over the same axis, as SVG in the page.
 
-A plot has the numbers of a table's cells, so that it never says anything else. Marks tell who says it and not colours
-alone: the paper's are hollow circles on a broken line, ours are filled.
+A plot shows the values of a table's columns and nothing else. Marks, not colours alone, tell the origin: the paper's
+are hollow circles on a dashed line, ours are filled.
 """
 
 import math
@@ -15,26 +15,26 @@ WIDTH, HEIGHT = 400, 240  # of a plot, in pixels of the page
 LEFT, RIGHT, TOP, BOTTOM = 46, 12, 26, 40  # its margins
 OURS = ("measured", "counted", "planned", "simulated")
 OTHERS = ("paper", *OURS)
-_LOGARITHMIC = 30.0  # an axis is logarithmic whose numbers differ by more than this factor
+_LOGARITHMIC = 30.0  # an axis is logarithmic if its numbers differ by more than this factor
 
 
 @dataclass(frozen=True)
 class Line:
     name: str
-    mark: str  # classes of its marks: the origin of the column, and its heading
+    mark: str  # CSS classes: the origin of the column, and the first word of its heading
     values: Sequence[float | None]  # None where the table has none
 
 
 @dataclass(frozen=True)
 class Chart:
     title: str
-    places: Sequence[str]  # names of the places on the horizontal axis
+    places: Sequence[str]  # labels on the horizontal axis
     lines: Sequence[Line]
-    unit: str  # below the axis, what `places` are
+    unit: str  # the label below the axis: what `places` are
 
 
 def charts(table: Table) -> Iterator[Chart]:
-    """A plot of speeds over K for each M; or one of the columns that have the same heading as one of the paper's."""
+    """A plot of throughput over K for each M; in other tables, one for each heading that the paper and we share."""
     named = {column.heading: column for column in table.columns if not column.origin}
     if any(column.origin == "paper" for column in table.columns) and {"K", "M"} <= named.keys():
         yield from _over_partitions(table, named)
@@ -51,7 +51,7 @@ def _over_partitions(table: Table, named: dict[str, Column]) -> Iterator[Chart]:
     partitions, micro_batches = named["K"].cells, named["M"].cells
     names = named[""].cells if "" in named else ()
     columns = [column for column in table.columns if column.origin in OTHERS]
-    if names:  # each row has its own name, and nothing is a curve over K
+    if names:  # named rows are no curve over K
         lines = [line for column in columns if (line := _line(_name(column), column))]
         yield Chart("throughput", names, lines, "")
         return
@@ -66,14 +66,14 @@ def _name(column: Column) -> str:
 
 
 def _line(name: str, column: Column, rows: Sequence[int] = ()) -> Line | None:
-    """None of a column without any number."""
+    """The line of a column, or None if it has no number."""
     values = [column.values[at] for at in rows or range(len(column.values))] if column.values is not None else []
     mark = f"{column.origin} {column.heading.partition(' ')[0]}"
     return Line(name, mark, values) if any(one is not None for one in values) else None
 
 
 def to_svg(chart: Chart, top: float | None = None) -> str:
-    """The plot as an element `svg`; its vertical axis ends at ``top`` or above the greatest value."""
+    """The plot as an `svg` element, whose vertical axis reaches ``top``, by default the greatest value."""
     known = [one for line in chart.lines for one in line.values if one is not None]
     positive = [one for one in known if one > 0]
     logarithmic = len(positive) == len(known) and max(known) > _LOGARITHMIC * min(known)
@@ -123,7 +123,7 @@ def legend(lines: Sequence[Line]) -> str:
 
 
 def _ticks(most: float) -> list[float]:
-    """From 0 to at least ``most``, in three to six even steps of 1, 2 or 5 times a power of ten."""
+    """Numbers from 0 to at least ``most``, in three to six even steps of 1, 2 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(most or 1.0))
     step = next(step for factor in (0.2, 0.5, 1.0, 2.0) if most <= 6 * (step := factor * power))
     return [step * number for number in range(math.ceil(most / step - 1e-9) + 1)]
@@ -134,7 +134,7 @@ def _decades(least: float, most: float) -> list[float]:
 
 
 def _short(number: float) -> str:
-    """`0.5`, `100 M`."""
+    """A number on an axis: `0.5`, `100 M`."""
     for factor, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if number >= factor:
             return f"{number / factor:g} {unit}"
@@ -142,7 +142,7 @@ def _short(number: float) -> str:
 
 
 def _broken(name: str, width: float) -> list[str]:
-    """Two lines at most, broken where there is a hyphen or a blank if it does not fit."""
+    """The lines of a label, at most two: one wider than ``width`` pixels is broken at a hyphen or a blank."""
     if len(name) * 6.2 <= width:
         return [name]
     first, mark, rest = next((name.partition(mark) for mark in ("-", " ") if mark in name), (name, "", ""))
