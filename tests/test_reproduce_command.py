@@ -47,20 +47,20 @@ def test_without_a_name_the_recipes_are_listed_in_the_order_of_the_paper(
         ("../micro_batches=4", "../micro_batches=4: there is no such recipe; choose one of table1_amoebanet,"),
         ("breakdown/", "breakdown/: there is no such recipe; did you mean breakdown?; choose one of"),
         ("all breakdown", "all: there is no such recipe"),
-        ("all steps=5", "steps=5: table1_amoebanet does not run what reads it (gpipe bench)"),
+        ("all steps=5", "steps=5: table1_amoebanet does not take this setting of gpipe bench"),
         ("all run_folder=/proc", "run_folder=/proc: "),
         ("breakdown scale=large", "scale=large: must be one of auto, smoke, desk, paper"),
         ("breakdown run_folder=x", "run_folder=x: one recipe makes its own folder; give output=FOLDER"),
-        ("multilingual_400m ~presets", "~presets: a recipe takes nothing away; write NAME setting=value"),
+        ("multilingual_400m ~presets", "~presets: settings cannot be removed; write NAME setting=value"),
         ("consistency recipe.consistency.seeds=[0,1]", "[0,1]: what a recipe says of the paper cannot be set"),
         ("breakdown -m", "-m: there is no such option"),
         ("breakdown dry_run=true", "dry_run=true: a recipe is run; use gpipe train -cd recipes -cn NAME dry_run=true"),
-        ("breakdown seed=1,2", "seed=1,2: one value for all commands of a recipe; run it once for each"),
+        ("breakdown seed=1,2", "seed=1,2: all commands share one value; run the recipe once for each"),
         ("seed=1", "seed=1: of which recipe?"),
-        ("multilingual_400m steps=5", "steps=5: multilingual_400m does not run what reads it (gpipe bench)"),
-        ("table1_amoebanet ++partitions=3", "partitions=3: is what the rows of this table differ in"),
-        ("table1_amoebanet model.filters=8", "model.filters=8: is what the rows of this table differ in"),
-        ("table2_amoebanet ++micro_batches=8", "micro_batches=8: is what the rows of this table differ in"),
+        ("multilingual_400m steps=5", "steps=5: multilingual_400m does not take this setting of gpipe bench"),
+        ("table1_amoebanet ++partitions=3", "partitions=3: the rows of this table differ in this setting"),
+        ("table1_amoebanet model.filters=8", "model.filters=8: the rows of this table differ in this setting"),
+        ("table2_amoebanet ++micro_batches=8", "micro_batches=8: the rows of this table differ in this setting"),
         # refused by the command that the recipe runs, a process
         ("breakdown scale=desk filters=8", "filters=8: there is no such setting; did you mean model.filters?"),
         ("breakdown batch_size=8", "or batch_size=16 or more (a setting of this recipe)"),
@@ -93,7 +93,7 @@ def test_a_recipe_is_reproduced(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     written = (folder / "reproduction.md").read_text(encoding="utf-8")
     assert "| share of a step | paper | here, measured | layers here, simulated |" in written
     assert "recompute 22.5 %" in shown
-    assert f"* given: {' '.join(given)}: in every command; what else is said of models and sizes" in written
+    assert f"* given: {' '.join(given)}: in every command; other statements about models and sizes" in written
     assert {row[-1] for row in rows.values()} == {"-"}
     # as a user can type them
     assert [line.split()[:2] for line in found["commands"]] == [["gpipe", "bench"], ["gpipe", "plan"]]

@@ -1,4 +1,4 @@
-"""How a recipe runs: at which scale, each of its commands in a fork of this process, and its plans in this one."""
+"""How a recipe runs: its scale, its commands in forks of this process, and its plans in this process itself."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from gpipe_cli.system.gpus import Gpu
 
 @dataclass(frozen=True, slots=True)
 class ReproduceSettings:
-    """What belongs to the recipe as a whole, and not to the commands that it runs."""
+    """Settings of a recipe as a whole, and not of the commands that it runs."""
 
     scale: Literal["auto", "smoke", "desk", "paper"]
     output: str
@@ -33,21 +33,21 @@ class ReproduceSettings:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where recipes run, and how they are shown."""
+    """Where recipes run, and the console that shows their progress."""
 
     console: Console
     gpus: Sequence[Gpu]
 
     def scale(self, recipe: Recipe, whole: ReproduceSettings, given: Sequence[str]) -> tuple[Scale, str]:
-        """The scale of a recipe, and why."""
+        """The scale of a recipe, and the reason for it."""
         if whole.scale != "auto":
-            return whole.scale, "as was asked for"
+            return whole.scale, "as requested"
         if "device=cpu" in given:
             return "desk", "device=cpu uses no GPU"
         return recipe.needs.fitting_scale(self.gpus)
 
     def reproduce(self, recipe: Recipe, whole: ReproduceSettings, given: tuple[str, ...], folder: Path) -> Reproduction:
-        """Raises what the commands of the recipe end with."""
+        """Run a recipe. Raises the errors that its commands end with."""
         chosen, why = self.scale(recipe, whole, given)
         show = partial(show_line, self.console)
         return recipe.reproduce(
@@ -56,11 +56,11 @@ class Machine:
 
     def _perform(self, command: Sequence[str], log: IO[str]) -> None:
         if command[0] != "plan":
-            fork_server.start()  # all forks share it
+            fork_server.start()  # shared by all forks
         fork = fork_command(lambda: run_command(command[0], command[1:]), log.fileno())
         result = ended(fork, following(self.console, Path(log.name)))  # in a thread, which must not be forked
         if result.exit_code < 0:
-            fork_server.kill()  # with the workers of a command that was killed before it could end them
+            fork_server.kill()  # and the workers of a command that was killed before it could end them
         if result.error:
             log.write(f"gpipe {command[0]}: {result.error}\n")
         if result.exit_code == BAD_INPUT:
@@ -70,11 +70,11 @@ class Machine:
 
 
 def simulating_recipe(name: str) -> Simulate:
-    """Plans of the recipe `name`. Raises InputError as `gpipe plan` does."""
+    """A function that plans the recipe `name` with given settings. It raises InputError as `gpipe plan` does."""
 
     def composed(chosen: Sequence[str]) -> DictConfig:
         tree = compose(read("train", ["-cd", str(FOLDER), "-cn", name, *chosen]), TRAINING_KEYS)
-        assert tree is not None  # nothing but settings was given
+        assert tree is not None  # only settings were given
         return tree
 
     trees = JobTrees(composed)

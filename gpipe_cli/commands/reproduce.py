@@ -29,28 +29,28 @@ from gpipe_cli.system.files import LOCK
 from gpipe_cli.system.gpus import usable_gpus
 from gpipe_cli.system.interrupts import Stopped
 
-HELP = """Runs tables, figures and results of the GPipe paper, and prints the paper's numbers beside ours.
+HELP = """Reproduces tables, figures and results of the GPipe paper, and prints the paper's numbers beside ours.
 
 Usage: gpipe reproduce                               lists the recipes
        gpipe reproduce NAME [setting=value ...]      runs one
-       gpipe reproduce NAME NAME ... | all           runs several into one folder, and makes a page of all of them
+       gpipe reproduce NAME NAME ... | all           runs several into one folder, and writes a page about all of them
 
 Settings
   scale      paper: as in the paper | desk: scaled down to two CPU cores | auto: paper if its GPUs are here, otherwise
-             desk | smoke: as far as the code runs, in seconds (auto)
-  output     folder of the folder that everything goes to (outputs)
-  run_folder the folder of several recipes itself; what is done in it is not run again
-  any other  goes to every command of the recipe: seed=1, batch_size=64; what is then of another size than the
-             paper's is not compared with it
+             desk | smoke: only to see that the code runs, in seconds (auto)
+  output     folder in which the command makes a folder for everything that it writes (outputs)
+  run_folder the folder of several recipes itself; recipes that are done there do not run again
+  any other  goes to every command of the recipe: seed=1, batch_size=64; numbers of another size than the paper's
+             are then not compared with it
 
 Writes reproduction.md, reproduction.json and log.txt, beside the runs themselves. Several recipes have a folder each,
-and report.html and README.md of all of them above.
+beside report.html about all of them, and README.md once every recipe is done.
 
 Examples
   gpipe reproduce table2_amoebanet
   gpipe reproduce transfer_cifar10 scale=paper dataset.root=data
   gpipe reproduce all scale=smoke                                   tries every recipe within minutes
-  gpipe reproduce all scale=desk run_folder=outputs/paper           begins, or goes on after an interruption
+  gpipe reproduce all scale=desk run_folder=outputs/paper           begins, or continues after an interruption
   gpipe train -cd recipes -cn imagenet_amoebanet_b partitions=8     a recipe is a configuration, too
 """
 REFUSED = {
@@ -65,10 +65,10 @@ def main(arguments: Sequence[str]) -> int:
     if any(argument in ("-h", "--help") for argument in arguments):
         sys.stdout.write(HELP)
         return 0
-    if arguments[:1] == ["-sc"]:  # completion of names; Hydra's is of settings
+    if arguments[:1] == ["-sc"]:  # no completion: Hydra completes settings, and not the names of recipes
         return 0
     arguments = arranged(arguments)
-    # runs lie in folders such as ../micro_batches=4
+    # a path such as ../micro_batches=4 is no setting
     rest = [argument for argument in arguments if "=" not in argument or argument.startswith((".", "/"))]
     for argument in arguments:
         if argument.startswith("-"):
@@ -76,11 +76,11 @@ def main(arguments: Sequence[str]) -> int:
                 f"{argument}: there is no such option; write NAME setting=value, see gpipe reproduce --help"
             )
         if argument.startswith("~"):
-            raise InputError(f"{argument}: a recipe takes nothing away; write NAME setting=value, or use gpipe train")
+            raise InputError(f"{argument}: settings cannot be removed; write NAME setting=value, or use gpipe train")
     line = read("reproduce", [argument for argument in arguments if argument not in rest])
     line.refuse(REFUSED)
     for key in line.swept:
-        raise InputError(f"{key}={line.overrides[key]}: one value for all commands of a recipe; run it once for each")
+        raise InputError(f"{key}={line.overrides[key]}: all commands share one value; run the recipe once for each")
     own = {"scale": "auto", "output": "outputs", "run_folder": None}
     whole = typed(ReproduceSettings, {key: line.overrides.get(key, value) for key, value in own.items()})
     if torchrun() is not None:
@@ -114,7 +114,7 @@ def _one(recipe: Recipe, whole: ReproduceSettings, given: tuple[str, ...]) -> in
         facts = [("recipe", f"{recipe.name}: {recipe.title}"), ("source", recipe.source)]
         facts += [("scale", f"{chosen}: {why}"), ("folder", str(folder))]
         if chosen == "desk":
-            without = " without what was given" if given else ""
+            without = " without the given settings" if given else ""
             facts.append(("takes", f"{recipe.desk.duration} on 2 CPU cores{without}"))
         show_facts(console, facts)
         try:
@@ -132,7 +132,7 @@ def _one(recipe: Recipe, whole: ReproduceSettings, given: tuple[str, ...]) -> in
             raise InputError(f"{error}; what was run before is in {folder}") from error
         try:
             write_reproduction(found, folder)
-        finally:  # what cannot be written is shown all the same
+        finally:  # show the results even if they cannot be written
             show_reproduction(console, found, folder)
     return 0
 

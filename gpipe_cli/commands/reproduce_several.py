@@ -1,7 +1,7 @@
 """Several recipes in one folder, each in a folder of its own below it.
 
-What is done there stays done: a reproduction of the whole paper takes an hour at a desk, and goes on after an
-interruption. All of it ends in one page, and all recipes in the results of their README.
+A recipe that is done does not run again, as the whole paper takes over an hour at a desk and may be interrupted. The
+results become one page and, once all recipes are done, part of the recipes' README.
 """
 
 import shlex
@@ -31,13 +31,13 @@ from gpipe_cli.system.interrupts import Stopped
 from gpipe_cli.units import duration
 
 ALL = "all"  # in place of the names of all recipes
-ASKED = "asked.json"  # in the folder: the scale and the settings of all that lies there
+ASKED = "asked.json"  # in the folder: the scale and the settings of all recipes there
 
 
 def reproduce_several(
     recipes: Sequence[Recipe], whole: ReproduceSettings, given: tuple[str, ...], asked: list[str]
 ) -> int:
-    """Runs what is not done yet in the folder, and goes on after a recipe that fails; returns the exit code."""
+    """Run the recipes that are not done yet, and continue after one that fails; returns the exit code."""
     console = Console()
     new = whole.run_folder is None
     stem = ALL if asked == [ALL] else f"{len(recipes)}_recipes"
@@ -50,7 +50,7 @@ def reproduce_several(
         write_result(folder, _asked(whole, given), ASKED)
         settings = [one for one in (f"scale={whole.scale}", *given) if one != "scale=auto"]
         go_on = shlex.join(["gpipe", "reproduce", *asked, *settings]) + f" {override('run_folder', str(folder))}"
-        show_facts(console, [("recipes", str(len(recipes))), ("folder", str(folder)), ("goes on by", go_on)])
+        show_facts(console, [("recipes", str(len(recipes))), ("folder", str(folder)), ("continue with", go_on)])
         failed: dict[str, str] = {}
         begin = time.monotonic()
         took = stated = 0.0  # seconds of the recipes that have run here, and what their files state for a desk
@@ -68,7 +68,7 @@ def reproduce_several(
             show_line(console, "")
             so_far = f"; {duration(used)} used" if took else ""
             show_line(console, f"{which:<12} {recipe.name}: {recipe.title}{so_far}{left}", "bold")
-            shutil.rmtree(below, ignore_errors=True)  # what an interruption or a failure has left
+            shutil.rmtree(below, ignore_errors=True)  # what an interruption or a failure has left behind
             below.mkdir()
             try:
                 found = machine.reproduce(recipe, whole, given, below)
@@ -76,7 +76,7 @@ def reproduce_several(
                 took += found.seconds
                 stated += 60 * recipe.desk.minutes
             except KeyboardInterrupt as stop:
-                show_line(console, f"interrupted; what is done stays in {folder}; go on by", "bold yellow")
+                show_line(console, f"interrupted; what is done stays in {folder}; continue with", "bold yellow")
                 show_line(console, go_on)
                 return STOPPED if isinstance(stop, Stopped) else INTERRUPTED
             except (CommandFailedError, InputError) as error:
@@ -102,7 +102,7 @@ def _asked(whole: ReproduceSettings, given: Sequence[str]) -> dict[str, Any]:
 
 
 def _refuse_others(folder: Path, whole: ReproduceSettings, given: tuple[str, ...]) -> None:
-    """Raises InputError for a folder that holds something else, or what was reproduced in another way."""
+    """Raises InputError for a folder that holds something else, or recipes with another scale or other settings."""
     if {path.name for path in folder.iterdir()} <= {LOCK}:
         return
     if not (folder / ASKED).is_file():
@@ -110,11 +110,11 @@ def _refuse_others(folder: Path, whole: ReproduceSettings, given: tuple[str, ...
     before = read_result(folder, ASKED)
     if before != _asked(whole, given):
         has = " ".join([f"scale={before.get('scale')}", *before.get("settings", [])])
-        raise InputError(f"run_folder={folder}: what lies there has {has}; go on with these, or choose another folder")
+        raise InputError(f"run_folder={folder}: what is there has {has}; use the same, or choose another folder")
 
 
 def _write_report(folder: Path, failed: dict[str, str]) -> None:
-    """Of all that is done in the folder; README.md, where there is one to be renewed, once that is every recipe."""
+    """Write the page about the recipes that are done; once all are, also README.md, if there is one to renew."""
     every = names()
     found = [read_reproduction(folder / name) for name in every if _is_done(folder, name)]
     write_report(folder, found, failed)

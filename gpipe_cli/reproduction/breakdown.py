@@ -1,7 +1,7 @@
-"""Where the time of a step goes: the pie of the NeurIPS version (section 3.1), with two partitions.
+"""Where the time of a step goes with two partitions: the pie chart of the NeurIPS version (section 3.1).
 
-Three times the same shares of stage-time: measured by `gpipe bench`, simulated by `gpipe plan` from layers timed here,
-and the paper's, which are those of TPUs and of a model that it does not name.
+Each share of stage time has three values: measured by `gpipe bench`, simulated by `gpipe plan` from layers timed here,
+and the paper's, measured on TPUs with a model that the paper does not name.
 """
 
 from dataclasses import asdict, dataclass
@@ -16,13 +16,13 @@ from gpipe_cli.units import percent
 
 @dataclass(frozen=True, slots=True)
 class Breakdown:
-    """The paper's shares of a step, 0 to 1; it has no slice for transfers."""
+    """The paper's shares of a step, 0 to 1; its pie chart has no slice for transfers."""
 
     compute: float
     recompute: float
     bubble: float
     imbalance: float
-    update: float  # a slice without a name, by subtraction
+    update: float  # the unlabelled slice, by subtraction
     set_up: float
 
     def reproduce(self, runner: Runner) -> Findings:
@@ -34,7 +34,7 @@ class Breakdown:
             raise CommandFailedError(row["reason"] or "no step was recorded")
         planned = runner.without("cost").plan("simulated", "cost=measured")
         measured, simulated, paper = row["breakdown"], planned["breakdown"], asdict(self)
-        # also at a desk: the paper's model is not known
+        # even at a desk, as the paper's model is not known
         comparable = not runner.changed() and runner.scale != "smoke"
         off = [
             difference(100 * measured[name], 100 * paper[name], comparable, 1) if name in paper else NONE
@@ -60,17 +60,17 @@ class Breakdown:
         write_picture(picture, draw_shares(drawn))
         recomputed, theirs = (shares["recompute"] / shares["compute"] for shares in (measured, paper))
         notes = [
-            ("paper", "no slice for transfers, which its TPUs hide; model and M are not named: K and the shares are"),
+            ("paper", "no slice for transfers, which its TPUs hide; K and the shares are given, model and M are not"),
             ("simulated", f"from {planned['hardware']['source']}"),
             (
                 "found",
-                f"recompute / compute is {recomputed:.2f} measured, {theirs:.2f} in the paper, 0.33 where a backward "
-                "is two forwards",
+                f"recompute / compute is {recomputed:.2f} measured, {theirs:.2f} in the paper, 0.33 if a backward "
+                "takes as long as two forwards",
             ),
             (
                 "found",
-                f"idle {percent(idle(measured))} measured, {percent(idle(simulated))} simulated; of equal stages that "
-                f"do nothing but compute {percent(row['ideal_bubble'])}, (K-1)/(M+K-1)",
+                f"idle {percent(idle(measured))} measured, {percent(idle(simulated))} simulated; "
+                f"{percent(row['ideal_bubble'])}, (K-1)/(M+K-1), for equal stages that only compute",
             ),
         ]
         if row["kind"] != "measured":

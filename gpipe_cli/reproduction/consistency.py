@@ -1,7 +1,7 @@
 """The same training with 1, 2, 4 and 8 partitions (consistent training, supplement of the NeurIPS paper).
 
-Synchronous updates do not depend on the number of partitions: the paper finds differences within the deviation of
-repeated runs. Here they are the same bits, and the deviation between seeds stands beside that.
+Synchronous updates do not depend on the number of partitions: the paper's results differ by less than the deviation of
+repeated runs. Ours are identical bit for bit, and the deviation between seeds is shown for comparison.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CURVES = "curves.png"
-DIGITS = 12  # of a digest that are shown; all of them are compared
+DIGITS = 12  # of a digest in the table; all of them are compared
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Trained:
 
     @cached_property
     def tensors(self) -> "dict[str, Tensor]":
-        """Everything in the last checkpoint by name: weights, averages, the optimizer's state."""
+        """All tensors of the last checkpoint by name: weights, their averages, optimizer state."""
         from gpipe_cli.training.checkpoint.store import find_checkpoint, read_index, read_tensors
 
         checkpoint = find_checkpoint(self.record.folder, "last", "run")
@@ -47,13 +47,13 @@ class Trained:
 
 @dataclass(frozen=True, slots=True)
 class Consistency:
-    """Which runs: every number of partitions with the first seed, and the first number with the other seeds."""
+    """The runs: every number of partitions with the first seed, the first number with every other seed."""
 
     partitions: tuple[int, ...]
     seeds: tuple[int, ...]
 
     def reproduce(self, runner: Runner) -> Findings:
-        """Trains all of them, compares losses and final weights bit by bit, and draws the curves over each other."""
+        """Train all runs, compare losses and final weights bit by bit, and draw their curves into one picture."""
         from gpipe_cli.reporting.plots.comparison import draw_curves
         from gpipe_cli.reporting.plots.picture import write_picture
 
@@ -76,14 +76,14 @@ def _train(runner: Runner, partitions: int, seed: int) -> Trained:
 
 
 def as_the_first(runs: Sequence[Trained]) -> list[bool]:
-    """Whether the logged losses of every step are the first run's, to the last bit."""
+    """Whether the logged losses of each run equal those of the first run bit for bit."""
     groups = same_curves([run.record.curves.get(TRAIN_LOSS) for run in runs])
     alike = next((group for group in groups if 0 in group), [0])
     return [position in alike for position in range(len(runs))]
 
 
 def notes(same: Sequence[Trained]) -> Iterator[tuple[str, str]]:
-    """What of runs with different numbers of partitions is the same, or how far it is apart."""
+    """Whether runs with different numbers of partitions are identical, or how far they are apart."""
     first = same[0]
     curve = first.record.curves.get(TRAIN_LOSS)
     steps = plural(len(curve.steps) if curve is not None else 0, "step")
@@ -118,7 +118,7 @@ def _spread(same: Sequence[Trained], repeated: Sequence[Trained]) -> Table:
     rows = [f"K = {_listed(same)}, seed {same[0].seed}", f"seeds {seeds}, K = {same[0].partitions}"]
     tests = [[run.record.result["test"] for run in runs] for runs in (same, repeated)]
     top1 = [100 * stdev(test["top1"] for test in row) for row in tests]
-    losses = [[test["loss"] for test in row] for row in tests]  # None where it was not a number
+    losses = [[test["loss"] for test in row] for row in tests]  # None if the loss was not a number
     columns = (
         Column("standard deviation of", cells=rows),
         Column("", "paper", ["within the next row's", NONE]),
@@ -133,7 +133,7 @@ def _listed(runs: Sequence[Trained]) -> str:
 
 
 def digest(tensors: "dict[str, Tensor]") -> str:
-    """SHA-256 of names, types, shapes and bits, in hexadecimal digits."""
+    """SHA-256 of the names, types, shapes and bits of ``tensors``, in hexadecimal."""
     from torch import uint8
 
     sha = hashlib.sha256()
@@ -145,7 +145,7 @@ def digest(tensors: "dict[str, Tensor]") -> str:
 
 
 def tensors_apart(one: "dict[str, Tensor]", other: "dict[str, Tensor]") -> str:
-    """How far two sets of weights are from each other: `12 of 345 tensors differ, by 1.2e-07 at most`."""
+    """How far two sets of tensors are apart: `12 of 345 tensors differ, by 1.2e-07 at most`."""
     from gpipe_cli.pipeline.runtime.boundary import same_bits
 
     if one.keys() != other.keys():

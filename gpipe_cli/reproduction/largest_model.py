@@ -1,8 +1,8 @@
 """The largest models that can be trained: the paper's Table 1.
 
-First planned for the paper's hardware: what its models would take there, and the largest model that would fit. Then
-on the device at hand: the largest model of a family below a limit is found by a plan and trained. What was planned and
-what was counted never share a column.
+First come plans for the paper's hardware: the memory that its models would take there, and the largest model that would
+fit. Then, on the device at hand, a plan finds the largest model of a family below a memory limit, and it is trained.
+Planned and counted numbers never share a column.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ BYTES = {"GB": 10**9, "GiB": 2**30}
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A column of Table 1: a model and what the paper says that it takes, on all accelerators together."""
+    """A column of Table 1: a model and, by the paper, its memory on all accelerators together."""
 
     name: str  # `Pipeline-2`
     shown: str  # `(18, 544)`, as the paper writes it
@@ -31,7 +31,7 @@ class Size:
     partitions: int
     parameters: float
     model: float  # memory of the parameters, in the unit of the table
-    activations: float  # peak
+    activations: float  # their peak, in the same unit
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Planned:
     largest: Mapping[str, Any] | None  # the plan of the largest model that fits; None: not even the smallest does
 
     def bytes(self, *parts: str) -> float:
-        """Of all stages."""
+        """The bytes of these parts of the memory, of all stages together."""
         return float(sum(stage["memory"][f"{part}_bytes"] for stage in self.plan["stages"] for part in parts))
 
 
@@ -54,8 +54,8 @@ class Naive:
 
     precision: str
     samples: int  # N
-    activations: int  # bytes at the peak, with the workspace of one layer
-    fused: int  # bytes if a compiler keeps no more than the inputs of products and convolutions with weights
+    activations: int  # peak bytes, with the workspace of one layer
+    fused: int  # bytes if a compiler keeps only the inputs of matrix products and convolutions with weights
 
     @property
     def name(self) -> str:
@@ -64,7 +64,7 @@ class Naive:
 
 @dataclass(frozen=True)
 class Trained:
-    """The largest model of a row on the device at hand; planned and counted bytes of activations, per stage."""
+    """The largest model of a row on the device at hand, with planned and counted bytes of activations per stage."""
 
     name: str
     plan: Mapping[str, Any]
@@ -78,15 +78,15 @@ class LargestModel:
     micro_batches: int  # of the pipelines
     sizes: tuple[Size, ...]  # the first is naive: one partition, one micro-batch, nothing recomputed
     measured: tuple[int, ...]  # partitions of the pipelines that are trained on the device at hand
-    grown: str  # what grows there, of the model's sizes: `filters`
-    precisions: tuple[str, ...] = ("float32", "bfloat16")  # that the naive model is planned in
+    grown: str  # the size of the model that grows there: `filters`
+    precisions: tuple[str, ...] = ("float32", "bfloat16")  # in which the naive model is planned
 
     def reproduce(self, runner: Runner) -> Findings:
-        """Runs the recipe. Raises InputError for a setting that the rows differ in."""
+        """Run the recipe. Raises InputError if the user sets what the rows differ in."""
         runner.refuse(*(key_of(setting) for one in self.sizes for setting in one.settings))
         rows = ((1, True), *((k, False) for k in self.measured))
         trained = [row for k, naive in rows if (row := self.train(k, naive, runner))]
-        paper = runner.with_settings().without("cost")  # nothing of that size is timed here
+        paper = runner.with_settings().without("cost")  # no layer of that size is timed here
         planned = [self.plan(at, paper) for at in range(len(self.sizes))]
         naive = [
             one
@@ -109,7 +109,7 @@ class LargestModel:
         return Findings(tables, notes, comparable=comparable)
 
     def train(self, partitions: int, naive: bool, runner: Runner) -> Trained | None:
-        """Solves for the largest model on the device at hand, and trains it for two steps; None if none fits."""
+        """Find the largest model that fits the device at hand, and train it for two steps; None if none fits."""
         name = f"{'Naive' if naive else 'Pipeline'}-{partitions}"
         cell = self._cell(partitions, naive)
         folder = f"here_{name.lower()}"
@@ -123,7 +123,7 @@ class LargestModel:
         return Trained(name, plan, predicted and predicted["activation_bytes"], row["activation_bytes"])
 
     def plan(self, at: int, runner: Runner) -> Planned:
-        """One of the paper's models; what does not fit is planned without a limit."""
+        """The plan of one of the paper's models, without a memory limit if it does not fit."""
         one = self.sizes[at]
         settings = *one.settings, *self._cell(one.partitions, naive=at == 0)
         folder = f"planned_{at + 1}"
@@ -133,11 +133,11 @@ class LargestModel:
         return Planned(one, plan, fitting is not None, _plan(runner, f"largest_{at + 1}", *settings, _SOLVED))
 
     def _naive(self, runner: Runner, precision: str, more: str) -> Naive | None:
-        """The paper's naive model as `gpipe plan` plans it, and what its products and convolutions alone need; None if
-        not even one sample fits."""
-        from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory  # with torch, and recipes are listed without
+        """The naive model's activations as `gpipe plan` plans them, and those of its products and convolutions alone;
+        None if not even one sample fits."""
+        from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory  # imports torch; listing recipes does not
 
-        halves = "schedule=zero_bubble"  # says what the gradients of weights need
+        halves = "schedule=zero_bubble"  # makes the profile say what the gradients of weights need
         settings = *self.sizes[0].settings, *self._cell(1, naive=True), halves, f"precision={precision}", more
         try:
             found = runner.without(key_of(more)).simulated(*settings)
@@ -155,7 +155,7 @@ class LargestModel:
 
 
 def _plan(runner: Runner, folder: str, *settings: str) -> dict[str, Any] | None:
-    """None if nothing fits."""
+    """The content of plan.json; None if nothing fits."""
     try:
         return runner.plan(folder, *settings)
     except NothingFitsError:
@@ -163,9 +163,9 @@ def _plan(runner: Runner, folder: str, *settings: str) -> dict[str, Any] | None:
 
 
 def _grown(key: str, plan: Mapping[str, Any] | None) -> str | None:
-    """The largest value of one size that fits, as a setting; None if there is none.
+    """The largest value of the size ``key`` that fits, as a setting; None if there is none.
 
-    Growing another size may give more parameters; but models that differ in one size only can be compared.
+    Growing another size may give more parameters, but only models that differ in one size can be compared.
     """
     tried = [c for c in plan["comparisons"] if c["setting"] == f"model.{key}"] if plan is not None else []
     found = [one["value"] for comparison in tried for one in comparison["candidates"] if one["chosen"]]
@@ -175,23 +175,23 @@ def _grown(key: str, plan: Mapping[str, Any] | None) -> str | None:
 def _planned_notes(rows: Sequence[Planned], runner: Runner) -> Iterator[tuple[str, str]]:
     """What the columns mean, and what does not agree with the paper."""
     hardware = rows[0].plan["hardware"]["name"]
-    yield "planned", f"for {hardware}: bytes follow from shapes, in float32; nothing of it was run"
+    yield "planned", f"for {hardware}: bytes follow from shapes, in float32; nothing was run"
     yield (
         "planned",
-        "activations: all that stages keep for the backward, and the workspace of one recomputation and one layer",
+        "activations: all that stages keep for the backward, plus the workspace of one recomputation and one layer",
     )
-    yield "planned", "the paper holds 12 bytes a parameter; ours holds the gradient too, 16 with RMSProp or Adam"
+    yield "planned", "the paper counts 12 bytes a parameter; we count the gradient too: 16 with RMSProp or Adam"
     given = runner.given(_LIMIT)
     limit_bytes = (float(given) if given else load_hardware(hardware).memory_gib or 0.0) * 2**30
-    where = f"{hardware} with what was given" if runner.changed() else "the paper's accelerators"
+    where = f"{hardware} with the given settings" if runner.changed() else "the paper's accelerators"
     unfit = {row.size.name: fullest(row.plan) for row in rows if not row.fits}
     for alone, why in (
-        (True, "gradients, which the paper's 12 bytes a parameter leave out"),
-        (False, "activations"),
+        (True, "but only because of gradients, which the paper's 12 bytes a parameter leave out"),
+        (False, "because of activations"),
     ):
         names = [name for name, m in unfit.items() if (m["total_bytes"] - m["gradients_bytes"] <= limit_bytes) == alone]
         if names:
-            yield "found", f"by our count {', '.join(names)} would fit {where} but for the {why}"
+            yield "found", f"{', '.join(names)}: by our count too large for {where}, {why}"
     if none := ", ".join(row.size.name for row in rows if row.largest is None):
         yield "found", f"by our count no model of this family fits as {none}, however small"
 
@@ -203,7 +203,7 @@ def _naive_notes(size: Size, rows: Sequence[Naive], unit: str, comparable: bool)
     if comparable and each:
         name, found = min(each, key=lambda one: abs(one[1] / BYTES[unit] - size.activations))
         theirs, ours = number(size.activations, 2), number(found / BYTES[unit], 2)
-        yield "found", f"the paper's {theirs} {unit} of {size.name} are closest to {name}: {ours} {unit}"
+        yield "found", f"the paper's {theirs} {unit} for {size.name} are closest to {name}: {ours} {unit}"
 
 
 def _trained_notes(rows: Sequence[Trained], wanted: int, runner: Runner) -> Iterator[tuple[str, str]]:
@@ -221,13 +221,13 @@ def _trained_notes(rows: Sequence[Trained], wanted: int, runner: Runner) -> Iter
 
 
 def shown(plan: Mapping[str, Any]) -> str:
-    """`(18, 48)` of AmoebaNet-D (18, 48), `103` of Transformer-103, of whatever width."""
+    """The size in a model's name: `(18, 48)` of AmoebaNet-D (18, 48), `103` of Transformer-103, of any width."""
     name = str(plan["model_name"])
     return name[name.index("(") :] if "(" in name else name.partition("-")[2].partition(" ")[0]
 
 
 def fullest(plan: Mapping[str, Any]) -> Mapping[str, int]:
-    """The memory of the stage that needs most, in bytes."""
+    """The memory of the stage that needs the most, in bytes."""
     return max((stage["memory"] for stage in plan["stages"]), key=lambda memory: int(memory["total_bytes"]))
 
 
@@ -267,8 +267,8 @@ def planned_tables(rows: Sequence[Planned], unit: str, comparable: bool) -> list
 
 
 def naive_tables(size: Size, rows: Sequence[Naive], unit: str, comparable: bool) -> list[Table]:
-    """What the naive model keeps with what the paper may have had: another precision, a smaller N, a compiler. One, or
-    none if not even a sample fits."""
+    """The naive model's activations with what the paper may have used: another precision, a smaller N, a compiler. One
+    table, or none if not even one sample fits."""
     if not rows:
         return []
     paper = [size.activations] * len(rows)
@@ -286,7 +286,7 @@ def naive_tables(size: Size, rows: Sequence[Naive], unit: str, comparable: bool)
 
 
 def largest_tables(rows: Sequence[Planned], comparable: bool) -> list[Table]:
-    """One, or none if nothing fits at all."""
+    """One table, or none if nothing fits at all."""
     parameters = [None if row.largest is None else row.largest["parameters"] for row in rows]
     first = next((at for at, found in enumerate(parameters) if found is not None), None)
     if first is None:
@@ -302,11 +302,11 @@ def largest_tables(rows: Sequence[Planned], comparable: bool) -> list[Table]:
         numbers("times", "planned", ours, 1),
         differences("planned - paper", ours, paper, comparable, 1),
     ]
-    return [Table(f"The largest model that fits, by our count; times {rows[first].size.name}'s", columns)]
+    return [Table(f"The largest model that fits, by our count; times: relative to {rows[first].size.name}", columns)]
 
 
 def trained_tables(sizes: Sequence[Size], rows: Sequence[Trained]) -> list[Table]:
-    """One, or none if nothing fits."""
+    """One table, or none if nothing fits."""
     if not rows:
         return []
     first, theirs = rows[0], {one.name: one.parameters for one in sizes}
@@ -325,7 +325,7 @@ def trained_tables(sizes: Sequence[Size], rows: Sequence[Trained]) -> list[Table
         Column("counted - planned", "difference", [_off(row) for row in rows]),
     ]
     limit = size(fullest(first.plan)["limit_bytes"])
-    return [Table(f"Trained here: the largest model below {limit} a stage; times {first.name}'s", columns)]
+    return [Table(f"Trained here: the largest model below {limit} a stage; times: relative to {first.name}", columns)]
 
 
 def _off(row: Trained) -> str:

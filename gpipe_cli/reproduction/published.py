@@ -1,8 +1,8 @@
-"""The simulator held against speeds that others have measured and published: torchgpipe, zero bubble, FSDP and more.
+"""The simulator compared with speeds that others have published: torchgpipe, zero bubble, FSDP and more.
 
 The paper's own tables leave the batch size and more to be guessed. These sources say what ran: hardware, model, batch
 size, K, M and schedule are settings of `gpipe plan`. No figure is fitted to a single cell, but three were set by these
-tables: what an A100 and what convolutions on tensor cores reach, and the memory bandwidth of a P40.
+tables: the FLOP/s of an A100 and of convolutions on tensor cores, and the memory bandwidth of a P40.
 """
 
 from collections.abc import Iterable, Sequence
@@ -49,10 +49,10 @@ class Source:
 
 @dataclass(frozen=True)
 class Errors:
-    """Shares by which what is simulated is off: 0.1 is 10 %."""
+    """Relative errors of simulated speeds: 0.1 is 10 %."""
 
     cells: Sequence[float]
-    ratios: Sequence[float]  # of cells relative to the first one of their table, without that one
+    ratios: Sequence[float]  # of the ratios of a table's other cells to its first one
 
     @property
     def row(self) -> tuple[str, str, str]:
@@ -90,7 +90,7 @@ class PublishedSpeeds:
 
 
 def _speed(found: Simulated, unit: Unit) -> float:
-    """Of a cell, in its unit."""
+    """The simulated speed of a cell, in its unit."""
     gpus = len(set(found.plan.turns)) * found.config.replicas
     match unit:
         case "samples/s":
@@ -130,7 +130,7 @@ def _percents(off: Sequence[float] | None, cells: int) -> Sequence[str]:
 
 
 def _figures(value: float) -> str:
-    """Three figures of a number, or all in front of its point."""
+    """A number with three significant digits, or with all digits before its decimal point."""
     return number(value, max(0, 3 - len(str(int(value)))) if value >= 1 else 3)
 
 
@@ -140,7 +140,7 @@ def _together(some: Iterable[Errors]) -> Errors:
 
 
 def _summary(errors: dict[str, list[Errors]], every: Errors) -> Table:
-    """The medians of each source, and of all."""
+    """The median errors of each source, and of all sources together."""
     rows = [(name, *_together(each).row) for name, each in errors.items()]
     columns = (
         Column("source"), Column("cells", number=True), Column("median of |error|, %", "difference"),

@@ -1,9 +1,9 @@
 """A recipe: one table, figure or result of the paper as a configuration of ours, with the paper's numbers.
 
-The files in recipes/ are complete configurations of `gpipe bench`, `gpipe plan` or `gpipe train`; what several of them
-share is in recipes/family/. What they say beside that, under `recipe`, is read here: where the numbers stand, what the
-machine must have, what is smaller on two CPU cores (a desk), and which experiment it is. Each kind of experiment has a
-file of its own in this room.
+The files in recipes/ are complete configurations of `gpipe bench`, `gpipe plan` or `gpipe train`; settings that several
+of them share are in recipes/family/. This module reads their node `recipe`: the source of the paper's numbers, the
+hardware that its scale needs, what is scaled down for two CPU cores (a desk), and the experiment. Each kind of
+experiment has a module of its own in this folder.
 """
 
 import shlex
@@ -31,7 +31,7 @@ from gpipe_cli.reproduction.throughput import Throughput
 from gpipe_cli.reproduction.training import Classification, FineTuning, Size, Translation
 from gpipe_cli.units import plural, size
 
-# Of the paper: its tables, section 4, section 5; beginnings of names.
+# Prefixes of recipe names in the order of the paper: its tables, section 4, section 5.
 _ORDER = (
     "table1", "table2", "table3", "figure3", "breakdown", "schedules", "scaling", "published", "imagenet",
     "transfer_cifar", "transfer_stanford_cars", "transfer_oxford_pets", "transfer_food101", "transfer_fgvc_aircraft",
@@ -43,36 +43,36 @@ _ORDER = (
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What the paper's scale takes."""
+    """The hardware and the data that the paper's scale needs."""
 
     gpus: int
-    memory_gib: float  # of each
-    data: str | None = None  # dataset=..., if it does not come with the program
-    how: str | None = None  # to get the data, and where to put it
+    memory_gib: float  # of each GPU
+    data: str | None = None  # the value of `dataset`; None: the data come with the program
+    how: str | None = None  # how to get the data, and where to put them
 
     def __str__(self) -> str:
         machine = f"{plural(self.gpus, 'GPU')} of {self.memory_gib:g} GiB" if self.gpus else "no GPU"
         return f"{machine}, {self.data}" if self.data else machine
 
     def fitting_scale(self, gpus: Sequence[Gpu]) -> tuple[Scale, str]:
-        """The scale that the machine allows, and why."""
+        """The scale that a machine with these GPUs allows, and the reason."""
         if not self.gpus:
-            return "paper", "it needs no GPU"
+            return "paper", "the recipe needs no GPU"
         wanted = f"the paper's scale needs {plural(self.gpus, 'GPU')} of {self.memory_gib:g} GiB"
         enough = [gpu for gpu in gpus if gpu.memory_bytes >= self.memory_gib * 2**30]
         if len(enough) >= self.gpus:
-            return "paper", f"{wanted}: they are here"
+            return "paper", f"{wanted}, which this machine has"
         here = f"{plural(len(gpus), 'GPU')} of {size(min(gpu.memory_bytes for gpu in gpus))}" if gpus else "no GPU"
-        return "desk", f"{wanted}, and there is {here}"
+        return "desk", f"{wanted}, but this machine has {here}"
 
 
 @dataclass(frozen=True, slots=True)
 class Desk:
     """The same experiment on two CPU cores."""
 
-    settings: tuple[str, ...]  # in place of the recipe's: `batch_size=32`
-    scaled: str  # what is smaller, and what stands in for the data: a line
-    minutes: float  # on 2 CPU cores, as it was
+    settings: tuple[str, ...]  # replace the recipe's own: `batch_size=32`
+    scaled: str  # one line: what is smaller, and which data stand in for the paper's
+    minutes: float  # measured on 2 CPU cores
 
     @property
     def duration(self) -> str:
@@ -81,18 +81,18 @@ class Desk:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A file in recipes/, and its node `recipe`. Exactly one experiment is not None."""
+    """The node `recipe` of a file in recipes/. Exactly one of its experiments is not None."""
 
     name: str
-    keys: tuple[str, ...]  # of what its file and its family set, in dotted form: `model.variant`
+    keys: tuple[str, ...]  # dotted keys that its file and its family set: `model.variant`
     title: str
-    claim: str  # what the paper says, as a sentence of our own
+    claim: str  # of the paper, in our own words
     source: str  # table and version of the paper
-    hardware: str  # of the paper
+    hardware: str  # that the paper used
     needs: Needs
     desk: Desk
-    smoke: tuple[str, ...]  # settings beside the desk's, at which it runs within seconds
-    choices: tuple[str, ...]  # where the paper gives no number: what we took, and why
+    smoke: tuple[str, ...]  # settings that, on top of the desk's, make it run within seconds
+    choices: tuple[str, ...]  # values that we chose where the paper gives none, and why
     size: Size | None = None  # of the full model
     largest_model: LargestModel | None = None
     throughput: Throughput | None = None
@@ -114,7 +114,7 @@ class Recipe:
         return found
 
     def settings(self, scale: Scale) -> tuple[str, ...]:
-        """In place of the recipe's own."""
+        """The settings of a scale, which replace the recipe's own."""
         match scale:
             case "paper":
                 return ()
@@ -124,15 +124,15 @@ class Recipe:
                 return last_wins((*self.desk.settings, *self.smoke))
 
     def check(self, given: Sequence[str]) -> None:
-        """Raises InputError for settings without effect: `steps=5` is one of `gpipe bench`, which only a recipe that
-        sets it runs, and what a recipe says of the paper is none."""
+        """Raises InputError for a setting without effect: one of a single command, such as `steps` of `gpipe bench`,
+        that the recipe does not set itself, and any key below `recipe`."""
         for setting in given:
             key = key_of(setting)
             if key.partition(".")[0] == "recipe":
                 raise InputError(f"{setting}: what a recipe says of the paper cannot be set; leave it out")
             if owner(setting) is not None and key not in self.keys:
-                reads = f"does not run what reads it (gpipe {owner(setting)})"
-                raise InputError(f"{setting}: {self.name} {reads}; leave it out")
+                belongs = f"{self.name} does not take this setting of gpipe {owner(setting)}"
+                raise InputError(f"{setting}: {belongs}; leave it out")
 
     def reproduce(
         self,
@@ -145,9 +145,9 @@ class Recipe:
         simulate: Simulate,
         progress: Callable[[str], None],
     ) -> Reproduction:
-        """Run the recipe's commands into ``folder``; ``given`` are settings of the user, which win.
+        """Run the recipe's commands, which write into ``folder``; the user's settings ``given`` win.
 
-        Raises InputError as the commands do for bad input, and CommandFailedError.
+        Raises InputError for bad input, as the commands do, and CommandFailedError if a command fails.
         """
         begin = time.monotonic()
         desk = self.settings(scale)
@@ -170,13 +170,13 @@ class Recipe:
             line = f"{' '.join(given)}: in every command"
             if runner.changed():
                 said = "titles, scaled down, our choice, the paper's size"
-                line += f"; what else is said of models and sizes ({said}) holds for the recipe without them"
+                line += f"; other statements about models and sizes ({said}) describe the recipe without these settings"
             notes.append(("given", line))
         if scale == "desk":
             notes.append(("scaled down", self.desk.scaled))
         if scale == "smoke":
             smaller = f" ({' '.join(self.smoke)})" if self.smoke else ""
-            notes.append(("scaled down", f"as far as it runs; what is measured says nothing{smaller}"))
+            notes.append(("scaled down", f"shows that the code runs; numbers mean nothing{smaller}"))
         notes += [*(("our choice", choice) for choice in self.choices), *found.notes]
         if self.size is not None:
             smaller = " ".join(self.size.settings)
@@ -204,7 +204,7 @@ class Recipe:
 
 
 def names() -> list[str]:
-    """Of all recipes, in the order of the paper."""
+    """The names of all recipes, in the order of the paper."""
 
     def place(name: str) -> tuple[int, str]:
         return next((at for at, prefix in enumerate(_ORDER) if name.startswith(prefix)), len(_ORDER)), name
@@ -226,8 +226,8 @@ def load(name: str) -> Recipe:
 
 
 def explained(error: RefusedError, users: Sequence[str], desk: Sequence[str], own: Sequence[str]) -> str:
-    """The refusal of a setting, and whose it is if it is not the user's: ``desk`` are settings of the recipe, ``own``
-    keys of its file and of a row of its table."""
+    """The refusal of a setting, with its origin if the user did not give it: ``desk`` are the recipe's settings at this
+    scale, ``own`` the keys of its file and of a row of its table."""
     key, at_desk = error.key, error.key in map(key_of, desk)
     if key in map(key_of, users) or not (at_desk or key in own):
         return str(error)
@@ -235,4 +235,4 @@ def explained(error: RefusedError, users: Sequence[str], desk: Sequence[str], ow
     group = next((one for one in users if key_of(one) == key.partition(".")[0]), None)
     if group is None:
         return f"{error} ({place})"
-    return f"{str(error).removesuffix('; leave it out')} ({place}, which {group} does not go with)"
+    return f"{str(error).removesuffix('; leave it out')} ({place}, which does not go with {group})"

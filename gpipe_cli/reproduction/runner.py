@@ -1,8 +1,8 @@
-"""What experiments share: commands of `gpipe` are run, their files are read, and numbers stand beside the paper's.
+"""What experiments share: they run `gpipe` commands, read the files that these write, and compare numbers.
 
-Each command runs in a process of its own. What it prints goes to a log file: a recipe runs up to twenty commands and
-prints one report. A difference is taken only where both numbers are of the same data and size: what runs at a desk has
-none (but of `breakdown`, whose model the paper does not name), nor what a setting of the user may have changed.
+Each command runs in a process of its own and prints to a log file, as a recipe runs dozens of commands and prints one
+report. A difference from the paper is taken only where data and sizes are the paper's: not at a desk (except in
+`breakdown`, whose model the paper does not name), nor where a setting of the user may have changed them.
 """
 
 import os
@@ -27,17 +27,17 @@ from gpipe_cli.system.gpus import Gpu
 from gpipe_cli.units import count, duration
 
 FOLDER = Path(str(resources.files("gpipe_cli.recipes")))
-THROUGH_HOST = "NCCL_P2P_DISABLE"  # in the environment: NCCL copies from GPU to GPU through the host's memory
-# How a training is run, which its result does not depend on (the recipe `consistency`).
+THROUGH_HOST = "NCCL_P2P_DISABLE"  # environment variable: with 1, NCCL copies between GPUs through host memory
+# Settings of a training that its result does not depend on (the recipe `consistency`).
 SAME_RESULT = ("partitions", "partition", "schedule", "recompute")
-# Where and how long something runs, and where data lie: settings that leave size and data as they are. All others may
-# change them. Of a group, `checkpoint`, all that is in it.
+# Settings that leave data and sizes as they are, such as where and how long something runs; all others may change them.
+# A group, such as `checkpoint`, stands for all its settings.
 _HARMLESS = (
     "output", "logger", "device", "executor", "threads", "data_workers", "memory_format", "timeout_seconds", "cost",
     "seed", "checkpoint", "dataset.root", "dataset.cache", "dataset.download", "warm_up_steps", "steps", "rounds",
 )  # fmt: skip
 Scale = Literal["smoke", "desk", "paper"]
-# Runs a command and writes what it prints to a file. Raises what the command refused, or CommandFailedError.
+# Runs a command and writes its output to a file. Raises the command's InputError, or CommandFailedError.
 Perform = Callable[[Sequence[str], IO[str]], None]
 
 
@@ -47,19 +47,19 @@ class Findings:
 
     tables: tuple[Table, ...]
     notes: tuple[tuple[str, str], ...] = ()  # label, line: what was simulated and from what, what is odd
-    files: tuple[tuple[str, str], ...] = ()  # what it is, path: pictures, pages
-    comparable: bool = True  # False: data or sizes are not the paper's, and no difference from it was taken
+    files: tuple[tuple[str, str], ...] = ()  # description, path: pictures, pages
+    comparable: bool = True  # False: data or sizes are not the paper's, so no difference was taken
 
 
 class CommandFailedError(RuntimeError):
-    """A command of the recipe ended with exit code 1: not by bad input, and not by Ctrl-C."""
+    """A command of the recipe failed, neither because of bad input nor because of Ctrl-C."""
 
 
 @dataclass
 class Runner:
     """What all commands of a recipe share.
 
-    ``settings`` hold for every command: those of the scale, then those that the user gave, which win.
+    ``settings`` apply to every command: the scale's, then the user's, which win.
     """
 
     name: str  # of the recipe
@@ -67,52 +67,52 @@ class Runner:
     settings: tuple[str, ...]
     perform: Perform
     simulate: Simulate
-    progress: Callable[[str], None]  # gets a line for each command
+    progress: Callable[[str], None]  # called with a line for each command
     scale: Scale
     users: tuple[str, ...] = ()  # those of ``settings`` that the user gave
-    machine: Sequence[Gpu] = ()  # its GPUs
-    commands: list[str] = field(default_factory=list)  # that were run, as a user types them
+    machine: Sequence[Gpu] = ()  # the GPUs of this machine
+    commands: list[str] = field(default_factory=list)  # all that were run, as a user types them
 
     @property
     def desk(self) -> bool:
-        """Whether what runs is smaller than the paper's."""
+        """Whether the runs are smaller than the paper's."""
         return self.scale != "paper"
 
     @property
     def gpus(self) -> Sequence[Gpu]:
-        """Those that may be used."""
+        """The GPUs that commands may use."""
         return () if self.given("device") == "cpu" else self.machine
 
     def given(self, key: str) -> str | None:
-        """The value of a setting that holds for every command; None: each command has its own."""
+        """The value of a setting that applies to every command; None if each command has its own."""
         return next((one.partition("=")[2] for one in self.settings if key_of(one) == key), None)
 
     def refuse(self, *keys: str) -> None:
-        """Raises InputError for a setting of the user that the rows of a table differ in: K, M, recompute, ``keys``."""
+        """Raises InputError if the user sets what the rows of a table differ in: K, M, recompute or ``keys``."""
         for one in self.users:
             if key_of(one) in ("partitions", "micro_batches", "recompute", *keys):
-                raise InputError(f"{one.lstrip('+')}: is what the rows of this table differ in; leave it out")
+                raise InputError(f"{one.lstrip('+')}: the rows of this table differ in this setting; leave it out")
 
     def changed(self, *harmless: str) -> tuple[str, ...]:
-        """Those of the user's settings after which a number is not to be compared with the paper's; ``harmless`` more
-        that change nothing in this experiment."""
+        """The user's settings that make numbers incomparable with the paper's; ``harmless``: more keys that change
+        nothing in this experiment."""
         kept = (*_HARMLESS, *harmless)
         return tuple(one for one in self.users if not any(f"{key_of(one)}.".startswith(f"{key}.") for key in kept))
 
     def with_settings(self, *settings: str) -> "Runner":
-        """The same with these in place of the scale's; without any, at the size of the paper. The user's still win."""
+        """A copy with ``settings`` in place of the scale's; without any, at the paper's size. The user's still win."""
         return replace(self, settings=with_users(settings, self.users))
 
     def without(self, *keys: str) -> "Runner":
-        """The same without these settings, the user's included: for commands that choose their values."""
+        """A copy without these settings, the user's included: for commands that choose the values themselves."""
         kept = tuple(setting for setting in self.settings if key_of(setting) not in keys)
         return replace(self, settings=kept)
 
     def bench(self, name: str, *settings: str) -> dict[str, Any]:
-        """`gpipe bench -m` of what has several values in ``settings``; returns bench.json.
+        """Run `gpipe bench -m` over the settings that have several values; returns the content of bench.json.
 
-        If no cell fits the memory, the rows say so. Raises InputError if all cells are impossible: then a setting that
-        they share is wrong.
+        If no cell fits the memory, the rows say so. Raises InputError if all cells are impossible, as then a setting
+        that they share is wrong.
         """
         folder = self.folder / name
         try:
@@ -128,21 +128,21 @@ class Runner:
             raise InputError(rows[0]["reason"]) from None
 
     def plan(self, name: str, *settings: str) -> dict[str, Any]:
-        """`gpipe plan`; returns plan.json."""
+        """Run `gpipe plan`; returns the content of plan.json."""
         return self._run(["plan"], self.folder / name, "plan.json", *settings)
 
     def simulated(self, *settings: str) -> Simulated:
-        """What `gpipe plan` plans, made in this process."""
+        """The plan that `gpipe plan` makes of ``settings``, made in this process."""
         given = [one for one in last_wins((*settings, *self.settings)) if owner(one) in (None, "plan")]
         self.commands.append(f"gpipe {shlex.join(['plan', '-cd', str(FOLDER), '-cn', self.name, *given])}")
         return self.simulate(given)
 
     def train(self, name: str, *settings: str) -> dict[str, Any]:
-        """`gpipe train`; returns result.json. The run lies in ``folder / name``."""
+        """Run `gpipe train` into ``folder / name``; returns the content of result.json."""
         return self._run(["train"], self.folder / name, RESULT, *settings)
 
     def evaluate(self, name: str, *settings: str) -> dict[str, Any]:
-        """`gpipe evaluate` of a run of this recipe; returns evaluate.json. It takes no setting of a training."""
+        """Run `gpipe evaluate`, which takes no settings of a training; returns the content of evaluate.json."""
         folder = self.folder / name
         self._perform(["evaluate", f"run={quoted(folder)}", *settings], folder)
         return read_result(folder, "evaluate.json")
@@ -150,13 +150,13 @@ class Runner:
     def _run(self, command: Sequence[str], folder: Path, file: str, *settings: str) -> dict[str, Any]:
         given = [one for one in last_wins((*settings, *self.settings)) if owner(one) in (None, command[0])]
         place = f"{'hydra.sweep.dir' if command[0] == 'bench' else 'run_folder'}={quoted(folder)}"
-        shown = [one for one in given if one not in self.settings]  # what differs; the log has all of it
+        shown = [one for one in given if one not in self.settings]  # what differs; the log has all settings
         arguments = [*command, "-cd", str(FOLDER), "-cn", self.name, *given, place]
         self._perform(arguments, folder, [*command, *shown])
         return read_result(folder, file)
 
     def _perform(self, arguments: Sequence[str], folder: Path, shown: Sequence[str] = ()) -> None:
-        """``folder``: where the command writes what became of it; ``shown``: in place of all arguments."""
+        """``folder``: where the command writes its result; ``shown``: what to print in place of all arguments."""
         environment = f"{THROUGH_HOST}=1 " if os.environ.get(THROUGH_HOST) == "1" else ""
         typed = f"{environment}gpipe {shlex.join(arguments)}"
         self.commands.append(typed)
@@ -174,21 +174,21 @@ class Runner:
 
 
 def last_wins(settings: Sequence[str]) -> tuple[str, ...]:
-    """One value for each setting: Hydra refuses two. The last one counts, at the place of the first."""
+    """One value for each setting, as Hydra refuses two: the last value, at the place of the first."""
     return tuple({key_of(setting): setting for setting in settings}.values())
 
 
 def with_users(settings: Sequence[str], users: Sequence[str]) -> tuple[str, ...]:
-    """``settings`` of a recipe and those of the user, which win.
+    """A recipe's ``settings`` and the user's, which win.
 
-    As in the commands, what the user gives of `batch_size` and `batch_tokens` takes the place of the other.
+    As in the commands, whichever of `batch_size` and `batch_tokens` the user gives replaces the other.
     """
     given = {key_of(one): value for one in users if (value := one.partition("=")[2]) != "null"}
     return last_wins((*(one for one in settings if key_of(one) != replaced_batch(given)), *users))
 
 
 def _failure(folder: Path) -> str:
-    """Why a run failed, by its result.json; of a table, why the first row that failed did. "" if neither says so."""
+    """Why a run failed by its result.json, or the first failed row of a table by bench.json; "" if neither says."""
     try:
         if (folder / RESULT).is_file():
             return str(read_result(folder, RESULT).get("error") or "")
@@ -202,7 +202,7 @@ def _failure(folder: Path) -> str:
 
 
 def number(value: float | None, digits: int) -> str:
-    """`2.58`; `-` if there is none."""
+    """`2.58`, or `-` for None."""
     return NONE if value is None else f"{value:,.{digits}f}"
 
 
@@ -212,12 +212,12 @@ def numbers(heading: str, origin: Origin, values: Sequence[float | None], digits
 
 
 def counts(heading: str, origin: Origin, values: Sequence[int | None]) -> Column:
-    """A column of parameters: `1.05 B`."""
+    """A column of parameter counts: `1.05 B`."""
     return Column.of("", heading, values, count, origin=origin)
 
 
 def difference(ours: float | None, paper: float | None, comparable: bool, digits: int = 2) -> str:
-    """Ours minus the paper's, `-0.42`; `-` where they are not of the same data and size, or one of them is missing."""
+    """Our value minus the paper's, `-0.42`; `-` if they are not ``comparable`` or one of them is missing."""
     if not comparable or ours is None or paper is None:
         return NONE
     return f"{round(ours - paper, digits) + 0.0:+.{digits}f}"
@@ -226,12 +226,12 @@ def difference(ours: float | None, paper: float | None, comparable: bool, digits
 def differences(
     heading: str, ours: Sequence[float | None], paper: Sequence[float], comparable: bool, digits: int = 2
 ) -> Column:
-    """The column of the difference of each row."""
+    """A column with the difference of each row."""
     cells = [difference(mine, theirs, comparable, digits) for mine, theirs in zip(ours, paper, strict=True)]
     return Column(heading, "difference", cells)
 
 
 def beside(title: str, rows: Sequence[tuple[str, ...]]) -> Table:
-    """A table of rows that are each a name, the paper's number, ours and the difference."""
+    """A table whose rows hold a name, the paper's number, ours and the difference."""
     columns = Column(""), Column("", "paper"), Column("", "measured"), Column("", "difference")
     return Table.of_rows(title, columns, tuple(rows))

@@ -1,7 +1,7 @@
 """Weak and strong scaling over K partitions and R replicas, simulated: the paper's largest models on 2,048 devices.
 
-Weak: the mini-batch grows with the replicas, and each of them has the same M. Strong: the mini-batch stays, so that a
-replica has fewer micro-batches the more replicas there are, and the bubble grows (section 2.3 of the paper).
+Weak: the mini-batch grows with the number of replicas, and M of each replica stays. Strong: the mini-batch stays, so
+with more replicas each has fewer micro-batches, and the bubble grows (section 2.3 of the paper).
 """
 
 import gc
@@ -48,10 +48,10 @@ class Cell:
     replicas: int
     batch_size: int
     micro_batches: int  # of each replica
-    missing_bytes: int = 0  # by which the fullest stage is over the memory
+    missing_bytes: int = 0  # by which the fullest stage exceeds the memory
     samples_per_second: float = 0.0  # 0 where it does not fit
     idle: float = 0.0
-    sums: float = 0.0  # seconds that the sum of one stage's gradients over the replicas takes, over those of a step
+    sums: float = 0.0  # share of a step that a stage takes at most to sum its gradients over replicas
 
     @property
     def devices(self) -> int:
@@ -71,7 +71,7 @@ class Scaling:
         work: list[tuple[TrainConfig, ModelProfile, Cell]] = []
         for model in self.models:
             runner.progress(f"traces       {model.name}")
-            # K, M and N do not matter to a profile; the most partitions hold one micro-batch
+            # a profile does not depend on K, M and N; with the most partitions one micro-batch fits
             sizes = f"partitions={model.grid[-1].partitions}", "micro_batches=1", f"batch_size={model.samples}"
             found = runner.simulated(*self.settings, *model.settings, *sizes)
             work += [(found.config, found.profile, cell) for cell in _cells(model)]
@@ -94,26 +94,26 @@ def _cells(model: ScaledModel) -> Iterator[Cell]:
 
 
 def _planned(work: Sequence[tuple[TrainConfig, "ModelProfile", Cell]]) -> list[Cell]:
-    """The same cells with their plans, shared out among forks, one for each core. A plan begins with nothing, so none
-    depends on how they are shared out."""
+    """The cells with the results of their plans, which are distributed over one fork for each core. Plans share no
+    state, so the distribution does not affect them."""
     cores = usable_cores()
     forks = [Fork(partial(_all_of, work[at::cores])) for at in range(cores)]
     parts = [fork.wait()[0] for fork in forks]
     done: dict[int, Cell] = {}
     for at, part in enumerate(parts):
         if part is None:
-            raise CommandFailedError("a process that plans has failed")
+            raise CommandFailedError("a planning process has failed")
         done |= dict(zip(range(at, len(work), cores), part, strict=True))
     return [done[at] for at in range(len(work))]
 
 
 def _all_of(work: Sequence[tuple[TrainConfig, "ModelProfile", Cell]]) -> list[Cell]:
-    gc.disable()  # a million small objects for each of the large plans; the process ends after them
+    gc.disable()  # a large plan makes a million small objects, and the process ends after its plans
     return [plan_cell(config, profile, cell) for config, profile, cell in work]
 
 
 def plan_cell(config: TrainConfig, profile: "ModelProfile", cell: Cell) -> Cell:
-    """The cell with what the plan of it says."""
+    """The cell with the results of its plan."""
     from gpipe_cli.planner.cost_model import predicted_costs
     from gpipe_cli.planner.devices import memory_limit
     from gpipe_cli.planner.plan import TooLargeError, make_plan
@@ -138,7 +138,7 @@ def plan_cell(config: TrainConfig, profile: "ModelProfile", cell: Cell) -> Cell:
 
 
 def _efficiencies(cells: Sequence[Cell]) -> dict[Cell, float]:
-    """Samples a second and device, over those of the fewest devices that hold the same model, in the same scaling."""
+    """Throughput per device, relative to the fewest devices that hold the same model in the same scaling."""
     fitting = [cell for cell in cells if not cell.missing_bytes]
     found = {}
     for cell in fitting:
@@ -148,7 +148,7 @@ def _efficiencies(cells: Sequence[Cell]) -> dict[Cell, float]:
 
 
 def _lines(cells: Sequence[Cell], scaling: str) -> dict[str, list[tuple[int, float]]]:
-    """Of each model and K, devices and efficiency."""
+    """For each model and K, its points: number of devices, efficiency."""
     lines: dict[str, list[tuple[int, float]]] = {}
     for cell, efficiency in _efficiencies(cells).items():
         if cell.scaling == scaling:
@@ -165,7 +165,7 @@ def _table(model: str, cells: Sequence[Cell]) -> Table:
         return Column.of("", heading, values, form, origin="simulated")
 
     return Table(
-        f"{model}: K partitions, R replicas; efficiency against the fewest devices that hold it",
+        f"{model}: K partitions, R replicas; efficiency relative to the fewest devices that hold it",
         (
             Column("scaling", cells=[cell.scaling for cell in rows]),
             Column("K", cells=[str(cell.partitions) for cell in rows], number=True),
@@ -187,7 +187,7 @@ def _table(model: str, cells: Sequence[Cell]) -> Table:
 
 
 def _notes(cells: Sequence[Cell]) -> Iterator[tuple[str, str]]:
-    yield "simulated", "nothing of it was run; a sum over replicas begins when the last backward of its stage has ended"
+    yield "simulated", "nothing was run; a stage sums its gradients over the replicas after its last backward"
     yield "M", "of each replica; the paper finds the bubble negligible from M = 4 K on"
     for model in dict.fromkeys(cell.model for cell in cells):
         strong = [cell for cell in cells if (cell.model, cell.scaling, cell.missing_bytes) == (model, "strong", 0)]

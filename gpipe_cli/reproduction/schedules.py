@@ -1,5 +1,5 @@
-"""Schedules side by side: what `gpipe plan` says of each on 2, 4 and 8 devices, and what `gpipe bench` measures on as
-many as are here. Not in the paper, which has one schedule: it shows what those that came after it are worth.
+"""Schedules side by side: `gpipe plan` simulates each on 2, 4 and 8 devices, and `gpipe bench` measures each on as many
+as this machine has. Not in the paper, which has one schedule: it shows what later ones gain.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ from gpipe_cli.reporting.tables.table import NONE, Column, Table
 from gpipe_cli.reproduction.runner import Findings, Runner, number, numbers
 from gpipe_cli.units import percent, size
 
-# of each device, with how many stages on it; speeds are relative to gpipe with as many
+# by number of stages on each device; speeds are relative to gpipe with as many stages
 _ROWS = {1: ("gpipe", "1f1b", "zero_bubble", "auto"), 2: ("gpipe", "1f1b", "interleaved", "zero_bubble", "auto")}
 
 
@@ -38,7 +38,7 @@ class Schedules:
 
 
 def _rows(every: tuple[int, ...]) -> Iterator[tuple[int, str, int]]:
-    """Devices, schedule, stages of each device."""
+    """Tuples of devices, schedule and stages on each device."""
     for devices in every:
         for each, schedules in _ROWS.items():
             for schedule in schedules:
@@ -51,7 +51,7 @@ def _settings(devices: int, schedule: str, each: int) -> tuple[str, ...]:
 
 
 def _measured(runner: Runner, devices: int) -> dict[tuple[int, str, int], dict[str, Any]]:
-    """The rows of `gpipe bench`: a sweep with one stage on each device, and one with two."""
+    """The rows of `gpipe bench`, from a sweep with one stage on each device and one with two."""
     found = {}
     for each, names in _ROWS.items():
         partitions, _, *several = _settings(devices, "", each)
@@ -97,7 +97,7 @@ def _table(devices: int, planned: dict[Any, dict[str, Any]], measured: dict[Any,
 
 
 def _activations(plan: dict[str, Any], of_stages: Sequence[int] = ()) -> int:
-    """Of the fullest device: as planned, or of stages as they are given."""
+    """Bytes of activations on the fullest device, as planned or as given ``of_stages``."""
     together: dict[int, int] = {}
     for k, stage in enumerate(plan["stages"]):
         held = of_stages[k] if of_stages else stage["memory"]["activations_bytes"]
@@ -106,7 +106,7 @@ def _activations(plan: dict[str, Any], of_stages: Sequence[int] = ()) -> int:
 
 
 def _unit_clock(row: tuple[int, str, int], micro_batches: int) -> str:
-    """The speed relative to gpipe's, or none of `auto`, which has no order before there are costs."""
+    """The speed relative to gpipe's; none for `auto`, whose order depends on costs."""
     devices, schedule, each = row
     if schedule == "auto":
         return NONE

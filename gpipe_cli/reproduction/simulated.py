@@ -1,4 +1,4 @@
-"""The plans of a table's cells, made in this process: what takes seconds, to trace the model, is done once for all."""
+"""Plans of a table's cells, made in this process, so that a model, which takes seconds to trace, is traced once."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -13,26 +13,26 @@ if TYPE_CHECKING:  # recipes are listed without torch
 
 @dataclass(frozen=True)
 class Simulated:
-    """What `gpipe plan` plans, from the figures of a device."""
+    """A plan as `gpipe plan` makes it from the figures of a device."""
 
     config: TrainConfig
     profile: "ModelProfile"
     plan: "Plan"
-    samples: int  # N, of the mini-batch
+    samples: int  # N, the samples of the mini-batch
 
     @property
     def samples_per_second(self) -> float:
         return self.samples / self.plan.step_seconds
 
 
-# The configuration that `gpipe plan` has with these settings, and which of them are to be chosen. Raises InputError.
+# The configuration of `gpipe plan` with these settings, and those that the plan is to choose. Raises InputError.
 Configure = Callable[[Sequence[str]], tuple[TrainConfig, Sequence[str]]]
 # The plan of these settings. Raises InputError as `gpipe plan` does.
 Simulate = Callable[[Sequence[str]], Simulated]
 
 
 def simulating(configure: Configure) -> Simulate:
-    """Plans of what `configure` makes of settings; each model is traced once."""
+    """A function that plans the configuration that ``configure`` makes of settings; it traces each model once."""
     from gpipe_cli.planner.auto_settings import choose
     from gpipe_cli.planner.cost_model import predicted_costs
     from gpipe_cli.planner.model_profile import profile_model
@@ -53,7 +53,7 @@ def simulating(configure: Configure) -> Simulate:
 
 
 def _traced_alike(config: TrainConfig) -> TrainConfig:
-    """The same for all configurations that have the same profile, which does not depend on K, M, N or the cut."""
+    """One configuration for all that share a profile, which does not depend on K, M, N or the cut."""
     return replace(
         config, partitions=1, micro_batches=1, replicas=1, batch_size=1, batch_tokens=None, recompute="never",
         stages_per_process=None, partition=PartitionConfig(None), hardware=replace(config.hardware, memory_gib=None),

@@ -1,7 +1,6 @@
 """Every experiment at the smallest size that still runs all of its code: what `scale=smoke` runs.
 
-Of a table the first and the last row are left, or the first where rows take long; of repeated runs as few as there
-must be.
+A table keeps its first and its last row, or only the first if rows take long; repeated runs are as few as possible.
 """
 
 from dataclasses import replace

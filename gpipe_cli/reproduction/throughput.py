@@ -1,8 +1,8 @@
-"""Speed over K and M, relative to one cell: the paper's tables 2 and 3, and figure 3 of its first versions.
+"""Throughput over K and M, relative to one cell: the paper's Tables 2 and 3, and Figure 3 of its first versions.
 
-Two kinds of numbers of our own stand beside the paper's, each in its column: what is simulated at the paper's size from
-the figures of the paper's hardware, and what `gpipe bench` measured as far as there are devices. The recipe says how N
-is chosen in each cell, for the whole table; it is simulated twice, cut as Lingvo cuts and by our own partitioner.
+Two kinds of our numbers stand beside the paper's, in separate columns: simulated at the paper's size from the figures
+of its hardware, and measured by `gpipe bench` as far as there are devices. One rule of the recipe chooses N in all
+cells of a table. Every cell is simulated twice: cut as Lingvo cuts, and by our own partitioner.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from gpipe_cli.reporting.tables.table import NONE, Column, Origin, Table
 from gpipe_cli.reproduction.runner import THROUGH_HOST, Findings, Runner, differences, number, numbers
 from gpipe_cli.units import plural
 
-MEASURED: Final = "measured"  # of a row of bench.json, and where a column comes from
+MEASURED: Final = "measured"  # the status of a row of bench.json, and the origin of a column
 IMPOSSIBLE: Final = "impossible"
 SIMULATED: Final = "simulated"
 SPEED = "speed"  # the quantity of columns that are called after where it comes from
@@ -29,12 +29,12 @@ SPEED = "speed"  # the quantity of columns that are called after where it comes 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A number of the paper: speed relative to the first row's."""
+    """A row of the paper's table: its throughput relative to the first row's."""
 
     partitions: int
     micro_batches: int
     paper: float
-    name: str = ""  # `pipeline-2`; "" where K and M say it
+    name: str = ""  # `pipeline-2`; "" where K and M are name enough
     recompute: str | None = None  # None: as the recipe says
 
     @property
@@ -44,12 +44,12 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A table: one model over K and M."""
+    """A table of the paper: one model over K and M."""
 
     name: str  # as the paper writes it
     rows: tuple[Row, ...]
-    figures: tuple[str, ...]  # settings: the paper's hardware
-    settings: tuple[str, ...] = ()  # of a second model, beside the recipe's
+    figures: tuple[str, ...]  # settings for the paper's hardware
+    settings: tuple[str, ...] = ()  # of a second model, on top of the recipe's
 
     def cells(self, rows: Iterable[int]) -> str:
         return "; ".join(self.rows[at].cell for at in rows)
@@ -74,9 +74,9 @@ class Throughput:
     slow_links: bool = False  # measured through the host's memory, or not at all
 
     def reproduce(self, runner: Runner) -> Findings:
-        """Runs the recipe. A cell that is impossible says so, and what was measured stays.
+        """Run the recipe. An impossible cell says so, and the measured ones stay.
 
-        Raises InputError as the commands do for bad input, and for a setting that the rows differ in.
+        Raises InputError for bad input, as the commands do, and if the user sets what the rows differ in.
         """
         runner.refuse()
         stages = self._stages(runner)
@@ -99,7 +99,7 @@ class Throughput:
         return Findings(tuple(tables), tuple(notes), comparable=not runner.changed())
 
     def _stages(self, runner: Runner) -> int:
-        """The most stages that get a device, or a core, of their own here; 0: nothing is measured."""
+        """The most stages that each get a device or a core of their own here; 0: nothing is measured."""
         if self.slow_links and (runner.desk or len(runner.gpus) < 2):
             return 0
         cores = hardware((), 1)["cores"]
@@ -115,23 +115,19 @@ class Throughput:
         elif all(model.rows[0].partitions > stages for model in self.models):
             yield MEASURED, f"nothing: only {stages} of K stages would have a device here"
         else:
-            yield MEASURED, f"as far as each stage has a device or a core of its own here, which is K = {stages}"
+            yield MEASURED, f"up to K = {stages}, as far as each stage has a device or a core of its own here"
         for figures in dict.fromkeys(" ".join(model.figures) for model in self.models):
-            yield SIMULATED, f"at the paper's size, from figures, not from anything that was run ({figures})"
-        yield SIMULATED, "cut by Lingvo's rule (partition.method=lingvo), and exactly: each with the N of its own plan"
-        yield (
-            SIMULATED,
-            "exact / Lingvo's: samples/s; no cut gains at M = 1, and a larger N can cost more than it brings",
-        )
+            yield SIMULATED, f"at the paper's size, from the figures of the hardware and not from a run ({figures})"
+        yield SIMULATED, "cut by Lingvo's rule (partition.method=lingvo) and exactly, each with the N of its own plan"
         if runner.desk and stages and not runner.changed():
             yield "difference", "none where measured: the models differ in size"
 
 
-# --- the rows that were measured or simulated, by their number in the table, as bench.json has them
+# --- the measured or simulated rows, by their number in the table, in the form of bench.json
 
 
 def _measured(model: Model, runner: Runner, stages: int, folder: str, slow_links: bool) -> dict[int, dict[str, Any]]:
-    """As far as each stage has a device; rows that recompute differently need a sweep each."""
+    """The rows whose stages each have a device; each mode of recomputation is a sweep of its own."""
     came: dict[int, dict[str, Any]] = {}
     for mode in dict.fromkeys(row.recompute for row in model.rows):
         wanted = {
@@ -163,8 +159,8 @@ def _measured(model: Model, runner: Runner, stages: int, folder: str, slow_links
 
 @contextlib.contextmanager
 def _through_host() -> Iterator[None]:
-    """Around commands whose GPUs are not to reach each other directly: children inherit the environment, and workers
-    have that in which their fork server was started."""
+    """Keep the GPUs of commands from reaching each other directly: children inherit the environment, and workers get
+    that of their fork server, which therefore starts anew."""
     before = os.environ.get(THROUGH_HOST)
     fork_server.kill()
     os.environ[THROUGH_HOST] = "1"
@@ -178,8 +174,8 @@ def _through_host() -> Iterator[None]:
 
 
 def _simulated(model: Model, runner: Runner, method: str, *, first: bool) -> dict[int, dict[str, Any]]:
-    """Of all rows. Raises InputError if not even the first is possible, and this is the ``first`` that is found."""
-    runner = runner.without("cost", "executor")  # the user's are for what is measured
+    """All rows. Raises InputError if the first row is impossible and nothing else was found before it (``first``)."""
+    runner = runner.without("cost", "executor")  # the user's values are for measurements
     came: dict[int, dict[str, Any]] = {}
     for at, row in enumerate(model.rows):
         one = [f"partitions={row.partitions}", f"micro_batches={row.micro_batches}", f"partition.method={method}"]
@@ -198,7 +194,7 @@ def _simulated(model: Model, runner: Runner, method: str, *, first: bool) -> dic
 
 
 def _speeds(model: Model, came: Mapping[int, Mapping[str, Any]]) -> list[Speed]:
-    """Of all rows. Within a sweep the rounds are compared one by one; between two sweeps their medians are."""
+    """The speeds of all rows, compared round by round within a sweep, and by their medians between two sweeps."""
 
     def speed(at: int) -> Speed:
         if 0 not in came or at not in came:
@@ -223,8 +219,8 @@ def _table(
     exact: Mapping[int, Mapping[str, Any]],
     runner: Runner,
 ) -> Table:
-    """A row for each of the paper's numbers, `speeds` by the origin of their column, and the plans with either cut. A
-    column that says nothing in any row is left out."""
+    """The table of a model: `speeds` by the origin of their column, and the plans with either cut. Columns that are
+    empty in every row are left out."""
     rows, paper, comparable = model.rows, [row.paper for row in model.rows], not runner.changed()
 
     def off(heading: str, origin: str, comparable: bool) -> Column:
@@ -252,7 +248,7 @@ def _table(
         samples("N, exact cut", exact),
         numbers("exact / Lingvo's", SIMULATED, gains, 2),
         relative("here", MEASURED),
-        off("here - paper", MEASURED, comparable and not runner.desk),  # a desk's model is of another size
+        off("here - paper", MEASURED, comparable and not runner.desk),  # a desk's model has another size
     ]
     left_out = {
         "": not any(row.name for row in rows),
@@ -264,8 +260,8 @@ def _table(
 
 
 def _found(model: Model, speeds: Mapping[str, Sequence[Speed]], runner: Runner) -> Iterator[tuple[str, str]]:
-    """Notes: how far from the paper, where the first row is 1 everywhere and does not count; and which cells have no
-    number."""
+    """Notes: the mean difference from the paper without the first row, which is 1 by definition; and the cells without
+    a number."""
     pairs = list(zip(speeds[SIMULATED], model.rows, strict=True))[1:]
     off = [abs(ours.relative - row.paper) for ours, row in pairs if ours.relative is not None]
     if off and not runner.changed():
@@ -273,7 +269,7 @@ def _found(model: Model, speeds: Mapping[str, Sequence[Speed]], runner: Runner) 
         yield "found", f"{model.name}, simulated: off from the paper's by {mean(off):.2f} in the mean of {cells}"
     refused = [at for at, speed in enumerate(speeds[MEASURED]) if speed.word != NONE and not speed.reason]
     if refused:
-        yield "found", f"{model.name}: not to be measured here: {model.cells(refused)}"
+        yield "found", f"{model.name}: could not be measured here: {model.cells(refused)}"
     impossible: dict[str, dict[int, None]] = {}
     for column in speeds.values():
         for at, speed in enumerate(column):

@@ -1,7 +1,7 @@
-"""The paper's trained models: ImageNet and what it is fine-tuned to (section 4), translation (section 5), beside ours.
+"""The paper's trained models beside ours: ImageNet and fine-tuning (section 4), translation (section 5).
 
 A model is trained once and evaluated on its test set. The paper fine-tunes five times and reports the mean (Table 4 of
-v5); at its scale the user gives the pretrained run, because it takes weeks, and at a desk it is trained first.
+v5); at its scale the user gives the pretrained run, which takes weeks, and at a desk the recipe trains it first.
 """
 
 from dataclasses import dataclass, replace
@@ -28,14 +28,14 @@ RUN = "trained"  # folder of the run
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The parameters of the full model, which are counted at every scale: that takes neither data nor accelerators."""
+    """The parameters of the full model, counted at every scale, as that takes neither data nor accelerators."""
 
     model: str  # in the paper's words
     parameters: int  # the paper's
-    settings: tuple[str, ...]  # with which the recipe is counted without the paper's data
+    settings: tuple[str, ...]  # with which parameters are counted without the paper's data
 
     def table(self, runner: Runner) -> Table:
-        """At the paper's size whatever the scale of the runs is, and whatever the user changed in them."""
+        """Count at the paper's size, whatever the scale of the runs and the settings of the user."""
         counted = replace(runner, settings=()).train("counted", "dry_run=true", *self.settings)["model_parameters"]
         columns = (
             Column("model", cells=[self.model]),
@@ -67,15 +67,15 @@ class Classification:
 
 @dataclass(frozen=True, slots=True)
 class Translation:
-    """What the paper says of a translation model, and how much of the test set is translated here."""
+    """The paper's scores of a translation model, and how much of the test set is translated here."""
 
-    sentences: int | None  # None: all
+    sentences: int | None  # of the test set; None: all
     desk_sentences: int
     nll: float | None = None  # nats a token
     bleu: float | None = None
 
     def reproduce(self, runner: Runner) -> Findings:
-        """Without differences: the paper's pairs are not public, whatever is translated here."""
+        """Takes no differences, as the paper's sentence pairs are not public."""
         result = runner.train(RUN)
         sentences = self.desk_sentences if runner.desk else self.sentences
         limit = "null" if sentences is None else str(sentences)
@@ -98,19 +98,19 @@ class Translation:
 
 @dataclass(frozen=True, slots=True)
 class FineTuning:
-    """The paper's accuracies on the test set, in percent, and how ours are reached."""
+    """The paper's accuracies on the test set, in percent, and how we get ours."""
 
     top1: float  # mean of the runs
-    previous_best: float  # of others, before the paper
+    previous_best: float  # best result of others before the paper
     runs: int  # with seeds 0, 1, ...
-    begins_with: str  # the recipe that makes the run to begin with
-    pretraining: tuple[str, ...]  # settings of the run to begin with, at a desk
-    fine_tuning: tuple[str, ...]  # of the others, at a desk
-    desk_runs: int | None = None  # at a desk; None: as many
-    from_scratch: bool = True  # at a desk also the same without the weights of another run
+    begins_with: str  # the recipe that makes the pretrained run
+    pretraining: tuple[str, ...]  # settings of the pretrained run at a desk
+    fine_tuning: tuple[str, ...]  # settings of the fine-tuned runs at a desk
+    desk_runs: int | None = None  # number of runs at a desk; None: as many
+    from_scratch: bool = True  # at a desk: also train without pretrained weights
 
     def reproduce(self, runner: Runner) -> Findings:
-        """Fine-tunes with every seed."""
+        """Fine-tune with every seed."""
         number_of_runs = (runner.desk and self.desk_runs) or self.runs
         if (seed := runner.given("seed")) is not None:
             seeds = f"0 to {number_of_runs - 1}"
@@ -127,14 +127,14 @@ class FineTuning:
         others: list[tuple[str, dict[str, Any]]] = []  # name of their row, and result.json
         anew = ("init_from=null", "seed=0")
         if makes_its_own := begins_with is None:
-            others.append(("the run begun with, its classes", runner.train("pretrained", *anew, *self.pretraining)))
+            others.append(("pretrained run, on its own classes", runner.train("pretrained", *anew, *self.pretraining)))
             begins_with = quoted(runner.folder / "pretrained")
         begin = f"init_from={begins_with}"
         runs = [runner.train(f"seed_{seed}", begin, f"seed={seed}", *settings) for seed in range(number_of_runs)]
         if makes_its_own and self.from_scratch:
             others.append(("from scratch, seed 0", runner.train("from_scratch", *anew, *settings)))
         comparable = not runner.desk and not runner.changed("init_from", *SAME_RESULT)
-        note = f"of a sample of {plural(number_of_runs, 'run')}, which differ in their seed only; the paper prints none"
+        note = f"of a sample of {plural(number_of_runs, 'run')} that differ only in their seed; the paper prints none"
         columns = (
             Column("seed", cells=[str(run["config"]["seed"]) for run in runs]),
             Column("top-1", "measured", [percent(run["test"]["top1"], 2) for run in runs]),
@@ -157,7 +157,7 @@ class FineTuning:
 
 
 def _note(result: dict[str, Any]) -> tuple[str, str]:
-    """`AmoebaNet-B (6, 16), 368.3 k parameters: 450 steps of 32 samples`."""
+    """Model and length of a training: `AmoebaNet-B (6, 16), 368.3 k parameters: 450 steps of 32 samples`."""
     tokens = result.get("global_batch_tokens")
     batch = f"at most {tokens:,} tokens" if tokens else plural(result["global_batch"], "sample")
     size = f"{result['model']}, {count(result['model_parameters'])} parameters"

@@ -16,7 +16,7 @@ from gpipe_cli.reporting.tables.recipe import Reproduction
 from gpipe_cli.reproduction.recipe import explained, load
 from gpipe_cli.reproduction.runner import FOLDER, LOG, CommandFailedError, Gpu, Runner, last_wins, with_users
 
-RESIZED = "model.filters=16: in every command; what else is said of models and sizes (titles, scaled down, our choice, the paper's size) holds for the recipe without them"  # noqa: E501
+RESIZED = "model.filters=16: in every command; other statements about models and sizes (titles, scaled down, our choice, the paper's size) describe the recipe without these settings"  # noqa: E501
 
 
 def runner(folder: Path, error: Exception | None, seen: list[list[str]], *users: str) -> Runner:
@@ -165,6 +165,6 @@ def test_a_refused_setting_that_nobody_typed_is_called_the_recipes(tmp_path: Pat
             breakdown(tmp_path, ("batch_size=8",), answer=refuses(error))
     error = RefusedError("model.variant", "d", "the chosen model has no such setting; leave it out")
     assert explained(error, ("model=resnet",), (), ("model.variant",)) == (
-        "model.variant=d: the chosen model has no such setting (a setting of this recipe, which model=resnet does not "
-        "go with)"
+        "model.variant=d: the chosen model has no such setting (a setting of this recipe, which does not go with "
+        "model=resnet)"
     )

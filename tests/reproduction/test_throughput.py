@@ -115,7 +115,7 @@ def test_cells_without_a_number_say_why(tmp_path: Path) -> None:
     assert column(table, "here", "measured") == ["1.00", "out of memory", "-", "-"]
     assert column(table, "Lingvo's cut", "simulated") == ["no fit", "-", "no fit", "-"]  # nothing to be relative to
     assert column(table, "Lingvo's cut - paper", "difference") == ["-"] * 4
-    assert ("found", "Some model: not to be measured here: K = 2, M = 4") in found.notes
+    assert ("found", "Some model: could not be measured here: K = 2, M = 4") in found.notes
 
 
 def test_slow_links_are_simulated_only_where_there_are_no_gpus(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Efficiency over the number of devices, weak and strong scaling beside each other."""
+"""Efficiency over the number of devices, weak and strong scaling side by side."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from gpipe_cli.reporting.plots.picture import WIDTH_INCHES, Picture, add_axes, a
 
 PANEL_INCHES, TITLE_INCHES, AXIS_INCHES, LEGEND_LINE_INCHES = 3.2, 0.4, 0.5, 0.26
 LEFT_INCHES, GAP_INCHES, RIGHT_INCHES = 0.7, 0.5, 0.2
-Lines = Mapping[str, Sequence[tuple[int, float]]]  # by its name: devices, efficiency
+Lines = Mapping[str, Sequence[tuple[int, float]]]  # by name: points of number of devices, efficiency
 
 
 def draw_scaling(panels: Mapping[str, Lines]) -> Picture:
@@ -25,7 +25,7 @@ def draw_scaling(panels: Mapping[str, Lines]) -> Picture:
         axes.set_title(f"{kind} scaling", loc="left", fontweight="bold", fontsize=11, color=INK)
         for name, points in lines.items():
             number = names.index(name)
-            thickness = 1.5 + 1.5 * (len(names) - 1 - number)  # of lines that lie on each other all are seen
+            thickness = 1.5 + 1.5 * (len(names) - 1 - number)  # lines that coincide stay visible
             look: dict[str, Any] = {"color": run_colour(number, len(names)), "marker": "o", "linewidth": thickness}
             (handles[name],) = axes.plot(*zip(*points, strict=True), label=name, markersize=3 + 2 * thickness, **look)
         axes.set_xscale("log", base=2)
@@ -36,6 +36,6 @@ def draw_scaling(panels: Mapping[str, Lines]) -> Picture:
         axes.yaxis.set_major_formatter(lambda share, _: f"{100 * share:.0f} %")
         axes.grid(color=GRID, linewidth=0.6)
         axes.set_xlabel("devices", fontsize=9, color=PALE_INK, loc="right", labelpad=3)
-    figure.axes[0].set_ylabel("samples/s and device, of those of the fewest devices", fontsize=9, color=PALE_INK)
+    figure.axes[0].set_ylabel("samples/s per device, relative to the fewest devices", fontsize=9, color=PALE_INK)
     add_legend(figure, [handles[name] for name in names], LEFT_INCHES, 0.1, ncols=2, fontsize=9)
     return pixels(figure)

@@ -1,4 +1,4 @@
-"""Shares of a step as bars, one above the other: the pie of the paper's NeurIPS version, made to be compared."""
+"""Shares of a step as stacked bars, one below the other: the paper's pie chart (NeurIPS), made easy to compare."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,8 +9,8 @@ from gpipe_cli.reporting.run.step_breakdown import share_word
 
 ROW_INCHES, AXIS_INCHES, LEGEND_INCHES = 0.55, 0.45, 0.6
 LEFT_INCHES, RIGHT_INCHES = 2.3, 0.25
-LEAST_NAMED = 0.03  # share of the bar below which there is no room for its number
-# Lightness, chroma, hue: useful work is dark, what is done twice lighter, waiting and the rest pale.
+LEAST_NAMED = 0.03  # a smaller share of a bar has no room for its number
+# Lightness, chroma, hue: useful work is dark, repeated work lighter, waiting and the rest pale.
 COLOURS = {
     "compute": (0.55, 0.13, 262.0),
     "recompute": (0.76, 0.10, 262.0),
@@ -23,7 +23,7 @@ COLOURS = {
 
 
 def draw_shares(bars: Sequence[tuple[str, Mapping[str, float]]]) -> Picture:
-    """A bar for each (name, SHARES that add up to 1; one may be missing), as an image of shape (height, width, 3)."""
+    """A bar for each (name, SHARES that sum to 1, some may be missing), as an image of shape (height, width, 3)."""
     height = ROW_INCHES * len(bars)
     figure = new_figure(height + AXIS_INCHES + LEGEND_INCHES)
     axes = add_axes(figure, LEFT_INCHES, AXIS_INCHES, WIDTH_INCHES - LEFT_INCHES - RIGHT_INCHES, height)
@@ -34,7 +34,7 @@ def draw_shares(bars: Sequence[tuple[str, Mapping[str, float]]]) -> Picture:
         words = [f"{100 * width:.1f}" if width >= LEAST_NAMED else "" for width in widths]
         ink = "white" if COLOURS[name][0] < 0.6 else INK
         for number in axes.bar_label(drawn, words, label_type="center", fontsize=9, color=ink):
-            number.set_verticalalignment("center_baseline")  # as the names of the bars
+            number.set_verticalalignment("center_baseline")  # aligned with the names of the bars
         left = [begin + width for begin, width in zip(left, widths, strict=True)]
     axes.set_yticks(range(len(bars)), [name for name, _ in bars], fontsize=9.5, color=INK)
     axes.set_xlim(0, 1)

@@ -1,7 +1,7 @@
 """Plots of the tables of a reproduction: the paper's numbers and ours over the same axis, as SVG in the page.
 
-A plot has the numbers of a table's cells, so that it never says anything else. Marks tell who says it and not colours
-alone: the paper's are hollow circles on a broken line, ours are filled.
+A plot shows the values of a table's columns and nothing else. Marks, not colours alone, tell the origin: the paper's
+are hollow circles on a dashed line, ours are filled.
 """
 
 import math
@@ -15,13 +15,13 @@ WIDTH, HEIGHT = 400, 240  # of a plot, in pixels of the page
 LEFT, RIGHT, TOP, BOTTOM = 46, 12, 26, 40  # its margins
 OURS = ("measured", "counted", "planned", "simulated")
 OTHERS = ("paper", *OURS)
-_LOGARITHMIC = 30.0  # an axis is logarithmic whose numbers differ by more than this factor
+_LOGARITHMIC = 30.0  # an axis is logarithmic if its numbers differ by more than this factor
 
 
 @dataclass(frozen=True)
 class Line:
     name: str
-    origin: str  # of the column: the class of its marks
+    origin: str  # of the column: the CSS class of its marks
     values: Sequence[float | None]  # None where the table has none
     cells: Sequence[str]  # the same as the table shows them
 
@@ -29,13 +29,13 @@ class Line:
 @dataclass(frozen=True)
 class Chart:
     title: str
-    places: Sequence[str]  # names of the places on the horizontal axis
+    places: Sequence[str]  # labels on the horizontal axis
     lines: Sequence[Line]
-    unit: str  # below the axis, what `places` are
+    unit: str  # the label below the axis: what `places` are
 
 
 def charts(table: Table) -> Iterator[Chart]:
-    """A plot of speeds over K for each M; or one of the columns that have the same heading as one of the paper's."""
+    """A plot of throughput over K for each M; in other tables, one for each heading that the paper and we share."""
     named = {column.heading: column for column in table.columns if not column.origin}
     paper = next((column for column in table.columns if column.origin == "paper"), None)
     if paper is not None and {"K", "M"} <= named.keys():
@@ -53,7 +53,7 @@ def charts(table: Table) -> Iterator[Chart]:
 def _over_partitions(columns: Sequence[Column], named: dict[str, Column]) -> Iterator[Chart]:
     partitions, micro_batches = named["K"].cells, named["M"].cells
     names = named[""].cells if "" in named else ()
-    if names:  # each row has its own name, and nothing is a curve over K
+    if names:  # named rows are no curve over K
         lines = [line for column in columns if (line := _line(_name(column), column))]
         yield Chart("throughput", names, lines, "")
         return
@@ -68,7 +68,7 @@ def _name(column: Column) -> str:
 
 
 def _line(name: str, column: Column, rows: Sequence[int] = ()) -> Line | None:
-    """None of a column without any number."""
+    """The line of a column, or None if it has no number."""
     at = rows or range(len(column.cells))
     values = [None if column.values is None else column.values[row] for row in at]
     cells = [column.cells[row] for row in at]
@@ -76,7 +76,7 @@ def _line(name: str, column: Column, rows: Sequence[int] = ()) -> Line | None:
 
 
 def to_svg(chart: Chart, top: float | None = None) -> str:
-    """The plot as an element `svg`; its vertical axis ends at ``top`` or above the greatest value."""
+    """The plot as an `svg` element, whose vertical axis reaches ``top``, by default the greatest value."""
     known = [one for line in chart.lines for one in line.values if one is not None]
     positive = [one for one in known if one > 0]
     logarithmic = len(positive) == len(known) and max(known) > _LOGARITHMIC * min(known)
@@ -126,7 +126,7 @@ def legend(lines: Sequence[Line]) -> str:
 
 
 def _ticks(most: float) -> list[float]:
-    """From 0 to at least ``most``, in three to six even steps of 1, 2 or 5 times a power of ten."""
+    """Numbers from 0 to at least ``most``, in three to six even steps of 1, 2 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(most or 1.0))
     step = next(step for factor in (0.2, 0.5, 1.0, 2.0) if most <= 6 * (step := factor * power))
     return [step * number for number in range(math.ceil(most / step - 1e-9) + 1)]
@@ -137,7 +137,7 @@ def _decades(least: float, most: float) -> list[float]:
 
 
 def _short(number: float) -> str:
-    """`0.5`, `100 M`."""
+    """A number on an axis: `0.5`, `100 M`."""
     for factor, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if number >= factor:
             return f"{number / factor:g} {unit}"
@@ -145,7 +145,7 @@ def _short(number: float) -> str:
 
 
 def _broken(name: str, width: float) -> list[str]:
-    """Two lines at most, broken where there is a hyphen or a blank if it does not fit."""
+    """The lines of a label, at most two: one wider than ``width`` pixels is broken at a hyphen or a blank."""
     if len(name) * 6.2 <= width:
         return [name]
     first, mark, rest = next((name.partition(mark) for mark in ("-", " ") if mark in name), (name, "", ""))

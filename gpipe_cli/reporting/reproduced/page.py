@@ -1,7 +1,7 @@
-"""report.html: what the paper claims and what came out here, of all recipes of a folder, in a file that loads nothing.
+"""report.html: the paper's claims beside our results, of all recipes of a folder, in one file that loads nothing.
 
-It has no script: a table of all claims at the top leads to a section for each recipe, with its tables, a plot of those
-that have a row of numbers, how each number was obtained, and the commands.
+The page has no script. A table of all claims at the top links to a section for each recipe, with its tables and their
+plots, its notes and its commands.
 """
 
 from base64 import b64encode
@@ -21,13 +21,13 @@ KINDS = {
     "measured": "was run here and timed, or evaluated",
     "counted": "was run here, and is exact whatever the machine is",
     "planned": "follows from shapes; was not run",
-    "simulated": "was not run: a schedule played through with the seconds of layers, timed here or by a data sheet",
+    "simulated": "was not run: a schedule simulated with the seconds of layers, timed here or by a data sheet",
     "difference": "is none (-) where data or sizes are not the paper's",
 }
 
 
 def write_report(folder: Path, reproductions: Sequence[Reproduction], failed: Mapping[str, str]) -> None:
-    """Writes the page into ``folder``; ``failed``: why a recipe has come to nothing, by its name."""
+    """Write the page into ``folder``; ``failed``: why a recipe failed, by its name."""
     style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
     write_whole(folder / REPORT, "\n".join(_page(reproductions, failed, style, folder)) + "\n")
 
@@ -61,7 +61,7 @@ def _page(reproductions: Sequence[Reproduction], failed: Mapping[str, str], styl
 
 
 def _claims(one: Reproduction) -> Iterator[str]:
-    """A row for each table that has a number of the paper beside one of ours; one of words where none has."""
+    """A row for each table that has a number of the paper beside one of ours; one with a note if none has."""
     found = [said for table in one.tables if (said := verdict(table)) is not None]
     rows = [
         f'<td class="text">{escape(said.what)}</td><td>{escape(said.paper)}</td><td>{escape(said.ours)}</td>'
@@ -94,7 +94,7 @@ def _section(one: Reproduction, folder: Path) -> Iterator[str]:
 
 
 def _charts(drawn: Sequence[Chart]) -> str:
-    """With one vertical axis, where they differ in M."""
+    """The plots of a table as a figure; those that differ in M have the same vertical axis."""
     if not drawn:
         return ""
     lines = [line for chart in drawn for line in chart.lines]

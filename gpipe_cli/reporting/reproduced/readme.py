@@ -1,4 +1,4 @@
-"""The results in recipes/README.md: what stands there between two comments is made of a reproduction of all recipes."""
+"""The results in recipes/README.md: the text between two comments there comes from a reproduction of all recipes."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ BEGIN, END = "<!-- written by gpipe reproduce all -->", "<!-- until here -->"
 
 
 def with_results(readme: str, reproductions: Sequence[Reproduction]) -> str:
-    """``readme`` with these results in place of those between its marks."""
+    """``readme`` with these results in place of the text between its two comments."""
     before, _, rest = readme.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n{_results(reproductions)}{END}{after}"
@@ -27,5 +27,5 @@ def _results(reproductions: Sequence[Reproduction]) -> str:
         Column("scale", cells=[one.scale for one in reproductions]),
         Column("minutes", cells=[f"{one.seconds / 60:.1f}" for one in reproductions], number=True),
     ]
-    lines = [f"All of it took {seconds} on {machines}.", "", to_markdown(Table("", columns))]
+    lines = [f"All recipes took {seconds} on {machines}.", "", to_markdown(Table("", columns))]
     return "\n".join([*lines, *map(markdown, reproductions)])

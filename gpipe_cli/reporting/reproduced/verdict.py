@@ -1,4 +1,4 @@
-"""The numbers that stand for a claim: of each table one of the paper's, ours, and how far they are apart."""
+"""The numbers that stand for a claim: from each table one number of the paper, ours, and their difference."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,11 +17,10 @@ class Verdict:
 
 
 def verdict(table: Table) -> Verdict | None:
-    """None of a table without a number of the paper beside one of ours.
+    """The verdict of a table; None if it has no number of the paper beside one of ours.
 
-    Rows that grow in size end in the paper's point, the largest one; rows of different quantities begin with it. Of
-    several numbers of the paper the last one counts, before the difference from it; of ours the first one that has a
-    difference.
+    In a table of growing sizes the last row makes the paper's point; in one of different quantities, the first. Of
+    several columns of the paper the last one counts; of ours, the first one that has a difference from it.
     """
     grows = any(column.heading == "K" for column in table.columns)
     for paper in (column for column in reversed(table.columns) if column.origin == "paper"):

@@ -1,4 +1,4 @@
-"""What `gpipe reproduce` shows: the paper's numbers, ours, the difference; for people, as Markdown and as JSON."""
+"""What `gpipe reproduce` shows: the paper's numbers, ours and the difference, in a console, as Markdown and JSON."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,19 +19,19 @@ REPRODUCTION = "reproduction"  # .json and .md
 
 @dataclass(frozen=True)
 class Reproduction:
-    """What came out of a recipe."""
+    """The results of a recipe."""
 
     name: str
     title: str
-    claim: str  # of the paper
+    claim: str  # of the paper, in our own words
     source: str
     needs: str  # what the paper's scale takes
     scale: str  # paper, desk, smoke
     machine: str
     tables: tuple[Table, ...]
     notes: tuple[tuple[str, str], ...]  # label, line: scaled down, simulated, our choice, what was found
-    commands: tuple[str, ...]  # that were run
-    files: tuple[tuple[str, str], ...]  # what it is, path
+    commands: tuple[str, ...]  # all that were run
+    files: tuple[tuple[str, str], ...]  # description, path
     seconds: float
 
 
@@ -43,7 +43,7 @@ def write_reproduction(reproduction: Reproduction, folder: Path) -> None:
 
 
 def read_reproduction(folder: Path) -> Reproduction:
-    """What ``write_reproduction`` wrote. Raises FileNotFoundError, and InputError if it is of something else."""
+    """What ``write_reproduction`` wrote. Raises FileNotFoundError, and InputError if the file holds something else."""
     found = read_result(folder, f"{REPRODUCTION}.json")
     try:
         tables = tuple(
@@ -57,7 +57,7 @@ def read_reproduction(folder: Path) -> Reproduction:
 
 
 def show_reproduction(console: Console, reproduction: Reproduction, folder: Path) -> None:
-    """Shows it; ``folder`` is where it was written."""
+    """Print the results; ``folder`` is where they were written."""
     for table in reproduction.tables:
         console.print()
         show_text(console, table.title, "bold")
@@ -71,7 +71,7 @@ def show_reproduction(console: Console, reproduction: Reproduction, folder: Path
 
 
 def markdown(reproduction: Reproduction) -> str:
-    """As a section of recipes/README.md."""
+    """The results as a section of recipes/README.md."""
     about = f"{reproduction.title}: {reproduction.claim}. Source: {reproduction.source}."
     lines = [f"### {reproduction.name}", "", about, ""]
     for table in reproduction.tables:

@@ -1,4 +1,4 @@
-"""The one table of the program, and how it is written: in a console, as JSON, CSV, Markdown and HTML."""
+"""The program's one type of table, and how it is written: to a console, and as JSON, CSV, Markdown and HTML."""
 
 import csv
 import io
@@ -17,11 +17,11 @@ from gpipe_cli.reporting.run.result import as_json
 from gpipe_cli.units import plural
 
 Origin = Literal["", "paper", "published", "measured", "counted", "planned", "simulated", "difference"]
-SYMBOLS = {"partitions": "K", "micro_batches": "M"}  # the paper's: headings of columns
-LEAST_TEXT = 12  # characters that are left of a text at least
+SYMBOLS = {"partitions": "K", "micro_batches": "M"}  # the paper's, as headings of columns
+LEAST_TEXT = 12  # characters: the least width of a long text
 NONE = "-"
 TABLE = "table"
-FORMATS = (TABLE, "json", "csv")  # of what a command lists: for people, and for programs
+FORMATS = (TABLE, "json", "csv")  # of what a command lists: the first for people, the others for programs
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,12 @@ class Column:
 
     heading: str  # with its line breaks
     origin: Origin = ""  # where the numbers come from; "" for what names a row, or has no origin of its own
-    cells: Sequence[str] = ()  # as people read them; `-` where there is none
-    number: bool = False  # stands at the right and is never broken, as what has an origin; texts stand at the left
-    key: str = ""  # the heading in CSV, "" where it is the same
-    values: Sequence[Any] | None = None  # as programs read them, None where there is none; None: the cells
-    printed: bool = True  # in the console too, not only in files
-    quantity: str = ""  # what the numbers are of where the heading does not say it, as `Lingvo's cut`: `speed`
+    cells: Sequence[str] = ()  # as people read them; `-` where there is no value
+    number: bool = False  # right-aligned and never broken, like columns with an origin; texts are left-aligned
+    key: str = ""  # the name in JSON and CSV; "": the heading
+    values: Sequence[Any] | None = None  # as programs read them, None where there is no value; None: the cells
+    printed: bool = True  # in a console too, not only in files
+    quantity: str = ""  # what the numbers measure, if the heading names their source: `speed` of `Lingvo's cut`
 
     @classmethod
     def of(
@@ -49,18 +49,18 @@ class Column:
         quantity: str = "",
         printed: bool = True,
     ) -> Self:
-        """Of numbers, None where a row has none, which people read in this form."""
+        """A column of numbers, None where a row has none; ``form`` writes them for people."""
         cells = [NONE if value is None else form(value) for value in values]
         return cls(heading, origin, cells, number=True, key=key, values=values, printed=printed, quantity=quantity)
 
     @property
     def right(self) -> bool:
-        """Whether it holds numbers."""
+        """Whether the column is right-aligned: it holds numbers."""
         return self.number or self.origin != ""
 
     @property
     def origin_line(self) -> str:
-        """The origin, where the heading does not say it, as `planned - paper` does."""
+        """The origin, or "" if the heading says it, as `planned - paper` does."""
         return "" if self.origin == self.heading or " - " in self.heading else self.origin
 
     def same_quantity(self, other: "Column") -> bool:
@@ -72,24 +72,24 @@ class Column:
 
     @property
     def plain_values(self) -> Sequence[Any]:
-        """What programs read."""
+        """The values that programs read."""
         return self.cells if self.values is None else self.values
 
 
 @dataclass(frozen=True)
 class Table:
-    """Columns of the same number of cells."""
+    """Columns with the same number of cells."""
 
     title: str
     columns: Sequence[Column]
-    names: int = 1  # first columns, that name a row: a narrow terminal shows them, whatever else it has room for
+    names: int = 1  # number of first columns that name a row: even the narrowest terminal shows them
 
     def __post_init__(self) -> None:
         assert len({len(column.cells) for column in self.columns}) <= 1, self.title
 
     @classmethod
     def of_rows(cls, title: str, columns: Iterable[Column], rows: Iterable[Sequence[str]], names: int = 1) -> Self:
-        """Of columns without cells, and rows with a cell for each of them."""
+        """A table from columns without cells, and rows with a cell for each column."""
         columns, rows = tuple(columns), tuple(rows)
         assert all(len(row) == len(columns) for row in rows), title
         return cls(
@@ -102,14 +102,14 @@ class Table:
 
 
 def show_table(console: Console, table: Table, gap: int = 2, elsewhere: str = "") -> None:
-    """Prints a table as one, in lines that fit the terminal and break no word and no number.
+    """Print a table in lines that fit the terminal and break no word and no number.
 
-    A narrow terminal gets the columns that name the rows, and of the others those that have room, the first ones first;
-    a line below says where all of them are, `elsewhere`, such as `format=csv`. Without that none is left out. A text
-    goes on in further lines, and of a single word that is too long the middle is left out.
+    A narrow terminal gets the columns that name the rows, and as many others as have room, the first ones first; a line
+    below the table says where all columns are: `elsewhere`, such as `format=csv`. If that is empty, no column is left
+    out. Texts wrap, and a single word that is too long loses its middle.
 
-    A pipe or a file gets every column, and each row as one line, however long: so do ps, kubectl and systemctl, and so
-    grep and awk can read it.
+    A pipe or a file gets every column, and each row as one line, however long, as with ps, kubectl and systemctl, so
+    that grep and awk can read it.
     """
     columns = shown = [column for column in table.columns if column.printed]
     width = console.width if console.is_terminal else None
@@ -139,7 +139,7 @@ def to_rows(table: Table) -> list[dict[str, Any]]:
 
 
 def to_csv(table: Table) -> str:
-    """All columns, values with all their digits; empty where there is none."""
+    """All columns as CSV, values with all their digits; a missing value is empty."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow([column.key or column.heading for column in table.columns])
@@ -149,7 +149,7 @@ def to_csv(table: Table) -> str:
 
 
 def to_markdown(table: Table) -> str:
-    """As a pipe table, whose lines end in line breaks."""
+    """The table as a pipe table, of which every line ends in a line break."""
 
     def line(cells: Iterable[str]) -> str:
         return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
@@ -160,8 +160,8 @@ def to_markdown(table: Table) -> str:
 
 
 def to_html(table: Table, colours: Sequence[str] = (), links: Sequence[str] = ()) -> str:
-    """As an element `table`, with squares of ``colours`` before the rows' names, and ``links``, in HTML, behind them;
-    scripts can sort rows by `data-value`, which is empty where there is no value."""
+    """The table as a `table` element: ``colours`` are squares before the rows' names, and ``links``, in HTML, follow
+    the names. Scripts can sort rows by `data-value`, which is empty where there is no value."""
     heads = [f'<th scope="col"{_class(column)}>{escape(column.heading)}</th>' for column in table.columns]
     heads[1:1] = ['<th scope="col" class="text plain">see</th>'] if links else []
     lines = [f"<table><thead><tr>{''.join(heads)}</tr></thead><tbody>"]
@@ -194,7 +194,7 @@ def _lines(columns: Sequence[Column], widths: Sequence[int], gap: int, rule: str
         for column, width in zip(columns, widths, strict=True)
     ]
     most = max(map(len, headings))
-    headings = [[""] * (most - len(lines)) + lines for lines in headings]  # the last line of each above the rule
+    headings = [[""] * (most - len(lines)) + lines for lines in headings]  # the last line of each stands above the rule
 
     def line(cells: Iterable[str]) -> str:
         pads = (" " * (width - cell_len(cell)) for width, cell in zip(widths, cells, strict=True))
@@ -223,7 +223,7 @@ def _heading(column: Column, origins: bool) -> Sequence[str]:
 
 
 def _shortened(text: str, width: int) -> Sequence[str]:
-    """The lines of a text; of a word that is longer than a line the middle is left out."""
+    """The lines of a text; a word that is longer than a line loses its middle."""
     if cell_len(text) <= width:
         return [text]
     words = (
@@ -234,10 +234,9 @@ def _shortened(text: str, width: int) -> Sequence[str]:
 
 
 def _widths(columns: Sequence[Column], width: int | None, gap: int) -> list[int]:
-    """The characters of each column, in a table of so many in all; None: of any number.
+    """The width of each column in characters, in a table of at most ``width``; None: no limit.
 
-    What columns do not need of the room goes to headings of numbers first, then to texts; what they lack is taken from
-    the widest texts.
+    Spare room goes first to columns of numbers, then to texts; missing room is taken from the widest texts.
     """
     if width is None:
         return [_most(column) for column in columns]
@@ -255,12 +254,12 @@ def _widths(columns: Sequence[Column], width: int | None, gap: int) -> list[int]
 
 
 def _least(column: Column) -> int:
-    """The characters that a column needs: those of a number, or of the longest word of a heading or a text."""
+    """The least width of a column: that of its longest number, or of the longest word of its heading or texts."""
     words = [*column.heading.split(), column.origin_line]
     words += column.cells if column.right else [word for cell in column.cells for word in cell.split()]
     return max(map(cell_len, words))
 
 
 def _most(column: Column) -> int:
-    """The characters that a column fills where there is room."""
+    """The width of a column with nothing wrapped."""
     return max(map(cell_len, (*column.heading.split("\n"), column.origin_line, *column.cells)))
