@@ -1,5 +1,7 @@
 """The laws on a CUDA device, the memory that recomputation saves, and a tiny run of the command."""
 
+import subprocess
+import sys
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -74,6 +76,31 @@ def test_recomputation_lowers_the_peak() -> None:
     activations = 4 * 16 * 2 * 16 * 128 * 128 * 4  # bytes: micro-batches x layers x (samples, channels, side, side)
     assert never > activations
     assert always < never - activations / 2
+
+
+def test_the_largest_mini_batch_fits_and_twice_as_many_samples_run_out_of_memory(tmp_path: Path) -> None:
+    """The allocator has the memory that the plan was given, and a quarter more for cuDNN's workspaces and fragments."""
+    limit_gib = 0.5
+    share = 1.25 * limit_gib * 2**30 / torch.cuda.get_device_properties(0).total_memory
+    script = tmp_path / "limited.py"  # torchrun's process is the one that trains
+    script.write_text(
+        f"import sys, torch\ntorch.cuda.set_per_process_memory_fraction({share})\n"
+        "from gpipe_cli.cli import main\nsys.exit(main(sys.argv[1:]))\n"
+    )
+    changed = "batch_size=", "dataset.train_samples="
+    settings = [*(one for one in SETTINGS if not one.startswith(changed)), "dataset.train_samples=100000"]
+
+    def train(name: str, *more: str) -> subprocess.CompletedProcess[str]:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", str(script)]
+        arguments = ["train", *settings, "max_steps=2", f"run_folder={tmp_path / name}", *more]
+        return subprocess.run([*torchrun, *arguments], capture_output=True, text=True, timeout=300, check=False)
+
+    fitting = train("fits", "batch_size=auto", f"hardware.memory_gib={limit_gib}")
+    assert fitting.returncode == 0, fitting.stderr
+    samples = read_result(tmp_path / "fits")["config"]["batch_size"]
+    too_large = train("too_large", f"batch_size={2 * samples}")
+    assert too_large.returncode == 1
+    assert "out of memory" in too_large.stdout + too_large.stderr
 
 
 @pytest.mark.parametrize("precision", ["float32", "tf32", "bfloat16"])

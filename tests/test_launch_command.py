@@ -88,6 +88,11 @@ def test_a_job_trains_what_was_asked_for(capsys: pytest.CaptureFixture[str]) -> 
     assert perform(script, CODE="1") == (1, place, command, "")
     assert perform(script, CODE="3") == (3, place, command, "requeue 40003")
 
+    # how much memory the GPUs of the job have is not known here: it was refused for that
+    unknown = ["gpus_per_node=1", "batch_size=auto", "recompute=auto", "run_folder=runs/auto"]
+    assert main(["launch", "slurm", *(one for one in SMALL if one != "hardware=cpu"), *unknown]) == 0
+    assert "batch_size=auto" in Path("runs/auto.sbatch").read_text()
+
     assert main(["launch", "slurm", "gpus_per_node=0", "requeue=false", *SMALL, "run_folder=runs/my run"]) == 0
     assert {"#SBATCH --no-requeue", "    device=cpu"} <= set(script.read_text().splitlines())
     code, place, _, asked_for = perform(script, CODE="3")

@@ -237,8 +237,8 @@ def planned_tables(rows: Sequence[Planned], unit: str, comparable: bool) -> list
     def compared(heading: str, paper: Sequence[float], *parts: str) -> tuple[Column, Column, Column]:
         ours = [row.bytes(*parts) / BYTES[unit] for row in rows]
         return (
-            numbers(heading, "paper", paper, 2),
-            numbers(heading, "planned", ours, 2),
+            numbers(f"{heading}, {unit}", "paper", paper, 2),
+            numbers(f"{heading}, {unit}", "planned", ours, 2),
             differences("planned - paper", ours, paper, comparable),
         )
 
@@ -253,7 +253,7 @@ def planned_tables(rows: Sequence[Planned], unit: str, comparable: bool) -> list
         counts("parameters", "planned", [row.plan["parameters"] for row in rows]),
         differences("planned - paper, %", shares, [100.0] * len(rows), comparable, 1),
     ]
-    memory = [names, theirs, ours, numbers("and gradients", "planned", whole, 2), off]
+    memory = [names, theirs, ours, numbers(f"and gradients, {unit}", "planned", whole, 2), off]
     peak = [
         *(names, *activations),
         Column("fullest stage", "planned", [size(fullest(row.plan)["total_bytes"]) for row in rows]),
@@ -261,8 +261,8 @@ def planned_tables(rows: Sequence[Planned], unit: str, comparable: bool) -> list
     ]
     return [
         Table("The paper's models: parameters", parameters),
-        Table(f"The paper's models: memory of the parameters, all stages, {unit}", memory),
-        Table(f"The paper's models: peak of the activations, all stages, {unit}", peak),
+        Table("The paper's models: memory of the parameters, all stages", memory),
+        Table("The paper's models: peak of the activations, all stages", peak),
     ]
 
 

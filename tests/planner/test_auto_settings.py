@@ -239,6 +239,9 @@ def test_a_mini_batch_is_no_larger_than_the_training_set(profile: ModelProfile) 
     config = configure(*SETTINGS, "micro_batches=3", "batch_size=3", "dataset.train_samples=64")
     chosen, _, (choice,) = choose(config, ["batch_size"], profile, predicted_costs)
     assert (chosen.batch_size, len(choice.candidates)) == (63, 1)
+    digits = configure("model.normal_cells=3", "model.filters=4", "micro_batches=4", "batch_size=4", "hardware=h200")
+    chosen, _, _ = choose(digits, ["batch_size"], profile_model(digits), predicted_costs)
+    assert chosen.batch_size == 1436, "of 1437 that fit: it was more, which the training refused"
 
 
 @pytest.mark.parametrize(

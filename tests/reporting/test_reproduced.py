@@ -18,9 +18,16 @@ SPEEDS = Table(
     [
         Column("K", cells=["2", "2", "4", "4"]),
         Column("M", cells=["1", "4", "1", "4"]),
-        numbers("paper", "paper", [1.0, 1.07, 1.13, 1.26], 2),
-        numbers("here", "measured", [1.0, 1.45, None, None], 2),
-        Column("full size", "simulated", ["1.00", "1.35", "1.06", "no fit"], values=[1.0, 1.35, 1.06, None]),
+        numbers("paper", "paper", [1.0, 1.07, 1.13, 1.26], 2, "speed"),
+        numbers("N", "simulated", [32, 128, 47, 128], 0),
+        numbers("here", "measured", [1.0, 1.45, None, None], 2, "speed"),
+        Column(
+            "full size",
+            "simulated",
+            ["1.00", "1.35", "1.06", "no fit"],
+            values=[1.0, 1.35, 1.06, None],
+            quantity="speed",
+        ),
         Column("here - paper", "difference", ["-", "-", "-", "-"]),
         Column("full size - paper", "difference", ["+0.00", "+0.28", "-0.07", "-"]),
     ],
@@ -56,6 +63,8 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 
 def test_the_number_that_stands_for_a_claim_is_the_largest_model_or_the_first_quantity() -> None:
     assert verdict(SPEEDS) == Verdict("K = 4, M = 1", "1.13", "1.06", "simulated", "-0.07")  # the last row has none
+    changed = Table("", [column for column in SPEEDS.columns if column.origin != "difference"])
+    assert verdict(changed) == Verdict("K = 4, M = 1", "1.13", "1.06", "simulated", "-"), "it was N"
     assert verdict(SIZES) == Verdict("parameters, Pipeline-8", "1.80 B", "1.84 B", "planned", "+2.4 %")
     assert verdict(SCORES) == Verdict("top-1", "84.4 %", "100.00 %", "measured", "-")
     assert verdict(Table.of_rows("", [Column("K"), Column("speed", "measured")], [("2", "1.00")])) is None
@@ -66,7 +75,7 @@ def test_plots_are_of_the_numbers_in_the_table() -> None:
     assert (one.title, one.places, one.unit) == ("M = 1", ["2", "4"], "K")
     assert [(line.name, line.values) for line in four.lines] == [
         ("paper", [1.07, 1.26]), ("here, measured", [1.45, None]), ("full size, simulated", [1.35, None]),
-    ]  # fmt: skip
+    ], "N is no speed"  # fmt: skip
     (sizes,) = charts(SIZES)
     assert [line.values for line in sizes.lines] == [[82e6, 1.8e9], [81.1e6, 1.84e9]]
     assert not list(charts(SCORES))  # percent and a loss on one axis say nothing
@@ -74,7 +83,7 @@ def test_plots_are_of_the_numbers_in_the_table() -> None:
 
 def test_a_mark_stands_at_its_number() -> None:
     """Twice the value is twice as high above the axis."""
-    svg = to_svg(Chart("", ["a", "b", "c"], [Line("paper", "paper", [0.0, 1.0, 2.0])], ""))
+    svg = to_svg(Chart("", ["a", "b", "c"], [Line("paper", "paper", [0.0, 1.0, 2.0], ["0", "1", "2"])], ""))
     bottom, middle, top = (float(part.partition('"')[0]) for part in svg.split('cy="')[1:])
     assert bottom - middle == pytest.approx(middle - top)
     assert bottom > middle
@@ -118,5 +127,5 @@ def test_the_results_in_the_readme_are_written_anew_between_its_marks() -> None:
     renewed = with_results(readme, [FOUND])
     assert renewed.startswith(f"{before}{BEGIN}")
     assert renewed.endswith(f"{END}{after}")
-    assert "| 4 | 1 | 1.13 | - | 1.06 | - | -0.07 |" in renewed
+    assert "| 4 | 1 | 1.13 | 47 | - | 1.06 | - | -0.07 |" in renewed
     assert with_results(renewed, [FOUND]) == renewed

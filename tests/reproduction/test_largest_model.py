@@ -65,10 +65,10 @@ def test_planned_counted_and_the_papers_numbers_have_columns_of_their_own(tmp_pa
     found = WHAT.reproduce(answering(tmp_path, answer))
     parameters, model, activations, largest, trained = found.tables
     assert column(parameters, "planned - paper, %", "difference") == ["-20.0", "-20.0", "-20.0"]
-    assert column(model, "weights, optimizer", "planned") == ["0.10", "0.19", "0.38"]  # 12 bytes each
-    assert column(model, "and gradients", "planned") == ["0.13", "0.26", "0.51"]
+    assert column(model, "weights, optimizer, GB", "planned") == ["0.10", "0.19", "0.38"]  # 12 bytes each
+    assert column(model, "and gradients, GB", "planned") == ["0.13", "0.26", "0.51"]
     assert column(model, "planned - paper", "difference") == ["-0.02", "-0.05", "-0.10"]
-    assert column(activations, "activations", "planned") == ["0.10", "0.10", "0.20"]
+    assert column(activations, "activations, GB", "planned") == ["0.10", "0.10", "0.20"]
     assert column(activations, "fits", "planned") == ["yes", "yes", "no"]
     assert (
         "found",

@@ -4,15 +4,18 @@ import os
 from collections.abc import Callable, Mapping
 from itertools import product
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pytest
 from recipe_runs import answering, column
 
+from gpipe_cli.commands.recipe_run import simulating_recipe
 from gpipe_cli.config.typed import NothingFitsError
 from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.schedule.simulator import ideal_bubble
 from gpipe_cli.reproduction import throughput
+from gpipe_cli.reproduction.recipe import load
 from gpipe_cli.reproduction.throughput import Model, Row, Throughput
 
 ROWS = tuple(Row(k, m, paper=1.5) for k in (2, 4) for m in (1, 4))
@@ -178,3 +181,27 @@ def test_costs_that_the_user_gives_are_for_what_is_measured(tmp_path: Path) -> N
     WHAT.reproduce(answering(tmp_path, machine, CPU, "cost=measured_anew", "executor=distributed"))
     assert {s["cost"] for s in machine.settings("bench")} == {"measured_anew"}
     assert not [s for s in machine.settings("simulated") if s.keys() & {"cost", "executor"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "most", "within"),
+    [
+        ("table2_transformer", (0.45,), None),
+        ("table2_amoebanet", (0.28,), 0.12),
+        ("table3_no_fast_interconnect", (0.15, 0.2), None),
+    ],
+)
+def test_the_papers_tables_are_as_near_as_we_say(name: str, most: tuple[float, ...], within: float | None) -> None:
+    """The mean difference from the paper of each model's cells with Lingvo's cut; `within`: the largest relative
+    difference with M = 32."""
+    recipe, simulate = load(name), simulating_recipe(name)
+    assert recipe.throughput is not None
+    for model, least in zip(recipe.throughput.models, most, strict=True):
+        speeds = []
+        for row in model.rows:
+            cell = f"partitions={row.partitions}", f"micro_batches={row.micro_batches}", "partition.method=lingvo"
+            speeds.append(simulate([*model.settings, *model.figures, *cell]).samples_per_second)
+        pairs = [(speed / speeds[0], row.paper) for speed, row in zip(speeds, model.rows, strict=True)][1:]
+        assert mean(abs(ours - paper) for ours, paper in pairs) < least + 0.005
+        for (ours, paper), row in zip(pairs, model.rows[1:], strict=True):
+            assert within is None or row.micro_batches < 32 or abs(ours / paper - 1) <= within
