@@ -1,5 +1,5 @@
-"""Settings that are left to the plan: `partitions=auto`, `micro_batches=auto`, `recompute=auto`, `batch_size=auto`; and
-the largest model that fits a memory, `gpipe plan solve=max_model`. What was compared is kept, to be shown and checked.
+"""Settings that the plan chooses: `partitions=auto`, `micro_batches=auto`, `recompute=auto`, `batch_size=auto`; and the
+largest model that fits a memory, `gpipe plan solve=max_model`. The candidates are kept, to be shown and checked.
 """
 
 import math
@@ -28,8 +28,8 @@ from gpipe_cli.planner.step_schedule import mini_batch_samples
 from gpipe_cli.system.machine import usable_cores
 from gpipe_cli.units import size
 
-_AS_GOOD = 1.01  # predictions are no more exact than this: among candidates so close, the first, as it needs least
-_MOST_SAMPLES = 10_000_000  # of a mini-batch, as the settings allow
+_AS_GOOD = 1.01  # predictions are no more exact than this: among candidates so close the first wins, which needs least
+_MOST_SAMPLES = 10_000_000  # of a mini-batch, as many as the settings allow
 _MOST_LAYERS = 3000  # where a search ends: a larger model takes minutes to plan, and the paper's largest is smaller
 _SILENT_SECONDS = 5.0
 
@@ -38,7 +38,7 @@ CostsOf = Callable[[TrainConfig, ModelProfile], StepCosts]
 
 @dataclass(frozen=True)
 class Candidate:
-    """One value that was tried; `plan` is None where it does not fit or cannot be, and `reason` says why."""
+    """One value that was tried; `plan` is None if it does not fit or is impossible, and `reason` says why."""
 
     value: str  # `8`, `except_last`
     config: TrainConfig
@@ -51,7 +51,7 @@ class Candidate:
 @dataclass(frozen=True)
 class Comparison:
     setting: str  # `micro_batches`
-    rule: str  # how it was chosen: `the shortest predicted step that fits`
+    rule: str  # of the choice: `the shortest predicted step that fits`
     candidates: tuple[Candidate, ...]
     chosen: Candidate | None  # None: not even the smallest model fits
 
@@ -59,10 +59,10 @@ class Comparison:
 def choose(
     config: TrainConfig, auto: Collection[str], profile: ModelProfile, costs_of: CostsOf, *, elsewhere: bool = False
 ) -> tuple[TrainConfig, Plan, tuple[Comparison, ...]]:
-    """The fastest of all values of the settings in `auto`, its plan, and what was compared; of a mini-batch in `auto`
-    the largest that fits; without any settings in `auto`, the plan of `config`.
+    """The configuration with the fastest values of the settings in `auto`, its plan, and what was compared; with a
+    mini-batch in `auto`, the largest that fits; with nothing in `auto`, `config` itself.
 
-    `elsewhere`: the plan is for a machine that is not here, so the devices here do not count.
+    `elsewhere`: the plan is for another machine, so the devices of this one do not count.
 
     Raises:
         NothingFitsError: no candidate fits the memory limit; one line with the smallest change that would fit.
@@ -110,7 +110,7 @@ def choose(
 
 
 def _orders(config: TrainConfig, profile: ModelProfile, plan: Plan) -> tuple[Comparison, ...]:
-    """What `schedule=auto` has compared, those that are made for the model and the fastest of those with a name."""
+    """The orders that `schedule=auto` compared: the fastest of those made for the model, and those with a name."""
     if not plan.compared:
         return ()
     candidates = {
@@ -125,8 +125,8 @@ def _orders(config: TrainConfig, profile: ModelProfile, plan: Plan) -> tuple[Com
 
 
 def _recomputation(config: TrainConfig, profile: ModelProfile, plan: Plan) -> tuple[Comparison, ...]:
-    """How `recompute=auto` compares with the modes that one could have given."""
-    if config.recompute != "auto" or config.schedule == AUTO_SCHEDULE:  # which has no modes to compare with
+    """How `recompute=auto` compares with modes that the user could have given."""
+    if config.recompute != "auto" or config.schedule == AUTO_SCHEDULE:  # schedule=auto has no such modes
         return ()
     of_stages = ", ".join(map(str, plan.recomputed))
     chosen = Candidate(f"auto: {of_stages} of {plan.micro_batches} per stage", config, profile, plan)
@@ -141,7 +141,7 @@ def _recomputation(config: TrainConfig, profile: ModelProfile, plan: Plan) -> tu
 def try_plan(
     value: str, config: TrainConfig, profile: ModelProfile, costs: StepCosts, limit_bytes: int | None
 ) -> Candidate:
-    """Whatever `value` is that `config` has."""
+    """The plan of `config` as a candidate that is shown as `value`."""
     try:
         return Candidate(value, config, profile, make_plan(config, profile, costs, limit_bytes))
     except TooLargeError as error:
@@ -150,8 +150,8 @@ def try_plan(
 
 
 def _fits(config: TrainConfig, profile: ModelProfile) -> bool:
-    """Whether a cut can be made that fits. It does not depend on the seconds of layers: a data sheet is enough. A step
-    is simulated only where that is how its order is found, which may need less than any with a name."""
+    """Whether a cut fits the memory. That does not depend on the seconds of layers, so a data sheet is enough. A step
+    is simulated only for `schedule=auto`, which may find an order that needs less memory than any with a name."""
     limit_bytes, costs = memory_limit(config), predicted_costs(config, profile)
     try:
         if config.schedule == AUTO_SCHEDULE:
@@ -165,11 +165,11 @@ def _fits(config: TrainConfig, profile: ModelProfile) -> bool:
 
 
 def _largest_mini_batch(config: TrainConfig, profile: ModelProfile, key: str, costs_of: CostsOf) -> Comparison:
-    """The most samples a micro-batch with which a cut fits the memory, M R times as many in a mini-batch, beside the
-    next larger mini-batch. `key` is `batch_size`, or `batch_tokens` for as many sentences of the greatest length. There
-    are no more than the training set has.
+    """The largest mini-batch, M R times a number of samples, with which a cut fits the memory, and the next larger one.
+    `key` is `batch_size`, or `batch_tokens` for as many sentences of the greatest length. A mini-batch has no more
+    samples than the training set.
 
-    The configuration that is chosen has the limit, so that its stages are cut for it.
+    The chosen configuration has the memory limit, so that its stages are cut for it.
 
     Raises:
         NothingFitsError: not even one sample a micro-batch fits; one line with the smallest change that would fit.
@@ -178,7 +178,7 @@ def _largest_mini_batch(config: TrainConfig, profile: ModelProfile, key: str, co
     if resolved(config.hardware, place(config).stages).memory_gib is None:
         use = "give hardware.memory_gib=8, or hardware=... with a memory of its own"
         raise InputError(f"{key}=auto: needs a limit to the memory of a stage; {use}")
-    limit_bytes = memory_limit(replace(config, recompute="auto"))  # of the devices where no limit is given
+    limit_bytes = memory_limit(replace(config, recompute="auto"))  # the devices' memory if no limit is given
     assert limit_bytes is not None
     if config.hardware.memory_gib is None:
         config = replace(config, hardware=replace(config.hardware, memory_gib=limit_bytes / 2**30))
@@ -200,7 +200,7 @@ def _largest_mini_batch(config: TrainConfig, profile: ModelProfile, key: str, co
     if chosen.over is not None:
         raise _refusal(one, profile, chosen.over, f"{key}=auto: not even one sample a micro-batch fits; ")
     if found == most:
-        return Comparison(key, "as many samples as there may be, which fit the memory", (chosen,), chosen)
+        return Comparison(key, "the most samples that there may be, which fit the memory", (chosen,), chosen)
     larger = sized(found + 1)
     rule = "the largest that fits the memory"
     return Comparison(key, rule, (chosen, planned(larger, predicted_costs(larger, profile))), chosen)
@@ -227,13 +227,13 @@ def _training_samples(config: TrainConfig) -> int:
 
 
 def _candidates(config: TrainConfig, auto: frozenset[str], layers: int, elsewhere: bool) -> list[TrainConfig]:
-    """Those for which there are devices, and samples for every micro-batch.
+    """The configurations to try, for which there are devices, and samples for every micro-batch.
 
-    Raises InputError if there is only one value of `micro_batches`.
+    Raises InputError if there is no choice of `micro_batches`.
     """
     partitions, micro_batches, replicas = [config.partitions], [config.micro_batches], [config.replicas]
     started, each = torchrun(), config.stages_per_process or 1
-    devices = 8 if elsewhere else number_of_gpus(config) or usable_cores()  # elsewhere: as many as the paper's
+    devices = 8 if elsewhere else number_of_gpus(config) or usable_cores()  # elsewhere: as many as in the paper
     if started is not None:
         devices = started.processes
     numbers = [1, 2, 4, 8] if elsewhere else range(1, devices * each + 1)
@@ -264,8 +264,8 @@ def _candidates(config: TrainConfig, auto: frozenset[str], layers: int, elsewher
 
 
 def _refusal(config: TrainConfig, profile: ModelProfile, error: TooLargeError, prefix: str) -> NothingFitsError:
-    """Which stage is how much over the limit, and what to change: settings before the model, and both before the
-    memory."""
+    """The error that says which stage exceeds the limit by how much, and what to change: settings rather than the
+    model, and both rather than the memory."""
     given, balance = config.hardware.memory_gib, config.partition.balance
     here = f"recompute=auto: {size(error.limit_bytes)} are here for a stage"
     what = here if given is None else f"hardware.memory_gib={given:g}"
@@ -287,10 +287,10 @@ _Change = tuple[tuple[str, Any], ...]  # settings and their new values
 
 
 def _remedy(config: TrainConfig, profile: ModelProfile) -> str:
-    """The mildest change with which a cut fits, as it is typed; "" if none was found.
+    """The mildest change with which a cut fits, as a user types it; "" if none was found.
 
-    That is one kind of change if one is enough, and as little of it as is. Each kind saves the more memory the further
-    it goes, so what does not help in full is not tried in part. No step is simulated.
+    A single kind of change, if one is enough, and no more of it than needed. The further a change goes, the more memory
+    it saves, so a kind that does not help in full is not tried in part. Steps are simulated for `schedule=auto` only.
     """
 
     @cache
@@ -323,8 +323,8 @@ def _remedy(config: TrainConfig, profile: ModelProfile) -> str:
 
 
 def _changes(config: TrainConfig, profile: ModelProfile) -> list[list[_Change]]:
-    """Kinds of changes that save memory and leave the model and the mini-batch as they are, those first that cost
-    least; of each kind the mildest first."""
+    """Kinds of changes that save memory and leave the model and the mini-batch as they are, the cheapest kind first,
+    and the mildest change of each kind first."""
     k, m, n = config.partitions, config.micro_batches, mini_batch_samples(config, profile.lengths) // config.replicas
     free: _Change = () if config.partition.balance is None else (("partition.balance", None),)
     if config.partition.method != "exact":
@@ -345,13 +345,13 @@ def _changes(config: TrainConfig, profile: ModelProfile) -> list[list[_Change]]:
 
 
 def _smaller_mini_batches(config: TrainConfig, profile: ModelProfile) -> list[_Change]:
-    """A half of the mini-batch, a quarter, ...; in fewer micro-batches where it has too few samples for as many."""
+    """Half of the mini-batch, a quarter, ...; with fewer micro-batches where there are too few samples for all."""
     samples, m, replicas = mini_batch_samples(config, profile.lengths), config.micro_batches, config.replicas
     halves = range(1, samples.bit_length())
     if config.batch_tokens is not None:
         tokens = [config.batch_tokens >> power for power in halves]
         return [(("batch_tokens", number),) for number in tokens if number >= replicas * max(profile.lengths)]
-    least = min(2, samples // (replicas * m))  # of a micro-batch: where there are two, it may need them
+    least = min(2, samples // (replicas * m))  # samples of a micro-batch: one that has two may need both
     most = {samples >> power: (samples >> power) // (replicas * least) for power in halves}
     return [
         (("batch_size", number), *((("micro_batches", fit),) if fit < m else ())) for number, fit in most.items() if fit
@@ -361,10 +361,10 @@ def _smaller_mini_batches(config: TrainConfig, profile: ModelProfile) -> list[_C
 def solve_max_model(
     config: TrainConfig, costs_of: CostsOf, log: Callable[[str], None] = lambda line: None
 ) -> tuple[TrainConfig, ModelProfile, Plan, tuple[Comparison, ...]]:
-    """The largest model that fits the memory limit, growing each of its sizes alone; the one with most parameters: the
-    question of the paper's Table 1.
+    """The model with the most parameters that fits the memory limit, when each of its sizes grows alone: the question
+    of the paper's Table 1.
 
-    `log` gets a line for every size that is tried after the first five seconds.
+    `log` is called with a line for every size that is tried after the first five seconds.
 
     Raises:
         NothingFitsError: not even the smallest model fits.
@@ -379,7 +379,7 @@ def solve_max_model(
     comparisons = []
     for key, step, most in _sizes(config):
         tried: dict[int, Candidate] = {}
-        # the largest that fits is at least `low` and less than `high`: by doubling what is given, then by halving
+        # the largest size that fits is at least `low` and below `high`: the given one is doubled, then bisected
         low, high, guess = 0, most + step, min(max(step, getattr(config.model, key) // step * step), most)
         while high - low > step:
             model = replace(config.model, **{key: guess})
@@ -408,7 +408,7 @@ def solve_max_model(
 
 
 def _sizes(config: TrainConfig) -> tuple[tuple[str, int, int], ...]:
-    """The settings that make the model larger, the step of each, and where the search ends."""
+    """The settings that make the model larger, each with its step and the greatest value that is tried."""
     match config.model:
         case AmoebaNetConfig():
             return ("filters", 16, 1 << 14), ("normal_cells", 3, _MOST_LAYERS)

@@ -1,5 +1,5 @@
-"""What the layers of a model cost on a machine, by the rates of a device or measured (paper section 2.1: c_i): a
-`StepCosts`, which everything that predicts reads (the cut, `gpipe plan`, the line after 20 steps).
+"""What the layers of a model cost on a machine, by the rates of a device or measured (c_i in section 2.1 of the paper).
+All predictions read these `StepCosts`: the cut, `gpipe plan`, and the line that a run prints after 20 steps.
 """
 
 import math
@@ -21,36 +21,36 @@ from gpipe_cli.units import plural
 
 @dataclass(frozen=True, slots=True)
 class LayerSeconds:
-    """One layer, for one micro-batch."""
+    """Seconds of one layer for one micro-batch."""
 
-    forward: float  # that keeps nothing
-    graph: float  # that keeps what the backward needs; a recomputation is one
+    forward: float  # without keeping anything
+    graph: float  # a forward that keeps what the backward needs, such as a recomputation
     backward: float
-    inputs: float = 0.0  # of the half of a backward that the stage before waits for, and of the other: 0 where
-    weights: float = 0.0  # backwards are not split
+    inputs: float = 0.0  # the half of a backward that the stage before waits for; 0 where backwards are not split
+    weights: float = 0.0  # the other half
 
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Seconds of every layer for one micro-batch, and what lies between them."""
+    """Seconds of every layer for one micro-batch, and of what is sent between layers."""
 
     source: str  # one phrase: `hardware=cpu figures`
     basis: Basis
     layers: tuple[LayerSeconds, ...]
     updates: tuple[float, ...]  # of each layer, seconds per step
-    edges: tuple[EdgeCost, ...]  # over each of the L - 1 places where a cut may be
-    slowdown: tuple[float, ...]  # of a device while 1, 2, ... of them compute; empty: none
-    set_up: float = 0.0  # once a step, over all layers: batch norm's commit, the norms of gradients
-    sums: tuple[float, ...] = ()  # of each layer, seconds per step to add up its gradients; (): there is one replica
-    figures: Figures | None = None  # of a device that was timed
-    weighted_by: str = ""  # which setting of the user says how layers differ, if one does: `partition.costs`
-    rates: DeviceRates | None = None  # that they were predicted by; None: they were measured
-    together: tuple[float, int] = (1.0, 1)  # how much slower everything is while so many processes compute
-    calibration: float = 1.0  # measured over predicted in earlier runs of the model here; all seconds have it
-    spread: tuple[float, float] = (1.0, 1.0)  # of the seconds, lowest and highest, where several were seen
+    edges: tuple[EdgeCost, ...]  # for each of the L - 1 places where a cut may be
+    slowdown: tuple[float, ...]  # factors of a device while 1, 2, ... devices compute; empty: none
+    set_up: float = 0.0  # seconds once a step, over all layers: batch norm's commit, the norms of gradients
+    sums: tuple[float, ...] = ()  # of each layer, seconds per step to sum its gradients over replicas; (): one replica
+    figures: Figures | None = None  # of the device, if it was timed
+    weighted_by: str = ""  # the user's setting that says how layers differ, if any: `partition.costs`
+    rates: DeviceRates | None = None  # by which the costs were predicted; None: they were measured
+    together: tuple[float, int] = (1.0, 1)  # factor by which everything is slower while so many processes compute
+    calibration: float = 1.0  # measured over predicted in earlier runs of the model here; a factor of all seconds
+    spread: tuple[float, float] = (1.0, 1.0)  # lowest and highest factor of the seconds, where they varied
 
     def calibrated(self, factor: float) -> "StepCosts":
-        """All seconds times `factor`: the cut and the shares of a step stay."""
+        """These costs with all seconds times `factor`, which leaves the cut and the shares of a step as they are."""
 
         def scaled(values: tuple[float, ...]) -> tuple[float, ...]:
             return tuple(factor * seconds for seconds in values)
@@ -74,11 +74,10 @@ def predicted_costs(
     samples: float | None = None,
     linked: bool = False,
 ) -> StepCosts:
-    """The costs of a micro-batch of `samples`, by default a mean one, by `rates`, or else by the data sheet of its
-    hardware; how layers differ from each other may be the user's word. `linked`: as if stages were on several devices,
-    wherever they are.
+    """The costs of a micro-batch of `samples`, by default a mean one, by `rates`, or else by the data sheet of the
+    hardware; the user may say how layers differ from each other. `linked`: as if stages were on several devices.
 
-    Raises InputError for a number of costs that is not that of the layers.
+    Raises InputError if the user gives more or fewer costs than there are layers.
     """
     devices = place(config)
     costs = costs_by_rates(
@@ -105,8 +104,8 @@ def costs_by_rates(
 ) -> StepCosts:
     """Seconds from FLOPs, bytes moved and the number of operations, for a micro-batch of `samples`.
 
-    `at_once` devices can compute at the same time, others take turns with them; `linked`: what they send goes over
-    links. Each of `replicas` sends and gets 2 (R - 1) / R times its gradients.
+    `at_once` devices can compute at the same time, more take turns; `linked`: what they send goes over links. Each of
+    `replicas` sends and receives 2 (R - 1) / R times its gradients.
     """
     layers = []
     updates = []
@@ -136,7 +135,7 @@ def costs_by_rates(
 
 
 def sums_over_replicas(profile: ModelProfile, replicas: int, per_byte: float) -> tuple[float, ...]:
-    """Of each layer, the seconds to add up its gradients; () where there is nothing to add."""
+    """The seconds to sum the gradients of each layer over replicas; () if there is one replica."""
     if replicas == 1:
         return ()
     share = 2 * (replicas - 1) / replicas
@@ -144,7 +143,7 @@ def sums_over_replicas(profile: ModelProfile, replicas: int, per_byte: float) ->
 
 
 def _weighted(costs: StepCosts, given: Sequence[float], setting: str) -> StepCosts:
-    """The same seconds in all, shared out among the layers in proportion to what `setting` has `given` for each."""
+    """The same total seconds, shared out among the layers in proportion to the costs `given` by `setting`."""
     whole = [sum(values) for values in zip(*map(astuple, costs.layers), strict=True)]
     layers = tuple(LayerSeconds(*(seconds * cost / sum(given) for seconds in whole)) for cost in given)
     return replace(costs, layers=layers, source=f"{costs.source}, shared out by {setting}", weighted_by=setting)
@@ -153,9 +152,9 @@ def _weighted(costs: StepCosts, given: Sequence[float], setting: str) -> StepCos
 def slowdowns(
     at_once: int, stages: int, slowdown: float = 1.0, together: int = 1, replicas: int = 1
 ) -> tuple[float, ...]:
-    """How much slower each of 1, 2, ... devices of a pipeline is if only `at_once` of all `replicas`, which do the
-    same at the same time, can compute at once, and `together` of them slow each other down by `slowdown`, as they share
-    memory: in proportion, if they are fewer."""
+    """How much slower a device is while 1, 2, ... devices of its pipeline compute, and as many of each of `replicas`.
+    Only `at_once` of all devices can compute at the same time, and `together` of them slow each other down by
+    `slowdown`, as they share memory; fewer do so in proportion."""
     if at_once >= stages * replicas and slowdown == 1.0:
         return ()
     others = max(1, together - 1)
@@ -166,7 +165,7 @@ def slowdowns(
 
 
 def _edge_costs(profile: ModelProfile, samples: float, latency: float, per_byte: float) -> tuple[EdgeCost, ...]:
-    """What a cut after each layer sends: activations to the next stage, gradients back."""
+    """The cost of sending over a cut after each layer: activations to the next stage, gradients back."""
     edges = []
     whole = max(1, math.ceil(samples))
     for cost in profile.costs[:-1]:
@@ -176,22 +175,22 @@ def _edge_costs(profile: ModelProfile, samples: float, latency: float, per_byte:
     return tuple(edges)
 
 
-# of each layer: forward, forward that keeps its graph, backward; and if that is split, its half for the inputs and that
-# for the weights
+# The seconds of each layer: forward, forward that keeps its graph, backward; if that is split, also its halves for the
+# inputs and for the weights.
 Pass = list[tuple[float, ...]]
 
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """What was measured of the layers (`launch/layer_benchmark.py`): seconds of one micro-batch."""
+    """The measured seconds of the layers for one micro-batch (`launch/layer_benchmark.py`)."""
 
-    alone: Pass  # by one process
-    together: Pass | None  # by all processes at the same time; None if there is one
+    alone: Pass  # while one process computes
+    together: Pass | None  # while all processes compute; None if there is only one
     updates: list[float]  # of each layer's weights
     set_up: float  # once a step
     link: tuple[float, float] | None  # latency in seconds, bandwidth in bytes per second; None: nothing is sent
     figures: Figures | None = None  # of the device
-    spread: tuple[float, float] = (1.0, 1.0)  # how long short and long passes over the layers took, over a mean one
+    spread: tuple[float, float] = (1.0, 1.0)  # short and long passes over the layers, relative to a mean one
 
     @property
     def slowdown(self) -> float:
@@ -207,10 +206,10 @@ def measured_costs(
     replicas: int = 1,
     sum_byte_seconds: float = 0.0,
 ) -> StepCosts:
-    """Seconds of a micro-batch of `samples`, a mean, from what workers have measured for one of as many or just more.
+    """The costs of a mean micro-batch of `samples`, from what workers measured with `samples` rounded up.
 
-    `at_once`: the workers, if there are several, or how many stages of one process compute at the same time;
-    `sum_byte_seconds`: of a byte that is sent to another of the replicas.
+    `at_once`: the number of workers or, if there is one, of its stages that compute at the same time;
+    `sum_byte_seconds`: seconds per byte that is sent to another replica.
     """
     timed = math.ceil(samples)
     layers = tuple(LayerSeconds(*(seconds * (samples / timed) for seconds in layer)) for layer in times.alone)

@@ -1,9 +1,9 @@
 """How fast a device is at each kind of operation: by its data sheet, or fitted to layers that were timed on it.
 
-The paper's cost estimate c_i of a layer (section 2.1) is the FLOPs of it. On real devices an operation also takes time
-to begin, and one that computes little takes the time of the bytes that it moves. By a data sheet a device computes
-and moves bytes at the same time, as in the roofline model (Williams et al., CACM 2009); rates that are fitted to timed
-layers are those of a sum.
+The paper's cost estimate c_i of a layer (section 2.1) is its FLOPs. On real devices an operation also takes time to
+launch, and one that computes little takes as long as moving its bytes. With a data sheet a device computes and moves
+bytes at the same time, as in the roofline model (Williams et al., CACM 2009); with rates that were fitted to timed
+layers the two times add up.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,47 +18,47 @@ from gpipe_cli.pipeline.profile.layer_cost import OperationKind, Operations, Wor
 
 COMPUTING = (OperationKind.PRODUCT, OperationKind.CONVOLUTION, OperationKind.NARROW, OperationKind.DEPTHWISE)
 CONVOLUTIONS = COMPUTING[1:]
-# Which error of a layer is minimised: 1 is its share, 0 its seconds. Between them layers that take long count more, and
-# the short ones, which tell what it takes to begin, count too.
+# The error of a layer that the fit minimises: 1 is the relative error, 0 that in seconds. In between, layers that take
+# long count more, and the short ones, which tell the time of a launch, still count.
 _RELATIVE = 0.75
 _LEAST_SECONDS = 2e-6  # shorter times are noise of the clock
-_ROUNDS = 10  # of a fit that finds out which layers wait for the host
-# Of the peak in TF32 and in 16 bits, which are tensor cores': a convolution gathers its matrices from overlapping
-# windows, and they are as narrow as it has channels. By ResNet-50 on A100 and V100, of the recipe `published`.
+_ROUNDS = 10  # of a fit that finds out which layers wait for the host to launch
+# The share of the tensor cores' peak (TF32, 16 bits) that convolutions reach: they gather their matrices from
+# overlapping windows, as narrow as they have channels. From ResNet-50 on A100 and V100 in the recipe `published`.
 _CONVOLUTIONS_REACH = 0.46
-_TRUST = 0.003  # in the figures of a device, beside what the layer that tells most says of a rate
+_TRUST = 0.003  # weight of a device's figures, relative to the rate of which the layers tell most
 _LAUNCHES, _WORKS = slice(1, 1 + len(OperationKind)), slice(1 + len(OperationKind), None)  # of `_features`
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What a device reaches in one operation, again and again, at the precision of a run: a data sheet of its own."""
+    """What a device reaches when it repeats one operation at the precision of a run: a data sheet of its own."""
 
     product_flops_per_second: float
     convolution_flops_per_second: float
     copied_bytes_per_second: float  # read and written
-    launch_seconds: float  # of each of many operations in a row that do next to nothing
+    launch_seconds: float  # per operation, of many in a row that do next to nothing
 
 
-# Where seconds come from: the data sheet of the device; that of another one, as there is none (then they tell layers
-# from each other and no more); a few reference layers timed on this machine; or the layers of the model, timed here.
+# Where seconds come from: the data sheet of the device; that of another device for want of one (then only the ratios of
+# layers count); a few reference layers timed on this machine; or the layers of the model, timed here.
 Basis = Literal["data_sheet", "other_device", "timed_machine", "timed_layers"]
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Seconds of one direction through layers. A kind that is missing takes none."""
+    """Seconds of forwards or of backwards, by kind of operation. A missing kind takes none."""
 
-    layer: float = 0.0  # once for each, whatever it does
+    layer: float = 0.0  # per layer, whatever it does
     operation: Mapping[OperationKind, float] = field(default_factory=dict)
     flop: Mapping[OperationKind, float] = field(default_factory=dict)
     byte: Mapping[OperationKind, float] = field(default_factory=dict)
-    weight_byte: Mapping[OperationKind, float] = field(default_factory=dict)  # a kind that is missing: as any byte
-    overlap: bool = False  # it computes and moves bytes at the same time
-    launched: bool = False  # it works while the host launches what comes next: what takes longer counts
+    weight_byte: Mapping[OperationKind, float] = field(default_factory=dict)  # a missing kind: as any byte
+    overlap: bool = False  # the device computes and moves bytes at the same time
+    launched: bool = False  # it works while the host launches what comes next: the longer of both counts
 
     def seconds(self, work: Work, samples: float) -> float:
-        """Of a micro-batch of so many samples."""
+        """The seconds of ``work`` for a micro-batch of ``samples``."""
         beginning = self.layer if work.by_kind else 0.0
         working = 0.0
         for kind, each in work.by_kind.items():
@@ -72,12 +72,12 @@ class Rates:
 
 @dataclass(frozen=True)
 class DeviceRates:
-    """A device, and the link to the next one."""
+    """The rates of a device, and of its link to the next one."""
 
     source: str  # one phrase: `hardware=cpu figures`
     basis: Basis
-    forward: Rates  # that keeps nothing
-    graph: Rates  # that keeps what the backward needs
+    forward: Rates  # without keeping anything
+    graph: Rates  # of a forward that keeps what the backward needs
     backward: Rates  # and of the update of weights
     link_seconds: float  # until the first byte of a message has arrived
     link_byte_seconds: float
@@ -89,9 +89,9 @@ class DeviceRates:
 
 
 def rates_of_sheet(hardware: HardwareConfig, threads: int, precision: Precision = "float32") -> DeviceRates:
-    """The rates of a data sheet; a CPU's sheet is that of one thread. Those of an H200 where there is none. In another
-    precision than float32 the same share of the peak is reached, but by convolutions, which are no products of large
-    matrices: less, and no more than in float32 where they have few channels."""
+    """The rates of a data sheet (of one thread, for a CPU), or of an H200 if there is none. In another precision than
+    float32 products reach the same share of the peak. Convolutions, which are no products of large matrices, reach
+    less, and with few channels no more than in float32."""
     basis: Basis = "data_sheet"
     if hardware.tflops is None or hardware.memory_gb_per_second is None:
         hardware, basis = load_hardware("h200"), "other_device"
@@ -112,7 +112,7 @@ def rates_of_sheet(hardware: HardwareConfig, threads: int, precision: Precision 
         dict.fromkeys(OperationKind, each),
         flop | few,
         dict.fromkeys(OperationKind, 1 / (hardware.memory_gb_per_second * 1e9 * speed)),
-        overlap=hardware.name != "cpu",  # whose figures are fitted ones
+        overlap=hardware.name != "cpu",  # a CPU's figures were fitted
     )
     return DeviceRates(
         f"hardware={hardware.name} figures",
@@ -126,7 +126,7 @@ def rates_of_sheet(hardware: HardwareConfig, threads: int, precision: Precision 
 
 
 def reached_tflops(hardware: HardwareConfig, precision: Precision) -> float:
-    """What products of large matrices reach, in 10^12 a second, where the float32 figure is known."""
+    """The TFLOP/s that products of large matrices reach; the float32 figure must be known."""
     sheet = load_hardware(hardware.name)  # peaks that the user gives are for the MFU alone
     (_, peak), (_, in_float32) = sheet.peak(precision), sheet.peak("float32")
     assert hardware.tflops is not None
@@ -134,9 +134,9 @@ def reached_tflops(hardware: HardwareConfig, precision: Precision) -> float:
 
 
 def computes_in(name: str, precision: Precision) -> str:
-    """What products and convolutions are computed in on the device of a data sheet, where `precision` is asked for: in
-    that; in `float32`; or `emulated`: in that, and no faster than float32. `auto` is a GPU without a sheet, taken to
-    have what is asked for.
+    """What products and convolutions are computed in on the device of a data sheet, if `precision` is requested: that;
+    `float32`; or `emulated`, which is that precision at no more than the speed of float32. `auto` is a GPU without a
+    sheet, which is assumed to support any precision.
 
     torch.autocast casts to bfloat16 on every device, also on GPUs before compute capability 8.0, which have no units
     for it (torch.cuda.is_bf16_supported); TF32 is how later ones may multiply float32.
@@ -145,14 +145,14 @@ def computes_in(name: str, precision: Precision) -> str:
         return precision
     if precision == "tf32":
         return "float32"
-    return precision if name == "cpu" else "emulated"  # of CPUs the sheet has no peak at all
+    return precision if name == "cpu" else "emulated"  # the sheet of CPUs has no peak
 
 
 def fit_rates(works: Iterable[Work], seconds: Sequence[float], samples: int, figures: Figures | None = None) -> Rates:
-    """The rates that come closest to the seconds of layers; none is below zero.
+    """The rates, none below zero, that come closest to the seconds of layers.
 
     `figures`: of a device that works while its host launches what comes next, here timed with a wait after each layer.
-    Then a layer tells only of what took longer, and rates that no layer tells of follow from the figures.
+    A layer then tells only of the longer one, launching or working, and the figures give rates that no layer tells of.
     """
     from scipy.optimize import nnls  # here, as importing it takes a fifth of a second
 
@@ -181,7 +181,7 @@ def fit_rates(works: Iterable[Work], seconds: Sequence[float], samples: int, fig
             weighted = np.vstack([weighted, trust * np.eye(len(scale))])
             aims = np.concatenate([taken * counts, np.full(len(scale), trust)])
             found, _ = nnls(weighted, aims, maxiter=100 * len(scale))
-    found *= taken.sum() / (rows @ found).sum()  # what minimises shares is too little on the whole
+    found *= taken.sum() / (rows @ found).sum()  # a fit of relative errors is too low in total
     values = iter((found / scale).tolist())
     layer = next(values)
     operation, flop, byte = (dict(zip(of, values, strict=False)) for of in (kinds, COMPUTING, kinds))
@@ -191,7 +191,7 @@ def fit_rates(works: Iterable[Work], seconds: Sequence[float], samples: int, fig
 
 
 def _features(work: Work, samples: int) -> list[float]:
-    """What each of the rates of `fit_rates` is multiplied by: those of launching first."""
+    """The factor of each rate of `fit_rates`, those of launching first."""
     of = {kind: work.by_kind.get(kind, Operations()) for kind in OperationKind}
     moved = [each.bytes * samples + (0.0 if kind in COMPUTING else each.fixed_bytes) for kind, each in of.items()]
     weights = sum(of[kind].fixed_bytes for kind in CONVOLUTIONS), of[OperationKind.PRODUCT].fixed_bytes
@@ -200,7 +200,7 @@ def _features(work: Work, samples: int) -> list[float]:
 
 
 def _expected(figures: Figures) -> list[float]:
-    """The rates of `_features` by single operations."""
+    """The rates in the order of `_features`, by the figures of single operations."""
     flops = [figures.product_flops_per_second, *[figures.convolution_flops_per_second] * len(CONVOLUTIONS)]
     bytes_moved = len(OperationKind) + 2
     return [

@@ -1,6 +1,7 @@
-"""What a model costs, known from shapes alone: the base of the cut, of every plan and of every limit to memory.
+"""What a model costs, known from shapes alone: the basis of the cut, of every plan and of every memory limit.
 
-Nothing in here depends on K, M or the schedule, so it is made once, however many of them are compared.
+A profile does not depend on K or M, and on the schedule only in whether backwards are split, so one is made however
+many of them are compared.
 """
 
 import math
@@ -29,10 +30,10 @@ from gpipe_cli.units import plural
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """What a layer stores however large a micro-batch is; bytes, but for the counts."""
+    """What a layer stores, whatever the size of a micro-batch: two counts, and bytes."""
 
-    trained: int  # of its parameters
-    tensors: int
+    trained: int  # number of trained parameters
+    tensors: int  # number of parameter tensors
     weight_bytes: int  # parameters and buffers
     gradient_bytes: int
     optimizer_bytes: int  # its state, and the moving average of the weights
@@ -43,7 +44,7 @@ class ModelProfile:
     """A model as it is traced on the meta device. Sequences have an entry per layer."""
 
     costs: tuple[LayerCost, ...]  # in training; the loss belongs to the last layer
-    evaluation: tuple[LayerCost, ...]  # of these only the boundaries matter
+    evaluation: tuple[LayerCost, ...]  # only their boundaries matter
     weights: tuple[LayerWeights, ...]
     inputs: Boundary  # of the first layer
     lengths: tuple[int, ...]  # that sentences are padded to
@@ -51,7 +52,7 @@ class ModelProfile:
     shared: tuple[Shared, ...]
     own_costs: tuple[float, ...] | None  # `gpipe_cost` of a user's layers, in any unit
     model: nn.Sequential = field(repr=False, compare=False)  # as it was traced
-    kinds: tuple[Hashable, ...] = field(repr=False, compare=False)  # of the layers: those of equal ones are equal
+    kinds: tuple[Hashable, ...] = field(repr=False, compare=False)  # of the layers; equal layers have equal kinds
 
     @property
     def splits(self) -> bool:
@@ -64,10 +65,10 @@ def profile_model(
     model: nn.Sequential | None = None,
     lengths: tuple[int, ...] | None = None,
 ) -> ModelProfile:
-    """Trace the model, for sentences of `lengths`, by default the greatest there may be; the two halves of backwards,
-    too, where the schedule may have them.
+    """Trace the model for sentences of `lengths`, by default the greatest there may be, and the two halves of backwards
+    if the schedule may split them.
 
-    Raises InputError, one line, for one that does not fit the data set, or itself.
+    Raises InputError, one line, if the model does not fit the data set, or its layers do not fit each other.
     """
     model = build.build_model(config) if model is None else model
     inputs, lengths = build.model_inputs(config), build.greatest_lengths(config) if lengths is None else lengths
@@ -107,7 +108,7 @@ def _own_costs(model: nn.Sequential) -> tuple[float, ...] | None:
         if not isinstance(cost, int | float) or not 0 <= cost < math.inf:
             raise InputError(
                 f"model.target: layer {name} has gpipe_cost={cost}, and layer {next(iter(costs))} has "
-                f"{next(iter(costs.values()))}; each layer needs a number, 0 or more, or none of them one"
+                f"{next(iter(costs.values()))}; give all layers a number, 0 or more, or none"
             )
     if not any(costs.values()):
         raise InputError("model.target: gpipe_cost is 0 in all layers; at least one must be above 0, or none have it")
@@ -117,10 +118,10 @@ def _own_costs(model: nn.Sequential) -> tuple[float, ...] | None:
 def refuse_single_samples(
     config: TrainConfig, samples: int, profile: ModelProfile | None = None, *, last: bool = False
 ) -> None:
-    """Batch norm cannot train on one value per channel: a micro-batch of one sample, where the map is 1x1.
+    """Refuse micro-batches of one sample for a model whose batch norm would train on one value per channel (1x1 maps).
 
     The model is that of `profile`, or else is built. Raises InputError if a mini-batch of `samples`, the short `last`
-    one of an epoch or any other, would have one.
+    one of an epoch or any other, would have such a micro-batch.
     """
     micro_batches, replicas = config.micro_batches, config.replicas
     if micro_batch_sizes(samples, replicas * micro_batches)[-1] > 1:

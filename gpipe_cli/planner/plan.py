@@ -1,5 +1,5 @@
-"""A plan for K, M and a schedule: the cut, what is recomputed, and what a step will take, before anything is allocated
-(sections 2, 3). The run itself begins with the same plan: what was predicted is what is then measured.
+"""A plan for K, M and a schedule: the cut, what is recomputed, and the time and memory of a step, before anything is
+allocated (sections 2 and 3 of the paper). A run begins with the same plan, so it measures what was predicted.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,12 +26,12 @@ from gpipe_cli.planner.shared_layers import check_cut, keeping_together
 from gpipe_cli.planner.stage_memory import MemoryModel, StageMemory
 from gpipe_cli.planner.step_schedule import checked_schedule, mini_batch_samples, schedule_of_file, unchecked_schedule
 
-_SHOWN = 3  # of the orders that schedule=auto makes and tries, beside those with a name
+_SHOWN = 3  # of the fastest orders of schedule=auto, beside those with a name
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Sequences have an entry per stage."""
+    """A planned step. Sequences have an entry per stage."""
 
     balance: tuple[int, ...]
     recompute: Recompute
@@ -39,17 +39,17 @@ class Plan:
     micro_batches: int
     costs: StepCosts
     stages: tuple[StageCost, ...]
-    order: Schedule  # of all M micro-batches; recomputation is put into it
+    order: Schedule  # of all M micro-batches; `schedule` adds recomputation to it
     schedule: Schedule
-    recomputed: tuple[int, ...]  # how many micro-batches are
+    recomputed: tuple[int, ...]  # number of recomputed micro-batches
     turns: tuple[int, ...]  # number of the device that each stage computes on
     timeline: Timeline
     step_seconds: float  # updates and set-up included
     breakdown: Breakdown
     memory: tuple[StageMemory, ...]
     imbalance: float  # slowest stage over the mean, less 1
-    chosen_order: str = ""  # of schedule=auto: which one it is
-    compared: "Mapping[str, Plan | None]" = field(default_factory=dict)  # with others; None: does not fit
+    chosen_order: str = ""  # the name of the order that schedule=auto chose
+    compared: "Mapping[str, Plan | None]" = field(default_factory=dict)  # plans by order; None: does not fit
 
     @property
     def step_range(self) -> tuple[float, float]:
@@ -59,19 +59,19 @@ class Plan:
 
     @property
     def saved_bytes(self) -> tuple[int, ...]:
-        """The most activations held at once."""
+        """The most bytes of activations held at once."""
         return tuple(stage.activations_bytes for stage in self.memory)
 
     @property
     def layer_seconds(self) -> tuple[tuple[tuple[float, float], ...], ...]:
-        """Of each layer of each stage: forward and backward of one micro-batch."""
+        """Seconds of the forward and the backward of one micro-batch, for each layer of each stage."""
         return tuple(
             tuple((layer.graph, layer.backward) for layer in self.costs.layers[first:end]) for first, end in self.bounds
         )
 
     @property
     def bounds(self) -> tuple[tuple[int, int], ...]:
-        """First layer of each stage, and the one behind its last."""
+        """The first layer of each stage, and the one after its last."""
         return _bounds(self.balance)
 
 
@@ -80,7 +80,7 @@ def _bounds(balance: Sequence[int]) -> tuple[tuple[int, int], ...]:
 
 
 class TooLargeError(InputError):
-    """No cut fits the memory; `stage` of the best cut without a limit is `missing_bytes` over it."""
+    """No cut fits the memory; in the best cut made without a limit, `stage` exceeds it by `missing_bytes`."""
 
     def __init__(self, stage: int, missing_bytes: int, limit_bytes: int) -> None:
         super().__init__(f"stage {stage} is {missing_bytes} bytes over the limit of {limit_bytes}")
@@ -88,10 +88,10 @@ class TooLargeError(InputError):
 
 
 def order_of(config: TrainConfig, devices: Devices) -> Schedule:
-    """The order of a training step with all M micro-batches. Raises as `schedule_of_file`."""
+    """The order of a training step with all M micro-batches. Raises what `schedule_of_file` raises."""
     if config.schedule_is_file:
         return schedule_of_file(config)
-    name = "1f1b" if config.schedule == AUTO_SCHEDULE else config.schedule  # auto: until there are costs
+    name = "1f1b" if config.schedule == AUTO_SCHEDULE else config.schedule  # auto: 1f1b until there are costs
     return order(name, config.partitions, config.micro_batches, 1 + max(devices.rows))
 
 
@@ -123,7 +123,7 @@ class Cut:
         return _bounds(self.balance)
 
     def recompute(self, config: TrainConfig, limit_bytes: int | None) -> Recompute:
-        """What `config` says, or if that is `auto` as little as fits; `except_last` if nothing does."""
+        """What `config` says or, for `auto`, as little recomputation as fits; `except_last` if nothing fits."""
         if config.recompute != "auto":
             return config.recompute
         try:
@@ -132,7 +132,7 @@ class Cut:
             return "except_last"
 
     def held(self, order: Schedule, recompute: Recompute, limit_bytes: int | None) -> tuple[StageMemory, ...]:
-        """What each stage holds in this order of actions. Raises TooLargeError if one holds more than the limit."""
+        """The memory of each stage in this order of actions. Raises TooLargeError if a stage exceeds the limit."""
         held = self.memory.stages(unchecked_schedule(order, len(self.sizes), recompute), self.bounds)
         if limit_bytes is not None:
             missing_bytes, stage = max((stage.total_bytes - limit_bytes, k) for k, stage in enumerate(held))
@@ -145,7 +145,7 @@ def find_cut(config: TrainConfig, profile: ModelProfile, costs: StepCosts, limit
     """Where to cut the model for `config`. No step is simulated.
 
     Raises:
-        NoCutFitsError: none stays below `limit_bytes` on every stage.
+        NoCutFitsError: no cut stays below `limit_bytes` on every stage.
         InputError: a balance that was given does not fit the model, or Lingvo's rule leaves a stage without layers.
     """
     sizes = share_of(mini_batch_samples(config, profile.lengths), config.micro_batches, config.replicas).sizes
@@ -167,14 +167,14 @@ def find_cut(config: TrainConfig, profile: ModelProfile, costs: StepCosts, limit
         except NoCutFitsError:
             if limit_bytes is not None:
                 raise
-            balance = partition(work, config.partitions, **sends, furthest=None)  # refused below: no cut keeps together
+            balance = partition(work, config.partitions, **sends, furthest=None)  # splits shared layers: refused below
     check_balance(balance, len(profile.costs), config.partitions)
     check_cut(profile.shared, balance)
     return Cut(tuple(balance), imbalance(work, balance, **sends), order, sizes, memory)
 
 
 def _lingvo_cut(config: TrainConfig, profile: ModelProfile) -> tuple[int, ...]:
-    """By the FLOPs of forwards, or the costs that the user gives, as in Lingvo; Transformers by their number of layers.
+    """The cut by Lingvo's rule: by forward FLOPs or the user's costs; for Transformers by the number of layers.
 
     Raises RefusedError if a stage would have no layers.
     """
@@ -194,7 +194,7 @@ def make_plan(config: TrainConfig, profile: ModelProfile, costs: StepCosts, limi
     """
     try:
         cut = find_cut(config, profile, costs, limit_bytes)
-    except NoCutFitsError:  # refused below, by what the best cut lacks
+    except NoCutFitsError:  # refused below, with the bytes that the best cut lacks
         cut = find_cut(config, profile, costs, None)
     bounds, turns = cut.bounds, place(config).turns
     stages = tuple(_stage_cost(costs, first, end) for first, end in bounds)
@@ -229,7 +229,7 @@ def make_plan(config: TrainConfig, profile: ModelProfile, costs: StepCosts, limi
         split = config.splits_backward and any(stage.weights_seconds for stage in stages)
         largest, recompute = cut.memory.largest(bounds), config.recompute
         best, tried = find(
-            # of all M: a mini-batch of text may have more micro-batches than this one, of the longest sentences
+            # all M: a mini-batch of text may have more micro-batches than this one of the longest sentences
             Problem(stages, edges, costs.slowdown, turns, config.micro_batches, largest, room, recompute, split)
         )
         if best is not None:
@@ -242,5 +242,5 @@ def make_plan(config: TrainConfig, profile: ModelProfile, costs: StepCosts, limi
 
 
 def _recomputed(schedule: Schedule) -> tuple[frozenset[int], ...]:
-    """Of each stage."""
+    """The recomputed micro-batches of each stage."""
     return tuple(frozenset(a.micro_batch for a in actions if a.kind is Kind.R) for actions in schedule.stages)

@@ -1,16 +1,16 @@
-"""What would the paper have to have chosen where it says nothing? Tables 2 and 3, simulated over a grid of assumptions.
+"""What must the paper have chosen where it says nothing? Tables 2 and 3, simulated over a grid of assumptions.
 
-Varied, for all cells of the paper at once and for none alone:
+Each assumption holds for all cells of the paper at once:
 
   batch      N: 32 | 128 | fits: the largest multiple of M that fits the memory | fits, 128 at most | 4 M
-             (with 32, 128 and 4 M memory has no limit)
-  cut        exact: by time | lingvo: one pass over FLOPs, of a Transformer L / K layers | equal: numbers of layers
+             (with 32, 128 and 4 M the memory has no limit)
+  cut        exact: by time | lingvo: one pass over FLOPs, or L / K layers of a Transformer | equal: numbers of layers
   devices    of Table 2: TPU v2 for AmoebaNet and v3 for the Transformer, as in Table 1 | v2 | v3; of Table 3: P100
   precision  of Table 2: float32 | bfloat16; of Table 3: float32
-  half       the samples of a micro-batch with which devices reach half their speed: 0 | 2 | 8
+  half       samples of a micro-batch with which devices reach half their speed: 0 | 2 | 8
   size       of the Transformer: width, hidden, heads 1024, 4096, 16 | 2048, 8192, 32; and 128 | 512 | 1024 tokens
 
-Everything is recomputed (recompute=always). A speed is relative to K = 2, M = 1 (Table 2) or K = 2 (Table 3) of the
+Everything is recomputed (recompute=always). A speed is relative to K = 2, M = 1 (Table 2) or K = 2 (Table 3) with the
 same assumptions, so that these cells are 1 by definition and do not count.
 
 Usage: python recipes/measurements/paper_choices.py [--sets 12] [--picture FILE.png]      5 minutes on 2 CPU cores
@@ -77,7 +77,7 @@ class Choices:
 
 @dataclass(frozen=True)
 class Job:
-    """A model on a device: its cells need one trace, which jobs with the same `traced` share."""
+    """A model on a device, whose cells need one trace; jobs with the same `traced` share it."""
 
     model: str
     cut: str
@@ -106,7 +106,7 @@ def jobs(sizes: Sequence[Size], cuts: Sequence[str]) -> list[Job]:
 
 
 def settings(job: Job, small: Sequence[str]) -> list[str]:
-    """Of `gpipe plan`; `small` are those of a test, for AmoebaNet."""
+    """The settings of `gpipe plan`; `small` are a test's, for AmoebaNet."""
     common = [
         f"hardware={job.device}",
         f"precision={job.precision}",
@@ -129,7 +129,7 @@ def speeds(job: Job, base: TrainConfig, profile: ModelProfile) -> Speeds:
 
 
 def cell(job: Job, base: TrainConfig, profile: ModelProfile, k: int, m: int) -> dict[str, Speed]:
-    """By rule for N. What cannot be is left out: nothing fits, or Lingvo's rule leaves a stage without layers."""
+    """Speeds by rule for N. Impossible ones are left out: nothing fits, or Lingvo's rule leaves a stage empty."""
     layers = len(profile.costs)
     equal = tuple(layers // k + (at < layers % k) for at in range(k))
     partition = replace(base.partition, method=job.cut) if job.cut != "equal" else base.partition.by_hand(equal)
@@ -154,7 +154,7 @@ def cell(job: Job, base: TrainConfig, profile: ModelProfile, k: int, m: int) -> 
 
 
 def of_all(wanted: Sequence[Job], small: Sequence[str]) -> dict[Job, Speeds]:
-    """Each model is traced once; the cells are then shared out among forks, one for each core."""
+    """The speeds of all jobs: each model is traced once, then one fork for each core plans its share of the cells."""
     traced: dict[tuple[str, str, Size | None], tuple[TrainConfig, ModelProfile]] = {}
     for job in wanted:
         if job.traced not in traced:
@@ -174,7 +174,7 @@ def of_all(wanted: Sequence[Job], small: Sequence[str]) -> dict[Job, Speeds]:
     found: dict[Job, Speeds] = {}
     for part, fork in zip(parts, forks, strict=True):
         done = fork.wait()[0]
-        assert done is not None, "a process that plans has failed"
+        assert done is not None, "a planning process has failed"
         found |= dict(zip(part, done, strict=True))
     return found
 
@@ -183,7 +183,7 @@ Cells = dict[tuple[str, int, int], float]  # by model, K and M: the relative spe
 
 
 def simulated(choices: Choices, models: Sequence[str], found: dict[Job, Speeds]) -> Cells | None:
-    """All cells that count; None if one of them cannot be with these choices."""
+    """The relative speeds of all cells that count; None if one is impossible with these choices."""
     cells: Cells = {}
     for model in models:
         transformer, table3 = "Transformer" in model, "P100" in model
@@ -208,7 +208,7 @@ def off(cells: Cells) -> float:
 
 
 def span(cell: tuple[str, int, int], simulated: Iterable[Cells]) -> tuple[float, float]:
-    """The least and the most of a cell."""
+    """The least and the greatest speed of a cell."""
     of = [cells[cell] for cells in simulated]
     return min(of), max(of)
 
@@ -224,7 +224,7 @@ def reaches(rule: str, cell: tuple[str, int, int], possible: dict[Choices, Cells
 
 
 def by_choice(errors: dict[Choices, float]) -> Iterator[str]:
-    """What each choice is worth: the best and the median set that has it."""
+    """A line for each choice: the mean difference of the best and of the median set that has it."""
     for name in ("batch", "cut", "devices", "precision", "half", "size"):
         for value in dict.fromkeys(getattr(choices, name) for choices in errors):
             having = [error for choices, error in errors.items() if getattr(choices, name) == value]
@@ -259,8 +259,8 @@ def draw(path: Path, ranges: dict[tuple[str, int, int], tuple[float, float]], be
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = command_line(__doc__)
     parser.add_argument("--sets", type=int, default=12, help="how many sets of assumptions are printed, the best first")
-    parser.add_argument("--only", default="", help="models whose name has this in it; settings are then for AmoebaNet")
-    parser.add_argument("--picture", type=Path, help="a file for the picture")
+    parser.add_argument("--only", default="", help="models whose name contains this; settings are then for AmoebaNet")
+    parser.add_argument("--picture", type=Path, help="file to write the picture into")
     options = parser.parse_args(arguments)
     models = [model for model in PAPER if options.only in model]
     gc.disable()  # large plans are many small objects
@@ -268,7 +268,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     grid = [Choices(*one) for one in product(BATCHES, CUTS, DEVICES, PRECISIONS, HALVES, SIZES)]
     possible = {choices: cells for choices in grid if (cells := simulated(choices, models, found)) is not None}
     errors = {choices: off(cells) for choices, cells in sorted(possible.items(), key=lambda one: off(one[1]))}
-    print(f"{len(grid)} sets of assumptions; with {len(grid) - len(errors)} of them a cell cannot be")
+    print(f"{len(grid)} sets of assumptions; with {len(grid) - len(errors)} of them a cell is impossible")
     print("mean |difference| from the paper's cells, without those that are 1 by definition")
     for choices in list(errors)[: options.sets]:
         print(f"{errors[choices]:>6.2f}  {choices}")
