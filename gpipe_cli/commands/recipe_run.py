@@ -11,6 +11,7 @@ from rich.console import Console
 
 from gpipe_cli.commands.command_line import TRAINING_KEYS, JobTrees, compose, read, training
 from gpipe_cli.commands.outcome import BAD_INPUT, ended, fork_command, run_command
+from gpipe_cli.config.settings import key_of
 from gpipe_cli.errors import InputError
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.reporting.run.console import following
@@ -42,7 +43,7 @@ class Machine:
         """The scale of a recipe, and the reason for it."""
         if whole.scale != "auto":
             return whole.scale, "as requested"
-        if "device=cpu" in given:
+        if any(key_of(one) == "device" and one.endswith("=cpu") for one in given):
             return "desk", "device=cpu uses no GPU"
         return recipe.needs.fitting_scale(self.gpus)
 

@@ -175,7 +175,10 @@ def _grown(key: str, plan: Mapping[str, Any] | None) -> str | None:
 def _planned_notes(rows: Sequence[Planned], runner: Runner) -> Iterator[tuple[str, str]]:
     """What the columns mean, and what does not agree with the paper."""
     hardware = rows[0].plan["hardware"]["name"]
-    yield "planned", f"for {hardware}: bytes follow from shapes, in float32; nothing was run"
+    yield (
+        "planned",
+        f"for {hardware}: bytes follow from shapes, in {runner.given('precision') or 'float32'}; nothing was run",
+    )
     yield (
         "planned",
         "activations: all that stages keep for the backward, plus the workspace of one recomputation and one layer",
@@ -207,10 +210,11 @@ def _naive_notes(size: Size, rows: Sequence[Naive], unit: str, comparable: bool)
 
 
 def _trained_notes(rows: Sequence[Trained], wanted: int, runner: Runner) -> Iterator[tuple[str, str]]:
-    if rows:
+    if len(rows) > 1:
         times = rows[-1].plan["parameters"] / rows[0].plan["parameters"]
         where = "at a desk" if runner.desk else "here"
         yield "found", f"{where} {rows[-1].name} holds {times:.1f} times the parameters of {rows[0].name}"
+    if rows:
         exact = sum(row.planned is not None and row.planned == row.counted for row in rows)
         yield "found", f"activations planned and counted are the same to the byte in {exact} of {len(rows)} rows"
     if missing := wanted - len(rows):

@@ -7,15 +7,13 @@ with more replicas each has fewer micro-batches, and the bubble grows (section 2
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.reporting.plots.timeline_values import idle
 from gpipe_cli.reporting.tables.table import Column, Table
 from gpipe_cli.reproduction.runner import CommandFailedError, Findings, Runner
-from gpipe_cli.system.forked_call import Fork
-from gpipe_cli.system.machine import usable_cores
+from gpipe_cli.system.forked_call import in_forks
 from gpipe_cli.units import percent, plural, size
 
 if TYPE_CHECKING:  # recipes are listed without torch
@@ -76,7 +74,10 @@ class Scaling:
             found = runner.simulated(*self.settings, *model.settings, *sizes)
             work += [(found.config, found.profile, cell) for cell in _cells(model)]
         runner.progress(f"plans        {plural(len(work), 'cell')}")
-        cells = _planned(work)
+        try:
+            cells = in_forks(_planned, work)
+        except RuntimeError as error:
+            raise CommandFailedError(str(error)) from error
         picture = runner.folder / "scaling.png"
         write_picture(picture, draw_scaling({kind: _lines(cells, kind) for kind in ("weak", "strong")}))
         tables = tuple(_table(model.name, cells) for model in self.models)
@@ -94,21 +95,7 @@ def _cells(model: ScaledModel) -> Iterator[Cell]:
 
 
 def _planned(work: Sequence[tuple[TrainConfig, "ModelProfile", Cell]]) -> list[Cell]:
-    """The cells with the results of their plans, which are distributed over one fork for each core. Plans share no
-    state, so the distribution does not affect them."""
-    cores = usable_cores()
-    forks = [Fork(partial(_all_of, work[at::cores])) for at in range(cores)]
-    parts = [fork.wait()[0] for fork in forks]
-    done: dict[int, Cell] = {}
-    for at, part in enumerate(parts):
-        if part is None:
-            raise CommandFailedError("a planning process has failed")
-        done |= dict(zip(range(at, len(work), cores), part, strict=True))
-    return [done[at] for at in range(len(work))]
-
-
-def _all_of(work: Sequence[tuple[TrainConfig, "ModelProfile", Cell]]) -> list[Cell]:
-    gc.disable()  # a large plan makes a million small objects, and the process ends after its plans
+    gc.disable()  # each of the large plans has a million small objects; the process ends after them
     return [plan_cell(config, profile, cell) for config, profile, cell in work]
 
 

@@ -6,15 +6,18 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Generic, NoReturn, TypeVar
 
 from gpipe_cli.system.interrupts import Stopped
+from gpipe_cli.system.machine import usable_cores
 from gpipe_cli.system.streams import prepare_streams
 
 T = TypeVar("T")
+Item = TypeVar("Item")
 _GRACE_SECONDS = 3.5  # from Ctrl-C until a fork that has not ended is killed; a command ends within 5 s
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -77,6 +80,22 @@ class Fork(Generic[T]):
             except KeyboardInterrupt:
                 pass
             return
+
+
+def in_forks(call: Callable[[Sequence[Item]], Sequence[T]], items: Sequence[Item]) -> list[T]:
+    """What `call` returns for `items`, one value for each: they are shared out among forks, one for each core.
+
+    Raises RuntimeError if a fork has failed; it has printed why.
+    """
+    cores = usable_cores()
+    forks = [Fork(partial(call, items[at::cores])) for at in range(cores)]
+    found: dict[int, T] = {}
+    for at, fork in enumerate(forks):
+        values, code = fork.wait()
+        if values is None:
+            raise RuntimeError(f"a process that had a share of the work has ended with exit code {code}")
+        found |= dict(zip(range(at, len(items), cores), values, strict=True))
+    return [found[at] for at in range(len(items))]
 
 
 def _be_fork(parent: int, work: Callable[[], object], output: int | None, sent: Connection) -> NoReturn:

@@ -20,7 +20,7 @@ import gc
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from itertools import product
 from pathlib import Path
 from statistics import mean, median
@@ -35,8 +35,8 @@ from gpipe_cli.planner.cost_model import predicted_costs
 from gpipe_cli.planner.devices import memory_limit
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
 from gpipe_cli.planner.plan import make_plan
-from gpipe_cli.system.forked_call import Fork
-from gpipe_cli.system.machine import usable_cores
+from gpipe_cli.reproduction.recipe import load
+from gpipe_cli.system.forked_call import in_forks
 
 BATCHES = ("32", "128", "fits", "fits, 128 at most", "4 M")
 CUTS = ("exact", "lingvo", "equal")
@@ -46,14 +46,21 @@ HALVES = (0, 2, 8)
 SIZES = [(*width, length) for width in ((1024, 4096, 16), (2048, 8192, 32)) for length in (128, 512, 1024)]
 Size = tuple[int, int, int, int]  # width, hidden, heads, tokens
 
-# K, M and the paper's relative throughput (Tables 2 and 3 of arXiv v5)
-TABLE2 = [(k, m) for k in (2, 4, 8) for m in (1, 4, 32)]
-PAPER = {
-    "AmoebaNet-D (18, 256)": dict(zip(TABLE2, (1, 1.07, 1.21, 1.13, 1.26, 1.84, 1.38, 1.72, 3.48), strict=True)),
-    "Transformer-48": dict(zip(TABLE2, (1, 1.7, 1.8, 1.07, 3.2, 3.4, 1.3, 4.8, 6.3), strict=True)),
-    "AmoebaNet-D (18, 128), P100": {(2, 32): 1, (4, 32): 1.7, (8, 32): 2.7},
-    "Transformer-24, P100": {(2, 32): 1, (4, 32): 1.8, (8, 32): 3.3},
-}  # fmt: skip
+RECIPES = {"table2_amoebanet": "", "table2_transformer": "", "table3_no_fast_interconnect": ", P100"}
+
+
+def paper() -> dict[str, dict[tuple[int, int], float]]:
+    """The paper's relative throughput by model, K and M, from the recipes of Tables 2 and 3."""
+    found = {}
+    for recipe, device in RECIPES.items():
+        throughput = load(recipe).throughput
+        assert throughput is not None
+        for model in throughput.models:
+            found[f"{model.name}{device}"] = {(row.partitions, row.micro_batches): row.paper for row in model.rows}
+    return found
+
+
+PAPER = paper()
 
 
 @dataclass(frozen=True)
@@ -168,15 +175,7 @@ def of_all(wanted: Sequence[Job], small: Sequence[str]) -> dict[Job, Speeds]:
         bases = [replace(traced[job.traced][0], hardware=load_hardware(job.device)) for job in part]
         return [speeds(job, base, traced[job.traced][1]) for job, base in zip(part, bases, strict=True)]
 
-    cores = usable_cores()
-    parts = [wanted[at::cores] for at in range(cores)]
-    forks = [Fork(partial(some, part)) for part in parts]
-    found: dict[Job, Speeds] = {}
-    for part, fork in zip(parts, forks, strict=True):
-        done = fork.wait()[0]
-        assert done is not None, "a planning process has failed"
-        found |= dict(zip(part, done, strict=True))
-    return found
+    return dict(zip(wanted, in_forks(some, wanted), strict=True))
 
 
 Cells = dict[tuple[str, int, int], float]  # by model, K and M: the relative speed

@@ -22,6 +22,7 @@ KINDS = {
     "counted": "was run here, and is exact whatever the machine is",
     "planned": "follows from shapes; was not run",
     "simulated": "was not run: a schedule simulated with the seconds of layers, timed here or by a data sheet",
+    "published": "has been measured by others",
     "difference": "is none (-) where data or sizes are not the paper's",
 }
 
