@@ -12,7 +12,7 @@ from pathlib import Path
 from gpipe_cli.reporting.reproduced.chart import Chart, charts, legend, to_svg
 from gpipe_cli.reporting.reproduced.verdict import verdict
 from gpipe_cli.reporting.tables.recipe import Reproduction
-from gpipe_cli.reporting.tables.table import Column, Table
+from gpipe_cli.reporting.tables.table import NONE, Column, Table
 from gpipe_cli.system.files import write_whole
 from gpipe_cli.units import duration, plural
 
@@ -66,7 +66,8 @@ def _claims(one: Reproduction) -> Iterator[str]:
     found = [said for table in one.tables if (said := verdict(table)) is not None]
     rows = [
         f'<td class="text">{escape(said.what)}</td><td>{escape(said.paper)}</td><td>{escape(said.ours)}</td>'
-        f'<td class="text"><span class="tag {said.origin}">{said.origin}</span></td><td>{escape(said.difference)}</td>'
+        f'<td class="text"><span class="tag {said.origin}">{said.origin}</span></td>'
+        f"<td>{escape(said.difference) if said.difference != NONE else 'other data or size'}</td>"
         for said in found
     ]
     words = next((line for label, line in one.notes if label in ("weights", "found")), "no number in the paper")
