@@ -22,6 +22,7 @@ from gpipe_cli.config.settings import TrainConfig, from_tree, to_yaml
 from gpipe_cli.distributed.control_group import ControlGroup, Waits
 from gpipe_cli.launch.training_run import find_source
 from gpipe_cli.pipeline.runtime.executor import Watch
+from gpipe_cli.pipeline.schedule.schedules import Action, Kind
 from gpipe_cli.planner.placement import make_placement
 from gpipe_cli.training.checkpoint.restore import state_of_stage
 from gpipe_cli.training.checkpoint.store import find_checkpoint, read_index, read_tensors
@@ -178,3 +179,12 @@ def workers_of(parent: int) -> list[int]:
 def session_members(session: int) -> dict[int, str]:
     """The processes of a session by number, with their command lines."""
     return {number: line for number, fields, line in processes() if int(fields[3]) == session}
+
+
+def until_asked(process: WorkerProcess) -> None:
+    """A task that has begun its first action, and ends once it is asked to."""
+    control, _ = process.connect()
+    process.watch(Action(Kind.F, 0, 0), 1, ())
+    process.report("begun")
+    while not control.asked():
+        time.sleep(0.01)

@@ -108,7 +108,7 @@ class Supervisor:
                 self._failures.append(self._silent(*found))
             elif not self._failures and heartbeat is not None and (lost := heartbeat.lost()):
                 self._failures.append(self._lost(*lost))
-            if self._activity[-1] and not self._failures and all(one.kind == 0 for one in doing.values()):
+            if self._activity[-1] and not self._failures and doing and all(one.kind == 0 for one in doing.values()):
                 raise Stopped  # no step has begun
             if self._failures:
                 writing = any(one.awaited == Awaited.LAST_CHECKPOINT for one in doing.values())

@@ -30,7 +30,7 @@ from gpipe_cli.errors import InputError
 from gpipe_cli.launch.fork_server import fork_server, temporary_folder
 from gpipe_cli.launch.training_run import find_source
 from gpipe_cli.planner.placement import make_placement
-from gpipe_cli.reporting.run.result import read_result
+from gpipe_cli.reporting.run.result import RESULT, read_result
 from gpipe_cli.training.milestones import starting_point
 
 BOUND = 20  # seconds; it takes 2 to 3, the rest is for a machine that does other things too
@@ -53,9 +53,10 @@ def start(tmp_path: Path) -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
 
         def is_running() -> bool:
             assert program.poll() is None, program.communicate()
-            return (tmp_path / "run" / "checkpoints" / "last").exists()
+            # on a busy machine the workers may be ahead of their parent, which has yet to say that the run has begun
+            return all((tmp_path / "run" / name).exists() for name in ("checkpoints/last", RESULT))
 
-        wait_until(is_running, 120, "the first checkpoint")
+        wait_until(is_running, 120, "the first checkpoint, and result.json")
         return program
 
     yield launch
