@@ -118,7 +118,7 @@ class Throughput:
         for figures in dict.fromkeys(" ".join(model.figures) for model in self.models):
             yield SIMULATED, f"at the paper's size, from the figures of the hardware and not from a run ({figures})"
         yield SIMULATED, "cut by Lingvo's rule (partition.method=lingvo) and exactly, each with the N of its own plan"
-        yield SIMULATED, "exact / Lingvo's: samples/s; at M = 1 stages take turns: the cut that sends less is faster"
+        yield SIMULATED, "exact / Lingvo's: samples/s; below 1 where the exact cut sends more (M = 1, or slow links)"
         if runner.desk and stages and not runner.changed():
             yield "difference", "none where measured: the models differ in size"
 
