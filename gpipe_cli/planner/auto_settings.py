@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import chain, product
 from operator import itemgetter
 from typing import Any
@@ -183,9 +183,7 @@ def _largest_mini_batch(config: TrainConfig, profile: ModelProfile, key: str, co
     if config.hardware.memory_gib is None:
         config = replace(config, hardware=replace(config.hardware, memory_gib=limit_bytes / 2**30))
     most = max(1, _training_samples(config) // (config.micro_batches * config.replicas))  # of a micro-batch
-
-    def sized(samples: int) -> TrainConfig:
-        return with_samples(config, profile, key, samples)
+    sized = partial(with_samples, config, profile, key)
 
     def planned(one: TrainConfig, costs: StepCosts) -> Candidate:
         return try_plan(str(getattr(one, key)), one, profile, costs, limit_bytes)

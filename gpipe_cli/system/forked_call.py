@@ -90,8 +90,7 @@ def in_forks(call: Callable[[Sequence[Item]], Sequence[T]], items: Sequence[Item
     cores = usable_cores()
     forks = [Fork(partial(call, items[at::cores])) for at in range(cores)]
     found: dict[int, T] = {}
-    for at, fork in enumerate(forks):
-        values, code = fork.wait()
+    for at, (values, code) in enumerate([fork.wait() for fork in forks]):  # of all: none is left behind by a failure
         if values is None:
             raise RuntimeError(f"a process that had a share of the work has ended with exit code {code}")
         found |= dict(zip(range(at, len(items), cores), values, strict=True))

@@ -18,9 +18,8 @@ from gpipe_cli.pipeline.schedule.simulator import Held, bytes_around
 from gpipe_cli.pipeline.schedule.timeline import Event, EventKind, Span, Timeline
 from gpipe_cli.units import MIB
 
-MOST_DETAILED = (
-    20_000  # actions of a step; of more the file would have hundreds of megabytes with arrows, counters and waits
-)
+# Actions of a step; with arrows, counters and waits the file of a longer one would have hundreds of megabytes.
+MOST_DETAILED = 20_000
 SET_UP = "set-up"
 
 # Names that chrome://tracing reserves for colours (tr.b.ColorScheme of the Catapult project); it knows no others, and
