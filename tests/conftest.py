@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gpipe_cli.launch import machine_timing as timing
+from gpipe_cli.benchmark import machine_timing as timing
 
 # The files that take longest, which begin first, so that at the end no core waits for one of them.
 LONGEST = (
@@ -34,7 +34,7 @@ def same_random_numbers() -> None:
 @pytest.fixture(autouse=True)
 def machine_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands that run in the test process plan by the figures of hardware=cpu: to time the machine takes seconds for
-    each of them. `launch/test_machine_timing.py` and the processes that tests start do time it."""
+    each of them. `benchmark/test_machine_timing.py` and the processes that tests start do time it."""
     monkeypatch.setattr(timing, "machine_rates", lambda config, log=None: None)
 
 

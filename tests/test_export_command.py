@@ -14,9 +14,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from training_runs import TINY, assert_same_tensors, command, configure, final_tensors, train_here
 
 from gpipe_cli import load
+from gpipe_cli.commands.export_run import _ExportReport
 from gpipe_cli.config.settings import ExportConfig
 from gpipe_cli.errors import InputError
-from gpipe_cli.launch.export_run import _ExportReport
 from gpipe_cli.training.checkpoint.store import checkpoints_in, select
 from gpipe_cli.training.checkpoint.whole_model import new_model, whole_model
 from gpipe_cli.training.events import EvaluationDone, FileEvaluated, ModelWritten, Scores

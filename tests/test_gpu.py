@@ -14,8 +14,8 @@ from engine_runs import Case, SumOfSquares, run_in_process
 from torch import nn
 from training_runs import LIVELY, TINY, assert_same_tensors, command, configure, final_tensors
 
+from gpipe_cli.benchmark.machine_timing import _timed_machine, machine_rates
 from gpipe_cli.data.micro_batches import micro_batch_sizes
-from gpipe_cli.launch.machine_timing import _timed_machine, machine_rates
 from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.runtime.transport import LocalTransport

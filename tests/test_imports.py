@@ -23,6 +23,7 @@ FLOORS = (
     ("verify",),
     ("reporting",),
     ("launch",),
+    ("benchmark",),
     ("reproduction",),
     ("commands",),
     ("cli",),
@@ -89,7 +90,7 @@ def test_hydra_is_known_to_settings_and_commands_only() -> None:
 
 def test_processes_communicate_in_few_rooms() -> None:
     rooms = {room(where) for where, module in IMPORTS if is_of(module, "torch.distributed")}
-    assert rooms <= {"pipeline.runtime", "distributed", "launch", "training"}
+    assert rooms <= {"pipeline.runtime", "distributed", "launch", "benchmark", "training"}
 
 
 def test_only_reports_and_the_command_line_print() -> None:

@@ -20,8 +20,8 @@ import torch
 from torch._inductor import config as inductor
 from training_runs import composed, configure
 
+from gpipe_cli.benchmark import machine_timing
 from gpipe_cli.config.settings import load_hardware
-from gpipe_cli.launch import machine_timing
 from gpipe_cli.planner.device_rates import Figures, rates_of_sheet
 from gpipe_cli.reporting.run.result import write_result
 

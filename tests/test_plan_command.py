@@ -12,9 +12,9 @@ import pytest
 from training_runs import TINY, command, configure
 
 from gpipe_cli.assembly import build
+from gpipe_cli.benchmark import machine_timing as timing
+from gpipe_cli.commands import plan_run
 from gpipe_cli.errors import InputError
-from gpipe_cli.launch import machine_timing as timing
-from gpipe_cli.launch import plan_run
 from gpipe_cli.pipeline.schedule.simulator import ideal_bubble
 from gpipe_cli.planner import model_profile
 from gpipe_cli.planner import plan as planner

@@ -1,1 +1,1 @@
-"""One file for each command, and what they share: the command line, processes, folders, sweeps."""
+"""One file for each command, the bodies of the commands (which import torch), and what the commands share."""

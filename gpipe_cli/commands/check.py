@@ -33,6 +33,6 @@ def main(arguments: Sequence[str]) -> int:
     with preparing(), run_folder(config, datetime.now(), what="check") as folder:
         fork_server.start(config)  # in a process beside this one, while this one imports torch itself
         with interruptible_import():
-            from gpipe_cli.launch.check_run import run_check
+            from gpipe_cli.commands.check_run import run_check
 
         return run_check(config, folder)

@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
     fork_server.start(config.training)  # in a process beside this one, while this one imports torch itself
     with preparing():
         with interruptible_import():
-            from gpipe_cli.launch.training_run import launch  # torch comes with it
+            from gpipe_cli.commands.training_run import launch  # torch comes with it
 
         return launch(config, Path(config.run))
 

@@ -37,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
     fork_server.start(config.training)  # in a process beside this one, while this one imports torch itself
     with preparing():
         with interruptible_import():
-            from gpipe_cli.launch.export_run import run_export  # torch comes with it
+            from gpipe_cli.commands.export_run import run_export  # torch comes with it
 
         return run_export(config, file)
 

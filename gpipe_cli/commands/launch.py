@@ -68,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
         folders = [place]
     _refuse_places(place, folders)
     with preparing(), interruptible_import():
-        from gpipe_cli.launch.slurm_check import check
+        from gpipe_cli.commands.slurm_check import check
 
         check(job, requests)
     devices = [] if config.device != "auto" else ["device=cuda" if job.gpus_per_node else "device=cpu"]

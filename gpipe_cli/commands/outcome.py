@@ -90,11 +90,11 @@ def preparing(what: str = "") -> Iterator[None]:
 
 def import_torch() -> None:
     """Import what trainings need, once for all forks."""
-    if "gpipe_cli.launch.training_run" in sys.modules:
+    if "gpipe_cli.commands.training_run" in sys.modules:
         return
     with preparing(), interruptible_import():
         # the last two are imported by a training's first steps, which is two seconds of every fork
-        for name in ("gpipe_cli.launch.training_run", "torch._dynamo", "gpipe_cli.reporting.plots.timeline"):
+        for name in ("gpipe_cli.commands.training_run", "torch._dynamo", "gpipe_cli.reporting.plots.timeline"):
             importlib.import_module(name)
 
 

@@ -78,7 +78,7 @@ def _plan(request: _Request, form: str, *, shown: bool) -> dict[str, Any]:
         if config.cost != "figures":
             fork_server.start()  # in a process beside this one, while this one imports torch itself
         with interruptible_import():
-            from gpipe_cli.launch.plan_run import plan
+            from gpipe_cli.commands.plan_run import plan
 
         return plan(config, auto, request.settings.solve, folder, request.file, console, shown=shown)
 

@@ -67,7 +67,7 @@ class RunRequest:
             if not config.dry_run:
                 fork_server.start(config)  # in a process beside this one, while this one imports torch itself
             with interruptible_import():
-                from gpipe_cli.launch.training_run import launch  # torch comes with it
+                from gpipe_cli.commands.training_run import launch  # torch comes with it
 
             return launch(config, folder, self.auto, self.bench, start=start, again=again)
 

@@ -1,1 +1,1 @@
-"""The parent process of a run: prepares a job, starts and supervises its workers, passes on their reports."""
+"""Processes: the supervisor starts workers out of a fork server, watches them and stops them together; SLURM."""

@@ -41,8 +41,8 @@ import torch
 from hydra import compose, initialize_config_module
 from runs import AMOEBANET, command_line
 
+from gpipe_cli.benchmark.machine_timing import machine_rates
 from gpipe_cli.config.settings import TrainConfig, from_tree, load_hardware
-from gpipe_cli.launch.machine_timing import machine_rates
 from gpipe_cli.launch.supervisor import run_task
 from gpipe_cli.planner.data_sheet import sheet_of
 from gpipe_cli.planner.device_rates import DeviceRates

@@ -9,10 +9,10 @@ import torch
 from plan_runs import CUSTOM, EVEN, traced
 from training_runs import configure
 
+from gpipe_cli.benchmark import reference_layers
 from gpipe_cli.config.settings import load_hardware
 from gpipe_cli.config.typed import show
 from gpipe_cli.errors import InputError
-from gpipe_cli.launch import reference_layers
 from gpipe_cli.pipeline.profile.layer_cost import OperationKind, Operations, Work
 from gpipe_cli.pipeline.profile.tracing import trace_layers
 from gpipe_cli.pipeline.runtime.boundary import as_boundary

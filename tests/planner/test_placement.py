@@ -9,11 +9,11 @@ import torch
 from plan_runs import traced
 from training_runs import TINY, command, configure
 
+from gpipe_cli.benchmark.machine_timing import step_costs
+from gpipe_cli.commands import prepare
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.errors import InputError
-from gpipe_cli.launch import prepare
-from gpipe_cli.launch.machine_timing import step_costs
 from gpipe_cli.planner import devices, placement
 from gpipe_cli.planner.cost_model import StepCosts
 from gpipe_cli.planner.devices import memory_limit, place

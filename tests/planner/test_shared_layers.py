@@ -13,9 +13,9 @@ from custom_models import READERS
 from torch import nn
 from training_runs import TINY, configure, train_here
 
+from gpipe_cli.commands.check_run import _Checked
 from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.errors import InputError
-from gpipe_cli.launch.check_run import _Checked
 from gpipe_cli.pipeline.profile.tracing import trace_layers
 from gpipe_cli.pipeline.runtime.boundary import as_boundary
 from gpipe_cli.pipeline.schedule.partitioner import NoCutFitsError, partition

@@ -26,9 +26,9 @@ from training_runs import (
     workers_of,
 )
 
+from gpipe_cli.commands.training_run import find_source
 from gpipe_cli.errors import InputError
 from gpipe_cli.launch.fork_server import fork_server, temporary_folder
-from gpipe_cli.launch.training_run import find_source
 from gpipe_cli.planner.placement import make_placement
 from gpipe_cli.reporting.run.result import RESULT, read_result
 from gpipe_cli.training.milestones import starting_point

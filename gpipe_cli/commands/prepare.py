@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from gpipe_cli.benchmark.machine_timing import step_costs, times_machine
 from gpipe_cli.config.settings import TrainConfig, load
-from gpipe_cli.launch.machine_timing import step_costs, times_machine
 from gpipe_cli.planner.auto_settings import Comparison, choose
 from gpipe_cli.planner.devices import place
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model, refuse_single_samples

@@ -24,15 +24,15 @@ from typing import Any
 import torch
 
 from gpipe_cli.assembly.build import memory_format_of
+from gpipe_cli.benchmark import reference_layers
+from gpipe_cli.benchmark.layer_benchmark import measure
 from gpipe_cli.config.groups import AugmentationConfig, CustomConfig, ImagesConfig, SGDConfig
 from gpipe_cli.config.settings import PartitionConfig, TrainConfig, load_hardware
 from gpipe_cli.config.typed import one_line
 from gpipe_cli.data.cache import cache_folder, digest_of, locked
 from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.errors import InputError
-from gpipe_cli.launch import reference_layers
 from gpipe_cli.launch.fork_server import temporary_folder
-from gpipe_cli.launch.layer_benchmark import measure
 from gpipe_cli.launch.supervisor import run_task
 from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory
 from gpipe_cli.planner.cost_model import LayerTimes, StepCosts, measured_costs, predicted_costs

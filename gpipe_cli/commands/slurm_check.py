@@ -4,11 +4,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
 
+from gpipe_cli.benchmark.machine_timing import step_costs
+from gpipe_cli.commands.training_run import find_source
 from gpipe_cli.config.settings import AUTO_BATCH, TrainConfig
 from gpipe_cli.config.slurm import LaunchSettings
 from gpipe_cli.distributed.torchrun import as_first_of
-from gpipe_cli.launch.machine_timing import step_costs
-from gpipe_cli.launch.training_run import find_source
 from gpipe_cli.planner.auto_settings import choose, with_samples
 from gpipe_cli.planner.cost_model import predicted_costs
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model, refuse_single_samples

@@ -16,9 +16,9 @@ from torch.nn.utils import parametrizations
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from training_runs import TINY, assert_same_tensors, configure, final_tensors, of_type, train_here
 
+from gpipe_cli.commands.check_run import _Checked
 from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.errors import InputError
-from gpipe_cli.launch.check_run import _Checked
 from gpipe_cli.pipeline.profile.layer_probes import Watch, _Seen, watching
 from gpipe_cli.pipeline.runtime.executor import ActionFailedError, Executor
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError

@@ -7,14 +7,14 @@ from typing import Literal
 
 from rich.console import Console
 
+from gpipe_cli.commands.run_report import NoReport
+from gpipe_cli.commands.training_run import fitting_checkpoint, for_evaluation, run_and_report
 from gpipe_cli.config.groups import ImagesConfig
 from gpipe_cli.config.settings import DecodeConfig, ExportConfig, PartitionConfig
 from gpipe_cli.data.images import MEAN, STD
 from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.errors import InputError
 from gpipe_cli.launch.job import Task
-from gpipe_cli.launch.run_report import NoReport
-from gpipe_cli.launch.training_run import fitting_checkpoint, for_evaluation, run_and_report
 from gpipe_cli.planner.placement import Placement, make_placement
 from gpipe_cli.reporting.run.description import scores_of
 from gpipe_cli.reporting.run.lines import show_error, show_facts, show_line

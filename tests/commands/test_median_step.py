@@ -4,7 +4,7 @@ from statistics import median_low
 import pytest
 from reporting_runs import step
 
-from gpipe_cli.launch.median_step import KEPT, MedianStep
+from gpipe_cli.commands.median_step import KEPT, MedianStep
 from gpipe_cli.training.events import StepRecorded
 
 

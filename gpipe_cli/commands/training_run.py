@@ -10,6 +10,8 @@ from rich.console import Console
 
 from gpipe_cli.assembly.build import build_model
 from gpipe_cli.assembly.freezing import find_frozen
+from gpipe_cli.commands.prepare import prepare
+from gpipe_cli.commands.run_report import EvaluationReport, NoReport, Report, RunReport, show_dry_run
 from gpipe_cli.config.settings import EvaluateConfig, TrainConfig, going_on, load, to_yaml
 from gpipe_cli.config.typed import RefusedError, one_line
 from gpipe_cli.distributed.rendezvous import Decision, agree
@@ -17,8 +19,6 @@ from gpipe_cli.distributed.torchrun import leads, torchrun
 from gpipe_cli.errors import InputError
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.launch.job import Bench, Failure, Reason, Task
-from gpipe_cli.launch.prepare import prepare
-from gpipe_cli.launch.run_report import EvaluationReport, NoReport, Report, RunReport, show_dry_run
 from gpipe_cli.launch.supervisor import run_task
 from gpipe_cli.pipeline.runtime.frozen import freeze
 from gpipe_cli.planner.data_sheet import number_of_gpus

@@ -11,11 +11,11 @@ from typing import Literal
 
 from rich.console import Console
 
+from gpipe_cli.benchmark.machine_timing import step_costs, times_machine
+from gpipe_cli.commands.prepare import not_compiled, prepare
+from gpipe_cli.commands.trace_file import TRACE, predicted_step, write_trace
 from gpipe_cli.config.settings import TrainConfig, to_yaml
 from gpipe_cli.errors import InputError
-from gpipe_cli.launch.machine_timing import step_costs, times_machine
-from gpipe_cli.launch.prepare import not_compiled, prepare
-from gpipe_cli.launch.trace_file import TRACE, predicted_step, write_trace
 from gpipe_cli.pipeline.schedule.schedule_file import csv_of
 from gpipe_cli.planner.auto_settings import solve_max_model
 from gpipe_cli.planner.data_sheet import resolved

@@ -8,16 +8,16 @@ from typing import Any, Literal
 from rich.console import Console
 
 from gpipe_cli.assembly.build import open_data
+from gpipe_cli.benchmark.machine_timing import remember_run
+from gpipe_cli.commands.median_step import MedianStep, RecordedStep
+from gpipe_cli.commands.prepare import Prepared
+from gpipe_cli.commands.trace_file import predicted_step, traced_step, write_trace
 from gpipe_cli.config.groups import ImagesConfig
 from gpipe_cli.config.settings import CONFIG, TrainConfig, to_yaml
 from gpipe_cli.config.typed import one_line
 from gpipe_cli.data.micro_batches import share_of
 from gpipe_cli.errors import InputError
 from gpipe_cli.launch.job import Bench
-from gpipe_cli.launch.machine_timing import remember_run
-from gpipe_cli.launch.median_step import MedianStep, RecordedStep
-from gpipe_cli.launch.prepare import Prepared
-from gpipe_cli.launch.trace_file import predicted_step, traced_step, write_trace
 from gpipe_cli.pipeline.runtime.recording import measured_timeline
 from gpipe_cli.pipeline.schedule.breakdown import breakdown
 from gpipe_cli.pipeline.schedule.timeline import Timeline

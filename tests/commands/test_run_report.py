@@ -9,9 +9,9 @@ import pytest
 from reporting_runs import events, page_data
 from training_runs import TINY, configure, train_here
 
+from gpipe_cli.commands.prepare import prepare
+from gpipe_cli.commands.run_report import RunReport
 from gpipe_cli.config.settings import TrainConfig
-from gpipe_cli.launch.prepare import prepare
-from gpipe_cli.launch.run_report import RunReport
 from gpipe_cli.training.events import StepDone
 
 # five steps an epoch, the last one of 6 samples; in all three epochs but for the last two steps

@@ -14,12 +14,12 @@ import torch
 from plan_runs import traced
 from training_runs import TINY, command, configure
 
+from gpipe_cli.benchmark import machine_timing as timing
+from gpipe_cli.benchmark.layer_benchmark import slowest_copies
+from gpipe_cli.benchmark.machine_timing import remember_run, step_costs
+from gpipe_cli.commands.prepare import _fewest_threads
 from gpipe_cli.config.settings import TrainConfig, load_hardware
 from gpipe_cli.errors import InputError
-from gpipe_cli.launch import machine_timing as timing
-from gpipe_cli.launch.layer_benchmark import slowest_copies
-from gpipe_cli.launch.machine_timing import remember_run, step_costs
-from gpipe_cli.launch.prepare import _fewest_threads
 from gpipe_cli.pipeline.profile.layer_cost import OperationKind
 from gpipe_cli.planner import data_sheet
 from gpipe_cli.planner.cost_model import LayerTimes, StepCosts, predicted_costs

@@ -1,0 +1,1 @@
+"""What times a machine: its reference layers, its links, and the layers of a model."""
