@@ -136,7 +136,7 @@ class Case:
         return self.partitions // (self.stages_per_process if self.partitions % self.stages_per_process == 0 else 1)
 
     @property
-    def owners(self) -> tuple[int, ...]:
+    def process_of_stage(self) -> tuple[int, ...]:
         """The process of each stage; a process has stages that are not neighbours."""
         return tuple(stage % self.processes for stage in range(self.partitions))
 
@@ -234,13 +234,14 @@ def train(case: Case, here: Sequence[int], links: dict[Edge, Link] | None) -> di
     if links is not None:
         boundaries = [costs[end - 1].outputs for end in accumulate(balance[:-1])]
         transport = P2PTransport(
-            case.owners[here[0]], case.owners, links, Boundaries(boundaries, boundaries), device=device,
+            case.process_of_stage[here[0]], case.process_of_stage, links, Boundaries(boundaries, boundaries),
+            device=device,
             memory_format=memory_format, early=case.device == "cpu", timeout_seconds=60,
             connect_seconds=60,
         )  # fmt: skip
     for stage in stages.values():  # the reference, which recomputes nothing, does not count
         stage.count_saved(case.recompute != "never")
-    executor = Executor(stages, case.owners, transport)
+    executor = Executor(stages, case.process_of_stage, transport)
     results: dict[str, torch.Tensor] = {}
 
     def run(step: int, order: Schedule, sizes: Sequence[int], images: torch.Tensor, targets: Any) -> Any:
@@ -281,7 +282,7 @@ def serve(rank: int, processes: int, meet: str, connection: Connection) -> None:
         for used in range(2, processes + 1)
     }
     while (case := connection.recv()) is not None:
-        here = [stage for stage, owner in enumerate(case.owners) if owner == rank]
+        here = [stage for stage, owner in enumerate(case.process_of_stage) if owner == rank]
         links = {
             (kind, receiver): link
             for (kind, receiver), link in every.get(case.processes, {}).items()

@@ -58,7 +58,7 @@ def placement(**changes: Any) -> Placement:
         "parameters": (432_100, 812_300),
         "cost": (0.512, 0.488),
         "lengths": (),
-        "owners": (0, 1),
+        "process_of_stage": (0, 1),
         "replica": 0,
         "precision": "float32",
         "compile": False,

@@ -186,7 +186,9 @@ class _Checked:
             if executor == "distributed" and not placement.distributed:
                 continue
             variants = [verify.Variant(key[0], config.micro_batches, key[1], mode, executor) for mode in modes]
-            same = (run for run in self.runs if next(iter(run[0].values())).owners == placement.owners)
+            same = (
+                run for run in self.runs if next(iter(run[0].values())).process_of_stage == placement.process_of_stage
+            )
             placements, there = self.runs[0] if executor == "in_process" else next(same, ({}, []))
             if not there:
                 self.runs.append((placements, there))

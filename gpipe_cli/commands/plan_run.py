@@ -83,7 +83,7 @@ def plan(
         try:
             if file is not None:
                 of_all = checked_schedule(made.order, config.micro_batches, made.recompute)  # the plan may have fewer
-                write_whole(file, csv_of(of_all, place(config).rows))
+                write_whole(file, csv_of(of_all, place(config).row_of_stage))
             write_whole(folder / SETTINGS, to_yaml(config))
             traced = Fork(partial(_write_trace, folder, config, profile, made))  # takes as long as page and picture
             failed, code = traced.wait(page_and_picture())

@@ -173,7 +173,9 @@ class RunReport:
         config, placement = self._prepared.config, self._prepared.placement
         micro_batches = len(share_of(step.samples, config.micro_batches, config.replicas).sizes)
         schedule = placement.schedule(micro_batches)
-        return measured_timeline(schedule, recorded.seconds, recorded.began_seconds, placement.turns), micro_batches
+        return measured_timeline(
+            schedule, recorded.seconds, recorded.began_seconds, placement.device_of_stage
+        ), micro_batches
 
     def _shown(self, chosen: RecordedStep) -> "_Undrawn":
         """The median step of those that were added so far, beside what was predicted."""

@@ -44,7 +44,7 @@ class ProcessGroups:
 
 def connect_processes(
     process: int,
-    owners: Sequence[int],
+    process_of_stage: Sequence[int],
     replicas: int,
     device: torch.device,
     rendezvous: str,
@@ -53,10 +53,10 @@ def connect_processes(
 ) -> tuple[ControlGroup, ProcessGroups | None]:
     """Connect the processes of the run, this one of which computes on `device`; one on its own needs no connection.
 
-    `owners` are the processes of a pipeline's stages; each of the `replicas` has as many. `rendezvous` is a file where
-    all are on this machine and, under torchrun, the name of this start.
+    `process_of_stage` gives the process of each stage of a pipeline; each of the `replicas` has as many processes.
+    `rendezvous` is a file if all are on this machine and, under torchrun, the name of this start.
     """
-    of_pipeline = 1 + max(owners)
+    of_pipeline = 1 + max(process_of_stage)
     processes = of_pipeline * replicas
     if processes == 1:
         return ControlGroup(0, 1, waits=waits), None
@@ -76,7 +76,7 @@ def connect_processes(
     assert isinstance(control, dist.ProcessGroup)
     links: dict[Edge, Link] = {}
     for replica in range(replicas):
-        links |= edge_links(process, [replica * of_pipeline + owner for owner in owners], device, timeout)
+        links |= edge_links(process, [replica * of_pipeline + owner for owner in process_of_stage], device, timeout)
     awaits = partial(waits, Awaited.PROCESS)
     same_stages = None
     for place in range(of_pipeline if replicas > 1 else 0):
@@ -87,15 +87,15 @@ def connect_processes(
 
 
 def edge_links(
-    process: int, owners: Sequence[int], device: torch.device, timeout: datetime.timedelta
+    process: int, process_of_stage: Sequence[int], device: torch.device, timeout: datetime.timedelta
 ) -> dict[Edge, Link]:
     """A link for every edge of the pipeline that begins or ends in this process and not both; called in all processes,
     as all of them have to make all groups in the same order."""
-    forward = [(Kind.F, stage, stage + 1) for stage in range(len(owners) - 1)]
+    forward = [(Kind.F, stage, stage + 1) for stage in range(len(process_of_stage) - 1)]
     backward = [(Kind.B, receiver, sender) for _, sender, receiver in forward]
     links: dict[Edge, Link] = {}
     for kind, sender, receiver in forward + backward:
-        ends = (owners[sender], owners[receiver])
+        ends = (process_of_stage[sender], process_of_stage[receiver])
         if ends[0] == ends[1]:
             continue
         group = new_group(process, ends, device, timeout)

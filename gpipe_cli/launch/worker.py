@@ -52,9 +52,9 @@ def main(job: Job, connection: Connection, activity: "memoryview[int]") -> None:
 
     def connect() -> tuple[ControlGroup, ProcessGroups | None]:
         device = torch.device(job.placement.device_of(job.process))
-        owners, replicas = job.placement.owners, job.placement.replicas
+        process_of_stage, replicas = job.placement.process_of_stage, job.placement.replicas
         control, groups = connect_processes(
-            job.process, owners, replicas, device, job.rendezvous, job.timeout_seconds, waits
+            job.process, process_of_stage, replicas, device, job.rendezvous, job.timeout_seconds, waits
         )
         control.asked = lambda: activity[-1] != 0
         return control, groups

@@ -119,8 +119,8 @@ def _orders(config: TrainConfig, profile: ModelProfile, plan: Plan) -> tuple[Com
     }
     chosen = candidates[plan.chosen_order]
     rule = "the shortest predicted step that fits"
-    if 1 < len(set(plan.turns)) < len(plan.turns):
-        rule += f", stage k on device k mod {len(set(plan.turns))}"
+    if 1 < len(set(plan.device_of_stage)) < len(plan.device_of_stage):
+        rule += f", stage k on device k mod {len(set(plan.device_of_stage))}"
     return (Comparison("schedule", rule, tuple(candidates.values()), chosen),)
 
 

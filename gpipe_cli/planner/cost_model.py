@@ -85,7 +85,7 @@ def predicted_costs(
         rates or rates_of_sheet(resolved(config.hardware, devices.stages), devices.threads, config.precision),
         mean_micro_batch(config, profile.lengths) if samples is None else samples,
         at_once=devices.at_once,
-        linked=linked or len(set(devices.turns)) > 1,
+        linked=linked or len(set(devices.device_of_stage)) > 1,
         replicas=config.replicas,
     )
     given = config.partition.costs

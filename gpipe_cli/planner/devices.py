@@ -23,9 +23,9 @@ class Devices:
     """The devices and the processes of a configuration."""
 
     replicas: tuple[tuple[str, ...], ...]  # of each pipeline, the device of each stage: `cpu`, `cuda:0`
-    owners: tuple[int, ...]  # process of each stage, among those of its pipeline
-    rows: tuple[int, ...]  # of each stage, in a schedule that has a row for each device
-    turns: tuple[int, ...]  # number of each stage's device, of which stages take turns on one
+    process_of_stage: tuple[int, ...]  # process of each stage, among those of its pipeline
+    row_of_stage: tuple[int, ...]  # of each stage, in a schedule that has a row for each device
+    device_of_stage: tuple[int, ...]  # number of each stage's device, of which stages take turns on one
     threads: int  # of each process: its share of the cores, if they are not given
     at_once: int  # how many devices of all pipelines can compute at the same time, as CPUs share cores
 
@@ -42,7 +42,7 @@ class Devices:
     @property
     def of_pipeline(self) -> int:
         """Processes of each pipeline."""
-        return 1 + max(self.owners)
+        return 1 + max(self.process_of_stage)
 
     @property
     def processes(self) -> int:
@@ -52,23 +52,23 @@ class Devices:
 
 def place(config: TrainConfig) -> Devices:
     """Raises InputError, one line, for devices that are not there and for processes that do not fit them."""
-    replicas, owners, rows = _devices(config)
+    replicas, process_of_stage, row_of_stage = _devices(config)
     stages = replicas[0]
-    processes = (1 + max(owners)) * len(replicas)
+    processes = (1 + max(process_of_stage)) * len(replicas)
     threads = config.threads or max(1, usable_cores() // processes)
-    turns = device_numbers(owners, stages)
+    device_of_stage = device_numbers(process_of_stage, stages)
     here = config.hardware.name == "auto"
     if not here:  # a machine that is not here has as many devices as are asked for
-        turns = rows
-    at_once = (1 + max(turns)) * len(replicas)
+        device_of_stage = row_of_stage
+    at_once = (1 + max(device_of_stage)) * len(replicas)
     if here and processes > 1 and stages[0] == "cpu" and torchrun() is None:
         at_once = min(at_once, max(1, usable_cores() // threads))
-    return Devices(replicas, owners, rows, turns, threads, at_once)
+    return Devices(replicas, process_of_stage, row_of_stage, device_of_stage, threads, at_once)
 
 
-def device_numbers(owners: Sequence[int], devices: Sequence[str]) -> tuple[int, ...]:
+def device_numbers(process_of_stage: Sequence[int], devices: Sequence[str]) -> tuple[int, ...]:
     """From 0 on, one for each stage; of its process and the device there. Each process on a CPU is a device."""
-    places = list(zip(owners, devices, strict=True))
+    places = list(zip(process_of_stage, devices, strict=True))
     numbers = {place: number for number, place in enumerate(dict.fromkeys(places))}
     return tuple(numbers[place] for place in places)
 
@@ -93,8 +93,8 @@ def memory_of(config: TrainConfig, devices: Devices | None = None) -> Memory | N
     """
     memory_gib, stages = config.hardware.memory_gib, 1
     if memory_gib is not None and config.hardware.name != "auto":  # a device's, and not a stage's
-        turns = (devices or place(config)).turns
-        stages = max(map(turns.count, turns))
+        device_of_stage = (devices or place(config)).device_of_stage
+        stages = max(map(device_of_stage.count, device_of_stage))
     if memory_gib is None and config.recompute == "auto":
         devices = devices or place(config)
         memory_gib = resolved(config.hardware, devices.stages).memory_gib
@@ -118,7 +118,7 @@ def _stages_of_a_device(devices: Devices) -> int:
     started, stages = torchrun(), [device for replica in devices.replicas for device in replica]
     if started is None:
         return max(stages.count(device) for device in stages)
-    of_a_process = max(devices.owners.count(process) for process in devices.owners)
+    of_a_process = max(devices.process_of_stage.count(process) for process in devices.process_of_stage)
     return of_a_process * (started.here if stages[0] == "cpu" else 1)
 
 
@@ -154,7 +154,7 @@ def _devices(config: TrainConfig) -> tuple[tuple[tuple[str, ...], ...], tuple[in
         raise InputError("device=cuda: there is no CUDA device on this machine; use device=cpu or device=auto")
     each = config.stages_per_process
     by_file = config.schedule_is_file
-    rows = _places(config, None)
+    row_of_stage = _places(config, None)
     if each is not None and by_file:
         raise RefusedError("stages_per_process", each, f"schedule={config.schedule} says it; leave it out")
     if each is not None and each > partitions:
@@ -179,26 +179,36 @@ def _devices(config: TrainConfig) -> tuple[tuple[tuple[str, ...], ...], tuple[in
     elif partitions == 1 or executor == "in_process":
         processes = 1
     elif each is not None or by_file:
-        processes = 1 + max(rows)
+        processes = 1 + max(row_of_stage)
     else:
         processes = min(partitions, max(1, gpus // replicas)) if gpus else partitions
-    if started is not None and each is not None and processes != 1 + max(rows):
+    if started is not None and each is not None and processes != 1 + max(row_of_stage):
         raise InputError(f"stages_per_process={each}: {many} for {partitions} stages; leave it out")
-    if by_file and 1 < processes != 1 + max(rows):
-        why = f"has {plural(1 + max(rows), 'row')}, and {many} for each replica; start as many as rows"
+    if by_file and 1 < processes != 1 + max(row_of_stage):
+        why = f"has {plural(1 + max(row_of_stage), 'row')}, and {many} for each replica; start as many as rows"
         raise RefusedError("schedule", config.schedule, why)
-    owners = rows if processes == 1 + max(rows) else _places(config, processes) if processes > 1 else (0,) * partitions
+    process_of_stage = (
+        row_of_stage
+        if processes == 1 + max(row_of_stage)
+        else _places(config, processes)
+        if processes > 1
+        else (0,) * partitions
+    )
     if processes > 1:
-        rows = owners
+        row_of_stage = process_of_stage
     if gpus == 0:
-        return (("cpu",) * partitions,) * replicas, owners, rows
+        return (("cpu",) * partitions,) * replicas, process_of_stage, row_of_stage
     if processes == 1 and started is None and gpus >= replicas:  # one process drives several GPUs
         own = gpus // replicas
         if each is None and not by_file:
-            rows = _places(config, min(own, partitions))
-        used = min(own, 1 + max(rows))
-        stages = [row * used // (1 + max(rows)) for row in rows]
-        return tuple(tuple(f"cuda:{own * r + gpu}" for gpu in stages) for r in range(replicas)), owners, rows
+            row_of_stage = _places(config, min(own, partitions))
+        used = min(own, 1 + max(row_of_stage))
+        stages = [row * used // (1 + max(row_of_stage)) for row in row_of_stage]
+        return (
+            tuple(tuple(f"cuda:{own * r + gpu}" for gpu in stages) for r in range(replicas)),
+            process_of_stage,
+            row_of_stage,
+        )
     here = processes * replicas if started is None else started.here
     # a launcher may show each process its own GPU only, as SLURM's --gpus-per-task=1 does
     one_each = started is not None and gpus == 1 and "CUDA_VISIBLE_DEVICES" in os.environ
@@ -217,4 +227,8 @@ def _devices(config: TrainConfig) -> tuple[tuple[tuple[str, ...], ...], tuple[in
     def device(process: int) -> str:
         return f"cuda:{0 if one_each else local.get(process, process % here)}"
 
-    return tuple(tuple(device(processes * r + owner) for owner in owners) for r in range(replicas)), owners, rows
+    return (
+        tuple(tuple(device(processes * r + owner) for owner in process_of_stage) for r in range(replicas)),
+        process_of_stage,
+        row_of_stage,
+    )

@@ -39,7 +39,7 @@ class Placement:
     parameter_tensors: tuple[int, ...]
     order: Schedule  # of a training step, for all M micro-batches
     recompute: Recompute  # what it does not say itself
-    owners: tuple[int, ...]  # the process of each stage, among those of its pipeline
+    process_of_stage: tuple[int, ...]  # the process of each stage, among those of its pipeline
     replica_devices: tuple[tuple[str, ...], ...]  # of each pipeline, the device of each stage
     threads: int
     memory_format: str
@@ -66,7 +66,7 @@ class Placement:
     @property
     def of_pipeline(self) -> int:
         """P, the processes of each pipeline."""
-        return 1 + max(self.owners)
+        return 1 + max(self.process_of_stage)
 
     @property
     def processes(self) -> int:
@@ -77,9 +77,9 @@ class Placement:
         return self.of_pipeline > 1
 
     @property
-    def turns(self) -> tuple[int, ...]:
+    def device_of_stage(self) -> tuple[int, ...]:
         """The number of each stage's device, from 0 on."""
-        return device_numbers(self.owners, self.devices)
+        return device_numbers(self.process_of_stage, self.devices)
 
     @property
     def first_layers(self) -> tuple[int, ...]:
@@ -115,7 +115,7 @@ class Placement:
         return process // self.of_pipeline
 
     def stages_of(self, process: int) -> tuple[int, ...]:
-        return tuple(stage for stage, owner in enumerate(self.owners) if owner == process % self.of_pipeline)
+        return tuple(stage for stage, owner in enumerate(self.process_of_stage) if owner == process % self.of_pipeline)
 
     def schedule(self, micro_batches: int) -> Schedule:
         """Of a training step with so many micro-batches."""
@@ -147,7 +147,7 @@ def make_placement(config: TrainConfig, profile: ModelProfile | None = None, pla
         parameter_tensors=tuple(sum(w.tensors for w in profile.weights[first:end]) for first, end in bounds),
         order=plan.order,
         recompute=plan.recompute,
-        owners=devices.owners,
+        process_of_stage=devices.process_of_stage,
         replica_devices=devices.replicas,
         threads=devices.threads,
         memory_format=memory_format_of(config),

@@ -42,7 +42,7 @@ class Plan:
     order: Schedule  # of all M micro-batches; `schedule` adds recomputation to it
     schedule: Schedule
     recomputed: tuple[int, ...]  # number of recomputed micro-batches
-    turns: tuple[int, ...]  # number of the device that each stage computes on
+    device_of_stage: tuple[int, ...]  # number of the device that each stage computes on
     timeline: Timeline
     step_seconds: float  # updates and set-up included
     breakdown: Breakdown
@@ -92,7 +92,7 @@ def order_of(config: TrainConfig, devices: Devices) -> Schedule:
     if config.schedule_is_file:
         return schedule_of_file(config)
     name = "1f1b" if config.schedule == AUTO_SCHEDULE else config.schedule  # auto: 1f1b until there are costs
-    return order(name, config.partitions, config.micro_batches, 1 + max(devices.rows))
+    return order(name, config.partitions, config.micro_batches, 1 + max(devices.row_of_stage))
 
 
 def _stage_cost(costs: StepCosts, first: int, end: int) -> StageCost:
@@ -196,16 +196,18 @@ def make_plan(config: TrainConfig, profile: ModelProfile, costs: StepCosts, limi
         cut = find_cut(config, profile, costs, limit_bytes)
     except NoCutFitsError:  # refused below, with the bytes that the best cut lacks
         cut = find_cut(config, profile, costs, None)
-    bounds, turns = cut.bounds, place(config).turns
+    bounds, device_of_stage = cut.bounds, place(config).device_of_stage
     stages = tuple(_stage_cost(costs, first, end) for first, end in bounds)
     edges = [costs.edges[end - 1] for _, end in bounds[:-1]]
 
     def planned(order: Schedule, recompute: Recompute) -> Plan:
         held = cut.held(order, recompute, limit_bytes)
         schedule = checked_schedule(order, len(cut.sizes), recompute)
-        timeline = simulate(schedule, stages, edges, costs.slowdown, turns)
+        timeline = simulate(schedule, stages, edges, costs.slowdown, device_of_stage)
         step_seconds = max((event.end_seconds for events in timeline.events for event in events), default=0.0)
-        step_seconds = max(step_seconds, timeline.end_seconds) - timeline.start_seconds + costs.set_up / len(set(turns))
+        step_seconds = (
+            max(step_seconds, timeline.end_seconds) - timeline.start_seconds + costs.set_up / len(set(device_of_stage))
+        )
         return Plan(
             balance=cut.balance,
             recompute=recompute,
@@ -216,7 +218,7 @@ def make_plan(config: TrainConfig, profile: ModelProfile, costs: StepCosts, limi
             order=order,
             schedule=schedule,
             recomputed=tuple(sum(a.kind is Kind.R for a in actions) for actions in schedule.stages),
-            turns=turns,
+            device_of_stage=device_of_stage,
             timeline=timeline,
             step_seconds=step_seconds,
             breakdown=breakdown(timeline, len(cut.sizes), step_seconds),
@@ -230,7 +232,9 @@ def make_plan(config: TrainConfig, profile: ModelProfile, costs: StepCosts, limi
         largest, recompute = cut.memory.largest(bounds), config.recompute
         best, tried = find(
             # all M: a mini-batch of text may have more micro-batches than this one of the longest sentences
-            Problem(stages, edges, costs.slowdown, turns, config.micro_batches, largest, room, recompute, split)
+            Problem(
+                stages, edges, costs.slowdown, device_of_stage, config.micro_batches, largest, room, recompute, split
+            )
         )
         if best is not None:
             compared = {one.name: planned(one.schedule, _recomputed(one.schedule)) if one.fits else None

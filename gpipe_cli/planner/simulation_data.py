@@ -37,7 +37,7 @@ def simulation_data(config: TrainConfig, profile: ModelProfile, plan: Plan) -> S
             "schedule": "file" if config.schedule_is_file else config.schedule,
             "schedule_file": config.schedule if config.schedule_is_file else None,
             "recompute": config.recompute,
-            "stages_per_process": -(-len(plan.stages) // len(set(plan.turns))),
+            "stages_per_process": -(-len(plan.stages) // len(set(plan.device_of_stage))),
             "replicas": config.replicas,
             "samples": samples // config.replicas,
             "step_samples": samples,  # of all replicas
@@ -47,7 +47,7 @@ def simulation_data(config: TrainConfig, profile: ModelProfile, plan: Plan) -> S
         },
         "rows": [list(map(str, row)) for row in plan.schedule],
         "balance": plan.balance,
-        "turns": plan.turns,
+        "device_of_stage": plan.device_of_stage,
         "layers": [
             {
                 "name": cost.name,

@@ -91,7 +91,7 @@ class PublishedSpeeds:
 
 def _speed(found: Simulated, unit: Unit) -> float:
     """The simulated speed of a cell, in its unit."""
-    gpus = len(set(found.plan.turns)) * found.config.replicas
+    gpus = len(set(found.plan.device_of_stage)) * found.config.replicas
     match unit:
         case "samples/s":
             return found.samples_per_second

@@ -113,8 +113,10 @@ def _unit_clock(row: tuple[int, str, int], micro_batches: int) -> str:
     seconds, stages = [], devices * each
     tick = StageCost(1.0, 1.0, 2.0, 1.0, 1.0)
     for name in ("gpipe", schedule):
-        turns = [k % devices if name == "interleaved" else k // each for k in range(stages)]
-        timeline = simulate(order(name, stages, micro_batches, devices), [tick] * stages, turns=turns)
+        device_of_stage = [k % devices if name == "interleaved" else k // each for k in range(stages)]
+        timeline = simulate(
+            order(name, stages, micro_batches, devices), [tick] * stages, device_of_stage=device_of_stage
+        )
         seconds.append(timeline.step_seconds)
     return number(seconds[0] / seconds[1], 2)
 

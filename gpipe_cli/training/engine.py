@@ -125,7 +125,7 @@ def build_engine(
     else:
         transport = P2PTransport(
             process % placement.of_pipeline,
-            placement.owners,
+            placement.process_of_stage,
             groups.links,
             Boundaries(placement.training_boundaries, placement.evaluation_boundaries),
             device=torch.device(placement.device_of(process)),
@@ -139,7 +139,7 @@ def build_engine(
     return Engine(
         placement,
         stages,
-        Executor(stages, placement.turns, transport, watch),
+        Executor(stages, placement.device_of_stage, transport, watch),
         optimizers={k: build_optimizer(config.optimizer, own) for k, own in parameters.items()},
         averages={k: WeightAverage(s.module, config.ema_decay) for k, s in stages.items()} if config.ema_decay else {},
         parameters=parameters,

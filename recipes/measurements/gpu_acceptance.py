@@ -120,7 +120,9 @@ class Setting:
         placement = make_placement(replace(config, executor="in_process"))
         if processes > 1:
             stages = range(placement.partitions)
-            placement = replace(placement, owners=tuple(k * processes // placement.partitions for k in stages))
+            placement = replace(
+                placement, process_of_stage=tuple(k * processes // placement.partitions for k in stages)
+            )
         failure = run_task(partial(task, config, placement, folder), placement, 60.0, lambda message: None)
         if failure is not None:
             raise RuntimeError(failure.text)

@@ -171,7 +171,9 @@ class Stage:
     def finish_step(self, of_replicas: object) -> None: ...
 
 
-def in_flight_ahead(schedule: Schedule, owners: Sequence[int], process: int, *, early: bool) -> tuple[Posting, ...]:
+def in_flight_ahead(
+    schedule: Schedule, process_of_stage: Sequence[int], process: int, *, early: bool
+) -> tuple[Posting, ...]:
     """With a buffer for each input in flight and one more, and two for gradients, each used as soon as it is free."""
     actions = schedule[process]
     found = []
@@ -184,17 +186,19 @@ def in_flight_ahead(schedule: Schedule, owners: Sequence[int], process: int, *, 
     return tuple(sorted(found, key=lambda posting: posting.after))
 
 
-def finishes(schedule: Schedule, owners: Sequence[int], groups: Groups, *, receives: Receives, idle: bool) -> bool:
+def finishes(
+    schedule: Schedule, process_of_stage: Sequence[int], groups: Groups, *, receives: Receives, idle: bool
+) -> bool:
     """Whether two steps of a schedule end; every process is a thread here. What arrives is checked."""
     partitions, micro_batches = len(schedule.stages), schedule.micro_batches
-    device = Device(1 + max(owners))
+    device = Device(1 + max(process_of_stage))
     failed: list[BaseException] = []
 
     def links_of(process: int) -> dict[Edge, OrderedLink]:
         links = {}
         forward = [(Kind.F, stage, stage + 1) for stage in range(partitions - 1)]
         for kind, sender, receiver in forward + [(Kind.B, receiver, sender) for _, sender, receiver in forward]:
-            ends = owners[sender], owners[receiver]
+            ends = process_of_stage[sender], process_of_stage[receiver]
             if process in ends and ends[0] != ends[1]:
                 edge = kind, receiver
                 peer = ends[0] if process == ends[1] else ends[1]
@@ -208,12 +212,13 @@ def finishes(schedule: Schedule, owners: Sequence[int], groups: Groups, *, recei
 
         try:
             transport = P2PTransport(
-                process, owners, links_of(process), Boundaries([BOUNDARY] * partitions, [BOUNDARY] * partitions),
+                process, process_of_stage, links_of(process),
+                Boundaries([BOUNDARY] * partitions, [BOUNDARY] * partitions),
                 device=CPU, memory_format=torch.contiguous_format, early=receives == "early", timeout_seconds=1,
                 connect_seconds=1,
             )  # fmt: skip
-            stages: dict[int, Any] = {k: Stage(k) for k in range(partitions) if owners[k] == process}
-            executor = Executor(stages, owners, transport, watch)
+            stages: dict[int, Any] = {k: Stage(k) for k in range(partitions) if process_of_stage[k] == process}
+            executor = Executor(stages, process_of_stage, transport, watch)
             values = torch.arange(float(micro_batches))
             for step in range(2):
                 executor.run(schedule, step, [1] * micro_batches, (values,), None)
@@ -227,7 +232,7 @@ def finishes(schedule: Schedule, owners: Sequence[int], groups: Groups, *, recei
             device.leave()
 
     before = patch.object(p2p_transport, "postings", in_flight_ahead) if receives == "in flight" else nullcontext()
-    threads = [threading.Thread(target=run, args=(process,)) for process in range(1 + max(owners))]
+    threads = [threading.Thread(target=run, args=(process,)) for process in range(1 + max(process_of_stage))]
     with before:
         for thread in threads:
             thread.start()
@@ -258,8 +263,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             stuck, shown = [], [(k, m) for k, m in sizes if name != "interleaved" or k % each == 0]
             for k, m in shown:
                 schedule = forward_only(k, m) if name == "evaluation" else build(name, k, m, recompute, k // each)
-                owners = schedule.row_of_stage if name == "interleaved" else [stage // each for stage in range(k)]
-                if not finishes(schedule, owners, groups, receives=receives, idle=idle):
+                process_of_stage = (
+                    schedule.row_of_stage if name == "interleaved" else [stage // each for stage in range(k)]
+                )
+                if not finishes(schedule, process_of_stage, groups, receives=receives, idle=idle):
                     stuck.append((k, m))
             how = str(each), groups, receives, "idle" if idle else "at once"
             first = "K={}, M={}".format(*stuck[0]) if stuck else ""

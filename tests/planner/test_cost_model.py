@@ -112,7 +112,7 @@ def test_stages_that_take_turns_take_the_time_of_all() -> None:
     pairs = ["partitions=4", "stages_per_process=2", "executor=auto", "micro_batches=4"]
     config = configure(*settings, *pairs, "hardware=tpu_v2")
     plan = make_plan(config, traced(), predicted_costs(config, traced()), None)
-    assert plan.turns == (0, 0, 1, 1)
+    assert plan.device_of_stage == (0, 0, 1, 1)
     assert plan.breakdown.bubble + plan.breakdown.imbalance < 0.5  # of two devices, one of which computes at least
     for first, second in ((0, 1), (2, 3)):  # nothing overlaps
         spans = sorted(

@@ -34,7 +34,7 @@ def test_processes_follow_the_executor() -> None:
     assert [spread.stages_of(process) for process in range(3)] == [(0,), (1,), (2,)]
     assert spread.most_parameter_tensors == max(spread.parameter_tensors)
     pairs = placed("partitions=3", "stages_per_process=2")
-    assert (pairs.owners, pairs.processes, pairs.stages_of(0)) == ((0, 0, 1), 2, (0, 1))
+    assert (pairs.process_of_stage, pairs.processes, pairs.stages_of(0)) == ((0, 0, 1), 2, (0, 1))
 
 
 def test_more_stages_in_a_process_than_there_are_are_refused() -> None:
@@ -43,7 +43,7 @@ def test_more_stages_in_a_process_than_there_are_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpus", "settings", "owners", "stages"),
+    ("gpus", "settings", "process_of_stage", "stages"),
     [
         (1, "partitions=4", (0, 0, 0, 0), "0 0 0 0"),
         (2, "partitions=4", (0, 0, 1, 1), "0 0 1 1"),
@@ -56,11 +56,11 @@ def test_more_stages_in_a_process_than_there_are_are_refused() -> None:
     ],
 )
 def test_stages_share_gpus_and_processes(
-    gpus: int, settings: str, owners: tuple[int, ...], stages: str | None, monkeypatch: pytest.MonkeyPatch
+    gpus: int, settings: str, process_of_stage: tuple[int, ...], stages: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(devices, "number_of_gpus", lambda config: gpus)
     found = place(configure(*TINY, *settings.split()))
-    assert found.owners == owners
+    assert found.process_of_stage == process_of_stage
     assert found.stages == (("cpu",) * 4 if stages is None else tuple(f"cuda:{gpu}" for gpu in stages.split()))
 
 
@@ -74,8 +74,8 @@ def test_a_gpu_under_torchrun_is_that_of_the_local_rank(
     for name, value in (variables | {"MASTER_ADDR": "localhost"}).items():
         monkeypatch.setenv(name, str(value))
     found = place(configure(*TINY, "partitions=5"))
-    assert found.owners == (0, 0, 1, 1, 2)
-    assert {found.stages[k] for k in range(5) if found.owners[k] == rank} == {f"cuda:{local_rank}"}
+    assert found.process_of_stage == (0, 0, 1, 1, 2)
+    assert {found.stages[k] for k in range(5) if found.process_of_stage[k] == rank} == {f"cuda:{local_rank}"}
     monkeypatch.setattr(devices, "number_of_gpus", lambda config: here - 1)
     with pytest.raises(InputError, match=r"device=cuda: there is no CUDA" if here == 1 else r"1 GPUs|there are 1; use"):
         place(configure(*TINY, "partitions=5", "device=cuda"))

@@ -31,8 +31,8 @@ class ActionFailedError(RuntimeError):
 
 
 class Executor:
-    """Performs schedules on the `stages` (by index) that live in this process; `turns` is the number of the device
-    of each stage of the pipeline.
+    """Performs schedules on the `stages` (by index) that live in this process; `device_of_stage` gives the
+    number of the device of each stage of the pipeline.
 
     `watch` is called with every action, its samples and the lengths of the mini-batch before the action is performed,
     so that a supervisor can say what a killed process was doing.
@@ -41,12 +41,12 @@ class Executor:
     def __init__(
         self,
         stages: Mapping[int, Stage],
-        turns: Sequence[int],
+        device_of_stage: Sequence[int],
         transport: Transport,
         watch: Watch = lambda action, samples, lengths: None,
     ) -> None:
         self._stages, self._transport, self._watch = stages, transport, watch
-        self._turns, self._last = tuple(turns), len(turns) - 1
+        self._device_of_stage, self._last = tuple(device_of_stage), len(device_of_stage) - 1
         self.recorder = Recorder({index: stage.device for index, stage in stages.items()})
 
     def run(
@@ -76,7 +76,7 @@ class Executor:
             stage.begin_step(step, objective if index == self._last else None, first_micro_batch)
         recording = self.recorder.begin_step(schedule)
         left = {index: len(schedule.stages[index]) for index in self._stages}
-        for action, keep in _actions_of(schedule, self._turns, frozenset(self._stages)):
+        for action, keep in _actions_of(schedule, self._device_of_stage, frozenset(self._stages)):
             self._watch(action, sizes[action.micro_batch], lengths)
             self._perform(action, keep, schedule, micro_batches, recording)
             left[action.stage] -= 1
@@ -164,7 +164,9 @@ class Executor:
 
 @lru_cache(maxsize=16)  # mini-batches of text may differ in M, and each M has a schedule of its own
 def _actions_of(
-    schedule: Schedule, turns: tuple[int, ...], stages: frozenset[int]
+    schedule: Schedule, device_of_stage: tuple[int, ...], stages: frozenset[int]
 ) -> tuple[tuple[Action, Retain], ...]:
     """The actions of some stages in the order in which one process performs them, and what each keeps."""
-    return tuple((action, keep) for action, keep in linearize_retained(schedule, turns) if action.stage in stages)
+    return tuple(
+        (action, keep) for action, keep in linearize_retained(schedule, device_of_stage) if action.stage in stages
+    )

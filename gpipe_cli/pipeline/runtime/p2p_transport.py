@@ -40,7 +40,8 @@ class Boundaries:
 
 
 class P2PTransport:
-    """The stages of process number `process`; `owners` are the processes of all stages, `links` those of this one.
+    """The stages of process number `process`; `process_of_stage` gives the processes of all stages, `links`
+    are those of this process.
 
     Receives are posted as `early` as buffers are free, or so that launches may wait for the device (`posting.py`).
     Inside of `waits` this process waits for another one, for `timeout_seconds` at most; at the start a GPU, of which
@@ -50,7 +51,7 @@ class P2PTransport:
     def __init__(
         self,
         process: int,
-        owners: Sequence[int],
+        process_of_stage: Sequence[int],
         links: Mapping[Edge, Link],
         boundaries: Boundaries,
         *,
@@ -61,12 +62,12 @@ class P2PTransport:
         connect_seconds: float,
         waits: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        self._process, self._owners, self._links = process, tuple(owners), links
+        self._process, self._process_of_stage, self._links = process, tuple(process_of_stage), links
         self._described, self._boundaries = boundaries, boundaries.training
         self._device, self._memory_format = device, memory_format
         self._early = early
         self._timeout, self._waits = datetime.timedelta(seconds=timeout_seconds), waits
-        self._local = LocalTransport([device] * len(owners))  # between neighbours that are both here
+        self._local = LocalTransport([device] * len(process_of_stage))  # between neighbours that are both here
         self._sends: deque[_Sending] = deque()
         self._buffers: dict[tuple[Edge, int, int], torch.Tensor] = {}  # edge, place, tensor: memory, which only grows
         self._to_post: deque[Posting] = deque()
@@ -84,7 +85,7 @@ class P2PTransport:
         self._boundaries = self._described.training if schedule.trains else self._described.evaluation
         self._sizes, self._lengths = sizes, lengths
         self._local.begin_step(schedule, sizes, lengths)
-        self._to_post = deque(postings(schedule, self._owners, self._process, early=self._early))
+        self._to_post = deque(postings(schedule, self._process_of_stage, self._process, early=self._early))
         self._launched = 0
         self._ends.clear()
         if self._receiving is not None:  # what the step before has left in the buffers is read no more
@@ -190,7 +191,7 @@ class P2PTransport:
         for (_, stage), link in sorted(self._links.items()):
             token = [torch.zeros(1, device=self._device)]
             with self._waiting(f"connect to process {link.peer}"):
-                works = link.receive(token) if self._owners[stage] == self._process else link.send(token)
+                works = link.receive(token) if self._process_of_stage[stage] == self._process else link.send(token)
                 self._wait(works)
                 self._arrive(works, seconds)
 

@@ -178,10 +178,13 @@ def room(micro_batches: int) -> int:
 
 
 def measured_timeline(
-    schedule: Schedule, seconds: Sequence[Sequence[float]], began_seconds: float = -math.inf, turns: Sequence[int] = ()
+    schedule: Schedule,
+    seconds: Sequence[Sequence[float]],
+    began_seconds: float = -math.inf,
+    device_of_stage: Sequence[int] = (),
 ) -> Timeline:
     """The timeline of a recorded step; `seconds[k]` are stage k's numbers, as `Recording.seconds` gives them, and
-    `turns[k]` is the number of its device.
+    `device_of_stage[k]` is the number of its device.
 
     It begins at `began_seconds`: a stage that is done with the step before waits for its first micro-batch already
     while stage 0 still ends that one. While a stage waits for its neighbour to compute it is idle; what it still waits
@@ -211,4 +214,4 @@ def measured_timeline(
             beside.append(Event(EventKind.UPDATE, begun, ended, None))
         stages.append(tuple(spans))
         events.append(tuple(beside))
-    return Timeline(tuple(stages), tuple(events), tuple(turns))
+    return Timeline(tuple(stages), tuple(events), tuple(device_of_stage))

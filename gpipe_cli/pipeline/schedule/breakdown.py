@@ -54,8 +54,8 @@ def breakdown(timeline: Timeline, micro_batches: int, step_seconds: float | None
         step_seconds = max([end, *ends]) - begin
 
     devices: dict[int, tuple[list[Span], list[Event]]] = {}
-    turns = timeline.turns or range(len(timeline.stages))
-    for device, spans, events in zip(turns, timeline.stages, timeline.events, strict=True):
+    device_of_stage = timeline.device_of_stage or range(len(timeline.stages))
+    for device, spans, events in zip(device_of_stage, timeline.stages, timeline.events, strict=True):
         of_device = devices.setdefault(device, ([], []))
         of_device[0].extend(spans)
         of_device[1].extend(events)

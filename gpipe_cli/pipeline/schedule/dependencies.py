@@ -24,28 +24,30 @@ class ScheduleError(InputError):
         return f"schedule: {self.what}\n{self.drawn}".rstrip("\n")
 
 
-def linearize(schedule: Schedule, turns: Sequence[int] = ()) -> tuple[Action, ...]:
+def linearize(schedule: Schedule, device_of_stage: Sequence[int] = ()) -> tuple[Action, ...]:
     """The actions of a checked schedule in an order in which one process can perform them, by a unit clock.
 
     With a device for each stage `0F0`, `1F0 0F1`, `2F0 1F1 0F2`, ...: what a clock tick holds does not depend on
     itself, so a process that launches work on several devices in this order keeps all of them busy. Where stages have
-    the same number in `turns`, their process or device, it performs one action a tick: of those that could be next the
-    one that is nearest to what it sends on, so that neighbours get work as early as from one large stage. Any stages
-    picked out of the order keep one that is safe against deadlock. Raises ScheduleError on a deadlock.
+    the same number in `device_of_stage`, their process or device, it performs one action a tick: of those that could be
+    next the one that is nearest to what it sends on, so that neighbours get work as early as from one large stage. Any
+    stages picked out of the order keep one that is safe against deadlock. Raises ScheduleError on a deadlock.
     """
     order: list[Action] = []
-    for tick in _ticks(schedule, turns):
+    for tick in _ticks(schedule, device_of_stage):
         # within a tick forwards come first, and senders before their receivers: receives are posted by this order
         order += sorted(tick, key=lambda a: (a.kind is not Kind.F, a.stage if a.kind is Kind.F else -a.stage))
     return tuple(order)
 
 
-def _ticks(schedule: Schedule, turns: Sequence[int]) -> Iterator[list[Action]]:
+def _ticks(schedule: Schedule, device_of_stage: Sequence[int]) -> Iterator[list[Action]]:
     """What `linearize` performs in each tick."""
     stages = range(len(schedule.stages))
-    turns = turns or schedule.row_of_stage
+    device_of_stage = device_of_stage or schedule.row_of_stage
     left = [deque(actions) for actions in schedule]
-    ready: list[list[tuple[int, int, Action]]] = [[] for _ in range(1 + max(turns))]  # of each device, the best first
+    ready: list[list[tuple[int, int, Action]]] = [
+        [] for _ in range(1 + max(device_of_stage))
+    ]  # of each device, the best first
     offered: set[int] = set()  # rows whose next action is in there
     ended: set[Action] = set()
     changed = set(range(len(schedule)))
@@ -54,7 +56,7 @@ def _ticks(schedule: Schedule, turns: Sequence[int]) -> Iterator[list[Action]]:
             if left[row] and ((needed := schedule.source(left[row][0])) is None or needed in ended):
                 action = left[row][0]
                 offered.add(row)
-                heappush(ready[turns[action.stage]], (*_sooner(action), action))
+                heappush(ready[device_of_stage[action.stage]], (*_sooner(action), action))
         tick = [heappop(actions)[2] for actions in ready if actions]
         yield tick
         for action in tick:
@@ -74,10 +76,10 @@ def _sooner(action: Action) -> tuple[int, int]:
     return kinds.index(action.kind), -action.stage if action.kind is Kind.F else action.stage
 
 
-def linearize_retained(schedule: Schedule, turns: Sequence[int] = ()) -> list[tuple[Action, Retain]]:
+def linearize_retained(schedule: Schedule, device_of_stage: Sequence[int] = ()) -> list[tuple[Action, Retain]]:
     """`linearize`, with what the stage of each action retains of the micro-batch after it."""
     of_stages = [stage_retained(actions) for actions in schedule.stages]
-    return [next(of_stages[action.stage]) for action in linearize(schedule, turns)]  # stages keep their order
+    return [next(of_stages[action.stage]) for action in linearize(schedule, device_of_stage)]  # stages keep their order
 
 
 def check(schedule: Schedule) -> None:
@@ -141,17 +143,19 @@ def _check_stage(schedule: Schedule, stage: int, actions: Sequence[Action]) -> N
                 raise _fault(schedule, f"{missing} is missing; add it to stage {stage}", [missing])
 
 
-def grid(schedule: Schedule, mark: Collection[Action] = (), width: int = 120, turns: Sequence[int] = ()) -> str:
+def grid(
+    schedule: Schedule, mark: Collection[Action] = (), width: int = 120, device_of_stage: Sequence[int] = ()
+) -> str:
     """The schedule as text: its rows, with a column per tick of a clock on which every action takes one tick. A row is
     a stage, or a device with several, whose actions are then written in full.
 
-    Stages with the same number in ``turns`` take turns, as in `linearize`, which a schedule that deadlocks cannot have.
-    ``!`` points at an action to ``mark``; its row, also that of one which is missing, has ``>`` for ``|``. A grid
-    wider than ``width`` characters continues in further blocks of rows.
+    Stages with the same number in ``device_of_stage`` take turns, as in `linearize`, which a schedule that
+    deadlocks cannot have. ``!`` points at an action to ``mark``; its row, also that of one which is missing, has ``>``
+    for ``|``. A grid wider than ``width`` characters continues in further blocks of rows.
     """
     ticks = clock(schedule)
-    if turns:
-        at = {action: n for n, tick in enumerate(_ticks(schedule, turns)) for action in tick}
+    if device_of_stage:
+        at = {action: n for n, tick in enumerate(_ticks(schedule, device_of_stage)) for action in tick}
         ticks = [[at[action] for action in actions] for actions in schedule]
     marked = set(mark)
     homes = {a.stage: number for number, row in enumerate(schedule) for a in row}

@@ -33,14 +33,18 @@ class Posting:
 
 
 @lru_cache(maxsize=16)  # mini-batches of text may differ in M, and each M has a schedule of its own
-def postings(schedule: Schedule, owners: tuple[int, ...], process: int, *, early: bool) -> tuple[Posting, ...]:
-    """All receives of `process`, in the order in which it posts them, or as `early` as buffers are free; `owners` are
-    the processes of the stages.
+def postings(
+    schedule: Schedule, process_of_stage: tuple[int, ...], process: int, *, early: bool
+) -> tuple[Posting, ...]:
+    """All receives of `process`, in the order in which it posts them, or as `early` as buffers are free;
+    `process_of_stage` gives the process of each stage.
 
     A buffer is free again when nothing is kept of its micro-batch any more, in the stages that follow in this process
     too: a layer may hand on what it has received, in the same memory. Raises InputError if the schedule deadlocks.
     """
-    own = [action for stage, owner in enumerate(owners) if owner == process for action in schedule.stages[stage]]
+    own = [
+        action for stage, owner in enumerate(process_of_stage) if owner == process for action in schedule.stages[stage]
+    ]
     receivers = {schedule.source(action): action for action in own}
     free: dict[tuple[Kind, int], deque[tuple[int, int]]] = defaultdict(deque)  # since when, and which
     held: dict[int, dict[Action, int]] = defaultdict(dict)  # by micro-batch: receivers, and their buffers
@@ -49,13 +53,13 @@ def postings(schedule: Schedule, owners: tuple[int, ...], process: int, *, early
     posted: Counter[tuple[Kind, int]] = Counter()  # when the last one is
     found = []
     launched = 0
-    for action, retain in linearize_retained(schedule, owners):
-        if owners[action.stage] == process:
+    for action, retain in linearize_retained(schedule, process_of_stage):
+        if process_of_stage[action.stage] == process:
             launched += 1
             if retain is Retain.NOTHING:
                 left.add((action.stage, action.micro_batch))
                 of_this = held[action.micro_batch]
-                for done in [one for one in of_this if left.issuperset(_reached(one, owners))]:
+                for done in [one for one in of_this if left.issuperset(_reached(one, process_of_stage))]:
                     free[done.kind.direction, done.stage].append((launched, of_this.pop(done)))
         elif (receiver := receivers.get(action)) is not None:
             edge = (receiver.kind.direction, receiver.stage)
@@ -68,9 +72,9 @@ def postings(schedule: Schedule, owners: tuple[int, ...], process: int, *, early
     return tuple(sorted(found, key=lambda posting: posting.after))
 
 
-def _reached(receiver: Action, owners: Sequence[int]) -> Iterator[tuple[int, int]]:
+def _reached(receiver: Action, process_of_stage: Sequence[int]) -> Iterator[tuple[int, int]]:
     """The stages that get the received tensors without a send to another process, each with the micro-batch."""
-    stage, process = receiver.stage, owners[receiver.stage]
-    while 0 <= stage < len(owners) and owners[stage] == process:
+    stage, process = receiver.stage, process_of_stage[receiver.stage]
+    while 0 <= stage < len(process_of_stage) and process_of_stage[stage] == process:
         yield stage, receiver.micro_batch
         stage += 1 if receiver.kind is Kind.F else -1

@@ -71,13 +71,13 @@ def _rows(text: str) -> list[Row]:
     return rows
 
 
-def csv_of(schedule: Schedule, rows: Sequence[int] = ()) -> str:
-    """The text of a file, with a column per tick of a clock on which every action takes one; `rows` are those of the
-    stages, where rows of the schedule share a device."""
-    if rows:
-        of_devices: list[list[Action]] = [[] for _ in range(1 + max(rows))]
-        for action in linearize(schedule, rows):
-            of_devices[rows[action.stage]].append(action)
+def csv_of(schedule: Schedule, row_of_stage: Sequence[int] = ()) -> str:
+    """The text of a file, with a column per tick of a clock on which every action takes one.
+    `row_of_stage` gives the row of each stage, if rows of the schedule share a device."""
+    if row_of_stage:
+        of_devices: list[list[Action]] = [[] for _ in range(1 + max(row_of_stage))]
+        for action in linearize(schedule, row_of_stage):
+            of_devices[row_of_stage[action.stage]].append(action)
         schedule = Schedule(map(tuple, of_devices))
     columns = []
     for row, at in zip(schedule, clock(schedule), strict=True):

@@ -51,7 +51,7 @@ class Problem:
     stages: Sequence[StageCost]
     edges: Sequence[EdgeCost]  # one less
     slowdown: Sequence[float]  # as in `simulate`
-    turns: Sequence[int]  # the device of each stage
+    device_of_stage: Sequence[int]  # the device of each stage
     micro_batches: int
     sizes: Sequence[Held]  # bytes of the largest micro-batch
     room: Sequence[int] | None  # for activations; None: there is no limit
@@ -82,12 +82,12 @@ def _shape(problem: Problem) -> tuple[int, int]:
 
 def _candidates(problem: Problem) -> Iterator[tuple[str, Schedule]]:
     partitions, micro_batches = _shape(problem)
-    devices = 1 + max(problem.turns)
+    devices = 1 + max(problem.device_of_stage)
     yield "1f1b", order("1f1b", partitions, micro_batches)
     if problem.split:
         yield "zero_bubble", order("zero_bubble", partitions, micro_batches)
     dealt_out = [stage % devices for stage in range(partitions)]
-    if 1 < devices < partitions and partitions % devices == 0 and list(problem.turns) == dealt_out:
+    if 1 < devices < partitions and partitions % devices == 0 and list(problem.device_of_stage) == dealt_out:
         yield "interleaved", order("interleaved", partitions, micro_batches, devices)
     flights = dict.fromkeys(min(most, micro_batches) for most in (0, devices, 2 * devices, micro_batches))
     # with room for few graphs more micro-batches in flight may be worth recomputations
@@ -137,7 +137,7 @@ def _tried(problem: Problem, name: str, candidate: Schedule) -> Tried:
 
 def _in_waits(problem: Problem, schedule: Schedule) -> Schedule:
     """The same, but a recomputation begins where the device would else wait for what comes before its backward."""
-    timeline = simulate(schedule, problem.stages, problem.edges, problem.slowdown, problem.turns)
+    timeline = simulate(schedule, problem.stages, problem.edges, problem.slowdown, problem.device_of_stage)
     starts = {span.action: span.start_seconds for spans in timeline.stages for span in spans}
     rows = []
     for row in schedule:
@@ -179,7 +179,7 @@ def _fits(problem: Problem, schedule: Schedule) -> bool:
 
 
 def _seconds(problem: Problem, schedule: Schedule) -> float:
-    timeline = simulate(schedule, problem.stages, problem.edges, problem.slowdown, problem.turns)
+    timeline = simulate(schedule, problem.stages, problem.edges, problem.slowdown, problem.device_of_stage)
     return max([timeline.end_seconds, *(e.end_seconds for events in timeline.events for e in events)])
 
 
@@ -194,13 +194,13 @@ class _Greedy:
     """
 
     def __init__(self, problem: Problem, most: int, split: bool, patience: float) -> None:
-        stages, devices = range(len(problem.stages)), range(1 + max(problem.turns))
+        stages, devices = range(len(problem.stages)), range(1 + max(problem.device_of_stage))
         self._problem, self._split, self._patience = problem, split, patience
         per_device = len(stages) // len(devices)
         self._most = [
             most or min(problem.micro_batches, len(stages) - k + (per_device - 1) * len(devices)) for k in stages
         ]
-        self._of_device = [[k for k in stages if problem.turns[k] == device] for device in devices]
+        self._of_device = [[k for k in stages if problem.device_of_stage[k] == device] for device in devices]
         self._rows: list[list[Action]] = [[] for _ in devices]
         self._busy = [False for _ in devices]
         self._next = {kind: [0 for _ in stages] for kind in (Kind.F, Kind.B, Kind.W)}  # micro-batch of each stage
@@ -302,11 +302,11 @@ class _Greedy:
             return
         arrival = self._arrival(now, sent, stage, receiver)
         self._there[sent, receiver, m] = arrival
-        self._wake(arrival, self._problem.turns[receiver])
+        self._wake(arrival, self._problem.device_of_stage[receiver])
 
     def _arrival(self, now: float, kind: Kind, sender: int, receiver: int) -> float:
-        turns, edges = self._problem.turns, self._problem.edges
-        if not edges or turns[sender] == turns[receiver]:
+        device_of_stage, edges = self._problem.device_of_stage, self._problem.edges
+        if not edges or device_of_stage[sender] == device_of_stage[receiver]:
             return now
         cost = edges[min(sender, receiver)]
         seconds = cost.forward_seconds if kind is Kind.F else cost.backward_seconds

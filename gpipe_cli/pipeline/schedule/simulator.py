@@ -66,7 +66,7 @@ def simulate(
     stages: Sequence[StageCost],
     edges: Sequence[EdgeCost] = (),
     slowdown: Sequence[float] = (),
-    turns: Sequence[int] = (),
+    device_of_stage: Sequence[int] = (),
 ) -> Timeline:
     """When each action runs, if each starts as soon as its device is free and what it needs is there.
 
@@ -79,7 +79,7 @@ def simulate(
             over one edge and in one direction they come one after another, each with its whole latency.
         slowdown: ``slowdown[n - 1]`` is by which factor everything that a device computes, updates included, takes
             longer while n devices compute; the last value also counts for more of them. None if left out.
-        turns: the number of each stage's device, from 0 on. Stages of one device take turns, in the order of
+        device_of_stage: the number of each stage's device, from 0 on. Stages of one device take turns, in the order of
             :func:`linearize`, which a process keeps to even if the next action of another stage could start earlier.
             Each row has a device of its own if left out.
 
@@ -89,15 +89,15 @@ def simulate(
     assert len(stages) == len(schedule.stages), "one cost per stage"
     assert not edges or len(edges) == len(stages) - 1, "one cost per edge"
     assert min(slowdown, default=1.0) > 0, "a factor is positive"
-    assert not turns or len(turns) == len(stages), "one device per stage"
-    run = _Run(schedule, stages, edges, slowdown, tuple(turns) or schedule.row_of_stage)
+    assert not device_of_stage or len(device_of_stage) == len(stages), "one device per stage"
+    run = _Run(schedule, stages, edges, slowdown, tuple(device_of_stage) or schedule.row_of_stage)
     run.perform()
-    return Timeline(tuple(map(tuple, run.spans)), tuple(map(tuple, run.events)), _shared(run.turns))
+    return Timeline(tuple(map(tuple, run.spans)), tuple(map(tuple, run.events)), _shared(run.device_of_stage))
 
 
-def _shared(turns: Sequence[int]) -> tuple[int, ...]:
+def _shared(device_of_stage: Sequence[int]) -> tuple[int, ...]:
     """As a timeline has it: nothing where each stage has a device of its own."""
-    return () if len(set(turns)) == len(turns) else tuple(turns)
+    return () if len(set(device_of_stage)) == len(device_of_stage) else tuple(device_of_stage)
 
 
 class Held(NamedTuple):
@@ -177,12 +177,14 @@ def _changes(actions: Sequence[Action]) -> Iterator[tuple[Action, _Change, _Chan
                 yield action, (), ((_WEIGHTS, -1),)
 
 
-def _performed(schedule: Schedule, turns: Sequence[int]) -> Iterable[tuple[Action, Retain]]:
+def _performed(schedule: Schedule, device_of_stage: Sequence[int]) -> Iterable[tuple[Action, Retain]]:
     """All actions, those of each device in its order, with what their stages retain after them."""
-    if len({*zip(schedule.row_of_stage, turns, strict=True)}) == len(set(turns)) == len(schedule):  # a row each
+    if (
+        len({*zip(schedule.row_of_stage, device_of_stage, strict=True)}) == len(set(device_of_stage)) == len(schedule)
+    ):  # a row each
         of_stages = [stage_retained(actions) for actions in schedule.stages]
         return (next(of_stages[action.stage]) for row in schedule for action in row)
-    return linearize_retained(schedule, turns)
+    return linearize_retained(schedule, device_of_stage)
 
 
 class _Run:
@@ -200,24 +202,24 @@ class _Run:
         stages: Sequence[StageCost],
         edges: Sequence[EdgeCost],
         slowdown: Sequence[float],
-        turns: Sequence[int],
+        device_of_stage: Sequence[int],
     ) -> None:
         self.spans: list[list[Span]] = [[] for _ in stages]
         self.events: list[list[Event]] = [[] for _ in stages]
-        self._stages, self._edges, self._slowdown, self.turns = stages, edges, slowdown, turns
+        self._stages, self._edges, self._slowdown, self.device_of_stage = stages, edges, slowdown, device_of_stage
         self._schedule = schedule
         self._of_stage = list(map(len, schedule.stages))  # actions that are left
-        devices = 1 + max(turns)
+        devices = 1 + max(device_of_stage)
         # of each device: actions, what they wait for, and their seconds; the first may be running
         self._left: list[deque[tuple[Action, Action | None, float]]] = [deque() for _ in range(devices)]
-        for action, retain in _performed(schedule, turns):
+        for action, retain in _performed(schedule, device_of_stage):
             seconds = stages[action.stage].seconds(action.kind, retain)
-            self._left[turns[action.stage]].append((action, schedule.source(action), seconds))
+            self._left[device_of_stage[action.stage]].append((action, schedule.source(action), seconds))
         self._updates: list[deque[int]] = [deque() for _ in range(devices)]  # stages, likewise
         self._added_up = [0.0] * devices  # when the gradients of its stages that have ended are those of all replicas
         for stage, cost in enumerate(stages):
             if cost.update_seconds > 0:
-                self._updates[turns[stage]].append(stage)
+                self._updates[device_of_stage[stage]].append(stage)
         self._now = self._virtual = 0.0  # one and the same without slowdown
         self._free = [0.0] * devices  # since when
         self._started = [0.0] * devices
@@ -246,13 +248,17 @@ class _Run:
             self._now = arrival
             self._begin(device)
         if any(self._left):
-            linearize(self._schedule, self.turns)  # a deadlock: it raises the error that says what waits for what
+            linearize(
+                self._schedule, self.device_of_stage
+            )  # a deadlock: it raises the error that says what waits for what
 
     def _begin(self, device: int) -> None:
         """Start what comes next on a device that is free, now or when it is woken up again."""
         if not self._left[device]:
             if (added_up := self._added_up[device]) > self._now:
-                self.events[self.turns.index(device)].append(Event(EventKind.TRANSFER, self._now, added_up, None))
+                self.events[self.device_of_stage.index(device)].append(
+                    Event(EventKind.TRANSFER, self._now, added_up, None)
+                )
                 heappush(self._arriving, (added_up, device))
             elif self._updates[device]:
                 self._compute(device, self._stages[self._updates[device][0]].update_seconds)
@@ -294,7 +300,7 @@ class _Run:
 
     def _arrival(self, action: Action, needed: Action, sent: float) -> float:
         """When what ``action`` waits for is there: a link moves one micro-batch after another."""
-        if not self._edges or self.turns[action.stage] == self.turns[needed.stage]:
+        if not self._edges or self.device_of_stage[action.stage] == self.device_of_stage[needed.stage]:
             return sent
         if action not in self._arrivals:
             edge = (action.kind.direction, action.stage)

@@ -57,8 +57,8 @@ def gap(action: Action, free_seconds: float, start_seconds: float, sent_seconds:
 
 @dataclass(frozen=True)
 class Timeline:
-    """``stages[k]`` is what stage k did, in order of time; ``events[k]`` what was between; ``turns[k]`` the number of
-    its device. It has one of its own if ``turns`` is empty.
+    """``stages[k]`` is what stage k did, in order of time; ``events[k]`` what was between; ``device_of_stage[k]``
+    the number of its device. It has one of its own if ``device_of_stage`` is empty.
 
     Spans of a device do not overlap. A Timeline's own numbers are about actions: its window reaches from the first
     action's beginning to the last one's end.
@@ -66,7 +66,7 @@ class Timeline:
 
     stages: tuple[tuple[Span, ...], ...]
     events: tuple[tuple[Event, ...], ...]
-    turns: tuple[int, ...] = ()
+    device_of_stage: tuple[int, ...] = ()
 
     @property
     def start_seconds(self) -> float:

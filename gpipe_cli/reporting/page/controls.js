@@ -132,7 +132,7 @@ function showBubble() {
     .filter(region => region.why === "bubble");
   if (pieces.length) {
     const region = pieces.reduce((most, piece) => long(piece) > long(most) ? piece : most);
-    pointAt({figure, what: "region", stage: figure.turns.indexOf(region.device), region});
+    pointAt({figure, what: "region", stage: figure.device_of_stage.indexOf(region.device), region});
     const share = percent(figure.breakdown.bubble);
     explained.textContent = `The ${owner()}'s own setting, simulated: ${share} of the step is bubble, in ` +
       `${pieces.length} pieces, hatched in the lanes; the longest one, ${explainRegion(figure, region)}`;
@@ -325,7 +325,8 @@ function gain(speedup, devices) {
 
 function sharingInWords(devices) {
   if (!state.controls.own_devices) return `its ${devices} devices share the ${owner()}'s ${coresInWords()}`;
-  return devices === state.figure.turns.length ? "each stage has a device of its own" : "no device shares its cores";
+  return devices === state.figure.device_of_stage.length
+    ? "each stage has a device of its own" : "no device shares its cores";
 }
 
 function bubbleTile(section, devices) {
@@ -349,7 +350,7 @@ function bubbleCauses(figure, ideal) {
 
 function memoryTile(section) {
   const {figure} = state, peaks = figure.memory.map(peak), limit = figure.limit_bytes;
-  const most = peaks.indexOf(Math.max(...peaks)), shared = figure.ofDevice.size < figure.turns.length;
+  const most = peaks.indexOf(Math.max(...peaks)), shared = figure.ofDevice.size < figure.device_of_stage.length;
   const [device, together] = [...figure.ofDevice.keys()].map(of => [of, devicePeak(figure, of)])
     .reduce((one, other) => other[1] > one[1] ? other : one);
   const versus = limit && `${peaks[most] > limit ? "over" : "within"} the limit of ${size(limit)} a stage`;
@@ -364,7 +365,7 @@ function memoryTile(section) {
 
 // What the stages of a device hold at once; of a stage between two actions, what it held during the one before.
 function devicePeak(figure, device) {
-  const stages = figure.turns.flatMap((of, stage) => of === device ? [stage] : []), now = new Map();
+  const stages = figure.device_of_stage.flatMap((of, stage) => of === device ? [stage] : []), now = new Map();
   for (const stage of stages) {
     const {weights, gradients, optimizer, workspace} = figure.memory[stage];
     now.set(stage, weights + gradients + optimizer + workspace);
@@ -460,7 +461,7 @@ function findMove() {
     text.textContent = "With so many actions not every move is tried here.";
     return;
   }
-  if (figure.turns.length < 2) {
+  if (figure.device_of_stage.length < 2) {
     text.textContent = "With one stage there is no boundary that a layer could cross.";
     return;
   }

@@ -91,10 +91,10 @@ function placeInsertion(line, others, to, stage) {
 }
 
 // An order that cannot run, as far as it can be drawn: its rows without waits.
-function orderFigure({rows, turns, stages, balance, micro_batches, faulty}) {
+function orderFigure({rows, device_of_stage, stages, balance, micro_batches, faulty}) {
   const costs = {F: "graph", R: "graph", B: "backward", I: "inputs", W: "weights"};
   const seconds = action => stages[action.stage][costs[action.kind]];
-  const spans = turns.map(() => []);
+  const spans = device_of_stage.map(() => []);
   let most = 0;
   for (const row of rows) {
     let now = 0;
@@ -102,7 +102,7 @@ function orderFigure({rows, turns, stages, balance, micro_batches, faulty}) {
     most = Math.max(most, now);
   }
   const events = spans.map(() => []);
-  return figureOf("simulated", {spans, events, turns}, {
+  return figureOf("simulated", {spans, events, device_of_stage}, {
     order: true, rows, step_seconds: most, marked: new Set(faulty.marked), waits: faulty.waits,
     micro_batches, balance, about: "the order only: it cannot run",
   });
@@ -193,6 +193,6 @@ function startEditing() {
   const on = (id, does) => field(id).addEventListener("click", does);
   on("undo", undo);
   on("reset", () => change({rows: undefined}));
-  on("csv", () => save(FILE, gpipe.csv(state.figure.rows, state.figure.turns), "text/csv"));
+  on("csv", () => save(FILE, gpipe.csv(state.figure.rows, state.figure.device_of_stage), "text/csv"));
   on("svg", () => save("pipeline.svg", pictureFile(), "image/svg+xml"));
 }

@@ -93,7 +93,7 @@ function mostWork(figure) {
 }
 
 function deviceWord(figure, device) {
-  const stages = figure.turns.flatMap((of, stage) => of === device ? [stage] : []);
+  const stages = figure.device_of_stage.flatMap((of, stage) => of === device ? [stage] : []);
   return stages.length === 1 ? `stage ${stages[0]}` : `device ${device} (stages ${list(stages)})`;
 }
 

@@ -19,13 +19,14 @@ function make(name, attributes, parent, text) {
 
 // A timeline with what sentences and arrows ask for: spans by name, by device, and the one before each.
 function figureOf(kind, timeline, parts) {
-  const turns = timeline.turns && timeline.turns.length ? timeline.turns : timeline.spans.map((_, stage) => stage);
+  const device_of_stage = timeline.device_of_stage?.length ? timeline.device_of_stage
+    : timeline.spans.map((_, stage) => stage);
   const spanOf = new Map(), beforeOnDevice = new Map(), ofDevice = new Map();
-  [...new Set(turns)].sort((a, b) => a - b).forEach(device => ofDevice.set(device, []));
+  [...new Set(device_of_stage)].sort((a, b) => a - b).forEach(device => ofDevice.set(device, []));
   timeline.spans.forEach((spans, stage) => {
     for (const span of spans) {
       spanOf.set(gpipe.key(span.action), span);
-      ofDevice.get(turns[stage]).push(span);
+      ofDevice.get(device_of_stage[stage]).push(span);
     }
   });
   for (const spans of ofDevice.values()) {
@@ -34,7 +35,7 @@ function figureOf(kind, timeline, parts) {
   }
   const large = spanOf.size > MOST_BARS;
   const sourceOf = gpipe.sources(timeline.spans.map(spans => spans.map(span => span.action)));
-  return {kind, timeline, turns, large, spanOf, sourceOf, beforeOnDevice, ofDevice, ...parts};
+  return {kind, timeline, device_of_stage, large, spanOf, sourceOf, beforeOnDevice, ofDevice, ...parts};
 }
 
 function startPicture() {
@@ -85,12 +86,12 @@ function build(figure) {
   const ends = figure.order ? "" : `step ${duration(figure.step_seconds)}, idle ${percent(idleShare(figure))}`;
   result.ends = make("text", {class: "ends", y: result.wide ? 12 : 29}, group, ends);
   let top = HEADER + (result.wide ? 0 : 17);
-  const [bar, curve] = figure.kind === "K = 1" ? [18, 0] : heights(figure.turns.length);
+  const [bar, curve] = figure.kind === "K = 1" ? [18, 0] : heights(figure.device_of_stage.length);
   const memory = figure.memory && !figure.order && state.memory ? curve : 0;
   const most = memory ? memoryTop(figure) : 0;
-  const shared = figure.ofDevice.size < figure.turns.length;
+  const shared = figure.ofDevice.size < figure.device_of_stage.length;
   for (const device of figure.ofDevice.keys()) {
-    const stages = figure.turns.flatMap((of, stage) => of === device ? [stage] : []);
+    const stages = figure.device_of_stage.flatMap((of, stage) => of === device ? [stage] : []);
     if (shared) {
       make("text", {class: "device", x: 2, y: top + 9}, group, deviceTitle(device, stages));
       top += DEVICE;
@@ -125,7 +126,7 @@ function buildLane(result, stage, device, top, bar, memory, most) {
   result.rows[stage] = {top, bar, lane};
   const room = {y: top, height: bar};
   if (!figure.order) {
-    addBox(result, plot, {...room, class: figure.ofDevice.size < figure.turns.length ? "other" : "idle"},
+    addBox(result, plot, {...room, class: figure.ofDevice.size < figure.device_of_stage.length ? "other" : "idle"},
            0, figure.step_seconds);
     const regions = figure.large ? [] : figure.regions.get(device);
     for (const region of regions) {

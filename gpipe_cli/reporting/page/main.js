@@ -24,8 +24,9 @@ function simulatedFigure(kind, result, controls, about) {
 
 // The idle times of each device, by its number.
 function regionsOf(timeline, microBatches, stepSeconds) {
-  const turns = timeline.turns?.length ? timeline.turns : timeline.spans.map((_, stage) => stage);
-  const devices = [...new Set(turns)].sort((a, b) => a - b);
+  const device_of_stage = timeline.device_of_stage?.length ? timeline.device_of_stage
+    : timeline.spans.map((_, stage) => stage);
+  const devices = [...new Set(device_of_stage)].sort((a, b) => a - b);
   const regions = gpipe.idleRegions(timeline, microBatches, stepSeconds);
   return new Map(devices.map((device, at) => [device, regions[at]]));
 }
@@ -43,7 +44,7 @@ function measuredFigure() {
       : spans[stage].find(span => span.action.micro_batch === micro_batch && span.start >= end - 1e-6);
     return {what, start, end, action: next?.action ?? null};
   }));
-  const timeline = {spans, events, turns: data.turns};
+  const timeline = {spans, events, device_of_stage: data.device_of_stage};
   const M = gpipe.microBatches(timeline.spans.map(row => row.map(span => span.action))); // fewer, in a short last step
   return figureOf("measured", timeline, {
     step_seconds: step.step_seconds, breakdown: step.breakdown, micro_batches: M, balance: data.balance,

@@ -211,10 +211,10 @@ const boundsOf = (balance) => {
 };
 
 /** The device of each stage. Throws a line that says why there can be none. */
-function turnsOf(data, {partitions: K, stages_per_process: each, schedule}) {
+function deviceOfStage(data, {partitions: K, stages_per_process: each, schedule}) {
   const own = data.setting, dealt = (name) => name === "interleaved" || name === "auto";
   const planned = schedule === "file" || schedule === "planned" || dealt(schedule) === dealt(own.schedule);
-  if (planned && K === own.partitions && each === own.stages_per_process) return data.turns;
+  if (planned && K === own.partitions && each === own.stages_per_process) return data.device_of_stage;
   const devices = Math.ceil(K / each);
   if (!dealt(schedule)) return range(K, (k) => Math.floor(k / each));
   if (K % devices) {
@@ -225,10 +225,11 @@ function turnsOf(data, {partitions: K, stages_per_process: each, schedule}) {
 }
 
 /** The bytes that each stage must stay below, or null. */
-function limitOf({limit, setting}, turns) {
+function limitOf({limit, setting}, device_of_stage) {
   if (!limit) return null;
-  const most = greatest(turns.map((device) => turns.filter((other) => other === device).length));
-  return Math.floor(limit.bytes / {stage: 1, device: most, machine: turns.length * setting.replicas}[limit.of]);
+  const most = greatest(device_of_stage.map((device) => device_of_stage.filter((other) => other === device).length));
+  return Math.floor(limit.bytes / {stage: 1, device: most,
+    machine: device_of_stage.length * setting.replicas}[limit.of]);
 }
 
 /** Everything that follows from a choice of settings, for the view to draw; `problem` says why it cannot be. */
@@ -249,11 +250,11 @@ function chosenStep(data, chosen) {
   if (M < chosen.micro_batches) throw new Error(`M = ${chosen.micro_batches}: there are only ${own.samples} samples`);
   const costs = layerCosts(data, M);
   if (!costs) throw new Error(`M = ${M}: not among ${Object.keys(data.costs.of).join(", ")}`);
-  const turns = turnsOf(data, chosen), devices = new Set(turns).size;
-  const limit = limitOf(data, turns), linked = devices > 1 ? link : 0;
+  const device_of_stage = deviceOfStage(data, chosen), devices = new Set(device_of_stage).size;
+  const limit = limitOf(data, device_of_stage), linked = devices > 1 ? link : 0;
   const layers = costs.layers.map(([forward, graph, ...back]) => [forward, graph, ...back.map((s) => s * slower)]);
   const sends = costs.edges.map(([forward, backward]) => [forward * linked, backward * linked]);
-  const reach = () => limit === null ? null : furthestOf(data, chosen, turns, sizes, limit);
+  const reach = () => limit === null ? null : furthestOf(data, chosen, device_of_stage, sizes, limit);
   const balance = balanceOf(data, chosen, layers, sends, reach), bounds = boundsOf(balance);
   const problems = [];
   if (balance.length !== K || sum(balance) !== data.layers.length || balance.some((size) => size < 1)) {
@@ -268,14 +269,14 @@ function chosenStep(data, chosen) {
   const largest = bounds.map(([first, end]) => held(data, first, end, sizes[0]));
   const fixed = bounds.map(([first, end]) => fixedMemory(data, first, end, sizes[0]));
   const room = limit === null ? null : fixed.map((one) => limit - sum(Object.values(one)));
-  const problem = {stages, edges, slowdown, turns, micro_batches: M, sizes: largest, room, recompute: chosen.recompute,
-    split: own.splits};
+  const problem = {stages, edges, slowdown, device_of_stage, micro_batches: M, sizes: largest, room,
+    recompute: chosen.recompute, split: own.splits};
   const rows = rowsFor(data, chosen, problem, problems);
-  const base = {rows, chosen_order: problem.chosen_order, balance, stages, edges, turns, slowdown, micro_batches: M,
-    sizes, devices, limit_bytes: limit};
+  const base = {rows, chosen_order: problem.chosen_order, balance, stages, edges, device_of_stage, slowdown,
+    micro_batches: M, sizes, devices, limit_bytes: limit};
   const faulty = check(rows);
   if (faulty) return {...base, timeline: null, problem: faulty.what, faulty};
-  const timeline = simulate(rows, {stages, edges, slowdown, turns});
+  const timeline = simulate(rows, {stages, edges, slowdown, device_of_stage});
   const [begin] = windowOf(timeline), step_seconds = endOf(timeline) - begin + data.costs.set_up / devices;
   const memoryOf = stagesOf(rows).map((actions, k) => {
     const [first, end] = bounds[k], ofSize = new Map(sizes.map((n) => [n, held(data, first, end, n)]));
@@ -293,14 +294,14 @@ function chosenStep(data, chosen) {
 /** The bubble of a step, and what is left of it as one cause after another is taken away that the formula
  *  (D-1)/(M+D-1) of D devices knows nothing of: shared cores, recomputation, unequal stages, transfers, and all that is
  *  not an action. Of gpipe and 1f1b the last one is the formula's. */
-function bubbles(data, {rows, stages, edges, slowdown, turns, micro_batches: M}) {
-  const devices = new Set(turns).size, bare = rows.map((row) => row.filter((a) => a.kind !== "R"));
-  const equal = turns.map((device) => { // in all as much work, and as much on each device
-    const share = 1 / devices / turns.filter((other) => other === device).length;
+function bubbles(data, {rows, stages, edges, slowdown, device_of_stage, micro_batches: M}) {
+  const devices = new Set(device_of_stage).size, bare = rows.map((row) => row.filter((a) => a.kind !== "R"));
+  const equal = device_of_stage.map((device) => { // in all as much work, and as much on each device
+    const share = 1 / devices / device_of_stage.filter((other) => other === device).length;
     return Object.fromEntries(Object.keys(stages[0]).map((name) => [name, share * sum(stages.map((of) => of[name]))]));
   });
   const bubble = (order, costs, setUp = data.costs.set_up / devices) => {
-    const timeline = simulate(order, {turns, ...costs});
+    const timeline = simulate(order, {device_of_stage, ...costs});
     return breakdown(timeline, M, endOf(timeline) - windowOf(timeline)[0] + setUp).bubble;
   };
   return [
@@ -337,14 +338,14 @@ function balanceOf(data, chosen, layers, sends, reach) {
 
 /** For each stage and each layer that it may begin with, how far it can reach within the limit, as if all micro-batches
  *  were as large as the largest. */
-function furthestOf(data, {schedule, recompute, partitions: K}, turns, sizes, limit) {
+function furthestOf(data, {schedule, recompute, partitions: K}, device_of_stage, sizes, limit) {
   const L = data.layers.length, M = sizes.length, name = SCHEDULES.includes(schedule) ? schedule : "1f1b";
   const stored = [0], work = range(L, (at) => held(data, at, at + 1, sizes[0]).graph);
   for (const layer of data.layers) {
     stored.push(stored.at(-1) + layer.weights_bytes + layer.gradients_bytes + layer.optimizer_bytes);
   }
   const planned = schedule === "file" || schedule === "planned";
-  const bare = planned ? data.rows.map((row) => row.map(action)) : order(name, K, M, new Set(turns).size);
+  const bare = planned ? data.rows.map((row) => row.map(action)) : order(name, K, M, new Set(device_of_stage).size);
   const rows = withRecomputation(bare, recompute === "auto" ? "except_last" : recompute);
   const known = new Map();
   return stagesOf(rows).map((actions) => { // stages that hold as much at the same time reach as far
@@ -407,7 +408,7 @@ function rowsFor(data, chosen, problem, problems) {
     problems.push("auto: no order fits the memory");
     return withRecomputation(order("1f1b", K, M), recompute === "auto" ? "except_last" : recompute);
   }
-  return recomputedRows(order(schedule, K, M, new Set(problem.turns).size), recompute, problem, problems);
+  return recomputedRows(order(schedule, K, M, new Set(problem.device_of_stage).size), recompute, problem, problems);
 }
 
 /** `auto`: as few as fit, none without a limit. */

@@ -205,8 +205,8 @@ function before(one, other) {
 }
 
 /** The actions in an order in which one process can perform them. Throws if there is none. */
-function linearize(rows, turns) {
-  const home = rowsOf(rows), source = sources(rows), device = turns || home;
+function linearize(rows, device_of_stage) {
+  const home = rowsOf(rows), source = sources(rows), device = device_of_stage || home;
   const next = rows.map(() => 0), ended = new Set();
   const urgency = (a) => [["B", "I", "R", "F", "W"].indexOf(a.kind), a.kind === "F" ? -a.stage : a.stage];
   const ready = range(1 + greatest(device), () => new Heap()), offered = new Set(), performed = [];
@@ -327,12 +327,13 @@ function checkStage(stage, actions, M, trains) {
   return null;
 }
 
-/** The text of a file that `schedule=FILE.csv` runs: the rows as they are, or one per device if `turns` are given. */
-function csv(rows, turns) {
+/** The text of a file that `schedule=FILE.csv` runs: the rows as they are, or one per device if `device_of_stage`
+ *  is given. */
+function csv(rows, device_of_stage) {
   let devices = rows;
-  if (turns) {
-    devices = range(1 + greatest(turns), () => []);
-    for (const a of linearize(rows, turns)) devices[turns[a.stage]].push(a);
+  if (device_of_stage) {
+    devices = range(1 + greatest(device_of_stage), () => []);
+    for (const a of linearize(rows, device_of_stage)) devices[device_of_stage[a.stage]].push(a);
   }
   const {ticks} = clock(devices);
   const columns = 1 + greatest(ticks.flat());

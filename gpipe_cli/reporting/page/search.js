@@ -1,6 +1,6 @@
 // The schedule `auto`: an order that is made for the costs and the memory at hand, by the same rules as in
-// pipeline/schedule/search.py. A problem is {stages, edges, slowdown, turns, micro_batches, sizes, room, recompute,
-// split}: as simulate takes them, the bytes of a micro-batch of each stage, and what there is room for (or null).
+// pipeline/schedule/search.py. A problem is {stages, edges, slowdown, device_of_stage, micro_batches, sizes, room,
+// recompute, split}: as simulate takes them, the bytes of a micro-batch of each stage, and what there is room for (or null).
 
 const AS_GOOD = 1.001; // of two orders as fast as each other the first, which is simpler
 const MOST_TRIED = 500000; // actions in all
@@ -25,11 +25,11 @@ function auto(problem) {
 }
 
 function* candidates(problem) {
-  const {turns, micro_batches: M, split, recompute, room} = problem;
-  const K = problem.stages.length, devices = 1 + greatest(turns);
+  const {device_of_stage, micro_batches: M, split, recompute, room} = problem;
+  const K = problem.stages.length, devices = 1 + greatest(device_of_stage);
   yield ["1f1b", order("1f1b", K, M)];
   if (split) yield ["zero_bubble", order("zero_bubble", K, M)];
-  if (1 < devices && devices < K && K % devices === 0 && turns.every((device, k) => device === k % devices)) {
+  if (1 < devices && devices < K && K % devices === 0 && device_of_stage.every((device, k) => device === k % devices)) {
     yield ["interleaved", order("interleaved", K, M, devices)];
   }
   const flights = [...new Set([0, devices, 2 * devices, M].map((most) => Math.min(most, M)))];
@@ -123,10 +123,10 @@ function inWaits(problem, rows) {
  *  then gradients of weights. `most` micro-batches of a stage are in flight (0: as many as 1f1b has); if `split`,
  *  backwards are cut in two, and a W begins in a wait of at least the share `patience` of what it takes. */
 function greedy(problem, most, split, patience) {
-  const {stages, edges, turns, micro_batches: M, sizes, room} = problem;
-  const devices = 1 + greatest(turns), K = stages.length, more = (Math.floor(K / devices) - 1) * devices;
+  const {stages, edges, device_of_stage, micro_batches: M, sizes, room} = problem;
+  const devices = 1 + greatest(device_of_stage), K = stages.length, more = (Math.floor(K / devices) - 1) * devices;
   const mostOf = stages.map((_, k) => most || Math.min(M, K - k + more));
-  const ofDevice = range(devices, (d) => range(K).filter((k) => turns[k] === d));
+  const ofDevice = range(devices, (d) => range(K).filter((k) => device_of_stage[k] === d));
   const rows = range(devices, () => []), busy = range(devices, () => false), events = new Heap();
   const next = {F: range(K, () => 0), B: range(K, () => 0), W: range(K, () => 0)}, heldBytes = range(K, () => 0);
   const there = new Map(range(M, (m) => [key(act("F", 0, m)), 0])), linkFree = new Map();
@@ -177,11 +177,11 @@ function greedy(problem, most, split, patience) {
     const sent = forward && stage < K - 1 ? "F" : "B";
     const arrival = arrivalOf(now, sent, stage, receiver);
     there.set(key(act(sent, receiver, micro_batch)), arrival);
-    wake(arrival, turns[receiver]);
+    wake(arrival, device_of_stage[receiver]);
   }
 
   function arrivalOf(now, kind, sender, receiver) {
-    if (!edges.length || turns[sender] === turns[receiver]) return now;
+    if (!edges.length || device_of_stage[sender] === device_of_stage[receiver]) return now;
     const edge = edges[Math.min(sender, receiver)], link = `${kind}${receiver}`;
     linkFree.set(link, Math.max(now, linkFree.get(link) || 0) + (kind === "F" ? edge.forward : edge.backward));
     return linkFree.get(link);

@@ -3,9 +3,9 @@
 
 /** When each action runs. `stages`: {forward, graph, backward, inputs, weights, update, sum} seconds of each; `edges`:
  *  {forward, backward} seconds between neighbours, none if left out; `slowdown[n - 1]`: how much slower everything is
- *  while n devices compute; `turns`: the device of each stage. Throws for a schedule that deadlocks. */
-function simulate(rows, {stages, edges = [], slowdown = [], turns = null}) {
-  const device = turns && turns.length ? turns : rowsOf(rows), source = sources(rows);
+ *  while n devices compute; `device_of_stage`: the device of each stage. Throws for a schedule that deadlocks. */
+function simulate(rows, {stages, edges = [], slowdown = [], device_of_stage = null}) {
+  const device = device_of_stage && device_of_stage.length ? device_of_stage : rowsOf(rows), source = sources(rows);
   const devices = range(1 + greatest(device)), left = devices.map(() => []), next = devices.map(() => 0);
   const retains = new Map(), seconds = {B: "backward", I: "inputs", W: "weights"};
   const ofStage = stagesOf(rows).map((actions) => {
@@ -106,7 +106,7 @@ function simulate(rows, {stages, edges = [], slowdown = [], turns = null}) {
     now = arrival;
     begin(d);
   }
-  return {spans, events, turns: [...device]};
+  return {spans, events, device_of_stage: [...device]};
 }
 
 /** What lies before an action that starts when its device had been free for a while. */
@@ -132,7 +132,7 @@ const inside = (event, begin, end) => Math.max(0, Math.min(event.end, end) - Mat
 function devicesOf(timeline, stepSeconds) {
   const [begin, end] = windowOf(timeline), found = new Map();
   timeline.spans.forEach((spans, k) => {
-    const d = timeline.turns && timeline.turns.length ? timeline.turns[k] : k;
+    const d = timeline.device_of_stage && timeline.device_of_stage.length ? timeline.device_of_stage[k] : k;
     if (!found.has(d)) found.set(d, {device: d, spans: [], events: []});
     const one = found.get(d); // arguments of `push` would be too many for a browser's stack
     one.spans = one.spans.concat(spans);
@@ -264,7 +264,7 @@ function critical(timeline, rows, edges = []) {
     }
   }
   const slack = 1e-12 * greatest(ends.map(([end]) => end)), chain = [];
-  const same = (device, other) => timeline.turns[device] === timeline.turns[other];
+  const same = (device, other) => timeline.device_of_stage[device] === timeline.device_of_stage[other];
   let at = ends.sort((a, b) => b[0] - a[0])[0][1];
   while (at) {
     chain.push({action: at.action, start: at.start, end: at.end});

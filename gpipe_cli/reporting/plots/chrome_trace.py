@@ -83,7 +83,7 @@ class _Group:
                 yield from self._memory(stage)
 
     def _names(self) -> Iterator[TraceEvent]:
-        turns = self._timeline.turns
+        device_of_stage = self._timeline.device_of_stage
 
         def describe(what: str, tid: int, **args: Any) -> TraceEvent:
             return {"name": what, "ph": "M", "pid": self._pid, "tid": tid, "args": args}
@@ -91,7 +91,7 @@ class _Group:
         yield describe("process_name", 0, name=self._step.name)
         yield describe("process_sort_index", 0, sort_index=self._pid)
         for stage in range(len(self._rows)):
-            shared = f" on device {turns[stage]}" if len(set(turns)) < len(turns) else ""
+            shared = f" on device {device_of_stage[stage]}" if len(set(device_of_stage)) < len(device_of_stage) else ""
             yield describe("thread_name", stage, name=f"stage {stage}{shared}")
             yield describe("thread_sort_index", stage, sort_index=stage)
 
@@ -138,16 +138,18 @@ class _Group:
         what the breakdown of a step calls so."""
         end = self._step.begin_seconds + self._step.step_seconds
         window = self._timeline.start_seconds, self._timeline.end_seconds
-        turns = self._timeline.turns or range(len(self._rows))
-        for device in dict.fromkeys(turns):
-            of_device = [piece for turn, row in zip(turns, self._rows, strict=True) if turn == device for piece in row]
+        device_of_stage = self._timeline.device_of_stage or range(len(self._rows))
+        for device in dict.fromkeys(device_of_stage):
+            of_device = [
+                piece for turn, row in zip(device_of_stage, self._rows, strict=True) if turn == device for piece in row
+            ]
             times = [(p.start_seconds, p.end_seconds) for p in of_device]
             outside = [(start, stop) for start, stop in times if start < window[0] or stop > window[1]]
             free = self._step.begin_seconds
             for start, stop in [*sorted([window, *outside]), (end, end)]:
                 for since, until in ((free, min(start, window[0])), (max(free, window[1]), start)):
                     if until > since:
-                        args = {"stage": turns.index(device)}
+                        args = {"stage": device_of_stage.index(device)}
                         yield self._complete(args["stage"], SET_UP, SET_UP, "grey", since, until, args)
                 free = max(free, stop)
 

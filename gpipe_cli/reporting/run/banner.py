@@ -23,7 +23,7 @@ def show_banner(console: Console, run: RunDescription, folder: Path) -> None:
     several = 1 < stages.processes < stages.partitions  # then some have more than one stage
     columns = (
         Column("stage", cells=[str(stage) for stage in range(stages.partitions)], number=True),
-        *([Column("process", cells=[str(owner) for owner in stages.owners], number=True)] if several else []),
+        *([Column("process", cells=[str(owner) for owner in stages.process_of_stage], number=True)] if several else []),
         Column("device", cells=_devices(stages.replica_devices)),
         Column("layers", cells=[_layers(names) for names in stages.layer_names]),
         Column("parameters", cells=[count(parameters) for parameters in stages.parameters], number=True),

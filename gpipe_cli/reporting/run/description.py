@@ -90,7 +90,7 @@ class RunDescription:
     @property
     def ideal_bubble(self) -> float:
         """Share of the devices' time, 0 to 1."""
-        return ideal_bubble(len(set(self.placement.turns)), self.config.micro_batches)
+        return ideal_bubble(len(set(self.placement.device_of_stage)), self.config.micro_batches)
 
     @property
     def prediction(self) -> "Plan | None":

@@ -100,7 +100,7 @@ def memory_result(
     Peaks were measured, () before the first step; activations are those planned if they were not counted.
     """
     result: list[dict[str, Any]] = []
-    for stages in stages_together(placement.turns) if peaks else ():
+    for stages in stages_together(placement.device_of_stage) if peaks else ():
         parts = {
             "libraries": libraries[stages[0]] if libraries else 0,
             "weights": sum(planned[k].weights_bytes for k in stages),
@@ -114,9 +114,12 @@ def memory_result(
     return result
 
 
-def stages_together(turns: Sequence[int]) -> list[tuple[int, ...]]:
+def stages_together(device_of_stage: Sequence[int]) -> list[tuple[int, ...]]:
     """The stages of each device."""
-    return [tuple(k for k, other in enumerate(turns) if other == device) for device in dict.fromkeys(turns)]
+    return [
+        tuple(k for k, other in enumerate(device_of_stage) if other == device)
+        for device in dict.fromkeys(device_of_stage)
+    ]
 
 
 def stages_named(stages: Sequence[int]) -> str:

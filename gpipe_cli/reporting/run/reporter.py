@@ -321,7 +321,7 @@ class Reporter:
                     placement.layer_names,
                     placement.parameters,
                     run.cost_shares,
-                    placement.owners,
+                    placement.process_of_stage,
                     placement.devices,
                     strict=True,
                 )

@@ -121,7 +121,7 @@ class Dashboard:
         whole = message.samples == (self._run.config.batch_size or message.samples)  # the last of an epoch may be short
         if (plan := self._run.prediction) is not None and whole:
             named["speed/step_over_predicted"] = message.seconds / plan.step_seconds
-        self._draw(message.step, named | _training(message) | _memory(message, self._run.placement.turns))
+        self._draw(message.step, named | _training(message) | _memory(message, self._run.placement.device_of_stage))
 
     def recorded(self, step: int, breakdown: Mapping[str, float]) -> None:
         shares = {f"step/{share}": value for share, value in breakdown.items()}
@@ -169,13 +169,13 @@ def _training(message: StepDone) -> dict[str, float | None]:
     }
 
 
-def _memory(message: StepDone, turns: Sequence[int]) -> dict[str, float | None]:
+def _memory(message: StepDone, device_of_stage: Sequence[int]) -> dict[str, float | None]:
     """The peaks; stages that share a device, or a process on a CPU, share one curve."""
     if not message.memory_bytes:
         return {}
     of_stages = {
         f"memory/stage{'s' * (len(k) > 1)}_{stages_named(k)}_gib": message.memory_bytes[k[0]] / GIB
-        for k in stages_together(turns)
+        for k in stages_together(device_of_stage)
     }
     return {FULLEST: max(message.memory_bytes) / GIB, **of_stages}
 

@@ -59,8 +59,8 @@ def plan_json(
     peak = hardware["flops_per_second"]
     flops = round(sum(cost.flops for cost in profile.costs) * samples)
     # elsewhere there are as many processes as devices, whatever is here
-    owners = place(config).owners if config.hardware.name == "auto" else plan.turns
-    layers, stages = _stages(profile, plan, owners, _limit_bytes(hardware))
+    process_of_stage = place(config).process_of_stage if config.hardware.name == "auto" else plan.device_of_stage
+    layers, stages = _stages(profile, plan, process_of_stage, _limit_bytes(hardware))
     recomputed_flops = sum(
         recomputed * sum(cost.forward.flops for cost in profile.costs[first:end]) * samples / plan.micro_batches
         for recomputed, (first, end) in zip(plan.recomputed, plan.bounds, strict=True)
@@ -69,7 +69,7 @@ def plan_json(
     recompute: str = config.recompute
     if recompute == "auto":
         recompute = f"auto ({sum(plan.recomputed)} of {partitions * plan.micro_batches} forwards)"
-    devices = len(set(plan.turns)) * config.replicas
+    devices = len(set(plan.device_of_stage)) * config.replicas
     drawable = partitions <= GRID_STAGES and max(map(len, plan.schedule.stages)) <= GRID_TICKS
     return {
         "kind": "predicted",
@@ -92,7 +92,7 @@ def plan_json(
         "breakdown": shares,
         "idle": idle(shares),
         "bubble": shares["bubble"],
-        "ideal_bubble": ideal_bubble(len(set(plan.turns)), plan.micro_batches),
+        "ideal_bubble": ideal_bubble(len(set(plan.device_of_stage)), plan.micro_batches),
         "imbalance": plan.imbalance,
         "step_flops": flops,  # forwards and backwards of all micro-batches, without recomputation
         "recomputed_flops": round(recomputed_flops),
@@ -116,13 +116,13 @@ def plan_json(
             }
             for comparison in comparisons
         ],
-        "grid": grid(plan.schedule, width=80, turns=plan.turns).splitlines() if drawable else None,
+        "grid": grid(plan.schedule, width=80, device_of_stage=plan.device_of_stage).splitlines() if drawable else None,
         "files": dict(files),
     }
 
 
 def _stages(
-    profile: ModelProfile, plan: Plan, owners: Sequence[int], limit_bytes: int | None
+    profile: ModelProfile, plan: Plan, process_of_stage: Sequence[int], limit_bytes: int | None
 ) -> tuple[list[Facts], list[Facts]]:
     held = ActivationMemory(profile.costs, profile.inputs, plan.samples, profile.lengths)
     layers: list[Facts] = []
@@ -142,7 +142,7 @@ def _stages(
             layers.append(layer)
         memory = plan.memory[k]
         stage = {
-            "process": owners[k],
+            "process": process_of_stage[k],
             "layers": [layer["name"] for layer in layers[first:]],
             "parameters": sum(layer["parameters"] for layer in layers[first:]),
             "forward_flops": round(sum(cost.forward.flops for cost in profile.costs[first:end]) * plan.samples),

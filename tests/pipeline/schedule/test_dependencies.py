@@ -21,8 +21,8 @@ def test_linearize_is_an_order_in_which_one_process_can_run_everything(name: str
     for partitions, micro_batches in SHAPES:
         schedule = build(name, partitions, micro_batches, recompute)
         # a device for each row; rows that share one; all of them on one
-        for turns in (schedule.row_of_stage, [row // 2 for row in schedule.row_of_stage], [0] * partitions):
-            order = linearize(schedule, turns)
+        for device_of_stage in (schedule.row_of_stage, [row // 2 for row in schedule.row_of_stage], [0] * partitions):
+            order = linearize(schedule, device_of_stage)
             done: set[Action] = set()
             for a in order:
                 assert schedule.source(a) in {None, *done}
@@ -129,14 +129,17 @@ def test_empty_and_nonsense_are_refused() -> None:
 def test_a_grid_shows_that_stages_take_turns_on_a_device() -> None:
     """A device performs one action a tick, as `linearize` orders them; with one for each stage nothing changes."""
     schedule = build("gpipe", 4, 3, "except_last")
-    for turns in ((0, 0, 1, 1), (0, 0, 0, 1), (0, 0, 0, 0)):
-        rows = [line.partition("| ")[2].split() for line in grid(schedule, width=1000, turns=turns).splitlines()]
+    for device_of_stage in ((0, 0, 1, 1), (0, 0, 0, 1), (0, 0, 0, 0)):
+        rows = [
+            line.partition("| ")[2].split()
+            for line in grid(schedule, width=1000, device_of_stage=device_of_stage).splitlines()
+        ]
         at = sorted((n, k, cell) for k, row in enumerate(rows) for n, cell in enumerate(row) if cell != ".")
-        assert len({(n, turns[k]) for n, k, _ in at}) == len(at) == sum(map(len, schedule))
-        for device in set(turns):
-            shown = [f"{k}{cell}" for _, k, cell in at if turns[k] == device]
-            assert shown == [str(a) for a in linearize(schedule, turns) if turns[a.stage] == device]
-    assert grid(schedule, turns=(0, 1, 2, 3)) == grid(schedule)
+        assert len({(n, device_of_stage[k]) for n, k, _ in at}) == len(at) == sum(map(len, schedule))
+        for device in set(device_of_stage):
+            shown = [f"{k}{cell}" for _, k, cell in at if device_of_stage[k] == device]
+            assert shown == [str(a) for a in linearize(schedule, device_of_stage) if device_of_stage[a.stage] == device]
+    assert grid(schedule, device_of_stage=(0, 1, 2, 3)) == grid(schedule)
 
 
 def test_a_wide_grid_continues_in_blocks() -> None:

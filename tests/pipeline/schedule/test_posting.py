@@ -20,20 +20,25 @@ PASSES = [*((name, mode) for name in SCHEDULES for mode in ("always", "except_la
 
 def schedules() -> list[tuple[Schedule, tuple[int, ...]]]:
     return [
-        (forward_only(len(owners), m) if name == "evaluation" else build(name, len(owners), m, mode), owners)
-        for owners, m, (name, mode) in product(OWNERS, (1, 2, 5, 9), PASSES)
-        if name != "interleaved" or owners != (0, 0, 1, 1)  # its devices have stages that are not neighbours
+        (
+            forward_only(len(process_of_stage), m)
+            if name == "evaluation"
+            else build(name, len(process_of_stage), m, mode),
+            process_of_stage,
+        )
+        for process_of_stage, m, (name, mode) in product(OWNERS, (1, 2, 5, 9), PASSES)
+        if name != "interleaved" or process_of_stage != (0, 0, 1, 1)  # its devices have stages that are not neighbours
     ]
 
 
 @pytest.mark.parametrize("early", [False, True])
 def test_every_receive_is_posted_in_time_and_in_the_order_of_its_edge(early: bool) -> None:
-    for schedule, owners in schedules():
-        order = linearize(schedule, owners)
-        for process in set(owners):
-            own = [action for action in order if owners[action.stage] == process]
-            found = postings(schedule, owners, process, early=early)
-            awaited = [a for a in own if (s := schedule.source(a)) and owners[s.stage] != process]
+    for schedule, process_of_stage in schedules():
+        order = linearize(schedule, process_of_stage)
+        for process in set(process_of_stage):
+            own = [action for action in order if process_of_stage[action.stage] == process]
+            found = postings(schedule, process_of_stage, process, early=early)
+            awaited = [a for a in own if (s := schedule.source(a)) and process_of_stage[s.stage] != process]
             assert sorted(posting.action for posting in found) == sorted(awaited)
             assert all(posting.after <= own.index(posting.action) for posting in found)
             assert [posting.after for posting in found] == sorted(posting.after for posting in found)
@@ -46,17 +51,19 @@ def test_every_receive_is_posted_in_time_and_in_the_order_of_its_edge(early: boo
 
 @pytest.mark.parametrize("early", [False, True])
 def test_a_buffer_is_free_before_it_is_received_into(early: bool) -> None:
-    for schedule, owners in schedules():
-        for process in set(owners):
-            own = [action for action in linearize(schedule, owners) if owners[action.stage] == process]
+    for schedule, process_of_stage in schedules():
+        for process in set(process_of_stage):
+            own = [
+                action for action in linearize(schedule, process_of_stage) if process_of_stage[action.stage] == process
+            ]
             held: dict[tuple[Kind, int, int], int] = {}  # by buffer: until how many actions have been launched
-            for posting in postings(schedule, owners, process, early=early):
+            for posting in postings(schedule, process_of_stage, process, early=early):
                 kind, stage, m = posting.action
                 buffer = (kind.direction, stage, posting.buffer)
                 assert posting.freed == held.get(buffer, 0) <= posting.after
                 reached = stage  # the last stage that may be handed what was received without a send
                 step = 1 if kind is Kind.F else -1
-                while 0 <= reached + step < len(owners) and owners[reached + step] == process:
+                while 0 <= reached + step < len(process_of_stage) and process_of_stage[reached + step] == process:
                     reached += step
                 ends = (Kind.B, Kind.W) if schedule.trains else (Kind.F,)
                 held[buffer] = 1 + max(own.index(a) for a in own if a.micro_batch == m and a.kind in ends

@@ -16,9 +16,9 @@ TICK = StageCost(1.0, 1.0, 2.0, 1.0, 1.0)
 
 def problem(partitions: int, micro_batches: int, devices: int | None = None) -> Problem:
     """Equal stages, free transfers, memory without a limit."""
-    turns = [k % (devices or partitions) for k in range(partitions)]
+    device_of_stage = [k % (devices or partitions) for k in range(partitions)]
     sizes = [Held(graph=5, input=1, gradients=1, weights=3)] * partitions
-    return Problem([TICK] * partitions, (), (), turns, micro_batches, sizes, None, "never", split=True)
+    return Problem([TICK] * partitions, (), (), device_of_stage, micro_batches, sizes, None, "never", split=True)
 
 
 def uneven(seed: int) -> Problem:
@@ -33,16 +33,18 @@ def uneven(seed: int) -> Problem:
         stages.append(StageCost(forward, forward * 1.05, (inputs + weights) * 0.97, inputs, weights, 0.1))
     edges = [EdgeCost(at_random.uniform(0, 0.3), at_random.uniform(0, 0.3)) for _ in range(partitions - 1)]
     room = None if at_random.random() < 0.3 else [at_random.randint(12, 40) for _ in range(partitions)]
-    turns = [k % devices for k in range(partitions)]
+    device_of_stage = [k % devices for k in range(partitions)]
     sizes = [Held(5, at_random.randint(0, 4), 1, at_random.randint(1, 4)) for _ in range(partitions)]
     recompute = at_random.choice((*RECOMPUTE, "auto"))
     slowdown = at_random.choice(((), (1.0, 1.2)))
-    return Problem(stages, edges, slowdown, turns, micro_batches, sizes, room, recompute, at_random.random() < 0.8)
+    return Problem(
+        stages, edges, slowdown, device_of_stage, micro_batches, sizes, room, recompute, at_random.random() < 0.8
+    )
 
 
 def ends(problem: Problem, schedule: Schedule) -> float:
     """When the last update has ended."""
-    timeline = simulate(schedule, problem.stages, problem.edges, problem.slowdown, problem.turns)
+    timeline = simulate(schedule, problem.stages, problem.edges, problem.slowdown, problem.device_of_stage)
     return max(event.end_seconds for events in timeline.events for event in events)
 
 

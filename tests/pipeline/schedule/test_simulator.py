@@ -81,12 +81,12 @@ def tick_by_tick(
     schedule: Schedule,
     stages: Sequence[StageCost],
     edges: Sequence[EdgeCost],
-    turns: Sequence[int],
+    device_of_stage: Sequence[int],
 ) -> dict[Action, tuple[float, float]]:
     """When each action runs, by a clock that goes in ticks: at each tick every idle device starts the next one of its
     actions if it can, and every link moves the first of what it has."""
-    order = linearize(schedule, turns)
-    devices = [[a for a in order if turns[a.stage] == device] for device in range(1 + max(turns))]
+    order = linearize(schedule, device_of_stage)
+    devices = [[a for a in order if device_of_stage[a.stage] == device] for device in range(1 + max(device_of_stage))]
     left: list[float | None] = [None] * len(devices)
     position = [0] * len(devices)
     spans: dict[Action, tuple[float, float]] = {}
@@ -132,7 +132,7 @@ def tick_by_tick(
                     seconds = edge.forward_seconds if a.kind is Kind.F else edge.backward_seconds
                     kinds = (Kind.F,) if a.kind is Kind.F else (Kind.B, Kind.I)
                     (needed,) = (b for b in order if b[1:] == (receiver, a.micro_batch) and b.kind in kinds)
-                    if turns[receiver] == device:
+                    if device_of_stage[receiver] == device:
                         arrived.add(needed)
                     else:
                         links.setdefault((kinds[0], receiver), []).append([needed, seconds])
@@ -167,10 +167,10 @@ def test_equals_a_simulation_in_ticks(name: str, recompute: str) -> None:
         edges = [EdgeCost(random_.randint(0, 6), random_.randint(0, 6)) for _ in range(k - 1)]
         rows = range(len(schedule))
         of_rows = [rows, sorted(random_.randrange(2) for _ in rows), [row % 2 for row in rows]][number % 3]
-        turns = [of_rows[row] for row in schedule.row_of_stage]
-        timeline = simulate(schedule, stages, edges, turns=turns)
+        device_of_stage = [of_rows[row] for row in schedule.row_of_stage]
+        timeline = simulate(schedule, stages, edges, device_of_stage=device_of_stage)
         simulated = {s.action: (s.start_seconds, s.end_seconds) for spans in timeline.stages for s in spans}
-        assert simulated == tick_by_tick(schedule, stages, edges, turns)
+        assert simulated == tick_by_tick(schedule, stages, edges, device_of_stage)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
@@ -180,15 +180,15 @@ def test_stages_of_one_device_take_as_long_as_one_large_stage(name: str) -> None
     random_ = random.Random(name)
     for (devices, micro_batches), n, (f, b) in itertools.product(SHAPES, (2, 3), COSTS):
         schedule = build(name, n * devices, micro_batches, "never")
-        turns = [stage // n for stage in range(n * devices)]
-        found = simulate(schedule, equal(n * devices, f, b), turns=turns)
+        device_of_stage = [stage // n for stage in range(n * devices)]
+        found = simulate(schedule, equal(n * devices, f, b), device_of_stage=device_of_stage)
         if name == "gpipe" or n * devices <= 4:  # 1f1b lets fewer micro-batches in than many large stages have
             assert found.step_seconds == (micro_batches + devices - 1) * n * (f + b)
             assert breakdown(found, micro_batches).bubble == pytest.approx(ideal_bubble(devices, micro_batches))
         numbers = [[random_.randint(1, 9) for _ in range(4)] for _ in range(n)]
         stages = [StageCost(*costs, update_seconds=update) for *costs, update in numbers]
         schedule = build(name, n, micro_batches, "always")
-        alone = simulate(schedule, stages, [EdgeCost(5, 5)] * (n - 1), turns=[0] * n)
+        alone = simulate(schedule, stages, [EdgeCost(5, 5)] * (n - 1), device_of_stage=[0] * n)
         work = sum(cost.forward_seconds + cost.graph_seconds + cost.backward_seconds for cost in stages)
         assert alone.step_seconds == micro_batches * work
         updates = [(event.start_seconds, event.end_seconds) for (*_, event) in alone.events]

@@ -95,14 +95,14 @@ ENGINE = """cases => cases.map(({name, K, M, devices, recompute, costs, seconds,
       [what, start, end, action && gpipe.key(action)])),
     shares: gpipe.breakdown(timeline, M, seconds),
     held: gpipe.stagesOf(rows).map((of, k) => gpipe.memory(of, sizes[k])),
-    checked: gpipe.check(rows), csv: gpipe.csv(rows), ofDevices: gpipe.csv(rows, timeline.turns), idle,
+    checked: gpipe.check(rows), csv: gpipe.csv(rows), ofDevices: gpipe.csv(rows, timeline.device_of_stage), idle,
     chain: chain.map(({start, end}) => [start, end]),
   };
 })"""
 
 
 def costs_of(
-    stages: Sequence[StageCost], edges: Sequence[EdgeCost], slowdown: Sequence[float], turns: Sequence[int]
+    stages: Sequence[StageCost], edges: Sequence[EdgeCost], slowdown: Sequence[float], device_of_stage: Sequence[int]
 ) -> dict[str, Any]:
     """As the page's simulator takes them."""
     keys = ("forward", "graph", "backward", "inputs", "weights", "update", "sum")
@@ -110,7 +110,7 @@ def costs_of(
         "stages": [dict(zip(keys, astuple(stage), strict=True)) for stage in stages],
         "edges": [{"forward": edge.forward_seconds, "backward": edge.backward_seconds} for edge in edges],
         "slowdown": slowdown,
-        "turns": turns,
+        "device_of_stage": device_of_stage,
     }
 
 
@@ -128,21 +128,21 @@ def random_case(chance: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
     edges = [EdgeCost(chance.uniform(0, 1), chance.uniform(0, 1)) for _ in range(K - 1)] * chance.randint(0, 1)
     slowdown = [1.0, *(chance.uniform(1, 3) for _ in range(chance.randint(1, 4)))] * chance.randint(0, 1)
     of_rows = list(range(K)) if name != "interleaved" else [k % devices for k in range(K)]
-    turns = chance.choice([of_rows, [row // 2 for row in of_rows]])
+    device_of_stage = chance.choice([of_rows, [row // 2 for row in of_rows]])
     sizes = [[Held(*(chance.randint(0, 1 << 40) for _ in range(4))) for _ in range(M)] for _ in range(K)]
 
     mode = recompute if isinstance(recompute, str) else tuple(map(frozenset, recompute))
     schedule = with_recomputation(order(name, K, M, devices), mode)
     check(schedule)
-    timeline = simulate(schedule, stages, edges, slowdown, turns)
+    timeline = simulate(schedule, stages, edges, slowdown, device_of_stage)
     seconds = max([timeline.end_seconds, *(e.end_seconds for of in timeline.events for e in of)]) * 1.1
     shares = breakdown(timeline, M, seconds)
     asked = {
         "name": name, "K": K, "M": M, "devices": devices, "recompute": recompute, "seconds": seconds,
-        "costs": costs_of(stages, edges, slowdown, turns),
+        "costs": costs_of(stages, edges, slowdown, device_of_stage),
         "sizes": [[one._asdict() for one in of] for of in sizes],
     }  # fmt: skip
-    devices_used = len(set(turns))
+    devices_used = len(set(device_of_stage))
     idle = {why: getattr(shares, why) * seconds * devices_used for why in ("bubble", "imbalance", "transfer", "set_up")}
     expected = {
         "rows": [list(map(str, row)) for row in schedule],
@@ -150,7 +150,7 @@ def random_case(chance: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
         "events": _events(timeline),
         "shares": dict(zip(shares.__dataclass_fields__, astuple(shares), strict=True)),
         "held": [list(bytes_held(of, size)) for of, size in zip(schedule.stages, sizes, strict=True)],
-        "checked": None, "csv": csv_of(schedule), "ofDevices": csv_of(schedule, turns),
+        "checked": None, "csv": csv_of(schedule), "ofDevices": csv_of(schedule, device_of_stage),
         "idle": {why: value for why, value in idle.items() if value > 1e-9},
     }  # fmt: skip
     return asked, expected
@@ -224,13 +224,14 @@ def random_problem(chance: random.Random) -> tuple[dict[str, Any], Problem]:
     stages = [StageCost(*(chance.uniform(0.5, 1.5) for _ in range(5))) for _ in range(K)]
     edges = [EdgeCost(chance.uniform(0, 0.3), chance.uniform(0, 0.3)) for _ in range(K - 1)]
     slowdown = [1.0, 1.2] * chance.randint(0, 1)
-    turns = chance.choice([[k % devices for k in range(K)], [k * devices // K for k in range(K)]])
+    device_of_stage = chance.choice([[k % devices for k in range(K)], [k * devices // K for k in range(K)]])
     sizes = [Held(10, chance.randint(0, 3), 3, chance.randint(3, 9)) for _ in range(K)]
     room = chance.choice([None, [chance.randint(25, 60) for _ in range(K)], [9] * K])
     recompute, split = chance.choice([*RECOMPUTE, "auto"]), chance.random() < 0.5
-    problem = Problem(stages, edges, slowdown, turns, M, sizes, room, recompute, split)
+    problem = Problem(stages, edges, slowdown, device_of_stage, M, sizes, room, recompute, split)
     return {
-        **costs_of(stages, edges, slowdown, turns), "micro_batches": M, "sizes": [size._asdict() for size in sizes],
+        **costs_of(stages, edges, slowdown, device_of_stage), "micro_batches": M,
+        "sizes": [size._asdict() for size in sizes],
         "room": room, "recompute": recompute, "split": split,
     }, problem  # fmt: skip
 
@@ -329,7 +330,7 @@ def test_a_run_on_this_machine_is_simulated_as_it_was_planned(page: "Page") -> N
         assert found[0] == pytest.approx(plan.step_seconds, rel=1e-9)
         alone = make_plan(config, profile, replace(costs, slowdown=()), None)
         assert found[2] == pytest.approx(alone.step_seconds, rel=1e-9)
-        assert (found[2] < 0.99 * found[1]) == (costs.slowdown[len(set(plan.turns)) - 1] > 1)
+        assert (found[2] < 0.99 * found[1]) == (costs.slowdown[len(set(plan.device_of_stage)) - 1] > 1)
 
 
 def test_the_bubble_becomes_that_of_its_formula_as_all_else_is_taken_away(page: "Page") -> None:

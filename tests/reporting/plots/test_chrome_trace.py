@@ -42,11 +42,13 @@ def measured() -> TracedStep:
     return TracedStep("measured", timeline, 99.0, 11.0, 2, [10 * MIB, 20 * MIB], [[HELD], [HELD]])
 
 
-def predicted(name: str = "zero_bubble", stages: int = 3, micro_batches: int = 5, turns: Any = ()) -> TracedStep:
+def predicted(
+    name: str = "zero_bubble", stages: int = 3, micro_batches: int = 5, device_of_stage: Any = ()
+) -> TracedStep:
     """Simulated, with odd times, transfers and updates."""
     schedule = build(name, stages, micro_batches, "except_last")
     costs = [StageCost(k / 7, k / 7, k / 3, k / 5, k / 9, update_seconds=0.01) for k in range(1, stages + 1)]
-    timeline = simulate(schedule, costs, [EdgeCost(1 / 30, 1 / 31)] * (stages - 1), turns=turns)
+    timeline = simulate(schedule, costs, [EdgeCost(1 / 30, 1 / 31)] * (stages - 1), device_of_stage=device_of_stage)
     sizes = [[Held(*(part * (k + 1) for part in HELD))] * micro_batches for k in range(stages)]
     seconds = max(event.end_seconds for events in timeline.events for event in events) + 0.1
     return TracedStep("predicted", timeline, 0.0, seconds, 8, [MIB] * stages, sizes)
@@ -158,11 +160,11 @@ def test_a_step_is_shown_from_its_beginning_to_its_end() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "stages", "turns"),
+    ("name", "stages", "device_of_stage"),
     [("gpipe", 4, ()), ("1f1b", 3, (0, 0, 1)), ("interleaved", 4, (0, 1, 0, 1)), ("zero_bubble", 3, ())],
 )
-def test_whatever_is_simulated_makes_a_valid_trace(name: str, stages: int, turns: Any) -> None:
-    step = predicted(name, stages, 6, turns)
+def test_whatever_is_simulated_makes_a_valid_trace(name: str, stages: int, device_of_stage: Any) -> None:
+    step = predicted(name, stages, 6, device_of_stage)
     events = read(step)
     actions = [span.action for spans in step.timeline.stages for span in spans]
     assert sum(e["ph"] == "s" for e in events) == sum(e["ph"] == "f" for e in events)
@@ -175,7 +177,7 @@ def test_whatever_is_simulated_makes_a_valid_trace(name: str, stages: int, turns
         assert curve[-1][1] == 0
     shares = breakdown(step.timeline, 6, step.step_seconds)
     set_up = sum(seconds for _, name, _, seconds in slices(events) if name == "set-up")
-    devices = len(set(turns or range(stages)))
+    devices = len(set(device_of_stage or range(stages)))
     assert set_up == pytest.approx(shares.set_up * devices * step.step_seconds, abs=1e-6)
 
 

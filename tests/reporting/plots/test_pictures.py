@@ -104,7 +104,7 @@ def cut(*stages: tuple[tuple[float, float], ...]) -> RunDescription:
     )  # fmt: skip
     names = tuple(tuple(f"l{n}" for n in range(len(stage))) for stage in stages)
     devices = {"parameters": (1000,) * count, "cost": (1.0,) * count, "devices": ("cpu",) * count}
-    devices["owners"] = tuple(range(count))
+    devices["process_of_stage"] = tuple(range(count))
     return description(plan=made, placement=placement(layer_names=names, **devices))
 
 

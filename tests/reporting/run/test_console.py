@@ -101,7 +101,7 @@ def large(name: str) -> Placement:
     """Eight stages of 36 layers."""
     names = (tuple(f"{name}_{number:03d}" for number in range(36)),) * 8
     sizes: dict[str, Any] = {"parameters": (155_300_000,) * 8, "cost": (0.1,) * 8}
-    sizes |= {"devices": ("cuda:7",) * 8, "owners": range(8)}
+    sizes |= {"devices": ("cuda:7",) * 8, "process_of_stage": range(8)}
     return placement(layer_names=names, lengths=(128,), **sizes)
 
 

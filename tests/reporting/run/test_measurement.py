@@ -38,7 +38,7 @@ def test_parts_of_the_memory_add_up_to_the_peak() -> None:
         {"stage": 0, "libraries": 1000, **parts, "activations": 401, "other": 39, "peak": 1500},
         {"stage": 1, "libraries": 0, **parts, "activations": 402, "other": -2, "peak": 460},  # not all of it at once
     ]
-    one_process = placement(owners=(0, 0), devices=("cpu", "cpu"))
+    one_process = placement(process_of_stage=(0, 0), devices=("cpu", "cpu"))
     (together,) = memory_result(one_process, planned, [2000, 2000], None, [1000, 1000])
     assert (together["stage"], together["weights"], together["activations"]) == (None, 20, 800)
     assert together["peak"] == 2000 == sum(v or 0 for k, v in together.items() if k not in ("stage", "peak"))
@@ -46,7 +46,7 @@ def test_parts_of_the_memory_add_up_to_the_peak() -> None:
 
 
 @pytest.mark.parametrize(
-    ("devices", "owners", "stages"),
+    ("devices", "process_of_stage", "stages"),
     [
         ("cuda:0 cuda:0 cuda:0 cuda:0", (0, 0, 0, 0), [None]),
         ("cuda:0 cuda:0 cuda:1 cuda:1", (0, 0, 0, 0), ["0,1", "2,3"]),
@@ -54,9 +54,11 @@ def test_parts_of_the_memory_add_up_to_the_peak() -> None:
         ("cpu cpu cpu cpu", (0, 0, 0, 1), ["0-2", 3]),
     ],
 )
-def test_stages_that_share_a_peak_share_a_row(devices: str, owners: tuple[int, ...], stages: list[object]) -> None:
+def test_stages_that_share_a_peak_share_a_row(
+    devices: str, process_of_stage: tuple[int, ...], stages: list[object]
+) -> None:
     """An allocator, or the system, tells what all of them needed: it is not there once for each."""
-    placed = placement(layer_names=(("a",),) * 4, devices=tuple(devices.split()), owners=owners)
+    placed = placement(layer_names=(("a",),) * 4, devices=tuple(devices.split()), process_of_stage=process_of_stage)
     found = memory_result(placed, [StageMemory(1, 0, 0, 2, 0)] * 4, [100] * 4, None, None)
     assert [entry["stage"] for entry in found] == stages
     assert sum(entry["peak"] for entry in found) == 100 * len(stages)

@@ -240,7 +240,7 @@ def test_another_picture_of_an_epoch_takes_the_place_of_the_first(tmp_path: Path
 
 def test_the_page_says_with_the_summary_that_other_programs_used_the_cores(tmp_path: Path) -> None:
     """A run whose stages had no core for a third of the time was shown beside the prediction without a word."""
-    together = placement(devices=("cuda:0", "cuda:0"), owners=(0, 0))
+    together = placement(devices=("cuda:0", "cuda:0"), process_of_stage=(0, 0))
     for places, kind in ((placement(), "measured_contended"), (together, "measured_one_device")):
         folder = tmp_path / kind
         reporter, file = reporter_in(folder, placement=places)
