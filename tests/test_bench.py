@@ -18,8 +18,8 @@ from gpipe_cli.errors import InputError
 from gpipe_cli.planner.cost_model import predicted_costs
 from gpipe_cli.planner.model_profile import profile_model
 from gpipe_cli.planner.placement import make_placement, step_flops
-from gpipe_cli.reporting.run.result import read_result, write_result
 from gpipe_cli.reporting.tables.sweep import Run, bench_status, bench_table, show_bench, write_bench
+from gpipe_cli.results.files import read_result, write_result
 from gpipe_cli.system.source_code import commit_of
 from gpipe_cli.training.events import StepDone
 

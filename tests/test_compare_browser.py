@@ -10,7 +10,7 @@ from reporting_runs import evaluation, plan, reporter_in, step
 from gpipe_cli.reporting.compare.comparison import compare
 from gpipe_cli.reporting.compare.page import write_page
 from gpipe_cli.reporting.compare.run_record import read_run
-from gpipe_cli.reporting.run.result import read_result, write_result
+from gpipe_cli.results.files import read_result, write_result
 
 if TYPE_CHECKING:
     from playwright.sync_api import Locator, Page

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from training_runs import TINY, command
 
-from gpipe_cli.reporting.run.result import read_result, write_result
+from gpipe_cli.results.files import read_result, write_result
 from gpipe_cli.system.files import FolderLock
 
 Compare = Callable[..., tuple[int, str, str]]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from training_runs import TINY, command
 
-from gpipe_cli.reporting.run.result import read_result, write_result
+from gpipe_cli.results.files import read_result, write_result
 
 SHORT = [*TINY, "logger=[tensorboard]", "hardware=cpu", "executor=in_process", "max_steps=2", "model.drop_path=0"]
 

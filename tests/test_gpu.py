@@ -21,7 +21,7 @@ from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.runtime.transport import LocalTransport
 from gpipe_cli.pipeline.schedule.orders import SCHEDULES, build
 from gpipe_cli.pipeline.schedule.schedules import RECOMPUTE
-from gpipe_cli.reporting.run.result import read_result
+from gpipe_cli.results.files import read_result
 from gpipe_cli.training.checkpoint.writer import Snapshot
 
 SETTINGS = [*(setting for setting in TINY if not setting.startswith("device=")), "device=cuda"]

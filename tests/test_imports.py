@@ -18,6 +18,7 @@ FLOORS = (
     ("pipeline.profile",),
     ("distributed",),
     ("assembly",),
+    ("results",),
     ("planner",),
     ("training",),
     ("verify",),

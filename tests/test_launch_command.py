@@ -20,7 +20,7 @@ from training_runs import TINY, assert_same_tensors, configure, final_tensors, t
 from gpipe_cli.cli import main
 from gpipe_cli.config.slurm import LaunchSettings
 from gpipe_cli.launch.slurm import script
-from gpipe_cli.reporting.run.result import read_result
+from gpipe_cli.results.files import read_result
 
 SMALL = ["model.normal_cells=3", "model.filters=4", "hardware=cpu"]
 # In the place of srun: says what the last process would get.

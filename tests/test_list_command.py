@@ -9,7 +9,7 @@ import pytest
 from training_runs import command
 
 from gpipe_cli.config.comments import FOLDER
-from gpipe_cli.reporting.run.result import write_result
+from gpipe_cli.results.files import write_result
 
 
 @pytest.mark.parametrize(("topic", "group"), [("models", "model"), ("datasets", "dataset"), ("hardware", "hardware")])

@@ -23,7 +23,7 @@ from training_runs import composed, configure
 from gpipe_cli.benchmark import machine_timing
 from gpipe_cli.config.settings import load_hardware
 from gpipe_cli.planner.device_rates import Figures, rates_of_sheet
-from gpipe_cli.reporting.run.result import write_result
+from gpipe_cli.results.files import write_result
 
 FOLDER = Path(__file__).parent.parent / "recipes" / "measurements"
 SMALL = ["model.normal_cells=3", "dataset.image_size=16", "hardware=cpu", "threads=1"]

@@ -12,7 +12,7 @@ from training_runs import TINY, command
 
 from gpipe_cli.commands.sweep import objective
 from gpipe_cli.commands.sweep_folder import SWEEP
-from gpipe_cli.reporting.run.result import read_result
+from gpipe_cli.results.files import read_result
 
 SEARCH = [
     *TINY[2:], "model=custom", "model.target=custom_models:small", "hardware=cpu", "partitions=1", "max_steps=1",

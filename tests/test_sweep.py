@@ -25,8 +25,8 @@ from gpipe_cli.commands.sweep_folder import SWEEP, Attempt, SweepFolder
 from gpipe_cli.commands.train import requested
 from gpipe_cli.config.typed import NothingFitsError
 from gpipe_cli.errors import InputError
-from gpipe_cli.reporting.run.result import read_result, write_result
 from gpipe_cli.reporting.tables.sweep import Run, show_sweep
+from gpipe_cli.results.files import read_result, write_result
 from gpipe_cli.system.source_code import commit_of
 
 ODD = [

@@ -12,9 +12,9 @@ from gpipe_cli.config.typed import show
 from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.compare.run_record import Curve, RunRecord, read_run, same_curves
 from gpipe_cli.reporting.run.lines import show_facts
-from gpipe_cli.reporting.run.result import flattened
-from gpipe_cli.reporting.run.tensorboard import TRAIN_LOSS
 from gpipe_cli.reporting.tables.table import NONE, TABLE, Column, Table, formatted, show_table, to_rows
+from gpipe_cli.results.files import flattened
+from gpipe_cli.results.measures import TRAIN_LOSS
 from gpipe_cli.units import duration, loss, percent, perplexity, rate, size
 
 HELP = """\

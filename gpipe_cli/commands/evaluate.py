@@ -22,7 +22,7 @@ from gpipe_cli.config.settings import (
 from gpipe_cli.config.typed import RefusedError, typed, unknown
 from gpipe_cli.config.typed import settings as settings_of
 from gpipe_cli.launch.fork_server import fork_server
-from gpipe_cli.reporting.run.result import flattened
+from gpipe_cli.results.files import flattened
 from gpipe_cli.system.interrupts import interruptible_import
 
 # Settings that take the place of the run's own; null: as the run was trained, but for stages_per_process, which is for

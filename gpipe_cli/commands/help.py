@@ -1,5 +1,5 @@
 """`gpipe help TOPIC`: what the files in `conf/`, the README's glossary and the recipes say of a setting, a choice, a
-word, and of what a schedule shows a picture; nothing is written for it alone."""
+word, what measures say of themselves, and of what a schedule shows a picture; nothing is written for it alone."""
 
 import re
 import sys
@@ -18,15 +18,17 @@ from gpipe_cli.config.typed import choices, nearest
 from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.run.lines import show_line
 from gpipe_cli.reproduction.recipe import load, names
+from gpipe_cli.results.measures import MEASURES, explained
 
 HELP = """\
-Explains a setting, a choice of one, a word of the README's glossary, or a recipe.
+Explains a setting, a choice of one, a word of the README's glossary, a measure, or a recipe.
 
 Usage: gpipe help micro_batches        a setting of any command, also model.filters or filters
        gpipe help 1f1b                 a choice: of a schedule, with a picture; of a model, a data set, hardware
        gpipe help bubble               a word; gpipe help K: a symbol; both with pictures and numbers
+       gpipe help samples_per_second   a measure: what it is, its unit, how it is measured
        gpipe help table2_amoebanet     a recipe
-       gpipe help words                all words; gpipe help settings: all settings of gpipe train
+       gpipe help words                all words; also settings (of gpipe train) and measures
        gpipe help train                as gpipe train --help
 
 gpipe list models, datasets, hardware, recipes or runs lists what there is.
@@ -91,6 +93,9 @@ def topics() -> dict[str, list[tuple[str, str]]]:
         recipe = load(name)
         lines = [f"{recipe.title} ({recipe.source}). At a desk: {recipe.desk.scaled}; {recipe.desk.duration}."]
         found[name].append((f"gpipe reproduce {name}", " ".join(lines)))
+    for measure in MEASURES.values():
+        found[measure.key].append((f"{measure.key}  ({measure.name})", explained(measure)))
+        found["measures"].append((f"{measure.key}  ({measure.name})", explained(measure)))
     return dict(found)
 
 

@@ -18,8 +18,8 @@ from gpipe_cli.config.typed import nearest, show
 from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.compare.run_record import find_runs
 from gpipe_cli.reporting.run.lines import show_text
-from gpipe_cli.reporting.run.result import RESULT, read_result, value_of
 from gpipe_cli.reporting.tables.table import NONE, SYMBOLS, TABLE, Column, Table, formatted, show_table
+from gpipe_cli.results.files import RESULT, read_result, value_of
 from gpipe_cli.system.interrupts import interruptible_import
 from gpipe_cli.units import count, duration, percent, perplexity, plural, rate
 

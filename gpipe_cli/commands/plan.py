@@ -23,8 +23,8 @@ from gpipe_cli.config.typed import RefusedError, SettingError
 from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.errors import InputError
 from gpipe_cli.launch.fork_server import fork_server
-from gpipe_cli.reporting.run.result import as_json
 from gpipe_cli.reporting.tables.table import TABLE, to_csv
+from gpipe_cli.results.files import as_json
 from gpipe_cli.system.interrupts import interruptible_import
 
 

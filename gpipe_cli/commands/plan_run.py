@@ -30,8 +30,8 @@ from gpipe_cli.reporting.plots.timeline import draw
 from gpipe_cli.reporting.plots.timeline_values import predicted_view
 from gpipe_cli.reporting.run.description import model_name
 from gpipe_cli.reporting.run.lines import show_text
-from gpipe_cli.reporting.run.result import write_result
 from gpipe_cli.reporting.tables.plan import PLAN, Facts, plan_json, show_plan
+from gpipe_cli.results.files import write_result
 from gpipe_cli.system.files import write_whole
 from gpipe_cli.system.forked_call import Fork
 

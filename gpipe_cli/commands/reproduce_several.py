@@ -21,10 +21,10 @@ from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.reproduced.page import REPORT, write_report
 from gpipe_cli.reporting.reproduced.readme import README, with_results
 from gpipe_cli.reporting.run.lines import override, show_facts, show_line
-from gpipe_cli.reporting.run.result import read_result, write_result
 from gpipe_cli.reporting.tables.recipe import REPRODUCTION, read_reproduction, write_reproduction
 from gpipe_cli.reproduction.recipe import Recipe, names
 from gpipe_cli.reproduction.runner import FOLDER, CommandFailedError
+from gpipe_cli.results.files import read_result, write_result
 from gpipe_cli.system.files import LOCK, read_text, write_whole
 from gpipe_cli.system.gpus import usable_gpus
 from gpipe_cli.system.interrupts import Stopped

@@ -16,7 +16,7 @@ from gpipe_cli.commands.folders import locked_folder
 from gpipe_cli.config.settings import CONFIG
 from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.run.lines import override
-from gpipe_cli.reporting.run.result import read_result, write_result
+from gpipe_cli.results.files import read_result, write_result
 
 SWEEP = "sweep.json"
 HYDRAS = "multirun.yaml"  # Hydra writes it before it has read the settings

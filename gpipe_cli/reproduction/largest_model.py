@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 from gpipe_cli.config.settings import key_of, load_hardware
 from gpipe_cli.config.typed import NothingFitsError
-from gpipe_cli.reporting.run.result import read_result
 from gpipe_cli.reporting.tables.table import Column, Table
 from gpipe_cli.reproduction.runner import NONE, Findings, Runner, counts, differences, number, numbers
+from gpipe_cli.results.files import read_result
 from gpipe_cli.units import size
 
 _LIMIT = "hardware.memory_gib"

@@ -16,7 +16,6 @@ from gpipe_cli.config.settings import key_of, load_recipe, owner
 from gpipe_cli.config.typed import RefusedError, nearest, show, typed
 from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.run.measurement import hardware
-from gpipe_cli.reporting.run.result import flattened
 from gpipe_cli.reporting.tables.recipe import Reproduction
 from gpipe_cli.reproduction.breakdown import Breakdown
 from gpipe_cli.reproduction.consistency import Consistency
@@ -29,6 +28,7 @@ from gpipe_cli.reproduction.simulated import Simulate
 from gpipe_cli.reproduction.smallest import Experiment, smallest
 from gpipe_cli.reproduction.throughput import Throughput
 from gpipe_cli.reproduction.training import Classification, FineTuning, Size, Translation
+from gpipe_cli.results.files import flattened
 from gpipe_cli.units import plural, size
 
 # Prefixes of recipe names in the order of the paper: its tables, section 4, section 5.

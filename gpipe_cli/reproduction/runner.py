@@ -20,9 +20,9 @@ from gpipe_cli.config.settings import key_of, owner, replaced_batch
 from gpipe_cli.config.typed import quoted
 from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.run.lines import LOG
-from gpipe_cli.reporting.run.result import RESULT, read_result
 from gpipe_cli.reporting.tables.table import NONE, Column, Origin, Table
 from gpipe_cli.reproduction.simulated import Simulate, Simulated
+from gpipe_cli.results.files import RESULT, read_result
 from gpipe_cli.system.gpus import Gpu
 from gpipe_cli.units import count, duration
 

@@ -35,7 +35,7 @@ from runs import command_line
 
 from gpipe_cli.reporting.compare.run_record import read_curves
 from gpipe_cli.reporting.run.measurement import hardware, versions
-from gpipe_cli.reporting.run.result import read_result
+from gpipe_cli.results.files import read_result
 from gpipe_cli.training.checkpoint.store import checkpoints_in, find_checkpoint, read_index, read_tensors
 
 SETTINGS = ["epochs=2", "checkpoint.every_steps=15"]

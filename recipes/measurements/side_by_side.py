@@ -77,7 +77,7 @@ from gpipe_cli.pipeline.runtime.saved_activations import ByteRange, byte_range, 
 from gpipe_cli.planner.placement import make_placement
 from gpipe_cli.reporting.compare.run_record import read_curves
 from gpipe_cli.reporting.run.measurement import hardware, versions
-from gpipe_cli.reporting.run.result import read_result
+from gpipe_cli.results.files import read_result
 from gpipe_cli.system.forked_call import Fork
 from gpipe_cli.training.data_feed import Reading, mini_batches
 

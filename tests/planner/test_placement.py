@@ -19,7 +19,7 @@ from gpipe_cli.planner.cost_model import StepCosts
 from gpipe_cli.planner.devices import memory_limit, place
 from gpipe_cli.planner.model_profile import ModelProfile
 from gpipe_cli.planner.placement import Placement, make_placement
-from gpipe_cli.reporting.run.result import read_result
+from gpipe_cli.results.files import read_result
 
 
 def placed(*settings: str) -> Placement:

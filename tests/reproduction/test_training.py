@@ -10,10 +10,10 @@ from recipe_runs import HERE, TINY, answering, column, real_runner
 from training_runs import command
 
 from gpipe_cli.errors import InputError
-from gpipe_cli.reporting.run.result import read_result
 from gpipe_cli.reproduction.recipe import load
 from gpipe_cli.reproduction.runner import last_wins
 from gpipe_cli.reproduction.training import RUN, Classification, FineTuning, Size, Translation
+from gpipe_cli.results.files import read_result
 from gpipe_cli.units import count, percent
 
 SMALL = (*TINY, "max_steps=1", "dataset.classes=[0,1,2,3,4,5]", "model.auxiliary_head=false")

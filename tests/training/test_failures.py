@@ -30,7 +30,7 @@ from gpipe_cli.commands.training_run import find_source
 from gpipe_cli.errors import InputError
 from gpipe_cli.launch.fork_server import fork_server, temporary_folder
 from gpipe_cli.planner.placement import make_placement
-from gpipe_cli.reporting.run.result import RESULT, read_result
+from gpipe_cli.results.files import RESULT, read_result
 from gpipe_cli.training.milestones import starting_point
 
 BOUND = 20  # seconds; it takes 2 to 3, the rest is for a machine that does other things too

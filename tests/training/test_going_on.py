@@ -25,7 +25,7 @@ from training_runs import (
 
 from gpipe_cli.commands import training_run
 from gpipe_cli.config.settings import TrainConfig
-from gpipe_cli.reporting.run.result import read_result, write_result
+from gpipe_cli.results.files import read_result, write_result
 from gpipe_cli.training.checkpoint import store
 from gpipe_cli.training.checkpoint.store import checkpoints_in, step_of
 

@@ -9,7 +9,7 @@ from training_runs import LIVELY, TINY, assert_same_tensors, command, configure,
 from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.data.batches import Catalogue, MiniBatches
 from gpipe_cli.data.micro_batches import micro_batch_sizes, share_of
-from gpipe_cli.reporting.run.result import read_result
+from gpipe_cli.results.files import read_result
 
 # mini-batches of 8, 8 and 6 samples in pieces of 2, 2 | 2, 2 and 2, 2 | 1, 1
 SETTINGS = [

@@ -9,7 +9,7 @@ import torch
 from training_runs import assert_same_tensors, command, configure, final_tensors, of_type, train_here
 
 from gpipe_cli.errors import InputError
-from gpipe_cli.reporting.run.result import read_result
+from gpipe_cli.results.files import read_result
 from gpipe_cli.training.events import Evaluated, StepDone, TrainingReady
 
 # everything that has a state or draws random numbers is on

@@ -28,7 +28,7 @@ from training_runs import (
 from gpipe_cli.config.settings import to_yaml
 from gpipe_cli.distributed import rendezvous
 from gpipe_cli.distributed.rendezvous import Decision, agree, store
-from gpipe_cli.reporting.run.result import read_result
+from gpipe_cli.results.files import read_result
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 SETTINGS = [*TINY[2:], "model=custom", "model.target=mortal:build", "check_layers=false", "partitions=4",

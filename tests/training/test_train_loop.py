@@ -13,7 +13,7 @@ from training_runs import LIVELY, TINY, assert_same_tensors, command, configure,
 from gpipe_cli.assembly.loss import Totals
 from gpipe_cli.config.settings import load
 from gpipe_cli.reporting.run.measurement import CONTENDED
-from gpipe_cli.reporting.run.result import read_result
+from gpipe_cli.results.files import read_result
 from gpipe_cli.system.machine import usable_cores
 from gpipe_cli.training.checkpoint.store import find_checkpoint, read_index
 from gpipe_cli.training.events import Evaluated, StepDone

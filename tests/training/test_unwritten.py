@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from training_runs import TINY, command, configure, final_tensors, train_here, wait_until
 
-from gpipe_cli.reporting.run.result import read_result
+from gpipe_cli.results.files import read_result
 
 RUN = [*TINY, "partitions=2", "executor=in_process"]
 

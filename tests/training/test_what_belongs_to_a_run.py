@@ -12,7 +12,7 @@ from gpipe_cli.config.groups import TextConfig
 from gpipe_cli.data.text import open_text
 from gpipe_cli.errors import InputError
 from gpipe_cli.planner.placement import make_placement
-from gpipe_cli.reporting.run.result import read_result
+from gpipe_cli.results.files import read_result
 
 TEXT = [
     "~presets", "model=transformer_lm", "dataset=text_files", "model.layers=1", "model.width=8", "model.hidden=8",

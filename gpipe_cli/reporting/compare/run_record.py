@@ -16,8 +16,8 @@ from typing import Any
 from gpipe_cli.config.settings import CONFIG, runs_below
 from gpipe_cli.config.typed import show
 from gpipe_cli.errors import InputError
-from gpipe_cli.reporting.run.result import RESULT, flattened, read_result, value_of
-from gpipe_cli.reporting.run.tensorboard import (
+from gpipe_cli.results.files import RESULT, flattened, read_result, value_of
+from gpipe_cli.results.measures import (
     SAMPLES_PER_SECOND,
     TEST_PERPLEXITY,
     TEST_TOP1,

@@ -10,8 +10,8 @@ from gpipe_cli.config.groups import ImagesConfig
 from gpipe_cli.data.micro_batches import micro_batch_sizes
 from gpipe_cli.reporting.run.description import RunDescription, precision_facts, words_of
 from gpipe_cli.reporting.run.lines import show_facts
-from gpipe_cli.reporting.run.result import RESULT
 from gpipe_cli.reporting.tables.table import Column, Table, show_table
+from gpipe_cli.results.files import RESULT
 from gpipe_cli.training.events import LayersCompiled
 from gpipe_cli.units import count, percent, plural
 from gpipe_cli.units import learning_rate as shown_rate

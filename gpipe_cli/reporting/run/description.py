@@ -15,7 +15,7 @@ from gpipe_cli.config import groups
 from gpipe_cli.config.settings import Task, TrainConfig
 from gpipe_cli.config.typed import show
 from gpipe_cli.pipeline.schedule.simulator import ideal_bubble
-from gpipe_cli.reporting.run.result import flattened
+from gpipe_cli.results.files import flattened
 from gpipe_cli.training.events import DataFacts, LayersCompiled, Notes, Scores, Tested
 
 if TYPE_CHECKING:  # they import torch, which takes seconds: tables of runs do without

@@ -12,8 +12,8 @@ from rich.console import Console
 from gpipe_cli.reporting.page.page import PAGE
 from gpipe_cli.reporting.run.description import Task, scores_of, words_of
 from gpipe_cli.reporting.run.lines import in_columns, override, show_facts, show_text
-from gpipe_cli.reporting.run.result import write_result
 from gpipe_cli.reporting.run.step_breakdown import STAGES_SHOWN, show_shares
+from gpipe_cli.results.files import write_result
 from gpipe_cli.training.events import EvaluationDone, TranslationScores
 from gpipe_cli.units import duration, loss, operations, percent, perplexity, plural, rate, rounded
 

@@ -31,7 +31,7 @@ from gpipe_cli.config.typed import RefusedError, with_type
 from gpipe_cli.reporting.page.page import PAGE
 from gpipe_cli.reporting.run.description import RunDescription, Value, hyperparameters
 from gpipe_cli.reporting.run.lines import LOG
-from gpipe_cli.reporting.run.result import RESULT, read_result
+from gpipe_cli.results.files import RESULT, read_result
 from gpipe_cli.system.files import read_json, write_whole
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from rich.console import Console
 
 from gpipe_cli.pipeline.profile.layer_probes import Finding
 from gpipe_cli.reporting.run.lines import show_facts, show_text
-from gpipe_cli.reporting.run.result import write_result
 from gpipe_cli.reporting.tables.table import Column, Table, show_table
+from gpipe_cli.results.files import write_result
 from gpipe_cli.units import loss, plural, spans
 from gpipe_cli.verify.variants import MODES, TOLERANCE, Row
 

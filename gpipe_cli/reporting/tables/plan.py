@@ -28,9 +28,9 @@ from gpipe_cli.planner.step_schedule import mini_batch_samples
 from gpipe_cli.reporting.plots.timeline_values import idle
 from gpipe_cli.reporting.run.description import model_name, precision_facts, words_of
 from gpipe_cli.reporting.run.lines import show_facts, show_line, show_text
-from gpipe_cli.reporting.run.result import flattened, write_result
 from gpipe_cli.reporting.run.step_breakdown import show_shares
 from gpipe_cli.reporting.tables.table import SYMBOLS, Column, Table, show_table
+from gpipe_cli.results.files import flattened, write_result
 from gpipe_cli.units import GIB, MIB, count, duration, operations, percent, plural, rate, rounded, size
 
 PLAN = "plan.json"

@@ -9,8 +9,8 @@ from rich.console import Console
 from gpipe_cli.config.typed import with_type
 from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.run.lines import show_facts, show_text
-from gpipe_cli.reporting.run.result import read_result, write_result
 from gpipe_cli.reporting.tables.table import Column, Table, show_table, to_markdown
+from gpipe_cli.results.files import read_result, write_result
 from gpipe_cli.system.files import write_whole
 from gpipe_cli.units import duration
 

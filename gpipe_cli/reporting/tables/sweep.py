@@ -21,10 +21,10 @@ from gpipe_cli.config.typed import show
 from gpipe_cli.reporting.plots.timeline_values import SHARES, idle
 from gpipe_cli.reporting.run.lines import show_facts, show_text
 from gpipe_cli.reporting.run.measurement import StepMedians
-from gpipe_cli.reporting.run.result import flattened, value_of, write_result
 from gpipe_cli.reporting.run.step_breakdown import measured_breakdown
 from gpipe_cli.reporting.run.summary import speed_kind
 from gpipe_cli.reporting.tables.table import SYMBOLS, Column, Table, show_table, to_csv
+from gpipe_cli.results.files import flattened, value_of, write_result
 from gpipe_cli.system.files import write_whole
 from gpipe_cli.units import duration, operations, percent, perplexity, rate, size
 

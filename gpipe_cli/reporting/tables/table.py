@@ -13,7 +13,7 @@ from rich.console import Console
 
 from gpipe_cli.config.typed import show
 from gpipe_cli.reporting.run.lines import show_line, show_text, wrapped
-from gpipe_cli.reporting.run.result import as_json
+from gpipe_cli.results.files import as_json
 from gpipe_cli.units import plural
 
 Origin = Literal["", "paper", "published", "measured", "counted", "planned", "simulated", "difference"]

@@ -22,8 +22,8 @@ from gpipe_cli.reporting.compare.run_record import Curve, RunRecord, find_runs, 
 from gpipe_cli.reporting.compare.scaling import Scaling, devices, scalings
 from gpipe_cli.reporting.plots.comparison import draw_curves, running_median, styles
 from gpipe_cli.reporting.plots.palette import rgb, run_colour
-from gpipe_cli.reporting.run.result import read_result, write_result
 from gpipe_cli.reporting.tables.table import to_csv
+from gpipe_cli.results.files import read_result, write_result
 
 
 def ran(folder: Path, losses: list[float], *settings: str, status: Any = "completed", scale: int = 1) -> None:

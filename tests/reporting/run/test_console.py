@@ -17,8 +17,8 @@ from gpipe_cli.reporting.run.banner import show_banner
 from gpipe_cli.reporting.run.console import RunConsole, following
 from gpipe_cli.reporting.run.lines import show_line
 from gpipe_cli.reporting.run.reporter import Reporter
-from gpipe_cli.reporting.run.result import read_result
 from gpipe_cli.reporting.run.summary import show_summary
+from gpipe_cli.results.files import read_result
 from gpipe_cli.training.events import DataFacts
 
 SHARES = {

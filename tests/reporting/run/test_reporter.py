@@ -19,8 +19,8 @@ from reporting_runs import (
 )
 
 from gpipe_cli.reporting.plots.timeline_values import StepPicture
-from gpipe_cli.reporting.run.result import read_result
 from gpipe_cli.reporting.run.summary import show_evaluation
+from gpipe_cli.results.files import read_result
 from gpipe_cli.training.events import EvaluationDone, Scores, Translation, TranslationScores
 
 

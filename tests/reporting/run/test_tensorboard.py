@@ -32,8 +32,8 @@ from gpipe_cli.config.typed import settings as all_keys
 from gpipe_cli.reporting.plots.picture import DPI, NARROW_INCHES, WIDTH_INCHES
 from gpipe_cli.reporting.plots.timeline_values import StepPicture
 from gpipe_cli.reporting.run.description import hyperparameters
-from gpipe_cli.reporting.run.result import read_result
 from gpipe_cli.reporting.run.tensorboard import Dashboard, EventFile, varied_by
+from gpipe_cli.results.files import read_result
 from gpipe_cli.training.events import Translation
 from gpipe_cli.units import GIB
 

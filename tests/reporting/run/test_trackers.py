@@ -14,7 +14,7 @@ from training_runs import command
 
 from gpipe_cli.reporting.plots.timeline_values import StepPicture
 from gpipe_cli.reporting.run.description import hyperparameters
-from gpipe_cli.reporting.run.result import read_result
+from gpipe_cli.results.files import read_result
 
 
 def report(folder: Path, *settings: str, end: bool = True, **changes: Any) -> str:

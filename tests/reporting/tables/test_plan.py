@@ -13,8 +13,8 @@ from gpipe_cli.planner.cost_model import predicted_costs
 from gpipe_cli.planner.placement import make_placement
 from gpipe_cli.planner.plan import make_plan
 from gpipe_cli.reporting.run.description import precision_facts
-from gpipe_cli.reporting.run.result import read_result
 from gpipe_cli.reporting.tables.plan import plan_json, show_plan
+from gpipe_cli.results.files import read_result
 
 MIB = 2**20
 COMPARISON = {

@@ -13,7 +13,7 @@ import torch
 from training_runs import TINY, assert_same_tensors, command, configure, final_tensors, of_type, train_here
 
 from gpipe_cli.distributed.control_group import Awaited
-from gpipe_cli.reporting.run.result import read_result
+from gpipe_cli.results.files import read_result
 from gpipe_cli.training import events
 from gpipe_cli.training.checkpoint.store import checkpoints_in, draft_of, read_index
 from gpipe_cli.training.checkpoint.writer import Snapshot
