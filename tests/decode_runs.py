@@ -16,13 +16,12 @@ import torch
 from torch import nn
 from training_runs import configure
 
-from gpipe_cli.assembly.build import build_model
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.data.corpora import Pairs
 from gpipe_cli.data.translation import PairSplit, Sequences
 from gpipe_cli.data.vocabulary import BEGIN, END, PAD, UNKNOWN, Vocabulary
 from gpipe_cli.distributed.control_group import ControlGroup
-from gpipe_cli.pipeline.runtime.executor import Watch
+from gpipe_cli.pipeline.runtime.executor import OnAction, ignore_action
 from gpipe_cli.planner.placement import Placement, make_placement
 from gpipe_cli.training.engine import Engine, build_engine
 from gpipe_cli.training.translation import Search, decode
@@ -97,10 +96,10 @@ def plan(partitions: int, seed: int) -> tuple[TrainConfig, Placement]:
     return config, make_placement(config)
 
 
-def engine_of(planned: tuple[TrainConfig, Placement], watch: Watch = lambda action, samples, lengths: None) -> Engine:
+def engine_of(planned: tuple[TrainConfig, Placement], on_action: OnAction = ignore_action) -> Engine:
     """All stages, with the weights they begin with, but larger."""
     config, placement = planned
-    engine = build_engine(config, placement, 0, None, build_model(config), watch, pretrained=True)
+    engine = build_engine(config, placement, ControlGroup(0, 1), on_action=on_action)
     with torch.no_grad():  # opinions strong enough that translations depend on their sources, and most of them end
         for parameters in engine.parameters.values():
             for name, parameter in parameters.items():
@@ -110,15 +109,15 @@ def engine_of(planned: tuple[TrainConfig, Placement], watch: Watch = lambda acti
 
 
 def decode_here(
-    case: Case, watch: Watch = lambda action, samples, lengths: None, bias: Mapping[int, float] = MappingProxyType({})
+    case: Case, on_action: OnAction = ignore_action, bias: Mapping[int, float] = MappingProxyType({})
 ) -> list[list[int]]:
     """Decode in this process, all stages of it, with these values in the bias of the logits."""
-    engine = engine_of(plan(case.partitions, case.seed), watch)
+    engine = engine_of(plan(case.partitions, case.seed), on_action)
     with torch.no_grad():
         for token, value in bias.items():
             engine.parameters[case.partitions - 1]["softmax.logits.bias"][token] = value
     with engine.evaluating(averages=False):
-        return decode(engine, ControlGroup(0, 1), case.search, tiny_split(), case.indices)
+        return decode(engine, case.search, tiny_split(), case.indices)
 
 
 @lru_cache

@@ -33,7 +33,7 @@ from gpipe_cli.pipeline.profile.tracing import trace_layers
 from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor, Tensors, as_boundary
 from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.frozen import Frozen, freeze
-from gpipe_cli.pipeline.runtime.link import Edge, Link
+from gpipe_cli.pipeline.runtime.link import Edge, Link, Links
 from gpipe_cli.pipeline.runtime.p2p_transport import Boundaries, P2PTransport
 from gpipe_cli.pipeline.runtime.randomness import materialize
 from gpipe_cli.pipeline.runtime.stage import Stage
@@ -234,10 +234,8 @@ def train(case: Case, here: Sequence[int], links: dict[Edge, Link] | None) -> di
     if links is not None:
         boundaries = [costs[end - 1].outputs for end in accumulate(balance[:-1])]
         transport = P2PTransport(
-            case.process_of_stage[here[0]], case.process_of_stage, links, Boundaries(boundaries, boundaries),
-            device=device,
-            memory_format=memory_format, early=case.device == "cpu", timeout_seconds=60,
-            connect_seconds=60,
+            case.process_of_stage[here[0]], case.process_of_stage, Links(links, 60, 60),
+            Boundaries(boundaries, boundaries, memory_format), device,
         )  # fmt: skip
     for stage in stages.values():  # the reference, which recomputes nothing, does not count
         stage.count_saved(case.recompute != "never")
@@ -310,8 +308,7 @@ def neighbour(rank: int, folder: Path, connection: Connection) -> None:
     boundary = [(BoundaryTensor((0, 2), (1, 0), torch.float32, True),)]
     try:
         transport = P2PTransport(
-            rank, range(2), links, Boundaries(boundary, boundary), device=CPU, memory_format=torch.contiguous_format,
-            early=True, timeout_seconds=120, connect_seconds=120,
+            rank, range(2), Links(links, 120, 120), Boundaries(boundary, boundary), CPU
         )  # fmt: skip
         control = ControlGroup(rank, 2, dist.group.WORLD)
         order = build("gpipe", 2, 2, "never")

@@ -17,11 +17,10 @@ from hydra import compose, initialize_config_module
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-from gpipe_cli.assembly.build import build_model
 from gpipe_cli.commands.training_run import find_source
 from gpipe_cli.config.settings import TrainConfig, from_tree, to_yaml
 from gpipe_cli.distributed.control_group import ControlGroup, Waits
-from gpipe_cli.pipeline.runtime.executor import Watch
+from gpipe_cli.pipeline.runtime.executor import OnAction, ignore_action
 from gpipe_cli.pipeline.schedule.schedules import Action, Kind
 from gpipe_cli.planner.placement import make_placement
 from gpipe_cli.training.checkpoint.restore import state_of_stage
@@ -75,7 +74,7 @@ def configure(*settings: str) -> TrainConfig:
 def train_here(
     config: TrainConfig,
     folder: Path,
-    watch: Watch = lambda action, samples, lengths: None,
+    on_action: OnAction = ignore_action,
     waits: Waits = nullcontext,
 ) -> list[object]:
     """Train in this process, all stages of it; returns the messages for the parent."""
@@ -88,16 +87,16 @@ def train_here(
         to_yaml(config),
         placement,
         folder,
-        WorkerProcess(0, lambda: (ControlGroup(0, 1, waits=waits), None), messages.append, watch),
+        WorkerProcess(0, lambda: (ControlGroup(0, 1, waits=waits), None), messages.append, on_action),
         source=find_source(config),
     )
     (folder / "config.yaml").write_text(to_yaml(config))  # the parent's part, so that the run can be resumed
     return messages
 
 
-def pipeline_of(config: TrainConfig, watch: Watch = lambda action, samples, lengths: None) -> Engine:
+def pipeline_of(config: TrainConfig, on_action: OnAction = ignore_action) -> Engine:
     """All stages of a run before its first step, in this process."""
-    return build_engine(config, make_placement(config), 0, None, build_model(config), watch, pretrained=True)
+    return build_engine(config, make_placement(config), ControlGroup(0, 1), on_action=on_action)
 
 
 def state_of(engine: Engine) -> dict[str, torch.Tensor]:
@@ -184,7 +183,7 @@ def session_members(session: int) -> dict[int, str]:
 def until_asked(process: WorkerProcess) -> None:
     """A task that has begun its first action, and ends once it is asked to."""
     control, _ = process.connect()
-    process.watch(Action(Kind.F, 0, 0), 1, ())
+    process.on_action(Action(Kind.F, 0, 0), 1, ())
     process.report("begun")
     while not control.asked():
         time.sleep(0.01)

@@ -346,8 +346,8 @@ def slowest_copies(devices: Sequence[torch.device]) -> Link:
 def _message_seconds(placement: Placement, process: int, sender: int, groups: ProcessGroups, size: int) -> float:
     """Of a message from process `sender` to the next one, by messages there and back."""
     receiver, device = sender + 1, torch.device(placement.device_of(process))
-    there = groups.links[Kind.F, placement.stages_of(receiver)[0]]
-    back = groups.links[Kind.B, placement.stages_of(sender)[-1]]
+    there = groups.links.of_edge[Kind.F, placement.stages_of(receiver)[0]]
+    back = groups.links.of_edge[Kind.B, placement.stages_of(sender)[-1]]
     message = [torch.zeros(size, dtype=torch.uint8, device=device)]
     taken = []
     for _ in range(_LINK_ROUNDS):

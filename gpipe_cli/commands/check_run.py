@@ -63,7 +63,7 @@ def run_check(config: TrainConfig, folder: Path) -> int:
 
         def on_message(message: object) -> None:
             checked.on_message(message)
-            if isinstance(message, verify.LayersWatched):
+            if isinstance(message, verify.LayersProbed):
                 show_facts(console, checked.facts(message))
             status.update(f"{len(checked.rows)} of {checked.expected} runs")
 
@@ -111,7 +111,7 @@ class _Checked:
         # are compared with comes first.
         self.runs: list[tuple[dict[tuple[int, str], Placement], list[verify.Variant]]] = []
         self._findings: list[Finding] = []
-        self._watched: verify.LayersWatched | None = None
+        self._watched: verify.LayersProbed | None = None
         self._together: dict[int, Placement] = {}  # by partitions: all stages in one process
         self._shared: tuple[str, ...] = ()
         try:
@@ -203,7 +203,7 @@ class _Checked:
     def on_message(self, message: object) -> None:
         """Take a worker's message."""
         match message:
-            case verify.LayersWatched():
+            case verify.LayersProbed():
                 self._findings += message.findings
                 self._watched = message
             case verify.ReferenceDone():
@@ -238,7 +238,7 @@ class _Checked:
     ) -> None:
         self.rows |= {variant: verify.Row(*variant, verdict, layer=layer, text=text) for variant in variants}
 
-    def facts(self, found: verify.LayersWatched) -> list[tuple[str, str]]:
+    def facts(self, found: verify.LayersProbed) -> list[tuple[str, str]]:
         """What is checked, in labelled lines."""
         config = self._config
         layers = sum(len(names) for names in self._together[1].layer_names)

@@ -3,8 +3,7 @@
 import datetime
 import os
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from gpipe_cli.distributed.control_group import Awaited, ControlGroup, Waits
 from gpipe_cli.distributed.rendezvous import store
 from gpipe_cli.distributed.torchrun import torchrun
-from gpipe_cli.pipeline.runtime.link import Edge, GroupLink, Link, ThreadedLink
+from gpipe_cli.pipeline.runtime.link import Edge, GroupLink, Link, Links, ThreadedLink
 from gpipe_cli.pipeline.runtime.replicas import Replicas
 from gpipe_cli.pipeline.schedule.schedules import Kind
 
@@ -27,18 +26,10 @@ _LINK_BLOCKS = 4  # of a GPU, that a send or a receive occupies while it waits f
 
 @dataclass(frozen=True)
 class ProcessGroups:
-    """The links of this process to those of neighbouring stages, each over a process group of two, and a group of all
-    processes on the CPU for what is not tensors of the model.
+    """How this process reaches those of neighbouring stages, each over a group of two, and those that have the same
+    stages as it has."""
 
-    Inside of `waits` a process waits for another one, for `timeout_seconds` at most; for its first message to a GPU
-    for `connect_seconds`.
-    """
-
-    links: dict[Edge, Link]
-    control: dist.ProcessGroup
-    timeout_seconds: float
-    connect_seconds: float
-    waits: Callable[[], AbstractContextManager[object]] = nullcontext
+    links: Links
     replicas: Replicas | None = None  # of this process's stages; None if there is one pipeline
 
 
@@ -82,7 +73,7 @@ def connect_processes(
     for place in range(of_pipeline if replicas > 1 else 0):
         group = new_group(process, range(place, processes, of_pipeline), device, timeout)
         same_stages = same_stages if group is None else Replicas(group, replicas, awaits)
-    groups = ProcessGroups(links, control, timeout.total_seconds(), timeout_seconds, awaits, same_stages)
+    groups = ProcessGroups(Links(links, timeout.total_seconds(), timeout_seconds, awaits), same_stages)
     return ControlGroup(process, processes, control, waits), groups
 
 

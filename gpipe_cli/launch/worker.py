@@ -36,7 +36,7 @@ def main(job: Job, connection: Connection, activity: "memoryview[int]") -> None:
     _set_up(job.placement)
     base = ACTIVITY_NUMBERS * job.process
 
-    def watch(action: Action, samples: int, lengths: Sequence[int]) -> None:
+    def on_action(action: Action, samples: int, lengths: Sequence[int]) -> None:
         numbers = (_KIND_NUMBERS[action.kind], action.stage, action.micro_batch, samples, *lengths)
         activity[base + 2 : base + 2 + len(numbers)] = array("q", numbers)
         activity[base] += 1
@@ -63,7 +63,7 @@ def main(job: Job, connection: Connection, activity: "memoryview[int]") -> None:
         connection.send(message)
         activity[base] += 1
 
-    process = WorkerProcess(job.process, connect, report, watch)
+    process = WorkerProcess(job.process, connect, report, on_action)
     try:
         job.task(process)
     except Exception as error:

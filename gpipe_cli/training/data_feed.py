@@ -15,6 +15,7 @@ from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.data.batches import Catalogue, MiniBatches, Split
 from gpipe_cli.data.corpora import languages_of
 from gpipe_cli.data.loading import LoadedBatches
+from gpipe_cli.data.micro_batches import Share
 from gpipe_cli.data.photographs import DECODED
 from gpipe_cli.data.text import TextSplit, unigram_perplexity
 from gpipe_cli.data.translation import PairSplit
@@ -41,24 +42,44 @@ class Reading:
     batches: MiniBatches
     loaded: LoadedBatches | None  # what the first stage is given, where it is
 
-    def inputs(self) -> tuple[torch.Tensor, ...] | None:
-        """Of the share of the next mini-batch of which there is one."""
-        return None if self.loaded is None else next(self.loaded)
-
-    def targets(self, epoch: int, position: int) -> tuple[torch.Tensor, int] | None:
-        """Of the share of a mini-batch; and how many elements there are to predict in all of it."""
-        if self.split is None:
-            return None
-        indices, lengths = self.batches.indices(epoch, position), self.batches.lengths(epoch, position)
-        share = self.batches.share(epoch, position)
-        if not lengths:
-            return self.split.targets_of(indices[share.samples], lengths), len(indices)
-        whole = self.split.targets_of(indices, lengths)
-        return whole[share.samples], int((whole != IGNORED).sum())
-
     def close(self) -> None:
         if self.loaded is not None:
             self.loaded.close()
+
+
+@dataclass(frozen=True)
+class MiniBatch:
+    """Mini-batch `position` of `epoch`, as one process needs it: its pipeline's share. Mini-batches are asked for their
+    inputs in the order in which they are loaded."""
+
+    reading: Reading
+    epoch: int
+    position: int
+
+    @property
+    def share(self) -> Share:
+        """Which of its samples are this pipeline's, in which micro-batches."""
+        return self.reading.batches.share(self.epoch, self.position)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """What its sentences are padded to; empty for images."""
+        return self.reading.batches.lengths(self.epoch, self.position)
+
+    def inputs(self) -> tuple[torch.Tensor, ...] | None:
+        """Of the share, where the first stage is. The next call is that of the next mini-batch."""
+        return None if self.reading.loaded is None else next(self.reading.loaded)
+
+    def targets(self) -> tuple[torch.Tensor, int] | None:
+        """Of the share, where the first or the last stage is; and how many elements there are to predict in all of the
+        mini-batch: the denominator of its loss."""
+        if self.reading.split is None:
+            return None
+        indices, share = self.reading.batches.indices(self.epoch, self.position), self.share
+        if not self.lengths:
+            return self.reading.split.targets_of(indices[share.samples], ()), len(indices)
+        whole = self.reading.split.targets_of(indices, self.lengths)
+        return whole[share.samples], int((whole != IGNORED).sum())
 
 
 def saved_vocabulary(run: Path) -> bytes | None:

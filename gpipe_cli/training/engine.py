@@ -8,15 +8,15 @@ from itertools import product
 import torch
 from torch import nn
 
-from gpipe_cli.assembly.build import COMPUTED_IN, MEMORY_FORMATS, real_model
-from gpipe_cli.assembly.optimizer import build_optimizer
+from gpipe_cli.assembly.build import COMPUTED_IN, MEMORY_FORMATS, build_model, real_model
+from gpipe_cli.assembly.optimizer import build_optimizer, gradients_of
 from gpipe_cli.assembly.weight_average import WeightAverage
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.distributed.process_groups import ProcessGroups
 from gpipe_cli.models.amoebanet import set_progress
 from gpipe_cli.pipeline.runtime.compilation import Compiled
-from gpipe_cli.pipeline.runtime.executor import Executor, Watch
+from gpipe_cli.pipeline.runtime.executor import Executor, OnAction, ignore_action
 from gpipe_cli.pipeline.runtime.frozen import freeze
 from gpipe_cli.pipeline.runtime.p2p_transport import Boundaries, P2PTransport
 from gpipe_cli.pipeline.runtime.randomness import materialize
@@ -33,15 +33,19 @@ class WorkerProcess:
     number: int
     connect: Callable[[], tuple[ControlGroup, ProcessGroups | None]]  # with the other processes of the run
     report: Callable[[object], None]  # sends a message, a frozen dataclass, to the parent
-    watch: Watch  # called before every action
+    on_action: OnAction = ignore_action  # called before every action
     before_failing: list[Callable[[], None]] = field(default_factory=list)  # called once the task has raised
 
 
 @dataclass(frozen=True)
 class Engine:
-    """Stages (by index), their optimizers and averages, and the executor that runs schedules on them."""
+    """This process's part of a run: the stages (by index) with their optimizers and averages, the executor that runs
+    schedules on them, and the group over which the processes agree."""
 
+    config: TrainConfig
     placement: Placement
+    model: nn.Sequential  # the whole one, on the meta device
+    control: ControlGroup
     stages: dict[int, Stage]
     executor: Executor
     optimizers: dict[int, torch.optim.Optimizer | None]
@@ -69,6 +73,10 @@ class Engine:
     def memory_format(self) -> torch.memory_format:
         return MEMORY_FORMATS[self.placement.memory_format]
 
+    def gradients(self) -> list[torch.Tensor]:
+        """Those of this process's parameters, in global order."""
+        return [gradient for k in self.stages for gradient in gradients_of(self.parameters[k].values())]
+
     def set_progress(self, share: float) -> None:
         """Tell the model how much of the training is done (scheduled drop-path)."""
         for stage in self.stages.values():
@@ -95,6 +103,11 @@ class Engine:
             finally:
                 self._switch(training=True)
 
+    def finish(self) -> None:
+        """At the end of a run: what was sent has left, and all processes have come here before one disconnects."""
+        self.executor.settle()
+        self.control.barrier()
+
     def _switch(self, *, training: bool) -> None:
         for stage in self.stages.values():
             stage.set_training(training)
@@ -103,43 +116,43 @@ class Engine:
 def build_engine(
     config: TrainConfig,
     placement: Placement,
-    process: int,
-    groups: ProcessGroups | None,
-    model: nn.Sequential,
-    watch: Watch,
+    control: ControlGroup,
+    groups: ProcessGroups | None = None,
     *,
-    pretrained: bool,
+    on_action: OnAction = ignore_action,
+    pretrained: bool = True,
 ) -> Engine:
-    """Make the stages of process number `process` real; `model` stands on the meta device.
+    """Make the stages of this process real, with their first weights.
 
-    `pretrained`: with the pretrained weights that the settings ask for, as no checkpoint will give others.
+    `pretrained`: with the pretrained weights that the settings ask for; False where a checkpoint will give others.
 
     What the placement says is frozen gets no optimizer; a stage that is frozen as a whole has none.
     """
+    process = control.rank
     placement = placement.of_replica(placement.replica_of(process))
-    whole = real_model(config, pretrained=pretrained)
+    model, whole = build_model(config), real_model(config, pretrained=pretrained)
+    freeze(model, placement.frozen)
     stages = {index: build_stage(config, placement, index, model, whole) for index in placement.stages_of(process)}
     transport: Transport
     if groups is None or not placement.distributed:
         transport = LocalTransport([torch.device(device) for device in placement.devices])
     else:
+        memory_format = MEMORY_FORMATS[placement.memory_format]
         transport = P2PTransport(
             process % placement.of_pipeline,
             placement.process_of_stage,
             groups.links,
-            Boundaries(placement.training_boundaries, placement.evaluation_boundaries),
-            device=torch.device(placement.device_of(process)),
-            memory_format=MEMORY_FORMATS[placement.memory_format],
-            early=placement.device_of(process) == "cpu",
-            timeout_seconds=groups.timeout_seconds,
-            connect_seconds=groups.connect_seconds,
-            waits=groups.waits,
+            Boundaries(placement.training_boundaries, placement.evaluation_boundaries, memory_format),
+            torch.device(placement.device_of(process)),
         )
     parameters = {k: dict(stage.module.named_parameters()) for k, stage in stages.items()}
     return Engine(
+        config,
         placement,
+        model,
+        control,
         stages,
-        Executor(stages, placement.device_of_stage, transport, watch),
+        Executor(stages, placement.device_of_stage, transport, on_action),
         optimizers={k: build_optimizer(config.optimizer, own) for k, own in parameters.items()},
         averages={k: WeightAverage(s.module, config.ema_decay) for k, s in stages.items()} if config.ema_decay else {},
         parameters=parameters,

@@ -37,7 +37,7 @@ from gpipe_cli.system.files import write_whole
 from gpipe_cli.training import events
 from gpipe_cli.training.checkpoint.store import read_index, safetensors_parts
 from gpipe_cli.training.checkpoint.whole_model import new_model, whole_model
-from gpipe_cli.training.data_feed import Data, saved_vocabulary
+from gpipe_cli.training.data_feed import Data, MiniBatch, saved_vocabulary
 from gpipe_cli.training.engine import WorkerProcess
 from gpipe_cli.training.onnx_file import onnx_content, onnx_program
 from gpipe_cli.training.step import objective_of
@@ -144,9 +144,10 @@ def evaluate_file(
     total = Totals(0, 0.0, 0.0, 0.0, 0.0)
     for position in range(test.batches.steps_per_epoch):
         sizes = micro_batch_sizes(test.batches.size(0, position), config.micro_batches)
-        objective = objective_of(config, test.targets(0, position), sizes, 0.0, device)
+        mini_batch = MiniBatch(test, 0, position)
+        objective = objective_of(config, mini_batch.targets(), sizes, 0.0, device)
         with control.waits(Awaited.DATA):
-            inputs = test.inputs()
+            inputs = mini_batch.inputs()
         assert objective is not None, "a single process has the targets"
         assert inputs is not None, "and the inputs"
         for micro_batch, pieces in enumerate(split_all(inputs, sizes)):

@@ -24,14 +24,14 @@ from gpipe_cli.training.events import Notes
 from gpipe_cli.units import count, plural
 
 
-def fine_tune(config: TrainConfig, engine: Engine, model: nn.Sequential, checkpoint: Path | None) -> Notes:
+def fine_tune(engine: Engine, checkpoint: Path | None) -> Notes:
     """Put the weights of a checkpoint of `init_from` into the stages of this process, unless the run is resumed and has
     its weights. Returns what the banner says of what was taken and of what is frozen. Raises as `find_taking` does.
     """
-    frozen = frozen_facts(engine.placement)
+    config, frozen = engine.config, frozen_facts(engine.placement)
     if config.init_from is None or config.resume is not None or checkpoint is None:
         return frozen
-    both, new = find_taking(config, model, checkpoint)
+    both, new = find_taking(config, engine.model, checkpoint)
     for k, stage in engine.stages.items():
         tensors = read_tensors(checkpoint, engine.placement.layer_names[k], ("model", "ema"))
         values = select(tensors, "model") | select(tensors, "ema")  # averages are of what is floating-point only

@@ -21,9 +21,9 @@ from operator import attrgetter
 import torch
 
 from gpipe_cli.assembly.loss import CrossEntropy, Totals
-from gpipe_cli.assembly.optimizer import gradients_of, set_learning_rate
+from gpipe_cli.assembly.optimizer import set_learning_rate
 from gpipe_cli.config.settings import TrainConfig
-from gpipe_cli.distributed.control_group import Awaited, ControlGroup, global_norm
+from gpipe_cli.distributed.control_group import Awaited, global_norm
 from gpipe_cli.pipeline.runtime.boundary import Tensors, in_layout
 from gpipe_cli.pipeline.runtime.host_copies import to_device, to_host
 from gpipe_cli.pipeline.runtime.recording import ENDS, MARKS, Recording, room
@@ -31,7 +31,7 @@ from gpipe_cli.pipeline.runtime.replicas import Replicas
 from gpipe_cli.pipeline.schedule.orders import build, forward_only
 from gpipe_cli.pipeline.schedule.schedules import Schedule
 from gpipe_cli.system.process_memory import library_bytes, peak_memory_bytes
-from gpipe_cli.training.data_feed import Reading
+from gpipe_cli.training.data_feed import MiniBatch, Reading
 from gpipe_cli.training.engine import Engine
 
 
@@ -52,7 +52,8 @@ class StepNumbers:
     recording: Recording
     stages: Mapping[int, StageMetrics]
     totals: Callable[[], Totals] | None  # where the last stage is
-    norms: Callable[[], torch.Tensor]  # float64, of each gradient
+    norms: torch.Tensor  # float64, of each gradient, on the device
+    read_norms: Callable[[], torch.Tensor]  # the same on the host
 
 
 @dataclass(frozen=True)
@@ -65,91 +66,65 @@ class StepMetrics:
     seconds: list[list[float]]  # of each stage of the first replica, what `Recording.seconds` gives
 
 
-def rehearse(
-    config: TrainConfig, engine: Engine, control: ControlGroup, data: Reading, epoch: int, position: int
-) -> None:
+def rehearse(engine: Engine, mini_batch: MiniBatch) -> None:
     """Run the first micro-batch of a mini-batch forward, forward again and backward, and change no weight. The next
-    mini-batch that `data` loads is that one, and stays the next.
+    mini-batch that is loaded is this one, and stays the next.
 
     Gradients and statistics are as after a step. Raises as the executor does.
     """
-    share = data.batches.share(epoch, position)
-    if not share.sizes:  # the other replicas have all of it
+    if not mini_batch.share.sizes:  # the other replicas have all of it
         return
-    samples = share.sizes[0]
+    samples = mini_batch.share.sizes[0]
     schedule = build("gpipe", engine.placement.partitions, 1, "always")
-    inputs, targets = None, data.targets(epoch, position) if engine.has_last else None
-    if data.loaded is not None:
-        with control.waits(Awaited.DATA):
-            whole = data.loaded.peek()
+    inputs, targets = None, mini_batch.targets() if engine.has_last else None
+    if (loaded := mini_batch.reading.loaded) is not None:
+        with engine.control.waits(Awaited.DATA):
+            whole = loaded.peek()
         inputs = placed(engine, tuple(tensor[:samples] for tensor in whole))
     if targets is not None:
         targets = targets[0][:samples], 0
-    objective = objective_of(config, targets, (samples,), config.label_smoothing, engine.last_device)
-    engine.executor.run(schedule, 0, (samples,), inputs, objective, data.batches.lengths(epoch, position))
+    objective = objective_of(engine.config, targets, (samples,), engine.config.label_smoothing, engine.last_device)
+    engine.executor.run(schedule, 0, (samples,), inputs, objective, mini_batch.lengths)
 
 
-def train_step(
-    config: TrainConfig,
-    engine: Engine,
-    control: ControlGroup,
-    step: int,
-    rate: float,
-    data: Reading,
-    epoch: int,
-    position: int,
-    *,
-    before: StepNumbers | None,
-    count: bool = False,
-    begun_bytes: int = 0,
-    before_update: Callable[[], None] = lambda: None,
-) -> tuple[StepNumbers, Callable[[], StepMetrics] | None]:
-    """Mini-batch `position` of `epoch`: forward and backward through the pipeline, then every stage's optimizer with
-    learning rate `rate`.
+def compute_gradients(engine: Engine, mini_batch: MiniBatch, step: int, begun_bytes: int | None = None) -> StepNumbers:
+    """Run a mini-batch forward and backward through the pipeline; of several replicas, the gradients are added up.
 
-    Returns the numbers of this step, and the metrics of the step before, of which `before` are the numbers: they wait
-    for the other processes. With `count` the saved activations are counted, and what libraries need of a process that
-    began with `begun_bytes` of its own. `before_update` is called when all gradients are there.
+    With `begun_bytes`, the memory that this process had when it began, saved activations are counted, and the memory
+    that libraries have taken since.
     """
+    counts = begun_bytes is not None
     for stage in engine.stages.values():
-        stage.count_saved(count)
-
-    recording, objective = _run(
-        config,
-        engine,
-        control,
-        data,
-        epoch,
-        position,
-        engine.placement.schedule,
-        step,
-        config.label_smoothing,
-        engine.replicas,
-    )
-    if engine.replicas is not None:
+        stage.count_saved(counts)
+    smoothing, replicas = engine.config.label_smoothing, engine.replicas
+    recording, objective = _run(engine, mini_batch, engine.placement.schedule, step, smoothing, replicas)
+    if replicas is not None:
         clocks = engine.executor.recorder.clocks
         waits = {k: clocks[k].now() for k in engine.stages}
-        engine.replicas.finish()
+        replicas.finish()
         for k in engine.stages:
             recording.added_up(k, waits[k], clocks[k].now())
     stages = {}
     for k, stage in engine.stages.items():
         device = torch.device(engine.placement.devices[k])
-        counted = (stage.peak_saved_bytes, library_bytes(device, begun_bytes)) if count else (0, 0)
+        counted = (0, 0) if begun_bytes is None else (stage.peak_saved_bytes, library_bytes(device, begun_bytes))
         stages[k] = StageMetrics(peak_memory_bytes(device), *counted, recording.without_core(k))
-    gradients = [g for k in engine.stages for g in gradients_of(engine.parameters[k].values())]
-    norms = norms_of(gradients)
+    norms = norms_of(engine.gradients())
     totals = None if objective is None else objective.begin_totals()
-    numbers = StepNumbers(recording, stages, totals, to_host(norms))
-    metrics_before = None if before is None else gather_metrics(config, engine, control, before)
+    return StepNumbers(recording, stages, totals, norms, to_host(norms))
 
-    before_update()
-    if config.gradient_clipping:
+
+def update_weights(engine: Engine, numbers: StepNumbers, rate: float) -> None:
+    """Clip the gradients by their global norm, if the settings ask for that, and step every stage's optimizer with
+    learning rate `rate`; moving averages follow. The gradients, whose norms are in `numbers`, are dropped."""
+    control, largest = engine.control, engine.config.gradient_clipping
+    if largest:
+        norms = numbers.norms
         if control.size > 1:
             with control.waits(Awaited.PROCESS):  # as in `gather_metrics`
-                padded = _padded(numbers.norms(), engine.placement.most_parameter_tensors)
+                padded = _padded(numbers.read_norms(), engine.placement.most_parameter_tensors)
             norms = _known(control.gather(padded)()[: engine.placement.of_pipeline]).to(norms.device)
-        clip(gradients, norms, config.gradient_clipping)
+        clip(engine.gradients(), norms, largest)
     for k, optimizer in engine.optimizers.items():
         now = engine.executor.recorder.clocks[k].now
         begun = now()
@@ -159,20 +134,19 @@ def train_step(
             optimizer.zero_grad(set_to_none=True)
         if k in engine.averages:
             engine.averages[k].update(engine.stages[k].statistics.newest)
-        recording.update(k, begun, now())
-    return numbers, metrics_before
+        numbers.recording.update(k, begun, now())
 
 
-def evaluate(config: TrainConfig, engine: Engine, control: ControlGroup, data: Reading) -> Totals:
+def evaluate(engine: Engine, test: Reading) -> Totals:
     """Sums over the test set: forwards only, through the same executor. The loss is the plain cross entropy."""
     total = Totals(0, 0.0, 0.0, 0.0, 0.0)
-    for position in range(data.batches.steps_per_epoch):
-        schedule_of = partial(forward_only, engine.placement.partitions)
-        _, objective = _run(config, engine, control, data, 0, position, schedule_of, 0, 0.0)
+    schedule_of = partial(forward_only, engine.placement.partitions)
+    for position in range(test.batches.steps_per_epoch):
+        _, objective = _run(engine, MiniBatch(test, 0, position), schedule_of, step=0, label_smoothing=0.0)
         if objective is not None:
-            with control.waits(Awaited.PROCESS):  # as in `gather_metrics`
+            with engine.control.waits(Awaited.PROCESS):  # as in `gather_metrics`
                 total += objective.totals()
-    return _sum(control.gather(torch.tensor(astuple(total), dtype=torch.float64))())
+    return _sum(engine.control.gather(torch.tensor(astuple(total), dtype=torch.float64))())
 
 
 def objective_of(
@@ -197,18 +171,15 @@ def objective_of(
 
 
 def placed(engine: Engine, inputs: Tensors | None) -> Tensors | None:
+    """Inputs from the host as the first stage wants them: on its device, images in its memory format."""
     if inputs is None:
         return None
     return tuple(in_layout(to_device(tensor, engine.first_device), engine.memory_format) for tensor in inputs)
 
 
 def _run(
-    config: TrainConfig,
     engine: Engine,
-    control: ControlGroup,
-    data: Reading,
-    epoch: int,
-    position: int,
+    mini_batch: MiniBatch,
     schedule_of: Callable[[int], Schedule],
     step: int,
     label_smoothing: float,
@@ -216,27 +187,23 @@ def _run(
 ) -> tuple[Recording, CrossEntropy | None]:
     """This pipeline's share of a mini-batch, by the schedule for its number of micro-batches; the objective where the
     last stage is. With `replicas` the gradients are being added up."""
-    share = data.batches.share(epoch, position)
-    targets = data.targets(epoch, position) if engine.has_last else None
-    objective = objective_of(config, targets, share.sizes, label_smoothing, engine.last_device)
-    lengths = data.batches.lengths(epoch, position)
-    inputs = None
+    share, inputs = mini_batch.share, None
+    targets = mini_batch.targets() if engine.has_last else None
+    objective = objective_of(engine.config, targets, share.sizes, label_smoothing, engine.last_device)
     if share.sizes:
-        with control.waits(Awaited.DATA):
-            inputs = data.inputs()
+        with engine.control.waits(Awaited.DATA):
+            inputs = mini_batch.inputs()
     recording = engine.executor.run(
-        schedule_of(len(share.sizes)), step, share.sizes, placed(engine, inputs), objective, lengths,
+        schedule_of(len(share.sizes)), step, share.sizes, placed(engine, inputs), objective, mini_batch.lengths,
         first_micro_batch=share.first_micro_batch, replicas=replicas,
     )  # fmt: skip
     return recording, objective
 
 
-def gather_metrics(
-    config: TrainConfig, engine: Engine, control: ControlGroup, numbers: StepNumbers
-) -> Callable[[], StepMetrics]:
+def gather_metrics(engine: Engine, numbers: StepNumbers) -> Callable[[], StepMetrics]:
     """Share what this process knows of a step (its recording on the clock of process 0); what is returned waits for the
     other processes."""
-    placement = engine.placement
+    placement, control = engine.placement, engine.control
     sizes = len(fields(Totals)), placement.partitions * len(fields(StageMetrics)), placement.most_parameter_tensors
     stages_here = max(len(placement.stages_of(process)) for process in range(placement.of_pipeline))
 
@@ -244,14 +211,14 @@ def gather_metrics(
         sums, of_stages, of_gradients, recorded = vector.split([*sizes, len(vector) - sum(sizes)])
         return sums, of_stages.view(placement.partitions, -1), of_gradients, recorded
 
-    vector = torch.zeros(sum(sizes) + stages_here * room(config.micro_batches), dtype=torch.float64)
+    vector = torch.zeros(sum(sizes) + stages_here * room(engine.config.micro_batches), dtype=torch.float64)
     to_sums, to_stages, to_norms, to_recording = parts(vector)
     for k, of_stage in numbers.stages.items():
         to_stages[k] = torch.tensor(astuple(of_stage), dtype=torch.float64)
     with control.waits(Awaited.PROCESS):  # a GPU that waits for another process holds up this one here
         if numbers.totals is not None:
             to_sums.copy_(torch.tensor(astuple(numbers.totals()), dtype=torch.float64))
-        to_norms.copy_(_padded(numbers.norms(), len(to_norms)))
+        to_norms.copy_(_padded(numbers.read_norms(), len(to_norms)))
         seconds = [value for _, values in sorted(numbers.recording.seconds().items()) for value in values]
     if placement.replica_of(control.rank) == 0:  # whose timeline is drawn
         to_recording[: len(seconds)] = torch.tensor(seconds, dtype=torch.float64) - control.clock_offset_seconds

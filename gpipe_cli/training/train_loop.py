@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 
-from gpipe_cli.assembly.build import build_model
 from gpipe_cli.assembly.loss import Totals
 from gpipe_cli.assembly.optimizer import learning_rate
 from gpipe_cli.config.groups import CustomConfig, TimmConfig, choice_of
@@ -20,19 +19,26 @@ from gpipe_cli.config.settings import DecodeConfig, TrainConfig
 from gpipe_cli.data.batches import MiniBatches
 from gpipe_cli.distributed.control_group import Awaited, ControlGroup
 from gpipe_cli.errors import InputError
-from gpipe_cli.pipeline.profile.layer_probes import watching
-from gpipe_cli.pipeline.runtime.frozen import freeze
+from gpipe_cli.pipeline.profile.layer_probes import probing
 from gpipe_cli.planner.placement import Placement
 from gpipe_cli.system.process_memory import own_bytes
 from gpipe_cli.training import events
 from gpipe_cli.training.checkpoint.restore import restore
 from gpipe_cli.training.checkpoint.store import Progress, adopt, remove_drafts
 from gpipe_cli.training.checkpoint.writer import CheckpointWriter
-from gpipe_cli.training.data_feed import Data, Reading, refuse_short_last
+from gpipe_cli.training.data_feed import Data, MiniBatch, Reading, refuse_short_last
 from gpipe_cli.training.engine import Engine, WorkerProcess, build_engine
 from gpipe_cli.training.fine_tuning import fine_tune
 from gpipe_cli.training.milestones import Milestones, is_best, refuse_nonsense, score_of, starting_point
-from gpipe_cli.training.step import StepMetrics, StepNumbers, evaluate, gather_metrics, rehearse, train_step
+from gpipe_cli.training.step import (
+    StepMetrics,
+    StepNumbers,
+    compute_gradients,
+    evaluate,
+    gather_metrics,
+    rehearse,
+    update_weights,
+)
 from gpipe_cli.training.translation import WATCHED, score_translations, translate
 
 
@@ -69,23 +75,20 @@ def train(
     training, test = (data.reading(control, training=which) for which in (True, False))
     if only_steps:
         test.close()  # what loads it would take time from the steps
-    batches = training.batches
-    refuse_short_last(config, batches)
-    milestones = Milestones(config, batches.steps_per_epoch, only_steps)
+    refuse_short_last(config, training.batches)
+    milestones = Milestones(config, training.batches.steps_per_epoch, only_steps)
 
     # --- 3. This process's part of the pipeline, with its first weights or those of a checkpoint -----------------
-    model = build_model(config)
-    freeze(model, placement.frozen)
-    engine = build_engine(config, placement, process.number, groups, model, process.watch, pretrained=source is None)
+    engine = build_engine(config, placement, control, groups, on_action=process.on_action, pretrained=source is None)
     resume_from = None if config.resume is None else source
     if resume_from is not None:
         restore(engine, resume_from, optimizer=True)
-    notes = fine_tune(config, engine, model, source)
-    progress = replace(start, steps_per_epoch=batches.steps_per_epoch)
+    notes = fine_tune(engine, source)
+    progress = replace(start, steps_per_epoch=training.batches.steps_per_epoch)
     milestones.refuse_finished(progress.step)
-    compiled = _compile(config, engine, control, batches) if config.compile else None
+    compiled = _compile(engine, training.batches) if config.compile else None
     if config.check_layers and not only_steps and isinstance(config.model, CustomConfig | TimmConfig):
-        notes = (*notes, _check_layers(config, engine, control, training, progress))
+        notes = (*notes, _check_layers(engine, training, progress))
 
     # --- 4. Ready: the run folder gets its first files, the parent shows the banner ------------------------------
     if control.leads:
@@ -93,84 +96,98 @@ def train(
         if resume_from is not None:
             adopt(resume_from, folder)
         data.save_vocabulary(folder)
-        # asked here and not in the parent, where it would open a CUDA context
-        devices = dict.fromkeys(device for replica in placement.replica_devices for device in replica)
-        gpus = tuple(torch.cuda.get_device_name(device) for device in devices if device != "cpu")
-        process.report(
-            events.TrainingReady(
-                data.facts(),
-                notes,
-                progress.step,
-                batches.steps_per_epoch,
-                gpus,
-                compiled,
-                progress.test,
-                progress.best,
-            )
-        )
-    checkpoints = CheckpointWriter(engine, control, folder, config_yaml, config.checkpoint.keep, process.report, start)
+        process.report(_ready(engine, data.facts(), notes, progress, compiled))
+    checkpoints = CheckpointWriter(engine, folder, config_yaml, process.report, start)
     process.before_failing.append(checkpoints.settle)
+    Training(engine, process, training, test, milestones, checkpoints, progress, begun_bytes).run()
 
-    counted = False  # whether saved activations were
-    reports = _StepReports(config, batches, process.report if control.leads else None)
-    before: _LaunchedStep | None = None  # the step before, as long as nothing has been reported of it
-    for epoch, position in batches.stream(progress.epoch, progress.position, config.epochs):
-        # --- 5. A step -------------------------------------------------------------------------------------------
+
+@dataclass
+class Training:
+    """What a process of a training has once its first step may begin, and the steps."""
+
+    engine: Engine
+    process: WorkerProcess
+    training: Reading  # of the training set
+    test: Reading
+    milestones: Milestones
+    checkpoints: CheckpointWriter
+    progress: Progress
+    begun_bytes: int  # of memory that the process had when it began
+
+    def __post_init__(self) -> None:
+        self._first_step, self._counted = self.progress.step, False  # whether saved activations were
+        report = self.process.report if self.engine.control.leads else None
+        self._reports = _StepReports(self.engine, self.training.batches, report)
+
+    def run(self) -> None:
+        """All steps, with the evaluations and checkpoints that are due after them."""
+        begun = self.progress
+        for epoch, position in self.training.batches.stream(begun.epoch, begun.position, self.engine.config.epochs):
+            self._step(epoch, position)
+            step = self.progress.step
+            # Reported one step late, so that no step waits for a GPU; but nothing is tested or saved before it is known
+            # that the step was one of numbers.
+            tests, saves = self.milestones.evaluates_after(step), self.milestones.saves_after(step)
+            ends = step == self.milestones.end_step
+            stops = not ends and self.engine.control.stops()
+            if tests or saves or stops or ends:
+                self._reports.gather()()
+            best = tests and self._evaluate()
+            # a checkpoint is written while the next steps are done
+            self.progress = self.checkpoints.after_step(self.progress, save=best or saves or stops)
+            if ends or stops:
+                break
+        self._finish()
+
+    def _step(self, epoch: int, position: int) -> None:
+        """Train on one mini-batch, and report the step before."""
         began = time.perf_counter()
-        step, total_steps = progress.step, milestones.total_steps
+        config, engine, batches, step = self.engine.config, self.engine, self.training.batches, self.progress.step
+        total_steps = self.milestones.total_steps
         rate = learning_rate(config.learning_rate, step, batches.steps_per_epoch, config.batch_size, total_steps)
         engine.set_progress(step / total_steps)
         # Activations are counted in one step: with a full mini-batch, and after the first one, when what grows with use
         # has grown.
         full = config.batch_size in (None, batches.size(epoch, position))
-        count = full and not counted and step > start.step
-        counted = counted or count
-        numbers, metrics_before = train_step(
-            config, engine, control, step, rate, training, epoch, position,
-            before=None if before is None else before.numbers, count=count, begun_bytes=begun_bytes,
-        )  # fmt: skip
+        counts = full and not self._counted and step > self._first_step
+        self._counted = self._counted or counts
+        mini_batch = MiniBatch(self.training, epoch, position)
+        numbers = compute_gradients(engine, mini_batch, step, self.begun_bytes if counts else None)
+        report_step_before = self._reports.gather()
+        update_weights(engine, numbers, rate)
+        report_step_before()
         updates = next((average.updates for average in engine.averages.values()), 0)
-        progress = replace(progress, step=step + 1, epoch=epoch, position=position + 1, ema_updates=updates)
-        reports.send(before, metrics_before)
-        before = _LaunchedStep(numbers, progress, rate, began, counted=count)
-        # Reported one step late, so that no step waits for a GPU; but nothing is tested or saved before it is known
-        # that the step was one of numbers.
-        tests, saves = milestones.evaluates_after(progress.step), milestones.saves_after(progress.step)
-        ends = progress.step == milestones.end_step
-        stops = not ends and control.stops()
-        if tests or saves or stops or ends:
-            reports.send(before, gather_metrics(config, engine, control, numbers))
-            before = None
+        self.progress = replace(self.progress, step=step + 1, epoch=epoch, position=position + 1, ema_updates=updates)
+        self._reports.add(_LaunchedStep(numbers, self.progress, rate, began, counts))
 
-        # --- 6. The test set, on the averaged weights if there are any -------------------------------------------
-        best = False
-        if tests:
-            with engine.evaluating(averages=bool(engine.averages)):
-                totals = evaluate(config, engine, control, test)
-                examples = tuple(translate(config, WATCHED, engine, control, test))
-            score = score_of(totals, text=config.task != "classification")
-            best = is_best(score, progress)
-            scores = scores_of(config, totals, averaged=bool(engine.averages))
-            tested = events.Tested(progress.step, epoch + 1, scores) if math.isfinite(scores.loss) else None
-            progress = replace(progress, test=tested)
-            if best:
-                progress = replace(progress, best_score=score, best_step=progress.step, best=tested)
-            if control.leads:
-                process.report(events.Evaluated(progress.step, epoch + 1, scores, is_best=best, translations=examples))
+    def _evaluate(self) -> bool:
+        """Run the test set, on the averaged weights if there are any; returns whether these are the best so far."""
+        config, engine, progress = self.engine.config, self.engine, self.progress
+        averaged = bool(engine.averages)
+        with engine.evaluating(averages=averaged):
+            totals = evaluate(engine, self.test)
+            examples = tuple(translate(engine, WATCHED, self.test))
+        score = score_of(totals, text=config.task != "classification")
+        best = is_best(score, progress)
+        scores = scores_of(config, totals, averaged=averaged)
+        step, epoch = progress.step, progress.epoch + 1
+        tested = events.Tested(step, epoch, scores) if math.isfinite(scores.loss) else None
+        self.progress = replace(progress, test=tested)
+        if best:
+            self.progress = replace(self.progress, best_score=score, best_step=step, best=tested)
+        if self.engine.control.leads:
+            self.process.report(events.Evaluated(step, epoch, scores, is_best=best, translations=examples))
+        return best
 
-        # --- 7. A checkpoint, which is written while the next steps are done -------------------------------------
-        progress = checkpoints.after_step(progress, save=best or saves or stops)
-        if ends or stops:
-            break
-
-    # --- 8. The end: the last checkpoint is complete, and all processes finish before one of them disconnects ------
-    checkpoints.close(progress.step)
-    if progress.step < milestones.end_step:
-        process.report(events.TrainingStopped(progress.step))
-    training.close()
-    test.close()
-    engine.executor.settle()
-    control.barrier()
+    def _finish(self) -> None:
+        """The last checkpoint is complete, and all processes finish before one of them disconnects."""
+        self.checkpoints.close(self.progress.step)
+        if self.progress.step < self.milestones.end_step:
+            self.process.report(events.TrainingStopped(self.progress.step))
+        self.training.close()
+        self.test.close()
+        self.engine.finish()
 
 
 def evaluate_checkpoint(
@@ -180,31 +197,28 @@ def evaluate_checkpoint(
     data = Data(config, placement, process.number, None, checkpoint.parent.parent)
     control, groups = process.connect()
     test = data.reading(control, training=False)
-    model = build_model(config)
-    engine = build_engine(config, placement, process.number, groups, model, process.watch, pretrained=False)
+    engine = build_engine(config, placement, control, groups, on_action=process.on_action, pretrained=False)
     restore(engine, checkpoint, optimizer=False)
     facts = data.facts() if control.leads else events.DataFacts()
-    if control.leads:
-        process.report(events.EvaluationReady())
-
-    def on_decoded(done: int, of: int) -> None:
-        if control.leads:
-            process.report(events.SentencesDecoded(done, of))
-
+    report = process.report if control.leads else _unreported
+    report(events.EvaluationReady())
+    averaged = bool(engine.averages)
     began = time.perf_counter()
-    with engine.evaluating(averages=bool(engine.averages)):
-        totals = evaluate(config, engine, control, test)
-        seconds = time.perf_counter() - began
-        began = time.perf_counter()
-        rows = translate(config, decode, engine, control, test, on_decoded)
-        decoding = time.perf_counter() - began
+    with engine.evaluating(averages=averaged):
+        totals = evaluate(engine, test)
+        evaluated = time.perf_counter()
+        rows = translate(engine, decode, test, lambda done, of: report(events.SentencesDecoded(done, of)))
+        decoded = time.perf_counter()
     test.close()
-    if control.leads:
-        scores, samples = scores_of(config, totals, averaged=bool(engine.averages)), test.batches.samples
-        translation = score_translations(rows, of=samples, beam=decode.beam, seconds=decoding) if rows else None
-        process.report(events.EvaluationDone(samples, scores, seconds, facts.unigram_perplexity, translation))
-    engine.executor.settle()
-    control.barrier()
+    scores, samples = scores_of(config, totals, averaged=averaged), test.batches.samples
+    seconds = decoded - evaluated
+    translation = score_translations(rows, of=samples, beam=decode.beam, seconds=seconds) if rows else None
+    report(events.EvaluationDone(samples, scores, evaluated - began, facts.unigram_perplexity, translation))
+    engine.finish()
+
+
+def _unreported(message: object) -> None:
+    pass
 
 
 @dataclass(frozen=True)
@@ -219,25 +233,36 @@ class _LaunchedStep:
 
 
 class _StepReports:
-    """Steps as the parent hears of them, from the process that has `report`."""
+    """Steps as the parent hears of them, from the process that has `report`; each of them once the next is launched,
+    so that no GPU is waited for."""
 
-    def __init__(self, config: TrainConfig, batches: MiniBatches, report: Callable[[object], None] | None) -> None:
-        self._config, self._batches, self._report = config, batches, report
+    def __init__(self, engine: Engine, batches: MiniBatches, report: Callable[[object], None] | None) -> None:
+        self._engine, self._batches, self._report = engine, batches, report
+        self._launched: _LaunchedStep | None = None  # of which nothing has been reported
         self._freed = self._ended = -math.inf  # when the step before was done: by the first stage, and by all
 
-    def send(self, step: _LaunchedStep | None, metrics: Callable[[], StepMetrics] | None) -> None:
-        """Raises DivergedError for numbers that are none."""
-        if step is None or metrics is None or self._report is None:
-            return
-        found = metrics()
+    def add(self, step: _LaunchedStep) -> None:
+        self._launched = step
+
+    def gather(self) -> Callable[[], None]:
+        """Begin to gather what the processes know of the newest step, if it has not been reported. What is returned
+        waits for them and reports it; it raises DivergedError for numbers that are none."""
+        step, self._launched = self._launched, None
+        if step is None:
+            return lambda: None
+        metrics = gather_metrics(self._engine, step.numbers)
+        return lambda: None if self._report is None else self._send(step, metrics(), self._report)
+
+    def _send(self, step: _LaunchedStep, metrics: StepMetrics, report: Callable[[object], None]) -> None:
+        config, progress = self._engine.config, step.progress
         refuse_nonsense(
-            self._config, found.totals.loss, found.gradient_norm, step.progress.step, step.progress.epoch + 1, step.rate
+            config, metrics.totals.loss, metrics.gradient_norm, progress.step, progress.epoch + 1, step.rate
         )
         # a GPU begins when it is done with the step before, whenever that was launched
         began, begins = max(step.began, self._freed), max(step.began, self._ended)
-        self._freed, self._ended = found.seconds[0][-1], max(seconds[-1] for seconds in found.seconds)
-        self._report(_step_done(self._config, self._batches, step, found, self._ended - begins))
-        self._report(events.StepRecorded(found.seconds, began))
+        self._freed, self._ended = metrics.seconds[0][-1], max(seconds[-1] for seconds in metrics.seconds)
+        report(_step_done(config, self._batches, step, metrics, self._ended - begins))
+        report(events.StepRecorded(metrics.seconds, began))
 
 
 def _step_done(
@@ -288,15 +313,30 @@ def _refuse_other_cuts(control: ControlGroup, placement: Placement) -> None:
         )
 
 
-def _compile(config: TrainConfig, engine: Engine, control: ControlGroup, batches: MiniBatches) -> events.LayersCompiled:
+def _ready(
+    engine: Engine,
+    facts: events.DataFacts,
+    notes: events.Notes,
+    progress: Progress,
+    compiled: events.LayersCompiled | None,
+) -> events.TrainingReady:
+    """What the banner says, in the order in which it says it."""
+    # asked here and not in the parent, where it would open a CUDA context
+    devices = dict.fromkeys(device for replica in engine.placement.replica_devices for device in replica)
+    gpus = tuple(torch.cuda.get_device_name(device) for device in devices if device != "cpu")
+    step, steps_per_epoch = progress.step, progress.steps_per_epoch
+    return events.TrainingReady(facts, notes, step, steps_per_epoch, gpus, compiled, progress.test, progress.best)
+
+
+def _compile(engine: Engine, batches: MiniBatches) -> events.LayersCompiled:
     """Compile all layers for all micro-batches that there will be, in all processes at the same time. Raises InputError
     for a layer that cannot be compiled."""
     positions = range(batches.steps_per_epoch)
     sizes = sorted({size for position in positions for size in batches.share(0, position).sizes})
     began = time.perf_counter()
-    with control.waits(Awaited.COMPILER):
+    with engine.control.waits(Awaited.COMPILER):
         done = engine.compile(sizes)
-    parts = control.collect((done, time.perf_counter() - began), patient=True)
+    parts = engine.control.collect((done, time.perf_counter() - began), patient=True)
     return events.LayersCompiled(
         layers=sum(map(len, engine.placement.layer_names)),
         sizes=tuple(sizes),
@@ -307,19 +347,17 @@ def _compile(config: TrainConfig, engine: Engine, control: ControlGroup, batches
     )
 
 
-def _check_layers(
-    config: TrainConfig, engine: Engine, control: ControlGroup, training: Reading, progress: Progress
-) -> tuple[str, str]:
-    """Watch every layer on the first micro-batch of what comes next; returns a line of the banner.
+def _check_layers(engine: Engine, training: Reading, progress: Progress) -> tuple[str, str]:
+    """Probe every layer on the first micro-batch of what comes next; returns a line of the banner.
 
     Raises InputError for a layer whose results, or whose state, would depend on what is recomputed.
     """
     began = time.perf_counter()
-    epoch, position = next(iter(training.batches.stream(progress.epoch, progress.position, config.epochs)))
-    with watching(engine.stages.values()) as watch:
-        rehearse(config, engine, control, training, epoch, position)
-    findings = [finding for part in control.collect(watch.findings) for finding in part]
+    epoch, position = next(training.batches.stream(progress.epoch, progress.position, engine.config.epochs))
+    with probing(engine.stages.values()) as probed:
+        rehearse(engine, MiniBatch(training, epoch, position))
+    findings = [finding for part in engine.control.collect(probed.findings) for finding in part]
     if findings:
         remedy = "" if findings[0].kind == "foreign" else "; check_layers=false trains it as it is"
-        raise InputError(f"model={choice_of(config.model)}: {findings[0].text}{remedy}")
+        raise InputError(f"model={choice_of(engine.config.model)}: {findings[0].text}{remedy}")
     return "layers", f"run twice on a micro-batch, the same both times ({time.perf_counter() - began:.1f} s)"

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 import torch
 
 from gpipe_cli.assembly.build import greatest_lengths
-from gpipe_cli.config.settings import DecodeConfig, TrainConfig
+from gpipe_cli.config.settings import DecodeConfig
 from gpipe_cli.data.corpora import target_language
 from gpipe_cli.data.micro_batches import share_of
 from gpipe_cli.data.translation import PairSplit
 from gpipe_cli.data.vocabulary import BEGIN, END, PAD, UNKNOWN
-from gpipe_cli.distributed.control_group import Awaited, ControlGroup
+from gpipe_cli.distributed.control_group import Awaited
 from gpipe_cli.pipeline.runtime.boundary import Tensors
 from gpipe_cli.pipeline.schedule.orders import forward_only
 from gpipe_cli.planner.step_schedule import mini_batch_samples
@@ -161,7 +161,6 @@ class Candidates:
 
 def decode(
     engine: Engine,
-    control: ControlGroup,
     search: Search,
     split: PairSplit | None,
     indices: Sequence[int],
@@ -175,7 +174,7 @@ def decode(
     """
     if not indices:
         return []
-    counts, forbidden = None, None
+    control, counts, forbidden = engine.control, None, None
     if engine.has_first:
         assert split is not None
         counts = split.sources.lengths[list(indices)].tolist(), split.vocabulary.size
@@ -236,10 +235,8 @@ def choose(samples: int, wanted: int) -> list[int]:
 
 
 def translate(
-    config: TrainConfig,
-    settings: DecodeConfig,
     engine: Engine,
-    control: ControlGroup,
+    settings: DecodeConfig,
     test: Reading,
     on_decoded: Callable[[int, int], None] = lambda done, of: None,
 ) -> list[Translation]:
@@ -247,6 +244,7 @@ def translate(
     first. Called in every process, inside `engine.evaluating`; `on_decoded` is called with how many sentences of how
     many are done.
     """
+    config = engine.config
     if config.task != "translation" or config.dataset.name == "synthetic_text":
         return []
     samples, split, length = test.batches.samples, test.split, greatest_lengths(config)[-1]
@@ -255,8 +253,8 @@ def translate(
     sentences = mini_batch_samples(config, (length,))
     search = Search(settings.beam, settings.length_penalty, sentences, config.micro_batches, length)
     indices = choose(samples, samples if settings.sentences is None else settings.sentences)
-    decoded = decode(engine, control, search, split, indices, lambda done: on_decoded(done, len(indices)))
-    return [] if split is None or not control.leads else shown(split, indices, decoded)
+    decoded = decode(engine, search, split, indices, lambda done: on_decoded(done, len(indices)))
+    return [] if split is None or not engine.control.leads else shown(split, indices, decoded)
 
 
 def score_translations(translations: Sequence[Translation], *, of: int, beam: int, seconds: float) -> TranslationScores:

@@ -29,9 +29,9 @@ from gpipe_cli.data.micro_batches import micro_batch_sizes
 from gpipe_cli.distributed.control_group import Awaited, ControlGroup
 from gpipe_cli.distributed.process_groups import ProcessGroups
 from gpipe_cli.models.amoebanet import set_progress
-from gpipe_cli.pipeline.profile.layer_probes import Finding, watching
+from gpipe_cli.pipeline.profile.layer_probes import Finding, probing
 from gpipe_cli.pipeline.runtime.boundary import as_tuple, as_value, digest, split_all
-from gpipe_cli.pipeline.runtime.executor import ActionFailedError, Watch
+from gpipe_cli.pipeline.runtime.executor import ActionFailedError, OnAction
 from gpipe_cli.pipeline.runtime.frozen import freeze, set_training
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
 from gpipe_cli.pipeline.runtime.precision import autocast
@@ -39,11 +39,11 @@ from gpipe_cli.pipeline.runtime.randomness import materialize, mix, seed_generat
 from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Schedule
 from gpipe_cli.planner.model_profile import refuse_single_samples
 from gpipe_cli.planner.placement import Placement
-from gpipe_cli.training.data_feed import Data, Reading
+from gpipe_cli.training.data_feed import Data, MiniBatch, Reading
 from gpipe_cli.training.engine import Engine, WorkerProcess, build_engine
 from gpipe_cli.training.fine_tuning import fine_tune
 from gpipe_cli.training.milestones import starting_point
-from gpipe_cli.training.step import gather_metrics, objective_of, placed, rehearse, train_step
+from gpipe_cli.training.step import compute_gradients, gather_metrics, objective_of, placed, rehearse, update_weights
 
 Mode = Literal["never", "except_last", "always"]
 Executor = Literal["in_process", "pytorch", "distributed", "replicas"]  # pytorch: no pipeline, the model as it is
@@ -119,7 +119,7 @@ Digests = dict[Place, str]  # of what a step leaves of the stages of one process
 
 
 @dataclass(frozen=True)
-class LayersWatched:
+class LayersProbed:
     """Message to the parent, before the first variant: the mini-batch, and what its layers do."""
 
     findings: tuple[Finding, ...]
@@ -166,7 +166,7 @@ def check(
     control, groups = process.connect()
     runs = _Runs(config, placements, process, control, groups, data.reading(control, training=True), folder, source)
     if not earlier:
-        process.report(runs.watch_layers(variants[0]))
+        process.report(runs.probe_layers(variants[0]))
     references = dict(earlier)
     for variant in variants:
         if runs.reference_of(variant) not in references and not runs.is_reference(variant):
@@ -221,17 +221,18 @@ class _Runs:
         """All of the model, in order."""
         return [name for names in self.placements[max(self.placements)].layer_names for name in names]
 
-    def watch_layers(self, variant: Variant) -> LayersWatched:
-        """Before the first variant: refuse a mini-batch that cannot be trained on, and watch each layer."""
+    def probe_layers(self, variant: Variant) -> LayersProbed:
+        """Before the first variant: refuse a mini-batch that cannot be trained on, and probe each layer."""
         samples = self.reading.batches.size(0, 0)
         refuse_single_samples(self.base, samples)
-        config, engine = self._engine(variant, self.process.watch)
-        # what a layer raises is in the rows of the variants; the watch ends there
-        with suppress(ActionFailedError, ChangedInputError), watching(engine.stages.values()) as watch:
-            rehearse(config, engine, self.control, self._first_mini_batch(config), 0, 0)
+        engine = self._engine(variant)
+        config = engine.config
+        # what a layer raises is in the rows of the variants; the probes end there
+        with suppress(ActionFailedError, ChangedInputError), probing(engine.stages.values()) as probed:
+            rehearse(engine, self._first_mini_batch(config))
         inside = engine.stages[0].module.modules()
         norms = any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in inside)
-        return LayersWatched(watch.findings, watch.draws, norms, micro_batch_sizes(samples, config.micro_batches))
+        return LayersProbed(probed.findings, probed.draws, norms, micro_batch_sizes(samples, config.micro_batches))
 
     def is_reference(self, variant: Variant) -> bool:
         usual = variant.micro_batches == self.base.micro_batches and variant.executor not in ("pytorch", "replicas")
@@ -276,7 +277,8 @@ class _Runs:
         The model is built anew and called as its user would call it, once for each micro-batch. Only the seeds are
         those of a pipeline, set before each layer, or else dropout would be another.
         """
-        config, engine = self._engine(variant, self.process.watch)
+        engine = self._engine(variant)
+        config = engine.config
         device, current = engine.first_device, 0
         whole = real_model(config, pretrained=config.init_from is None)
         if whole is None:
@@ -299,9 +301,9 @@ class _Runs:
             layer.register_forward_pre_hook(partial(seed, number), prepend=True)
         digests: Digests = {}
         self._observe(model, digests, lambda: (What.OUTPUT, current))
-        reading = self._first_mini_batch(config)
-        inputs, targets = placed(engine, reading.inputs()), reading.targets(0, 0)
-        sizes = micro_batch_sizes(reading.batches.size(0, 0), config.micro_batches)
+        mini_batch = self._first_mini_batch(config)
+        inputs, targets = placed(engine, mini_batch.inputs()), mini_batch.targets()
+        sizes = mini_batch.share.sizes
         objective = objective_of(config, targets, sizes, config.label_smoothing, engine.last_device)
         assert inputs is not None
         assert objective is not None
@@ -322,36 +324,33 @@ class _Runs:
         gradients: dict[str, torch.Tensor] = {}
         current: list[Action] = []
 
-        def watch(action: Action, samples: int, lengths: Sequence[int]) -> None:
+        def on_action(action: Action, samples: int, lengths: Sequence[int]) -> None:
             current[:] = [action]
-            self.process.watch(action, samples, lengths)
+            self.process.on_action(action, samples, lengths)
 
         def output() -> tuple[What, int]:
             return What.OUTPUT if current[0].kind is Kind.F else What.RECOMPUTED_OUTPUT, current[0].micro_batch
 
-        config, engine = self._engine(variant, watch)
+        engine = self._engine(variant, on_action)
+        config = engine.config
         modules = [stage.module for stage in engine.stages.values()]
         for module in modules:
             self._observe(module, digests, output)
 
-        def keep_gradients() -> None:
-            for module in modules:
-                gradients.update(_gradients(module))
-
         batches = self.reading.batches
         total = config.epochs * batches.steps_per_epoch
         rate = learning_rate(config.learning_rate, 0, batches.steps_per_epoch, config.batch_size, total)
-        data = self._first_mini_batch(config)
-        numbers, _ = train_step(
-            config, engine, self.control, 0, rate, data, 0, 0, before=None, before_update=keep_gradients
-        )
+        numbers = compute_gradients(engine, self._first_mini_batch(config), step=0)
+        for module in modules:
+            gradients.update(_gradients(module))
+        update_weights(engine, numbers, rate)
         engine.executor.settle()
         for module in modules:
             parameters = dict(module.named_parameters())
             digests |= self._digests(What.GRADIENT, {name: gradients.get(name) for name in parameters})
             digests |= self._digests(What.BUFFER, dict(module.named_buffers()))
             digests |= self._digests(What.WEIGHT, parameters)
-        return gather_metrics(config, engine, self.control, numbers)().totals.means[0], digests, gradients
+        return gather_metrics(engine, numbers)().totals.means[0], digests, gradients
 
     def _observe(self, model: nn.Module, digests: Digests, output: Callable[[], tuple[What, int]]) -> None:
         """Have the layers leave digests of their outputs; `output` says which one it is, and its micro-batch."""
@@ -373,7 +372,8 @@ class _Runs:
             found[Place(what, order, 0, layer, name)] = "" if tensor is None else digest((tensor,))
         return found
 
-    def _engine(self, variant: Variant, watch: Watch) -> tuple[TrainConfig, Engine]:
+    def _engine(self, variant: Variant, on_action: OnAction | None = None) -> Engine:
+        """The pipeline of a variant, with the weights that all of them begin with."""
         placement = replace(self._placement(variant), recompute=variant.recompute)
         config = replace(
             self.base,
@@ -384,23 +384,24 @@ class _Runs:
             recompute=variant.recompute,
             executor="distributed" if placement.distributed else "in_process",
         )
-        model = build_model(config)
-        engine = build_engine(config, placement, self.process.number, self.groups, model, watch,
-                              pretrained=config.init_from is None)  # fmt: skip
-        fine_tune(config, engine, model, self.source)
+        engine = build_engine(
+            config, placement, self.control, self.groups,
+            on_action=on_action or self.process.on_action, pretrained=config.init_from is None,
+        )  # fmt: skip
+        fine_tune(engine, self.source)
         if config.compile:
             samples = self.reading.batches.size(0, 0)
             with self.control.waits(Awaited.COMPILER):
                 engine.compile(sorted(set(micro_batch_sizes(samples, config.micro_batches))))
         engine.set_progress(1.0)  # drop-path as at the end of the training: at its beginning it drops nothing
-        return config, engine
+        return engine
 
-    def _first_mini_batch(self, config: TrainConfig) -> Reading:
+    def _first_mini_batch(self, config: TrainConfig) -> MiniBatch:
         """In the pieces of a variant."""
         reading = replace(self.reading, batches=self.reading.batches.cut_into(config.micro_batches))
-        if reading.loaded is None or reading.split is None:
-            return reading
-        return replace(reading, loaded=LoadedBatches(reading.split, reading.batches, 0, 0, 1, 0))
+        if reading.loaded is not None and reading.split is not None:
+            reading = replace(reading, loaded=LoadedBatches(reading.split, reading.batches, 0, 0, 1, 0))
+        return MiniBatch(reading, 0, 0)
 
     def _distance(self, gradients: Mapping[str, torch.Tensor], schedule: str) -> float:
         """The norm of the difference to a reference's gradients, as a share of their norm; over all processes."""

@@ -31,7 +31,7 @@ from gpipe_cli.assembly.build import build_model, open_data
 from gpipe_cli.data.loading import LoadedBatches
 from gpipe_cli.pipeline.runtime.randomness import materialize
 from gpipe_cli.system.forked_call import Fork
-from gpipe_cli.training.data_feed import Reading, mini_batches
+from gpipe_cli.training.data_feed import MiniBatch, Reading, mini_batches
 
 PROCESSES = 2
 # Who makes the file, and partitions.
@@ -80,7 +80,8 @@ def run_by_torch(name: str, file: str, settings: Sequence[str], meeting: str, pr
     split, _ = open_data(config)
     batches = mini_batches(config, split.catalogue, training=True)
     reading = Reading(split, batches, LoadedBatches(split, batches, 0, 0, 1, workers=0))
-    (images,), targets = reading.inputs() or (), reading.targets(0, 0)
+    mini_batch = MiniBatch(reading, 0, 0)
+    (images,), targets = mini_batch.inputs() or (), mini_batch.targets()
     assert targets is not None
     runner.step(*((images,) if 0 in layers else ()), **({"target": targets[0]} if len(balance) - 1 in layers else {}))
     dist.barrier()

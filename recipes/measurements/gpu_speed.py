@@ -36,6 +36,7 @@ from gpipe_cli.assembly.build import (
 from gpipe_cli.assembly.loss import CrossEntropy
 from gpipe_cli.config.settings import TrainConfig, from_tree
 from gpipe_cli.data.micro_batches import micro_batch_sizes
+from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.errors import InputError
 from gpipe_cli.launch import worker
 from gpipe_cli.pipeline.runtime.boundary import Boundary, Tensors, as_tuple, as_value, in_layout
@@ -115,7 +116,7 @@ def pipeline(config: TrainConfig, *, recording: bool = True) -> Step:
     """As a training does it, but for the data and what is reported."""
     set_up(config)
     placement = make_placement(config)
-    engine = build_engine(config, placement, 0, None, build_model(config), lambda *a: None, pretrained=False)
+    engine = build_engine(config, placement, ControlGroup(0, 1), pretrained=False)
     if not recording:
         engine.executor.recorder = Silent(placement.partitions)  # type: ignore[assignment]
     assert config.batch_size is not None

@@ -26,7 +26,7 @@ from runs import command_line
 from gpipe_cli.pipeline.runtime import p2p_transport
 from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor, Tensors
 from gpipe_cli.pipeline.runtime.executor import Executor
-from gpipe_cli.pipeline.runtime.link import Edge
+from gpipe_cli.pipeline.runtime.link import Edge, Links
 from gpipe_cli.pipeline.runtime.p2p_transport import Boundaries, P2PTransport
 from gpipe_cli.pipeline.schedule.orders import SCHEDULES, build, forward_only
 from gpipe_cli.pipeline.schedule.posting import Posting
@@ -212,10 +212,8 @@ def finishes(
 
         try:
             transport = P2PTransport(
-                process, process_of_stage, links_of(process),
-                Boundaries([BOUNDARY] * partitions, [BOUNDARY] * partitions),
-                device=CPU, memory_format=torch.contiguous_format, early=receives == "early", timeout_seconds=1,
-                connect_seconds=1,
+                process, process_of_stage, Links(links_of(process), 1, 1),
+                Boundaries([BOUNDARY] * partitions, [BOUNDARY] * partitions), CPU, early=receives == "early",
             )  # fmt: skip
             stages: dict[int, Any] = {k: Stage(k) for k in range(partitions) if process_of_stage[k] == process}
             executor = Executor(stages, process_of_stage, transport, watch)

@@ -15,10 +15,10 @@ import torch
 from hydra import compose, initialize_config_module
 from runs import command_line
 
-from gpipe_cli.assembly.build import build_model
 from gpipe_cli.assembly.loss import CrossEntropy
 from gpipe_cli.config.settings import TrainConfig, from_tree
 from gpipe_cli.data.micro_batches import micro_batch_sizes
+from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.pipeline.runtime.recording import measured_timeline
 from gpipe_cli.pipeline.schedule.breakdown import breakdown
 from gpipe_cli.pipeline.schedule.schedules import Schedule
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config = from_tree(TrainConfig, tree)
     placement = make_placement(config)
     torch.set_num_threads(1)
-    engine = build_engine(config, placement, 0, None, build_model(config), lambda *a: None, pretrained=True)
+    engine = build_engine(config, placement, ControlGroup(0, 1))
     schedule = placement.schedule(config.micro_batches)
     assert config.batch_size is not None
     sizes = micro_batch_sizes(config.batch_size, config.micro_batches)

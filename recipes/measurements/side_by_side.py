@@ -79,7 +79,7 @@ from gpipe_cli.reporting.compare.run_record import read_curves
 from gpipe_cli.reporting.run.measurement import hardware, versions
 from gpipe_cli.results.files import read_result
 from gpipe_cli.system.forked_call import Fork
-from gpipe_cli.training.data_feed import Reading, mini_batches
+from gpipe_cli.training.data_feed import MiniBatch, Reading, mini_batches
 
 CPU = torch.device("cpu")
 WARM_UP, TIMEOUT_SECONDS = 3, 900
@@ -202,7 +202,8 @@ def measure(who: Contestant, settings: Sequence[str], steps: int, meeting: str, 
     for number, (epoch, position) in enumerate(islice(stream, WARM_UP + steps + (who.engine == "torchgpipe"))):
         if number == WARM_UP + steps:
             done.saved_bytes = count_saved(module)
-        given, targets = reading.inputs(), reading.targets(epoch, position) if last else None
+        mini_batch = MiniBatch(reading, epoch, position)
+        given, targets = mini_batch.inputs(), mini_batch.targets() if last else None
         images = None if given is None else given[0].contiguous(memory_format=MEMORY_FORMATS[who.layout])
         loss = loss_of(images, None if targets is None else targets[0])
         if number < WARM_UP:

@@ -19,7 +19,7 @@ from training_runs import TINY, assert_same_tensors, configure, final_tensors, o
 from gpipe_cli.commands.check_run import _Checked
 from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.errors import InputError
-from gpipe_cli.pipeline.profile.layer_probes import Watch, _Seen, watching
+from gpipe_cli.pipeline.profile.layer_probes import Probed, _Seen, probing
 from gpipe_cli.pipeline.runtime.executor import ActionFailedError, Executor
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
 from gpipe_cli.pipeline.runtime.stage import Stage
@@ -27,20 +27,20 @@ from gpipe_cli.pipeline.runtime.transport import LocalTransport
 from gpipe_cli.pipeline.schedule.orders import build
 from gpipe_cli.training.engine import WorkerProcess
 from gpipe_cli.training.events import TrainingReady
-from gpipe_cli.verify.variants import LayersWatched, Place, Row, Variant, What, check, first_difference, within
+from gpipe_cli.verify.variants import LayersProbed, Place, Row, Variant, What, check, first_difference, within
 
 CUSTOM = ["model=custom", "dataset.image_size=8", *TINY[2:3], *TINY[4:]]
 CPU = torch.device("cpu")
 
 
-def watched(model: nn.Sequential) -> Watch:
+def watched(model: nn.Sequential) -> Probed:
     """What its layers are seen to do with a micro-batch that is run, and run again."""
     images = torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     stage = Stage(0, model, first_layer=0, inputs=(), device=CPU, run_seed=0)
     executor = Executor({0: stage}, [0], LocalTransport([CPU]))
-    with contextlib.suppress(ActionFailedError, ChangedInputError), watching([stage]) as watch:
+    with contextlib.suppress(ActionFailedError, ChangedInputError), probing([stage]) as probed:
         executor.run(build("gpipe", 1, 1, "always"), 0, (3,), (images,), SumOfSquares())
-    return watch
+    return probed
 
 
 @pytest.mark.parametrize(
@@ -137,10 +137,10 @@ def test_a_layer_on_a_gpu_may_draw_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -
     for draws in (False, True):
         layer, inputs = nn.Dropout(0.5).train(draws), (torch.ones(4),)
         stage = Stage(0, nn.Sequential(layer), first_layer=0, inputs=(), device=torch.device("cuda", 0), run_seed=0)
-        seen = _Seen(watch := Watch(), stage)
+        seen = _Seen(probed := Probed(), stage)
         seen.begins("0", layer, inputs)
         seen.ended("0", layer, inputs, layer(*inputs))
-        assert watch.draws is draws
+        assert probed.draws is draws
 
 
 def test_a_layer_that_runs_another_is_no_state_and_what_one_raises_ends_the_watch() -> None:
@@ -205,7 +205,7 @@ def test_a_pipeline_is_compared_with_plain_pytorch(
     process = WorkerProcess(0, lambda: (ControlGroup(0, 1), None), messages.append, lambda *action: None)
     check(config, placements, process, variants=(first, untouched), earlier={}, folder=tmp_path, source=None)
     watched, row = messages[0], messages[-1]
-    assert isinstance(watched, LayersWatched)
+    assert isinstance(watched, LayersProbed)
     assert isinstance(row, Row)
     assert (row.executor, row.verdict, row.layer) == ("pytorch", verdict, layer)
     assert not watched.findings
@@ -220,7 +220,7 @@ def test_compiled_code_is_not_compared_with_plain_pytorch() -> None:
         checked = _Checked(configure(*CUSTOM, "model.target=custom_models:odd", f"compile={compiled}", "partitions=1"))
         executors = {variant.executor for _, variants in checked.runs for variant in variants}
         assert ("pytorch" in executors) is not compiled
-        said = dict(checked.facts(LayersWatched((), False, True, (3, 3, 2)))).get("pytorch", "")
+        said = dict(checked.facts(LayersProbed((), False, True, (3, 3, 2)))).get("pytorch", "")
         assert ("compile=false" in said) is compiled
 
 

@@ -47,7 +47,7 @@ def begun(*settings: str) -> tuple[Engine, dict[str, torch.Tensor], dict[str, st
     config = configure(*settings, HERE)
     engine = pipeline_of(config)
     source = None if config.init_from is None else find_weights(config, print)
-    notes = dict(fine_tune(config, engine, build_model(config), source))
+    notes = dict(fine_tune(engine, source))
     return engine, {name: tensor.clone() for name, tensor in state_of(engine).items()}, notes
 
 

@@ -26,7 +26,7 @@ from gpipe_cli.training import data_feed
 from gpipe_cli.training import engine as engines
 from gpipe_cli.training.data_feed import mini_batches
 from gpipe_cli.training.milestones import starting_point
-from gpipe_cli.training.step import StepNumbers, train_step
+from gpipe_cli.training.step import StepNumbers, compute_gradients, gather_metrics, update_weights
 
 aten = torch.ops.aten
 GPU = "cuda:0"
@@ -143,16 +143,19 @@ def test_a_step_waits_for_nothing_of_its_own(settings: list[str]) -> None:
     control, made = ControlGroup(0, 1), []
     before: StepNumbers | None = None
     with FakeTensorMode(allow_non_fake_inputs=True), Watched():
-        engine = engines.build_engine(config, placement, 0, None, model, lambda *action: None, pretrained=True)
-        reading: Any = SimpleNamespace(
-            batches=batches,
+        engine = engines.build_engine(config, placement, control)
+        mini_batch: Any = SimpleNamespace(
+            share=batches.share(0, 0),
+            lengths=batches.lengths(0, 0),
             inputs=lambda: tuple(torch.empty(one.shape, dtype=one.dtype) for one in inputs),
-            targets=lambda epoch, position: (torch.empty(targets.shape, dtype=targets.dtype), len(targets)),
+            targets=lambda: (torch.empty(targets.shape, dtype=targets.dtype), len(targets)),
         )
         for step in range(3):
             Event.step, Event.made, Event.waited = step + 1, 0, 0
-            numbers, metrics = train_step(config, engine, control, step, 0.1, reading, 0, 0, before=before)
-            assert (metrics is None) == (before is None)
+            numbers = compute_gradients(engine, mini_batch, step)
+            if before is not None:
+                gather_metrics(engine, before)
+            update_weights(engine, numbers, 0.1)
             before = replace(numbers, totals=None)  # there are no values to make Python's numbers of
             made.append(Event.made)
     assert len(engine.optimizers) == 2

@@ -8,7 +8,6 @@ from gpipe_cli.config.settings import DecodeConfig
 from gpipe_cli.data.corpora import read_parallel_text
 from gpipe_cli.data.translation import PairSplit, open_pairs
 from gpipe_cli.data.vocabulary import END, UNKNOWN
-from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.training.data_feed import Reading, mini_batches
 from gpipe_cli.training.events import Translation
 from gpipe_cli.training.translation import (
@@ -93,7 +92,7 @@ def test_sentences_of_the_test_set_are_decoded() -> None:
     test = Reading(split, mini_batches(config, split.catalogue, training=False), None)
     settings = DecodeConfig(case.beam, len(case.indices), case.length_penalty)
     with engine.evaluating(averages=False):
-        rows = translate(config, settings, engine, ControlGroup(0, 1), test, lambda *counts: done.append(counts))
+        rows = translate(engine, settings, test, lambda *counts: done.append(counts))
     assert done == [(5, 5)]
     assert rows == shown(split, case.indices, decode_here(case))
     assert [row.source for row in rows] == [SOURCES[index] for index in case.indices]

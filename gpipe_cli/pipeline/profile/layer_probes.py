@@ -40,7 +40,7 @@ class Finding:
     text: str
 
 
-class Watch:
+class Probed:
     """What was found while layers ran."""
 
     def __init__(self) -> None:
@@ -56,17 +56,17 @@ class Watch:
 
 
 @contextmanager
-def watching(stages: Iterable[Stage]) -> Iterator[Watch]:
+def probing(stages: Iterable[Stage]) -> Iterator[Probed]:
     """Inside, the layers of `stages` are watched while they are run, once or twice on the same micro-batch; afterwards
     buffers, gradients, what modules remember as attributes, and generators are as before."""
-    watch = Watch()
+    probed = Probed()
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng([stage.device for stage in stages if stage.device.type == "cuda"]))
         stack.callback(random.setstate, random.getstate())
         stack.callback(np.random.set_state, np.random.get_state(legacy=True))
         for stage in stages:
             stack.enter_context(_put_back(stage.module))
-            seen = _Seen(watch, stage)
+            seen = _Seen(probed, stage)
             stack.enter_context(seen.running)
             for name, layer in stage.module.named_children():
                 begins = layer.register_forward_pre_hook(partial(seen.begins, name), prepend=True)
@@ -74,17 +74,17 @@ def watching(stages: Iterable[Stage]) -> Iterator[Watch]:
                 stack.callback(begins.remove)
                 stack.callback(ended.remove)
         try:
-            yield watch
+            yield probed
         except ChangedInputError as error:
-            watch.found("in_place", error.layer, str(error))
+            probed.found("in_place", error.layer, str(error))
             raise
 
 
 class _Seen:
     """The layers of one stage: each is compared with itself before it was run, and with its first run."""
 
-    def __init__(self, watch: Watch, stage: Stage) -> None:
-        self._watch, self._stage, self._device = watch, stage, stage.device
+    def __init__(self, probed: Probed, stage: Stage) -> None:
+        self._probed, self._stage, self._device = probed, stage, stage.device
         self.running = ExitStack()  # what is active while a layer runs
         self._reads: Reads | None = None
         # storages of the stage's tensors, and of what layers were given
@@ -112,19 +112,19 @@ class _Seen:
         self.running.close()
         held, given, generators, others, attributes = self._before
         if (fault := self._foreign()) is not None:
-            self._watch.found("foreign", name, f"layer {name} reads a tensor {fault}")
+            self._probed.found("foreign", name, f"layer {name} reads a tensor {fault}")
         if not all(same_bits(*pair) for pair in given):
-            self._watch.found("in_place", name, str(ChangedInputError(name)))
+            self._probed.found("in_place", name, str(ChangedInputError(name)))
             for tensor, value in given:  # it is what the layer before gave
                 _write_back(tensor, value)
         if sources := [source for source, state in _other_generators().items() if state != others[source]]:
-            self._watch.found(
+            self._probed.found(
                 "random",
                 name,
                 f"layer {name} draws from {' and '.join(sources)}, which no stage can repeat: a recomputation and "
                 "another cut get other numbers; use torch's functions",
             )
-        self._watch.draws = self._watch.draws or not torch.equal(self._generators(), generators)
+        self._probed.draws = self._probed.draws or not torch.equal(self._generators(), generators)
         now = _tensors(layer)
         changed = [
             key
@@ -138,7 +138,7 @@ class _Seen:
             _write_back(tensor, value)
         self._before = ()
         if changed:
-            self._watch.found(
+            self._probed.found(
                 "state",
                 name,
                 f"layer {name} changes its own {', '.join(changed[:3])} when it is run: micro-batches and "
@@ -147,7 +147,7 @@ class _Seen:
         after = _attributes(layer)
         set_anew = [name for name in {**attributes, **after} if not _same(attributes.get(name), after.get(name))]
         if set_anew and self._evaluates_otherwise(layer, inputs[0], attributes, after):
-            self._watch.found(
+            self._probed.found(
                 "state",
                 name,
                 f"layer {name} changes its attribute {', '.join(set_anew[:3])} when it is run, and evaluates "
@@ -159,7 +159,7 @@ class _Seen:
             self._outputs[name] = tuple(tensor.detach() for tensor in outputs)
         elif not self._differs and not all(map(same_bits, outputs, first)):
             self._differs = True
-            self._watch.found(
+            self._probed.found(
                 "state",
                 name,
                 f"layer {name} gives other values when it is run again with the same seed: it keeps something between "

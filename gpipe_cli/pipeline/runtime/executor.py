@@ -18,7 +18,12 @@ from gpipe_cli.pipeline.runtime.transport import OptionalTensors, PeerLostError,
 from gpipe_cli.pipeline.schedule.dependencies import linearize_retained
 from gpipe_cli.pipeline.schedule.schedules import RETURNS, Action, Kind, Retain, Schedule
 
-Watch: TypeAlias = Callable[[Action, int, Sequence[int]], None]
+OnAction: TypeAlias = Callable[[Action, int, Sequence[int]], None]
+"""Called before an action is performed, with it, the samples of its micro-batch and the lengths of its sentences."""
+
+
+def ignore_action(action: Action, samples: int, lengths: Sequence[int]) -> None:
+    """The `OnAction` of those who do not want to know."""
 
 
 class ActionFailedError(RuntimeError):
@@ -34,8 +39,7 @@ class Executor:
     """Performs schedules on the `stages` (by index) that live in this process; `device_of_stage` gives the
     number of the device of each stage of the pipeline.
 
-    `watch` is called with every action, its samples and the lengths of the mini-batch before the action is performed,
-    so that a supervisor can say what a killed process was doing.
+    `on_action` tells a supervisor what the process is doing, so that it can say what a killed one was doing.
     """
 
     def __init__(
@@ -43,9 +47,9 @@ class Executor:
         stages: Mapping[int, Stage],
         device_of_stage: Sequence[int],
         transport: Transport,
-        watch: Watch = lambda action, samples, lengths: None,
+        on_action: OnAction = ignore_action,
     ) -> None:
-        self._stages, self._transport, self._watch = stages, transport, watch
+        self._stages, self._transport, self._on_action = stages, transport, on_action
         self._device_of_stage, self._last = tuple(device_of_stage), len(device_of_stage) - 1
         self.recorder = Recorder({index: stage.device for index, stage in stages.items()})
 
@@ -77,7 +81,7 @@ class Executor:
         recording = self.recorder.begin_step(schedule)
         left = {index: len(schedule.stages[index]) for index in self._stages}
         for action, keep in _actions_of(schedule, self._device_of_stage, frozenset(self._stages)):
-            self._watch(action, sizes[action.micro_batch], lengths)
+            self._on_action(action, sizes[action.micro_batch], lengths)
             self._perform(action, keep, schedule, micro_batches, recording)
             left[action.stage] -= 1
             if replicas is not None and not left[action.stage]:  # while other stages still compute

@@ -4,8 +4,10 @@ Each has a process group of its own. NCCL runs what a process gives to a group o
 when its receive runs: with groups that several edges share, a receive that waits holds up the send that would free it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol, TypeAlias
 
@@ -35,6 +37,20 @@ class Link(Protocol):
     def send(self, tensors: Sequence[torch.Tensor]) -> Sequence[Work]: ...
 
     def receive(self, tensors: Sequence[torch.Tensor]) -> Sequence[Work]: ...
+
+
+@dataclass(frozen=True)
+class Links:
+    """The links of a process to those of neighbouring stages, and how long it waits for these.
+
+    Inside of `waits` the process waits for another one, for `timeout_seconds` at most; for its first message to a GPU,
+    of which nobody sees whether it waits, for `connect_seconds`.
+    """
+
+    of_edge: Mapping[Edge, Link]
+    timeout_seconds: float
+    connect_seconds: float
+    waits: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
 class GroupLink:

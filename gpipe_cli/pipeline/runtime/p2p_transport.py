@@ -8,15 +8,15 @@ from the tensor, while the stage computes on.
 import datetime
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from math import prod
 
 import torch
 
 from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor, as_sent, layout_strides
-from gpipe_cli.pipeline.runtime.link import Edge, Link, Work
+from gpipe_cli.pipeline.runtime.link import Edge, Links, Work
 from gpipe_cli.pipeline.runtime.saved_activations import storage_of
 from gpipe_cli.pipeline.runtime.transport import LocalTransport, OptionalTensors, PeerLostError
 from gpipe_cli.pipeline.schedule.posting import Posting, postings
@@ -33,40 +33,35 @@ class _Sending:
 
 @dataclass(frozen=True)
 class Boundaries:
-    """What crosses from each stage to the next; in evaluation a model may hand on something else."""
+    """What crosses from each stage to the next; in evaluation a model may hand on something else. Images lie in
+    `memory_format`."""
 
     training: Sequence[Boundary]
     evaluation: Sequence[Boundary]
+    memory_format: torch.memory_format = torch.contiguous_format
 
 
 class P2PTransport:
-    """The stages of process number `process`; `process_of_stage` gives the processes of all stages, `links`
-    are those of this process.
+    """The stages of process number `process`, which compute on `device`; `process_of_stage` are the processes of all stages.
 
-    Receives are posted as `early` as buffers are free, or so that launches may wait for the device (`posting.py`).
-    Inside of `waits` this process waits for another one, for `timeout_seconds` at most; at the start a GPU, of which
-    nobody sees whether it waits, for `connect_seconds`.
+    Receives are posted as `early` as buffers are free, or so that launches may wait for the device (`posting.py`);
+    None: as suits the device.
     """
 
     def __init__(
         self,
         process: int,
         process_of_stage: Sequence[int],
-        links: Mapping[Edge, Link],
+        links: Links,
         boundaries: Boundaries,
-        *,
         device: torch.device,
-        memory_format: torch.memory_format,
-        early: bool,
-        timeout_seconds: float,
-        connect_seconds: float,
-        waits: Callable[[], AbstractContextManager[object]] = nullcontext,
+        early: bool | None = None,
     ) -> None:
-        self._process, self._process_of_stage, self._links = process, tuple(process_of_stage), links
+        self._process, self._process_of_stage, self._links = process, tuple(process_of_stage), links.of_edge
         self._described, self._boundaries = boundaries, boundaries.training
-        self._device, self._memory_format = device, memory_format
-        self._early = early
-        self._timeout, self._waits = datetime.timedelta(seconds=timeout_seconds), waits
+        self._device, self._memory_format = device, boundaries.memory_format
+        self._early = device.type == "cpu" if early is None else early
+        self._timeout, self._waits = datetime.timedelta(seconds=links.timeout_seconds), links.waits
         self._local = LocalTransport([device] * len(process_of_stage))  # between neighbours that are both here
         self._sends: deque[_Sending] = deque()
         self._buffers: dict[tuple[Edge, int, int], torch.Tensor] = {}  # edge, place, tensor: memory, which only grows
@@ -78,7 +73,7 @@ class P2PTransport:
         self._ends: dict[int, torch.cuda.Event] = {}  # of actions, by how many have been launched
         self._sizes: Sequence[int] = ()
         self._lengths: Sequence[int] = ()
-        self._connect(connect_seconds)
+        self._connect(links.connect_seconds)
 
     def begin_step(self, schedule: Schedule, sizes: Sequence[int], lengths: Sequence[int] = ()) -> None:
         self.settle()

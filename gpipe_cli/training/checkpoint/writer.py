@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from gpipe_cli.distributed.control_group import Awaited, ControlGroup
+from gpipe_cli.distributed.control_group import Awaited
 from gpipe_cli.training import events
 from gpipe_cli.training.checkpoint import store
 from gpipe_cli.training.checkpoint.restore import state_of_stage
@@ -66,14 +66,13 @@ class CheckpointWriter:
     """The checkpoints of a run, one at a time; every process calls the same methods after the same steps."""
 
     engine: Engine
-    control: ControlGroup
     folder: Path  # of the run
     config_yaml: str
-    keep: int
     report: Callable[[object], None]  # called in process 0, with `events` of checkpoints
     last: store.Progress  # of the newest checkpoint that is complete; at first, where the run begins
 
     def __post_init__(self) -> None:
+        self.control, self.keep = self.engine.control, self.engine.config.checkpoint.keep
         self._snapshots = {k: Snapshot() for k in self.engine.stages}
         self._thread = ThreadPoolExecutor(1, "gpipe-checkpoint")
         self._written: store.Progress | None = None  # of the checkpoint that is being written

@@ -7,6 +7,7 @@ from datetime import timedelta
 import torch
 
 from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor, in_layout
+from gpipe_cli.pipeline.runtime.link import Links
 from gpipe_cli.pipeline.runtime.p2p_transport import Boundaries, P2PTransport
 from gpipe_cli.pipeline.schedule.dependencies import linearize
 from gpipe_cli.pipeline.schedule.orders import forward_only
@@ -58,9 +59,8 @@ def test_a_part_of_the_input_that_is_handed_on_has_left_before_the_next_input_co
 
     boundaries = [boundary(4), boundary(2)]
     transport = P2PTransport(
-        1, (0, 1, 2), {(Kind.F, 1): before, (Kind.F, 2): after}, Boundaries(boundaries, boundaries),
-        device=torch.device("cpu"), memory_format=torch.contiguous_format, early=False, timeout_seconds=1,
-        connect_seconds=1,
+        1, (0, 1, 2), Links({(Kind.F, 1): before, (Kind.F, 2): after}, 1, 1), Boundaries(boundaries, boundaries),
+        torch.device("cpu"), early=False,
     )  # fmt: skip
     transport.begin_step(forward_only(3, 4), [1] * 4)
     for m in range(4):
@@ -77,9 +77,8 @@ def test_what_the_next_stage_of_the_process_is_handed_is_not_received_over() -> 
     evaluation the next micro-batch was received into it before that stage had run, and scores were wrong."""
     described = (BoundaryTensor((0, 2), (1, 0), torch.float32, True),)
     transport = P2PTransport(
-        1, (0, 1, 1), {(Kind.F, 1): SlowLink(0)}, Boundaries([described] * 2, [described] * 2),
-        device=torch.device("cpu"), memory_format=torch.contiguous_format, early=True, timeout_seconds=1,
-        connect_seconds=1,
+        1, (0, 1, 1), Links({(Kind.F, 1): SlowLink(0)}, 1, 1), Boundaries([described] * 2, [described] * 2),
+        torch.device("cpu"),
     )  # fmt: skip
     schedule, first = forward_only(3, 4), 2.0  # 1 was the message that connects
     transport.begin_step(schedule, [1] * 4)
