@@ -70,9 +70,8 @@ class Executor:
         `sizes` are the samples of each micro-batch, `lengths` what sentences are padded to in this mini-batch;
         `inputs` (N, ...) each are needed where the first stage lives, `objective` where the last one does. A training
         with `replicas` has the micro-batches from `first_micro_batch` on; their gradients are being added up when this
-        returns. Raises
-        ActionFailedError if an action does, ChangedInputError for a layer that changes its input in place, and
-        PeerLostError if a neighbour is gone.
+        returns. Raises ActionFailedError if an action does, ChangedInputError for a layer that changes its input in
+        place, and PeerLostError if a neighbour is gone.
         """
         micro_batches = () if inputs is None else split_all(inputs, sizes)
         self._transport.begin_step(schedule, sizes, lengths)

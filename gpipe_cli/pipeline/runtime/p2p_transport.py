@@ -42,7 +42,8 @@ class Boundaries:
 
 
 class P2PTransport:
-    """The stages of process number `process`, which compute on `device`; `process_of_stage` are the processes of all stages.
+    """Moves tensors for the stages of process number `process`, which compute on `device`; `process_of_stage` gives the
+    processes of all stages.
 
     Receives are posted as `early` as buffers are free, or so that launches may wait for the device (`posting.py`);
     None: as suits the device.
