@@ -13,7 +13,7 @@ from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.launch.job import Bench
 from gpipe_cli.reporting.run.description import Start, model_name
 from gpipe_cli.reporting.run.lines import log, logging_to
-from gpipe_cli.reporting.run.trackers import refuse_missing
+from gpipe_cli.reporting.sinks.sink import refuse_missing
 from gpipe_cli.reporting.tables.table import SYMBOLS
 from gpipe_cli.system.interrupts import interruptible_import
 

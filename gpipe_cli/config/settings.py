@@ -48,7 +48,7 @@ TAKEN = "taken"  # in `freeze`: all that `init_from` takes in any case, which is
 Task = Literal["classification", "language_model", "translation"]
 Executor = Literal["auto", "in_process", "distributed"]
 Device = Literal["auto", "cpu", "cuda"]
-Logger = Literal["tensorboard", "mlflow", "wandb"]
+Logger = Literal["tensorboard", "mlflow", "wandb", "csv"]
 MemoryFormat = Literal["auto", "contiguous", "channels_last"]
 Partitions = Annotated[int, Within(1, 10_000, why="as no model has more layers")]
 MicroBatches = Annotated[int, Within(1, 100_000)]

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.compare.comparison import compare
 from gpipe_cli.reporting.compare.run_record import RunRecord, read_run, same_curves
-from gpipe_cli.reporting.run.tensorboard import TEST_LOSS, TEST_TOP1, TRAIN_LOSS
 from gpipe_cli.reporting.tables.table import NONE, Column, Table
 from gpipe_cli.reproduction.runner import Findings, Runner, number, numbers
+from gpipe_cli.results.measures import MEASURES, TEST_TOP1, TRAIN_LOSS
 from gpipe_cli.units import percent, plural
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Consistency:
         repeated = [same[0], *(_train(runner, self.partitions[0], seed) for seed in self.seeds[1:])]
         runs = [*same, *repeated[1:]]
         picture, comparison = runner.folder / CURVES, compare([run.record for run in runs])
-        write_picture(picture, draw_curves(comparison, (TRAIN_LOSS, TEST_LOSS, TEST_TOP1)))
+        write_picture(picture, draw_curves(comparison, (TRAIN_LOSS, MEASURES["test_loss"].tag, TEST_TOP1)))
         return Findings((_table(runs), _spread(same, repeated)), tuple(notes(same)), (("curves", str(picture)),))
 
 

@@ -5,17 +5,13 @@ It is judged by top-1 for the paper's images (section 4), by the loss of a token
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
-from functools import cache
-from types import UnionType
-from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal
 
 from gpipe_cli.config import groups
 from gpipe_cli.config.settings import Task, TrainConfig
-from gpipe_cli.config.typed import show
 from gpipe_cli.pipeline.schedule.simulator import ideal_bubble
-from gpipe_cli.results.files import flattened
 from gpipe_cli.training.events import DataFacts, LayersCompiled, Notes, Scores, Tested
 
 if TYPE_CHECKING:  # they import torch, which takes seconds: tables of runs do without
@@ -23,7 +19,6 @@ if TYPE_CHECKING:  # they import torch, which takes seconds: tables of runs do w
     from gpipe_cli.planner.plan import Plan
 
 Status = Literal["running", "completed", "failed", "interrupted", "dry_run"]
-Value = bool | int | float | str  # of a setting
 
 
 @dataclass(frozen=True)
@@ -103,34 +98,6 @@ class RunDescription:
         assert self.steps_per_epoch is not None, "a dry run has no steps"
         steps = self.config.epochs * self.steps_per_epoch
         return steps if self.config.max_steps is None else min(steps, self.config.max_steps)
-
-
-def hyperparameters(config: TrainConfig) -> dict[str, Value]:
-    """The settings without levels, `model.filters`: numbers and switches as they are, all else as text. What is null is
-    left out, and so no column has text beside numbers."""
-    known = flattened(asdict(config), whole=all_settings())  # the free arguments of a custom model are one setting
-
-    def plain(value: Any) -> Value:
-        return value if isinstance(value, int | float) and math.isfinite(value) else show(value)
-
-    return {key: plain(value) for key, value in known if value is not None}
-
-
-@cache
-def all_settings() -> dict[str, list[Any]]:
-    """Every setting that some run may have, with its types in the choices of its group."""
-    found: dict[str, list[Any]] = {}
-
-    def collect(kind: type, prefix: str) -> None:
-        for name, hint in get_type_hints(kind).items():
-            for option in get_args(hint) if get_origin(hint) in (UnionType, Union) else (hint,):
-                if isinstance(option, type) and is_dataclass(option):
-                    collect(option, f"{prefix}{name}.")
-                else:
-                    found.setdefault(f"{prefix}{name}", []).append(option)
-
-    collect(TrainConfig, "")
-    return found
 
 
 def model_name(config: TrainConfig) -> str:

@@ -22,11 +22,11 @@ from gpipe_cli.reporting.plots.timeline_values import StepPicture
 from gpipe_cli.reporting.run import measurement
 from gpipe_cli.reporting.run.banner import show_banner
 from gpipe_cli.reporting.run.console import RunConsole
+from gpipe_cli.reporting.run.dashboard import Dashboard
 from gpipe_cli.reporting.run.description import RunDescription, Status, Task, scores_of, words_of
 from gpipe_cli.reporting.run.lines import logging_to, show_error, show_facts, show_line
 from gpipe_cli.reporting.run.step_breakdown import COMPARED_STEPS, comparison, measured_breakdown, share_result
 from gpipe_cli.reporting.run.summary import show_summary, speed_kind
-from gpipe_cli.reporting.run.tensorboard import Dashboard
 from gpipe_cli.results.files import read_result, write_result
 from gpipe_cli.training.checkpoint.store import GONE, Progress, checkpoints_in, step_of
 from gpipe_cli.training.events import CheckpointAwaited, Evaluated, StepDone, Tested

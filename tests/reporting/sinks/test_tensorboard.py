@@ -31,8 +31,8 @@ from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.config.typed import settings as all_keys
 from gpipe_cli.reporting.plots.picture import DPI, NARROW_INCHES, WIDTH_INCHES
 from gpipe_cli.reporting.plots.timeline_values import StepPicture
-from gpipe_cli.reporting.run.description import hyperparameters
-from gpipe_cli.reporting.run.tensorboard import Dashboard, EventFile, varied_by
+from gpipe_cli.reporting.sinks.settings import hyperparameters
+from gpipe_cli.reporting.sinks.tensorboard import EventFile, varied_by
 from gpipe_cli.results.files import read_result
 from gpipe_cli.training.events import Translation
 from gpipe_cli.units import GIB
@@ -120,7 +120,7 @@ def test_every_curve_of_a_run_and_how_it_ended(tmp_path: Path) -> None:
     assert metrics[:2] == ["final/top1", "final/samples_per_second"]
     final = {tag for tag in expected if tag.startswith("final/")}
     assert {*final, "final/perplexity", "final/tokens_per_second", "final/token_accuracy"} == set(metrics)
-    assert len(list(tmp_path.glob("**/*tfevents*"))) == 1  # no run beside the run
+    assert {path.parent for path in tmp_path.glob("**/*tfevents*")} == {tmp_path}, "no run beside the run"
     shown = charts(tmp_path)
     compared = list(shown.pop("measured and predicted").values())
     assert compared == [
@@ -200,8 +200,8 @@ def test_translations_are_a_table_that_shows_them_as_they_are(tmp_path: Path) ->
         Translation("ru-en", "Россия | РФ", "Russia", "a|b <2en> *c* _d_ `e` \\| [f]"),
         Translation("fr-en", "a\nb\tc", "& &amp; \\", ""),
     )
-    board = Dashboard(tmp_path, description(*TRANSLATION))
-    board.evaluated(evaluation(4, text=True, translations=translations))
+    reporter, _ = reporter_in(tmp_path, *TRANSLATION)
+    reporter.evaluated(evaluation(4, text=True, translations=translations))
     shown = markdown_to_safe_html(words(tmp_path, "translations"))  # what TensorBoard itself makes of it
     rows = [
         re.findall(r"<t[hd]>(.*?)</t[hd]>", row, re.DOTALL) for row in re.findall(r"<tr>(.*?)</tr>", shown, re.DOTALL)
@@ -212,10 +212,10 @@ def test_translations_are_a_table_that_shows_them_as_they_are(tmp_path: Path) ->
 
 
 def test_what_is_no_number_is_no_error_and_what_there_is_not_has_no_curve(tmp_path: Path) -> None:
-    board = Dashboard(tmp_path, description(*LANGUAGE_MODEL))
-    board.step(step(1, text=True, loss=math.nan, cross_entropy=1e4, gradient_norm=None, memory_bytes=()))
-    board.step(step(2, text=True, loss=math.nan, cross_entropy=200.0))  # fits Python's floats, not those of an event
-    board.flush()
+    reporter, _ = reporter_in(tmp_path, *LANGUAGE_MODEL)
+    reporter.step(step(1, text=True, loss=math.nan, cross_entropy=1e4, gradient_norm=None, memory_bytes=()))
+    reporter.step(step(2, text=True, loss=math.nan, cross_entropy=200.0))  # fits Python's floats, not those of an event
+    reporter.checkpointed(2)
     assert [event.value for event in events(tmp_path).Scalars("train/perplexity")] == [math.inf, math.inf]
     assert all(math.isnan(event.value) for event in events(tmp_path).Scalars("train/loss"))
     assert [step for step, _ in curve(tmp_path, "train/gradient_norm")] == [2]
@@ -294,7 +294,7 @@ def test_a_run_resumed_into_its_folder_replaces_what_came_after_its_checkpoint(t
     first.evaluated(evaluation(4, top1=0.5))
     first.evaluated(evaluation(8, top1=0.75, is_best=False))
     first.finish("interrupted")
-    (path,) = tmp_path.glob("*tfevents*")
+    (path,) = tmp_path.glob("*tfevents.[1-8]*")
     path = path.rename(tmp_path / "events.out.tfevents.1.old")  # files of one second are in no order
     with path.open("ab") as torn:
         torn.write(b"\x40\0\0\0\0\0\0\0\0\0")  # a record that was cut short when the process was killed

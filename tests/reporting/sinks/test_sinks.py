@@ -1,6 +1,8 @@
-"""Loggers beside TensorBoard: the same points, settings and pictures, in stores that are read back."""
+"""Sinks beside TensorBoard: the same points, settings and pictures, in stores that are read back."""
 
+import csv
 import json
+import resource
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,10 +12,12 @@ import numpy as np
 import pytest
 from reporting_runs import description, evaluation, plan, reporter_in, shares, step, timeline
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from training_runs import command
+from training_runs import command, configure
 
 from gpipe_cli.reporting.plots.timeline_values import StepPicture
-from gpipe_cli.reporting.run.description import hyperparameters
+from gpipe_cli.reporting.sinks.csv import Writer
+from gpipe_cli.reporting.sinks.settings import hyperparameters
+from gpipe_cli.reporting.sinks.sink import SinkRun
 from gpipe_cli.results.files import read_result
 
 
@@ -57,8 +61,6 @@ def test_mlflows_files_have_what_the_events_have(tmp_path: Path, monkeypatch: py
     for tag, expected in found.items():
         history = client.get_metric_history(run.info.run_id, tag)
         assert sorted((one.step, np.float32(one.value)) for one in history) == expected, tag
-    rates = [one.value for one in client.get_metric_history(run.info.run_id, "train/learning_rate")]
-    assert set(rates) == {0.04}, "and not 0.03999999910593033, which is the same in 32 bits"
     config = description(f"output={tmp_path}", "logger=[tensorboard,mlflow]", "partitions=1").config
     settings = {key: str(value) for key, value in hyperparameters(config).items()}
     assert run.data.params == settings | {"partitions": "2"}
@@ -67,6 +69,50 @@ def test_mlflows_files_have_what_the_events_have(tmp_path: Path, monkeypatch: py
     report(tmp_path / "dry", "logger=[mlflow]", "dry_run=true")
     assert len(client.search_runs([experiment.experiment_id])) == 1
     assert artifacts >= {"result.json", "pipeline.html", "banner.txt", "timeline_00000008.png"}
+
+
+def table(folder: Path) -> list[dict[str, str]]:
+    with (folder / "metrics.csv").open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def test_metrics_csv_has_what_the_events_have_and_what_a_resumed_run_repeats_once(tmp_path: Path) -> None:
+    settings = (
+        "logger=[tensorboard,csv]",
+        "stages_per_process=2",
+        "hardware=cpu",
+    )  # one curve of memory for stages 0,1
+    report(tmp_path, *settings, end=False)
+    with (tmp_path / "metrics.csv").open("a") as torn:
+        torn.write("5,0.1")  # a row that was cut short when the process was killed
+    report(tmp_path, *settings, first_step=2)
+    rows = table(tmp_path)
+    assert [row["step"] for row in rows] == ["1", "2", "3", "4", "5", "6"]
+    found = points(tmp_path)
+    assert set(rows[0]) == {"step", *found}
+    for tag, expected in found.items():
+        assert [(int(row["step"]), np.float32(row[tag])) for row in rows if row[tag]] == expected, tag
+
+
+def test_metrics_csv_is_appended_to_and_waits_for_a_disk_that_is_full(tmp_path: Path) -> None:
+    writer = Writer(SinkRun(tmp_path, configure(), 0, False, (), {}))
+    writer.scalars(1, {"train/loss": 2.0})
+    writer.flush()
+    file = (tmp_path / "metrics.csv").stat().st_ino
+    writer.scalars(2, {"train/loss": 1.5})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len("step,train/loss\n1,2.0\n2,"), before[1]))
+    try:
+        with pytest.raises(OSError, match="metrics"):
+            writer.flush()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    writer.flush()
+    assert (tmp_path / "metrics.csv").stat().st_ino == file, "nothing that stood there was written again"
+    writer.scalars(1, {"memory/stages_0,1_gib": 0.5})
+    writer.flush()
+    text = (tmp_path / "metrics.csv").read_text(encoding="utf-8")
+    assert text == 'step,train/loss,"memory/stages_0,1_gib"\n1,2.0,0.5\n2,1.5,\n'
 
 
 def leveldb_records(content: bytes, first: int) -> Iterator[bytes]:
@@ -104,7 +150,7 @@ def test_weights_and_biases_offline_has_what_the_events_have(tmp_path: Path, mon
     assert ended == [0]
     assert found["pictures/timeline/_type"] == [(4, "image-file")]
     for tag, expected in points(folder).items():
-        assert found[tag] == expected, tag
+        assert [(step, np.float32(value)) for step, value in found[tag]] == expected, tag
     kept = {file.name for file in (written.parent / "files" / "gpipe").iterdir()}
     assert kept >= {"result.json", "pipeline.html", "banner.txt"}
 
@@ -140,10 +186,16 @@ def test_no_logger_writes_no_events(tmp_path: Path) -> None:
             "logger=[mlflow]: mlflow needs mlflow-skinny, which is not installed; pip install mlflow-s",
         ),
         ("logger=mlflow", "logger=[mlflow]: mlflow needs mlflow-skinny, which is not installed"),
-        ("logger=wanb", "logger=wanb: must be one of tensorboard, mlflow, wandb; for example logger=[tensorboard]"),
+        (
+            "logger=wanb",
+            "logger=wanb: must be one of tensorboard, mlflow, wandb, csv; for example logger=[tensorboard]",
+        ),
         ("logger=3", "logger=3: must be a list; for example logger=[tensorboard]"),
         ("logger=null", "logger=null: must be a list; for example logger=[tensorboard]"),
-        ("logger=[wanb]", "logger=wanb: must be one of tensorboard, mlflow, wandb; for example logger=[tensorboard]"),
+        (
+            "logger=[wanb]",
+            "logger=wanb: must be one of tensorboard, mlflow, wandb, csv; for example logger=[tensorboard]",
+        ),
     ],
 )
 def test_what_is_not_installed_is_refused_before_anything_runs(

@@ -1,0 +1,171 @@
+"""What the sinks of a run get of it: every tag but those of pictures is in this file.
+
+There is one dashboard per run, in the parent process. Steps count those done; accuracies are shares, 0 to 1.
+"""
+
+import html
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gpipe_cli.config.settings import CONFIG, Task
+from gpipe_cli.reporting.page.page import PAGE
+from gpipe_cli.reporting.plots.timeline_values import idle
+from gpipe_cli.reporting.run.description import RunDescription, Status, scores_of
+from gpipe_cli.reporting.run.lines import LOG
+from gpipe_cli.reporting.run.measurement import stages_named, stages_together
+from gpipe_cli.reporting.sinks.settings import hyperparameters
+from gpipe_cli.reporting.sinks.sink import SinkRun, Sinks
+from gpipe_cli.reporting.tables.table import Column, Table, to_markdown
+from gpipe_cli.results.files import RESULT, read_result
+from gpipe_cli.results.measures import MEASURES, finals
+from gpipe_cli.training.events import Evaluated, Scores, StepDone, Translation
+from gpipe_cli.units import GIB
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+_KEPT = (CONFIG, RESULT, LOG, PAGE, "failure.txt")  # files of the run folder that sinks keep with a run
+
+
+class Dashboard:
+    """Turns what happens in a run into curves, texts and pictures for its sinks.
+
+    Every method raises OSError where a sink fails.
+    """
+
+    def __init__(self, folder: Path, run: RunDescription) -> None:
+        self._folder, self._run = folder, run
+        final = [f"final/{measure.final}" for measure in finals(run.config.task)]
+        predicted = run.prediction is not None
+        self._sinks = Sinks(SinkRun(folder, run.config, run.first_step, predicted, final, _facts(folder)))
+        self._constants: Mapping[str, float | None] = {}  # level lines
+
+    def describe(self, config_yaml: str, banner: str) -> None:
+        """Puts the configuration and the banner beside the curves."""
+        for name, text in (("config", config_yaml), ("banner", banner)):
+            self._text(name, self._run.first_step, text)
+        self.flush()
+
+    def begin(self) -> None:
+        """The settings, from now on: a run that is killed is there with them. And the level lines with which measured
+        curves are compared."""
+        run = self._run
+        values = hyperparameters(run.config)
+        self._sinks.each(lambda sink: sink.settings(values))
+        self._constants = _tagged({"bubble_ideal": run.ideal_bubble})
+        if (plan := run.prediction) is not None:
+            shares = asdict(plan.breakdown)
+            self._constants |= _tagged({"idle_predicted": idle(shares), "bubble_predicted": shares["bubble"]})
+
+    def end(self, status: Status, step: int, result: Mapping[str, Any]) -> None:
+        """What became of the run; ``result`` is that of result.json."""
+        self._draw(step, _final(self._run.config.task, result))
+        files = [path for name in _KEPT if (path := self._folder / name).is_file()]
+        self._sinks.each(lambda sink: sink.end(status, files))
+
+    def step(self, message: StepDone) -> None:
+        """The curves of training; what is None is left out."""
+        scores = Scores(message.tokens, message.cross_entropy, message.top1, message.top5, averaged=False)
+        named = {f"train/{name}": value for name, value in scores_of(self._run.config.task, scores).items()}
+        whole = message.samples == (self._run.config.batch_size or message.samples)  # the last of an epoch may be short
+        if (plan := self._run.prediction) is not None and whole:
+            named |= _tagged({"step_over_predicted": message.seconds / plan.step_seconds})
+        self._draw(message.step, named | _training(message) | _memory(message, self._run.placement.device_of_stage))
+
+    def recorded(self, step: int, breakdown: Mapping[str, float]) -> None:
+        shares = {f"step/{share}": value for share, value in breakdown.items()}
+        measured = _tagged({"idle_measured": idle(breakdown), "bubble_measured": breakdown["bubble"]})
+        self._draw(step, {**measured, **shares, **self._constants})
+
+    def memory(self, step: int, processes: Sequence[Mapping[str, Any]]) -> None:
+        """What the peak of each process is made of, as result.json has it; the parts add up to it."""
+        for process in processes:
+            parts = {part: size / GIB for part, size in process.items() if part != "stage"}
+            name = "all_stages" if process["stage"] is None else f"stage_{process['stage']}"
+            self._draw(step, {f"memory_parts/{name}_{part}_gib": size for part, size in parts.items()})
+
+    def evaluated(self, message: Evaluated) -> None:
+        """The curves of the test set, and some of its sentences with their translations."""
+        scores = scores_of(self._run.config.task, message.scores)
+        self._draw(message.step, {f"test/{name}": value for name, value in scores.items()})
+        if message.translations:
+            self._text("translations", message.step, _translation_table(message.translations), markdown=True)
+        self.flush()
+
+    def picture(self, name: str, step: int, picture: "NDArray[np.uint8]") -> None:
+        """An image of shape (height, width, 3)."""
+        self._sinks.each(lambda sink: sink.picture(name, step, picture))
+        self.flush()
+
+    def flush(self) -> None:
+        self._sinks.each(lambda sink: sink.flush())
+
+    def _draw(self, step: int, points: Mapping[str, float | None]) -> None:
+        values = {tag: value for tag, value in points.items() if value is not None}
+        self._sinks.each(lambda sink: sink.scalars(step, values))
+
+    def _text(self, name: str, step: int, text: str, markdown: bool = False) -> None:
+        self._sinks.each(lambda sink: sink.text(name, step, text, markdown))
+
+
+def _facts(folder: Path) -> dict[str, str]:
+    """What result.json knows of the start of the run, under MLflow's names."""
+    found = {"gpipe.folder": str(folder.absolute()), "mlflow.source.type": "LOCAL"}
+    starts = read_result(folder).get("starts", [])
+    if starts:
+        found["mlflow.source.name"] = starts[-1]["command"]
+        codes = starts[-1]["code"]
+        if (commit := codes.get("model") or codes["gpipe"]) is not None:
+            found["mlflow.source.git.commit"] = commit["commit"]
+    return found
+
+
+def _tagged(values: Mapping[str, float | None]) -> dict[str, float | None]:
+    """Values of measures, by the tags of their curves."""
+    return {MEASURES[key].tag: value for key, value in values.items()}
+
+
+def _training(message: StepDone) -> dict[str, float | None]:
+    return _tagged(
+        {
+            "train_loss": message.loss,
+            "train_cross_entropy": message.cross_entropy,
+            "train_learning_rate": message.learning_rate,
+            "train_gradient_norm": message.gradient_norm,
+            "samples_per_second": message.samples / message.seconds,
+            "tokens_per_second": None if message.tokens is None else message.tokens / message.seconds,
+            "step_seconds": message.seconds,
+        }
+    )
+
+
+def _memory(message: StepDone, device_of_stage: Sequence[int]) -> dict[str, float | None]:
+    """The peaks; stages that share a device, or a process on a CPU, share one curve."""
+    if not message.memory_bytes:
+        return {}
+    of_stages = {
+        f"memory/stage{'s' * (len(k) > 1)}_{stages_named(k)}_gib": message.memory_bytes[k[0]] / GIB
+        for k in stages_together(device_of_stage)
+    }
+    return _tagged({"memory_bytes_fullest": max(message.memory_bytes) / GIB}) | of_stages
+
+
+def _final(task: Task, result: Mapping[str, Any]) -> dict[str, float | None]:
+    values = {f"final/{measure.final}": (measure.value(result), measure.unit.curve_size) for measure in finals(task)}
+    return {tag: None if value is None else value / size for tag, (value, size) in values.items()}
+
+
+def _translation_table(translations: Iterable[Translation]) -> str:
+    """Sentences as a Markdown table; what Markdown or HTML would take for its own is shown as it is."""
+    rows = ((shown.pair, shown.source, shown.reference, shown.translation) for shown in translations)
+    headings = ("pair", "source", "reference", "translation")
+    return to_markdown(Table.of_rows("", map(Column, headings), (list(map(_escaped, row)) for row in rows)))
+
+
+def _escaped(text: str) -> str:
+    one_line = html.escape(" ".join(text.split()), quote=False)
+    return re.sub(r"([\\`*_{}\[\]])", r"\\\1", one_line)

@@ -1,0 +1,97 @@
+"""metrics.csv: the curves of a run as a table, with a row for each step and a column for each tag.
+
+New rows are appended in one write. Only a tag that was not there before, or a point of an older step, such as the score
+of a test, makes the file be written anew, whole or not at all. So a run that is killed leaves a file that can be read.
+"""
+
+import csv
+import io
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gpipe_cli.reporting.sinks.sink import SinkRun, Value
+from gpipe_cli.system.files import naming, write_whole
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+NAME = "metrics.csv"
+
+
+class Writer:
+    remote = False
+    needs = None
+
+    def __init__(self, run: SinkRun) -> None:
+        """A resumed run repeats the steps after its checkpoint: their rows are removed."""
+        self._path = run.folder / NAME
+        self._rows: dict[int, dict[str, float]] = {}  # those that wait, by step
+        self._tags: list[str] = []  # the columns behind that of the step
+        self._columns = 0  # of these tags, how many the file has
+        self._size = 0  # of the file, in bytes
+        self._last = run.first_step  # the last step of the file
+        with naming(self._path):
+            if run.first_step and self._path.exists():
+                with self._path.open(newline="", encoding="utf-8") as file:
+                    self._tags = next(csv.reader(file), [""])[1:]
+                self._write_anew()
+            else:
+                self._path.unlink(missing_ok=True)
+
+    def settings(self, values: Mapping[str, Value]) -> None: ...
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        self._rows.setdefault(step, {}).update(values)
+        self._tags += [tag for tag in values if tag not in self._tags]
+
+    def text(self, name: str, step: int, text: str, markdown: bool) -> None: ...
+
+    def picture(self, name: str, step: int, picture: "NDArray[np.uint8]") -> None: ...
+
+    def flush(self) -> None:
+        if not self._rows:
+            return
+        if len(self._tags) > self._columns or min(self._rows) <= self._last:
+            self._write_anew()
+        else:
+            new = b"".join(self._line(step, {}) for step in sorted(self._rows))
+            with naming(self._path), self._path.open("r+b", buffering=0) as file:
+                file.seek(self._size)  # over what is left of a write that failed
+                at = 0
+                while at < len(new):
+                    at += file.write(new[at:])
+            self._size += len(new)
+        self._last = max(self._last, *self._rows)
+        self._rows.clear()
+
+    def end(self, status: str, files: Sequence[Path]) -> None:
+        self.flush()
+
+    def _write_anew(self) -> None:
+        write_whole(self._path, self._merged())
+        self._columns, self._size = len(self._tags), self._path.stat().st_size
+
+    def _merged(self) -> Iterator[bytes]:
+        """The rows of the file up to the last step that counts, with the points that wait."""
+        yield _line(["step", *self._tags])
+        found = set()
+        if self._path.exists():
+            with self._path.open(newline="", encoding="utf-8") as file:
+                whole = (line for line in file if line.endswith("\n"))  # the last one may be torn
+                for row in csv.DictReader(whole):
+                    if (step := int(row["step"])) <= self._last:
+                        found.add(step)
+                        yield self._line(step, row)
+        yield from (self._line(step, {}) for step in sorted(self._rows.keys() - found))
+
+    def _line(self, step: int, known: Mapping[str, str] = {}) -> bytes:
+        values = {**known, **self._rows.get(step, {})}
+        return _line([step, *(values.get(tag, "") for tag in self._tags)])
+
+
+def _line(cells: Iterable[object]) -> bytes:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerow(cells)
+    return text.getvalue().encode()

@@ -1,0 +1,104 @@
+"""A run in MLflow, by its client: https://mlflow.org/docs/latest/api_reference/python_api/mlflow.client.html."""
+
+import os
+import re
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gpipe_cli.reporting.sinks.sink import PROJECT, SinkRun, Value, keep_id, known_id
+
+if TYPE_CHECKING:
+    import numpy as np
+    from mlflow.entities import Metric
+    from numpy.typing import NDArray
+
+_LOCAL = "mlruns"  # in `output`: MLflow's files, where MLFLOW_TRACKING_URI names no server
+_MOST_POINTS, _MOST_SETTINGS = 1000, 100  # of one request
+_ENVIRONMENT = {
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",  # seconds
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_ALLOW_FILE_STORE": "true",  # without it, MLflow refuses files from 3.13 on, in favour of a database
+}
+
+
+class Writer:
+    remote = True
+    needs = ("mlflow", "mlflow-skinny")
+
+    def __init__(self, run: SinkRun) -> None:
+        for key, value in _ENVIRONMENT.items():
+            os.environ.setdefault(key, value)
+        from mlflow import MlflowClient
+        from mlflow.exceptions import MlflowException
+
+        local = (Path(run.config.output) / _LOCAL).absolute().as_uri()
+        self._client = MlflowClient(tracking_uri=os.environ.get("MLFLOW_TRACKING_URI", local))
+        self._waiting: list[Metric] = []
+        found = None
+        if (known := known_id(run, "mlflow")) is not None:
+            with suppress(MlflowException):  # it was in another store
+                found = self._client.get_run(known)
+                self._client.update_run(known, status="RUNNING")
+        if found is None:
+            found = self._client.create_run(self._experiment(), run_name=run.folder.name)
+        self._id: str = found.info.run_id
+        self._settings = dict(found.data.params)
+        keep_id(run, "mlflow", self._id)
+        for key, fact in run.facts.items():
+            self._client.set_tag(self._id, key, fact)
+
+    def _experiment(self) -> str:
+        from mlflow.exceptions import MlflowException
+
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
+        with suppress(MlflowException):  # it is there, perhaps made by another run a moment ago
+            return str(self._client.create_experiment(name))
+        found = self._client.get_experiment_by_name(name)
+        assert found is not None, name
+        return str(found.experiment_id)
+
+    def settings(self, values: Mapping[str, Value]) -> None:
+        """MLflow lets no setting change: where a resumed run has another value, that becomes a tag."""
+        from mlflow.entities import Param
+
+        new = [Param(key, str(value)) for key, value in values.items() if key not in self._settings]
+        for begin in range(0, len(new), _MOST_SETTINGS):
+            self._client.log_batch(self._id, params=new[begin : begin + _MOST_SETTINGS])
+        for key, value in values.items():
+            if self._settings.get(key, str(value)) != str(value):
+                self._client.set_tag(self._id, f"resumed.{key}", str(value))
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        from mlflow.entities import Metric
+
+        now = int(1000 * time.time())
+        names = {re.sub(r"[^\w./ :-]", "_", tag): value for tag, value in values.items()}  # other signs are refused
+        self._waiting += [Metric(name, value, now, step) for name, value in names.items()]
+
+    def flush(self) -> None:
+        for begin in range(0, len(self._waiting), _MOST_POINTS):
+            self._client.log_batch(self._id, metrics=self._waiting[begin : begin + _MOST_POINTS])
+        self._waiting = []
+
+    def text(self, name: str, step: int, text: str, markdown: bool) -> None:
+        self._client.log_text(self._id, text, f"{name}.txt")
+
+    def picture(self, name: str, step: int, picture: "NDArray[np.uint8]") -> None:
+        from gpipe_cli.reporting.plots.picture import write_picture
+
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, f"{name}_{step:08d}.png")
+            write_picture(path, picture)
+            self._client.log_artifact(self._id, str(path))
+
+    def end(self, status: str, files: Sequence[Path]) -> None:
+        self.flush()
+        for path in files:
+            self._client.log_artifact(self._id, str(path))
+        ended = {"completed": "FINISHED", "failed": "FAILED"}.get(status, "KILLED")
+        self._client.set_terminated(self._id, ended)

@@ -1,0 +1,228 @@
+"""A run in TensorBoard: its event file, and what its tabs HParams and Custom Scalars show of it."""
+
+import io
+import os
+import re
+import socket
+import time
+from collections.abc import Collection, Mapping, Sequence
+from decimal import Decimal
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gpipe_cli.reporting.plots.timeline_values import SHARES
+from gpipe_cli.reporting.sinks.settings import all_settings
+from gpipe_cli.reporting.sinks.sink import SinkRun, Value
+from gpipe_cli.results.measures import MEASURES
+from gpipe_cli.system.files import naming, write_whole
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+SHOWN_AT_FIRST = 5  # columns of settings in HParams; TensorBoard has boxes to tick for the others
+# The settings that fill these columns up, behind those that a sweep varies.
+_USUAL = ("model.name", "partitions", "micro_batches", "dataset.name", "batch_size")
+_TYPES = {bool: "DATA_TYPE_BOOL", str: "DATA_TYPE_STRING"}  # TensorBoard's names for the type of a column
+_FIELDS = {bool: "bool_value", str: "string_value"}  # and for the field of a cell
+_WHOLE = 10  # digits before the point: settings have no more
+
+# TensorBoard reads all event files of a folder in the order of their names, and keeps the first settings and the first
+# end that it reads. So both are in files of their own, which a run that is resumed into its own folder replaces.
+_PREFIX = "events.out.tfevents"
+_SETTINGS, _END = f"{_PREFIX}.0000000000.settings", f"{_PREFIX}.9999999999.end"
+_numbers = count()  # of the event files of this process, whose names differ in nothing else within a second
+
+
+class Writer:
+    remote = False
+    needs = ("tensorboard", "tensorboard")
+
+    def __init__(self, run: SinkRun) -> None:
+        from torch.utils.tensorboard import summary  # imports torch
+
+        self._run, self._summary = run, summary
+        self._file = EventFile(run.folder, run.first_step + 1)
+
+    def settings(self, values: Mapping[str, Value]) -> None:
+        """The settings for HParams, where a run that is killed has them too, and the charts of Custom Scalars."""
+        run = self._run
+        (run.folder / _END).unlink(missing_ok=True)
+        written = [
+            columns_summary(varied_by(run.folder, values), run.final),
+            settings_summary(values),
+            self._summary.custom_scalars(charts(run.config.task != "classification", run.predicted)),
+        ]
+        write_whole(run.folder / _SETTINGS, event_file(written))
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        for tag, value in values.items():
+            self._file.add(self._summary.scalar(tag, value), step)
+
+    def text(self, name: str, step: int, text: str, markdown: bool) -> None:
+        # Markdown leaves a text as it is where each line begins with four blanks.
+        shown = text if markdown else "\n".join(f"    {line}" for line in text.splitlines())
+        self._file.add(self._summary.text(name, shown), step)
+
+    def picture(self, name: str, step: int, picture: "NDArray[np.uint8]") -> None:
+        """All pictures are in one group, as TensorBoard opens only the first two groups of tags."""
+        self._file.add(self._summary.image(f"pictures/{name}", picture, dataformats="HWC"), step)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def end(self, status: str, files: Sequence[Path]) -> None:
+        self._file.flush()
+        write_whole(self._run.folder / _END, event_file([end_summary(status)]))
+
+
+class EventFile:
+    """A new event file in ``folder``, made when the first events are written.
+
+    torch's SummaryWriter gives events to a thread, which a disk that is full for a moment ends. Here an event that
+    cannot be written waits for the next `flush`.
+    """
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        """``first_step`` is the next one; of a run that is resumed, readers drop older events from there on."""
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        name = f"{_PREFIX}.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_numbers)}"
+        self._path = folder / name
+        start = Event(session_log=SessionLog(status=SessionLog.START), step=first_step)
+        self._waiting = bytearray(record(_version()) + record(start))
+
+    def add(self, summary: "Summary", step: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        self._waiting += record(Event(summary=summary, step=step))
+
+    def flush(self) -> None:
+        """Writes what waits. Raises OSError; then what is not written yet waits on."""
+        with naming(self._path), self._path.open("ab", buffering=0) as file:
+            while self._waiting:
+                del self._waiting[: file.write(self._waiting)]
+
+
+def event_file(summaries: Sequence["Summary"]) -> bytes:
+    """The content of an event file that nothing is added to."""
+    from tensorboard.compat.proto.event_pb2 import Event
+
+    return b"".join(map(record, [_version(), *(Event(summary=summary) for summary in summaries)]))
+
+
+def _version() -> "Event":
+    """What every event file begins with."""
+    from tensorboard.compat.proto.event_pb2 import Event
+
+    return Event(file_version="brain.Event:2")
+
+
+def record(event: "Event") -> bytes:
+    """An event of this moment as it stands in a file, with its length and checksums."""
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    event.wall_time = time.time()
+    file = io.BytesIO()
+    RecordWriter(file).write(event.SerializeToString())
+    return file.getvalue()
+
+
+def charts(text: bool, predicted: bool) -> dict[str, dict[str, list[Any]]]:
+    """The tab Custom Scalars: its charts show all runs that are ticked.
+
+    TensorBoard has a colour for each run, so every chart has one line for each, and what belongs to that line is a band
+    around it. It merges the layouts of all runs by the titles of categories, and drops charts that are equal: so a
+    chart does not depend on K, and runs of images and of text add to each other.
+    """
+    score, speed = ("perplexity", "tokens_per_second") if text else ("top1", "samples_per_second")
+    of_test, trained = MEASURES[f"test_{score}"], MEASURES[f"train_{score}"]
+    runs = {
+        f"{of_test.heading} of the test set": of_test.tag,
+        f"{of_test.heading} in training": trained.tag,
+        "loss in training": MEASURES["train_loss"].tag,
+        speed.replace("_", " "): MEASURES[speed].tag,
+        "peak memory of the fullest process, GiB": MEASURES["memory_bytes_fullest"].tag,
+    }
+    shares = {share.replace("_", "-"): f"step/{share}" for share in SHARES}
+    layout: dict[str, dict[str, list[Any]]] = {
+        "runs side by side": {title: ["Multiline", [tag]] for title, tag in runs.items()},
+        "where the time of a step goes, in shares": {title: ["Multiline", [tag]] for title, tag in shares.items()},
+    }
+    if predicted:  # of a margin the tags are those of the line, and of the lower and the upper edge of the band
+        layout["measured and predicted"] = {
+            "idle; band: to what was predicted": ["Margin", ["idle/measured", "idle/predicted", "idle/measured"]],
+            "bubble; band: from ideal to predicted": [
+                "Margin",
+                ["bubble/measured", "bubble/ideal", "bubble/predicted"],
+            ],
+            "step: how many times as long as predicted": ["Multiline", ["speed/step_over_predicted"]],
+        }
+    return layout
+
+
+# The tab HParams: the sweeps over K and M of the paper's tables 2, 3 and 5. Three summaries of the run itself
+# (`SummaryWriter.add_hparams` would write a second run beside it): the settings when the run begins, its status when it
+# ends, and the columns of the table. TensorBoard takes the columns from the run that it reads first, so every run lists
+# those of all models and tasks; without them each curve would be a metric.
+
+
+def varied_by(folder: Path, keys: Collection[str]) -> tuple[str, ...]:
+    """The settings that a sweep varies: it names the folders of its runs by them, `micro_batches=4,model=resnet`."""
+    named = re.findall(r"(?:^|,)[+~]*([\w.]+)=", folder.name)
+    return tuple(key for name in named for key in (name, f"{name}.name") if key in keys)
+
+
+def columns_summary(varied: Sequence[str], metrics: Sequence[str]) -> "Summary":
+    """The columns of the table: all settings, and the tags ``metrics``."""
+    from tensorboard.plugins.hparams import api_pb2, metadata
+
+    first = list(dict.fromkeys((*varied, *_USUAL)))[:SHOWN_AT_FIRST]
+    experiment = api_pb2.Experiment()
+    for key, switch in all_settings().items():
+        info = experiment.hparam_infos.add(name=key, type=_TYPES[bool if switch else str], differs=key in first)
+        info.domain_discrete.extend((False, True) if switch else ())
+    for tag in metrics:
+        experiment.metric_infos.add(name=api_pb2.MetricName(tag=tag))
+    return _hparams(metadata.EXPERIMENT_TAG, experiment=experiment)
+
+
+def settings_summary(values: Mapping[str, Value]) -> "Summary":
+    from tensorboard.plugins.hparams import metadata, plugin_data_pb2
+
+    start = plugin_data_pb2.SessionStartInfo(start_time_secs=time.time())
+    for key, value in values.items():
+        shown = _text(value)
+        setattr(start.hparams[key], _FIELDS[type(shown)], shown)
+    return _hparams(metadata.SESSION_START_INFO_TAG, session_start_info=start)
+
+
+def end_summary(status: str) -> "Summary":
+    from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
+
+    # TensorBoard has no word for a run that was interrupted: it can go on, as one that was killed.
+    words = {"completed": "SUCCESS", "dry_run": "SUCCESS", "failed": "FAILURE", "running": "RUNNING"}
+    number = api_pb2.Status.Value(f"STATUS_{words.get(status, 'UNKNOWN')}")
+    end = plugin_data_pb2.SessionEndInfo(status=number, end_time_secs=time.time())
+    return _hparams(metadata.SESSION_END_INFO_TAG, session_end_info=end)
+
+
+def _hparams(tag: str, **data: Any) -> "Summary":
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.plugins.hparams import metadata, plugin_data_pb2
+
+    described = metadata.create_summary_metadata(plugin_data_pb2.HParamsPluginData(**data))
+    return Summary(value=[Summary.Value(tag=tag, metadata=described, tensor=metadata.NULL_TENSOR)])
+
+
+def _text(value: Value) -> bool | str:
+    """A setting as it was typed; switches stay switches. TensorBoard would show a number with five digits, K = 4 as
+    4.0000. It shows all of a text but the blanks at its beginning, and sorts texts by their characters. So all numbers
+    have their points at the same place, and none has an exponent: then both orders are the same."""
+    if isinstance(value, str | bool):
+        return value
+    whole, point, fraction = f"{Decimal(repr(value)):f}".removesuffix(".0").partition(".")
+    return f"{whole:>{_WHOLE}}{point}{fraction}"

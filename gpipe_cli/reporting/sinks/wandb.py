@@ -1,0 +1,85 @@
+"""A run in Weights & Biases: https://docs.wandb.ai/ref/python/. Without a key it is offline, in the run folder."""
+
+import netrc
+import os
+import shutil
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gpipe_cli.reporting.sinks.sink import PROJECT, SinkRun, Value, keep_id, known_id
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+_SERVER_SECONDS = 10  # that a server may take to answer
+_LAST_SECONDS = 60.0  # that the upload of what is left may take when a run ends
+
+
+class Writer:
+    remote = True
+    needs = ("wandb", "wandb")
+
+    def __init__(self, run: SinkRun) -> None:
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        import wandb
+
+        self._image = wandb.Image
+        # without it, and in versions that do not know it, a run without network never ends
+        patience = {"finish_timeout": _LAST_SECONDS} if "finish_timeout" in wandb.Settings.model_fields else {}
+        run_id = known_id(run, "wandb") or uuid.uuid4().hex[:8]
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            name=run.folder.name,
+            id=run_id,
+            resume="allow",
+            dir=str(run.folder),
+            mode=None if "WANDB_MODE" in os.environ or _has_key() else "offline",
+            settings=wandb.Settings(
+                silent=True, console="off", disable_git=True, disable_code=True, init_timeout=_SERVER_SECONDS,
+                reinit="finish_previous", **patience,
+            ),
+        )  # fmt: skip
+        keep_id(run, "wandb", run_id)
+        # W&B's own steps never go back, but the scores of a test come after the next step has been logged
+        self._run.define_metric("step", hidden=True)
+        self._run.define_metric("*", step_metric="step")
+        self._run.config.update(dict(run.facts), allow_val_change=True)
+
+    def settings(self, values: Mapping[str, Value]) -> None:
+        self._run.config.update(dict(values), allow_val_change=True)
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **values})
+
+    def text(self, name: str, step: int, text: str, markdown: bool) -> None:
+        (self._files() / f"{name}.txt").write_text(text, encoding="utf-8")
+
+    def picture(self, name: str, step: int, picture: "NDArray[np.uint8]") -> None:
+        self._run.log({"step": step, f"pictures/{name}": self._image(picture)})
+
+    def flush(self) -> None:
+        """W&B has a process of its own that sends."""
+
+    def end(self, status: str, files: Sequence[Path]) -> None:
+        for path in files:
+            shutil.copy(path, self._files())
+        self._run.finish(exit_code=0 if status == "completed" else 1)
+
+    def _files(self) -> Path:
+        folder = Path(self._run.dir, "gpipe")  # W&B has a config.yaml of its own
+        folder.mkdir(exist_ok=True)
+        return folder
+
+
+def _has_key() -> bool:
+    """Whether W&B would not ask for one."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    server = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").partition("//")[2].partition("/")[0]
+    try:
+        return netrc.netrc().authenticators(server) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
