@@ -18,8 +18,8 @@ from gpipe_cli.pipeline.profile.tracing import trace_layers
 from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor, Tensors, as_boundary
 from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.transport import LocalTransport
+from gpipe_cli.pipeline.schedule.held import Held, peak_bytes
 from gpipe_cli.pipeline.schedule.schedules import Retain, Schedule
-from gpipe_cli.pipeline.schedule.simulator import Held, peak_bytes
 
 CLASSES, TOKENS, SIZE = 10, 12, 32
 

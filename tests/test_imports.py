@@ -12,8 +12,9 @@ FILES = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path 
 # From the lowest floor to the highest: a room imports only from itself and from the floors below its own.
 FLOORS = (
     ("system", "units", "errors"),
+    ("pipeline.schedule",),
     ("config",),
-    ("models", "data", "pipeline.schedule"),
+    ("models", "data"),
     ("pipeline.runtime",),
     ("pipeline.profile",),
     ("distributed",),

@@ -25,6 +25,7 @@ from gpipe_cli.launch.supervisor import run_task
 from gpipe_cli.pipeline.profile.layer_probes import Finding
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
 from gpipe_cli.pipeline.schedule.orders import SCHEDULES, order
+from gpipe_cli.pipeline.schedule.schedules import RecomputeMode
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
 from gpipe_cli.planner.placement import Placement, make_placement
 from gpipe_cli.planner.shared_layers import SeparatedError
@@ -35,7 +36,7 @@ from gpipe_cli.training.fine_tuning import find_weights
 from gpipe_cli.units import plural
 from gpipe_cli.verify import variants as verify
 
-_FEWER: tuple[verify.Mode, ...] = ("never", "always")  # of schedules that run for one number of partitions only
+_FEWER: tuple[RecomputeMode, ...] = ("never", "always")  # of schedules that run for one number of partitions only
 
 
 def run_check(config: TrainConfig, folder: Path) -> int:
@@ -161,7 +162,7 @@ class _Checked:
             several = replace(_cut(usual, k), replicas=self._replicas, micro_batches=whole // self._replicas)
             self.runs.append((_of_schedules([make_placement(several, profile)]), self._ways(k, "replicas")))
 
-    def _further(self, usual: TrainConfig) -> Iterator[tuple[TrainConfig, tuple[verify.Mode, ...]]]:
+    def _further(self, usual: TrainConfig) -> Iterator[tuple[TrainConfig, tuple[RecomputeMode, ...]]]:
         """With other schedules, and what is recomputed in each: those with a name for as many partitions as they can
         have, and the one that was given if it has none."""
         config = self._config
@@ -177,7 +178,7 @@ class _Checked:
             mode = next(mode for mode in verify.MODES if mode == config.recompute)
             yield config, (mode,)
 
-    def _place_further(self, config: TrainConfig, modes: Sequence[verify.Mode], profile: ModelProfile) -> None:
+    def _place_further(self, config: TrainConfig, modes: Sequence[RecomputeMode], profile: ModelProfile) -> None:
         """In one process, and in several, if these have other stages than those that run already."""
         key = config.partitions, config.schedule
         executors: tuple[Literal["in_process", "distributed"], ...] = ("in_process", "distributed")

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 from gpipe_cli.pipeline.schedule.breakdown import breakdown
 from gpipe_cli.pipeline.schedule.dependencies import grid
+from gpipe_cli.pipeline.schedule.held import Held, live
 from gpipe_cli.pipeline.schedule.orders import build
 from gpipe_cli.pipeline.schedule.schedules import RECOMPUTE, Kind, Schedule, in_flight
 from gpipe_cli.pipeline.schedule.search import Problem, find
-from gpipe_cli.pipeline.schedule.simulator import EdgeCost, Held, StageCost, ideal_bubble, live, simulate
+from gpipe_cli.pipeline.schedule.simulator import EdgeCost, StageCost, ideal_bubble, simulate
 from gpipe_cli.reporting.run.lines import aligned, wrapped
 from gpipe_cli.units import percent, plural
 

@@ -31,6 +31,9 @@ from gpipe_cli.config.typed import (
     typed,
 )
 from gpipe_cli.errors import InputError
+from gpipe_cli.pipeline.schedule import orders
+from gpipe_cli.pipeline.schedule.orders import AUTO_SCHEDULE, SPLITTING
+from gpipe_cli.pipeline.schedule.schedules import RecomputeMode
 from gpipe_cli.system.files import folders_in, read_text
 from gpipe_cli.units import plural
 
@@ -60,8 +63,7 @@ MaxRestarts = Annotated[int, Within(0, 1000)]
 TimeoutSeconds = Annotated[float, Within(0.1, 604_800, why="which is a week")]
 AUTO = ("partitions", "replicas", "micro_batches")  # settings that may be `auto` in place of a number: the fastest
 AUTO_BATCH = ("batch_size", "batch_tokens")  # and these: the largest that fits the memory
-AUTO_SCHEDULE = "auto"
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", AUTO_SCHEDULE)
+SCHEDULES = (*orders.SCHEDULES, AUTO_SCHEDULE)
 SCHEDULE_FILE = ".csv"  # how the name of a file with a schedule ends
 MOST_ACTIONS = 5_000_000  # of a schedule; the paper's largest has 200,000
 
@@ -102,7 +104,7 @@ class TrainConfig:
     micro_batches: MicroBatches  # M
     replicas: Replicas = 1  # R
     schedule: str  # a name, `auto`, or a file
-    recompute: Literal["always", "except_last", "never", "auto"]
+    recompute: Literal[RecomputeMode, "auto"]
     executor: Executor
     stages_per_process: Partitions | None = None
     partition: PartitionConfig
@@ -158,7 +160,7 @@ class TrainConfig:
     @property
     def splits_backward(self) -> bool:
         """Whether the schedule may cut a backward in two."""
-        return not self.compile and (self.schedule in ("zero_bubble", AUTO_SCHEDULE) or self.schedule_is_file)
+        return not self.compile and (self.schedule in SPLITTING or self.schedule_is_file)
 
     @property
     def schedule_is_file(self) -> bool:
@@ -172,8 +174,8 @@ class TrainConfig:
 
     def _check_compile(self) -> None:
         """Raises InputError for what would be compiled anew in every step, or cannot be compiled."""
-        if self.compile and self.schedule == "zero_bubble":
-            why = "schedule=zero_bubble cuts backwards in two, and compiled code cannot be cut"
+        if self.compile and self.schedule in SPLITTING and self.schedule != AUTO_SCHEDULE:
+            why = f"schedule={self.schedule} cuts backwards in two, and compiled code cannot be cut"
             raise RefusedError("compile", True, f"{why}; use compile=false or schedule=1f1b")
         if self.compile and self.dataset.name in ("cldr", "parallel_text"):
             why = f"every length of a sentence is compiled by itself, and dataset={self.dataset.name} has many"

@@ -15,10 +15,11 @@ from typing import Any
 
 from gpipe_cli.assembly.build import open_data
 from gpipe_cli.config.groups import AmoebaNetConfig, ImagesConfig, TransformerLMConfig, TransformerNMTConfig
-from gpipe_cli.config.settings import AUTO, AUTO_BATCH, AUTO_SCHEDULE, TrainConfig
+from gpipe_cli.config.settings import AUTO, AUTO_BATCH, TrainConfig
 from gpipe_cli.config.typed import NothingFitsError, show
 from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.errors import InputError
+from gpipe_cli.pipeline.schedule.orders import AUTO_SCHEDULE
 from gpipe_cli.planner.cost_model import StepCosts, predicted_costs
 from gpipe_cli.planner.data_sheet import number_of_gpus, resolved
 from gpipe_cli.planner.devices import memory_limit, memory_of, place

@@ -11,7 +11,7 @@ from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.errors import InputError
-from gpipe_cli.pipeline.schedule.orders import DEALT_OUT
+from gpipe_cli.pipeline.schedule.orders import LOOPED
 from gpipe_cli.planner.data_sheet import number_of_gpus, resolved
 from gpipe_cli.planner.step_schedule import schedule_of_file
 from gpipe_cli.system.machine import usable_cores, usable_memory_bytes
@@ -134,7 +134,7 @@ def _places(config: TrainConfig, places: int | None) -> tuple[int, ...]:
         return schedule_of_file(config).row_of_stage
     if places is None:
         places = -(-partitions // (each or 1))
-    if config.schedule in DEALT_OUT:
+    if config.schedule in LOOPED:
         if partitions % places:
             why = f"{plural(places, 'device')} would have different numbers of stages; use partitions="
             why += f"{-(-partitions // places) * places}"
@@ -160,7 +160,7 @@ def _devices(config: TrainConfig) -> tuple[tuple[tuple[str, ...], ...], tuple[in
     if each is not None and each > partitions:
         use = f"use stages_per_process={partitions}, or partitions={each} or more"
         raise RefusedError("stages_per_process", each, f"a pipeline has only {plural(partitions, 'stage')}; {use}")
-    if each is not None and executor == "in_process" and config.schedule not in DEALT_OUT:
+    if each is not None and executor == "in_process" and config.schedule not in LOOPED:
         why = "executor=in_process has all stages in one process; leave one of the two out"
         raise RefusedError("stages_per_process", each, why)
     if started is not None:

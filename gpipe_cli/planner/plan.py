@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
-from gpipe_cli.config.settings import AUTO_SCHEDULE, TrainConfig
+from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.data.micro_batches import share_of
 from gpipe_cli.errors import InputError
 from gpipe_cli.models.transformer import DecoderLayer, SelfAttentionLayer
 from gpipe_cli.pipeline.schedule.breakdown import Breakdown, breakdown
 from gpipe_cli.pipeline.schedule.lingvo_partitioner import cut_by_share, cut_stack
-from gpipe_cli.pipeline.schedule.orders import order
+from gpipe_cli.pipeline.schedule.orders import AUTO_SCHEDULE, order
 from gpipe_cli.pipeline.schedule.partitioner import NoCutFitsError, check_balance, imbalance, partition
 from gpipe_cli.pipeline.schedule.recomputation import DoesNotFitError
-from gpipe_cli.pipeline.schedule.schedules import Kind, Recompute, Schedule
+from gpipe_cli.pipeline.schedule.schedules import Kind, Recompute, Schedule, recomputes
 from gpipe_cli.pipeline.schedule.search import Problem, find
 from gpipe_cli.pipeline.schedule.simulator import StageCost, simulate
 from gpipe_cli.pipeline.schedule.timeline import Timeline
@@ -151,8 +151,8 @@ def find_cut(config: TrainConfig, profile: ModelProfile, costs: StepCosts, limit
     sizes = share_of(mini_batch_samples(config, profile.lengths), config.micro_batches, config.replicas).sizes
     memory = MemoryModel(config, profile, sizes)
     order = order_of(config, place(config))
-    recomputed = config.recompute in ("always", "except_last")
-    work = [layer.graph + layer.backward + (layer.forward if recomputed else 0.0) for layer in costs.layers]
+    again = recomputes(config.recompute)
+    work = [layer.graph + layer.backward + (layer.forward if again else 0.0) for layer in costs.layers]
     sends = {
         "forward_sends": [edge.forward_seconds for edge in costs.edges],
         "backward_sends": [edge.backward_seconds for edge in costs.edges],
@@ -204,10 +204,7 @@ def make_plan(config: TrainConfig, profile: ModelProfile, costs: StepCosts, limi
         held = cut.held(order, recompute, limit_bytes)
         schedule = checked_schedule(order, len(cut.sizes), recompute)
         timeline = simulate(schedule, stages, edges, costs.slowdown, device_of_stage)
-        step_seconds = max((event.end_seconds for events in timeline.events for event in events), default=0.0)
-        step_seconds = (
-            max(step_seconds, timeline.end_seconds) - timeline.start_seconds + costs.set_up / len(set(device_of_stage))
-        )
+        step_seconds = timeline.step_end_seconds - timeline.start_seconds + costs.set_up / len(set(device_of_stage))
         return Plan(
             balance=cut.balance,
             recompute=recompute,

@@ -36,7 +36,7 @@ from gpipe_cli.pipeline.runtime.frozen import freeze, set_training
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
 from gpipe_cli.pipeline.runtime.precision import autocast
 from gpipe_cli.pipeline.runtime.randomness import materialize, mix, seed_generator
-from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Schedule
+from gpipe_cli.pipeline.schedule.schedules import RECOMPUTE, Action, Kind, RecomputeMode, Schedule
 from gpipe_cli.planner.model_profile import refuse_single_samples
 from gpipe_cli.planner.placement import Placement
 from gpipe_cli.training.data_feed import Data, MiniBatch, Reading
@@ -45,10 +45,9 @@ from gpipe_cli.training.fine_tuning import fine_tune
 from gpipe_cli.training.milestones import starting_point
 from gpipe_cli.training.step import compute_gradients, gather_metrics, objective_of, placed, rehearse, update_weights
 
-Mode = Literal["never", "except_last", "always"]
 Executor = Literal["in_process", "pytorch", "distributed", "replicas"]  # pytorch: no pipeline, the model as it is
 REFERENCES = ("gpipe", "1f1b")  # schedules that add up gradients in the two orders that there are
-MODES: tuple[Mode, ...] = ("never", "except_last", "always")
+MODES = RECOMPUTE[::-1]  # the least recomputation first
 EXECUTORS: tuple[Executor, ...] = ("in_process", "pytorch", "distributed", "replicas")
 Verdict = Literal["reference", "identical", "within tolerance", "differs", "differs, as it must", "fails", "left out"]
 
@@ -63,7 +62,7 @@ class Variant(NamedTuple):
     partitions: int
     micro_batches: int  # of all replicas
     schedule: str
-    recompute: Mode
+    recompute: RecomputeMode
     executor: Executor
 
 
@@ -76,7 +75,7 @@ class Row:
     partitions: int
     micro_batches: int
     schedule: str
-    recompute: Mode
+    recompute: RecomputeMode
     executor: Executor
     verdict: Verdict
     difference: float | None = None  # norm of the gradients' difference, as a share of the gradients' norm

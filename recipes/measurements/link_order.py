@@ -3,9 +3,9 @@ compute nothing, and links that only a simulated device moves.
 
 The rule: what a process gives to a process group runs one after another, and a send ends only when its receive runs.
 Groups: one for each edge and direction, as in a run; or one for forwards and one for backwards. Receives: posted in
-the order of `schedule/posting.py`, as in a run on GPUs; early, as on CPUs; or as many ahead as inputs are in flight.
-Launches: at once; or each when the device is idle, as the first use of a kernel does. One stage for each process, or
-two: neighbours, or for `interleaved` stages that are not.
+the order of `schedule/prefetched_receives.py`, as in a run on GPUs; early, as on CPUs; or as many ahead as inputs are
+in flight. Launches: at once; or each when the device is idle, as the first use of a kernel does. One stage for each
+process, or two: neighbours, or for `interleaved` stages that are not.
 
 Usage: python recipes/measurements/link_order.py [--partitions 8] [--micro-batches 32]      ten minutes
 """
@@ -29,7 +29,7 @@ from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.link import Edge, Links
 from gpipe_cli.pipeline.runtime.p2p_transport import Boundaries, P2PTransport
 from gpipe_cli.pipeline.schedule.orders import SCHEDULES, build, forward_only
-from gpipe_cli.pipeline.schedule.posting import Posting
+from gpipe_cli.pipeline.schedule.prefetched_receives import PrefetchedReceive
 from gpipe_cli.pipeline.schedule.schedules import RECOMPUTE, Action, Kind, Retain, Schedule, in_flight, stage_retained
 from gpipe_cli.reporting.tables.table import Column, Table, to_markdown
 
@@ -173,7 +173,7 @@ class Stage:
 
 def in_flight_ahead(
     schedule: Schedule, process_of_stage: Sequence[int], process: int, *, early: bool
-) -> tuple[Posting, ...]:
+) -> tuple[PrefetchedReceive, ...]:
     """With a buffer for each input in flight and one more, and two for gradients, each used as soon as it is free."""
     actions = schedule[process]
     found = []
@@ -182,8 +182,8 @@ def in_flight_ahead(
         depth = in_flight(actions) + 1 if kind is Kind.F else 2
         ends = [at + 1 for at, (_, kept) in enumerate(stage_retained(actions)) if kept is Retain.NOTHING]
         after = [0] * depth + ends
-        found += [Posting(a, after[n], n, 0) for n, a in enumerate(receives)]
-    return tuple(sorted(found, key=lambda posting: posting.after))
+        found += [PrefetchedReceive(a, after[n], n, 0) for n, a in enumerate(receives)]
+    return tuple(sorted(found, key=lambda receive: receive.after))
 
 
 def finishes(
@@ -229,7 +229,8 @@ def finishes(
         finally:
             device.leave()
 
-    before = patch.object(p2p_transport, "postings", in_flight_ahead) if receives == "in flight" else nullcontext()
+    ahead = patch.object(p2p_transport, "prefetched_receives", in_flight_ahead)
+    before = ahead if receives == "in flight" else nullcontext()
     threads = [threading.Thread(target=run, args=(process,)) for process in range(1 + max(process_of_stage))]
     with before:
         for thread in threads:

@@ -1,8 +1,8 @@
 """Stages in several processes, linked over torch.distributed: Gloo on CPUs, NCCL on GPUs.
 
 Three things make it cheap: every shape is known beforehand from the meta device, so nothing is negotiated; receives
-are posted before they are needed (`schedule/posting.py`), into buffers that live as long as the run; sends go straight
-from the tensor, while the stage computes on.
+are posted before they are needed (`schedule/prefetched_receives.py`), into buffers that live as long as the run; sends
+go straight from the tensor, while the stage computes on.
 """
 
 import datetime
@@ -19,7 +19,7 @@ from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor, as_sen
 from gpipe_cli.pipeline.runtime.link import Edge, Links, Work
 from gpipe_cli.pipeline.runtime.saved_activations import storage_of
 from gpipe_cli.pipeline.runtime.transport import LocalTransport, OptionalTensors, PeerLostError
-from gpipe_cli.pipeline.schedule.posting import Posting, postings
+from gpipe_cli.pipeline.schedule.prefetched_receives import PrefetchedReceive, prefetched_receives
 from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Schedule
 
 
@@ -45,8 +45,8 @@ class P2PTransport:
     """Moves tensors for the stages of process number `process`, which compute on `device`; `process_of_stage` gives the
     processes of all stages.
 
-    Receives are posted as `early` as buffers are free, or so that launches may wait for the device (`posting.py`);
-    None: as suits the device.
+    Receives are posted as `early` as buffers are free, or so that launches may wait for the device
+    (`schedule/prefetched_receives.py`); None: as suits the device.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class P2PTransport:
         self._local = LocalTransport([device] * len(process_of_stage))  # between neighbours that are both here
         self._sends: deque[_Sending] = deque()
         self._buffers: dict[tuple[Edge, int, int], torch.Tensor] = {}  # edge, place, tensor: memory, which only grows
-        self._to_post: deque[Posting] = deque()
+        self._to_post: deque[PrefetchedReceive] = deque()
         self._posted: dict[Action, tuple[Sequence[Work], list[torch.Tensor]]] = {}
         self._launched = 0
         # NCCL receives after all that the current stream has: on its own stream a receive waits for its buffer only
@@ -81,7 +81,7 @@ class P2PTransport:
         self._boundaries = self._described.training if schedule.trains else self._described.evaluation
         self._sizes, self._lengths = sizes, lengths
         self._local.begin_step(schedule, sizes, lengths)
-        self._to_post = deque(postings(schedule, self._process_of_stage, self._process, early=self._early))
+        self._to_post = deque(prefetched_receives(schedule, self._process_of_stage, self._process, early=self._early))
         self._launched = 0
         self._ends.clear()
         if self._receiving is not None:  # what the step before has left in the buffers is read no more
@@ -136,7 +136,7 @@ class P2PTransport:
         # what is still being sent may go on meanwhile: a stage that is ahead has its optimizer to run
         self._local.finish_step()
         assert not self._posted, f"never received: {list(map(str, self._posted))}"
-        assert not self._to_post, f"never posted: {[str(posting.action) for posting in self._to_post]}"
+        assert not self._to_post, f"never posted: {[str(receive.action) for receive in self._to_post]}"
 
     def settle(self) -> None:
         while self._sends:
@@ -145,19 +145,19 @@ class P2PTransport:
     def _post(self) -> None:
         """The receives that may be posted by now."""
         while self._to_post and self._to_post[0].after <= self._launched:
-            posting = self._to_post.popleft()
-            edge = (posting.action.kind.direction, posting.action.stage)
+            receive = self._to_post.popleft()
+            edge = (receive.action.kind.direction, receive.action.stage)
             received = [t for t in self._boundary(*edge) if t.has_gradient or edge[0] is Kind.F]
-            samples = self._sizes[posting.action.micro_batch]
-            if self._receiving is not None and posting.freed:
-                self._receiving.wait_event(self._ends[posting.freed])
+            samples = self._sizes[receive.action.micro_batch]
+            if self._receiving is not None and receive.freed:
+                self._receiving.wait_event(self._ends[receive.freed])
             with nullcontext() if self._receiving is None else torch.cuda.stream(self._receiving):
-                tensors = [self._buffer((edge, posting.buffer, i), t, samples) for i, t in enumerate(received)]
-                if posting.freed:
+                tensors = [self._buffer((edge, receive.buffer, i), t, samples) for i, t in enumerate(received)]
+                if receive.freed:
                     self._let_leave({storage_of(tensor) for tensor in tensors})
                 with self._waiting(f"receive from process {self._links[edge].peer}"):
                     works = self._links[edge].receive([as_sent(tensor, self._memory_format) for tensor in tensors])
-            self._posted[posting.action] = works, tensors
+            self._posted[receive.action] = works, tensors
 
     def _let_leave(self, storages: set[int]) -> None:
         """Wait for sends from this memory: a layer may have passed its input, or a part of it, on, which is then

@@ -50,8 +50,7 @@ def breakdown(timeline: Timeline, micro_batches: int, step_seconds: float | None
     assert micro_batches > 0
     begin, end, window = timeline.start_seconds, timeline.end_seconds, timeline.step_seconds
     if step_seconds is None:
-        ends = [event.end_seconds for events in timeline.events for event in events if event.action is None]
-        step_seconds = max([end, *ends]) - begin
+        step_seconds = timeline.step_end_seconds - begin
 
     devices: dict[int, tuple[list[Span], list[Event]]] = {}
     device_of_stage = timeline.device_of_stage or range(len(timeline.stages))
@@ -63,15 +62,18 @@ def breakdown(timeline: Timeline, micro_batches: int, step_seconds: float | None
     recompute = sum(span.seconds for spans in timeline.stages for span in spans if span.action.kind is Kind.R)
     update = transfer = idle = set_up = 0.0
     for worked, (_, between) in zip(busy, devices.values(), strict=True):
-        beside = {
-            kind: [event for event in between if event.what is kind] for kind in (EventKind.TRANSFER, EventKind.UPDATE)
-        }
-        inside = sum(_inside(event, begin, end) for events in beside.values() for event in events)
-        outside = 0.0  # of updates, and of the gradients of replicas, which need not end with the last action
-        for event in (*beside[EventKind.TRANSFER], *beside[EventKind.UPDATE]):
-            outside += event.seconds - _inside(event, begin, end) if event.action is None else 0.0
-        transfer += sum(e.seconds if e.action is None else _inside(e, begin, end) for e in beside[EventKind.TRANSFER])
-        update += sum(event.seconds for event in beside[EventKind.UPDATE])
+        inside = outside = 0.0  # of the window; updates and sums over replicas need not end with the last action
+        for event in between:
+            if event.what is EventKind.WAITING:
+                continue
+            within = _inside(event, begin, end)
+            counted = event.seconds if event.action is None else within
+            inside += within
+            outside += counted - within
+            if event.what is EventKind.UPDATE:
+                update += counted
+            else:
+                transfer += counted
         idle += max(0.0, window - worked - inside)
         set_up += max(0.0, step_seconds - window - outside)
     unequal = sum(max(busy) - seconds for seconds in busy) * (micro_batches - 1) / micro_batches

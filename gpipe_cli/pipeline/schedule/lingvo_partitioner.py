@@ -8,14 +8,14 @@ for each partition in lingvo/core/layers_with_gpipe.py for stacks of Transformer
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
-from gpipe_cli.config.typed import RefusedError
+from gpipe_cli.errors import InputError
 
 
 def cut_by_share(costs: Sequence[float], partitions: int) -> tuple[int, ...]:
     """The number of layers of each partition: layer i goes to partition min(floor(K * share), K - 1), where share is
     the cost of layers 0 to i, relative to that of all layers.
 
-    Raises RefusedError if a partition gets no layer, because one layer costs more than a partition's share.
+    Raises InputError if a partition gets no layer, because one layer costs more than a partition's share.
     """
     whole = sum(costs)
     return _sizes(partitions, lambda k: [min(int(k * cost / whole), k - 1) for cost in accumulate(costs)])
@@ -26,7 +26,7 @@ def cut_stack(blocks: Sequence[bool], partitions: int) -> tuple[int, ...]:
     partition gets L / K of the L blocks, rounded up, and the last one the rest. Layers before the first block are in
     the first partition, layers after a block in the partition of that block.
 
-    Raises RefusedError if rounding up leaves no block for the last partitions.
+    Raises InputError if rounding up leaves no block for the last partitions.
     """
     last = [max(0, done - 1) for done in accumulate(blocks)]  # of each layer: its own block, or the last one before it
     return _sizes(partitions, lambda k: [block // -(-sum(blocks) // k) for block in last])
@@ -39,4 +39,4 @@ def _sizes(partitions: int, of_layers: Callable[[int], Sequence[int]]) -> tuple[
         return tuple(sizes)
     fewer = next(k for k in reversed(range(1, partitions)) if len(set(of_layers(k))) == k)
     why = f"Lingvo's rule leaves partition {sizes.index(0)} of {partitions} without a layer"
-    raise RefusedError("partition.method", "lingvo", f"{why}; use partition.method=exact or partitions={fewer}")
+    raise InputError(f"partition.method=lingvo: {why}; use partition.method=exact or partitions={fewer}")

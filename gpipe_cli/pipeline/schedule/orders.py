@@ -1,4 +1,4 @@
-"""The orders of a step's actions that have a name: GPipe's, and what came after it.
+"""The orders of a step's actions that have a name, GPipe's and what came after it; each is a line of `ORDERS`.
 
 With K = 4 stages, M = 6 micro-batches and F = I = W = 1, B = 2 on the clock, `1f1b` and `zero_bubble` (an idle tick is
 a dot; `gpipe plan` draws any of them):
@@ -7,14 +7,14 @@ a dot; `gpipe plan` draws any of them):
     stage 1 | .  F0 F1 F2 .  .  I0 F3 I1 W0 F4 I2 W1 F5 I3 W2 I4 W3 I5 W4 W5
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, pairwise
 
 from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Recompute, Schedule, with_recomputation
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
-DEALT_OUT = ("interleaved", "auto")  # a device with several stages has stage d, d + P, ... and not neighbours
+Rows = list[list[Action]]
 
 
 def build(name: str, partitions: int, micro_batches: int, recompute: Recompute, devices: int | None = None) -> Schedule:
@@ -47,20 +47,9 @@ def order(name: str, partitions: int, micro_batches: int, devices: int | None = 
     for setting, value in (("partitions", partitions), ("micro_batches", micro_batches)):
         if value < 1:
             raise ValueError(f"{setting}={value}: must be at least 1; use {setting}=1 to do without")
-    match name:
-        case "gpipe":
-            rows = [_pass(Kind.F, k, micro_batches) + _pass(Kind.B, k, micro_batches)[::-1] for k in range(partitions)]
-        case "1f1b":
-            rows = [
-                _in_turns(_pass(Kind.F, k, micro_batches), _pass(Kind.B, k, micro_batches), partitions - 1 - k)
-                for k in range(partitions)
-            ]
-        case "interleaved":
-            rows = _interleaved(partitions, micro_batches, partitions if devices is None else devices)
-        case "zero_bubble":
-            rows = [list(_zero_bubble(k, partitions, micro_batches)) for k in range(partitions)]
-        case _:
-            raise ValueError(f"schedule={name}: unknown; use one of {', '.join(SCHEDULES)}")
+    if name not in ORDERS:
+        raise ValueError(f"schedule={name}: unknown; use one of {', '.join(ORDERS)}")
+    rows = ORDERS[name].rows(partitions, micro_batches, partitions if devices is None else devices)
     return Schedule(map(tuple, rows))
 
 
@@ -75,6 +64,17 @@ def _pass(kind: Kind, stage: int, micro_batches: int) -> list[Action]:
     return [Action(kind, stage, m) for m in range(micro_batches)]
 
 
+def _gpipe(partitions: int, micro_batches: int, devices: int) -> Rows:
+    return [_pass(Kind.F, k, micro_batches) + _pass(Kind.B, k, micro_batches)[::-1] for k in range(partitions)]
+
+
+def _1f1b(partitions: int, micro_batches: int, devices: int) -> Rows:
+    return [
+        _in_turns(_pass(Kind.F, k, micro_batches), _pass(Kind.B, k, micro_batches), partitions - 1 - k)
+        for k in range(partitions)
+    ]
+
+
 def _in_turns(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int) -> list[Action]:
     """Some forwards, until the first gradient can have come back, then one forward and one backward in turns."""
     warm_up = min(warm_up, len(forwards))
@@ -82,7 +82,7 @@ def _in_turns(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: 
     return [*forwards[:warm_up], *chain(*pairs), *backwards[len(forwards) - warm_up :]]
 
 
-def _interleaved(partitions: int, micro_batches: int, devices: int) -> list[list[Action]]:
+def _interleaved(partitions: int, micro_batches: int, devices: int) -> Rows:
     """For each device its stages' forwards, P micro-batches at a time through one stage, then through the next."""
     assert partitions % devices == 0, "as many stages on each device"
     of_device = partitions // devices
@@ -100,7 +100,11 @@ def _interleaved(partitions: int, micro_batches: int, devices: int) -> list[list
     return rows
 
 
-def _zero_bubble(stage: int, partitions: int, micro_batches: int) -> Iterator[Action]:
+def _zero_bubble(partitions: int, micro_batches: int, devices: int) -> Rows:
+    return [list(_zero_bubble_stage(k, partitions, micro_batches)) for k in range(partitions)]
+
+
+def _zero_bubble_stage(stage: int, partitions: int, micro_batches: int) -> Iterator[Action]:
     """1f1b's F and I; stage k holds back the W of k micro-batches, and has one in every later wait. Stage 0 holds back
     none: its backwards stay whole."""
     forwards = _pass(Kind.F, stage, micro_batches)
@@ -113,3 +117,24 @@ def _zero_bubble(stage: int, partitions: int, micro_batches: int) -> Iterator[Ac
             held += 1
     if stage:
         yield from (Action(Kind.W, stage, m) for m in range(held, micro_batches))
+
+
+@dataclass(frozen=True)
+class Order:
+    """How a schedule that has a name places the actions of a step, and what else depends on the name."""
+
+    rows: Callable[[int, int, int], Rows]  # of K partitions, M micro-batches and P devices
+    looped: bool = False  # whether a device with several stages has stages d, d + P, ... and not neighbours
+    splits: bool = False  # whether it cuts backwards in two
+
+
+ORDERS = {
+    "gpipe": Order(_gpipe),
+    "1f1b": Order(_1f1b),
+    "interleaved": Order(_interleaved, looped=True),
+    "zero_bubble": Order(_zero_bubble, splits=True),
+}
+AUTO_SCHEDULE = "auto"  # an order that is made for the costs of the layers and the memory: `search.py`
+SCHEDULES = tuple(ORDERS)
+LOOPED = (*(name for name, one in ORDERS.items() if one.looped), AUTO_SCHEDULE)
+SPLITTING = (*(name for name, one in ORDERS.items() if one.splits), AUTO_SCHEDULE)

@@ -14,8 +14,16 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 
 from gpipe_cli.errors import InputError
-from gpipe_cli.pipeline.schedule.schedules import RETURNS, Action, Kind, Schedule, backward_follows_forward
-from gpipe_cli.pipeline.schedule.simulator import Held
+from gpipe_cli.pipeline.schedule.held import Held, changed_bytes
+from gpipe_cli.pipeline.schedule.schedules import (
+    RETURNS,
+    Action,
+    Kind,
+    Retain,
+    Schedule,
+    backward_follows_forward,
+    stage_retained,
+)
 
 
 class DoesNotFitError(InputError):
@@ -57,35 +65,28 @@ def fewest_recomputations(
 def _on_stage(actions: Sequence[Action], size: Held, limit_bytes: int) -> tuple[frozenset[int], int]:
     """The micro-batches to recompute, and how many bytes are missing even so (0 if it fits).
 
-    A recomputation holds what its backward holds, and is not looked at.
+    A recomputation holds what its backward holds, so it is left out.
     """
     assert 0 <= size.input <= size.graph, "a graph holds its input"
-    rest = size.graph - size.input
+    actions = [a for a in actions if a.kind is not Kind.R]
+    changes = changed_bytes(size)
+    again, _ = changes[Kind.R, Retain.GRAPH]  # bytes that a recomputation adds, and that dropping a graph saves
     ends = {a.micro_batch: at for at, a in enumerate(actions) if a.kind in RETURNS}
     free = backward_follows_forward(actions)
     recomputed: set[int] = set()
     kept: list[tuple[int, int]] = []  # heap: those that may be dropped, the one that ends last on top
-    in_flight = graphs = weights = 0  # micro-batches between F and B or I; those with their graph; between I and W
-    missing = 0  # bytes over the limit
-    for at, a in enumerate(actions):
-        m = a.micro_batch
-        if a.kind is Kind.F:
-            in_flight += 1
-            graphs += 1
-            if m not in free:
-                heappush(kept, (-ends[m], m))
-        elif a.kind in RETURNS and m in recomputed:
-            graphs += 1  # recomputed just now
-        held = in_flight * size.input + graphs * rest + weights * size.weights
-        held += size.gradients if a.kind is Kind.I else 0
+    held = missing = 0  # bytes now, and at most over the limit
+    for at, (a, retain) in enumerate(stage_retained(actions)):
+        begin, end = changes[a.kind, retain]
+        held += begin
+        if a.kind is Kind.F and a.micro_batch not in free:
+            heappush(kept, (-ends[a.micro_batch], a.micro_batch))
+        elif a.kind in RETURNS and a.micro_batch in recomputed:
+            held += again
         # Of those in `kept` that have ended none is on top while there is one that has not.
-        while held > limit_bytes and kept and -kept[0][0] > at and rest > 0:
+        while held > limit_bytes and kept and -kept[0][0] > at and again > 0:
             recomputed.add(heappop(kept)[1])
-            graphs -= 1
-            held -= rest
+            held -= again
         missing = max(missing, held - limit_bytes)
-        if a.kind in RETURNS:
-            in_flight -= 1
-            graphs -= 1
-        weights += (a.kind is Kind.I) - (a.kind is Kind.W)
+        held += end
     return frozenset(recomputed), missing

@@ -20,9 +20,10 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from enum import StrEnum
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple, Self
+from typing import Literal, NamedTuple, Self, get_args
 
-RECOMPUTE = ("always", "except_last", "never")
+RecomputeMode = Literal["always", "except_last", "never"]
+RECOMPUTE: tuple[RecomputeMode, ...] = get_args(RecomputeMode)
 
 
 class Kind(StrEnum):
@@ -143,6 +144,11 @@ class Schedule(tuple[Row, ...]):
 
 Recompute = str | tuple[frozenset[int], ...]
 """A mode (one of ``RECOMPUTE``), or for each stage the micro-batches that it recomputes."""
+
+
+def recomputes(recompute: Recompute) -> bool:
+    """Whether a mode recomputes all micro-batches, or all but those whose backward directly follows their forward."""
+    return recompute in ("always", "except_last")
 
 
 def with_recomputation(order: Schedule, recompute: Recompute) -> Schedule:

@@ -17,10 +17,20 @@ from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import product
 
+from gpipe_cli.pipeline.schedule.held import Held, changed_bytes, peak_bytes
 from gpipe_cli.pipeline.schedule.orders import SCHEDULES, order
 from gpipe_cli.pipeline.schedule.recomputation import DoesNotFitError, fewest_recomputations
-from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Recompute, Retain, Schedule, with_recomputation
-from gpipe_cli.pipeline.schedule.simulator import EdgeCost, Held, StageCost, peak_bytes, simulate
+from gpipe_cli.pipeline.schedule.schedules import (
+    RETURNS,
+    Action,
+    Kind,
+    Recompute,
+    Retain,
+    Schedule,
+    recomputes,
+    with_recomputation,
+)
+from gpipe_cli.pipeline.schedule.simulator import EdgeCost, LinkQueues, StageCost, simulate
 
 _AS_GOOD = 1.001  # of two orders as fast as each other the first, which is simpler
 _MOST_TRIED = 500_000  # actions in all: seconds
@@ -76,18 +86,14 @@ def find(problem: Problem) -> tuple[Tried | None, tuple[Tried, ...]]:
     return best, tuple(sorted(tried, key=lambda one: seconds[one.name]))
 
 
-def _shape(problem: Problem) -> tuple[int, int]:
-    return len(problem.stages), problem.micro_batches
-
-
 def _candidates(problem: Problem) -> Iterator[tuple[str, Schedule]]:
-    partitions, micro_batches = _shape(problem)
+    partitions, micro_batches = len(problem.stages), problem.micro_batches
     devices = 1 + max(problem.device_of_stage)
     yield "1f1b", order("1f1b", partitions, micro_batches)
     if problem.split:
         yield "zero_bubble", order("zero_bubble", partitions, micro_batches)
-    dealt_out = [stage % devices for stage in range(partitions)]
-    if 1 < devices < partitions and partitions % devices == 0 and list(problem.device_of_stage) == dealt_out:
+    looped = [stage % devices for stage in range(partitions)]
+    if 1 < devices < partitions and partitions % devices == 0 and list(problem.device_of_stage) == looped:
         yield "interleaved", order("interleaved", partitions, micro_batches, devices)
     flights = dict.fromkeys(min(most, micro_batches) for most in (0, devices, 2 * devices, micro_batches))
     # with room for few graphs more micro-batches in flight may be worth recomputations
@@ -168,19 +174,27 @@ def _in_waits(problem: Problem, schedule: Schedule) -> Schedule:
     return Schedule(rows)
 
 
-def _peaks(problem: Problem, schedule: Schedule) -> tuple[int, ...]:
-    return peak_bytes(schedule, [[size] * problem.micro_batches for size in problem.sizes])
-
-
 def _fits(problem: Problem, schedule: Schedule) -> bool:
     if problem.room is None:
         return True
-    return all(peak <= room for peak, room in zip(_peaks(problem, schedule), problem.room, strict=True))
+    peaks = peak_bytes(schedule, [[size] * problem.micro_batches for size in problem.sizes])
+    return all(peak <= room for peak, room in zip(peaks, problem.room, strict=True))
 
 
 def _seconds(problem: Problem, schedule: Schedule) -> float:
-    timeline = simulate(schedule, problem.stages, problem.edges, problem.slowdown, problem.device_of_stage)
-    return max([timeline.end_seconds, *(e.end_seconds for events in timeline.events for e in events)])
+    return simulate(schedule, problem.stages, problem.edges, problem.slowdown, problem.device_of_stage).step_end_seconds
+
+
+def _more_bytes(size: Held, *, recomputed: bool) -> dict[Kind, int]:
+    """How many bytes more a stage holds after an action; a backward includes the recomputation before it, if any."""
+    more = {key: sum(changes) for key, changes in changed_bytes(size).items()}
+    again = more[Kind.R, Retain.GRAPH] if recomputed else 0
+    return {
+        Kind.F: more[Kind.F, Retain.INPUT if recomputed else Retain.GRAPH],
+        Kind.B: again + more[Kind.B, Retain.NOTHING],
+        Kind.I: again + more[Kind.I, Retain.WEIGHTS],
+        Kind.W: more[Kind.W, Retain.NOTHING],
+    }
 
 
 _NONE = Action(Kind.F, -1, -1)
@@ -207,8 +221,9 @@ class _Greedy:
         self._there: dict[tuple[Kind, int, int], float] = {  # when what an F or a backward needs arrives
             (Kind.F, 0, m): 0.0 for m in range(problem.micro_batches)
         }
-        self._link_free: dict[tuple[Kind, int], float] = {}
-        self._held = [0 for _ in stages]  # bytes
+        self._links = LinkQueues(problem.edges, problem.device_of_stage)
+        self._held = [0 for _ in stages]  # bytes, between two actions
+        self._more = [_more_bytes(size, recomputed=recomputes(problem.recompute)) for size in problem.sizes]
         # heap: when, whether a device may begin (all that ends then comes first), the device, what it has ended
         self._events: list[tuple[float, bool, int, Action]] = []
 
@@ -276,39 +291,22 @@ class _Greedy:
 
     def _take(self, now: float, device: int, action: Action) -> None:
         kind, stage, _ = action
-        cost, size = self._problem.stages[stage], self._problem.sizes[stage]
+        cost = self._problem.stages[stage]
         self._rows[device].append(action)
         self._busy[device] = True
         self._next[Kind.B if kind is Kind.I else kind][stage] += 1
-        if kind is Kind.F:
-            recomputed = self._problem.recompute in ("always", "except_last")
-            self._held[stage] += size.input if recomputed else size.graph
+        self._held[stage] += self._more[stage][kind]
         heappush(self._events, (now + cost.seconds(kind, Retain.GRAPH), False, device, action))
 
     def _end(self, now: float, ended: Action) -> None:
         kind, stage, m = ended
-        size, last = self._problem.sizes[stage], len(self._problem.stages) - 1
-        recomputed = self._problem.recompute in ("always", "except_last")
-        if kind in (Kind.B, Kind.I):
-            self._held[stage] -= size.input if recomputed else size.graph
-            self._held[stage] += size.weights if kind is Kind.I else 0
-        elif kind is Kind.W:
-            self._held[stage] -= size.weights
+        last = len(self._problem.stages) - 1
         if kind is Kind.F:
             receiver, sent = (stage + 1, Kind.F) if stage < last else (stage, Kind.B)
-        elif kind in (Kind.B, Kind.I) and stage > 0:
+        elif kind in RETURNS and stage > 0:
             receiver, sent = stage - 1, Kind.B
         else:
             return
-        arrival = self._arrival(now, sent, stage, receiver)
+        arrival = self._links.arrival(stage, receiver, now)
         self._there[sent, receiver, m] = arrival
         self._wake(arrival, self._problem.device_of_stage[receiver])
-
-    def _arrival(self, now: float, kind: Kind, sender: int, receiver: int) -> float:
-        device_of_stage, edges = self._problem.device_of_stage, self._problem.edges
-        if not edges or device_of_stage[sender] == device_of_stage[receiver]:
-            return now
-        cost = edges[min(sender, receiver)]
-        seconds = cost.forward_seconds if kind is Kind.F else cost.backward_seconds
-        self._link_free[kind, receiver] = max(now, self._link_free.get((kind, receiver), 0.0)) + seconds
-        return self._link_free[kind, receiver]

@@ -13,10 +13,9 @@ share its memory and caches and slow each other down. Both are simulated too.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import NamedTuple
 
 from gpipe_cli.pipeline.schedule.dependencies import linearize, linearize_retained
 from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Retain, Schedule, stage_retained
@@ -53,6 +52,25 @@ class EdgeCost:
 
     forward_seconds: float
     backward_seconds: float
+
+
+class LinkQueues:
+    """The links between devices in a simulation: each moves one micro-batch after another, in each direction."""
+
+    def __init__(self, edges: Sequence[EdgeCost], device_of_stage: Sequence[int]) -> None:
+        self._edges, self._device_of_stage = edges, device_of_stage
+        self._free: dict[tuple[int, int], float] = {}  # since when, by sending and receiving stage
+
+    def arrival(self, sender: int, receiver: int, sent_seconds: float) -> float:
+        """When a micro-batch arrives that stage `sender` hands on to its neighbour `receiver`; occupies the link until
+        then. Without costs, and within a device, it is there at once."""
+        if not self._edges or self._device_of_stage[sender] == self._device_of_stage[receiver]:
+            return sent_seconds
+        cost = self._edges[min(sender, receiver)]
+        seconds = cost.forward_seconds if sender < receiver else cost.backward_seconds
+        arrival = max(sent_seconds, self._free.get((sender, receiver), 0.0)) + seconds
+        self._free[sender, receiver] = arrival
+        return arrival
 
 
 def ideal_bubble(devices: int, micro_batches: int) -> float:
@@ -100,83 +118,6 @@ def _shared(device_of_stage: Sequence[int]) -> tuple[int, ...]:
     return () if len(set(device_of_stage)) == len(device_of_stage) else tuple(device_of_stage)
 
 
-class Held(NamedTuple):
-    """Of a stage's micro-batches in flight, while one of its actions runs: how many are held in each way; or the bytes
-    of one micro-batch that is held so."""
-
-    graph: int  # with all their activations, the input included
-    input: int  # with nothing but what came over the stage's boundary
-    gradients: int = 0  # in an I, beside their graph with the gradients of outputs that their W needs
-    weights: int = 0  # between I and W: with what W needs, those gradients included
-
-
-def live(schedule: Schedule) -> tuple[tuple[Held, ...], ...]:
-    """For each stage, what it holds of its micro-batches in flight while each of its actions runs.
-
-    No times are needed, as a stage keeps its order. A forward that keeps something holds it from its beginning, a
-    recomputation turns an input into a graph when it begins, a backward frees it when it ends.
-    """
-    return tuple(tuple(live_on_stage(actions)) for actions in schedule.stages)
-
-
-def live_on_stage(actions: Sequence[Action]) -> Iterator[Held]:
-    """`live` of one stage."""
-    counts = [0, 0, 0, 0]
-    for _, begin, end in _changes(actions):
-        for way, by in begin:
-            counts[way] += by
-        yield Held(*counts)
-        for way, by in end:
-            counts[way] += by
-
-
-def peak_bytes(schedule: Schedule, sizes: Sequence[Sequence[Held]]) -> tuple[int, ...]:
-    """For each stage, the most bytes held for micro-batches in flight: the paper's O(N + L/K * N/M) (section 2.3).
-    `sizes` has, per stage and micro-batch, the bytes of each way to hold it."""
-    assert len(sizes) == len(schedule.stages), "sizes for each stage"
-    return tuple(max(bytes_held(actions, of_stage), default=0)
-                 for actions, of_stage in zip(schedule.stages, sizes, strict=True))  # fmt: skip
-
-
-def bytes_held(stage_actions: Sequence[Action], sizes: Sequence[Held]) -> Iterator[int]:
-    """While each action of a stage runs, the bytes held for micro-batches in flight; `sizes` are those of each one."""
-    return (during for during, _ in bytes_around(stage_actions, sizes))
-
-
-def bytes_around(stage_actions: Sequence[Action], sizes: Sequence[Held]) -> Iterator[tuple[int, int]]:
-    """As `bytes_held`: while each action runs, and from its end until the next one begins."""
-    now = 0
-    for action, begin, end in _changes(stage_actions):
-        of_this = sizes[action.micro_batch]
-        for way, by in begin:
-            now += of_this[way] * by
-        during = now
-        for way, by in end:
-            now += of_this[way] * by
-        yield during, now
-
-
-_Change = tuple[tuple[int, int], ...]  # ways of `Held`, and one micro-batch more or less that is held so
-_GRAPH, _INPUT, _GRADIENTS, _WEIGHTS = range(4)
-
-
-def _changes(actions: Sequence[Action]) -> Iterator[tuple[Action, _Change, _Change]]:
-    """What changes when each action begins, and when it has ended."""
-    kept = {Retain.NOTHING: (), Retain.INPUT: ((_INPUT, 1),), Retain.GRAPH: ((_GRAPH, 1),)}
-    for action, retain in stage_retained(actions):
-        match action.kind:
-            case Kind.F:
-                yield action, kept[retain], ()
-            case Kind.R:
-                yield action, ((_INPUT, -1), (_GRAPH, 1)), ()
-            case Kind.B:
-                yield action, (), ((_GRAPH, -1),)
-            case Kind.I:
-                yield action, ((_GRADIENTS, 1),), ((_GRADIENTS, -1), (_GRAPH, -1), (_WEIGHTS, 1))
-            case Kind.W:
-                yield action, (), ((_WEIGHTS, -1),)
-
-
 def _performed(schedule: Schedule, device_of_stage: Sequence[int]) -> Iterable[tuple[Action, Retain]]:
     """All actions, those of each device in its order, with what their stages retain after them."""
     if (
@@ -206,7 +147,7 @@ class _Run:
     ) -> None:
         self.spans: list[list[Span]] = [[] for _ in stages]
         self.events: list[list[Event]] = [[] for _ in stages]
-        self._stages, self._edges, self._slowdown, self.device_of_stage = stages, edges, slowdown, device_of_stage
+        self._stages, self._slowdown, self.device_of_stage = stages, slowdown, device_of_stage
         self._schedule = schedule
         self._of_stage = list(map(len, schedule.stages))  # actions that are left
         devices = 1 + max(device_of_stage)
@@ -227,7 +168,7 @@ class _Run:
         self._arriving: list[tuple[float, int]] = []  # heap: when what a device waits for is there, device
         self._ended: dict[Action, float] = {}
         self._arrivals: dict[Action, float] = {}
-        self._link_free: dict[tuple[Kind, int], float] = {}  # since when, by what it carries and the receiving stage
+        self._links = LinkQueues(edges, device_of_stage)
         self._waiting: dict[Action, int] = {}  # by the action waited for: the device that waits
 
     def perform(self) -> None:
@@ -270,7 +211,9 @@ class _Run:
             if sent is None:
                 self._waiting[needed] = device
                 return
-            arrival = self._arrival(action, needed, sent)
+            arrival = self._arrivals.get(action)
+            if arrival is None:
+                arrival = self._arrivals[action] = self._links.arrival(needed.stage, action.stage, sent)
             if arrival > self._now:
                 heappush(self._arriving, (arrival, device))
                 return
@@ -297,14 +240,3 @@ class _Run:
         self._begin(device)
         if action in self._waiting:
             self._begin(self._waiting.pop(action))
-
-    def _arrival(self, action: Action, needed: Action, sent: float) -> float:
-        """When what ``action`` waits for is there: a link moves one micro-batch after another."""
-        if not self._edges or self.device_of_stage[action.stage] == self.device_of_stage[needed.stage]:
-            return sent
-        if action not in self._arrivals:
-            edge = (action.kind.direction, action.stage)
-            cost = self._edges[action.stage - 1 if action.kind is Kind.F else action.stage]
-            seconds = cost.forward_seconds if action.kind is Kind.F else cost.backward_seconds
-            self._link_free[edge] = self._arrivals[action] = max(sent, self._link_free.get(edge, 0.0)) + seconds
-        return self._arrivals[action]

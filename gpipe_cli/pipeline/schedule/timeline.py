@@ -79,6 +79,11 @@ class Timeline:
         return max((spans[-1].end_seconds for spans in self.stages if spans), default=0.0)
 
     @property
+    def step_end_seconds(self) -> float:
+        """When the last action or event of any stage ended: updates and sums over replicas come after the actions."""
+        return max([self.end_seconds, *(event.end_seconds for events in self.events for event in events)])
+
+    @property
     def step_seconds(self) -> float:
         """From the beginning of the first action to the end of the last."""
         return self.end_seconds - self.start_seconds

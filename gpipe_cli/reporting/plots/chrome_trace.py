@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
+from gpipe_cli.pipeline.schedule.held import Held, bytes_around
 from gpipe_cli.pipeline.schedule.schedules import Action, Schedule
-from gpipe_cli.pipeline.schedule.simulator import Held, bytes_around
 from gpipe_cli.pipeline.schedule.timeline import Event, EventKind, Span, Timeline
 from gpipe_cli.units import MIB
 

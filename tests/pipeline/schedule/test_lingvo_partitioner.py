@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from gpipe_cli.config.typed import RefusedError
+from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.schedule.lingvo_partitioner import cut_by_share, cut_stack
 
 
@@ -22,7 +22,7 @@ def test_a_layer_goes_where_its_share_of_the_cost_says() -> None:
             assert cut_by_share(costs, partitions) == tuple(places.count(k) for k in range(partitions))
             cut += 1
             continue
-        with pytest.raises(RefusedError) as error:
+        with pytest.raises(InputError) as error:
             cut_by_share(costs, partitions)
         remedy = int(str(error.value).rpartition("partitions=")[2])
         assert remedy < partitions
@@ -45,6 +45,6 @@ def test_a_stack_is_cut_by_the_number_of_its_layers(blocks: str, partitions: int
 
 
 def test_a_stack_too_short_for_its_rounding_names_a_number_that_works() -> None:
-    with pytest.raises(RefusedError, match=r"leaves partition 5 of 8 without a layer; use .*partitions=5$"):
+    with pytest.raises(InputError, match=r"leaves partition 5 of 8 without a layer; use .*partitions=5$"):
         cut_stack([True] * 10, 8)
     assert cut_stack([True] * 10, 5) == (2,) * 5

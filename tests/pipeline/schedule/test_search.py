@@ -6,10 +6,11 @@ from dataclasses import replace
 import pytest
 
 from gpipe_cli.pipeline.schedule.dependencies import check
+from gpipe_cli.pipeline.schedule.held import Held, peak_bytes
 from gpipe_cli.pipeline.schedule.orders import order
 from gpipe_cli.pipeline.schedule.schedules import RECOMPUTE, Kind, Schedule, with_recomputation
 from gpipe_cli.pipeline.schedule.search import Problem, find
-from gpipe_cli.pipeline.schedule.simulator import EdgeCost, Held, StageCost, peak_bytes, simulate
+from gpipe_cli.pipeline.schedule.simulator import EdgeCost, StageCost, simulate
 
 TICK = StageCost(1.0, 1.0, 2.0, 1.0, 1.0)
 

@@ -13,18 +13,10 @@ from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.schedule import orders
 from gpipe_cli.pipeline.schedule.breakdown import breakdown
 from gpipe_cli.pipeline.schedule.dependencies import linearize
+from gpipe_cli.pipeline.schedule.held import Held, bytes_held, live, peak_bytes
 from gpipe_cli.pipeline.schedule.orders import SCHEDULES, forward_only
 from gpipe_cli.pipeline.schedule.schedules import RECOMPUTE, Action, Kind, Schedule
-from gpipe_cli.pipeline.schedule.simulator import (
-    EdgeCost,
-    Held,
-    StageCost,
-    bytes_held,
-    ideal_bubble,
-    live,
-    peak_bytes,
-    simulate,
-)
+from gpipe_cli.pipeline.schedule.simulator import EdgeCost, StageCost, ideal_bubble, simulate
 from gpipe_cli.pipeline.schedule.timeline import Event, EventKind
 
 SHAPES = list(itertools.product(range(1, 7), range(1, 14)))

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from gpipe_cli.pipeline.schedule.breakdown import breakdown
+from gpipe_cli.pipeline.schedule.held import Held, peak_bytes
 from gpipe_cli.pipeline.schedule.orders import build
 from gpipe_cli.pipeline.schedule.schedules import Action, Kind
-from gpipe_cli.pipeline.schedule.simulator import EdgeCost, Held, StageCost, peak_bytes, simulate
+from gpipe_cli.pipeline.schedule.simulator import EdgeCost, StageCost, simulate
 from gpipe_cli.pipeline.schedule.timeline import Event, EventKind, Span, Timeline
 from gpipe_cli.reporting.plots import chrome_trace
 from gpipe_cli.reporting.plots.chrome_trace import TracedStep

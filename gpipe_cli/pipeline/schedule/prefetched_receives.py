@@ -1,14 +1,14 @@
 """When a process posts the receive of each tensor, and into which buffer: read off the schedule, before it runs.
 
-On a GPU a posted receive is a kernel that runs until its tensor arrives, and a send one that runs until it is received.
-Now and then a launch waits until the device is idle: a kernel that is loaded for the first time, memory that the
-allocator gives back. If the tensors that it then waits for depend on what this or another process has not launched
-yet, nothing ever ends.
+On a GPU a posted receive is a kernel that runs until its tensor arrives, and a send is one that runs until its tensor
+is received. Now and then a launch waits until the device is idle: when a kernel is loaded for the first time, or when
+the allocator gives memory back. If the tensors that it then waits for depend on an action that this process or another
+has not launched yet, nothing ever ends.
 
 So all processes follow one order of all actions, in which each comes after what it needs (`linearize`): a process posts
-the receive of a tensor after those of its own actions that come before the action which makes the tensor. Whatever
-then waits does so for something that comes earlier in that order, and there can be no circle. It costs nothing, as a
-process launches its actions long before the GPU gets to them.
+the receive of a tensor after those of its own actions that precede the action which makes the tensor. Whatever waits
+then, waits for something earlier in that order, so there is no circle. This costs nothing, as a process launches its
+actions long before the GPU gets to them.
 
 On a CPU launching is performing, and a posted receive costs nothing: it is posted as soon as its buffer is free.
 """
@@ -23,21 +23,21 @@ from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Retain, Schedule
 
 
 @dataclass(frozen=True, slots=True)
-class Posting:
-    """The receive of what `action` needs from another process."""
+class PrefetchedReceive:
+    """The receive of what `action` needs from another process, posted before the action begins."""
 
     action: Action
-    after: int  # posted when the process has launched so many of its actions
-    buffer: int  # of those that its stage has for this kind
-    freed: int  # the buffer is free when so many of the actions have ended; 0: nothing of this step was in it
+    after: int  # it is posted when the process has launched this many of its actions
+    buffer: int  # its number among the buffers that the stage has for this kind of tensor
+    freed: int  # the buffer is free when this many of the process's actions have ended; 0: it was not used in this step
 
 
 @lru_cache(maxsize=16)  # mini-batches of text may differ in M, and each M has a schedule of its own
-def postings(
+def prefetched_receives(
     schedule: Schedule, process_of_stage: tuple[int, ...], process: int, *, early: bool
-) -> tuple[Posting, ...]:
-    """All receives of `process`, in the order in which it posts them, or as `early` as buffers are free;
-    `process_of_stage` gives the process of each stage.
+) -> tuple[PrefetchedReceive, ...]:
+    """All receives of `process`, in the order in which it posts them: in the common order of all actions or, if
+    `early`, as soon as buffers are free. `process_of_stage` has the process of each stage.
 
     A buffer is free again when nothing is kept of its micro-batch any more, in the stages that follow in this process
     too: a layer may hand on what it has received, in the same memory. Raises InputError if the schedule deadlocks.
@@ -46,11 +46,12 @@ def postings(
         action for stage, owner in enumerate(process_of_stage) if owner == process for action in schedule.stages[stage]
     ]
     receivers = {schedule.source(action): action for action in own}
-    free: dict[tuple[Kind, int], deque[tuple[int, int]]] = defaultdict(deque)  # since when, and which
-    held: dict[int, dict[Action, int]] = defaultdict(dict)  # by micro-batch: receivers, and their buffers
-    left: set[tuple[int, int]] = set()  # stages and micro-batches of which nothing is kept
-    made: Counter[tuple[Kind, int]] = Counter()
-    posted: Counter[tuple[Kind, int]] = Counter()  # when the last one is
+    # Of each edge the buffers that are free: after how many launches, and their numbers.
+    free: dict[tuple[Kind, int], deque[tuple[int, int]]] = defaultdict(deque)
+    held: dict[int, dict[Action, int]] = defaultdict(dict)  # by micro-batch: the buffer of each receiving action
+    left: set[tuple[int, int]] = set()  # pairs of a stage and a micro-batch of which it keeps nothing
+    made: Counter[tuple[Kind, int]] = Counter()  # buffers of each edge
+    posted: Counter[tuple[Kind, int]] = Counter()  # after how many launches the last receive of each edge is posted
     found = []
     launched = 0
     for action, retain in linearize_retained(schedule, process_of_stage):
@@ -67,9 +68,10 @@ def postings(
             since, buffer = free[edge].popleft() if reused else (0, made[edge])
             held[receiver.micro_batch][receiver] = buffer
             made[edge] += not reused
-            posted[edge] = max(posted[edge], since) if early else launched  # over one edge they keep their order
-            found.append(Posting(receiver, posted[edge], buffer, since))
-    return tuple(sorted(found, key=lambda posting: posting.after))
+            # Receives over one edge keep their order.
+            posted[edge] = max(posted[edge], since) if early else launched
+            found.append(PrefetchedReceive(receiver, posted[edge], buffer, since))
+    return tuple(sorted(found, key=lambda receive: receive.after))
 
 
 def _reached(receiver: Action, process_of_stage: Sequence[int]) -> Iterator[tuple[int, int]]:

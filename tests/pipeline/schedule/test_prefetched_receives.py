@@ -11,7 +11,7 @@ from schedule_runs import build
 
 from gpipe_cli.pipeline.schedule.dependencies import linearize
 from gpipe_cli.pipeline.schedule.orders import SCHEDULES, forward_only
-from gpipe_cli.pipeline.schedule.posting import postings
+from gpipe_cli.pipeline.schedule.prefetched_receives import prefetched_receives
 from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Schedule, in_flight
 
 OWNERS = [(0, 1), (0, 1, 2), (0, 0, 1, 1), (0, 1, 2, 3), (0, 1, 0, 1)]  # the last one: as in `interleaved`
@@ -37,11 +37,11 @@ def test_every_receive_is_posted_in_time_and_in_the_order_of_its_edge(early: boo
         order = linearize(schedule, process_of_stage)
         for process in set(process_of_stage):
             own = [action for action in order if process_of_stage[action.stage] == process]
-            found = postings(schedule, process_of_stage, process, early=early)
+            found = prefetched_receives(schedule, process_of_stage, process, early=early)
             awaited = [a for a in own if (s := schedule.source(a)) and process_of_stage[s.stage] != process]
-            assert sorted(posting.action for posting in found) == sorted(awaited)
-            assert all(posting.after <= own.index(posting.action) for posting in found)
-            assert [posting.after for posting in found] == sorted(posting.after for posting in found)
+            assert sorted(receive.action for receive in found) == sorted(awaited)
+            assert all(receive.after <= own.index(receive.action) for receive in found)
+            assert [receive.after for receive in found] == sorted(receive.after for receive in found)
             for direction, stage in {(a.kind.direction, a.stage) for a in awaited}:
                 posted = [p.action for p in found if (p.action.kind.direction, p.action.stage) == (direction, stage)]
                 sender = stage - 1 if direction is Kind.F else stage + 1
@@ -57,10 +57,10 @@ def test_a_buffer_is_free_before_it_is_received_into(early: bool) -> None:
                 action for action in linearize(schedule, process_of_stage) if process_of_stage[action.stage] == process
             ]
             held: dict[tuple[Kind, int, int], int] = {}  # by buffer: until how many actions have been launched
-            for posting in postings(schedule, process_of_stage, process, early=early):
-                kind, stage, m = posting.action
-                buffer = (kind.direction, stage, posting.buffer)
-                assert posting.freed == held.get(buffer, 0) <= posting.after
+            for receive in prefetched_receives(schedule, process_of_stage, process, early=early):
+                kind, stage, m = receive.action
+                buffer = (kind.direction, stage, receive.buffer)
+                assert receive.freed == held.get(buffer, 0) <= receive.after
                 reached = stage  # the last stage that may be handed what was received without a send
                 step = 1 if kind is Kind.F else -1
                 while 0 <= reached + step < len(process_of_stage) and process_of_stage[reached + step] == process:

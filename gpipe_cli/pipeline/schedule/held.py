@@ -1,0 +1,85 @@
+"""What a stage holds of its micro-batches in flight, action by action: section 2.3 of the paper, O(N + L/K * N/M).
+
+One table says which way of holding a micro-batch each action begins and which it ends. Times play no part in it, as a
+stage keeps its order.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from operator import add, mul
+from typing import NamedTuple
+
+from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Retain, Schedule, stage_retained
+
+
+class Held(NamedTuple):
+    """How many micro-batches a stage holds in each way while one of its actions runs; or how many bytes one micro-batch
+    has that is held so."""
+
+    graph: int = 0  # with every activation inside the stage, its input included
+    input: int = 0  # with nothing but what came over the stage's boundary
+    gradients: int = 0  # during an I, beside the graph: with the gradients of outputs that its W needs
+    weights: int = 0  # between I and W: with what W needs, those gradients included
+
+
+_SAME = Held()
+HOLDS: Mapping[tuple[Kind, Retain], tuple[Held, Held]] = {  # how the counts change when an action begins and ends
+    (Kind.F, Retain.NOTHING): (_SAME, _SAME),
+    (Kind.F, Retain.INPUT): (Held(input=1), _SAME),
+    (Kind.F, Retain.GRAPH): (Held(graph=1), _SAME),
+    (Kind.R, Retain.GRAPH): (Held(graph=1, input=-1), _SAME),
+    (Kind.B, Retain.NOTHING): (_SAME, Held(graph=-1)),
+    (Kind.I, Retain.WEIGHTS): (Held(gradients=1), Held(graph=-1, gradients=-1, weights=1)),
+    (Kind.W, Retain.NOTHING): (_SAME, Held(weights=-1)),
+}
+Changes = Mapping[tuple[Kind, Retain], tuple[int, int]]
+
+
+def changed_bytes(size: Held) -> Changes:
+    """By how many bytes the memory of a stage changes when an action of a micro-batch of this size begins and ends."""
+    return {key: (_bytes(begin, size), _bytes(end, size)) for key, (begin, end) in HOLDS.items()}
+
+
+def live(schedule: Schedule) -> tuple[tuple[Held, ...], ...]:
+    """For each stage, how many micro-batches it holds in each way while each of its actions runs."""
+    return tuple(tuple(live_on_stage(actions)) for actions in schedule.stages)
+
+
+def live_on_stage(actions: Sequence[Action]) -> Iterator[Held]:
+    """`live` of one stage."""
+    now = _SAME
+    for action, retain in stage_retained(actions):
+        begin, end = HOLDS[action.kind, retain]
+        if begin is not _SAME:
+            now = Held(*map(add, now, begin))
+        yield now
+        if end is not _SAME:
+            now = Held(*map(add, now, end))
+
+
+def peak_bytes(schedule: Schedule, sizes: Sequence[Sequence[Held]]) -> tuple[int, ...]:
+    """For each stage, the most bytes that it holds for micro-batches in flight. `sizes` has, for each stage and each
+    micro-batch, the bytes of each way to hold it."""
+    assert len(sizes) == len(schedule.stages), "sizes for each stage"
+    return tuple(max(bytes_held(actions, of_stage), default=0)
+                 for actions, of_stage in zip(schedule.stages, sizes, strict=True))  # fmt: skip
+
+
+def bytes_held(stage_actions: Sequence[Action], sizes: Sequence[Held]) -> Iterator[int]:
+    """The bytes held for micro-batches in flight while each action of a stage runs; `sizes` are those of the
+    micro-batches."""
+    return (during for during, _ in bytes_around(stage_actions, sizes))
+
+
+def bytes_around(stage_actions: Sequence[Action], sizes: Sequence[Held]) -> Iterator[tuple[int, int]]:
+    """As `bytes_held`: the bytes while each action runs, and those from its end until the next one begins."""
+    changes = {size: changed_bytes(size) for size in set(sizes)}
+    now = 0
+    for action, retain in stage_retained(stage_actions):
+        begin, end = changes[sizes[action.micro_batch]][action.kind, retain]
+        during = now + begin
+        now = during + end
+        yield during, now
+
+
+def _bytes(counts: Held, size: Held) -> int:
+    return sum(map(mul, counts, size))
