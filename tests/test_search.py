@@ -10,13 +10,13 @@ import pytest
 import yaml
 from training_runs import TINY, command
 
-from gpipe_cli.commands.sweep import objective
+from gpipe_cli.commands.search import objective
 from gpipe_cli.commands.sweep_folder import SWEEP
 from gpipe_cli.results.files import read_result
 
 SEARCH = [
     *TINY[2:], "model=custom", "model.target=custom_models:small", "hardware=cpu", "partitions=1", "max_steps=1",
-    "checkpoint.every_epochs=0", "-m", "hydra/sweeper=optuna", "hydra.sweeper.n_jobs=1",
+    "checkpoint.every_epochs=0", "-m", "hydra/sweeper=optuna",
 ]  # fmt: skip
 
 
@@ -24,7 +24,7 @@ def test_the_best_of_two_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A run that was not begun, as in an interrupted search, is chosen again and is the only one that runs."""
-    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    pytest.importorskip("optuna", "3")
     place = [f"hydra.sweep.dir={tmp_path}/found", "hydra.sweeper.n_trials=2"]
     assert command(monkeypatch, "train", *SEARCH, *place, "optimizer.momentum=interval(0.1,0.9)") == 0
     printed = capfd.readouterr()
@@ -49,16 +49,17 @@ def test_the_best_of_two_runs(
 @pytest.mark.parametrize(
     ("typed", "line"),
     [
-        (["seed=interval(2.5,1.5)"], "hydra/sweeper=optuna: The `low` value must be smaller"),
-        (["optimizer=glob(*)"], "hydra/sweeper=optuna: AssertionError; change what is searched"),
-        (["seed=1,2", "hydra.sweeper.n_trials=0"], "hydra/sweeper=optuna: No trials are completed yet"),
+        (["ema_decay=interval(0.9,0.5)"], "ema_decay=interval(0.9,0.5): `low <= high` must hold"),
+        (["seed=1,2", "hydra.sweeper.n_trials=0"], "hydra.sweeper.n_trials=0: must be 1 or more"),
+        (["seed=1,2", "hydra.sweeper.direction=up"], "hydra.sweeper.direction=up: must be one of maximize, minimize"),
+        (["seed=1,2", "hydra.sweeper.storage=nowhere"], "hydra.sweeper.storage=nowhere: Optuna cannot use it"),
         (["seed=1,2", "dry_run=true"], "dry_run=true: a search needs the results of its runs; leave it out"),
     ],
 )
 def test_what_cannot_be_searched_is_one_line(
     typed: list[str], line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    pytest.importorskip("optuna", "3")
     assert command(monkeypatch, "train", *SEARCH, f"hydra.sweep.dir={tmp_path}/found", *typed) == 2
     assert re.fullmatch(rf"gpipe train: {re.escape(line)}.*\n", capsys.readouterr().err)
 
@@ -67,7 +68,7 @@ def test_where_all_runs_fail_their_table_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Optuna's error, that there is no best one, would say less; and they failed (1), no setting was wrong."""
-    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    pytest.importorskip("optuna", "3")
     place = [f"hydra.sweep.dir={tmp_path}/found", "hydra.sweeper.n_trials=1", "optimizer.momentum=interval(0.1,0.9)"]
     fails = ["model.target=custom_models:told", "+model.arguments.way=exits"]
     assert command(monkeypatch, "train", *SEARCH, *place, *fails) == 1
@@ -86,7 +87,7 @@ def test_without_the_sweeper_it_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "hydra_plugins.hydra_optuna_sweeper", None)
+    monkeypatch.setitem(sys.modules, "optuna", None)
     assert command(monkeypatch, "train", "-m", "hydra/sweeper=optuna", "seed=choice(1,2)") == 2
-    line = "gpipe train: hydra/sweeper=optuna: needs hydra-optuna-sweeper, which is not installed; pip install hydra-"
+    line = "gpipe train: hydra/sweeper=optuna: needs optuna 3 or newer, which is not installed; pip"
     assert capsys.readouterr().err.startswith(line)

@@ -7,18 +7,17 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
 from hydra import compose, initialize_config_module
-from omegaconf import DictConfig
 from training_runs import command, start_program, wait_until
 
-from gpipe_cli.commands import sweep_folder
-from gpipe_cli.commands.command_line import JobTrees
+from gpipe_cli.commands import command_line, sweep_folder
+from gpipe_cli.commands.command_line import TRAINING_KEYS, Trees, read
 from gpipe_cli.commands.outcome import Outcome, ended, fork_command
 from gpipe_cli.commands.sweep import Sweep, differences, free_folder, sweep_of
 from gpipe_cli.commands.sweep_folder import SWEEP, Attempt, SweepFolder
@@ -38,17 +37,29 @@ TARGET = Path(__file__).parent / "custom_models.py"
 
 
 def test_runs_are_named_by_what_differs() -> None:
-    jobs = [["micro_batches=1", "epochs=2"], ["micro_batches=4", "epochs=2"]]
-    assert differences(jobs, []) == [(f"micro_batches={m}", {"micro_batches": m}) for m in (1, 4)]
     two = [["partitions=2", "micro_batches=4"], ["partitions=4", "micro_batches=8"]]
-    for jobs, task, names in (
-        ([["partitions=2", "micro_batches=4"]], ["partitions=2,4", "micro_batches=4"], ["partitions=2"]),
+    for jobs, same, names in (
+        (
+            [["micro_batches=1", "epochs=2"], ["micro_batches=4", "epochs=2"]],
+            [],
+            ["micro_batches=1", "micro_batches=4"],
+        ),
+        ([["partitions=2", "micro_batches=4"]], ["micro_batches"], ["partitions=2"]),
         (two, [], ["micro_batches=4,partitions=2", "micro_batches=8,partitions=4"]),
-        ([["epochs=2", "dry_run=True"]], ["epochs=2", "dry_run=true"], ["run"]),  # as Hydra writes it
-        ([["seed=3", "seed=1"], ["seed=3", "seed=2"]], ["seed=3", "seed=1,2"], ["seed=1", "seed=2"]),
+        ([["epochs=2", "dry_run=true"]], ["epochs", "dry_run"], ["run"]),
         ([["++steps=5", "model=resnet"], ["++steps=9", "model=resnet"]], [], ["steps=5", "steps=9"]),
     ):
-        assert [name for name, _ in differences(jobs, task)] == names
+        assert [name for name, _ in differences(jobs, same)] == names
+    assert differences(two, [])[1] == ("micro_batches=8,partitions=4", {"partitions": 4, "micro_batches": 8})
+
+
+def test_a_sweep_is_a_product_in_which_the_last_setting_varies_fastest() -> None:
+    line = read("train", ["-m", "seed=range(1,3)", "hardware=glob(a100*)", "+steps=5", "batch_size=choice(8,16)"])
+    fixed = "+steps=5"
+    assert line.jobs({"epochs": "3", "seed": "7"}) == [
+        ("epochs=3", f"seed={seed}", f"hardware={name}", fixed, f"batch_size={size}")
+        for seed in (1, 2) for name in ("a100_40", "a100_80") for size in (8, 16)
+    ]  # fmt: skip
 
 
 def test_folders_are_new_and_safe(tmp_path: Path) -> None:
@@ -61,21 +72,18 @@ def test_folders_are_new_and_safe(tmp_path: Path) -> None:
     assert len(free_folder(tmp_path, "x" * 1000).name) <= 255
 
 
-def test_a_sweep_composes_each_choice_of_groups_once() -> None:
+def test_a_sweep_composes_each_choice_of_groups_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hundreds of jobs took Hydra minutes; the trees are those that it would have composed for each."""
-    composed: list[tuple[str, ...]] = []
-
-    def compose_job(job: tuple[str, ...]) -> DictConfig:
-        composed.append(job)
-        return compose("train", list(job))
-
+    composed: list[Sequence[str]] = []
+    before = command_line._composed
+    monkeypatch.setattr(command_line, "_composed", lambda line, chosen: composed.append(chosen) or before(line, chosen))
     choices = ([], ["model=resnet"], ["model=transformer_lm", "dataset=text_files"])
     values = ["batch_size=8", "partition.balance=[4,6]", "hardware.memory_gib=null"]
     jobs = [[*chosen, f"seed={seed}", *values] for chosen in choices for seed in (1, 2, 3)]
+    trees = Trees(read("train", []), TRAINING_KEYS)
+    found = [trees.tree(job) for job in jobs]
     with initialize_config_module("gpipe_cli.conf", version_base="1.3"):
-        trees = JobTrees(compose_job)
-        for job in jobs:
-            assert trees.tree(job) == compose("train", job), job
+        assert found == [compose("train", job) for job in jobs]
     assert len(composed) == len(choices)
 
 

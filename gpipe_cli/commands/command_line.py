@@ -1,40 +1,36 @@
-"""From the command line to settings: Hydra reads what was typed and composes `conf/`.
+"""From the command line to settings: what was typed is read by Hydra's grammar, and Hydra composes `conf/`.
 
-The command runs after Hydra has returned the composed tree, so that an exception is the command's own, Ctrl-C ends the
-process, and no folder, log or change of directory comes from Hydra. Only the runs of a sweep start inside Hydra, from
-its launcher.
+Everything goes through Hydra's public functions: `initialize_config_module`, `compose` and the parser of overrides.
+Hydra chooses the files; values are set in the tree that it composed from them. So an error in a value is ours to word,
+and the runs of a sweep share a tree. `_hydras_own_program` is the one place where there is no function to call.
 """
 
-import contextlib
+import argparse
 import copy
 import io
+import itertools
 import math
 import os
 import re
 import sys
-import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
-from functools import lru_cache
 from importlib import resources
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import hydra
-from hydra._internal.core_plugins.file_config_source import FileConfigSource
-from hydra._internal.sources_registry import SourcesRegistry
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, OverrideType
-from hydra.core.plugins import Plugins
-from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
-from hydra.main import get_args_parser
-from hydra.plugins.config_source import ConfigResult
-from omegaconf import DictConfig, OmegaConf, open_dict, read_write
-from omegaconf.errors import OmegaConfBaseException
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
-from gpipe_cli.config.comments import GROUPS, of_choices
+from gpipe_cli.config.comments import FOLDER, GROUPS, of_choices
 from gpipe_cli.config.settings import (
     AUTO,
     AUTO_BATCH,
@@ -62,45 +58,109 @@ from gpipe_cli.errors import InputError
 
 T = TypeVar("T")
 
-# Whatever configuration it begins with, Hydra makes no folders and no logs, and its launcher is ours.
-_QUIET = (
-    "hydra.output_subdir=null",
-    "hydra.run.dir=.",
-    "hydra/job_logging=none",
-    "hydra/hydra_logging=none",
-    "hydra.launcher._target_=hydra_plugins.gpipe_cli.SweepLauncher",
-)
 FOLDERS = ("run", "resume", "init_from", "run_folder", "output", "dataset.root", "file")
+SWEEPER = "hydra/sweeper"
 TRAINING_KEYS = tuple(settings(TrainConfig))
+
+
+class _Options(argparse.ArgumentParser):
+    """The options that Hydra's programs have, anywhere among the settings."""
+
+    def __init__(self, command: str) -> None:
+        super().__init__(add_help=False)
+        self._command = command
+        self.add_argument("overrides", nargs="*")
+        for short, name in (("-h", "--help"), ("-m", "--multirun"), ("-sc", "--shell-completion")):
+            self.add_argument(short, name, action="store_true")
+        for name in ("--hydra-help", "--version", "--resolve"):
+            self.add_argument(name, action="store_true")
+        for short, name in (("-cp", "--config-path"), ("-cn", "--config-name"), ("-cd", "--config-dir")):
+            self.add_argument(short, name)
+        self.add_argument("-c", "--cfg", choices=["job", "hydra", "all"])
+        self.add_argument("-p", "--package")
+        kinds = ["all", "config", "defaults", "defaults-tree", "plugins", "searchpath"]
+        self.add_argument("-i", "--info", const="all", nargs="?", choices=kinds)
+
+    def error(self, message: str) -> NoReturn:
+        if dashed := re.search(r"--([a-z_.]+)(=\S+)?$", message):
+            message += f"; a setting has no dashes: {dashed[1]}{dashed[2] or '=...'}"
+        raise InputError(f"{message}; see gpipe {self._command} --hydra-help")
 
 
 @dataclass(frozen=True)
 class CommandLine:
-    """A command's arguments as Hydra reads them."""
+    """The arguments of a command."""
 
     command: str
-    arguments: tuple[str, ...]  # as Hydra takes them
-    options: dict[str, object]  # of Hydra: multirun, config_name, config_dir, ...
-    overrides: dict[str, object]  # what was set: key or group, without +, and value (of a sweep: its text)
-    swept: frozenset[str]  # those of them that have several values
-    searched: tuple[str, ...]  # those of them between whose bounds a search chooses, `seed=interval(0,9)`
+    options: Mapping[str, Any]  # multirun, config_name, config_dir, ...
     typed: tuple[str, ...]  # the settings among the arguments
+    parsed: tuple[Override, ...]  # the same as Hydra reads them
+    overrides: Mapping[str, object]  # what was set: key or group, without +, and its value (of a sweep its text)
+
+    @property
+    def swept(self) -> frozenset[str]:
+        """The settings that have several values."""
+        return frozenset(o.key_or_group for o in self.parsed if o.is_sweep_override())
+
+    @property
+    def searched(self) -> tuple[str, ...]:
+        """The swept settings between whose bounds a search chooses, `seed=interval(0,9)`."""
+        return tuple(o.key_or_group for o in self.parsed if o.is_sweep_override() and not o.is_discrete_sweep())
+
+    @property
+    def same(self) -> frozenset[str]:
+        """The settings that have one value."""
+        return frozenset(self.overrides) - self.swept
+
+    @property
+    def searches(self) -> bool:
+        """Whether Optuna chooses the settings of a sweep's runs. Its settings are ours, and not Hydra's."""
+        return self.overrides.get(SWEEPER) == "optuna"
+
+    @property
+    def is_question(self) -> bool:
+        """Whether an answer is printed, and nothing runs."""
+        names = ("help", "cfg", "info", "hydra_help", "version", "shell_completion")
+        return any(self.options[name] for name in names)
+
+    @property
+    def fixed(self) -> tuple[str, ...]:
+        """The settings that all runs of a sweep have."""
+        return tuple(str(o.input_line) for o in self.parsed if not o.is_sweep_override())
+
+    def values(self, more: Mapping[str, str] | None = None) -> dict[str, tuple[Override, list[str]]]:
+        """Each setting of a sweep with its values, as settings that one run has; none for bounds. `more` are settings
+        that a file sweeps, `hydra.sweeper.params`, unless they were typed."""
+        typed = [*(f"{key}={value}" for key, value in (more or {}).items()), *self.typed]
+        try:
+            with _initialized(self):  # glob(*) asks which choices there are
+                parsed = OverridesParser.create(GlobalHydra.instance().config_loader()).parse_overrides(typed)
+                return {o.get_key_element(): (o, _values(o)) for o in parsed}
+        except HydraException as error:
+            raise translated(error) from error
+
+    def jobs(self, more: Mapping[str, str] | None = None) -> list[tuple[str, ...]]:
+        """The settings of each run of a sweep: all combinations, in which what was typed last varies fastest."""
+        found = self.values(more)
+        each = [[f"{key}={value}" for value in values] if o.is_sweep_override() else values
+                for key, (o, values) in found.items()]  # fmt: skip
+        return list(itertools.product(*each))
 
     def refuse_search(self, why: str) -> None:
-        """Raises RefusedError for bounds, where it takes values; `why` and the remedy."""
+        """Raises RefusedError for bounds, where the command takes values; `why` includes the remedy."""
         for key in self.searched:
             raise RefusedError(key, self.overrides[key], why)
 
     def refuse(self, remedies: Mapping[str, str]) -> None:
-        """Raises InputError for a setting that the command has no use for: key, and what to do instead; and for a group
-        that is set to something else than the name of a choice."""
+        """Raises InputError for a setting that the command has no use for (its key, and what to do instead), and for a
+        group that is set to something else than the name of a choice."""
         presets = {"presets": "the model and the data set choose it; leave it out, or give ~presets"}
         remedies = presets | dict(remedies)  # Hydra ignores a choice that it lacks
         for key, value in self.overrides.items():
             remedy = remedies.get(key) or remedies.get(key.partition(".")[0])
             if remedy is not None and ("." in key or value not in (None, False)):
                 raise RefusedError(key, value, remedy)
-        for group in GROUPS:
+        for group in (*GROUPS, SWEEPER):
             if not isinstance(choice := self.overrides.get(group, ""), str):
                 number = isinstance(choice, int | float) and group == "learning_rate"
                 hint = f"write {ELSEWHERE['lr']}={choice}" if number else "gpipe train --help lists them"
@@ -113,40 +173,51 @@ class CommandLine:
 def read(command: str, given: Sequence[str], no_sweeps: str = "") -> CommandLine:
     """Reads the arguments without composing anything. `no_sweeps`: why the command has none.
 
-    Raises InputError for an option that Hydra does not have, and for a setting that is not of the form key=value.
+    Raises InputError for an option that there is not, for a setting that is not of the form key=value, and for several
+    values without -m.
     """
-    arguments, complaint = arranged(given), io.StringIO()
-    try:
-        with contextlib.redirect_stderr(complaint):
-            options = vars(get_args_parser().parse_args(arguments))
-    except SystemExit:  # argparse prints its usage, many lines of it, and exits; its last line says what is wrong
-        line = complaint.getvalue().strip().rpartition(": error: ")[2]
-        if dashed := re.search(r"--([a-z_.]+)(=\S+)?$", line):
-            line += f"; a setting has no dashes: {dashed[1]}{dashed[2] or '=...'}"
-        raise InputError(f"{line}; see gpipe {command} --hydra-help") from None
+    options = vars(_Options(command).parse_intermixed_args(list(given)))
     if options["multirun"] and no_sweeps:
         raise InputError(f"-m: {command} has no sweeps; {no_sweeps}")
+    for flag, key in (("-cd", "config_dir"), ("-cp", "config_path")):
+        if (folder := options[key]) is not None and not Path(folder).is_dir():
+            raise InputError(f"{flag} {folder}: there is no such folder; give the one with your configurations")
+    typed = tuple(_readable(one) for one in options.pop("overrides"))
     try:
-        overrides = _parsed(options["overrides"])
-        for o in overrides:
+        parsed = _parsed(typed)
+        for o in parsed:
             if not o.key_or_group:
                 raise InputError(
                     f"{o.input_line}: a value without a setting; write SETTING={str(o.input_line).lstrip('+=')}"
                 )
             if o.is_range_sweep() and next(o.sweep_string_iterator(), None) is None:
                 raise InputError(f"{o.input_line}: has no values; give one or more")
-        values: dict[str, object] = {
-            o.key_or_group: str(o.input_line).partition("=")[2] if o.is_sweep_override() else o.value()
-            for o in overrides
-            if not o.is_delete()
-        }
+        values = values_of(parsed)
     except HydraException as error:
-        raise translated(error, []) from error
+        raise translated(error) from error
     except RecursionError as error:
         raise InputError("a setting is nested too deeply; no value is a list of lists") from error
-    swept = frozenset(o.key_or_group for o in overrides if o.is_sweep_override())
-    searched = tuple(o.key_or_group for o in overrides if o.is_sweep_override() and not o.is_discrete_sweep())
-    return CommandLine(command, tuple(arguments), options, values, swept, searched, tuple(options["overrides"]))
+    line = CommandLine(command, options, typed, tuple(parsed), values)
+    for key in sorted(line.swept) if not options["multirun"] and not no_sweeps and command != "reproduce" else ():
+        why = "several values are a sweep; add -m, or write a list in brackets, key=[1,2]"
+        raise InputError(f"{key}={values[key]}: {why}")
+    return line
+
+
+def _readable(argument: str) -> str:
+    """A setting with quotes around a folder that needs them: the run of a sweep lies in `micro_batches=4`, and
+    `run=.../micro_batches=4`, which one types or completes, is not of Hydra's grammar."""
+    key, _, value = argument.partition("=")
+    if key not in FOLDERS or re.fullmatch(r"[\w./-]*", value) or not os.path.exists(value):
+        return argument
+    return f"{key}={quoted(value)}"
+
+
+def _values(o: Override) -> list[str]:
+    """The values of a setting that is swept; of another one the setting itself."""
+    if not o.is_sweep_override():
+        return [str(o.input_line)]
+    return list(o.sweep_string_iterator()) if o.is_discrete_sweep() else []
 
 
 def _parsed(typed: Sequence[str]) -> list[Override]:
@@ -161,130 +232,218 @@ def _parsed(typed: Sequence[str]) -> list[Override]:
     return parsed
 
 
-def arranged(arguments: Sequence[str]) -> list[str]:
-    """The arguments as Hydra takes them: options first, then settings, with quotes around folders that need them.
-
-    Hydra's parser refuses settings on both sides of an option, `epochs=2 -m partitions=1,2`. And the run of a sweep
-    lies in `micro_batches=4`: one types, or completes, `run=.../micro_batches=4`, which Hydra cannot read.
-    """
-    try:
-        with contextlib.redirect_stderr(io.StringIO()):
-            given: list[str] = get_args_parser().parse_intermixed_args(list(arguments)).overrides
-    except SystemExit:  # `read` reports the error
-        return list(arguments)
-
-    def readable(argument: str) -> str:
-        key, _, value = argument.partition("=")
-        if key not in FOLDERS or re.fullmatch(r"[\w./-]*", value) or not os.path.exists(value):
-            return argument
-        return f"{key}={quoted(value)}"
-
-    options = [argument for argument in arguments if argument not in given]
-    return [*options, *(readable(argument) for argument in given)]
+def values_of(settings_typed: Sequence[Override] | Sequence[str]) -> dict[str, object]:
+    """Settings and their values; of one that is swept the text of its values."""
+    parsed = [o if isinstance(o, Override) else _parsed([o])[0] for o in settings_typed]
+    return {
+        o.key_or_group: o.get_value_string() if o.is_sweep_override() else o.value()
+        for o in parsed
+        if not o.is_delete()
+    }
 
 
 def compose(line: CommandLine, keys: Sequence[str]) -> DictConfig | None:
-    """The tree that Hydra composes from `conf/COMMAND.yaml`, which has these `keys` and the command's own; None where
-    Hydra has answered by itself (`--help`, `--cfg`, `--info`, completion), or run a sweep.
+    """The tree of `conf/COMMAND.yaml` with what was typed; it has these `keys` and the command's own. None where the
+    answer was printed instead (`--help`, `--cfg`, `--info`, completion).
 
     Raises InputError if it cannot be composed.
     """
-    command, arguments = line.command, line.arguments
-    keys = [*keys, *(key for key, whose in OWNERS.items() if whose == command)]
-    for argument in arguments:  # what a recipe's file has for other commands is ignored; what is typed is not
-        if "=" in argument and owner(argument) not in (None, command):
-            key, value = key_of(argument), argument.partition("=")[2]
-            near = nearest(key, keys) or "; leave it out"
-            raise InputError(f"{key}={value}: gpipe {command} has no such setting, gpipe {owner(argument)} has{near}")
-    # A recipe for another command lacks what only this one has: `++` sets what is there and adds what is not.
-    arguments = tuple(f"++{one}" if one[:1] not in "+~" and "=" in one and owner(one) else one for one in arguments)
-    shell_completion = arguments[:1] == ("-sc",)  # installs itself under the name of the program: gpipe
-    # Settings stand on one side of the options: behind them if there are some, before an option that may have a value.
-    quiet = () if shell_completion else _QUIET
-    behind = bool(arguments) and ("=" in arguments[-1] or arguments[-1].startswith("~"))
-    given = [*arguments, *quiet] if behind else [*quiet, *arguments]
-    composed: list[DictConfig] = []
+    options = line.options
+    if line.is_question and not (options["help"] or options["cfg"]):
+        _hydras_own_program(line)
+        return None
+    tree = Trees(line, keys).whole(line.fixed if options["multirun"] else line.typed)
+    if options["help"]:
+        sys.stdout.write(f"{tree.hydra.help.template}\n")
+        return None
+    if options["cfg"] is not None:
+        sys.stdout.write(_shown(tree, options))
+        return None
+    return _own_part(line.command, tree)
+
+
+def _shown(tree: DictConfig, options: Mapping[str, Any]) -> str:
+    """What `--cfg` prints."""
+    keys = [str(key) for key in tree if options["cfg"] in ("all", "hydra" if key == "hydra" else "job")]
+    shown: Any = OmegaConf.masked_copy(tree, keys)
+    header, package = "", options["package"]
+    if package is not None:
+        header, shown = f"# @package {package}\n", OmegaConf.select(shown, package)
+        if not OmegaConf.is_config(shown):
+            raise InputError(f"--package {package}: there is no such group of settings; --cfg job shows all")
+    return header + OmegaConf.to_yaml(shown, resolve=options["resolve"])
+
+
+def _hydras_own_program(line: CommandLine) -> None:
+    """Lets Hydra print what it alone knows: `--info`, `--hydra-help`, and completion for shells.
+
+    There is no function for these: they are options of the program that `hydra.main` makes, which reads `sys.argv`.
+    Completion installs itself under the program's name, `gpipe`.
+    """
+    flags = [f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}")
+             for name, value in line.options.items() if value]  # fmt: skip
+    argv, sys.argv = sys.argv, ["gpipe", *flags, *line.typed]
     try:
-        with _hydra("gpipe" if shell_completion else f"gpipe {command}", given):
-            hydra.main(config_path="pkg://gpipe_cli.conf", config_name=command, version_base="1.3")(composed.append)()
-    except SystemExit as end:  # --help
+        hydra.main(config_path="pkg://gpipe_cli.conf", config_name=line.command, version_base="1.3")(lambda _: None)()
+    except SystemExit as end:
         if end.code not in (None, 0):
             raise
+    finally:
+        sys.argv = argv
+
+
+class Trees:
+    """The trees of one command line or of a sweep's runs. To compose one takes Hydra a tenth of a second or two: each
+    choice of groups is composed once, and the other settings are set in a copy of that.
+
+    `keys` are the settings that the command has beside its own.
+    """
+
+    def __init__(self, line: CommandLine, keys: Sequence[str]) -> None:
+        self._line = line
+        self._keys = [*keys, *(key for key, whose in OWNERS.items() if whose == line.command)]
+        self._folders = [FOLDER, *(Path(line.options[name]) for name in ("config_dir", "config_path")
+                                   if line.options[name] is not None)]  # fmt: skip
+        self._composed: dict[tuple[str, ...], DictConfig] = {}
+
+    def tree(self, typed: Sequence[str]) -> DictConfig:
+        """The tree with these settings, without Hydra's part and what a recipe has for other commands. Raises
+        InputError."""
+        return _own_part(self._line.command, self.whole(typed))
+
+    def whole(self, typed: Sequence[str]) -> DictConfig:
+        """The tree with these settings, Hydra's part included. Raises InputError."""
+        parsed = _parsed(typed)
+        if self._line.searches:
+            parsed = [o for o in parsed if not o.key_or_group.startswith((SWEEPER, "hydra.sweeper"))]
+        for o in parsed:  # what a recipe's file has for other commands is ignored; what is typed is not
+            whose, key = owner(o.key_or_group), o.key_or_group
+            if not o.is_delete() and whose not in (None, self._line.command):
+                near = nearest(key, self._keys) or "; leave it out"
+                value = o.get_value_string()
+                raise InputError(
+                    f"{key}={value}: gpipe {self._line.command} has no such setting, gpipe {whose} has{near}"
+                )
+        chosen = tuple(str(o.input_line) for o in parsed if self._chooses(o))
+        if chosen not in self._composed:
+            self._composed[chosen] = _composed(self._line, chosen)
+        tree = copy.deepcopy(self._composed[chosen])
+        for o in parsed:
+            if not self._chooses(o):
+                self._set(tree, o)
+        return tree
+
+    def _chooses(self, o: Override) -> bool:
+        """Whether a setting chooses files, or removes something: Hydra composes by it."""
+        key = o.key_or_group
+        group = "/" in key or any((folder / key).is_dir() for folder in self._folders)
+        return group or o.is_delete() or o.package is not None or key == "hydra.searchpath"
+
+    def _set(self, tree: DictConfig, o: Override) -> None:
+        key, value = o.key_or_group, o.value()
+        # `++` sets what is there and adds what is not: a recipe for another command lacks what only this one has
+        added = o.is_add() or o.is_force_add() or owner(key) is not None
+        try:
+            merged = isinstance(value, dict) or not isinstance(OmegaConf.select(tree, key), DictConfig)
+            OmegaConf.update(tree, key, value, merge=merged, force_add=added)
+        except (ConfigAttributeError, ConfigKeyError) as error:
+            if key.startswith("hydra."):
+                raise SettingError(key, value, "Hydra has no such setting; --cfg hydra lists all") from error
+            raise unknown(key, value, self._keys) from error
+        except OmegaConfBaseException as error:
+            raise SettingError(key, value, f"{one_line(error)}; give another value, or leave it out") from error
+
+
+def _composed(line: CommandLine, chosen: Sequence[str]) -> DictConfig:
+    """What Hydra composes for these choices. Raises InputError."""
+    try:
+        search_path = _search_path(line, _check_files(line, chosen))
+        kept = [one for one in chosen if not search_path or key_of(one) != "hydra.searchpath"]
+        with warnings.catch_warnings(), _initialized(line):
+            warnings.simplefilter("error", UserWarning)  # a part of hydra.searchpath is not there
+            return hydra.compose(line.options["config_name"] or line.command, [*kept, *search_path], True)
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
-        raise translated(error, keys) from error
+        raise translated(error) from error
     except RecursionError as error:  # in the list of its defaults, without end
         raise InputError("configuration: a file includes itself in its defaults; leave that line out") from error
-    except (InputError, OSError):
+    except InputError:
         raise
-    except Exception as error:
-        # where its own settings or a list of defaults are wrong Hydra asserts, or raises what Python does
-        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-        if frame.f_globals["__name__"].partition(".")[0] not in ("hydra", "omegaconf"):
-            raise
-        given = [one for one in line.typed if one.startswith("~") or key_of(one).startswith("hydra")]
+    except Exception as error:  # where its own settings or a list of defaults are wrong Hydra raises what Python does
+        given = [one for one in chosen if one.startswith("~") or key_of(one).startswith("hydra")]
         if (name := line.options["config_name"]) is not None:
             given.append(f"-cn {name}")
         why = f"Hydra cannot use it ({with_type(error)})"
         raise InputError(f"{' '.join(given) or 'configuration'}: {why}; change it, or leave it out") from error
-    for tree in composed:
-        drop_others(command, tree)
-        return tree
-    return None
 
 
-class JobTrees:
-    """The trees of a sweep's jobs. To compose one takes Hydra a tenth of a second or two: each choice of groups is
-    composed once, and a job's values are set in a copy of that.
-
-    `compose_job`: a tree from the settings of a job, as strings.
-    """
-
-    def __init__(self, compose_job: Callable[[tuple[str, ...]], DictConfig]) -> None:
-        self._composed = lru_cache(maxsize=None)(compose_job)
-
-    def tree(self, settings_typed: Sequence[str]) -> DictConfig:
-        """Raises what composing raises."""
-        parsed = OverridesParser.create().parse_overrides(list(settings_typed))
-        values = [o for o in parsed if o.type is OverrideType.CHANGE and o.key_or_group in TRAINING_KEYS and
-                  o.package is None and o.key_or_group not in GROUPS]  # fmt: skip
-        tree = copy.deepcopy(self._composed(tuple(str(o.input_line) for o in parsed if o not in values)))
-        with read_write(tree), open_dict(tree):
-            for o in values:
-                OmegaConf.update(tree, o.key_or_group, o.value(), force_add=True)
-        return tree
+def _user_folders(line: CommandLine) -> list[Path]:
+    """Where files of the user lie, beside `conf/`."""
+    given = line.overrides.get("hydra.searchpath")
+    more = [one for one in given if isinstance(one, str) and "://" not in one] if isinstance(given, list) else []
+    return [Path(one) for one in (line.options["config_path"], line.options["config_dir"], *more) if one is not None]
 
 
-@contextlib.contextmanager
-def _hydra(program: str, arguments: Sequence[str]) -> Iterator[None]:
-    """Inside, Hydra gets these arguments, which it takes from `sys.argv`, raises its errors instead of printing them,
-    and says which file it cannot read."""
-    Plugins.instance()  # which registers Hydra's own way to read files first
-    SourcesRegistry.instance().types[FileConfigSource.scheme()] = _Files
-    argv, full = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
-    sys.argv, os.environ["HYDRA_FULL_ERROR"] = [program, *arguments], "1"
-    try:
-        with warnings.catch_warnings():  # of a folder in hydra.searchpath that there is not
-            warnings.filterwarnings("error", module=r"hydra\._internal\.config_loader_impl")
-            yield
-    finally:
-        sys.argv = argv
-        os.environ.pop("HYDRA_FULL_ERROR")
-        if full is not None:
-            os.environ["HYDRA_FULL_ERROR"] = full
+def _main_folder(line: CommandLine) -> Path:
+    """The folder of the file with which composing begins: Hydra looks for that in one place only."""
+    name = line.options["config_name"] or line.command
+    folders = [FOLDER, *_user_folders(line)]
+    return next((folder for folder in folders if (folder / f"{name.removesuffix('.yaml')}.yaml").is_file()), FOLDER)
 
 
-class _Files(FileConfigSource):
-    """Configuration files of users as Hydra reads them; what is none is an error that names the file."""
+def _initialized(line: CommandLine) -> AbstractContextManager[None]:
+    """Inside, Hydra can compose."""
+    folder = _main_folder(line)
+    if folder == FOLDER:
+        return hydra.initialize_config_module("gpipe_cli.conf", version_base="1.3")
+    return hydra.initialize_config_dir(str(folder.absolute()), version_base="1.3")
 
-    def load_config(self, config_path: str) -> ConfigResult:
-        file = Path(self.path, self._normalize_file_name(config_path))
-        try:
-            if file.is_file():  # or else Hydra reports it
-                read_yaml(file)
-            return super().load_config(config_path)
-        except (OSError, RecursionError, YAMLError) as error:  # OSError: also of OmegaConf's, where it holds a number
-            why = error.strerror if isinstance(error, OSError) and error.strerror else one_line(error)
-            raise InputError(f"{file}: holds no settings ({why}); write lines key: value, in UTF-8") from error
+
+def _search_path(line: CommandLine, primary: DictConfig | None) -> list[str]:
+    """The setting that tells Hydra of all folders but the main one; `primary` is the user's file, which may have more
+    of them. None where what was typed says it all."""
+    given = line.overrides.get("hydra.searchpath")
+    if given is None and primary is not None:
+        found = OmegaConf.select(primary, "hydra.searchpath")
+        given = [] if found is None else OmegaConf.to_container(found)
+    others = [folder for folder in (FOLDER, *_user_folders(line)) if folder != _main_folder(line)]
+    if not others or not isinstance(given, list | None):
+        return []
+    names = ["pkg://gpipe_cli.conf" if folder == FOLDER else str(folder.absolute()) for folder in others]
+    names += [one for one in given or [] if one not in map(str, others)]
+    return [f"hydra.searchpath=[{','.join(quoted(name) for name in names)}]"]
+
+
+def _check_files(line: CommandLine, chosen: Sequence[str]) -> DictConfig | None:
+    """Returns the user's file with which composing begins, if there is one. Raises InputError for a file of the user
+    that holds no settings: Hydra's errors do not name it, and a few lines of YAML can stand for more than a machine
+    holds."""
+    name = line.options["config_name"] or line.command
+    primary = None
+    waiting, seen = [name.removesuffix(".yaml"), *(one.lstrip("+").replace("=", "/", 1) for one in chosen)], set[Path]()
+    while waiting:
+        entry = waiting.pop(0)
+        for file in (folder / f"{entry}.yaml" for folder in _user_folders(line)):
+            if file in seen or not file.is_file():
+                continue
+            seen.add(file)
+            try:
+                tree = OmegaConf.load(io.StringIO(read_yaml(file)))
+            except (OSError, RecursionError, YAMLError, OmegaConfBaseException) as error:
+                why = error.strerror if isinstance(error, OSError) and error.strerror else one_line(error)
+                raise InputError(f"{file}: holds no settings ({why}); write lines key: value, in UTF-8") from error
+            primary = primary or tree
+            defaults = OmegaConf.select(tree, "defaults") if isinstance(tree, DictConfig) else None
+            for one in defaults if isinstance(defaults, ListConfig) else ():
+                pairs = one.items() if isinstance(one, DictConfig) else [("", one)]
+                waiting += ["/".join([*str(key).split()[-1:], str(value)]).lstrip("/") for key, value in pairs]
+    return primary if isinstance(primary, DictConfig) else None
+
+
+def _own_part(command: str, tree: DictConfig) -> DictConfig:
+    with open_dict(tree):
+        del tree["hydra"]
+    drop_others(command, tree)
+    return tree
 
 
 def drop_others(command: str, tree: DictConfig) -> None:
@@ -350,37 +509,20 @@ def take_auto(tree: DictConfig) -> tuple[str, ...]:
     return auto
 
 
-def translated(error: Exception, keys: Sequence[str]) -> InputError:
+def translated(error: Exception) -> InputError:
     """An error of Hydra's in one line, with what to write instead."""
-    message = one_line(error) if str(error) or error.__cause__ is None else one_line(error.__cause__)
     match error:
-        case OverrideParseException():
-            # Around what is wrong stand "Error parsing override" and "See https://...".
-            lines = [line for line in error.message.splitlines() if not line.startswith(("Error parsing", "See "))]
-            wrong = lines[0] if lines else "not setting=value"
-            if not str(error.override).strip():
-                return InputError(f"'{error.override}': an argument is empty; leave it out")
-            if "=" not in str(error.override):
-                return InputError(f"{error.override}: a setting without a value; write {error.override}=VALUE")
-            return InputError(f"{error.override}: cannot be read ({wrong}); write setting=value, in quotes if need be")
-        case MissingConfigException() if error.options and error.missing_cfg_file:
-            group, _, choice = error.missing_cfg_file.rpartition("/")
-            options = ", ".join(error.options)
-            hint = nearest(choice, list(error.options))
-            return SettingError(group, choice, f"there is no such choice; choose one of {options}{hint}")
-        case MissingConfigException() if error.missing_cfg_file:
-            name = error.missing_cfg_file
+        case OverrideParseException(override=given):
+            if not str(given).strip():
+                return InputError(f"'{given}': an argument is empty; leave it out")
+            if "=" not in str(given):
+                return InputError(f"{given}: a setting without a value; write {given}=VALUE")
+            return InputError(f"{given}: cannot be read; write setting=value, in quotes if need be")
+        case MissingConfigException(missing_cfg_file=str(missing), options=options) if options:
+            group, _, choice = missing.rpartition("/")
+            hint = nearest(choice, list(options))
+            return SettingError(group, choice, f"there is no such choice; choose one of {', '.join(options)}{hint}")
+        case MissingConfigException(missing_cfg_file=str(name)):
             return InputError(f"-cn {name}: there is no such configuration; give the folder of {name}.yaml with -cd")
-        case ConfigCompositionException():
-            if found := re.match(r"Could not override '(.+?)'\.; To append to your config use \+\S+?=(.*)", message):
-                if found[1].startswith("hydra."):
-                    return InputError(f"{found[1]}={found[2]}: Hydra has no such setting; --cfg hydra lists all")
-                return unknown(found[1], found[2], keys)
-            if found := re.match(r"Error merging override \+*(.+?)=(.*)", message):  # a list, where a group stands
-                why = "must be a group of settings"
-                return SettingError(found[1], found[2], f"{why}; for example {found[1]}={{NAME:VALUE}}")
-            if found := re.match(r"(?:Ambiguous value for argument|Sweep parameters) '\+*(.+?)'", message):
-                return InputError(
-                    f"{found[1]}: several values are a sweep; add -m, or write a list in brackets, key=[1,2]"
-                )
+    message = one_line(error) if str(error) or error.__cause__ is None else one_line(error.__cause__)
     return InputError(f"configuration: {message}")

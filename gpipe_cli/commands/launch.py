@@ -7,11 +7,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import DictConfig
-
-from gpipe_cli.commands.command_line import TRAINING_KEYS, CommandLine, JobTrees, compose, own, read, training
+from gpipe_cli.commands.command_line import TRAINING_KEYS, CommandLine, Trees, compose, own, read, training, values_of
 from gpipe_cli.commands.folders import new_run, numbered, refuse_content
 from gpipe_cli.commands.outcome import preparing
 from gpipe_cli.commands.sweep import differences, folder_name, refuse_place
@@ -38,16 +34,15 @@ def main(arguments: Sequence[str]) -> int:
     named = arguments[:1] == ["slurm"]
     line = read("launch", arguments[1:] if named else arguments)
     line.refuse(REFUSED)
-    lines = _of_trainings(line)
-    first = compose(lines[0], TRAINING_KEYS)
-    if first is None:
+    if line.is_question:
+        compose(line, TRAINING_KEYS)
         return 0
-    trees = JobTrees(lambda job: _composed(read("launch", [*_options(line), *job])))
-    found = [first, *(trees.tree(one.typed) for one in lines[1:])]
+    trees, elements = Trees(line, TRAINING_KEYS), _elements(line)
     jobs, requests = [], []
-    for one, tree in zip(lines, found, strict=True):
+    for typed in elements:
+        tree = trees.tree(typed)
         jobs.append(own(LaunchSettings, "launch", tree))
-        requests.append(training(tree, one.overrides))
+        requests.append(training(tree, values_of(typed)))
     if not named:
         raise InputError("slurm is missing; write gpipe launch slurm [setting=value ...]")
     if torchrun() is not None:
@@ -62,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
                 or _unused(Path(config.output) / f"{datetime.now():%Y-%m-%d_%H-%M-%S}_sweep")
             )
         )
-        folders = _below(place, line, lines)
+        folders = _below(place, line, elements)
     else:
         place = _unused(new_run(config, datetime.now(), auto)) if config.run_folder is None else Path(config.run_folder)
         folders = [place]
@@ -73,8 +68,8 @@ def main(arguments: Sequence[str]) -> int:
         check(job, requests)
     devices = [] if config.device != "auto" else ["device=cuda" if job.gpus_per_node else "device=cpu"]
     trainings = [
-        [*_settings(one), *devices, "resume=auto", _hydra("run_folder", folder)]
-        for one, folder in zip(lines, folders, strict=True)
+        [*_settings(line, typed), *devices, "resume=auto", _hydra("run_folder", folder)]
+        for typed, folder in zip(elements, folders, strict=True)
     ]
     path = _script_of(place)
     text = script(job, trainings, ["gpipe", "launch", *arguments], path)
@@ -91,34 +86,22 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _of_trainings(line: CommandLine) -> list[CommandLine]:
-    """That of each training: of a sweep one for each combination. Raises InputError for what an array cannot have."""
+def _elements(line: CommandLine) -> list[tuple[str, ...]]:
+    """The settings of each training: of a sweep one for each combination. Raises InputError for what an array cannot
+    have."""
     refuse_place(line)
     for key, value in line.overrides.items():
         if key.startswith("hydra") and key != SWEEP_DIR:
             raise RefusedError(key, value, "a job runs gpipe train by itself; leave it out")
     if not line.options["multirun"]:
-        return [line]
+        return [line.typed]
     for key in sorted(line.swept):
         if owner(key) is not None:
             raise RefusedError(key, line.overrides[key], "all elements of a job array have the same; give one value")
     if not line.swept:
         raise InputError("-m: no setting has several values; give one several, micro_batches=4,8, or leave -m out")
     line.refuse_search("an array has no search; give the values, one after the other")
-    parsed = OverridesParser.create().parse_overrides([one for one in line.typed if key_of(one) != SWEEP_DIR])
-    (jobs,) = BasicSweeper.split_arguments(parsed, max_batch_size=None)
-    return [read("launch", [*_options(line), *job]) for job in jobs]
-
-
-def _options(line: CommandLine) -> list[str]:
-    """Hydra's options for each training of a sweep."""
-    return [one for one in line.arguments if one not in (*line.typed, "-m", "--multirun")]
-
-
-def _composed(line: CommandLine) -> DictConfig:
-    tree = compose(line, TRAINING_KEYS)
-    assert tree is not None, "what Hydra answers by itself is not a job"
-    return tree
+    return [tuple(one for one in job if key_of(one) != SWEEP_DIR) for job in line.jobs()]
 
 
 def _refuse(job: LaunchSettings, config: TrainConfig) -> None:
@@ -154,16 +137,16 @@ def _refuse_places(place: Path, folders: Sequence[Path]) -> None:
             raise InputError(f"run_folder={folder}: no folder can be made there ({why}); choose another")
 
 
-def _settings(line: CommandLine) -> list[str]:
-    """What `gpipe train` gets of it."""
+def _settings(line: CommandLine, typed: Sequence[str]) -> list[str]:
+    """What `gpipe train` gets of the settings of a training."""
     files = [f"--{key.replace('_', '-')}={value}" for key in FILES if (value := line.options[key]) is not None]
-    return files + [one for one in line.typed if owner(one) != "launch" and key_of(one) != "run_folder"]
+    return files + [one for one in typed if owner(one) != "launch" and key_of(one) != "run_folder"]
 
 
-def _below(place: Path, line: CommandLine, lines: Sequence[CommandLine]) -> list[Path]:
+def _below(place: Path, line: CommandLine, elements: Sequence[Sequence[str]]) -> list[Path]:
     """A folder for each training of a sweep."""
     folders: list[Path] = []
-    for name, _ in differences([one.typed for one in lines], line.typed):
+    for name, _ in differences(elements, line.same):
         folders.append(next(folder for folder in numbered(place / folder_name(name)) if folder not in folders))
     return folders
 

@@ -2,18 +2,16 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 from rich.console import Console
 
-from gpipe_cli.commands.command_line import TRAINING_KEYS, CommandLine, compose, own, read, training
+from gpipe_cli.commands.command_line import TRAINING_KEYS, CommandLine, Trees, compose, own, read, training, values_of
 from gpipe_cli.commands.folders import run_folder
 from gpipe_cli.commands.outcome import preparing
 from gpipe_cli.commands.sweep import differences
@@ -45,12 +43,12 @@ def main(arguments: Sequence[str]) -> int:
     line.refuse(dict.fromkeys(("resume", "dry_run"), "a plan runs nothing, and begins with nothing; leave it out"))
     if torchrun() is not None:
         raise InputError("torchrun: a plan needs one process, whatever it is for; call gpipe plan")
-    if line.options["multirun"]:
+    if line.options["multirun"] and not line.is_question:
         return _sweep(line, form)
     tree = compose(line, TRAINING_KEYS)
     if tree is None:
         return 0
-    found = _plan(_requested(line, tree), form, shown=form == TABLE)
+    found = _plan(_requested(tree, line.overrides), form, shown=form == TABLE)
     if form != TABLE:
         from gpipe_cli.reporting.tables.plan import stages_of
 
@@ -58,9 +56,9 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _requested(line: CommandLine, tree: DictConfig) -> _Request:
+def _requested(tree: DictConfig, given: Mapping[str, object]) -> _Request:
     settings = own(PlanSettings, "plan", tree)
-    config, auto = training(tree, line.overrides)
+    config, auto = training(tree, given)
     if settings.solve is not None and config.partition.balance is not None:
         why = f"is a cut of one size of the model, and solve={settings.solve} tries others; leave it out"
         raise RefusedError("partition.balance", config.partition.balance, why)
@@ -93,13 +91,12 @@ def _sweep(line: CommandLine, form: str) -> int:
             raise RefusedError(key, value, why)
     found: list[dict[str, Any]] = []
     refused: list[InputError] = []
-    lines = _combinations(line)
-    for one, (_, varied) in zip(lines, differences([one.typed for one in lines], line.typed), strict=True):
+    line.refuse_search("a plan has no search; give the values, one after the other")
+    trees, jobs = Trees(line, TRAINING_KEYS), line.jobs()
+    for job, (_, varied) in zip(jobs, differences(jobs, line.same), strict=True):
         try:
-            tree = compose(one, TRAINING_KEYS)
-            if tree is None:  # --cfg job
-                return 0
-            found.append({"settings": varied, "error": None} | _plan(_requested(one, tree), form, shown=False))
+            request = _requested(trees.tree(job), values_of(job))
+            found.append({"settings": varied, "error": None} | _plan(request, form, shown=False))
         except SettingError:
             raise
         except InputError as error:
@@ -116,15 +113,6 @@ def _sweep(line: CommandLine, form: str) -> int:
     else:
         show_plans(Console(), found)
     return 0
-
-
-def _combinations(line: CommandLine) -> list[CommandLine]:
-    """That of each plan of a sweep."""
-    line.refuse_search("a plan has no search; give the values, one after the other")
-    parsed = OverridesParser.create().parse_overrides(list(line.typed))
-    (jobs,) = BasicSweeper.split_arguments(parsed, max_batch_size=None)
-    options = [one for one in line.arguments if one not in (*line.typed, "-m", "--multirun")]
-    return [read("plan", [*options, *job]) for job in jobs]
 
 
 def _new_file(name: str) -> Path:

@@ -6,10 +6,9 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Literal
 
-from omegaconf import DictConfig
 from rich.console import Console
 
-from gpipe_cli.commands.command_line import TRAINING_KEYS, JobTrees, compose, read, training
+from gpipe_cli.commands.command_line import TRAINING_KEYS, Trees, read, training
 from gpipe_cli.commands.outcome import BAD_INPUT, ended, fork_command, run_command
 from gpipe_cli.config.settings import key_of
 from gpipe_cli.errors import InputError
@@ -73,10 +72,5 @@ class Machine:
 def simulating_recipe(name: str) -> Simulate:
     """A function that plans the recipe `name` with given settings. It raises InputError as `gpipe plan` does."""
 
-    def composed(chosen: Sequence[str]) -> DictConfig:
-        tree = compose(read("train", ["-cd", str(FOLDER), "-cn", name, *chosen]), TRAINING_KEYS)
-        assert tree is not None  # only settings were given
-        return tree
-
-    trees = JobTrees(composed)
+    trees = Trees(read("train", ["-cd", str(FOLDER), "-cn", name]), TRAINING_KEYS)
     return simulating(lambda settings: training(trees.tree(settings), {}))

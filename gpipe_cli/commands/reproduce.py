@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from gpipe_cli.commands.command_line import arranged, read
+from gpipe_cli.commands.command_line import read
 from gpipe_cli.commands.folders import locked_folder
 from gpipe_cli.commands.outcome import INTERRUPTED, STOPPED, import_torch
 from gpipe_cli.commands.recipe_run import Machine, ReproduceSettings
@@ -67,7 +67,6 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     if arguments[:1] == ["-sc"]:  # no completion: Hydra completes settings, and not the names of recipes
         return 0
-    arguments = arranged(arguments)
     # a path such as ../micro_batches=4 is no setting
     rest = [argument for argument in arguments if "=" not in argument or argument.startswith((".", "/"))]
     for argument in arguments:

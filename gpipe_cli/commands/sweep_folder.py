@@ -19,7 +19,6 @@ from gpipe_cli.reporting.run.lines import override
 from gpipe_cli.results.files import read_result, write_result
 
 SWEEP = "sweep.json"
-HYDRAS = "multirun.yaml"  # Hydra writes it before it has read the settings
 PLACE = "hydra.sweep.dir="
 _ENDING_SECONDS = 6.0  # a run whose sweep was killed ends within these
 
@@ -82,9 +81,7 @@ class SweepFolder:
         return folder
 
     def release(self) -> None:
-        """Allow others in again, and remove what Hydra has left of a sweep that never began."""
-        if self.path is not None and not (self.path / SWEEP).exists():
-            (self.path / HYDRAS).unlink(missing_ok=True)
+        """Allow others in again; of a sweep that never began nothing is left."""
         self._lock.close()
 
     def record(self, *attempts: Attempt) -> None:

@@ -30,7 +30,7 @@ def main(arguments: Sequence[str]) -> int:
         saved = load(find_run("resume", run, str(line.overrides.get("output") or "outputs")))
         # The run's own choices, so that `dataset.root=...` is known where the run's dataset has a root.
         chosen = {group: choice_of(getattr(saved, group)) for group in GROUPS if group not in line.overrides}
-        line = replace(line, arguments=(*line.arguments, *(f"{group}={name}" for group, name in chosen.items())))
+        line = replace(line, typed=(*line.typed, *(f"{group}={name}" for group, name in chosen.items())))
     try:
         tree = sweep.compose(line)
     finally:  # also after Ctrl-C

@@ -63,14 +63,14 @@ class SettingError(RefusedError):
     """It is wrong whatever the other settings are: of a sweep no run should begin."""
 
 
-def typed(kind: type[T], values: Any) -> T:
-    """The dataclass `kind` made of nested dictionaries, at every level.
+def typed(kind: type[T], values: Any, place: str = "") -> T:
+    """The dataclass `kind` made of nested dictionaries, at every level; `place` is the key of the group that they are.
 
     Raises:
         SettingError: an unknown key (with the nearest known one), a missing value, a wrong type, a value out of range.
         InputError: two settings that do not go together.
     """
-    made: T = _convert(kind, values, "", settings(kind))
+    made: T = _convert(kind, values, place, settings(kind))
     return made
 
 

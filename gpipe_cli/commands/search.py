@@ -1,0 +1,157 @@
+"""`-m hydra/sweeper=optuna`: Optuna chooses the settings of each run of a sweep by the results of those before it.
+
+Optuna is asked for settings and told what they resulted in (`study.ask`, `study.tell`); the sweep does the rest. With a
+seed the same results lead to the same choices: a search that was interrupted goes on by being asked again.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from hydra.core.override_parser.types import Override
+from omegaconf import DictConfig, OmegaConf
+
+from gpipe_cli.commands.command_line import SWEEPER, CommandLine, values_of
+from gpipe_cli.config.settings import container
+from gpipe_cli.config.typed import Count, RefusedError, one_line, show, typed
+from gpipe_cli.reporting.run.result import value_of
+
+FOUND = "optimization_results.yaml"  # in the folder of the sweep: the best run's settings, and its objective
+
+
+@dataclass(frozen=True)
+class SamplerSettings:
+    """How settings are chosen: by tpe, a Parzen estimator that learns from the runs before, or at random."""
+
+    name: Literal["tpe", "random"] = "tpe"
+    seed: int | None = 0  # None: another search every time, which cannot go on
+
+
+@dataclass(frozen=True)
+class SearchSettings:
+    """The settings `hydra.sweeper.*` of a search; `gpipe train --help` names them."""
+
+    direction: Literal["maximize", "minimize"] = "maximize"  # of the `objective`
+    n_trials: Count = 20  # runs in all
+    study_name: str | None = None
+    storage: str | None = None  # where Optuna keeps the study, sqlite:///study.db; None: in memory
+    sampler: SamplerSettings = SamplerSettings()
+
+
+class Search:
+    """The search that a sweep makes."""
+
+    def __init__(self, settings: SearchSettings, line: CommandLine, more: Mapping[str, str] | None) -> None:
+        """`more` is searched beside what was typed. Raises RefusedError if Optuna is not installed, or for what it
+        cannot search."""
+        if line.overrides.get("dry_run") is True:
+            raise RefusedError("dry_run", True, "a search needs the results of its runs; leave it out")
+        try:
+            import optuna
+            from optuna.distributions import IntDistribution  # noqa: F401  older versions lack it
+        except ImportError as error:
+            why = "needs optuna 3 or newer, which is not installed; pip install -U optuna"
+            raise RefusedError(SWEEPER, "optuna", why) from error
+        optuna.logging.set_verbosity(optuna.logging.ERROR)  # that a run failed stands in our table
+        self.n_trials = settings.n_trials
+        self._failed = optuna.trial.TrialState.FAIL
+        self._fixed: list[str] = []
+        self._space: dict[str, Any] = {}
+        for key, (o, values) in line.values(more).items():
+            if o.is_sweep_override():
+                self._space[key] = _distribution(o, values)
+            elif not o.is_hydra_override():
+                self._fixed += values
+        samplers = {"tpe": optuna.samplers.TPESampler, "random": optuna.samplers.RandomSampler}
+        try:
+            self._study = optuna.create_study(
+                study_name=settings.study_name,
+                storage=settings.storage,
+                sampler=samplers[settings.sampler.name](seed=settings.sampler.seed),
+                direction=settings.direction,
+                load_if_exists=True,
+            )
+        except Exception as error:  # of whatever library keeps the storage
+            if settings.storage is None:
+                raise
+            why = f"Optuna cannot use it ({one_line(error)}); give another, or leave it out"
+            raise RefusedError("hydra.sweeper.storage", settings.storage, why) from error
+
+    def ask(self) -> tuple[Any, tuple[str, ...]]:
+        """The next trial, and the settings of its run."""
+        trial = self._study.ask(self._space)
+        return trial, (*self._fixed, *(f"{key}={value}" for key, value in trial.params.items()))
+
+    def tell(self, trial: Any, objective: float | None) -> None:
+        """What a trial resulted in; None: its run failed, or has no such number."""
+        if objective is None:
+            self._study.tell(trial, state=self._failed)
+        else:
+            self._study.tell(trial, objective)
+
+    def write_best(self, folder: Path) -> None:
+        """Writes FOUND, once a run has an objective."""
+        if self._study.get_trials(states=[type(self._failed).COMPLETE]):
+            best = self._study.best_trial
+            params = values_of([f"{key}={value}" for key, value in best.params.items()])
+            found = {"name": "optuna", "best_params": params, "best_value": best.value}
+            OmegaConf.save(OmegaConf.create(found), folder / FOUND)
+
+
+def search_of(line: CommandLine, tree: DictConfig) -> Search | None:
+    """The search that the sweep makes, where Hydra's part of its `tree` may have more to search; None if it runs all
+    combinations. Raises RefusedError for bounds where nothing is searched."""
+    more = tree.hydra.sweeper.get("params")
+    if not line.searches:
+        line.refuse_search(f"bounds are for a search; add {SWEEPER}=optuna, or give the values one by one")
+        return None
+    given = OmegaConf.create({})
+    for o in (o for o in line.parsed if o.key_or_group.startswith(SWEEPER.replace("/", "."))):
+        OmegaConf.update(given, o.key_or_group, o.value())
+    if (name := line.overrides.get(f"{SWEEPER}/sampler")) is not None:
+        OmegaConf.update(given, "hydra.sweeper.sampler.name", name)
+    return Search(
+        typed(SearchSettings, container(given).get("hydra", {}).get("sweeper", {}), "hydra.sweeper"), line, more
+    )
+
+
+def _distribution(o: Override, values: Sequence[str]) -> Any:
+    """Where Optuna looks for the values of a setting: between bounds, with steps, or among some. Raises
+    RefusedError."""
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+    value: Any = o.value()
+    try:
+        if o.is_interval_sweep():
+            bounds, step = (value.start, value.end), None
+        elif o.is_range_sweep() and not value.shuffle:
+            found = sorted(float(one) if "." in one or "e" in one else int(one) for one in values)
+            bounds, step = (found[0], found[-1]), abs(value.step)
+        else:
+            return CategoricalDistribution(list(values))
+        log = "log" in value.tags
+        if all(isinstance(one, int) for one in bounds):
+            return IntDistribution(*bounds, log=log, step=step or 1)
+        return FloatDistribution(*bounds, log=log, step=step)
+    except ValueError as error:
+        why = f"{one_line(error)}; give bounds in ascending order, or the values one by one"
+        raise RefusedError(o.key_or_group, o.get_value_string(), why) from error
+
+
+def best_of(folder: Path) -> str:
+    """What a search has found: the settings of its best run, and their objective; "" where nothing was searched."""
+    if not (file := folder / FOUND).is_file():
+        return ""
+    found = OmegaConf.load(file)
+    settings = " ".join(f"{key}={show(value)}" for key, value in found.best_params.items())
+    return f"{settings}: {found.best_value:.6g} ({file})"
+
+
+def objective(command: str, result: Mapping[str, Any]) -> float | None:
+    """What a search maximizes: the measured speed, or accuracy on the test set, of text the loss with a minus; None
+    where a run has none."""
+    if command == "bench":
+        return value_of(result, "tokens_per_second") or value_of(result, "samples_per_second")
+    top1, loss = value_of(result, "test", "top1"), value_of(result, "test", "loss")
+    return top1 if top1 is not None else None if loss is None else -loss
