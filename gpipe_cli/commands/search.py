@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from gpipe_cli.commands.command_line import SWEEPER, CommandLine, values_of
 from gpipe_cli.config.settings import container
 from gpipe_cli.config.typed import Count, RefusedError, one_line, show, typed
-from gpipe_cli.reporting.run.result import value_of
+from gpipe_cli.results.files import value_of
 
 FOUND = "optimization_results.yaml"  # in the folder of the sweep: the best run's settings, and its objective
 

@@ -29,7 +29,6 @@ from gpipe_cli.errors import InputError
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.reporting.run.lines import override
 from gpipe_cli.reporting.tables.sweep import HOPELESS, Run, bench_status
-from gpipe_cli.results.files import value_of
 from gpipe_cli.system.interrupts import Stopped
 
 # What a tree and the settings that were typed ask for; raises InputError for a wrong setting.
