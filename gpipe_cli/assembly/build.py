@@ -100,7 +100,7 @@ def memory_format_of(config: TrainConfig) -> Literal["contiguous", "channels_las
     """How images, and the weights of a model of images, lie in memory: a key of MEMORY_FORMATS."""
     if config.memory_format != "auto":
         return config.memory_format
-    # convolutions are faster channels last, on GPUs as on CPUs (there by half: recipes/measurements/side_by_side.py)
+    # convolutions are faster channels last, on GPUs as on CPUs (there by half: recipes/measurements/beside_torch.py)
     return "channels_last" if config.task == "classification" else "contiguous"
 
 

@@ -1,4 +1,4 @@
-"""What holds on the GPU at hand, in twelve parts and three calls: --call=1, 2 and 3 take less than nine minutes each,
+"""What holds on the GPU at hand, in eleven parts and three calls: --call=1, 2 and 3 take less than nine minutes each,
 for a machine that is lent for ten.
 
 Every part is a process of its own with a limit of its own, at which everything that it has started is killed, so that
@@ -24,8 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -38,14 +37,12 @@ from typing import Any
 import gpu_speed
 import gpu_workers
 import torch
-from hydra import compose, initialize_config_module
-from runs import AMOEBANET, command_line
+from runs import AMOEBANET, command_line, config_of, last_tensors, same_tensors
 
 from gpipe_cli.benchmark.machine_timing import machine_rates
-from gpipe_cli.config.settings import TrainConfig, from_tree, load_hardware
+from gpipe_cli.config.settings import load_hardware
 from gpipe_cli.launch.supervisor import run_task
 from gpipe_cli.planner.data_sheet import sheet_of
-from gpipe_cli.planner.device_rates import DeviceRates
 from gpipe_cli.planner.placement import make_placement
 from gpipe_cli.system.gpus import usable_gpus
 from gpipe_cli.system.machine import cpu_model, usable_cores
@@ -107,6 +104,16 @@ class Setting:
         found: dict[str, Any] = json.loads((folder / "result.json").read_text())
         return found
 
+    def bench(self, *settings: str) -> list[dict[str, Any]]:
+        """The rows of the table of `gpipe bench -m`, of which some cells may be impossible or fail."""
+        folder = self.new_folder("bench")
+        done = self.gpipe("bench", "-m", *settings, "steps=10", f"hydra.sweep.dir={folder}")
+        file = folder / "bench.json"
+        if not file.exists():
+            raise RuntimeError(f"gpipe bench -m {' '.join(settings)}: {last_line(done.stderr)}")
+        rows: list[dict[str, Any]] = json.loads(file.read_text())["rows"]
+        return rows
+
     def work(self, name: str, task: Callable[..., None], *settings: str, processes: int = 1) -> Path:
         """The folder in which the workers of a training have done `task`, `processes` of them on one device.
 
@@ -114,9 +121,7 @@ class Setting:
         """
         folder = self.new_folder(name)
         folder.mkdir()
-        with initialize_config_module("gpipe_cli.conf", version_base="1.3"):
-            tree = compose("train", [*settings, f"device={self.device}", "hardware=cpu", "threads=1"])
-        config = from_tree(TrainConfig, tree)
+        config = config_of([*settings, f"device={self.device}", "hardware=cpu", "threads=1"])
         placement = make_placement(replace(config, executor="in_process"))
         if processes > 1:
             stages = range(placement.partitions)
@@ -138,8 +143,8 @@ def versions(setting: Setting) -> Found:
     """1. What this is, how fast it is alone, and what is missing."""
     yield "Python, cores", None, f"{sys.version.split()[0]}, {usable_cores()} cores of {cpu_model()}"
     yield "torch, CUDA, cuDNN", None, f"{torch.__version__}, {torch.version.cuda}, {torch.backends.cudnn.version()}"
-    needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    missing = [name for name in (re.split(r"[<>=\s]", one)[0] for one in needed) if not installed(name)]
+    needed = [re.split(r"[<>=\s]", one)[0] for one in metadata.requires("gpipe-cli") or () if "extra ==" not in one]
+    missing = [name for name in needed if not [*metadata.distributions(name=name)]]
     yield "dependencies", not missing, f"{len(needed)}, missing: {', '.join(missing) or 'none'}"
     gpus = usable_gpus()
     if setting.gpu:
@@ -153,68 +158,10 @@ def versions(setting: Setting) -> Found:
         yield gpu.name, sheet is not None, f"{gpu.memory_bytes / 2**30:.1f} GiB, data sheet {sheet}"
         if sheet is not None:
             yield f"hardware={sheet}", None, str(load_hardware(sheet))
-    yield from own_rates(setting)
     # what other parts look up then
     for precision in ("float32", "bfloat16") if setting.gpu else ("float32",):
-        job = gpu_speed.training([*TINY, f"device={setting.device}", f"precision={precision}"])
-        yield f"hardware=auto, {precision}", None, shown_rates(machine_rates(job, lambda line: None))
-
-
-def shown_rates(rates: DeviceRates | None) -> str:
-    if rates is None:
-        return "not measured on this device"
-    of = rates.forward
-    speeds = [f"{kind.value} {1e-12 / seconds:.2f} TFLOP/s" for kind, seconds in of.flop.items() if seconds]
-    moved = [f"{kind.value} {1e-9 / seconds:.0f} GB/s" for kind, seconds in of.byte.items() if seconds]
-    begun = [f"{kind.value} {1e6 * seconds:.1f} us" for kind, seconds in of.operation.items() if seconds]
-    bandwidth = 1e-9 / rates.link_byte_seconds if rates.link_byte_seconds else float("inf")
-    link = f"link {1e6 * rates.link_seconds:.1f} us, {bandwidth:.1f} GB/s"
-    shown = f"forward: {', '.join(speeds + moved + begun)}; {link}"
-    if rates.figures is None:
-        return shown
-    alone = rates.figures
-    return (
-        f"{shown}; timed alone: product {1e-12 * alone.product_flops_per_second:.2f} TFLOP/s, "
-        f"convolution {1e-12 * alone.convolution_flops_per_second:.2f} TFLOP/s, "
-        f"copy {1e-9 * alone.copied_bytes_per_second:.0f} GB/s, launch {1e6 * alone.launch_seconds:.2f} us"
-    )
-
-
-def installed(name: str) -> bool:
-    with suppress(metadata.PackageNotFoundError):
-        metadata.version(name)
-        return True
-    return False
-
-
-def own_rates(setting: Setting) -> Found:
-    """What the device does at its best, to hold the calibration against."""
-    device = torch.device(setting.device)
-    side = 8192 if setting.gpu else 128
-    for precision in ("float32", "tf32", "bfloat16") if setting.gpu else ("float32", "bfloat16"):
-        if setting.gpu:
-            torch.backends.cuda.matmul.fp32_precision = "tf32" if precision == "tf32" else "ieee"
-        dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
-        one, other = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-        seconds = best(partial(torch.mm, one, other), setting)
-        yield f"product of {side}, {precision}", None, f"{2e-12 * side**3 / seconds:.1f} TFLOP/s"
-    large = torch.ones(2**28 if setting.gpu else 2**20, device=device)  # floats
-    seconds = best(lambda: torch.clone(large), setting)
-    yield "copy on the device, read and written", None, f"{2e-9 * large.nbytes / seconds:.0f} GB/s"
-    host = torch.ones(2**26 if setting.gpu else 2**20, pin_memory=setting.gpu)
-    seconds = best(lambda: host.to(device, copy=True, non_blocking=True), setting)
-    yield "copy from pinned memory", None, f"{1e-9 * host.nbytes / seconds:.1f} GB/s"
-    small = torch.ones(1, device=device)
-    seconds = best(lambda: [small.add_(1) for _ in range(1000)], setting)
-    yield "launch of an operation", None, f"{1e3 * seconds:.2f} us"  # of 1000
-
-
-def best(work: Callable[[], object], setting: Setting) -> float:
-    def once() -> None:
-        work()
-
-    gpu_speed.seconds_of(once, setting.device, 3)
-    return min(gpu_speed.seconds_of(once, setting.device, 3) for _ in range(3))
+        job = config_of([*TINY, f"device={setting.device}", f"precision={precision}"])
+        yield f"hardware=auto, {precision}", None, str(machine_rates(job, lambda line: None))
 
 
 def tests(setting: Setting) -> Found:
@@ -263,12 +210,12 @@ def links(setting: Setting) -> Found:
     ]  # fmt: skip
     for schedule in ("gpipe", "1f1b", "zero_bubble") if setting.gpu else ("1f1b",):
         settings = [*job, f"schedule={schedule}"]
-        whole = digest(setting.work("links", gpu_workers.train_on_one_gpu, *settings))
+        whole = last_tensors(setting.work("links", gpu_workers.train_on_one_gpu, *settings))
         began = time.monotonic()
-        parts = digest(setting.work("links", gpu_workers.train_on_one_gpu, *settings, processes=partitions))
+        parts = setting.work("links", gpu_workers.train_on_one_gpu, *settings, processes=partitions)
         what = f"{schedule}, K={partitions} processes on one device, M={micro_batches}"
         note = f"boundaries of {boundary / 2**20:g} MiB, {time.monotonic() - began:.0f} s"
-        yield same(what, whole, parts, note)
+        yield same(what, parts, whole, note)
 
 
 def nodes(setting: Setting) -> Found:
@@ -324,26 +271,22 @@ def wait_for(condition: Callable[[], Any], seconds: float = 120) -> Any:
 
 
 def synchronisations(setting: Setting) -> Found:
-    """6. Where a step waits for the GPU, and how much of it the GPU is idle."""
-    size = [*AMOEBANET, "partitions=1"] if setting.gpu else [*TINY, "partitions=1"]
-    text = ["model.length=512", "model.width=512", "model.hidden=2048", "dataset.train_samples=512", "epochs=9"]
-    for name, job in (("amoebanet", size), ("transformer_lm", [*TEXT, "partitions=1", *(text if setting.gpu else [])])):
-        steps = [f"max_steps={gpu_workers.OF_STEPS}", "epochs=99", "evaluate_every_epochs=99"]
-        keys = {one.partition("=")[0] for one in steps}
-        kept = [one for one in job if one.partition("=")[0] not in keys]
+    """6. The lines of code at which a step waits for the GPU."""
+    text = ["model.length=512", "model.width=512", "model.hidden=2048", "dataset.train_samples=512"]
+    jobs = {
+        "amoebanet": AMOEBANET if setting.gpu else TINY,
+        "transformer_lm": [*TEXT, *(text if setting.gpu else [])],
+    }
+    steps = [f"max_steps={gpu_workers.WATCHED.stop + 1}", "epochs=99", "evaluate_every_epochs=99"]
+    for name, job in jobs.items():
         try:
-            setting.work(name, gpu_workers.train_watched, *dict.fromkeys([*kept, *steps]))
+            setting.work(name, gpu_workers.train_watched, *job, "partitions=1", *steps)
         except RuntimeError as error:
             yield f"{name}: the run", False, gpu_speed.first_line(error)
-        watched = json.loads((setting.folder / name / "watched.json").read_text())
-        waits, watched_steps = watched["waits"], len(gpu_workers.WATCHED)
+        waits = json.loads((setting.folder / name / "watched.json").read_text())
         by_line = ", ".join(f"{count} {line}" for line, count in sorted(waits.items(), key=lambda one: -one[1]))
-        yield f"{name}: calls that wait, in {watched_steps} steps", None, f"{sum(waits.values())}: {by_line or 'none'}"
-        if "seconds" not in watched:
-            continue
-        idle = 1 - watched["busy_seconds"] / watched["seconds"]
-        step = watched["seconds"] / len(gpu_workers.PROFILED)
-        yield f"{name}: no kernel runs, profiled", None, f"{100 * idle:.1f} % of {1e3 * step:.1f} ms a step"
+        what = f"{name}: calls that wait, in {len(gpu_workers.WATCHED)} steps"
+        yield what, None, f"{sum(waits.values())}: {by_line or 'none'}"
 
 
 def memory(setting: Setting) -> Found:
@@ -384,8 +327,8 @@ def resumption(setting: Setting) -> Found:
         run(f"half_{optimizer}", *common, "partitions=2", "max_steps=3")
         rest = f"resume={setting.folder / f'half_{optimizer}'}"
         run(f"rest_{optimizer}", rest, "partitions=4", "max_steps=6")
-        whole, half = (digest(setting.folder / f"{name}_{optimizer}") for name in ("whole", "rest"))
-        return same(f"K=2, then 4, {optimizer}", whole, half)
+        whole = last_tensors(setting.folder / f"whole_{optimizer}")
+        return same(f"K=2, then 4, {optimizer}", setting.folder / f"rest_{optimizer}", whole)
 
     every = ("rmsprop", "sgd", "adam", "adafactor") if setting.gpu else ("adam",)
     with ThreadPoolExecutor(len(every)) as pool:
@@ -406,16 +349,14 @@ def prediction(setting: Setting) -> Found:
         yield f"{name}, cost={cost}", None, f"{shown}, {100 * (predicted / measured - 1):+.0f} %"
 
 
-def speeds(setting: Setting) -> Found:
-    yield from gpu_speed.factors(setting.device)
-
-
 def peers(setting: Setting) -> Found:
-    yield from gpu_speed.peers(setting.device)
+    """11. Plain PyTorch and torchgpipe beside gpipe."""
+    return gpu_speed.peers(setting.device, setting.bench)
 
 
-def graphs(setting: Setting) -> Found:
-    yield from gpu_speed.graphs(setting.device)
+def speeds(setting: Setting) -> Found:
+    """12. The settings that may change the speed."""
+    return gpu_speed.factors(setting.device, setting.bench)
 
 
 PARTS: dict[str, tuple[Callable[[Setting], Found], int]] = {
@@ -428,16 +369,15 @@ PARTS: dict[str, tuple[Callable[[Setting], Found], int]] = {
     "synchronisations": (synchronisations, 90),
     "memory": (memory, 90),
     "prediction": (prediction, 90),
-    "graphs": (graphs, 90),
-    "peers": (peers, 150),
-    "speeds": (speeds, 240),
+    "peers": (peers, 220),
+    "speeds": (speeds, 300),
 }  # by name: what is done, and its limit in seconds on a GPU
 # Each call: groups of parts that run at the same time, one group after the other. The kernels of NCCL, in links and
 # nodes, spin while they wait, and processes get the GPU in turns: beside them every other wait would take 10 to 20 ms.
 CALLS = (
     (("versions",), ("tests", "check", "resumption")),
     (("links", "nodes"), ("synchronisations",), ("memory",), ("prediction",)),
-    (("graphs",), ("peers",), ("speeds",)),
+    (("peers",), ("speeds",)),
 )
 
 
@@ -445,22 +385,12 @@ def last_line(text: str) -> str:
     return (text.strip().splitlines() or [""])[-1][:400]
 
 
-def digest(run: Path) -> dict[str, bytes]:
-    """Every tensor of the last checkpoint, by name."""
-    from safetensors import safe_open
-
-    found = {}
-    for file in sorted((run / "checkpoints" / "last").resolve().glob("*.safetensors")):
-        with safe_open(file, "pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118
-                found[name] = tensors.get_tensor(name).numpy().tobytes()
-    return found
-
-
-def same(what: str, one: dict[str, bytes], other: dict[str, bytes], note: str = "") -> tuple[str, bool, str]:
-    equal = sum(one[name] == other.get(name) for name in one)
-    shown = f"{equal} of {len(one)} tensors the same bits"
-    return what, equal == len(one) == len(other) > 0, f"{shown}, {note}" if note else shown
+def same(what: str, one: Path, other: Mapping[str, torch.Tensor], note: str = "") -> tuple[str, bool, str]:
+    """A row: whether the last checkpoint of a run has these tensors, bit for bit."""
+    tensors = last_tensors(one)
+    equal = same_tensors(tensors, other)
+    shown = f"{equal} of {len(tensors)} tensors the same bits"
+    return what, equal == len(tensors) == len(other) > 0, f"{shown}, {note}" if note else shown
 
 
 def family(process: int) -> list[int]:

@@ -2,10 +2,9 @@
 compute nothing, and links that only a simulated device moves.
 
 The rule: what a process gives to a process group runs one after another, and a send ends only when its receive runs.
-Groups: one for each edge and direction, as in a run; or one for forwards and one for backwards. Receives: posted in
-the order of `schedule/prefetched_receives.py`, as in a run on GPUs; early, as on CPUs; or as many ahead as inputs are
-in flight. Launches: at once; or each when the device is idle, as the first use of a kernel does. One stage for each
-process, or two: neighbours, or for `interleaved` stages that are not.
+There is a group for each edge and direction. Receives are posted in the order of `schedule/prefetched_receives.py`, as in
+a run on GPUs, or early, as on CPUs. Kernels are launched at once, or each when the device is idle, as the first use of
+a kernel is. A process has one stage or two: neighbours, or for `interleaved` stages that are not.
 
 Usage: python recipes/measurements/link_order.py [--partitions 8] [--micro-batches 32]      ten minutes
 """
@@ -13,30 +12,24 @@ Usage: python recipes/measurements/link_order.py [--partitions 8] [--micro-batch
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import product
-from typing import Any, Literal
-from unittest.mock import patch
+from typing import Any
 
 import torch
 from runs import command_line
 
-from gpipe_cli.pipeline.runtime import p2p_transport
 from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor, Tensors
 from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.link import Edge, Links
 from gpipe_cli.pipeline.runtime.p2p_transport import Boundaries, P2PTransport
 from gpipe_cli.pipeline.schedule.orders import SCHEDULES, build, forward_only
-from gpipe_cli.pipeline.schedule.prefetched_receives import PrefetchedReceive
-from gpipe_cli.pipeline.schedule.schedules import RECOMPUTE, Action, Kind, Retain, Schedule, in_flight, stage_retained
+from gpipe_cli.pipeline.schedule.schedules import RECOMPUTE, Action, Kind, Schedule
 from gpipe_cli.reporting.tables.table import Column, Table, to_markdown
 
 CPU = torch.device("cpu")
 BOUNDARY = (BoundaryTensor((1,), (0,), torch.float32, True),)
-Groups = Literal["edge", "direction"]
-Receives = Literal["in order", "early", "in flight"]
 
 
 class StuckError(RuntimeError):
@@ -126,7 +119,6 @@ class OrderedLink:
     process: int
     peer: int
     edge: Edge
-    group: Any
 
     def send(self, tensors: Sequence[torch.Tensor]) -> Sequence[Operation]:
         return self._put(tensors, sends=True)
@@ -136,7 +128,7 @@ class OrderedLink:
 
     def _put(self, tensors: Sequence[torch.Tensor], *, sends: bool) -> Sequence[Operation]:
         operation = Operation(self.edge, sends, tensors, self.peer, self.device)
-        self.device.put(self.process, self.group, operation)
+        self.device.put(self.process, self.edge, operation)
         return [operation]
 
 
@@ -171,24 +163,7 @@ class Stage:
     def finish_step(self, of_replicas: object) -> None: ...
 
 
-def in_flight_ahead(
-    schedule: Schedule, process_of_stage: Sequence[int], process: int, *, early: bool
-) -> tuple[PrefetchedReceive, ...]:
-    """With a buffer for each input in flight and one more, and two for gradients, each used as soon as it is free."""
-    actions = schedule[process]
-    found = []
-    for kind in (Kind.F, Kind.B):
-        receives = [a for a in actions if a.kind is kind and schedule.source(a) is not None]
-        depth = in_flight(actions) + 1 if kind is Kind.F else 2
-        ends = [at + 1 for at, (_, kept) in enumerate(stage_retained(actions)) if kept is Retain.NOTHING]
-        after = [0] * depth + ends
-        found += [PrefetchedReceive(a, after[n], n, 0) for n, a in enumerate(receives)]
-    return tuple(sorted(found, key=lambda receive: receive.after))
-
-
-def finishes(
-    schedule: Schedule, process_of_stage: Sequence[int], groups: Groups, *, receives: Receives, idle: bool
-) -> bool:
+def finishes(schedule: Schedule, process_of_stage: Sequence[int], *, early: bool, idle: bool) -> bool:
     """Whether two steps of a schedule end; every process is a thread here. What arrives is checked."""
     partitions, micro_batches = len(schedule.stages), schedule.micro_batches
     device = Device(1 + max(process_of_stage))
@@ -202,7 +177,7 @@ def finishes(
             if process in ends and ends[0] != ends[1]:
                 edge = kind, receiver
                 peer = ends[0] if process == ends[1] else ends[1]
-                links[edge] = OrderedLink(device, process, peer, edge, edge if groups == "edge" else kind)
+                links[edge] = OrderedLink(device, process, peer, edge)
         return links
 
     def run(process: int) -> None:
@@ -213,7 +188,7 @@ def finishes(
         try:
             transport = P2PTransport(
                 process, process_of_stage, Links(links_of(process), 1, 1),
-                Boundaries([BOUNDARY] * partitions, [BOUNDARY] * partitions), CPU, early=receives == "early",
+                Boundaries([BOUNDARY] * partitions, [BOUNDARY] * partitions), CPU, early=early,
             )  # fmt: skip
             stages: dict[int, Any] = {k: Stage(k) for k in range(partitions) if process_of_stage[k] == process}
             executor = Executor(stages, process_of_stage, transport, watch)
@@ -229,14 +204,11 @@ def finishes(
         finally:
             device.leave()
 
-    ahead = patch.object(p2p_transport, "prefetched_receives", in_flight_ahead)
-    before = ahead if receives == "in flight" else nullcontext()
     threads = [threading.Thread(target=run, args=(process,)) for process in range(1 + max(process_of_stage))]
-    with before:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     if unexpected := [e for e in failed if not isinstance(e, StuckError) and not isinstance(e.__cause__, StuckError)]:
         raise unexpected[0]
     return not failed
@@ -249,15 +221,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     sizes = list(product(range(2, options.partitions + 1), range(1, options.micro_batches + 1)))
     rows = []
-    ways: tuple[tuple[Groups, Receives, int], ...] = (
-        ("edge", "in order", 1), ("edge", "in order", 2), ("edge", "early", 1), ("edge", "early", 2),
-        ("direction", "in flight", 1),
-    )  # fmt: skip
-    for (groups, receives, each), idle in product(ways, (False, True)):
+    for early, each, idle in product((False, True), (1, 2), (False, True)):
         for name, recompute in (*product(SCHEDULES, RECOMPUTE), ("evaluation", "")):
             if name == "interleaved" and each == 1:  # it is 1f1b
-                continue
-            if name == "zero_bubble" and receives == "in flight":  # it keeps more gradients than two
                 continue
             stuck, shown = [], [(k, m) for k, m in sizes if name != "interleaved" or k % each == 0]
             for k, m in shown:
@@ -265,12 +231,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 process_of_stage = (
                     schedule.row_of_stage if name == "interleaved" else [stage // each for stage in range(k)]
                 )
-                if not finishes(schedule, process_of_stage, groups, receives=receives, idle=idle):
+                if not finishes(schedule, process_of_stage, early=early, idle=idle):
                     stuck.append((k, m))
-            how = str(each), groups, receives, "idle" if idle else "at once"
+            how = str(each), "early" if early else "in order", "idle" if idle else "at once"
             first = "K={}, M={}".format(*stuck[0]) if stuck else ""
             rows.append((*how, f"{name} {recompute}".strip(), f"{len(stuck)} of {len(shown)}", first))
-    columns = ("stages of a process", "groups", "receives", "launches", "schedule", "deadlocks", "first")
+    columns = ("stages of a process", "receives", "launches", "schedule", "deadlocks", "first")
     print(to_markdown(Table.of_rows("Links with NCCL's rule of order", map(Column, columns), rows)))
 
 

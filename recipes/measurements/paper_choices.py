@@ -13,7 +13,7 @@ Each assumption holds for all cells of the paper at once:
 Everything is recomputed (recompute=always). A speed is relative to K = 2, M = 1 (Table 2) or K = 2 (Table 3) with the
 same assumptions, so that these cells are 1 by definition and do not count.
 
-Usage: python recipes/measurements/paper_choices.py [--sets 12] [--picture FILE.png]      5 minutes on 2 CPU cores
+Usage: python recipes/measurements/paper_choices.py [--sets 12]      5 minutes on 2 CPU cores
 """
 
 import gc
@@ -22,7 +22,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
-from pathlib import Path
 from statistics import mean, median
 
 from runs import command_line
@@ -212,16 +211,6 @@ def span(cell: tuple[str, int, int], simulated: Iterable[Cells]) -> tuple[float,
     return min(of), max(of)
 
 
-def reaches(rule: str, cell: tuple[str, int, int], possible: dict[Choices, Cells]) -> bool:
-    """Whether sets with this rule for N lie on both sides of the paper's cell."""
-    having = [cells for choices, cells in possible.items() if choices.batch == rule]
-    if not having:
-        return False
-    least, most = span(cell, having)
-    model, k, m = cell
-    return least <= PAPER[model][k, m] <= most
-
-
 def by_choice(errors: dict[Choices, float]) -> Iterator[str]:
     """A line for each choice: the mean difference of the best and of the median set that has it."""
     for name in ("batch", "cut", "devices", "precision", "half", "size"):
@@ -230,36 +219,10 @@ def by_choice(errors: dict[Choices, float]) -> Iterator[str]:
             yield f"{name:<11}{value!s:<26}{min(having):>7.2f}{median(having):>8.2f}{len(having):>7}"
 
 
-def draw(path: Path, ranges: dict[tuple[str, int, int], tuple[float, float]], best: Cells) -> None:
-    from gpipe_cli.reporting.plots.palette import GRID, INK, oklch
-    from gpipe_cli.reporting.plots.picture import WIDTH_INCHES, add_axes, add_legend, new_figure, pixels, write_picture
-
-    height = 0.3 * len(ranges)
-    figure = new_figure(height + 1.0)
-    axes = add_axes(figure, 3.1, 0.7, WIDTH_INCHES - 3.4, height)
-    rows = range(len(ranges))
-    low, high = zip(*ranges.values(), strict=True)
-    paper = [PAPER[model][k, m] for model, k, m in ranges]
-    handles = [
-        axes.hlines(rows, low, high, linewidth=7, color=GRID, label="all sets of assumptions"),
-        axes.scatter(list(best.values()), rows, s=36, color=oklch(0.58, 0.15, 262.0), label="the best set", zorder=3),
-        axes.scatter(paper, rows, s=44, marker="x", color=INK, label="the paper", zorder=4),
-    ]
-    axes.set_yticks(rows, [f"{model}   K = {k}, M = {m}" for model, k, m in ranges], color=INK)
-    axes.set_ylim(len(ranges) - 0.5, -0.5)
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(lambda speed, _: f"{speed:g}")
-    axes.grid(axis="x", color=GRID, linewidth=0.6)
-    axes.set_xlabel("throughput relative to K = 2 with the smallest M of the table", fontsize=9, color=INK, loc="right")
-    add_legend(figure, handles, 3.1, 0.08, fontsize=9)
-    write_picture(path, pixels(figure))
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = command_line(__doc__)
     parser.add_argument("--sets", type=int, default=12, help="how many sets of assumptions are printed, the best first")
     parser.add_argument("--only", default="", help="models whose name contains this; settings are then for AmoebaNet")
-    parser.add_argument("--picture", type=Path, help="file to write the picture into")
     options = parser.parse_args(arguments)
     models = [model for model in PAPER if options.only in model]
     gc.disable()  # large plans are many small objects
@@ -280,16 +243,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print("\n".join(by_choice(errors)))
     best = possible[next(iter(errors))]
     ranges = {cell: span(cell, possible.values()) for cell in best}
-    print(f"{'':<28}{'K':>3}{'M':>4}{'paper':>7}{'best':>7}{'off':>7}{'least':>8}{'most':>7}  reached with N")
+    print(f"{'':<28}{'K':>3}{'M':>4}{'paper':>7}{'best':>7}{'off':>7}{'least':>8}{'most':>7}")
     for (model, k, m), (least, most) in ranges.items():
         paper, ours = PAPER[model][k, m], best[model, k, m]
-        reached = [rule for rule in BATCHES if reaches(rule, (model, k, m), possible)]
-        print(
-            f"{model:<28}{k:>3}{m:>4}{paper:>7.2f}{ours:>7.2f}{ours - paper:>+7.2f}{least:>8.2f}{most:>7.2f}  "
-            f"{' | '.join(reached) or 'no rule'}"
-        )
-    if options.picture is not None:
-        draw(options.picture, ranges, best)
+        print(f"{model:<28}{k:>3}{m:>4}{paper:>7.2f}{ours:>7.2f}{ours - paper:>+7.2f}{least:>8.2f}{most:>7.2f}")
 
 
 if __name__ == "__main__":

@@ -1,19 +1,16 @@
 """Random kills: a run that loses processes ends with the bits of one that was left alone.
 
 A training of the default job begins at K = 2. At a random moment, or while it writes a checkpoint, a random process of
-it (the parent, a stage, a data loader, the fork server) is killed by SIGKILL. Nothing may be left of it then: no
-process, no port, no temporary file, no shared memory. The same command, with resume=auto and another K, then goes on
+it (the parent, a stage, a data loader, the fork server) is killed by SIGKILL. No process and no temporary file may be
+left of it then. The same command, with resume=auto and another K, then goes on
 from the last checkpoint or, if there was none yet, anew; it may be killed once more. When the run is complete, its
 weights, their averages, the optimizer's state, its results and its curves are compared with those of an undisturbed
 run, bit for bit, and another run begins. Nothing is set but how long to train and how often to write a checkpoint: the
 threads, on which bits depend, are those of K = 2, and resuming keeps them.
 
-With --stops, every second process, unless it is the parent, is stopped for good (SIGSTOP) instead: the run notices
-after timeout_seconds, which should be some seconds then, and ends by itself.
-
 Which process, when and which K follow from the seed; what the process was doing at that moment does not.
 
-Usage: python recipes/measurements/random_kills.py [--runs 30] [--seed 0] [--stops] [setting=value ...]
+Usage: python recipes/measurements/random_kills.py [--runs 30] [--seed 0] [setting=value ...]
        Linux; 25 minutes on 2 cores
 """
 
@@ -30,13 +27,12 @@ from logging import ERROR, getLogger
 from pathlib import Path
 from random import Random
 
-import torch
-from runs import command_line
+from runs import command_line, last_tensors, same_tensors
 
 from gpipe_cli.reporting.compare.run_record import read_curves
 from gpipe_cli.reporting.run.measurement import hardware, versions
 from gpipe_cli.results.files import read_result
-from gpipe_cli.training.checkpoint.store import checkpoints_in, find_checkpoint, read_index, read_tensors
+from gpipe_cli.training.checkpoint.store import checkpoints_in
 
 SETTINGS = ["epochs=2", "checkpoint.every_steps=15"]
 CURVES = ("train/", "test/")
@@ -93,25 +89,11 @@ class Trial:
             return any(self.folder.glob("checkpoints/.*.writing"))
         return moment == "any" or self.done() != NOTHING
 
-    def held(self) -> set[str]:
-        """What only lives as long as its processes should: listening ports, by their sockets, and shared memory."""
-        found = set()
-        for number in self.processes():
-            with suppress(OSError):  # it has ended meanwhile
-                found |= {os.readlink(one) for one in Path(f"/proc/{number}/fd").iterdir()}
-                maps = Path(f"/proc/{number}/maps").read_text(encoding="utf-8").splitlines()
-                found |= {line.split(maxsplit=5)[5] for line in maps if "/dev/shm/" in line}
-        return found & (listening() | {str(file) for file in Path("/dev/shm").rglob("*")})
-
-    def refuse_remains(self, held: set[str]) -> None:
-        """Ends the program if a command that has ended left processes, ports, files or a traceback."""
+    def refuse_remains(self) -> None:
+        """Ends the program if a command that has ended left processes, files or a traceback."""
         until = time.monotonic() + PATIENCE_SECONDS
         # torchinductor_* is torch's cache
-        while left := [
-            *self.processes().values(),
-            *self._temporary.glob("[!t]*"),
-            *(one for one in held if one in listening() or Path(one).exists()),
-        ]:
+        while left := [*self.processes().values(), *self._temporary.glob("[!t]*")]:
             if time.monotonic() > until:
                 raise SystemExit(f"{self.folder.name}: left behind: {left}")
             time.sleep(0.1)
@@ -128,24 +110,17 @@ class Trial:
         return f"step {int(found[-1].name.rpartition('_')[2])}" if found else NOTHING
 
 
-def listening() -> set[str]:
-    """The sockets of all listening ports, as /proc/PID/fd names them."""
-    tables = (Path(f"/proc/net/{name}").read_text(encoding="ascii").splitlines()[1:] for name in ("tcp", "tcp6"))
-    return {f"socket:[{line.split()[9]}]" for table in tables for line in table if line.split()[3] == "0A"}
-
-
 def compare(one: Path, other: Path) -> str:
     """What was compared, and is the same. Ends the program if anything differs."""
     tensors, curves, results = [], [], []
     for folder in (one, other):
-        checkpoint = find_checkpoint(folder, "last", "run")
-        tensors.append(read_tensors(checkpoint, read_index(checkpoint).layers, ("model", "optimizer", "ema")))
+        tensors.append(last_tensors(folder))
         found = {tag: curve for tag, curve in read_curves(folder).items() if tag.startswith(CURVES)}
         points = {tag: zip(curve.steps, curve.values, strict=True) for tag, curve in found.items()}
         curves.append({f"{tag}, step {step}": value for tag in found for step, value in points[tag]})
         results.append(read_result(folder))
-    names = tensors[0].keys() | tensors[1].keys()
-    different = [name for name in names if not _same(*(part.get(name) for part in tensors))]
+    same, names = same_tensors(*tensors), tensors[0].keys() | tensors[1].keys()
+    different = [] if same == len(names) else [f"{len(names) - same} tensors"]
     different += [point for point in curves[0].keys() & curves[1].keys() if curves[0][point] != curves[1][point]]
     if results[0]["status"] == "completed":  # and was not killed between its last checkpoint and its end
         different += [key for key in ("steps", "test", "best") if results[0][key] != results[1][key]]
@@ -155,15 +130,10 @@ def compare(one: Path, other: Path) -> str:
     return f"{len(names)} tensors and {len(curves[0])} points of curves ({missing} missing), all the same bits"
 
 
-def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    return one is not None and other is not None and one.dtype == other.dtype and torch.equal(one, other)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = command_line(__doc__)
     parser.add_argument("--runs", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--stops", action="store_true")
     options = parser.parse_args(arguments)
     runs, seed, settings = options.runs, options.seed, options.settings
     getLogger("tensorboard").setLevel(ERROR)  # it warns of what a resumed run repeated
@@ -185,25 +155,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 partitions = 2 if begins == NOTHING else random.choice([k for k in (1, 2, 3) if k != partitions])
                 program, began = trial.start(None if begins == NOTHING else partitions), time.monotonic()
                 moment, delay = random.choice(MOMENTS), random.uniform(0, seconds / 2)
-                kill, held = ("", "", "none"), set[str]()
+                kill = "", "", "none"
                 if left > 0:
                     while program.poll() is None and not trial.is_at(moment):
                         time.sleep(0.002)
                     with suppress(subprocess.TimeoutExpired):
                         program.wait(0 if moment == "while writing" else delay)
                 if left > 0 and program.poll() is None:
-                    held = trial.held()
                     name, numbers = random.choice(sorted(trial.targets(program.pid).items()))
                     kills, left = kills + 1, left - 1
-                    stops = options.stops and kills % 2 == 0 and name != "parent"
                     with suppress(ProcessLookupError):  # it has just ended
-                        os.kill(random.choice(numbers), signal.SIGSTOP if stops else signal.SIGKILL)
-                    kill = (moment, f"{time.monotonic() - began:.1f} s", f"{name}, stopped" if stops else name)
+                        os.kill(random.choice(numbers), signal.SIGKILL)
+                    kill = (moment, f"{time.monotonic() - began:.1f} s", name)
                     code = program.wait()
                 else:
                     code = program.wait()
                     trial.refuse_failure(code)
-                trial.refuse_remains(held)
+                trial.refuse_remains()
                 print(ROW.format(run, partitions, begins, *kill, trial.done(), code), flush=True)
             print(f"{'':<9}{trial.folder.name}: {compare(trial.folder, undisturbed.folder)}", flush=True)
         print(f"{kills} kills, {runs} runs: nothing left behind, no bit that differs")

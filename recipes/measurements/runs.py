@@ -1,14 +1,21 @@
-"""What the measurements here share: `gpipe` as a user calls it, the model that they are about, their command line."""
+"""What the measurements here share: `gpipe` as a user calls it, a model to measure, and their command line."""
 
 import argparse
 import contextlib
 import io
 import json
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hydra import compose, initialize_config_module
+from torch import Tensor
+
 from gpipe_cli.cli import main
+from gpipe_cli.config.settings import TrainConfig, from_tree
+from gpipe_cli.pipeline.runtime.boundary import same_bits
+from gpipe_cli.training.checkpoint.store import find_checkpoint, read_index, read_tensors
 
 # AmoebaNet-D (6, 64) at 128 px on noise, read inline, so that no other process takes part
 AMOEBANET = [
@@ -25,15 +32,37 @@ def command_line(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def gpipe(command: str, *settings: str) -> dict[str, Any]:
-    """Runs `gpipe` in this process, which computes nothing: its workers do. Returns the plan.json or result.json that
-    it wrote. Ends the program if it fails."""
+def config_of(settings: Sequence[str]) -> TrainConfig:
+    """The settings of `gpipe train`; of a setting that is given twice the later value counts."""
+    given = {setting.partition("=")[0]: setting for setting in settings}
+    with initialize_config_module("gpipe_cli.conf", version_base="1.3"):
+        return from_tree(TrainConfig, compose("train", list(given.values())))
+
+
+def last_tensors(run: Path) -> dict[str, Tensor]:
+    """All tensors of the last checkpoint by name: weights, their averages, optimizer state."""
+    checkpoint = find_checkpoint(run, "last", "run")
+    return read_tensors(checkpoint, read_index(checkpoint).layers, ("model", "optimizer", "ema"))
+
+
+def same_tensors(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> int:
+    """The number of tensors that are bit-identical."""
+    return sum(name in other and same_bits(tensor, other[name]) for name, tensor in one.items())
+
+
+def gpipe(command: str, *settings: str, run_folder: Path | None = None) -> dict[str, Any]:
+    """Run `gpipe` in this process, which computes nothing: its workers do.
+
+    Returns the plan.json or result.json that it wrote; ends the program if it fails.
+    """
     output = io.StringIO()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as temporary:
+        place = f"output={temporary}" if run_folder is None else f"run_folder={run_folder}"
         with contextlib.redirect_stdout(output):
-            code = main([command, f"output={folder}", *settings])
+            code = main([command, place, *settings])
         if code:
             raise SystemExit(f"gpipe {command} {' '.join(settings)}\n{output.getvalue()}")
-        (file,) = Path(folder).glob(f"*/{'plan' if command == 'plan' else 'result'}.json")
+        (folder,) = Path(temporary).iterdir() if run_folder is None else (run_folder,)
+        file = folder / f"{'plan' if command == 'plan' else 'result'}.json"
         read: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         return read
