@@ -10,7 +10,7 @@ from typing import Any
 
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.distributed.torchrun import torchrun
-from gpipe_cli.pipeline.profile.layer_cost import LayerCost, Saved
+from gpipe_cli.pipeline.profile.layer_cost import KeptMemory, LayerCost
 from gpipe_cli.pipeline.runtime.boundary import Boundary
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost
 from gpipe_cli.planner.cost_model import LayerSeconds, StepCosts, predicted_costs
@@ -165,13 +165,13 @@ def _tensors(boundary: Boundary, lengths: Sequence[int]) -> list[list[int]]:
     return [[none, one - none, int(has_gradient)] for none, one, has_gradient in sizes]
 
 
-def _saved(saved: Saved) -> list[Any]:
+def _saved(saved: KeptMemory) -> list[Any]:
     return [saved.tensors, saved.base_bytes, saved.per_sample_bytes, saved.same_memory]
 
 
 def _kept(cost: LayerCost) -> list[Any]:
     """Inputs and gradients between the two halves of a backward."""
-    none = Saved()
+    none = KeptMemory()
     halves = cost.halves
     return (
         [_saved(none), _saved(none)] if halves is None else [_saved(halves.kept_inputs), _saved(halves.kept_gradients)]

@@ -33,9 +33,10 @@ from gpipe_cli.pipeline.profile.layer_probes import Finding, probing
 from gpipe_cli.pipeline.runtime.boundary import as_tuple, as_value, digest, split_all
 from gpipe_cli.pipeline.runtime.executor import ActionFailedError, OnAction
 from gpipe_cli.pipeline.runtime.frozen import freeze, set_training
+from gpipe_cli.pipeline.runtime.initial_weights import built_whole, materialize
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
 from gpipe_cli.pipeline.runtime.precision import autocast
-from gpipe_cli.pipeline.runtime.randomness import materialize, mix, seed_generator
+from gpipe_cli.pipeline.runtime.randomness import seed_layer
 from gpipe_cli.pipeline.schedule.schedules import RECOMPUTE, Action, Kind, RecomputeMode, Schedule
 from gpipe_cli.planner.model_profile import refuse_single_samples
 from gpipe_cli.planner.placement import Placement
@@ -284,8 +285,7 @@ class _Runs:
             model = build_model(config)
             model = materialize(model, 0, len(model), run_seed=config.seed, device=device)
         else:
-            seed_generator(torch.device("cpu"), mix(config.seed))
-            model = whole().to(device)
+            model = built_whole(whole, config.seed).to(device)
         freeze(model, engine.placement.frozen)
         model.to(memory_format=engine.memory_format)
         set_training(model, True)
@@ -294,7 +294,7 @@ class _Runs:
             model.load_state_dict(engine.stages[0].module.state_dict())
 
         def seed(number: int, layer: nn.Module, inputs: Any) -> None:
-            seed_generator(device, mix(config.seed, 0, 0, current, number))
+            seed_layer(device, config.seed, 0, current, number)
 
         for number, layer in enumerate(model):
             layer.register_forward_pre_hook(partial(seed, number), prepend=True)

@@ -19,8 +19,8 @@ from gpipe_cli.assembly.optimizer import build_optimizer, set_learning_rate
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.launch import worker
 from gpipe_cli.pipeline.runtime.boundary import Tensors, as_value, in_layout
+from gpipe_cli.pipeline.runtime.initial_weights import materialize
 from gpipe_cli.pipeline.runtime.precision import autocast
-from gpipe_cli.pipeline.runtime.randomness import materialize
 from gpipe_cli.planner.placement import Placement, make_placement
 
 # What was measured, what held (None: a figure), the figures, and torchgpipe's published speed on P40s.

@@ -6,7 +6,7 @@ from networks import KINDS, sentences, small_amoebanet, small_transformer
 from torch import Tensor, nn
 
 from gpipe_cli.pipeline.runtime.boundary import as_tuple, as_value
-from gpipe_cli.pipeline.runtime.randomness import materialize
+from gpipe_cli.pipeline.runtime.initial_weights import materialize
 
 IMAGES = {"b 15": ("b", 15), "b 32": ("b", 32), "d 97": ("d", 97)}
 

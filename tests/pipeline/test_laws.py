@@ -11,7 +11,7 @@ from engine_runs import Case, Pool, covering, run_in_process, tricky_model
 from training_runs import assert_same_tensors
 
 from gpipe_cli.pipeline.runtime.frozen import Frozen
-from gpipe_cli.pipeline.runtime.randomness import materialize
+from gpipe_cli.pipeline.runtime.initial_weights import materialize
 from gpipe_cli.pipeline.schedule.orders import SCHEDULES
 from gpipe_cli.pipeline.schedule.schedules import RECOMPUTE
 

@@ -18,7 +18,7 @@ Layers: TypeAlias = int | NDArray[np.int64]  # the number of a layer, or of many
 
 
 @dataclass(frozen=True)
-class Saved:
+class KeptMemory:
     """The memory that the backward of a layer needs, described so that no tensor counts twice where layers meet.
 
     `tensors` are positions among the tensors that come in, followed by those that go out; what else is saved is
@@ -75,15 +75,15 @@ class Work:
 class Halves:
     """The backward of a layer in two halves. Their sum is more than the whole: a convolution reads the same twice.
 
-    What is kept from the first to the second: `kept_inputs` of its products and convolutions, described as in `Saved`,
-    and `kept_gradients` of their outputs. Positions of those are among the gradients of the layer's outputs, which come
-    in, followed by those of its inputs, which go out; `same_memory` is that of the latter.
+    Between the first and the second the stage keeps inputs of products and convolutions (`kept_inputs`), and gradients
+    of their outputs (`kept_gradients`). Positions of `kept_gradients` are among the gradients of the layer's outputs,
+    which come in, followed by those of its inputs, which go out; its `same_memory` is about the latter.
     """
 
     inputs: Work = field(default_factory=Work)
     weights: Work = field(default_factory=Work)
-    kept_inputs: Saved = field(default_factory=Saved)
-    kept_gradients: Saved = field(default_factory=Saved)
+    kept_inputs: KeptMemory = field(default_factory=KeptMemory)
+    kept_gradients: KeptMemory = field(default_factory=KeptMemory)
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class LayerCost:
     backward: Work
     outputs: Boundary
     trained: int = 0
-    saved: Saved = field(default_factory=Saved)
+    saved: KeptMemory = field(default_factory=KeptMemory)
     halves: Halves | None = None
     foreign: tuple[str, ...] = ()
 
@@ -174,7 +174,7 @@ class _KeptBytes:
     """
 
     def __init__(
-        self, sizes: Sequence[Sequence[int]], kept: Sequence[Saved], samples: int, *, with_inputs: bool = False
+        self, sizes: Sequence[Sequence[int]], kept: Sequence[KeptMemory], samples: int, *, with_inputs: bool = False
     ) -> None:
         never = len(kept)
         charged = [saved.inside_bytes(samples) for saved in kept]

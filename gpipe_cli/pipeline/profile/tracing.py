@@ -24,7 +24,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from gpipe_cli.errors import InputError
-from gpipe_cli.pipeline.profile.layer_cost import Halves, LayerCost, OperationKind, Operations, Saved, Work
+from gpipe_cli.pipeline.profile.layer_cost import Halves, KeptMemory, LayerCost, OperationKind, Operations, Work
 from gpipe_cli.pipeline.profile.layer_signature import signature
 from gpipe_cli.pipeline.profile.operation_counter import AttentionKernels, Fuses, OperationCounter, cpu_fuses
 from gpipe_cli.pipeline.profile.reads import Reads
@@ -85,19 +85,19 @@ def trace_layers(
     trace_backward = partial(_trace_backward, layers, halves_in=memory_format if splits else None)
     first = _TRACED_SIZES[0]
     with _placed(model, memory_format, device) as left, deferring(model):
-        trace = partial(_trace, layers, inputs, memory_format, computed_in, fuses, left)
+        tracer = _Tracer(layers, inputs, memory_format, computed_in, fuses, left)
         if torch.__version__ < _RECORDS_WITHOUT_GPU:
             device = "cpu"
         with _without_memory(model, device) if computed_in else nullcontext("meta") as where:
-            small, large = both = [trace(where, samples, lengths, training, loss) for samples in _TRACED_SIZES]
+            small, large = both = [tracer.trace(where, n, lengths, graph=training, loss=loss) for n in _TRACED_SIZES]
             shorter = [
-                trace(where, first, [n - (i == at) for i, n in enumerate(lengths)]) for at in range(len(lengths))
+                tracer.trace(where, first, [n - (i == at) for i, n in enumerate(lengths)]) for at in range(len(lengths))
             ]
             if where != "cuda":
                 backward, backward_of_large = map(trace_backward, both)
         if where == "cuda":  # a backward there wants a GPU, which may not be here: operations are those of a CPU
             with _without_memory(model, "cpu") as where:
-                both = [trace(where, samples, lengths, training, loss) for samples in _TRACED_SIZES]
+                both = [tracer.trace(where, n, lengths, graph=training, loss=loss) for n in _TRACED_SIZES]
                 backward, backward_of_large = map(trace_backward, both)
     cost = cache(partial(_cost, lengths))  # of layers that share their runs
     runs = zip(backward, backward_of_large, small, large, *shorter, strict=True)
@@ -119,7 +119,7 @@ def run_shapes(
     set_training(model, True)
     layers = _described(model, kinds)
     with deferring(model):
-        _trace(layers, inputs, memory_format, None, cpu_fuses, {}, "meta", 1, lengths)
+        _Tracer(layers, inputs, memory_format).trace("meta", 1, lengths)
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,8 +146,8 @@ class _Halves:
 
     inputs: Mapping[OperationKind, Operations]
     weights: Mapping[OperationKind, Operations]
-    kept_inputs: Saved
-    kept_gradients: Saved
+    kept_inputs: KeptMemory
+    kept_gradients: KeptMemory
 
 
 @dataclass(eq=False)
@@ -161,7 +161,7 @@ class _Run:
     in_tuple: bool  # the outputs
     loss: torch.Tensor | None
     by_kind: Mapping[OperationKind, Operations]
-    saved: Saved  # its bytes are those of this run
+    saved: KeptMemory  # its bytes are those of this run
     # by the outputs that gradients come back for, and which of the parameters other layers have or read, too
     backwards: dict[tuple[tuple[bool, ...], tuple[int, ...]], _Backward] = field(default_factory=dict)
 
@@ -316,34 +316,74 @@ class _Owners:
         return foreign
 
 
-def _trace(
-    layers: Sequence[_Layer],
-    inputs: Boundary,
-    memory_format: torch.memory_format,
-    computed_in: torch.dtype | None,
-    fuses: Fuses,
-    left: Mapping[int, str],
-    device: str,
-    samples: int,
-    lengths: Sequence[int],
-    graph: bool = False,
-    loss: Loss | None = None,
-) -> list[_Run]:
-    """The forward of every layer, with its graph or without; equal ones share a run, if it reads nothing of others."""
-    made = (torch.empty(tensor.shape(samples, lengths), dtype=tensor.dtype, device=device) for tensor in inputs)
-    value, in_tuple = tuple(in_layout(tensor, memory_format) for tensor in made), False
-    known: dict[Hashable, _Run] = {}
-    runs: list[_Run] = []
-    owners = _Owners(layers, left)
-    for at, layer in enumerate(layers):
-        owners.between.update(map(storage_of, value))
-        closing = loss if at == len(layers) - 1 else None
-        key = (layer.kind, closing is not None, in_tuple, _described_inputs(value))
-        if key not in known or known[key].foreign:
-            known[key] = _run(layer, value, in_tuple, graph, closing, memory_format, computed_in, fuses, owners)
-        runs.append(known[key])
-        value, in_tuple = known[key].outputs, known[key].in_tuple
-    return runs
+@dataclass(frozen=True)
+class _Tracer:
+    """Runs all layers of a model forward, without computing anything.
+
+    `inputs` describe what the first layer gets; images lie in `memory_format`; layers compute with numbers of the type
+    `computed_in` where autocast has it so; `fuses` says when attention is one kernel. `left` are the names of
+    parameters, by storages that they have left since the model was built.
+    """
+
+    layers: Sequence[_Layer]
+    inputs: Boundary
+    memory_format: torch.memory_format
+    computed_in: torch.dtype | None = None
+    fuses: Fuses = cpu_fuses
+    left: Mapping[int, str] = field(default_factory=dict)
+
+    def trace(
+        self, device: str, samples: int, lengths: Sequence[int], *, graph: bool = False, loss: Loss | None = None
+    ) -> list[_Run]:
+        """The forward of every layer, with its graph or without; equal ones share a run, if it reads nothing of
+        others. `loss` counts as part of the last layer."""
+        made = (
+            torch.empty(tensor.shape(samples, lengths), dtype=tensor.dtype, device=device) for tensor in self.inputs
+        )
+        value, in_tuple = tuple(in_layout(tensor, self.memory_format) for tensor in made), False
+        known: dict[Hashable, _Run] = {}
+        runs: list[_Run] = []
+        owners = _Owners(self.layers, self.left)
+        for layer in self.layers:
+            owners.between.update(map(storage_of, value))
+            closing = loss if layer is self.layers[-1] else None
+            key = (layer.kind, closing is not None, in_tuple, _described_inputs(value))
+            if key not in known or known[key].foreign:
+                given = tuple(tensor.detach().requires_grad_(graph and tensor.requires_grad) for tensor in value)
+                known[key] = self._run(layer, given, in_tuple, graph, closing, owners)
+            runs.append(known[key])
+            value, in_tuple = known[key].outputs, known[key].in_tuple
+        return runs
+
+    def _run(
+        self, layer: _Layer, inputs: Tensors, in_tuple: bool, graph: bool, loss: Loss | None, owners: _Owners
+    ) -> _Run:
+        own = {storage_of(tensor) for tensor in (*layer.module.parameters(), *layer.module.buffers())}
+        saved = StorageBytes(own, inputs)
+        closed: torch.Tensor | None = None
+        reads = Reads()
+        counter = OperationCounter(reads)
+        with torch.set_grad_enabled(graph), counter, AttentionKernels(self.fuses), counting_saved(saved):
+            try:
+                with autocast(inputs[0].device, self.computed_in):
+                    returned = traced_call(layer.name, layer.module, inputs, in_tuple, watched=graph)
+                reads.add(as_tuple(returned))
+            finally:  # where both raise, the layer fails because of a tensor that it should not read
+                foreign = owners.foreign(layer.name, reads.tensors, own.union(map(storage_of, inputs)))
+            outputs = tuple(in_layout(tensor, self.memory_format) for tensor in as_tuple(returned))
+            if loss is not None:
+                closed = loss(outputs)
+        saved.leave_out(map(storage_of, foreign.values()))
+        return _Run(
+            layer.module,
+            foreign,
+            inputs,
+            outputs,
+            in_tuple=not isinstance(returned, torch.Tensor),
+            loss=closed,
+            by_kind=counter.by_kind,
+            saved=_described_memory(saved, list(map(byte_range, (*inputs, *outputs))), len(inputs)),
+        )
 
 
 def _described_inputs(value: Tensors) -> Hashable:
@@ -362,48 +402,7 @@ def _described_inputs(value: Tensors) -> Hashable:
     )
 
 
-def _run(
-    layer: _Layer,
-    value: Tensors,
-    in_tuple: bool,
-    graph: bool,
-    loss: Loss | None,
-    memory_format: torch.memory_format,
-    computed_in: torch.dtype | None,
-    fuses: Fuses,
-    owners: _Owners,
-) -> _Run:
-    inputs = tuple(tensor.detach().requires_grad_(graph and tensor.requires_grad) for tensor in value)
-    own = {storage_of(tensor) for tensor in (*layer.module.parameters(), *layer.module.buffers())}
-    saved = StorageBytes(own, inputs)
-
-    closed: torch.Tensor | None = None
-    reads = Reads()
-    counter = OperationCounter(reads)
-    with torch.set_grad_enabled(graph), counter, AttentionKernels(fuses), counting_saved(saved):
-        try:
-            with autocast(value[0].device, computed_in):
-                returned = traced_call(layer.name, layer.module, inputs, in_tuple, watched=graph)
-            reads.add(as_tuple(returned))
-        finally:  # where both raise, the layer fails because of a tensor that it should not read
-            foreign = owners.foreign(layer.name, reads.tensors, own.union(map(storage_of, inputs)))
-        outputs = tuple(in_layout(tensor, memory_format) for tensor in as_tuple(returned))
-        if loss is not None:
-            closed = loss(outputs)
-    saved.leave_out(map(storage_of, foreign.values()))
-    return _Run(
-        layer.module,
-        foreign,
-        inputs,
-        outputs,
-        in_tuple=not isinstance(returned, torch.Tensor),
-        loss=closed,
-        by_kind=counter.by_kind,
-        saved=_described_memory(saved, list(map(byte_range, (*inputs, *outputs))), len(inputs)),
-    )
-
-
-def _described_memory(kept: StorageBytes, spans: Sequence[ByteRange | None], given: int) -> Saved:
+def _described_memory(kept: StorageBytes, spans: Sequence[ByteRange | None], given: int) -> KeptMemory:
     """What is `kept`, with the tensors that come in and go out told apart: `spans` are their memory, of which the first
     `given` come in; None: one that is not there, or new."""
     same_memory = [  # of each that goes out: the first tensor before it whose memory it is
@@ -414,7 +413,7 @@ def _described_memory(kept: StorageBytes, spans: Sequence[ByteRange | None], giv
     across = {i: span for i, span in enumerate(spans) if span and new[i] and kept.meets(span)}
     crossing = StorageBytes()
     crossing.add_ranges(across.values())
-    return Saved(tuple(across), max(0, kept.bytes - crossing.bytes), same_memory=tuple(same_memory))
+    return KeptMemory(tuple(across), max(0, kept.bytes - crossing.bytes), same_memory=tuple(same_memory))
 
 
 def _trace_backward(
@@ -536,7 +535,7 @@ def _cost(
     )
 
 
-def _saved(small: Saved, large: Saved) -> Saved:
+def _saved(small: KeptMemory, large: KeptMemory) -> KeptMemory:
     first, second = _TRACED_SIZES
     per_sample_bytes = (large.base_bytes - small.base_bytes) // (second - first)
     return replace(small, base_bytes=small.base_bytes - per_sample_bytes * first, per_sample_bytes=per_sample_bytes)

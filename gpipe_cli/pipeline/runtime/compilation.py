@@ -15,7 +15,7 @@ Departs from the paper, where XLA compiles the whole program.
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -27,7 +27,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.pipeline.runtime.boundary import as_tuple
-from gpipe_cli.pipeline.runtime.deferred_batch_norm import BatchStatistics
+from gpipe_cli.pipeline.runtime.deferred_batch_norm import BatchStatistics, put_back, redirect, tracking_norms
 
 _UNLIMITED = 1 << 30  # torch would otherwise give up after eight kinds of layers, and run the others as they are
 _MOST_AGAIN = 4  # times that a layer is compiled again: for what needs a gradient or does not, and the like
@@ -76,14 +76,10 @@ def refuse_missing(device: torch.device) -> None:
         raise _refused("there is no C++ compiler here, which code of CPUs needs; install g++, or say CXX=...") from None
 
 
-def compile_layers(module: nn.Sequential, statistics: BatchStatistics, norms: Sequence[_BatchNorm]) -> None:
-    """Have every layer of `module` run compiled while the module is in training mode.
-
-    `norms` are its batch norms in the order in which they have been registered with `statistics`.
-    """
-    numbers = {norm: number for number, norm in enumerate(norms)}
-    for norm in norms:
-        del vars(norm)["forward"]  # a deferred one, which writes where a compiled layer cannot see it
+def compile_layers(module: nn.Sequential, statistics: BatchStatistics) -> None:
+    """Have every layer of `module` run compiled while the module is in training mode; its batch norms write to
+    `statistics`. Raises InputError as `tracking_norms` does."""
+    numbers = {norm: statistics.register(norm) for norm in tracking_norms(module)}
     for name, layer in module.named_children():
         if "forward" in vars(layer):
             raise _refused(f"layer {name} has a forward of its own, as an attribute of the object; give it a class")
@@ -139,18 +135,12 @@ class _CompiledForward:
     def _tracking_apart(self) -> Iterator[None]:
         """Inside, norms in training mode write mean and unbiased variance of the micro-batch into memory of their
         own."""
-        active = [norm for norm in self._norms if norm.training]
-        before = [(norm._buffers.copy(), norm.momentum) for norm in active]
-        for norm in active:
-            mean, variance = self._moments[norm]
-            norm._buffers.update(running_mean=mean, running_var=variance, num_batches_tracked=None)
-            vars(norm)["momentum"] = 1.0
+        before = {norm: redirect(norm, *self._moments[norm]) for norm in self._norms if norm.training}
         try:
             yield
         finally:
-            for norm, (buffers, momentum) in zip(active, before, strict=True):
-                norm._buffers.update(buffers)
-                vars(norm)["momentum"] = momentum
+            for norm, tracked in before.items():
+                put_back(norm, tracked)
 
     @torch.no_grad()
     def _look(self, value: Any) -> dict[_BatchNorm, int]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -213,8 +213,19 @@ def defer_batch_norms(module: nn.Module, statistics: BatchStatistics) -> list[_B
     """Have every batch norm below `module` that tracks statistics write them to `statistics`; returns these norms.
 
     A norm stays the object that it is, with its parameters, hooks and whatever its class does besides normalizing: only
-    where its forward reads and writes statistics is changed. That needs a forward whose use of statistics is known.
-    Raises InputError, one line, for a norm with any other forward.
+    where its forward reads and writes statistics is changed. Raises InputError as `tracking_norms` does.
+    """
+    norms = tracking_norms(module)
+    for norm in norms:
+        vars(norm)["forward"] = _deferred(norm, statistics)
+    return norms
+
+
+def tracking_norms(module: nn.Module) -> list[_BatchNorm]:
+    """The batch norms below `module` that track statistics.
+
+    To redirect these needs a forward whose use of statistics is known. Raises InputError, one line, for a norm with any
+    other forward, and for two that track the same statistics.
     """
     norms: list[_BatchNorm] = []
     owners: dict[int, str] = {}
@@ -229,7 +240,6 @@ def defer_batch_norms(module: nn.Module, statistics: BatchStatistics) -> list[_B
                 "of micro-batches instead of the mini-batch; use nn.BatchNorm1d, 2d or 3d and do the rest in a module "
                 "around it, or use track_running_stats=False"
             )
-        vars(norm)["forward"] = _deferred(norm, statistics)
         norms.append(norm)
     return norms
 
@@ -257,24 +267,35 @@ def _is_known(norm: _BatchNorm) -> bool:
     return not own and (forward.__module__, forward.__qualname__) in _KNOWN
 
 
+def redirect(norm: _BatchNorm, mean: torch.Tensor | None, variance: torch.Tensor | None) -> tuple[Any, ...]:
+    """Have a norm in training mode write the mean and the unbiased variance of what it is given next to these, (C,)
+    each, or with None nowhere. Returns what `put_back` takes."""
+    buffers, attributes = norm._buffers, vars(norm)
+    before = buffers["running_mean"], buffers["running_var"], buffers["num_batches_tracked"], attributes["momentum"]
+    buffers["running_mean"], buffers["running_var"], buffers["num_batches_tracked"] = mean, variance, None
+    # makes the kernel that normalizes also store the moments of this micro-batch, for free
+    attributes["momentum"] = 1.0
+    return before
+
+
+def put_back(norm: _BatchNorm, before: tuple[Any, ...]) -> None:
+    """Have the norm track its own statistics again."""
+    buffers = norm._buffers
+    buffers["running_mean"], buffers["running_var"], buffers["num_batches_tracked"], vars(norm)["momentum"] = before
+
+
 def _deferred(norm: _BatchNorm, statistics: BatchStatistics) -> Callable[[torch.Tensor], torch.Tensor]:
     """The norm's own forward (N, C, ...) -> the same shape; in training normalized by the micro-batch's moments."""
     forward, index = type(norm).forward, statistics.register(norm)
-    attributes, buffers, channels = vars(norm), norm._buffers, norm.num_features
+    attributes, channels = vars(norm), norm.num_features
 
     def run(input: torch.Tensor) -> torch.Tensor:
         if not attributes["training"]:
             return forward(norm, input)
-        before = buffers["running_mean"], buffers["running_var"], buffers["num_batches_tracked"], attributes["momentum"]
-        buffers["num_batches_tracked"] = None
-        buffers["running_mean"], buffers["running_var"] = statistics.slot(index, input.numel() // channels)
-        # makes the kernel that normalizes also store this micro-batch's mean and unbiased variance, for free
-        attributes["momentum"] = 1.0
+        before = redirect(norm, *statistics.slot(index, input.numel() // channels))
         try:
             return forward(norm, input)
         finally:
-            buffers["running_mean"], buffers["running_var"], buffers["num_batches_tracked"], attributes["momentum"] = (
-                before
-            )
+            put_back(norm, before)
 
     return run

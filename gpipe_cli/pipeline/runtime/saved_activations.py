@@ -16,7 +16,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 
-class SavedBytes:
+class ActivationCounter:
     """Counts, for each micro-batch, the memory behind its inputs, its outputs and what autograd saved for it."""
 
     def __init__(self) -> None:

@@ -29,8 +29,8 @@ from gpipe_cli.pipeline.runtime.deferred_weights import DeferredWeight, backward
 from gpipe_cli.pipeline.runtime.frozen import set_training
 from gpipe_cli.pipeline.runtime.layer_call import call, shapes_of
 from gpipe_cli.pipeline.runtime.precision import autocast
-from gpipe_cli.pipeline.runtime.randomness import mix, seed_generator
-from gpipe_cli.pipeline.runtime.saved_activations import SavedBytes
+from gpipe_cli.pipeline.runtime.randomness import seed_layer
+from gpipe_cli.pipeline.runtime.saved_activations import ActivationCounter
 from gpipe_cli.pipeline.schedule.schedules import Retain
 
 
@@ -46,7 +46,9 @@ class Objective(Protocol):
 
 
 @dataclass
-class _Saved:
+class _InFlight:
+    """What is kept of a micro-batch between its forward and its backward."""
+
     inputs: Tensors
     # where the backward starts, for each output, once there is a graph; None: no gradient comes back
     roots: tuple[GradientEdge | None, ...] | None = None
@@ -92,14 +94,15 @@ class Stage:
         self.statistics = BatchStatistics()
         self._run_seed, self._step, self._first_micro_batch = run_seed, 0, 0
         self._objective: Objective | None = None
-        self._saved: dict[int, _Saved] = {}
+        self._saved: dict[int, _InFlight] = {}
         self._deferred: dict[int, list[DeferredWeight]] = {}
-        self._saved_bytes: SavedBytes | None = None
+        self._counter: ActivationCounter | None = None
         self.compiled = compiled
-        norms = defer_batch_norms(module, self.statistics)
         if compiled:
             refuse_missing(device)
-            compile_layers(module, self.statistics, norms)
+            compile_layers(module, self.statistics)
+        else:
+            defer_batch_norms(module, self.statistics)
         self._layers = list(module.named_children())
         self.needs_backward = any(tensor.has_gradient for tensor in inputs) or any(
             parameter.requires_grad for parameter in module.parameters()
@@ -111,17 +114,17 @@ class Stage:
 
     def count_saved(self, on: bool) -> None:
         """Count the bytes that are kept between forward and backward, from the next step on; or stop counting."""
-        self._saved_bytes = SavedBytes() if on else None
+        self._counter = ActivationCounter() if on else None
 
     @property
     def peak_saved_bytes(self) -> int:
         """The most bytes held at once for micro-batches in flight since the step began; 0 if they are not counted."""
-        return 0 if self._saved_bytes is None else self._saved_bytes.peak_bytes
+        return 0 if self._counter is None else self._counter.peak_bytes
 
     @property
     def saved_bytes(self) -> int:
         """The bytes held now; 0 if they are not counted."""
-        return 0 if self._saved_bytes is None else self._saved_bytes.bytes
+        return 0 if self._counter is None else self._counter.bytes
 
     def begin_step(self, step: int, objective: Objective | None, first_micro_batch: int = 0) -> None:
         """Before the first action of a mini-batch; `step` counts mini-batches over the whole run. It enters the seeds,
@@ -130,8 +133,8 @@ class Stage:
         assert not self._saved, "a step begins with nothing saved"
         assert not self._deferred, "a step begins with no gradients to compute"
         self._step, self._first_micro_batch, self._objective = step, first_micro_batch, objective
-        if self._saved_bytes is not None:
-            self._saved_bytes.begin_step([*self.module.parameters(), *self.module.buffers()])
+        if self._counter is not None:
+            self._counter.begin_step([*self.module.parameters(), *self.module.buffers()])
 
     def forward(self, micro_batch: int, inputs: Tensors, keep: Retain) -> Tensors:
         """F: run the layers. What is kept for the backward depends on `keep`. Returns what the next stage needs."""
@@ -148,9 +151,9 @@ class Stage:
         finally:
             self.statistics.close()
         if graph:
-            self._keep(micro_batch, _Saved(leaves, _roots(closed)))
+            self._keep(micro_batch, _InFlight(leaves, _roots(closed)))
         elif keep is Retain.INPUT:
-            self._keep(micro_batch, _Saved(inputs))
+            self._keep(micro_batch, _InFlight(inputs))
         return outputs
 
     def recompute(self, micro_batch: int) -> None:
@@ -162,7 +165,7 @@ class Stage:
         with torch.enable_grad(), self._recording(micro_batch, Retain.GRAPH, saved.inputs), self._autocast():
             leaves = self._leaves(saved.inputs)
             outputs = self._close(micro_batch, self._run(micro_batch, leaves), observe=False)
-        self._keep(micro_batch, _Saved(leaves, _roots(outputs)))
+        self._keep(micro_batch, _InFlight(leaves, _roots(outputs)))
 
     def backward(self, micro_batch: int, gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         """B: from the gradients of the outputs to those of the inputs; parameters accumulate theirs in `.grad`.
@@ -174,8 +177,8 @@ class Stage:
         saved, roots, given = self._begin_backward(micro_batch, gradients)
         if roots:
             torch.autograd.backward(roots, given)
-        if self._saved_bytes is not None:
-            self._saved_bytes.drop(micro_batch)
+        if self._counter is not None:
+            self._counter.drop(micro_batch)
         return tuple(tensor.grad for tensor in saved.inputs)
 
     def backward_inputs(
@@ -185,7 +188,7 @@ class Stage:
         if not self.needs_backward:
             return (None,) * len(self._inputs)
         saved, roots, given = self._begin_backward(micro_batch, gradients)
-        counted = self._saved_bytes
+        counted = self._counter
         keeps = (lambda gradient: None) if counted is None else partial(counted.hold_gradient, micro_batch)
         deferred = self._deferred[micro_batch] = backward_inputs(roots, given, keeps) if roots else []
         if counted is not None:
@@ -198,12 +201,12 @@ class Stage:
         if not self.needs_backward:
             return
         backward_weights(self._deferred.pop(micro_batch))
-        if self._saved_bytes is not None:
-            self._saved_bytes.drop(micro_batch)
+        if self._counter is not None:
+            self._counter.drop(micro_batch)
 
     def _begin_backward(
         self, micro_batch: int, gradients: Sequence[torch.Tensor | None]
-    ) -> tuple[_Saved, list[GradientEdge], list[torch.Tensor | None]]:
+    ) -> tuple[_InFlight, list[GradientEdge], list[torch.Tensor | None]]:
         """What was saved, where the backward starts, and the gradients there."""
         saved = self._saved.pop(micro_batch)
         assert saved.roots is not None, f"micro-batch {micro_batch} has not been recomputed"
@@ -245,15 +248,15 @@ class Stage:
             self.statistics.commit(of_replicas)
         self._objective = None
 
-    def _keep(self, micro_batch: int, saved: _Saved) -> None:
+    def _keep(self, micro_batch: int, saved: _InFlight) -> None:
         self._saved[micro_batch] = saved
-        if self._saved_bytes is not None:
-            self._saved_bytes.hold(micro_batch, saved.inputs, saved.inputs)
+        if self._counter is not None:
+            self._counter.hold(micro_batch, saved.inputs, saved.inputs)
 
     def _recording(self, micro_batch: int, keep: Retain, inputs: Tensors) -> AbstractContextManager[None]:
-        if self._saved_bytes is None or keep is not Retain.GRAPH:
+        if self._counter is None or keep is not Retain.GRAPH:
             return nullcontext()
-        return self._saved_bytes.recording(micro_batch, inputs, self.statistics.slots)
+        return self._counter.recording(micro_batch, inputs, self.statistics.slots)
 
     def _leaves(self, inputs: Tensors) -> Tensors:
         if not self._inputs:
@@ -272,7 +275,7 @@ class Stage:
             if training:
                 layer_number = self._first_layer + offset
                 place = self._first_micro_batch + micro_batch
-                seed_generator(self.device, mix(self._run_seed, self._step, 0, place, layer_number))
+                seed_layer(self.device, self._run_seed, self._step, place, layer_number)
             try:
                 # in evaluation nothing is kept, so that a layer may change its input
                 returned = call(name, layer, inputs, in_tuple) if training else layer(as_value(inputs, in_tuple))

@@ -10,7 +10,7 @@ from torch import nn
 from gpipe_cli.assembly.build import build_model, real_model
 from gpipe_cli.config.settings import TrainConfig, find_run, load
 from gpipe_cli.config.typed import RefusedError
-from gpipe_cli.pipeline.runtime.randomness import materialize
+from gpipe_cli.pipeline.runtime.initial_weights import materialize
 from gpipe_cli.training.checkpoint.restore import Comparison, check_restorable
 from gpipe_cli.training.checkpoint.store import find_checkpoint, read_index, read_tensors, select
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.profile import tracing
-from gpipe_cli.pipeline.profile.layer_cost import LayerCost, OperationKind, Saved
+from gpipe_cli.pipeline.profile.layer_cost import KeptMemory, LayerCost, OperationKind
 from gpipe_cli.pipeline.profile.tracing import run_shapes, trace_layers
 from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor, as_boundary
 from gpipe_cli.pipeline.runtime.frozen import Frozen, freeze
@@ -191,12 +191,12 @@ class Passes(nn.Module):
 
 def test_whose_memory_outputs_are() -> None:
     costs = trace((4, 3), stem=nn.Linear(3, 3), passes=Passes())
-    assert costs["passes"].saved == Saved((3,), same_memory=(0, 0, None, 3, None))
+    assert costs["passes"].saved == KeptMemory((3,), same_memory=(0, 0, None, 3, None))
 
 
 def test_nothing_is_saved_without_a_backward() -> None:
     costs = trace((20,), training=False, first=nn.Linear(20, 30), tanh=nn.Tanh())
-    assert all(cost.saved == Saved(same_memory=(None,)) for cost in costs.values())
+    assert all(cost.saved == KeptMemory(same_memory=(None,)) for cost in costs.values())
     assert not any(cost.backward.by_kind for cost in costs.values())
     assert not any(tensor.has_gradient for cost in costs.values() for tensor in cost.outputs)
 

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from gpipe_cli.errors import InputError
-from gpipe_cli.pipeline.runtime.randomness import materialize, mix, seed_of_name
+from gpipe_cli.pipeline.runtime.initial_weights import materialize, seed_of_name
+from gpipe_cli.pipeline.runtime.randomness import mix
 
 CPU = torch.device("cpu")
 

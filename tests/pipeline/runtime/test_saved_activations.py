@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from gpipe_cli.data.micro_batches import micro_batch_sizes
-from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory, Halves, LayerCost, Saved, Work
+from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory, Halves, KeptMemory, LayerCost, Work
 from gpipe_cli.pipeline.profile.tracing import trace_layers
 from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor
 from gpipe_cli.pipeline.runtime.saved_activations import StorageBytes, byte_range, storage_of
@@ -127,14 +127,14 @@ def tensor(width: int, has_gradient: bool = True) -> BoundaryTensor:
     return BoundaryTensor((0, width), (1, 0), torch.float32, has_gradient)
 
 
-def layer(outputs: Boundary, saved: Saved, trained: int = 1) -> LayerCost:
+def layer(outputs: Boundary, saved: KeptMemory, trained: int = 1) -> LayerCost:
     return LayerCost("layer", 1, Work(), Work(), outputs, trained=trained, saved=saved)
 
 
 def test_a_tensor_handed_over_twice_is_held_once_by_who_made_it_and_received_twice() -> None:
     costs = [
-        layer((tensor(5), tensor(5)), Saved(same_memory=(None, 1))),
-        layer((tensor(1),), Saved((0, 1), same_memory=(None,))),
+        layer((tensor(5), tensor(5)), KeptMemory(same_memory=(None, 1))),
+        layer((tensor(1),), KeptMemory((0, 1), same_memory=(None,))),
     ]
     memory = ActivationMemory(costs, (tensor(2),), 1)
     assert memory.graph_bytes(0, 1) == 4 * 2, "nobody has saved it yet"
@@ -143,9 +143,9 @@ def test_a_tensor_handed_over_twice_is_held_once_by_who_made_it_and_received_twi
 
 
 def test_a_stage_that_nothing_comes_back_through_holds_nothing() -> None:
-    frozen = [layer((tensor(5, False),), Saved(same_memory=(None,)), trained=0) for _ in range(2)]
-    last = layer((tensor(1),), Saved(same_memory=(None,)))
-    costs = [*frozen, layer((tensor(3),), Saved((0,), 0, 1, (None,))), last]
+    frozen = [layer((tensor(5, False),), KeptMemory(same_memory=(None,)), trained=0) for _ in range(2)]
+    last = layer((tensor(1),), KeptMemory(same_memory=(None,)))
+    costs = [*frozen, layer((tensor(3),), KeptMemory((0,), 0, 1, (None,))), last]
     memory = ActivationMemory(costs, (tensor(2, False),), 1)
     assert memory.graph_bytes(0, 2) == memory.input_bytes(0, 2) == 0
     assert memory.input_bytes(0, 3) == 4 * 2
@@ -156,10 +156,10 @@ def test_between_halves_a_tensor_counts_once_and_a_gradient_where_it_was_kept_fi
     """Both layers multiply what the first one gets; the gradient that comes into the second one goes on to the first
     as it is, and both keep it."""
     passing = Halves(
-        kept_inputs=Saved((0,), 0, 2, (0,)), kept_gradients=Saved((0,), 1, 0, (0,)),
+        kept_inputs=KeptMemory((0,), 0, 2, (0,)), kept_gradients=KeptMemory((0,), 1, 0, (0,)),
     )  # fmt: skip
-    costs = [replace(layer((tensor(5),), Saved()), halves=passing) for _ in range(2)]
-    costs.append(layer((tensor(1),), Saved()))
+    costs = [replace(layer((tensor(5),), KeptMemory()), halves=passing) for _ in range(2)]
+    costs.append(layer((tensor(1),), KeptMemory()))
     memory = ActivationMemory(costs, (tensor(5),), 3)
     whole = 3 * 4 * 5
     assert memory.gradients_bytes(0, 1) == memory.gradients_bytes(1, 2) == whole + 1
