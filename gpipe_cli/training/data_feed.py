@@ -83,7 +83,7 @@ class MiniBatch:
 
 
 def saved_vocabulary(run: Path) -> bytes | None:
-    """What the file of SentencePiece's in the folder of a run holds; None where there is none.
+    """The content of the SentencePiece model in the folder of a run; None where there is none.
 
     Raises InputError if it cannot be read.
     """
@@ -136,8 +136,8 @@ class Data:
             self._readings[training] = Reading(split, batches, loaded)
 
     def reading(self, control: ControlGroup, *, training: bool) -> Reading:
-        """Of the training set or the test set. Called in every process, once they are connected: those without samples
-        are sent the catalogue."""
+        """The training set or the test set as this process reads it. Called in every process once they are connected:
+        those without samples are sent the catalogue."""
         split = None if self._splits is None else self._splits[0 if training else 1]
         known = split.catalogue if split is not None and self._first else None
         catalogue = next(catalogue for catalogue in control.collect(known) if catalogue is not None)
@@ -173,8 +173,8 @@ class Data:
 
 
 def mini_batches(config: TrainConfig, catalogue: Catalogue, *, training: bool, replica: int = 0) -> MiniBatches:
-    """Of a training set; or of a test set, every sample once and in the same order each time. `replica` gets a share
-    of each.
+    """The mini-batches of a training set, or of a test set: there every sample once, and in the same order each time.
+    `replica` gets a share of each mini-batch.
 
     Raises InputError for a training set that is smaller than one mini-batch.
     """
@@ -209,7 +209,7 @@ def refuse_short_last(config: TrainConfig, batches: MiniBatches) -> None:
 
 
 def workers_of(config: TrainConfig) -> int:
-    """Loader processes: what was asked for, or what suits the data set."""
+    """The number of loader processes: as the settings say, or what suits the data set."""
     if config.data_workers is not None:
         return config.data_workers
     if config.task != "classification":

@@ -116,7 +116,7 @@ def _timm_arguments(config: TrainConfig) -> dict[str, Any] | None:
 
 
 def _call(config: ExportConfig, file: Path) -> str:
-    """What reads the file, as one writes it in Python."""
+    """The Python expression that reads the file."""
     arguments = _timm_arguments(config.training)
     match config.format:
         case "onnx":
@@ -161,7 +161,7 @@ def evaluate_file(
 def _program(
     config: TrainConfig, form: Format, file: Path, placement: Placement, device: torch.device
 ) -> tuple[str, Callable[[Tensors], Tensors]]:
-    """The program that has read the file, and its logits for inputs."""
+    """The name of the program that has read the file, and a function from inputs to its logits."""
     if form == "onnx":
         return onnx_program(file, placement.threads)
     arguments = _timm_arguments(config)

@@ -45,12 +45,12 @@ class Milestones:
 
     @property
     def total_steps(self) -> int:
-        """Of all epochs: the learning rate is made for them."""
+        """The steps of all epochs, which the learning rate is made for."""
         return self.config.epochs * self.steps_per_epoch
 
     @property
     def end_step(self) -> int:
-        """The last one."""
+        """The number of the last step."""
         return min(self.total_steps, self.config.max_steps or self.total_steps)
 
     def refuse_finished(self, step: int) -> None:
@@ -72,13 +72,13 @@ class Milestones:
         return self._due(step, every.every_epochs * self.steps_per_epoch, every.every_steps)
 
     def _due(self, step: int, *intervals: int) -> bool:
-        """After the last step, and after each of these numbers of steps, of which 0 is never."""
+        """Whether `step` is the last one, or divided by one of these intervals, of which 0 is never."""
         ends = step == self.end_step or any(every > 0 and step % every == 0 for every in intervals)
         return ends and not self.only_steps
 
 
 def progress_if_complete(config: TrainConfig, folder: Path) -> Progress | None:
-    """That of the run in `folder`, if its last checkpoint is intact and `config` allows no more steps."""
+    """The progress of the run in `folder`, if its last checkpoint is intact and `config` allows no more steps."""
     with suppress(IndexError, DamagedError):
         index = read_index(last := checkpoints_in(folder)[-1])
         if index.progress.step >= Milestones(config, index.progress.steps_per_epoch).end_step:

@@ -107,7 +107,7 @@ def _examples(config: TrainConfig, samples: int, lengths: tuple[int, ...]) -> Te
 
 
 def onnx_program(file: Path | bytes, threads: int) -> tuple[str, Callable[[Tensors], Tensors]]:
-    """onnxruntime by its name, and the outputs of a model for inputs on the CPU."""
+    """The name and version of onnxruntime, and a function from inputs on the CPU to the model's outputs."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()

@@ -246,7 +246,7 @@ def _sum(parts: Sequence[torch.Tensor]) -> Totals:
 
 
 def norms_of(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """Of each gradient, float64, on the device of the first one: nothing is read."""
+    """The norm of each gradient, float64 (P,), on the device of the first one; no GPU is waited for."""
     if not gradients:
         return torch.zeros(0, dtype=torch.float64)
     by_device = groupby(torch._foreach_norm(gradients), key=attrgetter("device"))
@@ -257,7 +257,7 @@ def norms_of(gradients: list[torch.Tensor]) -> torch.Tensor:
 def clip(gradients: list[torch.Tensor], norms: torch.Tensor, largest: float) -> None:
     """Scale all gradients of this process so that the global norm, that of all `norms`, is `largest` at most."""
     norm = global_norm(norms)
-    factor = torch.full_like(norm, largest).div_(norm).clamp_(max=1.0)  # of the device: not read
+    factor = torch.full_like(norm, largest).div_(norm).clamp_(max=1.0)  # stays on the device
     for (device, dtype), group in groupby(gradients, key=attrgetter("device", "dtype")):
         torch._foreach_mul_(list(group), factor.to(device, dtype, non_blocking=True))
 

@@ -189,7 +189,7 @@ def check(
 
 
 def _failed(variant: Variant, error: Exception) -> Row:
-    """The row of a variant whose layers raise `error`, or else it is raised."""
+    """The row of a variant whose layers raise `error`; any other error is raised."""
     if isinstance(error, ChangedInputError):
         return Row(*variant, "fails", layer=error.layer, text=str(error))
     if isinstance(error, ActionFailedError):
@@ -218,7 +218,7 @@ class _Runs:
 
     @cached_property
     def layers(self) -> list[str]:
-        """All of the model, in order."""
+        """The names of all layers of the model, in order."""
         return [name for names in self.placements[max(self.placements)].layer_names for name in names]
 
     def probe_layers(self, variant: Variant) -> LayersProbed:
@@ -362,7 +362,7 @@ class _Runs:
             layer.register_forward_hook(partial(ended, self.layers.index(name), name))
 
     def _digests(self, what: What, tensors: Mapping[str, torch.Tensor | None]) -> Digests:
-        """Of parameters or buffers by name, which begins with that of their layer."""
+        """The digests of parameters or buffers, whose names begin with those of their layers."""
         found = {}
         for name, tensor in tensors.items():
             layer = name.partition(".")[0]
@@ -396,7 +396,7 @@ class _Runs:
         return engine
 
     def _first_mini_batch(self, config: TrainConfig) -> MiniBatch:
-        """In the pieces of a variant."""
+        """The first mini-batch, cut into the micro-batches of a variant."""
         reading = replace(self.reading, batches=self.reading.batches.cut_into(config.micro_batches))
         if reading.loaded is not None and reading.split is not None:
             reading = replace(reading, loaded=LoadedBatches(reading.split, reading.batches, 0, 0, 1, 0))
@@ -431,7 +431,7 @@ def summed_as(order: Schedule) -> str | None:
 
 
 def _gradients(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Copies on the CPU, by parameter."""
+    """Copies of the gradients on the CPU, by the names of their parameters."""
     return {
         name: parameter.grad.cpu().clone(memory_format=torch.contiguous_format)
         for name, parameter in module.named_parameters()

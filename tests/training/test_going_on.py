@@ -146,15 +146,16 @@ def test_a_result_has_the_tests_of_which_a_killed_parent_did_not_hear(
 ) -> None:
     """Its stages have written their checkpoints while it was drawing a picture: result.json is as at the beginning."""
     line = ["train", *TINY, "hardware=cpu", *IN_PROCESS, "epochs=2", "resume=auto", "checkpoint.every_steps=3"]
-    assert command(monkeypatch, *line, f"run_folder={tmp_path / 'whole'}") == 0
-    whole, run = read_result(tmp_path / "whole"), tmp_path / "run"
-    assert (whole["steps"], whole["test"]["step"], whole["best"]["step"]) == (6, 6, 3)
+    run, results = tmp_path / "run", []
     unheard = {"status": "running", "steps": 0, "epochs": 0, "test": None, "best": None}
     for steps in ("max_steps=3", "max_steps=null", "max_steps=null"):  # nothing is left for the last one
         assert command(monkeypatch, *line, steps, f"run_folder={run}") == 0
-        result = read_result(run)
-        write_result(run, result | unheard)
-    assert {key: result[key] for key in unheard} == {key: whole[key] for key in unheard}
+        results.append(read_result(run))
+        write_result(run, results[-1] | unheard)
+    first, second, last = results
+    assert (second["status"], second["steps"], second["epochs"], second["test"]["step"]) == ("completed", 6, 2, 6)
+    assert second["best"] == first["test"], "the better one of step 3, of which the second start was not told"
+    assert {key: last[key] for key in unheard} == {key: second[key] for key in unheard}
 
 
 def test_a_process_that_is_killed_after_the_last_checkpoint_is_not_missed(

@@ -147,7 +147,7 @@ def test_no_process_outlives_a_torchrun_that_is_killed(tmp_path: Path) -> None:
     """torchrun gives each of its processes a session of its own and ends them by itself: killed, it left them training
     until timeout_seconds, or for 15 minutes in the search for its store."""
     folder = tmp_path / "run"
-    settings = [*TINY, "partitions=1", "epochs=10000", "checkpoint.every_epochs=0", "hardware=cpu"]
+    settings = [*TINY, "partitions=1", "epochs=10000", "checkpoint.every_steps=1", "hardware=cpu"]
     with subprocess.Popen(
         [*TORCHRUN, "--nproc-per-node=1", "-m", "gpipe_cli", "train", *settings, f"run_folder={folder}"],
         stdout=subprocess.DEVNULL,
@@ -155,7 +155,7 @@ def test_no_process_outlives_a_torchrun_that_is_killed(tmp_path: Path) -> None:
     ) as program:
         ours: set[int] = set()
         try:
-            wait_until((folder / "timeline.png").exists, 120, "the second step")
+            wait_until((folder / "checkpoints" / "last").exists, 120, "the first checkpoint")
             ours |= processes_of(program.pid)
             assert len(ours) >= 3  # ours, the server that it has started, and the worker
             program.kill()

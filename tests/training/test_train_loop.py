@@ -15,7 +15,7 @@ from gpipe_cli.config.settings import load
 from gpipe_cli.reporting.run.measurement import CONTENDED
 from gpipe_cli.results.files import read_result
 from gpipe_cli.system.machine import usable_cores
-from gpipe_cli.training.checkpoint.store import find_checkpoint, read_index
+from gpipe_cli.training.checkpoint.store import find_checkpoint, read_index, read_tensors
 from gpipe_cli.training.events import Evaluated, StepDone
 from gpipe_cli.training.milestones import Milestones, is_best, score_of, starting_point
 
@@ -61,14 +61,15 @@ def test_what_is_compared_has_everything_in_it(whole: tuple[Path, list[object]])
     assert any(step.gradient_norm > 0.5 for step in steps), "clipping never acted"
 
 
-def test_what_is_switched_on_acts(tmp_path: Path) -> None:
-    """Each of these off, or weaker, gives other weights after two steps."""
-    settings = [*SETTINGS, "partitions=1", "executor=in_process", "max_steps=2"]
-    train_here(configure(*settings), tmp_path / "lively")
+def test_what_is_switched_on_acts(whole: tuple[Path, list[object]], tmp_path: Path) -> None:
+    """Each of these off, or weaker, gives other weights in the first epoch."""
+    settings = [*SETTINGS, "partitions=1", "executor=in_process", "max_steps=3"]
+    lively = whole[0] / "checkpoints" / "step_00000003"
+    expected = read_tensors(lively, read_index(lively).layers, ("model", "optimizer", "ema"))
     for change in ("model.dropout=0", "model.drop_path=0", "dataset.augmentation.shift=0", "ema_decay=0.1"):
         train_here(configure(*settings, change), tmp_path / change)
         with pytest.raises(AssertionError, match="differ"):
-            assert_same_tensors(final_tensors(tmp_path / change), final_tensors(tmp_path / "lively"))
+            assert_same_tensors(final_tensors(tmp_path / change), expected)
 
 
 def test_three_partitions_in_one_process_make_the_same_run(whole: tuple[Path, list[object]], tmp_path: Path) -> None:
@@ -121,15 +122,12 @@ def test_a_resumed_run_ends_with_the_same_bits(
 
 
 def test_all_schedules_that_sum_upwards_make_the_same_run(tmp_path: Path) -> None:
-    """Two stages that are not neighbours in one process, and in each of two; stopped inside an epoch, and gone on with
-    another cut, other processes and backwards in two halves. Numbers and evaluations are the same, too."""
+    """Two stages that are not neighbours in each of two processes; stopped inside an epoch, and gone on with another
+    cut, other processes and backwards in two halves. The evaluation is the same, too."""
     one = [*SETTINGS, "schedule=1f1b", "partitions=1", "executor=in_process"]
     expected = train_here(configure(*one), tmp_path / "whole")
     whole = final_tensors(tmp_path / "whole")
     interleaved = [*SETTINGS, "schedule=interleaved", "partitions=4", "stages_per_process=2"]
-    found = train_here(configure(*interleaved, "executor=in_process"), tmp_path / "together")
-    assert_same_tensors(final_tensors(tmp_path / "together"), whole)
-    assert of_type(found, Evaluated) == of_type(expected, Evaluated)
     first, second = tmp_path / "first", tmp_path / "second"
     assert program("train", *interleaved, "executor=distributed", "max_steps=2", f"run_folder={first}") == 0
     assert [part["process"] for part in read_result(first)["partitions"]] == [0, 1, 0, 1]

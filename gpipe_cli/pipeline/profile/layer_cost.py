@@ -67,7 +67,7 @@ class Work:
 
     @property
     def flops(self) -> float:
-        """Of one sample."""
+        """FLOPs for one sample."""
         return sum(each.flops for each in self.by_kind.values())
 
 
@@ -104,7 +104,7 @@ class LayerCost:
 
     @property
     def flops(self) -> float:
-        """Of one sample, forward and backward."""
+        """FLOPs for one sample, forward and backward."""
         return self.forward.flops + self.backward.flops
 
 
@@ -203,7 +203,7 @@ class _KeptBytes:
         self._crossing = np.array(rows, dtype=np.int64).reshape(len(rows), width, 2)
 
     def of(self, first: Layers, end: Layers) -> NDArray[np.int64]:
-        """Of layers `first` to `end - 1`."""
+        """The bytes that layers `first` to `end - 1` keep."""
         sizes, keepers = self._crossing[first, :, 0], self._crossing[first, :, 1]
         crossing = (sizes * (keepers < np.asarray(end)[..., None])).sum(axis=-1)
         kept: NDArray[np.int64] = self._charged[end] - self._charged[first] + crossing

@@ -213,7 +213,7 @@ class _Seen:
         return self._device.type == "cuda"
 
     def _generators(self) -> torch.Tensor:
-        """The states of torch's own: a layer on a GPU may draw on the CPU, too."""
+        """The states of torch's own generators: a layer on a GPU may draw on the CPU, too."""
         on_gpu = [torch.cuda.get_rng_state(self._device)] if self._on_gpu else []
         return torch.cat([torch.get_rng_state(), *on_gpu])
 
@@ -264,7 +264,7 @@ def _attributes(layer: nn.Module) -> dict[str, Any]:
 
 
 def _copied(value: Any, depth: int = _DEEPEST) -> Any:
-    """Of tensors, arrays and Python's own containers of them; an object of another type is its own copy."""
+    """A copy of tensors, arrays and Python's own containers of these; any other object is returned as it is."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone() if _is_plain(value) else value
     if isinstance(value, np.ndarray):
@@ -285,7 +285,7 @@ def _copied(value: Any, depth: int = _DEEPEST) -> Any:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Of two such copies. What is no data is the same if it is one object."""
+    """Whether two such copies are equal. What is no data is equal if it is one object."""
     if one is other or type(one) is not type(other):
         return one is other
     match one:
@@ -307,6 +307,6 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _other_generators() -> dict[str, bytes]:
-    """The states of those that torch does not rule, and that no stage seeds."""
+    """The states of the generators that torch does not control and no stage seeds."""
     states = {"Python's random module": random.getstate(), "numpy.random": np.random.get_state(legacy=True)}
     return {source: pickle.dumps(state) for source, state in states.items()}

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpipe_cli.pipeline.runtime.saved_activations import storage_of
 
-# They ask for a shape, a type or a device; the argument of the first one has just been made of Python's numbers.
+# These ask for a shape, a type or a device; `lift_fresh` gets a tensor just made from Python's numbers.
 _READ_NOTHING = (
     torch.ops.aten.lift_fresh.default,
     torch.ops.aten.empty_like.default,
@@ -23,7 +23,7 @@ _READ_NOTHING = (
 
 
 class Reads(TorchDispatchMode):
-    """Inside, operations are looked at: of each storage that they read and that was there before, `tensors` has one."""
+    """Inside, `tensors` collects one tensor of each storage that operations read and did not make themselves."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Reads(TorchDispatchMode):
         return result
 
     def begins(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """An operation, also one that another mode looks at, too."""
+        """Called before an operation; another mode that sees the operations may call it in place of this one."""
         if func not in _READ_NOTHING:
             self.add(_tensors_in((args, *kwargs.values())))
 
@@ -57,7 +57,7 @@ class Reads(TorchDispatchMode):
 
 
 def _tensors_in(values: Any) -> Iterator[torch.Tensor]:
-    """Sparse ones are left out, as they have no storage."""
+    """The tensors in nested tuples and lists; sparse ones are left out, as they have no storage."""
     if isinstance(values, torch.Tensor):
         if values.layout is torch.strided:
             yield values

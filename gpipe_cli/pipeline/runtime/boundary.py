@@ -59,7 +59,7 @@ def as_tuple(value: torch.Tensor | Sequence[torch.Tensor]) -> Tensors:
 
 
 def as_value(tensors: Tensors, in_tuple: bool = False) -> torch.Tensor | Tensors:
-    """The argument of the next layer: a single tensor alone, unless it came `in_tuple`; several as a tuple."""
+    """What the next layer is called with: a single tensor as it is, unless it came `in_tuple`; several as a tuple."""
     return tensors[0] if len(tensors) == 1 and not in_tuple else tensors
 
 

@@ -1,13 +1,13 @@
 """The backward of a micro-batch in two halves: gradients of the inputs (I), and later those of weights (W).
 
-The stage before waits for the former only, so a schedule can do W where it would be idle. Departs from the paper, whose
-backward is one; the split is that of zero-bubble pipelines (Qi et al. 2023, arXiv:2401.10241).
+The stage before waits for the gradients of the inputs only, so a schedule can do W where it would be idle. Departs from
+the paper, whose backward is one; the split is that of zero-bubble pipelines (Qi et al. 2023, arXiv:2401.10241).
 
-No layer is changed for it. What autograd has recorded is looked through for convolutions and products of matrices with
-a weight that nothing else uses. In I they compute the gradient of their input only; their input and the gradient of
-their output are kept. W computes from these what autograd would have, by the same calls, and hands it to autograd,
-which casts it, calls hooks and adds it to `.grad`: I and W give the bits of B. All else (batch norm, embeddings, tied
-or parametrized weights, compiled layers, functions of users) is done in I, by autograd as ever.
+No layer is changed for this. The graph that autograd has recorded is searched for convolutions and products of
+matrices with a weight that nothing else uses. In I they compute the gradient of their input only; their input and the
+gradient of their output are kept. W computes from these what autograd would have, by the same calls, and hands it to
+autograd, which casts it, calls hooks and adds it to `.grad`: I and W give the bits of B. All else (batch norm,
+embeddings, tied or parametrized weights, compiled layers, functions of users) is done in I, by autograd as ever.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -30,10 +30,10 @@ _RUNS_A_BACKWARD = "CheckpointFunctionBackward"  # and torch refuses it where on
 class DeferredWeight:
     """A convolution or a product of matrices; the gradients of its weight and its bias are still to be computed."""
 
-    edges: Sequence[GradientEdge]  # where they go
-    compute: Compute  # them, from the two tensors that are kept
+    edges: Sequence[GradientEdge]  # where autograd wants these gradients
+    compute: Compute  # computes these gradients from `input` and `gradient`
     input: torch.Tensor
-    gradient: torch.Tensor | None = None  # of the output
+    gradient: torch.Tensor | None = None  # of the output, once I has computed it
 
     @property
     def kept(self) -> Sequence[torch.Tensor]:
@@ -48,10 +48,10 @@ def backward_inputs(
     tied: Collection[torch.Tensor] = (),
     retain_graph: bool = False,
 ) -> list[DeferredWeight]:
-    """I: `torch.autograd.backward`, but for the weights that are returned, in the order in which it comes to them.
+    """I: `torch.autograd.backward`, but for the weights that are returned, in the order in which autograd reaches them.
 
-    `keeps` is called with the gradient of each one's output, as soon as it is kept. `tied` are weights that are used
-    elsewhere, too, than before `roots`.
+    `keeps` is called with the gradient of the output of each of these products, as soon as that is kept. `tied` are
+    weights that are also used outside the graph of `roots`.
     """
     elsewhere = [get_gradient_edge(weight).node for weight in tied]
     found, leaves = _look_through([root.node for root in roots], elsewhere)
@@ -76,7 +76,7 @@ def backward_inputs(
 
 
 def backward_weights(deferred: list[DeferredWeight]) -> None:
-    """W: add to the gradients of the weights. The list is empty afterwards, and nothing is kept any more."""
+    """W: compute the gradients of the deferred weights and add them to `.grad`. Empties the list."""
     deferred.reverse()
     while deferred:
         weight = deferred.pop()
@@ -132,7 +132,7 @@ _Product: TypeAlias = tuple[Sequence[int], torch.Tensor, Compute]
 
 
 def _convolution(node: Any, weights: Sequence[Node | None]) -> _Product | None:
-    """Of input, weight and bias. The gradients of the latter two come from one kernel, so both wait or none."""
+    """A convolution: the gradients of its weight and its bias come from one kernel, so both wait or none."""
     bias = node.next_functions[2][0] is not None
     if weights[1] is None or (bias and weights[2] is None):
         return None
@@ -164,7 +164,7 @@ def _convolution_weights(
 
 
 def _product_and_sum(node: Any, weights: Sequence[Node | None]) -> _Product | None:
-    """Of a bias that is added, input and weight."""
+    """A bias plus the product of input and weight."""
     if weights[2] is None or node._saved_alpha != 1 or node._saved_beta != 1:
         return None
     shape = None if weights[0] is None else node.next_functions[0][0]._input_metadata[0].shape
@@ -173,7 +173,7 @@ def _product_and_sum(node: Any, weights: Sequence[Node | None]) -> _Product | No
 
 
 def _product(node: Any, weights: Sequence[Node | None]) -> _Product | None:
-    """Of input and weight."""
+    """The product of input and weight."""
     if weights[1] is None:
         return None
     compute = partial(_product_weights, node._saved_mat2_sym_sizes, node._saved_mat2_sym_strides, None)
@@ -187,8 +187,8 @@ def _product_weights(
     input: torch.Tensor,
     gradient: torch.Tensor,
 ) -> Sequence[torch.Tensor]:
-    """In the order of factors that torch takes for a weight that lies so in memory (`mm_mat2_grad` in
-    torch/csrc/autograd/FunctionsManual.cpp)."""
+    """The gradients of weight and bias. Factors are in the order that torch takes for a weight that lies so in memory
+    (`mm_mat2_grad` in torch/csrc/autograd/FunctionsManual.cpp)."""
     if strides[0] == 1 and strides[1] == sizes[0]:
         weight = gradient.t().mm(input.conj()).t()
     else:

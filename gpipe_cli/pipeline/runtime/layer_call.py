@@ -26,7 +26,7 @@ class ChangedInputError(InputError):
 
 
 def call(name: str, layer: Callable[[Any], Any], inputs: Tensors, in_tuple: bool) -> Any:
-    """Raises ChangedInputError, and whatever the layer raises."""
+    """Run a layer, and return what it returns. Raises ChangedInputError, and whatever the layer raises."""
     versions = [tensor._version for tensor in inputs]
     try:
         returned = layer(as_value(inputs, in_tuple))

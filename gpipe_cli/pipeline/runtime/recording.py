@@ -23,7 +23,7 @@ _ANCHOR_STEPS = 50  # a GPU's clock is compared with the host's this often: thei
 
 
 class HostClock:
-    """A CPU's: work is done when the call returns."""
+    """Marks moments of a CPU, whose work is done when the call returns."""
 
     now = staticmethod(time.perf_counter)
     # How long the calling thread has had a core so far. It computes; with more threads, those of OpenMP wait for each
@@ -43,7 +43,7 @@ class HostClock:
 
 
 class StreamClock:
-    """A GPU's: work is only launched, so events are put between it.
+    """Marks moments of a GPU: work is only launched, so events are recorded between its kernels.
 
     Events tell the time since another event, in float32: so each step has an event of its own to count from, and that
     counts from the step before. The others are used again: marks of a step are read before the next but one begins.

@@ -42,7 +42,7 @@ class Replicas:
         self._buckets: list[_Bucket] = []
 
     def gather(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-        """The same tensor of all replicas."""
+        """This tensor from every replica, in the order of the replicas."""
         parts = [torch.empty_like(tensor) for _ in range(self._size)]
         with self._waiting():
             dist.all_gather(parts, tensor, group=self._group)
@@ -65,7 +65,7 @@ class Replicas:
                 self._buckets.append(_Bucket(bucket, own, received, work))
 
     def finish(self) -> None:
-        """Wait until the gradients of all stages that were begun are those of the mini-batch."""
+        """Wait until the gradients that `begin` was given are summed over all replicas."""
         gathered: list[Any] = []
         for bucket in self._buckets:
             with self._waiting():

@@ -31,7 +31,8 @@ class ActivationCounter:
         return sum(held.bytes for held in (*self._held.values(), *self._gradients.values()))
 
     def begin_step(self, static: Iterable[torch.Tensor]) -> None:
-        """Begin anew. `static` tensors are not counted: parameters, buffers, and what else outlives a micro-batch."""
+        """Forget all counts. From here on `static` tensors are not counted: parameters, buffers, and whatever else
+        outlives a micro-batch."""
         self._held.clear()
         self._gradients.clear()
         self.peak_bytes = 0
@@ -57,7 +58,7 @@ class ActivationCounter:
         self._add(self._gradients, micro_batch, (gradient,), ())
 
     def drop(self, micro_batch: int) -> None:
-        """Its backward has ended."""
+        """Stop counting a micro-batch, as its backward has ended."""
         self._held.pop(micro_batch, None)
         self._gradients.pop(micro_batch, None)
 
@@ -141,7 +142,7 @@ class StorageBytes:
             self.bytes += span.bytes
 
     def leave_out(self, storages: Iterable[int]) -> None:
-        """As if they had been left out from the beginning."""
+        """Stop counting these storages, as if `without` had named them."""
         for storage in storages:
             if (span := self._ranges.pop(storage, None)) is not None:
                 self.bytes -= span.bytes

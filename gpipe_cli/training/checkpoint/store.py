@@ -105,7 +105,7 @@ def checkpoints_in(run_folder: Path) -> list[Path]:
 
 
 def step_of(checkpoint: Path) -> int:
-    """Steps that were done when it was written."""
+    """The number of steps that were done when the checkpoint was written."""
     return int(checkpoint.name.removeprefix(_PREFIX))
 
 
@@ -308,7 +308,7 @@ def _link_or_copy(source: str, target: str) -> None:
 
 
 def _point(link: Path, target: str) -> None:
-    """`last` and `best`, for people and scripts; replaced in one go."""
+    """Make `link` (`last` or `best`, for people and scripts) point at `target`, atomically."""
     draft = link.with_name(f".{link.name}.writing")
     draft.unlink(missing_ok=True)
     draft.symlink_to(target)
@@ -426,7 +426,7 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def select(tensors: Mapping[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
-    """Those of one kind, without the prefix."""
+    """The tensors of one kind (`model`, `optimizer`, `ema`), without the prefix in their names."""
     return {name.removeprefix(f"{kind}/"): tensor for name, tensor in tensors.items() if _kind(name) == kind}
 
 

@@ -31,7 +31,7 @@ State = dict[str, torch.Tensor]
 
 
 class Snapshot:
-    """Copies of tensors in the CPU's memory, of which the next ones take the place."""
+    """Copies of tensors in the CPU's memory, which the next copies overwrite."""
 
     def __init__(self) -> None:
         self._copies: dict[str, torch.Tensor] = {}
@@ -105,7 +105,7 @@ class CheckpointWriter:
         self._thread.shutdown()
 
     def settle(self) -> None:
-        """Of a process that has failed: the checkpoint that is being written has some seconds to become complete."""
+        """In a process that has failed: give the checkpoint that is being written some seconds to become complete."""
         if self._written is None:
             return
         with self.control.waits(Awaited.LAST_CHECKPOINT):
@@ -150,7 +150,7 @@ class CheckpointWriter:
             self._work = self._thread.submit(_why_not, complete)
 
     def _part(self, draft: Path, process: int) -> store.Part:
-        """What a process has written, once it has. Raises CheckpointError if one cannot."""
+        """Wait for what a process writes, and return it. Raises CheckpointError if a process cannot write its part."""
         while (part := store.read_part(draft, process)) is None:
             if self._writing.result() is not None or self._given_up.wait(_LOOKS_SECONDS):
                 raise store.CheckpointError("a part of it is missing")
@@ -175,7 +175,7 @@ class CheckpointWriter:
             self.report(events.CheckpointAwaited(step, awaited.step, seconds))
 
     def _look(self, *, last: bool) -> None:
-        """Whether all processes are done with the checkpoint that is being written, and whether one cannot."""
+        """Learn whether all processes are done with the checkpoint, or one of them cannot write its part."""
         progress = self._written
         assert progress is not None
         ended = self._work.done()

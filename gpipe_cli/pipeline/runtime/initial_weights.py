@@ -1,0 +1,74 @@
+"""Initial weights that do not know how the model was cut: those of a layer come from the run's seed and the layer's
+global name. A peer that seeds once per process starts with other weights for every number of partitions.
+"""
+
+import hashlib
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from gpipe_cli.errors import InputError
+from gpipe_cli.pipeline.runtime.randomness import mix, seed_generator
+
+NO_VALUES = (
+    "has no values, as it was kept from a call on the meta device (by functools.cache, or in a global variable); make "
+    "all tensors and modules anew in every call"
+)
+
+
+def seed_of_name(run_seed: int, name: str) -> int:
+    """The seed of a layer's initial weights: from its global name alone, so that weights do not depend on the cut."""
+    return mix(run_seed, int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little"))
+
+
+def materialize(
+    model: nn.Sequential,
+    first_layer: int,
+    layers: int,
+    *,
+    run_seed: int,
+    device: torch.device,
+    whole: Callable[[], nn.Sequential] | None = None,
+) -> nn.Sequential:
+    """`layers` layers of `model` from number `first_layer` on, initialised, on `device`, under their global names.
+
+    `model` is on the meta device: a process gives memory and weights to its own layers only. Initial values are drawn
+    on the CPU, so that they are the same on every kind of device. A model whose layers cannot initialise themselves is
+    built by `whole` instead, with all of its values and from the run's seed, and the layers are taken from that. Raises
+    InputError for a layer that cannot initialise itself, or was not built anew.
+    """
+    if whole is not None:
+        model = built_whole(whole, run_seed)
+    stage = nn.Sequential()
+    for name, layer in list(model.named_children())[first_layer : first_layer + layers]:
+        if whole is None:
+            layer.to_empty(device="cpu")
+            seed_generator(torch.device("cpu"), seed_of_name(run_seed, name))
+            _initialise(name, layer)
+        for path, tensor in (*layer.named_parameters(), *layer.named_buffers()):
+            if tensor.is_meta:
+                raise InputError(f"model.target: {name}.{path} {NO_VALUES}")
+        stage.add_module(name, layer.to(device))
+    return stage
+
+
+def built_whole(whole: Callable[[], nn.Sequential], run_seed: int) -> nn.Sequential:
+    """The model that `whole` builds with all of its values, drawn on the CPU from the run's seed."""
+    seed_generator(torch.device("cpu"), mix(run_seed))
+    return whole()
+
+
+@torch.no_grad()
+def _initialise(name: str, layer: nn.Module) -> None:
+    for path, module in layer.named_modules():
+        if not [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+            continue
+        reset = getattr(module, "reset_parameters", None)
+        if reset is None:
+            where = f"{name}.{path}" if path else name
+            raise InputError(
+                f"layer {where} ({type(module).__name__}) has parameters or buffers but no reset_parameters(); "
+                "give it one that sets them all, so that every process can initialise its own layers alone"
+            )
+        reset()
