@@ -40,7 +40,7 @@ from gpipe_cli.assembly.optimizer import build_optimizer, learning_rate, set_lea
 from gpipe_cli.data.loading import LoadedBatches
 from gpipe_cli.launch.worker import keep_freed_memory
 from gpipe_cli.pipeline.runtime.boundary import as_value
-from gpipe_cli.pipeline.runtime.randomness import materialize
+from gpipe_cli.pipeline.runtime.initial_weights import materialize
 from gpipe_cli.planner.placement import make_placement
 from gpipe_cli.system.forked_call import Fork
 from gpipe_cli.training.data_feed import MiniBatch, Reading, mini_batches
