@@ -121,6 +121,7 @@ def test_what_a_gpu_is_asked_to_do_are_settings(
         (task.args[2] / "watched.json").write_text("{}")
 
     monkeypatch.setattr(acceptance, "run_task", not_run)
+    monkeypatch.setattr(acceptance, "last_tensors", lambda run: {})
     setting = AsOnGpu("cpu", tmp_path)
     for part in (acceptance.check, acceptance.links, acceptance.synchronisations, acceptance.memory,
                  acceptance.resumption, acceptance.prediction):  # fmt: skip

@@ -51,7 +51,7 @@ class Breakdown:
                 Column.of("", heading, [shares.get(name) for name in SHARES], percent, origin=origin, quantity="share")
                 for heading, origin, shares in numbers
             ),
-            Column("here - paper, points", "difference", off),
+            Column("here - paper, points", "difference", off, minuend="here"),
         )
         stages = f"K = {len(planned['stages'])}, M = {planned['micro_batches']}"
         table = Table(f"Where the time of a step goes, {planned['model_name']}, {stages}", columns)

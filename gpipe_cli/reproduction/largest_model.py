@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from gpipe_cli.config.settings import key_of, load_hardware
 from gpipe_cli.config.typed import NothingFitsError
-from gpipe_cli.reporting.tables.table import Column, Table
+from gpipe_cli.reporting.tables.table import Column, Origin, Table
 from gpipe_cli.reproduction.runner import NONE, Findings, Runner, counts, differences, number, numbers
 from gpipe_cli.results.files import read_result
 from gpipe_cli.units import size
@@ -238,28 +238,29 @@ def fullest(plan: Mapping[str, Any]) -> Mapping[str, int]:
 def planned_tables(rows: Sequence[Planned], unit: str, comparable: bool) -> list[Table]:
     names = Column("", cells=[row.size.name for row in rows])
 
-    def compared(heading: str, paper: Sequence[float], *parts: str) -> tuple[Column, Column, Column]:
-        ours = [row.bytes(*parts) / BYTES[unit] for row in rows]
-        return (
-            numbers(f"{heading}, {unit}", "paper", paper, 2),
-            numbers(f"{heading}, {unit}", "planned", ours, 2),
-            differences("planned - paper", ours, paper, comparable),
-        )
+    def gigabytes(heading: str, *parts: str) -> Column:
+        return numbers(f"{heading}, {unit}", "planned", [row.bytes(*parts) / BYTES[unit] for row in rows], 2)
 
-    shares = [100 * row.plan["parameters"] / row.size.parameters for row in rows]
-    theirs, ours, off = compared("weights, optimizer", [row.size.model for row in rows], "weights", "optimizer")
-    whole = [row.bytes("weights", "optimizer", "gradients") / BYTES[unit] for row in rows]
-    activations = compared("activations", [row.size.activations for row in rows], "activations", "workspace")
+    model = numbers(f"weights, optimizer, {unit}", "paper", [row.size.model for row in rows], 2)
+    activations = numbers(f"activations, {unit}", "paper", [row.size.activations for row in rows], 2)
+    own_model = gigabytes("weights, optimizer", "weights", "optimizer")
+    own_activations = gigabytes("activations", "activations", "workspace")
+    percents = [100 * row.plan["parameters"] / row.size.parameters for row in rows]
+    whole = numbers("", "paper", [100.0] * len(rows), 1)
     parameters = [
         names,
         Column("size", cells=[row.size.shown for row in rows]),
         counts("parameters", "paper", [round(row.size.parameters) for row in rows]),
         counts("parameters", "planned", [row.plan["parameters"] for row in rows]),
-        differences("planned - paper, %", shares, [100.0] * len(rows), comparable, 1),
+        differences("planned - paper, %", numbers("parameters", "planned", percents, 1), whole, comparable, 1),
     ]
-    memory = [names, theirs, ours, numbers(f"and gradients, {unit}", "planned", whole, 2), off]
+    memory = [
+        *(names, model, own_model, gigabytes("and gradients", "weights", "optimizer", "gradients")),
+        differences("planned - paper", own_model, model, comparable),
+    ]
     peak = [
-        *(names, *activations),
+        *(names, activations, own_activations),
+        differences("planned - paper", own_activations, activations, comparable),
         Column("fullest stage", "planned", [size(fullest(row.plan)["total_bytes"]) for row in rows]),
         Column("fits", "planned", ["yes" if row.fits else "no" for row in rows]),
     ]
@@ -271,22 +272,30 @@ def planned_tables(rows: Sequence[Planned], unit: str, comparable: bool) -> list
 
 
 def naive_tables(size: Size, rows: Sequence[Naive], unit: str, comparable: bool) -> list[Table]:
-    """The naive model's activations with what the paper may have used: another precision, a smaller N, a compiler. One
-    table, or none if not even one sample fits."""
+    """The naive model's activations under what the paper may have used: another precision, a smaller N, a compiler.
+
+    One table, or none if not even one sample fits.
+    """
     if not rows:
         return []
-    paper = [size.activations] * len(rows)
-    kept, fused = ([getattr(row, key) / BYTES[unit] for row in rows] for key in ("activations", "fused"))
+    paper = numbers("", "paper", [size.activations] * len(rows), 2)
+    kept = numbers("activations", "planned", [row.activations / BYTES[unit] for row in rows], 2)
+    fused = numbers("one tensor for each product", "planned", [row.fused / BYTES[unit] for row in rows], 2)
     columns = [
         Column("precision", cells=[row.precision for row in rows]),
         Column("N", cells=[str(row.samples) for row in rows]),
-        numbers("activations", "planned", kept, 2),
+        kept,
         differences("planned - paper", kept, paper, comparable),
-        numbers("one tensor for each product", "planned", fused, 2),
+        fused,
         differences("one tensor - paper", fused, paper, comparable),
     ]
     open_to = f"by what the paper leaves open (its number is {number(size.activations, 2)})"
     return [Table(f"{size.name}: peak of the activations, {unit}, {open_to}", columns)]
+
+
+def _times(heading: str, origin: Origin, parameters: Sequence[float | None], base: float | None) -> Column:
+    """Parameters relative to ``base``."""
+    return numbers(heading, origin, [one / base if one is not None and base else None for one in parameters], 1)
 
 
 def largest_tables(rows: Sequence[Planned], comparable: bool) -> list[Table]:
@@ -295,16 +304,17 @@ def largest_tables(rows: Sequence[Planned], comparable: bool) -> list[Table]:
     first = next((at for at, found in enumerate(parameters) if found is not None), None)
     if first is None:
         return []
-    paper = [row.size.parameters / rows[first].size.parameters for row in rows]
-    ours = [None if found is None else found / parameters[first] for found in parameters]
+    theirs = [row.size.parameters for row in rows]
+    paper, ours = (
+        _times("times", "paper", theirs, theirs[first]),
+        _times("times", "planned", parameters, parameters[first]),
+    )
     columns = [
         Column("", cells=[row.size.name for row in rows]),
-        counts("parameters", "paper", [round(row.size.parameters) for row in rows]),
+        counts("parameters", "paper", [round(one) for one in theirs]),
         counts("parameters", "planned", parameters),
         Column("size", "planned", [NONE if row.largest is None else shown(row.largest) for row in rows]),
-        numbers("times", "paper", paper, 1),
-        numbers("times", "planned", ours, 1),
-        differences("planned - paper", ours, paper, comparable, 1),
+        *(paper, ours, differences("planned - paper", ours, paper, comparable, 1)),
     ]
     return [Table(f"The largest model that fits, by our count; times: relative to {rows[first].size.name}", columns)]
 
@@ -314,15 +324,13 @@ def trained_tables(sizes: Sequence[Size], rows: Sequence[Trained]) -> list[Table
     if not rows:
         return []
     first, theirs = rows[0], {one.name: one.parameters for one in sizes}
-    naive = theirs.get(first.name)
-    paper = [theirs[row.name] / naive if naive and row.name in theirs else None for row in rows]
     parameters = [row.plan["parameters"] for row in rows]
     columns = [
         Column("", cells=[row.name for row in rows]),
         Column("size", "planned", [shown(row.plan) for row in rows]),
         counts("parameters", "counted", parameters),
-        numbers("times", "paper", paper, 1),
-        numbers("times", "counted", [one / parameters[0] for one in parameters], 1),
+        _times("times", "paper", [theirs.get(row.name) for row in rows], theirs.get(first.name)),
+        _times("times", "counted", parameters, parameters[0]),
         Column("fullest stage", "planned", [size(fullest(row.plan)["total_bytes"]) for row in rows]),
         Column("activations", "planned", [NONE if row.planned is None else size(sum(row.planned)) for row in rows]),
         Column("activations", "counted", [NONE if row.counted is None else size(sum(row.counted)) for row in rows]),

@@ -223,15 +223,14 @@ def difference(ours: float | None, paper: float | None, comparable: bool, digits
     return f"{round(ours - paper, digits) + 0.0:+.{digits}f}"
 
 
-def differences(
-    heading: str, ours: Sequence[float | None], paper: Sequence[float], comparable: bool, digits: int = 2
-) -> Column:
-    """A column with the difference of each row."""
-    cells = [difference(mine, theirs, comparable, digits) for mine, theirs in zip(ours, paper, strict=True)]
-    return Column(heading, "difference", cells)
+def differences(heading: str, ours: Column, paper: Column, comparable: bool, digits: int = 2) -> Column:
+    """A column with the difference of each row of two columns of numbers."""
+    pairs = zip(ours.plain_values, paper.plain_values, strict=True)
+    cells = [difference(mine, theirs, comparable, digits) for mine, theirs in pairs]
+    return Column(heading, "difference", cells, minuend=ours.heading)
 
 
 def beside(title: str, rows: Sequence[tuple[str, ...]]) -> Table:
     """A table whose rows hold a name, the paper's number, ours and the difference."""
-    columns = Column(""), Column("", "paper"), Column("", "measured"), Column("", "difference")
+    columns = Column(""), Column("", "paper"), Column("", "measured"), Column("", "difference", minuend="")
     return Table.of_rows(title, columns, tuple(rows))

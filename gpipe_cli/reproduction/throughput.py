@@ -221,42 +221,36 @@ def _table(
 ) -> Table:
     """The table of a model: `speeds` by the origin of their column, and the plans with either cut. Columns that are
     empty in every row are left out."""
-    rows, paper, comparable = model.rows, [row.paper for row in model.rows], not runner.changed()
-
-    def off(heading: str, origin: str, comparable: bool) -> Column:
-        return differences(heading, [speed.relative for speed in speeds[origin]], paper, comparable)
+    rows, comparable = model.rows, not runner.changed()
 
     def samples(heading: str, plans: Mapping[int, Mapping[str, Any]]) -> Column:
         return numbers(heading, SIMULATED, [plans[at]["samples"] for at in range(len(rows))], 0)
 
     def relative(heading: str, origin: Origin) -> Column:
-        found = speeds[origin]
-        return Column(
-            heading, origin, [one.text for one in found], values=[one.relative for one in found], quantity=SPEED
-        )
+        values, cells = [one.relative for one in speeds[origin]], [one.text for one in speeds[origin]]
+        return Column(heading, origin, cells, values=values, quantity=SPEED)
 
     pairs = [(exact[at]["relative"], lingvo[at]["relative"]) for at in range(len(rows))]
     gains = [ours / theirs if ours and theirs else None for ours, theirs in pairs]
+    paper = numbers("paper", "paper", [row.paper for row in rows], 2, SPEED)
+    simulated, measured = relative("Lingvo's cut", SIMULATED), relative("here", MEASURED)
     columns = [
-        Column("", cells=[row.name for row in rows]),
+        *([Column("", cells=[row.name for row in rows])] if any(row.name for row in rows) else []),
         Column("K", cells=[str(row.partitions) for row in rows]),
         Column("M", cells=[str(row.micro_batches) for row in rows]),
-        numbers("paper", "paper", paper, 2, SPEED),
+        paper,
         samples("N", lingvo),
-        relative("Lingvo's cut", SIMULATED),
-        off("Lingvo's cut - paper", SIMULATED, comparable),
+        simulated,
+        differences("Lingvo's cut - paper", simulated, paper, comparable),
         samples("N, exact cut", exact),
         numbers("exact / Lingvo's", SIMULATED, gains, 2),
-        relative("here", MEASURED),
-        off("here - paper", MEASURED, comparable and not runner.desk),  # a desk's model has another size
     ]
-    left_out = {
-        "": not any(row.name for row in rows),
-        "here": all(speed.text == NONE for speed in speeds[MEASURED]),
-        "here - paper": runner.desk or all(speed.text == NONE for speed in speeds[MEASURED]),
-    }
+    if any(cell != NONE for cell in measured.cells):
+        columns.append(measured)
+        if not runner.desk:  # a desk's model has another size
+            columns.append(differences("here - paper", measured, paper, comparable))
     title = f"{model.name}: throughput relative to {rows[0].name or rows[0].cell} of each column"
-    return Table(title, [column for column in columns if not left_out.get(column.heading)])
+    return Table(title, columns)
 
 
 def _found(model: Model, speeds: Mapping[str, Sequence[Speed]], runner: Runner) -> Iterator[tuple[str, str]]:

@@ -41,7 +41,7 @@ class Size:
             Column("model", cells=[self.model]),
             counts("parameters", "paper", [self.parameters]),
             counts("parameters", "counted", [counted]),
-            Column("", "difference", [f"{100 * (counted / self.parameters - 1):+.1f} %"]),
+            Column("", "difference", minuend="parameters", cells=[f"{100 * (counted / self.parameters - 1):+.1f} %"]),
         )
         return Table("Size", columns)
 

@@ -28,7 +28,7 @@ from runs import command_line
 
 from gpipe_cli.commands.command_line import TRAINING_KEYS, compose, read, training
 from gpipe_cli.config.settings import TrainConfig, load_hardware
-from gpipe_cli.config.typed import NothingFitsError, RefusedError
+from gpipe_cli.errors import InputError
 from gpipe_cli.planner.auto_settings import choose
 from gpipe_cli.planner.cost_model import predicted_costs
 from gpipe_cli.planner.devices import memory_limit
@@ -149,7 +149,7 @@ def cell(job: Job, base: TrainConfig, profile: ModelProfile, k: int, m: int) -> 
         return samples / plan.step_seconds, samples / m
 
     found = {}
-    with suppress(NothingFitsError, RefusedError):
+    with suppress(InputError):
         for rule, samples in (("32", 32), ("128", 128), ("4 M", 4 * m)):
             found[rule] = speed(unlimited, samples)
         most = choose(limited, ["batch_size"], profile, predicted_costs, elsewhere=True)[0].batch_size

@@ -28,8 +28,8 @@ SPEEDS = Table(
             values=[1.0, 1.35, 1.06, None],
             quantity="speed",
         ),
-        Column("here - paper", "difference", ["-", "-", "-", "-"]),
-        Column("full size - paper", "difference", ["+0.00", "+0.28", "-0.07", "-"]),
+        Column("here - paper", "difference", ["-", "-", "-", "-"], minuend="here"),
+        Column("full size - paper", "difference", ["+0.00", "+0.28", "-0.07", "-"], minuend="full size"),
     ],
 )
 SIZES = Table(
@@ -38,12 +38,12 @@ SIZES = Table(
         Column("", cells=["Naive-1", "Pipeline-8"]),
         counts("parameters", "paper", [82_000_000, 1_800_000_000]),
         counts("parameters", "planned", [81_100_000, 1_840_000_000]),
-        Column("planned - paper, %", "difference", ["-1.1", "+2.4"]),
+        Column("planned - paper, %", "difference", ["-1.1", "+2.4"], minuend="parameters"),
     ],
 )
 SCORES = Table.of_rows(
     "Scores",
-    [Column(""), Column("", "paper"), Column("", "measured"), Column("", "difference")],
+    [Column(""), Column("", "paper"), Column("", "measured"), Column("", "difference", minuend="")],
     [("top-1", "84.4 %", "100.00 %", "-"), ("loss", "-", "0.0628", "-")],
 )
 FOUND = Reproduction(

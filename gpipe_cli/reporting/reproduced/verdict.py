@@ -37,9 +37,8 @@ def verdict(table: Table) -> Verdict | None:
 
 
 def _of(table: Table, paper: Column, ours: Column, at: int) -> Verdict:
-    headings = ("", f"{ours.heading} - paper", f"{ours.heading} - paper, points", f"{ours.origin} - paper")
-    off = (one for one in table.columns if one.origin == "difference" and one.heading.rstrip(", %") in headings)
-    unit = " %" if (column := next(off, None)) and column.heading.endswith("%") else ""
+    column = next((one for one in table.columns if one.minuend == ours.heading), None)
+    unit = " %" if column and column.heading.endswith("%") else ""
     difference = column.cells[at] if column else NONE
     return Verdict(
         ", ".join(_words(table, ours.heading if ours.heading == paper.heading else "", at)),

@@ -83,7 +83,7 @@ def markdown(reproduction: Reproduction) -> str:
 
 def _plain(table: Table) -> dict[str, Any]:
     columns = [
-        {"heading": column.heading, "origin": column.origin, "values": column.values, "quantity": column.quantity}
+        {key: getattr(column, key) for key in ("heading", "origin", "values", "quantity", "minuend")}
         for column in table.columns
     ]
     return {"title": table.title, "columns": columns, "rows": table.rows}

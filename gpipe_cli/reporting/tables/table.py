@@ -36,6 +36,7 @@ class Column:
     values: Sequence[Any] | None = None  # as programs read them, None where there is no value; None: the cells
     printed: bool = True  # in a console too, not only in files
     quantity: str = ""  # what the numbers measure, if the heading names their source: `speed` of `Lingvo's cut`
+    minuend: str | None = None  # of differences from the paper: the heading of the column that it is subtracted from
 
     @classmethod
     def of(
