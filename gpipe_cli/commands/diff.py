@@ -1,7 +1,7 @@
 """`gpipe diff`: two runs side by side: what was set, what ran it, and what became of it."""
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -14,8 +14,7 @@ from gpipe_cli.reporting.compare.run_record import Curve, RunRecord, read_run, s
 from gpipe_cli.reporting.run.lines import show_facts
 from gpipe_cli.reporting.tables.table import NONE, TABLE, Column, Table, formatted, show_table, to_rows
 from gpipe_cli.results.files import flattened
-from gpipe_cli.results.measures import TRAIN_LOSS
-from gpipe_cli.units import duration, loss, percent, perplexity, rate, size
+from gpipe_cli.results.measures import SHARE, TRAIN_LOSS, chosen
 
 HELP = """\
 Sets two runs side by side: the settings that differ, versions, code and hardware that differ, and the results.
@@ -35,25 +34,11 @@ Examples
 """
 KEYS = ("kind", "name", "first", "second", "difference")  # of an entry for programs
 _OF_THE_FOLDER = ("output", "run_folder", "resume")  # settings that say where a run lies
-# Of result.json: a name, where it stands, and how it is written.
-_RESULTS: tuple[tuple[str, tuple[str, ...], Callable[[Any], str]], ...] = (
-    ("status", ("status",), show),
-    ("steps", ("steps",), lambda number: f"{number:,}"),
-    ("test loss", ("test", "loss"), loss),
-    ("test top-1", ("test", "top1"), percent),
-    ("test top-5", ("test", "top5"), percent),
-    ("test perplexity", ("test", "perplexity"), perplexity),
-    ("test token accuracy", ("test", "token_accuracy"), percent),
-    ("best loss", ("best", "loss"), loss),
-    ("best top-1", ("best", "top1"), percent),
-    ("samples/s", ("samples_per_second",), rate),
-    ("tokens/s", ("tokens_per_second",), rate),
-    ("seconds per step", ("step_seconds",), duration),
-    ("bubble, measured", ("bubble", "measured"), percent),
-    ("MFU", ("mfu",), percent),
-    ("peak memory", ("memory_bytes",), size),
-    ("in all", ("seconds",), duration),
-)
+_COMPARED = chosen(
+    "steps", "test_loss", "test_top1", "test_top5", "test_perplexity", "test_token_accuracy", "best_loss", "best_top1",
+    "samples_per_second", "tokens_per_second", "step_seconds", "bubble_measured", "mfu", "memory_bytes_fullest",
+    "seconds",
+)  # fmt: skip
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -109,9 +94,8 @@ def _differing(heading: str, first: Mapping[str, Any], second: Mapping[str, Any]
 
 def _ran_on(run: RunRecord) -> dict[str, Any]:
     """Versions, hardware and, of the last start, commits; `a1b2c3d4e5f6, changed` of code that was not committed."""
-    found = {**run.result["versions"], **dict(flattened(run.result["hardware"]))}
-    starts = run.result.get("starts") or [{}]
-    for whose, commit in (starts[-1].get("code") or {}).items():
+    found = {**run.result.versions, **dict(flattened(run.result.hardware))}
+    for whose, commit in (run.result.starts[-1].code if run.result.starts else {}).items():
         changed = {None: ", perhaps changed", True: ", changed", False: ""}
         known = commit is not None
         found[f"commit of {whose}"] = commit["commit"][:12] + changed[commit["changed"]] if known else "not known"
@@ -120,16 +104,14 @@ def _ran_on(run: RunRecord) -> dict[str, Any]:
 
 def _results(first: RunRecord, second: RunRecord) -> Table:
     """Every result that one of them has."""
-    rows = []
-    for name, keys, shown in _RESULTS:
-        values = [run.value(*keys) for run in (first, second)]
-        if keys == ("memory_bytes",):  # of the fullest stage
-            values = [max(value or (), default=None) for value in values]
-        if values != [None, None]:
-            cells = [NONE if value is None else shown(value) for value in values]
-            cells.append(_difference(*values, points=shown is percent))
-            numbers = all(isinstance(value, int | float) for value in values)
-            rows.append((name, ".".join(keys), cells, [*values, values[1] - values[0] if numbers else None]))
+    statuses = [first.result.status, second.result.status]
+    rows: list[tuple[str, str, list[str], list[Any]]] = []
+    rows.append(("status", "status", [*statuses, _difference(*statuses, points=False)], [*statuses, None]))
+    for measure in _COMPARED:
+        one, other = (measure.value(run.result) for run in (first, second))
+        if not one is other is None:
+            cells = [measure.shown(one), measure.shown(other), _difference(one, other, points=measure.unit is SHARE)]
+            rows.append((measure.name, measure.of, cells, [one, other, None if None in (one, other) else other - one]))
     columns = [
         Column(
             name, cells=[cells[at] for _, _, cells, _ in rows], values=[values[at] for *_, values in rows], number=True

@@ -16,7 +16,7 @@ from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.errors import InputError
 from gpipe_cli.launch.job import Task
 from gpipe_cli.planner.placement import Placement, make_placement
-from gpipe_cli.reporting.run.description import scores_of
+from gpipe_cli.reporting.run.description import evaluation_of
 from gpipe_cli.reporting.run.lines import show_error, show_facts, show_line
 from gpipe_cli.reporting.run.summary import outcome_of_test
 from gpipe_cli.training import events
@@ -97,7 +97,8 @@ class _ExportReport(NoReport):
                 raise AssertionError(message)
 
     def _outcome(self, scores: events.Scores) -> str:
-        return outcome_of_test({**scores_of(self._config.training.task, scores), "averaged": False})
+        task = self._config.training.task
+        return outcome_of_test(task, replace(evaluation_of(task, scores), averaged=False))
 
     def compare(self) -> int:
         """Say how far apart the two losses are; returns 1 if that is too far."""

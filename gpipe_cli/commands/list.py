@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import get_args, get_type_hints
 
 from rich.console import Console
 
@@ -19,9 +19,10 @@ from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.compare.run_record import find_runs
 from gpipe_cli.reporting.run.lines import show_text
 from gpipe_cli.reporting.tables.table import NONE, SYMBOLS, TABLE, Column, Table, formatted, show_table
-from gpipe_cli.results.files import RESULT, read_result, value_of
+from gpipe_cli.results.measures import Measure, chosen
+from gpipe_cli.results.run import RunResult, read_run_result
 from gpipe_cli.system.interrupts import interruptible_import
-from gpipe_cli.units import count, duration, percent, perplexity, plural, rate
+from gpipe_cli.units import count, plural
 
 PEAKS = {"float32": "peak_tflops", "tf32": "tf32_tflops", "bfloat16": "bfloat16_tflops"}
 SPEEDS = ("samples_per_second", "tokens_per_second", "step_seconds")
@@ -146,18 +147,18 @@ def _runs(folder: Path = Path("outputs")) -> Listed:
         found = sorted(find_runs(folder), key=lambda run: (run / CONFIG).stat().st_mtime, reverse=True)
     except InputError as error:
         raise InputError(f"{error}; gpipe train begins one, gpipe list runs FOLDER looks elsewhere") from error
-    rows = [_row(run) for run in found]
+    begun, results = zip(*map(_begun_and_result, found), strict=True)
 
-    def text(heading: str) -> Column:
-        return Column(
-            heading, cells=[row.get(heading) or NONE for row in rows], values=[row.get(heading) for row in rows]
-        )
+    def text(heading: str, values: Sequence[str | None]) -> Column:
+        return Column(heading, cells=[value or NONE for value in values], values=values)
 
-    def number(heading: str, key: str, form: Callable[[Any], str]) -> Column:
-        values = [row.get(key) for row in rows]
-        return Column.of(key, heading, values, form, printed=any(value is not None for value in values))
+    def cut(key: str, symbol: str) -> Column:
+        return Column.of(key, symbol, [result.config.get(key) for result in results], show)
 
-    started = [row["started"] for row in rows]
+    def number(measure: Measure) -> Column:
+        values = [measure.value(result) for result in results]
+        return Column.measured(measure, values, printed=any(value is not None for value in values))
+
     above = "" if folder in (Path(), *found) else f"{folder}/"  # that all have in common, as heading
     columns = [
         Column(
@@ -166,41 +167,31 @@ def _runs(folder: Path = Path("outputs")) -> Listed:
             key="run",
             values=list(map(str, found)),
         ),
-        *(Column.of(key, symbol, [row.get(key) for row in rows], show) for key, symbol in SYMBOLS.items()),
-        text("status"),
+        *(cut(key, symbol) for key, symbol in SYMBOLS.items()),
+        text("status", [result.status for result in results]),
         Column(
             "started",
-            cells=[f"{one:%Y-%m-%d %H:%M}" for one in started],
-            values=[one.isoformat() for one in started],
+            cells=[f"{one:%Y-%m-%d %H:%M}" for one in begun],
+            values=[one.isoformat() for one in begun],
             number=True,
         ),
-        number("top-1", "test_top1", percent),
-        number("perplexity", "test_perplexity", perplexity),
-        number("samples/s", "samples_per_second", rate),
-        number("tokens/s", "tokens_per_second", rate),
-        number("step", "step_seconds", duration),
-        text("dataset"),
-        text("model"),
+        *map(number, chosen("test_top1", "test_perplexity", *SPEEDS)),
+        text("dataset", [result.dataset for result in results]),
+        text("model", [result.model for result in results]),
     ]
     return Table("", columns, names=4), ""
 
 
-def _row(run: Path) -> dict[str, Any]:
+def _begun_and_result(run: Path) -> tuple[datetime, RunResult]:
     """What is known of a run. One with a result.json that cannot be read is listed too, and so are those after it."""
     begun = datetime.fromtimestamp((run / CONFIG).stat().st_mtime)
     try:
-        result: dict[str, Any] = read_result(run) if (run / RESULT).exists() else {"status": "no result"}
-        if starts := result.get("starts"):
-            begun = datetime.fromisoformat(starts[-1]["started"])
-        return {
-            "started": begun,
-            "status": str(result["status"]),
-            **{key: result.get(key) for key in ("model", "dataset", *SPEEDS)},
-            **{key: value_of(result, "config", key) for key in SYMBOLS},
-            **{f"test_{key}": value_of(result, "test", key) for key in ("top1", "perplexity")},
-        }
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # as it stands in a file that was edited
-        return {"started": begun, "status": "damaged"}
+        result = read_run_result(run)
+        return (datetime.fromisoformat(result.starts[-1].started) if result.starts else begun), result
+    except FileNotFoundError:
+        return begun, RunResult("no result")
+    except (OSError, ValueError):  # as it stands in a file that was edited
+        return begun, RunResult("damaged")
 
 
 TOPICS: dict[str, tuple[str, Callable[[], Listed]]] = {

@@ -101,28 +101,29 @@ def notes(same: Sequence[Trained]) -> Iterator[tuple[str, str]]:
 
 def _table(runs: Sequence[Trained]) -> Table:
     alike = ["as in row 1" if same else "others" for same in as_the_first(runs)]
-    tests = [run.record.result["test"] for run in runs]
+    top1, losses = ([MEASURES[key].value(run.record.result) for run in runs] for key in ("test_top1", "test_loss"))
     columns = [
         Column("K", cells=[str(run.partitions) for run in runs]),
         Column("seed", cells=[str(run.seed) for run in runs]),
-        Column("top-1", "measured", [percent(test["top1"], 2) for test in tests]),
-        numbers("loss", "measured", [test["loss"] for test in tests], 6),
+        Column("top-1", "measured", [percent(share, 2) for share in top1]),
+        numbers("loss", "measured", losses, 6),
         Column("losses of all steps", "measured", [NONE, *alike[1:]]),
         Column("SHA-256 of weights", "measured", [run.sha256[:DIGITS] for run in runs]),
     ]
-    return Table(f"The same training, test set of {runs[0].record.result['dataset']}", columns)
+    return Table(f"The same training, test set of {runs[0].record.result.dataset}", columns)
 
 
 def _spread(same: Sequence[Trained], repeated: Sequence[Trained]) -> Table:
     seeds = ", ".join(str(run.seed) for run in repeated)
     rows = [f"K = {_listed(same)}, seed {same[0].seed}", f"seeds {seeds}, K = {same[0].partitions}"]
-    tests = [[run.record.result["test"] for run in runs] for runs in (same, repeated)]
-    top1 = [100 * stdev(test["top1"] for test in row) for row in tests]
-    losses = [[test["loss"] for test in row] for row in tests]  # None if the loss was not a number
+    top1, losses = (  # None if the loss was not a number
+        [[MEASURES[key].value(run.record.result) for run in runs] for runs in (same, repeated)]
+        for key in ("test_top1", "test_loss")
+    )
     columns = (
         Column("standard deviation of", cells=rows),
         Column("", "paper", ["within the next row's", NONE]),
-        Column("top-1", "measured", [f"{number(one, 3)} points" for one in top1]),
+        Column("top-1", "measured", [f"{number(one, 3)} points" for one in (100 * stdev(row) for row in top1)]),
         numbers("loss", "measured", [None if None in row else stdev(row) for row in losses], 6),
     )
     return Table("Between numbers of partitions, and between seeds", columns)

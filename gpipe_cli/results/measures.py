@@ -91,6 +91,10 @@ class Measure:
         """A value of it with its unit, `-` for None."""
         return "-" if value is None else self.unit.full(value)
 
+    def text(self, result: Any) -> str:
+        """The number in a result with its unit, `-` where there is none."""
+        return self.shown(self.value(result))
+
     def wide(self, unit: str) -> str:
         """The heading of a column of bare values in a unit."""
         heading = self.narrow or self.heading
@@ -292,6 +296,7 @@ _ALL = (
 MEASURES: Mapping[str, Measure] = {measure.key: measure for measure in _ALL}
 
 TRAIN_LOSS = MEASURES["train_loss"].tag
+TEST_LOSS = MEASURES["test_loss"].tag
 TEST_TOP1 = MEASURES["test_top1"].tag
 TEST_PERPLEXITY = MEASURES["test_perplexity"].tag
 SAMPLES_PER_SECOND = MEASURES["samples_per_second"].tag

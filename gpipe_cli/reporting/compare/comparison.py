@@ -6,17 +6,17 @@ their folders. What was measured, predicted and ideal are columns apart.
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from gpipe_cli.config.typed import show
 from gpipe_cli.reporting.compare.run_record import RunRecord
 from gpipe_cli.reporting.compare.scaling import scalings
-from gpipe_cli.reporting.tables.table import SYMBOLS, Column
-from gpipe_cli.units import GIB, MIB, operations, rate, spans
+from gpipe_cli.reporting.tables.table import NONE, SYMBOLS, Column
+from gpipe_cli.results.measures import MEASURES, Measure
+from gpipe_cli.results.run import RunResult
+from gpipe_cli.units import spans
 
-WHOLE = "{:,.0f}".format
 NOT_COMPARED = frozenset({"run_folder", "output", "resume", "max_restarts"})  # where it lies, not what it is
 MOST_NAMING = 3  # settings that a name is made of; more make no name
 MOST_LISTED = 8  # words of a list in a sentence
@@ -142,114 +142,69 @@ def _folded(key: str, width: int = 9) -> str:
     return "\n".join(lines)
 
 
+# Columns of results from left to right.
+_COLUMNS = (
+    "test_top1", "best_top1", "test_perplexity", "best_perplexity", "test_loss", "samples_per_second",
+    "samples_per_second_q1", "samples_per_second_q3", "tokens_per_second", "tokens_per_second_q1",
+    "tokens_per_second_q3", "speed_kind", "speed_up", "efficiency", "step_seconds", "bubble_measured", "bubble_ideal",
+    "idle_measured", "bubble_predicted", "step_seconds_predicted", "memory_bytes_fullest", "activation_bytes_fullest",
+    "model_flops_per_second", "mfu", "epochs_done", "steps", "seconds", "threads_per_process",
+)  # fmt: skip
+# Of them a console leaves out: what stands in files only; of trainings what has no room beside their accuracies; of
+# text the speed in samples, which are sentences that differ in length.
+_FILES_ONLY = {
+    "test_loss", "bubble_ideal", "idle_measured", "bubble_predicted", "step_seconds_predicted",
+    "activation_bytes_fullest", "epochs_done", "threads_per_process",
+}  # fmt: skip
+_OF_IMAGES = {"samples_per_second", "samples_per_second_q1", "samples_per_second_q3"}
+_OF_BENCH = {*_OF_IMAGES, "tokens_per_second_q1", "tokens_per_second_q3", "model_flops_per_second", "mfu"}
+_OF_BENCH -= {"samples_per_second"}
+
+
 def _results(runs: Sequence[RunRecord]) -> list[Column]:
     """The results of the runs, also columns in which no run has a value."""
-    # Trainings have quartiles and FLOP/s too, but no room for them beside their accuracies.
-    commands = {run.result["command"] for run in runs}
-    bench = "bench" in commands
-    # Sentences differ in length: the speed of text in samples stands on the page and in CSV only.
-    images = not all(run.text for run in runs)
-    time, seconds = _unit([run.value("seconds") for run in runs], (("s", 1), ("min", 60), ("h", 3600)), 120)
-    step, step_seconds = _unit([run.value("step_seconds") for run in runs], (("ms", 1e-3), ("s", 1)), 10_000)
+    results = [run.result for run in runs]
+    commands = {result.command for result in results}
+    left_out = _FILES_ONLY | (set() if "bench" in commands else _OF_BENCH)
+    left_out |= _OF_IMAGES if all(result.text for result in results) else set()
     scaled = scalings(runs)
-    speed_ups = [one and one.speed_up for one in scaled]
     efficiencies = [one and one.efficiency for one in scaled]
     if not any(one is not None and one.base != at and one.efficiency is not None for at, one in enumerate(scaled)):
         efficiencies = [None] * len(runs)  # that of what is compared with says nothing
-    peaks = [peak for run in runs for peak in run.value("memory_bytes") or []]
-    memory, size = _unit(peaks, (("MiB", MIB), ("GiB", GIB)), 10 * 1024)
+    known = {"speed_up": [one and one.speed_up for one in scaled], "efficiency": efficiencies}
+    kinds = [result.samples_per_second_kind for result in results]
+    shown = [None if kind is None else kind.removeprefix("measured_").replace("_", " ") for kind in kinds]
 
-    def column(
-        key: str, heading: str, of: Callable[[RunRecord], Any], form: Callable[[Any], str] = str, printed: bool = False
+    def fact(
+        key: str, heading: str, values: Sequence[str | None], cells: Sequence[str | None] = (), *, printed: bool = False
     ) -> Column:
-        return listed_column(key, heading, [of(run) for run in runs], form, printed)
+        words = [cell or NONE for cell in cells or values]
+        return Column(heading, cells=words, key=key, values=values, printed=printed)
 
-    def listed_column(
-        key: str, heading: str, values: Sequence[Any], form: Callable[[Any], str], printed: bool
-    ) -> Column:
-        cells = ["-" if value is None else form(value) for value in values]
-        number = any(isinstance(value, int | float) for value in values)
-        return Column(heading, cells=cells, number=number, key=key, values=values, printed=printed)
-
-    def number(key: str, heading: str, *at: str, form: Callable[[float], str] = WHOLE, printed: bool = True) -> Column:
-        return column(key, heading, lambda run: run.value(*(at or [key])), form, printed)
-
-    def quartile(which: int, key: str, printed: bool) -> Column:
-        name = ("q1", "q3")[which]
-        return column(
-            f"{key}_{name}", f"{name}\n/s", lambda run: (run.value(f"{key}_quartiles") or (None, None))[which], rate,
-            printed,
-        )  # fmt: skip
-
-    def fullest(key: str, heading: str, printed: bool) -> Column:
-        heading = f"{heading}\n{memory}"
-        return column(
-            f"{key}_fullest", heading, lambda run: max(run.value(key) or [], default=None), _scaled(size), printed
-        )  # fmt: skip
-
+    columns = []
+    for key in _COLUMNS:
+        if key == "speed_kind":  # there is no room for `measured_one_device`
+            columns.append(fact(key, "speed", kinds, shown, printed=any(run.shared for run in runs)))
+        else:
+            measure = MEASURES[key]
+            values = known.get(key) or [measure.value(result) for result in results]
+            columns.append(Column.measured(measure, values, _alike(measure, results), printed=key not in left_out))
+    starts = [result.starts[-1].started if result.starts else None for result in results]
     return [
-        column("command", "command", lambda run: run.value("command"), printed=len(commands) > 1),
-        column("status", "status", lambda run: run.value("status"), printed=True),
-        column("started", "started", lambda run: (run.value("starts") or [{}])[-1].get("started")),
-        number("test_top1", "top-1\n%", "test", "top1", form=_percent),
-        number("best_top1", "best\n%", "best", "top1", form=_percent),
-        number("test_perplexity", "perpl.\nfinal", "test", "perplexity", form=_short_number),
-        number("best_perplexity", "perpl.\nbest", "best", "perplexity", form=_short_number),
-        number("test_loss", "test loss", "test", "loss", form=_short_number, printed=False),
-        number("samples_per_second", "samples\n/s", form=rate, printed=images),
-        quartile(0, "samples_per_second", images and bench),
-        quartile(1, "samples_per_second", images and bench),
-        number("tokens_per_second", "tokens\n/s", form=rate),
-        quartile(0, "tokens_per_second", bench),
-        quartile(1, "tokens_per_second", bench),
-        column(  # there is no room for `measured_one_device`
-            "speed_kind", "speed", lambda run: run.value("samples_per_second_kind"),
-            lambda kind: kind.removeprefix("measured_").replace("_", " "), any(run.shared for run in runs),
-        ),
-        listed_column("speed_up", "speed-\nup", speed_ups, "{:.2f}".format, True),
-        listed_column("efficiency", "effi-\nciency %", efficiencies, _percent, True),
-        number("step_seconds", f"step\n{step}", form=_scaled(step_seconds)),
-        number("bubble_measured", "bubble\n%", "bubble", "measured", form=_percent),
-        number("bubble_ideal", "bubble ideal\n%", "ideal_bubble", form=_percent, printed=False),
-        number("idle_measured", "idle\n%", "idle", "measured", form=_percent, printed=False),
-        number("bubble_predicted", "bubble predicted\n%", "bubble", "predicted", form=_percent, printed=False),
-        number(
-            "step_seconds_predicted", f"step predicted\n{step}", "prediction", "step_seconds",
-            form=_scaled(step_seconds), printed=False,
-        ),
-        fullest("memory_bytes", "memory", printed=True),
-        fullest("activation_bytes", "activations", printed=False),
-        number("model_flops_per_second", "FLOP/s", form=operations, printed=bench),
-        number("mfu", "MFU\n%", form=_percent, printed=bench),
-        number("epochs_done", "epochs\ndone", "epochs", printed=False),
-        number("steps", "steps"),
-        number("seconds", f"time\n{time}", form=_scaled(seconds)),
-        number("threads_per_process", "threads", "hardware", "threads_per_process", printed=False),
-        column("machine", "machine", lambda run: run.machine),
-        column("torch", "torch", lambda run: run.value("versions", "torch")),
-        column("model", "model", lambda run: run.value("model")),
-        column("dataset", "data set", lambda run: run.value("dataset")),
-        column("error", "error", lambda run: run.error),
-        column("folder", "folder", lambda run: str(run.folder)),
-    ]  # fmt: skip
+        fact("command", "command", [result.command for result in results], printed=len(commands) > 1),
+        fact("status", "status", [result.status for result in results], printed=True),
+        fact("started", "started", starts),
+        *columns,
+        fact("machine", "machine", [run.machine for run in runs]),
+        fact("torch", "torch", [result.versions.get("torch") for result in results]),
+        fact("model", "model", [result.model for result in results]),
+        fact("dataset", "data set", [result.dataset for result in results]),
+        fact("error", "error", [run.error for run in runs]),
+        fact("folder", "folder", [str(run.folder) for run in runs]),
+    ]
 
 
-def _unit(values: Sequence[float | None], units: Sequence[tuple[str, float]], most: float) -> tuple[str, float]:
-    """The smallest unit in which the largest value is below ``most``, for a whole column; and its size."""
-    largest = max((abs(value) for value in values if value is not None), default=0.0)
-    return next(((name, size) for name, size in units if largest < most * size), units[-1])
-
-
-def _scaled(size: float) -> Callable[[float], str]:
-    return lambda value: f"{value / size:,.1f}"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f}"
-
-
-def _short_number(value: float) -> str:
-    """Losses and perplexities, four digits of them: `1.234`, `103.3`, `12,345`, `1.2e+08`."""
-    if value >= 999_999.5:
-        return f"{value:.1e}"
-    return f"{value:,.0f}" if value >= 999.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.3f}"
+def _alike(measure: Measure, results: Sequence[RunResult]) -> list[float | None]:
+    """All values of measures with the same choice of units, which have the same unit then: memory and activations."""
+    alike = [one for one in MEASURES.values() if one.unit is measure.unit and one.unit.sizes]
+    return [one.value(result) for one in alike for result in results]

@@ -107,7 +107,7 @@ def _part(name: str) -> str:
 def _in_common(comparison: Comparison) -> str:
     """Model, data set and machine, where all runs have the same."""
     values = ([str(of(run)) for run in comparison.runs] for of in (
-        lambda run: run.result["model"], lambda run: run.result["dataset"], lambda run: run.machine,
+        lambda run: run.result.model, lambda run: run.result.dataset, lambda run: run.machine,
     ))  # fmt: skip
     return ", ".join(found[0] for found in values if len(set(found)) == 1)
 
@@ -232,7 +232,7 @@ def _about_scaling(comparison: Comparison) -> str:
     """What speeds are divided by."""
     bases = Counter(one.base for one in scalings(comparison.runs) if one is not None)
     text = f"How many times as fast as {comparison.referred(sorted(bases))}, at the same work on the same machine."
-    kinds = {run.result["samples_per_second_kind"] for run in comparison.runs}
+    kinds = {run.result.samples_per_second_kind for run in comparison.runs}
     if "measured_one_device" in kinds:
         text += (
             " No efficiency where stages shared a device or cores: it is not known of how many devices that would be."

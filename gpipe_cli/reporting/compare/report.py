@@ -23,7 +23,7 @@ CSV, PAGE, CURVES, BARS = "comparison.csv", "comparison.html", "curves.png", "ba
 
 def show_comparison(console: Console, comparison: Comparison) -> None:
     count = len(comparison.runs)
-    completed = all(run.result["status"] == TRAINED for run in comparison.runs)
+    completed = all(run.result.status == TRAINED for run in comparison.runs)
     show_line(console, f"{plural(count, 'run')}{f', {TRAINED}' if completed else ''}", "bold")
     number = Column("run", cells=[str(number + 1) for number in range(count)], number=True)
     results = [column for column in comparison.results if column.key != "status" or not completed]
@@ -68,46 +68,46 @@ def notes(comparison: Comparison) -> Iterator[str]:
     """Sentences about runs that did not end, and about numbers that cannot be compared."""
     runs = comparison.runs
     for position, run in enumerate(runs):
-        if run.result["status"] == "failed":
+        if run.result.status == "failed":
             yield f"{comparison.referred([position])} failed: {run.error}"
     for status, meaning in (
         ("interrupted", "interrupted, so not trained to the end"),
         ("running", "running: still at work, or killed; numbers are those of its last evaluation"),
         ("dry_run", "a dry run: nothing was trained"),
     ):
-        yield from _of_which(comparison, meaning, [run.result["status"] == status for run in runs])
-    text = runs[0].text
-    if tasks := _different(comparison, [run.result["task"] for run in runs]):
+        yield from _of_which(comparison, meaning, [run.result.status == status for run in runs])
+    text = runs[0].result.text
+    if tasks := _different(comparison, [run.result.task for run in runs]):
         yield f"different tasks ({tasks}): top-1 and perplexity cannot be compared, nor samples/s with tokens/s"
     elif data := _different(comparison, [_data(run) for run in runs]):
         score = "perplexity" if text else "top-1"
         yield f"different data sets ({data}): {score} is of different test sets and cannot be compared"
-    if models := _different(comparison, [run.result["model"] for run in runs]):
+    if models := _different(comparison, [run.result.model for run in runs]):
         unit = "tokens/s" if text else "samples/s"
         yield (
             f"different models ({models}): {unit}, step, memory and FLOP/s are of different work; "
             "they compare models, not pipelines"
         )
-    if _different(comparison, [run.result["command"] for run in runs]):
+    if _different(comparison, [run.result.command for run in runs]):
         yield "runs of gpipe bench are not evaluated: they have a speed and no accuracy"
     if machines := _different(comparison, [run.machine for run in runs]):
         yield f"different machines ({machines}): speed, step, bubble and memory cannot be compared across them"
-    for what, keys in (
-        ("numbers of threads per process", ("hardware", "threads_per_process")),
-        ("versions of torch", ("versions", "torch")),
+    for what, values in (
+        ("numbers of threads per process", [run.result.threads for run in runs]),
+        ("versions of torch", [run.result.versions.get("torch") for run in runs]),
     ):
-        if found := _different(comparison, [run.value(*keys) for run in runs]):
+        if found := _different(comparison, values):
             yield f"different {what} ({found}): speeds differ by that too"
     for kind, meaning in (
         ("measured_one_device", "one device: measured where stages shared a device or cores"),
         ("measured_contended", "contended: other programs had the stages' cores at times"),
     ):
-        of_kind = [run.value("samples_per_second_kind") == kind for run in runs]
+        of_kind = [run.result.samples_per_second_kind == kind for run in runs]
         yield from _of_which(comparison, f"{meaning} ({kind}), which is not the speed of a pipeline", of_kind)
     warm_up = "too short for a speed, so that of warm-up steps is shown"
-    yield from _of_which(comparison, warm_up, [run.value("speed_includes_warm_up") for run in runs])
+    yield from _of_which(comparison, warm_up, [run.result.speed_includes_warm_up for run in runs])
     resumed = "resumed, so their time is that since then"
-    yield from _of_which(comparison, resumed, [run.value("resumed_from") is not None for run in runs])
+    yield from _of_which(comparison, resumed, [run.result.resumed_from is not None for run in runs])
 
 
 def same_curve_notes(comparison: Comparison, tag: str) -> list[str]:
@@ -136,4 +136,4 @@ def _different(comparison: Comparison, values: Sequence[object]) -> str:
 
 def _data(run: RunRecord) -> str:
     classes = run.settings.get("dataset.classes")
-    return f"{run.result['dataset']}{'' if classes is None else f' {show(classes)}'}"
+    return f"{run.result.dataset}{'' if classes is None else f' {show(classes)}'}"

@@ -16,7 +16,7 @@ from typing import Any
 from gpipe_cli.config.settings import CONFIG, runs_below
 from gpipe_cli.config.typed import show
 from gpipe_cli.errors import InputError
-from gpipe_cli.results.files import RESULT, flattened, read_result, value_of
+from gpipe_cli.results.files import RESULT, flattened
 from gpipe_cli.results.measures import (
     SAMPLES_PER_SECOND,
     TEST_PERPLEXITY,
@@ -24,6 +24,7 @@ from gpipe_cli.results.measures import (
     TOKENS_PER_SECOND,
     TRAIN_LOSS,
 )
+from gpipe_cli.results.run import RunResult, read_run_result
 
 MOST_POINTS = 100_000  # of a curve; of longer ones TensorBoard's reader keeps a sample, always the same
 # Curves whose single steps wait for data, disks and other programs; they are drawn as running medians.
@@ -32,11 +33,6 @@ COMPARED = (TRAIN_LOSS, TEST_TOP1, TEST_PERPLEXITY, *SPEEDS)
 
 # Groups and settings that mean nothing to a measurement: gpipe bench sets them by itself, and refuses them.
 NOT_OF_A_BENCH = frozenset({"epochs", "max_steps", "evaluate_every_epochs", "check_layers", "checkpoint"})
-# Keys of result.json that every run writes.
-_NEEDED = (
-    "command", "status", "error", "task", "model", "dataset", "samples_per_second_kind", "partitions", "hardware",
-    "versions", "config",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -52,27 +48,24 @@ class Curve:
 class RunRecord:
     folder: Path
     settings: Mapping[str, Any]  # dotted key, `model.filters`, and value; of a bench those that mean something to it
-    result: Mapping[str, Any]  # result.json
+    result: RunResult
 
     @property
     def error(self) -> str | None:
         """Why it failed, in one line."""
-        return None if self.result["error"] is None else show(self.result["error"])
-
-    @property
-    def text(self) -> bool:
-        """Whether it is judged by tokens."""
-        return bool(self.result["task"] != "classification")
+        return None if self.result.error is None else show(self.result.error)
 
     @property
     def shared(self) -> bool:
         """Whether its stages shared a device or cores with each other or others: not the speed of a pipeline then."""
-        return self.result["samples_per_second_kind"] in ("measured_one_device", "measured_contended")
+        return self.result.samples_per_second_kind in ("measured_one_device", "measured_contended")
 
     @property
     def machine(self) -> str:
         """What it ran on: `2 cores of AMD EPYC`, `2 x NVIDIA H200, 16 cores of ...`."""
-        hardware = self.result["hardware"]
+        hardware = self.result.hardware
+        if not hardware:
+            return "not known"
         gpus = Counter(hardware["gpus"])
         counted = [f"{number} x {name}" if number > 1 else name for name, number in gpus.items()]
         return ", ".join([*counted, f"{hardware['cores']} cores of {hardware['cpu']}"])
@@ -85,26 +78,20 @@ class RunRecord:
             found.pop(SAMPLES_PER_SECOND, None)
         return found
 
-    def value(self, *keys: str) -> Any:
-        """What result.json has there, `value("test", "top1")`; None where there is none."""
-        return value_of(self.result, *keys)
-
 
 def read_run(folder: Path) -> RunRecord:
     """The run in ``folder``. Raises InputError, one line, if there is no result.json, or it cannot be read."""
     try:
-        result = read_result(folder)
+        result = read_run_result(folder)
     except FileNotFoundError:
         raise InputError(f"{folder}: has no {RESULT}, so nothing is known of this run; run it again") from None
     except OSError as error:
         raise InputError(f"{folder / RESULT}: cannot be read ({error.strerror}); mend that or leave it out") from error
-    if missing := [key for key in _NEEDED if key not in result]:
-        raise InputError(f"{folder / RESULT}: has no {missing[0]}, so it is not the result of a run; leave it out")
     for file in folder.glob("*tfevents*"):
         if not file.is_file():
             raise InputError(f"{file}: must be a regular file, as it has the name of curves; remove it")
-    settings = dict(flattened(result["config"]))
-    if result["command"] == "bench":
+    settings = dict(flattened(result.config))
+    if result.command == "bench":
         settings = {key: value for key, value in settings.items() if key.partition(".")[0] not in NOT_OF_A_BENCH}
     return RunRecord(folder, settings, result)
 

@@ -21,8 +21,8 @@ class Scaling:
 
 def devices(run: RunRecord) -> int:
     """How many of them the stages of all replicas were on; K of each where all took turns on one."""
-    stages = run.result["partitions"]
-    places = len({(stage["process"], stage["device"]) for stage in stages})
+    stages = run.result.partitions
+    places = len({(stage.process, stage.device) for stage in stages})
     return int(run.settings["replicas"]) * (len(stages) if run.shared and places == 1 else places)
 
 
@@ -52,16 +52,15 @@ def _scaling(run: RunRecord, base: RunRecord, position: int) -> Scaling:
 
 def _speed(run: RunRecord) -> float:
     """0 where there is none, or one that was slowed down by other programs or by warm-up."""
-    kind = run.result["samples_per_second_kind"]
-    if run.result["status"] != "completed" or kind == "measured_contended" or run.value("speed_includes_warm_up"):
-        return 0.0
-    return float(run.value("tokens_per_second" if run.text else "samples_per_second") or 0.0)
+    result = run.result
+    slowed = result.samples_per_second_kind == "measured_contended" or result.speed_includes_warm_up
+    return 0.0 if slowed or result.status != "completed" else result.speed or 0.0
 
 
 def work(run: RunRecord) -> str:
     """The same for runs that do the same work on the same machine."""
     settings = {k: v for k, v in run.settings.items() if k in _WORK or k.startswith(("model.", "dataset."))}
-    return json.dumps([run.machine, run.result["command"], settings], sort_keys=True)
+    return json.dumps([run.machine, run.result.command, settings], sort_keys=True)
 
 
 def _alike(runs: Sequence[RunRecord], one: int, other: int) -> int:

@@ -150,7 +150,7 @@ def draw_bars(comparison: Comparison) -> Picture | None:
     for number, column in enumerate(drawn):
         axes = add_axes(figure, left + number * room, BOTTOM_INCHES, room - GAP_INCHES, height)
         if column.key == "samples_per_second":  # of text it would be sentences, beside images
-            text = [run.text for run in comparison.runs]
+            text = [run.result.text for run in comparison.runs]
             values = [None if hidden else value for hidden, value in zip(text, column.plain_values, strict=True)]
             cells = ["-" if hidden else cell for hidden, cell in zip(text, column.cells, strict=True)]
             column = replace(column, values=values, cells=cells)

@@ -10,17 +10,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpipe_cli.config.settings import CONFIG, Task
+from gpipe_cli.config.settings import CONFIG
 from gpipe_cli.reporting.page.page import PAGE
 from gpipe_cli.reporting.plots.timeline_values import idle
-from gpipe_cli.reporting.run.description import RunDescription, Status, scores_of
+from gpipe_cli.reporting.run.description import RunDescription, scores_of
 from gpipe_cli.reporting.run.lines import LOG
 from gpipe_cli.reporting.run.measurement import stages_named, stages_together
 from gpipe_cli.reporting.sinks.settings import hyperparameters
 from gpipe_cli.reporting.sinks.sink import SinkRun, Sinks
 from gpipe_cli.reporting.tables.table import Column, Table, to_markdown
-from gpipe_cli.results.files import RESULT, read_result
+from gpipe_cli.results.files import RESULT
 from gpipe_cli.results.measures import MEASURES, finals
+from gpipe_cli.results.run import RunResult, Status, read_run_result
 from gpipe_cli.training.events import Evaluated, Scores, StepDone, Translation
 from gpipe_cli.units import GIB
 
@@ -61,9 +62,9 @@ class Dashboard:
             shares = asdict(plan.breakdown)
             self._constants |= _tagged({"idle_predicted": idle(shares), "bubble_predicted": shares["bubble"]})
 
-    def end(self, status: Status, step: int, result: Mapping[str, Any]) -> None:
-        """What became of the run; ``result`` is that of result.json."""
-        self._draw(step, _final(self._run.config.task, result))
+    def end(self, status: Status, step: int, result: RunResult) -> None:
+        """What became of the run."""
+        self._draw(step, _final(result))
         files = [path for name in _KEPT if (path := self._folder / name).is_file()]
         self._sinks.each(lambda sink: sink.end(status, files))
 
@@ -115,10 +116,8 @@ class Dashboard:
 def _facts(folder: Path) -> dict[str, str]:
     """What result.json knows of the start of the run, under MLflow's names."""
     found = {"gpipe.folder": str(folder.absolute()), "mlflow.source.type": "LOCAL"}
-    starts = read_result(folder).get("starts", [])
-    if starts:
-        found["mlflow.source.name"] = starts[-1]["command"]
-        codes = starts[-1]["code"]
+    if starts := read_run_result(folder).starts:
+        found["mlflow.source.name"], codes = starts[-1].command, starts[-1].code
         if (commit := codes.get("model") or codes["gpipe"]) is not None:
             found["mlflow.source.git.commit"] = commit["commit"]
     return found
@@ -154,8 +153,8 @@ def _memory(message: StepDone, device_of_stage: Sequence[int]) -> dict[str, floa
     return _tagged({"memory_bytes_fullest": max(message.memory_bytes) / GIB}) | of_stages
 
 
-def _final(task: Task, result: Mapping[str, Any]) -> dict[str, float | None]:
-    values = {f"final/{measure.final}": (measure.value(result), measure.unit.curve_size) for measure in finals(task)}
+def _final(result: RunResult) -> dict[str, float | None]:
+    values = {f"final/{one.final}": (one.value(result), one.unit.curve_size) for one in finals(result.task)}
     return {tag: None if value is None else value / size for tag, (value, size) in values.items()}
 
 

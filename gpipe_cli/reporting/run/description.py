@@ -7,18 +7,17 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from gpipe_cli.config import groups
 from gpipe_cli.config.settings import Task, TrainConfig
 from gpipe_cli.pipeline.schedule.simulator import ideal_bubble
+from gpipe_cli.results.run import Evaluation, Restart
 from gpipe_cli.training.events import DataFacts, LayersCompiled, Notes, Scores, Tested
 
 if TYPE_CHECKING:  # they import torch, which takes seconds: tables of runs do without
     from gpipe_cli.planner.placement import Placement, StepFlops
     from gpipe_cli.planner.plan import Plan
-
-Status = Literal["running", "completed", "failed", "interrupted", "dry_run"]
 
 
 @dataclass(frozen=True)
@@ -27,15 +26,6 @@ class Start:
 
     command: str  # as it was typed
     time: datetime  # with its zone
-
-
-@dataclass(frozen=True)
-class Restart:
-    """A run has gone on by itself (max_restarts)."""
-
-    why: str  # one line
-    step: int  # done by the checkpoint that it goes on from; 0: it began anew
-    partitions: int  # since then
 
 
 WARM_UP_STEPS = 3  # of a training: they allocate memory and choose algorithms
@@ -161,6 +151,12 @@ def scores_of(task: Task, scores: Scores) -> dict[str, float | None]:
     if words_of(task).text:
         return {"loss": scores.loss, "perplexity": perplexity(scores.loss), "token_accuracy": scores.top1}
     return {"loss": scores.loss, "top1": scores.top1, "top5": scores.top5}
+
+
+def evaluation_of(task: Task, scores: Scores, step: int = 0, epoch: int = 0) -> Evaluation:
+    """An evaluation as result.json has it."""
+    found = scores_of(task, scores)
+    return Evaluation(step, epoch, averaged=scores.averaged, tokens=scores.tokens, **found)
 
 
 def perplexity(cross_entropy: float) -> float:

@@ -9,16 +9,17 @@ from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from statistics import median, quantiles
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from gpipe_cli.config.groups import CustomConfig, ModelConfig
+from gpipe_cli.results.run import StageMemory
 from gpipe_cli.system.machine import cpu_model, usable_cores, usable_memory_bytes
 from gpipe_cli.system.source_code import Commit, commit_of
 from gpipe_cli.units import spans
 
 if TYPE_CHECKING:  # they import torch
-    from gpipe_cli.planner.placement import Placement, StepFlops
-    from gpipe_cli.planner.stage_memory import StageMemory
+    from gpipe_cli.planner.placement import Placement
+    from gpipe_cli.planner.stage_memory import StageMemory as PlannedMemory
 
 # contended: other programs had the cores of the stages; one_device: stages shared a device or cores with each other
 SpeedKind = Literal["measured", "measured_contended", "measured_one_device"]
@@ -55,12 +56,12 @@ class StepMedians:
         values = self.counted(quantity)[-last:]
         return median(values) if values else None
 
-    def quartiles(self, quantity: str) -> list[float] | None:
+    def quartiles(self, quantity: str) -> tuple[float, float] | None:
         values = self.counted(quantity)
         if len(values) < 2:
-            return [values[0], values[0]] if values else None
+            return (values[0], values[0]) if values else None
         first, _, third = quantiles(values, n=4, method="inclusive")
-        return [first, third]
+        return first, third
 
 
 def kind_of_speed(one_device: bool, without_core: float | None) -> SpeedKind | None:
@@ -73,33 +74,18 @@ def kind_of_speed(one_device: bool, without_core: float | None) -> SpeedKind | N
     return "measured_one_device" if one_device else "measured_contended" if without_core > CONTENDED else "measured"
 
 
-def flops_result(
-    flops: "StepFlops", samples_per_second: float | None, tokens_per_second: float | None
-) -> dict[str, float | None]:
-    """Entries of result.json: the MFU of PaLM's authors (model FLOPs utilization), where recomputation is no work."""
-    per_second, peak = flops.per_second(samples_per_second, tokens_per_second), flops.peak_per_second
-    return {
-        "model_flops": flops.step,
-        "model_flops_per_second": per_second,
-        "peak_flops_per_second": peak,
-        "mfu": None if per_second is None or peak is None else per_second / peak,
-    }
-
-
-def memory_result(
+def stage_memory(
     placement: "Placement",
-    planned: "Sequence[StageMemory]",
+    planned: "Sequence[PlannedMemory]",
     peaks: Sequence[int],
     counted: Sequence[int] | None,
     libraries: Sequence[int] | None,
-) -> list[dict[str, Any]]:
-    """The entry ``memory`` of result.json: the bytes of each stage, or of several that share a device or a process on a
-    CPU, as they share the peak that is measured. The parts add up to it; ``stage`` is 1, `0,1`, `0-2`, or None for all.
+) -> tuple[StageMemory, ...]:
+    """The parts of each peak, which add up to it. Stages that share a device, or a process on a CPU, share the peak.
 
-    ``other`` is the rest: workspace, data, what the allocator keeps; below 0 where not all parts were there at once.
     Peaks were measured, () before the first step; activations are those planned if they were not counted.
     """
-    result: list[dict[str, Any]] = []
+    found = []
     for stages in stages_together(placement.device_of_stage) if peaks else ():
         parts = {
             "libraries": libraries[stages[0]] if libraries else 0,
@@ -110,8 +96,8 @@ def memory_result(
         }
         peak = peaks[stages[0]]
         stage = stages[0] if len(stages) == 1 else None if len(stages) == len(peaks) else stages_named(stages)
-        result.append({"stage": stage, **parts, "other": peak - sum(parts.values()), "peak": peak})
-    return result
+        found.append(StageMemory(stage, **parts, other=peak - sum(parts.values()), peak=peak))
+    return tuple(found)
 
 
 def stages_together(device_of_stage: Sequence[int]) -> list[tuple[int, ...]]:

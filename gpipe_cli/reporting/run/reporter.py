@@ -7,7 +7,7 @@ import io
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -15,23 +15,37 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from gpipe_cli.config.settings import to_yaml
+from gpipe_cli.config.settings import Task, to_yaml
 from gpipe_cli.config.typed import one_line
 from gpipe_cli.reporting.page.page import MOST_STEPS, PAGE, write_page
-from gpipe_cli.reporting.plots.timeline_values import StepPicture
+from gpipe_cli.reporting.plots.timeline_values import StepPicture, idle
 from gpipe_cli.reporting.run import measurement
 from gpipe_cli.reporting.run.banner import show_banner
 from gpipe_cli.reporting.run.console import RunConsole
 from gpipe_cli.reporting.run.dashboard import Dashboard
-from gpipe_cli.reporting.run.description import RunDescription, Status, Task, scores_of, words_of
+from gpipe_cli.reporting.run.description import RunDescription, evaluation_of, words_of
 from gpipe_cli.reporting.run.lines import logging_to, show_error, show_facts, show_line
-from gpipe_cli.reporting.run.step_breakdown import COMPARED_STEPS, comparison, measured_breakdown, share_result
+from gpipe_cli.reporting.run.step_breakdown import COMPARED_STEPS, comparison, measured_breakdown
 from gpipe_cli.reporting.run.summary import show_summary, speed_kind
-from gpipe_cli.results.files import read_result, write_result
+from gpipe_cli.results.run import (
+    Breakdowns,
+    BubbleShares,
+    Evaluation,
+    IdleShares,
+    Partition,
+    Prediction,
+    RunResult,
+    StageMemory,
+    Start,
+    Status,
+    run_result_or_none,
+    write_run,
+)
 from gpipe_cli.training.checkpoint.store import GONE, Progress, checkpoints_in, step_of
 from gpipe_cli.training.events import CheckpointAwaited, Evaluated, StepDone, Tested
 
 if TYPE_CHECKING:  # it imports matplotlib, which takes half a second
+    from gpipe_cli.planner.plan import Plan
     from gpipe_cli.reporting.plots.picture import Picture
 
 
@@ -65,12 +79,12 @@ class Reporter:
         self._pictures: list[StepPicture] = []
         self._cut_drawn = False
         hardware = measurement.hardware(run.gpu_names, run.placement.threads)
-        self._machine = {"versions": measurement.versions(self._text), "hardware": hardware}
+        self._machine: dict[str, Any] = {"versions": measurement.versions(self._text), "hardware": hardware}
         self._test, self._best = _tested(run.config.task, run.test), _tested(run.config.task, run.best)
         self._starts = _starts(folder, run)
         self._console = RunConsole(console or Console(), run)
         self._incomplete = False  # something that the run can do without could not be written
-        write_result(self._folder, self._result())
+        write_run(self._folder, self._result())
         self._dashboard = Dashboard(folder, run)
         with self.optional():
             self._dashboard.begin()
@@ -132,7 +146,7 @@ class Reporter:
 
     def _write_page(self) -> None:
         title = f"{self._run.model_name} on {self._run.config.dataset.name}"
-        commands, share = [start["command"] for start in self._starts], self._medians.median("without_core")
+        commands, share = [start.command for start in self._starts], self._medians.median("without_core")
         kind = measurement.kind_of_speed(self._run.placement.one_device, share)
         write_page(
             self._folder / PAGE, title, self._run.simulation, self._pictures, commands=commands, run=str(self._folder),
@@ -143,7 +157,7 @@ class Reporter:
         """What the processes hold, in TensorBoard: numbers of parts, and bars of them."""
         from gpipe_cli.reporting.plots.memory import draw
 
-        if self._run.config.logger and (memory := self._memory()):
+        if self._run.config.logger and (memory := [asdict(one) for one in self._memory()]):
             with self.optional():
                 self._dashboard.memory(self._steps, memory)
                 self._dashboard.picture("memory", self._steps, draw(memory, f"memory  ·  step {self._steps:,}"))
@@ -172,7 +186,7 @@ class Reporter:
             self._best = self._test
         self._console.evaluated(message)
         with self.optional():
-            write_result(self._folder, self._result())
+            write_run(self._folder, self._result())
             self._dashboard.evaluated(message)
 
     def checkpointed(self, step: int) -> None:
@@ -211,11 +225,12 @@ class Reporter:
         """Ends the report, at whatever point. Raises OSError if all is shown, and result.json could not be written."""
         self._status, self._error = status, error
         if self._run.start is not None:
-            self._starts[-1]["ended"] = _iso(datetime.now().astimezone())
+            ended = _iso(datetime.now().astimezone())
+            self._starts[-1] = replace(self._starts[-1], ended=ended)
         result = self._result()
         unwritten: OSError | None = None
         try:  # first of all: if the console is closed, writing to it ends the process
-            write_result(self._folder, result)
+            write_run(self._folder, result)
         except OSError as failed:
             unwritten = failed
         if status != "interrupted":  # whoever did that waits
@@ -276,95 +291,89 @@ class Reporter:
             return None
         return None if self._run.placement.one_device else seconds
 
-    def _memory(self) -> list[dict[str, Any]]:
+    def _memory(self) -> tuple[StageMemory, ...]:
         run = self._run
-        return measurement.memory_result(run.placement, run.plan.memory, self._memory_bytes, *self._counted)
+        return measurement.stage_memory(run.placement, run.plan.memory, self._memory_bytes, *self._counted)
 
-    def _result(self) -> dict[str, Any]:
+    def _result(self) -> RunResult:
         run, config, placement, of = self._run, self._run.config, self._run.placement, self._medians.median
-        steps = len(self._medians.counted("step_seconds"))
-        done = self._steps - run.first_step
-        result = {
-            "command": "bench" if run.bench else "train",
-            "status": self._status,
-            "error": self._error,
-            "task": config.task,
-            "model": run.model_name,
-            "dataset": config.dataset.name,
-            "model_parameters": sum(placement.parameters),
-            # whole ones done, as are the steps, before a resume included
-            "epochs": self._steps // (run.steps_per_epoch or 1),
-            "steps": self._steps,
-            "seconds": time.monotonic() - self._begin,  # of this process, from its first moment on
-            "test": self._test,
-            "best": self._best,
-            "samples_per_second": of("samples_per_second"),
-            "samples_per_second_quartiles": self._medians.quartiles("samples_per_second"),
-            "samples_per_second_kind": measurement.kind_of_speed(placement.one_device, of("without_core")),
-            "without_core": of("without_core"),
-            "step_seconds": of("step_seconds"),
-            "speed_includes_warm_up": 0 < done <= run.warm_up_steps,  # for want of other steps
-            "speed_steps": steps,
-            "warm_up_steps": run.warm_up_steps,
-            **measurement.flops_result(run.flops, of("samples_per_second"), of("tokens_per_second")),
-            "memory_bytes": self._memory_bytes,
-            "memory": self._memory(),
-            "global_batch": config.batch_size,
-            "executor": run.executor,
-            "ideal_bubble": run.ideal_bubble,
-            **share_result(measured_breakdown(self._medians), run.prediction, run.ideal_bubble),
-            "activation_bytes": self._counted[0],
-            "predicted_activation_bytes": self._predicted_activation_bytes,  # of the mini-batch that was counted
-            "partitions": [
-                {"layers": names, "parameters": parameters, "cost_share": share, "process": process, "device": device}
-                for names, parameters, share, process, device in zip(
-                    placement.layer_names,
-                    placement.parameters,
-                    run.cost_shares,
-                    placement.process_of_stage,
-                    placement.devices,
-                    strict=True,
-                )
-            ],
-            "failed_checkpoints": self._failed_checkpoints,  # that the training went on without
-            "compiled": None if run.compiled is None else asdict(run.compiled),
-            "resumed_from": config.resume,
-            "starts": self._starts,
-            "restarts": [asdict(restart) for restart in run.restarts],
+        speeds = of("samples_per_second"), of("tokens_per_second")
+        flops, peak = run.flops.per_second(*speeds), run.flops.peak_per_second
+        predicted = None if run.prediction is None else asdict(run.prediction.breakdown)
+        kinds = measured_breakdown(self._medians), predicted
+        return RunResult(
+            status=self._status,
+            command="bench" if run.bench else "train",
+            error=self._error,
+            task=config.task,
+            model=run.model_name,
+            dataset=config.dataset.name,
+            model_parameters=sum(placement.parameters),
+            epochs=self._steps // (run.steps_per_epoch or 1),
+            steps=self._steps,
+            seconds=time.monotonic() - self._begin,
+            test=self._test,
+            best=self._best,
+            samples_per_second=speeds[0],
+            samples_per_second_quartiles=self._medians.quartiles("samples_per_second"),
+            samples_per_second_kind=measurement.kind_of_speed(placement.one_device, of("without_core")),
+            without_core=of("without_core"),
+            step_seconds=of("step_seconds"),
+            speed_includes_warm_up=0 < self._steps - run.first_step <= run.warm_up_steps,
+            speed_steps=len(self._medians.counted("step_seconds")),
+            warm_up_steps=run.warm_up_steps,
+            model_flops=run.flops.step,
+            model_flops_per_second=flops,
+            peak_flops_per_second=peak,
+            mfu=None if flops is None or peak is None else flops / peak,  # as PaLM's authors define it
+            memory_bytes=self._memory_bytes,
+            memory=self._memory(),
+            global_batch=config.batch_size,
+            executor=run.executor,
+            ideal_bubble=run.ideal_bubble,
+            breakdown=Breakdowns(*kinds),
+            idle=IdleShares(*(None if shares is None else idle(shares) for shares in kinds)),
+            bubble=BubbleShares(run.ideal_bubble, *(None if shares is None else shares["bubble"] for shares in kinds)),
+            prediction=None if run.prediction is None else _prediction(run.prediction),
+            activation_bytes=self._counted[0],
+            predicted_activation_bytes=self._predicted_activation_bytes,
+            partitions=tuple(map(Partition, placement.process_of_stage, placement.devices, placement.layer_names,
+                                 placement.parameters, run.cost_shares)),
+            failed_checkpoints=self._failed_checkpoints,
+            compiled=None if run.compiled is None else asdict(run.compiled),
+            resumed_from=config.resume,
+            starts=tuple(self._starts),
+            restarts=run.restarts,
+            config=asdict(config),
+            tokens_per_second=speeds[1],
+            tokens_per_second_quartiles=self._medians.quartiles("tokens_per_second"),
+            unigram_perplexity=run.data.unigram_perplexity,
+            global_batch_tokens=config.batch_tokens,
             **self._machine,
-            "config": asdict(config),
-        }
-        if self._text:
-            result |= {
-                "tokens_per_second": of("tokens_per_second"),
-                "tokens_per_second_quartiles": self._medians.quartiles("tokens_per_second"),
-                "unigram_perplexity": run.data.unigram_perplexity,
-                "global_batch_tokens": config.batch_tokens,
-            }
-        return result
+        )  # fmt: skip
 
 
-def _start(run: RunDescription) -> dict[str, Any]:
-    """An entry of result.json: when which command has begun the run or gone on with it, and which code it ran."""
-    assert run.start is not None
-    return {
-        "command": run.start.command,
-        "started": _iso(run.start.time),
-        "ended": None,  # while it runs; of one that was killed, for good
-        "first_step": run.first_step,
-        "code": measurement.code(run.config.model),
-    }
+def _prediction(plan: "Plan") -> Prediction:
+    return Prediction(
+        source=plan.costs.source,
+        measured=plan.costs.basis == "timed_layers",
+        step_seconds=plan.step_seconds,
+        step_seconds_range=plan.step_range,
+        memory_bytes=tuple(stage.total_bytes for stage in plan.memory),
+        activation_bytes=plan.saved_bytes,
+    )
 
 
-def _starts(folder: Path, run: RunDescription) -> list[dict[str, Any]]:
+def _starts(folder: Path, run: RunDescription) -> list[Start]:
     """Those of the run that goes on, or that begins in ``folder`` again, and this one."""
-    found: list[dict[str, Any]] = []
+    found: list[Start] = []
     for earlier in (run.config.resume, folder):
-        with suppress(OSError, ValueError):
-            found = found if earlier is None else read_result(Path(earlier)).get("starts", [])
-    if run.start is None or (found and found[-1]["started"] == _iso(run.start.time)):  # it is there: max_restarts
+        if earlier is not None and (result := run_result_or_none(Path(earlier))) is not None:
+            found = list(result.starts)
+    if run.start is None or (found and found[-1].started == _iso(run.start.time)):  # it is there: max_restarts
         return found
-    return [*found, _start(run)]
+    code = measurement.code(run.config.model)
+    return [*found, Start(_iso(run.start.time), run.start.command, first_step=run.first_step, code=code)]
 
 
 def _iso(moment: datetime) -> str:
@@ -374,17 +383,16 @@ def _iso(moment: datetime) -> str:
 
 def complete_result(folder: Path, task: Task, progress: Progress) -> None:
     """Says of a run that was killed between its last checkpoint and its end that it is complete, and how good it is."""
-    with suppress(OSError, ValueError):  # what else was in it is lost: there is nothing to mend
-        result = read_result(folder)
-        if result["status"] != "completed":
-            done = {"epochs": progress.step // progress.steps_per_epoch, "steps": progress.step}
-            tests = {"test": progress.test, "best": progress.best}
-            known = {name: _tested(task, test) for name, test in tests.items() if test is not None}
-            write_result(folder, result | {"status": "completed", "error": None} | done | known)
+    result = run_result_or_none(folder)  # of one that cannot be read there is nothing to mend
+    if result is None or result.status == "completed":
+        return
+    with suppress(OSError):
+        write_run(folder, replace(
+            result, status="completed", error=None, epochs=progress.step // progress.steps_per_epoch,
+            steps=progress.step, test=_tested(task, progress.test) or result.test,
+            best=_tested(task, progress.best) or result.best,
+        ))  # fmt: skip
 
 
-def _tested(task: Task, test: Tested | None) -> dict[str, Any] | None:
-    if test is None:
-        return None
-    found = {"step": test.step, "epoch": test.epoch, **scores_of(task, test.scores), "averaged": test.scores.averaged}
-    return found | {"tokens": test.scores.tokens} if words_of(task).text else found
+def _tested(task: Task, test: Tested | None) -> Evaluation | None:
+    return None if test is None else evaluation_of(task, test.scores, test.step, test.epoch)

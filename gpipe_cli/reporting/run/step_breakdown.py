@@ -1,12 +1,11 @@
 """Where the time of a step went, measured beside predicted: the paper's overhead breakdown (NeurIPS section 3.1)."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from gpipe_cli.reporting.plots.timeline_values import BUSY, IDLE, SHARES, idle, in_percent
+from gpipe_cli.reporting.plots.timeline_values import BUSY, IDLE, SHARES, in_percent
 from gpipe_cli.reporting.run.lines import in_columns, show_facts
 from gpipe_cli.reporting.run.measurement import StepMedians
 from gpipe_cli.units import duration, percent, size
@@ -24,28 +23,6 @@ def measured_breakdown(medians: StepMedians) -> dict[str, float] | None:
     found = {name: share for name in SHARES if (share := medians.median(name)) is not None}
     total = sum(found.values())
     return {name: share / (total or 1.0) for name, share in found.items()} or None
-
-
-def share_result(
-    measured: Mapping[str, float] | None, prediction: "Plan | None", ideal_bubble: float
-) -> dict[str, Any]:
-    """The entries of result.json: ``breakdown``, of it ``idle`` and ``bubble``, and ``prediction``."""
-    kinds = {"measured": measured, "predicted": None if prediction is None else asdict(prediction.breakdown)}
-    known = prediction and {
-        "source": prediction.costs.source,
-        "measured": prediction.costs.basis == "timed_layers",
-        "step_seconds": prediction.step_seconds,
-        "step_seconds_range": prediction.step_range,
-        "memory_bytes": [stage.total_bytes for stage in prediction.memory],
-        "activation_bytes": prediction.saved_bytes,
-    }
-    return {
-        "breakdown": kinds,
-        "idle": {kind: None if shares is None else idle(shares) for kind, shares in kinds.items()},
-        "bubble": {kind: None if shares is None else shares["bubble"] for kind, shares in kinds.items()}
-        | {"ideal": ideal_bubble},
-        "prediction": known,
-    }
 
 
 def show_shares(console: Console, kinds: Mapping[str, Mapping[str, float] | None], ideal_bubble: float) -> None:

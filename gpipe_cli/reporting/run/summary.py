@@ -2,27 +2,32 @@
 
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from gpipe_cli.config.settings import Task
 from gpipe_cli.reporting.page.page import PAGE
-from gpipe_cli.reporting.run.description import Task, scores_of, words_of
+from gpipe_cli.reporting.run.description import evaluation_of, words_of
 from gpipe_cli.reporting.run.lines import in_columns, override, show_facts, show_text
 from gpipe_cli.reporting.run.step_breakdown import STAGES_SHOWN, show_shares
 from gpipe_cli.results.files import write_result
+from gpipe_cli.results.measures import MEASURES, chosen
+from gpipe_cli.results.run import Evaluation, RunResult, StageMemory
+from gpipe_cli.results.tree import to_tree
 from gpipe_cli.training.events import EvaluationDone, TranslationScores
-from gpipe_cli.units import duration, loss, operations, percent, perplexity, plural, rate, rounded
+from gpipe_cli.units import duration, operations, percent, plural, rounded
 
 EVALUATION = "evaluate.json"
+SAMPLES, TOKENS = chosen("samples_per_second", "tokens_per_second")
 EXAMPLES = 5  # translations that the console shows; evaluate.json has all
 
 
 def show_summary(
-    console: Console, result: Mapping[str, Any], folder: Path, peak: str, checkpoint: str, resume: str | None
+    console: Console, result: RunResult, folder: Path, peak: str, checkpoint: str, resume: str | None
 ) -> None:
     """Shows what became of a training or of a measurement, as result.json has it.
 
@@ -30,30 +35,30 @@ def show_summary(
         peak: where the peak that the MFU is a share of comes from, or why it is not known.
         checkpoint: where the last checkpoint is, and the run folder to ``resume``; for a training that was stopped.
     """
-    status, seconds, bench = result["status"], duration(result["seconds"]), result["command"] == "bench"
-    epochs = f"{plural(result['epochs'], 'epoch')}, " if result["epochs"] and not bench else ""
-    done = epochs + plural(result["steps"], "step")
+    status, seconds, bench = result.status, MEASURES["seconds"].text(result), result.command == "bench"
+    epochs = f"{plural(result.epochs, 'epoch')}, " if result.epochs and not bench else ""
+    done = epochs + plural(result.steps, "step")
     match status:
         case "completed" if bench:
-            measured = f"measured {plural(result['speed_steps'], 'step')} after {result['warm_up_steps']} of warm-up"
+            measured = f"measured {plural(result.speed_steps, 'step')} after {result.warm_up_steps} of warm-up"
             line, colour = f"{measured}, in {seconds}", "green"
         case "completed":
             line, colour = f"completed in {seconds}: {done}", "green"
         case "dry_run":
             line, colour = "dry run: cut and placed; nothing was trained", "green"
         case _:
-            when = f"after {seconds}: {done} done" if result["steps"] else "before the first step was done"
+            when = f"after {seconds}: {done} done" if result.steps else "before the first step was done"
             line, colour = f"{status} {when}", "yellow" if status == "interrupted" else "red"
     if status != "dry_run":  # whose banner ends with an empty line and is all that came before
         console.print()
     show_text(console, line, f"bold {colour}")
-    if result["error"]:
-        show_facts(console, [("error", result["error"])])
+    if result.error:
+        show_facts(console, [("error", result.error)])
     show_facts(console, _outcome(result))
-    if result["breakdown"]["measured"] is not None:
-        show_shares(console, result["breakdown"], result["bubble"]["ideal"])
-    if result["memory"]:
-        show_facts(console, in_columns(console, memory_rows(result["memory"])))
+    if result.breakdown.measured is not None:
+        show_shares(console, vars(result.breakdown), result.bubble.ideal or 0.0)
+    if result.memory:
+        show_facts(console, in_columns(console, memory_rows(result.memory)))
     if bench:
         show_facts(console, _flops(result, peak))
     show_facts(console, [("run folder", str(folder))])
@@ -61,29 +66,29 @@ def show_summary(
         show_facts(console, [("page", str(folder / PAGE))])
     if bench:
         return
-    if failed := result["failed_checkpoints"]:
+    if failed := result.failed_checkpoints:
         show_facts(console, [("not written", f"{plural(failed, 'checkpoint')} of those that were due")])
     if status in ("interrupted", "failed"):
         show_facts(console, [("checkpoint", checkpoint)])
         if resume is not None:
             show_facts(console, [("go on with", f"gpipe train {override('resume', resume)}")])
-    if result["steps"] and "tensorboard" in result["config"]["logger"] and folder.is_dir():
+    if result.steps and "tensorboard" in result.config["logger"] and folder.is_dir():
         show_facts(console, [("curves", f"tensorboard --logdir {shlex.quote(str(folder))}")])
 
 
 def show_evaluation(console: Console, folder: Path, checkpoint: str, task: Task, message: EvaluationDone) -> None:
     """Shows an evaluation and writes evaluate.json beside the run's result.json, which stays as it was."""
-    words, translation = words_of(task), message.translation
+    words, scores, translation = words_of(task), message.scores, message.translation
+    tested = evaluation_of(task, scores)
     found: dict[str, Any] = {
         "checkpoint": checkpoint,
         "task": task,
         "samples": message.samples,
-        **scores_of(task, message.scores),
-        "averaged": message.scores.averaged,
+        **{key: value for key, value in to_tree(tested, words.text).items() if key not in ("step", "epoch")},
         "seconds": message.seconds,
     }
     if words.text:
-        found |= {"tokens": message.scores.tokens, "unigram_perplexity": message.unigram_perplexity}
+        found["unigram_perplexity"] = message.unigram_perplexity
     if task == "translation":
         found["translation"] = None if translation is None else asdict(translation)
     try:
@@ -91,27 +96,26 @@ def show_evaluation(console: Console, folder: Path, checkpoint: str, task: Task,
     finally:  # what cannot be written is shown all the same
         tokens = "" if message.scores.tokens is None else f" with {plural(message.scores.tokens, 'token')}"
         seen = f"{message.samples:,}{tokens} in {duration(message.seconds)}"
-        facts = [("checkpoint", checkpoint), ("test", outcome_of_test(found, message.unigram_perplexity))]
+        said = outcome_of_test(task, tested, message.unigram_perplexity)
+        facts = [("checkpoint", checkpoint), ("test", said)]
         facts.append((f"{words.sample}s", seen))
         if translation is not None:
             facts += outcome_of_translation(translation)
         show_facts(console, [*facts, ("written to", str(folder / EVALUATION))])
 
 
-def outcome_of_test(test: dict[str, Any], unigram_perplexity: float | None = None) -> str:
+def outcome_of_test(task: Task, test: Evaluation, unigram_perplexity: float | None = None) -> str:
     """`top-1 98.6 %, top-5 100.0 %, loss 0.0512`, or `perplexity 41.3 (unigram model 312.0), token accuracy 31.2 %,
     loss 3.7210 nats per token`. A unigram model knows the frequencies of the tokens only."""
-    if "perplexity" in test:
-        unigram = "" if unigram_perplexity is None else f" (unigram model {perplexity(unigram_perplexity)})"
-        scores = [
-            f"perplexity {perplexity(test['perplexity'])}{unigram}",
-            f"token accuracy {percent(test['token_accuracy'])}",
-            f"loss {loss(test['loss'])} nats per token",
-        ]
-    else:
-        top5 = [] if test["top5"] is None else [f"top-5 {percent(test['top5'])}"]
-        scores = [f"top-1 {percent(test['top1'])}", *top5, f"loss {loss(test['loss'])}"]
-    return ", ".join(scores) + (" (averaged weights)" if test["averaged"] else "")
+    result = RunResult("completed", task=task, test=test)
+    keys = ("test_perplexity", "test_token_accuracy") if result.text else ("test_top1", "test_top5")
+    known = [one for one in chosen(*keys, "test_loss") if one.value(result) is not None]
+    scores = {one.key: f"{one.name.removeprefix('test ')} {one.text(result)}" for one in known}
+    if result.text:
+        scores["test_loss"] += " nats per token"
+        if unigram_perplexity is not None:
+            scores["test_perplexity"] += f" (unigram model {MEASURES['unigram_perplexity'].shown(unigram_perplexity)})"
+    return ", ".join(scores.values()) + (" (averaged weights)" if test.averaged else "")
 
 
 def outcome_of_translation(translation: TranslationScores) -> Iterable[tuple[str, str]]:
@@ -126,34 +130,33 @@ def outcome_of_translation(translation: TranslationScores) -> Iterable[tuple[str
         yield "  decoded", _one_line(example.translation)
 
 
-def _outcome(result: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
-    test, best = result["test"], result["best"]
+def _outcome(result: RunResult) -> Iterable[tuple[str, str]]:
+    test, best = result.test, result.best
     if test is not None:
-        yield "test", outcome_of_test(test, result.get("unigram_perplexity"))
+        yield "test", outcome_of_test(result.task, test, result.unigram_perplexity)
     if best is not None and best != test:
-        yield "best", f"{outcome_of_test(best)}, after epoch {best['epoch']}"
+        yield "best", f"{outcome_of_test(result.task, best)}, after epoch {best.epoch}"
     elif best is not None:
-        yield "", f"the best of the run, after epoch {best['epoch']}"
-    if result["samples_per_second"] is None:
+        yield "", f"the best of the run, after epoch {best.epoch}"
+    if result.samples_per_second_kind is None:
         return
-    words, step = words_of(result["task"]), f"{duration(result['step_seconds'])} per step"
-    units = {"tokens_per_second": "tokens/s"} if words.text else {}
-    units["samples_per_second"] = f"{words.sample}s/s"
-    if result["command"] == "bench":
+    sample, step = words_of(result.task).sample, f"{MEASURES['step_seconds'].text(result)} per step"
+    speeds = [(TOKENS, f"{TOKENS.text(result)} tokens/s")] if result.text else []
+    speeds.append((SAMPLES, f"{SAMPLES.text(result)} {sample}s/s"))
+    if result.command == "bench":
         label = "speed"
-        for key, unit in units.items():
-            first, third = result[f"{key}_quartiles"]
-            spread = f"quartiles {rate(first)} and {rate(third)}, {plural(result['speed_steps'], 'step')}"
-            yield label, f"{rate(result[key])} {unit} (median; {spread})"
+        for measure, speed in speeds:
+            first, third = (MEASURES[f"{measure.key}_{quartile}"].text(result) for quartile in ("q1", "q3"))
+            spread = f"quartiles {first} and {third}, {plural(result.speed_steps, 'step')}"
+            yield label, f"{speed} (median; {spread})"
             label = ""
-        yield "", f"{step}, warm-up included" if result["speed_includes_warm_up"] else step
+        yield "", f"{step}, warm-up included" if result.speed_includes_warm_up else step
     else:
-        steps = f"after the first {plural(result['warm_up_steps'], 'step')}"
-        if result["speed_includes_warm_up"]:
-            steps = f"of the first {plural(result['speed_steps'], 'step')}, which are slow"
-        speeds = ", ".join(f"{rate(result[key])} {unit}" for key, unit in units.items())
-        yield "speed", f"{speeds}, {step} (medians {steps})"
-    yield "", speed_kind(result["samples_per_second_kind"], result["without_core"])
+        steps = f"after the first {plural(result.warm_up_steps, 'step')}"
+        if result.speed_includes_warm_up:
+            steps = f"of the first {plural(result.speed_steps, 'step')}, which are slow"
+        yield "speed", f"{', '.join(speed for _, speed in speeds)}, {step} (medians {steps})"
+    yield "", speed_kind(result.samples_per_second_kind, result.without_core)
 
 
 def speed_kind(kind: str, without_core: float | None = None) -> str:
@@ -167,27 +170,26 @@ def speed_kind(kind: str, without_core: float | None = None) -> str:
     return f"{kind}: every process had a device or cores of its own"
 
 
-def memory_rows(stages: Sequence[Mapping[str, Any]]) -> Sequence[tuple[str, Sequence[str]]]:
+def memory_rows(stages: Sequence[StageMemory]) -> Sequence[tuple[str, Sequence[str]]]:
     """Parts of each stage's memory and their sum, from the entry of result.json; of many stages the fullest one's."""
     parts = ("libraries", "weights", "gradients", "optimizer", "activations", "other")
-    unit, name = (2**30, "GiB") if max(stage["peak"] for stage in stages) >= 10 * 2**30 else (2**20, "MiB")
+    unit, name = (2**30, "GiB") if max(stage.peak for stage in stages) >= 10 * 2**30 else (2**20, "MiB")
     rows = [(f"memory, {name}", [f"{part:>7}" for part in parts] + ["=", "peak"])]
-    fullest = max(stages, key=lambda stage: int(stage["peak"]))
+    fullest = max(stages, key=lambda stage: stage.peak)
     for stage in stages if len(stages) <= STAGES_SHOWN else [fullest]:
-        shown = rounded({part: stage[part] / unit for part in parts})
-        label = (
-            "all stages" if stage["stage"] is None else f"stage{'s' * isinstance(stage['stage'], str)} {stage['stage']}"
-        )
+        shown = rounded({part: getattr(stage, part) / unit for part in parts})
+        label = "all stages" if stage.stage is None else f"stage{'s' * isinstance(stage.stage, str)} {stage.stage}"
         rows.append((label, [f"{value:,.1f}" for value in shown.values()] + ["=", f"{sum(shown.values()):,.1f}"]))
     return rows
 
 
-def _flops(result: Mapping[str, Any], note: str) -> Iterable[tuple[str, str]]:
-    if result["model_flops_per_second"] is None:
+def _flops(result: RunResult, note: str) -> Iterable[tuple[str, str]]:
+    if result.model_flops is None or result.model_flops_per_second is None:
         return
-    step = f"{operations(result['model_flops'])}FLOP of a full step, recomputation not counted"
-    yield "model", f"{operations(result['model_flops_per_second'])}FLOP/s ({step})"
-    yield "MFU", f"{percent(result['mfu'])} of {note}" if result["mfu"] is not None else f"not known: {note}"
+    step = f"{operations(result.model_flops)}FLOP of a full step, recomputation not counted"
+    yield "model", f"{MEASURES['model_flops_per_second'].text(result)}FLOP/s ({step})"
+    known = result.mfu is not None
+    yield "MFU", f"{MEASURES['mfu'].text(result)} of {note}" if known else f"not known: {note}"
 
 
 def _one_line(text: str) -> str:

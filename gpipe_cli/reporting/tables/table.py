@@ -14,6 +14,7 @@ from rich.console import Console
 from gpipe_cli.config.typed import show
 from gpipe_cli.reporting.run.lines import show_line, show_text, wrapped
 from gpipe_cli.results.files import as_json
+from gpipe_cli.results.measures import Measure
 from gpipe_cli.units import plural
 
 Origin = Literal["", "paper", "published", "measured", "counted", "planned", "simulated", "difference"]
@@ -53,6 +54,17 @@ class Column:
         """A column of numbers, None where a row has none; ``form`` writes them for people."""
         cells = [NONE if value is None else form(value) for value in values]
         return cls(heading, origin, cells, number=True, key=key, values=values, printed=printed, quantity=quantity)
+
+    @classmethod
+    def measured(
+        cls, measure: Measure, values: Sequence[Any], alike: Sequence[Any] | None = None, *, printed: bool = True
+    ) -> Self:
+        """A column of a measure: bare numbers below their unit, one for the column and for ``alike``; without the
+        latter each number with its own unit."""
+        if alike is None:
+            return cls.of(measure.key, measure.heading, values, measure.unit.full, printed=printed)
+        unit, bare = measure.unit.scale(alike)
+        return cls.of(measure.key, measure.wide(unit), values, bare, printed=printed)
 
     @property
     def right(self) -> bool:

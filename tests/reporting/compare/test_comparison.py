@@ -23,7 +23,7 @@ from gpipe_cli.reporting.compare.scaling import Scaling, devices, scalings
 from gpipe_cli.reporting.plots.comparison import draw_curves, running_median, styles
 from gpipe_cli.reporting.plots.palette import rgb, run_colour
 from gpipe_cli.reporting.tables.table import to_csv
-from gpipe_cli.results.files import read_result, write_result
+from gpipe_cli.results.run import BubbleShares, Partition, RunResult, read_run_result, write_run
 
 
 def ran(folder: Path, losses: list[float], *settings: str, status: Any = "completed", scale: int = 1) -> None:
@@ -37,19 +37,18 @@ def ran(folder: Path, losses: list[float], *settings: str, status: Any = "comple
         reporter.recorded(number, shares(0.1))
     reporter.evaluated(evaluation(len(losses), text))
     reporter.finish(status, "boom\n\x1b[31min 1F0 [red]" if status == "failed" else None)
-    result = read_result(folder)
-    stages = stages_on("cpu", *range(result["config"]["partitions"]))
-    write_result(folder, result | {"partitions": stages})
+    result = read_run_result(folder)
+    write_run(folder, replace(result, partitions=stages_on("cpu", *range(result.config["partitions"]))))
 
 
-def stages_on(device: str, *processes: int) -> list[dict[str, Any]]:
+def stages_on(device: str, *processes: int) -> tuple[Partition, ...]:
     """Stages as a result has them, as far as it says where they were."""
-    return [{"process": process, "device": device} for process in processes]
+    return tuple(Partition(process, device) for process in processes)
 
 
 def changed(run: RunRecord, **result: Any) -> RunRecord:
     """A run as `run`, with other entries in its result.json."""
-    return replace(run, result={**run.result, **result})
+    return replace(run, result=replace(run.result, **result))
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +134,10 @@ def test_threads_have_a_column_only_where_they_were_chosen(runs: list[RunRecord]
     ],
 )
 def test_runs_of_which_many_settings_differ_are_named_by_their_folders(folders: str, expected: str) -> None:
-    many = [RunRecord(Path("/o") / one, dict.fromkeys("abcd", n), {}) for n, one in enumerate(folders.split())]
+    many = [
+        RunRecord(Path("/o") / one, dict.fromkeys("abcd", n), RunResult("completed"))
+        for n, one in enumerate(folders.split())
+    ]
     assert names(many) == expected.split()
 
 
@@ -168,7 +170,7 @@ def test_the_table_has_what_differs_and_what_came_of_it(runs: list[RunRecord]) -
 def test_csv_has_all_digits_and_what_was_measured_predicted_and_ideal_apart(
     runs: list[RunRecord], text: RunRecord
 ) -> None:
-    bubble = {"measured": None, "predicted": 0.16}
+    bubble = BubbleShares(predicted=0.16)
     dry = changed(runs[0], samples_per_second_kind=None, step_seconds=None, bubble=bubble)
     first, _, _, failed, sentences, unmeasured = rows(compare([*runs, text, dry]))
     expected = {
@@ -189,7 +191,7 @@ def test_csv_has_all_digits_and_what_was_measured_predicted_and_ideal_apart(
 
 def test_a_measurement_shows_what_only_it_has(runs: list[RunRecord]) -> None:
     bench = changed(
-        runs[0], command="bench", samples_per_second_quartiles=[500.0, 525.5], model_flops_per_second=2.5e9, mfu=0.25,
+        runs[0], command="bench", samples_per_second_quartiles=(500.0, 525.5), model_flops_per_second=2.5e9, mfu=0.25,
         test=None, best=None, samples_per_second_kind="measured_one_device",
     )  # fmt: skip
     both = compare([bench, runs[1]])
@@ -207,7 +209,7 @@ def test_a_measurement_shows_what_only_it_has(runs: list[RunRecord]) -> None:
 def test_what_a_measurement_sets_by_itself_is_no_difference(runs: list[RunRecord], tmp_path: Path) -> None:
     """`epochs` and `max_steps` of a bench are its own; its users cannot give them."""
     ran(tmp_path, [3.0], "epochs=8", "max_steps=8", "checkpoint.keep=1")
-    write_result(tmp_path, {**read_result(tmp_path), "command": "bench"})
+    write_run(tmp_path, replace(read_run_result(tmp_path), command="bench"))
     bench = read_run(tmp_path)
     short, long = (replace(bench, settings={**bench.settings, "epochs": n, "max_steps": None}) for n in (2, 5))
     assert differing([bench, short]) == []
@@ -224,7 +226,7 @@ def test_what_cannot_be_compared_is_noted(runs: list[RunRecord], text: RunRecord
     assert noted(runs[1]) == ""
     assert "different tasks (classification: " in noted(text)
     assert "different models (AmoebaNet-D (6, 16): " in noted(text)
-    hardware = runs[1].result["hardware"]
+    hardware = runs[1].result.hardware
     changes: dict[str, dict[str, Any]] = {
         r"different data sets \(digits: partitions=1; cifar10: ": {"dataset": "cifar10"},
         r"machines \(.*2 x NVIDIA H200, .*: partitions=2\)": {"hardware": {**hardware, "gpus": ["NVIDIA H200"] * 2}},
@@ -267,7 +269,7 @@ def test_the_page_is_one_file_that_loads_nothing(tmp_path: Path, runs: list[RunR
     assert "Copyright (c) 2022 Leon Sorokin" in page
     assert "<li>&lt;script&gt;x</li>" in page
     assert 'data-value="&lt;b&gt;&amp;"' in page
-    assert f'data-value="{runs[0].result["memory_bytes"][1]}"' in page  # sorted by bytes, shown in MiB
+    assert f'data-value="{runs[0].result.memory_bytes[1]}"' in page  # sorted by bytes, shown in MiB
     links = re.findall(r'href="([^"]*)"', page)
     assert [(tmp_path / unquote(link)).resolve() for link in links] == [run.folder.resolve() for run in (runs[0], odd)]
     (chart,) = data_of(page)["curves"]
@@ -316,7 +318,7 @@ def test_speed_up_is_over_the_run_with_the_fewest_devices_that_is_most_alike(run
     # What is no speed of a pipeline, or one of other work.
     alone = {"samples_per_second_kind": "measured_one_device"}
     assert scalings([runs[0], changed(runs[1], **alone)])[1] == Scaling(0.5, None, 0)
-    hardware = {**runs[1].result["hardware"], "cores": 64}
+    hardware = {**runs[1].result.hardware, "cores": 64}
     for other in (
         changed(runs[1], samples_per_second_kind="measured_contended"),
         changed(runs[1], speed_includes_warm_up=True),
@@ -350,7 +352,7 @@ def test_a_line_over_k_has_the_runs_of_the_same_work_and_a_name_of_its_own(
     """Two seeds make one point; settings that have nothing to do with speed name no line."""
 
     def other(run: RunRecord, speed: float = 1.0, **settings: Any) -> RunRecord:
-        faster = run.result["samples_per_second"] * speed
+        faster = run.result.samples_per_second * speed
         return replace(changed(run, samples_per_second=faster), settings={**run.settings, **settings})
 
     first, second = runs[:2]

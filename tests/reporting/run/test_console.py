@@ -3,6 +3,7 @@ import re
 import shlex
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from gpipe_cli.reporting.run.console import RunConsole, following
 from gpipe_cli.reporting.run.lines import show_line
 from gpipe_cli.reporting.run.reporter import Reporter
 from gpipe_cli.reporting.run.summary import show_summary
-from gpipe_cli.results.files import read_result
+from gpipe_cli.results.run import Breakdowns, StageMemory, read_run_result
 from gpipe_cli.training.events import DataFacts
 
 SHARES = {
@@ -29,7 +30,7 @@ MEMORY = {"stage": 0} | dict.fromkeys(
 )
 
 
-def banner(*settings: str, **changes: object) -> str:
+def banner(*settings: str, **changes: Any) -> str:
     console, file = log()
     show_banner(console, description(*settings, **changes), Path("outputs/run"))
     return file.getvalue()
@@ -45,12 +46,12 @@ def summary(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     reporter.evaluated(evaluation(8, loss=0.05, top1=0.989, averaged=True))
     reporter.evaluated(evaluation(12, loss=0.0512, top1=0.986, averaged=True, is_best=False))
     reporter.finish("completed")
-    result = read_result(folder) | {"seconds": 133.0}
+    result = replace(read_run_result(folder), seconds=133.0)
 
-    def shown(resume: str | None = "outputs/run", width: int = 0, **changes: object) -> str:
+    def shown(resume: str | None = "outputs/run", width: int = 0, **changes: Any) -> str:
         """With a `width` on a terminal."""
         console, file = log(width=width, force_terminal=True, no_color=True) if width else log()
-        show_summary(console, result | changes, folder, "", "outputs/run/last, after step 8", resume)
+        show_summary(console, replace(result, **changes), folder, "", "outputs/run/last, after step 8", resume)
         return file.getvalue()
 
     return shown
@@ -152,7 +153,8 @@ def test_a_log_has_one_line_for_an_epoch_and_no_escape_codes() -> None:
 
 def test_a_narrow_terminal_breaks_no_word_and_keeps_numbers_and_units_together(summary: Callable[..., str]) -> None:
     """The shares of a step and the parts of the memory, which are tables of numbers, broke into two lines each."""
-    changes = {"breakdown": {"measured": SHARES, "predicted": SHARES}, "memory": [MEMORY, MEMORY | {"stage": 1}]}
+    memory = (StageMemory(**MEMORY), StageMemory(**MEMORY | {"stage": 1}))
+    changes: dict[str, Any] = {"breakdown": Breakdowns(SHARES, SHARES), "memory": memory}
     wide = summary(**changes)
     (heading,) = (line for line in wide.splitlines() if line.startswith("% of a step"))
     assert heading == "% of a step  compute recompute update   idle = bubble imbalance transfer set-up"
@@ -218,15 +220,15 @@ def test_the_summary_says_what_kind_of_number_the_speed_is(summary: Callable[...
 
 def test_parts_of_the_memory_add_up_as_they_are_shown(summary: Callable[..., str]) -> None:
     """Each of them would be rounded down, and the peak up."""
-    parts = dict.fromkeys(("libraries", "weights", "gradients", "optimizer", "activations", "other"), 0.04 * 2**20)
-    stage = {"stage": 0, **parts, "libraries": 1535.24 * 2**20, "peak": 1535.44 * 2**20}
-    lines = summary(memory=[stage, stage | {"stage": 1}]).splitlines()
+    part = round(0.04 * 2**20)
+    stage = StageMemory(0, round(1535.24 * 2**20), part, part, part, part, part, round(1535.44 * 2**20))
+    lines = summary(memory=(stage, replace(stage, stage=1))).splitlines()
     first = lines.index("memory, MiB  libraries weights gradients optimizer activations   other =    peak")
     assert lines[first + 1] == "stage 0        1,535.2     0.1       0.1       0.0         0.0     0.0 = 1,535.4"
     assert max(map(len, lines[first : first + 3])) <= 80
-    many = [stage | {"stage": k, "peak": stage["peak"] + k} for k in range(9)]
+    many = [replace(stage, stage=k, peak=stage.peak + k) for k in range(9)]
     assert [line[:12].strip() for line in summary(memory=many).splitlines() if line.startswith("stage ")] == ["stage 8"]
-    gib = summary(memory=[stage | {"peak": 2**34, "stage": None}])
+    gib = summary(memory=[replace(stage, peak=2**34, stage=None)])
     assert "memory, GiB " in gib
     assert "all stages " in gib
 

@@ -1,13 +1,15 @@
 import subprocess
 import sys
+from dataclasses import astuple
 
 import pytest
 from reporting_runs import placement
 
-from gpipe_cli.planner.stage_memory import StageMemory
+from gpipe_cli.planner.stage_memory import StageMemory as PlannedMemory
 from gpipe_cli.reporting.plots.timeline_values import IDLE, SHARES, in_percent
-from gpipe_cli.reporting.run.measurement import StepMedians, kind_of_speed, memory_result, process_seconds
+from gpipe_cli.reporting.run.measurement import StepMedians, kind_of_speed, process_seconds, stage_memory
 from gpipe_cli.reporting.run.step_breakdown import difference, measured_breakdown
+from gpipe_cli.results.run import StageMemory
 
 
 def test_medians_are_over_the_steps_without_the_warm_up_and_while_there_are_no_others_over_that() -> None:
@@ -15,11 +17,11 @@ def test_medians_are_over_the_steps_without_the_warm_up_and_while_there_are_no_o
     assert medians.median("tokens") is None
     assert medians.quartiles("tokens") is None
     medians.add({"tokens": 0.05})
-    assert (medians.median("tokens"), medians.quartiles("tokens")) == (0.05, [0.05, 0.05])
+    assert (medians.median("tokens"), medians.quartiles("tokens")) == (0.05, (0.05, 0.05))
     for tokens in (1000, 300, 600):
         medians.add({"tokens": tokens})
     assert (medians.median("tokens"), medians.median("tokens", last=2)) == (600.0, 450.0)
-    assert medians.quartiles("tokens") == [450.0, 800.0]
+    assert medians.quartiles("tokens") == (450.0, 800.0)
     assert StepMedians(warm_up_steps=0).median("tokens") is None
 
 
@@ -31,18 +33,17 @@ def test_a_speed_is_a_pipelines_only_where_every_stage_had_its_cores() -> None:
 
 
 def test_parts_of_the_memory_add_up_to_the_peak() -> None:
-    planned = [StageMemory(10, 20, 30, 400, 7)] * 2
-    apart = memory_result(placement(), planned, [1500, 460], [401, 402], [1000, 0])
-    parts = {"weights": 10, "gradients": 20, "optimizer": 30}
-    assert apart == [
-        {"stage": 0, "libraries": 1000, **parts, "activations": 401, "other": 39, "peak": 1500},
-        {"stage": 1, "libraries": 0, **parts, "activations": 402, "other": -2, "peak": 460},  # not all of it at once
-    ]
+    planned = [PlannedMemory(10, 20, 30, 400, 7)] * 2
+    apart = stage_memory(placement(), planned, [1500, 460], [401, 402], [1000, 0])
+    assert apart == (
+        StageMemory(0, 1000, 10, 20, 30, 401, 39, 1500),
+        StageMemory(1, 0, 10, 20, 30, 402, -2, 460),  # not all of it at once
+    )
     one_process = placement(process_of_stage=(0, 0), devices=("cpu", "cpu"))
-    (together,) = memory_result(one_process, planned, [2000, 2000], None, [1000, 1000])
-    assert (together["stage"], together["weights"], together["activations"]) == (None, 20, 800)
-    assert together["peak"] == 2000 == sum(v or 0 for k, v in together.items() if k not in ("stage", "peak"))
-    assert memory_result(one_process, planned, [], None, None) == []
+    (together,) = stage_memory(one_process, planned, [2000, 2000], None, [1000, 1000])
+    assert (together.stage, together.weights, together.activations, together.peak) == (None, 20, 800, 2000)
+    assert sum(astuple(together)[1:-1]) == together.peak
+    assert stage_memory(one_process, planned, [], None, None) == ()
 
 
 @pytest.mark.parametrize(
@@ -59,10 +60,10 @@ def test_stages_that_share_a_peak_share_a_row(
 ) -> None:
     """An allocator, or the system, tells what all of them needed: it is not there once for each."""
     placed = placement(layer_names=(("a",),) * 4, devices=tuple(devices.split()), process_of_stage=process_of_stage)
-    found = memory_result(placed, [StageMemory(1, 0, 0, 2, 0)] * 4, [100] * 4, None, None)
-    assert [entry["stage"] for entry in found] == stages
-    assert sum(entry["peak"] for entry in found) == 100 * len(stages)
-    assert sum(entry["weights"] for entry in found) == 4
+    found = stage_memory(placed, [PlannedMemory(1, 0, 0, 2, 0)] * 4, [100] * 4, None, None)
+    assert [entry.stage for entry in found] == stages
+    assert sum(entry.peak for entry in found) == 100 * len(stages)
+    assert sum(entry.weights for entry in found) == 4
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")

@@ -1,0 +1,201 @@
+"""What result.json says of a training or of a measurement; also of one that an earlier version of gpipe has written."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from gpipe_cli.config.settings import Task
+from gpipe_cli.errors import InputError
+from gpipe_cli.results.files import RESULT, read_result, write_result
+from gpipe_cli.results.tree import IMAGES, TEXT, from_tree, to_tree
+
+Status = Literal["running", "completed", "failed", "interrupted", "dry_run"]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One evaluation on the test set."""
+
+    step: int = 0  # optimizer steps done
+    epoch: int = 0  # the first is 1
+    loss: float | None = None  # mean cross-entropy in nats; None: not finite
+    top1: float | None = field(default=None, metadata=IMAGES)
+    top5: float | None = field(default=None, metadata=IMAGES)
+    perplexity: float | None = field(default=None, metadata=TEXT)
+    token_accuracy: float | None = field(default=None, metadata=TEXT)
+    averaged: bool = False  # whether the weights were averaged over steps
+    tokens: int | None = field(default=None, metadata=TEXT)  # that were predicted
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Peak memory in bytes of a stage, or of several stages that share a device or a process on a CPU."""
+
+    stage: int | str | None  # 1, `0,1`, `0-2`; None: all stages
+    libraries: int
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    other: int  # the rest of the peak; below 0 where not all parts were there at once
+    peak: int
+
+
+@dataclass(frozen=True)
+class Breakdowns:
+    """Shares of the stage-time of a step by name, which add up to 1."""
+
+    measured: dict[str, float] | None = None
+    predicted: dict[str, float] | None = None
+
+
+@dataclass(frozen=True)
+class IdleShares:
+    """The share of the stage-time of a step in which stages do nothing, whatever the cause."""
+
+    measured: float | None = None
+    predicted: float | None = None
+
+
+@dataclass(frozen=True)
+class BubbleShares:
+    """The bubble as a share of the stage-time of a step."""
+
+    ideal: float | None = None  # (K-1)/(M+K-1)
+    measured: float | None = None
+    predicted: float | None = None
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the plan of the run said of a step."""
+
+    source: str  # of the layers' costs
+    measured: bool  # whether the seconds of the layers themselves were measured
+    step_seconds: float
+    step_seconds_range: tuple[float, ...] = ()  # the least and the most, as the machine varies
+    memory_bytes: tuple[int, ...] = ()  # of each stage
+    activation_bytes: tuple[int, ...] | None = None  # of each stage
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A stage: what it computes, and where."""
+
+    process: int
+    device: str
+    layers: tuple[str, ...] = ()
+    parameters: int = 0
+    cost_share: float | None = None  # of the model's computation
+
+
+@dataclass(frozen=True)
+class Start:
+    """A command has begun the run or gone on with it."""
+
+    started: str  # ISO 8601, to the second
+    command: str = ""  # as it was typed
+    ended: str | None = None  # None: it runs, or was killed
+    first_step: int = 0  # optimizer steps done before
+    code: dict[str, Any] = field(default_factory=dict)  # gpipe, model -> commit, and whether the code was changed
+
+
+@dataclass(frozen=True)
+class Restart:
+    """A run has gone on by itself (max_restarts)."""
+
+    why: str  # one line
+    step: int  # done by the checkpoint that it goes on from; 0: it began anew
+    partitions: int  # since then
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """A run. All but the status has a default, as a run that an earlier version has written may lack it."""
+
+    status: str  # a Status
+    command: str = "train"  # train, bench
+    error: str | None = None
+    task: Task = "classification"
+    model: str | None = None
+    dataset: str | None = None
+    model_parameters: int | None = None
+    epochs: int = 0  # whole ones done, those before a resume included
+    steps: int = 0  # likewise
+    seconds: float | None = None  # since the process started
+    test: Evaluation | None = None  # the last evaluation
+    best: Evaluation | None = None
+    samples_per_second: float | None = None
+    samples_per_second_quartiles: tuple[float, float] | None = None
+    samples_per_second_kind: str | None = None  # a SpeedKind
+    without_core: float | None = None  # share of the computing time of the stage that was worst off
+    step_seconds: float | None = None
+    speed_includes_warm_up: bool = False  # for want of other steps
+    speed_steps: int = 0  # that medians are over
+    warm_up_steps: int = 0  # that they leave out
+    model_flops: float | None = None  # of a full step
+    model_flops_per_second: float | None = None
+    peak_flops_per_second: float | None = None  # of all devices together
+    mfu: float | None = None
+    memory_bytes: tuple[int, ...] = ()  # peak of each stage
+    memory: tuple[StageMemory, ...] = ()
+    global_batch: int | None = None  # samples
+    executor: str | None = None
+    ideal_bubble: float | None = None
+    breakdown: Breakdowns = Breakdowns()
+    idle: IdleShares = IdleShares()
+    bubble: BubbleShares = BubbleShares()
+    prediction: Prediction | None = None
+    activation_bytes: tuple[int, ...] | None = None  # of each stage, counted
+    predicted_activation_bytes: tuple[int, ...] | None = None  # of the mini-batch of which they were counted
+    partitions: tuple[Partition, ...] = ()
+    failed_checkpoints: int = 0  # that the training went on without
+    compiled: dict[str, Any] | None = None
+    resumed_from: str | None = None
+    starts: tuple[Start, ...] = ()
+    restarts: tuple[Restart, ...] = ()
+    versions: dict[str, Any] = field(default_factory=dict)  # package -> version
+    hardware: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)  # all settings, nested
+    tokens_per_second: float | None = field(default=None, metadata=TEXT)
+    tokens_per_second_quartiles: tuple[float, float] | None = field(default=None, metadata=TEXT)
+    unigram_perplexity: float | None = field(default=None, metadata=TEXT)
+    global_batch_tokens: int | None = field(default=None, metadata=TEXT)
+
+    @property
+    def text(self) -> bool:
+        """Whether it is judged by tokens."""
+        return self.task != "classification"
+
+    @property
+    def speed(self) -> float | None:
+        """Tokens a second of text, samples a second of images."""
+        return self.tokens_per_second if self.text else self.samples_per_second
+
+    @property
+    def threads(self) -> int | None:
+        """Of each process."""
+        found: int | None = self.hardware.get("threads_per_process")
+        return found
+
+
+def write_run(folder: Path, result: RunResult) -> None:
+    """Writes result.json. Raises OSError if it cannot be written."""
+    write_result(folder, to_tree(result, result.text))
+
+
+def read_run_result(folder: Path) -> RunResult:
+    """Reads result.json. Raises FileNotFoundError, and InputError, one line, for what is no result of a run."""
+    tree = read_result(folder)
+    try:
+        return from_tree(RunResult, tree)
+    except TypeError as error:
+        raise InputError(f"{folder / RESULT}: {error}, so it is not the result of a run; leave it out") from error
+
+
+def run_result_or_none(folder: Path) -> RunResult | None:
+    """The result of a run; None where there is none that can be read."""
+    try:
+        return read_run_result(folder)
+    except (OSError, ValueError):
+        return None

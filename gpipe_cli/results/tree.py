@@ -1,0 +1,66 @@
+"""Dataclasses of results as trees that JSON holds, and back.
+
+Unlike settings, which `config.typed` reads, results were written by a program, perhaps by another version of it: what
+a tree lacks takes its default, and what no field has a name for is left out.
+"""
+
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
+
+# Metadata of a field that only results of images, or of text, have.
+IMAGES: Mapping[str, bool] = {"text": False}
+TEXT: Mapping[str, bool] = {"text": True}
+
+
+def to_tree(value: Any, text: bool) -> Any:
+    """A dataclass as nested dictionaries, without the fields that only results of the other kind of data have."""
+    match value:
+        case list() | tuple():
+            return [to_tree(item, text) for item in value]
+        case dict():
+            return {key: to_tree(item, text) for key, item in value.items()}
+        case _ if is_dataclass(value):
+            own = [field.name for field in fields(value) if field.metadata.get("text", text) is text]
+            return {name: to_tree(getattr(value, name), text) for name in own}
+    return value
+
+
+def from_tree(kind: type[T], tree: Any) -> T:
+    """The dataclass `kind` from nested dictionaries. Raises TypeError, which says what is wrong and where."""
+    made: T = _made(kind, tree, "")
+    return made
+
+
+def _made(kind: Any, value: Any, key: str) -> Any:
+    origin = get_origin(kind)
+    if origin in (Union, UnionType):
+        if value is None and NoneType in get_args(kind):
+            return None
+        options = [option for option in get_args(kind) if option is not NoneType]
+        return _made(next((one for one in options if isinstance(value, _plain(one))), options[0]), value, key)
+    if isinstance(kind, type) and is_dataclass(kind) and isinstance(value, dict):
+        missing = [one.name for one in fields(kind) if one.default is MISSING and one.default_factory is MISSING]
+        if missing := [name for name in missing if name not in value]:
+            raise TypeError(f"has no {f'{key}.{missing[0]}'.lstrip('.')}")
+        hints = get_type_hints(kind)
+        return kind(**{name: _made(hints[name], value[name], f"{key}.{name}") for name in hints if name in value})
+    if origin is tuple and isinstance(value, list):
+        of, *more = get_args(kind)
+        if more in ([], [...]) or len(value) == 1 + len(more):
+            return tuple(_made(of, item, key) for item in value)
+    elif kind is float and isinstance(value, int | float):
+        return float(value)
+    elif kind is Any or isinstance(value, _plain(kind)):
+        return value
+    raise TypeError(f"has {value!r:.40} as {key.lstrip('.') or 'its content'}")
+
+
+def _plain(kind: Any) -> Any:
+    """What `isinstance` takes for a kind: words are texts, a number with a fraction may be a whole one."""
+    if get_origin(kind) is Literal:
+        return str
+    return {float: (int, float)}.get(kind, get_origin(kind) or kind)

@@ -1,0 +1,56 @@
+"""Results as types: what an earlier version has written is read, and no other room knows where a number stands."""
+
+import json
+from pathlib import Path
+
+import pytest
+from training_runs import command
+
+from gpipe_cli.results.files import as_json
+from gpipe_cli.results.measures import MEASURES
+from gpipe_cli.results.run import RunResult, read_run_result, write_run
+
+OLDER = (Path(__file__).parent / "older_result.json").read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def older(tmp_path: Path) -> Path:
+    """A run that an earlier version has written: some keys are missing, others are unknown by now."""
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text("partitions: 2\n", encoding="utf-8")
+        (tmp_path / name / "result.json").write_text(OLDER, encoding="utf-8")
+    return tmp_path
+
+
+def test_an_older_run_is_listed_compared_and_diffed(
+    older: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(older)
+    expected = {"test_top1": 0.875, "samples_per_second": 512.0, "step_seconds": 0.0625}
+    for line in (["list", "runs", "."], ["compare", "one", "two"]):
+        assert command(monkeypatch, *line, "format=json") == 0
+        for row in json.loads(capsys.readouterr().out):
+            assert {key: row[key] for key in expected} == expected
+    assert command(monkeypatch, "diff", "one", "two", "format=json") == 0
+    found = {entry["name"]: entry for entry in json.loads(capsys.readouterr().out)}
+    assert [found[key]["difference"] for key in ("test.top1", "bubble.measured", "memory_bytes")] == [0, 0, 0]
+    assert found["memory_bytes"]["first"] == 2**21, "of the fullest stage"
+
+
+def test_a_result_is_written_as_it_was_read(older: Path, tmp_path: Path) -> None:
+    result = read_run_result(older / "one")
+    write_run(tmp_path, result)
+    assert read_run_result(tmp_path) == result
+    written, known = json.loads((tmp_path / "result.json").read_text(encoding="utf-8")), json.loads(OLDER)
+    assert {*known} - {*written} == {"a_key_of_another_version"}
+    assert not {"tokens_per_second", "unigram_perplexity"} & {*written}, "which only runs of text have"
+    assert as_json(known["config"]) == as_json(written["config"])
+
+
+@pytest.mark.parametrize("key", MEASURES)
+def test_every_measure_says_what_it_is_and_stands_somewhere(key: str) -> None:
+    measure = MEASURES[key]
+    assert measure.what.endswith(".")
+    measure.value(RunResult("completed"))  # no part of its path is misspelt where there is no value
+    assert measure.of or measure.tag or key in ("speed_up", "efficiency"), "which gpipe compare computes"
