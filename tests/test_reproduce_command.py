@@ -43,9 +43,6 @@ def test_without_a_name_the_recipes_are_listed_in_the_order_of_the_paper(
     [
         ("breakdwon", "did you mean breakdown?"),
         ("../x", "gpipe reproduce: ../x: there is no such recipe; choose one of table1_amoebanet,"),
-        ("/etc/passwd", "/etc/passwd: there is no such recipe; choose one of table1_amoebanet,"),
-        ("../micro_batches=4", "../micro_batches=4: there is no such recipe; choose one of table1_amoebanet,"),
-        ("breakdown/", "breakdown/: there is no such recipe; did you mean breakdown?; choose one of"),
         ("all breakdown", "all: there is no such recipe"),
         ("all steps=5", "steps=5: table1_amoebanet does not take this setting of gpipe bench"),
         ("all run_folder=/proc", "run_folder=/proc: "),
@@ -57,10 +54,7 @@ def test_without_a_name_the_recipes_are_listed_in_the_order_of_the_paper(
         ("breakdown dry_run=true", "dry_run=true: a recipe is run; use gpipe train -cd recipes -cn NAME dry_run=true"),
         ("breakdown seed=1,2", "seed=1,2: all commands share one value; run the recipe once for each"),
         ("seed=1", "seed=1: of which recipe?"),
-        ("multilingual_400m steps=5", "steps=5: multilingual_400m does not take this setting of gpipe bench"),
         ("table1_amoebanet ++partitions=3", "partitions=3: the rows of this table differ in this setting"),
-        ("table1_amoebanet model.filters=8", "model.filters=8: the rows of this table differ in this setting"),
-        ("table2_amoebanet ++micro_batches=8", "micro_batches=8: the rows of this table differ in this setting"),
         # refused by the command that the recipe runs, a process
         ("breakdown scale=desk filters=8", "filters=8: there is no such setting; did you mean model.filters?"),
         ("breakdown batch_size=8", "or batch_size=16 or more (a setting of this recipe)"),
@@ -146,9 +140,8 @@ def test_several_go_on_where_they_were_and_one_that_fails_stops_no_other(
     assert "the folder is not empty and holds no reproduction" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("recipes", [("breakdown",), ("breakdown", "schedules")])
-def test_an_interruption_ends_all_of_it(recipes: tuple[str, ...], tmp_path: Path) -> None:
-    process = start_program("reproduce", *recipes, "scale=desk", *TINY, "steps=10000")
+def test_an_interruption_ends_all_of_it(tmp_path: Path) -> None:
+    process = start_program("reproduce", "breakdown", "schedules", "scale=desk", *TINY, "steps=10000")
     try:
         # the command, and below it the run of the sweep, which leads a session of its own
         wait_until(lambda: len(descendants(process.pid)) > 1, 30, "the run of a measurement")
@@ -159,9 +152,8 @@ def test_an_interruption_ends_all_of_it(recipes: tuple[str, ...], tmp_path: Path
         if process.poll() is None:
             process.kill()
     assert process.returncode == 130, err
-    assert ("interrupted; what was run is in outputs/" if len(recipes) == 1 else " run_folder=outputs/") in out
-    folder = "*_reproduce_breakdown" if len(recipes) == 1 else "*_reproduce_2_recipes/breakdown"
-    (log,) = tmp_path.glob(f"outputs/{folder}/log.txt")  # it was removed once, with what it says
+    assert " run_folder=outputs/" in out
+    (log,) = tmp_path.glob("outputs/*_reproduce_2_recipes/breakdown/log.txt")  # it was removed once, with what it says
     assert "gpipe bench" in log.read_text()
     assert "Traceback" not in out + err
     wait_until(lambda: not any(map(alive, started)), 10, "the end of all that was started")

@@ -6,10 +6,10 @@ repeated runs. Ours are identical bit for bit, and the deviation between seeds i
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import stdev
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.compare.comparison import compare
@@ -67,6 +67,9 @@ class Consistency:
         picture, comparison = runner.folder / CURVES, compare([run.record for run in runs])
         write_picture(picture, draw_curves(comparison, (TRAIN_LOSS, MEASURES["test_loss"].tag, TEST_TOP1)))
         return Findings((_table(runs), _spread(same, repeated)), tuple(notes(same)), (("curves", str(picture)),))
+
+    def smallest(self) -> Self:
+        return replace(self, partitions=self.partitions[:2], seeds=self.seeds[:2])
 
 
 def _train(runner: Runner, partitions: int, seed: int) -> Trained:

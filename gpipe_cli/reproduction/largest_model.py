@@ -6,8 +6,8 @@ Planned and counted numbers never share a column.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Self
 
 from gpipe_cli.config.settings import key_of, load_hardware
 from gpipe_cli.config.typed import NothingFitsError
@@ -31,7 +31,7 @@ class Size:
     partitions: int
     parameters: float
     model: float  # memory of the parameters, in the unit of the table
-    activations: float  # their peak, in the same unit
+    activations: float  # peak memory of the activations, in the same unit
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class Naive:
-    """What the naive model would keep for its backward under an assumption that the paper does not state."""
+    """The memory that the naive model would keep for its backward under an assumption that the paper does not state."""
 
     precision: str
     samples: int  # N
@@ -75,11 +75,11 @@ class Trained:
 @dataclass(frozen=True, slots=True)
 class LargestModel:
     unit: Literal["GB", "GiB"]
-    micro_batches: int  # of the pipelines
+    micro_batches: int  # M of the pipelines
     sizes: tuple[Size, ...]  # the first is naive: one partition, one micro-batch, nothing recomputed
-    measured: tuple[int, ...]  # partitions of the pipelines that are trained on the device at hand
-    grown: str  # the size of the model that grows there: `filters`
-    precisions: tuple[str, ...] = ("float32", "bfloat16")  # in which the naive model is planned
+    measured: tuple[int, ...]  # numbers of partitions of the pipelines that are trained on the device at hand
+    grown: str  # the size that grows until the trained model fills the device: `filters`
+    precisions: tuple[str, ...] = ("float32", "bfloat16")  # precisions for which the naive model is planned
 
     def reproduce(self, runner: Runner) -> Findings:
         """Run the recipe. Raises InputError if the user sets what the rows differ in."""
@@ -107,6 +107,9 @@ class LargestModel:
             *_trained_notes(trained, len(rows), runner),
         )
         return Findings(tables, notes, comparable=comparable)
+
+    def smallest(self) -> Self:
+        return replace(self, sizes=self.sizes[:1], measured=(), precisions=("float32",))
 
     def train(self, partitions: int, naive: bool, runner: Runner) -> Trained | None:
         """Find the largest model that fits the device at hand, and train it for two steps; None if none fits."""
@@ -149,7 +152,7 @@ class LargestModel:
         return Naive(precision, found.samples, stage.activations_bytes + stage.workspace_bytes, fused)
 
     def _cell(self, partitions: int, naive: bool) -> tuple[str, ...]:
-        """Settings of a row."""
+        """The settings in which the rows of the table differ."""
         micro_batches, mode = (1, "never") if naive else (self.micro_batches, "always")
         return f"partitions={partitions}", f"micro_batches={micro_batches}", f"recompute={mode}"
 

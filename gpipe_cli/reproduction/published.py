@@ -6,10 +6,10 @@ tables: the FLOP/s of an A100 and of convolutions on tensor cores, and the memor
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from statistics import median
-from typing import Literal
+from typing import Literal, Self
 
 from gpipe_cli.reporting.tables.table import NONE, Column, Table
 from gpipe_cli.reproduction.runner import Findings, Runner, number
@@ -25,7 +25,7 @@ class Cell:
 
     name: str
     published: float
-    settings: str  # in which it differs from the other cells of its table: `partitions=2 micro_batches=4`
+    settings: str  # those in which the cell differs from the others of its table: `partitions=2 micro_batches=4`
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Published:
 
     model: str
     unit: Unit
-    settings: str  # of all cells: the model, the hardware
+    settings: str  # those that all cells share: the model, the hardware
     cells: tuple[Cell, ...]
 
 
@@ -43,7 +43,7 @@ class Source:
     name: str
     source: str  # document and table
     hardware: str
-    note: str  # what kinds of cells are off, and why
+    note: str  # which kinds of cells the simulator gets wrong, and why
     tables: tuple[Published, ...]
 
 
@@ -52,7 +52,7 @@ class Errors:
     """Relative errors of simulated speeds: 0.1 is 10 %."""
 
     cells: Sequence[float]
-    ratios: Sequence[float]  # of the ratios of a table's other cells to its first one
+    ratios: Sequence[float]  # errors of the ratios between each cell of a table and its first one
 
     @property
     def row(self) -> tuple[str, str, str]:
@@ -61,11 +61,11 @@ class Errors:
 
 @dataclass(frozen=True, slots=True)
 class PublishedSpeeds:
-    settings: str  # of all tables
+    settings: str  # those that all tables share
     sources: tuple[Source, ...]
 
     def reproduce(self, runner: Runner) -> Findings:
-        """Plans every cell in this process. Raises InputError as `gpipe plan` does."""
+        """Plan every cell in this process. Raises InputError as `gpipe plan` does."""
         comparable = not runner.changed()
         tables: list[Table] = []
         errors: dict[str, list[Errors]] = {}
@@ -87,6 +87,9 @@ class PublishedSpeeds:
             notes.append(("found", f"median |error| of {cells} speeds {off} %, of ratios within a table {ratios} %"))
             tables.append(_summary(errors, every))
         return Findings(tuple(tables), tuple(notes), comparable=comparable)
+
+    def smallest(self) -> Self:
+        return replace(self, sources=self.sources[:1])
 
 
 def _speed(found: Simulated, unit: Unit) -> float:

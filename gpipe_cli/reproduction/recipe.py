@@ -21,11 +21,10 @@ from gpipe_cli.reproduction.breakdown import Breakdown
 from gpipe_cli.reproduction.consistency import Consistency
 from gpipe_cli.reproduction.largest_model import LargestModel
 from gpipe_cli.reproduction.published import PublishedSpeeds
-from gpipe_cli.reproduction.runner import FOLDER, Gpu, Perform, Runner, Scale, last_wins, with_users
+from gpipe_cli.reproduction.runner import FOLDER, Experiment, Gpu, Perform, Runner, Scale, last_wins, with_users
 from gpipe_cli.reproduction.scaling import Scaling
 from gpipe_cli.reproduction.schedules import Schedules
 from gpipe_cli.reproduction.simulated import Simulate
-from gpipe_cli.reproduction.smallest import Experiment, smallest
 from gpipe_cli.reproduction.throughput import Throughput
 from gpipe_cli.reproduction.training import Classification, FineTuning, Size, Translation
 from gpipe_cli.results.files import flattened
@@ -46,7 +45,7 @@ class Needs:
     """The hardware and the data that the paper's scale needs."""
 
     gpus: int
-    memory_gib: float  # of each GPU
+    memory_gib: float  # memory of each GPU
     data: str | None = None  # the value of `dataset`; None: the data come with the program
     how: str | None = None  # how to get the data, and where to put them
 
@@ -86,14 +85,14 @@ class Recipe:
     name: str
     keys: tuple[str, ...]  # dotted keys that its file and its family set: `model.variant`
     title: str
-    claim: str  # of the paper, in our own words
+    claim: str  # what the paper claims, in our own words
     source: str  # table and version of the paper
-    hardware: str  # that the paper used
+    hardware: str  # the hardware that the paper used
     needs: Needs
     desk: Desk
     smoke: tuple[str, ...]  # settings that, on top of the desk's, make it run within seconds
     choices: tuple[str, ...]  # values that we chose where the paper gives none, and why
-    size: Size | None = None  # of the full model
+    size: Size | None = None  # the parameters of the full model
     largest_model: LargestModel | None = None
     throughput: Throughput | None = None
     breakdown: Breakdown | None = None
@@ -154,7 +153,7 @@ class Recipe:
         settings = with_users(desk, given)
         runner = Runner(self.name, folder, settings, perform, simulate, progress, scale, last_wins(given), gpus)
         try:
-            experiment = smallest(self.experiment) if scale == "smoke" else self.experiment
+            experiment = self.experiment.smallest() if scale == "smoke" else self.experiment
             found = experiment.reproduce(runner)
             sizes = () if self.size is None else (self.size.table(runner),)
         except RefusedError as error:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import resources
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, Protocol, Self
 
 from gpipe_cli.config.settings import key_of, owner, replaced_batch
 from gpipe_cli.config.typed import quoted
@@ -51,6 +51,15 @@ class Findings:
     comparable: bool = True  # False: data or sizes are not the paper's, so no difference was taken
 
 
+class Experiment(Protocol):
+    """What a recipe does. Each kind of experiment is a module of this folder and a field of `Recipe`."""
+
+    def reproduce(self, runner: "Runner") -> Findings: ...
+
+    def smallest(self) -> Self:
+        """The smallest one that still runs all of its code, for `scale=smoke`."""
+
+
 class CommandFailedError(RuntimeError):
     """A command of the recipe failed, neither because of bad input nor because of Ctrl-C."""
 
@@ -62,14 +71,14 @@ class Runner:
     ``settings`` apply to every command: the scale's, then the user's, which win.
     """
 
-    name: str  # of the recipe
-    folder: Path  # where all runs go
+    name: str  # the name of the recipe
+    folder: Path  # the folder of all runs
     settings: tuple[str, ...]
     perform: Perform
     simulate: Simulate
-    progress: Callable[[str], None]  # called with a line for each command
+    progress: Callable[[str], None]  # prints a line for each command
     scale: Scale
-    users: tuple[str, ...] = ()  # those of ``settings`` that the user gave
+    users: tuple[str, ...] = ()  # the part of ``settings`` that the user gave
     machine: Sequence[Gpu] = ()  # the GPUs of this machine
     commands: list[str] = field(default_factory=list)  # all that were run, as a user types them
 

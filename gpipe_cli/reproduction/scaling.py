@@ -7,7 +7,7 @@ with more replicas each has fewer micro-batches, and the bubble grows (section 2
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.reporting.plots.timeline_values import idle
@@ -29,27 +29,27 @@ class Pipelines:
 @dataclass(frozen=True, slots=True)
 class ScaledModel:
     name: str
-    samples: int  # of a micro-batch
-    weak: int  # samples of each replica's share of a mini-batch
-    strong: int  # samples of a mini-batch
+    samples: int  # samples in a micro-batch
+    weak: int  # samples of each replica in a mini-batch, under weak scaling
+    strong: int  # samples in a mini-batch, under strong scaling
     grid: tuple[Pipelines, ...]
     settings: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One plan."""
+    """A row of the table: one plan."""
 
     model: str
     scaling: str  # `weak`, `strong`
     partitions: int
     replicas: int
     batch_size: int
-    micro_batches: int  # of each replica
-    missing_bytes: int = 0  # by which the fullest stage exceeds the memory
-    samples_per_second: float = 0.0  # 0 where it does not fit
-    idle: float = 0.0
-    sums: float = 0.0  # share of a step that a stage takes at most to sum its gradients over replicas
+    micro_batches: int  # M of each replica
+    missing_bytes: int = 0  # bytes that the fullest stage needs beyond its memory
+    samples_per_second: float = 0.0  # 0 if the model does not fit
+    idle: float = 0.0  # share of stage time, 0 to 1
+    sums: float = 0.0  # largest share of a step in which a stage sums its gradients over the replicas
 
     @property
     def devices(self) -> int:
@@ -58,7 +58,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    settings: tuple[str, ...]  # of all models
+    settings: tuple[str, ...]  # those that all models share
     models: tuple[ScaledModel, ...]
 
     def reproduce(self, runner: Runner) -> Findings:
@@ -83,6 +83,9 @@ class Scaling:
         tables = tuple(_table(model.name, cells) for model in self.models)
         return Findings(tables, tuple(_notes(cells)), (("picture", str(picture)),), comparable=not runner.changed())
 
+    def smallest(self) -> Self:
+        return replace(self, models=self.models[-1:])
+
 
 def _cells(model: ScaledModel) -> Iterator[Cell]:
     for scaling in ("weak", "strong"):
@@ -100,7 +103,7 @@ def _planned(work: Sequence[tuple[TrainConfig, "ModelProfile", Cell]]) -> list[C
 
 
 def plan_cell(config: TrainConfig, profile: "ModelProfile", cell: Cell) -> Cell:
-    """The cell with the results of its plan."""
+    """A copy of ``cell`` with the results of its plan."""
     from gpipe_cli.planner.cost_model import predicted_costs
     from gpipe_cli.planner.devices import memory_limit
     from gpipe_cli.planner.plan import TooLargeError, make_plan

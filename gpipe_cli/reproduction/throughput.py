@@ -8,9 +8,9 @@ cells of a table. Every cell is simulated twice: cut as Lingvo cuts, and by our 
 import contextlib
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import mean
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from gpipe_cli.config.typed import NothingFitsError
 from gpipe_cli.errors import InputError
@@ -24,7 +24,7 @@ from gpipe_cli.units import plural
 MEASURED: Final = "measured"  # the status of a row of bench.json, and the origin of a column
 IMPOSSIBLE: Final = "impossible"
 SIMULATED: Final = "simulated"
-SPEED = "speed"  # the quantity of columns that are called after where it comes from
+SPEED = "speed"  # the quantity of columns whose heading names the source of their numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Row:
     micro_batches: int
     paper: float
     name: str = ""  # `pipeline-2`; "" where K and M are name enough
-    recompute: str | None = None  # None: as the recipe says
+    recompute: str | None = None  # the mode of recomputation; None: the recipe's
 
     @property
     def cell(self) -> str:
@@ -48,8 +48,8 @@ class Model:
 
     name: str  # as the paper writes it
     rows: tuple[Row, ...]
-    figures: tuple[str, ...]  # settings for the paper's hardware
-    settings: tuple[str, ...] = ()  # of a second model, on top of the recipe's
+    figures: tuple[str, ...]  # the settings that stand for the paper's hardware
+    settings: tuple[str, ...] = ()  # what a second model changes in the recipe's settings
 
     def cells(self, rows: Iterable[int]) -> str:
         return "; ".join(self.rows[at].cell for at in rows)
@@ -61,7 +61,7 @@ class Speed:
 
     relative: float | None
     word: str = NONE
-    reason: str = ""  # why it is impossible
+    reason: str = ""  # why the row is impossible
 
     @property
     def text(self) -> str:
@@ -71,7 +71,7 @@ class Speed:
 @dataclass(frozen=True, slots=True)
 class Throughput:
     models: tuple[Model, ...]
-    slow_links: bool = False  # measured through the host's memory, or not at all
+    slow_links: bool = False  # GPUs exchange tensors through the host's memory; without GPUs nothing is measured
 
     def reproduce(self, runner: Runner) -> Findings:
         """Run the recipe. An impossible cell says so, and the measured ones stay.
@@ -96,8 +96,11 @@ class Throughput:
                 notes.append((MEASURED, f"{model.name}: {speed_kind(kind)}; not the speed of a pipeline"))
         return Findings(tuple(tables), tuple(notes), comparable=not runner.changed())
 
+    def smallest(self) -> Self:
+        return replace(self, models=tuple(replace(one, rows=(one.rows[0], one.rows[-1])) for one in self.models))
+
     def _stages(self, runner: Runner) -> int:
-        """The most stages that each get a device or a core of their own here; 0: nothing is measured."""
+        """The largest number of stages that each get a device or a core of their own here; 0: nothing is measured."""
         if self.slow_links and (runner.desk or len(runner.gpus) < 2):
             return 0
         cores = hardware((), 1)["cores"]
@@ -123,11 +126,11 @@ class Throughput:
             yield "difference", "none where measured: the models differ in size"
 
 
-# --- the measured or simulated rows, by their number in the table, in the form of bench.json
+# --- results by the number of their row in the table, with the keys of a row of bench.json
 
 
 def _measured(model: Model, runner: Runner, stages: int, folder: str, slow_links: bool) -> dict[int, dict[str, Any]]:
-    """The rows whose stages each have a device; each mode of recomputation is a sweep of its own."""
+    """Measure the rows whose stages each have a device; each mode of recomputation is a sweep of its own."""
     came: dict[int, dict[str, Any]] = {}
     for mode in dict.fromkeys(row.recompute for row in model.rows):
         wanted = {
@@ -174,7 +177,7 @@ def _through_host() -> Iterator[None]:
 
 
 def _simulated(model: Model, runner: Runner, method: str, *, first: bool) -> dict[int, dict[str, Any]]:
-    """All rows. Raises InputError if the first row is impossible and nothing else was found before it (``first``)."""
+    """Plan all rows. Raises InputError if the first one is impossible and nothing else has been found (``first``)."""
     runner = runner.without("cost", "executor")  # the user's values are for measurements
     came: dict[int, dict[str, Any]] = {}
     for at, row in enumerate(model.rows):

@@ -6,7 +6,7 @@ v5); at its scale the user gives the pretrained run, which takes weeks, and at a
 
 from dataclasses import dataclass, replace
 from statistics import mean, stdev
-from typing import Any
+from typing import Any, Self
 
 from gpipe_cli.config.typed import quoted
 from gpipe_cli.errors import InputError
@@ -32,7 +32,7 @@ class Size:
 
     model: str  # in the paper's words
     parameters: int  # the paper's
-    settings: tuple[str, ...]  # with which parameters are counted without the paper's data
+    settings: tuple[str, ...]  # settings that make it possible to count parameters without the paper's data
 
     def table(self, runner: Runner) -> Table:
         """Count at the paper's size, whatever the scale of the runs and the settings of the user."""
@@ -64,18 +64,21 @@ class Classification:
         table = beside(f"Test set of {result['dataset']}", rows)
         return Findings((table,), (_note(result),), comparable=comparable)
 
+    def smallest(self) -> Self:
+        return self
+
 
 @dataclass(frozen=True, slots=True)
 class Translation:
     """The paper's scores of a translation model, and how much of the test set is translated here."""
 
-    sentences: int | None  # of the test set; None: all
-    desk_sentences: int
+    sentences: int | None  # how many sentences of the test set are translated; None: all
+    desk_sentences: int  # the same at a desk
     nll: float | None = None  # nats a token
     bleu: float | None = None
 
     def reproduce(self, runner: Runner) -> Findings:
-        """Takes no differences, as the paper's sentence pairs are not public."""
+        """Train and translate; no difference is taken, as the paper's sentence pairs are not public."""
         result = runner.train(RUN)
         sentences = self.desk_sentences if runner.desk else self.sentences
         limit = "null" if sentences is None else str(sentences)
@@ -95,18 +98,21 @@ class Translation:
         table = beside(f"Test set of {result['dataset']}: {seen}", rows)
         return Findings((table,), (_note(result),), comparable=False)
 
+    def smallest(self) -> Self:
+        return replace(self, desk_sentences=1)
+
 
 @dataclass(frozen=True, slots=True)
 class FineTuning:
-    """The paper's accuracies on the test set, in percent, and how we get ours."""
+    """The paper's accuracies on the test set, in percent, and the trainings that give ours."""
 
     top1: float  # mean of the runs
     previous_best: float  # best result of others before the paper
-    runs: int  # with seeds 0, 1, ...
+    runs: int  # number of fine-tunings, with seeds 0, 1, ...
     begins_with: str  # the recipe that makes the pretrained run
     pretraining: tuple[str, ...]  # settings of the pretrained run at a desk
     fine_tuning: tuple[str, ...]  # settings of the fine-tuned runs at a desk
-    desk_runs: int | None = None  # number of runs at a desk; None: as many
+    desk_runs: int | None = None  # number of fine-tunings at a desk; None: `runs`
     from_scratch: bool = True  # at a desk: also train without pretrained weights
 
     def reproduce(self, runner: Runner) -> Findings:
@@ -142,6 +148,9 @@ class FineTuning:
         )
         tables = self._means(runs, others, comparable), Table("Each run", columns)
         return Findings(tables, (("deviation", note),), comparable=comparable)
+
+    def smallest(self) -> Self:
+        return replace(self, desk_runs=1, from_scratch=False)
 
     def _means(self, runs: list[dict[str, Any]], others: list[tuple[str, dict[str, Any]]], comparable: bool) -> Table:
         top1s = [100 * run["test"]["top1"] for run in runs]

@@ -16,6 +16,9 @@ PAPER = {"compute": 0.656, "recompute": 0.225, "bubble": 0.041, "imbalance": 0.0
 
 
 def test_shares_stand_beside_the_papers(tmp_path: Path) -> None:
+    recipe = load("breakdown").breakdown
+    assert recipe is not None
+    assert sum(asdict(recipe).values()) == pytest.approx(1)
     found = Breakdown(**PAPER).reproduce(answering(tmp_path, shares_of_a_step))
     (table,) = found.tables
     assert table.title == "Where the time of a step goes, Some model, K = 2, M = 16"
@@ -40,9 +43,3 @@ def test_what_was_not_recorded_is_a_failure(tmp_path: Path) -> None:
 
     with pytest.raises(CommandFailedError, match=r"^out of memory$"):
         Breakdown(**PAPER).reproduce(answering(tmp_path, broken))
-
-
-def test_the_papers_shares_are_a_whole() -> None:
-    shares = load("breakdown").breakdown
-    assert shares is not None
-    assert sum(asdict(shares).values()) == pytest.approx(1)

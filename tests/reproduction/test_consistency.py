@@ -70,14 +70,10 @@ def test_what_is_compared_cannot_be_set(tmp_path: Path) -> None:
 
 
 def test_digests_are_of_names_types_shapes_and_bits() -> None:
-    zeros = torch.zeros(2)
-    others = [{"a": -zeros}, {"b": zeros}, {"a": zeros.reshape(1, 2)}, {"a": zeros.int()}]
-    assert len({digest(tensors) for tensors in ({"a": zeros}, *others)}) == 5
-    nan = torch.tensor([float("nan"), 1.0])
-    assert digest({"a": nan}) == digest({"a": nan.clone()})
-    square = torch.arange(4.0).reshape(2, 2)  # transposed, its memory is not in order
+    zeros, square = torch.zeros(2), torch.arange(4.0).reshape(2, 2)  # transposed, its memory is not in order
+    others = [{"a": -zeros}, {"b": zeros}, {"a": zeros.reshape(1, 2)}, {"a": zeros.int()}, {"a": square}]
+    assert len({digest(tensors) for tensors in ({"a": zeros}, *others)}) == 6
     assert digest({"a": square.T}) == digest({"a": square.T.contiguous()}) != digest({"a": square})
-    assert digest({"steps": torch.tensor(3)}) != digest({"steps": torch.tensor(4)})
 
 
 def test_differences_are_counted() -> None:

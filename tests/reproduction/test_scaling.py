@@ -8,7 +8,6 @@ from recipe_runs import column, real_runner
 from training_runs import configure
 
 from gpipe_cli.planner.model_profile import profile_model
-from gpipe_cli.reproduction.recipe import load
 from gpipe_cli.reproduction.scaling import Cell, Pipelines, ScaledModel, Scaling, plan_cell
 
 SMALL = (
@@ -48,10 +47,3 @@ def test_what_a_stage_lacks() -> None:
     assert fitting.missing_bytes == 0
     full = replace(config, hardware=replace(config.hardware, memory_gib=1e-6))
     assert plan_cell(full, profile, cell).missing_bytes > 0
-
-
-def test_the_recipe_reaches_2048_devices_and_no_more() -> None:
-    scaling = load("scaling").scaling
-    assert scaling is not None
-    devices = [one.partitions * most for model in scaling.models for one in model.grid for most in one.replicas]
-    assert max(devices) == 2048

@@ -121,7 +121,7 @@ def test_cells_without_a_number_say_why(tmp_path: Path) -> None:
     assert ("found", "Some model: could not be measured here: K = 2, M = 4") in found.notes
 
 
-def test_slow_links_are_simulated_only_where_there_are_no_gpus(tmp_path: Path) -> None:
+def test_slow_links_are_simulated_only_where_there_are_no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     second = Model("Other", ROWS[:1], ("hardware=p40",), settings=("model=resnet", "batch_size=8"))
     what = Throughput((*WHAT.models, second), slow_links=True)
     machine = Machine()
@@ -133,11 +133,8 @@ def test_slow_links_are_simulated_only_where_there_are_no_gpus(tmp_path: Path) -
     assert [s.get("batch_size") for s in other] == ["8", "8"]
     assert all("model.filters" not in s for s in other)  # the first model's setting
     assert {settings["seed"] for _, settings in machine.asked} == {"1"}
-
-
-def test_links_are_slow_in_the_commands_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_P2P_DISABLE", "0")
-    with throughput._through_host():
+    with throughput._through_host():  # in the commands only
         assert os.environ["NCCL_P2P_DISABLE"] == "1"
     assert os.environ["NCCL_P2P_DISABLE"] == "0"
 
