@@ -113,6 +113,8 @@ def test_help_and_configuration_import_no_torch() -> None:
         ("train +rounds=5", "gpipe train: rounds=5: gpipe train has no such setting, gpipe bench has; leave it out"),
         (f"train -cd {FOLDER} -cn table2_amoebanet steps=5", "steps=5: gpipe train has no such setting, gpipe bench"),
         ("train hydra.foo=1", "gpipe train: hydra.foo=1: Hydra has no such setting"),
+        ("evaluate run=x,y", "gpipe evaluate: run=x,y: several values are a sweep"),
+        ("train hydra.mode=MULTIRUN steps=3", "steps=3: gpipe train has no such setting"),
         ("train dataset.root=x", "gpipe train: dataset.root=x: the chosen dataset has no such setting; leave it out"),
         ("train micro_batches=1,4", "gpipe train: micro_batches=1,4: several values are a sweep; add -m"),
         ("train partitions", "gpipe train: partitions: a setting without a value; write partitions=VALUE"),
@@ -224,20 +226,7 @@ BOMB = "a0: &a0 x\n" + "\n".join(f"a{n}: &a{n} [{','.join([f'*a{n - 1}'] * 9)}]"
         ("defaults: 3", "-cn table: Hydra cannot use it (ValueError: Invalid defaults list"),
         ("seed: !!bool maybe", "table.yaml: line 1: !!bool: tags are not read; leave it out"),
     ],
-    ids=[
-        "itself",
-        "deep",
-        "latin1",
-        "tab",
-        "large",
-        "aliases",
-        "empty",
-        "number",
-        "digits",
-        "sexagesimal",
-        "defaults",
-        "tag",
-    ],
+    ids=lambda text: text[:12],
 )
 def test_a_file_that_is_no_configuration_is_one_line(
     text: str, line: str, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]

@@ -1,6 +1,5 @@
 """Tiny trainings for the tests of the whole program: in this process, by the command, or as a process of their own."""
 
-import copy
 import os
 import subprocess
 import sys
@@ -13,10 +12,9 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
-from hydra import compose, initialize_config_module
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
+from gpipe_cli.commands.command_line import TRAINING_KEYS, Trees, read
 from gpipe_cli.commands.training_run import find_source
 from gpipe_cli.config.settings import TrainConfig, from_tree, to_yaml
 from gpipe_cli.distributed.control_group import ControlGroup, Waits
@@ -30,7 +28,6 @@ from gpipe_cli.training.train_loop import train
 
 Message = TypeVar("Message")
 
-_GROUPS = ("model", "dataset", "optimizer", "learning_rate", "hardware", "presets")
 # 22 samples in mini-batches of 8: two of 3 + 3 + 2 samples and one of 2 + 2 + 2 an epoch. Tests that read a dashboard's
 # events ask for it: its pictures take longer than the steps.
 TINY = [
@@ -49,21 +46,14 @@ LIVELY = [
 ]
 
 
-def composed(*settings: str, command: str = "train") -> DictConfig:
-    """The tree that Hydra composes for a command from these settings; it composes each choice of groups once."""
-    parsed = OverridesParser.create().parse_overrides(list(settings))
-    chosen = [at for at, one in enumerate(parsed) if one.is_delete() or one.key_or_group in _GROUPS]
-    tree = copy.deepcopy(_composed(command, tuple(settings[at] for at in chosen)))
-    OmegaConf.set_struct(tree, False)
-    for one in (one for at, one in enumerate(parsed) if at not in chosen):
-        OmegaConf.update(tree, one.key_or_group, one.value())
-    return tree
-
-
 @cache
-def _composed(command: str, chosen: tuple[str, ...]) -> DictConfig:
-    with initialize_config_module("gpipe_cli.conf", version_base="1.3"):
-        return compose(command, list(chosen))
+def _trees(command: str) -> Trees:
+    return Trees(read(command, []), TRAINING_KEYS)
+
+
+def composed(*settings: str, command: str = "train") -> DictConfig:
+    """The tree of a command with these settings; each choice of groups is composed once."""
+    return _trees(command).tree(settings)
 
 
 def configure(*settings: str) -> TrainConfig:

@@ -177,8 +177,6 @@ def read(command: str, given: Sequence[str], no_sweeps: str = "") -> CommandLine
     values without -m.
     """
     options = vars(_Options(command).parse_intermixed_args(list(given)))
-    if options["multirun"] and no_sweeps:
-        raise InputError(f"-m: {command} has no sweeps; {no_sweeps}")
     for flag, key in (("-cd", "config_dir"), ("-cp", "config_path")):
         if (folder := options[key]) is not None and not Path(folder).is_dir():
             raise InputError(f"{flag} {folder}: there is no such folder; give the one with your configurations")
@@ -197,8 +195,11 @@ def read(command: str, given: Sequence[str], no_sweeps: str = "") -> CommandLine
         raise translated(error) from error
     except RecursionError as error:
         raise InputError("a setting is nested too deeply; no value is a list of lists") from error
+    options["multirun"] |= values.get("hydra.mode") == "MULTIRUN"
+    if options["multirun"] and no_sweeps:
+        raise InputError(f"-m: {command} has no sweeps; {no_sweeps}")
     line = CommandLine(command, options, typed, tuple(parsed), values)
-    for key in sorted(line.swept) if not options["multirun"] and not no_sweeps and command != "reproduce" else ():
+    for key in sorted(line.swept) if not options["multirun"] and command != "reproduce" else ():
         why = "several values are a sweep; add -m, or write a list in brackets, key=[1,2]"
         raise InputError(f"{key}={values[key]}: {why}")
     return line
