@@ -16,7 +16,7 @@ from gpipe_cli.reporting.tables.table import TABLE, formatted
 
 OUTPUT = Path("outputs")
 HELP = """\
-Compares runs: a table of the settings that differ and of the results, with curves and bars.
+Compares runs: a table of the settings that differ and of the results, and their curves.
 
 Usage: gpipe compare RUN [RUN ...] [format=FORMAT] [output=FOLDER]
 
@@ -35,8 +35,6 @@ Files
   comparison.html    table to be sorted, speed-up over K, and curves, in one file
                      that loads nothing
   comparison.csv     the table, all columns
-  curves.png         train loss, test accuracy or perplexity, and speed over the steps
-  bars.png           final accuracy, speed, measured bubble and peak memory
 
 Examples
   gpipe compare outputs/2026-01-31_12-00-00_sweep

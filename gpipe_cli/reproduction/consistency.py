@@ -22,7 +22,7 @@ from gpipe_cli.units import percent, plural
 if TYPE_CHECKING:
     from torch import Tensor
 
-CURVES = "curves.png"
+CURVES = "comparison.html"
 DIGITS = 12  # of a digest in the table; all of them are compared
 
 
@@ -53,9 +53,8 @@ class Consistency:
     seeds: tuple[int, ...]
 
     def reproduce(self, runner: Runner) -> Findings:
-        """Train all runs, compare losses and final weights bit by bit, and draw their curves into one picture."""
-        from gpipe_cli.reporting.plots.comparison import draw_curves
-        from gpipe_cli.reporting.plots.picture import write_picture
+        """Train all runs, compare losses and final weights bit by bit, and draw their curves onto one page."""
+        from gpipe_cli.reporting.compare.page import write_page
 
         for key, values in (("partitions", self.partitions), ("seed", self.seeds)):
             if (value := runner.given(key)) is not None:
@@ -64,9 +63,10 @@ class Consistency:
         same = [_train(runner, partitions, self.seeds[0]) for partitions in self.partitions]
         repeated = [same[0], *(_train(runner, self.partitions[0], seed) for seed in self.seeds[1:])]
         runs = [*same, *repeated[1:]]
-        picture, comparison = runner.folder / CURVES, compare([run.record for run in runs])
-        write_picture(picture, draw_curves(comparison, (TRAIN_LOSS, MEASURES["test_loss"].tag, TEST_TOP1)))
-        return Findings((_table(runs), _spread(same, repeated)), tuple(notes(same)), (("curves", str(picture)),))
+        page, said = runner.folder / CURVES, tuple(notes(same))
+        tags = (TRAIN_LOSS, MEASURES["test_loss"].tag, TEST_TOP1)
+        write_page(page, compare([run.record for run in runs]), said, tags)
+        return Findings((_table(runs), _spread(same, repeated)), said, (("curves", str(page)),))
 
     def smallest(self) -> Self:
         return replace(self, partitions=self.partitions[:2], seeds=self.seeds[:2])

@@ -17,20 +17,17 @@ from gpipe_cli.reporting.compare.comparison import Comparison
 from gpipe_cli.reporting.compare.run_record import SPEEDS, Curve, same_curves
 from gpipe_cli.reporting.compare.scaling import Scaling, devices, scalings, work
 from gpipe_cli.reporting.page.page import PAGE, in_script
-from gpipe_cli.reporting.plots.comparison import (
-    LONG,
-    MARKED_POINTS,
-    MEDIAN_STEPS,
-    THIN,
-    logarithmic,
-    running_median,
-    styles,
-)
 from gpipe_cli.reporting.plots.palette import run_colour
 from gpipe_cli.reporting.tables.table import Column, Table, to_html
 from gpipe_cli.system.files import write_whole
 from gpipe_cli.units import plural
 
+MEDIAN_STEPS, LONG = 21, 60  # of a running median; and the steps above which speeds are drawn as one
+MARKED_POINTS = 30  # curves with no more than these show their points
+LOGARITHMIC = 30  # ratio of the largest to the smallest value from which on an axis is logarithmic
+THIN, WIDE = 1.4, 7.0  # widths of lines in pixels
+DASHES: tuple[list[int], ...] = ([], [10, 4], [2, 2], [12, 4, 2, 4])
+DASHED_FROM = 6  # runs; fewer are told apart by their colours
 MOST_POINTS = 1500  # of a curve that is drawn: more than there are pixels
 MOST_OF_CHART = 30_000  # points of all its curves: the browser has a place for each of them in every curve
 # Columns of which people compare the lengths.
@@ -151,18 +148,39 @@ def _chart(comparison: Comparison, tag: str, ends: Collection[int]) -> dict[str,
             "label": comparison.labels[at],
             "at": [places[step] for step in points],
             "values": list(points.values()),
-            "colour": run_colour(at, len(curves)) + ("80" if style["linewidth"] > THIN else ""),
-            "width": min(style["linewidth"], 7.0),
-            "dash": [part * 2 for part in style["linestyle"][1]] if isinstance(style["linestyle"], tuple) else [],
+            "colour": run_colour(at, len(curves)) + ("80" if width > THIN else ""),
+            "width": width,
+            "dash": dash,
             "points": len(points) <= MARKED_POINTS,
         }
-        for at, style in enumerate(styles(len(curves), groups))
+        for at, (width, dash) in enumerate(styles(len(curves), groups))
         if (points := shown.get(at)) is not None
     ]
     percent = tag.endswith(("top1", "top5", "accuracy"))
     title = tag.replace("/", ": ").replace("_per_second", "/s").replace("_", " ")
     return {"title": title, "note": "; ".join(notes), "x": steps, "lines": lines, "percent": percent,
             "logarithmic": is_logarithmic}  # fmt: skip
+
+
+def styles(count: int, groups: Sequence[Sequence[int]]) -> list[tuple[float, list[int]]]:
+    """The width and the dashes of each of ``count`` lines. The lines of a group lie over each other: the first one is
+    the widest, so that all are seen."""
+    made = [(THIN, DASHES[n % len(DASHES)] if count >= DASHED_FROM else []) for n in range(count)]
+    for group in groups:
+        for rank, position in enumerate(group):
+            made[position] = (WIDE - (WIDE - THIN) * rank / (len(group) - 1), [])
+    return made
+
+
+def running_median(values: Sequence[float], width: int = MEDIAN_STEPS) -> list[float]:
+    """The median of ``width`` values around each, of fewer at both ends."""
+    half = width // 2
+    return [median(values[max(0, n - half) : n + half + 1]) for n in range(len(values))]
+
+
+def logarithmic(values: Sequence[float]) -> bool:
+    """Whether an axis with these values is."""
+    return bool(values) and min(values) > 0 and LOGARITHMIC * min(values) < max(values) < math.inf
 
 
 def _points(curve: Curve, speed: bool, most: int) -> dict[int, float | None]:

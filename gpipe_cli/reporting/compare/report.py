@@ -1,4 +1,4 @@
-"""What `gpipe compare` prints, and the files that it writes: a table, CSV, pictures and the page.
+"""What `gpipe compare` prints, and the files that it writes: a table, CSV and the page.
 
 A row for each run, as in the paper's tables 2 and 5. Notes say which numbers cannot be compared: the paper names the
 hardware of its tables 2 and 3 and the data sets of table 4, and runs that are compared here may differ in any of that.
@@ -18,7 +18,7 @@ from gpipe_cli.system.files import write_whole
 from gpipe_cli.units import plural
 
 TRAINED = "completed"
-CSV, PAGE, CURVES, BARS = "comparison.csv", "comparison.html", "curves.png", "bars.png"
+CSV, PAGE = "comparison.csv", "comparison.html"
 
 
 def show_comparison(console: Console, comparison: Comparison) -> None:
@@ -43,25 +43,15 @@ def all_columns(comparison: Comparison) -> Table:
 def write_comparison(console: Console, comparison: Comparison, folder: Path) -> None:
     """Writes all files into ``folder``, which must exist, and prints their names."""
     from gpipe_cli.reporting.compare.page import write_page
-    from gpipe_cli.reporting.plots.comparison import draw_bars, draw_curves
-    from gpipe_cli.reporting.plots.picture import write_picture
 
     tags = [tag for tag in COMPARED if any(tag in run.curves for run in comparison.runs)]
     same = [note for tag in tags[:1] for note in same_curve_notes(comparison, tag)]
     if not tags:
         same = ["no run has curves, so there are none to draw"]
-    drawn = []
-    for name, picture in ((CURVES, draw_curves(comparison, tags) if tags else None), (BARS, draw_bars(comparison))):
-        if (folder / PAGE).exists():
-            (folder / name).unlink(missing_ok=True)  # of a comparison of other runs
-        if picture is not None:
-            write_picture(folder / name, picture)
-            drawn.append(folder / name)
     write_whole(folder / CSV, to_csv(all_columns(comparison)))
     write_page(folder / PAGE, comparison, [*notes(comparison), *same], tags)
     show_facts(console, [("note", note) for note in same])  # after all is written: the console may be a closed pipe
     show_facts(console, [("page", str(folder / PAGE)), ("table", str(folder / CSV))])
-    show_facts(console, [("picture", str(picture)) for picture in drawn])
 
 
 def notes(comparison: Comparison) -> Iterator[str]:

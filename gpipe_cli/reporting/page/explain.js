@@ -121,7 +121,16 @@ function explainStage(figure, stage) {
   const names = data.layers.slice(first, first + figure.balance[stage]).map(layer => layer.name);
   const shown = names.length > 5 ? [...names.slice(0, 2), `${names.length - 3} more`, names.at(-1)] : names;
   return `stage ${stage} has ${names.length} of ${data.layers.length} layers: ${list(shown)}. It computes ` +
-    `${duration(work)} of a step of ${duration(figure.step_seconds)}, ${percent(work / figure.step_seconds)}.`;
+    `${duration(work)} of a step of ${duration(figure.step_seconds)}, ${percent(work / figure.step_seconds)}.` +
+    longestLayer(figure, first, names);
+}
+
+// Of the layers of a stage, the one that sets the least time that a cut could give it.
+function longestLayer(figure, first, names) {
+  const costs = gpipe.layerCosts(data, figure.micro_batches)?.layers.slice(first, first + names.length);
+  if (!costs || names.length < 2) return "";
+  const seconds = costs.map(([, graph, backward]) => graph + backward), most = Math.max(...seconds);
+  return ` ${names[seconds.indexOf(most)]} takes longest, ${duration(most)} a micro-batch.`;
 }
 
 // What every device does at a moment: for the play head.

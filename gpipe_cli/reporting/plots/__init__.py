@@ -1,1 +1,1 @@
-"""Pictures: timelines, partitions, shares, curves; and the style that they share."""
+"""Pictures: timelines, shares of a step, efficiency; and the style that they share."""

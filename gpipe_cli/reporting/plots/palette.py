@@ -29,17 +29,6 @@ WORDS = {
     "transfer": "transfer",
     "update": "weight update",
 }
-# What has other meanings has other hues, between green and blue, which no micro-batch has.
-_LAYERS = {"F": ((0.82, 0.07), (0.88, 0.05)), "B": ((0.52, 0.08), (0.6, 0.08))}  # every second one is lighter
-_LAYER_HUE = 185.0
-# The parts of a process's memory beside its libraries: what stays, what comes and goes, and all else.
-MEMORY_PARTS = {
-    "weights": (0.42, 0.07, 200.0),
-    "gradients": (0.56, 0.085, 195.0),
-    "optimizer": (0.7, 0.085, 190.0),
-    "activations": (0.78, 0.13, 150.0),
-    "other": (0.87, 0.01, 262.0),
-}
 OTHERWISE_IDLE = "otherwise idle"  # where a timeline has no bar
 
 
@@ -49,11 +38,6 @@ def colour(what: BarKind, micro_batch: int | None, micro_batches: int) -> Colour
     if what in _WITHOUT_HUE:
         return _WITHOUT_HUE[what]
     return _blue_to_yellow(*_LIGHTNESS_AND_CHROMA[what], micro_batch or 0, micro_batches)
-
-
-def layer_colour(what: BarKind, layer: int) -> Colour:
-    """Of a layer's forward or backward."""
-    return oklch(*_LAYERS[what][layer % 2], _LAYER_HUE)
 
 
 def run_colour(position: int, count: int, lightness: float = 0.58) -> Colour:

@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.collections import PathCollection, PolyCollection
+from matplotlib.collections import PathCollection
 from matplotlib.figure import Figure
 from matplotlib.image import imsave
 from matplotlib.path import Path as Outline
@@ -78,16 +78,13 @@ def show_axis(axes: Axes, end: float, unit: float, words: str) -> None:
 
 
 def add_bars(axes: Axes, bars: Sequence[tuple[int, float, float]], **look: Any) -> None:
-    """Bars from a start to an end in the row of a stage; ``look`` is that of a PolyCollection. Bars of one look are one
+    """Bars, each with the row of its stage, its start and its end; ``look`` is that of a PathCollection. They are one
     path, as a hatching is drawn anew for each path."""
     half = BAR_HEIGHT / 2
     corners = [
         ((start, row - half), (end, row - half), (end, row + half), (start, row + half)) for row, start, end in bars
     ]
-    if any(isinstance(value, list) for value in look.values()):  # one for each bar
-        axes.add_collection(PolyCollection(corners, **look))
-    else:
-        axes.add_collection(PathCollection([Outline.make_compound_path_from_polys(np.array(corners))], **look))
+    axes.add_collection(PathCollection([Outline.make_compound_path_from_polys(np.array(corners))], **look))
 
 
 def add_colour_table(

@@ -5,11 +5,10 @@
 
 import io
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,10 +43,8 @@ from gpipe_cli.results.run import (
 from gpipe_cli.training.checkpoint.store import GONE, Progress, checkpoints_in, step_of
 from gpipe_cli.training.events import CheckpointAwaited, Evaluated, StepDone, Tested
 
-if TYPE_CHECKING:  # it imports matplotlib, which takes half a second
+if TYPE_CHECKING:  # it imports torch
     from gpipe_cli.planner.plan import Plan
-    from gpipe_cli.reporting.plots.picture import Picture
-
 
 RECENT_STEPS = 20  # that a displayed speed is the median of
 
@@ -77,7 +74,6 @@ class Reporter:
         self._predicted_activation_bytes: tuple[int, ...] | None = None
         self._compared = False
         self._pictures: list[StepPicture] = []
-        self._cut_drawn = False
         hardware = measurement.hardware(run.gpu_names, run.placement.threads)
         self._machine: dict[str, Any] = {"versions": measurement.versions(self._text), "hardware": hardware}
         self._test, self._best = _tested(run.config.task, run.test), _tested(run.config.task, run.best)
@@ -133,16 +129,18 @@ class Reporter:
 
     def timeline(self, picture: StepPicture) -> None:
         """The step to show of an epoch, instead of an earlier one of it: pipeline.html has those of the last epochs,
-        timeline.png the last one, TensorBoard all."""
+        timeline.png the last one, and sinks all, with the parts of the memory of each process."""
+        from gpipe_cli.reporting.plots.picture import write_picture
         from gpipe_cli.reporting.plots.timeline import draw
 
         others = [one for one in self._pictures if one.epoch != picture.epoch]
         self._pictures = [*others, picture][-MOST_STEPS:]
         with self.optional():
             self._write_page()
-            self._show("timeline", picture.step, partial(draw, picture.views))
-        self._draw_memory()
-        self._draw_cut()
+            write_picture(self._folder / "timeline.png", draw(picture.views))
+            if self._run.config.logger:
+                self._dashboard.picture("timeline", picture.step, draw(picture.views, narrow=True))
+                self._dashboard.memory(self._steps, [asdict(one) for one in self._memory()])
 
     def _write_page(self) -> None:
         title = f"{self._run.model_name} on {self._run.config.dataset.name}"
@@ -152,32 +150,6 @@ class Reporter:
             self._folder / PAGE, title, self._run.simulation, self._pictures, commands=commands, run=str(self._folder),
             contended=share if kind == "measured_contended" else None,
         )  # fmt: skip
-
-    def _draw_memory(self) -> None:
-        """What the processes hold, in TensorBoard: numbers of parts, and bars of them."""
-        from gpipe_cli.reporting.plots.memory import draw
-
-        if self._run.config.logger and (memory := [asdict(one) for one in self._memory()]):
-            with self.optional():
-                self._dashboard.memory(self._steps, memory)
-                self._dashboard.picture("memory", self._steps, draw(memory, f"memory  ·  step {self._steps:,}"))
-
-    def _draw_cut(self) -> None:
-        """The partitions as a picture, once: with the first timeline, as whoever waits for one waits for both."""
-        from gpipe_cli.reporting.plots import partition
-
-        if not self._cut_drawn and partition.known(self._run):
-            self._cut_drawn = True
-            with self.optional():
-                self._show("partitions", self._run.first_step, partial(partition.draw, self._run))
-
-    def _show(self, name: str, step: int, draw: "Callable[..., Picture]") -> None:
-        """As a file, and narrow in TensorBoard, if it is used, where it stands small beside others."""
-        from gpipe_cli.reporting.plots.picture import write_picture
-
-        write_picture(self._folder / f"{name}.png", draw())
-        if self._run.config.logger:
-            self._dashboard.picture(name, step, draw(narrow=True))
 
     def evaluated(self, message: Evaluated) -> None:
         """The test set was seen."""
@@ -233,8 +205,6 @@ class Reporter:
             write_run(self._folder, result)
         except OSError as failed:
             unwritten = failed
-        if status != "interrupted":  # whoever did that waits
-            self._draw_cut()
         with self.optional():
             if self._pictures:  # with the share of the whole run, as in the summary, in which others used its cores
                 self._write_page()

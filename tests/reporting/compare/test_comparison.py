@@ -16,12 +16,10 @@ from reporting_runs import LANGUAGE_MODEL, evaluation, log, plan, reporter_in, s
 
 from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.compare.comparison import Comparison, compare, differing, names
-from gpipe_cli.reporting.compare.page import MOST_OF_CHART, MOST_POINTS, write_page
+from gpipe_cli.reporting.compare.page import MOST_OF_CHART, MOST_POINTS, running_median, styles, write_page
 from gpipe_cli.reporting.compare.report import all_columns, notes, same_curve_notes, show_comparison
 from gpipe_cli.reporting.compare.run_record import Curve, RunRecord, find_runs, read_run, same_curves
 from gpipe_cli.reporting.compare.scaling import Scaling, devices, scalings
-from gpipe_cli.reporting.plots.comparison import draw_curves, running_median, styles
-from gpipe_cli.reporting.plots.palette import rgb, run_colour
 from gpipe_cli.reporting.tables.table import to_csv
 from gpipe_cli.results.run import BubbleShares, Partition, RunResult, read_run_result, write_run
 
@@ -239,19 +237,10 @@ def test_what_cannot_be_compared_is_noted(runs: list[RunRecord], text: RunRecord
         assert re.search(note, noted(changed(runs[1], **change))), note
 
 
-def pixels_of(colour: str, picture: np.ndarray) -> int:
-    """How many pixels above the legend have a colour."""
-    return int((np.abs(picture[:-80].astype(int) - rgb(colour)).max(axis=2) <= 2).sum())
-
-
-def test_pictures_take_what_runs_have(runs: list[RunRecord], text: RunRecord) -> None:
+def test_what_lies_over_each_other_is_drawn_ever_thinner() -> None:
     assert running_median([1.0, 1.0, 100.0, 1.0, 2.0], width=3) == [1.0, 1.0, 1.0, 2.0, 1.5]  # of a speed
-    assert "speed/samples_per_second" not in text.curves, "sentences, which are no images"
-    panel = draw_curves(compare([runs[0], text]), ["speed/samples_per_second"])
-    assert [pixels_of(run_colour(n, 2), panel) > 0 for n in (0, 1)] == [True, False]
-    identical = draw_curves(compare(runs[:2]), ["train/loss"])
-    for style in styles(2, [[0, 1]]):  # both colours are in the panel, and the pale one has a rim
-        assert pixels_of(style["color"], identical) > 500, style
+    first, second, other, last = (width for width, _ in styles(4, [[0, 1, 3]]))
+    assert first > second > last == other
 
 
 def data_of(page: str) -> dict[str, Any]:

@@ -1,23 +1,15 @@
-"""Pictures of timelines and partitions, measured with a ruler, and their colours in the space that people see in."""
+"""Pictures of timelines, measured with a ruler, and their colours in the space that people see in."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
-from numpy.typing import NDArray
-from reporting_runs import description, log, placement, plan, shares, timeline
+from reporting_runs import shares, timeline
 
-from gpipe_cli.planner.stage_memory import StageMemory
-from gpipe_cli.reporting.plots import memory as memory_picture
 from gpipe_cli.reporting.plots import palette
-from gpipe_cli.reporting.plots import partition as partition_picture
 from gpipe_cli.reporting.plots import timeline as drawing
 from gpipe_cli.reporting.plots.picture import DPI, MARGIN, WIDTH_INCHES
 from gpipe_cli.reporting.plots.timeline import draw
 from gpipe_cli.reporting.plots.timeline_values import Bar, TimelineView, axis_ticks, axis_unit
-from gpipe_cli.reporting.run.description import RunDescription
-from gpipe_cli.reporting.run.reporter import Reporter
 
 
 def test_lightness_tells_kinds_of_actions_and_yellow_micro_batches() -> None:
@@ -93,84 +85,6 @@ def test_many_bars_are_plain() -> None:
             found = colour_at(picture, [view], 0, stage, 2 * m + 1, down=0.5)
             assert found in [palette.rgb(palette.colour(what, m, 512)) for what in ("F", "B")], (stage, m)
         assert colour_at(picture, [view], 0, stage, 3 * 512, down=0.5) == palette.rgb(palette.IDLE)
-
-
-def cut(*stages: tuple[tuple[float, float], ...]) -> RunDescription:
-    """A run with these seconds of the layers of its stages."""
-    count = len(stages)
-    made = plan(
-        layers=[seconds for stage in stages for seconds in stage], balance=tuple(map(len, stages)),
-        memory=(StageMemory(2**30, 0, 0, 0, 0),) * count,
-    )  # fmt: skip
-    names = tuple(tuple(f"l{n}" for n in range(len(stage))) for stage in stages)
-    devices = {"parameters": (1000,) * count, "cost": (1.0,) * count, "devices": ("cpu",) * count}
-    devices["process_of_stage"] = tuple(range(count))
-    return description(plan=made, placement=placement(layer_names=names, **devices))
-
-
-def test_layers_are_as_long_as_they_take() -> None:
-    """The last one is not trained: it has no backward."""
-    picture = partition_picture.draw(cut(((2.0, 3.0), (1.0, 4.0)), ((3.0, 5.0), (1.0, 0.0))))
-    bars: NDArray[np.uint8] = picture[: -round(partition_picture.LEGEND_INCHES * DPI)]
-    half = round(
-        (partition_picture.TITLE_INCHES + partition_picture.HEADING_INCHES + partition_picture.ROW_INCHES) * DPI
-    )
-
-    def most(what: Any, layer: int) -> int:
-        """The pixels across that a layer has, in the line of its stage where there are most."""
-        colour = palette.rgb(palette.layer_colour(what, layer))
-        of_stage = bars[:half] if layer < 2 else bars[half:]
-        return int((of_stage == colour).all(axis=2).sum(axis=1).max())
-
-    unit = (most("F", 0) + most("B", 0)) / 5
-    assert unit > 100
-    for layer, expected in enumerate([(2, 3), (1, 4), (3, 5), (1, 0)]):
-        assert (most("F", layer) / unit, most("B", layer) / unit) == pytest.approx(expected, 0.03)
-
-
-def test_layers_have_no_colour_of_a_micro_batch() -> None:
-    of_layers = {palette.layer_colour(what, layer) for what in partition_picture.PARTS for layer in range(2)}
-    for colour in of_layers:
-        red, green, blue = palette.rgb(colour)
-        assert green > red + 20
-        assert green > blue - 5
-    assert len(of_layers) == 4
-    assert not of_layers & {palette.colour(what, m, 64) for what in ("F", "R", "B") for m in range(64)}  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("free", [0, 3])
-def test_memory_is_drawn_as_long_as_its_parts(free: int) -> None:
-    """Libraries, half of the peak here, are left out; `other` is below 0 where parts took turns."""
-    parts = {"weights": 1, "gradients": 2, "optimizer": 3, "activations": 4, "other": -free}
-    process = {"stage": 0, **{name: n * 2**20 for name, n in parts.items()}, "libraries": 10 * 2**20}
-    picture = memory_picture.draw([process | {"peak": (20 - free) * 2**20}], "memory")
-    row = picture[round((memory_picture.TITLE_INCHES + memory_picture.ROW_INCHES / 2) * DPI)]
-    found = {
-        name: int((row == palette.rgb(palette.oklch(*colour))).all(axis=1).sum())
-        for name, colour in palette.MEMORY_PARTS.items()
-    }
-    unit = found["activations"] / 4
-    assert unit > 20
-    for name, n in parts.items():
-        assert found[name] / unit == pytest.approx(max(0, n), abs=0.12), name
-
-
-@pytest.mark.parametrize("stages", [1, 128])
-def test_few_and_many_stages_are_all_there(stages: int) -> None:
-    picture = partition_picture.draw(cut(*(((1e-3, 2e-3),) * 4,) * stages))
-    assert picture.shape[1] == WIDTH_INCHES * DPI
-    assert picture.shape[0] < 1200
-    coloured = picture[:, 250:1300].max(axis=2).astype(int) - picture[:, 250:1300].min(axis=2) > 20
-    rows = coloured.mean(axis=1) > 0.9  # lines of pixels inside of a bar
-    assert np.diff(np.concatenate([[0], rows.astype(int)])).clip(0).sum() == stages
-
-
-@pytest.mark.parametrize(
-    ("ending", "known", "drawn"), [("dry_run", True, True), ("interrupted", True, False), ("completed", False, False)]
-)
-def test_a_run_without_a_timeline_is_drawn_at_its_end(tmp_path: Path, ending: Any, known: bool, drawn: bool) -> None:
-    Reporter(tmp_path, cut(((1.0, 2.0),)) if known else description(), log()[0]).finish(ending)
-    assert (tmp_path / "partitions.png").exists() == drawn
 
 
 def test_axes_have_five_to_eleven_round_times() -> None:

@@ -214,10 +214,9 @@ def test_a_checkpoint_whose_message_was_not_read_is_one_to_go_on_from(tmp_path: 
 
 
 def test_the_picture_of_a_step_is_in_the_folder_and_in_tensorboard(tmp_path: Path) -> None:
-    reporter, file = reporter_in(tmp_path, plan=plan(layers=((1.0, 2.0),) * 5))
+    reporter, file = reporter_in(tmp_path, plan=plan())
     reporter.timeline(StepPicture(1, 4, (timeline(),)))
     first = (tmp_path / "timeline.png").read_bytes()
-    assert (tmp_path / "partitions.png").read_bytes().startswith(b"\x89PNG")
     reporter.timeline(StepPicture(2, 8, (timeline(), timeline(0.008, kind="predicted"))))
     reporter.finish("completed")
     assert (tmp_path / "timeline.png").read_bytes() != first
@@ -227,8 +226,6 @@ def test_the_picture_of_a_step_is_in_the_folder_and_in_tensorboard(tmp_path: Pat
     one, both = events(tmp_path).Images("pictures/timeline")
     assert (one.step, both.step) == (4, 8)
     assert both.height > one.height
-    (partitions,) = events(tmp_path).Images("pictures/partitions")
-    assert partitions.step == 0
 
 
 def test_another_picture_of_an_epoch_takes_the_place_of_the_first(tmp_path: Path) -> None:
