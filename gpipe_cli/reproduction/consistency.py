@@ -65,7 +65,7 @@ class Consistency:
         runs = [*same, *repeated[1:]]
         page, said = runner.folder / CURVES, tuple(notes(same))
         tags = (TRAIN_LOSS, MEASURES["test_loss"].tag, TEST_TOP1)
-        write_page(page, compare([run.record for run in runs]), said, tags)
+        write_page(page, compare([run.record for run in runs]), [note for _, note in said], tags)
         return Findings((_table(runs), _spread(same, repeated)), said, (("curves", str(page)),))
 
     def smallest(self) -> Self:

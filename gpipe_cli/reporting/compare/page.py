@@ -168,7 +168,7 @@ def styles(count: int, groups: Sequence[Sequence[int]]) -> list[tuple[float, lis
     made = [(THIN, DASHES[n % len(DASHES)] if count >= DASHED_FROM else []) for n in range(count)]
     for group in groups:
         for rank, position in enumerate(group):
-            made[position] = (WIDE - (WIDE - THIN) * rank / (len(group) - 1), [])
+            made[position] = (THIN + (WIDE - THIN) * (1 - rank / (len(group) - 1)), [])
     return made
 
 

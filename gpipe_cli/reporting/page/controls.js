@@ -59,7 +59,7 @@ function onField(id, read) {
 function startControls() {
   field("partitions").max = Math.min(data.layers.length, Math.max(16, state.own.partitions));
   field("micro_batches").max = offeredMicroBatches().length - 1;
-  addChoices("schedule", ORDERS, name => name !== "file" || state.own.schedule === "file");
+  addChoices("schedule", ORDERS, name => !ONE_ORDER.includes(name) || state.own.schedule === name);
   addChoices("recompute", RECOMPUTES, () => true);
   onField("partitions", Number);
   onField("micro_batches", at => offeredMicroBatches()[at]);
@@ -215,7 +215,7 @@ function orderInWords() {
   const {schedule, stages_per_process, rows} = state.controls;
   if (rows) return `changed by hand, from ${schedule}` + against({schedule, rows: undefined});
   if (schedule === "interleaved" && stages_per_process === 1) return "needs 2 or more stages a device: so it is 1f1b";
-  const chosen = schedule === "auto" && state.figure.chosen_order;
+  const chosen = schedule === "auto" && data.setting.chosen_order;
   return (chosen ? `${ORDERS.auto}: ${chosen}` : ORDERS[schedule]) +
     against({schedule: schedule === "gpipe" ? "1f1b" : "gpipe"});
 }
@@ -223,7 +223,7 @@ function orderInWords() {
 // What is shown against another choice, both simulated: no hint can say anything else than the tiles.
 function against(values) {
   const {figure, controls, stale} = state, [name] = Object.values(values);
-  if (stale || figure.large || (controls.schedule === "auto" && !values.schedule)) return ""; // it would take seconds
+  if (stale || figure.large) return ""; // it would take seconds
   const other = gpipe.configured(data, {...controls, ...values});
   if (!other.timeline) return "";
   const parts = differing(figure, other).map(([what, , was, now]) => `${what} ${was} \u2192 ${now}`);

@@ -17,6 +17,12 @@ function make(name, attributes, parent, text) {
   return node;
 }
 
+// The colour of an action, of those of palette.py: the hue tells the micro-batch, the lightness what is done.
+function colour(kind, microBatch, microBatches) {
+  const hues = data.colours[kind];
+  return hues[Math.round(microBatch / Math.max(1, microBatches - 1) * (hues.length - 1))];
+}
+
 // A timeline with what sentences and arrows ask for: spans by name, by device, and the one before each.
 function figureOf(kind, timeline, parts) {
   const device_of_stage = timeline.device_of_stage?.length ? timeline.device_of_stage

@@ -18,17 +18,8 @@ const state = {
 
 function simulatedFigure(kind, result, controls, about) {
   const M = controls.micro_batches, {timeline, step_seconds} = result;
-  return figureOf(kind, timeline, {...result, micro_batches: M, about,
-                                   regions: regionsOf(timeline, M, step_seconds)});
-}
-
-// The idle times of each device, by its number.
-function regionsOf(timeline, microBatches, stepSeconds) {
-  const device_of_stage = timeline.device_of_stage?.length ? timeline.device_of_stage
-    : timeline.spans.map((_, stage) => stage);
-  const devices = [...new Set(device_of_stage)].sort((a, b) => a - b);
-  const regions = gpipe.idleRegions(timeline, microBatches, stepSeconds);
-  return new Map(devices.map((device, at) => [device, regions[at]]));
+  const regions = new Map(gpipe.idleRegions(timeline, M, step_seconds));
+  return figureOf(kind, timeline, {...result, micro_batches: M, about, regions});
 }
 
 const HINT = field("explained").textContent;
@@ -48,7 +39,7 @@ function measuredFigure() {
   const M = gpipe.microBatches(timeline.spans.map(row => row.map(span => span.action))); // fewer, in a short last step
   return figureOf("measured", timeline, {
     step_seconds: step.step_seconds, breakdown: step.breakdown, micro_batches: M, balance: data.balance,
-    regions: regionsOf(timeline, M, step.step_seconds),
+    regions: new Map(gpipe.idleRegions(timeline, M, step.step_seconds)),
     about: `epoch ${step.epoch}, step ${step.step.toLocaleString("en")}` +
       (step.median_of > 1 ? `, the median of ${step.median_of.toLocaleString("en")} steps` : ""),
   });

@@ -28,12 +28,21 @@ function activationMemory(data, samples) {
  *  few tensors that cross its first boundary. */
 function chargedTensors({boundaries, saved, trained}, samples) {
   const tensorBytes = boundaries.map((boundary) => boundary.map(([base, each]) => base + each * samples));
+  const {crossing, total: charged} = follow(tensorBytes, saved, samples), trainedBefore = [0];
+  trained.forEach((one, at) => trainedBefore.push(trainedBefore[at] + one));
+  const hasGradient = boundaries.map((boundary) => boundary.some(([, , returned]) => returned));
+  const inputBytes = tensorBytes.map(sum);
+  return {samples, tensorBytes, inputBytes, hasGradient, trained: trainedBefore, crossing, charged, walks: new Map()};
+}
+
+/** What layers save, no tensor twice: bytes in the first 0, 1, ... of them, and the tensors at each boundary, {bytes,
+ *  saver: the first layer that saves it}. */
+function follow(boundaries, saved, samples) {
   const tensor = (bytes) => ({bytes, saver: null});
-  let current = tensorBytes[0].map(tensor);
-  const crossing = [current], charged = [0], trainedBefore = [0];
+  const crossing = [boundaries[0].map(tensor)], total = [0];
   saved.forEach(([positions, base, each, sameMemory], at) => {
-    const tensors = [...current];
-    tensorBytes[at + 1].forEach((bytes, n) => {
+    const tensors = [...crossing[at]];
+    boundaries[at + 1].forEach((bytes, n) => {
       const other = sameMemory.length ? sameMemory[n] : null;
       tensors.push(other === null ? tensor(bytes) : tensors[other]);
     });
@@ -43,14 +52,10 @@ function chargedTensors({boundaries, saved, trained}, samples) {
       one.saver = at;
       own += one.bytes;
     }
-    current = tensors.slice(current.length);
-    crossing.push(current);
-    charged.push(charged[at] + own);
-    trainedBefore.push(trainedBefore[at] + trained[at]);
+    crossing.push(tensors.slice(crossing[at].length));
+    total.push(total[at] + own);
   });
-  const hasGradient = boundaries.map((boundary) => boundary.some(([, , returned]) => returned));
-  const inputBytes = tensorBytes.map(sum);
-  return {samples, tensorBytes, inputBytes, hasGradient, trained: trainedBefore, crossing, charged, walks: new Map()};
+  return {crossing, total};
 }
 
 function graphBytes(of, first, end) {
@@ -62,33 +67,11 @@ function graphBytes(of, first, end) {
 }
 
 const keptInputs = (data, of, first) => once(of.walks, `inputs ${first}`, () =>
-  walked(of, of.tensorBytes.slice(first), data.memory.kept.slice(first).map(([inputs]) => inputs)));
+  follow(of.tensorBytes.slice(first), data.memory.kept.slice(first).map(([inputs]) => inputs), of.samples).total);
 
 const keptGradients = (data, of, end) => once(of.walks, `gradients ${end}`, () =>
-  walked(of, of.tensorBytes.slice(0, end + 1).reverse(),
-    data.memory.kept.slice(0, end).map(([, gradients]) => gradients).reverse()));
-
-/** What is kept in the first 0, 1, ... of the layers between boundaries, no tensor twice. */
-function walked(of, boundaries, kept) {
-  const tensor = (bytes) => ({bytes, counted: false});
-  let current = boundaries[0].map(tensor);
-  const total = [0];
-  kept.forEach(([positions, base, each, sameMemory], at) => {
-    const tensors = [...current];
-    boundaries[at + 1].forEach((bytes, n) => {
-      const other = sameMemory.length ? sameMemory[n] : null;
-      tensors.push(other === null ? tensor(bytes) : tensors[other]);
-    });
-    let found = base + each * of.samples;
-    for (const one of positions.map((position) => tensors[position])) {
-      if (!one.counted) found += one.bytes;
-      one.counted = true;
-    }
-    total.push(total[at] + found);
-    current = tensors.slice(current.length);
-  });
-  return total;
-}
+  follow(of.tensorBytes.slice(0, end + 1).reverse(),
+    data.memory.kept.slice(0, end).map(([, gradients]) => gradients).reverse(), of.samples).total);
 
 // --- seconds
 
@@ -198,6 +181,8 @@ function wholeNumbers(costs) {
 
 // --- a choice of settings
 
+const ONE_ORDER = ["file", "auto"]; // schedules of which the page knows the rows of the plan, and no others
+const MOST_TRIED = 500000; // actions, in all simulations that look for the best move of a layer
 const OWN = ["partitions", "micro_batches", "schedule", "recompute", "stages_per_process"];
 
 /** The controls that stand for the plan or the run itself. `own_devices`: nothing that devices of one machine share, as
@@ -213,7 +198,7 @@ const boundsOf = (balance) => {
 /** The device of each stage. Throws a line that says why there can be none. */
 function deviceOfStage(data, {partitions: K, stages_per_process: each, schedule}) {
   const own = data.setting, dealt = (name) => name === "interleaved" || name === "auto";
-  const planned = schedule === "file" || schedule === "planned" || dealt(schedule) === dealt(own.schedule);
+  const planned = schedule === "file" || dealt(schedule) === dealt(own.schedule);
   if (planned && K === own.partitions && each === own.stages_per_process) return data.device_of_stage;
   const devices = Math.ceil(K / each);
   if (!dealt(schedule)) return range(K, (k) => Math.floor(k / each));
@@ -235,7 +220,6 @@ function limitOf({limit, setting}, device_of_stage) {
 /** Everything that follows from a choice of settings, for the view to draw; `problem` says why it cannot be. */
 function configured(data, controls) {
   const chosen = {...ownControls(data), ...controls};
-  if (chosen.recompute === "as planned") chosen.recompute = data.setting.recompute;
   try {
     return chosenStep(data, chosen);
   } catch (error) {
@@ -269,10 +253,8 @@ function chosenStep(data, chosen) {
   const largest = bounds.map(([first, end]) => held(data, first, end, sizes[0]));
   const fixed = bounds.map(([first, end]) => fixedMemory(data, first, end, sizes[0]));
   const room = limit === null ? null : fixed.map((one) => limit - sum(Object.values(one)));
-  const problem = {stages, edges, slowdown, device_of_stage, micro_batches: M, sizes: largest, room,
-    recompute: chosen.recompute, split: own.splits};
-  const rows = rowsFor(data, chosen, problem, problems);
-  const base = {rows, chosen_order: problem.chosen_order, balance, stages, edges, device_of_stage, slowdown,
+  const rows = rowsFor(data, chosen, {device_of_stage, sizes: largest, room}, problems);
+  const base = {rows, balance, stages, edges, device_of_stage, slowdown,
     micro_batches: M, sizes, devices, limit_bytes: limit};
   const faulty = check(rows);
   if (faulty) return {...base, timeline: null, problem: faulty.what, faulty};
@@ -344,8 +326,8 @@ function furthestOf(data, {schedule, recompute, partitions: K}, device_of_stage,
   for (const layer of data.layers) {
     stored.push(stored.at(-1) + layer.weights_bytes + layer.gradients_bytes + layer.optimizer_bytes);
   }
-  const planned = schedule === "file" || schedule === "planned";
-  const bare = planned ? data.rows.map((row) => row.map(action)) : order(name, K, M, new Set(device_of_stage).size);
+  const bare = schedule === "file" ? data.rows.map((row) => row.map(action))
+    : order(name, K, M, new Set(device_of_stage).size);
   const rows = withRecomputation(bare, recompute === "auto" ? "except_last" : recompute);
   const known = new Map();
   return stagesOf(rows).map((actions) => { // stages that hold as much at the same time reach as far
@@ -377,42 +359,29 @@ function fullest(actions, M) {
   return all.filter((moment) => !all.some((other) => exceeds(other, moment)));
 }
 
-/** The rows: as edited, those of the plan for its own settings, or an order with recomputation. What auto chose is
- *  noted in the problem. */
-function rowsFor(data, chosen, problem, problems) {
+/** The rows: as edited, those of the plan for its own settings, or an order with recomputation. */
+function rowsFor(data, chosen, {device_of_stage, sizes, room}, problems) {
   const {schedule, recompute, partitions: K, micro_batches: M} = chosen, own = data.setting;
   if (chosen.rows) return chosen.rows.map((row) => row.map((a) => typeof a === "string" ? action(a) : a));
   const planned = () => data.rows.map((row) => row.map(action));
   const same = OWN.every((name) => chosen[name] === own[name]);
   const changed = chosen.balance || chosen.backward_factor !== 1 || chosen.link_factor !== 1;
-  if (same && !(changed && (schedule === "auto" || recompute === "auto"))) {
-    problem.chosen_order = own.chosen_order;
-    return planned();
-  }
-  if (schedule === "file" || schedule === "planned") { // the rows are all that is known of it
+  if (same && !(changed && recompute === "auto")) return planned();
+  const recomputed = (order) => recomputedRows(order, recompute, sizes, room, problems);
+  if (ONE_ORDER.includes(schedule)) { // the rows are all that is known of it
     if (K !== own.partitions || M !== own.micro_batches || chosen.stages_per_process !== own.stages_per_process) {
       const of = `K = ${own.partitions}, M = ${own.micro_batches}`;
-      throw new Error(`the planned order is of ${of} and its own devices; choose another schedule`);
+      throw new Error(`the order of ${schedule} is for ${of} and its own devices; choose another schedule`);
     }
     if (recompute === own.recompute) return planned();
-    const bare = planned().map((row) => row.filter((a) => a.kind !== "R"));
-    return recomputedRows(bare, recompute, problem, problems);
+    return recomputed(planned().map((row) => row.filter((a) => a.kind !== "R")));
   }
   if (schedule === "zero_bubble" && !own.splits) throw new Error("zero_bubble: compiled backwards cannot be halved");
-  if (schedule === "auto") {
-    const {best} = auto(problem);
-    if (best) {
-      problem.chosen_order = best.name;
-      return best.rows;
-    }
-    problems.push("auto: no order fits the memory");
-    return withRecomputation(order("1f1b", K, M), recompute === "auto" ? "except_last" : recompute);
-  }
-  return recomputedRows(order(schedule, K, M, new Set(problem.device_of_stage).size), recompute, problem, problems);
+  return recomputed(order(schedule, K, M, new Set(device_of_stage).size));
 }
 
 /** `auto`: as few as fit, none without a limit. */
-function recomputedRows(rows, recompute, {sizes, room}, problems) {
+function recomputedRows(rows, recompute, sizes, room, problems) {
   if (recompute !== "auto") return withRecomputation(rows, recompute);
   if (room === null) return rows;
   const {recomputed, missing} = fewestRecomputations(rows, sizes, room), most = greatest(missing);
@@ -447,5 +416,5 @@ window.gpipe = {
   action, key, greatest, microBatches, sources, order, withRecomputation, fewestRecomputations, check, linearize, csv,
   stagesOf, clock, SCHEDULES,
   simulate, breakdown, idleRegions, memory, critical, held, layerCosts, microBatchSizes, slowdowns, partition,
-  ownControls, configured, bubbles, moves, auto,
+  ownControls, configured, bubbles, moves,
 };

@@ -10,16 +10,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gpipe_cli.pipeline.schedule.held import HOLDS
+from gpipe_cli.reporting.plots.palette import colour
 from gpipe_cli.reporting.plots.timeline_values import ACTIONS, StepPicture, TimelineView
 from gpipe_cli.system.files import write_whole
 
 PAGE = "pipeline.html"
 MOST_STEPS = 12
+HUES = 241  # of each kind of action; of up to 16 micro-batches nearly all have exactly the colours of timeline.png
 MOST_BARS = 8000  # measured ones, of all steps: more would make a page of many megabytes
 
 # in this order: each reads names of those before it
-ENGINE = ("schedules.js", "simulator.js", "search.js", "model.js")
-VIEW = ("colours.js", "words.js", "lanes.js", "explain.js", "navigate.js", "edit.js", "controls.js", "main.js")
+ENGINE = ("schedules.js", "simulator.js", "model.js")
+VIEW = ("words.js", "lanes.js", "explain.js", "navigate.js", "edit.js", "controls.js", "main.js")
 SCRIPTS = ("../theme.js", *ENGINE, *VIEW)
 
 
@@ -39,7 +42,12 @@ def write_page(
     then went on; `run`: its folder, if it is one; `contended`: the share of the time in which other programs used its
     cores, if that was enough to slow it down.
     """
-    values = {"title": title, "commands": commands, "run": run, "contended": contended, **data, **_measured(steps)}
+    drawn_from = {
+        "colours": {what: [colour(what, n, HUES) for n in range(HUES)] for what in ACTIONS},
+        "holds": {f"{kind} {retain}": around for (kind, retain), around in HOLDS.items()},
+    }
+    about = {"title": title, "commands": commands, "run": run, "contended": contended}
+    values = {**drawn_from, **about, **data, **_measured(steps)}
     parts = {"data": in_script(values)}
     parts["css"] = _part("../style.css") + _part("page.css")
     parts["script"] = "\n".join(_part(name) for name in SCRIPTS)

@@ -179,7 +179,7 @@ function breakdown(timeline, M, stepSeconds) {
   };
 }
 
-/** Of each device, in the order of their numbers, its idle times {start, end, why}: bubble, imbalance, transfer or
+/** [device, its idle times] in the order of the devices' numbers. Of each idle time there is {start, end, why}: bubble, imbalance, transfer or
  *  set_up. Imbalance is laid onto its waits between its first and its last action, the longest first. */
 function idleRegions(timeline, M, stepSeconds) {
   const [begin, end] = windowOf(timeline), devices = devicesOf(timeline, stepSeconds), unequal = imbalances(devices, M);
@@ -206,7 +206,7 @@ function idleRegions(timeline, M, stepSeconds) {
     const seen = regions.filter((region) => region.end > region.start).sort((a, b) => a.start - b.start);
     return [one.device, seen];
   });
-  return found.sort((a, b) => a[0] - b[0]).map(([, regions]) => regions);
+  return found.sort((a, b) => a[0] - b[0]);
 }
 
 /** The parts of a window that none of `pieces` covers. */
@@ -226,21 +226,13 @@ const NONE = {graph: 0, input: 0, gradients: 0, weights: 0};
 
 /** The bytes held for micro-batches in flight while each action of a stage runs; `sizes` of each micro-batch. */
 function memory(stageActions, sizes) {
-  const kept = retained(stageActions);
+  const kept = retained(stageActions), ways = Object.keys(NONE);
   let now = 0;
   return stageActions.map((a, n) => {
-    const size = sizes[a.micro_batch];
-    const [begins, ends] = {
-      F: [kept[n] === "graph" ? size.graph : kept[n] === "input" ? size.input : 0, 0],
-      R: [size.graph - size.input, 0],
-      B: [0, -size.graph],
-      I: [size.gradients, size.weights - size.gradients - size.graph],
-      W: [0, -size.weights],
-    }[a.kind];
-    now += begins;
-    const held = now;
-    now += ends;
-    return held;
+    const bytes = (counts) => sum(counts.map((count, way) => count * sizes[a.micro_batch][ways[way]]));
+    const [begins, ends] = data.holds[`${a.kind} ${kept[n]}`].map(bytes), during = now + begins;
+    now = during + ends;
+    return during;
   });
 }
 
