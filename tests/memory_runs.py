@@ -18,7 +18,7 @@ from gpipe_cli.pipeline.profile.tracing import trace_layers
 from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor, Tensors, as_boundary
 from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.transport import LocalTransport
-from gpipe_cli.pipeline.schedule.held import Held, peak_bytes
+from gpipe_cli.pipeline.schedule.held import peak_bytes
 from gpipe_cli.pipeline.schedule.schedules import Retain, Schedule
 
 CLASSES, TOKENS, SIZE = 10, 12, 32
@@ -167,11 +167,7 @@ def held(
     memories = [ActivationMemory(costs, sample.inputs, size, sample.lengths) for size in sizes]
     spans = list(pairwise([0, *accumulate(balance)]))
 
-    def of_each(memory: ActivationMemory, span: tuple[int, int]) -> Held:
-        of_ways = memory.graph_bytes, memory.input_bytes, memory.gradients_bytes, memory.weights_bytes
-        return Held(*(of(*span) for of in of_ways))
-
-    predicted = peak_bytes(order, [[of_each(memory, span) for memory in memories] for span in spans])
+    predicted = peak_bytes(order, [[memory.held(*span) for memory in memories] for span in spans])
     return tuple(stage.peak_saved_bytes for stage in stages.values()), predicted
 
 
@@ -201,9 +197,9 @@ def held_between_halves(
     for k, (first, end) in reversed(list(enumerate(pairwise([0, *accumulate(balance)])))):
         given = tuple(None if gradient is None else gradient.clone() for gradient in boundary)
         boundary = stages[k].backward_inputs(0, given)
-        added = stages[k].peak_saved_bytes - memory.graph_bytes(first, end)
+        added = stages[k].peak_saved_bytes - memory.held(first, end).graph
         measured.append((added, stages[k].saved_bytes))
-        predicted.append((memory.gradients_bytes(first, end), memory.weights_bytes(first, end)))
+        predicted.append(memory.held(first, end)[2:])
         stages[k].backward_weights(0)
         assert stages[k].saved_bytes == 0
     return measured, predicted

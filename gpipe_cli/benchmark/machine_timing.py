@@ -310,7 +310,7 @@ def _segments(config: TrainConfig, profile: ModelProfile, samples: int, placemen
     available = int(limit * 2**30) if limit else usable_memory_bytes() // placement.processes_here
     segments, held = [0], 0
     for at, w in enumerate(profile.weights):
-        needed = memory.graph_bytes(at, at + 1) + w.weight_bytes + w.gradient_bytes + w.optimizer_bytes
+        needed = memory.held(at, at + 1).graph + w.weight_bytes + w.gradient_bytes + w.optimizer_bytes
         if segments[-1] and held + needed > available // 2:
             segments.append(0)
             held = 0

@@ -58,7 +58,7 @@ class MemoryModel:
         self._largest = self._of_size[sizes[0]]
         layers = np.arange(len(profile.costs))
         # while a layer runs backward, the gradients of what it has kept come into being
-        self._workspace = self._largest.held(layers, layers + 1)[0]
+        self._workspace = self._largest.of_stages(layers, layers + 1)[0]
         stored = (w.weight_bytes + w.gradient_bytes + w.optimizer_bytes for w in profile.weights)
         self._stored = np.array([0, *accumulate(stored)])
 
@@ -76,12 +76,12 @@ class MemoryModel:
 
     def saved(self, schedule: Schedule, bounds: Bounds) -> tuple[int, ...]:
         """The most activations held at once on each stage."""
-        of_stages = [{n: _held(of, span) for n, of in self._of_size.items()} for span in bounds]
+        of_stages = [{n: of.held(*span) for n, of in self._of_size.items()} for span in bounds]
         return peak_bytes(schedule, [[held[n] for n in self._sizes] for held in of_stages])
 
     def largest(self, bounds: Bounds) -> list[Held]:
         """Of each stage, the bytes of its largest micro-batch."""
-        return [_held(self._largest, span) for span in bounds]
+        return [self._largest.held(*span) for span in bounds]
 
     def room(self, bounds: Bounds, limit_bytes: int) -> list[int]:
         """What the limit leaves each stage for activations."""
@@ -112,7 +112,7 @@ class MemoryModel:
             fits, most = firsts, np.full_like(firsts, len(firsts))  # ends: one that fits, and the furthest that may
             while (fits < most).any():
                 ends = np.maximum((fits + most + 1) // 2, firsts + 1)
-                held = (fullest @ self._largest.held(firsts, ends)).max(axis=0)
+                held = (fullest @ self._largest.of_stages(firsts, ends)).max(axis=0)
                 needed = self._stored[ends] - self._stored[firsts] + held + workspace.between(firsts, ends)
                 below = needed <= limit_bytes
                 fits, most = np.where(below, ends, fits), np.where(below, most, ends - 1)
@@ -138,11 +138,6 @@ class _Maxima:
         """Of numbers `first` to `end - 1`, one or more of them."""
         power = np.frexp(end - first)[1] - 1
         return np.maximum(self._table[power, first], self._table[power, end - (1 << power)])
-
-
-def _held(memory: ActivationMemory, span: tuple[int, int]) -> Held:
-    """The bytes of a micro-batch of layers `span`."""
-    return Held(*memory.held(*span).tolist())
 
 
 def _fullest(moments: Sequence[Held]) -> tuple[Held, ...]:

@@ -147,8 +147,9 @@ class LargestModel:
         except NothingFitsError:
             return None
         (stage,), layers = found.plan.memory, len(found.profile.costs)
-        held = ActivationMemory(found.profile.costs, found.profile.inputs, found.samples, found.profile.lengths)
-        fused = held.weights_bytes(0, layers) - held.gradients_bytes(0, layers)
+        memory = ActivationMemory(found.profile.costs, found.profile.inputs, found.samples, found.profile.lengths)
+        held = memory.held(0, layers)
+        fused = held.weights - held.gradients
         return Naive(precision, found.samples, stage.activations_bytes + stage.workspace_bytes, fused)
 
     def _cell(self, partitions: int, naive: bool) -> tuple[str, ...]:

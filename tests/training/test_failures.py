@@ -69,73 +69,50 @@ def start(tmp_path: Path) -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
         program.communicate()
 
 
-def failing_run(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, victim: Callable[[], int], number: int, *settings: str
-) -> str:
-    """Why an endless run fails when a process of it is sent a signal after its first checkpoint."""
+@linux
+@pytest.mark.parametrize(
+    ("of_worker", "number", "settings", "cause"),
+    [
+        # not its neighbours, which only lost their connection, at whatever point of a step they were
+        (False, signal.SIGKILL, [],
+         rf"stage 1 was killed by signal 9 \(SIGKILL\) {DOING}; the machine may be out of memory: "),
+        # its neighbours wait for it, and were once said to be lost; itself it outlived the run
+        (False, signal.SIGSTOP, ["timeout_seconds=5"],
+         rf"stage 1 has been silent for [5-9] s {DOING}, longer than timeout_seconds=5;"),
+        # it held up a run of one partition for ever, and survived others
+        (True, signal.SIGSTOP, ["timeout_seconds=5", "partitions=1", "data_workers=1"],
+         "stage 0 has been silent for [5-9] s waiting for a mini-batch, longer than timeout_seconds=5"),
+        (True, signal.SIGKILL, ["partitions=1", "data_workers=1"], "a data loading process died;"),
+    ],
+    ids=["stage killed", "stage stopped", "loader stopped", "loader killed"],
+)  # fmt: skip
+def test_a_process_that_is_killed_or_stopped_ends_the_run_and_is_named(
+    of_worker: bool, number: int, settings: list[str], cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """A stage, or the data loader of the first one, after the first checkpoint of an endless run."""
+    loaders: list[int] = []
 
     def strike() -> None:
-        wait_until((folder / "checkpoints" / "last").exists, 60, "the first checkpoint")
-        os.kill(victim(), number)
+        wait_until((tmp_path / "checkpoints" / "last").exists, 60, "the first checkpoint")
+        workers = workers_of(os.getpid())
+        if of_worker:
+            loaders.extend(children(workers[0]))
+        os.kill(loaders[0] if of_worker else workers[1], number)
 
     with ThreadPoolExecutor(1) as pool:
         struck = pool.submit(strike)
-        assert command(monkeypatch, "train", *ENDLESS, *settings, f"run_folder={folder}") == 1
+        assert command(monkeypatch, "train", *ENDLESS, *settings, f"run_folder={tmp_path}") == 1
         struck.result()
     wait_until(lambda: not workers_of(os.getpid()), BOUND, "the end of every worker")
-    result = read_result(folder)
-    assert result["status"] == "failed"
-    return str(result["error"])
-
-
-@linux
-def test_a_killed_stage_ends_the_run_and_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Not its neighbours, which only lost their connection, at whatever point of a step they were."""
-    error = failing_run(monkeypatch, tmp_path, lambda: workers_of(os.getpid())[1], signal.SIGKILL)
-    assert re.fullmatch(
-        rf"stage 1 was killed by signal 9 \(SIGKILL\) {DOING}; the machine may be out of memory: .*",
-        error,
-    ), error
-    captured = capsys.readouterr()
-    assert error.split(" (input")[0] in " ".join((captured.out + captured.err).split())
-    assert "Traceback" not in captured.out + captured.err
-
-
-@linux
-def test_a_stopped_stage_ends_the_run_and_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its neighbours wait for it, and were once said to be lost; itself it outlived the run."""
-    victim = lambda: workers_of(os.getpid())[1]  # noqa: E731
-    error = failing_run(monkeypatch, tmp_path, victim, signal.SIGSTOP, "timeout_seconds=5")
-    assert re.match(rf"stage 1 has been silent for [5-9] s {DOING}, longer than timeout_seconds=5;", error)
-
-
-@linux
-@pytest.mark.parametrize(
-    ("number", "cause"),
-    [
-        (
-            signal.SIGSTOP,
-            r"stage 0 has been silent for [5-9] s waiting for a mini-batch, longer than timeout_seconds=5",
-        ),
-        (signal.SIGKILL, r"a data loading process died;"),
-    ],
-)
-def test_a_data_loader_that_does_nothing_ends_the_run(
-    number: int, cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One that was stopped held up a run of one partition for ever, and survived others."""
-    loaders: list[int] = []
-
-    def first_loader() -> int:
-        loaders.extend(children(workers_of(os.getpid())[0]))
-        return loaders[0]
-
-    settings = ["partitions=1", "data_workers=1", "timeout_seconds=5"]
-    error = failing_run(monkeypatch, tmp_path, first_loader, number, *settings)
-    assert re.match(cause, error), error
     wait_until(lambda: not any(Path("/proc", str(one)).exists() for one in loaders), BOUND, "the end of the loaders")
+    result = read_result(tmp_path)
+    assert result["status"] == "failed"
+    assert re.match(cause, result["error"]), result["error"]
+    captured = capsys.readouterr()
+    said = captured.out + captured.err
+    assert result["error"].split(" (input")[0] in " ".join(said.split())
+    assert "Traceback" not in said
 
 
 @linux

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpipe_cli.pipeline.runtime.boundary import Boundary
+from gpipe_cli.pipeline.schedule.held import Held
 
 Layers: TypeAlias = int | NDArray[np.int64]  # the number of a layer, or of many layers
 
@@ -129,38 +130,21 @@ class ActivationMemory:
         # gradients go the other way
         self._kept_gradients = _KeptBytes(sizes[::-1], [half.kept_gradients for half in halves[::-1]], samples)
 
-    def held(self, first: Layers, end: Layers) -> NDArray[np.int64]:
-        """The bytes that a stage of layers `first` to `end - 1` holds of a micro-batch, in the order of
-        `simulator.Held`: graph, input, gradients, weights. For n stages at once, an array of shape (4, n).
+    def held(self, first: int, end: int) -> Held:
+        """The bytes that a stage of layers `first` to `end - 1` holds of a micro-batch in each way.
 
-        A stage with nothing to train in it or before it has no backward, and keeps nothing.
+        A stage with nothing to train in it or before it has no backward, and keeps nothing. Between the halves of a
+        backward it keeps all of a tensor that crosses a boundary of layers, even if a product reads only a part.
         """
+        return Held(*self.of_stages(first, end).tolist())
+
+    def of_stages(self, first: Layers, end: Layers) -> NDArray[np.int64]:
+        """As `held`, as an array (4,) in the order of its fields; or for n stages at once, (4, n)."""
         layers = len(self._trained) - 1
         gradients = self._kept_gradients.of(layers - end, layers - first)
         weights = self._kept_inputs.of(first, end) + gradients
         has_backward = self._has_gradient[first] | (self._trained[end] > self._trained[first])
         return np.array([self._graph.of(first, end), self._input_bytes[first], gradients, weights]) * has_backward
-
-    def graph_bytes(self, first: int, end: int) -> int:
-        """All that a stage of layers `first` to `end - 1` keeps of a micro-batch with its graph: its inputs and what
-        autograd saves. Grows with `end`."""
-        return int(self.held(first, end)[0])
-
-    def input_bytes(self, first: int, end: int) -> int:
-        """What came over the boundary before layer `first`: all that is kept of a micro-batch to be recomputed."""
-        return int(self.held(first, end)[1])
-
-    def gradients_bytes(self, first: int, end: int) -> int:
-        """The part of `weights_bytes` that the first half adds to what is there: gradients."""
-        return int(self.held(first, end)[2])
-
-    def weights_bytes(self, first: int, end: int) -> int:
-        """What the stage keeps of a micro-batch between the two halves of its backward: the inputs of products and
-        convolutions, and the gradients of their outputs.
-
-        Of a tensor that crosses a boundary of layers all counts, even if a product reads only a part.
-        """
-        return int(self.held(first, end)[3])
 
 
 class _KeptBytes:

@@ -124,7 +124,7 @@ def plan_json(
 def _stages(
     profile: ModelProfile, plan: Plan, process_of_stage: Sequence[int], limit_bytes: int | None
 ) -> tuple[list[Facts], list[Facts]]:
-    held = ActivationMemory(profile.costs, profile.inputs, plan.samples, profile.lengths)
+    activations = ActivationMemory(profile.costs, profile.inputs, plan.samples, profile.lengths)
     layers: list[Facts] = []
     stages: list[Facts] = []
     for k, (first, end) in enumerate(plan.bounds):
@@ -134,7 +134,7 @@ def _stages(
                 "stage": k,
                 "parameters": cost.parameters,
                 "forward_flops": round(cost.forward.flops * plan.samples),
-                "saved_bytes": held.graph_bytes(at, at + 1),  # that autograd keeps for the backward
+                "saved_bytes": activations.held(at, at + 1).graph,  # that autograd keeps for the backward
                 "boundary_bytes": sum(t.bytes(plan.samples, profile.lengths) for t in cost.outputs),  # over a cut here
                 "forward_seconds": plan.costs.layers[at].graph,
                 "backward_seconds": plan.costs.layers[at].backward,

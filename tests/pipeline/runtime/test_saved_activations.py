@@ -137,9 +137,9 @@ def test_a_tensor_handed_over_twice_is_held_once_by_who_made_it_and_received_twi
         layer((tensor(1),), KeptMemory((0, 1), same_memory=(None,))),
     ]
     memory = ActivationMemory(costs, (tensor(2),), 1)
-    assert memory.graph_bytes(0, 1) == 4 * 2, "nobody has saved it yet"
-    assert memory.graph_bytes(1, 2) == 4 * (5 + 5)
-    assert memory.graph_bytes(0, 2) == 4 * (2 + 5)
+    assert memory.held(0, 1).graph == 4 * 2, "nobody has saved it yet"
+    assert memory.held(1, 2).graph == 4 * (5 + 5)
+    assert memory.held(0, 2).graph == 4 * (2 + 5)
 
 
 def test_a_stage_that_nothing_comes_back_through_holds_nothing() -> None:
@@ -147,9 +147,9 @@ def test_a_stage_that_nothing_comes_back_through_holds_nothing() -> None:
     last = layer((tensor(1),), KeptMemory(same_memory=(None,)))
     costs = [*frozen, layer((tensor(3),), KeptMemory((0,), 0, 1, (None,))), last]
     memory = ActivationMemory(costs, (tensor(2, False),), 1)
-    assert memory.graph_bytes(0, 2) == memory.input_bytes(0, 2) == 0
-    assert memory.input_bytes(0, 3) == 4 * 2
-    assert memory.graph_bytes(1, 3) == 4 * 5 + 4 * 5 + 1
+    assert memory.held(0, 2).graph == memory.held(0, 2).input == 0
+    assert memory.held(0, 3).input == 4 * 2
+    assert memory.held(1, 3).graph == 4 * 5 + 4 * 5 + 1
 
 
 def test_between_halves_a_tensor_counts_once_and_a_gradient_where_it_was_kept_first() -> None:
@@ -162,10 +162,10 @@ def test_between_halves_a_tensor_counts_once_and_a_gradient_where_it_was_kept_fi
     costs.append(layer((tensor(1),), KeptMemory()))
     memory = ActivationMemory(costs, (tensor(5),), 3)
     whole = 3 * 4 * 5
-    assert memory.gradients_bytes(0, 1) == memory.gradients_bytes(1, 2) == whole + 1
-    assert memory.gradients_bytes(0, 2) == whole + 2
-    assert memory.weights_bytes(0, 2) == (whole + 2 * 3 * 2) + (whole + 2)
-    assert memory.weights_bytes(2, 3) == 0
+    assert memory.held(0, 1).gradients == memory.held(1, 2).gradients == whole + 1
+    assert memory.held(0, 2).gradients == whole + 2
+    assert memory.held(0, 2).weights == (whole + 2 * 3 * 2) + (whole + 2)
+    assert memory.held(2, 3).weights == 0
 
 
 def test_a_gradient_of_which_a_part_is_kept_is_held_whole() -> None:
@@ -188,7 +188,7 @@ def test_a_gradient_of_which_a_part_is_kept_is_held_whole() -> None:
     made.forward(0, (torch.rand(2, 4, 3),), Retain.GRAPH)
     made.backward_inputs(0, (torch.rand(2, 4, 4),))
     kept = 4 * (2 * 4 * 3 + 2 * 4 * 4)
-    assert memory.weights_bytes(0, 1) == kept
+    assert memory.held(0, 1).weights == kept
     assert made.saved_bytes == kept, "also the first number, which is the gradient of something else"
 
 
