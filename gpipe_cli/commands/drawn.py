@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from gpipe_cli.pipeline.schedule.breakdown import breakdown
 from gpipe_cli.pipeline.schedule.dependencies import grid
 from gpipe_cli.pipeline.schedule.held import Held, live
-from gpipe_cli.pipeline.schedule.orders import build
+from gpipe_cli.pipeline.schedule.orders import ORDERS, build
 from gpipe_cli.pipeline.schedule.schedules import RECOMPUTE, Kind, Schedule, in_flight
 from gpipe_cli.pipeline.schedule.search import Problem, find
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost, StageCost, ideal_bubble, simulate
@@ -56,11 +56,9 @@ def drawn(topic: str, width: int) -> Iterator[str]:
             bubble = percent(ideal_bubble(STAGES, MICRO_BATCHES))
             yield f"bubble: (K-1)/(M+K-1) = {STAGES - 1}/{MICRO_BATCHES + STAGES - 1} = {bubble}"
             yield from _bubbles()
-        case "gpipe" | "1f1b" | "zero bubble":
-            name = topic.replace(" ", "_")
-            yield from _step(name, build(name, STAGES, MICRO_BATCHES, "never"), width)
-        case "interleaved":
-            yield from _step(topic, build(topic, 2 * STAGES, MICRO_BATCHES, "never", STAGES), width)
+        case _ if (name := topic.replace(" ", "_")) in ORDERS:
+            partitions = 2 * STAGES if ORDERS[name].looped else STAGES
+            yield from _step(name, build(name, partitions, MICRO_BATCHES, "never", STAGES), width)
         case "auto":
             yield from _auto(width)
         case "recomputation" | "recompute":

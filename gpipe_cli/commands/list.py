@@ -5,14 +5,13 @@ import sys
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import get_args, get_type_hints
 
 from rich.console import Console
 
 from gpipe_cli.commands.reproduce import RUNS_ONE, recipes
 from gpipe_cli.commands.words import words_and_settings
 from gpipe_cli.config.comments import all_settings, of_choices
-from gpipe_cli.config.groups import ImagesConfig
+from gpipe_cli.config.groups import IMAGES
 from gpipe_cli.config.settings import CONFIG, load_hardware
 from gpipe_cli.config.typed import nearest, show
 from gpipe_cli.errors import InputError
@@ -91,11 +90,10 @@ def _models() -> Listed:
 
 
 def _datasets() -> Listed:
-    images = get_args(get_type_hints(ImagesConfig)["name"])
     roots = {one.place.partition("=")[2]: one.value for one in all_settings() if one.key == "dataset.root"}
     names = list(of_choices("dataset"))
     files = [{"???": "yours: dataset.root", None: "none"}.get(roots.get(name), roots.get(name, "")) for name in names]
-    kinds = ["images" if name in images else "text" for name in names]
+    kinds = ["images" if name in IMAGES else "text" for name in names]
     return _choices("dataset", [Column("kind", cells=kinds), Column("files", cells=files)]), ""
 
 

@@ -7,7 +7,7 @@ an accelerator and of the link to the next (the paper's: TPUs, and GPUs without 
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from gpipe_cli.config.typed import SMALLEST, Count, NotNegative, Positive, RefusedError, Share, Within
 
@@ -124,14 +124,59 @@ class AugmentationConfig:
             raise RefusedError(key, crop, f"must be two ascending shares, above 0 to 1; use {key}=[0.1,1.0]")
 
 
+@dataclass(frozen=True)
+class Images:
+    """Which settings a set of images has beside those of all. One that `data/images.py` does not know by name is read
+    by `read(dataset, seed)` in a file of its own, `data/NAME.py`, which returns its training and its test samples."""
+
+    root: bool = True  # it is read from there
+    synthetic: bool = False  # it has as many samples as one likes
+    download: bool = False
+    partial: bool = False
+
+
+@dataclass(frozen=True)
+class Texts:
+    """As `Images`; `read(dataset)` returns the training and the test documents, or `Pairs` of sentences."""
+
+    pairs: bool = False  # of sentences, for translation
+    root: bool = False
+    synthetic: bool = False
+    direction: bool = False
+
+
+IMAGES = {
+    "digits": Images(root=False),
+    "cifar10": Images(download=True),
+    "cifar100": Images(download=True),
+    "image_folder": Images(),
+    "synthetic_images": Images(root=False, synthetic=True),
+    "imagenet": Images(partial=True),
+    "stanford_cars": Images(partial=True),
+    "oxford_pets": Images(download=True, partial=True),
+    "food101": Images(download=True, partial=True),
+    "fgvc_aircraft": Images(download=True, partial=True),
+    "birdsnap": Images(partial=True),
+}
+TEXTS = {
+    "python_docs": Texts(),
+    "text_files": Texts(root=True),
+    "cldr": Texts(pairs=True, direction=True),
+    "parallel_text": Texts(pairs=True, root=True),
+    "synthetic_text": Texts(synthetic=True),
+}
+if TYPE_CHECKING:
+    ImagesName = str
+    TextName = str
+else:
+    ImagesName, TextName = Literal[tuple(IMAGES)], Literal[tuple(TEXTS)]
+
+
 @dataclass(frozen=True, slots=True)
 class ImagesConfig:
     """A set of images. The settings with a default are those that only some sets have; their YAML says which."""
 
-    name: Literal[
-        "digits", "cifar10", "cifar100", "image_folder", "synthetic_images",
-        "imagenet", "stanford_cars", "oxford_pets", "food101", "fgvc_aircraft", "birdsnap",
-    ]  # fmt: skip
+    name: ImagesName
     image_size: Annotated[int, Within(8, 16_384)]  # pixels of a side
     num_classes: Annotated[int, Within(2, 10_000_000)]
     augmentation: AugmentationConfig
@@ -144,11 +189,11 @@ class ImagesConfig:
     drop_last: bool = False  # leave out the last mini-batch of an epoch if it is not full
 
     def __post_init__(self) -> None:
-        synthetic, on_disk = self.name == "synthetic_images", self.name not in ("digits", "synthetic_images")
-        _check_needed(self, root=on_disk, train_samples=synthetic, test_samples=synthetic)
-        if self.download and self.name not in ("cifar10", "cifar100", "oxford_pets", "food101", "fgvc_aircraft"):
+        has = IMAGES[self.name]
+        _check_needed(self, root=has.root, train_samples=has.synthetic, test_samples=has.synthetic)
+        if self.download and not has.download:
             raise RefusedError("dataset.download", True, f"dataset={self.name} cannot be downloaded; leave it out")
-        if self.partial and self.name in ("digits", "cifar10", "cifar100", "image_folder", "synthetic_images"):
+        if self.partial and not has.partial:
             raise RefusedError("dataset.partial", True, f"dataset={self.name} has no such setting; leave it out")
 
     @property
@@ -161,7 +206,7 @@ class ImagesConfig:
 class TextConfig:
     """Text for a language model, or pairs of sentences for translation."""
 
-    name: Literal["python_docs", "text_files", "cldr", "parallel_text", "synthetic_text"]
+    name: TextName
     vocabulary: Vocabulary  # ids
     cache: str | None = None
     root: str | None = None
@@ -173,15 +218,19 @@ class TextConfig:
     drop_last: bool = False  # as for images
 
     def __post_init__(self) -> None:
-        synthetic, pairs = self.name == "synthetic_text", self.name in ("cldr", "parallel_text")
-        files = self.name in ("text_files", "parallel_text")
-        _check_needed(self, root=files, train_samples=synthetic, test_samples=synthetic, temperature=pairs)
-        _check_needed(self, direction=self.name == "cldr")
-        if self.drop_long and not pairs:
+        has = TEXTS[self.name]
+        _check_needed(self, root=has.root, train_samples=has.synthetic, test_samples=has.synthetic)
+        _check_needed(self, temperature=has.pairs, direction=has.direction)
+        if self.drop_long and not has.pairs:
             raise RefusedError("dataset.drop_long", True, f"dataset={self.name} has no such setting; leave it out")
 
 
 DatasetConfig = ImagesConfig | TextConfig
+
+
+def has_pairs(dataset: DatasetConfig) -> bool:
+    """Whether a data set has pairs of sentences whatever model learns from it."""
+    return isinstance(dataset, TextConfig) and TEXTS[dataset.name].pairs
 
 
 def _check_needed(config: DatasetConfig, **needed: bool) -> None:

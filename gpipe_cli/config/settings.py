@@ -177,7 +177,7 @@ class TrainConfig:
         if self.compile and self.schedule in SPLITTING and self.schedule != AUTO_SCHEDULE:
             why = f"schedule={self.schedule} cuts backwards in two, and compiled code cannot be cut"
             raise RefusedError("compile", True, f"{why}; use compile=false or schedule=1f1b")
-        if self.compile and self.dataset.name in ("cldr", "parallel_text"):
+        if self.compile and groups.has_pairs(self.dataset):
             why = f"every length of a sentence is compiled by itself, and dataset={self.dataset.name} has many"
             raise RefusedError("compile", True, f"{why}; use compile=false")
         if self.compile and isinstance(self.model, groups.AmoebaNetConfig) and self.model.drop_path:
@@ -203,13 +203,13 @@ class TrainConfig:
         """What is learned: the model and the data set agree on it."""
         if isinstance(self.dataset, groups.ImagesConfig):
             return "classification"
-        if isinstance(self.model, groups.TransformerNMTConfig) or self.dataset.name in ("cldr", "parallel_text"):
+        if isinstance(self.model, groups.TransformerNMTConfig) or groups.has_pairs(self.dataset):
             return "translation"
         return "language_model"
 
     def _check_task(self) -> None:
         """Raises InputError if the model cannot learn from the data set."""
-        name, pairs = f"dataset={self.dataset.name}", self.dataset.name in ("cldr", "parallel_text")
+        name, pairs = f"dataset={self.dataset.name}", groups.has_pairs(self.dataset)
         match self.model, self.dataset:
             case ((groups.AmoebaNetConfig() | groups.ResNetConfig() | groups.TimmConfig()), groups.TextConfig()):
                 why = f"takes images, and {name} is text; use model={'transformer_nmt' if pairs else 'transformer_lm'}"
@@ -219,7 +219,7 @@ class TrainConfig:
                 why = f"takes text, and {name} has images; use dataset=cldr"
             case groups.TransformerLMConfig(), groups.TextConfig() if pairs:
                 why = f"continues text, and {name} has pairs; use model=transformer_nmt"
-            case groups.TransformerNMTConfig(), groups.TextConfig(name="python_docs" | "text_files"):
+            case groups.TransformerNMTConfig(), groups.TextConfig() if not (pairs or self.dataset.train_samples):
                 why = f"translates, and {name} has no pairs; use model=transformer_lm, or dataset=cldr"
             case groups.CustomConfig(length=None), groups.TextConfig():
                 why = "text needs the most tokens of a sequence; give model.length=..."

@@ -10,6 +10,7 @@ Departs from the paper: no colour distortion; a random crop that does not fit is
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from torch.utils.data import Subset
 from gpipe_cli.config.groups import AugmentationConfig, ImagesConfig
 from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.data.batches import SPLITS, Catalogue, seed_of
-from gpipe_cli.data.photographs import read_photographs
+from gpipe_cli.data.photographs import PHOTOGRAPHS, read_photographs
 from gpipe_cli.data.readers import Pixels, Samples, read_cifar, read_digits, read_folders, read_noise
 
 # x -> 2x - 1, the TPU code's scaling to [-1, 1], here for every data set instead of its own mean and deviation.
@@ -134,8 +135,10 @@ def open_images(dataset: ImagesConfig, seed: int) -> tuple[ImageSplit, ImageSpli
         case "image_folder":
             expected = f"expected '{root}/train/<class>/*.jpg' and '{root}/test/<class>/*.jpg' (or '{root}/val')"
             train, test = read_folders(root, expected)
-        case _:
+        case _ if name in PHOTOGRAPHS:
             train, test = read_photographs(name, root, download=dataset.download, partial=dataset.partial)
+        case _:
+            train, test = import_module(f"gpipe_cli.data.{name}").read(dataset, seed)
     if train.class_names != test.class_names:
         odd = sorted(set(train.class_names) ^ set(test.class_names))
         why = f"training and test images must have the same classes in the same order, but {len(odd)} differ"

@@ -4,13 +4,14 @@ tokens, and, from `translation.py`, sentence pairs (Section 5).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gpipe_cli.config.groups import TextConfig
+from gpipe_cli.config.groups import TEXTS, TextConfig
 from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.data.batches import SPLITS, Catalogue, seed_of
 from gpipe_cli.data.cache import cache_folder, cached_tensors, digest_of
@@ -161,6 +162,10 @@ def open_text(
             return open_pairs(*read_cldr(dataset.direction, cache_folder(dataset.cache)), dataset, length, pieces)
         case "parallel_text":
             return open_pairs(*read_parallel_text(root), dataset, length, pieces)
+    training, tested = import_module(f"gpipe_cli.data.{dataset.name}").read(dataset)
+    if TEXTS[dataset.name].pairs:
+        return open_pairs(training, tested, dataset, length, pieces)
+    return open_documents(training, tested, dataset, length, pieces)
 
 
 def unigram_perplexity(train: TextSplit | PairSplit, test: TextSplit | PairSplit) -> float:

@@ -10,11 +10,13 @@ a dot; `gpipe plan` draws any of them):
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib import import_module
 from itertools import chain, pairwise
 
 from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Recompute, Schedule, with_recomputation
 
 Rows = list[list[Action]]
+PlaceActions = Callable[[int, int, int], Rows]  # of K partitions, M micro-batches and P devices
 
 
 def build(name: str, partitions: int, micro_batches: int, recompute: Recompute, devices: int | None = None) -> Schedule:
@@ -49,8 +51,8 @@ def order(name: str, partitions: int, micro_batches: int, devices: int | None = 
             raise ValueError(f"{setting}={value}: must be at least 1; use {setting}=1 to do without")
     if name not in ORDERS:
         raise ValueError(f"schedule={name}: unknown; use one of {', '.join(ORDERS)}")
-    rows = ORDERS[name].rows(partitions, micro_batches, partitions if devices is None else devices)
-    return Schedule(map(tuple, rows))
+    rows: PlaceActions = ORDERS[name].rows or import_module(f"gpipe_cli.pipeline.schedule.{name}").rows
+    return Schedule(map(tuple, rows(partitions, micro_batches, partitions if devices is None else devices)))
 
 
 @lru_cache
@@ -123,7 +125,7 @@ def _zero_bubble_stage(stage: int, partitions: int, micro_batches: int) -> Itera
 class Order:
     """How a schedule that has a name places the actions of a step, and what else depends on the name."""
 
-    rows: Callable[[int, int, int], Rows]  # of K partitions, M micro-batches and P devices
+    rows: PlaceActions | None = None  # None: `rows` of a file of its own in this folder, NAME.py
     looped: bool = False  # whether a device with several stages has stages d, d + P, ... and not neighbours
     splits: bool = False  # whether it cuts backwards in two
 
