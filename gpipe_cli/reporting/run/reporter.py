@@ -139,8 +139,8 @@ class Reporter:
             self._write_page()
             write_picture(self._folder / "timeline.png", draw(picture.views))
             if self._run.config.logger:
-                self._dashboard.picture("timeline", picture.step, draw(picture.views, narrow=True))
                 self._dashboard.memory(self._steps, [asdict(one) for one in self._memory()])
+                self._dashboard.picture("timeline", picture.step, draw(picture.views, narrow=True))
 
     def _write_page(self) -> None:
         title = f"{self._run.model_name} on {self._run.config.dataset.name}"

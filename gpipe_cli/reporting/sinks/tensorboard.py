@@ -195,7 +195,7 @@ def settings_summary(values: Mapping[str, Value]) -> "Summary":
 
     start = plugin_data_pb2.SessionStartInfo(start_time_secs=time.time())
     for key, value in values.items():
-        shown = _text(value)
+        shown = typed_text(value)
         setattr(start.hparams[key], _FIELDS[type(shown)], shown)
     return _hparams(metadata.SESSION_START_INFO_TAG, session_start_info=start)
 
@@ -218,7 +218,7 @@ def _hparams(tag: str, **data: Any) -> "Summary":
     return Summary(value=[Summary.Value(tag=tag, metadata=described, tensor=metadata.NULL_TENSOR)])
 
 
-def _text(value: Value) -> bool | str:
+def typed_text(value: Value) -> bool | str:
     """A setting as it was typed; switches stay switches. TensorBoard would show a number with five digits, K = 4 as
     4.0000. It shows all of a text but the blanks at its beginning, and sorts texts by their characters. So all numbers
     have their points at the same place, and none has an exponent: then both orders are the same."""

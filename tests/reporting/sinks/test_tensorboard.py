@@ -32,7 +32,7 @@ from gpipe_cli.config.typed import settings as all_keys
 from gpipe_cli.reporting.plots.picture import DPI, NARROW_INCHES, WIDTH_INCHES
 from gpipe_cli.reporting.plots.timeline_values import StepPicture
 from gpipe_cli.reporting.sinks.settings import hyperparameters
-from gpipe_cli.reporting.sinks.tensorboard import EventFile, varied_by
+from gpipe_cli.reporting.sinks.tensorboard import EventFile, typed_text, varied_by
 from gpipe_cli.results.files import read_result
 from gpipe_cli.training.events import Translation
 from gpipe_cli.units import GIB
@@ -81,36 +81,22 @@ def test_every_curve_of_a_run_and_how_it_ended(tmp_path: Path) -> None:
         reporter.recorded(number, shares(0.1))
     reporter.evaluated(evaluation(2))
     reporter.finish("completed")
-    expected = {
-        "train/loss": [(1, 2.9), (2, 2.8)],
-        "train/cross_entropy": [(1, 1.9), (2, 1.8)],
-        "train/top1": [(1, 0.25), (2, 0.25)],
-        "train/top5": [(1, 0.75), (2, 0.75)],
-        "train/learning_rate": [(1, 0.04), (2, 0.04)],
-        "train/gradient_norm": [(1, 1.5), (2, 1.5)],
-        "speed/samples_per_second": [(1, 512.0), (2, 512.0)],
-        "speed/step_seconds": [(1, 0.0625), (2, 0.0625)],
-        "memory/fullest_gib": [(1, 0.5), (2, 0.5)],
-        "memory/stage_0_gib": [(1, 3 / 1024), (2, 3 / 1024)],
-        "memory/stage_1_gib": [(1, 0.5), (2, 0.5)],
-        "test/loss": [(2, 1.25)],
-        "test/top1": [(2, 0.875)],
-        "test/top5": [(2, 1.0)],
-        "idle/measured": [(1, 0.18), (2, 0.18)],
-        "bubble/measured": [(1, 0.1), (2, 0.1)],
-        "bubble/ideal": [(1, 0.2), (2, 0.2)],
-        "idle/predicted": [(1, 0.2), (2, 0.2)],
-        "bubble/predicted": [(1, 0.12), (2, 0.12)],
-        "speed/step_over_predicted": [(1, 0.0625 / 0.06), (2, 0.0625 / 0.06)],
-        **{f"step/{share}": [(1, value), (2, value)] for share, value in shares(0.1).items()},
-        "final/top1": [(2, 0.875)],
-        "final/top5": [(2, 1.0)],
-        "final/loss": [(2, 1.25)],
-        "final/samples_per_second": [(2, 512.0)],
-        "final/step_seconds": [(2, 0.0625)],
-        "final/bubble": [(2, 0.1)],
-        "final/memory_gib": [(2, 0.5)],
-    }
+    both = {  # the values of steps 1 and 2
+        "train/loss": (2.9, 2.8), "train/cross_entropy": (1.9, 1.8), "train/top1": (0.25, 0.25),
+        "train/top5": (0.75, 0.75), "train/learning_rate": (0.04, 0.04), "train/gradient_norm": (1.5, 1.5),
+        "speed/samples_per_second": (512, 512), "speed/step_seconds": (0.0625, 0.0625),
+        "speed/step_over_predicted": (0.0625 / 0.06, 0.0625 / 0.06),
+        "memory/fullest_gib": (0.5, 0.5), "memory/stage_0_gib": (3 / 1024, 3 / 1024), "memory/stage_1_gib": (0.5, 0.5),
+        "idle/measured": (0.18, 0.18), "idle/predicted": (0.2, 0.2), "bubble/measured": (0.1, 0.1),
+        "bubble/ideal": (0.2, 0.2), "bubble/predicted": (0.12, 0.12),
+        **{f"step/{share}": (value, value) for share, value in shares(0.1).items()},
+    }  # fmt: skip
+    last = {
+        "test/loss": 1.25, "test/top1": 0.875, "test/top5": 1, "final/top1": 0.875, "final/top5": 1, "final/loss": 1.25,
+        "final/samples_per_second": 512, "final/step_seconds": 0.0625, "final/bubble": 0.1, "final/memory_gib": 0.5,
+    }  # fmt: skip
+    expected = {tag: list(enumerate(values, start=1)) for tag, values in both.items()}
+    expected |= {tag: [(2, value)] for tag, value in last.items()}
     assert sorted(events(tmp_path).Tags()["scalars"]) == sorted(expected)
     for tag, points in expected.items():
         assert curve(tmp_path, tag) == points
@@ -163,30 +149,21 @@ def test_the_curves_of_text(tmp_path: Path) -> None:
     }
 
 
-def test_the_memory_of_each_process_is_the_sum_of_its_parts(tmp_path: Path) -> None:
+def test_a_step_that_is_drawn_has_a_picture_and_the_parts_of_the_memory(tmp_path: Path) -> None:
+    """TensorBoard shows pictures about 350 pixels wide: letters can be read on narrow ones only."""
     reporter, _ = reporter_in(tmp_path, plan=plan())
     reporter.step(step(1, activation_bytes=(MIB, 2 * MIB), library_bytes=(0, MIB)))
-    reporter.timeline(StepPicture(1, 1, (timeline(),)))
-    reporter.finish("completed")
-    stored = events(tmp_path).Tags()
+    reporter.timeline(StepPicture(1, 1, (timeline(), timeline(kind="predicted"))))
+    stored = events(tmp_path)
+    assert stored.Images("pictures/timeline")[-1].width == NARROW_INCHES * DPI == 640
+    assert imread(tmp_path / "timeline.png").shape[1] == WIDTH_INCHES * DPI, "as a file it is as wide as before"
     for stage, peak in ((0, 3 * MIB), (1, 2**29)):
         start = f"memory_parts/stage_{stage}_"
-        parts = {tag: curve(tmp_path, tag)[0][1].expected for tag in stored["scalars"] if tag.startswith(start)}
+        parts = {tag: stored.Scalars(tag)[0].value for tag in stored.Tags()["scalars"] if tag.startswith(start)}
         assert parts.pop(f"{start}peak_gib") == peak / GIB
         assert parts[f"{start}activations_gib"] == (stage + 1) * MIB / GIB
         assert sum(parts.values()) == pytest.approx(peak / GIB)
         assert len(parts) == 6
-
-
-def test_pictures_in_tensorboard_are_narrow_so_that_their_letters_can_be_read(tmp_path: Path) -> None:
-    """It shows them about 350 pixels wide."""
-    reporter, _ = reporter_in(tmp_path, plan=plan())
-    reporter.step(step(1))
-    reporter.timeline(StepPicture(1, 1, (timeline(), timeline(kind="predicted"))))
-    reporter.finish("completed")
-    stored = events(tmp_path)
-    assert stored.Images("pictures/timeline")[-1].width == NARROW_INCHES * DPI == 640
-    assert imread(tmp_path / "timeline.png").shape[1] == WIDTH_INCHES * DPI, "as a file it is as wide as before"
 
 
 def test_translations_are_a_table_that_shows_them_as_they_are(tmp_path: Path) -> None:
@@ -235,24 +212,15 @@ def test_numbers_and_switches_stay_what_they_are_all_else_is_text_and_null_is_le
     assert not {"max_steps", "model.weights"} & found.keys()
 
 
-def test_hparams_shows_numbers_as_they_are_typed_and_sorts_them(tmp_path: Path) -> None:
+def test_hparams_shows_numbers_as_they_are_typed_and_sorts_them() -> None:
     """The tab showed M = 4 as 4.0000, and a learning rate of 0.01 as 0.010000: five digits of every number. A text is
     shown whole, and sorted by its characters."""
-    typed = ["0.00001", "0.0001", "0.01", "0.5", "1", "2", "4", "16", "128"]
-    shown = []
-    for number, peak in enumerate(typed):
-        folder = tmp_path / str(number)
-        reporter_in(
-            folder, "learning_rate=constant", f"learning_rate.peak={peak}", "micro_batches=4", "seed=1234567890"
-        )
-        values, experiment, _ = of_hparams(folder)
-        assert {values[key].lstrip() for key in ("micro_batches", "seed")} == {"4", "1234567890"}
-        assert (
-            next(i.type for i in experiment.hparam_infos if i.name == "learning_rate.peak") == api_pb2.DATA_TYPE_STRING
-        )
-        shown.append(values["learning_rate.peak"])
-    assert [text.lstrip() for text in shown] == typed
-    assert sorted(shown) == shown
+    typed = ["0.00001", "0.0001", "0.01", "0.5", "1", "2", "4", "16", "128", "1234567890"]
+    for kind in (float, lambda text: int(text) if text.isdecimal() else float(text)):
+        shown = [str(typed_text(kind(text))) for text in typed]
+        assert [text.lstrip() for text in shown] == typed
+        assert sorted(shown) == shown
+    assert (typed_text(True), typed_text("1f1b")) == (True, "1f1b")
 
 
 def test_the_name_of_a_folder_tells_what_a_sweep_varies() -> None:
