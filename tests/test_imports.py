@@ -23,6 +23,19 @@ FLOORS = (
     ("planner",),
     ("training",),
     ("verify",),
+    # What the rooms of reporting share lies below them.
+    (
+        "reporting.plots.timeline_values",
+        "reporting.run.description",
+        "reporting.run.lines",
+        "reporting.run.measurement",
+    ),
+    ("reporting.tables.table", "reporting.run.step_breakdown"),
+    ("reporting.plots",),
+    ("reporting.sinks", "reporting.page"),
+    ("reporting.run.summary",),
+    ("reporting.tables",),
+    ("reporting.compare", "reporting.reproduced", "reporting.run"),
     ("reporting",),
     ("launch",),
     ("benchmark",),
@@ -97,7 +110,7 @@ def test_processes_communicate_in_few_rooms() -> None:
 
 def test_only_reports_and_the_command_line_print() -> None:
     for name, path in FILES.items():
-        if room(name) in ("reporting", "cli"):
+        if room(name).startswith(("reporting", "cli")):
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             match node:
