@@ -6,7 +6,7 @@ import shutil
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gpipe_cli.reporting.sinks.sink import PROJECT, SinkRun, Value, keep_id, known_id
 
@@ -28,7 +28,9 @@ class Writer:
 
         self._image = wandb.Image
         # without it, and in versions that do not know it, a run without network never ends
-        patience = {"finish_timeout": _LAST_SECONDS} if "finish_timeout" in wandb.Settings.model_fields else {}
+        patience: dict[str, Any] = (
+            {"finish_timeout": _LAST_SECONDS} if "finish_timeout" in wandb.Settings.model_fields else {}
+        )
         run_id = known_id(run, "wandb") or uuid.uuid4().hex[:8]
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
