@@ -33,7 +33,7 @@ PEERS = ["Schedule1F1B-channels_last", *(["torchgpipe"] if importlib.util.find_s
 PROGRAMS = {
     "beside_torch": (
         [*NOISE, "cost=figures", "dataset=synthetic_images", "--rounds=1", "--steps=1", "--micro-batches", "2",
-         "--schedules", "interleaved"],
+         "--schedules", "interleaved", "--against", "Schedule1F1B"],
         r"\ngpipe +interleaved +4 +16 +(\d+) +\1 +0\.0e\+00  yes\n(.*\n)+gpipe, 1f1b +\d.* of Schedule1F1B",
     ),
     "paper_choices": (

@@ -22,6 +22,7 @@ SMALL = ["model.normal_cells=3", "model.filters=4", "hardware=cpu"]
 FIRST = {
     "gpipe train": [
         *SMALL, "partitions=1", "max_steps=2", "dataset.classes=[0,1,2,3,4]", "run_folder=outputs/my_run",
+        "data_workers=0", "threads=1",
     ],
 }  # fmt: skip
 RUNS = {

@@ -12,7 +12,7 @@ turns, with new processes in every round, so that a slow minute of the machine h
 within a round. gpipe is the command `gpipe bench`, whose steps, unlike the others', include metrics and recordings.
 torch's stages send contiguous tensors only: with memory_format=channels_last both ends of a boundary convert images.
 
-Usage: python recipes/measurements/beside_torch.py [--only files|speed] [--schedules NAME ...] [setting=value ...]
+Usage: python recipes/measurements/beside_torch.py [setting=value ...] [--schedules NAME ...] [--against NAME ...]
        on 2 idle cores half a minute for each file, 4 minutes for each round
 """
 
@@ -20,7 +20,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
@@ -50,6 +50,7 @@ CPU, PROCESSES, WARM_UP, TOLERANCE = torch.device("cpu"), 2, 3, 1e-4
 OURS = {"gpipe": 2, "1f1b": 2, "zero_bubble": 2, "interleaved": 4, "auto": 4}
 THEIRS = {"ScheduleInterleaved1F1B": 4, "ScheduleLoopedBFS": 4, "ScheduleInterleavedZeroBubble": 4}
 COUNTERPART = {"ScheduleGPipe": "gpipe", "Schedule1F1B": "1f1b"}
+PEERS = ("plain", *COUNTERPART)
 # What has no counterpart in torch is switched off.
 COMMON = ["recompute=never", "threads=1", "hardware=cpu", "model.dropout=0", "label_smoothing=0", "ema_decay=0",
           "data_workers=0"]  # fmt: skip
@@ -198,7 +199,9 @@ def exchange(name: str, settings: Sequence[str], folder: Path) -> bool:
     return agrees
 
 
-def compare_speeds(rounds: int, steps: int, micro_batches: int, settings: Sequence[str], folder: Path) -> None:
+def compare_speeds(
+    rounds: int, steps: int, micro_batches: int, against: Sequence[str], settings: Sequence[str], folder: Path
+) -> None:
     """Prints the samples/s of each contestant, and gpipe's speed relative to its counterpart's in the same round."""
     common = [*AMOEBANET[:-1], *COMMON, "memory_format=contiguous", *settings]
     pipelined = [*common, "partitions=2", f"micro_batches={micro_batches}"]
@@ -215,12 +218,13 @@ def compare_speeds(rounds: int, steps: int, micro_batches: int, settings: Sequen
         parts = by_torch(name, None, job, WARM_UP + steps, folder, threads)
         return median(max(each) for each in list(zip(*(seconds for seconds, _ in parts), strict=True))[WARM_UP:])
 
-    contestants = {
-        "plain PyTorch, 1 thread": ("", partial(torch_seconds, "plain", [*whole, one_cut])),
-        "gpipe, K = 1, M = 1": ("plain PyTorch, 1 thread", partial(bench, whole)),
-        "plain PyTorch, 2 threads": ("", partial(torch_seconds, "plain", [*whole, one_cut], 2)),
-    }
-    for theirs, ours in COUNTERPART.items():
+    contestants: dict[str, tuple[str, Callable[[], float]]] = {}
+    if "plain" in against:
+        contestants["plain PyTorch, 1 thread"] = "", partial(torch_seconds, "plain", [*whole, one_cut])
+        contestants["gpipe, K = 1, M = 1"] = "plain PyTorch, 1 thread", partial(bench, whole)
+        contestants["plain PyTorch, 2 threads"] = "", partial(torch_seconds, "plain", [*whole, one_cut], 2)
+    for theirs in (name for name in against if name != "plain"):
+        ours = COUNTERPART[theirs]
         contestants[theirs] = "", partial(torch_seconds, theirs, [*pipelined, cut])
         contestants[f"gpipe, {ours}"] = theirs, partial(bench, [*pipelined, cut, f"schedule={ours}"])
     taken: dict[str, list[float]] = {name: [] for name in contestants}
@@ -237,21 +241,19 @@ def compare_speeds(rounds: int, steps: int, micro_batches: int, settings: Sequen
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = command_line(__doc__)
     every = [*OURS, *THEIRS]
-    parser.add_argument("--only", choices=["files", "speed"], help="one of the two comparisons (both)")
-    parser.add_argument("--schedules", nargs="+", choices=every, default=every, metavar="NAME", help=", ".join(every))
+    parser.add_argument("--schedules", nargs="*", choices=every, default=every, metavar="NAME", help=", ".join(every))
+    parser.add_argument("--against", nargs="*", choices=PEERS, default=PEERS, help="whose speed is measured (all)")
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[4, 8], metavar="M", help="for the speed (4 8)")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=8, help=f"measured in each round, after {WARM_UP} others (8)")
     options = parser.parse_intermixed_args(arguments)
     print(f"torch {torch.__version__}; {PROCESSES} processes; load of the machine {os.getloadavg()[0]:.2f}")
-    agree = [True]
     with tempfile.TemporaryDirectory() as folder:
-        if options.only != "speed":
-            print("file of schedule                         K  actions   gradients  same bits   greatest difference")
-            agree = [exchange(name, options.settings, Path(folder)) for name in options.schedules]
-        if options.only != "files":
-            for micro_batches in options.micro_batches:
-                compare_speeds(options.rounds, options.steps, micro_batches, options.settings, Path(folder))
+        print("file of schedule                         K  actions   gradients  same bits   greatest difference")
+        agree = [exchange(name, options.settings, Path(folder)) for name in options.schedules]
+        for micro_batches in options.micro_batches if options.against else ():
+            job = micro_batches, options.against, options.settings, Path(folder)
+            compare_speeds(options.rounds, options.steps, *job)
     return 0 if all(agree) else 1
 
 

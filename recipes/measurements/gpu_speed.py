@@ -55,9 +55,8 @@ PUBLISHED_RESNET = {"plain PyTorch": 92.5, "torchgpipe": 70.0}
 
 def settings_of(model: str, device: str) -> list[str]:
     data = "dataset=synthetic_text batch_tokens=null" if model == "transformer_lm" else "dataset=synthetic_images"
-    sizes = SIZES[model][device == "cpu"]
-    return [f"model={model}", *data.split(), *sizes.split(), f"device={device}", "partitions=1", "micro_batches=4",
-            "threads=1", "executor=in_process", "hardware=cpu"]  # fmt: skip
+    return [f"model={model}", *data.split(), *SIZES[model][device == "cpu"].split(), f"device={device}",
+            "partitions=1", "micro_batches=4", "threads=1", "executor=in_process", "hardware=cpu"]  # fmt: skip
 
 
 def factors(device: str, bench: Bench) -> Found:

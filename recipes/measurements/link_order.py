@@ -229,10 +229,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             stuck, shown = [], [(k, m) for k, m in sizes if name != "interleaved" or k % each == 0]
             for k, m in shown:
                 schedule = forward_only(k, m) if name == "evaluation" else build(name, k, m, recompute, k // each)
-                process_of_stage = (
-                    schedule.row_of_stage if name == "interleaved" else [stage // each for stage in range(k)]
-                )
-                if not finishes(schedule, process_of_stage, early=early, idle=idle):
+                neighbours = [stage // each for stage in range(k)]
+                processes = schedule.row_of_stage if name == "interleaved" else neighbours
+                if not finishes(schedule, processes, early=early, idle=idle):
                     stuck.append((k, m))
             how = str(each), "early" if early else "in order", "idle" if idle else "at once"
             first = "K={}, M={}".format(*stuck[0]) if stuck else ""
