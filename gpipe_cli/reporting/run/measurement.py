@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # they import torch
     from gpipe_cli.planner.placement import Placement
     from gpipe_cli.planner.stage_memory import StageMemory as PlannedMemory
 
-# contended: other programs had the cores of the stages; one_device: stages shared a device or cores with each other
+# contended: other programs used the cores of the stages; one_device: stages shared a device or cores with each other
 SpeedKind = Literal["measured", "measured_contended", "measured_one_device"]
 
 PACKAGES = ("torch", "torchvision", "timm", "gpipe-cli")

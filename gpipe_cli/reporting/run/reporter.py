@@ -253,7 +253,7 @@ class Reporter:
     @property
     def undisturbed_step_seconds(self) -> float | None:
         """The median that later predictions are based on; None after few steps, or where stages shared a device or
-        other programs had the cores."""
+        other programs used the cores."""
         seconds, share = self._medians.median("step_seconds"), self._medians.median("without_core")
         waited = self._medians.median("set_up") or 0.0  # for data, among others
         few = self._steps - self._run.first_step < COMPARED_STEPS

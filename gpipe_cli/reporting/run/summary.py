@@ -165,8 +165,8 @@ def speed_kind(kind: str, without_core: float | None = None) -> str:
         case "measured_one_device":
             return f"{kind}: stages shared a device or cores"
         case "measured_contended":
-            share = "at times" if without_core is None else f"{percent(without_core)} of the time"
-            return f"{kind}: other programs had the cores {share}"
+            share = "at times" if without_core is None else f"for {percent(without_core)} of the time"
+            return f"{kind}: other programs used these cores {share}"
     return f"{kind}: every process had a device or cores of its own"
 
 

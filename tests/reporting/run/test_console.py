@@ -212,7 +212,7 @@ def test_the_summary_says_what_kind_of_number_the_speed_is(summary: Callable[...
     assert "measured: " in summary()
     assert "measured_one_device: " in summary(samples_per_second_kind="measured_one_device")
     contended = {"samples_per_second_kind": "measured_contended", "without_core": 0.34}
-    assert "measured_contended: other programs had the cores 34.0 % of the time\n" in summary(**contended)
+    assert "measured_contended: other programs used these cores for 34.0 % of the time\n" in summary(**contended)
     assert "(medians of the first 2 steps, which are slow)" in summary(speed_includes_warm_up=True, speed_steps=2)
     assert summary(status="interrupted", steps=0).startswith("\ninterrupted before the first step was done\n")
     assert summary(epochs=0, steps=3).startswith("\ncompleted in 2 min 13 s: 3 steps\n")

@@ -174,7 +174,7 @@ def test_a_prediction_is_compared_once_after_twenty_steps(tmp_path: Path) -> Non
     lines = file.getvalue().splitlines()
     assert "predicted    125.0 ms a step, measured 62.5 ms (0.50 times as long)" in lines
     assert "             from hardware=cpu figures; cost=measured times the layers themselves" in lines
-    assert "             measured_contended: other programs had the cores 40.0 % of the time" in lines
+    assert "             measured_contended: other programs used these cores for 40.0 % of the time" in lines
     reporter.step(step(21))
     reporter.finish("completed")
     assert file.getvalue().count("predicted ") == 1  # nothing else was measured
