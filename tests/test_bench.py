@@ -19,7 +19,9 @@ from gpipe_cli.planner.cost_model import predicted_costs
 from gpipe_cli.planner.model_profile import profile_model
 from gpipe_cli.planner.placement import make_placement, step_flops
 from gpipe_cli.reporting.tables.sweep import Run, bench_status, bench_table, show_bench, write_bench
+from gpipe_cli.results.bench import BenchTable
 from gpipe_cli.results.files import read_result, write_result
+from gpipe_cli.results.run import RunResult
 from gpipe_cli.system.source_code import commit_of
 from gpipe_cli.training.events import StepDone
 
@@ -157,32 +159,32 @@ def test_a_table_goes_on_where_it_was_interrupted(table: Path, capsys: pytest.Ca
 
 
 def measured_run(number: int, turn: int, speed: float, **changes: Any) -> Run:
-    result: dict[str, Any] = {
-        "samples_per_second": speed,
-        "samples_per_second_kind": "measured",
-        "executor": "in_process",
-        "hardware": {"threads_per_process": 1},
-        "config": {"partitions": number, "micro_batches": 4, "model": {"filters": 4}, "output": "outputs"},
-    }
-    return Run(f"partitions={number}", Path("x"), 0, 1.0, result | changes, number, turn, {"partitions": number})
+    result = RunResult(
+        "completed", samples_per_second=speed, samples_per_second_kind="measured", executor="in_process",
+        hardware={"threads_per_process": 1},
+        config={"partitions": number, "micro_batches": 4, "model": {"filters": 4}, "output": "outputs"},
+    )  # fmt: skip
+    return Run(
+        f"partitions={number}", Path("x"), 0, 1.0, replace(result, **changes), number, turn, {"partitions": number}
+    )
 
 
 def test_rounds_are_compared_within_themselves() -> None:
     """The machine is twice as fast in the second round, and three times in the third."""
     speeds = {1: (10.0, 20.0, 30.0), 2: (15.0, 28.0, 60.0)}
     runs = [measured_run(n, turn, speeds[n][turn - 1]) for turn in (1, 2, 3) for n in (1, 2)]
-    first, second = bench_table(runs, 3)["rows"]
-    assert first["relative"] == 1
-    assert second["relative"] == 1.5  # of 1.5, 1.4 and 2
-    assert (second["samples_per_second"], second["range_over_rounds"]) == (28.0, [15.0, 60.0])
-    assert [(row["partitions"], row["micro_batches"]) for row in (first, second)] == [(1, 4), (2, 4)]
+    first, second = bench_table(runs, 3).rows
+    assert first.relative == 1
+    assert second.relative == 1.5  # of 1.5, 1.4 and 2
+    assert (second.samples_per_second, second.range_over_rounds) == (28.0, (15.0, 60.0))
+    assert [(row.partitions, row.micro_batches) for row in (first, second)] == [(1, 4), (2, 4)]
     table = bench_table([replace(run, settings={"seed": run.number}) for run in runs], 3)
     head, _, *lines = shown(table, Path("x")).splitlines()[1:]
     assert (head.split()[:4], lines[1].split()[:4]) == (["K", "M", "seed", "status"], ["2", "4", "2", "measured"])
     assert "differs too" not in "".join(lines), "K has a column"
 
 
-def shown(table: dict[str, Any], folder: Path) -> str:
+def shown(table: BenchTable, folder: Path) -> str:
     console, file = log()
     show_bench(console, table, folder)
     return file.getvalue()
@@ -191,8 +193,12 @@ def shown(table: dict[str, Any], folder: Path) -> str:
 def test_a_row_of_text_stands_beside_one_that_cannot_be(tmp_path: Path) -> None:
     """Only rows of text have tokens, and the heading was that of the first row: the file ended there, in a KeyError;
     where the first row was impossible, no tokens were written."""
-    text = {"task": "language_model", "tokens_per_second": 80.0, "tokens_per_second_quartiles": [70.0, 90.0]}
-    impossible = Run("partitions=9", Path("y"), 2, 1.0, {}, 2, 1, {"partitions": 9}, "partitions=9: has 4 layers")
+    text: dict[str, Any] = {
+        "task": "language_model",
+        "tokens_per_second": 80.0,
+        "tokens_per_second_quartiles": (70.0, 90.0),
+    }
+    impossible = Run("partitions=9", Path("y"), 2, 1.0, None, 2, 1, {"partitions": 9}, "partitions=9: has 4 layers")
     for runs in (
         [measured_run(1, 1, 10.0, **text), impossible],
         [replace(impossible, number=0), measured_run(1, 1, 10.0, **text)],
@@ -207,17 +213,20 @@ def test_a_row_of_text_stands_beside_one_that_cannot_be(tmp_path: Path) -> None:
 
 def test_what_auto_became_and_what_differs_without_being_asked_for_are_shown(tmp_path: Path) -> None:
     """A setting that the table varies was left out of what was resolved, also where it had been left to the program."""
-    chosen = {"config": {"partitions": 4, "micro_batches": 4, "model": {"filters": 8}}, "memory_bytes": [1, 2, 3, 4]}
-    other = {
+    chosen: dict[str, Any] = {
+        "config": {"partitions": 4, "micro_batches": 4, "model": {"filters": 8}},
+        "memory_bytes": (1, 2, 3, 4),
+    }
+    other: dict[str, Any] = {
         "config": {"partitions": 2, "micro_batches": 4, "model": {"filters": 8}},
-        "memory_bytes": [5, 6],
+        "memory_bytes": (5, 6),
     }  # in the second round
     auto = [
         replace(measured_run(0, turn, 10.0, **said), settings={"partitions": "auto", "executor": "auto"})
         for turn, said in ((1, chosen), (2, other))
     ]
     table = bench_table([*auto, measured_run(1, 1, 10.0), measured_run(1, 2, 10.0)], 2)
-    assert [row["resolved"] for row in table["rows"]] == [
+    assert [row.resolved for row in table.rows] == [
         {"partitions": 4, "model.filters": 8, "executor": "in_process"},
         {"partitions": 1, "model.filters": 4, "executor": "in_process"},
     ]
@@ -238,7 +247,7 @@ def test_ends_of_a_cell() -> None:
         (-9, "exit code -9", "out_of_memory"),
         (130, "exit code 130", "interrupted"),
     ):
-        assert bench_status(Run("seed=1", Path("seed=1"), exit_code, 1.0, {}, error=error)) == status, error
+        assert bench_status(Run("seed=1", Path("seed=1"), exit_code, 1.0, None, error=error)) == status, error
 
 
 def test_the_peak_is_that_of_what_it_ran_on() -> None:

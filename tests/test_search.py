@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from training_runs import TINY, command
 from gpipe_cli.commands.search import objective
 from gpipe_cli.commands.sweep_folder import SWEEP
 from gpipe_cli.results.files import read_result
+from gpipe_cli.results.run import Evaluation, RunResult
 
 SEARCH = [
     *TINY[2:], "model=custom", "model.target=custom_models:small", "hardware=cpu", "partitions=1", "max_steps=1",
@@ -76,11 +78,12 @@ def test_where_all_runs_fail_their_table_says_why(
 
 
 def test_what_is_maximized() -> None:
-    assert objective("train", {"test": {"top1": 0.75, "loss": 1.5}, "samples_per_second": 9.0}) == 0.75
-    assert objective("train", {"test": {"perplexity": 4.5, "loss": 1.5}}) == -1.5
-    assert objective("bench", {"test": None, "samples_per_second": 9.0}) == 9.0
-    assert objective("bench", {"tokens_per_second": 900.0, "samples_per_second": 9.0}) == 900.0
-    assert objective("train", {}) is None
+    done = RunResult("completed", samples_per_second=9.0)
+    assert objective("train", replace(done, test=Evaluation(top1=0.75, loss=1.5))) == 0.75
+    assert objective("train", replace(done, task="language_model", test=Evaluation(perplexity=4.5, loss=1.5))) == -1.5
+    assert objective("bench", done) == 9.0
+    assert objective("bench", replace(done, task="language_model", tokens_per_second=900.0)) == 900.0
+    assert objective("train", None) is None
 
 
 def test_without_the_sweeper_it_is_one_line(

@@ -26,6 +26,7 @@ from gpipe_cli.config.typed import NothingFitsError
 from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.tables.sweep import Run, show_sweep
 from gpipe_cli.results.files import read_result, write_result
+from gpipe_cli.results.run import Evaluation, RunResult
 from gpipe_cli.system.source_code import commit_of
 
 ODD = [
@@ -92,15 +93,14 @@ def test_the_table_shows_results_and_failures(
 ) -> None:
     """Images by their accuracy, text by its perplexity."""
     monkeypatch.setenv("COLUMNS", "120")
-    common: dict[str, object] = {"status": "completed", "samples_per_second": 123.4, "step_seconds": 0.25}
-    images = common | {"task": "classification", "test": {"top1": 0.9306}}
-    text = common | {"task": "language_model", "test": {"perplexity": 41.3}, "tokens_per_second": 12_345.0}
+    images = RunResult("completed", samples_per_second=123.4, step_seconds=0.25, test=Evaluation(top1=0.9306))
+    text = replace(images, task="language_model", test=Evaluation(perplexity=41.3), tokens_per_second=12_345.0)
     runs = [
-        Run("micro_batches=1", tmp_path / "a", 0, 12.0, images | {"config": {"partitions": 2, "micro_batches": 1}}),
-        Run("micro_batches=8", tmp_path / "c", 130, 1.0, {"status": "interrupted"}, number=3),
-        Run("partition.balance=[4,8]", tmp_path / "b", 2, 1.0, {}, number=2, error="partition.balance=[4,8]: [no]"),
+        Run("micro_batches=1", tmp_path / "a", 0, 12.0, replace(images, config={"partitions": 2, "micro_batches": 1})),
+        Run("micro_batches=8", tmp_path / "c", 130, 1.0, RunResult("interrupted"), number=3),
+        Run("partition.balance=[4,8]", tmp_path / "b", 2, 1.0, None, number=2, error="partition.balance=[4,8]: [no]"),
         Run("model=a", tmp_path / "d", 0, 12.0, text, number=4),
-        Run("model=b", tmp_path / "e", 0, 12.0, text | {"test": {"perplexity": None}}, number=5),  # it diverged
+        Run("model=b", tmp_path / "e", 0, 12.0, replace(text, test=Evaluation()), number=5),  # it diverged
     ]
     show_sweep(runs)
     *lines, reason = capsys.readouterr().out.splitlines()
@@ -117,7 +117,8 @@ def test_the_table_shows_results_and_failures(
 
 def test_k_and_m_have_columns_that_may_tell_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def run(number: int, k: int | str, resolved: int | None, **settings: object) -> Run:
-        result = {} if resolved is None else {"config": {"partitions": resolved, "micro_batches": 4}}
+        config = {"partitions": resolved, "micro_batches": 4}
+        result = None if resolved is None else RunResult("completed", config=config)
         return Run(f"partitions={k}", tmp_path, 0, 1.0, result, number, settings={"partitions": k, **settings})
 
     def cells(*runs: Run) -> list[list[str]]:

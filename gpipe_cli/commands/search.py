@@ -15,7 +15,8 @@ from omegaconf import DictConfig, OmegaConf
 from gpipe_cli.commands.command_line import SWEEPER, CommandLine, values_of
 from gpipe_cli.config.settings import container
 from gpipe_cli.config.typed import Count, RefusedError, one_line, show, typed
-from gpipe_cli.results.files import value_of
+from gpipe_cli.results.measures import MEASURES
+from gpipe_cli.results.run import RunResult
 
 FOUND = "optimization_results.yaml"  # in the folder of the sweep: the best run's settings, and its objective
 
@@ -148,10 +149,10 @@ def best_of(folder: Path) -> str:
     return f"{settings}: {found.best_value:.6g} ({file})"
 
 
-def objective(command: str, result: Mapping[str, Any]) -> float | None:
+def objective(command: str, result: RunResult | None) -> float | None:
     """What a search maximizes: the measured speed, or accuracy on the test set, of text the loss with a minus; None
     where a run has none."""
     if command == "bench":
-        return value_of(result, "tokens_per_second") or value_of(result, "samples_per_second")
-    top1, loss = value_of(result, "test", "top1"), value_of(result, "test", "loss")
+        return None if result is None else result.speed
+    top1, loss = (MEASURES[key].value(result) for key in ("test_top1", "test_loss"))
     return top1 if top1 is not None else None if loss is None else -loss

@@ -21,7 +21,7 @@ from gpipe_cli.commands.command_line import TRAINING_KEYS, CommandLine, Trees, c
 from gpipe_cli.commands.folders import numbered
 from gpipe_cli.commands.run_request import RunRequest
 from gpipe_cli.commands.search import best_of, objective, search_of
-from gpipe_cli.commands.sweep_folder import PLACE, SWEEP, Attempt, SweepFolder, result_or_nothing
+from gpipe_cli.commands.sweep_folder import PLACE, SWEEP, Attempt, SweepFolder
 from gpipe_cli.config.settings import has_checkpoint, key_of
 from gpipe_cli.config.typed import RefusedError, SettingError, quoted
 from gpipe_cli.distributed.torchrun import torchrun
@@ -29,6 +29,7 @@ from gpipe_cli.errors import InputError
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.reporting.run.lines import override
 from gpipe_cli.reporting.tables.sweep import HOPELESS, Run, bench_status
+from gpipe_cli.results.run import run_result_or_none
 from gpipe_cli.system.interrupts import Stopped
 
 # What a tree and the settings that were typed ask for; raises InputError for a wrong setting.
@@ -188,7 +189,8 @@ class Sweep:
             self._ended = BrokenPipeError
         if now.exit_code < 0 or now.exit_code in _UNFINISHED:
             fork_server.kill()  # with the workers of a run that was killed before it could end them
-        error = str(result_or_nothing(folder).get("error") or now.error) if now.exit_code else ""
+        result = run_result_or_none(folder)
+        error = ((result and result.error) or now.error) if now.exit_code else ""
         attempt = replace(attempt, exit_code=now.exit_code, seconds=time.monotonic() - begin, error=error)
         self._folder.record(attempt)
         run = self._run(attempt, cell)
@@ -199,13 +201,14 @@ class Sweep:
 
     def _run(self, attempt: Attempt, cell: Cell) -> Run:
         folder = self.path / attempt.folder
-        result = result_or_nothing(folder)
-        done = result.get("status") in ("completed", "dry_run")  # even if it was interrupted while it drew pictures
+        result = run_result_or_none(folder)
+        # even if it was interrupted while it drew pictures
+        done = result is not None and result.status in ("completed", "dry_run")
         return Run(
             attempt.name,
             folder,
             0 if done else outcome.INTERRUPTED if attempt.exit_code in _UNFINISHED else attempt.exit_code,
-            attempt.seconds or result.get("seconds") or 0.0,
+            attempt.seconds or (result and result.seconds) or 0.0,
             result,
             number=attempt.run,
             round=attempt.round,
@@ -216,9 +219,9 @@ class Sweep:
     def _is_final(self, run: Run) -> bool:
         """Whether another attempt would give the same."""
         if self.line.command == "bench":
-            measured = bench_status(run) == "measured" and run.result.get("status") == "completed"
+            measured = bench_status(run) == "measured" and run.result is not None and run.result.status == "completed"
             return measured or bench_status(run) in HOPELESS
-        return run.result.get("status") in ("completed", "dry_run")
+        return run.result is not None and run.result.status in ("completed", "dry_run")
 
     def _status(self, run: Run) -> str:
         return bench_status(run).replace("_", " ") if self.line.command == "bench" else run.status

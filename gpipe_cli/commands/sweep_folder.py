@@ -10,13 +10,13 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from gpipe_cli.commands.folders import locked_folder
 from gpipe_cli.config.settings import CONFIG
 from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.run.lines import override
 from gpipe_cli.results.files import read_result, write_result
+from gpipe_cli.results.run import run_result_or_none
 
 SWEEP = "sweep.json"
 PLACE = "hydra.sweep.dir="
@@ -105,17 +105,9 @@ class SweepFolder:
             with contextlib.suppress(OSError):  # something does, or not even a folder
                 folder.rmdir()
         elif not (folder / "checkpoints").exists():
-            status = result_or_nothing(folder).get("status")
-            if status in (None, "running", "interrupted"):
+            result = run_result_or_none(folder)
+            if result is None or result.status in ("running", "interrupted"):
                 shutil.rmtree(folder, ignore_errors=True)
-
-
-def result_or_nothing(folder: Path) -> dict[str, Any]:
-    """The result.json of a run; empty where there is none that can be read."""
-    try:
-        return read_result(folder)
-    except (OSError, ValueError):
-        return {}
 
 
 def left_out(folder: Path) -> list[str]:

@@ -37,14 +37,6 @@ def read_result(folder: Path, name: str = RESULT) -> dict[str, Any]:
     return result
 
 
-def value_of(result: Mapping[str, Any], *keys: str) -> Any:
-    """What a result has there, `value_of(result, "test", "top1")`; None where there is none."""
-    found: Any = result
-    for key in keys:
-        found = found.get(key) if found is not None else None
-    return found
-
-
 def flattened(tree: Mapping[str, Any], prefix: str = "", whole: Container[str] = ()) -> Iterator[tuple[str, Any]]:
     """Dotted keys and values of nested settings; an empty group stays a value, and so does one that is in ``whole``."""
     for name, value in tree.items():

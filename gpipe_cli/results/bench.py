@@ -1,0 +1,71 @@
+"""What bench.json says of a sweep of measurements: a row for each cell, as in the paper's tables 2 and 3."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gpipe_cli.results.files import write_result
+from gpipe_cli.results.tree import TEXT, to_tree
+
+BENCH = "bench.json"
+
+
+@dataclass(frozen=True)
+class BenchRow:
+    """A cell: medians over the rounds in which it was measured, which have a path in each result (`measures.py`)."""
+
+    settings: dict[str, Any]  # those that the table varies
+    partitions: int | str | None
+    micro_batches: int | str | None
+    status: str  # measured, impossible, out_of_memory, failed, interrupted
+    reason: str | None  # why there is no number
+    samples_per_second: float | None
+    samples_per_second_quartiles: tuple[float, ...] | None
+    rounds_measured: int
+    range_over_rounds: tuple[float, float] | None  # samples, or of text tokens, a second
+    relative: float | None
+    step_seconds: float | None
+    breakdown: dict[str, float] | None
+    idle: float | None
+    bubble: float | None
+    ideal_bubble: float | None
+    memory_bytes: tuple[int, ...] | None  # of each stage, the most in any round
+    activation_bytes: tuple[int, ...] | None  # likewise
+    model_flops_per_second: float | None
+    mfu: float | None
+    without_core: float | None  # the most in any round
+    kind: str | None  # a SpeedKind
+    executor: str | None
+    threads: int | None  # of each process
+    folders: tuple[str, ...]  # of the runs, beside bench.json
+    resolved: dict[str, Any]  # what differs between rows and was not asked for, and what `auto` became
+    tokens_per_second: float | None = field(default=None, metadata=TEXT)
+    tokens_per_second_quartiles: tuple[float, ...] | None = field(default=None, metadata=TEXT)
+
+    @property
+    def text(self) -> bool:
+        """Whether it is judged by tokens."""
+        return self.tokens_per_second is not None
+
+    @property
+    def quartiles(self) -> tuple[float, ...] | None:
+        """Of the speed: of text in tokens a second."""
+        return self.tokens_per_second_quartiles if self.text else self.samples_per_second_quartiles
+
+    def tree(self) -> dict[str, Any]:
+        """The row as bench.json has it."""
+        found: dict[str, Any] = to_tree(self, self.text)
+        return found
+
+
+@dataclass(frozen=True)
+class BenchTable:
+    varies: tuple[str, ...]  # settings
+    rounds: int
+    rows: tuple[BenchRow, ...]
+
+
+def write_bench_table(folder: Path, table: BenchTable) -> None:
+    """Writes bench.json. Raises OSError if it cannot be written."""
+    tree = {"varies": table.varies, "rounds": table.rounds, "rows": [row.tree() for row in table.rows]}
+    write_result(folder, tree, BENCH)
