@@ -1,11 +1,13 @@
 """Results as types: what an earlier version has written is read, and no other room knows where a number stands."""
 
+import ast
 import json
 from pathlib import Path
 
 import pytest
 from training_runs import command
 
+import gpipe_cli
 from gpipe_cli.results.files import as_json
 from gpipe_cli.results.measures import MEASURES
 from gpipe_cli.results.run import RunResult, read_run_result, write_run
@@ -54,3 +56,24 @@ def test_every_measure_says_what_it_is_and_stands_somewhere(key: str) -> None:
     assert measure.what.endswith(".")
     measure.value(RunResult("completed"))  # no part of its path is misspelt where there is no value
     assert measure.of or measure.tag or key in ("speed_up", "efficiency"), "which gpipe compare computes"
+
+
+# `gpipe reproduce` and its tables read the files of commands as any program would; plan.json has no type yet.
+READERS_OF_FILES = ("reproduction/", "reporting/tables/plan.py")
+
+
+def test_no_other_room_takes_a_measure_out_of_a_tree() -> None:
+    """`result["samples_per_second"]` stood in 18 files, each with a heading and a format of its own."""
+    package = Path(gpipe_cli.__file__).parent
+    names = {part for measure in MEASURES.values() for part in measure.of.split(".") if "_" in part or part == "mfu"}
+    found = []
+    for file in package.rglob("*.py"):
+        name = str(file.relative_to(package))
+        if not name.startswith(("results/", *READERS_OF_FILES)):
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                match node:
+                    case ast.Subscript(value=of, slice=ast.Constant(value=str(key)), ctx=ast.Load()) if key in names:
+                        found += [f"{name}:{node.lineno}: {key}"] if ast.unparse(of) != "MEASURES" else []
+                    case ast.Call(func=ast.Attribute(attr="get"), args=[ast.Constant(value=str(key)), *_]):
+                        found += [f"{name}:{node.lineno}: {key}"] if key in names else []
+    assert not found
