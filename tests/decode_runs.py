@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 import torch
 from torch import nn
-from training_runs import configure
+from training_runs import configure, placement_of
 
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.data.corpora import Pairs
@@ -22,7 +22,7 @@ from gpipe_cli.data.translation import PairSplit, Sequences
 from gpipe_cli.data.vocabulary import BEGIN, END, PAD, UNKNOWN, Vocabulary
 from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.pipeline.runtime.executor import OnAction, ignore_action
-from gpipe_cli.planner.placement import Placement, make_placement
+from gpipe_cli.planner.placement import Placement
 from gpipe_cli.training.engine import Engine, build_engine
 from gpipe_cli.training.translation import Search, decode
 
@@ -93,7 +93,7 @@ def plan(partitions: int, seed: int) -> tuple[TrainConfig, Placement]:
         f"partitions={partitions}", "executor=in_process",
         f"seed={seed}", "ema_decay=0", "device=cpu", "threads=1",
     )  # fmt: skip
-    return config, make_placement(config)
+    return config, placement_of(config)
 
 
 def engine_of(planned: tuple[TrainConfig, Placement], on_action: OnAction = ignore_action) -> Engine:

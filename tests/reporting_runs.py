@@ -15,6 +15,7 @@ from training_runs import configure
 
 from gpipe_cli.pipeline.schedule.breakdown import Breakdown
 from gpipe_cli.planner.cost_model import LayerSeconds, StepCosts
+from gpipe_cli.planner.layout import Layout
 from gpipe_cli.planner.placement import Placement, StepFlops
 from gpipe_cli.planner.plan import Plan
 from gpipe_cli.planner.stage_memory import StageMemory
@@ -58,14 +59,13 @@ def placement(**changes: Any) -> Placement:
         "parameters": (432_100, 812_300),
         "cost": (0.512, 0.488),
         "lengths": (),
-        "process_of_stage": (0, 1),
-        "replica": 0,
         "precision": "float32",
         "compile": False,
-        "threads": 1,
     }
-    values["replica_devices"] = (changes.pop("devices", ("cuda:0", "cuda:1")),)
-    return Placement(**(unread | values | changes))
+    devices = (changes.pop("devices", ("cuda:0", "cuda:1")),)
+    process_of_stage = tuple(changes.pop("process_of_stage", (0, 1)))
+    layout = Layout(devices, process_of_stage, process_of_stage, threads=1, at_once=2, here=True, started=None)
+    return Placement(**(unread | values | {"layout": layout} | changes))
 
 
 def plan(basis: Any = "timed_layers", layers: Sequence[tuple[float, float]] = ((0, 0),) * 5, **changes: Any) -> Plan:

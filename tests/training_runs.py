@@ -20,7 +20,9 @@ from gpipe_cli.config.settings import TrainConfig, from_tree, to_yaml
 from gpipe_cli.distributed.control_group import ControlGroup, Waits
 from gpipe_cli.pipeline.runtime.executor import OnAction, ignore_action
 from gpipe_cli.pipeline.schedule.schedules import Action, Kind
-from gpipe_cli.planner.placement import make_placement
+from gpipe_cli.planner.layout import layout_of
+from gpipe_cli.planner.model_profile import ModelProfile
+from gpipe_cli.planner.placement import Placement, make_placement
 from gpipe_cli.training.checkpoint.restore import state_of_stage
 from gpipe_cli.training.checkpoint.store import find_checkpoint, read_index, read_tensors
 from gpipe_cli.training.engine import Engine, WorkerProcess, build_engine
@@ -61,6 +63,11 @@ def configure(*settings: str) -> TrainConfig:
     return from_tree(TrainConfig, composed(*settings))
 
 
+def placement_of(config: TrainConfig, profile: ModelProfile | None = None) -> Placement:
+    """The parts of a model that is cut by the data sheet, placed by this machine."""
+    return make_placement(config, layout_of(config), profile)
+
+
 def train_here(
     config: TrainConfig,
     folder: Path,
@@ -70,8 +77,8 @@ def train_here(
     """Train in this process, all stages of it; returns the messages for the parent."""
     folder.mkdir(parents=True, exist_ok=True)
     messages: list[object] = []
-    placement = make_placement(config)
-    assert not placement.distributed, "executor=in_process is needed here"
+    placement = placement_of(config)
+    assert not placement.layout.distributed, "executor=in_process is needed here"
     train(
         config,
         to_yaml(config),
@@ -86,7 +93,7 @@ def train_here(
 
 def pipeline_of(config: TrainConfig, on_action: OnAction = ignore_action) -> Engine:
     """All stages of a run before its first step, in this process."""
-    return build_engine(config, make_placement(config), ControlGroup(0, 1), on_action=on_action)
+    return build_engine(config, placement_of(config), ControlGroup(0, 1), on_action=on_action)
 
 
 def state_of(engine: Engine) -> dict[str, torch.Tensor]:

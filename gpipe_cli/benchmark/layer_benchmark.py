@@ -10,7 +10,6 @@ alone, and by all of them at the same time.
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import Any
@@ -58,8 +57,8 @@ def measure(
     `splits`: the two halves of the backward are timed, too.
     """
     control, groups = process.connect()
-    own = placement.device_of(process.number)
-    segments = replace(segments, replica_devices=((own,) * segments.partitions,))  # each on its own
+    own = placement.layout.device_of(process.number)
+    segments = segments.on(((own,) * segments.partitions,))  # each process times all of them, one after another
     whole = real_model(config, pretrained=False)
     alone: Pass = []
     together: Pass = []
@@ -315,9 +314,11 @@ def _slowest_link(
     Several processes send over the groups of a run, one after another. One that drives several GPUs copies, and from a
     GPU on its own what is sent goes through the host.
     """
-    device = torch.device(placement.device_of(process))
+    device = torch.device(placement.layout.device_of(process))
     if groups is None:
-        return None if device.type == "cpu" else slowest_copies([torch.device(name) for name in placement.devices])
+        return (
+            None if device.type == "cpu" else slowest_copies([torch.device(name) for name in placement.layout.devices])
+        )
     found = []
     for sender in range(control.size - 1):
         if process in (sender, sender + 1):
@@ -345,9 +346,9 @@ def slowest_copies(devices: Sequence[torch.device]) -> Link:
 
 def _message_seconds(placement: Placement, process: int, sender: int, groups: ProcessGroups, size: int) -> float:
     """Of a message from process `sender` to the next one, by messages there and back."""
-    receiver, device = sender + 1, torch.device(placement.device_of(process))
-    there = groups.links.of_edge[Kind.F, placement.stages_of(receiver)[0]]
-    back = groups.links.of_edge[Kind.B, placement.stages_of(sender)[-1]]
+    receiver, device = sender + 1, torch.device(placement.layout.device_of(process))
+    there = groups.links.of_edge[Kind.F, placement.layout.stages_of(receiver)[0]]
+    back = groups.links.of_edge[Kind.B, placement.layout.stages_of(sender)[-1]]
     message = [torch.zeros(size, dtype=torch.uint8, device=device)]
     taken = []
     for _ in range(_LINK_ROUNDS):

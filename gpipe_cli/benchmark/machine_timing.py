@@ -30,7 +30,6 @@ from gpipe_cli.config.groups import AugmentationConfig, CustomConfig, ImagesConf
 from gpipe_cli.config.settings import PartitionConfig, TrainConfig, load_hardware
 from gpipe_cli.config.typed import one_line
 from gpipe_cli.data.cache import cache_folder, digest_of, locked
-from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.errors import InputError
 from gpipe_cli.launch.fork_server import temporary_folder
 from gpipe_cli.launch.supervisor import run_task
@@ -38,7 +37,7 @@ from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory
 from gpipe_cli.planner.cost_model import LayerTimes, StepCosts, measured_costs, predicted_costs
 from gpipe_cli.planner.data_sheet import gpu_of, resolved
 from gpipe_cli.planner.device_rates import DeviceRates, Figures, Rates, fit_rates, rates_of_sheet
-from gpipe_cli.planner.devices import Devices, place
+from gpipe_cli.planner.layout import Layout, layout_of
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
 from gpipe_cli.planner.placement import Placement, make_placement
 from gpipe_cli.planner.plan import Plan
@@ -65,7 +64,7 @@ _MOST_PROCESSES = 16  # that are timed at once
 _DAY = 86400
 
 
-def step_costs(config: TrainConfig, profile: ModelProfile, log: Log) -> StepCosts:
+def step_costs(config: TrainConfig, profile: ModelProfile, layout: Layout, log: Log) -> StepCosts:
     """What the layers cost for the micro-batches of `config`: predicted, or measured if `cost` says so; where runs of
     the same model have shown on this machine what a step takes, by that.
 
@@ -73,23 +72,24 @@ def step_costs(config: TrainConfig, profile: ModelProfile, log: Log) -> StepCost
     cannot be placed, or measured.
     """
     if config.cost == "figures":
-        costs = predicted_costs(config, profile, machine_rates(config, log))
-        return _calibrated(config, costs) if costs.basis == "timed_machine" else costs
-    if torchrun() is not None:
+        costs = predicted_costs(config, profile, layout, machine_rates(config, layout, log))
+        return _calibrated(config, layout, costs) if costs.basis == "timed_machine" else costs
+    if layout.started is not None:
         raise InputError(
             f"cost={config.cost}: layers are not timed under torchrun, where all processes must come to the same cut; "
             "use cost=figures, or partition.balance=[...] as gpipe plan finds it"
         )
     mean = mean_micro_batch(config, profile.lengths)
-    samples, devices = ceil(mean), place(config)
+    samples = ceil(mean)
     # any cut of one pipeline serves to start the workers; the layers are timed whole
-    placement = make_placement(replace(_without_limit(config), replicas=1, threads=devices.threads), profile)
+    one = replace(_without_limit(config), replicas=1, threads=layout.threads)
+    placement = make_placement(one, layout_of(one), profile)
 
     def work() -> dict[str, Any]:
         return asdict(_measure(config, profile, placement, samples, _LAYER_SECONDS, apart=False))
 
     line = f"timing each of {len(profile.costs)} layers for micro-batches of {samples} (cost={config.cost})"
-    facts = _layer_facts(config, profile, samples)
+    facts = _layer_facts(config, profile, layout, samples)
     try:
         found, _ = _timed("costs", facts, line, log, work, anew=config.cost == "measured_anew")
     except InputError as error:
@@ -98,11 +98,11 @@ def step_costs(config: TrainConfig, profile: ModelProfile, log: Log) -> StepCost
             "micro_batches"
         ) from None
     times = LayerTimes(**found | {"figures": Figures(**found["figures"]), "spread": tuple(found["spread"])})
-    at_once = placement.processes_here if placement.distributed and config.replicas == 1 else devices.at_once
-    sheet = rates_of_sheet(resolved(config.hardware, devices.stages), 1)  # of the link, where one process was timed
+    at_once = placement.layout.processes if placement.layout.distributed and config.replicas == 1 else layout.at_once
+    sheet = rates_of_sheet(resolved(config.hardware, layout.devices), 1)  # of the link, where one process was timed
     per_byte = sheet.link_byte_seconds if times.link is None else 1 / times.link[1]
     costs = measured_costs(profile, mean, at_once, times, config.replicas, per_byte)
-    return costs if config.cost == "measured_anew" else _calibrated(config, costs)
+    return costs if config.cost == "measured_anew" else _calibrated(config, layout, costs)
 
 
 def remember_run(config: TrainConfig, plan: Plan, step_seconds: float) -> None:
@@ -112,16 +112,16 @@ def remember_run(config: TrainConfig, plan: Plan, step_seconds: float) -> None:
     factor for all K, M and schedules, so that it changes no choice between them: the median of the last runs. Nothing
     is kept of GPUs, where predictions have not been compared with runs yet.
     """
-    if plan.costs.basis not in ("timed_machine", "timed_layers") or _gpus(place(config)):
+    if plan.costs.basis not in ("timed_machine", "timed_layers") or _gpus(plan.layout):
         return
-    factor, file = step_seconds / plan.step_seconds * plan.costs.calibration, _calibration_file(config)
+    factor, file = step_seconds / plan.step_seconds * plan.costs.calibration, _calibration_file(config, plan.layout)
     with suppress(OSError), locked(file.with_suffix(".lock")):  # else predictions stay as they are
         known = [*(_remembered(file) or [])[1 - _RUNS :], factor]
         write_whole(file, json.dumps([known, digest_of("what was timed", known)]))
 
 
-def _calibrated(config: TrainConfig, costs: StepCosts) -> StepCosts:
-    factors = _remembered(_calibration_file(config))
+def _calibrated(config: TrainConfig, layout: Layout, costs: StepCosts) -> StepCosts:
+    factors = _remembered(_calibration_file(config, layout))
     if not factors:
         return costs
     middle = median(factors)
@@ -130,23 +130,25 @@ def _calibrated(config: TrainConfig, costs: StepCosts) -> StepCosts:
     return replace(costs.calibrated(middle), source=source, spread=spread)
 
 
-def _calibration_file(config: TrainConfig) -> Path:
+def _calibration_file(config: TrainConfig, layout: Layout) -> Path:
     settings = asdict(config)
     decisive = (*_DECISIVE, "hardware", "compile", "replicas")
-    facts = {key: settings[key] for key in decisive} | _machine_facts(config) | {"timed": config.cost != "figures"}
+    facts = (
+        {key: settings[key] for key in decisive} | _machine_facts(config, layout) | {"timed": config.cost != "figures"}
+    )
     for key in ("processes", "threads"):  # a factor for some K alone would tip every comparison with other K
         del facts[key]
     return _folder() / _CALIBRATION / f"{digest_of('steps of runs', facts)}.json"
 
 
-def machine_rates(config: TrainConfig, log: Log) -> DeviceRates | None:
+def machine_rates(config: TrainConfig, layout: Layout, log: Log) -> DeviceRates | None:
     """How fast the processes of `config` compute on this machine; None where `hardware` says it, or a data sheet.
 
     Of different GPUs the slowest counts, and of the links between them. Departs from the paper: its estimate of a layer
     is FLOPs alone.
     """
     hardware = config.hardware
-    if not times_machine(config) or (rates := _timed_machine(_reference(config), log)) is None:
+    if not times_machine(config, layout) or (rates := _timed_machine(_reference(config, layout), log)) is None:
         return None
     if hardware.link_microseconds is not None:
         rates = replace(rates, link_seconds=hardware.link_microseconds * 1e-6)
@@ -155,17 +157,17 @@ def machine_rates(config: TrainConfig, log: Log) -> DeviceRates | None:
     return rates
 
 
-def times_machine(config: TrainConfig) -> bool:
+def times_machine(config: TrainConfig, layout: Layout) -> bool:
     """Whether a plan of `config` by figures is one by those of this machine."""
     hardware = config.hardware
     given = {hardware.tflops, hardware.memory_gb_per_second, hardware.operation_microseconds} != {None}
-    return hardware.name == "auto" and not given and torchrun() is None and not config.dry_run
+    return layout.here and not given and layout.started is None and not config.dry_run
 
 
 @lru_cache
 def _timed_machine(reference: TrainConfig, log: Log) -> DeviceRates | None:
     """How fast the processes of `reference` are, if that can be timed; looked up once for each command."""
-    facts = _machine_facts(reference)
+    facts = _machine_facts(reference, layout_of(reference))
     line = "timing this machine for a few seconds (hardware=auto)"
     try:
         found, at = _timed("hardware", facts, line, log, partial(_time_machine, reference))
@@ -186,10 +188,10 @@ def _time_machine(reference: TrainConfig) -> dict[str, Any]:
     samples = reference.batch_size
     assert samples is not None
     profile = profile_model(reference)
-    placement = make_placement(reference, profile)
+    placement = make_placement(reference, layout_of(reference), profile)
     times = _measure(reference, profile, placement, samples, _REFERENCE_SECONDS, apart=True)
     works = ([cost.forward for cost in profile.costs],) * 2 + ([cost.backward for cost in profile.costs],)
-    figures = None if placement.devices[0] == "cpu" else times.figures
+    figures = None if placement.layout.on_cpu else times.figures
     forward, graph, backward = (
         fit_rates(work, [layer[direction] for layer in times.alone], samples, figures)
         for direction, work in enumerate(works)
@@ -206,23 +208,22 @@ def _time_machine(reference: TrainConfig) -> dict[str, Any]:
         link_byte_seconds=1 / bandwidth,
         tensor_seconds=times.set_up / sum(weights.tensors for weights in profile.weights),
         slowdown=times.slowdown,
-        together=placement.processes,
+        together=placement.layout.processes,
         figures=times.figures,
         spread=times.spread,
     )
     return asdict(rates)
 
 
-def _reference(config: TrainConfig) -> TrainConfig:
+def _reference(config: TrainConfig, layout: Layout) -> TrainConfig:
     """As many processes as those of `config` that compute at the same time, of as many threads, or one on as many GPUs;
     all else that matters is the same for any configuration. At most 16 processes, and on a CPU a power of two: how much
     others slow each other down lies between."""
-    devices = place(config)
-    processes = min(devices.processes, _MOST_PROCESSES)
-    if gpus := _gpus(devices):
-        partitions, made = processes if devices.processes > 1 else len(gpus), reference_layers.layers_for_gpu
+    processes = min(layout.processes, _MOST_PROCESSES)
+    if gpus := _gpus(layout):
+        partitions, made = processes if layout.processes > 1 else len(gpus), reference_layers.layers_for_gpu
     else:
-        at_once = min(processes, max(1, usable_cores() // devices.threads))
+        at_once = min(processes, max(1, usable_cores() // layout.threads))
         partitions, made = 2 ** (at_once.bit_length() - 1), reference_layers.layers
     layers = CustomConfig("custom", f"{reference_layers.__name__}:{made.__name__}", None, None)
     samples = reference_layers.samples_for(min((gpu.memory_bytes for gpu in gpus.values()), default=None))
@@ -233,10 +234,10 @@ def _reference(config: TrainConfig) -> TrainConfig:
     )  # fmt: skip
     return replace(
         config,
-        partitions=partitions, replicas=1, executor="auto" if devices.processes > 1 else "in_process",
+        partitions=partitions, replicas=1, executor="auto" if layout.processes > 1 else "in_process",
         stages_per_process=None, micro_batches=1, schedule="gpipe", recompute="never", partition=PartitionConfig(None),
         batch_size=samples, batch_tokens=None, seed=0, label_smoothing=0.0, ema_decay=0.0,
-        init_from=None, init_head="auto", freeze=None, memory_format=memory_format_of(config), threads=devices.threads,
+        init_from=None, init_head="auto", freeze=None, memory_format=memory_format_of(config), threads=layout.threads,
         compile=False, cost="figures", hardware=load_hardware("auto"), model=layers, dataset=images,
         optimizer=SGDConfig("sgd", 0.0, False, 0.0),
     )  # fmt: skip
@@ -283,7 +284,7 @@ def _measure(
     parts = _segments(config, profile, samples, placement)
     partition = config.partition.by_hand(parts)
     one = replace(_without_limit(config), partitions=len(parts), partition=partition, executor="in_process")
-    segments = make_placement(one, profile)
+    segments = make_placement(one, layout_of(one), profile)
     found: list[object] = []
     for placed in _each_kind_first(placement):
         task = partial(measure, config, placed, segments, samples, seconds, apart, profile.splits)
@@ -296,18 +297,19 @@ def _measure(
 
 def _each_kind_first(placement: Placement) -> Iterator[Placement]:
     """The same with a GPU of each kind in the place of the first one, where layers are timed."""
-    first, kinds = placement.devices[0], {gpu_of(device): device for device in reversed(placement.devices)}
+    devices = placement.layout.devices
+    first, kinds = devices[0], {gpu_of(device): device for device in reversed(devices)}
     for device in reversed(kinds.values()):
         swapped = {first: device, device: first}
-        yield replace(placement, replica_devices=(tuple(swapped.get(one, one) for one in placement.devices),))
+        yield placement.on((tuple(swapped.get(one, one) for one in devices),))
 
 
 def _segments(config: TrainConfig, profile: ModelProfile, samples: int, placement: Placement) -> tuple[int, ...]:
     """Numbers of consecutive layers that a device can hold at a time, each with at least one layer: they get half of
     it, as more than one process may measure."""
     memory = ActivationMemory(profile.costs, profile.inputs, samples, profile.lengths)
-    limit = resolved(config.hardware, placement.devices).memory_gib
-    available = int(limit * 2**30) if limit else usable_memory_bytes() // placement.processes_here
+    limit = resolved(config.hardware, placement.layout.devices).memory_gib
+    available = int(limit * 2**30) if limit else usable_memory_bytes() // placement.layout.processes_here
     segments, held = [0], 0
     for at, w in enumerate(profile.weights):
         needed = memory.held(at, at + 1).graph + w.weight_bytes + w.gradient_bytes + w.optimizer_bytes
@@ -324,10 +326,9 @@ def _without_limit(config: TrainConfig) -> TrainConfig:
     return replace(config, recompute="never", hardware=replace(config.hardware, memory_gib=None))
 
 
-def _machine_facts(config: TrainConfig) -> dict[str, Any]:
+def _machine_facts(config: TrainConfig, layout: Layout) -> dict[str, Any]:
     """What the speed of processes on this machine depends on."""
-    devices = place(config)
-    gpus = _gpus(devices)
+    gpus = _gpus(layout)
     return {
         "version": _VERSION,
         "torch": metadata.version("torch"),
@@ -335,24 +336,24 @@ def _machine_facts(config: TrainConfig) -> dict[str, Any]:
         "gpus": [asdict(gpu) for gpu in gpus.values()],
         "driver": driver_version() if gpus else None,
         "deterministic": config.deterministic if gpus else None,  # which of their algorithms are used
-        "processes": devices.processes,
-        "threads": devices.threads,
+        "processes": layout.processes,
+        "threads": layout.threads,
         "memory_format": memory_format_of(config),
         "precision": config.precision,
     }
 
 
-def _gpus(devices: Devices) -> dict[str, Gpu]:
+def _gpus(layout: Layout) -> dict[str, Gpu]:
     """By device; {} for CPUs."""
-    return {device: gpu for device in sum(devices.replicas, ()) if (gpu := gpu_of(device)) is not None}
+    return {device: gpu for device in sum(layout.replica_devices, ()) if (gpu := gpu_of(device)) is not None}
 
 
-def _layer_facts(config: TrainConfig, profile: ModelProfile, samples: int) -> dict[str, Any]:
+def _layer_facts(config: TrainConfig, profile: ModelProfile, layout: Layout, samples: int) -> dict[str, Any]:
     """What the seconds of the layers of a model depend on."""
     settings = asdict(config)
     return {
         **{key: settings[key] for key in _DECISIVE},
-        **_machine_facts(config),
+        **_machine_facts(config, layout),
         "compile": config.compile,
         "samples": samples,
         "lengths": profile.lengths,

@@ -26,6 +26,7 @@ from gpipe_cli.pipeline.profile.layer_probes import Finding
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
 from gpipe_cli.pipeline.schedule.orders import SCHEDULES, order
 from gpipe_cli.pipeline.schedule.schedules import RecomputeMode
+from gpipe_cli.planner.layout import layout_of
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
 from gpipe_cli.planner.placement import Placement, make_placement
 from gpipe_cli.planner.shared_layers import SeparatedError
@@ -72,17 +73,23 @@ def run_check(config: TrainConfig, folder: Path) -> int:
             waiting = checked.worth_running(variants)
             if waiting:
                 placement = placements[max(placements)]
-                own = replace(config, replicas=placement.replicas, micro_batches=all_of_them // placement.replicas)
+                own = replace(
+                    config, replicas=placement.layout.replicas, micro_batches=all_of_them // placement.layout.replicas
+                )
                 task = partial(verify.check, own, placements, variants=waiting, earlier=checked.references,
                                folder=Path(gradients), source=source)  # fmt: skip
                 failure = run_task(task, placement, config.timeout_seconds, on_message)
-                checked.end(waiting, failure, alone=placement.processes == 1)
+                checked.end(waiting, failure, alone=placement.layout.processes == 1)
     report = checked.report()
     try:
         write_check(folder, report)
     finally:  # a verdict that cannot be written is shown all the same
         show_check(console, folder, report)
     return 0 if report.identical else 1
+
+
+def _placed(config: TrainConfig, profile: ModelProfile) -> Placement:
+    return make_placement(config, layout_of(config), profile)
 
 
 def _cut(config: TrainConfig, partitions: int) -> TrainConfig:
@@ -132,13 +139,13 @@ class _Checked:
         for partitions in range(usual.partitions, 0, -1):
             config = _cut(usual, partitions)
             try:
-                self._together[partitions] = make_placement(replace(config, executor="in_process"), profile)
+                self._together[partitions] = _placed(replace(config, executor="in_process"), profile)
             except SeparatedError as error:
                 self._add(self._ways(partitions, "in_process"), "fails", str(error))
                 continue
             if partitions > 1 and config.executor != "in_process":
-                placement = make_placement(config, profile)
-                if placement.distributed:
+                placement = _placed(config, profile)
+                if placement.layout.distributed:
                     apart[partitions] = placement
                 else:
                     text = f"executor=distributed: {plural(partitions, 'stage')} would be in one process"
@@ -160,7 +167,7 @@ class _Checked:
                 self._place_further(config, modes, profile)
         for k in sorted(self._together) if self._replicas > 1 else ():
             several = replace(_cut(usual, k), replicas=self._replicas, micro_batches=whole // self._replicas)
-            self.runs.append((_of_schedules([make_placement(several, profile)]), self._ways(k, "replicas")))
+            self.runs.append((_of_schedules([_placed(several, profile)]), self._ways(k, "replicas")))
 
     def _further(self, usual: TrainConfig) -> Iterator[tuple[TrainConfig, tuple[RecomputeMode, ...]]]:
         """With other schedules, and what is recomputed in each: those with a name for as many partitions as they can
@@ -183,12 +190,14 @@ class _Checked:
         key = config.partitions, config.schedule
         executors: tuple[Literal["in_process", "distributed"], ...] = ("in_process", "distributed")
         for executor in executors[:1] if config.executor == "in_process" else executors:
-            placement = make_placement(replace(config, executor=executor), profile)
-            if executor == "distributed" and not placement.distributed:
+            placement = _placed(replace(config, executor=executor), profile)
+            if executor == "distributed" and not placement.layout.distributed:
                 continue
             variants = [verify.Variant(key[0], config.micro_batches, key[1], mode, executor) for mode in modes]
             same = (
-                run for run in self.runs if next(iter(run[0].values())).process_of_stage == placement.process_of_stage
+                run
+                for run in self.runs
+                if next(iter(run[0].values())).layout.process_of_stage == placement.layout.process_of_stage
             )
             placements, there = self.runs[0] if executor == "in_process" else next(same, ({}, []))
             if not there:

@@ -19,7 +19,7 @@ from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.schedule.schedule_file import csv_of
 from gpipe_cli.planner.auto_settings import solve_max_model
 from gpipe_cli.planner.data_sheet import resolved
-from gpipe_cli.planner.devices import place
+from gpipe_cli.planner.layout import layout_of
 from gpipe_cli.planner.model_profile import ModelProfile
 from gpipe_cli.planner.plan import Plan
 from gpipe_cli.planner.simulation_data import simulation_data
@@ -83,7 +83,7 @@ def plan(
         try:
             if file is not None:
                 of_all = checked_schedule(made.order, config.micro_batches, made.recompute)  # the plan may have fewer
-                write_whole(file, csv_of(of_all, place(config).row_of_stage))
+                write_whole(file, csv_of(of_all, made.layout.row_of_stage))
             write_whole(folder / SETTINGS, to_yaml(config))
             traced = Fork(partial(_write_trace, folder, config, profile, made))  # takes as long as page and picture
             failed, code = traced.wait(page_and_picture())
@@ -112,10 +112,11 @@ def _write_trace(folder: Path, config: TrainConfig, profile: ModelProfile, made:
 
 def _require_figures(config: TrainConfig, *, several: bool) -> None:
     """Raises InputError if a plan by figures cannot be made, for want of one."""
-    hardware = resolved(config.hardware, place(config).stages)
+    layout = layout_of(config)
+    hardware = resolved(config.hardware, layout.devices)
     wanted = ["tflops", "memory_gb_per_second", *(["link_gb_per_second"] if several else [])]
     missing = [key for key in wanted if getattr(hardware, key) is None]
-    if config.cost == "figures" and missing and not times_machine(config):
+    if config.cost == "figures" and missing and not times_machine(config, layout):
         what = "this GPU has no file in conf/hardware" if hardware.name == "auto" else f"hardware={hardware.name}"
         raise InputError(
             f"hardware.{missing[0]}=null: a step cannot be predicted without it ({what}); "

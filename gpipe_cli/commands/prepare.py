@@ -7,10 +7,11 @@ from pathlib import Path
 
 from gpipe_cli.benchmark.machine_timing import step_costs, times_machine
 from gpipe_cli.config.settings import TrainConfig, load
+from gpipe_cli.distributed.torchrun import Torchrun
 from gpipe_cli.planner.auto_settings import Comparison, choose
-from gpipe_cli.planner.devices import place
+from gpipe_cli.planner.layout import Layout, own_threads
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model, refuse_single_samples
-from gpipe_cli.planner.placement import Placement, make_placement
+from gpipe_cli.planner.placement import Placement, placed
 from gpipe_cli.planner.plan import Plan
 from gpipe_cli.system.machine import usable_cores
 from gpipe_cli.system.phase import phase
@@ -33,11 +34,17 @@ class Prepared:
 
 
 def prepare(
-    config: TrainConfig, auto: Collection[str], log: Callable[[str], None], *, elsewhere: bool = False
+    config: TrainConfig,
+    auto: Collection[str],
+    log: Callable[[str], None],
+    started: Torchrun | None = None,
+    *,
+    elsewhere: bool = False,
 ) -> Prepared:
     """Choose what is `auto`, plan the step, cut the model.
 
-    `log` gets a line before what takes seconds; `elsewhere`: the devices here do not count.
+    `log` gets a line before what takes seconds; `started`: this process, if torchrun started it; `elsewhere`: the
+    devices here do not count.
 
     Raises InputError, one line, for what cannot be built, cut, placed or does not fit.
     """
@@ -45,25 +52,31 @@ def prepare(
     profile = profile_model(config)
     phase("planning a step")
     costs_of = partial(step_costs, log=log)
-    config, plan, comparisons = choose(config, auto, profile, costs_of, elsewhere=elsewhere)
+    config, plan, comparisons = choose(config, auto, profile, costs_of, started, elsewhere=elsewhere)
     threads: tuple[tuple[str, str], ...] = ()
     if not auto:  # whose candidates were compared with the threads that they have
         config, plan, comparisons, threads = _fewest_threads(
-            config, plan, comparisons, lambda one: choose(one, (), profile, costs_of, elsewhere=elsewhere)
+            config, plan, comparisons, lambda one: choose(one, (), profile, costs_of, started, elsewhere=elsewhere)
         )
     if config.batch_size is not None:
         refuse_single_samples(config, config.batch_size, profile)
-    config = replace(config, threads=place(config).threads)
-    placement = make_placement(config, profile, plan)
+    config = replace(config, threads=plan.layout.threads)
+    placement = placed(config, profile, plan)
     chosen = [("chosen", _words(comparison)) for comparison in comparisons]
     if plan.costs.weighted_by:
         chosen.insert(0, ("layer costs", f"given by {plan.costs.weighted_by}"))
     if config.compile:
         chosen.append(("planned", not_compiled(config)))
-    if config.schedule == "interleaved" and placement.of_pipeline == placement.partitions > 1:
+    if config.schedule == "interleaved" and placement.layout.of_pipeline == placement.partitions > 1:
         use = f"partitions={2 * config.partitions} stages_per_process=2 interleaves"
         chosen.append(("schedule", f"interleaved is 1f1b where a process has one stage; {use}"))
-    notes = (*chosen, *threads, *_resumed_threads(config), *_turns(placement), *_uneven(config, placement))
+    notes = (
+        *chosen,
+        *threads,
+        *_resumed_threads(config, placement.layout.processes),
+        *_turns(placement.layout),
+        *_uneven(config, placement),
+    )
     return Prepared(config, profile, plan, placement, comparisons, notes)
 
 
@@ -76,15 +89,13 @@ def _fewest_threads(
     """The settings, plan and comparisons of one thread for each process where more threads gain little, and a line of
     the banner that says so; else those given. Threads of small operations wait for each other, the longer the busier
     the machine is."""
-    if config.threads is not None or not times_machine(config):
-        return config, plan, comparisons, ()
-    devices = place(config)
-    if devices.threads == 1 or devices.stages[0] != "cpu":
+    threads = plan.layout.threads
+    if config.threads is not None or threads == 1 or not plan.layout.on_cpu or not times_machine(config, plan.layout):
         return config, plan, comparisons, ()
     one, alone, others = plan_of(replace(config, threads=1))
     if alone.step_seconds > plan.step_seconds * _WORTH_THREADS:
         return config, plan, comparisons, ()
-    steps = f"{duration(alone.step_seconds)} a step predicted, {duration(plan.step_seconds)} with {devices.threads}"
+    steps = f"{duration(alone.step_seconds)} a step predicted, {duration(plan.step_seconds)} with {threads}"
     return one, alone, others, (("threads", f"1 for each process: {steps}"),)
 
 
@@ -94,35 +105,36 @@ def not_compiled(config: TrainConfig) -> str:
     return f"as with compile=false: compiled layers keep other activations{times}"
 
 
-def _resumed_threads(config: TrainConfig) -> Iterator[tuple[str, str]]:
+def _resumed_threads(config: TrainConfig, processes: int) -> Iterator[tuple[str, str]]:
     """A resumed run keeps its threads, whatever its new K would get; a line if that makes a difference."""
     if config.resume is None:
         return
     threads, before = config.threads, load(Path(config.resume)).threads
-    usual = place(replace(config, threads=None)).threads
+    usual = own_threads(processes)
     if before not in (None, threads):
         yield "threads", f"{threads} for each process, {before} before: from here on the last digits are others"
     elif threads != usual:
         yield "threads", f"{threads} for each process, as before: the same bits; threads=null chooses anew"
 
 
-def _turns(placement: Placement) -> Iterator[tuple[str, str]]:
+def _turns(layout: Layout) -> Iterator[tuple[str, str]]:
     """A line if stages or threads take turns: what is measured will not be the speed of a pipeline."""
-    processes = placement.processes_here
-    threads, cores = plural(placement.threads, "thread"), plural(usable_cores(), "core")
-    if placement.short_of_cores and processes == 1:
+    processes = layout.processes_here
+    threads, cores = plural(layout.threads, "thread"), plural(usable_cores(), "core")
+    if layout.short_of_cores and processes == 1:
         yield "cores", f"{threads} take turns on {cores}; threads={usable_cores()} is faster"
-    elif placement.short_of_cores:
+    elif layout.short_of_cores:
         yield "cores", f"{processes} processes of {threads} take turns on {cores}: not a pipeline's speed"
-    elif placement.one_device:
-        yield "devices", f"{placement.partitions} stages take turns on {placement.devices[0]}: not a pipeline's speed"
+    elif layout.one_device:
+        yield "devices", f"{len(layout.devices)} stages take turns on {layout.devices[0]}: not a pipeline's speed"
 
 
 def _uneven(config: TrainConfig, placement: Placement) -> Iterator[tuple[str, str]]:
     """A line if processes have different work as they have different numbers of stages: the cut evens out stages."""
-    processes, partitions = placement.processes, placement.partitions
-    stages = [len(placement.stages_of(process)) for process in range(processes)]
-    work = [sum(placement.cost[k] for k in placement.stages_of(process)) for process in range(processes)]
+    layout, partitions = placement.layout, placement.partitions
+    processes = layout.processes
+    stages = [len(layout.stages_of(process)) for process in range(processes)]
+    work = [sum(placement.cost[k] for k in layout.stages_of(process)) for process in range(processes)]
     most = max(range(processes), key=work.__getitem__)
     if stages[most] == min(stages) or work[most] * processes <= _UNEVEN * sum(work):
         return

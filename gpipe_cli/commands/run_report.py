@@ -175,7 +175,7 @@ class RunReport:
         micro_batches = len(share_of(step.samples, config.micro_batches, config.replicas).sizes)
         schedule = placement.schedule(micro_batches)
         return measured_timeline(
-            schedule, recorded.seconds, recorded.began_seconds, placement.device_of_stage
+            schedule, recorded.seconds, recorded.began_seconds, placement.layout.device_of_stage
         ), micro_batches
 
     def _shown(self, chosen: RecordedStep) -> "_Undrawn":

@@ -8,11 +8,11 @@ from gpipe_cli.benchmark.machine_timing import step_costs
 from gpipe_cli.commands.training_run import find_source
 from gpipe_cli.config.settings import AUTO_BATCH, TrainConfig
 from gpipe_cli.config.slurm import LaunchSettings
-from gpipe_cli.distributed.torchrun import as_first_of
+from gpipe_cli.distributed.torchrun import Torchrun
 from gpipe_cli.planner.auto_settings import choose, with_samples
 from gpipe_cli.planner.cost_model import predicted_costs
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model, refuse_single_samples
-from gpipe_cli.planner.placement import make_placement
+from gpipe_cli.planner.placement import placed
 
 # What the profile of a model does not depend on.
 _OF_THE_RUN = (
@@ -31,15 +31,14 @@ def check(job: LaunchSettings, requests: Sequence[tuple[TrainConfig, Collection[
         first = requests[0][0]
         alike = replace(config, **{key: getattr(first, key) for key in _OF_THE_RUN}, device="cpu")
         profile = next((profile for known, profile in profiles if known == alike), None)
-        with as_first_of(job.processes, job.processes_here):
-            if profile is None:
-                profile = profile_model(replace(config, device="cpu"))
-                profiles.append((alike, profile))
-            _check(job, config, auto, profile)
+        if profile is None:
+            profile = profile_model(replace(config, device="cpu"))
+            profiles.append((alike, profile))
+        _check(job, config, auto, profile)
 
 
 def _check(job: LaunchSettings, config: TrainConfig, auto: Collection[str], profile: ModelProfile) -> None:
-    """Check one training of a job, under the environment of its first process."""
+    """Check one training of a job, as its first process would."""
     hardware = config.hardware
     if job.gpus_per_node and hardware.name == "auto" and hardware.memory_gib is None:  # the GPUs' memory is not known
         if config.recompute == "auto":
@@ -51,8 +50,9 @@ def _check(job: LaunchSettings, config: TrainConfig, auto: Collection[str], prof
     config = replace(config, device="cpu")
     timed = config.cost != "figures" and job.processes > 1  # which is refused; this machine is not timed
     costs_of = partial(step_costs, log=lambda line: None) if timed else predicted_costs
-    config, plan, _ = choose(config, auto, profile, costs_of, elsewhere=job.gpus_per_node > 0)
+    started = Torchrun(0, job.processes, job.processes_here, 0) if job.processes > 1 else None
+    config, plan, _ = choose(config, auto, profile, costs_of, started, elsewhere=job.gpus_per_node > 0)
     if config.batch_size is not None:
         refuse_single_samples(config, config.batch_size, profile)
-    make_placement(config, profile, plan)
+    placed(config, profile, plan)
     find_source(config)

@@ -22,6 +22,7 @@ from gpipe_cli.launch.job import Bench, Failure, Reason, Task
 from gpipe_cli.launch.supervisor import run_task
 from gpipe_cli.pipeline.runtime.frozen import freeze
 from gpipe_cli.planner.data_sheet import number_of_gpus
+from gpipe_cli.planner.layout import layout_of
 from gpipe_cli.planner.placement import Placement, make_placement
 from gpipe_cli.reporting.run.description import Start
 from gpipe_cli.reporting.run.lines import show_error, show_text
@@ -86,7 +87,7 @@ def launch(
 
 def _evaluate(config: EvaluateConfig, folder: Path) -> int:
     training = for_evaluation(config.training)
-    placement = make_placement(training)
+    placement = make_placement(training, layout_of(training, torchrun()))
     source = partial(fitting_checkpoint, training, folder, config.checkpoint, "run", optimizer=False)
     decision = agree(lambda: Decision(folder, None, source()))
     assert decision.source is not None
@@ -120,7 +121,7 @@ def _train(
     restarts: tuple[Restart, ...],
 ) -> int | _Lost:
     """One start of a training, from `prepare` to its end."""
-    prepared = prepare(config, auto, lambda line: show_text(Console(), line) if leads() else None)
+    prepared = prepare(config, auto, lambda line: show_text(Console(), line) if leads() else None, torchrun())
     training, placement, text = prepared.config, prepared.placement, to_yaml(prepared.config)
     if training.dry_run:
         if leads():
@@ -157,7 +158,7 @@ def _with_gpus_left(config: TrainConfig) -> tuple[TrainConfig, str]:
         return config, ""
     look_again()
     now = number_of_gpus(config)
-    if now in (0, before):  # 0: `place` says so, or the processors take over
+    if now in (0, before):  # 0: `layout_of` says so, or the processors take over
         return config, ""
     fewer = replace(
         config,
@@ -225,7 +226,7 @@ def _run(
         stopped = stopped or isinstance(message, TrainingStopped)
         show.on_message(message)
 
-    processes = plural(placement.processes_here, "process")
+    processes = plural(placement.layout.processes_here, "process")
     phase(f"starting {processes}, reading data")
     try:
         failure = run_task(task, placement, timeout_seconds, on_message, start, stoppable=stoppable)

@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from gpipe_cli.distributed.control_group import Awaited, ControlGroup, Waits
 from gpipe_cli.distributed.rendezvous import store
-from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.pipeline.runtime.link import Edge, GroupLink, Link, Links, ThreadedLink
 from gpipe_cli.pipeline.runtime.replicas import Replicas
 from gpipe_cli.pipeline.schedule.schedules import Kind
@@ -41,11 +40,14 @@ def connect_processes(
     rendezvous: str,
     timeout_seconds: float,
     waits: Waits,
+    *,
+    here: bool,
 ) -> tuple[ControlGroup, ProcessGroups | None]:
     """Connect the processes of the run, this one of which computes on `device`; one on its own needs no connection.
 
     `process_of_stage` gives the process of each stage of a pipeline; each of the `replicas` has as many processes.
-    `rendezvous` is a file if all are on this machine and, under torchrun, the name of this start.
+    If this command has started all of them, they are `here`, and `rendezvous` is a file; under torchrun it is the name
+    of this start.
     """
     of_pipeline = 1 + max(process_of_stage)
     processes = of_pipeline * replicas
@@ -53,7 +55,6 @@ def connect_processes(
         return ControlGroup(0, 1, waits=waits), None
     # The parent sees all processes of this machine, and which of them is silent. On other machines there may be one
     # that it does not see; that one's own parent is to report first.
-    here = torchrun() is None
     timeout = _PREPARING if here else datetime.timedelta(seconds=timeout_seconds + _LONGER_SECONDS)
     if device.type == "cuda":
         torch.cuda.set_device(device)

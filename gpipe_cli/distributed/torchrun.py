@@ -4,8 +4,6 @@ LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT for all.
 
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 from gpipe_cli.config.typed import shortened
@@ -55,19 +53,6 @@ def store_address() -> tuple[str, int]:
 def may_restart() -> bool:
     """Whether the store is torchrun's own, which outlives this process: torchrun may start it again."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-@contextmanager
-def as_first_of(processes: int, here: int) -> Iterator[None]:
-    """Inside, this process is taken for process 0 of so many, of which `here` are on each machine."""
-    numbers = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": here}
-    before = os.environ.copy()
-    try:
-        os.environ.update({name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": "localhost"})
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def leads() -> bool:

@@ -15,7 +15,6 @@ from multiprocessing.connection import wait
 
 from gpipe_cli.distributed.control_group import ACTIVITY_NUMBERS, Activity, Awaited
 from gpipe_cli.distributed.heartbeat import Heartbeat
-from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.launch.fork_server import Worker, fork_server, temporary_folder
 from gpipe_cli.launch.job import Done, Failure, Job, Reason, Task
 from gpipe_cli.pipeline.schedule.schedules import Kind
@@ -52,7 +51,7 @@ def run_task(
     supervisor = Supervisor(placement, timeout_seconds)
     on_stop = supervisor.ask_to_stop if stoppable else None
     with interruptible(on_stop=on_stop) as interrupt, tempfile.TemporaryDirectory(dir=temporary_folder()) as folder:
-        started = torchrun()
+        started = placement.layout.started
         heartbeat = None if started is None else Heartbeat(started, start, timeout_seconds)
         failed = True
         try:
@@ -73,18 +72,18 @@ class Supervisor:
     """The workers of this parent."""
 
     def __init__(self, placement: Placement, timeout_seconds: float) -> None:
-        self._placement, self._timeout_seconds = placement, timeout_seconds
+        self._placement, self._layout, self._timeout_seconds = placement, placement.layout, timeout_seconds
         self._workers: dict[int, Worker] = {}
         self._running: dict[int, Worker] = {}  # those that may still send something
         self._failures: list[Failure] = []
         self._activity_file = os.memfd_create("gpipe_activity")
-        os.truncate(self._activity_file, 8 * (ACTIVITY_NUMBERS * placement.processes + 1))
+        os.truncate(self._activity_file, 8 * (ACTIVITY_NUMBERS * placement.layout.processes + 1))
         self._activity = memoryview(mmap.mmap(self._activity_file, 0)).cast("q")
 
     def start(self, task: Task, rendezvous: str, interrupt: Interrupt) -> None:
         """Start the workers; interrupted half-way, `stop` ends those that there are."""
-        started = torchrun()
-        for process in range(self._placement.processes) if started is None else (started.rank,):
+        started = self._layout.started
+        for process in range(self._layout.processes) if started is None else (started.rank,):
             job = Job(task, self._placement, process, rendezvous, self._timeout_seconds)
             self._workers[process] = fork_server.fork(job, self._activity_file)
             interrupt.check()
@@ -97,7 +96,7 @@ class Supervisor:
     def watch(self, on_message: OnMessage, interrupt: Interrupt, heartbeat: Heartbeat | None) -> Failure | None:
         """Pass on the messages of the workers until all have done their task (None) or the run has failed."""
         deadline, failed = float("inf"), 0.0
-        silence = SilenceTimer(self._timeout_seconds, whole=torchrun() is None)
+        silence = SilenceTimer(self._timeout_seconds, whole=self._layout.started is None)
         while self._running and time.monotonic() < deadline:
             interrupt.check()
             self._receive(min(1.0, max(0.0, deadline - time.monotonic())), on_message)
@@ -204,7 +203,7 @@ class Supervisor:
         name = names.get(-code, "unknown")
         how = f"was killed by signal {-code} ({name})" if code < 0 else f"ended with code {code}"
         text, reason = f"{self._who(process)} {how} {self._where(process)}", Reason.LOST if code < 0 else Reason.OTHER
-        if code == -signal.SIGABRT and self._placement.distributed and self._placement.device_of(process) != "cpu":
+        if code == -signal.SIGABRT and self._layout.distributed and not self._layout.on_cpu:
             reason = Reason.PEER
             text += "; so NCCL ends a process when another one is lost or does not answer: NCCL_DEBUG=WARN says more"
         if code == -signal.SIGKILL:
@@ -212,10 +211,10 @@ class Supervisor:
         return Failure(process, text, time.time(), reason)
 
     def _who(self, process: int) -> str:
-        stages = self._placement.stages_of(process)
+        stages = self._layout.stages_of(process)
         several = f"the process of stages {' and '.join(spans(stages, ' to '))}"
         who = f"stage {stages[0]}" if len(stages) == 1 else several
-        return f"{who} of replica {self._placement.replica_of(process)}" if self._placement.replicas > 1 else who
+        return f"{who} of replica {self._layout.replica_of(process)}" if self._layout.replicas > 1 else who
 
     def _where(self, process: int) -> str:
         """What it was doing: `in 1F3 (input (8, 3, 8, 8))`."""

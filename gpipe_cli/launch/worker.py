@@ -51,11 +51,12 @@ def main(job: Job, connection: Connection, activity: "memoryview[int]") -> None:
             activity[base] += 1
 
     def connect() -> tuple[ControlGroup, ProcessGroups | None]:
-        device = torch.device(job.placement.device_of(job.process))
-        process_of_stage, replicas = job.placement.process_of_stage, job.placement.replicas
+        layout = job.placement.layout
+        device, here = torch.device(layout.device_of(job.process)), layout.started is None
         control, groups = connect_processes(
-            job.process, process_of_stage, replicas, device, job.rendezvous, job.timeout_seconds, waits
-        )
+            job.process, layout.process_of_stage, layout.replicas, device, job.rendezvous, job.timeout_seconds, waits,
+            here=here,
+        )  # fmt: skip
         control.asked = lambda: activity[-1] != 0
         return control, groups
 
@@ -108,10 +109,10 @@ def _failure(process: int, error: Exception) -> Failure:
 def _set_up(placement: Placement) -> None:
     keep_freed_memory()
     gc.freeze()  # what the fork server has imported is never garbage; looking through it would interrupt steps
-    torch.set_num_threads(placement.threads)
+    torch.set_num_threads(placement.layout.threads)
     if placement.compile:
         _set_up_compiler()
-    if set(placement.devices) != {"cpu"}:
+    if set(placement.layout.devices) != {"cpu"}:
         _set_up_gpu(placement.precision, placement.deterministic)
 
 

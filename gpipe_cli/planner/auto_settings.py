@@ -17,12 +17,12 @@ from gpipe_cli.assembly.build import open_data
 from gpipe_cli.config.groups import AmoebaNetConfig, ImagesConfig, TransformerLMConfig, TransformerNMTConfig
 from gpipe_cli.config.settings import AUTO, AUTO_BATCH, TrainConfig
 from gpipe_cli.config.typed import NothingFitsError, show
-from gpipe_cli.distributed.torchrun import torchrun
+from gpipe_cli.distributed.torchrun import Torchrun
 from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.schedule.orders import AUTO_SCHEDULE
 from gpipe_cli.planner.cost_model import StepCosts, predicted_costs
 from gpipe_cli.planner.data_sheet import number_of_gpus, resolved
-from gpipe_cli.planner.devices import memory_limit, memory_of, place
+from gpipe_cli.planner.layout import Layout, layout_of
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model, refuse_single_samples
 from gpipe_cli.planner.plan import Plan, TooLargeError, find_cut, make_plan
 from gpipe_cli.planner.step_schedule import mini_batch_samples
@@ -34,7 +34,7 @@ _MOST_SAMPLES = 10_000_000  # of a mini-batch, as many as the settings allow
 _MOST_LAYERS = 3000  # where a search ends: a larger model takes minutes to plan, and the paper's largest is smaller
 _SILENT_SECONDS = 5.0
 
-CostsOf = Callable[[TrainConfig, ModelProfile], StepCosts]
+CostsOf = Callable[[TrainConfig, ModelProfile, Layout], StepCosts]
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,19 @@ class Comparison:
 
 
 def choose(
-    config: TrainConfig, auto: Collection[str], profile: ModelProfile, costs_of: CostsOf, *, elsewhere: bool = False
+    config: TrainConfig,
+    auto: Collection[str],
+    profile: ModelProfile,
+    costs_of: CostsOf,
+    started: Torchrun | None = None,
+    *,
+    elsewhere: bool = False,
 ) -> tuple[TrainConfig, Plan, tuple[Comparison, ...]]:
     """The configuration with the fastest values of the settings in `auto`, its plan, and what was compared; with a
     mini-batch in `auto`, the largest that fits; with nothing in `auto`, `config` itself.
 
-    `elsewhere`: the plan is for another machine, so the devices of this one do not count.
+    `started`: this process, if torchrun started it; `elsewhere`: the plan is for another machine, so the devices
+    of this one do not count.
 
     Raises:
         NothingFitsError: no candidate fits the memory limit; one line with the smallest change that would fit.
@@ -72,24 +79,26 @@ def choose(
     if of_batch := [key for key in AUTO_BATCH if key in auto]:
         if others := [key for key in AUTO if key in auto]:
             raise InputError(f"{of_batch[0]}=auto: {others[0]}=auto cannot be chosen at the same time; give a number")
-        largest = _largest_mini_batch(config, profile, of_batch[0], costs_of)
+        largest = _largest_mini_batch(config, profile, of_batch[0], costs_of, started)
         assert largest.chosen is not None
         config, plan = largest.chosen.config, largest.chosen.plan
         assert plan is not None
         return config, plan, (largest, *_orders(config, profile, plan), *_recomputation(config, profile, plan))
     if not auto:
+        layout = layout_of(config, started)
         try:
-            plan = make_plan(config, profile, costs_of(config, profile), memory_limit(config))
+            plan = make_plan(config, profile, costs_of(config, profile, layout), layout)
         except TooLargeError as error:
-            raise _refusal(config, profile, error, "") from None
+            raise _refusal(config, profile, error, "", layout) from None
         return config, plan, (*_orders(config, profile, plan), *_recomputation(config, profile, plan))
     setting = ", ".join(key for key in AUTO if key in auto)
     tried: list[Candidate] = []
-    for one in _candidates(config, frozenset(auto), len(profile.costs), elsewhere):
+    for one in _candidates(config, frozenset(auto), len(profile.costs), started, elsewhere):
         value = ", ".join(str(getattr(one, key)) for key in AUTO if key in auto)
         try:
             refuse_single_samples(one, mini_batch_samples(one, profile.lengths), profile)
-            tried.append(try_plan(value, one, profile, costs_of(one, profile), memory_limit(one)))
+            layout = layout_of(one, started)
+            tried.append(try_plan(value, one, profile, costs_of(one, profile, layout), layout))
         except InputError as error:
             tried.append(Candidate(value, one, profile, None, str(error)))
     steps = [(candidate.plan.step_seconds, candidate) for candidate in tried if candidate.plan is not None]
@@ -101,7 +110,7 @@ def choose(
         _, nearest = min(over, key=itemgetter(0))
         assert nearest.over is not None
         prefix = f"{setting}=auto: none of {len(tried)} candidates fits; "
-        raise _refusal(nearest.config, profile, nearest.over, prefix)
+        raise _refusal(nearest.config, profile, nearest.over, prefix, layout_of(nearest.config, started))
     fastest, _ = min(steps, key=itemgetter(0))
     best = next(candidate for seconds, candidate in steps if seconds <= fastest * _AS_GOOD)
     assert best.plan is not None
@@ -133,39 +142,40 @@ def _recomputation(config: TrainConfig, profile: ModelProfile, plan: Plan) -> tu
     chosen = Candidate(f"auto: {of_stages} of {plan.micro_batches} per stage", config, profile, plan)
     cut = replace(config, partition=config.partition.by_hand(plan.balance))
     never, most = (
-        try_plan(mode, replace(cut, recompute=mode), profile, plan.costs, memory_limit(config))
+        try_plan(mode, replace(cut, recompute=mode), profile, plan.costs, plan.layout)
         for mode in ("never", "except_last")
     )
     return (Comparison("recompute", "as few as fit the memory", (never, chosen, most), chosen),)
 
 
-def try_plan(
-    value: str, config: TrainConfig, profile: ModelProfile, costs: StepCosts, limit_bytes: int | None
-) -> Candidate:
+def try_plan(value: str, config: TrainConfig, profile: ModelProfile, costs: StepCosts, layout: Layout) -> Candidate:
     """The plan of `config` as a candidate that is shown as `value`."""
     try:
-        return Candidate(value, config, profile, make_plan(config, profile, costs, limit_bytes))
+        return Candidate(value, config, profile, make_plan(config, profile, costs, layout))
     except TooLargeError as error:
         reason = f"stage {error.stage} is {size(error.missing_bytes)} over"
         return Candidate(value, config, profile, None, reason, error)
 
 
-def _fits(config: TrainConfig, profile: ModelProfile) -> bool:
+def _fits(config: TrainConfig, profile: ModelProfile, started: Torchrun | None) -> bool:
     """Whether a cut fits the memory. That does not depend on the seconds of layers, so a data sheet is enough. A step
     is simulated only for `schedule=auto`, which may find an order that needs less memory than any with a name."""
-    limit_bytes, costs = memory_limit(config), predicted_costs(config, profile)
+    layout = layout_of(config, started)
+    costs, limit_bytes = predicted_costs(config, profile, layout), layout.limit_bytes
     try:
         if config.schedule == AUTO_SCHEDULE:
-            make_plan(config, profile, costs, limit_bytes)
+            make_plan(config, profile, costs, layout)
         else:
-            cut = find_cut(config, profile, costs, limit_bytes)
+            cut = find_cut(config, profile, costs, layout, limit_bytes)
             cut.held(cut.order, cut.recompute(config, limit_bytes), limit_bytes)
     except InputError:
         return False
     return True
 
 
-def _largest_mini_batch(config: TrainConfig, profile: ModelProfile, key: str, costs_of: CostsOf) -> Comparison:
+def _largest_mini_batch(
+    config: TrainConfig, profile: ModelProfile, key: str, costs_of: CostsOf, started: Torchrun | None
+) -> Comparison:
     """The largest mini-batch, M R times a number of samples, with which a cut fits the memory, and the next larger one.
     `key` is `batch_size`, or `batch_tokens` for as many sentences of the greatest length. A mini-batch has no more
     samples than the training set.
@@ -176,33 +186,36 @@ def _largest_mini_batch(config: TrainConfig, profile: ModelProfile, key: str, co
         NothingFitsError: not even one sample a micro-batch fits; one line with the smallest change that would fit.
         InputError: the memory of the devices is not known.
     """
-    if resolved(config.hardware, place(config).stages).memory_gib is None:
+    if resolved(config.hardware, layout_of(config, started).devices).memory_gib is None:
         use = "give hardware.memory_gib=8, or hardware=... with a memory of its own"
         raise InputError(f"{key}=auto: needs a limit to the memory of a stage; {use}")
-    limit_bytes = memory_limit(replace(config, recompute="auto"))  # the devices' memory if no limit is given
-    assert limit_bytes is not None
+    memory = layout_of(replace(config, recompute="auto"), started).memory  # of the devices, if no limit is given
+    assert memory is not None
     if config.hardware.memory_gib is None:
-        config = replace(config, hardware=replace(config.hardware, memory_gib=limit_bytes / 2**30))
+        config = replace(config, hardware=replace(config.hardware, memory_gib=memory.limit_bytes / 2**30))
     most = max(1, _training_samples(config) // (config.micro_batches * config.replicas))  # of a micro-batch
     sized = partial(with_samples, config, profile, key)
 
-    def planned(one: TrainConfig, costs: StepCosts) -> Candidate:
-        return try_plan(str(getattr(one, key)), one, profile, costs, limit_bytes)
+    def planned(one: TrainConfig, costs_of: CostsOf) -> Candidate:
+        layout = layout_of(one, started)
+        return try_plan(str(getattr(one, key)), one, profile, costs_of(one, profile, layout), layout)
 
-    found = bisect_left(range(1, most + 1), True, key=lambda samples: not _fits(sized(samples), profile))
+    found = bisect_left(range(1, most + 1), True, key=lambda samples: not _fits(sized(samples), profile, started))
     one = sized(max(1, found))
-    chosen = planned(one, costs_of(one, profile))
+    chosen = planned(one, costs_of)
     while chosen.over is not None and found > 1:  # schedule=auto finds another order by other seconds of layers
         found -= 1
         one = sized(found)
-        chosen = planned(one, costs_of(one, profile))
+        chosen = planned(one, costs_of)
     if chosen.over is not None:
-        raise _refusal(one, profile, chosen.over, f"{key}=auto: not even one sample a micro-batch fits; ")
+        raise _refusal(
+            one, profile, chosen.over, f"{key}=auto: not even one sample a micro-batch fits; ", layout_of(one, started)
+        )
     if found == most:
         return Comparison(key, "the most samples that there may be, which fit the memory", (chosen,), chosen)
     larger = sized(found + 1)
     rule = "the largest that fits the memory"
-    return Comparison(key, rule, (chosen, planned(larger, predicted_costs(larger, profile))), chosen)
+    return Comparison(key, rule, (chosen, planned(larger, predicted_costs)), chosen)
 
 
 def with_samples(config: TrainConfig, profile: ModelProfile, key: str, samples: int) -> TrainConfig:
@@ -225,13 +238,15 @@ def _training_samples(config: TrainConfig) -> int:
     return _MOST_SAMPLES
 
 
-def _candidates(config: TrainConfig, auto: frozenset[str], layers: int, elsewhere: bool) -> list[TrainConfig]:
+def _candidates(
+    config: TrainConfig, auto: frozenset[str], layers: int, started: Torchrun | None, elsewhere: bool
+) -> list[TrainConfig]:
     """The configurations to try, for which there are devices, and samples for every micro-batch.
 
     Raises InputError if there is no choice of `micro_batches`.
     """
     partitions, micro_batches, replicas = [config.partitions], [config.micro_batches], [config.replicas]
-    started, each = torchrun(), config.stages_per_process or 1
+    each = config.stages_per_process or 1
     devices = 8 if elsewhere else number_of_gpus(config) or usable_cores()  # elsewhere: as many as in the paper
     if started is not None:
         devices = started.processes
@@ -262,7 +277,9 @@ def _candidates(config: TrainConfig, auto: frozenset[str], layers: int, elsewher
     return found
 
 
-def _refusal(config: TrainConfig, profile: ModelProfile, error: TooLargeError, prefix: str) -> NothingFitsError:
+def _refusal(
+    config: TrainConfig, profile: ModelProfile, error: TooLargeError, prefix: str, layout: Layout
+) -> NothingFitsError:
     """The error that says which stage exceeds the limit by how much, and what to change: settings rather than the
     model, and both rather than the memory."""
     given, balance = config.hardware.memory_gib, config.partition.balance
@@ -271,9 +288,9 @@ def _refusal(config: TrainConfig, profile: ModelProfile, error: TooLargeError, p
     cut = "no cut fits; in the best one" if balance is None else f"partition.balance={show(balance)} does not fit;"
     if config.partition.method == "lingvo":
         cut = "the cut of partition.method=lingvo does not fit;"
-    remedies = [_remedy(config, profile) or "a smaller model"]
-    if given is not None and (memory := memory_of(config)) is not None:
-        enough = (error.limit_bytes + error.missing_bytes) * memory.stages
+    remedies = [_remedy(config, profile, layout.started) or "a smaller model"]
+    if given is not None and layout.memory is not None:
+        enough = (error.limit_bytes + error.missing_bytes) * layout.memory.stages
         remedies.append(f"hardware.memory_gib={math.ceil(enough / 2**30 * 1e4) / 1e4:.10g}")
     elif remedies == ["a smaller model"]:
         remedies.append("a machine with more memory")
@@ -285,7 +302,7 @@ def _refusal(config: TrainConfig, profile: ModelProfile, error: TooLargeError, p
 _Change = tuple[tuple[str, Any], ...]  # settings and their new values
 
 
-def _remedy(config: TrainConfig, profile: ModelProfile) -> str:
+def _remedy(config: TrainConfig, profile: ModelProfile, started: Torchrun | None) -> str:
     """The mildest change with which a cut fits, as a user types it; "" if none was found.
 
     A single kind of change, if one is enough, and no more of it than needed. The further a change goes, the more memory
@@ -298,7 +315,7 @@ def _remedy(config: TrainConfig, profile: ModelProfile) -> str:
         parts = {key.partition(".")[2]: settings.pop(key) for key in list(settings) if key.startswith("partition.")}
         settings["partition"] = replace(config.partition, **parts)
         try:
-            return _fits(replace(config, **settings), profile)
+            return _fits(replace(config, **settings), profile, started)
         except InputError:  # two settings that do not go together
             return False
 
@@ -369,8 +386,8 @@ def solve_max_model(
         NothingFitsError: not even the smallest model fits.
         InputError: there is no limit, or the model has no sizes.
     """
-    limit_bytes = memory_limit(config)
-    if limit_bytes is None:
+    layout = layout_of(config)
+    if layout.limit_bytes is None:
         raise InputError(
             "solve=max_model: needs a limit; give hardware.memory_gib=8, or hardware=... with a memory of its own"
         )
@@ -384,7 +401,7 @@ def solve_max_model(
             model = replace(config.model, **{key: guess})
             grown = replace(config, model=model)
             profile = profile_model(grown)
-            tried[guess] = try_plan(str(guess), grown, profile, costs_of(grown, profile), limit_bytes)
+            tried[guess] = try_plan(str(guess), grown, profile, costs_of(grown, profile, layout), layout)
             fits = tried[guess].plan is not None
             if time.monotonic() - began > _SILENT_SECONDS:
                 log(f"model.{key}={guess} {'fits' if fits else 'does not fit'}")

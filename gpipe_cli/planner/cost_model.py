@@ -13,7 +13,7 @@ from gpipe_cli.pipeline.profile.layer_cost import OperationKind, Operations, Wor
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost
 from gpipe_cli.planner.data_sheet import resolved
 from gpipe_cli.planner.device_rates import Basis, DeviceRates, Figures, rates_of_sheet
-from gpipe_cli.planner.devices import place
+from gpipe_cli.planner.layout import Layout
 from gpipe_cli.planner.model_profile import ModelProfile
 from gpipe_cli.planner.step_schedule import mean_micro_batch
 from gpipe_cli.units import plural
@@ -69,6 +69,7 @@ class StepCosts:
 def predicted_costs(
     config: TrainConfig,
     profile: ModelProfile,
+    layout: Layout,
     rates: DeviceRates | None = None,
     *,
     samples: float | None = None,
@@ -79,13 +80,12 @@ def predicted_costs(
 
     Raises InputError if the user gives more or fewer costs than there are layers.
     """
-    devices = place(config)
     costs = costs_by_rates(
         profile,
-        rates or rates_of_sheet(resolved(config.hardware, devices.stages), devices.threads, config.precision),
+        rates or rates_of_sheet(resolved(config.hardware, layout.devices), layout.threads, config.precision),
         mean_micro_batch(config, profile.lengths) if samples is None else samples,
-        at_once=devices.at_once,
-        linked=linked or len(set(devices.device_of_stage)) > 1,
+        at_once=layout.at_once,
+        linked=linked or len(set(layout.device_of_stage)) > 1,
         replicas=config.replicas,
     )
     given = config.partition.costs

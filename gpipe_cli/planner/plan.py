@@ -17,10 +17,10 @@ from gpipe_cli.pipeline.schedule.partitioner import NoCutFitsError, check_balanc
 from gpipe_cli.pipeline.schedule.recomputation import DoesNotFitError
 from gpipe_cli.pipeline.schedule.schedules import Kind, Recompute, Schedule, recomputes
 from gpipe_cli.pipeline.schedule.search import Problem, find
-from gpipe_cli.pipeline.schedule.simulator import StageCost, simulate
+from gpipe_cli.pipeline.schedule.simulator import EdgeCost, StageCost, simulate
 from gpipe_cli.pipeline.schedule.timeline import Timeline
 from gpipe_cli.planner.cost_model import StepCosts
-from gpipe_cli.planner.devices import Devices, place
+from gpipe_cli.planner.layout import Layout
 from gpipe_cli.planner.model_profile import ModelProfile
 from gpipe_cli.planner.shared_layers import check_cut, keeping_together
 from gpipe_cli.planner.stage_memory import MemoryModel, StageMemory
@@ -38,11 +38,11 @@ class Plan:
     samples: int  # of the largest micro-batch
     micro_batches: int
     costs: StepCosts
+    layout: Layout
     stages: tuple[StageCost, ...]
     order: Schedule  # of all M micro-batches; `schedule` adds recomputation to it
     schedule: Schedule
     recomputed: tuple[int, ...]  # number of recomputed micro-batches
-    device_of_stage: tuple[int, ...]  # number of the device that each stage computes on
     timeline: Timeline
     step_seconds: float  # updates and set-up included
     breakdown: Breakdown
@@ -50,6 +50,11 @@ class Plan:
     imbalance: float  # slowest stage over the mean, less 1
     chosen_order: str = ""  # the name of the order that schedule=auto chose
     compared: "Mapping[str, Plan | None]" = field(default_factory=dict)  # plans by order; None: does not fit
+
+    @property
+    def device_of_stage(self) -> tuple[int, ...]:
+        """The number of the device that each stage computes on."""
+        return self.layout.device_of_stage
 
     @property
     def step_range(self) -> tuple[float, float]:
@@ -87,12 +92,12 @@ class TooLargeError(InputError):
         self.stage, self.missing_bytes, self.limit_bytes = stage, missing_bytes, limit_bytes
 
 
-def order_of(config: TrainConfig, devices: Devices) -> Schedule:
+def order_of(config: TrainConfig, layout: Layout) -> Schedule:
     """The order of a training step with all M micro-batches. Raises what `schedule_of_file` raises."""
     if config.schedule_is_file:
         return schedule_of_file(config)
     name = "1f1b" if config.schedule == AUTO_SCHEDULE else config.schedule  # auto: 1f1b until there are costs
-    return order(name, config.partitions, config.micro_batches, 1 + max(devices.row_of_stage))
+    return order(name, config.partitions, config.micro_batches, 1 + max(layout.row_of_stage))
 
 
 def _stage_cost(costs: StepCosts, first: int, end: int) -> StageCost:
@@ -141,7 +146,9 @@ class Cut:
         return held
 
 
-def find_cut(config: TrainConfig, profile: ModelProfile, costs: StepCosts, limit_bytes: int | None) -> Cut:
+def find_cut(
+    config: TrainConfig, profile: ModelProfile, costs: StepCosts, layout: Layout, limit_bytes: int | None
+) -> Cut:
     """Where to cut the model for `config`. No step is simulated.
 
     Raises:
@@ -150,7 +157,7 @@ def find_cut(config: TrainConfig, profile: ModelProfile, costs: StepCosts, limit
     """
     sizes = share_of(mini_batch_samples(config, profile.lengths), config.micro_batches, config.replicas).sizes
     memory = MemoryModel(config, profile, sizes)
-    order = order_of(config, place(config))
+    order = order_of(config, layout)
     again = recomputes(config.recompute)
     work = [layer.graph + layer.backward + (layer.forward if again else 0.0) for layer in costs.layers]
     sends = {
@@ -185,61 +192,76 @@ def _lingvo_cut(config: TrainConfig, profile: ModelProfile) -> tuple[int, ...]:
     return cut_by_share(given or [cost.forward.flops for cost in profile.costs], config.partitions)
 
 
-def make_plan(config: TrainConfig, profile: ModelProfile, costs: StepCosts, limit_bytes: int | None) -> Plan:
-    """Cut the model for `config` and simulate a step; `costs` are those of a mean micro-batch.
+def make_plan(config: TrainConfig, profile: ModelProfile, costs: StepCosts, layout: Layout) -> Plan:
+    """Cut the model for `config`, order the actions of a step and simulate it; `costs` are those of a mean micro-batch.
 
     Raises:
-        TooLargeError: no cut stays below `limit_bytes` on every stage.
+        TooLargeError: no cut stays below the layout's limit to the memory on every stage.
         InputError: a balance that was given does not fit the model.
     """
     try:
-        cut = find_cut(config, profile, costs, limit_bytes)
+        cut = find_cut(config, profile, costs, layout, layout.limit_bytes)
     except NoCutFitsError:  # refused below, with the bytes that the best cut lacks
-        cut = find_cut(config, profile, costs, None)
-    bounds, device_of_stage = cut.bounds, place(config).device_of_stage
-    stages = tuple(_stage_cost(costs, first, end) for first, end in bounds)
-    edges = [costs.edges[end - 1] for _, end in bounds[:-1]]
+        cut = find_cut(config, profile, costs, layout, None)
+    if config.schedule == AUTO_SCHEDULE and (chosen := _fastest_order(config, cut, costs, layout)) is not None:
+        return chosen
+    return _simulated(cut, costs, layout, cut.order, cut.recompute(config, layout.limit_bytes))
 
-    def planned(order: Schedule, recompute: Recompute) -> Plan:
-        held = cut.held(order, recompute, limit_bytes)
-        schedule = checked_schedule(order, len(cut.sizes), recompute)
-        timeline = simulate(schedule, stages, edges, costs.slowdown, device_of_stage)
-        step_seconds = timeline.step_end_seconds - timeline.start_seconds + costs.set_up / len(set(device_of_stage))
-        return Plan(
-            balance=cut.balance,
-            recompute=recompute,
-            samples=cut.sizes[0],
-            micro_batches=len(cut.sizes),
-            costs=costs,
-            stages=stages,
-            order=order,
-            schedule=schedule,
-            recomputed=tuple(sum(a.kind is Kind.R for a in actions) for actions in schedule.stages),
-            device_of_stage=device_of_stage,
-            timeline=timeline,
-            step_seconds=step_seconds,
-            breakdown=breakdown(timeline, len(cut.sizes), step_seconds),
-            memory=held,
-            imbalance=cut.imbalance,
-        )
 
-    if config.schedule == AUTO_SCHEDULE:
-        room = None if limit_bytes is None else cut.memory.room(bounds, limit_bytes)
-        split = config.splits_backward and any(stage.weights_seconds for stage in stages)
-        largest, recompute = cut.memory.largest(bounds), config.recompute
-        best, tried = find(
-            # all M: a mini-batch of text may have more micro-batches than this one of the longest sentences
-            Problem(
-                stages, edges, costs.slowdown, device_of_stage, config.micro_batches, largest, room, recompute, split
-            )
-        )
-        if best is not None:
-            compared = {one.name: planned(one.schedule, _recomputed(one.schedule)) if one.fits else None
-                        for one in tried if one is best or one.named or one in tried[:_SHOWN]}  # fmt: skip
-            chosen = compared[best.name]
-            assert chosen is not None
-            return replace(chosen, chosen_order=best.name, compared=compared)
-    return planned(cut.order, cut.recompute(config, limit_bytes))
+def _fastest_order(config: TrainConfig, cut: Cut, costs: StepCosts, layout: Layout) -> Plan | None:
+    """The plan with the fastest order that a search finds, beside those with a name; None if no order fits."""
+    stages, edges = _stages_and_edges(cut, costs)
+    room = None if layout.limit_bytes is None else cut.memory.room(cut.bounds, layout.limit_bytes)
+    split = config.splits_backward and any(stage.weights_seconds for stage in stages)
+    # all M: a mini-batch of text may have more micro-batches than this one of the longest sentences
+    problem = Problem(
+        stages, edges, costs.slowdown, layout.device_of_stage, config.micro_batches, cut.memory.largest(cut.bounds),
+        room, config.recompute, split,
+    )  # fmt: skip
+    best, tried = find(problem)
+    if best is None:
+        return None
+    compared = {
+        one.name: _simulated(cut, costs, layout, one.schedule, _recomputed(one.schedule)) if one.fits else None
+        for one in tried
+        if one is best or one.named or one in tried[:_SHOWN]
+    }
+    chosen = compared[best.name]
+    assert chosen is not None
+    return replace(chosen, chosen_order=best.name, compared=compared)
+
+
+def _simulated(cut: Cut, costs: StepCosts, layout: Layout, order: Schedule, recompute: Recompute) -> Plan:
+    """The plan of a step with these actions in this order. Raises TooLargeError if a stage exceeds the limit."""
+    held = cut.held(order, recompute, layout.limit_bytes)
+    stages, edges = _stages_and_edges(cut, costs)
+    schedule = checked_schedule(order, len(cut.sizes), recompute)
+    timeline = simulate(schedule, stages, edges, costs.slowdown, layout.device_of_stage)
+    set_up_seconds = costs.set_up / len(set(layout.device_of_stage))
+    step_seconds = timeline.step_end_seconds - timeline.start_seconds + set_up_seconds
+    return Plan(
+        balance=cut.balance,
+        recompute=recompute,
+        samples=cut.sizes[0],
+        micro_batches=len(cut.sizes),
+        costs=costs,
+        layout=layout,
+        stages=stages,
+        order=order,
+        schedule=schedule,
+        recomputed=tuple(sum(a.kind is Kind.R for a in actions) for actions in schedule.stages),
+        timeline=timeline,
+        step_seconds=step_seconds,
+        breakdown=breakdown(timeline, len(cut.sizes), step_seconds),
+        memory=held,
+        imbalance=cut.imbalance,
+    )
+
+
+def _stages_and_edges(cut: Cut, costs: StepCosts) -> tuple[tuple[StageCost, ...], list[EdgeCost]]:
+    """What each stage costs, and each edge between two of them."""
+    stages = tuple(_stage_cost(costs, first, end) for first, end in cut.bounds)
+    return stages, [costs.edges[end - 1] for _, end in cut.bounds[:-1]]
 
 
 def _recomputed(schedule: Schedule) -> tuple[frozenset[int], ...]:

@@ -9,12 +9,11 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from gpipe_cli.config.settings import TrainConfig
-from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.pipeline.profile.layer_cost import KeptMemory, LayerCost
 from gpipe_cli.pipeline.runtime.boundary import Boundary
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost
 from gpipe_cli.planner.cost_model import LayerSeconds, StepCosts, predicted_costs
-from gpipe_cli.planner.devices import Devices, Memory, memory_of, place
+from gpipe_cli.planner.layout import Layout, Memory
 from gpipe_cli.planner.model_profile import ModelProfile
 from gpipe_cli.planner.plan import Plan
 from gpipe_cli.planner.step_schedule import mini_batch_samples
@@ -28,8 +27,8 @@ _MOST_COSTS = 4000  # layers times numbers of micro-batches: more take longer to
 
 def simulation_data(config: TrainConfig, profile: ModelProfile, plan: Plan) -> SimulationData:
     """Of a plan and what it was made from. Seconds and bytes; sequences have an entry per layer or stage."""
-    costs, devices, samples = plan.costs, place(config), mini_batch_samples(config, profile.lengths)
-    memory = memory_of(config, devices)
+    costs, layout, samples = plan.costs, plan.layout, mini_batch_samples(config, profile.lengths)
+    memory = layout.memory
     return {
         "setting": {
             "partitions": len(plan.stages),
@@ -70,14 +69,14 @@ def simulation_data(config: TrainConfig, profile: ModelProfile, plan: Plan) -> S
             **_costs_of_micro_batches(config, profile, plan, samples // config.replicas),
         },
         "slowdown": {
-            "at_once": _at_once(config, plan, devices),
-            "cores": usable_cores() if _shares_cores(config, devices) else None,  # that devices share
+            "at_once": _at_once(plan),
+            "cores": usable_cores() if layout.shares_cores else None,  # that devices share
             "factor": costs.together[0],
             "together": costs.together[1],
         },
         "memory": _memory(profile),
         "limit_bytes": None if memory is None else memory.limit_bytes,
-        "limit": None if memory is None else _limit(config, devices, memory),
+        "limit": None if memory is None else _limit(config, layout, memory),
     }
 
 
@@ -119,33 +118,31 @@ def _costs(config: TrainConfig, profile: ModelProfile, plan: Plan, micro_batches
     if costs.rates is not None:
         samples = mini_batch_samples(config, profile.lengths)
         mean = samples / min(samples, config.replicas * micro_batches)
-        return predicted_costs(config, profile, costs.rates, samples=mean, linked=True).calibrated(costs.calibration)
+        return predicted_costs(config, profile, plan.layout, costs.rates, samples=mean, linked=True).calibrated(
+            costs.calibration
+        )
     scale = plan.micro_batches / micro_batches
     layers = tuple(LayerSeconds(*(scale * seconds for seconds in asdict(layer).values())) for layer in costs.layers)
     edges = tuple(EdgeCost(scale * edge.forward_seconds, scale * edge.backward_seconds) for edge in costs.edges)
     return replace(costs, layers=layers, edges=edges)
 
 
-def _at_once(config: TrainConfig, plan: Plan, devices: Devices) -> int | None:
+def _at_once(plan: Plan) -> int | None:
     """How many devices of all pipelines can compute at the same time, whatever K is; None: all of them."""
-    if not _shares_cores(config, devices):
+    layout = plan.layout
+    if not layout.shares_cores:
         return None
-    if plan.costs.basis == "timed_layers" and devices.distributed and config.replicas == 1:
+    if plan.costs.basis == "timed_layers" and layout.distributed and layout.replicas == 1:
         return None  # they were timed together
-    return max(1, usable_cores() // devices.threads)
+    return max(1, usable_cores() // layout.threads)
 
 
-def _shares_cores(config: TrainConfig, devices: Devices) -> bool:
-    """Whether the devices are processes on the cores of this machine."""
-    return config.hardware.name == "auto" and devices.stages[0] == "cpu" and torchrun() is None
-
-
-def _limit(config: TrainConfig, devices: Devices, memory: Memory) -> dict[str, Any]:
+def _limit(config: TrainConfig, layout: Layout, memory: Memory) -> dict[str, Any]:
     """The memory that stages share: those of a device, all of the machine, or none, if each stage has its own."""
     of = "device"
-    if config.hardware.name == "auto":
+    if layout.here:
         own = config.hardware.memory_gib is not None
-        of = "stage" if own else "machine" if devices.stages[0] == "cpu" else "device"
+        of = "stage" if own else "machine" if layout.on_cpu else "device"
     return {"bytes": memory.device_bytes, "of": of}
 
 

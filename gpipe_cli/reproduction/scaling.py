@@ -105,7 +105,7 @@ def _planned(work: Sequence[tuple[TrainConfig, "ModelProfile", Cell]]) -> list[C
 def plan_cell(config: TrainConfig, profile: "ModelProfile", cell: Cell) -> Cell:
     """A copy of ``cell`` with the results of its plan."""
     from gpipe_cli.planner.cost_model import predicted_costs
-    from gpipe_cli.planner.devices import memory_limit
+    from gpipe_cli.planner.layout import layout_of
     from gpipe_cli.planner.plan import TooLargeError, make_plan
 
     config = replace(
@@ -116,7 +116,8 @@ def plan_cell(config: TrainConfig, profile: "ModelProfile", cell: Cell) -> Cell:
         batch_size=cell.batch_size,
     )
     try:
-        plan = make_plan(config, profile, predicted_costs(config, profile), memory_limit(config))
+        layout = layout_of(config)
+        plan = make_plan(config, profile, predicted_costs(config, profile, layout), layout)
     except TooLargeError as error:
         return replace(cell, missing_bytes=error.missing_bytes)
     return replace(

@@ -107,8 +107,8 @@ class Data:
         Loader processes are forked here, before this process has threads, connections or a CUDA context. Raises
         InputError if an epoch of the run that is resumed had another number of steps.
         """
-        stages = placement.stages_of(process)
-        self._config, self._first, self._replica = config, 0 in stages, placement.replica_of(process)
+        stages = placement.layout.stages_of(process)
+        self._config, self._first, self._replica = config, 0 in stages, placement.layout.replica_of(process)
         self._splits: tuple[Split, Split] | None = None
         # of the training set (True) and the test set, where the first stage is
         self._readings: dict[bool, Reading] = {}
@@ -118,7 +118,7 @@ class Data:
         if self._splits is None or not self._first:
             return
         # Last the only loader that pins memory: it starts a thread that opens a CUDA context.
-        pin = placement.device_of(process) != "cpu"
+        pin = placement.layout.device_of(process) != "cpu"
         for training, split in zip((False, True), reversed(self._splits), strict=True):
             if training and start is None:
                 continue

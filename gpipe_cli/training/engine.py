@@ -63,11 +63,11 @@ class Engine:
 
     @property
     def first_device(self) -> torch.device:
-        return torch.device(self.placement.devices[0])
+        return torch.device(self.placement.layout.devices[0])
 
     @property
     def last_device(self) -> torch.device:
-        return torch.device(self.placement.devices[-1])
+        return torch.device(self.placement.layout.devices[-1])
 
     @property
     def memory_format(self) -> torch.memory_format:
@@ -129,21 +129,23 @@ def build_engine(
     What the placement says is frozen gets no optimizer; a stage that is frozen as a whole has none.
     """
     process = control.rank
-    placement = placement.of_replica(placement.replica_of(process))
+    placement = placement.of_replica(placement.layout.replica_of(process))
     model, whole = build_model(config), real_model(config, pretrained=pretrained)
     freeze(model, placement.frozen)
-    stages = {index: build_stage(config, placement, index, model, whole) for index in placement.stages_of(process)}
+    stages = {
+        index: build_stage(config, placement, index, model, whole) for index in placement.layout.stages_of(process)
+    }
     transport: Transport
-    if groups is None or not placement.distributed:
-        transport = LocalTransport([torch.device(device) for device in placement.devices])
+    if groups is None or not placement.layout.distributed:
+        transport = LocalTransport([torch.device(device) for device in placement.layout.devices])
     else:
         memory_format = MEMORY_FORMATS[placement.memory_format]
         transport = P2PTransport(
-            process % placement.of_pipeline,
-            placement.process_of_stage,
+            process % placement.layout.of_pipeline,
+            placement.layout.process_of_stage,
             groups.links,
             Boundaries(placement.training_boundaries, placement.evaluation_boundaries, memory_format),
-            torch.device(placement.device_of(process)),
+            torch.device(placement.layout.device_of(process)),
         )
     parameters = {k: dict(stage.module.named_parameters()) for k, stage in stages.items()}
     return Engine(
@@ -152,7 +154,7 @@ def build_engine(
         model,
         control,
         stages,
-        Executor(stages, placement.device_of_stage, transport, on_action),
+        Executor(stages, placement.layout.device_of_stage, transport, on_action),
         optimizers={k: build_optimizer(config.optimizer, own) for k, own in parameters.items()},
         averages={k: WeightAverage(s.module, config.ema_decay) for k, s in stages.items()} if config.ema_decay else {},
         parameters=parameters,
@@ -168,7 +170,7 @@ def build_stage(
     whole: Callable[[], nn.Sequential] | None,
 ) -> Stage:
     """Stage `index`, in training mode; `model` stands on the meta device, `whole` is what `real_model` says."""
-    memory_format, device = MEMORY_FORMATS[placement.memory_format], torch.device(placement.devices[index])
+    memory_format, device = MEMORY_FORMATS[placement.memory_format], torch.device(placement.layout.devices[index])
     first = placement.first_layers[index]
     layers = len(placement.layer_names[index])
     module = materialize(model, first, layers, run_seed=config.seed, device=device, whole=whole)

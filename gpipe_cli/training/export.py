@@ -139,7 +139,7 @@ def evaluate_file(
     data = Data(config, placement, process.number, None, run)
     control, _ = process.connect()
     test = data.reading(control, training=False)
-    device = torch.device("cpu" if form == "onnx" else placement.devices[0])
+    device = torch.device("cpu" if form == "onnx" else placement.layout.devices[0])
     by, logits_of = _program(config, form, file, placement, device)
     total = Totals(0, 0.0, 0.0, 0.0, 0.0)
     for position in range(test.batches.steps_per_epoch):
@@ -163,7 +163,7 @@ def _program(
 ) -> tuple[str, Callable[[Tensors], Tensors]]:
     """The name of the program that has read the file, and a function from inputs to its logits."""
     if form == "onnx":
-        return onnx_program(file, placement.threads)
+        return onnx_program(file, placement.layout.threads)
     arguments = _timm_arguments(config)
     if arguments is None:
         tensors = load_file(file) if form == "safetensors" else torch.load(file, weights_only=True)["state_dict"]

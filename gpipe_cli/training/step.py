@@ -106,7 +106,7 @@ def compute_gradients(engine: Engine, mini_batch: MiniBatch, step: int, begun_by
             recording.added_up(k, waits[k], clocks[k].now())
     stages = {}
     for k, stage in engine.stages.items():
-        device = torch.device(engine.placement.devices[k])
+        device = torch.device(engine.placement.layout.devices[k])
         counted = (0, 0) if begun_bytes is None else (stage.peak_saved_bytes, library_bytes(device, begun_bytes))
         stages[k] = StageMetrics(peak_memory_bytes(device), *counted, recording.without_core(k))
     norms = norms_of(engine.gradients())
@@ -123,7 +123,7 @@ def update_weights(engine: Engine, numbers: StepNumbers, rate: float) -> None:
         if control.size > 1:
             with control.waits(Awaited.PROCESS):  # as in `gather_metrics`
                 padded = _padded(numbers.read_norms(), engine.placement.most_parameter_tensors)
-            norms = _known(control.gather(padded)()[: engine.placement.of_pipeline]).to(norms.device)
+            norms = _known(control.gather(padded)()[: engine.placement.layout.of_pipeline]).to(norms.device)
         clip(engine.gradients(), norms, largest)
     for k, optimizer in engine.optimizers.items():
         now = engine.executor.recorder.clocks[k].now
@@ -205,7 +205,7 @@ def gather_metrics(engine: Engine, numbers: StepNumbers) -> Callable[[], StepMet
     other processes."""
     placement, control = engine.placement, engine.control
     sizes = len(fields(Totals)), placement.partitions * len(fields(StageMetrics)), placement.most_parameter_tensors
-    stages_here = max(len(placement.stages_of(process)) for process in range(placement.of_pipeline))
+    stages_here = max(len(placement.layout.stages_of(process)) for process in range(placement.layout.of_pipeline))
 
     def parts(vector: torch.Tensor) -> tuple[torch.Tensor, ...]:
         sums, of_stages, of_gradients, recorded = vector.split([*sizes, len(vector) - sum(sizes)])
@@ -220,7 +220,7 @@ def gather_metrics(engine: Engine, numbers: StepNumbers) -> Callable[[], StepMet
             to_sums.copy_(torch.tensor(astuple(numbers.totals()), dtype=torch.float64))
         to_norms.copy_(_padded(numbers.read_norms(), len(to_norms)))
         seconds = [value for _, values in sorted(numbers.recording.seconds().items()) for value in values]
-    if placement.replica_of(control.rank) == 0:  # whose timeline is drawn
+    if placement.layout.replica_of(control.rank) == 0:  # whose timeline is drawn
         to_recording[: len(seconds)] = torch.tensor(seconds, dtype=torch.float64) - control.clock_offset_seconds
     gathered = control.gather(vector)
     schedule = numbers.recording.schedule
@@ -229,12 +229,12 @@ def gather_metrics(engine: Engine, numbers: StepNumbers) -> Callable[[], StepMet
     def metrics() -> StepMetrics:
         all_sums, all_stages, all_norms, recordings = zip(*map(parts, gathered()), strict=True)
         recorded: list[list[float]] = [[]] * placement.partitions
-        for process in range(placement.of_pipeline):
+        for process in range(placement.layout.of_pipeline):
             values = iter(recordings[process].tolist())
-            for stage in placement.stages_of(process):
+            for stage in placement.layout.stages_of(process):
                 recorded[stage] = list(islice(values, MARKS * len(schedule.stages[stage]) + ENDS))
         of_stages = torch.stack(all_stages).amax(dim=0).tolist()  # of several replicas the most
-        norm = float(global_norm(_known(all_norms[: placement.of_pipeline])))
+        norm = float(global_norm(_known(all_norms[: placement.layout.of_pipeline])))
         return StepMetrics(_sum(all_sums), norm, tuple(StageMetrics(*of) for of in of_stages), recorded)
 
     return metrics

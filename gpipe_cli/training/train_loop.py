@@ -322,7 +322,7 @@ def _ready(
 ) -> events.TrainingReady:
     """What the banner says, in the order in which it says it."""
     # asked here and not in the parent, where it would open a CUDA context
-    devices = dict.fromkeys(device for replica in engine.placement.replica_devices for device in replica)
+    devices = dict.fromkeys(device for replica in engine.placement.layout.replica_devices for device in replica)
     gpus = tuple(torch.cuda.get_device_name(device) for device in devices if device != "cpu")
     step, steps_per_epoch = progress.step, progress.steps_per_epoch
     return events.TrainingReady(facts, notes, step, steps_per_epoch, gpus, compiled, progress.test, progress.best)

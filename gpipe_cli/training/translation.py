@@ -200,8 +200,8 @@ def decode(
             objective = None if forbidden is None else Candidates(forbidden, wanted, vocabulary)
             rows = [(at, hypothesis.tokens) for at in growing for hypothesis in beams[at].growing]
             longest = lengths[chosen[growing[0]]]
-            replica = engine.placement.replica_of(control.rank)
-            share = share_of(len(rows), search.micro_batches, engine.placement.replicas, replica)
+            replica = engine.placement.layout.replica_of(control.rank)
+            share = share_of(len(rows), search.micro_batches, engine.placement.layout.replicas, replica)
             own, inputs = rows[share.samples], None
             if sources is not None and own:
                 where = torch.tensor([at for at, _ in own], device=sources.device)

@@ -381,7 +381,7 @@ class _Runs:
             micro_batches=variant.micro_batches // self.base.replicas,
             schedule=variant.schedule,
             recompute=variant.recompute,
-            executor="distributed" if placement.distributed else "in_process",
+            executor="distributed" if placement.layout.distributed else "in_process",
         )
         engine = build_engine(
             config, placement, self.control, self.groups,
@@ -412,7 +412,7 @@ class _Runs:
                 if name in left:
                     difference += float((left.pop(name).double() - reference).square().sum())
         difference += sum(float(gradient.double().square().sum()) for gradient in left.values())
-        if self.placements[max(self.placements)].replica_of(self.control.rank):
+        if self.placements[max(self.placements)].layout.replica_of(self.control.rank):
             difference = 0.0  # the first replica has it
         difference = sum(self.control.collect(difference))
         return float((difference / norm) ** 0.5) if norm else float(difference > 0)

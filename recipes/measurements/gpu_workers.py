@@ -42,14 +42,14 @@ def shares_gpu(name: str) -> dict[str, str]:
 
 
 def train_on_one_gpu(config: TrainConfig, placement: Placement, folder: Path, process: WorkerProcess) -> None:
-    if placement.device_of(process.number) != "cpu":
+    if placement.layout.device_of(process.number) != "cpu":
         os.environ |= shares_gpu(f"process-{process.number}")
     train(config, "", placement, folder, process)
 
 
 def train_watched(config: TrainConfig, placement: Placement, folder: Path, process: WorkerProcess) -> None:
     """Train; write to ``folder``/watched.json how often each line of code waited for the GPU in the steps WATCHED."""
-    on_gpu = placement.device_of(0) != "cpu"
+    on_gpu = placement.layout.device_of(0) != "cpu"
     waits: Counter[str] = Counter()
     step = 0
 

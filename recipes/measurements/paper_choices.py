@@ -31,7 +31,7 @@ from gpipe_cli.config.settings import TrainConfig, load_hardware
 from gpipe_cli.errors import InputError
 from gpipe_cli.planner.auto_settings import choose
 from gpipe_cli.planner.cost_model import predicted_costs
-from gpipe_cli.planner.devices import memory_limit
+from gpipe_cli.planner.layout import layout_of
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
 from gpipe_cli.planner.plan import make_plan
 from gpipe_cli.reproduction.recipe import load
@@ -145,7 +145,8 @@ def cell(job: Job, base: TrainConfig, profile: ModelProfile, k: int, m: int) -> 
     @cache
     def speed(config: TrainConfig, samples: int) -> Speed:
         config = replace(config, batch_size=samples)
-        plan = make_plan(config, profile, predicted_costs(config, profile), memory_limit(config))
+        layout = layout_of(config)
+        plan = make_plan(config, profile, predicted_costs(config, profile, layout), layout)
         return samples / plan.step_seconds, samples / m
 
     found = {}

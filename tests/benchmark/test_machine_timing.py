@@ -11,22 +11,23 @@ from typing import Any
 
 import pytest
 import torch
-from plan_runs import traced
-from training_runs import TINY, command, configure
+from plan_runs import plan_of, traced
+from training_runs import TINY, command, configure, placement_of
 
 from gpipe_cli.benchmark import machine_timing as timing
 from gpipe_cli.benchmark.layer_benchmark import slowest_copies
 from gpipe_cli.benchmark.machine_timing import remember_run, step_costs
 from gpipe_cli.commands.prepare import _fewest_threads
 from gpipe_cli.config.settings import TrainConfig, load_hardware
+from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.profile.layer_cost import OperationKind
 from gpipe_cli.planner import data_sheet
-from gpipe_cli.planner.cost_model import LayerTimes, StepCosts, predicted_costs
+from gpipe_cli.planner.cost_model import LayerTimes, StepCosts
 from gpipe_cli.planner.device_rates import Figures, Rates
-from gpipe_cli.planner.devices import memory_limit
+from gpipe_cli.planner.layout import layout_of
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
-from gpipe_cli.planner.placement import Placement, make_placement, step_flops
+from gpipe_cli.planner.placement import Placement, step_flops
 from gpipe_cli.planner.plan import make_plan
 from gpipe_cli.system.gpus import Gpu
 from gpipe_cli.system.machine import usable_cores
@@ -53,7 +54,7 @@ profile_once = cache_of(profile_model)
 
 def timed(config: TrainConfig, profile: ModelProfile) -> tuple[StepCosts, list[str]]:
     lines: list[str] = []
-    return step_costs(config, profile, lines.append), lines
+    return step_costs(config, profile, layout_of(config, torchrun()), lines.append), lines
 
 
 def test_every_layer_is_timed_and_remembered_until_something_changes(cache: Path) -> None:
@@ -102,7 +103,7 @@ def test_both_halves_of_a_backward_are_timed_where_it_is_split(cache: Path) -> N
 def test_a_model_that_no_device_holds_is_timed_in_segments(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, profile = configure(*TINY, "cost=measured", "partitions=1"), traced(*TINY)
     monkeypatch.setattr(timing, "usable_memory_bytes", lambda: 2 * 10**6)
-    placement = timing.make_placement(replace(config, cost="figures"), profile)
+    placement = placement_of(replace(config, cost="figures"), profile)
     segments = timing._segments(config, profile, 3, placement)
     assert (len(segments) > 1, sum(segments)) == (True, len(profile.costs))
     costs, _ = timed(config, profile)
@@ -131,7 +132,7 @@ def test_runs_calibrate_later_predictions_of_their_model(cache: Path) -> None:
     assert costs.spread[0] <= 1 <= costs.spread[1]
     for at, factor in enumerate((3.0, 2.0, 1.0), 1):
         now, _ = timed(config, profile)
-        plan = make_plan(config, profile, now, None)
+        plan = make_plan(config, profile, now, layout_of(config))
         remember_run(config, plan, factor * plan.step_seconds / now.calibration)
         known = [3.0, 2.0, 1.0][:at]
         assert timed(config, profile)[0].calibration == pytest.approx(median(known))
@@ -140,9 +141,8 @@ def test_runs_calibrate_later_predictions_of_their_model(cache: Path) -> None:
     assert again == replace(costs.calibrated(again.calibration), source=again.source, spread=again.spread)
     assert "calibrated by 3 runs" in again.source
     assert again.spread == pytest.approx((0.5, 1.5))
-    assert make_plan(config, profile, again, None).step_range == pytest.approx(
-        (make_plan(config, profile, costs, None).step_seconds, 3 * make_plan(config, profile, costs, None).step_seconds)
-    )
+    before, after = (make_plan(config, profile, of, layout_of(config)) for of in (costs, again))
+    assert after.step_range == pytest.approx((before.step_seconds, 3 * before.step_seconds))
     assert timed(other, profile)[0].calibration == pytest.approx(2.0)
     assert timed(replace(config, label_smoothing=0.3), profile)[0].calibration == 1.0, "other work"
     (file,) = (cache.parent / "calibration").glob("*.json")
@@ -157,7 +157,7 @@ def test_threads_that_gain_little_are_not_used(longer: float, threads: int | Non
     times as long: threads of small operations wait for each other."""
     config, profile = configure(*(one for one in TINY if "threads" not in one), "partitions=1"), traced(*TINY)
     config = replace(config, threads=None, hardware=load_hardware("auto"), dry_run=False)
-    plan = make_plan(config, profile, predicted_costs(config, profile), None)
+    plan = plan_of(config, profile)
     alone = replace(plan, step_seconds=longer * plan.step_seconds)
     chosen, its_plan, _, notes = _fewest_threads(config, plan, (), lambda one: (one, alone, ()))
     assert chosen.threads == threads
@@ -251,7 +251,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[Gpu]:
         assert apart
         assert not splits
         assert placed == placement
-        profile, gpu = profile_once(config), data_sheet.gpu_of(placement.devices[0])
+        profile, gpu = profile_once(config), data_sheet.gpu_of(placement.layout.devices[0])
         assert gpu is not None
         assert sum(map(len, segments.layer_names)) == len(profile.costs)
         forward = [rates_of(gpu).seconds(cost.forward, samples) + 1e-5 for cost in profile.costs]
@@ -279,7 +279,7 @@ def test_gpus_are_timed_and_remembered(
     assert sum(layer.backward for layer in costs.layers) == pytest.approx(true, rel=0.1)
     sent = sum(tensor.bytes(3) for tensor in profile.costs[0].outputs) / 3 * 8 / 3
     assert costs.edges[0].forward_seconds == pytest.approx(1e-5 + sent / 3e11)
-    assert memory_limit(config) == H100.memory_bytes - 2**30
+    assert layout_of(config).limit_bytes == H100.memory_bytes - 2**30
     # from the file, and by the command; a probe of the CPU says nothing of them
     timing._timed_machine.cache_clear()
     monkeypatch.setattr(timing, "_probe", lambda: 1.5)
@@ -291,7 +291,7 @@ def test_gpus_are_timed_and_remembered(
     assert "products 600.0 TFLOP/s, convolutions 400.0 TFLOP/s" in output
     assert len(list(remembered.iterdir())) == 1
     # another precision has figures of its own; while another program uses a GPU nothing is remembered
-    before, facts = timing._machine_facts(config), timing._machine_facts(replace(config, precision="tf32"))
+    before, facts = (timing._machine_facts(one, layout_of(one)) for one in (config, replace(config, precision="tf32")))
     assert [key for key in facts if facts[key] != before[key]] == ["precision"]
     monkeypatch.setattr(timing, "busy_share", lambda number: 0.9 * number)
     assert timing._timed("hardware", facts, "timing", lines.append, lambda: {"found": 1})[0] == {"found": 1}
@@ -307,7 +307,7 @@ def test_of_different_gpus_the_slowest_counts(gpus: list[Gpu]) -> None:
     costs, _ = timed(config, profile)
     assert costs.figures == FIGURES[OTHER]
     assert costs.source.startswith(f"hardware=auto: the slowest of {H100.name}, {OTHER.name}, timed")
-    assert memory_limit(config) == OTHER.memory_bytes - 2**30
-    flops = step_flops(config, profile, make_placement(config, profile), costs)
+    assert layout_of(config).limit_bytes == OTHER.memory_bytes - 2**30
+    flops = step_flops(config, profile, placement_of(config, profile), costs)
     assert flops.peak_per_second == 2 * 6e13
     assert flops.peak_source == "2 x 60 TFLOP/s (the measured product rate)"

@@ -5,17 +5,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from plan_runs import traced
+from plan_runs import plan_of, traced
 from training_runs import TINY, configure
 
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.errors import InputError
-from gpipe_cli.planner import data_sheet, devices
+from gpipe_cli.planner import data_sheet, layout
 from gpipe_cli.planner.auto_settings import NothingFitsError, choose, solve_max_model
 from gpipe_cli.planner.cost_model import LayerSeconds, StepCosts, predicted_costs
-from gpipe_cli.planner.devices import memory_limit
+from gpipe_cli.planner.layout import Layout, layout_of
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
-from gpipe_cli.planner.plan import TooLargeError, make_plan
+from gpipe_cli.planner.plan import TooLargeError
 from gpipe_cli.system.gpus import Gpu
 
 SETTINGS = [*TINY, "batch_size=16", "hardware=h200"]
@@ -32,8 +32,8 @@ def profile() -> ModelProfile:
 def with_overhead(seconds: float):  # type: ignore[no-untyped-def]
     """Layers that cost a millisecond a sample, and `seconds` for every micro-batch."""
 
-    def costs_of(config: TrainConfig, profile: ModelProfile) -> StepCosts:
-        of_figures = predicted_costs(config, profile)
+    def costs_of(config: TrainConfig, profile: ModelProfile, layout: Layout) -> StepCosts:
+        of_figures = predicted_costs(config, profile, layout_of(config), layout)
         each = 1e-3 * config.batch_size / config.micro_batches + seconds  # type: ignore[operator]
         layers = (LayerSeconds(each, each, 2 * each),) * len(profile.costs)
         return StepCosts("made up", "data_sheet", layers, (0.0,) * len(layers), of_figures.edges, ())
@@ -91,7 +91,7 @@ def test_nothing_to_choose_is_one_line(settings: str, line: str) -> None:
 
 
 def needed_gib(config: TrainConfig, profile: ModelProfile) -> float:
-    plan = make_plan(config, profile, predicted_costs(config, profile), None)
+    plan = plan_of(config, profile)
     return max(stage.total_bytes for stage in plan.memory) / 2**30
 
 
@@ -173,7 +173,7 @@ def test_the_memory_that_is_advised_is_enough(settings: list[str]) -> None:
 def test_a_limit_of_the_machine_is_no_setting_to_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     """A setting that was not given is not named, and more memory than there is cannot be advised."""
     config = configure(*SETTINGS[:-1], "micro_batches=2", "partitions=2", "recompute=auto")
-    monkeypatch.setattr(devices, "usable_memory_bytes", lambda: 2 * 10**6)
+    monkeypatch.setattr(layout, "usable_memory_bytes", lambda: 2 * 10**6)
     with pytest.raises(InputError, match=r"^recompute=auto: 976\.6 KiB are here for a stage: no cut fits") as error:
         choose(config, [], traced(*SETTINGS), predicted_costs)
     assert "memory_gib" not in str(error.value)
@@ -209,14 +209,15 @@ def test_the_largest_mini_batch_fits_and_one_sample_more_a_micro_batch_does_not(
     found = traced(*settings)
     given = configure(*settings, f"recompute={recompute}", "hardware.memory_gib=0.02", "dataset.train_samples=100000")
     config, plan, (choice, *_) = choose(given, [key], found, predicted_costs)
-    limit, each = memory_limit(given), given.micro_batches * given.replicas * (16 if key == "batch_tokens" else 1)
+    limit = layout_of(given).limit_bytes
+    each = given.micro_batches * given.replicas * (16 if key == "batch_tokens" else 1)
     samples, rest = divmod(getattr(config, key), each)
     assert (rest, choice.chosen.value, choice.chosen.plan) == (0, str(samples * each), plan)
     assert samples > 1
     assert max(stage.total_bytes for stage in plan.memory) <= limit
     more = replace(config, **{key: (samples + 1) * each})
     with pytest.raises(TooLargeError):
-        make_plan(more, found, predicted_costs(more, found), limit)
+        plan_of(more, found, limit)
 
 
 def test_on_gpus_the_largest_mini_batch_follows_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,12 +228,12 @@ def test_on_gpus_the_largest_mini_batch_follows_their_memory(monkeypatch: pytest
     settings = [*TINY, "device=auto", "partitions=2", "micro_batches=4", "batch_size=4", "dataset.train_samples=100000"]
     found = profile_model(configure(*settings))
     config, plan, _ = choose(configure(*settings), ["batch_size"], found, predicted_costs)
-    limit = memory_limit(config)
+    limit = layout_of(config).limit_bytes
     assert config.hardware.memory_gib == rest / 2 / 2**30, "two stages share the GPU"
     assert max(stage.total_bytes for stage in plan.memory) <= limit == rest // 2
     more = replace(config, batch_size=config.batch_size + 4)
     with pytest.raises(TooLargeError):
-        make_plan(more, found, predicted_costs(more, found), limit)
+        plan_of(more, found, limit)
 
 
 def test_a_mini_batch_is_no_larger_than_the_training_set(profile: ModelProfile) -> None:
@@ -264,14 +265,14 @@ def test_without_a_limit_and_below_one_sample_there_is_no_largest_mini_batch(
 def test_the_largest_model_fits_and_the_next_one_does_not() -> None:
     config = configure(*LM, "partitions=2", "hardware.memory_gib=0.001")
     solved, profile, plan, (choice,) = solve_max_model(config, predicted_costs)
-    limit, layers = memory_limit(config), solved.model.layers
+    limit, layers = layout_of(config).limit_bytes, solved.model.layers
     assert max(stage.total_bytes for stage in plan.memory) <= limit
     assert len(profile.costs) == layers + 2 > 5
     assert choice.chosen.value == str(layers)
     more = replace(config, model=replace(solved.model, layers=layers + 1))
     larger = profile_model(more)
     with pytest.raises(TooLargeError):
-        make_plan(more, larger, predicted_costs(more, larger), limit)
+        plan_of(more, larger, limit)
 
 
 @pytest.mark.parametrize(

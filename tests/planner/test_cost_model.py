@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from plan_runs import CUSTOM, EVEN, traced
+from plan_runs import CUSTOM, EVEN, plan_of, traced
 from training_runs import configure
 
 from gpipe_cli.benchmark import reference_layers
@@ -36,7 +36,7 @@ from gpipe_cli.planner.device_rates import (
     rates_of_sheet,
     reached_tflops,
 )
-from gpipe_cli.planner.devices import place
+from gpipe_cli.planner.layout import layout_of
 from gpipe_cli.planner.model_profile import profile_model
 from gpipe_cli.planner.plan import make_plan
 
@@ -105,13 +105,13 @@ def test_stages_that_take_turns_take_the_time_of_all() -> None:
     """Two stages in one process are no faster than one."""
     settings = [*EVEN, "recompute=never", "executor=in_process"]
     one, two = (configure(*settings, f"partitions={k}") for k in (1, 2))
-    plans = [make_plan(config, traced(), predicted_costs(config, traced()), None) for config in (one, two)]
+    plans = [plan_of(config, traced()) for config in (one, two)]
     assert plans[1].step_seconds == pytest.approx(plans[0].step_seconds)
-    assert place(two).at_once == 1
-    assert place(configure(*settings, "partitions=2", "hardware=tpu_v2")).at_once == 2
+    assert layout_of(two).at_once == 1
+    assert layout_of(configure(*settings, "partitions=2", "hardware=tpu_v2")).at_once == 2
     pairs = ["partitions=4", "stages_per_process=2", "executor=auto", "micro_batches=4"]
     config = configure(*settings, *pairs, "hardware=tpu_v2")
-    plan = make_plan(config, traced(), predicted_costs(config, traced()), None)
+    plan = plan_of(config, traced())
     assert plan.device_of_stage == (0, 0, 1, 1)
     assert plan.breakdown.bubble + plan.breakdown.imbalance < 0.5  # of two devices, one of which computes at least
     for first, second in ((0, 1), (2, 3)):  # nothing overlaps
@@ -128,7 +128,7 @@ def test_stages_that_take_turns_take_the_time_of_all() -> None:
 
 def test_an_unknown_gpu_is_cut_by_another_ones_sheet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cost_model, "resolved", lambda hardware, device: hardware)
-    costs = predicted_costs(configure(*EVEN), traced())
+    costs = predicted_costs(config := configure(*EVEN), traced(), layout_of(config))
     assert costs.basis == "other_device"
     assert min(seconds.backward for seconds in costs.layers) > 0
 
@@ -173,8 +173,8 @@ def test_the_users_costs_of_layers_decide_the_cut() -> None:
     for setting in ("", f"partition.costs={show(given)}", f"+model.arguments.costs={show(given)}"):
         settings = (*CUSTOM, "partitions=2", *[setting] * bool(setting))
         config, profile = configure(*settings), traced(*settings)
-        costs.append(predicted_costs(config, profile))
-        balances.append(make_plan(config, profile, costs[-1], None).balance)
+        costs.append(predicted_costs(config, profile, layout_of(config)))
+        balances.append(make_plan(config, profile, costs[-1], layout_of(config)).balance)
     assert [found.weighted_by for found in costs] == ["", "partition.costs", "gpipe_cost of the layers"]
     assert balances[0] != (7, 1)
     assert balances[1:] == [(7, 1), (7, 1)]
@@ -194,7 +194,7 @@ def test_the_users_costs_of_layers_decide_the_cut() -> None:
 )
 def test_costs_that_mean_nothing_are_refused(settings: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        predicted_costs(configure(*CUSTOM, *settings.split()), traced(*CUSTOM, *settings.split()))
+        plan_of(configure(*CUSTOM, *settings.split()), traced(*CUSTOM, *settings.split()))
 
 
 def test_the_reference_layers_tell_all_rates_of_a_device() -> None:

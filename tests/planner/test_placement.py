@@ -7,39 +7,40 @@ from pathlib import Path
 import pytest
 import torch
 from plan_runs import traced
-from training_runs import TINY, command, configure
+from training_runs import TINY, command, configure, placement_of
 
 from gpipe_cli.benchmark.machine_timing import step_costs
 from gpipe_cli.commands import prepare
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.config.typed import RefusedError
+from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.errors import InputError
-from gpipe_cli.planner import devices, placement
+from gpipe_cli.planner import layout, placement
 from gpipe_cli.planner.cost_model import StepCosts
-from gpipe_cli.planner.devices import memory_limit, place
+from gpipe_cli.planner.layout import layout_of
 from gpipe_cli.planner.model_profile import ModelProfile
-from gpipe_cli.planner.placement import Placement, make_placement
+from gpipe_cli.planner.placement import Placement
 from gpipe_cli.results.files import read_result
 
 
 def placed(*settings: str) -> Placement:
-    return make_placement(configure(*TINY, *settings), traced(*TINY))
+    return placement_of(configure(*TINY, *settings), traced(*TINY))
 
 
 def test_processes_follow_the_executor() -> None:
     turns, spread = (placed("partitions=3", f"executor={executor}") for executor in ("in_process", "distributed"))
-    assert (turns.distributed, turns.processes, turns.stages_of(0)) == (False, 1, (0, 1, 2))
+    assert (turns.layout.distributed, turns.layout.processes, turns.layout.stages_of(0)) == (False, 1, (0, 1, 2))
     assert turns.most_parameter_tensors == sum(turns.parameter_tensors)
-    assert (spread.distributed, spread.processes) == (True, 3)
-    assert [spread.stages_of(process) for process in range(3)] == [(0,), (1,), (2,)]
+    assert (spread.layout.distributed, spread.layout.processes) == (True, 3)
+    assert [spread.layout.stages_of(process) for process in range(3)] == [(0,), (1,), (2,)]
     assert spread.most_parameter_tensors == max(spread.parameter_tensors)
     pairs = placed("partitions=3", "stages_per_process=2")
-    assert (pairs.process_of_stage, pairs.processes, pairs.stages_of(0)) == ((0, 0, 1), 2, (0, 1))
+    assert (pairs.layout.process_of_stage, pairs.layout.processes, pairs.layout.stages_of(0)) == ((0, 0, 1), 2, (0, 1))
 
 
 def test_more_stages_in_a_process_than_there_are_are_refused() -> None:
     with pytest.raises(RefusedError, match=r"^stages_per_process=4: .* use stages_per_process=2, or partitions=4 or"):
-        place(configure(*TINY, "partitions=2", "stages_per_process=4"))
+        layout_of(configure(*TINY, "partitions=2", "stages_per_process=4"))
 
 
 @pytest.mark.parametrize(
@@ -58,10 +59,10 @@ def test_more_stages_in_a_process_than_there_are_are_refused() -> None:
 def test_stages_share_gpus_and_processes(
     gpus: int, settings: str, process_of_stage: tuple[int, ...], stages: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(devices, "number_of_gpus", lambda config: gpus)
-    found = place(configure(*TINY, *settings.split()))
+    monkeypatch.setattr(layout, "number_of_gpus", lambda config: gpus)
+    found = layout_of(configure(*TINY, *settings.split()))
     assert found.process_of_stage == process_of_stage
-    assert found.stages == (("cpu",) * 4 if stages is None else tuple(f"cuda:{gpu}" for gpu in stages.split()))
+    assert found.devices == (("cpu",) * 4 if stages is None else tuple(f"cuda:{gpu}" for gpu in stages.split()))
 
 
 @pytest.mark.parametrize(("rank", "here", "local_rank"), [(0, 1, 0), (1, 2, 0), (2, 2, 1)])
@@ -69,16 +70,16 @@ def test_a_gpu_under_torchrun_is_that_of_the_local_rank(
     rank: int, here: int, local_rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three processes: one on a machine, two on another one."""
-    monkeypatch.setattr(devices, "number_of_gpus", lambda config: here)
+    monkeypatch.setattr(layout, "number_of_gpus", lambda config: here)
     variables = {"RANK": rank, "WORLD_SIZE": 3, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": here}
     for name, value in (variables | {"MASTER_ADDR": "localhost"}).items():
         monkeypatch.setenv(name, str(value))
-    found = place(configure(*TINY, "partitions=5"))
+    found = layout_of(configure(*TINY, "partitions=5"), torchrun())
     assert found.process_of_stage == (0, 0, 1, 1, 2)
-    assert {found.stages[k] for k in range(5) if found.process_of_stage[k] == rank} == {f"cuda:{local_rank}"}
-    monkeypatch.setattr(devices, "number_of_gpus", lambda config: here - 1)
+    assert {found.devices[k] for k in range(5) if found.process_of_stage[k] == rank} == {f"cuda:{local_rank}"}
+    monkeypatch.setattr(layout, "number_of_gpus", lambda config: here - 1)
     with pytest.raises(InputError, match=r"device=cuda: there is no CUDA" if here == 1 else r"1 GPUs|there are 1; use"):
-        place(configure(*TINY, "partitions=5", "device=cuda"))
+        layout_of(configure(*TINY, "partitions=5", "device=cuda"), torchrun())
 
 
 @pytest.mark.parametrize(
@@ -94,10 +95,10 @@ def test_a_gpu_under_torchrun_is_that_of_the_local_rank(
 def test_a_note_before_the_run_says_that_stages_take_turns(
     settings: str, labels: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (devices, placement, prepare):
+    for module in (layout, placement, prepare):
         monkeypatch.setattr(module, "usable_cores", lambda: 2)
     made = placed(*settings.split())
-    assert [label for label, _ in prepare._turns(made)] == labels
+    assert [label for label, _ in prepare._turns(made.layout)] == labels
     assert made.one_device == bool(labels)
 
 
@@ -115,7 +116,7 @@ def test_a_note_before_the_run_says_that_stages_take_turns(
 def test_a_note_says_that_processes_have_uneven_work(settings: str, stages: str | None, use: str | None) -> None:
     """The cut does not know of processes: one with three of four stages had 72 % of the work, and nothing said so."""
     config = configure(*TINY, *settings.split())
-    notes = dict(prepare._uneven(config, make_placement(config, traced(*TINY))))
+    notes = dict(prepare._uneven(config, placement_of(config, traced(*TINY))))
     if stages is None:
         assert notes == {}
     elif use is None:
@@ -125,7 +126,7 @@ def test_a_note_says_that_processes_have_uneven_work(settings: str, stages: str 
         assert notes["processes"].startswith(stages)
         assert use in notes["processes"]
         better = configure(*TINY, *settings.split(), use.split()[0])
-        assert not list(prepare._uneven(better, make_placement(better, traced(*TINY))))
+        assert not list(prepare._uneven(better, placement_of(better, traced(*TINY))))
 
 
 def test_a_note_says_what_a_plan_of_compiled_layers_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +145,7 @@ def test_a_note_says_what_a_plan_of_compiled_layers_does_not_know(monkeypatch: p
 
 def test_limits_are_given_or_the_devices_own() -> None:
     def limit(*settings: str) -> int | None:
-        return memory_limit(configure(*TINY, *settings))
+        return layout_of(configure(*TINY, *settings)).limit_bytes
 
     assert limit() is None
     assert limit("hardware.memory_gib=8") == 8 * 2**30
@@ -167,7 +168,7 @@ def test_torchrun_with_other_numbers_is_refused(settings: str, message: str, mon
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "3"), ("MASTER_ADDR", "localhost")):
         monkeypatch.setenv(name, value)
     with pytest.raises(InputError, match=message):
-        place(configure(*TINY, *settings.split()))
+        layout_of(configure(*TINY, *settings.split()))
 
 
 def test_a_dry_run_needs_neither_data_nor_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,5 +197,5 @@ def test_the_order_made_for_text_has_all_micro_batches() -> None:
         "model=transformer_lm", "model.width=8", "model.hidden=8", "model.heads=2", "model.length=64", "hardware=h200",
         "dataset=synthetic_text", "dataset.vocabulary=50", "batch_size=null", "batch_tokens=64", "schedule=auto",
     )  # fmt: skip
-    found = make_placement(config)
+    found = placement_of(config)
     assert [found.schedule(micro_batches).micro_batches for micro_batches in (1, 3, 4)] == [1, 3, 4]

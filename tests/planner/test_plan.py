@@ -3,15 +3,14 @@
 from itertools import pairwise
 
 import pytest
-from plan_runs import CUSTOM, EVEN, traced
-from training_runs import configure
+from plan_runs import CUSTOM, EVEN, plan_of, traced
+from training_runs import configure, placement_of
 
 from gpipe_cli.pipeline.schedule.schedules import Kind
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost
-from gpipe_cli.planner.cost_model import LayerSeconds, StepCosts, predicted_costs
-from gpipe_cli.planner.devices import memory_limit
+from gpipe_cli.planner.cost_model import LayerSeconds, StepCosts
+from gpipe_cli.planner.layout import layout_of
 from gpipe_cli.planner.model_profile import ModelProfile
-from gpipe_cli.planner.placement import make_placement
 from gpipe_cli.planner.plan import Plan, TooLargeError, make_plan
 
 MIB = 2**20
@@ -21,7 +20,7 @@ def planned(*settings: str, limit: float | None = None) -> Plan:
     """A plan of EVEN's model with these settings, for stages of at most `limit` MiB."""
     config = configure(*EVEN, *settings)
     limit_bytes = None if limit is None else int(limit * MIB)
-    return make_plan(config, traced(), predicted_costs(config, traced()), limit_bytes)
+    return plan_of(config, traced(), limit_bytes)
 
 
 def equal_costs(profile: ModelProfile) -> StepCosts:
@@ -39,7 +38,8 @@ def fullest(plan: Plan) -> float:
 @pytest.mark.parametrize("k", [1, 2, 4])
 def test_equal_stages_take_what_the_paper_says(k: int) -> None:
     profile = traced(*CUSTOM)
-    plan = make_plan(configure(*CUSTOM, f"partitions={k}", "recompute=never"), profile, equal_costs(profile), None)
+    config = configure(*CUSTOM, f"partitions={k}", "recompute=never")
+    plan = make_plan(config, profile, equal_costs(profile), layout_of(config))
     assert plan.balance == (8 // k,) * k
     assert plan.imbalance == 0
     assert plan.step_seconds == pytest.approx((4 + k - 1) * 3 * 8 / k)
@@ -84,8 +84,8 @@ def test_an_error_names_stage_and_bytes_if_no_cut_fits() -> None:
 
 def test_a_placement_is_the_plans() -> None:
     config = configure(*EVEN, "partitions=2", "recompute=auto", "hardware.memory_gib=0.002")
-    plan = make_plan(config, traced(), predicted_costs(config, traced()), memory_limit(config))
-    made = make_placement(config, traced(), plan)
+    plan = plan_of(config, traced())
+    made = placement_of(config, traced(), plan)
     assert tuple(len(names) for names in made.layer_names) == plan.balance
     assert made.recompute == plan.recompute
     assert not isinstance(plan.recompute, str)

@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from plan_runs import EVEN
+from plan_runs import EVEN, plan_of
 from training_runs import TINY, configure, of_type, train_here
 
 from gpipe_cli.assembly.build import build_model
 from gpipe_cli.assembly.optimizer import build_optimizer
 from gpipe_cli.pipeline.schedule.orders import build, order
-from gpipe_cli.planner.cost_model import predicted_costs
 from gpipe_cli.planner.model_profile import profile_model
 from gpipe_cli.planner.plan import make_plan
 from gpipe_cli.planner.stage_memory import MemoryModel
@@ -23,7 +22,7 @@ from gpipe_cli.training.events import StepDone
 def test_weights_gradients_and_state_are_those_of_a_real_step(optimizer: str) -> None:
     config = configure(*EVEN, f"optimizer={optimizer}", "learning_rate=constant", "ema_decay=0", "partitions=3")
     profile = profile_model(config)
-    plan = make_plan(config, profile, predicted_costs(config, profile), None)
+    plan = plan_of(config, profile)
     layers = list(build_model(config).to_empty(device="cpu").named_children())
     for (first, end), held in zip(plan.bounds, plan.memory, strict=True):
         own = {f"{name}.{key}": p for name, layer in layers[first:end] for key, p in layer.named_parameters()}
@@ -48,13 +47,14 @@ def test_a_training_counts_the_activations_that_were_planned(balance: str, recom
         "executor=in_process", "max_steps=2", "optimizer=sgd", "checkpoint.every_epochs=0",
     )  # fmt: skip
     profile = profile_model(config)
-    plan = make_plan(config, profile, predicted_costs(config, profile), None)
+    plan = plan_of(config, profile)
     messages = train_here(config, tmp_path)
     counted = [step.activation_bytes for step in of_type(messages, StepDone) if step.activation_bytes]
     assert counted == [plan.saved_bytes]
     # what is flattened stands beside what was there before, of every micro-batch that is held
     features = 2 * 4 * 3 * 3 * 4 * (4 if recompute == "never" else 1)
-    contiguous = make_plan(config, profile_model(replace(config, memory_format="contiguous")), plan.costs, None)
+    other = profile_model(replace(config, memory_format="contiguous"))
+    contiguous = make_plan(config, other, plan.costs, plan.layout)
     assert sum(plan.saved_bytes) - sum(contiguous.saved_bytes) == features
 
 
@@ -63,7 +63,7 @@ def test_what_is_counted_is_a_full_mini_batch(tmp_path: Path) -> None:
     settings = [*TINY, "dataset.train_samples=14", "executor=in_process", "epochs=2", "partitions=2"]
     config = configure(*settings, "recompute=always")
     profile = profile_model(config)
-    plan = make_plan(config, profile, predicted_costs(config, profile), None)
+    plan = plan_of(config, profile)
     steps = of_type(train_here(config, tmp_path), StepDone)
     assert [step.samples for step in steps] == [8, 6, 8, 6]
     assert [step.activation_bytes for step in steps] == [None, None, plan.saved_bytes, None]

@@ -19,6 +19,7 @@ from training_runs import (
     command,
     configure,
     final_tensors,
+    placement_of,
     session_members,
     start_program,
     train_here,
@@ -29,7 +30,6 @@ from training_runs import (
 from gpipe_cli.commands.training_run import find_source
 from gpipe_cli.errors import InputError
 from gpipe_cli.launch.fork_server import fork_server, temporary_folder
-from gpipe_cli.planner.placement import make_placement
 from gpipe_cli.results.files import RESULT, read_result
 from gpipe_cli.training.milestones import starting_point
 
@@ -217,7 +217,7 @@ def test_a_broken_image_is_named(
 def test_what_a_plan_refuses() -> None:
     for setting in ("partition.balance=[3,3]", *([] if torch.cuda.is_available() else ["device=cuda"])):
         with pytest.raises(InputError, match=f"^{re.escape(setting)}: "):
-            make_placement(configure(*TINY, setting))
+            placement_of(configure(*TINY, setting))
 
 
 def refused_in_one_line(capsys: pytest.CaptureFixture[str], folder: Path, line: str) -> None:

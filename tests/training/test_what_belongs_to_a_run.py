@@ -6,12 +6,11 @@ from pathlib import Path
 import pytest
 import timm
 from safetensors.torch import save_file
-from training_runs import TINY, command, configure
+from training_runs import TINY, command, configure, placement_of
 
 from gpipe_cli.config.groups import TextConfig
 from gpipe_cli.data.text import open_text
 from gpipe_cli.errors import InputError
-from gpipe_cli.planner.placement import make_placement
 from gpipe_cli.results.files import read_result
 
 TEXT = [
@@ -114,5 +113,5 @@ def test_a_stage_in_the_middle_waits_while_text_is_prepared(
 )
 def test_a_strange_model_of_ones_own_is_one_line(function: str, line: str) -> None:
     with pytest.raises(InputError, match=line) as refused:
-        make_placement(configure("model=custom", f"model.target=custom_models:{function}"))
+        placement_of(configure("model=custom", f"model.target=custom_models:{function}"))
     assert "\n" not in str(refused.value)

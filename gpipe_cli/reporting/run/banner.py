@@ -20,11 +20,11 @@ from gpipe_cli.units import learning_rate as shown_rate
 def show_banner(console: Console, run: RunDescription, folder: Path) -> None:
     show_facts(console, _banner(run, folder))
     stages = run.placement
-    several = 1 < stages.processes < stages.partitions  # then some have more than one stage
+    several = 1 < stages.layout.processes < stages.partitions  # then some have more than one stage
     columns = (
         Column("stage", cells=[str(stage) for stage in range(stages.partitions)], number=True),
-        *([Column("process", cells=[str(owner) for owner in stages.process_of_stage], number=True)] if several else []),
-        Column("device", cells=_devices(stages.replica_devices)),
+        *([Column("process", cells=[*map(str, stages.layout.process_of_stage)], number=True)] if several else []),
+        Column("device", cells=_devices(stages.layout.replica_devices)),
         Column("layers", cells=[_layers(names) for names in stages.layer_names]),
         Column("parameters", cells=[count(parameters) for parameters in stages.parameters], number=True),
         Column("cost", cells=[percent(share) for share in run.cost_shares], number=True),
@@ -44,10 +44,10 @@ def _banner(run: RunDescription, folder: Path) -> Iterable[tuple[str, str]]:
         yield "vocabulary", plural(run.data.vocabulary, "token")
     if config.preset is not None:
         yield "preset", f"{config.preset}: settings that suit this model and data set; what is given wins"
-    replicas = f", R = {placement.replicas} replicas" if placement.replicas > 1 else ""
+    replicas = f", R = {placement.layout.replicas} replicas" if placement.layout.replicas > 1 else ""
     yield "pipeline", f"K = {plural(placement.partitions, 'partition')}, M = {micro_batches}{replicas}"
     yield "schedule", f"{config.schedule}, recompute {config.recompute}"
-    yield "executor", f"{run.executor}, {plural(placement.threads, 'thread')} for each process"
+    yield "executor", f"{run.executor}, {plural(placement.layout.threads, 'thread')} for each process"
     yield from precision_facts(config.precision, placement.computes_in)
     yield "ideal bubble", f"{percent(run.ideal_bubble)} of the devices' time"
     yield "mini-batch", _global_batch(run, micro_batches)

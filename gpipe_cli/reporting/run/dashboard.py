@@ -75,7 +75,9 @@ class Dashboard:
         whole = message.samples == (self._run.config.batch_size or message.samples)  # the last of an epoch may be short
         if (plan := self._run.prediction) is not None and whole:
             named |= _tagged({"step_over_predicted": message.seconds / plan.step_seconds})
-        self._draw(message.step, named | _training(message) | _memory(message, self._run.placement.device_of_stage))
+        self._draw(
+            message.step, named | _training(message) | _memory(message, self._run.placement.layout.device_of_stage)
+        )
 
     def recorded(self, step: int, breakdown: Mapping[str, float]) -> None:
         shares = {f"step/{share}": value for share, value in breakdown.items()}

@@ -70,12 +70,12 @@ class RunDescription:
 
     @property
     def executor(self) -> str:
-        return "distributed" if self.placement.distributed else "in_process"
+        return "distributed" if self.placement.layout.distributed else "in_process"
 
     @property
     def ideal_bubble(self) -> float:
         """Share of the devices' time, 0 to 1."""
-        return ideal_bubble(len(set(self.placement.device_of_stage)), self.config.micro_batches)
+        return ideal_bubble(len(set(self.placement.layout.device_of_stage)), self.config.micro_batches)
 
     @property
     def prediction(self) -> "Plan | None":

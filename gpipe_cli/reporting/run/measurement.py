@@ -86,7 +86,7 @@ def stage_memory(
     Peaks were measured, () before the first step; activations are those planned if they were not counted.
     """
     found = []
-    for stages in stages_together(placement.device_of_stage) if peaks else ():
+    for stages in stages_together(placement.layout.device_of_stage) if peaks else ():
         parts = {
             "libraries": libraries[stages[0]] if libraries else 0,
             "weights": sum(planned[k].weights_bytes for k in stages),

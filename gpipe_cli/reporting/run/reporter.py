@@ -74,7 +74,7 @@ class Reporter:
         self._predicted_activation_bytes: tuple[int, ...] | None = None
         self._compared = False
         self._pictures: list[StepPicture] = []
-        hardware = measurement.hardware(run.gpu_names, run.placement.threads)
+        hardware = measurement.hardware(run.gpu_names, run.placement.layout.threads)
         self._machine: dict[str, Any] = {"versions": measurement.versions(self._text), "hardware": hardware}
         self._test, self._best = _tested(run.config.task, run.test), _tested(run.config.task, run.best)
         self._starts = _starts(folder, run)
@@ -145,7 +145,7 @@ class Reporter:
     def _write_page(self) -> None:
         title = f"{self._run.model_name} on {self._run.config.dataset.name}"
         commands, share = [start.command for start in self._starts], self._medians.median("without_core")
-        kind = measurement.kind_of_speed(self._run.placement.one_device, share)
+        kind = measurement.kind_of_speed(self._run.placement.layout.one_device, share)
         write_page(
             self._folder / PAGE, title, self._run.simulation, self._pictures, commands=commands, run=str(self._folder),
             contended=share if kind == "measured_contended" else None,
@@ -237,14 +237,19 @@ class Reporter:
         self._compared = True
         console, share = self._console.console, self._medians.median("without_core")
         show_facts(console, comparison(prediction, seconds, self._predicted_activation_bytes, self._counted[0]))
-        kind = measurement.kind_of_speed(self._run.placement.one_device, share)
+        kind = measurement.kind_of_speed(self._run.placement.layout.one_device, share)
         if kind is not None and kind != "measured":  # whatever was predicted, it was not this
             show_facts(console, [("", speed_kind(kind, share))])
 
     def _show_disturbed(self) -> None:
         """Says that a disturbed run calibrates no later prediction, and what to do instead."""
         prediction, share = self._run.prediction, self._medians.median("without_core")
-        if prediction is None or share is None or share <= measurement.DISTURBED or self._run.placement.one_device:
+        if (
+            prediction is None
+            or share is None
+            or share <= measurement.DISTURBED
+            or self._run.placement.layout.one_device
+        ):
             return
         if prediction.costs.basis in ("timed_machine", "timed_layers"):
             again = "cost=measured_anew times the layers when others leave the cores alone"
@@ -259,7 +264,7 @@ class Reporter:
         few = self._steps - self._run.first_step < COMPARED_STEPS
         if few or seconds is None or share is None or max(share, waited) > measurement.DISTURBED:
             return None
-        return None if self._run.placement.one_device else seconds
+        return None if self._run.placement.layout.one_device else seconds
 
     def _memory(self) -> tuple[StageMemory, ...]:
         run = self._run
@@ -286,7 +291,7 @@ class Reporter:
             best=self._best,
             samples_per_second=speeds[0],
             samples_per_second_quartiles=self._medians.quartiles("samples_per_second"),
-            samples_per_second_kind=measurement.kind_of_speed(placement.one_device, of("without_core")),
+            samples_per_second_kind=measurement.kind_of_speed(placement.layout.one_device, of("without_core")),
             without_core=of("without_core"),
             step_seconds=of("step_seconds"),
             speed_includes_warm_up=0 < self._steps - run.first_step <= run.warm_up_steps,
@@ -307,8 +312,8 @@ class Reporter:
             prediction=None if run.prediction is None else _prediction(run.prediction),
             activation_bytes=self._counted[0],
             predicted_activation_bytes=self._predicted_activation_bytes,
-            partitions=tuple(map(Partition, placement.process_of_stage, placement.devices, placement.layer_names,
-                                 placement.parameters, run.cost_shares)),
+            partitions=tuple(map(Partition, placement.layout.process_of_stage, placement.layout.devices,
+                                 placement.layer_names, placement.parameters, run.cost_shares)),
             failed_checkpoints=self._failed_checkpoints,
             compiled=None if run.compiled is None else asdict(run.compiled),
             resumed_from=config.resume,

@@ -21,7 +21,6 @@ from gpipe_cli.pipeline.schedule.simulator import ideal_bubble
 from gpipe_cli.planner.auto_settings import Comparison
 from gpipe_cli.planner.data_sheet import resolved
 from gpipe_cli.planner.device_rates import computes_in, reached_tflops
-from gpipe_cli.planner.devices import memory_of, place
 from gpipe_cli.planner.model_profile import ModelProfile
 from gpipe_cli.planner.plan import Plan
 from gpipe_cli.planner.step_schedule import mini_batch_samples
@@ -59,7 +58,7 @@ def plan_json(
     peak = hardware["flops_per_second"]
     flops = round(sum(cost.flops for cost in profile.costs) * samples)
     # elsewhere there are as many processes as devices, whatever is here
-    process_of_stage = place(config).process_of_stage if config.hardware.name == "auto" else plan.device_of_stage
+    process_of_stage = plan.layout.process_of_stage if plan.layout.here else plan.device_of_stage
     layers, stages = _stages(profile, plan, process_of_stage, _limit_bytes(hardware))
     recomputed_flops = sum(
         recomputed * sum(cost.forward.flops for cost in profile.costs[first:end]) * samples / plan.micro_batches
@@ -158,12 +157,11 @@ def _stages(
 
 def _hardware(config: TrainConfig, plan: Plan) -> Facts:
     """One device and one link of the machine that is planned for."""
-    devices = place(config)
-    hardware = resolved(config.hardware, devices.stages)
+    memory = plan.layout.memory
+    hardware = resolved(config.hardware, plan.layout.devices)
     timed = plan.costs.basis in ("timed_machine", "timed_layers")  # then no data sheet is behind the seconds
     figures = plan.costs.figures
     reached = None if hardware.tflops is None else reached_tflops(hardware, config.precision)
-    memory = memory_of(config, devices)
     peaks = {"float32": hardware.peak_tflops, "tf32": hardware.tf32_tflops, "bfloat16": hardware.bfloat16_tflops}
 
     def times(value: float | None, factor: float) -> float | None:
@@ -175,7 +173,7 @@ def _hardware(config: TrainConfig, plan: Plan) -> Facts:
         "precision": config.precision,
         "computes_in": computes_in(hardware.name, config.precision),
         "peak_flops_per_second": {name: None if peak is None else peak * 1e12 for name, peak in peaks.items()},
-        "flops_per_second": times(reached, 1e12 * (devices.threads if hardware.name == "cpu" else 1)),
+        "flops_per_second": times(reached, 1e12 * (plan.layout.threads if hardware.name == "cpu" else 1)),
         "timed": figures and asdict(figures),
         "memory_bytes": memory and memory.device_bytes,
         "memory_stages": memory and memory.stages,  # that share it

@@ -115,7 +115,7 @@ class CheckpointWriter:
 
     def _begin(self, progress: store.Progress) -> None:
         placement = self.engine.placement
-        writes = placement.replica_of(self.control.rank) == 0  # all replicas have the same
+        writes = placement.layout.replica_of(self.control.rank) == 0  # all replicas have the same
         states = {k: state_of_stage(self.engine, k) for k in (self.engine.stages if writes else ())}
         without_state = [
             name
@@ -137,7 +137,7 @@ class CheckpointWriter:
                 store.write_part(draft, self.control.rank, store.Part(tuple(files), tuple(without_state)))
 
         def complete() -> None:
-            parts = [self._part(draft, process) for process in range(placement.of_pipeline)]
+            parts = [self._part(draft, process) for process in range(placement.layout.of_pipeline)]
             layers = tuple(name for names in placement.layer_names for name in names)
             files = tuple(file for part in parts for file in part.files)
             stateless = tuple(name for part in parts for name in part.without_state)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from browser import NEEDED, opened_page
-from plan_runs import EVEN, traced
+from plan_runs import EVEN, plan_of, traced
 from training_runs import configure
 
 from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory
@@ -27,7 +27,7 @@ from gpipe_cli.pipeline.schedule.timeline import Timeline
 from gpipe_cli.planner.cost_model import predicted_costs
 from gpipe_cli.planner.data_sheet import resolved
 from gpipe_cli.planner.device_rates import rates_of_sheet
-from gpipe_cli.planner.devices import memory_limit, place
+from gpipe_cli.planner.layout import layout_of
 from gpipe_cli.planner.plan import Plan, TooLargeError, make_plan
 from gpipe_cli.planner.shared_layers import Shared
 from gpipe_cli.planner.simulation_data import simulation_data
@@ -49,7 +49,7 @@ SPLIT = (*SETTINGS, "schedule=zero_bubble")  # so that both halves of backwards 
 def planned(*settings: str) -> tuple[dict[str, Any], Plan]:
     """A plan by figures, and what the page gets of it. The model is traced once."""
     config, profile = configure(*SPLIT, *settings), traced(*SPLIT)
-    plan = make_plan(config, profile, predicted_costs(config, profile), memory_limit(config))
+    plan = plan_of(config, profile)
     return simulation_data(config, profile, plan), plan
 
 
@@ -276,9 +276,9 @@ def test_a_run_on_this_machine_is_simulated_as_it_was_planned(page: "Page") -> N
     own they do not, and only those of a stage's process still take turns."""
     for settings in (("partitions=2",), ("partitions=3", "executor=in_process"), ("partitions=2", "replicas=2")):
         config, profile = configure(*EVEN, "schedule=1f1b", *settings), traced(*EVEN)
-        sheet = rates_of_sheet(resolved(config.hardware, place(config).stages), 1)
-        costs = predicted_costs(config, profile, replace(sheet, slowdown=1.3, together=2))
-        plan = make_plan(config, profile, costs, None)
+        sheet = rates_of_sheet(resolved(config.hardware, layout_of(config).devices), 1)
+        costs = predicted_costs(config, profile, layout_of(config), replace(sheet, slowdown=1.3, together=2))
+        plan = make_plan(config, profile, costs, layout_of(config))
         data = simulation_data(config, profile, plan)
         own = {"balance": data["balance"], "schedule": "1f1b"}  # whose order is made again
         found = page.evaluate(
@@ -288,7 +288,7 @@ def test_a_run_on_this_machine_is_simulated_as_it_was_planned(page: "Page") -> N
         )
         assert found[1] == pytest.approx(plan.step_seconds, rel=1e-9)
         assert found[0] == pytest.approx(plan.step_seconds, rel=1e-9)
-        alone = make_plan(config, profile, replace(costs, slowdown=()), None)
+        alone = make_plan(config, profile, replace(costs, slowdown=()), layout_of(config))
         assert found[2] == pytest.approx(alone.step_seconds, rel=1e-9)
         assert (found[2] < 0.99 * found[1]) == (costs.slowdown[len(set(plan.device_of_stage)) - 1] > 1)
 
@@ -361,14 +361,14 @@ def test_cuts_keep_together_what_layers_share(page: "Page") -> None:
     for (first, second), partitions in product(((0, 1), (1, 4), (2, 3), (3, 6)), (2, 4, 5)):
         other = replace(config, partitions=partitions)
         tied = replace(profile, shared=(Shared(first, second, "they share"),))
-        costs = predicted_costs(config, tied)
-        data = simulation_data(config, tied, make_plan(config, tied, costs, None))
+        costs = predicted_costs(config, tied, layout_of(config))
+        data = simulation_data(config, tied, make_plan(config, tied, costs, layout_of(config)))
         found = page.evaluate("([data, K]) => gpipe.configured(data, {partitions: K})", [data, partitions])
         if len(profile.costs) - (second - first) < partitions:
             assert found["problem"] == "they share"
         else:
             assert found.get("problem") is None
-            assert found["balance"] == list(make_plan(other, tied, predicted_costs(other, tied), None).balance)
+            assert found["balance"] == list(plan_of(other, tied).balance)
 
 
 def test_what_cannot_be_is_said(page: "Page") -> None:
@@ -397,7 +397,7 @@ def test_what_cannot_be_is_said(page: "Page") -> None:
 )
 def test_bytes_of_any_span_of_layers_are_exact(page: "Page", settings: tuple[str, ...]) -> None:
     config, profile = configure(*settings), traced(*settings)
-    plan = make_plan(config, profile, predicted_costs(config, profile), None)
+    plan = plan_of(config, profile)
     data, layers = simulation_data(config, profile, plan), len(profile.costs)
     spans = [(first, end) for first in range(layers) for end in range(first + 1, layers + 1)]
     asked = [(first, end, samples) for first, end in spans for samples in (1, 2, 7)]
@@ -449,6 +449,6 @@ def test_a_layer_that_moves_is_simulated(page: "Page") -> None:
     config, profile = configure(*SPLIT), traced(*SPLIT)
     for one in moved:
         cut = replace(config, partition=replace(config.partition, balance=tuple(one["balance"])))
-        other = make_plan(cut, profile, predicted_costs(cut, profile), None)
+        other = plan_of(cut, profile)
         assert one["step_seconds"] == pytest.approx(other.step_seconds, rel=1e-9)
         assert other.balance != plan.balance

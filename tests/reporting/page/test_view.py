@@ -9,14 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from browser import NEEDED, opened_page
-from plan_runs import EVEN, traced
+from plan_runs import EVEN, plan_of, traced
 from training_runs import configure
 
 from gpipe_cli.pipeline.schedule.orders import build
 from gpipe_cli.pipeline.schedule.schedule_file import read_schedule
-from gpipe_cli.planner.cost_model import predicted_costs
-from gpipe_cli.planner.devices import memory_limit
-from gpipe_cli.planner.plan import make_plan
 from gpipe_cli.planner.simulation_data import simulation_data
 from gpipe_cli.reporting.page.page import write_page
 from gpipe_cli.reporting.plots import palette
@@ -37,7 +34,7 @@ COMMANDS = (
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of a run with two recorded steps, of which stage 1 has waited since before they began."""
     config, profile = configure(*SETTINGS), traced(*SETTINGS)
-    plan = make_plan(config, profile, predicted_costs(config, profile), memory_limit(config))
+    plan = plan_of(config, profile)
     view = timeline_view("", "measured", plan.timeline, plan.breakdown, plan.step_seconds, 0.0)
     first, (waited, *others) = view.stages
     assert waited.what == "waiting"

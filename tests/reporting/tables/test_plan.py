@@ -5,13 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from plan_runs import EVEN, traced
+from plan_runs import EVEN, plan_of, traced
 from reporting_runs import log, shares
-from training_runs import configure
+from training_runs import configure, placement_of
 
-from gpipe_cli.planner.cost_model import predicted_costs
-from gpipe_cli.planner.placement import make_placement
-from gpipe_cli.planner.plan import make_plan
 from gpipe_cli.reporting.run.description import precision_facts
 from gpipe_cli.reporting.tables.plan import plan_json, show_plan
 from gpipe_cli.results.files import read_result
@@ -36,7 +33,7 @@ LAYER_KEYS = ("parameters", "forward_flops", "saved_bytes", "boundary_bytes", "f
 def real() -> dict[str, Any]:
     """A plan of seven layers on two stages, as plan.json has it."""
     config = configure(*EVEN, "partitions=2", "hardware=h200")
-    made = make_plan(config, traced(), predicted_costs(config, traced()), None)
+    made = plan_of(config, traced())
     return plan_json(config, traced(), made, (), {"picture": "plan.png"})
 
 
@@ -160,7 +157,7 @@ def test_text_has_tokens_and_unknown_figures_are_left_out(tmp_path: Path) -> Non
 def test_a_plan_says_of_which_precision_its_flops_are(settings: str, lines: list[str], tmp_path: Path) -> None:
     """`hardware=h100 precision=bfloat16` said 590.4 TFLOP/s, and nothing of what they are a share of."""
     config = configure(*EVEN, "partitions=2", *settings.split())
-    written = plan_json(config, traced(), make_plan(config, traced(), predicted_costs(config, traced()), None), (), {})
+    written = plan_json(config, traced(), plan_of(config, traced()), (), {})
     said = "\n".join(shown(written, tmp_path))
     assert all(line in said for line in lines), said
 
@@ -176,18 +173,18 @@ def test_a_plan_says_of_which_precision_its_flops_are(settings: str, lines: list
 )
 def test_a_plan_says_what_is_computed_in_as_the_run_does(settings: str, line: str, tmp_path: Path) -> None:
     config = configure(*EVEN, "partitions=2", *settings.split())
-    made = make_plan(config, traced(), predicted_costs(config, traced()), None)
+    made = plan_of(config, traced())
     said = row(shown(plan_json(config, traced(), made, (), {}), tmp_path, width=120), "precision")
     assert line in said
     if config.hardware.name == "cpu":
-        placement = make_placement(config, traced(), made)
+        placement = placement_of(config, traced(), made)
         assert precision_facts(placement.precision, placement.computes_in) == [tuple(said.split(" ", 1))]
 
 
 def test_stages_that_share_a_device_are_shown_so(tmp_path: Path) -> None:
     """The banner gave a stage's share of the memory as that of the device."""
     config = configure(*EVEN, "partitions=4", "stages_per_process=2", "executor=auto", "hardware=h100")
-    made = make_plan(config, traced(), predicted_costs(config, traced()), None)
+    made = plan_of(config, traced())
     written = plan_json(config, traced(), made, (), {})
     assert {stage["memory"]["limit_bytes"] for stage in written["stages"]} == {int(74.5 * 2**30) // 2}
     lines = shown(written, tmp_path, width=120)

@@ -1,0 +1,300 @@
+"""The layout of a run: on which devices, in which processes and with how many threads its K stages compute, and how
+much memory each of them may use.
+
+It is resolved once for a configuration, from the settings, from torchrun's part of the environment and from what this
+machine has, before anything is allocated. Plans, workers and reports take the `Layout` and ask nothing again.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from gpipe_cli.config.settings import TrainConfig
+from gpipe_cli.config.typed import RefusedError
+from gpipe_cli.distributed.torchrun import Torchrun
+from gpipe_cli.errors import InputError
+from gpipe_cli.pipeline.schedule.orders import LOOPED
+from gpipe_cli.planner.data_sheet import number_of_gpus, resolved
+from gpipe_cli.planner.step_schedule import schedule_of_file
+from gpipe_cli.system.machine import usable_cores, usable_memory_bytes
+from gpipe_cli.units import plural
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What the stages of a device may use."""
+
+    device_bytes: int
+    stages: int  # number of stages that share these bytes
+
+    @property
+    def limit_bytes(self) -> int:
+        """The bytes that each of the stages must stay below."""
+        return self.device_bytes // self.stages
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the stages of all R pipelines are. Process p of pipeline r is process r P + p of the run, so that a
+    pipeline stays on a machine; every pipeline has its stages in the same processes."""
+
+    replica_devices: tuple[tuple[str, ...], ...]  # for each pipeline, the device of each stage: `cpu`, `cuda:0`
+    process_of_stage: tuple[int, ...]  # the process of each stage, among the P processes of its pipeline
+    row_of_stage: tuple[int, ...]  # the row of each stage, in a schedule that has a row for each device
+    threads: int  # threads of each process: its share of the cores unless the settings say it
+    at_once: int  # how many devices of all pipelines can compute at the same time, as CPUs share cores
+    here: bool  # whether a plan is for this machine; `hardware` may name another one, with as many devices as asked for
+    started: Torchrun | None  # this process, if torchrun started it
+    memory: Memory | None = None  # None: there is no limit
+    replica: int = 0  # the pipeline that this is looked at from
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The device of each stage of this pipeline."""
+        return self.replica_devices[self.replica]
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.devices[0] == "cpu"
+
+    @property
+    def device_of_stage(self) -> tuple[int, ...]:
+        """The number of each stage's device, from 0 on: stages with the same number take turns. Each process on a CPU
+        is a device of its own."""
+        if not self.here:
+            return self.row_of_stage
+        places = list(zip(self.process_of_stage, self.devices, strict=True))
+        numbers = {place: number for number, place in enumerate(dict.fromkeys(places))}
+        return tuple(numbers[place] for place in places)
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """The bytes that each stage must stay below, if there is a limit."""
+        return None if self.memory is None else self.memory.limit_bytes
+
+    @property
+    def replicas(self) -> int:
+        """R, the number of pipelines."""
+        return len(self.replica_devices)
+
+    @property
+    def of_pipeline(self) -> int:
+        """P, the number of processes of each pipeline."""
+        return 1 + max(self.process_of_stage)
+
+    @property
+    def processes(self) -> int:
+        """The number of processes of all pipelines."""
+        return self.of_pipeline * self.replicas
+
+    @property
+    def processes_here(self) -> int:
+        """The number of processes on this machine; torchrun may have started others elsewhere."""
+        return self.processes if self.started is None else self.started.here
+
+    @property
+    def distributed(self) -> bool:
+        """Whether a pipeline has several processes."""
+        return self.of_pipeline > 1
+
+    @property
+    def shares_cores(self) -> bool:
+        """Whether the devices are processes on the cores of this machine."""
+        return self.here and self.on_cpu and self.started is None
+
+    @property
+    def short_of_cores(self) -> bool:
+        """Whether the processes that compute here have more threads than there are cores."""
+        return set(self.devices) == {"cpu"} and self.processes_here * self.threads > usable_cores()
+
+    @property
+    def one_device(self) -> bool:
+        """Whether several stages take turns on one device, or threads on too few cores: what is measured then is not a
+        pipeline's speed."""
+        in_turns = not self.distributed and len(self.devices) > 1 and len(set(self.devices)) == 1
+        return in_turns or self.short_of_cores
+
+    def device_of(self, process: int) -> str:
+        """The device of a process, numbered among those of the run."""
+        return self.replica_devices[self.replica_of(process)][self.stages_of(process)[0]]
+
+    def replica_of(self, process: int) -> int:
+        """The pipeline that a process belongs to."""
+        return process // self.of_pipeline
+
+    def stages_of(self, process: int) -> tuple[int, ...]:
+        """The stages that a process has, of its pipeline."""
+        return tuple(stage for stage, owner in enumerate(self.process_of_stage) if owner == process % self.of_pipeline)
+
+
+def layout_of(config: TrainConfig, started: Torchrun | None = None) -> Layout:
+    """The layout of a configuration, in a process that torchrun `started` or that the user did.
+
+    Raises InputError, one line, for devices that are not there, processes that do not fit them, and a limit to the
+    memory that has to be known and is not.
+    """
+    partitions, gpus = config.partitions, number_of_gpus(config)
+    if config.device == "cuda" and gpus == 0:
+        raise InputError("device=cuda: there is no CUDA device on this machine; use device=cpu or device=auto")
+    rows = _rows(config, None)
+    _check_stages_per_process(config)
+    if started is None:
+        processes = _own_processes(config, 1 + max(rows), gpus)
+    else:
+        processes = _torchruns_processes(config, 1 + max(rows), started)
+    process_of_stage = (0,) * partitions
+    if processes > 1:
+        process_of_stage = rows = rows if processes == 1 + max(rows) else _rows(config, processes)
+    if gpus == 0:
+        devices = (("cpu",) * partitions,) * config.replicas
+    elif processes == 1 and started is None and gpus >= config.replicas:
+        rows, devices = _gpus_of_one_process(config, rows, gpus // config.replicas)
+    else:
+        devices = _gpu_of_each_process(config, process_of_stage, gpus, started)
+    threads = config.threads or own_threads(processes * config.replicas)
+    here = config.hardware.name == "auto"
+    layout = Layout(devices, process_of_stage, rows, threads, 0, here, started)
+    at_once = (1 + max(layout.device_of_stage)) * config.replicas
+    if layout.shares_cores and layout.processes > 1:
+        at_once = min(at_once, max(1, usable_cores() // threads))
+    return replace(layout, at_once=at_once, memory=_memory(config, layout))
+
+
+def own_threads(processes: int) -> int:
+    """The threads of each of so many processes that share the cores of this machine."""
+    return max(1, usable_cores() // processes)
+
+
+def _memory(config: TrainConfig, layout: Layout) -> Memory | None:
+    """The memory that the settings give or, for recompute=auto, the memory of the device."""
+    memory_gib, stages = config.hardware.memory_gib, 1
+    if memory_gib is not None and not layout.here:  # a device's, and not a stage's
+        stages = max(map(layout.row_of_stage.count, layout.row_of_stage))
+    if memory_gib is None and config.recompute == "auto":
+        memory_gib = resolved(config.hardware, layout.devices).memory_gib
+        if memory_gib is None and layout.on_cpu:
+            memory_gib = usable_memory_bytes() / 2**30
+        if memory_gib is None:
+            raise InputError("recompute=auto: needs the memory of a device; give hardware.memory_gib=...")
+        if layout.here:
+            stages = _stages_of_a_device(layout)
+    return None if memory_gib is None else Memory(int(memory_gib * 2**30), stages)
+
+
+def _stages_of_a_device(layout: Layout) -> int:
+    """How many stages share the memory of a GPU, or of this machine."""
+    if layout.started is None:
+        stages = [device for replica in layout.replica_devices for device in replica]
+        return max(map(stages.count, stages))
+    of_a_process = max(map(layout.process_of_stage.count, layout.process_of_stage))
+    return of_a_process * (layout.started.here if layout.on_cpu else 1)
+
+
+def _rows(config: TrainConfig, places: int | None) -> tuple[int, ...]:
+    """The place of each stage, if a pipeline has so many `places`, or as many as `stages_per_process` makes: neighbours
+    together; or dealt out, where the schedule wants a device to have stages that are not neighbours; or as the
+    schedule's file says.
+
+    Raises InputError for stages that cannot be dealt out.
+    """
+    partitions, each = config.partitions, config.stages_per_process
+    if config.schedule_is_file:
+        return schedule_of_file(config).row_of_stage
+    if places is None:
+        places = -(-partitions // (each or 1))
+    if config.schedule in LOOPED:
+        if partitions % places:
+            why = f"{plural(places, 'device')} would have different numbers of stages; use partitions="
+            why += f"{-(-partitions // places) * places}"
+            if config.schedule == "interleaved":
+                raise RefusedError("partitions", partitions, f"schedule=interleaved: {why}")
+        return tuple(stage % places for stage in range(partitions))
+    if each is None or places != -(-partitions // each):
+        return tuple(stage * places // partitions for stage in range(partitions))
+    return tuple(stage // each for stage in range(partitions))
+
+
+def _check_stages_per_process(config: TrainConfig) -> None:
+    """Raises RefusedError if the other settings leave no room for `stages_per_process`."""
+    partitions, each = config.partitions, config.stages_per_process
+    if each is None:
+        return
+    if config.schedule_is_file:
+        raise RefusedError("stages_per_process", each, f"schedule={config.schedule} says it; leave it out")
+    if each > partitions:
+        use = f"use stages_per_process={partitions}, or partitions={each} or more"
+        raise RefusedError("stages_per_process", each, f"a pipeline has only {plural(partitions, 'stage')}; {use}")
+    if config.executor == "in_process" and config.schedule not in LOOPED:
+        why = "executor=in_process has all stages in one process; leave one of the two out"
+        raise RefusedError("stages_per_process", each, why)
+
+
+def _own_processes(config: TrainConfig, rows: int, gpus: int) -> int:
+    """The number of processes that the command starts for each pipeline."""
+    if config.partitions == 1 or config.executor == "in_process":
+        return 1
+    if config.stages_per_process is not None or config.schedule_is_file:
+        return rows
+    return min(config.partitions, max(1, gpus // config.replicas)) if gpus else config.partitions
+
+
+def _torchruns_processes(config: TrainConfig, rows: int, started: Torchrun) -> int:
+    """The number of processes that each pipeline gets of those that torchrun started. Raises InputError if they do not
+    fit the settings."""
+    partitions, replicas, each = config.partitions, config.replicas, config.stages_per_process
+    many = f"torchrun started {started.processes} processes"
+    if started.processes % replicas:
+        raise RefusedError("replicas", replicas, f"{many}, and each replica has as many; use replicas=1")
+    if config.executor == "in_process" and started.processes > replicas:
+        raise InputError(f"executor=in_process: {many}; start one for each replica, or leave executor out")
+    if started.processes > partitions * replicas:
+        raise InputError(
+            f"partitions={partitions}: {many}, and each needs a stage; use "
+            f"partitions={-(-started.processes // replicas)} or more, or --nproc-per-node={partitions * replicas}"
+        )
+    processes = started.processes // replicas
+    if each is not None and processes != rows:
+        raise InputError(f"stages_per_process={each}: {many} for {partitions} stages; leave it out")
+    if config.schedule_is_file and 1 < processes != rows:
+        why = f"has {plural(rows, 'row')}, and {many} for each replica; start as many as rows"
+        raise RefusedError("schedule", config.schedule, why)
+    return processes
+
+
+_Devices = tuple[tuple[str, ...], ...]  # for each pipeline, the device of each stage
+
+
+def _gpus_of_one_process(config: TrainConfig, rows: Sequence[int], own: int) -> tuple[tuple[int, ...], _Devices]:
+    """The row and the devices of each stage, if one process drives `own` GPUs of each pipeline."""
+    if config.stages_per_process is None and not config.schedule_is_file:
+        rows = _rows(config, min(own, config.partitions))
+    used = min(own, 1 + max(rows))
+    gpus = [row * used // (1 + max(rows)) for row in rows]
+    return tuple(rows), tuple(tuple(f"cuda:{own * r + gpu}" for gpu in gpus) for r in range(config.replicas))
+
+
+def _gpu_of_each_process(
+    config: TrainConfig, process_of_stage: Sequence[int], gpus: int, started: Torchrun | None
+) -> _Devices:
+    """The devices of each stage, if every process has a GPU of its own. Raises InputError if there are too few."""
+    partitions, replicas = config.partitions, config.replicas
+    processes = 1 + max(process_of_stage)
+    here = processes * replicas if started is None else started.here
+    # a launcher may show each process its own GPU only, as SLURM's --gpus-per-task=1 does
+    one_each = started is not None and gpus == 1 and "CUDA_VISIBLE_DEVICES" in os.environ
+    if gpus < here and not one_each:
+        needs = f"{plural(here, 'process')} need a GPU each and there are {gpus}"
+        if replicas > gpus:
+            raise RefusedError("replicas", replicas, f"{needs}; use replicas={gpus} or device=cpu")
+        fewer = f"stages_per_process={-(-partitions * replicas // gpus)}, executor=in_process"
+        raise InputError(
+            f"partitions={partitions}: {needs}; use "
+            f"{fewer if started is None else f'--nproc-per-node={gpus}'} or device=cpu"
+        )
+    # under torchrun this process knows its own GPU; each machine, or process that sees one, counts them from 0
+    local = {} if started is None else {started.rank: started.local_rank}
+
+    def device(process: int) -> str:
+        return f"cuda:{0 if one_each else local.get(process, process % here)}"
+
+    return tuple(tuple(device(processes * r + owner) for owner in process_of_stage) for r in range(replicas))
