@@ -33,7 +33,7 @@ def with_overhead(seconds: float):  # type: ignore[no-untyped-def]
     """Layers that cost a millisecond a sample, and `seconds` for every micro-batch."""
 
     def costs_of(config: TrainConfig, profile: ModelProfile, layout: Layout) -> StepCosts:
-        of_figures = predicted_costs(config, profile, layout_of(config), layout)
+        of_figures = predicted_costs(config, profile, layout)
         each = 1e-3 * config.batch_size / config.micro_batches + seconds  # type: ignore[operator]
         layers = (LayerSeconds(each, each, 2 * each),) * len(profile.costs)
         return StepCosts("made up", "data_sheet", layers, (0.0,) * len(layers), of_figures.edges, ())

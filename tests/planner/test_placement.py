@@ -15,9 +15,9 @@ from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.errors import InputError
-from gpipe_cli.planner import layout, placement
+from gpipe_cli.planner import layout
 from gpipe_cli.planner.cost_model import StepCosts
-from gpipe_cli.planner.layout import layout_of
+from gpipe_cli.planner.layout import Layout, layout_of
 from gpipe_cli.planner.model_profile import ModelProfile
 from gpipe_cli.planner.placement import Placement
 from gpipe_cli.results.files import read_result
@@ -95,11 +95,11 @@ def test_a_gpu_under_torchrun_is_that_of_the_local_rank(
 def test_a_note_before_the_run_says_that_stages_take_turns(
     settings: str, labels: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (layout, placement, prepare):
+    for module in (layout, prepare):
         monkeypatch.setattr(module, "usable_cores", lambda: 2)
     made = placed(*settings.split())
     assert [label for label, _ in prepare._turns(made.layout)] == labels
-    assert made.one_device == bool(labels)
+    assert made.layout.one_device == bool(labels)
 
 
 @pytest.mark.parametrize(
@@ -132,8 +132,8 @@ def test_a_note_says_that_processes_have_uneven_work(settings: str, stages: str 
 def test_a_note_says_what_a_plan_of_compiled_layers_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers that are timed are compiled, too; here nothing is timed, as that would compile them for seconds."""
 
-    def by_figures(config: TrainConfig, profile: ModelProfile, log: Callable[[str], None]) -> StepCosts:
-        return step_costs(replace(config, cost="figures"), profile, log)
+    def by_figures(config: TrainConfig, profile: ModelProfile, where: Layout, log: Callable[[str], None]) -> StepCosts:
+        return step_costs(replace(config, cost="figures"), profile, where, log)
 
     monkeypatch.setattr(prepare, "step_costs", by_figures)
     for cost, other_times in (("figures", True), ("measured", False)):
@@ -168,7 +168,7 @@ def test_torchrun_with_other_numbers_is_refused(settings: str, message: str, mon
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "3"), ("MASTER_ADDR", "localhost")):
         monkeypatch.setenv(name, value)
     with pytest.raises(InputError, match=message):
-        layout_of(configure(*TINY, *settings.split()))
+        layout_of(configure(*TINY, *settings.split()), torchrun())
 
 
 def test_a_dry_run_needs_neither_data_nor_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from plan_runs import EVEN, plan_of, traced
 from reporting_runs import log, shares
-from training_runs import configure, placement_of
+from training_runs import configure
 
+from gpipe_cli.planner.placement import placed
 from gpipe_cli.reporting.run.description import precision_facts
 from gpipe_cli.reporting.tables.plan import plan_json, show_plan
 from gpipe_cli.results.files import read_result
@@ -177,7 +178,7 @@ def test_a_plan_says_what_is_computed_in_as_the_run_does(settings: str, line: st
     said = row(shown(plan_json(config, traced(), made, (), {}), tmp_path, width=120), "precision")
     assert line in said
     if config.hardware.name == "cpu":
-        placement = placement_of(config, traced(), made)
+        placement = placed(config, traced(), made)
         assert precision_facts(placement.precision, placement.computes_in) == [tuple(said.split(" ", 1))]
 
 
