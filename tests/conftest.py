@@ -35,7 +35,7 @@ def same_random_numbers() -> None:
 def machine_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands that run in the test process plan by the figures of hardware=cpu: to time the machine takes seconds for
     each of them. `benchmark/test_machine_timing.py` and the processes that tests start do time it."""
-    monkeypatch.setattr(timing, "machine_rates", lambda config, log=None: None)
+    monkeypatch.setattr(timing, "machine_rates", lambda *_: None)
 
 
 @pytest.fixture(autouse=True)

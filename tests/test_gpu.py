@@ -21,6 +21,7 @@ from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.runtime.transport import LocalTransport
 from gpipe_cli.pipeline.schedule.orders import SCHEDULES, build
 from gpipe_cli.pipeline.schedule.schedules import RECOMPUTE
+from gpipe_cli.planner.layout import layout_of
 from gpipe_cli.results.files import read_result
 from gpipe_cli.training.checkpoint.writer import Snapshot
 
@@ -133,7 +134,8 @@ def test_the_device_is_timed_once_for_each_precision(tmp_path: Path, monkeypatch
     products = []
     for precision in ("float32", "bfloat16", "bfloat16"):
         _timed_machine.cache_clear()
-        rates = machine_rates(configure(*SETTINGS, f"precision={precision}", "partitions=1"), lines.append)
+        config = configure(*SETTINGS, f"precision={precision}", "partitions=1")
+        rates = machine_rates(config, layout_of(config), lines.append)
         assert rates is not None
         assert rates.figures is not None
         assert torch.cuda.get_device_name(0) in rates.source
