@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 from schedule_runs import build
 
-from gpipe_cli.pipeline.schedule import simulator
+from gpipe_cli.pipeline.schedule import held
 from gpipe_cli.pipeline.schedule.held import Held
 from gpipe_cli.pipeline.schedule.orders import SCHEDULES
 from gpipe_cli.pipeline.schedule.recomputation import DoesNotFitError, fewest_recomputations
@@ -20,7 +20,7 @@ SIZES = [Held(10, 1, 2, 4), Held(7, 3, 0, 1), Held(5, 5, 3, 6)]  # the last one:
 
 def peak_bytes(schedule: Schedule, sizes: Sequence[Held]) -> tuple[int, ...]:
     """For each stage, where all micro-batches are alike."""
-    return simulator.peak_bytes(schedule, [[size] * schedule.micro_batches for size in sizes])
+    return held.peak_bytes(schedule, [[size] * schedule.micro_batches for size in sizes])
 
 
 def subsets(micro_batches: int) -> Iterator[frozenset[int]]:
