@@ -92,5 +92,5 @@ def test_without_the_sweeper_it_is_one_line(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "optuna", None)
     assert command(monkeypatch, "train", "-m", "hydra/sweeper=optuna", "seed=choice(1,2)") == 2
-    line = "gpipe train: hydra/sweeper=optuna: needs optuna 3 or newer, which is not installed; pip"
+    line = "gpipe train: hydra/sweeper=optuna: needs Optuna 4 or newer, which is not installed; pip"
     assert capsys.readouterr().err.startswith(line)

@@ -50,9 +50,9 @@ class Search:
             raise RefusedError("dry_run", True, "a search needs the results of its runs; leave it out")
         try:
             import optuna
-            from optuna.distributions import IntDistribution  # noqa: F401  older versions lack it
+            from optuna.distributions import IntDistribution  # noqa: F401  version 2 lacks it
         except ImportError as error:
-            why = "needs optuna 3 or newer, which is not installed; pip install -U optuna"
+            why = "needs Optuna 4 or newer, which is not installed; pip install -U optuna"
             raise RefusedError(SWEEPER, "optuna", why) from error
         optuna.logging.set_verbosity(optuna.logging.ERROR)  # that a run failed stands in our table
         self.n_trials = settings.n_trials

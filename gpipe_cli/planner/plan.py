@@ -68,13 +68,6 @@ class Plan:
         return tuple(stage.activations_bytes for stage in self.memory)
 
     @property
-    def layer_seconds(self) -> tuple[tuple[tuple[float, float], ...], ...]:
-        """Seconds of the forward and the backward of one micro-batch, for each layer of each stage."""
-        return tuple(
-            tuple((layer.graph, layer.backward) for layer in self.costs.layers[first:end]) for first, end in self.bounds
-        )
-
-    @property
     def bounds(self) -> tuple[tuple[int, int], ...]:
         """The first layer of each stage, and the one after its last."""
         return _bounds(self.balance)
