@@ -3,10 +3,9 @@
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig
 from rich.console import Console
@@ -23,6 +22,7 @@ from gpipe_cli.errors import InputError
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.reporting.tables.table import TABLE, to_csv
 from gpipe_cli.results.files import as_json
+from gpipe_cli.results.plan import PlanResult, SweptPlan
 from gpipe_cli.system.interrupts import interruptible_import
 
 
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
     if form != TABLE:
         from gpipe_cli.reporting.tables.plan import stages_of
 
-        sys.stdout.write(as_json(found) if form == "json" else to_csv(stages_of(found)))
+        sys.stdout.write(as_json(asdict(found)) if form == "json" else to_csv(stages_of(found)))
     return 0
 
 
@@ -68,8 +68,8 @@ def _requested(tree: DictConfig, given: Mapping[str, object]) -> _Request:
     return _Request(config, auto, settings, file)
 
 
-def _plan(request: _Request, form: str, *, shown: bool) -> dict[str, Any]:
-    """What plan.json holds. Raises InputError, one line, for what cannot be planned."""
+def _plan(request: _Request, form: str, *, shown: bool) -> PlanResult:
+    """Makes the plan. Raises InputError, one line, for what cannot be planned."""
     config, auto = request.config, request.auto
     console = Console(stderr=form != TABLE)  # the document alone is on stdout
     with run_folder(config, datetime.now(), auto, "plan") as folder, preparing():
@@ -89,25 +89,25 @@ def _sweep(line: CommandLine, form: str) -> int:
     ):
         if (value := line.overrides.get(key)) is not None:
             raise RefusedError(key, value, why)
-    found: list[dict[str, Any]] = []
+    found: list[SweptPlan] = []
     refused: list[InputError] = []
     line.refuse_search("a plan has no search; give the values, one after the other")
     trees, jobs = Trees(line, TRAINING_KEYS), line.jobs()
     for job, (_, varied) in zip(jobs, differences(jobs, line.same), strict=True):
         try:
             request = _requested(trees.tree(job), values_of(job))
-            found.append({"settings": varied, "error": None} | _plan(request, form, shown=False))
+            found.append(SweptPlan(varied, None, _plan(request, form, shown=False)))
         except SettingError:
             raise
         except InputError as error:
-            found.append({"settings": varied, "error": str(error)})
+            found.append(SweptPlan(varied, str(error), None))
             refused.append(error)
     if len(refused) == len(found):
         raise refused[0]
     from gpipe_cli.reporting.tables.plan import plans_of, show_plans
 
     if form == "json":
-        sys.stdout.write(as_json(found))
+        sys.stdout.write(as_json([one.tree() for one in found]))
     elif form == "csv":
         sys.stdout.write(to_csv(plans_of(found)))
     else:

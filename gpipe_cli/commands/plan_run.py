@@ -5,6 +5,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -28,10 +29,11 @@ from gpipe_cli.reporting.page.page import PAGE, write_page
 from gpipe_cli.reporting.plots.picture import write_picture
 from gpipe_cli.reporting.plots.timeline import draw
 from gpipe_cli.reporting.plots.timeline_values import predicted_view
-from gpipe_cli.reporting.run.description import model_name
 from gpipe_cli.reporting.run.lines import show_text
-from gpipe_cli.reporting.tables.plan import PLAN, Facts, plan_json, show_plan
+from gpipe_cli.reporting.tables.plan import show_plan
+from gpipe_cli.reporting.tables.plan_result import plan_result
 from gpipe_cli.results.files import write_result
+from gpipe_cli.results.plan import PLAN, PlanResult
 from gpipe_cli.system.files import write_whole
 from gpipe_cli.system.forked_call import Fork
 
@@ -48,8 +50,8 @@ def plan(
     console: Console,
     *,
     shown: bool = True,
-) -> Facts:
-    """Plan `config`, and write it into `folder`, its schedule into `file` too. Returns what plan.json holds.
+) -> PlanResult:
+    """Plan `config`, and write it into `folder`, its schedule into `file` too. Returns its numbers.
 
     `console` gets a line before what takes seconds, and the plan if it is to be `shown`.
 
@@ -69,9 +71,9 @@ def plan(
         files = {"page": str(folder / PAGE), "picture": str(folder / PICTURE)}
         files |= {"trace": f"{folder / TRACE} (for ui.perfetto.dev)"}
         files |= {} if file is None else {"schedule_file": str(file)}
-        written = plan_json(config, profile, made, comparisons, files)
-        title = f"{written['model_name']}, K = {len(made.stages)}, M = {made.micro_batches}"
-        about = f"{model_name(config)} on {config.dataset.name}"
+        result = plan_result(config, profile, made, comparisons, files)
+        title = f"{result.model_name}, K = {len(made.stages)}, M = {made.micro_batches}"
+        about = f"{result.model_name} on {config.dataset.name}"
         commands = [shlex.join(["gpipe", *sys.argv[1:]])]
 
         @contextmanager
@@ -91,10 +93,10 @@ def plan(
                 raise failed or OSError(f"{folder / TRACE}: its process ended with exit code {code}")
         finally:  # a plan that cannot be written is still shown
             if shown:
-                show_plan(console, written, folder)
+                show_plan(console, result, folder)
             else:
-                write_result(folder, written, PLAN)
-        return written
+                write_result(folder, asdict(result), PLAN)
+        return result
     finally:
         gc.freeze()
         gc.unfreeze()  # all that there is counts as old now, so that the next collection does not look through it

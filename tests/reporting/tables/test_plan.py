@@ -1,5 +1,6 @@
 """What `gpipe plan` writes of a plan, and how it is shown."""
 
+from dataclasses import astuple, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,62 +12,71 @@ from training_runs import configure
 
 from gpipe_cli.planner.placement import placed
 from gpipe_cli.reporting.run.description import precision_facts
-from gpipe_cli.reporting.tables.plan import plan_json, show_plan
+from gpipe_cli.reporting.tables.plan import show_plan
+from gpipe_cli.reporting.tables.plan_result import plan_result
 from gpipe_cli.results.files import read_result
+from gpipe_cli.results.plan import (
+    PlannedCandidate,
+    PlannedChoice,
+    PlannedLayer,
+    PlannedMemory,
+    PlannedStage,
+    PlanResult,
+)
+from gpipe_cli.results.tree import from_tree
 
 MIB = 2**20
-COMPARISON = {
-    "setting": "micro_batches",
-    "rule": "the shortest step that fits",
-    "candidates": [
-        {"value": value, "step_seconds": seconds, "memory_bytes": memory, "chosen": chosen, "reason": reason}
-        for value, seconds, memory, chosen, reason in (
-            ("2", None, None, False, "stage 1 is 72.0 GiB over"),
-            ("4", 0.5, 2 * 2**30, True, ""),
-            ("8", 5.123, 2**30, False, ""),
-        )
-    ],
-}
-LAYER_KEYS = ("parameters", "forward_flops", "saved_bytes", "boundary_bytes", "forward_seconds", "backward_seconds")
+COMPARISON = PlannedChoice(
+    "micro_batches",
+    "the shortest step that fits",
+    (
+        PlannedCandidate("2", None, None, False, "stage 1 is 72.0 GiB over"),
+        PlannedCandidate("4", 0.5, 2 * 2**30, True, ""),
+        PlannedCandidate("8", 5.123, 2**30, False, ""),
+    ),
+)
 
 
 @cache
-def real() -> dict[str, Any]:
-    """A plan of seven layers on two stages, as plan.json has it."""
+def real() -> PlanResult:
+    """A plan of seven layers on two stages."""
     config = configure(*EVEN, "partitions=2", "hardware=h200")
-    made = plan_of(config, traced())
-    return plan_json(config, traced(), made, (), {"picture": "plan.png"})
+    return plan_result(config, traced(), plan_of(config, traced()), (), {"picture": "plan.png"})
 
 
-def plan(partitions: int = 2, per_stage: int = 3, **changes: Any) -> dict[str, Any]:
+def plan(partitions: int = 2, per_stage: int = 3, *, uneven: bool = False, **changes: Any) -> PlanResult:
     """That with numbers to read: equal layers between an embedding and a classifier, half a second."""
     inner, outer = (5 * 10**7, 2 * 10**9, 24 * MIB, 8 * MIB, 4e-3, 8e-3), (655 * 10**5, 10**9, MIB, 4 * MIB, 1e-3, 2e-3)
     last = partitions * per_stage - 1
     names = ["embedding", *(f"layer_{n}" for n in range(1, last)), "classifier"]
-    layers: list[dict[str, Any]] = [
-        {"name": name, **dict(zip(LAYER_KEYS, inner if 0 < n < last else outer, strict=True))}
-        for n, name in enumerate(names)
-    ]
-    memory = {"weights": 200, "gradients": 200, "optimizer": 400, "activations": 1000, "workspace": 48, "total": 1848}
-    stage = {
-        "parameters": 165_500_000, "forward_flops": 5 * 10**9, "forward_seconds": 0.0125, "backward_seconds": 0.025,
-        "recomputed": 3, "memory": {f"{part}_bytes": value * MIB for part, value in memory.items()},
-    }  # fmt: skip
-    stages = [
-        stage
-        | {"layers": names[k * per_stage : (k + 1) * per_stage]}
-        | {"boundary_bytes": None if k == partitions - 1 else 8 * MIB, "process": k}
+    layers = tuple(
+        PlannedLayer(name, n // per_stage, *(inner if 0 < n < last else outer)) for n, name in enumerate(names)
+    )
+    hardware = changes.get("hardware", real().hardware)
+    memory = PlannedMemory(*(value * MIB for value in (200, 200, 400, 1000, 48, 1848)), hardware.limit_bytes)
+    stages = tuple(
+        PlannedStage(
+            process=k,
+            layers=tuple(names[k * per_stage : (k + 1) * per_stage]),
+            parameters=165_500_000 + 10**8 * k * uneven,
+            forward_flops=5 * 10**9,
+            boundary_bytes=None if k == partitions - 1 else 8 * MIB,
+            forward_seconds=0.0125,
+            backward_seconds=0.025,
+            recomputed=k % 5 if uneven else 3,
+            memory=memory,
+        )
         for k in range(partitions)
-    ]
+    )
     numbers = {
         "parameters": 331_000_000, "step_samples": 32, "step_seconds": 0.5, "samples_per_second": 64.0,
         "breakdown": shares(0.15), "imbalance": 0.032, "step_flops": 10**14, "recomputed_flops": 25 * 10**12,
         "utilisation": 0.25, "grid": None,
     }  # fmt: skip
-    return real() | {"layers": layers, "stages": stages} | numbers | changes
+    return replace(real(), layers=layers, stages=stages, **(numbers | changes))
 
 
-def shown(made: dict[str, Any], folder: Path, width: int = 80) -> list[str]:
+def shown(made: PlanResult, folder: Path, width: int = 80) -> list[str]:
     console, file = log(width=width, force_terminal=True)
     show_plan(console, made, folder)
     return [line.rstrip() for line in file.getvalue().splitlines()]
@@ -79,7 +89,7 @@ def row(lines: list[str], beginning: str) -> str:
 
 
 def test_numbers_of_a_plan(tmp_path: Path) -> None:
-    lines = shown(plan(comparisons=[COMPARISON]), tmp_path)
+    lines = shown(plan(comparisons=(COMPARISON,)), tmp_path)
     assert row(lines, "embedding ") == "embedding 65.5 M 1.0 G 1.0 MiB 4.0 MiB 1.0 ms 2.0 ms"
     assert row(lines, "layer_1 ...") == "layer_1 ... layer_4 x4 50.0 M 2.0 G 24.0 MiB 8.0 MiB 4.0 ms 8.0 ms"
     assert row(lines, "0      3:").endswith("165.5 M 5.0 G 12.5 ms 25.0 ms 8.0 MiB")
@@ -114,9 +124,7 @@ def test_numbers_of_a_plan(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("width", "partitions", "per_stage"), [(80, 1, 2), (120, 16, 4), (80, 128, 13)])
 def test_no_line_is_wider_than_the_console(tmp_path: Path, width: int, partitions: int, per_stage: int) -> None:
-    made = plan(partitions, per_stage, comparisons=[COMPARISON], grid=["stage 0 | " + "F0 " * 20])
-    for k, stage in enumerate(made["stages"]):
-        stage |= {"recomputed": k % 5, "parameters": 10**9 + 10**8 * k}
+    made = plan(partitions, per_stage, uneven=True, comparisons=(COMPARISON,), grid=("stage 0 | " + "F0 " * 20,))
     lines = shown(made, tmp_path, width)
     assert max(len(line) for line in lines if not line.startswith("written to")) <= width
     assert any("R of 4" in line for line in lines) == (partitions > 1)
@@ -126,16 +134,18 @@ def test_no_line_is_wider_than_the_console(tmp_path: Path, width: int, partition
 
 def test_equal_layers_and_stages_share_a_row_and_the_grid_is_shown_where_it_fits(tmp_path: Path) -> None:
     wide = "stage 0 | " + "F0 " * 30
-    assert "grid         too large to be shown here; plan.json has it" in shown(plan(grid=[wide]), tmp_path)
-    lines = shown(plan(128, 13, grid=[wide]), tmp_path, width=120)
+    assert "grid         too large to be shown here; plan.json has it" in shown(plan(grid=(wide,)), tmp_path)
+    lines = shown(plan(128, 13, grid=(wide,)), tmp_path, width=120)
     assert wide.rstrip() in lines
     assert row(lines, "layer_1 ...").startswith("layer_1 ... layer_1662 x1662 ")
     assert row(lines, "0-126 ").startswith("0-126 13 each: embedding ... layer_1650 ")
 
 
 def test_text_has_tokens_and_unknown_figures_are_left_out(tmp_path: Path) -> None:
-    unknown = dict.fromkeys(real()["hardware"]) | {"name": "mine", "source": "layers measured on this machine"}
-    unknown |= {"peak_flops_per_second": {"float32": None, "bfloat16": None}}
+    unknown = replace(
+        real().hardware, name="mine", source="layers measured on this machine", flops_per_second=None,
+        peak_flops_per_second={"float32": None, "bfloat16": None}, memory_bytes=None, link_bytes_per_second=None,
+    )  # fmt: skip
     text = {"sample": "sequence", "step_tokens": 4096, "tokens_per_second": 8192.0, "utilisation": None}
     lines = shown(plan(hardware=unknown, **text), tmp_path)
     assert "mini-batch   32 sequences, 4,096 tokens" in lines
@@ -158,7 +168,7 @@ def test_text_has_tokens_and_unknown_figures_are_left_out(tmp_path: Path) -> Non
 def test_a_plan_says_of_which_precision_its_flops_are(settings: str, lines: list[str], tmp_path: Path) -> None:
     """`hardware=h100 precision=bfloat16` said 590.4 TFLOP/s, and nothing of what they are a share of."""
     config = configure(*EVEN, "partitions=2", *settings.split())
-    written = plan_json(config, traced(), plan_of(config, traced()), (), {})
+    written = plan_result(config, traced(), plan_of(config, traced()), (), {})
     said = "\n".join(shown(written, tmp_path))
     assert all(line in said for line in lines), said
 
@@ -175,7 +185,7 @@ def test_a_plan_says_of_which_precision_its_flops_are(settings: str, lines: list
 def test_a_plan_says_what_is_computed_in_as_the_run_does(settings: str, line: str, tmp_path: Path) -> None:
     config = configure(*EVEN, "partitions=2", *settings.split())
     made = plan_of(config, traced())
-    said = row(shown(plan_json(config, traced(), made, (), {}), tmp_path, width=120), "precision")
+    said = row(shown(plan_result(config, traced(), made, (), {}), tmp_path, width=120), "precision")
     assert line in said
     if config.hardware.name == "cpu":
         placement = placed(config, traced(), made)
@@ -186,26 +196,24 @@ def test_stages_that_share_a_device_are_shown_so(tmp_path: Path) -> None:
     """The banner gave a stage's share of the memory as that of the device."""
     config = configure(*EVEN, "partitions=4", "stages_per_process=2", "executor=auto", "hardware=h100")
     made = plan_of(config, traced())
-    written = plan_json(config, traced(), made, (), {})
-    assert {stage["memory"]["limit_bytes"] for stage in written["stages"]} == {int(74.5 * 2**30) // 2}
+    written = plan_result(config, traced(), made, (), {})
+    assert {stage.memory.limit_bytes for stage in written.stages} == {int(74.5 * 2**30) // 2}
     lines = shown(written, tmp_path, width=120)
     assert "74.5 GiB of memory, shared by 2 stages, links" in row(lines, "             74.5 GiB")
     assert row(lines, "memory  ").endswith("predicted, of 37.2 GiB")
-    table = lines[lines.index("stages: predicted, for one micro-batch; FLOPs are those of the forward") :]
+    table = lines[lines.index("stages: FLOPs of the forward, bytes and predicted time of one micro-batch") :]
     assert table[1].split()[:3] == ["stage", "process", "layers"]
     assert [line.split()[:2] for line in table[3:7]] == [["0", "0"], ["1", "0"], ["2", "1"], ["3", "1"]]
 
 
 def test_what_a_file_says_follows_from_the_plan(tmp_path: Path) -> None:
-    written = real()
-    assert written["layers"][0].keys() == {"name", "stage", *LAYER_KEYS}
-    assert sum(layer["parameters"] for layer in written["layers"]) == written["parameters"]
-    assert written["samples_per_second"] == 8 / written["step_seconds"]
-    peak = 2 * written["hardware"]["flops_per_second"]
-    assert written["utilisation"] == written["step_flops"] / (peak * written["step_seconds"])
-    memory = written["stages"][1]["memory"]
-    parts = ("weights", "gradients", "optimizer", "activations", "workspace")
-    assert memory["total_bytes"] == sum(memory[f"{part}_bytes"] for part in parts)
-    assert memory["limit_bytes"] == written["hardware"]["memory_bytes"]
-    show_plan(log()[0], written, tmp_path)
-    assert read_result(tmp_path, "plan.json") == written
+    result = real()
+    assert sum(layer.parameters for layer in result.layers) == result.parameters
+    assert result.samples_per_second == 8 / result.step_seconds
+    assert result.hardware.flops_per_second is not None
+    assert result.utilisation == result.step_flops / (2 * result.hardware.flops_per_second * result.step_seconds)
+    memory = result.stages[1].memory
+    assert memory.total_bytes == sum(astuple(memory)[:5])
+    assert memory.limit_bytes == result.hardware.memory_bytes
+    show_plan(log()[0], result, tmp_path)
+    assert from_tree(PlanResult, read_result(tmp_path, "plan.json")) == result
