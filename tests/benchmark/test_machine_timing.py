@@ -191,15 +191,12 @@ def test_the_machine_is_timed_once_and_again_when_it_has_changed(cache: Path, mo
     monkeypatch.setattr(timing, "_PROBES_APART_SECONDS", 0)
     assert len(timed(config, profile)[1]) == 1, "it has become slower"
     assert len(list(remembered.iterdir())) == 1
-    # two processes are another machine than one alone, and so is another precision; for a user without a home it is
-    # remembered in this command only
+    # two processes are another machine than one alone; for a user without a home it is remembered in this command only
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.setattr(os, "getuid", lambda: 2**31 - 5)
-    config = replace(config, partitions=2, precision="bfloat16")
+    config = replace(config, partitions=2)
     costs, lines = timed(config, profile)
-    assert costs.figures is not None
-    assert min(costs.figures.product_flops_per_second, costs.layers[0].backward) > 0
     assert min(edge.forward_seconds for edge in costs.edges) > 0
     assert "timing this machine" in lines[0]
     assert timed(config, profile)[1] == []
