@@ -123,7 +123,7 @@ class _Timer:
         inputs = placement.training_boundaries[stage.index - 1] if stage.index else placement.inputs
         self._inputs = drawn(inputs, outputs)
         self._gradients: Sequence[torch.Tensor | None] = ()
-        self._targets: torch.Tensor | None = None  # where the last layer is
+        self._targets: torch.Tensor | None = None  # only for the segment with the last layer
         if stage.index == placement.partitions - 1:
             self._targets = torch.randint(outputs, (samples, *placement.lengths[-1:]), generator=generator)
         else:
@@ -268,7 +268,8 @@ class _Timer:
 
 
 def device_figures(device: torch.device, precision: str, memory_format: str) -> Figures:
-    """By products, convolutions of images in `memory_format`, copies, and operations that do next to nothing."""
+    """What a device reaches in products, convolutions of images in `memory_format`, copies, and operations that do
+    next to nothing."""
     dtype, large = COMPUTED_IN[precision] or torch.float32, device.type != "cpu"
     side, images, channels = (8192, 32, 256) if large else (1024, 4, 64)
     drawn = partial(torch.randn, device=device)
@@ -320,7 +321,7 @@ Link = tuple[float, float]  # latency in seconds, and bytes a second
 def _slowest_link(
     placement: Placement, process: int, control: ControlGroup, groups: ProcessGroups | None
 ) -> Link | None:
-    """Of those between neighbouring stages, which are the only ones that a pipeline has; None for a CPU on its own.
+    """The slowest link between neighbouring stages, the only links that a pipeline has; None for a CPU on its own.
 
     Several processes send over the groups of a run, one after another. One that drives several GPUs copies, and from a
     GPU on its own what is sent goes through the host.
@@ -356,7 +357,7 @@ def slowest_copies(devices: Sequence[torch.device]) -> Link:
 
 
 def _message_seconds(placement: Placement, process: int, sender: int, groups: ProcessGroups, size: int) -> float:
-    """Of a message from process `sender` to the next one, by messages there and back."""
+    """The seconds of a message from process `sender` to the next one, from messages there and back."""
     receiver, device = sender + 1, torch.device(placement.layout.device_of(process))
     there = groups.links.of_edge[Kind.F, placement.layout.stages_of(receiver)[0]]
     back = groups.links.of_edge[Kind.B, placement.layout.stages_of(sender)[-1]]
@@ -373,12 +374,12 @@ def _message_seconds(placement: Placement, process: int, sender: int, groups: Pr
 
 
 def _link(device: torch.device, seconds: Sequence[float]) -> Link:
-    """From the seconds of the two messages."""
+    """Latency and bandwidth from the seconds of the small and of the large message."""
     small, large = _LINK_BYTES[device.type]
     per_byte = max((seconds[1] - seconds[0]) / (large - small), 1e-13)
     return max(0.0, seconds[0] - small * per_byte), 1.0 / per_byte
 
 
 def _large_seconds(link: Link) -> float:
-    """Of a message of 64 MiB."""
+    """The seconds of a message of 64 MiB."""
     return link[0] + (1 << 26) / link[1]

@@ -50,17 +50,17 @@ from gpipe_cli.units import duration, percent, plural
 
 Log = Callable[[str], None]
 
-_VERSION = 11  # of what is remembered, and of how it is measured
+_VERSION = 11  # raised whenever what is remembered, or how it is measured, changes
 # The settings that how long a layer takes depends on, but for those that the placement holds.
 _DECISIVE = ("model", "dataset", "optimizer", "label_smoothing", "ema_decay", "freeze")
-_LAYER_SECONDS, _REFERENCE_SECONDS = 2.5, 0.4  # that passes over the layers are repeated for
+_LAYER_SECONDS, _REFERENCE_SECONDS = 2.5, 0.4  # for which passes over the layers are repeated
 _PROBE_SECONDS = 0.02
-_DRIFT = 0.2  # of the probe: more says that the machine is not as it was
-_PROBES, _PROBES_APART_SECONDS = 3, 0.3  # before it is believed
-_CALIBRATION = "calibration"  # folder of what runs have shown
-_RUNS = 9  # that a prediction is calibrated by, the last ones
-_BUSY_SHARE = 0.1  # of a GPU's time: more is another program, and not a screen
-_MOST_PROCESSES = 16  # that are timed at once
+_DRIFT = 0.2  # relative change of the probe beyond which the machine is timed again
+_PROBES, _PROBES_APART_SECONDS = 3, 0.3  # that must all have changed
+_CALIBRATION = "calibration"  # the folder with the factors of earlier runs
+_RUNS = 9  # number of the latest runs that calibrate a prediction
+_BUSY_SHARE = 0.1  # a GPU that is busy for a larger share of the time serves another program, and not only a screen
+_MOST_PROCESSES = 16  # the most processes that are timed at once
 _DAY = 86400
 
 
@@ -99,7 +99,7 @@ def step_costs(config: TrainConfig, profile: ModelProfile, layout: Layout, log: 
         ) from None
     times = LayerTimes(**found | {"figures": Figures(**found["figures"]), "spread": tuple(found["spread"])})
     at_once = placement.layout.processes if placement.layout.distributed and config.replicas == 1 else layout.at_once
-    sheet = rates_of_sheet(resolved(config.hardware, layout.devices), 1)  # of the link, where one process was timed
+    sheet = rates_of_sheet(resolved(config.hardware, layout.devices), 1)  # for the link, if one process was timed alone
     per_byte = sheet.link_byte_seconds if times.link is None else 1 / times.link[1]
     costs = measured_costs(profile, mean, at_once, times, config.replicas, per_byte)
     return costs if config.cost == "measured_anew" else _calibrated(config, layout, costs)
@@ -171,7 +171,7 @@ def _timed_machine(reference: TrainConfig, log: Log) -> DeviceRates | None:
     line = "timing this machine for a few seconds (hardware=auto)"
     try:
         found, at = _timed("hardware", facts, line, log, partial(_time_machine, reference))
-    except (InputError, OSError) as error:  # what cannot be timed may still be trained
+    except (InputError, OSError) as error:  # a machine that cannot be timed may still train
         log(f"this machine cannot be timed ({one_line(error)}); predicting by a data sheet")
         return None
     age = abs(time.time() - at)
@@ -196,7 +196,7 @@ def _time_machine(reference: TrainConfig) -> dict[str, Any]:
         fit_rates(work, [layer[direction] for layer in times.alone], samples, figures)
         for direction, work in enumerate(works)
     )
-    sheet = rates_of_sheet(load_hardware("cpu"), 1)  # of the link, where one process was timed alone
+    sheet = rates_of_sheet(load_hardware("cpu"), 1)  # for the link, if one process was timed alone
     latency, bandwidth = times.link or (sheet.link_seconds, 1 / sheet.link_byte_seconds)
     rates = DeviceRates(
         source="",  # completed when it is read: it tells how long ago this was
@@ -216,9 +216,9 @@ def _time_machine(reference: TrainConfig) -> dict[str, Any]:
 
 
 def _reference(config: TrainConfig, layout: Layout) -> TrainConfig:
-    """As many processes as those of `config` that compute at the same time, of as many threads, or one on as many GPUs;
-    all else that matters is the same for any configuration. At most 16 processes, and on a CPU a power of two: how much
-    others slow each other down lies between."""
+    """The settings with which a machine is timed for `config`: as many processes with as many threads as compute at the
+    same time, or one process with as many GPUs; everything else is the same for all configurations. There are at most
+    16 processes, and on a CPU a power of two: between these the slowdown is interpolated."""
     processes = min(layout.processes, _MOST_PROCESSES)
     if gpus := _gpus(layout):
         partitions, made = processes if layout.processes > 1 else len(gpus), reference_layers.layers_for_gpu
@@ -279,8 +279,8 @@ def _probe() -> float:
 def _measure(
     config: TrainConfig, profile: ModelProfile, placement: Placement, samples: int, seconds: float, *, apart: bool
 ) -> LayerTimes:
-    """What the workers of `placement` report of the layers (`layer_benchmark.measure`): of different GPUs the slowest
-    times, as a step waits for all of them."""
+    """The times that the workers of `placement` report (`layer_benchmark.measure`): those of the slowest kind of GPU,
+    as a step waits for all of them."""
     parts = _segments(config, profile, samples, placement)
     partition = config.partition.by_hand(parts)
     one = replace(_without_limit(config), partitions=len(parts), partition=partition, executor="in_process")
@@ -296,7 +296,7 @@ def _measure(
 
 
 def _each_kind_first(placement: Placement) -> Iterator[Placement]:
-    """The same with a GPU of each kind in the place of the first one, where layers are timed."""
+    """The placement once for each kind of GPU, with one of that kind in the first place, where layers are timed."""
     devices = placement.layout.devices
     first, kinds = devices[0], {gpu_of(device): device for device in reversed(devices)}
     for device in reversed(kinds.values()):
@@ -305,8 +305,8 @@ def _each_kind_first(placement: Placement) -> Iterator[Placement]:
 
 
 def _segments(config: TrainConfig, profile: ModelProfile, samples: int, placement: Placement) -> tuple[int, ...]:
-    """Numbers of consecutive layers that a device can hold at a time, each with at least one layer: they get half of
-    it, as more than one process may measure."""
+    """How many consecutive layers are timed at a time, at least one: those that half of a device's memory holds, as
+    more than one process may measure."""
     memory = ActivationMemory(profile.costs, profile.inputs, samples, profile.lengths)
     limit = resolved(config.hardware, placement.layout.devices).memory_gib
     available = int(limit * 2**30) if limit else usable_memory_bytes() // placement.layout.processes_here
@@ -322,7 +322,7 @@ def _segments(config: TrainConfig, profile: ModelProfile, samples: int, placemen
 
 
 def _without_limit(config: TrainConfig) -> TrainConfig:
-    """The same where memory decides nothing."""
+    """The settings without a limit to the memory."""
     return replace(config, recompute="never", hardware=replace(config.hardware, memory_gib=None))
 
 
@@ -335,7 +335,7 @@ def _machine_facts(config: TrainConfig, layout: Layout) -> dict[str, Any]:
         "machine": [cpu_model(), usable_cores()],
         "gpus": [asdict(gpu) for gpu in gpus.values()],
         "driver": driver_version() if gpus else None,
-        "deterministic": config.deterministic if gpus else None,  # which of their algorithms are used
+        "deterministic": config.deterministic if gpus else None,  # this decides which of their algorithms are used
         "processes": layout.processes,
         "threads": layout.threads,
         "memory_format": memory_format_of(config),
@@ -344,7 +344,7 @@ def _machine_facts(config: TrainConfig, layout: Layout) -> dict[str, Any]:
 
 
 def _gpus(layout: Layout) -> dict[str, Gpu]:
-    """By device; {} for CPUs."""
+    """The GPU behind each device; {} for CPUs."""
     return {device: gpu for device in sum(layout.replica_devices, ()) if (gpu := gpu_of(device)) is not None}
 
 
@@ -400,7 +400,7 @@ def _folder() -> Path:
 
 
 def _remembered(file: Path) -> Any:
-    """What was written into it; None if it is not there, or damaged."""
+    """What was written into the file; None if there is none, or it is damaged."""
     try:
         remembered, digest = read_json(file)
     except (OSError, ValueError, TypeError):

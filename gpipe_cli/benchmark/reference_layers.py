@@ -20,12 +20,12 @@ IMAGE_SIZE, CLASSES = 32, 10
 
 
 def samples_for(gpu_bytes: int | None) -> int:
-    """Of a micro-batch; on a GPU the more, the larger its memory: then it is fast, too."""
+    """The samples of a micro-batch: on a GPU the more, the more memory and so usually speed it has."""
     return 8 if gpu_bytes is None else min(256, max(64, 2 ** round(math.log2(gpu_bytes / 2**28))))
 
 
 def layers_for_gpu() -> nn.Sequential:
-    """The same with as many channels as fill one."""
+    """`layers` with enough channels to fill a GPU."""
     return layers(wide=192, width=1024)
 
 
@@ -49,7 +49,7 @@ def layers(wide: int = 48, width: int = 128) -> nn.Sequential:
         return nn.Sequential(*(make() for _ in range(count)))
 
     def block(channels: int, out: int, stride: int) -> nn.Sequential:
-        """As of a small ResNet, without the shortcut."""
+        """A block like that of a small ResNet, without the shortcut."""
         return nn.Sequential(
             nn.Conv2d(channels, out, 3, stride, 1, bias=False),
             nn.BatchNorm2d(out),

@@ -30,8 +30,8 @@ from gpipe_cli.system.machine import usable_cores
 from gpipe_cli.units import size
 
 _AS_GOOD = 1.01  # predictions are no more exact than this: among candidates so close the first wins, which needs least
-_MOST_SAMPLES = 10_000_000  # of a mini-batch, as many as the settings allow
-_MOST_LAYERS = 3000  # where a search ends: a larger model takes minutes to plan, and the paper's largest is smaller
+_MOST_SAMPLES = 10_000_000  # the largest mini-batch that the settings allow
+_MOST_LAYERS = 3000  # the deepest model tried: deeper ones take minutes to plan, and the paper's are not as deep
 _SILENT_SECONDS = 5.0
 
 CostsOf = Callable[[TrainConfig, ModelProfile, Layout], StepCosts]
@@ -52,7 +52,7 @@ class Candidate:
 @dataclass(frozen=True)
 class Comparison:
     setting: str  # `micro_batches`
-    rule: str  # of the choice: `the shortest predicted step that fits`
+    rule: str  # by which a value was chosen: `the shortest predicted step that fits`
     candidates: tuple[Candidate, ...]
     chosen: Candidate | None  # None: not even the smallest model fits
 
@@ -189,11 +189,11 @@ def _largest_mini_batch(
     if resolved(config.hardware, layout_of(config, started).devices).memory_gib is None:
         use = "give hardware.memory_gib=8, or hardware=... with a memory of its own"
         raise InputError(f"{key}=auto: needs a limit to the memory of a stage; {use}")
-    memory = layout_of(replace(config, recompute="auto"), started).memory  # of the devices, if no limit is given
+    memory = layout_of(replace(config, recompute="auto"), started).memory  # that of the devices, if no limit is given
     assert memory is not None
     if config.hardware.memory_gib is None:
         config = replace(config, hardware=replace(config.hardware, memory_gib=memory.limit_bytes / 2**30))
-    most = max(1, _training_samples(config) // (config.micro_batches * config.replicas))  # of a micro-batch
+    most = max(1, _training_samples(config) // (config.micro_batches * config.replicas))  # samples of a micro-batch
     sized = partial(with_samples, config, profile, key)
 
     def planned(one: TrainConfig, costs_of: CostsOf) -> Candidate:

@@ -23,7 +23,7 @@ from gpipe_cli.units import plural
 class LayerSeconds:
     """Seconds of one layer for one micro-batch."""
 
-    forward: float  # without keeping anything
+    forward: float  # a forward that keeps nothing
     graph: float  # a forward that keeps what the backward needs, such as a recomputation
     backward: float
     inputs: float = 0.0  # the half of a backward that the stage before waits for; 0 where backwards are not split
@@ -37,12 +37,12 @@ class StepCosts:
     source: str  # one phrase: `hardware=cpu figures`
     basis: Basis
     layers: tuple[LayerSeconds, ...]
-    updates: tuple[float, ...]  # of each layer, seconds per step
-    edges: tuple[EdgeCost, ...]  # for each of the L - 1 places where a cut may be
-    slowdown: tuple[float, ...]  # factors of a device while 1, 2, ... devices compute; empty: none
+    updates: tuple[float, ...]  # seconds per step of the update of each layer's weights
+    edges: tuple[EdgeCost, ...]  # what is sent at each of the L - 1 places where the model may be cut
+    slowdown: tuple[float, ...]  # factor of a device's seconds while 1, 2, ... devices compute; (): none
     set_up: float = 0.0  # seconds once a step, over all layers: batch norm's commit, the norms of gradients
-    sums: tuple[float, ...] = ()  # of each layer, seconds per step to sum its gradients over replicas; (): one replica
-    figures: Figures | None = None  # of the device, if it was timed
+    sums: tuple[float, ...] = ()  # seconds per step to sum each layer's gradients over replicas; (): one replica
+    figures: Figures | None = None  # what the device reaches, if it was timed
     weighted_by: str = ""  # the user's setting that says how layers differ, if any: `partition.costs`
     rates: DeviceRates | None = None  # by which the costs were predicted; None: they were measured
     together: tuple[float, int] = (1.0, 1)  # factor by which everything is slower while so many processes compute
@@ -186,10 +186,10 @@ class LayerTimes:
 
     alone: Pass  # while one process computes
     together: Pass | None  # while all processes compute; None if there is only one
-    updates: list[float]  # of each layer's weights
+    updates: list[float]  # seconds of the update of each layer's weights
     set_up: float  # once a step
     link: tuple[float, float] | None  # latency in seconds, bandwidth in bytes per second; None: nothing is sent
-    figures: Figures | None = None  # of the device
+    figures: Figures | None = None  # what the device reaches
     spread: tuple[float, float] = (1.0, 1.0)  # short and long passes over the layers, relative to a mean one
 
     @property

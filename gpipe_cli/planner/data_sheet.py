@@ -9,8 +9,8 @@ from gpipe_cli.config.groups import HardwareConfig
 from gpipe_cli.config.settings import TrainConfig, load_hardware
 from gpipe_cli.system.gpus import Gpu, usable_gpus
 
-# Words of the name that the driver has for a GPU, the least memory in GB, and its file in conf/hardware. Most names are
-# those of several products; what has one of the words below is another one, unless the row has that word, too.
+# Words in the name that the driver gives a GPU, its least memory in GB, and its file in conf/hardware. Several products
+# share most of these names; a name with one of the words in _OTHERS is another product, unless the row has it, too.
 _OTHERS = {"PCIE", "NVL", "MIG", "LAPTOP", "D", "144G"}
 _SHEETS = (
     ("A100", 60, "a100_80"),
@@ -26,7 +26,7 @@ _SHEETS = (
     ("T4", 0, "t4"),
     ("V100", 0, "v100"),
 )
-# Of a GPU's memory, for CUDA's context and the code and workspaces of its libraries; the choice is ours.
+# The memory of a GPU that CUDA's context and the code and workspaces of its libraries take; the choice is ours.
 _LIBRARIES_GIB = 1.0
 
 
@@ -61,13 +61,14 @@ def sheet_of(gpu: Gpu) -> str | None:
 
 
 def gpu_of(device: str) -> Gpu | None:
-    """None for `cpu`, and where no driver knows one; of a GPU on another machine one here, as all have as many."""
+    """The GPU behind the name of a device; None for `cpu`, and where there is no driver. Devices of other machines are
+    taken for those here, as all machines of a run have equally many."""
     gpus = usable_gpus() if device != "cpu" else ()
     return gpus[int(device.partition(":")[2]) % len(gpus)] if gpus else None
 
 
 def number_of_gpus(config: TrainConfig) -> int:
-    """Those that a run may use."""
+    """The number of GPUs that a run may use."""
     return len(usable_gpus()) if config.device != "cpu" and torch.version.cuda is not None else 0
 
 

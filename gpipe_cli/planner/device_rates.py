@@ -21,13 +21,13 @@ CONVOLUTIONS = COMPUTING[1:]
 # The error of a layer that the fit minimises: 1 is the relative error, 0 that in seconds. In between, layers that take
 # long count more, and the short ones, which tell the time of a launch, still count.
 _RELATIVE = 0.75
-_LEAST_SECONDS = 2e-6  # shorter times are noise of the clock
-_ROUNDS = 10  # of a fit that finds out which layers wait for the host to launch
+_LEAST_SECONDS = 2e-6  # anything shorter is noise of the clock
+_ROUNDS = 10  # rounds in which a fit finds out which layers wait for the host to launch them
 # The share of the tensor cores' peak (TF32, 16 bits) that convolutions reach: they gather their matrices from
 # overlapping windows, as narrow as they have channels. From ResNet-50 on A100 and V100 in the recipe `published`.
 _CONVOLUTIONS_REACH = 0.46
-_TRUST = 0.003  # weight of a device's figures, relative to the rate of which the layers tell most
-_LAUNCHES, _WORKS = slice(1, 1 + len(OperationKind)), slice(1 + len(OperationKind), None)  # of `_features`
+_TRUST = 0.003  # weight of a device's figures in a fit, relative to the rate that the layers tell most about
+_LAUNCHES, _WORKS = slice(1, 1 + len(OperationKind)), slice(1 + len(OperationKind), None)  # columns of `_features`
 
 
 @dataclass(frozen=True)
@@ -76,16 +76,16 @@ class DeviceRates:
 
     source: str  # one phrase: `hardware=cpu figures`
     basis: Basis
-    forward: Rates  # without keeping anything
-    graph: Rates  # of a forward that keeps what the backward needs
-    backward: Rates  # and of the update of weights
+    forward: Rates  # forwards that keep nothing
+    graph: Rates  # forwards that keep what the backward needs
+    backward: Rates  # backwards, and updates of the weights
     link_seconds: float  # until the first byte of a message has arrived
     link_byte_seconds: float
     tensor_seconds: float = 0.0  # once a step for each trained tensor, beside its update
-    slowdown: float = 1.0  # of everything, while `together` processes compute on one machine
+    slowdown: float = 1.0  # factor of all seconds while `together` processes compute on one machine
     together: int = 1
-    figures: Figures | None = None  # where they were timed
-    spread: tuple[float, float] = (1.0, 1.0)  # of the seconds that were timed: the least and the most, over the mean
+    figures: Figures | None = None  # what the device reaches, if it was timed
+    spread: tuple[float, float] = (1.0, 1.0)  # the shortest and the longest timed pass over the mean one
 
 
 def rates_of_sheet(hardware: HardwareConfig, threads: int, precision: Precision = "float32") -> DeviceRates:
@@ -102,7 +102,7 @@ def rates_of_sheet(hardware: HardwareConfig, threads: int, precision: Precision 
     products = reached_tflops(hardware, precision)
     key, peak = load_hardware(hardware.name).peak(precision)
     convolutions = products
-    if peak is not None and key != "peak_tflops":  # of tensor cores
+    if peak is not None and key != "peak_tflops":  # the peak of tensor cores
         convolutions = min(products, max(hardware.tflops, _CONVOLUTIONS_REACH * peak))
     flop = dict.fromkeys(OperationKind, 1 / (products * 1e12 * speed))
     flop[OperationKind.CONVOLUTION] = 1 / (convolutions * 1e12 * speed)

@@ -43,16 +43,16 @@ class LayerWeights:
 class ModelProfile:
     """A model as it is traced on the meta device. Sequences have an entry per layer."""
 
-    costs: tuple[LayerCost, ...]  # in training; the loss belongs to the last layer
+    costs: tuple[LayerCost, ...]  # of each layer in training; the loss belongs to the last layer
     evaluation: tuple[LayerCost, ...]  # only their boundaries matter
     weights: tuple[LayerWeights, ...]
-    inputs: Boundary  # of the first layer
-    lengths: tuple[int, ...]  # that sentences are padded to
+    inputs: Boundary  # what the first layer is given
+    lengths: tuple[int, ...]  # the lengths that sentences are padded to
     frozen: Frozen
     shared: tuple[Shared, ...]
     own_costs: tuple[float, ...] | None  # `gpipe_cost` of a user's layers, in any unit
-    model: nn.Sequential = field(repr=False, compare=False)  # as it was traced
-    kinds: tuple[Hashable, ...] = field(repr=False, compare=False)  # of the layers; equal layers have equal kinds
+    model: nn.Sequential = field(repr=False, compare=False)  # the model that was traced
+    kinds: tuple[Hashable, ...] = field(repr=False, compare=False)  # one for each layer; equal layers have equal kinds
 
     @property
     def splits(self) -> bool:

@@ -27,20 +27,20 @@ class Placement:
 
     layer_names: tuple[tuple[str, ...], ...]
     parameters: tuple[int, ...]
-    trained: tuple[int, ...]  # as many of these parameters are not frozen
+    trained: tuple[int, ...]  # number of these parameters that are not frozen
     frozen: Frozen
-    cost: tuple[float, ...]  # of one micro-batch, forward and backward: seconds as predicted
-    inputs: Boundary  # of the first stage
-    lengths: tuple[int, ...]  # the greatest that sentences are padded to
+    cost: tuple[float, ...]  # predicted seconds of one micro-batch's forward and backward
+    inputs: Boundary  # what the first stage is given
+    lengths: tuple[int, ...]  # the greatest lengths that sentences are padded to
     training_boundaries: tuple[Boundary, ...]
     evaluation_boundaries: tuple[Boundary, ...]
     parameter_tensors: tuple[int, ...]
-    order: Schedule  # of a training step, for all M micro-batches
-    recompute: Recompute  # what it does not say itself
+    order: Schedule  # the actions of a training step with all M micro-batches
+    recompute: Recompute  # which micro-batches are recomputed, as far as `order` does not say it
     layout: Layout
     memory_format: str
     precision: str
-    computes_in: str  # of that precision, by the devices that are here
+    computes_in: str  # what the devices here compute products and convolutions in at that precision
     deterministic: bool
     compile: bool
 
@@ -54,21 +54,21 @@ class Placement:
 
     @property
     def most_parameter_tensors(self) -> int:
-        """Of any process: the room that a vector with a number per parameter tensor needs."""
+        """The most parameter tensors of any process: the length of a vector with a number for each of them."""
         return max(
             sum(self.parameter_tensors[k] for k in self.layout.stages_of(p)) for p in range(self.layout.of_pipeline)
         )
 
     def on(self, replica_devices: tuple[tuple[str, ...], ...]) -> "Placement":
-        """The same on other devices."""
+        """This placement on other devices."""
         return replace(self, layout=replace(self.layout, replica_devices=replica_devices))
 
     def schedule(self, micro_batches: int) -> Schedule:
-        """Of a training step with so many micro-batches."""
+        """The schedule of a training step with so many micro-batches."""
         return checked_schedule(self.order, micro_batches, self.recompute)
 
     def of_replica(self, replica: int) -> "Placement":
-        """The same, looked at from another pipeline."""
+        """This placement as another of the R pipelines sees it."""
         return replace(self, layout=replace(self.layout, replica=replica))
 
 
@@ -109,14 +109,15 @@ def placed(config: TrainConfig, profile: ModelProfile, plan: Plan) -> Placement:
 class StepFlops:
     """The operations that the model itself needs in a step, as the plan counts them, and what the devices could do."""
 
-    step: float  # forward and backward of every layer, recomputation not counted, of a full mini-batch
-    samples: int  # of that mini-batch
-    tokens: int | None  # of that mini-batch, all as long as the longest; None for images
-    peak_per_second: float | None  # of all devices that are used, by their data sheet; None: not known
+    step: float  # operations of every layer's forward and backward for a full mini-batch, without recomputation
+    samples: int  # samples of that mini-batch
+    tokens: int | None  # tokens of that mini-batch, all sentences as long as the longest; None for images
+    peak_per_second: float | None  # what all devices in use could do, by their data sheet; None: not known
     peak_source: str  # where the peak comes from, or why it is not known
 
     def per_second(self, samples_per_second: float | None, tokens_per_second: float | None) -> float | None:
-        """Of real samples, or for text of real tokens: padding is no work. None without a speed."""
+        """Operations a second at a speed in real samples, or for text in real tokens, as padding is no work; None
+        without a speed."""
         rate, planned = (samples_per_second, self.samples) if self.tokens is None else (tokens_per_second, self.tokens)
         return None if rate is None else self.step / planned * rate
 

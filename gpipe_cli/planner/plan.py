@@ -26,7 +26,7 @@ from gpipe_cli.planner.shared_layers import check_cut, keeping_together
 from gpipe_cli.planner.stage_memory import MemoryModel, StageMemory
 from gpipe_cli.planner.step_schedule import checked_schedule, mini_batch_samples, schedule_of_file, unchecked_schedule
 
-_SHOWN = 3  # of the fastest orders of schedule=auto, beside those with a name
+_SHOWN = 3  # number of the fastest orders of schedule=auto that are shown beside the named ones
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,12 @@ class Plan:
 
     balance: tuple[int, ...]
     recompute: Recompute
-    samples: int  # of the largest micro-batch
+    samples: int  # number of samples in the largest micro-batch
     micro_batches: int
     costs: StepCosts
     layout: Layout
     stages: tuple[StageCost, ...]
-    order: Schedule  # of all M micro-batches; `schedule` adds recomputation to it
+    order: Schedule  # the actions of all M micro-batches; `schedule` adds recomputation to them
     schedule: Schedule
     recomputed: tuple[int, ...]  # number of recomputed micro-batches
     timeline: Timeline

@@ -1,7 +1,7 @@
 """All that a step is simulated from, for any K, M and schedule, as a value that JSON can hold: the page beside a plan
 or a run lets one try other settings, and simulates by itself.
 
-What seconds and bytes are of is said where they come from: `cost_model.py`, `ActivationMemory` and `stage_memory.py`.
+`cost_model.py`, `ActivationMemory` and `stage_memory.py` define these seconds and bytes.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ _MOST_COSTS = 4000  # layers times numbers of micro-batches: more take longer to
 
 
 def simulation_data(config: TrainConfig, profile: ModelProfile, plan: Plan) -> SimulationData:
-    """Of a plan and what it was made from. Seconds and bytes; sequences have an entry per layer or stage."""
+    """A plan and what it was made from, in seconds and bytes; sequences have an entry per layer or per stage."""
     costs, layout, samples = plan.costs, plan.layout, mini_batch_samples(config, profile.lengths)
     memory = layout.memory
     return {
@@ -39,9 +39,9 @@ def simulation_data(config: TrainConfig, profile: ModelProfile, plan: Plan) -> S
             "stages_per_process": -(-len(plan.stages) // len(set(plan.device_of_stage))),
             "replicas": config.replicas,
             "samples": samples // config.replicas,
-            "step_samples": samples,  # of all replicas
+            "step_samples": samples,  # those of all replicas
             "splits": not config.compile,
-            "chosen_order": plan.chosen_order,  # of schedule=auto
+            "chosen_order": plan.chosen_order,  # the order that schedule=auto chose
             "balance_given": config.partition.balance is not None or config.partition.method != "exact",
         },
         "rows": [list(map(str, row)) for row in plan.schedule],
@@ -70,7 +70,7 @@ def simulation_data(config: TrainConfig, profile: ModelProfile, plan: Plan) -> S
         },
         "slowdown": {
             "at_once": _at_once(plan),
-            "cores": usable_cores() if layout.shares_cores else None,  # that devices share
+            "cores": usable_cores() if layout.shares_cores else None,  # cores that the devices share
             "factor": costs.together[0],
             "together": costs.together[1],
         },
@@ -81,7 +81,8 @@ def simulation_data(config: TrainConfig, profile: ModelProfile, plan: Plan) -> S
 
 
 def _costs_of_micro_batches(config: TrainConfig, profile: ModelProfile, plan: Plan, most: int) -> dict[str, Any]:
-    """Of a mean micro-batch for each number of them. Layers that cost the same for all numbers are of one kind."""
+    """What a mean micro-batch costs, for each number of micro-batches that the page offers. Layers whose costs are
+    equal for all of them are of one kind."""
     layers = len(profile.costs)
     offered = [*range(1, 17), *range(20, 33, 4), *range(40, _MOST_MICRO_BATCHES + 1, 8)]
     if len(offered) * layers > _MOST_COSTS:
@@ -113,7 +114,7 @@ def _seconds(layer: LayerSeconds, split: bool) -> list[float]:
 
 
 def _costs(config: TrainConfig, profile: ModelProfile, plan: Plan, micro_batches: int) -> StepCosts:
-    """With links between all stages; what was measured of micro-batches of one size is in proportion to it."""
+    """Costs with links between all stages. Costs measured for one size of micro-batches are scaled to another size."""
     costs = plan.costs
     if costs.rates is not None:
         samples = mini_batch_samples(config, profile.lengths)

@@ -26,13 +26,13 @@ Bounds = Sequence[tuple[int, int]]  # first layer of each stage, and the one beh
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
-    """At its fullest moment."""
+    """The bytes that a stage holds at its fullest moment."""
 
     weights_bytes: int  # parameters and buffers
     gradients_bytes: int
-    optimizer_bytes: int  # its state, and the moving average of the weights
-    activations_bytes: int  # the most held at once for backwards, a recomputed micro-batch's included
-    workspace_bytes: int  # of one layer's backward
+    optimizer_bytes: int  # the optimizer's state, and the moving average of the weights
+    activations_bytes: int  # the most held at once for backwards, with those of a recomputed micro-batch
+    workspace_bytes: int  # what one layer's backward needs
 
     @property
     def total_bytes(self) -> int:
@@ -50,7 +50,7 @@ def saved_bytes(
 
 
 class MemoryModel:
-    """What stages hold, for any cut; `sizes` are the samples of the micro-batches, the largest first."""
+    """How much memory stages need, for any cut. `sizes`: samples of each micro-batch, the largest first."""
 
     def __init__(self, config: TrainConfig, profile: ModelProfile, sizes: Sequence[int]) -> None:
         self._config, self._profile, self._sizes = config, profile, sizes
@@ -80,7 +80,7 @@ class MemoryModel:
         return peak_bytes(schedule, [[held[n] for n in self._sizes] for held in of_stages])
 
     def largest(self, bounds: Bounds) -> list[Held]:
-        """Of each stage, the bytes of its largest micro-batch."""
+        """What the largest micro-batch makes each stage hold."""
         return [self._largest.held(*span) for span in bounds]
 
     def room(self, bounds: Bounds, limit_bytes: int) -> list[int]:
@@ -91,7 +91,7 @@ class MemoryModel:
         ]
 
     def fewest_recomputations(self, order: Schedule, bounds: Bounds, limit_bytes: int | None) -> Recompute:
-        """As few recomputations as fit; none without a limit. Raises DoesNotFitError if no number of them fits."""
+        """The fewest recomputations that fit; none without a limit. Raises DoesNotFitError if no number fits."""
         if limit_bytes is None:
             return "never"
         return fewest_recomputations(order, self.largest(bounds), self.room(bounds, limit_bytes))
@@ -101,7 +101,7 @@ class MemoryModel:
         micro-batches were as large as the largest."""
         if limit_bytes is None:
             return None
-        # `auto` needs no more than this: what is gained by keeping less, it does
+        # recompute=auto never keeps more than this mode needs
         mode = "except_last" if self._config.recompute == "auto" else self._config.recompute
         schedule = unchecked_schedule(order, len(self._sizes), mode)
         workspace = _Maxima(self._workspace)
@@ -118,14 +118,15 @@ class MemoryModel:
                 fits, most = np.where(below, ends, fits), np.where(below, most, ends - 1)
             return fits.tolist()
 
-        # stages that do the same reach as far
+        # stages with the same actions reach equally far
         done = [tuple((a.kind, a.micro_batch) for a in actions) for actions in schedule.stages]
         rows = {of: row(actions) for of, actions in dict(zip(done, schedule.stages, strict=True)).items()}
         return [rows[of] for of in done]
 
 
 class _Maxima:
-    """The maximum of any consecutive numbers: of 1, 2, 4, ... from each place on, of which two are enough."""
+    """The maximum of any range of numbers, from the maxima of 1, 2, 4, ... numbers at each place: two of them cover
+    any range (a sparse table)."""
 
     def __init__(self, numbers: NDArray[np.int64]) -> None:
         self._from = [numbers]
@@ -135,13 +136,13 @@ class _Maxima:
         self._table = np.array(self._from)
 
     def between(self, first: NDArray[np.int64], end: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Of numbers `first` to `end - 1`, one or more of them."""
+        """The maximum of numbers `first` to `end - 1`, of which there is at least one."""
         power = np.frexp(end - first)[1] - 1
         return np.maximum(self._table[power, first], self._table[power, end - (1 << power)])
 
 
 def _fullest(moments: Sequence[Held]) -> tuple[Held, ...]:
-    """The moments that can be the fullest: those that no other has as much or more of everything of."""
+    """The moments that can be the fullest: those for which no other moment holds as much of everything."""
     most: list[Held] = []
     for moment in sorted(set(moments), reverse=True):
         if not any(all(more >= less for more, less in zip(other, moment, strict=True)) for other in most):
