@@ -6,8 +6,8 @@ many of them are compared.
 
 import math
 from collections.abc import Hashable
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, fields
+from functools import lru_cache, partial
 
 from torch import nn
 
@@ -60,18 +60,40 @@ class ModelProfile:
         return any(cost.halves is not None for cost in self.costs)
 
 
-def profile_model(
-    config: TrainConfig,
-    model: nn.Sequential | None = None,
-    lengths: tuple[int, ...] | None = None,
-) -> ModelProfile:
+# Settings that no shape, operation or byte of a profile depends on.
+_WITHOUT_SHAPES = {
+    "partitions", "micro_batches", "replicas", "schedule", "recompute", "executor", "stages_per_process",
+    "partition", "batch_size", "batch_tokens", "epochs", "max_steps", "seed", "gradient_clipping",
+    "evaluate_every_epochs", "check_layers", "threads", "data_workers", "timeout_seconds", "output", "logger",
+    "run_folder", "resume", "max_restarts", "dry_run", "cost", "checkpoint", "learning_rate", "hardware",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """A configuration that is equal to all others with the same profile."""
+
+    facts: tuple[str, ...]
+    config: TrainConfig = field(compare=False)
+
+
+def profile_model(config: TrainConfig, lengths: tuple[int, ...] | None = None) -> ModelProfile:
     """Trace the model for sentences of `lengths`, by default the greatest there may be, and the two halves of backwards
-    if the schedule may split them.
+    if the schedule may split them. The last few profiles are kept: the cells of a table mostly share one.
 
     Raises InputError, one line, if the model does not fit the data set, or its layers do not fit each other.
     """
-    model = build.build_model(config) if model is None else model
-    inputs, lengths = build.model_inputs(config), build.greatest_lengths(config) if lengths is None else lengths
+    names = [one.name for one in fields(config) if one.name not in _WITHOUT_SHAPES]
+    facts = [f"{name}={getattr(config, name)}" for name in names]
+    facts += [f"on_gpu={computes_on_gpu(config)}", f"splits={config.splits_backward}"]
+    lengths = build.greatest_lengths(config) if lengths is None else lengths
+    return _profile(_Traced(tuple(facts), config), lengths)
+
+
+@lru_cache(maxsize=4)
+def _profile(traced: _Traced, lengths: tuple[int, ...]) -> ModelProfile:
+    config = traced.config
+    model, inputs = build.build_model(config), build.model_inputs(config)
     shared = {(one.first, one.second): one for one in find_shared(model)}
     frozen = find_frozen(config, model)
     freeze(model, frozen)

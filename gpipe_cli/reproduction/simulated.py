@@ -1,10 +1,10 @@
 """Plans of a table's cells, made in this process, so that a model, which takes seconds to trace, is traced once."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gpipe_cli.config.settings import PartitionConfig, TrainConfig, to_yaml
+from gpipe_cli.config.settings import TrainConfig
 
 if TYPE_CHECKING:  # recipes are listed without torch
     from gpipe_cli.planner.model_profile import ModelProfile
@@ -32,30 +32,16 @@ Simulate = Callable[[Sequence[str]], Simulated]
 
 
 def simulating(configure: Configure) -> Simulate:
-    """A function that plans the configuration that ``configure`` makes of settings; it traces each model once."""
+    """A function that plans the configuration that ``configure`` makes of settings."""
     from gpipe_cli.planner.auto_settings import choose
     from gpipe_cli.planner.cost_model import predicted_costs
     from gpipe_cli.planner.model_profile import profile_model
     from gpipe_cli.planner.step_schedule import mini_batch_samples
 
-    profiles: dict[str, ModelProfile] = {}
-
     def simulate(settings: Sequence[str]) -> Simulated:
         config, auto = configure(settings)
-        alike = _traced_alike(config)
-        key = to_yaml(alike)
-        if key not in profiles:
-            profiles[key] = profile_model(alike)
-        chosen, plan, _ = choose(config, auto, profiles[key], predicted_costs, elsewhere=True)
-        return Simulated(chosen, profiles[key], plan, mini_batch_samples(chosen, profiles[key].lengths))
+        profile = profile_model(config)
+        chosen, plan, _ = choose(config, auto, profile, predicted_costs, elsewhere=True)
+        return Simulated(chosen, profile, plan, mini_batch_samples(chosen, profile.lengths))
 
     return simulate
-
-
-def _traced_alike(config: TrainConfig) -> TrainConfig:
-    """One configuration for all that share a profile, which does not depend on K, M, N or the cut."""
-    return replace(
-        config, partitions=1, micro_batches=1, replicas=1, batch_size=1, batch_tokens=None, recompute="never",
-        stages_per_process=None, partition=PartitionConfig(None), hardware=replace(config.hardware, memory_gib=None),
-        schedule="zero_bubble" if config.splits_backward else "gpipe",
-    )  # fmt: skip

@@ -4,7 +4,6 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
-from functools import cache as cache_of
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -39,17 +38,12 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(timing, "_probe", lambda: 1.0)  # remembered whatever else the machine of the tests does
     monkeypatch.setattr(timing, "_LAYER_SECONDS", 0.1)
     monkeypatch.setattr(timing, "_REFERENCE_SECONDS", 0.0)
-    monkeypatch.setattr(timing, "profile_model", profile_once)
     return tmp_path / "gpipe" / "costs"
 
 
 @pytest.fixture(autouse=True)
 def machine_is_not_timed() -> None:
     """Here it is timed."""
-
-
-# the layers that a machine is timed with are the same for most tests
-profile_once = cache_of(profile_model)
 
 
 def timed(config: TrainConfig, profile: ModelProfile) -> tuple[StepCosts, list[str]]:
@@ -248,7 +242,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[Gpu]:
         assert apart
         assert not splits
         assert placed == placement
-        profile, gpu = profile_once(config), data_sheet.gpu_of(placement.layout.devices[0])
+        profile, gpu = profile_model(config), data_sheet.gpu_of(placement.layout.devices[0])
         assert gpu is not None
         assert sum(map(len, segments.layer_names)) == len(profile.costs)
         forward = [rates_of(gpu).seconds(cost.forward, samples) + 1e-5 for cost in profile.costs]
