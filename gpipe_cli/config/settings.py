@@ -9,6 +9,7 @@ import io
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -439,6 +440,7 @@ def load_recipe(file: Path) -> dict[str, Any]:
     return container(OmegaConf.merge(*(OmegaConf.load(file.parent / f"{entry}.yaml") for entry in families), own))
 
 
+@cache
 def load_hardware(name: str) -> groups.HardwareConfig:
     """The figures in `conf/hardware/<name>.yaml`."""
     tree = OmegaConf.create((resources.files("gpipe_cli.conf") / "hardware" / f"{name}.yaml").read_text("utf-8"))
