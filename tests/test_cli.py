@@ -138,6 +138,7 @@ def test_help_and_configuration_import_no_torch() -> None:
             "seed=interval(1,9): bounds are for a search; add hydra/sweeper=optuna",
         ),
         ("launch slurm -m seed=interval(1,9)", "seed=interval(1,9): an array has no search; give the values"),
+        ("train hydra/sweeper=optuna", "hydra/sweeper=optuna: a search is a sweep of several runs; add -m"),
         ("bench -m hydra/sweeper=[optuna] seed=1,2", "hydra/sweeper=[optuna]: must be the name of a choice;"),
         ("train -m hydra/sweeper=optuna hydra.sweeper=3 seed=1,2", "hydra.sweeper=3: is a group of settings"),
         # what Hydra asserts, or has no type of error for

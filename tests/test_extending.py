@@ -73,33 +73,44 @@ def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def gpipe(folder: Path, *arguments: str, **environment: str) -> str:
+PROGRAM = """
+import os, sys
+from gpipe_cli.cli import main
+for line in sys.argv[1:]:
+    words = line.split()
+    os.environ["COMP_LINE"] = line.removeprefix("complete ")
+    code = main(["-sc", "query=bash"] if words[0] == "complete" else words)
+    assert code == 0, line
+    print("<END>", flush=True)
+"""
+
+
+def gpipe(folder: Path, *lines: str) -> list[str]:
+    """What each of these command lines prints; they share a process."""
     done = subprocess.run(
-        [sys.executable, "-m", "gpipe_cli", *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(folder), "COLUMNS": "120", **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def test_what_is_added_is_listed_explained_and_completed(extended: Path) -> None:
-    assert "two_maps" in gpipe(extended, "list", "models")
-    assert "stripes" in gpipe(extended, "list", "datasets")
-    for name in ("two_maps", "stripes", "first_first"):
-        assert "which a test has added" in gpipe(extended, "help", name)
-    assert "F0 F1 F2" in gpipe(extended, "help", "first_first")
-    complete = {"_COMPLETE_INSTALL": "", "COMP_LINE": "gpipe train schedule=first"}
-    assert "schedule=first_first" in gpipe(extended, "-sc", "query=bash", **complete)
-
-
-def test_what_is_added_is_trained(extended: Path) -> None:
-    said = gpipe(
-        extended, "train", "model=two_maps", "dataset=stripes", "schedule=first_first", "model.arguments.width=8",
-        "partitions=2", "micro_batches=2", "executor=in_process", "batch_size=8", "max_steps=1", "device=cpu",
-        "hardware=cpu", "threads=1", "data_workers=0",
+        [sys.executable, "-c", PROGRAM, *lines], cwd=folder, capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": str(folder), "COLUMNS": "120", "_COMPLETE_INSTALL": ""},
     )  # fmt: skip
-    assert "two_maps" in said
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.split("<END>\n")[:-1]
+
+
+def test_what_is_added_is_listed_explained_completed_and_trained(extended: Path) -> None:
+    train = (
+        "train model=two_maps dataset=stripes schedule=first_first model.arguments.width=8 partitions=2 batch_size=8 "
+        "micro_batches=2 executor=in_process max_steps=1 device=cpu hardware=cpu threads=1 data_workers=0 logger=[]"
+    )
+    shown = {
+        "list models": ["two_maps"],
+        "list datasets": ["stripes"],
+        "help two_maps": ["which a test has added"],
+        "help stripes": ["which a test has added"],
+        "help first_first": ["which a test has added", "F0 F1 F2"],
+        "complete gpipe train model=two": ["model=two_maps"],
+        "complete gpipe train dataset=str": ["dataset=stripes"],
+        "complete gpipe train schedule=first": ["schedule=first_first"],
+        "train --help": [" | two_maps (amoebanet)", " | stripes |"],
+        train: ["two_maps", "completed"],
+    }
+    printed = dict(zip(shown, gpipe(extended, *shown), strict=True))
+    assert {line: text for line in shown for text in shown[line] if text not in printed[line]} == {}, printed

@@ -13,7 +13,7 @@ from recipe_runs import HERE, TINY
 from training_runs import of_type, train_here
 
 from gpipe_cli.assembly.build import build_model
-from gpipe_cli.commands.command_line import drop_others, training
+from gpipe_cli.commands.composing import drop_others, training
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.reproduction.recipe import load, names
 from gpipe_cli.reproduction.runner import FOLDER, last_wins

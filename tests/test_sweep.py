@@ -16,8 +16,9 @@ import pytest
 from hydra import compose, initialize_config_module
 from training_runs import command, start_program, wait_until
 
-from gpipe_cli.commands import command_line, sweep_folder
-from gpipe_cli.commands.command_line import TRAINING_KEYS, Trees, read
+from gpipe_cli.commands import composing, sweep_folder
+from gpipe_cli.commands.command_line import read
+from gpipe_cli.commands.composing import TRAINING_KEYS, Trees, combinations
 from gpipe_cli.commands.outcome import Outcome, ended, fork_command
 from gpipe_cli.commands.sweep import Sweep, differences, free_folder, sweep_of
 from gpipe_cli.commands.sweep_folder import SWEEP, Attempt, SweepFolder
@@ -57,7 +58,7 @@ def test_runs_are_named_by_what_differs() -> None:
 def test_a_sweep_is_a_product_in_which_the_last_setting_varies_fastest() -> None:
     line = read("train", ["-m", "seed=range(1,3)", "hardware=glob(a100*)", "+steps=5", "batch_size=choice(8,16)"])
     fixed = "+steps=5"
-    assert line.jobs({"epochs": "3", "seed": "7"}) == [
+    assert combinations(line, {"epochs": "3", "seed": "7"}) == [
         ("epochs=3", f"seed={seed}", f"hardware={name}", fixed, f"batch_size={size}")
         for seed in (1, 2) for name in ("a100_40", "a100_80") for size in (8, 16)
     ]  # fmt: skip
@@ -76,8 +77,8 @@ def test_folders_are_new_and_safe(tmp_path: Path) -> None:
 def test_a_sweep_composes_each_choice_of_groups_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hundreds of jobs took Hydra minutes; the trees are those that it would have composed for each."""
     composed: list[Sequence[str]] = []
-    before = command_line._composed
-    monkeypatch.setattr(command_line, "_composed", lambda line, chosen: composed.append(chosen) or before(line, chosen))
+    before = composing._composed
+    monkeypatch.setattr(composing, "_composed", lambda line, chosen: composed.append(chosen) or before(line, chosen))
     choices = ([], ["model=resnet"], ["model=transformer_lm", "dataset=text_files"])
     values = ["batch_size=8", "partition.balance=[4,6]", "hardware.memory_gib=null"]
     jobs = [[*chosen, f"seed={seed}", *values] for chosen in choices for seed in (1, 2, 3)]

@@ -14,7 +14,8 @@ import pytest
 import torch
 from omegaconf import DictConfig
 
-from gpipe_cli.commands.command_line import TRAINING_KEYS, Trees, read
+from gpipe_cli.commands.command_line import read
+from gpipe_cli.commands.composing import TRAINING_KEYS, Trees
 from gpipe_cli.commands.training_run import find_source
 from gpipe_cli.config.settings import TrainConfig, from_tree, to_yaml
 from gpipe_cli.distributed.control_group import ControlGroup, Waits

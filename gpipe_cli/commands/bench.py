@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from gpipe_cli.commands.command_line import own, training
+from gpipe_cli.commands.composing import own, training
 from gpipe_cli.commands.run_request import RunRequest
 from gpipe_cli.commands.sweep import Sweep, sweep_of
 from gpipe_cli.config.settings import BenchSettings

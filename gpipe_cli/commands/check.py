@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from datetime import datetime
 
-from gpipe_cli.commands.command_line import TRAINING_KEYS, compose, read, training
+from gpipe_cli.commands.command_line import read
+from gpipe_cli.commands.composing import TRAINING_KEYS, compose, training
 from gpipe_cli.commands.folders import run_folder
 from gpipe_cli.commands.outcome import preparing
 from gpipe_cli.config.settings import find_run

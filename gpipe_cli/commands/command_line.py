@@ -1,46 +1,24 @@
-"""From the command line to settings: what was typed is read by Hydra's grammar, and Hydra composes `conf/`.
+"""From the command line to settings as they were typed: what there is among the arguments, read by Hydra's grammar.
 
-Everything goes through Hydra's public functions: `initialize_config_module`, `compose` and the parser of overrides.
-Hydra chooses the files; values are set in the tree that it composed from them. So an error in a value is ours to word,
-and the runs of a sweep share a tree. `_hydras_own_program` is the one place where there is no function to call.
+Nothing is composed here: `composing` does that. Errors of Hydra's become one line here.
 """
 
 import argparse
-import copy
-import io
-import itertools
-import math
 import os
 import re
 import sys
-import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
-from importlib import resources
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
-import hydra
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
-from yaml import YAMLError
 
-from gpipe_cli.config.comments import FOLDER, GROUPS, of_choices
+from gpipe_cli.config.comments import GROUPS, of_choices
 from gpipe_cli.config.settings import (
-    AUTO,
-    AUTO_BATCH,
-    OWNERS,
-    TrainConfig,
-    from_tree,
     key_of,
-    owner,
-    read_yaml,
-    replaced_batch,
 )
 from gpipe_cli.config.typed import (
     ELSEWHERE,
@@ -49,18 +27,12 @@ from gpipe_cli.config.typed import (
     nearest,
     one_line,
     quoted,
-    settings,
     shortened,
-    unknown,
-    with_type,
 )
 from gpipe_cli.errors import InputError
 
-T = TypeVar("T")
-
 FOLDERS = ("run", "resume", "init_from", "run_folder", "output", "dataset.root", "file")
 SWEEPER = "hydra/sweeper"
-TRAINING_KEYS = tuple(settings(TrainConfig))
 
 
 class _Options(argparse.ArgumentParser):
@@ -128,24 +100,6 @@ class CommandLine:
         """The settings that all runs of a sweep have."""
         return tuple(str(o.input_line) for o in self.parsed if not o.is_sweep_override())
 
-    def values(self, more: Mapping[str, str] | None = None) -> dict[str, tuple[Override, list[str]]]:
-        """Each setting of a sweep with its values, as settings that one run has; none for bounds. `more` are settings
-        that a file sweeps, `hydra.sweeper.params`, unless they were typed."""
-        typed = [*(f"{key}={value}" for key, value in (more or {}).items()), *self.typed]
-        try:
-            with _initialized(self):  # glob(*) asks which choices there are
-                parsed = OverridesParser.create(GlobalHydra.instance().config_loader()).parse_overrides(typed)
-                return {o.get_key_element(): (o, _values(o)) for o in parsed}
-        except HydraException as error:
-            raise translated(error) from error
-
-    def jobs(self, more: Mapping[str, str] | None = None) -> list[tuple[str, ...]]:
-        """The settings of each run of a sweep: all combinations, in which what was typed last varies fastest."""
-        found = self.values(more)
-        each = [[f"{key}={value}" for value in values] if o.is_sweep_override() else values
-                for key, (o, values) in found.items()]  # fmt: skip
-        return list(itertools.product(*each))
-
     def refuse_search(self, why: str) -> None:
         """Raises RefusedError for bounds, where the command takes values; `why` includes the remedy."""
         for key in self.searched:
@@ -182,7 +136,7 @@ def read(command: str, given: Sequence[str], no_sweeps: str = "") -> CommandLine
             raise InputError(f"{flag} {folder}: there is no such folder; give the one with your configurations")
     typed = tuple(_readable(one) for one in options.pop("overrides"))
     try:
-        parsed = _parsed(typed)
+        parsed = parsed_settings(typed)
         for o in parsed:
             if not o.key_or_group:
                 raise InputError(
@@ -214,14 +168,7 @@ def _readable(argument: str) -> str:
     return f"{key}={quoted(value)}"
 
 
-def _values(o: Override) -> list[str]:
-    """The values of a setting that is swept; of another one the setting itself."""
-    if not o.is_sweep_override():
-        return [str(o.input_line)]
-    return list(o.sweep_string_iterator()) if o.is_discrete_sweep() else []
-
-
-def _parsed(typed: Sequence[str]) -> list[Override]:
+def parsed_settings(typed: Sequence[str]) -> list[Override]:
     """Raises HydraException, and SettingError for a number that Python refuses to read because of its length."""
     parser, parsed = OverridesParser.create(), list[Override]()
     for one in typed:
@@ -235,279 +182,12 @@ def _parsed(typed: Sequence[str]) -> list[Override]:
 
 def values_of(settings_typed: Sequence[Override] | Sequence[str]) -> dict[str, object]:
     """Settings and their values; of one that is swept the text of its values."""
-    parsed = [o if isinstance(o, Override) else _parsed([o])[0] for o in settings_typed]
+    parsed = [o if isinstance(o, Override) else parsed_settings([o])[0] for o in settings_typed]
     return {
         o.key_or_group: o.get_value_string() if o.is_sweep_override() else o.value()
         for o in parsed
         if not o.is_delete()
     }
-
-
-def compose(line: CommandLine, keys: Sequence[str]) -> DictConfig | None:
-    """The tree of `conf/COMMAND.yaml` with what was typed; it has these `keys` and the command's own. None where the
-    answer was printed instead (`--help`, `--cfg`, `--info`, completion).
-
-    Raises InputError if it cannot be composed.
-    """
-    options = line.options
-    if line.is_question and not (options["help"] or options["cfg"]):
-        _hydras_own_program(line)
-        return None
-    tree = Trees(line, keys).whole(line.fixed if options["multirun"] else line.typed)
-    if options["help"]:
-        sys.stdout.write(f"{tree.hydra.help.template}\n")
-        return None
-    if options["cfg"] is not None:
-        sys.stdout.write(_shown(tree, options))
-        return None
-    return _own_part(line.command, tree)
-
-
-def _shown(tree: DictConfig, options: Mapping[str, Any]) -> str:
-    """What `--cfg` prints."""
-    keys = [str(key) for key in tree if options["cfg"] in ("all", "hydra" if key == "hydra" else "job")]
-    shown: Any = OmegaConf.masked_copy(tree, keys)
-    header, package = "", options["package"]
-    if package is not None:
-        header, shown = f"# @package {package}\n", OmegaConf.select(shown, package)
-        if not OmegaConf.is_config(shown):
-            raise InputError(f"--package {package}: there is no such group of settings; --cfg job shows all")
-    return header + OmegaConf.to_yaml(shown, resolve=options["resolve"])
-
-
-def _hydras_own_program(line: CommandLine) -> None:
-    """Lets Hydra print what it alone knows: `--info`, `--hydra-help`, and completion for shells.
-
-    There is no function for these: they are options of the program that `hydra.main` makes, which reads `sys.argv`.
-    Completion installs itself under the program's name, `gpipe`.
-    """
-    flags = [f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}")
-             for name, value in line.options.items() if value]  # fmt: skip
-    argv, sys.argv = sys.argv, ["gpipe", *flags, *line.typed]
-    try:
-        hydra.main(config_path="pkg://gpipe_cli.conf", config_name=line.command, version_base="1.3")(lambda _: None)()
-    except SystemExit as end:
-        if end.code not in (None, 0):
-            raise
-    finally:
-        sys.argv = argv
-
-
-class Trees:
-    """The trees of one command line or of a sweep's runs. To compose one takes Hydra a tenth of a second or two: each
-    choice of groups is composed once, and the other settings are set in a copy of that.
-
-    `keys` are the settings that the command has beside its own.
-    """
-
-    def __init__(self, line: CommandLine, keys: Sequence[str]) -> None:
-        self._line = line
-        self._keys = [*keys, *(key for key, whose in OWNERS.items() if whose == line.command)]
-        self._folders = [FOLDER, *(Path(line.options[name]) for name in ("config_dir", "config_path")
-                                   if line.options[name] is not None)]  # fmt: skip
-        self._composed: dict[tuple[str, ...], DictConfig] = {}
-
-    def tree(self, typed: Sequence[str]) -> DictConfig:
-        """The tree with these settings, without Hydra's part and what a recipe has for other commands. Raises
-        InputError."""
-        return _own_part(self._line.command, self.whole(typed))
-
-    def whole(self, typed: Sequence[str]) -> DictConfig:
-        """The tree with these settings, Hydra's part included. Raises InputError."""
-        parsed = _parsed(typed)
-        if self._line.searches:
-            parsed = [o for o in parsed if not o.key_or_group.startswith((SWEEPER, "hydra.sweeper"))]
-        for o in parsed:  # what a recipe's file has for other commands is ignored; what is typed is not
-            whose, key = owner(o.key_or_group), o.key_or_group
-            if not o.is_delete() and whose not in (None, self._line.command):
-                near = nearest(key, self._keys) or "; leave it out"
-                value = o.get_value_string()
-                raise InputError(
-                    f"{key}={value}: gpipe {self._line.command} has no such setting, gpipe {whose} has{near}"
-                )
-        chosen = tuple(str(o.input_line) for o in parsed if self._chooses(o))
-        if chosen not in self._composed:
-            self._composed[chosen] = _composed(self._line, chosen)
-        tree = copy.deepcopy(self._composed[chosen])
-        for o in parsed:
-            if not self._chooses(o):
-                self._set(tree, o)
-        return tree
-
-    def _chooses(self, o: Override) -> bool:
-        """Whether a setting chooses files, or removes something: Hydra composes by it."""
-        key = o.key_or_group
-        group = "/" in key or any((folder / key).is_dir() for folder in self._folders)
-        return group or o.is_delete() or o.package is not None or key == "hydra.searchpath"
-
-    def _set(self, tree: DictConfig, o: Override) -> None:
-        key, value = o.key_or_group, o.value()
-        # `++` sets what is there and adds what is not: a recipe for another command lacks what only this one has
-        added = o.is_add() or o.is_force_add() or owner(key) is not None
-        try:
-            merged = isinstance(value, dict) or not isinstance(OmegaConf.select(tree, key), DictConfig)
-            OmegaConf.update(tree, key, value, merge=merged, force_add=added)
-        except (ConfigAttributeError, ConfigKeyError) as error:
-            if key.startswith("hydra."):
-                raise SettingError(key, value, "Hydra has no such setting; --cfg hydra lists all") from error
-            raise unknown(key, value, self._keys) from error
-        except OmegaConfBaseException as error:
-            raise SettingError(key, value, f"{one_line(error)}; give another value, or leave it out") from error
-
-
-def _composed(line: CommandLine, chosen: Sequence[str]) -> DictConfig:
-    """What Hydra composes for these choices. Raises InputError."""
-    try:
-        search_path = _search_path(line, _check_files(line, chosen))
-        kept = [one for one in chosen if not search_path or key_of(one) != "hydra.searchpath"]
-        with warnings.catch_warnings(), _initialized(line):
-            warnings.simplefilter("error", UserWarning)  # a part of hydra.searchpath is not there
-            return hydra.compose(line.options["config_name"] or line.command, [*kept, *search_path], True)
-    except (HydraException, OmegaConfBaseException, YAMLError) as error:
-        raise translated(error) from error
-    except RecursionError as error:  # in the list of its defaults, without end
-        raise InputError("configuration: a file includes itself in its defaults; leave that line out") from error
-    except InputError:
-        raise
-    except Exception as error:  # where its own settings or a list of defaults are wrong Hydra raises what Python does
-        given = [one for one in chosen if one.startswith("~") or key_of(one).startswith("hydra")]
-        if (name := line.options["config_name"]) is not None:
-            given.append(f"-cn {name}")
-        why = f"Hydra cannot use it ({with_type(error)})"
-        raise InputError(f"{' '.join(given) or 'configuration'}: {why}; change it, or leave it out") from error
-
-
-def _user_folders(line: CommandLine) -> list[Path]:
-    """Where files of the user lie, beside `conf/`."""
-    given = line.overrides.get("hydra.searchpath")
-    more = [one for one in given if isinstance(one, str) and "://" not in one] if isinstance(given, list) else []
-    return [Path(one) for one in (line.options["config_path"], line.options["config_dir"], *more) if one is not None]
-
-
-def _main_folder(line: CommandLine) -> Path:
-    """The folder of the file with which composing begins: Hydra looks for that in one place only."""
-    name = line.options["config_name"] or line.command
-    folders = [FOLDER, *_user_folders(line)]
-    return next((folder for folder in folders if (folder / f"{name.removesuffix('.yaml')}.yaml").is_file()), FOLDER)
-
-
-def _initialized(line: CommandLine) -> AbstractContextManager[None]:
-    """Inside, Hydra can compose."""
-    folder = _main_folder(line)
-    if folder == FOLDER:
-        return hydra.initialize_config_module("gpipe_cli.conf", version_base="1.3")
-    return hydra.initialize_config_dir(str(folder.absolute()), version_base="1.3")
-
-
-def _search_path(line: CommandLine, primary: DictConfig | None) -> list[str]:
-    """The setting that tells Hydra of all folders but the main one; `primary` is the user's file, which may have more
-    of them. None where what was typed says it all."""
-    given = line.overrides.get("hydra.searchpath")
-    if given is None and primary is not None:
-        found = OmegaConf.select(primary, "hydra.searchpath")
-        given = [] if found is None else OmegaConf.to_container(found)
-    others = [folder for folder in (FOLDER, *_user_folders(line)) if folder != _main_folder(line)]
-    if not others or not isinstance(given, list | None):
-        return []
-    names = ["pkg://gpipe_cli.conf" if folder == FOLDER else str(folder.absolute()) for folder in others]
-    names += [one for one in given or [] if one not in map(str, others)]
-    return [f"hydra.searchpath=[{','.join(quoted(name) for name in names)}]"]
-
-
-def _check_files(line: CommandLine, chosen: Sequence[str]) -> DictConfig | None:
-    """Returns the user's file with which composing begins, if there is one. Raises InputError for a file of the user
-    that holds no settings: Hydra's errors do not name it, and a few lines of YAML can stand for more than a machine
-    holds."""
-    name = line.options["config_name"] or line.command
-    primary = None
-    waiting, seen = [name.removesuffix(".yaml"), *(one.lstrip("+").replace("=", "/", 1) for one in chosen)], set[Path]()
-    while waiting:
-        entry = waiting.pop(0)
-        for file in (folder / f"{entry}.yaml" for folder in _user_folders(line)):
-            if file in seen or not file.is_file():
-                continue
-            seen.add(file)
-            try:
-                tree = OmegaConf.load(io.StringIO(read_yaml(file)))
-            except (OSError, RecursionError, YAMLError, OmegaConfBaseException) as error:
-                why = error.strerror if isinstance(error, OSError) and error.strerror else one_line(error)
-                raise InputError(f"{file}: holds no settings ({why}); write lines key: value, in UTF-8") from error
-            primary = primary or tree
-            defaults = OmegaConf.select(tree, "defaults") if isinstance(tree, DictConfig) else None
-            for one in defaults if isinstance(defaults, ListConfig) else ():
-                pairs = one.items() if isinstance(one, DictConfig) else [("", one)]
-                waiting += ["/".join([*str(key).split()[-1:], str(value)]).lstrip("/") for key, value in pairs]
-    return primary if isinstance(primary, DictConfig) else None
-
-
-def _own_part(command: str, tree: DictConfig) -> DictConfig:
-    with open_dict(tree):
-        del tree["hydra"]
-    drop_others(command, tree)
-    return tree
-
-
-def drop_others(command: str, tree: DictConfig) -> None:
-    """Removes from `tree` what a recipe's file has for other commands."""
-    with open_dict(tree):
-        for key in [key for key, whose in OWNERS.items() if whose != command]:
-            tree.pop(key, None)
-
-
-def own(kind: type[T], command: str, tree: DictConfig) -> T:
-    """What `command` has beside the settings of a training, taken out of `tree`. What a recipe does not have is as in
-    `conf/COMMAND.yaml`. Raises InputError, as `typed`."""
-    text = resources.files("gpipe_cli.conf").joinpath(f"{command}.yaml").read_text(encoding="utf-8")
-    defaults = OmegaConf.create(text.partition("\nhydra:")[0])
-    with open_dict(tree):
-        given = {key: tree.pop(key, OmegaConf.select(defaults, key)) for key in settings(kind)}
-    return from_tree(kind, OmegaConf.create(given))
-
-
-def training(tree: DictConfig, given: Mapping[str, object]) -> tuple[TrainConfig, tuple[str, ...]]:
-    """The training that `tree` describes, and its settings that are to be chosen, where a 1 stands for them.
-
-    `given` is what was typed. Raises InputError, as `from_tree`.
-    """
-    if (key := replaced_batch(given)) is not None:  # a default, or a preset's
-        OmegaConf.update(tree, key, None, force_add=True)
-    auto = take_auto(tree)
-    return from_tree(TrainConfig, tree), auto
-
-
-def with_given(saved: TrainConfig, given: Mapping[str, Any]) -> TrainConfig:
-    """The configuration of a run with what is given in the place of its own.
-
-    A group that is given with the choice that the run has already keeps the run's settings. Raises InputError, as
-    `from_tree`.
-    """
-    base = OmegaConf.create(asdict(saved))
-    if (partitions := given.get("partitions", saved.partitions)) != saved.partitions:
-        OmegaConf.update(base, "partition.balance", None)  # it was made for another number of partitions
-        if isinstance(partitions, int) and partitions < (saved.stages_per_process or 0):
-            OmegaConf.update(base, "stages_per_process", None)  # more than there are now
-    if (replaced := replaced_batch(given)) is not None:
-        OmegaConf.update(base, replaced, None)
-    if given.get("partition.balance") is not None:
-        OmegaConf.update(base, "partition.method", "exact")  # the run's, which the cut by hand takes the place of
-    if given.get("partition.method", "exact") != "exact":
-        OmegaConf.update(base, "partition.balance", None)
-    for key, value in given.items():
-        if not (isinstance(value, DictConfig) and value.get("name") == OmegaConf.select(base, f"{key}.name")):
-            OmegaConf.update(base, key, value, merge=False, force_add=True)
-    return from_tree(TrainConfig, base)
-
-
-def take_auto(tree: DictConfig) -> tuple[str, ...]:
-    """The settings that are to be chosen; in `tree` they become 1, and a mini-batch one sample per micro-batch."""
-    auto = tuple(key for key in (*AUTO, *AUTO_BATCH) if OmegaConf.select(tree, key) == "auto")
-    for key in auto:
-        OmegaConf.update(tree, key, 1)
-    if "batch_size" in auto:
-        pieces = [OmegaConf.select(tree, key) for key in ("micro_batches", "replicas")]
-        if all(isinstance(number, int) and number > 0 for number in pieces):  # others are refused as they are typed
-            OmegaConf.update(tree, "batch_size", math.prod(pieces))
-    return auto
 
 
 def translated(error: Exception) -> InputError:

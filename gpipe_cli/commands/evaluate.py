@@ -7,7 +7,8 @@ from typing import TypeVar
 
 from omegaconf import DictConfig
 
-from gpipe_cli.commands.command_line import compose, read, with_given
+from gpipe_cli.commands.command_line import read
+from gpipe_cli.commands.composing import compose, with_given
 from gpipe_cli.commands.outcome import preparing
 from gpipe_cli.config.groups import choice_of
 from gpipe_cli.config.settings import (

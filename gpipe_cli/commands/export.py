@@ -7,7 +7,8 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from gpipe_cli.commands.command_line import compose, read
+from gpipe_cli.commands.command_line import read
+from gpipe_cli.commands.composing import compose
 from gpipe_cli.commands.evaluate import OF_THE_RUN, of_run
 from gpipe_cli.commands.outcome import preparing
 from gpipe_cli.config.settings import ExportConfig, ExportSettings

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from gpipe_cli.commands.command_line import TRAINING_KEYS, CommandLine, Trees, compose, own, read, training, values_of
+from gpipe_cli.commands.command_line import CommandLine, read, values_of
+from gpipe_cli.commands.composing import TRAINING_KEYS, Trees, combinations, compose, own, training
 from gpipe_cli.commands.folders import new_run, numbered, refuse_content
 from gpipe_cli.commands.outcome import preparing
-from gpipe_cli.commands.sweep import differences, folder_name, refuse_place
+from gpipe_cli.commands.sweep import differences, folder_name, refuse_without_effect
 from gpipe_cli.config.settings import TrainConfig, find_run, key_of, owner
 from gpipe_cli.config.slurm import LaunchSettings
 from gpipe_cli.config.typed import RefusedError, SettingError, is_one_line, quoted, show
@@ -89,7 +90,7 @@ def main(arguments: Sequence[str]) -> int:
 def _elements(line: CommandLine) -> list[tuple[str, ...]]:
     """The settings of each training: of a sweep one for each combination. Raises InputError for what an array cannot
     have."""
-    refuse_place(line)
+    refuse_without_effect(line)
     for key, value in line.overrides.items():
         if key.startswith("hydra") and key != SWEEP_DIR:
             raise RefusedError(key, value, "a job runs gpipe train by itself; leave it out")
@@ -101,7 +102,7 @@ def _elements(line: CommandLine) -> list[tuple[str, ...]]:
     if not line.swept:
         raise InputError("-m: no setting has several values; give one several, micro_batches=4,8, or leave -m out")
     line.refuse_search("an array has no search; give the values, one after the other")
-    return [tuple(one for one in job if key_of(one) != SWEEP_DIR) for job in line.jobs()]
+    return [tuple(one for one in job if key_of(one) != SWEEP_DIR) for job in combinations(line)]
 
 
 def _refuse(job: LaunchSettings, config: TrainConfig) -> None:

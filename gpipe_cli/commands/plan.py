@@ -10,7 +10,8 @@ from pathlib import Path
 from omegaconf import DictConfig
 from rich.console import Console
 
-from gpipe_cli.commands.command_line import TRAINING_KEYS, CommandLine, Trees, compose, own, read, training, values_of
+from gpipe_cli.commands.command_line import CommandLine, read, values_of
+from gpipe_cli.commands.composing import TRAINING_KEYS, Trees, combinations, compose, own, training
 from gpipe_cli.commands.folders import run_folder
 from gpipe_cli.commands.outcome import preparing
 from gpipe_cli.commands.sweep import differences
@@ -92,7 +93,7 @@ def _sweep(line: CommandLine, form: str) -> int:
     found: list[SweptPlan] = []
     refused: list[InputError] = []
     line.refuse_search("a plan has no search; give the values, one after the other")
-    trees, jobs = Trees(line, TRAINING_KEYS), line.jobs()
+    trees, jobs = Trees(line, TRAINING_KEYS), combinations(line)
     for job, (_, varied) in zip(jobs, differences(jobs, line.same), strict=True):
         try:
             request = _requested(trees.tree(job), values_of(job))

@@ -8,7 +8,8 @@ from typing import IO, Literal
 
 from rich.console import Console
 
-from gpipe_cli.commands.command_line import TRAINING_KEYS, Trees, read, training
+from gpipe_cli.commands.command_line import read
+from gpipe_cli.commands.composing import TRAINING_KEYS, Trees, training
 from gpipe_cli.commands.outcome import BAD_INPUT, ended, fork_command, run_command
 from gpipe_cli.config.settings import key_of
 from gpipe_cli.errors import InputError

@@ -13,6 +13,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
 from gpipe_cli.commands.command_line import SWEEPER, CommandLine, values_of
+from gpipe_cli.commands.composing import sweep_values
 from gpipe_cli.config.settings import container
 from gpipe_cli.config.typed import Count, RefusedError, one_line, show, typed
 from gpipe_cli.results.measures import MEASURES
@@ -59,7 +60,7 @@ class Search:
         self._failed = optuna.trial.TrialState.FAIL
         self._fixed: list[str] = []
         self._space: dict[str, Any] = {}
-        for key, (o, values) in line.values(more).items():
+        for key, (o, values) in sweep_values(line, more).items():
             if o.is_sweep_override():
                 self._space[key] = _distribution(o, values)
             elif not o.is_hydra_override():

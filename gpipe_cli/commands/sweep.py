@@ -17,7 +17,8 @@ from rich.console import Console
 from rich.text import Text
 
 from gpipe_cli.commands import outcome
-from gpipe_cli.commands.command_line import TRAINING_KEYS, CommandLine, Trees, compose, read, values_of
+from gpipe_cli.commands.command_line import SWEEPER, CommandLine, read, values_of
+from gpipe_cli.commands.composing import TRAINING_KEYS, Trees, combinations, compose
 from gpipe_cli.commands.folders import numbered
 from gpipe_cli.commands.run_request import RunRequest
 from gpipe_cli.commands.search import best_of, objective, search_of
@@ -88,7 +89,7 @@ class Sweep:
         trees = Trees(line, TRAINING_KEYS)
         whole = trees.whole(line.fixed)
         search = search_of(line, whole)
-        jobs = [] if search else line.jobs(whole.hydra.sweeper.params)
+        jobs = [] if search else combinations(line, whole.hydra.sweeper.params)
         self._folder.choose(Path(whole.hydra.sweep.dir))
         if search is None:
             self._perform_jobs(trees, jobs, 0, len(jobs))
@@ -245,15 +246,19 @@ def sweep_of(command: str, arguments: Sequence[str], requested: Requested) -> Sw
     line = read(command, arguments)
     folder = _resumed_folder(line)
     if folder is None:
-        refuse_place(line)
+        refuse_without_effect(line)
         folder = SweepFolder(command, arguments)
     else:
         line = read(command, [*folder.arguments, f"{PLACE}{quoted(folder.path)}"])
     return Sweep(line, folder, requested, arguments)
 
 
-def refuse_place(line: CommandLine) -> None:
-    """Raises InputError for a folder that would have no effect: a run and a sweep are told theirs by two settings."""
+def refuse_without_effect(line: CommandLine) -> None:
+    """Raises InputError for a setting that would have no effect: the folder of a run, or of a sweep, is given by the
+    setting of the other one, or one run is told how to search."""
+    for key, value in line.overrides.items():
+        if key.startswith((SWEEPER, SWEEPER.replace("/", "."))) and not (line.options["multirun"] or line.is_question):
+            raise RefusedError(key, value, "a search is a sweep of several runs; add -m, or leave it out")
     if line.options["multirun"]:
         what, given_by, other = "a sweep, in which those of its runs lie,", "hydra.sweep.dir", "run_folder"
     else:

@@ -7,7 +7,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from gpipe_cli.commands.command_line import take_auto, training, with_given
+from gpipe_cli.commands.composing import take_auto, training, with_given
 from gpipe_cli.commands.run_request import OF_INVOCATION, RunRequest
 from gpipe_cli.commands.sweep import sweep_of
 from gpipe_cli.config.comments import GROUPS

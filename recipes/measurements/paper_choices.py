@@ -26,7 +26,8 @@ from statistics import mean, median
 
 from runs import command_line
 
-from gpipe_cli.commands.command_line import TRAINING_KEYS, compose, read, training
+from gpipe_cli.commands.command_line import read
+from gpipe_cli.commands.composing import TRAINING_KEYS, compose, training
 from gpipe_cli.config.settings import TrainConfig, load_hardware
 from gpipe_cli.errors import InputError
 from gpipe_cli.planner.auto_settings import choose
