@@ -2,12 +2,10 @@
 
 import importlib
 import importlib.util
-import os
 import re
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import product
@@ -15,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from training_runs import composed, configure
+from training_runs import configure
 
 from gpipe_cli.benchmark import machine_timing
-from gpipe_cli.config.settings import TrainConfig, from_tree
 from gpipe_cli.results.files import write_result
+from gpipe_cli.system.gpus import usable_gpus
 
 FOLDER = Path(__file__).parent.parent / "recipes" / "measurements"
 SMALL = ["model.normal_cells=3", "dataset.image_size=16", "hardware=cpu", "threads=1"]
@@ -41,14 +38,14 @@ PROGRAMS = {
          "model.filters=16", "dataset.image_size=16"],
         r"1620 sets (.*\n)+AmoebaNet-D \(18, 128\), P100 +8 +32 +2\.70 +\d",
     ),
-    "gpu_acceptance": (
-        ["--device=cpu", "--parts=links,speeds"],
-        r"3 of 3 held\.\n(.*\n)+\| links \| 1f1b, K=2 .* \| yes \| (\d+) of \2 tensors",
+    "gpu_acceptance": (  # without a GPU this part dies, and keeps what it has found
+        ["--device=cuda", "--parts=versions"],
+        r"\| versions \| torch, CUDA, cuDNN \|  \| \d.*\n(.*\n)*\| versions \| the part \| NO \| .*; code 1: ",
     ),
     "link_order": (
-        ["--partitions=4", "--micro-batches=5"],
-        r"(\| [12] \| in order \| .* \| 0 of 1[05] \|  \|\n){46}(.*\n)+"
-        r"\| 1 \| early \| idle \| 1f1b never \| 15 of 15 \| K=2, M=1 \|",
+        ["--partitions=4", "--micro-batches=2"],
+        r"(\| [12] \| in order \| .* \| 0 of [46] \|  \|\n){46}(.*\n)+"
+        r"\| 1 \| early \| idle \| 1f1b never \| 6 of 6 \| K=2, M=1 \|",
     ),
     "random_kills": (
         ["--runs=1", "--seed=309", *NOISE, "dataset=synthetic_images", "epochs=1", "partitions=1",
@@ -79,6 +76,8 @@ def test_a_measurement_runs(
     tmp_path: Path,
 ) -> None:
     arguments, table = PROGRAMS[name]
+    if name == "gpu_acceptance" and usable_gpus():
+        pytest.skip("the part would not die")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(machine_timing, "_LAYER_SECONDS", 0.1)
     monkeypatch.setattr(sys, "argv", [name])  # Hydra reads it
@@ -94,8 +93,6 @@ def test_what_a_gpu_is_asked_to_do_are_settings(
     """Every cell of the parts, and every factor, is composed as on a GPU, and nothing runs: two rows always failed
     there, as settings of theirs do not exist."""
     acceptance, speed = load("gpu_acceptance"), load("gpu_speed")
-    for program in (acceptance, speed):  # each choice of groups is composed once
-        monkeypatch.setattr(program, "config_of", lambda settings: from_tree(TrainConfig, composed(*settings)))
     one, asked = threading.Lock(), Counter[str]()
     result = {
         "predicted_activation_bytes": [1], "activation_bytes": [1], "step_seconds": 1.0,
@@ -116,11 +113,14 @@ def test_what_a_gpu_is_asked_to_do_are_settings(
                 write_result(folder, result)
             return subprocess.CompletedProcess([], 0, "", "")
 
-    def not_run(task: Any, *rest: object) -> None:
-        asked["work"] += 1
-        (task.args[2] / "watched.json").write_text("{}")
+        def work(self, name: str, task: object, *settings: str, processes: int = 1) -> Path:
+            asked["work"] += 1
+            configure(*settings)
+            folder: Path = self.new_folder(name)
+            folder.mkdir()
+            (folder / "watched.json").write_text("{}")
+            return folder
 
-    monkeypatch.setattr(acceptance, "run_task", not_run)
     monkeypatch.setattr(acceptance, "last_tensors", lambda run: {})
     setting = AsOnGpu("cpu", tmp_path)
     for part in (acceptance.check, acceptance.links, acceptance.synchronisations, acceptance.memory,
@@ -140,15 +140,25 @@ def test_what_a_gpu_is_asked_to_do_are_settings(
     def bench(*given: str) -> list[dict[str, Any]]:
         rows = []
         for values in product(*(one.partition("=")[2].split(",") for one in given)):
-            chosen = {one.partition("=")[0]: value for one, value in zip(given, values, strict=True)}
-            configure(*(f"{key}={value}" for key, value in chosen.items()))
+            configure(*(f"{one.partition('=')[0]}={value}" for one, value in zip(given, values, strict=True)))
             rows.append({"settings": {}, "status": "impossible", "reason": ""})
         return rows
 
-    monkeypatch.setattr(speed, "plain", lambda *what: lambda: None)
-    monkeypatch.setattr(speed, "seconds_of", lambda *what: 1.0)
+    monkeypatch.setattr(speed, "config_of", lambda settings: configure(*settings))
+    monkeypatch.setattr(speed, "figures_of_peer", lambda *what: "")
     assert len(list(speed.factors("cuda", bench))) == 6 + 4 + 4 + 6 + 2
     assert len(list(speed.peers("cuda", bench))) == 3 * 2 * 3
+
+
+def test_workers_share_a_device_and_their_waits_are_counted(load: Callable[[str], Any], tmp_path: Path) -> None:
+    acceptance = load("gpu_acceptance")
+    setting = acceptance.Setting("cpu", tmp_path)
+    ((_, held, shown),) = acceptance.links(setting)
+    assert held
+    assert re.search(r"(\d+) of \1 tensors the same bits", shown)
+    assert [(what, figures) for what, _, figures in acceptance.synchronisations(setting)] == [
+        (f"{model}: calls that wait, in 4 steps", "0: none") for model in ("amoebanet", "transformer_lm")
+    ]
 
 
 def test_each_call_on_a_gpu_ends_within_its_time(load: Callable[[str], Any]) -> None:
@@ -164,22 +174,12 @@ def test_each_call_on_a_gpu_ends_within_its_time(load: Callable[[str], Any]) -> 
     ]
 
 
-def test_a_checkout_that_is_not_installed_is_one_line(tmp_path: Path) -> None:
+def test_a_checkout_that_is_not_installed_is_one_line(
+    load: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """On PYTHONPATH it has no conf/: every part of the acceptance failed with a traceback."""
-    paths = [str(FOLDER.parents[1]), *(path for path in sys.path if path.endswith("-packages"))]
-    ended = subprocess.run(
-        [sys.executable, "-S", FOLDER / "gpu_acceptance.py", "--device=cpu"],  # -S: without editable installs
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}, cwd=tmp_path, capture_output=True, text=True,
-        check=False,
-    )  # fmt: skip
-    assert ended.returncode == 2
-    assert "not installed; pip install --no-deps --no-build-isolation -e" in ended.stderr.splitlines()[-1]
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="it would not fail")
-def test_a_part_that_dies_keeps_what_it_has_found(load: Callable[[str], Any], tmp_path: Path) -> None:
     acceptance = load("gpu_acceptance")
-    *found, last = acceptance.perform("versions", acceptance.Setting("cuda", tmp_path), time.monotonic() + 60)
-    assert "torch, CUDA, cuDNN" in [row.what for row in found]
-    assert last.held is False
-    assert "code 1" in last.figures
+    monkeypatch.setattr(acceptance, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match=r"^2$"):
+        acceptance.main(["--device=cpu"])
+    assert "not installed; pip install --no-deps --no-build-isolation -e" in capsys.readouterr().err.splitlines()[-1]

@@ -8,6 +8,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from statistics import stdev
 from typing import TYPE_CHECKING, Self
 
@@ -34,11 +35,7 @@ class Trained:
 
     @cached_property
     def tensors(self) -> "dict[str, Tensor]":
-        """All tensors of the last checkpoint by name: weights, their averages, optimizer state."""
-        from gpipe_cli.training.checkpoint.store import find_checkpoint, read_index, read_tensors
-
-        checkpoint = find_checkpoint(self.record.folder, "last", "run")
-        return read_tensors(checkpoint, read_index(checkpoint).layers, ("model", "optimizer", "ema"))
+        return last_tensors(self.record.folder)
 
     @cached_property
     def sha256(self) -> str:
@@ -134,6 +131,14 @@ def _spread(same: Sequence[Trained], repeated: Sequence[Trained]) -> Table:
 
 def _listed(runs: Sequence[Trained]) -> str:
     return ", ".join(str(run.partitions) for run in runs)
+
+
+def last_tensors(run: Path) -> "dict[str, Tensor]":
+    """All tensors of the last checkpoint of a run by name: weights, averaged weights, optimizer state."""
+    from gpipe_cli.training.checkpoint.store import find_checkpoint, read_index, read_tensors
+
+    checkpoint = find_checkpoint(run, "last", "run")
+    return read_tensors(checkpoint, read_index(checkpoint).layers, ("model", "optimizer", "ema"))
 
 
 def digest(tensors: "dict[str, Tensor]") -> str:

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from runs import AMOEBANET, command_line, config_of, gpipe, last_tensors, same_tensors
+from runs import AMOEBANET, command_line, config_of, gpipe, same_tensors
 from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining import schedules
@@ -43,6 +43,7 @@ from gpipe_cli.pipeline.runtime.boundary import as_value
 from gpipe_cli.pipeline.runtime.initial_weights import materialize
 from gpipe_cli.planner.layout import layout_of
 from gpipe_cli.planner.placement import make_placement
+from gpipe_cli.reproduction.consistency import last_tensors
 from gpipe_cli.system.forked_call import Fork
 from gpipe_cli.training.data_feed import MiniBatch, Reading, mini_batches
 

@@ -1,14 +1,13 @@
 """What holds on the GPU at hand, in eleven parts and three calls: --call=1, 2 and 3 take less than nine minutes each,
 for a machine that is lent for ten.
 
-Every part is a process of its own with a limit of its own, at which everything that it has started is killed, so that
-one that hangs or dies costs its own rows only. Where there is a GPU, parts whose seconds do not matter run at the same
-time. After each part FOLDER/gpu_acceptance.md, a table, and FOLDER/gpu_acceptance.json are written anew, so that they
-hold what is done if this is cut off. With --device=cpu every part runs at a tiny size, without what needs a GPU.
+Every part is a process with a time limit. At its limit it is killed with everything that it has started, so that a part
+that hangs or dies only loses its own remaining rows. On a GPU, parts whose times do not matter run simultaneously.
+After each part the table FOLDER/gpu_acceptance.md and FOLDER/gpu_acceptance.json are rewritten, so that an interrupted
+call leaves what it has found. With --device=cpu every part runs at a tiny size, without what needs a GPU.
 
-gpipe must be installed: pip install --no-deps --no-build-isolation -e . where there is no network (setuptools 70.1 or
-newer is needed for it). A checkout on PYTHONPATH is not enough, as conf/ and recipes/ are packages only of an installed
-gpipe.
+gpipe must be installed, as a checkout on PYTHONPATH lacks the packages gpipe_cli.conf and gpipe_cli.recipes. Without a
+network: pip install --no-deps --no-build-isolation -e . (setuptools 70.1 or newer).
 
 Usage: python recipes/measurements/gpu_acceptance.py [--device cuda|cpu] [--call 1|2|3] [--parts versions,check,...]
        [--folder FOLDER]
@@ -37,7 +36,7 @@ from typing import Any
 import gpu_speed
 import gpu_workers
 import torch
-from runs import AMOEBANET, command_line, config_of, last_tensors, same_tensors
+from runs import AMOEBANET, command_line, config_of, same_tensors
 
 from gpipe_cli.benchmark.machine_timing import machine_rates
 from gpipe_cli.config.settings import load_hardware
@@ -45,6 +44,7 @@ from gpipe_cli.launch.supervisor import run_task
 from gpipe_cli.planner.data_sheet import sheet_of
 from gpipe_cli.planner.layout import layout_of
 from gpipe_cli.planner.placement import make_placement
+from gpipe_cli.reproduction.consistency import last_tensors
 from gpipe_cli.system.gpus import usable_gpus
 from gpipe_cli.system.machine import cpu_model, usable_cores
 
@@ -65,9 +65,9 @@ TIMM = ["model=timm", "model.name=convnext_atto", *TINY[2:3], "dataset.image_siz
 class Row:
     part: str
     what: str
-    held: bool | None  # None: a figure, nothing to hold
+    held: bool | None  # None: nothing must hold
     figures: str
-    published: str = ""  # torchgpipe's
+    published: str = ""  # torchgpipe's published speed
 
 
 Found = Iterator[tuple[str, bool | None, str] | tuple[str, bool | None, str, str]]  # a row without its part
@@ -75,7 +75,7 @@ Found = Iterator[tuple[str, bool | None, str] | tuple[str, bool | None, str, str
 
 @dataclass(frozen=True)
 class Setting:
-    """Where a part runs, and the folder for its files."""
+    """The device of a part and the folder for its files."""
 
     device: str
     folder: Path
@@ -96,7 +96,7 @@ class Setting:
         )
 
     def run(self, command: str, name: str, *settings: str, hardware: str = "auto") -> dict[str, Any]:
-        """The result.json of a command that must not fail."""
+        """Run a command that must not fail; returns its result.json."""
         folder = self.new_folder(name)
         machine = [f"device={self.device}", *([f"hardware={hardware}"] if self.gpu else ["hardware=cpu", "threads=1"])]
         done = self.gpipe(command, *settings, *machine, f"run_folder={folder}")
@@ -106,7 +106,7 @@ class Setting:
         return found
 
     def bench(self, *settings: str) -> list[dict[str, Any]]:
-        """The rows of the table of `gpipe bench -m`, of which some cells may be impossible or fail."""
+        """Run `gpipe bench -m`; returns the rows of its table, of which some may be impossible or have failed."""
         folder = self.new_folder("bench")
         done = self.gpipe("bench", "-m", *settings, "steps=10", f"hydra.sweep.dir={folder}")
         file = folder / "bench.json"
@@ -116,9 +116,9 @@ class Setting:
         return rows
 
     def work(self, name: str, task: Callable[..., None], *settings: str, processes: int = 1) -> Path:
-        """The folder in which the workers of a training have done `task`, `processes` of them on one device.
+        """Let ``processes`` workers of a training do ``task`` on one device; returns their folder.
 
-        Raises RuntimeError with their failure.
+        Raises RuntimeError with the failure of a worker.
         """
         folder = self.new_folder(name)
         folder.mkdir()
@@ -135,12 +135,13 @@ class Setting:
 
 
 def environment() -> dict[str, str]:
+    """The environment of a part, in which its workers can import gpu_workers."""
     paths = [str(HERE.parent), os.environ.get("PYTHONPATH", "")]
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def versions(setting: Setting) -> Found:
-    """1. What this is, how fast it is alone, and what is missing."""
+    """1. Versions, missing dependencies, GPUs, and the rates of this machine, timed while nothing else runs."""
     yield "Python, cores", None, f"{sys.version.split()[0]}, {usable_cores()} cores of {cpu_model()}"
     yield "torch, CUDA, cuDNN", None, f"{torch.__version__}, {torch.version.cuda}, {torch.backends.cudnn.version()}"
     needed = [re.split(r"[<>=\s]", one)[0] for one in metadata.requires("gpipe-cli") or () if "extra ==" not in one]
@@ -158,10 +159,10 @@ def versions(setting: Setting) -> Found:
         yield gpu.name, sheet is not None, f"{gpu.memory_bytes / 2**30:.1f} GiB, data sheet {sheet}"
         if sheet is not None:
             yield f"hardware={sheet}", None, str(load_hardware(sheet))
-    # what other parts look up then
+    # the other parts then read these rates from the cache
     for precision in ("float32", "bfloat16") if setting.gpu else ("float32",):
         job = config_of([*TINY, f"device={setting.device}", f"precision={precision}"])
-        yield f"hardware=auto, {precision}", None, str(machine_rates(job, lambda line: None))
+        yield f"hardware=auto, {precision}", None, str(machine_rates(job, layout_of(job), lambda line: None))
 
 
 def tests(setting: Setting) -> Found:
@@ -176,7 +177,7 @@ def tests(setting: Setting) -> Found:
 
 
 def check(setting: Setting) -> Found:
-    """3. Partitions, recomputation and executors change no bit, in each precision."""
+    """3. Partitions, recomputation and executors give bit-identical results in each precision."""
     models = {"amoebanet": TINY, "transformer_lm": TEXT, "transformer_nmt": TRANSLATION, "timm": TIMM}
     cells = [(model, precision) for model in models for precision in ("float32", "bfloat16")]
 
@@ -196,8 +197,8 @@ def check(setting: Setting) -> Found:
 
 
 def links(setting: Setting) -> Found:
-    """4. Processes that share the GPU, over NCCL: the bits of one process. Boundaries are large, as NCCL buffers small
-    tensors, and a deadlock shows with large ones only."""
+    """4. Processes that share the GPU and communicate by NCCL give the bits of a single process. Boundary tensors are
+    large: NCCL buffers small ones, which hides deadlocks."""
     partitions, micro_batches, samples, size = (4, 8, 8, 256) if setting.gpu else (2, 2, 1, 8)
     boundary = samples * 64 * size**2 * 4
     job = [
@@ -219,7 +220,7 @@ def links(setting: Setting) -> Found:
 
 
 def nodes(setting: Setting) -> Found:
-    """5. Two torchrun agents as machines; one of them is killed, or stopped, and the other says so."""
+    """5. Of two torchrun agents, which stand for machines, one is killed or stopped, and the other one says so."""
     for how, number in (("killed", signal.SIGKILL), ("stopped", signal.SIGSTOP)):
         folder, limit = setting.new_folder(f"nodes_{how}"), 15 if setting.gpu else 10
         settings = [*TINY, "partitions=2", "epochs=100000", f"device={setting.device}", "hardware=cpu", "threads=1",
@@ -261,7 +262,7 @@ def nodes(setting: Setting) -> Found:
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = 120) -> Any:
-    """What the condition gives once that is true, or None."""
+    """The first true value that ``condition`` returns, or None after so many seconds."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if found := condition():
@@ -290,7 +291,7 @@ def synchronisations(setting: Setting) -> Found:
 
 
 def memory(setting: Setting) -> Found:
-    """8. The planned bytes beside those that were there, and one line where they are not enough."""
+    """8. Planned beside counted bytes of activations, and one line of error when memory runs out."""
     jobs = {"amoebanet": AMOEBANET if setting.gpu else TINY, "transformer_lm": TEXT}
     for (name, size), precision in ((job, p) for job in jobs.items() for p in ("float32", "bfloat16")):
         if not setting.gpu and (name, precision) != ("amoebanet", "bfloat16"):
@@ -318,7 +319,7 @@ def memory(setting: Setting) -> Found:
 
 
 def resumption(setting: Setting) -> Found:
-    """9. K = 2, then 4, with each optimizer: the tensors of a run without a break."""
+    """9. With each optimizer, a run with K = 2 resumed with K = 4 ends with the tensors of an uninterrupted run."""
 
     def resumed(optimizer: str) -> tuple[str, bool, str]:
         common = [*TINY, f"optimizer={optimizer}", "executor=in_process", "checkpoint.every_steps=3", "epochs=3"]
@@ -336,7 +337,7 @@ def resumption(setting: Setting) -> Found:
 
 
 def prediction(setting: Setting) -> Found:
-    """10. The step that was predicted, by the figures of the device and by timed layers, beside the measured one."""
+    """10. The step time predicted from the figures of the device and from timed layers, beside the measured one."""
     jobs = {"amoebanet": [*AMOEBANET, "micro_batches=4"], "transformer_lm": [*TEXT, "epochs=9"]}
     for (name, size), cost in ((job, c) for job in jobs.items() for c in ("figures", "measured_anew")):
         if not setting.gpu:
@@ -350,12 +351,12 @@ def prediction(setting: Setting) -> Found:
 
 
 def peers(setting: Setting) -> Found:
-    """11. Plain PyTorch and torchgpipe beside gpipe."""
+    """11. The speeds of plain PyTorch and torchgpipe beside that of gpipe."""
     return gpu_speed.peers(setting.device, setting.bench)
 
 
 def speeds(setting: Setting) -> Found:
-    """12. The settings that may change the speed."""
+    """12. The speeds with settings that may change them."""
     return gpu_speed.factors(setting.device, setting.bench)
 
 
@@ -371,9 +372,9 @@ PARTS: dict[str, tuple[Callable[[Setting], Found], int]] = {
     "prediction": (prediction, 90),
     "peers": (peers, 220),
     "speeds": (speeds, 300),
-}  # by name: what is done, and its limit in seconds on a GPU
-# Each call: groups of parts that run at the same time, one group after the other. The kernels of NCCL, in links and
-# nodes, spin while they wait, and processes get the GPU in turns: beside them every other wait would take 10 to 20 ms.
+}  # the function of each part and its limit in seconds on a GPU
+# The groups of parts of each call; the parts of a group run simultaneously. NCCL kernels of `links` and `nodes` spin
+# while they wait and take turns on the GPU with other processes, whose waits would take 10 to 20 ms beside them.
 CALLS = (
     (("versions",), ("tests", "check", "resumption")),
     (("links", "nodes"), ("synchronisations",), ("memory",), ("prediction",)),
@@ -386,7 +387,7 @@ def last_line(text: str) -> str:
 
 
 def same(what: str, one: Path, other: Mapping[str, torch.Tensor], note: str = "") -> tuple[str, bool, str]:
-    """A row: whether the last checkpoint of a run has these tensors, bit for bit."""
+    """A row: whether the last checkpoint of run ``one`` holds the tensors ``other``, bit for bit."""
     tensors = last_tensors(one)
     equal = same_tensors(tensors, other)
     shown = f"{equal} of {len(tensors)} tensors the same bits"
@@ -394,7 +395,7 @@ def same(what: str, one: Path, other: Mapping[str, torch.Tensor], note: str = ""
 
 
 def family(process: int) -> list[int]:
-    """A process and all that it has started: torchrun gives each of its processes a session of its own."""
+    """A process and its descendants, which torchrun starts in sessions of their own."""
     children: dict[int, list[int]] = {}
     for file in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has ended
@@ -413,7 +414,7 @@ def end_all(process: int, how: signal.Signals = signal.SIGKILL) -> None:
 
 
 def perform(name: str, setting: Setting, deadline: float) -> list[Row]:
-    """One part, in a process of its own; what it has found when its time is over counts."""
+    """Run a part as a process; returns its rows, also those of a part that did not end in time."""
     began = time.monotonic()
     seconds = min(PARTS[name][1], deadline - began) if setting.gpu else 600
     if seconds < 5:
@@ -442,7 +443,7 @@ def perform(name: str, setting: Setting, deadline: float) -> list[Row]:
 
 
 def only(name: str, setting: Setting) -> None:
-    """The part of a process."""
+    """Run a part in this process, and write each row to rows.jsonl at once."""
     with (setting.folder / "rows.jsonl").open("w") as file:
         for found in PARTS[name][0](setting):
             file.write(json.dumps(asdict(Row(name, *found))) + "\n")
@@ -450,7 +451,7 @@ def only(name: str, setting: Setting) -> None:
 
 
 def report(rows: Sequence[Row], device: str, seconds: float) -> str:
-    """In Markdown, in the order of the parts; first what it is about."""
+    """Machine, versions, and the table of all rows in the order of the parts, in Markdown."""
     ordered = sorted(rows, key=lambda row: list(PARTS).index(row.part))
     judged = [row for row in rows if row.held is not None]
     names = ", ".join(gpu.name for gpu in usable_gpus()) if device == "cuda" else cpu_model()
@@ -471,10 +472,12 @@ def report(rows: Sequence[Row], device: str, seconds: float) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = command_line(__doc__)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if usable_gpus() else "cpu")
-    parser.add_argument("--call", type=int, choices=range(1, len(CALLS) + 1), help="the parts of this call (all)")
-    parser.add_argument("--parts", default=",".join(PARTS), help="of these parts (all)")
-    parser.add_argument("--folder", type=Path, default=Path("."), help="of the table (the current one)")
-    parser.add_argument("--one", default=None, help="this part alone, in this process")
+    parser.add_argument(
+        "--call", type=int, choices=range(1, len(CALLS) + 1), help="run the parts of this call (default: of all)"
+    )
+    parser.add_argument("--parts", default=",".join(PARTS), help="run only these of them")
+    parser.add_argument("--folder", type=Path, default=Path("."), help="folder of the table (default: the current one)")
+    parser.add_argument("--one", default=None, help="run this part in this process")
     options = parser.parse_args(arguments)
     if find_spec("gpipe_cli.conf") is None:
         parser.error(f"gpipe is not installed; pip install --no-deps --no-build-isolation -e {ROOT}")
@@ -505,7 +508,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def groups_of(calls: Sequence[Sequence[Sequence[str]]], parts: Sequence[str], gpu: bool) -> list[list[str]]:
-    """Those of `parts` that run at the same time, one group after the other; without a GPU each part alone."""
+    """The groups of those of ``parts`` that run simultaneously; without a GPU each part is a group of its own."""
     groups = [[name for name in group if name in parts] for call in calls for group in call]
     return [group for group in (groups if gpu else ([name] for one in groups for name in one)) if group]
 

@@ -1,7 +1,7 @@
 """Speeds on the device at hand: one setting at a time, plain PyTorch and torchgpipe beside gpipe.
 
-A part of gpu_acceptance.py, which runs these functions. gpipe is always the command `gpipe bench`; its peers run in
-this process on random data that lie on the device already. On a CPU the models are tiny.
+gpu_acceptance.py runs these functions. gpipe is always measured by `gpipe bench`; its peers run in this process, on
+random data that are on the device already. On a CPU the models are tiny.
 """
 
 import time
@@ -24,13 +24,14 @@ from gpipe_cli.pipeline.runtime.precision import autocast
 from gpipe_cli.planner.layout import layout_of
 from gpipe_cli.planner.placement import Placement, make_placement
 
-# What was measured, what held (None: a figure), the figures, and torchgpipe's published speed on P40s.
+# Rows: what was measured, None as nothing must hold, the figures, and torchgpipe's published speed on P40s.
 Found = Iterator[tuple[str, bool | None, str, str]]
 # Runs `gpipe bench` on the device with these settings, which may be a sweep; returns the rows of its table.
 Bench = Callable[..., Sequence[dict[str, Any]]]
 Step = Callable[[], None]
 
-# On a GPU the models of torchgpipe's benchmarks and of the paper's Table 2, in a size that one device holds.
+# Settings of each model on a GPU and on a CPU. On a GPU: the models of torchgpipe's benchmarks and of the paper's Table
+# 2, in a size that one device holds.
 SIZES = {
     "amoebanet": ("model.normal_cells=18 model.filters=256 dataset.image_size=224 dataset.num_classes=1000 "
                   "batch_size=32",
@@ -48,8 +49,8 @@ FACTORS = {
     "transformer_lm": ("precision=float32,tf32,bfloat16 deterministic=true,false",
                        "compile=false,true precision=bfloat16"),
 }  # fmt: skip
-# torchgpipe 0.0.5 on Tesla P40s, one for each partition, torch 1.3, float32: samples/s of AmoebaNet-D (18, 256) at 224
-# pixels by K, M = 4, and of ResNet-101 without a pipeline and with one of K = 1 (docs/benchmarks, and arXiv 2004.09910)
+# Samples/s of torchgpipe 0.0.5 on Tesla P40s, one for each partition, torch 1.3, float32 (docs/benchmarks and arXiv
+# 2004.09910): AmoebaNet-D (18, 256) at 224 pixels with M = 4, by K; and ResNet-101 without a pipeline and with K = 1
 PUBLISHED_AMOEBANET = {2: 41.1, 4: 44.5, 8: 70.1}
 PUBLISHED_RESNET = {"plain PyTorch": 92.5, "torchgpipe": 70.0}
 
@@ -61,7 +62,7 @@ def settings_of(model: str, device: str) -> list[str]:
 
 
 def factors(device: str, bench: Bench) -> Found:
-    """Settings that may change the speed, few at a time; each row is relative to the first one of its table."""
+    """Measure sweeps over settings that may change the speed; each row is relative to the first of its sweep."""
     tables = FACTORS if device == "cuda" else {"amoebanet": ("partitions=1,2",)}
     for model, swept in tables.items():
         for one in swept:
@@ -86,25 +87,28 @@ def peers(device: str, bench: Bench) -> Found:
             (row,) = bench(*settings)
             yield f"{model}, {precision}, gpipe, K=1, M=4", None, shown(row), ""
             config = config_of(settings)
-            assert config.batch_size is not None
             for name, chunks in (("plain PyTorch", None), ("torchgpipe", config.micro_batches)):
                 published = PUBLISHED_RESNET[name] if (model, precision) == ("resnet", "float32") else None
-                try:
-                    step = plain(config, chunks)
-                    seconds_of(step, device, 3)
-                    seconds = median(seconds_of(step, device, 1) for _ in range(5))
-                    figures = f"{1e3 * seconds:.1f} ms, {config.batch_size / seconds:.1f} samples/s"
-                except ModuleNotFoundError:
-                    figures = "not installed: pip install --no-deps torchgpipe==0.0.7"
-                except RuntimeError as error:  # such as too little memory
-                    figures = first_line(error)
+                figures = figures_of_peer(config, chunks, device)
                 yield f"{model}, {precision}, {name}", None, figures, f"{published} samples/s" if published else ""
-                step = None
-                give_back()
+                if device != "cpu":
+                    torch.cuda.empty_cache()
+
+
+def figures_of_peer(config: TrainConfig, chunks: int | None, device: str) -> str:
+    try:
+        step = plain(config, chunks)
+        seconds_of(step, device, 3)
+        seconds = median(seconds_of(step, device, 1) for _ in range(5))
+    except ModuleNotFoundError:
+        return "not installed: pip install --no-deps torchgpipe==0.0.7"
+    except RuntimeError as error:  # such as too little memory
+        return first_line(error)
+    return f"{1e3 * seconds:.1f} ms, {(config.batch_size or 0) / seconds:.1f} samples/s"
 
 
 def plain(config: TrainConfig, chunks: int | None) -> Step:
-    """A step of the same model and optimizer without a pipeline; with ``chunks``, a step of torchgpipe."""
+    """A training step of the same model and optimizer without a pipeline, or by torchgpipe if ``chunks`` is given."""
     placement, device, model, inputs = built(config)
     optimizer = build_optimizer(config.optimizer, dict(model.named_parameters()))
     assert optimizer is not None
@@ -126,7 +130,7 @@ def plain(config: TrainConfig, chunks: int | None) -> Step:
 
 
 def built(config: TrainConfig) -> tuple[Placement, torch.device, nn.Sequential, Tensors]:
-    """The model of a training with one partition, with initial weights, and random inputs for it."""
+    """The model of a training with one partition, with its initial weights, and random inputs for it."""
     if config.device != "cpu":
         worker._set_up_gpu(config.precision, config.deterministic)
     placement, device = make_placement(config, layout_of(config)), torch.device(config.device)
@@ -146,7 +150,7 @@ def built(config: TrainConfig) -> tuple[Placement, torch.device, nn.Sequential, 
 
 
 def seconds_of(step: Step, device: str, steps: int) -> float:
-    """Seconds a step; on a CPU those of this process, as other programs may have the cores meanwhile."""
+    """Seconds a step takes; on a CPU, CPU seconds of this process, which do not depend on other programs."""
     clock = time.process_time if device == "cpu" else time.perf_counter
     if device != "cpu":
         torch.cuda.synchronize()
@@ -160,8 +164,3 @@ def seconds_of(step: Step, device: str, steps: int) -> float:
 
 def first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-
-
-def give_back() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""What gpu_acceptance.py lets the processes of a run do; it is pickled, so it needs a module of its own."""
+"""What the workers of gpu_acceptance.py do; a module of its own, as workers get their functions by pickle."""
 
 import json
 import os
@@ -22,7 +22,7 @@ WATCHED = range(3, 7)  # steps, counted from 1
 
 
 def wide(channels: int, layers: int, classes: int) -> nn.Sequential:
-    """Large boundaries and little else: a micro-batch (n, 3, s, s) leaves each layer as (n, channels, s, s)."""
+    """A model with large boundaries: a micro-batch (n, 3, s, s) leaves each layer as (n, channels, s, s)."""
     convolutions = [
         nn.Sequential(nn.Conv2d(*ends, 3, padding=1), nn.Tanh()) for ends in pairwise([3, *[channels] * layers])
     ]
@@ -31,9 +31,9 @@ def wide(channels: int, layers: int, classes: int) -> nn.Sequential:
 
 
 def shares_gpu(name: str) -> dict[str, str]:
-    """The environment with which NCCL lets a process use a GPU that another one uses too.
+    """The variables with which NCCL lets several processes share a GPU.
 
-    From 2.30 on it has a variable for that; before, processes of different hosts may do so (untested before this).
+    NCCL has a variable for this from version 2.30 on; older ones allow it to processes of different hosts (untested).
     """
     own = {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
     if torch.cuda.nccl.version() >= (2, 30):
@@ -48,19 +48,21 @@ def train_on_one_gpu(config: TrainConfig, placement: Placement, folder: Path, pr
 
 
 def train_watched(config: TrainConfig, placement: Placement, folder: Path, process: WorkerProcess) -> None:
-    """Train; write to ``folder``/watched.json how often each line of code waited for the GPU in the steps WATCHED."""
+    """Train; write to ``folder``/watched.json how often each line of code waited for the GPU in steps WATCHED."""
     on_gpu = placement.layout.device_of(0) != "cpu"
     waits: Counter[str] = Counter()
     step = 0
 
-    def note(message: object, category: object, filename: str, line: int, *rest: object) -> None:
+    def note(
+        message: Warning | str, category: object, filename: str, lineno: int, file: object = None, line: object = None
+    ) -> None:
         if "synchronizing" in str(message):
             package = filename.rpartition("site-packages/")[2].rpartition("gpipe_cli/")
-            waits[f"{''.join(package[1:])}:{line}"] += 1
+            waits[f"{''.join(package[1:])}:{lineno}"] += 1
 
     def watch(action: Action, samples: int, lengths: Sequence[int]) -> None:
         nonlocal step
-        process.watch(action, samples, lengths)
+        process.on_action(action, samples, lengths)
         if (action.kind, action.stage, action.micro_batch) != (Kind.F, 0, 0):
             return
         step += 1
@@ -71,6 +73,6 @@ def train_watched(config: TrainConfig, placement: Placement, folder: Path, proce
                 torch.cuda.set_sync_debug_mode("warn" if step in WATCHED else "default")
 
     try:
-        train(config, "", placement, folder, replace(process, watch=watch))
-    finally:  # a run that fails has waited somewhere, too
+        train(config, "", placement, folder, replace(process, on_action=watch))
+    finally:  # also of a run that fails
         (folder / "watched.json").write_text(json.dumps(waits))

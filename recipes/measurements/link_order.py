@@ -2,10 +2,9 @@
 compute nothing, and links that only a simulated device moves.
 
 The rule: what a process gives to a process group runs one after another, and a send ends only when its receive runs.
-There is a group for each edge and direction. Receives are posted in the order of
-`schedule/prefetched_receives.py`, as in a run on GPUs, or early, as on CPUs. Kernels are launched at once, or each when
-the device is idle, as the first use of a kernel is. A process has one stage or two: neighbours, or for `interleaved`
-stages that are not.
+There is a group for each edge and direction. Receives are posted in the order of `schedule/prefetched_receives.py`, as
+in a run on GPUs, or early, as on CPUs. Kernels are launched at once or, as when a kernel is first used, each when the
+device is idle. A process has one stage or two: neighbours or, for `interleaved`, stages that are not.
 
 Usage: python recipes/measurements/link_order.py [--partitions 8] [--micro-batches 32]      ten minutes
 """

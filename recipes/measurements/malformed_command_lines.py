@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
-from runs import command_line
+import runs
 
 from gpipe_cli.cli import COMMANDS
 from gpipe_cli.config.settings import BenchSettings, PlanSettings, TrainConfig
@@ -206,7 +206,7 @@ def fault(line: Arguments, place: Path) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = command_line(__doc__)
+    parser = runs.command_line(__doc__)
     parser.add_argument("--lines", type=int, default=400)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
@@ -218,8 +218,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             Path(folder, "place", name).write_bytes(content)
         os.mkfifo(Path(folder, "place", "fifo"))
         Path(folder, "place", "loop").symlink_to("loop")
-        if gpipe(("train", *TINY, "run_folder=run"), Path(folder)).wait():
-            raise SystemExit("the training that the lines refer to has failed")
+        runs.gpipe("train", *TINY, run_folder=Path(folder, "place", "run"))  # the lines refer to it
         for kind, line in lines(options.lines, options.seed):
             counts[kind] += 1
             if found := fault((*line, *(options.settings if line[0] in TRAIN else [])), Path(folder)):

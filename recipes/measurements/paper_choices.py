@@ -1,17 +1,16 @@
-"""What must the paper have chosen where it says nothing? Tables 2 and 3, simulated over a grid of assumptions.
+"""Which assumptions about what the paper leaves open explain its Tables 2 and 3 best? A simulation of a grid of them.
 
-Each assumption holds for all cells of the paper at once:
+A set of assumptions holds for all cells of both tables:
 
   batch      N: 32 | 128 | fits: the largest multiple of M that fits the memory | fits, 128 at most | 4 M
              (with 32, 128 and 4 M the memory has no limit)
   cut        exact: by time | lingvo: one pass over FLOPs, or L / K layers of a Transformer | equal: numbers of layers
   devices    of Table 2: TPU v2 for AmoebaNet and v3 for the Transformer, as in Table 1 | v2 | v3; of Table 3: P100
   precision  of Table 2: float32 | bfloat16; of Table 3: float32
-  half       samples of a micro-batch with which devices reach half their speed: 0 | 2 | 8
+  half       samples of a micro-batch at which devices reach half their speed: 0 | 2 | 8
   size       of the Transformer: width, hidden, heads 1024, 4096, 16 | 2048, 8192, 32; and 128 | 512 | 1024 tokens
 
-Everything is recomputed (recompute=always). A speed is relative to K = 2, M = 1 (Table 2) or K = 2 (Table 3) with the
-same assumptions, so that these cells are 1 by definition and do not count.
+All activations are recomputed. Speeds are relative to K = 2, M = 1 (Table 2) or K = 2 (Table 3) of the same set.
 
 Usage: python recipes/measurements/paper_choices.py [--sets 12]      5 minutes on 2 CPU cores
 """
@@ -23,6 +22,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from statistics import mean, median
+from typing import Literal, get_args
 
 from runs import command_line
 
@@ -39,7 +39,8 @@ from gpipe_cli.reproduction.recipe import load
 from gpipe_cli.system.forked_call import in_forks
 
 BATCHES = ("32", "128", "fits", "fits, 128 at most", "4 M")
-CUTS = ("exact", "lingvo", "equal")
+Cut = Literal["exact", "lingvo", "equal"]
+CUTS: tuple[Cut, ...] = get_args(Cut)
 DEVICES = {"as Table 1": ("tpu_v2", "tpu_v3"), "v2": ("tpu_v2", "tpu_v2"), "v3": ("tpu_v3", "tpu_v3")}
 PRECISIONS = ("float32", "bfloat16")
 HALVES = (0, 2, 8)
@@ -68,7 +69,7 @@ class Choices:
     """A set of assumptions."""
 
     batch: str
-    cut: str
+    cut: Cut
     devices: str
     precision: str
     half: int
@@ -84,10 +85,10 @@ class Choices:
 
 @dataclass(frozen=True)
 class Job:
-    """A model on a device, whose cells need one trace; jobs with the same `traced` share it."""
+    """A model on a device; jobs with the same `traced` share one trace of its layers."""
 
     model: str
-    cut: str
+    cut: Cut
     device: str
     precision: str
     size: Size | None  # of a Transformer
@@ -101,34 +102,35 @@ Speed = tuple[float, float]  # samples a second, samples of a micro-batch
 Speeds = dict[tuple[str, int, int], Speed]  # by rule for N, K and M
 
 
-def jobs(sizes: Sequence[Size], cuts: Sequence[str]) -> list[Job]:
+def jobs() -> list[Job]:
     found = []
     for model in PAPER:
         devices, precisions = (
             (("p100_pcie",), PRECISIONS[:1]) if "P100" in model else (("tpu_v2", "tpu_v3"), PRECISIONS)
         )
-        of_model: Sequence[Size | None] = sizes if "Transformer" in model else [None]
-        found += [Job(model, *one) for one in product(cuts, devices, precisions, of_model)]
+        of_model: Sequence[Size | None] = SIZES if "Transformer" in model else [None]
+        found += [Job(model, *one) for one in product(CUTS, devices, precisions, of_model)]
     return found
 
 
 def settings(job: Job, small: Sequence[str]) -> list[str]:
-    """The settings of `gpipe plan`; `small` are a test's, for AmoebaNet."""
-    common = [
-        f"hardware={job.device}",
-        f"precision={job.precision}",
-        "recompute=always",
-        "ema_decay=0",
-        "batch_size=32",
-    ]
+    """The settings of `gpipe plan`; ``small`` are those by which a test makes AmoebaNet small."""
+    common = [f"hardware={job.device}", f"precision={job.precision}", "recompute=always", "ema_decay=0"]
     if job.size is None:
         filters = "128" if "128" in job.model else "256"
-        return [*common, "model=amoebanet", "dataset=synthetic_images", "model.normal_cells=18",
+        return [*common, "batch_size=32", "model=amoebanet", "dataset=synthetic_images", "model.normal_cells=18",
                 f"model.filters={filters}", *small]  # fmt: skip
     names = ("width", "hidden", "heads", "length")
     layers = "24" if "24" in job.model else "48"
     sizes = [f"model.{name}={value}" for name, value in zip(names, job.size, strict=True)]
-    return [*common, "model=transformer_lm", "dataset=synthetic_text", f"model.layers={layers}", *sizes]
+    return [
+        *common,
+        "batch_size=32",
+        "model=transformer_lm",
+        "dataset=synthetic_text",
+        f"model.layers={layers}",
+        *sizes,
+    ]
 
 
 def speeds(job: Job, base: TrainConfig, profile: ModelProfile) -> Speeds:
@@ -136,10 +138,10 @@ def speeds(job: Job, base: TrainConfig, profile: ModelProfile) -> Speeds:
 
 
 def cell(job: Job, base: TrainConfig, profile: ModelProfile, k: int, m: int) -> dict[str, Speed]:
-    """Speeds by rule for N. Impossible ones are left out: nothing fits, or Lingvo's rule leaves a stage empty."""
+    """Speeds by rule for N, without impossible ones: nothing fits, or Lingvo's rule leaves a stage empty."""
     layers = len(profile.costs)
     equal = tuple(layers // k + (at < layers % k) for at in range(k))
-    partition = replace(base.partition, method=job.cut) if job.cut != "equal" else base.partition.by_hand(equal)
+    partition = base.partition.by_hand(equal) if job.cut == "equal" else replace(base.partition, method=job.cut)
     limited = replace(base, partitions=k, micro_batches=m, partition=partition)
     unlimited = replace(limited, hardware=replace(base.hardware, memory_gib=None))
 
@@ -162,7 +164,7 @@ def cell(job: Job, base: TrainConfig, profile: ModelProfile, k: int, m: int) -> 
 
 
 def of_all(wanted: Sequence[Job], small: Sequence[str]) -> dict[Job, Speeds]:
-    """The speeds of all jobs: each model is traced once, then one fork for each core plans its share of the cells."""
+    """The speeds of all jobs. Each model is traced once, then a fork for each core plans its share of the cells."""
     traced: dict[tuple[str, str, Size | None], tuple[TrainConfig, ModelProfile]] = {}
     for job in wanted:
         if job.traced not in traced:
@@ -183,7 +185,7 @@ Cells = dict[tuple[str, int, int], float]  # by model, K and M: the relative spe
 
 
 def simulated(choices: Choices, models: Sequence[str], found: dict[Job, Speeds]) -> Cells | None:
-    """The relative speeds of all cells that count; None if one is impossible with these choices."""
+    """The relative speeds of all cells that count; None if a cell is impossible with these choices."""
     cells: Cells = {}
     for model in models:
         transformer, table3 = "Transformer" in model, "P100" in model
@@ -214,7 +216,7 @@ def span(cell: tuple[str, int, int], simulated: Iterable[Cells]) -> tuple[float,
 
 
 def by_choice(errors: dict[Choices, float]) -> Iterator[str]:
-    """A line for each choice: the mean difference of the best and of the median set that has it."""
+    """A line for each choice: the mean differences of the best set and of the median set with this choice."""
     for name in ("batch", "cut", "devices", "precision", "half", "size"):
         for value in dict.fromkeys(getattr(choices, name) for choices in errors):
             having = [error for choices, error in errors.items() if getattr(choices, name) == value]
@@ -228,7 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     models = [model for model in PAPER if options.only in model]
     gc.disable()  # large plans are many small objects
-    found = of_all([job for job in jobs(SIZES, CUTS) if job.model in models], options.settings)
+    found = of_all([job for job in jobs() if job.model in models], options.settings)
     grid = [Choices(*one) for one in product(BATCHES, CUTS, DEVICES, PRECISIONS, HALVES, SIZES)]
     possible = {choices: cells for choices in grid if (cells := simulated(choices, models, found)) is not None}
     errors = {choices: off(cells) for choices, cells in sorted(possible.items(), key=lambda one: off(one[1]))}

@@ -1,14 +1,15 @@
 """Random kills: a run that loses processes ends with the bits of one that was left alone.
 
-A training of the default job begins at K = 2. At a random moment, or while it writes a checkpoint, a random process of
-it (the parent, a stage, a data loader, the fork server) is killed by SIGKILL. No process and no temporary file may be
-left of it then. The same command, with resume=auto and another K, then goes on
-from the last checkpoint or, if there was none yet, anew; it may be killed once more. When the run is complete, its
-weights, their averages, the optimizer's state, its results and its curves are compared with those of an undisturbed
-run, bit for bit, and another run begins. Nothing is set but how long to train and how often to write a checkpoint: the
-threads, on which bits depend, are those of K = 2, and resuming keeps them.
+A training of the default job begins at K = 2. At a random moment, or while a checkpoint is being written, one of its
+processes (the parent, a stage, a data loader or the fork server) is killed by SIGKILL. The killed training must leave
+no process and no temporary file behind. The same command with resume=auto and another K then continues from the last
+checkpoint, or from the beginning if there is none, and may be killed once more. When the run is complete, its weights,
+averaged weights, optimizer state, results and curves are compared bit for bit with those of an undisturbed run. Only
+the length of the training and the interval of checkpoints are set: the number of threads, on which bits depend, is that
+of K = 2, and resuming keeps it.
 
-Which process, when and which K follow from the seed; what the process was doing at that moment does not.
+The seed determines which process is killed, when, and the values of K; it does not determine what the process is doing
+at that moment.
 
 Usage: python recipes/measurements/random_kills.py [--runs 30] [--seed 0] [setting=value ...]
        Linux; 25 minutes on 2 cores
@@ -27,10 +28,11 @@ from logging import ERROR, getLogger
 from pathlib import Path
 from random import Random
 
-from runs import command_line, last_tensors, same_tensors
+from runs import command_line, gpipe, same_tensors
 
 from gpipe_cli.reporting.compare.run_record import read_curves
 from gpipe_cli.reporting.run.measurement import hardware, versions
+from gpipe_cli.reproduction.consistency import last_tensors
 from gpipe_cli.results.files import read_result
 from gpipe_cli.training.checkpoint.store import checkpoints_in
 
@@ -39,22 +41,22 @@ CURVES = ("train/", "test/")
 NOTHING = "nothing"
 ROW = "{:>3}{:>3}  {:<10}{:<16}{:>8}  {:<26}{:<9}{:>9}"
 MOMENTS = ("any", "in training", "while writing")
-PATIENCE_SECONDS = 60.0  # until nothing is left of a run that has lost a process
+PATIENCE_SECONDS = 60.0  # in which a run that has lost a process must end completely
 
 
 class Trial:
-    """A folder with a run that is never left alone, the log of all its commands and their temporary files."""
+    """The folder of a run, the log of all its commands, and the folder for their temporary files."""
 
     def __init__(self, base: Path, name: str, settings: Sequence[str]) -> None:
-        self.folder, self._log, self._temporary = base / name, base / f"{name}.log", base / "tmp"
+        self.folder, self.log, self._temporary = base / name, base / f"{name}.log", base / "tmp"
         self._settings = settings
         self._temporary.mkdir(exist_ok=True)
 
     def start(self, partitions: int | None = None) -> "subprocess.Popen[bytes]":
-        """Begins, or goes on with so many partitions: the same command again and again."""
+        """Start the command that begins or resumes the run; None: with the partitions of ``settings``."""
         settings = [*SETTINGS, *self._settings, "resume=auto", f"run_folder={self.folder}"]
         settings += [] if partitions is None else [f"partitions={partitions}"]
-        with self._log.open("ab") as log:
+        with self.log.open("ab") as log:
             return subprocess.Popen(
                 [sys.executable, "-m", "gpipe_cli", "train", *settings],
                 stdout=log,
@@ -64,7 +66,7 @@ class Trial:
             )
 
     def processes(self) -> dict[int, tuple[int, str]]:
-        """Parent and command line of all that lives and has our temporary folder, be its parent dead or not."""
+        """Parent and command line of each living process of the run, by its number, even if its parent has died."""
         mine, found = f"TMPDIR={self._temporary}".encode(), {}
         for folder in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):  # it has ended meanwhile
@@ -74,7 +76,7 @@ class Trial:
         return found
 
     def targets(self, parent: int) -> dict[str, list[int]]:
-        """The processes of a run, by what they are."""
+        """The living processes of the run by their roles."""
         living = self.processes()
         servers = [number for number, (above, line) in living.items() if above == parent and "fork_server" in line]
         stages = sorted(number for number, (above, _) in living.items() if above in servers)
@@ -84,34 +86,30 @@ class Trial:
         return {name: numbers for name, numbers in found.items() if numbers}
 
     def is_at(self, moment: str) -> bool:
-        """Whether the run has come to this of MOMENTS."""
+        """Whether the run has reached a moment of MOMENTS."""
         if moment == "while writing":
             return any(self.folder.glob("checkpoints/.*.writing"))
         return moment == "any" or self.done() != NOTHING
 
     def refuse_remains(self) -> None:
-        """Ends the program if a command that has ended left processes, files or a traceback."""
+        """End the program if the ended command has left processes, files or a traceback."""
         until = time.monotonic() + PATIENCE_SECONDS
         # torchinductor_* is torch's cache
         while left := [*self.processes().values(), *self._temporary.glob("[!t]*")]:
             if time.monotonic() > until:
                 raise SystemExit(f"{self.folder.name}: left behind: {left}")
             time.sleep(0.1)
-        if "Traceback" in (said := self._log.read_text(encoding="utf-8")):
+        if "Traceback" in (said := self.log.read_text(encoding="utf-8")):
             raise SystemExit(f"{self.folder.name}: {said}")
 
-    def refuse_failure(self, code: int) -> None:
-        if code != 0:
-            raise SystemExit(f"{self.folder.name}: exit code {code}\n{self._log.read_text(encoding='utf-8')}")
-
     def done(self) -> str:
-        """What the next command goes on from."""
+        """The checkpoint from which the next command continues."""
         found = checkpoints_in(self.folder)
         return f"step {int(found[-1].name.rpartition('_')[2])}" if found else NOTHING
 
 
 def compare(one: Path, other: Path) -> str:
-    """What was compared, and is the same. Ends the program if anything differs."""
+    """Say what was compared; end the program if anything differs."""
     tensors, curves, results = [], [], []
     for folder in (one, other):
         tensors.append(last_tensors(folder))
@@ -122,7 +120,7 @@ def compare(one: Path, other: Path) -> str:
     same, names = same_tensors(*tensors), tensors[0].keys() | tensors[1].keys()
     different = [] if same == len(names) else [f"{len(names) - same} tensors"]
     different += [point for point in curves[0].keys() & curves[1].keys() if curves[0][point] != curves[1][point]]
-    if results[0]["status"] == "completed":  # and was not killed between its last checkpoint and its end
+    if results[0]["status"] == "completed":  # a run may be killed between its last checkpoint and its end
         different += [key for key in ("steps", "test", "best") if results[0][key] != results[1][key]]
     if different:
         raise SystemExit(f"{one.name} and {other.name}: {len(different)} differ: {sorted(different)[:9]}")
@@ -136,12 +134,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     runs, seed, settings = options.runs, options.seed, options.settings
-    getLogger("tensorboard").setLevel(ERROR)  # it warns of what a resumed run repeated
+    getLogger("tensorboard").setLevel(ERROR)  # it warns of the steps that a resumed run repeats
     random = Random(seed)
     with tempfile.TemporaryDirectory(prefix="kills_") as base:
-        undisturbed = Trial(Path(base), "undisturbed", settings)
-        began = time.monotonic()
-        undisturbed.refuse_failure(undisturbed.start().wait())
+        undisturbed, began = Trial(Path(base), "undisturbed", settings), time.monotonic()
+        gpipe("train", *SETTINGS, *settings, run_folder=undisturbed.folder)
         seconds = time.monotonic() - began
         machine, packages = hardware((), 0), versions()
         print(f"{machine['cores']} cores of {machine['cpu']}, torch {packages['torch']}, Python {packages['python']}")
@@ -167,10 +164,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     with suppress(ProcessLookupError):  # it has just ended
                         os.kill(random.choice(numbers), signal.SIGKILL)
                     kill = (moment, f"{time.monotonic() - began:.1f} s", name)
-                    code = program.wait()
-                else:
-                    code = program.wait()
-                    trial.refuse_failure(code)
+                code = program.wait()
+                if code != 0 and kill[-1] == "none":
+                    raise SystemExit(f"{trial.folder.name}: exit code {code}\n{trial.log.read_text(encoding='utf-8')}")
                 trial.refuse_remains()
                 print(ROW.format(run, partitions, begins, *kill, trial.done(), code), flush=True)
             print(f"{'':<9}{trial.folder.name}: {compare(trial.folder, undisturbed.folder)}", flush=True)

@@ -1,4 +1,4 @@
-"""What the measurements here share: `gpipe` as a user calls it, a model to measure, and their command line."""
+"""What the measurements share: `gpipe` as a user calls it, a model to measure, and their command line."""
 
 import argparse
 import contextlib
@@ -15,7 +15,6 @@ from torch import Tensor
 from gpipe_cli.cli import main
 from gpipe_cli.config.settings import TrainConfig, from_tree
 from gpipe_cli.pipeline.runtime.boundary import same_bits
-from gpipe_cli.training.checkpoint.store import find_checkpoint, read_index, read_tensors
 
 # AmoebaNet-D (6, 64) at 128 px on noise, read inline, so that no other process takes part
 AMOEBANET = [
@@ -26,23 +25,19 @@ AMOEBANET = [
 
 
 def command_line(description: str | None) -> argparse.ArgumentParser:
-    """The options of a measurement, to which it adds its own; settings change what is measured."""
+    """A parser of settings, to which a measurement adds its own options."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("settings", nargs="*", metavar="setting=value", help="of gpipe, after those of the measurement")
+    parser.add_argument(
+        "settings", nargs="*", metavar="setting=value", help="settings of gpipe, added to those of the measurement"
+    )
     return parser
 
 
 def config_of(settings: Sequence[str]) -> TrainConfig:
-    """The settings of `gpipe train`; of a setting that is given twice the later value counts."""
+    """The configuration of `gpipe train`; the last value of a setting counts."""
     given = {setting.partition("=")[0]: setting for setting in settings}
     with initialize_config_module("gpipe_cli.conf", version_base="1.3"):
         return from_tree(TrainConfig, compose("train", list(given.values())))
-
-
-def last_tensors(run: Path) -> dict[str, Tensor]:
-    """All tensors of the last checkpoint by name: weights, their averages, optimizer state."""
-    checkpoint = find_checkpoint(run, "last", "run")
-    return read_tensors(checkpoint, read_index(checkpoint).layers, ("model", "optimizer", "ema"))
 
 
 def same_tensors(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> int:
@@ -51,9 +46,9 @@ def same_tensors(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> int:
 
 
 def gpipe(command: str, *settings: str, run_folder: Path | None = None) -> dict[str, Any]:
-    """Run `gpipe` in this process, which computes nothing: its workers do.
+    """Call `gpipe` in this process, whose workers do the computations; returns its plan.json or result.json.
 
-    Returns the plan.json or result.json that it wrote; ends the program if it fails.
+    Ends the program if it fails.
     """
     output = io.StringIO()
     with tempfile.TemporaryDirectory() as temporary:
