@@ -64,7 +64,7 @@ def as_value(tensors: Tensors, in_tuple: bool = False) -> torch.Tensor | Tensors
 
 
 def in_layout(tensor: torch.Tensor, memory_format: torch.memory_format) -> torch.Tensor:
-    """The same values with the strides that tensors between layers have: images (N, C, H, W) in `memory_format`."""
+    """`tensor` with the strides that tensors have between layers: images (N, C, H, W) lie in `memory_format`."""
     strides = layout_strides(tensor.shape, memory_format)
     if tensor.stride() == strides:
         return tensor
@@ -93,8 +93,8 @@ def as_sent(tensor: torch.Tensor, memory_format: torch.memory_format) -> torch.T
 
 
 def digest(tensors: Tensors) -> str:
-    """The bits of tensors in a few characters, to compare two runs by where they are not in one process (law 1): the
-    same for the same shapes, types and bits, on whatever device and in whatever layout."""
+    """A hash of the shapes, types and bits of tensors, whatever their device and layout: by it runs in different
+    processes are compared (law 1)."""
     found = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
         found.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
@@ -103,7 +103,7 @@ def digest(tensors: Tensors) -> str:
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors on one device have the same digest; where they lie in memory, and how, does not matter."""
+    """Whether two tensors on one device have the same digest."""
     return one.dtype is other.dtype and one.shape == other.shape and torch.equal(_bits(one), _bits(other))
 
 

@@ -30,15 +30,15 @@ from gpipe_cli.pipeline.runtime.boundary import as_tuple
 from gpipe_cli.pipeline.runtime.deferred_batch_norm import BatchStatistics, put_back, redirect, tracking_norms
 
 _UNLIMITED = 1 << 30  # torch would otherwise give up after eight kinds of layers, and run the others as they are
-_MOST_AGAIN = 4  # times that a layer is compiled again: for what needs a gradient or does not, and the like
+_MOST_AGAIN = 4  # how often one layer may be compiled again, such as for inputs that need no gradient
 _REASON_CHARACTERS = 200
 _SETTING = "compile"
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """What torch has compiled in a process: `graphs` of layers, one for each kind of layer and size of micro-batch, and
-    of their forwards and backwards how many were made and how many found on disk."""
+    """How many graphs torch has compiled in a process, one for each kind of layer and size of micro-batch, and how many
+    of their forwards and backwards were made, or found in torch's cache on disk."""
 
     graphs: int = 0
     made: int = 0
@@ -88,7 +88,7 @@ def compile_layers(module: nn.Sequential, statistics: BatchStatistics) -> None:
 
 
 class _CompiledForward:
-    """The forward of a layer, in place of its own.
+    """The compiled forward of a layer, which stands in for its own.
 
     Batch norms write the moments of a micro-batch into memory of their own, the same in every call, as compiled code
     knows no micro-batches; from there they are copied to where the statistics want them.
@@ -110,9 +110,9 @@ class _CompiledForward:
             assert norm.running_mean is not None
             # zeros, as what was there before counts with weight 0, which does not make up for a NaN
             self._moments[norm] = (torch.zeros_like(norm.running_mean), torch.zeros_like(norm.running_mean))
-        # of each norm that runs, by the shapes of the layer's input: values per channel
+        # how many values per channel each norm gets that runs, by the shapes of the layer's input
         self._values: dict[tuple[torch.Size, ...], dict[_BatchNorm, int]] = {}
-        self._again = 0  # how often it was compiled for shapes that it had been compiled for
+        self._again = 0  # how often the layer was compiled for shapes that it had been compiled for before
 
     def __call__(self, value: Any) -> Any:
         if not self._module.training:
@@ -144,7 +144,7 @@ class _CompiledForward:
 
     @torch.no_grad()
     def _look(self, value: Any) -> dict[_BatchNorm, int]:
-        """Run the layer as it is, once for each size of micro-batch, and see what its norms are given."""
+        """How many values per channel each norm is given: found by running the layer uncompiled."""
         seen: dict[_BatchNorm, int] = {}
 
         def runs(norm: _BatchNorm, inputs: tuple[torch.Tensor, ...]) -> None:

@@ -19,15 +19,15 @@ from gpipe_cli.pipeline.schedule.dependencies import linearize_retained
 from gpipe_cli.pipeline.schedule.schedules import RETURNS, Action, Kind, Retain, Schedule
 
 OnAction: TypeAlias = Callable[[Action, int, Sequence[int]], None]
-"""Called before an action is performed, with it, the samples of its micro-batch and the lengths of its sentences."""
+"""Called before each action, with the action, the samples of its micro-batch and the lengths of the sentences."""
 
 
 def ignore_action(action: Action, samples: int, lengths: Sequence[int]) -> None:
-    """The `OnAction` of those who do not want to know."""
+    """The `OnAction` that does nothing."""
 
 
 class ActionFailedError(RuntimeError):
-    """An action raised: which one, in which layer, on what shapes. The cause is chained."""
+    """An action has raised an exception, the chained cause: names the action, the layer, and the shapes it was given."""
 
     def __init__(self, action: Action, layer: str, shapes: str, cause: BaseException) -> None:
         place = f"stage {action.stage}" + (f", layer {layer}" if layer else "")
@@ -36,11 +36,8 @@ class ActionFailedError(RuntimeError):
 
 
 class Executor:
-    """Performs schedules on the `stages` (by index) that live in this process; `device_of_stage` gives the
-    number of the device of each stage of the pipeline.
-
-    `on_action` tells a supervisor what the process is doing, so that it can say what a killed one was doing.
-    """
+    """Performs schedules on the `stages` (by index) of this process. `device_of_stage` has the number of the device of
+    every stage of the pipeline; `on_action` tells a supervisor what the process was doing if it is killed."""
 
     def __init__(
         self,
@@ -169,7 +166,7 @@ class Executor:
 def _actions_of(
     schedule: Schedule, device_of_stage: tuple[int, ...], stages: frozenset[int]
 ) -> tuple[tuple[Action, Retain], ...]:
-    """The actions of some stages in the order in which one process performs them, and what each keeps."""
+    """The actions of some stages in the order in which one process performs them, each with what its stage keeps."""
     return tuple(
         (action, keep) for action, keep in linearize_retained(schedule, device_of_stage) if action.stage in stages
     )

@@ -1,9 +1,9 @@
-"""Layers that are not trained, as in the fine-tuning of paper section 4, and what stays as it is in them.
+"""Layers that are not trained, as in the fine-tuning of paper section 4.
 
-A frozen module works as in evaluation all the time: its parameters keep their values, its batch norms use their running
-statistics and keep them, nothing in it is dropped. Gradients still pass through it to the layers before. `nn.Module`
-has no such state: `train()` on a model puts all of it in training mode. So frozen modules carry a mark, and the engine
-changes modes by `set_training` only.
+A frozen module always works as in evaluation: its parameters keep their values, its batch norms use their running
+statistics and do not change them, its dropout drops nothing. Gradients still pass through it to the layers before.
+`nn.Module` has no such state: `train()` on a model puts all of it in training mode. So frozen modules carry a mark, and
+the engine changes modes by `set_training` only.
 """
 
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ _MARK = "is_frozen"
 
 @dataclass(frozen=True)
 class Frozen:
-    """What of a model is not trained, by global names."""
+    """The modules and parameters that are not trained, by global names."""
 
-    modules: tuple[str, ...] = ()  # layers, or modules inside them: as in evaluation
-    parameters: tuple[str, ...] = ()  # outside of these: no gradient, and no more than that
+    modules: tuple[str, ...] = ()  # layers, or modules inside them, that always work as in evaluation
+    parameters: tuple[str, ...] = ()  # parameters of other modules, which only get no gradient
 
 
 def freeze(sequence: nn.Sequential, frozen: Frozen) -> None:
-    """Freeze what `frozen` names among the layers of `sequence`: those of a whole model, or of one stage."""
+    """Freeze the modules and parameters that `frozen` names, as far as they are in `sequence`, a model or a stage."""
     layers = dict(sequence.named_children())
     for path in frozen.modules:
         if path.partition(".")[0] in layers:
@@ -35,7 +35,7 @@ def freeze(sequence: nn.Sequential, frozen: Frozen) -> None:
 
 
 def set_training(module: nn.Module, training: bool) -> None:
-    """`module.train(training)`, but for what is frozen: that stays in evaluation mode."""
+    """`module.train(training)`, except that frozen modules stay in evaluation mode."""
     module.train(training)
     if training:
         for inner in module.modules():

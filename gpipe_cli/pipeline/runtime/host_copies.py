@@ -1,6 +1,6 @@
-"""Copies between the host and a device for which the host does not wait: of samples and targets, of a step's numbers.
+"""Copies of samples, targets and a step's numbers between the host and a device, for which the host does not wait.
 
-On a GPU that takes page-locked memory on the host's side; on a CPU there is nothing to copy.
+With a GPU this needs page-locked memory on the host; with a CPU there is nothing to copy.
 """
 
 from collections.abc import Callable
@@ -9,13 +9,12 @@ import torch
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Begin to copy a tensor of the host to `device`; what is launched there next has it."""
+    """Begin to copy a tensor from the host to `device`; kernels launched there from now on see the copy."""
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 def to_host(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Begin to copy a tensor to the host. What is returned waits until the device has come so far, and gives the
-    copy."""
+    """Begin to copy a tensor to the host. The function returned waits until the copy is there, and returns it."""
     copy = tensor.to("cpu", non_blocking=True)  # from a GPU torch puts it into page-locked memory
     copied = torch.cuda.current_stream(tensor.device).record_event() if tensor.device.type == "cuda" else None
 

@@ -1,5 +1,5 @@
-"""Initial weights that do not know how the model was cut: those of a layer come from the run's seed and the layer's
-global name. A peer that seeds once per process starts with other weights for every number of partitions.
+"""Initial weights, the same for every cut of the model: those of a layer depend on the run's seed and on the layer's
+global name only. (With one seed per process they would be others for every number of partitions.)
 """
 
 import hashlib

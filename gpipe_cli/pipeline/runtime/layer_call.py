@@ -1,4 +1,4 @@
-"""One call of one layer, on the meta device and in a stage: how it gets its input, and that it must not change it.
+"""One call of one layer, on the meta device or in a stage: passes the input in, and refuses a layer that changes it.
 
 A stage keeps its input and runs its layers again from that (paper section 2.3). A layer that changes its input in place
 would be run again on other numbers, or be refused by autograd, depending on where the cut lies. So it is refused at any
@@ -43,10 +43,8 @@ def call(name: str, layer: Callable[[Any], Any], inputs: Tensors, in_tuple: bool
 def traced_call(
     name: str, layer: Callable[[Any], Any], inputs: Tensors, in_tuple: bool, *, watched: bool
 ) -> torch.Tensor | Sequence[torch.Tensor]:
-    """What the layer returns on the meta device; `watched`: as `call` does it.
-
-    Raises InputError, naming the layer and the shapes, if it raises or returns anything but tensors.
-    """
+    """What the layer returns on the meta device. Raises InputError, naming the layer and the shapes, if the layer
+    raises, returns anything but tensors, or, where it is `watched`, changes its input."""
     try:
         returned = call(name, layer, inputs, in_tuple) if watched else layer(as_value(inputs, in_tuple))
     except ChangedInputError:
@@ -67,7 +65,7 @@ def traced_call(
 
 
 def shapes_of(tensors: Iterable[torch.Tensor | None]) -> str:
-    """For messages: `(2, 3), (2,)`."""
+    """The shapes of tensors for a message: `(2, 3), (2,)`."""
     return ", ".join(str(tuple(tensor.shape)) for tensor in tensors if tensor is not None)
 
 

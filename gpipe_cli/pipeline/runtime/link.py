@@ -1,7 +1,7 @@
-"""One direction of one edge of the pipeline: tensors from a process to the one of the next stage, or back.
+"""A link is one direction of one edge of the pipeline: it takes tensors to the process of the next stage, or back.
 
-Each has a process group of its own. NCCL runs what a process gives to a group one after another, and a send ends only
-when its receive runs: with groups that several edges share, a receive that waits holds up the send that would free it.
+Each link has a process group of its own. NCCL runs the operations of a group one after another, and a send ends only
+when its receive runs: if several edges shared a group, a waiting receive could hold up the send that would free it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,13 +24,14 @@ class Work(Protocol):
     """A send or a receive on its way."""
 
     def wait(self, timeout: timedelta = ...) -> object:
-        """Raises RuntimeError if it fails, or is not done in this time."""
+        """Raises RuntimeError if the operation fails, or is not done within `timeout`."""
 
     def is_completed(self) -> bool: ...
 
 
 class Link(Protocol):
-    """What is sent arrives in the same order; each call is answered by one at the other end with as many tensors."""
+    """Tensors arrive in the order in which they are sent; every call of `send` needs one of `receive` at the other end,
+    with as many tensors."""
 
     peer: int  # the process at the other end
 
@@ -41,11 +42,9 @@ class Link(Protocol):
 
 @dataclass(frozen=True)
 class Links:
-    """The links of a process to those of neighbouring stages, and how long it waits for these.
-
-    Inside of `waits` the process waits for another one, for `timeout_seconds` at most; for its first message to a GPU,
-    of which nobody sees whether it waits, for `connect_seconds`.
-    """
+    """The links of a process to those of neighbouring stages, and how long it waits for their messages:
+    `timeout_seconds` at most. The first message between GPUs, which also connects them, may take `connect_seconds`.
+    The context `waits` is entered for every wait."""
 
     of_edge: Mapping[Edge, Link]
     timeout_seconds: float
@@ -54,7 +53,7 @@ class Links:
 
 
 class GroupLink:
-    """A link over a process group of two; several tensors are one operation where the backend can."""
+    """A link over a process group of two; several tensors are one operation if the backend supports that."""
 
     def __init__(self, group: dist.ProcessGroup, peer: int) -> None:
         self.peer, self._group = peer, group
@@ -66,13 +65,13 @@ class GroupLink:
         return self._start(dist.irecv, tensors)
 
     def _start(self, operation: Callable[..., dist.Work | None], tensors: Sequence[torch.Tensor]) -> Sequence[Work]:
-        # a batch also of one: NCCL would make another communicator for what is not in a batch
+        # a single tensor is a batch, too: NCCL would make another communicator for an operation outside a batch
         operations = [dist.P2POp(operation, tensor, self.peer, self._group) for tensor in tensors]
         return dist.batch_isend_irecv(operations) if operations else []
 
 
 class ThreadedLink(GroupLink):
-    """A link whose sends have a thread of their own: Gloo writes to the socket in the thread that sends."""
+    """A link with a thread for its sends, as Gloo writes to the socket in the thread that calls it."""
 
     def __init__(self, group: dist.ProcessGroup, peer: int) -> None:
         super().__init__(group, peer)
@@ -83,12 +82,12 @@ class ThreadedLink(GroupLink):
 
 
 class _Sending:
-    """A send that another thread begins."""
+    """A send that the thread of a link begins."""
 
     def __init__(self, works: Future[Sequence[Work]]) -> None:
         self._works = works
 
-    def wait(self, timeout: timedelta = timedelta(0)) -> None:  # as for torch: no limit
+    def wait(self, timeout: timedelta = timedelta(0)) -> None:  # 0 is no limit, as for torch
         for work in self._works.result():
             work.wait(timeout)
 

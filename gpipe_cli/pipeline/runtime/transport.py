@@ -1,7 +1,7 @@
-"""How tensors get from stage to stage: what a transport does, and the one inside a process (`p2p_transport.py` has the
-one between processes).
+"""A transport moves tensors from stage to stage; the one here does so inside a process (`p2p_transport.py` has the one
+between processes).
 
-Schedules do not write communication down (paper section 2.2: primitives are inserted at the boundaries): an F receives
+Schedules do not list communication (paper section 2.2: primitives are inserted at the boundaries): an F receives
 what the F on the stage before returned, a B what the B on the next stage returned.
 """
 
@@ -13,51 +13,52 @@ import torch
 from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Schedule
 
 OptionalTensors: TypeAlias = tuple[torch.Tensor | None, ...]
-"""What travels: outputs of a stage, all of them tensors, or gradients, None for a tensor that needs none."""
+"""The outputs of a stage, all of them tensors, or gradients, None for a tensor that needs no gradient."""
 
 
 class PeerLostError(RuntimeError):
-    """The process at the other end has died or does not answer: the cause is to be looked for there."""
+    """The process at the other end has died or does not answer; the cause lies there."""
 
 
 class Transport(Protocol):
     """Moves the results of actions between the stages of this process and their neighbours."""
 
     def begin_step(self, schedule: Schedule, sizes: Sequence[int], lengths: Sequence[int] = ()) -> None:
-        """Before the first action; `sizes` are the samples of each micro-batch, `lengths` those of sentences."""
+        """Called before the first action; `sizes` are the samples of each micro-batch, `lengths` those of sentences."""
 
     def send(self, action: Action, tensors: OptionalTensors) -> None:
-        """Outputs of an F to the next stage, gradients of a B or I to the stage before."""
+        """Send the outputs of an F to the next stage, the gradients of a B or I to the stage before."""
 
     def receive(self, action: Action) -> OptionalTensors:
-        """What `action` needs from a neighbour: an F the outputs of the stage before, a B gradients from the next."""
+        """What `action` needs from a neighbour: outputs of the stage before for an F, gradients of the next one for a
+        B or I."""
 
     def launched(self) -> None:
-        """After every action of this process, in the order of the schedule: on a GPU it may still be running."""
+        """Called after every action of this process, which may still be running on a GPU."""
 
     def finish_step(self) -> None:
-        """After the last action: everything has been received. What was sent may still be on its way."""
+        """Called after the last action: everything has been received; tensors sent may still be on their way."""
 
     def settle(self) -> None:
-        """Wait until everything that was sent has left: before the transport is given up."""
+        """Wait until everything sent has left this process; called before the transport is given up."""
 
 
 class LocalTransport:
-    """All stages in one process: one device, or several driven by asynchronous launches.
+    """The transport of a process with all stages, on one device or on several GPUs with asynchronous launches.
 
-    Copies from GPU to GPU have streams of their own at both ends: on the streams that compute they would wait for what
-    the sender has launched since, and hold up the receiver before it needs them.
+    Copies from GPU to GPU have streams of their own at both ends: on the streams that compute they would wait for
+    kernels that the sender has launched since, and hold up the receiver before it needs them.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices = devices
         several = {device for device in devices if device.type == "cuda"} if len(set(devices)) > 1 else set()
         self._copying = {device: torch.cuda.Stream(device) for device in several}
-        self._sent: dict[Action, OptionalTensors] = {}  # by the F or B that will receive it, or the I in its place
+        self._sent: dict[Action, OptionalTensors] = {}  # by the F or B that receives them (B stands for I, too)
         self._copied: dict[Action, torch.cuda.Event] = {}
 
     def begin_step(self, schedule: Schedule, sizes: Sequence[int], lengths: Sequence[int] = ()) -> None:
-        self._sent.clear()  # whatever a failed step left
+        self._sent.clear()  # a failed step may have left something
 
     def send(self, action: Action, tensors: OptionalTensors) -> None:
         receiver = action.stage + 1 if action.kind is Kind.F else action.stage - 1
