@@ -1,1 +1,1 @@
-"""From settings to objects: model and data, loss, optimizer, learning rate, weight average, frozen layers."""
+"""Makes objects of settings: model and data, loss, optimizer, learning rate, weight average, frozen layers."""

@@ -32,7 +32,7 @@ def _update(
     """`averages` of squared gradients: of rows (..., R, 1) and columns (..., 1, C), or of all elements of a vector."""
     rate, (epsilon, least_scale) = group["lr"], group["eps"]
     torch._foreach_add_(steps, 1.0)
-    done = [step.item() for step in steps]  # of the host
+    done = [step.item() for step in steps]  # the counters lie on the host
     shares = [number ** group["beta2_decay"] for number in done]
     roots = [parameter.numel() ** 0.5 for parameter in parameters]
     least = [torch.finfo(p.dtype).eps if epsilon is None else epsilon for p in parameters]

@@ -1,4 +1,4 @@
-"""From settings to the model and the data that they describe: the one place that knows every kind of model by name."""
+"""Builds the model and the data that settings describe: the one place that knows every kind of model by name."""
 
 from collections.abc import Callable
 from dataclasses import fields

@@ -1,4 +1,4 @@
-"""From `freeze=...` to what is not trained. Paper section 4 fine-tunes everything; freezing is cheaper.
+"""Finds the layers and parameters that `freeze=...` names. Paper section 4 fine-tunes everything; freezing is cheaper.
 
 Patterns name layers, modules inside them or parameters. What is frozen is decided once, before the workers start, so
 that every process freezes the same and every boundary knows whether gradients come back over it.

@@ -60,7 +60,7 @@ def measure(
     """
     control, groups = process.connect()
     own = placement.layout.device_of(process.number)
-    segments = segments.on(((own,) * segments.partitions,))  # each process times all of them, one after another
+    segments = segments.on(((own,) * segments.partitions,))  # every process times all segments, one after another
     whole = real_model(config, pretrained=False)
     alone: Pass = []
     together: Pass = []

@@ -37,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
         raise RefusedError("rounds", line.overrides["rounds"], why)
     try:
         tree = sweep.compose(line)
-    finally:  # also after Ctrl-C
+    finally:  # Ctrl-C comes here, too
         sweep.end()
         if sweep.runs:
             _show(sweep)

@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
     if config.init_from is not None:
         find_run("init_from", config.init_from, config.output)
     with preparing(), run_folder(config, datetime.now(), what="check") as folder:
-        fork_server.start(config)  # in a process beside this one, while this one imports torch itself
+        fork_server.start(config)  # it imports torch while this process does the same
         with interruptible_import():
             from gpipe_cli.commands.check_run import run_check
 

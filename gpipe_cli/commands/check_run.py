@@ -37,7 +37,7 @@ from gpipe_cli.training.fine_tuning import find_weights
 from gpipe_cli.units import plural
 from gpipe_cli.verify import variants as verify
 
-_FEWER: tuple[RecomputeMode, ...] = ("never", "always")  # of schedules that run for one number of partitions only
+_FEWER: tuple[RecomputeMode, ...] = ("never", "always")  # modes tried with schedules that fit one K only
 
 
 def run_check(config: TrainConfig, folder: Path) -> int:
@@ -93,14 +93,14 @@ def _placed(config: TrainConfig, profile: ModelProfile) -> Placement:
 
 
 def _cut(config: TrainConfig, partitions: int) -> TrainConfig:
-    """Into so many; a cut that was given is for K."""
+    """The configuration with the model cut into `partitions`; a cut that was given is for K partitions."""
     if partitions == config.partitions:
         return config
     return replace(config, partitions=partitions, partition=PartitionConfig(None))
 
 
 def _of_schedules(placements: Iterable[Placement]) -> dict[tuple[int, str], Placement]:
-    """With the orders of both references, which no placement depends on."""
+    """For each placement and each of the two reference schedules, the placement with that schedule's order."""
     return {
         (one.partitions, name): replace(one, order=order(name, one.partitions, one.order.micro_batches))
         for one, name in product(placements, verify.REFERENCES)
@@ -114,13 +114,13 @@ class _Checked:
         """One pipeline of `config` is what as many `replicas`, if several, are compared with."""
         self._config, self._replicas = config, replicas
         self.rows: dict[verify.Variant, verify.Row] = {}
-        self.references: dict[str, verify.ReferenceDone] = {}  # by schedule
+        self.references: dict[str, verify.ReferenceDone] = {}  # schedule -> its reference
         # The variants, with their placements, that the same processes run one after another; what others
         # are compared with comes first.
         self.runs: list[tuple[dict[tuple[int, str], Placement], list[verify.Variant]]] = []
         self._findings: list[Finding] = []
         self._watched: verify.LayersProbed | None = None
-        self._together: dict[int, Placement] = {}  # by partitions: all stages in one process
+        self._together: dict[int, Placement] = {}  # partitions -> the placement with all stages in one process
         self._shared: tuple[str, ...] = ()
         try:
             profile = profile_model(config)
@@ -134,7 +134,7 @@ class _Checked:
 
     def _place(self, profile: ModelProfile) -> None:
         """Every number of partitions, the greatest first: what is wrong with it is bad input."""
-        apart: dict[int, Placement] = {}  # each stage in a process of its own
+        apart: dict[int, Placement] = {}  # partitions -> the placement with a process per stage
         usual = replace(self._config, schedule=verify.REFERENCES[0], stages_per_process=None)
         for partitions in range(usual.partitions, 0, -1):
             config = _cut(usual, partitions)
@@ -170,7 +170,7 @@ class _Checked:
             self.runs.append((_of_schedules([_placed(several, profile)]), self._ways(k, "replicas")))
 
     def _further(self, usual: TrainConfig) -> Iterator[tuple[TrainConfig, tuple[RecomputeMode, ...]]]:
-        """With other schedules, and what is recomputed in each: those with a name for as many partitions as they can
+        """Variants with other schedules and modes of recomputation: named schedules for as many partitions as they can
         have, and the one that was given if it has none."""
         config = self._config
         if config.partitions == 1:
@@ -181,7 +181,7 @@ class _Checked:
         if partitions := config.partitions - config.partitions % each:
             interleaved = replace(_cut(usual, partitions), schedule="interleaved", stages_per_process=each)
             yield interleaved, _FEWER
-        if config.schedule not in SCHEDULES and self._replicas == 1:  # of a file, M is that of one pipeline
+        if config.schedule not in SCHEDULES and self._replicas == 1:  # the M of a schedule file is that of one pipeline
             mode = next(mode for mode in verify.MODES if mode == config.recompute)
             yield config, (mode,)
 
@@ -219,7 +219,7 @@ class _Checked:
             case verify.ReferenceDone():
                 self.references[message.schedule] = message
             case verify.Row():
-                self.rows.setdefault(message.variant, message)  # of several stages that fail the first
+                self.rows.setdefault(message.variant, message)  # where several stages fail, the first one is reported
 
     def worth_running(self, variants: Sequence[verify.Variant]) -> list[verify.Variant]:
         """Leaves out what has failed in one process already, or could not be compared there with anything."""
@@ -271,7 +271,7 @@ class _Checked:
         )
 
     def _explained(self, row: verify.Row) -> verify.Row:
-        """With the reason, where a probe has found it."""
+        """The failure, with its reason where a probe has found it."""
         if not row.bad:
             return row
         if row.micro_batches != self._config.micro_batches and row.verdict == "differs":
@@ -294,7 +294,7 @@ class _Checked:
 
 
 def _order(row: verify.Row) -> tuple[int, ...]:
-    """As the table has them: by schedule, partitions, mode and executor; other micro-batches last."""
+    """The rows in the table's order: by schedule, partitions, mode and executor; other micro-batches come last."""
     return (
         -row.micro_batches,
         (*SCHEDULES, row.schedule).index(row.schedule),

@@ -1,4 +1,4 @@
-"""From the command line to settings as they were typed: what there is among the arguments, read by Hydra's grammar.
+"""Reads the arguments of a command by Hydra's grammar: the settings as they were typed.
 
 Nothing is composed here: `composing` does that. Errors of Hydra's become one line here.
 """
@@ -67,7 +67,7 @@ class CommandLine:
     options: Mapping[str, Any]  # multirun, config_name, config_dir, ...
     typed: tuple[str, ...]  # the settings among the arguments
     parsed: tuple[Override, ...]  # the same as Hydra reads them
-    overrides: Mapping[str, object]  # what was set: key or group, without +, and its value (of a sweep its text)
+    overrides: Mapping[str, object]  # key or group, without +, to its value (in a sweep: to the text typed)
 
     @property
     def swept(self) -> frozenset[str]:
@@ -174,7 +174,7 @@ def parsed_settings(typed: Sequence[str]) -> list[Override]:
     for one in typed:
         try:
             parsed += parser.parse_overrides([one])
-        except ValueError as error:  # of `int`, as no exception of Hydra's is one
+        except ValueError as error:  # from `int`: no exception of Hydra's is a ValueError
             why = f"a number has at most {sys.get_int_max_str_digits()} digits; give a smaller one"
             raise SettingError(key_of(one), shortened(one.partition("=")[2]), why) from error
     return parsed

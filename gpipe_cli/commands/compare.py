@@ -71,7 +71,7 @@ def _compare(folders: Sequence[Path], form: str, output: Path | None) -> int:
     from gpipe_cli.reporting.compare.run_record import RunRecord, find_runs, read_run
 
     problems: list[str] = []
-    found: dict[Path, Path] = {}  # each run once, however often it is named
+    found: dict[Path, Path] = {}  # a run that is named twice is here once
     for folder in folders:
         problems += left_out(folder)
         try:
@@ -98,7 +98,7 @@ def _compare(folders: Sequence[Path], form: str, output: Path | None) -> int:
         console, unread = Console(), None
         try:
             show_comparison(console, comparison)
-        except SystemExit as end:  # by rich, as a pipe was closed, `gpipe compare ... | head`
+        except SystemExit as end:  # rich raises it when a pipe is closed, `gpipe compare ... | head`
             unread = end
         try:
             write_comparison(console, comparison, folder)

@@ -172,7 +172,7 @@ class Trees:
         parsed = parsed_settings(typed)
         if self._line.searches:
             parsed = [o for o in parsed if not o.key_or_group.startswith((SWEEPER, "hydra.sweeper"))]
-        for o in parsed:  # what a recipe's file has for other commands is ignored; what is typed is not
+        for o in parsed:  # a recipe may have keys for other commands; one that is typed is refused
             whose, key = owner(o.key_or_group), o.key_or_group
             if not o.is_delete() and whose not in (None, self._line.command):
                 near = nearest(key, self._keys) or "; leave it out"
@@ -220,11 +220,11 @@ def _composed(line: CommandLine, chosen: Sequence[str]) -> DictConfig:
             return hydra.compose(line.options["config_name"] or line.command, [*kept, *search_path], True)
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise translated(error) from error
-    except RecursionError as error:  # in the list of its defaults, without end
+    except RecursionError as error:  # its list of defaults includes itself
         raise InputError("configuration: a file includes itself in its defaults; leave that line out") from error
     except InputError:
         raise
-    except Exception as error:  # where its own settings or a list of defaults are wrong Hydra raises what Python does
+    except Exception as error:  # Hydra lets Python's own exceptions through for wrong settings or defaults
         given = [one for one in chosen if one.startswith("~") or key_of(one).startswith("hydra")]
         if (name := line.options["config_name"]) is not None:
             given.append(f"-cn {name}")

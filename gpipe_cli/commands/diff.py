@@ -32,7 +32,7 @@ Examples
   gpipe diff outputs/first outputs/second
   gpipe diff outputs/first outputs/second format=json | jq '.[] | select(.kind == "setting")'
 """
-KEYS = ("kind", "name", "first", "second", "difference")  # of an entry for programs
+KEYS = ("kind", "name", "first", "second", "difference")  # keys of one difference in JSON and CSV
 _OF_THE_FOLDER = ("output", "run_folder", "resume")  # settings that say where a run lies
 _COMPARED = chosen(
     "steps", "test_loss", "test_top1", "test_top5", "test_perplexity", "test_token_accuracy", "best_loss", "best_top1",

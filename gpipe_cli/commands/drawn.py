@@ -15,7 +15,7 @@ from gpipe_cli.reporting.run.lines import aligned, wrapped
 from gpipe_cli.units import percent, plural
 
 STAGES, MICRO_BATCHES = 3, 4
-OVER_STAGES, OVER_MICRO_BATCHES = (2, 3, 4, 8), (1, 2, 4, 8, 16, 32)  # of the table of bubbles
+OVER_STAGES, OVER_MICRO_BATCHES = (2, 3, 4, 8), (1, 2, 4, 8, 16, 32)  # rows and columns of the table of bubbles
 # Equal stages, whose backward takes as long as two forwards, and half of it for the gradients of inputs.
 COST = StageCost(1, 1, 2, inputs_seconds=1, weights_seconds=1)
 WORDS = {
@@ -29,12 +29,12 @@ WORDS = {
 
 @dataclass(frozen=True)
 class Figures:
-    """Of a step of equal stages whose transfers take no time."""
+    """A step of equal stages whose transfers take no time."""
 
     seconds: float  # a forward takes 1
     idle: float  # share of the devices' time
-    in_flight: Sequence[int]  # of each stage, the most micro-batches of which something is kept
-    graphs: Sequence[int]  # of each stage, the most of which all activations are kept
+    in_flight: Sequence[int]  # per stage, the most micro-batches of which it keeps something at once
+    graphs: Sequence[int]  # per stage, the most micro-batches of which it keeps all activations
 
     @classmethod
     def of(cls, schedule: Schedule) -> "Figures":

@@ -49,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
             why = f"nothing is translated by a run of model={choice_of(config.training.model)}; leave it out"
             raise RefusedError(key, line.overrides[key], why)
 
-    fork_server.start(config.training)  # in a process beside this one, while this one imports torch itself
+    fork_server.start(config.training)  # it imports torch while this process does the same
     with preparing():
         with interruptible_import():
             from gpipe_cli.commands.training_run import launch  # torch comes with it

@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
         raise RefusedError("format", "onnx", f"{why}; pip install {' '.join(missing)}, or use format=safetensors")
     file = file_of(config)
 
-    fork_server.start(config.training)  # in a process beside this one, while this one imports torch itself
+    fork_server.start(config.training)  # it imports torch while this process does the same
     with preparing():
         with interruptible_import():
             from gpipe_cli.commands.export_run import run_export  # torch comes with it

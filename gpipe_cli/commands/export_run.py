@@ -70,8 +70,8 @@ class _ExportReport(NoReport):
 
     def __init__(self, config: ExportConfig, checkpoint: Path, file: Path) -> None:
         self._config, self._checkpoint, self._file = config, checkpoint, file
-        self._before: events.Scores | None = None  # by the pipeline
-        self._after: events.Scores | None = None  # by the file
+        self._before: events.Scores | None = None  # the pipeline's scores
+        self._after: events.Scores | None = None  # the scores of the exported file
         self.started = False
 
     def on_message(self, message: object) -> None:

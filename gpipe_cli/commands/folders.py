@@ -11,7 +11,7 @@ from gpipe_cli.distributed.torchrun import leads
 from gpipe_cli.errors import InputError
 from gpipe_cli.system.files import LOCK, PARTIAL, FolderInUseError, FolderLock, remove_partial_files
 
-_BEFORE_CONFIG = {"checkpoints", "vocabulary.model", "failure.txt"}  # what a run writes before its configuration
+_BEFORE_CONFIG = {"checkpoints", "vocabulary.model", "failure.txt"}  # files that a run writes before its configuration
 _ENDING_SECONDS = 6.0  # a run that was killed ends within these
 
 
@@ -90,7 +90,7 @@ def locked_folder(chosen: Path, setting: str, *, new: bool, patience_seconds: fl
     Raises:
         InputError: it cannot be made, or another process is at work there.
     """
-    above = [parent for parent in chosen.parents if not parent.exists()]  # from the lowest to the highest
+    above = [parent for parent in chosen.parents if not parent.exists()]  # the lowest comes first
     try:
         folder = make_new(chosen) if new else chosen
         folder.mkdir(parents=True, exist_ok=True)

@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
     if topic in lists.TOPICS:
         return lists.main([topic])
     key, _, value = topic.partition("=")
-    found = [entry for entry in known.get(value, []) if entry[0].partition("  ")[0] == topic]  # as headings have it
+    found = [entry for entry in known.get(value, []) if entry[0].partition("  ")[0] == topic]  # so headings begin
     found = found or [entry for name, said in known.items() if _plain(name) == _plain(key) for entry in said]
     if not found:
         hint = nearest(topic, list(known)) or "; gpipe help says what topics are"
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
     width = max(40, min(console.width, 120))
     for heading, text in found:
         show_line(console, heading, "bold")
-        for clause in (text or _of_recipe(heading)).split(" | "):  # what a setting may be, one below the other
+        for clause in (text or _of_recipe(heading)).split(" | "):  # allowed values, one per line
             wrapped = textwrap.wrap(
                 clause, width, initial_indent=_INDENT, subsequent_indent=f"{_INDENT}  ", break_long_words=False,
                 break_on_hyphens=False,
@@ -110,14 +110,14 @@ def glossary() -> dict[str, str]:
         about = metadata("gpipe-cli")
     except PackageNotFoundError:
         return {}
-    readme = str(about.get("Description") or about.get_payload())  # type: ignore[attr-defined]  # of email's Message
+    readme = str(about.get("Description") or about.get_payload())  # type: ignore[attr-defined]  # a method of email.message.Message
     rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \| ?([^|]*?) ?\|$", readme.partition("\n## Glossary\n")[2], re.MULTILINE)
     meanings = {word: f"{text} ({symbol})" if symbol else text for word, text, symbol in rows if word != "word"}
     return {word: text.replace("`", "") for word, text in meanings.items()}
 
 
 def _plain(topic: str) -> str:
-    """As one may write it: `micro-batches`, `micro_batch` and `Micro batch` are one topic."""
+    """The topic in its one spelling: `micro-batches`, `micro_batch` and `Micro batch` are the same."""
     return re.sub(r"(?:(?<=ch)es|(?<=[^s])s)$", "", topic.lower().replace("_", " ").replace("-", " "))
 
 

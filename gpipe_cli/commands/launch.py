@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
         raise InputError("slurm is missing; write gpipe launch slurm [setting=value ...]")
     if torchrun() is not None:
         raise InputError("torchrun: one process writes the script; call gpipe launch slurm")
-    job, (config, auto) = jobs[0], requests[0]  # of an array all have the same
+    job, (config, auto) = jobs[0], requests[0]  # all jobs of an array need the same resources
     for one_config, _ in requests:
         _refuse(job, one_config)
     if line.options["multirun"]:

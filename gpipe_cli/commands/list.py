@@ -25,7 +25,7 @@ from gpipe_cli.units import count, plural
 
 PEAKS = {"float32": "peak_tflops", "tf32": "tf32_tflops", "bfloat16": "bfloat16_tflops"}
 SPEEDS = ("samples_per_second", "tokens_per_second", "step_seconds")
-Listed = tuple[Table, str]  # and a line below it, "" for none
+Listed = tuple[Table, str]  # the table, and a line below it ("": none)
 HELP = """\
 Lists what there is to choose among, and what has been run.
 
@@ -157,7 +157,7 @@ def _runs(folder: Path = Path("outputs")) -> Listed:
         values = [measure.value(result) for result in results]
         return Column.measured(measure, values, printed=any(value is not None for value in values))
 
-    above = "" if folder in (Path(), *found) else f"{folder}/"  # that all have in common, as heading
+    above = "" if folder in (Path(), *found) else f"{folder}/"  # the folder that all runs share is the heading
     columns = [
         Column(
             above or "run",
@@ -188,7 +188,7 @@ def _begun_and_result(run: Path) -> tuple[datetime, RunResult]:
         return (datetime.fromisoformat(result.starts[-1].started) if result.starts else begun), result
     except FileNotFoundError:
         return begun, RunResult("no result")
-    except (OSError, ValueError):  # as it stands in a file that was edited
+    except (OSError, ValueError):  # somebody may have edited the file
         return begun, RunResult("damaged")
 
 

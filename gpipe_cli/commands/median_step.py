@@ -18,7 +18,7 @@ class RecordedStep:
 
 
 class MedianStep:
-    """Of the steps that are added, the one whose duration is nearest to their median.
+    """The step, among those added, whose duration is nearest to their median.
 
     Durations are kept of all of them; recordings of all as long as these are few, later of every second, fourth, ...
     step, so that they are spread over all of the time. Steps that do not count (warm-up, a short mini-batch) stand in
@@ -28,7 +28,7 @@ class MedianStep:
     def __init__(self) -> None:
         self._seconds: list[float] = []  # ascending
         self._kept: list[RecordedStep] = []
-        self._every = 1  # of so many steps one recording is kept
+        self._every = 1  # one recording is kept for this many steps
         self.counted = 0  # steps added that count
 
     def add(self, done: StepDone, recorded: StepRecorded, *, counts: bool) -> None:

@@ -25,7 +25,7 @@ from gpipe_cli.system.streams import lost_output
 
 FAILED, BAD_INPUT = 1, 2
 COMPOSED = ("train", "bench", "plan", "check", "evaluate", "export")  # commands whose settings Hydra composes
-INTERRUPTED = 128 + signal.SIGINT  # as shells report a process that a signal ended
+INTERRUPTED = 128 + signal.SIGINT  # the exit code with which shells report a process ended by a signal
 UNREAD = 128 + signal.SIGPIPE  # likewise: the reader of stdout has ended, `gpipe ... | head`
 
 
@@ -70,7 +70,7 @@ def run_command(name: str, arguments: Sequence[str]) -> int:
     """Run `gpipe NAME` with its arguments in this process; returns its exit code, and raises what it raises."""
     torchrun()  # refuses what torchrun would never set
     with phases() if leads() else contextlib.nullcontext(), interruptible():
-        if name in COMPOSED and not any(argument.startswith("-") for argument in arguments):  # which show something
+        if name in COMPOSED and not any(argument.startswith("-") for argument in arguments):  # flags show something
             phase("reading the settings")
         exit_code: int = importlib.import_module(f"gpipe_cli.commands.{name}").main(arguments)
     return exit_code

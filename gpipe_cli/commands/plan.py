@@ -34,7 +34,7 @@ class _Request:
     config: TrainConfig
     auto: tuple[str, ...]  # settings that are to be chosen
     settings: PlanSettings
-    file: Path | None  # that the schedule goes to
+    file: Path | None  # which the schedule is written to
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -75,7 +75,7 @@ def _plan(request: _Request, form: str, *, shown: bool) -> PlanResult:
     console = Console(stderr=form != TABLE)  # the document alone is on stdout
     with run_folder(config, datetime.now(), auto, "plan") as folder, preparing():
         if config.cost != "figures":
-            fork_server.start()  # in a process beside this one, while this one imports torch itself
+            fork_server.start()  # it imports torch while this process does the same
         with interruptible_import():
             from gpipe_cli.commands.plan_run import plan
 

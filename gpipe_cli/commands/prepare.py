@@ -54,7 +54,7 @@ def prepare(
     costs_of = partial(step_costs, log=log)
     config, plan, comparisons = choose(config, auto, profile, costs_of, started, elsewhere=elsewhere)
     threads: tuple[tuple[str, str], ...] = ()
-    if not auto:  # whose candidates were compared with the threads that they have
+    if not auto:  # candidates of `auto` were compared at the threads that they get
         config, plan, comparisons, threads = _fewest_threads(
             config, plan, comparisons, lambda one: choose(one, (), profile, costs_of, started, elsewhere=elsewhere)
         )
@@ -138,7 +138,7 @@ def _uneven(config: TrainConfig, placement: Placement) -> Iterator[tuple[str, st
     most = max(range(processes), key=work.__getitem__)
     if stages[most] == min(stages) or work[most] * processes <= _UNEVEN * sum(work):
         return
-    each = -(-partitions // processes)  # as even as so many stages can be in so many processes
+    each = -(-partitions // processes)  # stages per process, divided as evenly as possible
     use = ""
     if config.stages_per_process not in (None, each):
         use = f"; stages_per_process={each} is more even"

@@ -30,8 +30,8 @@ from gpipe_cli.system.gpus import usable_gpus
 from gpipe_cli.system.interrupts import Stopped
 from gpipe_cli.units import duration
 
-ALL = "all"  # in place of the names of all recipes
-ASKED = "asked.json"  # in the folder: the scale and the settings of all recipes there
+ALL = "all"  # stands for the names of all recipes
+ASKED = "asked.json"  # a file with the scale and the settings of all recipes in a folder
 
 
 def reproduce_several(
@@ -68,7 +68,7 @@ def reproduce_several(
             show_line(console, "")
             so_far = f"; {duration(used)} used" if took else ""
             show_line(console, f"{which:<12} {recipe.name}: {recipe.title}{so_far}{left}", "bold")
-            shutil.rmtree(below, ignore_errors=True)  # what an interruption or a failure has left behind
+            shutil.rmtree(below, ignore_errors=True)  # remains of an interrupted or failed run
             below.mkdir()
             try:
                 found = machine.reproduce(recipe, whole, given, below)
@@ -84,7 +84,7 @@ def reproduce_several(
                 show_line(console, f"failed: {error}", "bold red")
             finally:
                 _write_report(folder, failed)
-        _write_report(folder, failed)  # where all was done before, too
+        _write_report(folder, failed)  # even if every recipe was done before
         for name, reason in failed.items():
             show_line(console, f"{name} failed: {reason}", "bold red")
         if failed:

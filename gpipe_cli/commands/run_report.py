@@ -64,7 +64,7 @@ class RunReport:
         self._last: events.StepDone | None = None  # the step whose recording comes next
         self._steps_per_epoch = 1
         self._warmed_up = 0  # the last step that no median counts
-        self._median = MedianStep()  # of the epoch that goes on; of a measurement, of all its steps
+        self._median = MedianStep()  # over the current epoch; in a measurement, over all steps
         self._epoch_shown = False  # whether an epoch was complete, and its median step is the one to show
         self._next_drawing = 0.0  # time.monotonic(): before it no picture is drawn
         self._undrawn: _Undrawn | None = None  # the last one, drawn at the end
@@ -145,7 +145,7 @@ class RunReport:
         return saved_bytes(config, self._profile(step), plan.bounds, plan.order, plan.recompute, step.samples)
 
     def _profile(self, step: events.StepDone) -> ModelProfile:
-        """Of the model on what is as long as the mini-batch of a step."""
+        """The profile of the model for a mini-batch padded to the lengths of this step's."""
         profile = self._prepared.profile
         return (
             profile if step.lengths == profile.lengths else profile_model(self._prepared.config, lengths=step.lengths)
@@ -170,7 +170,7 @@ class RunReport:
             self._draw(self._undrawn)
 
     def _timeline(self, step: events.StepDone, recorded: events.StepRecorded) -> tuple[Timeline, int]:
-        """Of a recorded step, and its M."""
+        """The timeline of a recorded step, and its number of micro-batches M."""
         config, placement = self._prepared.config, self._prepared.placement
         micro_batches = len(share_of(step.samples, config.micro_batches, config.replicas).sizes)
         schedule = placement.schedule(micro_batches)

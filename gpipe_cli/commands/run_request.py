@@ -34,7 +34,7 @@ class RunRequest:
         refuse_missing(self.config.logger)
 
     def into(self, folder: Path) -> "RunRequest":
-        """The same in this folder."""
+        """This request with `folder` as its run folder."""
         return replace(self, config=replace(self.config, run_folder=str(folder)))
 
     def resuming(self, folder: Path) -> "RunRequest":
@@ -65,7 +65,7 @@ class RunRequest:
         ):
             log(f"$ {start.command}")
             if not config.dry_run:
-                fork_server.start(config)  # in a process beside this one, while this one imports torch itself
+                fork_server.start(config)  # it imports torch while this process does the same
             with interruptible_import():
                 from gpipe_cli.commands.training_run import launch  # torch comes with it
 
@@ -79,7 +79,7 @@ def _named(config: TrainConfig, auto: tuple[str, ...]) -> str:
 
 
 def _earlier_folder(config: TrainConfig) -> Path | None:
-    """That of an earlier start of this run by torchrun, if there was one."""
+    """The folder of an earlier start of this run by torchrun, if there was one."""
     fork_server.start(config)
     with interruptible_import():
         from gpipe_cli.distributed.rendezvous import earlier_folder

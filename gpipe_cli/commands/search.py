@@ -19,7 +19,7 @@ from gpipe_cli.config.typed import Count, RefusedError, one_line, show, typed
 from gpipe_cli.results.measures import MEASURES
 from gpipe_cli.results.run import RunResult
 
-FOUND = "optimization_results.yaml"  # in the folder of the sweep: the best run's settings, and its objective
+FOUND = "optimization_results.yaml"  # a file in the sweep's folder with the best run's settings and objective
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class SamplerSettings:
 class SearchSettings:
     """The settings `hydra.sweeper.*` of a search; `gpipe train --help` names them."""
 
-    direction: Literal["maximize", "minimize"] = "maximize"  # of the `objective`
+    direction: Literal["maximize", "minimize"] = "maximize"  # whether a larger `objective` is better
     n_trials: Count = 20  # runs in all
     study_name: str | None = None
-    storage: str | None = None  # where Optuna keeps the study, sqlite:///study.db; None: in memory
+    storage: str | None = None  # Optuna's storage of the study, sqlite:///study.db; None: memory
     sampler: SamplerSettings = SamplerSettings()
 
 
@@ -55,7 +55,7 @@ class Search:
         except ImportError as error:
             why = "needs Optuna 4 or newer, which is not installed; pip install -U optuna"
             raise RefusedError(SWEEPER, "optuna", why) from error
-        optuna.logging.set_verbosity(optuna.logging.ERROR)  # that a run failed stands in our table
+        optuna.logging.set_verbosity(optuna.logging.ERROR)  # our table says which runs failed
         self.n_trials = settings.n_trials
         self._failed = optuna.trial.TrialState.FAIL
         self._fixed: list[str] = []
@@ -74,7 +74,7 @@ class Search:
                 direction=settings.direction,
                 load_if_exists=True,
             )
-        except Exception as error:  # of whatever library keeps the storage
+        except Exception as error:  # each storage has a library with exceptions of its own
             if settings.storage is None:
                 raise
             why = f"Optuna cannot use it ({one_line(error)}); give another, or leave it out"

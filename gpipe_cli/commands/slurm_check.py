@@ -48,7 +48,7 @@ def _check(job: LaunchSettings, config: TrainConfig, auto: Collection[str], prof
                 auto = [one for one in auto if one != key]
                 config = with_samples(config, profile, key, 1)
     config = replace(config, device="cpu")
-    timed = config.cost != "figures" and job.processes > 1  # which is refused; this machine is not timed
+    timed = config.cost != "figures" and job.processes > 1  # refused for several processes; this machine is not timed
     costs_of = partial(step_costs, log=lambda line: None) if timed else predicted_costs
     started = Torchrun(0, job.processes, job.processes_here, 0) if job.processes > 1 else None
     config, plan, _ = choose(config, auto, profile, costs_of, started, elsewhere=job.gpus_per_node > 0)

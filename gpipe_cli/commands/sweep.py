@@ -44,7 +44,7 @@ class Cell:
     """One of the combinations of settings that a sweep runs; in a sweep of several rounds it runs once in each."""
 
     number: int  # within the sweep; the first is 1
-    name: str  # what differs: `micro_batches=4`
+    name: str  # the settings that differ: `micro_batches=4`
     varied: dict[str, object]  # the same as settings and values, in the order in which they were typed
     request: RunRequest | InputError  # why it cannot run
 
@@ -57,7 +57,7 @@ class Sweep:
         self.line, self._typed = line, typed
         self.planned = 0  # runs in all, of all rounds; known once the sweep has begun
         self.rounds = 1
-        self.runs: list[Run] = []  # that have ended, also before the sweep went on
+        self.runs: list[Run] = []  # runs that have ended, in an earlier start of this sweep or in this one
         self._folder, self._requested = folder, requested
         self._ended: type[BaseException] | None = None  # why it ends before all was run
 
@@ -189,7 +189,7 @@ class Sweep:
         if now.exit_code == outcome.UNREAD:
             self._ended = BrokenPipeError
         if now.exit_code < 0 or now.exit_code in _UNFINISHED:
-            fork_server.kill()  # with the workers of a run that was killed before it could end them
+            fork_server.kill()  # ends the workers of a run that was killed before it could
         result = run_result_or_none(folder)
         error = ((result and result.error) or now.error) if now.exit_code else ""
         attempt = replace(attempt, exit_code=now.exit_code, seconds=time.monotonic() - begin, error=error)
@@ -237,7 +237,7 @@ class Sweep:
                 Console().rule(line, align="left")
             else:
                 Console().print(line, soft_wrap=True)
-        except SystemExit:  # which rich raises then
+        except SystemExit:  # rich raises it when the pipe is closed
             self._ended = BrokenPipeError
 
 

@@ -29,7 +29,7 @@ class Attempt:
 
     run: int  # the first is 1
     round: int  # likewise
-    name: str  # what differs
+    name: str  # the settings that differ
     folder: str  # within that of the sweep
     exit_code: int | None = None  # None: it has not ended, or the sweep was killed before it did
     seconds: float = 0.0

@@ -33,7 +33,7 @@ def main(arguments: Sequence[str]) -> int:
         line = replace(line, typed=(*line.typed, *(f"{group}={name}" for group, name in chosen.items())))
     try:
         tree = sweep.compose(line)
-    finally:  # also after Ctrl-C
+    finally:  # Ctrl-C comes here, too
         sweep.end()
         if sweep.runs:
             show_sweep(sweep.runs)
@@ -56,7 +56,7 @@ def requested(tree: DictConfig, given: Mapping[str, object]) -> RunRequest:
         if given.get(key) is not None and not (key in begun and given[key] == getattr(saved, key)):
             raise RefusedError(key, given[key], f"the run that is resumed has its weights already; leave {key} out")
     auto = take_auto(tree)
-    kept = [*begun, *(key for key in auto if key in AUTO_BATCH)]  # what was chosen when the run began
+    kept = [*begun, *(key for key in auto if key in AUTO_BATCH)]  # choices of the run's first start stay
     auto = tuple(key for key in auto if key not in AUTO_BATCH)
     return RunRequest(resumed(saved, tree, [key for key in given if key not in kept], auto), auto)
 
@@ -70,6 +70,6 @@ def _to_go_on_with(resume: object, run_folder: object) -> str | None:
 
 def resumed(saved: TrainConfig, tree: DictConfig, given: Sequence[str], auto: Sequence[str] = ()) -> TrainConfig:
     """The configuration of the run to go on with, where the keys and groups in `given` are as `tree` has them."""
-    values = {"partition.balance": None} if "partitions" in auto else {}  # which was made for another number of them
+    values = {"partition.balance": None} if "partitions" in auto else {}  # it was made for another number of partitions
     values |= {key: OmegaConf.select(tree, key) for key in (*OF_INVOCATION, *given)}
     return with_given(saved, values)

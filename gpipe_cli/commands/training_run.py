@@ -107,7 +107,7 @@ def for_evaluation(config: TrainConfig) -> TrainConfig:
 class _Lost:
     """A start of a run that a process has left, where another start may follow."""
 
-    config: TrainConfig  # with all that was chosen
+    config: TrainConfig  # `auto` has been replaced by the values chosen
     why: str  # one line
 
 
@@ -152,7 +152,7 @@ def _train(
 
 
 def _with_gpus_left(config: TrainConfig) -> tuple[TrainConfig, str]:
-    """The same with as many partitions as before on each GPU that is left, and in words what is different."""
+    """The request with as many partitions per GPU as before on those that are left, and in words what has changed."""
     before = number_of_gpus(config)
     if before == 0:
         return config, ""
@@ -238,7 +238,7 @@ def _run(
     except SystemExit:  # the console's reader has ended, as in `gpipe train | head`
         show.finish("interrupted", "nobody reads the output any more")
         raise
-    except OSError as error:  # of this process: what the run cannot do without cannot be written
+    except OSError as error:  # this process cannot write a file that the run needs
         if not show.started:
             raise
         show.finish("failed", one_line(error) if folder.is_dir() else f"{folder}: {GONE}")

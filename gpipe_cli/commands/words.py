@@ -16,7 +16,7 @@ def words_and_settings(arguments: Sequence[str], *keys: str) -> tuple[list[str],
     """
     given = {key: value for key, equals, value in (one.partition("=") for one in arguments) if equals and key in keys}
     words = [one for one in arguments if "=" not in one or one.partition("=")[0] not in keys]
-    if "" in words:  # which Path makes the folder in which we are
+    if "" in words:  # Path("") is the working directory
         raise InputError("'': must not be empty; give a name, or leave it out")
     for key in (key for key, value in given.items() if not value):
         raise RefusedError(key, "", f"must not be empty; give {key}=..., or leave it out")

@@ -16,9 +16,9 @@ _GOES_ON = re.compile(r" {20,}# ?(.*)")  # below a comment that stands behind a 
 class Comment:
     """A setting in a file of `conf/`."""
 
-    key: str  # in dotted form, `model.filters`
+    key: str  # dotted: `model.filters`
     value: str  # there: the default, or that of a choice
-    text: str  # in one line; "" where the file explains nothing
+    text: str  # one line; "" if the file has no comment
     place: str  # `train`, `model=amoebanet`
 
 
@@ -56,7 +56,7 @@ def _head(file: Path) -> str:
 
 
 def _settings(file: Path, place: str) -> Iterator[Comment]:
-    """Those in a file, without Hydra's own."""
+    """The settings in a file, without Hydra's own."""
     groups: list[tuple[int, str]] = []  # indentation and name of those that the line is in
     waiting: Comment | None = None
     for line in file.read_text(encoding="utf-8").splitlines():

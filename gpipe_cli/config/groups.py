@@ -16,7 +16,7 @@ from gpipe_cli.config.typed import SMALLEST, Count, NotNegative, Positive, Refus
 Layers = Annotated[int, Within(1, 10_000)]
 Channels = Annotated[int, Within(1, 1_000_000)]
 Heads = Annotated[int, Within(1, 10_000)]
-Tokens = Annotated[int, Within(2, 1_000_000)]  # of a sequence
+Tokens = Annotated[int, Within(2, 1_000_000)]  # tokens in a sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ _Area = Annotated[float, Within(SMALLEST, 1)]
 class AugmentationConfig:
     random_resized_crop: tuple[_Area, _Area] | None  # least and most share of the area
     horizontal_flip: bool
-    cutout: Pixels  # of a side
+    cutout: Pixels  # side of the square that is masked
     shift: Pixels
 
     def __post_init__(self) -> None:
@@ -137,9 +137,9 @@ class Images:
 
 @dataclass(frozen=True)
 class Texts:
-    """As `Images`; `read(dataset)` returns the training and the test documents, or `Pairs` of sentences."""
+    """What belongs to a text data set: `read(dataset)` returns the training and the test documents, or `Pairs`."""
 
-    pairs: bool = False  # of sentences, for translation
+    pairs: bool = False  # documents are pairs of sentences, for translation
     root: bool = False
     synthetic: bool = False
     direction: bool = False
@@ -215,7 +215,7 @@ class TextConfig:
     drop_long: bool = False
     train_samples: Samples | None = None
     test_samples: Samples | None = None
-    drop_last: bool = False  # as for images
+    drop_last: bool = False  # leave out an epoch's last, smaller mini-batch
 
     def __post_init__(self) -> None:
         has = TEXTS[self.name]
@@ -337,15 +337,15 @@ class HardwareConfig:
         "auto", "cpu", "a100_40", "a100_80", "gh200", "h100", "h200", "l4", "l40s", "p40", "p100_pcie", "rtx_4090",
         "t4", "v100", "tpu_v2", "tpu_v3",
     ]  # fmt: skip
-    tflops: Positive | None  # that layers reach, in 10^12 a second; of a CPU, one thread's
-    peak_tflops: Positive | None  # by the data sheet, of one device; of a CPU, all its cores'
+    tflops: Positive | None  # 10^12 floating-point operations a second that layers reach (CPU: on one thread)
+    peak_tflops: Positive | None  # the data sheet's peak for one device (CPU: for all its cores)
     tf32_tflops: Positive | None = None  # the peak with precision=tf32; None: as in float32
-    bfloat16_tflops: Positive | None = None  # and with precision=bfloat16
-    memory_gib: Positive | None  # that a stage must stay below
+    bfloat16_tflops: Positive | None = None  # the same with precision=bfloat16
+    memory_gib: Positive | None  # memory of a device, which its stages must fit into
     memory_gb_per_second: Positive | None
-    operation_microseconds: NotNegative | None  # from one operation to the next, however small
+    operation_microseconds: NotNegative | None  # shortest time from one operation to the next
     link_gb_per_second: Positive | None  # one way
-    link_microseconds: NotNegative | None  # until the first byte has arrived
+    link_microseconds: NotNegative | None  # latency: until the first byte has arrived
 
     def peak(self, precision: Precision) -> tuple[str, float | None]:
         """The setting that holds the peak of products and convolutions, and the peak: in float32 where it has none."""

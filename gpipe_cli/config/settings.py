@@ -41,13 +41,13 @@ from gpipe_cli.units import plural
 T = TypeVar("T")
 
 _MOST_YAML_BYTES = 2**20  # a hundred times what a run writes; the parser takes seconds for so much
-_MOST_ALIASES = 20  # of a configuration file: with each, what follows can double or triple
-_MOST_DIGITS = 300  # of a number in such a file, hexadecimal and 1:30:00 included; a float has up to 309
+_MOST_ALIASES = 20  # aliases in a configuration file; each can double or triple the text
+_MOST_DIGITS = 300  # digits of a number in such a file, 0x... and 1:30:00 included; a float has up to 309
 _LONG_NUMBER = re.compile(rf"[-+]?[0-9.][0-9a-fA-FxX_.:]{{{_MOST_DIGITS},}}")
-_YAML_TAG = "tag:yaml.org,2002:"  # what `!!` stands for
+_YAML_TAG = "tag:yaml.org,2002:"  # `!!` stands for this
 CONFIG = "config.yaml"  # a folder that holds it is a run
-GO_ON = "auto"  # of `resume`: begin in `run_folder`, or go on with what lies there
-TAKEN = "taken"  # in `freeze`: all that `init_from` takes in any case, which is all but the classifier
+GO_ON = "auto"  # resume=auto: go on with the run in `run_folder` if there is one
+TAKEN = "taken"  # freeze=taken: all layers that `init_from` sets, which is all but the classifier
 
 Task = Literal["classification", "language_model", "translation"]
 Executor = Literal["auto", "in_process", "distributed"]
@@ -63,16 +63,16 @@ DataWorkers = Annotated[int, Within(0, 64, use=8, why="as each is a process")]
 MaxRestarts = Annotated[int, Within(0, 1000)]
 TimeoutSeconds = Annotated[float, Within(0.1, 604_800, why="which is a week")]
 AUTO = ("partitions", "replicas", "micro_batches")  # settings that may be `auto` in place of a number: the fastest
-AUTO_BATCH = ("batch_size", "batch_tokens")  # and these: the largest that fits the memory
+AUTO_BATCH = ("batch_size", "batch_tokens")  # settings whose `auto` is the largest value that fits the memory
 SCHEDULES = (*orders.SCHEDULES, AUTO_SCHEDULE)
 SCHEDULE_FILE = ".csv"  # how the name of a file with a schedule ends
-MOST_ACTIONS = 5_000_000  # of a schedule; the paper's largest has 200,000
+MOST_ACTIONS = 5_000_000  # actions of a schedule; the paper's largest has 200,000
 
 
 @dataclass(frozen=True, slots=True)
 class PartitionConfig:
     balance: tuple[Partitions, ...] | None  # layers of each partition; what fits is checked against the model's layers
-    costs: tuple[NotNegative, ...] | None = None  # of each layer, relative to each other (the paper's c_i)
+    costs: tuple[NotNegative, ...] | None = None  # cost of each layer, in any unit (the paper's c_i)
     method: Literal["exact", "lingvo"] = "exact"
 
     def __post_init__(self) -> None:
@@ -83,7 +83,7 @@ class PartitionConfig:
             raise RefusedError("partition.costs", self.costs, "at least one must be above 0; use null for our own")
 
     def by_hand(self, balance: tuple[int, ...]) -> "PartitionConfig":
-        """The same with this cut."""
+        """The configuration with this cut."""
         return replace(self, balance=balance, method="exact")
 
 
@@ -111,7 +111,7 @@ class TrainConfig:
     partition: PartitionConfig
     preset: str | None
     batch_size: BatchSize | None  # N, the whole mini-batch
-    batch_tokens: Count | None  # in its place, for text
+    batch_tokens: Count | None  # takes the place of batch_size for text
     epochs: Count
     max_steps: Count | None
     seed: Annotated[int, Within(0, 2**32 - 1)]
@@ -468,7 +468,7 @@ def has_checkpoint(run: Path) -> bool:
 
 
 def going_on(config: TrainConfig, folder: Path) -> TrainConfig:
-    """The same run in `folder`, from the last checkpoint there on; where there is none yet, as it began."""
+    """The configuration of the run in `folder`, resumed from its last checkpoint, or begun again if there is none."""
     begun = None if config.resume == GO_ON else config.resume
     return replace(config, run_folder=str(folder), resume=str(folder) if has_checkpoint(folder) else begun)
 

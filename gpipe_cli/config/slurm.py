@@ -41,7 +41,7 @@ _TIME = re.compile(r"(?:([0-9]{1,3})-)?([0-9]{1,4}):([0-5][0-9])(?::([0-5][0-9])
 _WARNING = "USR1@120"  # the signal, and how many seconds before a job's time ends
 # gpipe writes a checkpoint on these two; with B: the shell alone would get them
 _SIGNAL = re.compile(r"(?:R:)?(?:(?:SIG)?(?:USR1|TERM)|10|15)(?:@([0-9]{1,5}))?", re.IGNORECASE)
-_SIGNAL_SECONDS = 60  # of a signal without a time
+_SIGNAL_SECONDS = 60  # how long before the end SLURM sends a signal given without a time
 _BEFORE_WARNING = 180  # seconds: SLURM may warn 60 s too early, and to begin takes one or two minutes
 
 

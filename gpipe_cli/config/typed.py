@@ -33,9 +33,9 @@ class Within:
     why: str = ""  # there is a bound, where it is not obvious
 
 
-SMALLEST, LARGEST = 1e-30, 1e30  # of floats; a product or quotient of two of them is still finite
+SMALLEST, LARGEST = 1e-30, 1e30  # limits of floats: products and quotients of two are finite
 Count = Annotated[int, Within(1, 10**9)]
-Share = Annotated[float, Within(0, 1, below=True, use=0)]  # what leaves something over
+Share = Annotated[float, Within(0, 1, below=True, use=0)]  # a share below the whole
 Positive = Annotated[float, Within(SMALLEST, LARGEST, use=1)]
 NotNegative = Annotated[float, Within(0, LARGEST)]
 
@@ -168,7 +168,7 @@ def one_line(error: BaseException) -> str:
 
 
 def with_type(error: BaseException) -> str:
-    """The same with the exception's type: the text of a KeyError is only the key."""
+    """An exception's type and text: the text of a KeyError alone is only the key."""
     return f"{type(error).__name__}: {one_line(error)}"
 
 
@@ -213,7 +213,7 @@ def _convert(kind: Any, value: Any, key: str, keys: Sequence[str], *, listed: bo
         if is_one_line(value):
             return value
         allowed = "must be a text of one line that is not empty; give another, or leave it out"
-    elif kind is float and type(value) in (int, float) and abs(value) <= sys.float_info.max:  # also false for NaN
+    elif kind is float and type(value) in (int, float) and abs(value) <= sys.float_info.max:  # false for NaN, too
         return float(value)
     elif kind is not float and type(value) is kind:  # not isinstance: True is an int
         return value

@@ -25,7 +25,7 @@ from torch import Tensor
 from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.data.micro_batches import Share, share_of
 
-SPLITS = ("training", "test")  # as messages call them
+SPLITS = ("training", "test")  # their names in messages
 
 
 def seed_of(purpose: str, *numbers: int) -> int:
@@ -48,7 +48,7 @@ class Catalogue:
 
     @classmethod
     def of_windows(cls, samples: int, lengths: tuple[int, ...]) -> "Catalogue":
-        """Of samples that all have the same lengths."""
+        """Mini-batches of samples that all have the same lengths."""
         return cls(samples, torch.tensor([lengths], dtype=torch.int32).expand(samples, -1))
 
 
@@ -141,7 +141,7 @@ class MiniBatches:
         return share_of(self.size(epoch, position), *self._pieces)
 
     def cut_into(self, micro_batches: int) -> Self:
-        """The same mini-batches, in so many pieces for each replica."""
+        """These mini-batches, split into this many micro-batches for each replica."""
         other = copy(self)
         other._pieces = micro_batches, *self._pieces[1:]
         return other

@@ -43,7 +43,7 @@ def digest_of(purpose: str, facts: object, texts: Iterable[str | bytes] = ()) ->
     digest = hashlib.blake2b(json.dumps([purpose, facts], sort_keys=True).encode(), digest_size=_DIGEST_BYTES)
     for text in texts:
         content = text if isinstance(text, bytes) else text.encode()
-        digest.update(b"%d " % len(content))  # so that ("ab", "c") is not ("a", "bc")
+        digest.update(b"%d " % len(content))  # the length tells ("ab", "c") from ("a", "bc")
         digest.update(content)
     return digest.hexdigest()
 
@@ -71,7 +71,7 @@ def cached(folder: Path, name: str, make: Callable[[], bytes]) -> bytes:
 
 
 def cached_tensors(folder: Path, name: str, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-    """As `cached`, for named tensors."""
+    """`cached` for named tensors."""
     return load(cached(folder, name, lambda: save(make())))
 
 

@@ -23,9 +23,9 @@ from gpipe_cli.errors import InputError
 from gpipe_cli.system.files import read_text
 
 _SECTION_CHARACTERS = 2000
-_TEST_EVERY = 10  # of documents
-_TEST_ONE_IN = 20  # of pairs
-_MOST_BYTES = 2**32  # of one file; all of it is held in memory, several times
+_TEST_EVERY = 10  # every tenth document is in the test set
+_TEST_ONE_IN = 20  # one pair in 20 is in the test set
+_MOST_BYTES = 2**32  # bytes of one file, which is held in memory several times
 Documents = tuple[str, ...]
 
 
@@ -117,7 +117,7 @@ def _cut_last_tenth(text: str) -> tuple[str, str]:
     return text[:position], text[position:]
 
 
-_KINDS = ("territories", "languages", "scripts", "currency_names")  # of names in CLDR
+_KINDS = ("territories", "languages", "scripts", "currency_names")  # kinds of names in CLDR
 _LEAST_NAMES = 100  # a language with three names would see them thousands of times under temperature sampling
 _LANGUAGES = re.compile(r"[A-Za-z0-9_]+-[A-Za-z0-9_]+")
 
@@ -264,7 +264,7 @@ def _read_names() -> dict[str, Any]:
         if len(known) < _LEAST_NAMES:
             continue
         for name, meaning in known:
-            # by a hash of the English name, so that an entry that a later Babel adds moves no other
+            # split by a hash of the English name, so that an entry added by a later Babel moves no other
             drawn = seed_of(f"cldr test {' '.join(meaning.casefold().split())}") % _TEST_ONE_IN
             rows["train" if drawn else "test"].append((name, meaning, len(codes)))
         codes.append(locale)

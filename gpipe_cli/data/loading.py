@@ -108,7 +108,7 @@ class LoadedBatches:
         shut_down = getattr(batches, "_shutdown_workers", None)
         if shut_down is not None:
             shut_down()
-            for worker in batches._workers:  # type: ignore[union-attr]  # of the same iterator
+            for worker in batches._workers:  # type: ignore[union-attr]  # the iterator that has just been made
                 worker.kill()  # one that is stopped (SIGSTOP) has not read the request to end
 
 

@@ -27,7 +27,7 @@ class Share:
 
     first_sample: int
     first_micro_batch: int
-    sizes: tuple[int, ...]  # of its micro-batches; none if the mini-batch has fewer samples than there are pipelines
+    sizes: tuple[int, ...]  # samples of each micro-batch; () if there are fewer samples than pipelines
 
     @property
     def samples(self) -> slice:

@@ -28,10 +28,10 @@ class PhotographSet:
     test: int  # images
     classes: int
     folder: str  # below dataset.root; "": dataset.root itself
-    contents: str  # what must be in that folder
+    contents: str  # what the folder must hold
     get: str  # how a user gets the data
     reader: str | None = None  # torchvision's, where annotations list the images
-    train_split: str = "train"  # as that calls it
+    train_split: str = "train"  # the name of that split at torchvision
 
 
 PHOTOGRAPHS = {

@@ -145,7 +145,7 @@ def open_text(
 
     Raises InputError (one line) for missing, empty or damaged data, and settings that do not fit it.
     """
-    root = Path(dataset.root or "")  # what is read from files has one
+    root = Path(dataset.root or "")  # a data set read from files has a root
     match dataset.name:
         case "synthetic_text":
             assert dataset.train_samples, "a number, by the settings"

@@ -49,7 +49,7 @@ class Sequences:
         return self.values[positions].long().masked_fill_(columns >= lengths, padding)
 
     def where(self, kept: Tensor) -> "Sequences":
-        """Those of which `kept`, bool (sequences,), is true."""
+        """The pairs for which `kept`, bool (sequences,), is true."""
         return Sequences(self.values[kept.repeat_interleave(self.lengths)], self.lengths[kept])
 
 
@@ -143,7 +143,7 @@ def _encoded(pairs: Pairs, vocabulary: Vocabulary, cache: Path) -> PairSplit:
             "answer lengths": answers.lengths,
         }
 
-    texts = "\n".join(chain(pairs.sources, pairs.references))  # each is one line
+    texts = "\n".join(chain(pairs.sources, pairs.references))  # every sentence is one line
     name = digest_of("pairs", [pairs.languages, pairs.groups.tolist()], [texts, vocabulary.model])
     stored = cached_tensors(cache, f"pairs-{name}", encode)
     sources = Sequences(stored["sources"], stored["source lengths"])

@@ -29,8 +29,8 @@ class Awaited(IntEnum):
     PROCESS = 1  # another one of the run
     DATA = 2
     DISK = 3  # a checkpoint
-    COMPILER = 4  # which may take minutes for a layer
-    LAST_CHECKPOINT = 5  # by a process that has failed
+    COMPILER = 4  # torch.compile, which may take minutes for a layer
+    LAST_CHECKPOINT = 5  # the last checkpoint of a process that has failed
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Activity:
     length_1: int
 
 
-ACTIVITY_NUMBERS = len(fields(Activity))  # of each process; one more behind them all: not 0 once the run is to stop
+ACTIVITY_NUMBERS = len(fields(Activity))  # per process; one more number at the end is not 0 once the run is to stop
 
 Waits = Callable[[Awaited], AbstractContextManager[object]]
 Gathered = Callable[[], list[torch.Tensor]]  # waits: a vector of each process, in the order of the stages
@@ -122,7 +122,7 @@ class ControlGroup:
             raise PeerLostError(f"another process of the run is gone or silent: {error}") from error
 
     def _clock_offset(self) -> float:
-        """By how much this process's monotonic clock is ahead of process 0's: nothing on the same machine.
+        """How far this process's monotonic clock is ahead of process 0's: 0 on the same machine.
 
         On another one it is what their looks at the clock after a barrier differ by: to a fraction of a millisecond,
         enough to draw both in one timeline.
@@ -141,7 +141,7 @@ class ControlGroup:
 
 
 def global_norm(norms: torch.Tensor) -> torch.Tensor:
-    """From the norms of all parameters in global order, float64 (P,), that of all of them together, (): on a CPU in
+    """The norm of all parameters together, (), from their norms in global order, float64 (P,): on a CPU in
     that order of summation, whatever the cut."""
     squares = norms.square()
     # one after another on a CPU; on a GPU, whose scans are not repeatable, as `sum` does it

@@ -13,14 +13,14 @@ import torch.distributed as dist
 from gpipe_cli.distributed.torchrun import Torchrun, store_address
 
 _MOST_SECONDS = 5.0  # between two looks
-_SLICE_SECONDS = 0.5  # of such a wait
-_MOST_ASLEEP = 2.0  # that count between two questions: after Ctrl-Z and fg nobody was lost
+_SLICE_SECONDS = 0.5  # the longest sleep within a wait
+_MOST_ASLEEP = 2.0  # longer gaps between two questions count as this: after Ctrl-Z and fg nobody was lost
 _ENDED, _FAILED = "ended", "failed"
-_NOTHING = b""  # of a process that has not counted yet
+_NOTHING = b""  # the count of a process that has not counted yet
 
 
 class Heartbeat:
-    """From here to `stop`; `start` is the name of this start of all processes."""
+    """Count until `stop`; `start` names this start of all processes."""
 
     def __init__(self, started: Torchrun, start: str, limit_seconds: float) -> None:
         self._keys = [f"{start}/heartbeat/{process}" for process in range(started.processes)]

@@ -20,7 +20,7 @@ from gpipe_cli.pipeline.schedule.schedules import Kind
 # wait for them. Should one of them die, the parent ends the others.
 _PREPARING = datetime.timedelta(days=1)
 _LONGER_SECONDS = 10.0
-_LINK_BLOCKS = 4  # of a GPU, that a send or a receive occupies while it waits for the other end
+_LINK_BLOCKS = 4  # blocks of a GPU that a waiting send or receive occupies
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class ProcessGroups:
     stages as it has."""
 
     links: Links
-    replicas: Replicas | None = None  # of this process's stages; None if there is one pipeline
+    replicas: Replicas | None = None  # the group of replicas of this process's stages; None without replicas
 
 
 def connect_processes(
@@ -104,7 +104,7 @@ def new_group(
     on_gpu = device.type == "cuda"
     options = None
     if on_gpu:
-        options = dist.ProcessGroupNCCL.Options()  # each group writes its own name into it
+        options = dist.ProcessGroupNCCL.Options()  # not shared, as each group writes its name into it
         options.config.max_ctas, options._timeout = _LINK_BLOCKS, timeout
     # NCCL's group is bound to this device, and not to one that torch derives from the rank
     bound = device if on_gpu and process in members else None

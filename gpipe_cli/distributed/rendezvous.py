@@ -32,7 +32,7 @@ class Decision:
     """Where a run writes to and what it goes on from."""
 
     folder: Path
-    resume: str | None  # as the setting
+    resume: str | None  # the setting of that name
     source: Path | None  # the checkpoint that the weights come from
     complete: bool = False  # the run that lies there: nothing is left to do
     start: str = ""  # under torchrun: names this start of all processes

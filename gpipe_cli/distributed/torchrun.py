@@ -18,7 +18,7 @@ class Torchrun:
 
     rank: int
     processes: int
-    here: int  # of them, on this machine
+    here: int  # processes on this machine
     local_rank: int  # number of this one on its machine, and of its GPU
 
 

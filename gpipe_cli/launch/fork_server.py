@@ -34,7 +34,7 @@ from gpipe_cli.system.interrupts import STOPS
 if TYPE_CHECKING:
     from gpipe_cli.launch.job import Job
 
-_IMPORTED = ["gpipe_cli.launch.worker", "torch._dynamo"]  # which torch imports with the first optimizer
+_IMPORTED = ["gpipe_cli.launch.worker", "torch._dynamo"]  # torch imports the second with the first optimizer
 _PATIENCE_SECONDS = 2.0  # when this process ends: until all that it has started has ended too
 _SERVE = "import sys; sys.path[:] = sys.argv[1:]; from gpipe_cli.launch.fork_server import serve; serve({})"
 
@@ -47,7 +47,7 @@ class Worker:
         self.status = status  # receives its number, then its exit code
         self._server = server
         self.number: int | None = None
-        self.exit_code: int | None = None  # of one that was ended by a signal: minus its number
+        self.exit_code: int | None = None  # minus the signal's number if a signal ended it
 
     def read_status(self) -> None:
         try:
@@ -95,7 +95,7 @@ class ForkServer:
             self._starter = parent
 
             def before_exec() -> None:
-                for number in (signal.SIGINT, *STOPS):  # which the parent gets too; it ends its workers
+                for number in (signal.SIGINT, *STOPS):  # Ctrl-C reaches the parent, too, which ends its workers
                     signal.signal(number, signal.SIG_IGN)
                 end_with_parent(parent)
 
@@ -134,7 +134,7 @@ class ForkServer:
             self._process = None
 
 
-fork_server = ForkServer()  # of this process
+fork_server = ForkServer()  # the one of this process
 
 
 def temporary_folder() -> Path:
@@ -251,4 +251,4 @@ def _be_worker(server: int, job_file: int, connection: int, activity: int) -> No
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(exit_code)  # what is registered for the exit is the server's
+        os._exit(exit_code)  # exit handlers here are the server's

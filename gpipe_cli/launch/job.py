@@ -56,5 +56,5 @@ class Failure:
     text: str  # one line
     seconds: float  # time.time() of it
     reason: Reason = Reason.OTHER
-    traceback: str = ""  # where the line does not tell enough
+    traceback: str = ""  # "" if the line says enough
     refused: "RefusedError | None" = None  # the setting that would mend it, where it is known

@@ -88,7 +88,7 @@ def _options(job: LaunchSettings, path: Path, trainings: int) -> list[str]:
 
 
 def _words(arguments: Sequence[str]) -> str:
-    """As one types them in a shell, in one line."""
+    """The arguments as one line for a shell."""
     return " ".join(map(_word, arguments))
 
 

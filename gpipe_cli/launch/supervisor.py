@@ -27,7 +27,7 @@ OnMessage = Callable[[object], None]
 _GRACE_SECONDS = 1.0  # after the first sign of trouble: how long the process that caused it has to send its failure
 _LAST_SECONDS = 7.0  # the same while a process that has failed waits for its checkpoint to be written
 _PATIENCE_SECONDS = 2.0  # for the server to report that workers have ended
-_MOST_SECONDS = 2.0  # that count between two looks: after Ctrl-Z and fg, or on a laptop that has slept, all were silent
+_MOST_SECONDS = 2.0  # longer gaps between two looks count as this: after Ctrl-Z and fg, or sleep, all were silent
 
 
 def run_task(
@@ -74,7 +74,7 @@ class Supervisor:
     def __init__(self, placement: Placement, timeout_seconds: float) -> None:
         self._placement, self._layout, self._timeout_seconds = placement, placement.layout, timeout_seconds
         self._workers: dict[int, Worker] = {}
-        self._running: dict[int, Worker] = {}  # those that may still send something
+        self._running: dict[int, Worker] = {}  # workers that may still send something
         self._failures: list[Failure] = []
         self._activity_file = os.memfd_create("gpipe_activity")
         os.truncate(self._activity_file, 8 * (ACTIVITY_NUMBERS * placement.layout.processes + 1))

@@ -100,7 +100,7 @@ def _failure(process: int, error: Exception) -> Failure:
         text += "; use more micro_batches, recompute=always or more partitions"
     if isinstance(error.__cause__, torch.AcceleratorError) or isinstance(error, torch.AcceleratorError):
         text += "; a GPU reports late: with CUDA_LAUNCH_BLOCKING=1 it is the layer that is named"
-        if "device-side assert" not in text:  # which the model's own code causes
+        if "device-side assert" not in text:  # a device-side assert comes from the model's own code
             reason = Reason.LOST
     refused = error if isinstance(error, RefusedError) else None
     return Failure(process, text, time.time(), reason, trace, refused)
@@ -108,7 +108,7 @@ def _failure(process: int, error: Exception) -> Failure:
 
 def _set_up(placement: Placement) -> None:
     keep_freed_memory()
-    gc.freeze()  # what the fork server has imported is never garbage; looking through it would interrupt steps
+    gc.freeze()  # the fork server's imports are never garbage, and collecting them would interrupt steps
     torch.set_num_threads(placement.layout.threads)
     if placement.compile:
         _set_up_compiler()

@@ -58,7 +58,7 @@ def _find(target: str) -> Any:
         sys.path.insert(0, here)
     importlib.invalidate_caches()  # it may have been written a moment ago
     try:
-        with torch.device("cpu"):  # what it makes as it is imported is not part of the model that is described
+        with torch.device("cpu"):  # tensors made by its import are not part of the model
             module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         where = f"there is no module {error.name}, neither in {here} nor installed"

@@ -185,7 +185,7 @@ def chain(model: Any) -> nn.Sequential:
     layers = {"stem": stem.split()} if stem else {}
     for path in itertools.chain.from_iterable(_children(model, parent) for parent in parents.split()):
         if kind == "VGG" and not isinstance(model.get_submodule(path), nn.Conv2d):
-            # with the convolution before it: a ReLU works in place and must not meet another layer's result
+            # one layer with the convolution before it: a ReLU works in place and must not change another layer's output
             layers[next(reversed(layers))].append(path)
         elif kind == "ConvNeXt" and path.endswith(".blocks.0"):
             layers[path] = [path.replace("blocks.0", "downsample"), path]
@@ -304,7 +304,7 @@ class TokenStem(Piece):
 
 
 class Pool(nn.Module):
-    """From all tokens to one vector as `model` pools, (N, S, width) -> (N, width)."""
+    """Pools all tokens into one vector as `model` does, (N, S, width) -> (N, width)."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()

@@ -237,7 +237,7 @@ class SourceEmbedding(Embedding):
         super().__init__(vocabulary, width, length)
         self.pad, self.shared = pad, shared
 
-    def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:  # type: ignore[override]  # of tuples
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:  # type: ignore[override]  # takes a tuple
         source, target = inputs
         if not self.shared:
             return super().forward(source), source != self.pad, target
@@ -250,7 +250,7 @@ class SourceEmbedding(Embedding):
 class TargetEmbedding(Embedding):
     """Takes (source, mask, target (N, T) int64) and embeds the target."""
 
-    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:  # type: ignore[override]  # of tuples
+    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:  # type: ignore[override]  # takes a tuple
         source, mask, target = inputs
         return source, mask, super().forward(target)
 
@@ -258,7 +258,7 @@ class TargetEmbedding(Embedding):
 class EncoderLayer(SelfAttentionLayer):
     """Self-attention over the real tokens of the source, and feed-forward; the target is passed on."""
 
-    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:  # type: ignore[override]  # of tuples
+    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:  # type: ignore[override]  # takes a tuple
         source, mask, target = inputs
         return super().forward(source, mask), mask, target
 
@@ -266,7 +266,7 @@ class EncoderLayer(SelfAttentionLayer):
 class EncoderNorm(nn.LayerNorm):
     """Normalises the encoded source once for all decoder layers."""
 
-    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:  # type: ignore[override]  # of tuples
+    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:  # type: ignore[override]  # takes a tuple
         source, mask, target = inputs
         return super().forward(source), mask, target
 

@@ -39,9 +39,9 @@ class KeptMemory:
 class OperationKind(StrEnum):
     """Kernels by what their speed depends on: a device has a rate for each."""
 
-    PRODUCT = "product"  # of matrices, attention among them
+    PRODUCT = "product"  # matrix products, attention among them
     CONVOLUTION = "convolution"
-    NARROW = "narrow convolution"  # of fewer than 16 channels, which fill no vector register
+    NARROW = "narrow convolution"  # fewer than 16 channels fill no vector register
     DEPTHWISE = "depthwise"  # a convolution of each channel alone
     NORMALIZATION = "normalization"
     POOLING = "pooling"
@@ -139,7 +139,7 @@ class ActivationMemory:
         return Held(*self.of_stages(first, end).tolist())
 
     def of_stages(self, first: Layers, end: Layers) -> NDArray[np.int64]:
-        """As `held`, as an array (4,) in the order of its fields; or for n stages at once, (4, n)."""
+        """`held` as an array (4,) in the order of its fields; for n stages at once, (4, n)."""
         layers = len(self._trained) - 1
         gradients = self._kept_gradients.of(layers - end, layers - first)
         weights = self._kept_inputs.of(first, end) + gradients
@@ -164,10 +164,10 @@ class _KeptBytes:
         charged = [saved.inside_bytes(samples) for saved in kept]
         # for each boundary: bytes to add for a stage that begins there, if it has the layer of this number
         crossing: list[list[tuple[int, int]]] = [[] for _ in sizes]
-        keepers = [never] * len(sizes[-1])  # of each tensor that crosses a boundary, the first layer that keeps it
+        keepers = [never] * len(sizes[-1])  # per tensor that crosses a boundary, the first layer that keeps it
         for at in reversed(range(len(kept))):
             saved, given = kept[at], len(sizes[at])
-            keepers = [never] * given + keepers  # of what comes into the layer, then of what goes out
+            keepers = [never] * given + keepers  # inputs of the layer, then its outputs
             for position in saved.tensors:
                 keepers[position] = at
             for out in reversed(range(len(sizes[at + 1]))):

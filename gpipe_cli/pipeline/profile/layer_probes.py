@@ -45,7 +45,7 @@ class Probed:
     """What was found while layers ran."""
 
     def __init__(self) -> None:
-        self._first: dict[str, Finding] = {}  # of each layer
+        self._first: dict[str, Finding] = {}  # layer name -> the first finding
         self.draws = False  # some draw random numbers from torch's generator, as for dropout
 
     @property
@@ -86,12 +86,12 @@ class _Seen:
 
     def __init__(self, probed: Probed, stage: Stage) -> None:
         self._probed, self._stage, self._device = probed, stage, stage.device
-        self.running = ExitStack()  # what is active while a layer runs
+        self.running = ExitStack()  # contexts that are active while a layer runs
         self._reads: Reads | None = None
         # storages of the stage's tensors, and of what layers were given
         self._known = {storage_of(tensor) for tensor in (*stage.module.parameters(), *stage.module.buffers())}
-        self._before: tuple[Any, ...] = ()  # as things were when the layer began that runs now
-        self._outputs: dict[str, Tensors] = {}  # of first runs
+        self._before: tuple[Any, ...] = ()  # the state when the running layer began
+        self._outputs: dict[str, Tensors] = {}  # layer name -> the outputs of its first run
         self._depth = 0  # a layer may run another, which it holds without torch's knowledge
         self._differs = False  # a layer has given other values: those behind it are given other values
 

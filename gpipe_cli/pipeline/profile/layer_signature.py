@@ -35,7 +35,7 @@ def signature(layer: nn.Module) -> bytes:
 class _Describer(pickle.Pickler):
     """Nothing is ever read back: pickle walks through plain data, fast, and asks here about everything else."""
 
-    _others = count()  # of all layers
+    _others = count()  # counts the objects of all layers that cannot be compared
 
     def __init__(self, described: io.BytesIO) -> None:
         super().__init__(described, protocol=5)
@@ -58,8 +58,8 @@ class _Describer(pickle.Pickler):
             return f"{type(value)} {value.shape} {value.stride()} {value.dtype} {value.requires_grad} {own}"
         if isinstance(value, torch.dtype | torch.device | torch.memory_format | torch.Size):
             return repr(value)
-        # what may hold tensors of another layer is not the same for two layers, even if it is one object: of one it may
-        # be its own weight that is read, of the other that of the first
+        # An object that may hold tensors counts as another one in every layer, even where two layers share it: for one
+        # of them its tensor may be the layer's own weight, for the other the weight of another layer.
         simple = isinstance(value, type | BuiltinFunctionType) or (
             isinstance(value, FunctionType) and value.__closure__ is None
         )

@@ -78,7 +78,7 @@ Fuses: TypeAlias = Callable[[torch.dtype, bool, float], bool]
 
 
 def cpu_fuses(dtype: torch.dtype, masked: bool, dropout: float) -> bool:
-    """As `use_flash_attention_cpp` says in torch's `sdp_utils_cpp.cpp`."""
+    """Whether torch uses flash attention on a CPU: `use_flash_attention_cpp` in torch's `sdp_utils_cpp.cpp`."""
     return dropout == 0.0
 
 
@@ -166,7 +166,7 @@ def _convolution_shapes(x: torch.Tensor, weight: torch.Tensor, *more: Any) -> to
 def _convolution_backward_flops(
     gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *more: Any, **_: Any
 ) -> int:
-    """As many as the forward's for the inputs' gradient and for the weights', as far as they are wanted.
+    """Operations of a backward: the forward's once for the inputs' gradient and once for the weights', if wanted.
 
     Torch's formula counts the weights' as if there was one group: for a depthwise convolution too much by a factor of
     its channels.

@@ -27,7 +27,7 @@ class Reads(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tensors: dict[int, torch.Tensor] = {}  # by storage, which lives as long as the tensor that is kept here
+        self.tensors: dict[int, torch.Tensor] = {}  # storage -> a tensor kept here, so that its storage lives
         self._made: set[int] = set()  # storages, some of which are gone
 
     def __torch_dispatch__(

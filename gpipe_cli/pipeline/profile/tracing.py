@@ -99,7 +99,7 @@ def trace_layers(
             with _without_memory(model, "cpu") as where:
                 both = [tracer.trace(where, n, lengths, graph=training, loss=loss) for n in _TRACED_SIZES]
                 backward, backward_of_large = map(trace_backward, both)
-    cost = cache(partial(_cost, lengths))  # of layers that share their runs
+    cost = cache(partial(_cost, lengths))  # layers that are equal share their runs, and so their cost
     runs = zip(backward, backward_of_large, small, large, *shorter, strict=True)
     return tuple(replace(cost(*of_layer), name=layer.name) for layer, of_layer in zip(layers, runs, strict=True))
 
@@ -127,12 +127,12 @@ class _Layer:
     name: str
     module: nn.Module
     kind: Hashable  # the same for equal layers
-    tied: tuple[int, ...]  # which of its parameters other layers have, too
+    tied: tuple[int, ...]  # positions of the parameters that other layers have, too
 
 
 @dataclass(frozen=True, eq=False)
 class _Backward:
-    """Of one layer, for one choice of outputs that gradients come back for."""
+    """Runs of one layer, for one choice of outputs that gradients come back for."""
 
     returning: tuple[bool, ...]  # these outputs
     wanted: tuple[bool, ...]  # the inputs that gradients go on to
@@ -142,7 +142,7 @@ class _Backward:
 
 @dataclass(frozen=True, eq=False)
 class _Halves:
-    """Of one layer's backward; bytes are those of this run."""
+    """What one layer's backward costs; bytes are those of this run."""
 
     inputs: Mapping[OperationKind, Operations]
     weights: Mapping[OperationKind, Operations]
@@ -162,7 +162,7 @@ class _Run:
     loss: torch.Tensor | None
     by_kind: Mapping[OperationKind, Operations]
     saved: KeptMemory  # its bytes are those of this run
-    # by the outputs that gradients come back for, and which of the parameters other layers have or read, too
+    # keys: the outputs that gradients come back for, and the parameters that other layers have or read, too
     backwards: dict[tuple[tuple[bool, ...], tuple[int, ...]], _Backward] = field(default_factory=dict)
 
 
@@ -228,7 +228,7 @@ def _without_memory(model: nn.Module, device: str) -> Iterator[str]:
         for key, value in vars(module).items():
             if isinstance(value, torch.Tensor):
                 raise InputError(f"{name}.{key}: is a tensor and {_NEITHER}")
-    fakes: dict[int, torch.Tensor] = {}  # by identity: a weight may be used in several places
+    fakes: dict[int, torch.Tensor] = {}  # id of a weight -> its fake: a weight may be used in several places
     groups: list[dict[str, Any]] = [
         group for module in model.modules() for group in (module._parameters, module._buffers)
     ]
@@ -250,7 +250,7 @@ def _without_memory(model: nn.Module, device: str) -> Iterator[str]:
 
 
 def layer_kinds(model: nn.Sequential) -> tuple[Hashable, ...]:
-    """Of each layer in training mode: the same for layers that are equal. They are equal in evaluation, too."""
+    """A signature of each layer in training mode, the same for equal layers. They are equal in evaluation, too."""
     set_training(model, True)
     return _kinds(model)
 
@@ -368,7 +368,7 @@ class _Tracer:
                 with autocast(inputs[0].device, self.computed_in):
                     returned = traced_call(layer.name, layer.module, inputs, in_tuple, watched=graph)
                 reads.add(as_tuple(returned))
-            finally:  # where both raise, the layer fails because of a tensor that it should not read
+            finally:  # if both raise, the layer fails because of a tensor that it should not read
                 foreign = owners.foreign(layer.name, reads.tensors, own.union(map(storage_of, inputs)))
             outputs = tuple(in_layout(tensor, self.memory_format) for tensor in as_tuple(returned))
             if loss is not None:
@@ -405,7 +405,7 @@ def _described_inputs(value: Tensors) -> Hashable:
 def _described_memory(kept: StorageBytes, spans: Sequence[ByteRange | None], given: int) -> KeptMemory:
     """What is `kept`, with the tensors that come in and go out told apart: `spans` are their memory, of which the first
     `given` come in; None: one that is not there, or new."""
-    same_memory = [  # of each that goes out: the first tensor before it whose memory it is
+    same_memory = [  # per output, the first tensor before it that shares its memory
         next((i for i, other in enumerate(spans[:at]) if span and other and span.meets(other)), None)
         for at, span in enumerate(spans[given:], given)
     ]
@@ -457,7 +457,7 @@ def _backward(
         results = torch.autograd.grad(roots, [*wanted, *weights], gradients, retain_graph=True, allow_unused=True)
     got = {id(tensor) for tensor, result in zip(wanted, results, strict=False) if result is not None}
     reached = tuple(id(tensor) in got for tensor in run.inputs)
-    # what the micro-batches before have left in `.grad` is read, added to and written
+    # `.grad` has the sum over earlier micro-batches, which is read, added to and written
     added = counter.by_kind[OperationKind.ELEMENTWISE]
     added.count += len(weights)
     added.bytes += 3 * sum(weight.nbytes for weight in weights)
@@ -493,7 +493,7 @@ def _halves(
 
     hooks = [tensor.register_hook(partial(returns, at)) for at, tensor in enumerate(run.inputs) if tensor.requires_grad]
     for weight in weights:
-        weight.grad = torch.empty_like(weight)  # what the micro-batches before have left
+        weight.grad = torch.empty_like(weight)  # the sum over earlier micro-batches
     with OperationCounter() as first:
         deferred = backward_inputs(list(map(get_gradient_edge, roots)), gradients, tied=tied, retain_graph=True)
     for hook in hooks:
@@ -516,7 +516,7 @@ def _halves(
 def _cost(
     lengths: Sequence[int], backward: _Backward, backward_of_large: _Backward, run: _Run, *others: _Run
 ) -> LayerCost:
-    """From runs of the first size, of the second, and of the first with one of each length less; without a name."""
+    """The cost of a layer, still nameless, from runs of two sizes, and of the first with each length shorter by one."""
     outputs = [
         _affine(tensor, [other.outputs[position] for other in others], lengths, backward.returning[position])
         for position, tensor in enumerate(run.outputs)
@@ -553,7 +553,7 @@ def _both_halves(small: _Halves | None, large: _Halves | None) -> Halves | None:
 
 
 def _work(small: Mapping[OperationKind, Operations], large: Mapping[OperationKind, Operations]) -> Work:
-    """From what was counted at the first size and at the second: the bytes that do not grow are those of weights."""
+    """Splits counts at two sizes: the bytes that do not grow with the size are those of weights."""
     first, second = _TRACED_SIZES
     by_kind = {}
     for kind, counted in small.items():

@@ -72,7 +72,7 @@ def in_layout(tensor: torch.Tensor, memory_format: torch.memory_format) -> torch
         tensor = tensor.contiguous(memory_format=torch.channels_last)
     else:
         tensor = tensor.contiguous()
-    # with a dimension of size 1 several strides mean the same memory, and kernels choose by strides
+    # for a dimension of size 1 several strides mean the same memory, and kernels are chosen by strides
     return tensor if tensor.stride() == strides else tensor.as_strided(tensor.shape, strides)
 
 

@@ -23,7 +23,7 @@ from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.runtime.host_copies import to_device
 
 OfReplicas: TypeAlias = Callable[[torch.Tensor], Sequence[torch.Tensor]]
-"""From a tensor of this process, the same of all replicas of its stages, in their order."""
+"""Gathers a tensor of this process from all replicas of its stages, in the replicas' order."""
 
 
 _ALIGNED_BYTES = 128  # cuDNN's persistent batch norm stores statistics 16 bytes at a time, and checks no address
@@ -54,11 +54,11 @@ class BatchStatistics:
 
     def __init__(self, norms: Sequence[_BatchNorm] = ()) -> None:
         self._norms = list(norms)
-        self._slots: list[_Slot] = []  # by micro-batch; they stay from one mini-batch to the next
+        self._slots: list[_Slot] = []  # one per micro-batch, kept from one mini-batch to the next
         self._open: int | None = None
-        # of the newest mini-batch: each running statistic that it changed, and the mini-batch's own value of it
+        # running statistics that the newest mini-batch changed, each with the mini-batch's own value
         self.newest: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._second: BatchStatistics | None = None  # of norms that are applied a second time in the same forward
+        self._second: BatchStatistics | None = None  # for norms applied a second time in one forward
 
     @property
     def slots(self) -> list[torch.Tensor]:
@@ -70,7 +70,7 @@ class BatchStatistics:
         return len(self._norms) - 1
 
     def open(self, micro_batch: int) -> None:
-        """From here to `close`, training-mode norms record into the slot of `micro_batch`."""
+        """Let norms in training mode record into the slot of `micro_batch`, until `close`."""
         if not self._norms:
             return
         while len(self._slots) <= micro_batch:
@@ -133,8 +133,8 @@ class BatchStatistics:
             self.newest = [(to, (new + second[id(to)]) / 2 if id(to) in second else new) for to, new in self.newest]
 
     def _moments(self, used: Sequence[_Slot]) -> torch.Tensor:
-        """Of the micro-batches in these slots, float64 (3, widths): values, their mean, and the sum of the squares of
-        their differences to it."""
+        """Statistics over the micro-batches in these slots, float64 (3, widths): the number of values, their mean, and
+        the sum of their squared differences from it."""
         if not used:
             device = self._norms[0].running_mean.device  # type: ignore[union-attr]
             return torch.zeros(3, sum(self._widths), dtype=torch.float64, device=device)
@@ -198,7 +198,7 @@ def _buffers(norm: _BatchNorm) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     return mean, variance, count
 
 
-@lru_cache(maxsize=256)  # of all stages in a process, for each size of mini-batch
+@lru_cache(maxsize=256)  # entries for all stages of a process and all sizes of mini-batch
 def _values_of_channels(
     rows: tuple[tuple[int, ...], ...], widths: tuple[int, ...], device: torch.device
 ) -> tuple[list[torch.Tensor], torch.Tensor]:

@@ -23,17 +23,17 @@ Compute: TypeAlias = Callable[[torch.Tensor, torch.Tensor], Sequence[torch.Tenso
 
 _LEAF = "AccumulateGrad"
 _CHANGES_FORM = ("TBackward0", "ToCopyBackward0")  # between a weight and where it is used: transposed, cast
-_RUNS_A_BACKWARD = "CheckpointFunctionBackward"  # and torch refuses it where only some gradients are wanted
+_RUNS_A_BACKWARD = "CheckpointFunctionBackward"  # torch refuses this node where only some gradients are wanted
 
 
 @dataclass(eq=False, slots=True)
 class DeferredWeight:
     """A convolution or a product of matrices; the gradients of its weight and its bias are still to be computed."""
 
-    edges: Sequence[GradientEdge]  # where autograd wants these gradients
+    edges: Sequence[GradientEdge]  # the edges of the graph at which these gradients enter
     compute: Compute  # computes these gradients from `input` and `gradient`
     input: torch.Tensor
-    gradient: torch.Tensor | None = None  # of the output, once I has computed it
+    gradient: torch.Tensor | None = None  # the output's gradient, once I has computed it
 
     @property
     def kept(self) -> Sequence[torch.Tensor]:

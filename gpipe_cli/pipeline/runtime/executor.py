@@ -27,7 +27,7 @@ def ignore_action(action: Action, samples: int, lengths: Sequence[int]) -> None:
 
 
 class ActionFailedError(RuntimeError):
-    """An action has raised an exception, the chained cause: names the action, the layer, and the shapes it was given."""
+    """An action has raised an exception, the chained cause. Names the action, the layer, and its input's shapes."""
 
     def __init__(self, action: Action, layer: str, shapes: str, cause: BaseException) -> None:
         place = f"stage {action.stage}" + (f", layer {layer}" if layer else "")

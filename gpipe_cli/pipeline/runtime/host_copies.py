@@ -15,7 +15,7 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def to_host(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
     """Begin to copy a tensor to the host. The function returned waits until the copy is there, and returns it."""
-    copy = tensor.to("cpu", non_blocking=True)  # from a GPU torch puts it into page-locked memory
+    copy = tensor.to("cpu", non_blocking=True)  # page-locked memory if it comes from a GPU
     copied = torch.cuda.current_stream(tensor.device).record_event() if tensor.device.type == "cuda" else None
 
     def read() -> torch.Tensor:

@@ -71,7 +71,7 @@ class P2PTransport:
         self._launched = 0
         # NCCL receives after all that the current stream has: on its own stream a receive waits for its buffer only
         self._receiving = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._ends: dict[int, torch.cuda.Event] = {}  # of actions, by how many have been launched
+        self._ends: dict[int, torch.cuda.Event] = {}  # number of actions launched -> the end of the last one
         self._sizes: Sequence[int] = ()
         self._lengths: Sequence[int] = ()
         self._connect(links.connect_seconds)
@@ -84,7 +84,7 @@ class P2PTransport:
         self._to_post = deque(prefetched_receives(schedule, self._process_of_stage, self._process, early=self._early))
         self._launched = 0
         self._ends.clear()
-        if self._receiving is not None:  # what the step before has left in the buffers is read no more
+        if self._receiving is not None:  # nobody reads what the step before left in the buffers
             self._receiving.wait_stream(torch.cuda.current_stream(self._device))
         self._post()
 
@@ -133,7 +133,7 @@ class P2PTransport:
         self._post()
 
     def finish_step(self) -> None:
-        # what is still being sent may go on meanwhile: a stage that is ahead has its optimizer to run
+        # sends may go on meanwhile: a stage that is ahead has its optimizer to run
         self._local.finish_step()
         assert not self._posted, f"never received: {list(map(str, self._posted))}"
         assert not self._to_post, f"never posted: {[str(receive.action) for receive in self._to_post]}"

@@ -17,8 +17,8 @@ from gpipe_cli.pipeline.schedule.schedules import Schedule
 from gpipe_cli.pipeline.schedule.timeline import Event, EventKind, Span, Timeline, gap
 
 Mark: TypeAlias = Any  # a float on the host, an event on a GPU: what the clock that made it can read
-MARKS = 4  # of an action: begun, everything received, computed, handed on
-ENDS = 4  # of a stage after its actions: begin and end of the wait for sums over replicas, and of its update
+MARKS = 4  # marks per action: begun, everything received, computed, handed on
+ENDS = 4  # marks per stage after its actions: begin and end of the wait for replicas' sums, and of its update
 _ANCHOR_STEPS = 50  # a GPU's clock is compared with the host's this often: their drift is parts in a million
 
 
@@ -38,7 +38,7 @@ class HostClock:
         return float
 
     def reader_of_all(self) -> Callable[[Sequence[Mark]], list[float]]:
-        """As `reader`, for marks of one stage of which none is later than the last one."""
+        """`reader` for the marks of one stage, of which none is later than the last one."""
         return list
 
 
@@ -56,9 +56,9 @@ class StreamClock:
         self._steps = 0
         self._reference: _Reference | None = None
         self._beside = torch.cuda.Stream(device)  # does nothing but tell the time
-        self._events: list[torch.cuda.Event] = []  # of this step, and of the one before
+        self._events: list[torch.cuda.Event] = []  # events of this step and of the one before
         self._events_before: list[torch.cuda.Event] = []
-        self._marks = 0  # of this step
+        self._marks = 0  # marks made in this step
 
     def begin_step(self) -> None:
         if self._steps % _ANCHOR_STEPS == 0:  # on a stream without work, so that the host does not wait for any

@@ -102,7 +102,7 @@ class ByteRange:
 
 
 def byte_range(tensor: torch.Tensor) -> ByteRange:
-    """From the tensor's first byte to its last; a tensor that is stretched (stride 0) takes no more than it has."""
+    """Bytes from the tensor's first to its last; dimensions of stride 0 add none."""
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     start, width = int(tensor.storage_offset()), tensor.dtype.itemsize
     end = start + reach + 1 if tensor.numel() else start

@@ -50,7 +50,7 @@ class _InFlight:
     """What is kept of a micro-batch between its forward and its backward."""
 
     inputs: Tensors
-    # where the backward starts, for each output, once there is a graph; None: no gradient comes back
+    # once there is a graph: the edge at which the backward of each output starts; None: no gradient comes back
     roots: tuple[GradientEdge | None, ...] | None = None
 
 
@@ -84,7 +84,7 @@ class Stage:
         self.index = index
         self.module = module
         self.device = device
-        self.layer_name = self.layer_shapes = ""  # of the layer that fails
+        self.layer_name = self.layer_shapes = ""  # the running layer, for the message if it fails
         self._inputs = inputs
         in_evaluation = inputs if evaluation_inputs is None else evaluation_inputs
         self._in_tuple = [any(tensor.in_tuple for tensor in boundary) for boundary in (in_evaluation, inputs)]
@@ -277,7 +277,7 @@ class Stage:
                 place = self._first_micro_batch + micro_batch
                 seed_layer(self.device, self._run_seed, self._step, place, layer_number)
             try:
-                # in evaluation nothing is kept, so that a layer may change its input
+                # evaluation keeps nothing, so a layer may change its input
                 returned = call(name, layer, inputs, in_tuple) if training else layer(as_value(inputs, in_tuple))
                 inputs, in_tuple = self._hand_over(as_tuple(returned)), not isinstance(returned, torch.Tensor)
                 if drop:

@@ -32,8 +32,8 @@ class Breakdown:
     recompute: float
     bubble: float  # idle, as K equal stages would be too
     imbalance: float  # idle because stages differ
-    transfer: float  # as far as nothing hides it; the gradients of replicas, too
-    update: float  # of the weights
+    transfer: float  # transfers that no computation hides, gradients of replicas included
+    update: float  # update of the weights
     set_up: float  # the rest of the step, before, after and beside the update
 
 
@@ -62,7 +62,7 @@ def breakdown(timeline: Timeline, micro_batches: int, step_seconds: float | None
     recompute = sum(span.seconds for spans in timeline.stages for span in spans if span.action.kind is Kind.R)
     update = transfer = idle = set_up = 0.0
     for worked, (_, between) in zip(busy, devices.values(), strict=True):
-        inside = outside = 0.0  # of the window; updates and sums over replicas need not end with the last action
+        inside = outside = 0.0  # updates and sums over replicas may lie outside the window
         for event in between:
             if event.what is EventKind.WAITING:
                 continue

@@ -47,7 +47,7 @@ def _ticks(schedule: Schedule, device_of_stage: Sequence[int]) -> Iterator[list[
     left = [deque(actions) for actions in schedule]
     ready: list[list[tuple[int, int, Action]]] = [
         [] for _ in range(1 + max(device_of_stage))
-    ]  # of each device, the best first
+    ]  # per device, the best comes first
     offered: set[int] = set()  # rows whose next action is in there
     ended: set[Action] = set()
     changed = set(range(len(schedule)))
@@ -70,8 +70,8 @@ def _ticks(schedule: Schedule, device_of_stage: Sequence[int]) -> Iterator[list[
 
 
 def _sooner(action: Action) -> tuple[int, int]:
-    """Of actions that a device could perform next, the least comes first: what ends a micro-batch's way through its
-    stages, and a backward before what only makes room for more."""
+    """The sort key of an action that a device could perform next: first the action that ends a micro-batch's way
+    through the device's stages, and a backward before actions that only make room for more."""
     kinds = (Kind.B, Kind.I, Kind.R, Kind.F, Kind.W)
     return kinds.index(action.kind), -action.stage if action.kind is Kind.F else action.stage
 
@@ -167,7 +167,7 @@ def grid(
         what = "device" if several else "stage"
         labels.append(f"{what} {number:<{len(str(len(schedule) - 1))}} {'>' if pointed else '|'} ")
         row: list[str] = []
-        for i, a in enumerate(actions):  # what can never start has no tick, but is shown all the same
+        for i, a in enumerate(actions):  # an action that can never start has no tick and is still shown
             row += ["."] * (ticks[number][i] - len(row) if i < len(ticks[number]) else 0)
             text = str(a) if several else f"{a.kind.value}{a.micro_batch}"
             row.append(text + "!" * (a in marked))
@@ -193,7 +193,7 @@ def _clock(schedule: Schedule) -> tuple[list[list[int]], dict[Action, Action | N
     ticks: list[list[int]] = [[] for _ in schedule]
     left = [deque(actions) for actions in schedule]
     ended: dict[Action, int] = {}  # the tick after each action
-    waiting: dict[Action, list[int]] = {}  # by the action waited for: the rows that wait
+    waiting: dict[Action, list[int]] = {}  # the action waited for -> the rows that wait
     ready = list(range(len(schedule)))
     while ready:
         number = ready.pop()
@@ -222,5 +222,5 @@ def _deadlock(schedule: Schedule, stuck: dict[Action, Action | None]) -> Schedul
 
 def _fault(schedule: Schedule, what: str, mark: Collection[Action]) -> ScheduleError:
     blocks = grid(schedule, mark).split("\n\n")
-    shown = [block for block in blocks if "!" in block] or blocks[-1:]  # what is missing may be anywhere
+    shown = [block for block in blocks if "!" in block] or blocks[-1:]  # a missing action may belong anywhere
     return ScheduleError(what, "\n\n".join(shown))

@@ -12,13 +12,12 @@ from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Retain, Schedule
 
 
 class Held(NamedTuple):
-    """How many micro-batches a stage holds in each way while one of its actions runs; or how many bytes one micro-batch
-    has that is held so."""
+    """How many micro-batches a stage holds in each of four ways; or how many bytes a micro-batch takes in each way."""
 
-    graph: int = 0  # with every activation inside the stage, its input included
-    input: int = 0  # with nothing but what came over the stage's boundary
-    gradients: int = 0  # during an I, beside the graph: with the gradients of outputs that its W needs
-    weights: int = 0  # between I and W: with what W needs, those gradients included
+    graph: int = 0  # micro-batches with every activation of the stage kept, its input included
+    input: int = 0  # micro-batches with only the stage's input kept
+    gradients: int = 0  # during an I, beside the graph: the gradients of outputs that its W needs
+    weights: int = 0  # between I and W: what the W needs, those gradients included
 
 
 _SAME = Held()
@@ -35,7 +34,7 @@ Changes = Mapping[tuple[Kind, Retain], tuple[int, int]]
 
 
 def changed_bytes(size: Held) -> Changes:
-    """By how many bytes the memory of a stage changes when an action of a micro-batch of this size begins and ends."""
+    """The bytes by which a stage's memory changes when an action of a micro-batch of this size begins and ends."""
     return {key: (_bytes(begin, size), _bytes(end, size)) for key, (begin, end) in HOLDS.items()}
 
 
@@ -71,7 +70,7 @@ def bytes_held(stage_actions: Sequence[Action], sizes: Sequence[Held]) -> Iterat
 
 
 def bytes_around(stage_actions: Sequence[Action], sizes: Sequence[Held]) -> Iterator[tuple[int, int]]:
-    """As `bytes_held`: the bytes while each action runs, and those from its end until the next one begins."""
+    """Bytes as in `bytes_held`: while each action runs, and from its end until the next one begins."""
     changes = {size: changed_bytes(size) for size in set(sizes)}
     now = 0
     for action, retain in stage_retained(stage_actions):

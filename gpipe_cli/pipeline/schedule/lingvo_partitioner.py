@@ -28,7 +28,7 @@ def cut_stack(blocks: Sequence[bool], partitions: int) -> tuple[int, ...]:
 
     Raises InputError if rounding up leaves no block for the last partitions.
     """
-    last = [max(0, done - 1) for done in accumulate(blocks)]  # of each layer: its own block, or the last one before it
+    last = [max(0, done - 1) for done in accumulate(blocks)]  # per layer: its own block, or the last one before it
     return _sizes(partitions, lambda k: [block // -(-sum(blocks) // k) for block in last])
 
 

@@ -16,7 +16,7 @@ from itertools import chain, pairwise
 from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Recompute, Schedule, with_recomputation
 
 Rows = list[list[Action]]
-PlaceActions = Callable[[int, int, int], Rows]  # of K partitions, M micro-batches and P devices
+PlaceActions = Callable[[int, int, int], Rows]  # (K partitions, M micro-batches, P devices) -> rows
 
 
 def build(name: str, partitions: int, micro_batches: int, recompute: Recompute, devices: int | None = None) -> Schedule:
@@ -96,7 +96,7 @@ def _interleaved(partitions: int, micro_batches: int, devices: int) -> Rows:
         stages = range(device, partitions, devices)
         forwards = [Action(Kind.F, k, m) for group in groups for k in stages for m in group]
         backwards = [Action(Kind.B, k, m) for group in groups for k in reversed(stages) for m in group]
-        # until the first gradient can have come back: one device alone needs none, and P devices two ticks each
+        # ticks until the first gradient can have come back: none on one device, two for each of P devices
         ahead = 2 * (devices - 1 - device) if of_device > 1 else devices - 1 - device
         rows.append(_in_turns(forwards, backwards, ahead + (of_device - 1) * len(groups[0])))
     return rows

@@ -162,7 +162,7 @@ def check_balance(balance: Sequence[int], layers: int, partitions: int) -> None:
 
 
 def _written(balance: Sequence[int]) -> str:
-    """As one types it on the command line: no blanks."""
+    """The balance as typed on the command line, without blanks."""
     return f"[{','.join(map(str, balance))}]"
 
 

@@ -48,7 +48,7 @@ def prefetched_receives(
     receivers = {schedule.source(action): action for action in own}
     # Of each edge the buffers that are free: after how many launches, and their numbers.
     free: dict[tuple[Kind, int], deque[tuple[int, int]]] = defaultdict(deque)
-    held: dict[int, dict[Action, int]] = defaultdict(dict)  # by micro-batch: the buffer of each receiving action
+    held: dict[int, dict[Action, int]] = defaultdict(dict)  # micro-batch -> the buffer of each receiving action
     left: set[tuple[int, int]] = set()  # pairs of a stage and a micro-batch of which it keeps nothing
     made: Counter[tuple[Kind, int]] = Counter()  # buffers of each edge
     posted: Counter[tuple[Kind, int]] = Counter()  # after how many launches the last receive of each edge is posted

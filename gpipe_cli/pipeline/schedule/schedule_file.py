@@ -49,7 +49,7 @@ def _rows(text: str) -> list[Row]:
     """The actions of each line that has any. Raises ScheduleError for a cell that is none, and csv.Error."""
     lines = csv.reader(io.StringIO(text))
     rows: list[Row] = []
-    actions: dict[str, Action] = {}  # by their cells
+    actions: dict[str, Action] = {}  # cell -> action
     twice: set[str] = set()
     for cells in lines:
         row = []

@@ -43,7 +43,7 @@ class Kind(StrEnum):
         return Kind.B if self is Kind.I else self
 
 
-RETURNS = (Kind.B, Kind.I)  # what sends gradients back
+RETURNS = (Kind.B, Kind.I)  # actions that send gradients back
 
 
 class Retain(StrEnum):
@@ -52,9 +52,9 @@ class Retain(StrEnum):
     NOTHING = "nothing"  # the backward is over, or none will come: evaluation
     INPUT = "input"  # only what came over the stage's boundary; the rest is recomputed
     GRAPH = "graph"  # every activation inside the stage
-    WEIGHTS = "weights"  # what the gradients of the weights are computed from
+    WEIGHTS = "weights"  # what the weights' gradients are computed from
 
-    __hash__ = str.__hash__  # as that of Kind
+    __hash__ = str.__hash__  # the hash of a string, as for Kind
 
 
 class Action(NamedTuple):
@@ -137,7 +137,7 @@ class Schedule(tuple[Row, ...]):
         return None
 
     def first(self, micro_batches: int) -> "Schedule":
-        """The same order with only the first micro-batches, for a mini-batch that has no more."""
+        """This order with only the first micro-batches, for a mini-batch that has no more."""
         rows = (tuple(a for a in row if a.micro_batch < micro_batches) for row in self)
         return Schedule(rows, self.row_of_stage)
 

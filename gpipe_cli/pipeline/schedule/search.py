@@ -32,7 +32,7 @@ from gpipe_cli.pipeline.schedule.schedules import (
 )
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost, LinkQueues, StageCost, simulate
 
-_AS_GOOD = 1.001  # of two orders as fast as each other the first, which is simpler
+_AS_GOOD = 1.001  # the first of two orders wins if the second gains less: it is simpler
 _MOST_TRIED = 500_000  # actions in all: seconds
 
 
@@ -60,7 +60,7 @@ class Problem:
 
     stages: Sequence[StageCost]
     edges: Sequence[EdgeCost]  # one less
-    slowdown: Sequence[float]  # as in `simulate`
+    slowdown: Sequence[float]  # per stage, as in `simulate`
     device_of_stage: Sequence[int]  # the device of each stage
     micro_batches: int
     sizes: Sequence[Held]  # bytes of the largest micro-batch
@@ -96,7 +96,7 @@ def _candidates(problem: Problem) -> Iterator[tuple[str, Schedule]]:
     if 1 < devices < partitions and partitions % devices == 0 and list(problem.device_of_stage) == looped:
         yield "interleaved", order("interleaved", partitions, micro_batches, devices)
     flights = dict.fromkeys(min(most, micro_batches) for most in (0, devices, 2 * devices, micro_batches))
-    # with room for few graphs more micro-batches in flight may be worth recomputations
+    # if few graphs fit, more micro-batches in flight may be worth recomputations
     modes = ("auto", "always") if problem.recompute == "auto" and problem.room is not None else (problem.recompute,)
     for mode, most, split in product(modes, flights, (False, True) if problem.split else (False,)):
         for patience, share in ((0.0, ""), (0.5, " of W/2"), (1.0, " of W")) if split else ((0.0, ""),):
@@ -122,7 +122,7 @@ def _joined(schedule: Schedule) -> Schedule:
 
 
 def _tried(problem: Problem, name: str, candidate: Schedule) -> Tried:
-    """With recomputation, in the waits if that is faster and fits."""
+    """The order with recomputation added, in the waits if that is faster and fits."""
     recompute = problem.recompute
     if recompute == "auto":
         try:

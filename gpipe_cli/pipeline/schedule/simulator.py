@@ -35,7 +35,7 @@ class StageCost:
     sum_seconds: float = 0.0  # once, from its last action on: until its gradients are those of all replicas
 
     def seconds(self, kind: Kind, retain: Retain) -> float:
-        """Of an action after which the stage retains that of the micro-batch."""
+        """Seconds of an action of this `kind`, after which the stage keeps `retain` of the micro-batch."""
         match kind:
             case Kind.B:
                 return self.backward_seconds
@@ -114,7 +114,7 @@ def simulate(
 
 
 def _shared(device_of_stage: Sequence[int]) -> tuple[int, ...]:
-    """As a timeline has it: nothing where each stage has a device of its own."""
+    """The device of each stage as a timeline has it: () where every stage has a device of its own."""
     return () if len(set(device_of_stage)) == len(device_of_stage) else tuple(device_of_stage)
 
 
@@ -151,7 +151,7 @@ class _Run:
         self._schedule = schedule
         self._of_stage = list(map(len, schedule.stages))  # actions that are left
         devices = 1 + max(device_of_stage)
-        # of each device: actions, what they wait for, and their seconds; the first may be running
+        # per device: actions, what they wait for, and their seconds; the first may be running
         self._left: list[deque[tuple[Action, Action | None, float]]] = [deque() for _ in range(devices)]
         for action, retain in _performed(schedule, device_of_stage):
             seconds = stages[action.stage].seconds(action.kind, retain)
@@ -169,7 +169,7 @@ class _Run:
         self._ended: dict[Action, float] = {}
         self._arrivals: dict[Action, float] = {}
         self._links = LinkQueues(edges, device_of_stage)
-        self._waiting: dict[Action, int] = {}  # by the action waited for: the device that waits
+        self._waiting: dict[Action, int] = {}  # the action waited for -> the device that waits
 
     def perform(self) -> None:
         for device in range(len(self._left)):

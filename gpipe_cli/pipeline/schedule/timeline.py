@@ -28,7 +28,7 @@ class EventKind(StrEnum):
 
     WAITING = "waiting"  # for a neighbour to compute
     TRANSFER = "transfer"  # for tensors to arrive that have been computed, or to be handed on
-    UPDATE = "update"  # of the weights
+    UPDATE = "update"  # update of the weights
 
 
 class Event(NamedTuple):
@@ -37,7 +37,7 @@ class Event(NamedTuple):
     what: EventKind
     start_seconds: float
     end_seconds: float
-    action: Action | None  # that had to wait, or whose outputs were handed on; None: of updates and sums over replicas
+    action: Action | None  # the action that waited, or handed its outputs on; None for updates and sums over replicas
 
     @property
     def seconds(self) -> float:
@@ -85,5 +85,5 @@ class Timeline:
 
     @property
     def step_seconds(self) -> float:
-        """From the beginning of the first action to the end of the last."""
+        """Seconds from the beginning of the first action to the end of the last."""
         return self.end_seconds - self.start_seconds
