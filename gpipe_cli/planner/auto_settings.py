@@ -46,13 +46,13 @@ class Candidate:
     profile: ModelProfile
     plan: Plan | None
     reason: str = ""  # `stage 2 is 1.5 GiB over`
-    over: TooLargeError | None = None  # by how much the fullest stage of the best cut is over the limit
+    over: TooLargeError | None = None  # how far the fullest stage of the best cut is over the limit
 
 
 @dataclass(frozen=True)
 class Comparison:
     setting: str  # `micro_batches`
-    rule: str  # by which a value was chosen: `the shortest predicted step that fits`
+    rule: str  # the rule that chose a value: `the shortest predicted step that fits`
     candidates: tuple[Candidate, ...]
     chosen: Candidate | None  # None: not even the smallest model fits
 
@@ -189,7 +189,7 @@ def _largest_mini_batch(
     if resolved(config.hardware, layout_of(config, started).devices).memory_gib is None:
         use = "give hardware.memory_gib=8, or hardware=... with a memory of its own"
         raise InputError(f"{key}=auto: needs a limit to the memory of a stage; {use}")
-    memory = layout_of(replace(config, recompute="auto"), started).memory  # that of the devices, if no limit is given
+    memory = layout_of(replace(config, recompute="auto"), started).memory  # without a limit, the devices' memory
     assert memory is not None
     if config.hardware.memory_gib is None:
         config = replace(config, hardware=replace(config.hardware, memory_gib=memory.limit_bytes / 2**30))

@@ -38,13 +38,13 @@ class StepCosts:
     basis: Basis
     layers: tuple[LayerSeconds, ...]
     updates: tuple[float, ...]  # seconds per step of the update of each layer's weights
-    edges: tuple[EdgeCost, ...]  # what is sent at each of the L - 1 places where the model may be cut
+    edges: tuple[EdgeCost, ...]  # transfers at each of the L - 1 places where the model may be cut
     slowdown: tuple[float, ...]  # factor of a device's seconds while 1, 2, ... devices compute; (): none
     set_up: float = 0.0  # seconds once a step, over all layers: batch norm's commit, the norms of gradients
     sums: tuple[float, ...] = ()  # seconds per step to sum each layer's gradients over replicas; (): one replica
-    figures: Figures | None = None  # what the device reaches, if it was timed
+    figures: Figures | None = None  # the device's measured figures, if it was timed
     weighted_by: str = ""  # the user's setting that says how layers differ, if any: `partition.costs`
-    rates: DeviceRates | None = None  # by which the costs were predicted; None: they were measured
+    rates: DeviceRates | None = None  # rates that predicted the costs; None: the costs were measured
     together: tuple[float, int] = (1.0, 1)  # factor by which everything is slower while so many processes compute
     calibration: float = 1.0  # measured over predicted in earlier runs of the model here; a factor of all seconds
     spread: tuple[float, float] = (1.0, 1.0)  # lowest and highest factor of the seconds, where they varied
@@ -143,7 +143,7 @@ def sums_over_replicas(profile: ModelProfile, replicas: int, per_byte: float) ->
 
 
 def _weighted(costs: StepCosts, given: Sequence[float], setting: str) -> StepCosts:
-    """The same total seconds, shared out among the layers in proportion to the costs `given` by `setting`."""
+    """A cost model with the same total seconds, divided among layers in proportion to the costs `given`."""
     whole = [sum(values) for values in zip(*map(astuple, costs.layers), strict=True)]
     layers = tuple(LayerSeconds(*(seconds * cost / sum(given) for seconds in whole)) for cost in given)
     return replace(costs, layers=layers, source=f"{costs.source}, shared out by {setting}", weighted_by=setting)
@@ -189,7 +189,7 @@ class LayerTimes:
     updates: list[float]  # seconds of the update of each layer's weights
     set_up: float  # once a step
     link: tuple[float, float] | None  # latency in seconds, bandwidth in bytes per second; None: nothing is sent
-    figures: Figures | None = None  # what the device reaches
+    figures: Figures | None = None  # the device's measured figures
     spread: tuple[float, float] = (1.0, 1.0)  # short and long passes over the layers, relative to a mean one
 
     @property

@@ -79,12 +79,12 @@ class DeviceRates:
     forward: Rates  # forwards that keep nothing
     graph: Rates  # forwards that keep what the backward needs
     backward: Rates  # backwards, and updates of the weights
-    link_seconds: float  # until the first byte of a message has arrived
+    link_seconds: float  # latency: until the first byte of a message has arrived
     link_byte_seconds: float
     tensor_seconds: float = 0.0  # once a step for each trained tensor, beside its update
     slowdown: float = 1.0  # factor of all seconds while `together` processes compute on one machine
     together: int = 1
-    figures: Figures | None = None  # what the device reaches, if it was timed
+    figures: Figures | None = None  # the device's measured figures, if it was timed
     spread: tuple[float, float] = (1.0, 1.0)  # the shortest and the longest timed pass over the mean one
 
 

@@ -38,7 +38,7 @@ class Layout:
     """Where the stages of all R pipelines are. Process p of pipeline r is process r P + p of the run, so that a
     pipeline stays on a machine; every pipeline has its stages in the same processes."""
 
-    replica_devices: tuple[tuple[str, ...], ...]  # for each pipeline, the device of each stage: `cpu`, `cuda:0`
+    replica_devices: tuple[tuple[str, ...], ...]  # per pipeline, the device of each stage: `cpu`, `cuda:0`
     process_of_stage: tuple[int, ...]  # the process of each stage, among the P processes of its pipeline
     row_of_stage: tuple[int, ...]  # the row of each stage, in a schedule that has a row for each device
     threads: int  # threads of each process: its share of the cores unless the settings say it
@@ -261,7 +261,7 @@ def _torchruns_processes(config: TrainConfig, rows: int, started: Torchrun) -> i
     return processes
 
 
-_Devices = tuple[tuple[str, ...], ...]  # for each pipeline, the device of each stage
+_Devices = tuple[tuple[str, ...], ...]  # per pipeline, the device of each stage
 
 
 def _gpus_of_one_process(config: TrainConfig, rows: Sequence[int], own: int) -> tuple[tuple[int, ...], _Devices]:

@@ -43,10 +43,10 @@ class LayerWeights:
 class ModelProfile:
     """A model as it is traced on the meta device. Sequences have an entry per layer."""
 
-    costs: tuple[LayerCost, ...]  # of each layer in training; the loss belongs to the last layer
+    costs: tuple[LayerCost, ...]  # the cost of each layer in training; the loss belongs to the last layer
     evaluation: tuple[LayerCost, ...]  # only their boundaries matter
     weights: tuple[LayerWeights, ...]
-    inputs: Boundary  # what the first layer is given
+    inputs: Boundary  # tensors given to the first layer
     lengths: tuple[int, ...]  # the lengths that sentences are padded to
     frozen: Frozen
     shared: tuple[Shared, ...]

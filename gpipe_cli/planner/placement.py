@@ -30,17 +30,17 @@ class Placement:
     trained: tuple[int, ...]  # number of these parameters that are not frozen
     frozen: Frozen
     cost: tuple[float, ...]  # predicted seconds of one micro-batch's forward and backward
-    inputs: Boundary  # what the first stage is given
+    inputs: Boundary  # tensors given to the first stage
     lengths: tuple[int, ...]  # the greatest lengths that sentences are padded to
     training_boundaries: tuple[Boundary, ...]
     evaluation_boundaries: tuple[Boundary, ...]
     parameter_tensors: tuple[int, ...]
     order: Schedule  # the actions of a training step with all M micro-batches
-    recompute: Recompute  # which micro-batches are recomputed, as far as `order` does not say it
+    recompute: Recompute  # recomputed micro-batches, as far as `order` does not say it
     layout: Layout
     memory_format: str
     precision: str
-    computes_in: str  # what the devices here compute products and convolutions in at that precision
+    computes_in: str  # the type in which the devices here compute products and convolutions at that precision
     deterministic: bool
     compile: bool
 
@@ -112,8 +112,8 @@ class StepFlops:
     step: float  # operations of every layer's forward and backward for a full mini-batch, without recomputation
     samples: int  # samples of that mini-batch
     tokens: int | None  # tokens of that mini-batch, all sentences as long as the longest; None for images
-    peak_per_second: float | None  # what all devices in use could do, by their data sheet; None: not known
-    peak_source: str  # where the peak comes from, or why it is not known
+    peak_per_second: float | None  # the data sheet's peak of all devices in use together; None: not known
+    peak_source: str  # the source of the peak, or why it is not known
 
     def per_second(self, samples_per_second: float | None, tokens_per_second: float | None) -> float | None:
         """Operations a second at a speed in real samples, or for text in real tokens, as padding is no work; None

@@ -39,7 +39,7 @@ def simulation_data(config: TrainConfig, profile: ModelProfile, plan: Plan) -> S
             "stages_per_process": -(-len(plan.stages) // len(set(plan.device_of_stage))),
             "replicas": config.replicas,
             "samples": samples // config.replicas,
-            "step_samples": samples,  # those of all replicas
+            "step_samples": samples,  # samples of all replicas
             "splits": not config.compile,
             "chosen_order": plan.chosen_order,  # the order that schedule=auto chose
             "balance_given": config.partition.balance is not None or config.partition.method != "exact",

@@ -32,7 +32,7 @@ class StageMemory:
     gradients_bytes: int
     optimizer_bytes: int  # the optimizer's state, and the moving average of the weights
     activations_bytes: int  # the most held at once for backwards, with those of a recomputed micro-batch
-    workspace_bytes: int  # what one layer's backward needs
+    workspace_bytes: int  # memory that one layer's backward needs beside all else
 
     @property
     def total_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""The same training with 1, 2, 4 and 8 partitions (consistent training, supplement of the NeurIPS paper).
+"""Trains the same with 1, 2, 4 and 8 partitions (consistent training, supplement of the NeurIPS paper).
 
 Synchronous updates do not depend on the number of partitions: the paper's results differ by less than the deviation of
 repeated runs. Ours are identical bit for bit, and the deviation between seeds is shown for comparison.
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CURVES = "comparison.html"
-DIGITS = 12  # of a digest in the table; all of them are compared
+DIGITS = 12  # digits of a digest in the table; whole digests are compared
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ class Cell:
 
     name: str
     published: float
-    settings: str  # those in which the cell differs from the others of its table: `partitions=2 micro_batches=4`
+    settings: str  # settings in which the cell differs from others of its table: `partitions=2 micro_batches=4`
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Published:
 
     model: str
     unit: Unit
-    settings: str  # those that all cells share: the model, the hardware
+    settings: str  # settings of all cells: the model, the hardware
     cells: tuple[Cell, ...]
 
 
@@ -43,7 +43,7 @@ class Source:
     name: str
     source: str  # document and table
     hardware: str
-    note: str  # which kinds of cells the simulator gets wrong, and why
+    note: str  # kinds of cells that the simulator gets wrong, and why
     tables: tuple[Published, ...]
 
 
@@ -61,7 +61,7 @@ class Errors:
 
 @dataclass(frozen=True, slots=True)
 class PublishedSpeeds:
-    settings: str  # those that all tables share
+    settings: str  # settings of all tables
     sources: tuple[Source, ...]
 
     def reproduce(self, runner: Runner) -> Findings:

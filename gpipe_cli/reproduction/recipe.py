@@ -67,7 +67,7 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class Desk:
-    """The same experiment on two CPU cores."""
+    """The settings of the same experiment on two CPU cores."""
 
     settings: tuple[str, ...]  # replace the recipe's own: `batch_size=32`
     scaled: str  # one line: what is smaller, and which data stand in for the paper's
@@ -85,7 +85,7 @@ class Recipe:
     name: str
     keys: tuple[str, ...]  # dotted keys that its file and its family set: `model.variant`
     title: str
-    claim: str  # what the paper claims, in our own words
+    claim: str  # the paper's claim in our own words
     source: str  # table and version of the paper
     hardware: str  # the hardware that the paper used
     needs: Needs

@@ -159,7 +159,7 @@ class Runner:
     def _run(self, command: Sequence[str], folder: Path, file: str, *settings: str) -> dict[str, Any]:
         given = [one for one in last_wins((*settings, *self.settings)) if owner(one) in (None, command[0])]
         place = f"{'hydra.sweep.dir' if command[0] == 'bench' else 'run_folder'}={quoted(folder)}"
-        shown = [one for one in given if one not in self.settings]  # what differs; the log has all settings
+        shown = [one for one in given if one not in self.settings]  # settings that differ; the log has all of them
         arguments = [*command, "-cd", str(FOLDER), "-cn", self.name, *given, place]
         self._perform(arguments, folder, [*command, *shown])
         return read_result(folder, file)

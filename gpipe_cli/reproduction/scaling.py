@@ -58,7 +58,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    settings: tuple[str, ...]  # those that all models share
+    settings: tuple[str, ...]  # settings of all models
     models: tuple[ScaledModel, ...]
 
     def reproduce(self, runner: Runner) -> Findings:
@@ -98,7 +98,7 @@ def _cells(model: ScaledModel) -> Iterator[Cell]:
 
 
 def _planned(work: Sequence[tuple[TrainConfig, "ModelProfile", Cell]]) -> list[Cell]:
-    gc.disable()  # each of the large plans has a million small objects; the process ends after them
+    gc.disable()  # a large plan has a million small objects; the process ends after the plans
     return [plan_cell(config, profile, cell) for config, profile, cell in work]
 
 
@@ -139,7 +139,7 @@ def _efficiencies(cells: Sequence[Cell]) -> dict[Cell, float]:
 
 
 def _lines(cells: Sequence[Cell], scaling: str) -> dict[str, list[tuple[int, float]]]:
-    """For each model and K, its points: number of devices, efficiency."""
+    """Per model and K, its points: number of devices, efficiency."""
     lines: dict[str, list[tuple[int, float]]] = {}
     for cell, efficiency in _efficiencies(cells).items():
         if cell.scaling == scaling:

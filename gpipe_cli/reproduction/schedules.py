@@ -43,7 +43,7 @@ class Row:
         return f"partitions={self.stages}", *several
 
 
-_Results = Mapping[Row, Mapping[str, Any]]  # of plan.json, and rows of bench.json
+_Results = Mapping[Row, Mapping[str, Any]]  # row -> results in plan.json, or in a row of bench.json
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,10 +46,10 @@ class Row:
 class Model:
     """A table of the paper: one model over K and M."""
 
-    name: str  # as the paper writes it
+    name: str  # name in the paper
     rows: tuple[Row, ...]
     figures: tuple[str, ...]  # the settings that stand for the paper's hardware
-    settings: tuple[str, ...] = ()  # what a second model changes in the recipe's settings
+    settings: tuple[str, ...] = ()  # a second model's changes to the recipe's settings
 
     def cells(self, rows: Iterable[int]) -> str:
         return "; ".join(self.rows[at].cell for at in rows)

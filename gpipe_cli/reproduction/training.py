@@ -30,7 +30,7 @@ RUN = "trained"  # folder of the run
 class Size:
     """The parameters of the full model, counted at every scale, as that takes neither data nor accelerators."""
 
-    model: str  # in the paper's words
+    model: str  # the model in the paper's words
     parameters: int  # the paper's
     settings: tuple[str, ...]  # settings that make it possible to count parameters without the paper's data
 
@@ -73,7 +73,7 @@ class Translation:
     """The paper's scores of a translation model, and how much of the test set is translated here."""
 
     sentences: int | None  # how many sentences of the test set are translated; None: all
-    desk_sentences: int  # the same at a desk
+    desk_sentences: int  # sentences in a run on a desk
     nll: float | None = None  # nats a token
     bleu: float | None = None
 
@@ -113,7 +113,7 @@ class FineTuning:
     pretraining: tuple[str, ...]  # settings of the pretrained run at a desk
     fine_tuning: tuple[str, ...]  # settings of the fine-tuned runs at a desk
     desk_runs: int | None = None  # number of fine-tunings at a desk; None: `runs`
-    from_scratch: bool = True  # at a desk: also train without pretrained weights
+    from_scratch: bool = True  # on a desk: also train without pretrained weights
 
     def reproduce(self, runner: Runner) -> Findings:
         """Fine-tune with every seed."""
@@ -123,7 +123,7 @@ class FineTuning:
             raise InputError(f"seed={seed}: this recipe runs seeds {seeds} and takes their mean; leave it out")
         begins_with, settings = runner.given("init_from"), self.fine_tuning if runner.desk else ()
         if begins_with == "null":
-            begins_with, runner = None, runner.without("init_from")  # as if it were left out
+            begins_with, runner = None, runner.without("init_from")  # as without this setting
         if begins_with is None and not runner.desk:
             raise InputError(
                 "init_from=null: the paper's scale begins with the ImageNet run, which takes weeks; make it with gpipe "

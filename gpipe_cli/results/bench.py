@@ -14,7 +14,7 @@ BENCH = "bench.json"
 class BenchRow:
     """A cell: medians over the rounds in which it was measured, which have a path in each result (`measures.py`)."""
 
-    settings: dict[str, Any]  # those that the table varies
+    settings: dict[str, Any]  # settings that the table varies
     partitions: int | str | None
     micro_batches: int | str | None
     status: str  # measured, impossible, out_of_memory, failed, interrupted
@@ -29,16 +29,16 @@ class BenchRow:
     idle: float | None
     bubble: float | None
     ideal_bubble: float | None
-    memory_bytes: tuple[int, ...] | None  # of each stage, the most in any round
+    memory_bytes: tuple[int, ...] | None  # per stage, the most in any round
     activation_bytes: tuple[int, ...] | None  # likewise
     model_flops_per_second: float | None
     mfu: float | None
     without_core: float | None  # the most in any round
     kind: str | None  # a SpeedKind
     executor: str | None
-    threads: int | None  # of each process
-    folders: tuple[str, ...]  # of the runs, beside bench.json
-    resolved: dict[str, Any]  # what differs between rows and was not asked for, and what `auto` became
+    threads: int | None  # threads per process
+    folders: tuple[str, ...]  # folders of the runs, beside bench.json
+    resolved: dict[str, Any]  # values that differ between rows without being asked for, and those that `auto` became
     tokens_per_second: float | None = field(default=None, metadata=TEXT)
     tokens_per_second_quartiles: tuple[float, ...] | None = field(default=None, metadata=TEXT)
 
@@ -49,7 +49,7 @@ class BenchRow:
 
     @property
     def quartiles(self) -> tuple[float, ...] | None:
-        """Of the speed: of text in tokens a second."""
+        """The unit of the speed: text counts in tokens a second."""
         return self.tokens_per_second_quartiles if self.text else self.samples_per_second_quartiles
 
     def tree(self) -> dict[str, Any]:

@@ -19,12 +19,12 @@ TEXT: tuple[Task, ...] = ("language_model", "translation")
 class Unit:
     """How a number is written: with its unit, or bare in a column whose heading names the unit."""
 
-    name: str  # in a heading; "" where a number has no unit
+    name: str  # text in headings; "" where a number has no unit
     full: Callable[[Any], str]  # `98.6 %`
     bare: Callable[[float], str]  # `98.6`
-    sizes: Sequence[tuple[str, float]] = ()  # that a column chooses from, the smallest first
+    sizes: Sequence[tuple[str, float]] = ()  # units that a column chooses from, the smallest first
     below: float = 0.0  # the smallest size is taken in which the largest value is below this
-    curve_size: float = 1.0  # what TensorBoard's curves have the number divided by
+    curve_size: float = 1.0  # divisor of the numbers in TensorBoard's curves
 
     def scale(self, values: Iterable[float | None]) -> tuple[str, Callable[[float], str]]:
         """One size for all values of a column: its name for the heading, and how a bare value is written in it."""
@@ -60,14 +60,14 @@ PEAK = Unit("", learning_rate, learning_rate)
 class Measure:
     """A number of a run, a plan or a row of bench.json."""
 
-    key: str  # in CSV and JSON, and what one asks `gpipe help` for
-    name: str  # in a sentence, or in a row of its own
-    heading: str  # of a column
+    key: str  # the key in CSV and JSON, and the topic of `gpipe help`
+    name: str  # the name in a sentence, or in a row of its own
+    heading: str  # the heading of a column
     unit: Unit
-    what: str  # what it is, and how it is measured
+    what: str  # meaning, and how it is measured
     of: str = ""  # dotted path in result.json; "": no entry of it
-    tag: str = ""  # of its curve in TensorBoard; "": it has none
-    final: str = ""  # what TensorBoard's tab HParams calls it, behind `final/`; "": it is not there
+    tag: str = ""  # tag of its curve in TensorBoard; "": it has none
+    final: str = ""  # its name behind `final/` in TensorBoard's tab HParams; "": it is not there
     better: Literal["more", "less", ""] = ""  # the direction in which a run is better
     tasks: tuple[Task, ...] = IMAGES + TEXT
     narrow: str = ""  # the heading in a table of many columns, where `heading` has no room

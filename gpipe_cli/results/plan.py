@@ -32,7 +32,7 @@ class PlannedMemory:
     gradients_bytes: int
     optimizer_bytes: int  # the optimizer's state, and the moving average of the weights
     activations_bytes: int
-    workspace_bytes: int  # of one layer's backward
+    workspace_bytes: int  # memory that one layer's backward needs beside all else
     total_bytes: int
     limit_bytes: int | None
 
@@ -57,10 +57,10 @@ class PlannedHardware:
     """One device, and its link to the next, of the machine that is planned for."""
 
     name: str
-    source: str  # of the layers' seconds: `hardware=h100 figures`
+    source: str  # source of the layers' seconds: `hardware=h100 figures`
     precision: str
-    computes_in: str  # what products and convolutions are computed in
-    peak_flops_per_second: dict[str, float | None]  # by precision
+    computes_in: str  # the type in which products and convolutions are computed
+    peak_flops_per_second: dict[str, float | None]  # precision -> peak of the data sheet
     flops_per_second: float | None  # assumed in the plan; None: the layers or the machine were timed
     timed: dict[str, float] | None  # what the machine reaches when it repeats one operation, if it was timed
     memory_bytes: int | None
@@ -80,7 +80,7 @@ class PlannedCandidate:
 
     value: str
     step_seconds: float | None  # None: no plan
-    memory_bytes: int | None  # of the fullest stage
+    memory_bytes: int | None  # memory of the fullest stage
     chosen: bool
     reason: str  # why it was not planned: `stage 2 is 1.5 GiB over`
 
@@ -90,7 +90,7 @@ class PlannedChoice:
     """The values that were compared for a setting with `auto`."""
 
     setting: str
-    rule: str  # by which the value was chosen
+    rule: str  # the rule that chose the value
     candidates: tuple[PlannedCandidate, ...]
 
 
@@ -108,7 +108,7 @@ class PlanResult:
     replicas: int
     schedule: str
     recompute: str
-    sample: str  # what a sample is called: `image`
+    sample: str  # the word for a sample: `image`
     step_samples: int
     step_tokens: int | None
     hardware: PlannedHardware
@@ -139,7 +139,7 @@ class PlanResult:
 class SweptPlan:
     """A combination of settings in a sweep of plans."""
 
-    settings: Mapping[str, object]  # those that vary
+    settings: Mapping[str, object]  # settings that vary
     error: str | None  # why it cannot be planned
     plan: PlanResult | None
 

@@ -24,7 +24,7 @@ class Evaluation:
     perplexity: float | None = field(default=None, metadata=TEXT)
     token_accuracy: float | None = field(default=None, metadata=TEXT)
     averaged: bool = False  # whether the weights were averaged over steps
-    tokens: int | None = field(default=None, metadata=TEXT)  # that were predicted
+    tokens: int | None = field(default=None, metadata=TEXT)  # tokens that were predicted
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,12 @@ class BubbleShares:
 class Prediction:
     """What the plan of the run said of a step."""
 
-    source: str  # of the layers' costs
+    source: str  # source of the layers' costs
     measured: bool  # whether the seconds of the layers themselves were measured
     step_seconds: float
     step_seconds_range: tuple[float, ...] = ()  # the least and the most, as the machine varies
-    memory_bytes: tuple[int, ...] = ()  # of each stage
-    activation_bytes: tuple[int, ...] | None = None  # of each stage
+    memory_bytes: tuple[int, ...] = ()  # per stage
+    activation_bytes: tuple[int, ...] | None = None  # per stage
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Partition:
     device: str
     layers: tuple[str, ...] = ()
     parameters: int = 0
-    cost_share: float | None = None  # of the model's computation
+    cost_share: float | None = None  # share of the model's computation
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Start:
     """A command has begun the run or gone on with it."""
 
     started: str  # ISO 8601, to the second
-    command: str = ""  # as it was typed
+    command: str = ""  # the command as it was typed
     ended: str | None = None  # None: it runs, or was killed
     first_step: int = 0  # optimizer steps done before
     code: dict[str, Any] = field(default_factory=dict)  # gpipe, model -> commit, and whether the code was changed
@@ -130,12 +130,12 @@ class RunResult:
     samples_per_second_kind: str | None = None  # a SpeedKind
     without_core: float | None = None  # share of the computing time of the stage that was worst off
     step_seconds: float | None = None
-    speed_includes_warm_up: bool = False  # for want of other steps
-    speed_steps: int = 0  # that medians are over
-    warm_up_steps: int = 0  # that they leave out
-    model_flops: float | None = None  # of a full step
+    speed_includes_warm_up: bool = False  # the run had no other steps
+    speed_steps: int = 0  # steps in the medians
+    warm_up_steps: int = 0  # first steps, left out of the medians
+    model_flops: float | None = None  # floating-point operations of a full step
     model_flops_per_second: float | None = None
-    peak_flops_per_second: float | None = None  # of all devices together
+    peak_flops_per_second: float | None = None  # peak of all devices together
     mfu: float | None = None
     memory_bytes: tuple[int, ...] = ()  # peak of each stage
     memory: tuple[StageMemory, ...] = ()
@@ -146,10 +146,10 @@ class RunResult:
     idle: IdleShares = IdleShares()
     bubble: BubbleShares = BubbleShares()
     prediction: Prediction | None = None
-    activation_bytes: tuple[int, ...] | None = None  # of each stage, counted
-    predicted_activation_bytes: tuple[int, ...] | None = None  # of the mini-batch of which they were counted
+    activation_bytes: tuple[int, ...] | None = None  # per stage, counted
+    predicted_activation_bytes: tuple[int, ...] | None = None  # predicted for the mini-batch in which they were counted
     partitions: tuple[Partition, ...] = ()
-    failed_checkpoints: int = 0  # that the training went on without
+    failed_checkpoints: int = 0  # checkpoints that could not be written; the training went on without them
     compiled: dict[str, Any] | None = None
     resumed_from: str | None = None
     starts: tuple[Start, ...] = ()
@@ -174,7 +174,7 @@ class RunResult:
 
     @property
     def threads(self) -> int | None:
-        """Of each process."""
+        """Threads of each process."""
         found: int | None = self.hardware.get("threads_per_process")
         return found
 

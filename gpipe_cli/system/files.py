@@ -16,9 +16,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-LOCK = ".lock"  # in the folder of a run or a sweep, as long as a process is at work there
+LOCK = ".lock"  # a file in the folder of a run or a sweep while a process works there
 PARTIAL = ".*.partial"  # names of what is being written
-MOST_BYTES = 2**24  # of a file that a person has written, or a program for them: a thousand times what is usual
+MOST_BYTES = 2**24  # limit of a file written by a person or for a program: a thousand times what is usual
 
 
 class FolderInUseError(Exception):
@@ -73,7 +73,7 @@ def read_bytes(path: Path, most_bytes: int) -> bytes:
 
 
 def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
-    """The same as text, without a mark of its encoding. Raises OSError, also with the line that is not UTF-8."""
+    """The file's text without a byte-order mark. Raises OSError, also with the line that is not UTF-8."""
     content = read_bytes(path, most_bytes)
     try:
         return content.decode("utf-8-sig")

@@ -18,7 +18,7 @@ from gpipe_cli.system.streams import prepare_streams
 
 T = TypeVar("T")
 Item = TypeVar("Item")
-_GRACE_SECONDS = 3.5  # from Ctrl-C until a fork that has not ended is killed; a command ends within 5 s
+_GRACE_SECONDS = 3.5  # a fork is killed so long after Ctrl-C; a command ends within 5 s
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -90,7 +90,7 @@ def in_forks(call: Callable[[Sequence[Item]], Sequence[T]], items: Sequence[Item
     cores = usable_cores()
     forks = [Fork(partial(call, items[at::cores])) for at in range(cores)]
     found: dict[int, T] = {}
-    for at, (values, code) in enumerate([fork.wait() for fork in forks]):  # of all: none is left behind by a failure
+    for at, (values, code) in enumerate([fork.wait() for fork in forks]):  # waits for all: a failure leaves none behind
         if values is None:
             raise RuntimeError(f"a process that had a share of the work has ended with exit code {code}")
         found |= dict(zip(range(at, len(items), cores), values, strict=True))
@@ -101,7 +101,7 @@ def _be_fork(parent: int, work: Callable[[], object], output: int | None, sent: 
     code = 1
     try:
         os.setsid()
-        if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # of a shell without job control
+        if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # set by a shell without job control
             signal.signal(signal.SIGINT, signal.default_int_handler)
         end_with_parent(parent, signal.SIGINT)
         if output is not None:
@@ -118,7 +118,7 @@ def _be_fork(parent: int, work: Callable[[], object], output: int | None, sent: 
         traceback.print_exc()
     finally:
         _flush()
-        os._exit(code)  # what is registered for the exit is our parent's
+        os._exit(code)  # exit handlers are the parent's
 
 
 def _flush() -> None:

@@ -14,19 +14,19 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Gpu:
-    name: str  # as the driver calls it
+    name: str  # name given by the driver
     memory_bytes: int
 
 
 @cache
 def usable_gpus() -> tuple[Gpu, ...]:
-    """In CUDA's order; () without a driver. Where its library does not answer for all of them, CUDA itself is asked."""
+    """The usable GPUs in CUDA's order; () without a driver. CUDA itself is asked where the library misses some."""
     import pynvml
 
     try:
         handles = _handles()
         if "CUDA_VISIBLE_DEVICES" not in os.environ and any(map(_is_divided, handles)):
-            return _gpus_of_cuda()  # which counts the parts, and not the whole
+            return _gpus_of_cuda()  # CUDA counts the parts, not the whole
         return tuple(
             Gpu(pynvml.nvmlDeviceGetName(handle), int(pynvml.nvmlDeviceGetMemoryInfo(handle).total))
             for handle in handles

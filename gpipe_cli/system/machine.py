@@ -36,7 +36,7 @@ def usable_memory_bytes(root: Path = _ROOT) -> int:
 
 
 def cpu_model() -> str:
-    """As its maker calls it."""
+    """The processor's name as its maker writes it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:  # not Linux

@@ -14,7 +14,7 @@ class _Line:
     """What stands on the terminal."""
 
     def __init__(self) -> None:
-        self.title = ""  # what is prepared
+        self.title = ""  # the phase of the preparation
         self.shown = 0  # characters
 
 
@@ -52,7 +52,7 @@ def end_phase() -> None:
 
 
 def _write(line: _Line, text: str) -> None:
-    """In the place of what is shown, the cursor at its beginning: no terminal needs to understand escape codes."""
+    """The title in the place of what is shown, the cursor at its beginning, with no escape codes."""
     blanks = " " * (line.shown - len(text))
     sys.stdout.write(f"{text}{blanks}\r")
     sys.stdout.flush()

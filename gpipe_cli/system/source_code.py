@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 from typing import TypedDict
 
-_PATIENCE_SECONDS = 1.0  # of one call: a working tree may lie on a slow disk, and no run waits for this
+_PATIENCE_SECONDS = 1.0  # limit of one call: a working tree may lie on a slow disk, and no run waits for this
 
 
 class Commit(TypedDict):

@@ -38,9 +38,9 @@ _MOST_VOCABULARY_BYTES = 2**28  # a million pieces take a tenth of it
 class Reading:
     """A split as one process needs it."""
 
-    split: Split | None  # where the first or the last stage is
+    split: Split | None  # only in processes with the first or the last stage
     batches: MiniBatches
-    loaded: LoadedBatches | None  # what the first stage is given, where it is
+    loaded: LoadedBatches | None  # the first stage's inputs, in its process
 
     def close(self) -> None:
         if self.loaded is not None:
@@ -67,11 +67,11 @@ class MiniBatch:
         return self.reading.batches.lengths(self.epoch, self.position)
 
     def inputs(self) -> tuple[torch.Tensor, ...] | None:
-        """Of the share, where the first stage is. The next call is that of the next mini-batch."""
+        """The share's inputs, in the process of the first stage. The next call is that of the next mini-batch."""
         return None if self.reading.loaded is None else next(self.reading.loaded)
 
     def targets(self) -> tuple[torch.Tensor, int] | None:
-        """Of the share, where the first or the last stage is; and how many elements there are to predict in all of the
+        """The share's targets, in processes of the first or the last stage; and the elements to predict in the whole
         mini-batch: the denominator of its loss."""
         if self.reading.split is None:
             return None

@@ -31,7 +31,7 @@ class WorkerProcess:
     """What a task is given of the process that does it."""
 
     number: int
-    connect: Callable[[], tuple[ControlGroup, ProcessGroups | None]]  # with the other processes of the run
+    connect: Callable[[], tuple[ControlGroup, ProcessGroups | None]]  # connects to the other processes of the run
     report: Callable[[object], None]  # sends a message, a frozen dataclass, to the parent
     on_action: OnAction = ignore_action  # called before every action
     before_failing: list[Callable[[], None]] = field(default_factory=list)  # called once the task has raised
@@ -50,7 +50,7 @@ class Engine:
     executor: Executor
     optimizers: dict[int, torch.optim.Optimizer | None]
     averages: dict[int, WeightAverage]
-    parameters: dict[int, dict[str, nn.Parameter]]  # of each stage, by global name, in global order
+    parameters: dict[int, dict[str, nn.Parameter]]  # stage -> global name -> parameter, in global order
     replicas: Replicas | None  # None: there is one pipeline
 
     @property
@@ -74,7 +74,7 @@ class Engine:
         return MEMORY_FORMATS[self.placement.memory_format]
 
     def gradients(self) -> list[torch.Tensor]:
-        """Those of this process's parameters, in global order."""
+        """Global names of this process's parameters, in global order."""
         return [gradient for k in self.stages for gradient in gradients_of(self.parameters[k].values())]
 
     def set_progress(self, share: float) -> None:
@@ -104,7 +104,7 @@ class Engine:
                 self._switch(training=True)
 
     def finish(self) -> None:
-        """At the end of a run: what was sent has left, and all processes have come here before one disconnects."""
+        """At the end of a run: waits until everything is sent and all processes are here, before one disconnects."""
         self.executor.settle()
         self.control.barrier()
 

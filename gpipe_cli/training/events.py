@@ -13,8 +13,8 @@ class DataFacts:
     train_samples: int | None = None  # None, as of the next one: not opened, as in a dry run
     test_samples: int | None = None
     vocabulary: int | None = None  # tokens in it; text only, as all that follows
-    languages: int | None = None  # of a translation
-    unigram_perplexity: float | None = None  # of the test set, for a model that knows how frequent tokens are, no more
+    languages: int | None = None  # languages of a translation
+    unigram_perplexity: float | None = None  # the test set's, if a model knows only how frequent tokens are
     notes: Notes = ()
 
 
@@ -23,16 +23,16 @@ class LayersCompiled:
     """What compile=true has done, in all processes together."""
 
     layers: int
-    sizes: tuple[int, ...]  # of micro-batches, in samples
-    graphs: int  # of layers, as equal ones in a process are one for each size
+    sizes: tuple[int, ...]  # samples in each micro-batch
+    graphs: int  # graphs of layers: equal layers in a process share one for each size
     made: int  # forwards and backwards of these that were compiled
-    found: int  # what was on disk
-    seconds: float  # of the process that took longest
+    found: int  # kernels found on disk
+    seconds: float  # the process that took longest
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Of the test set: as in a step, but the loss is the cross-entropy."""
+    """Scores on the test set: as in a step, but the loss is the cross-entropy."""
 
     tokens: int | None
     loss: float
@@ -73,27 +73,27 @@ class StepDone:
     epoch: int  # the first is 1
     position: int  # steps done in this epoch, this one included: the last is steps_per_epoch
     samples: int
-    tokens: int | None  # to be predicted, padding not counted; None for images
-    lengths: tuple[int, ...]  # that its sentences were padded to; () for images
+    tokens: int | None  # tokens to predict, padding not counted; None for images
+    lengths: tuple[int, ...]  # lengths that its sentences were padded to; () for images
     seconds: float
-    loss: float  # what was minimized: with label smoothing and the auxiliary head
-    cross_entropy: float  # in nats
+    loss: float  # the loss minimized, with label smoothing and the auxiliary head
+    cross_entropy: float  # unit: nats
     top1: float  # share of right predictions, 0 to 1
     top5: float | None  # None for text
     learning_rate: float
     gradient_norm: float  # over all stages, before clipping
     memory_bytes: tuple[int, ...]  # peak of each stage so far
-    without_core: tuple[float, ...]  # of each stage, the share of its computing time without a core; 0 on a GPU
+    without_core: tuple[float, ...]  # per stage, the share of its computing time without a core; 0 on a GPU
     # Counted in one of the first steps; None in the others.
-    activation_bytes: tuple[int, ...] | None  # of each stage, the most that was saved at once
-    library_bytes: tuple[int, ...] | None  # of each stage's process at that time; 0 on a GPU
+    activation_bytes: tuple[int, ...] | None  # per stage, the most that was saved at once
+    library_bytes: tuple[int, ...] | None  # per stage, that of its process at that time; 0 on a GPU
 
 
 @dataclass(frozen=True)
 class StepRecorded:
     """When the stages did what in the step that was sent last."""
 
-    seconds: list[list[float]]  # of each stage, as `Recording.seconds` gives them
+    seconds: list[list[float]]  # per stage, as `Recording.seconds` gives them
     began_seconds: float  # on the same clock
 
 
@@ -131,7 +131,7 @@ class CheckpointAwaited:
 
 @dataclass(frozen=True)
 class TrainingStopped:
-    """As it was asked to, the training has ended before its last step, with a checkpoint. Every process sends it."""
+    """The training has ended before its last step, as asked, with a checkpoint. Every process sends it."""
 
     step: int
 
@@ -166,7 +166,7 @@ class ModelWritten:
 
     bytes: int
     holds: str  # `122 tensors`
-    call: str  # of a function that reads it
+    call: str  # the call of a function that reads it
 
 
 @dataclass(frozen=True)
@@ -193,12 +193,12 @@ class TranslationScores:
 
     bleu: float
     chrf: float
-    bleu_copy: float  # of the sources, taken for translations
+    bleu_copy: float  # BLEU of the sources taken for translations
     chrf_copy: float
     sentences: int  # decoded
     of: int  # sentences of the test set
     beam: int
-    seconds: float  # to decode
+    seconds: float  # time to decode
     bleu_signature: str  # how it was computed, in the words of the library that did
     chrf_signature: str
     examples: tuple[Translation, ...]

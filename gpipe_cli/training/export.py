@@ -93,7 +93,7 @@ def _facts(config: ExportConfig, checkpoint: Path) -> dict[str, Any]:
         "averaged": bool(run.ema_decay and progress.ema_updates),
     }
     if not isinstance(run.dataset, ImagesConfig):
-        pieces = saved_vocabulary(Path(config.run))  # what tokens mean
+        pieces = saved_vocabulary(Path(config.run))  # the meaning of tokens
         return facts | ({} if pieces is None else {"sentencepiece": base64.b64encode(pieces).decode()})
     facts |= {"image_size": run.dataset.image_size, "centre_crop": centre_share(run.dataset), "mean": MEAN, "std": STD}
     try:

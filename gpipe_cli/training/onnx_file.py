@@ -23,7 +23,7 @@ from gpipe_cli.units import size
 # Of a message of Protocol Buffers, which a file is: https://protobuf.dev/programming-guides/proto-limits
 MOST_BYTES = 2**31 - 2**20  # less what is not tensors
 NAMES = {"classification": ("images",), "language_model": ("tokens",), "translation": ("source", "target")}
-TOLERANCE = 1e-3  # of the largest logit
+TOLERANCE = 1e-3  # share of the largest logit
 _MOST_SHOWN = 200  # characters of what a library says
 
 
@@ -42,7 +42,7 @@ def onnx_content(
         try:
             content = _exported(config, model, metadata, any_batch=any_batch)
             why = _differs(config, model, content, threads, any_batch=any_batch)
-        except Exception as error:  # of torch.export, the exporter, onnxruntime and the user's own layers
+        except Exception as error:  # from torch.export, the exporter, onnxruntime or the user's own layers
             while error.__cause__ is not None:
                 error = error.__cause__  # type: ignore[assignment]  # the exporter's own text is pages long
             why = with_type(error)[:_MOST_SHOWN]
@@ -65,7 +65,7 @@ def _exported(config: TrainConfig, model: nn.Sequential, metadata: Mapping[str, 
         varying.append({0: "batch", **grows} if any_batch else grows)
     # torch.export takes a size of 1 for a constant
     examples = _examples(config, 2 if any_batch else 1, greatest_lengths(config))
-    with warnings.catch_warnings(action="ignore"):  # of names that inputs share, of what torch itself will change
+    with warnings.catch_warnings(action="ignore"):  # it warns of shared names, and of torch's own plans
         program = torch.onnx.export(
             model,
             (as_value(examples),),
@@ -111,7 +111,7 @@ def onnx_program(file: Path | bytes, threads: int) -> tuple[str, Callable[[Tenso
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads, options.log_severity_level = threads, 4  # what it logs, it raises too
+    options.intra_op_num_threads, options.log_severity_level = threads, 4  # it raises what it logs
     given = str(file) if isinstance(file, Path) else file
     session = onnxruntime.InferenceSession(given, options, providers=["CPUExecutionProvider"])
     names = [described.name for described in session.get_inputs()]

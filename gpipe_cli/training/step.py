@@ -41,7 +41,7 @@ class StageMetrics:
 
     memory_bytes: float  # the peak so far
     activation_bytes: float  # the most that was saved at once, if it was counted
-    library_bytes: float  # of its process, if it was counted
+    library_bytes: float  # memory of this process's libraries, if it was counted
     without_core: float  # the share of its computing time in which it had no core; 0 on a GPU
 
 
@@ -51,9 +51,9 @@ class StepNumbers:
 
     recording: Recording
     stages: Mapping[int, StageMetrics]
-    totals: Callable[[], Totals] | None  # where the last stage is
+    totals: Callable[[], Totals] | None  # only in the process of the last stage
     norms: torch.Tensor  # float64, of each gradient, on the device
-    read_norms: Callable[[], torch.Tensor]  # the same on the host
+    read_norms: Callable[[], torch.Tensor]  # on the host
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class StepMetrics:
     totals: Totals  # over the mini-batch
     gradient_norm: float  # global
     stages: tuple[StageMetrics, ...]
-    seconds: list[list[float]]  # of each stage of the first replica, what `Recording.seconds` gives
+    seconds: list[list[float]]  # per stage of the first replica, what `Recording.seconds` gives
 
 
 def rehearse(engine: Engine, mini_batch: MiniBatch) -> None:
@@ -121,7 +121,7 @@ def update_weights(engine: Engine, numbers: StepNumbers, rate: float) -> None:
     if largest:
         norms = numbers.norms
         if control.size > 1:
-            with control.waits(Awaited.PROCESS):  # as in `gather_metrics`
+            with control.waits(Awaited.PROCESS):  # see `gather_metrics`
                 padded = _padded(numbers.read_norms(), engine.placement.most_parameter_tensors)
             norms = _known(control.gather(padded)()[: engine.placement.layout.of_pipeline]).to(norms.device)
         clip(engine.gradients(), norms, largest)
@@ -144,7 +144,7 @@ def evaluate(engine: Engine, test: Reading) -> Totals:
     for position in range(test.batches.steps_per_epoch):
         _, objective = _run(engine, MiniBatch(test, 0, position), schedule_of, step=0, label_smoothing=0.0)
         if objective is not None:
-            with engine.control.waits(Awaited.PROCESS):  # as in `gather_metrics`
+            with engine.control.waits(Awaited.PROCESS):  # see `gather_metrics`
                 total += objective.totals()
     return _sum(engine.control.gather(torch.tensor(astuple(total), dtype=torch.float64))())
 
@@ -220,7 +220,7 @@ def gather_metrics(engine: Engine, numbers: StepNumbers) -> Callable[[], StepMet
             to_sums.copy_(torch.tensor(astuple(numbers.totals()), dtype=torch.float64))
         to_norms.copy_(_padded(numbers.read_norms(), len(to_norms)))
         seconds = [value for _, values in sorted(numbers.recording.seconds().items()) for value in values]
-    if placement.layout.replica_of(control.rank) == 0:  # whose timeline is drawn
+    if placement.layout.replica_of(control.rank) == 0:  # the timeline drawn is that of replica 0
         to_recording[: len(seconds)] = torch.tensor(seconds, dtype=torch.float64) - control.clock_offset_seconds
     gathered = control.gather(vector)
     schedule = numbers.recording.schedule
@@ -233,7 +233,7 @@ def gather_metrics(engine: Engine, numbers: StepNumbers) -> Callable[[], StepMet
             values = iter(recordings[process].tolist())
             for stage in placement.layout.stages_of(process):
                 recorded[stage] = list(islice(values, MARKS * len(schedule.stages[stage]) + ENDS))
-        of_stages = torch.stack(all_stages).amax(dim=0).tolist()  # of several replicas the most
+        of_stages = torch.stack(all_stages).amax(dim=0).tolist()  # the largest over replicas
         norm = float(global_norm(_known(all_norms[: placement.layout.of_pipeline])))
         return StepMetrics(_sum(all_sums), norm, tuple(StageMetrics(*of) for of in of_stages), recorded)
 

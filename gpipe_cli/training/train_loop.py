@@ -74,7 +74,7 @@ def train(
     _refuse_other_cuts(control, placement)
     training, test = (data.reading(control, training=which) for which in (True, False))
     if only_steps:
-        test.close()  # what loads it would take time from the steps
+        test.close()  # loading it would take time from the steps
     refuse_short_last(config, training.batches)
     milestones = Milestones(config, training.batches.steps_per_epoch, only_steps)
 
@@ -108,12 +108,12 @@ class Training:
 
     engine: Engine
     process: WorkerProcess
-    training: Reading  # of the training set
+    training: Reading  # the training set
     test: Reading
     milestones: Milestones
     checkpoints: CheckpointWriter
     progress: Progress
-    begun_bytes: int  # of memory that the process had when it began
+    begun_bytes: int  # the process's memory at the beginning
 
     def __post_init__(self) -> None:
         self._first_step, self._counted = self.progress.step, False  # whether saved activations were
@@ -228,7 +228,7 @@ class _LaunchedStep:
     numbers: StepNumbers
     progress: Progress
     rate: float
-    began: float  # to be launched, on the clock of the recordings
+    began: float  # when its launch began, on the clock of the recordings
     counted: bool  # whether saved activations were
 
 
@@ -238,7 +238,7 @@ class _StepReports:
 
     def __init__(self, engine: Engine, batches: MiniBatches, report: Callable[[object], None] | None) -> None:
         self._engine, self._batches, self._report = engine, batches, report
-        self._launched: _LaunchedStep | None = None  # of which nothing has been reported
+        self._launched: _LaunchedStep | None = None  # the step of which nothing has been reported yet
         self._freed = self._ended = -math.inf  # when the step before was done: by the first stage, and by all
 
     def add(self, step: _LaunchedStep) -> None:

@@ -95,7 +95,7 @@ class Beam:
             (-(hypothesis.score + score), rank, int(token))
             for rank, (hypothesis, row) in enumerate(zip(self.growing, candidates, strict=True))
             for token, score in row
-            if score > -math.inf  # which NaN is not either
+            if score > -math.inf  # false for NaN, too
         )
         self._length += 1
         grown: list[Hypothesis] = []

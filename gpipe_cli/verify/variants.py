@@ -61,7 +61,7 @@ class Variant(NamedTuple):
     """One way to run the mini-batch."""
 
     partitions: int
-    micro_batches: int  # of all replicas
+    micro_batches: int  # micro-batches of all replicas
     schedule: str
     recompute: RecomputeMode
     executor: Executor
@@ -83,7 +83,7 @@ class Row:
     layer: str | None = None  # the first that differs, or the one that fails
     stage: int | None = None
     micro_batch: int | None = None
-    text: str = ""  # what differs or fails, where and why, as far as it is known
+    text: str = ""  # the difference or the failure, where and why, as far as it is known
 
     @property
     def variant(self) -> Variant:
@@ -110,12 +110,12 @@ class Place(NamedTuple):
 
     what: What
     order: int  # number of the layer in the model; in the backward, minus that
-    micro_batch: int  # of an output
+    micro_batch: int  # an output's micro-batch
     layer: str
-    name: str = ""  # of a parameter or a buffer
+    name: str = ""  # name of a parameter or a buffer
 
 
-Digests = dict[Place, str]  # of what a step leaves of the stages of one process; "": there is no gradient
+Digests = dict[Place, str]  # what a step leaves in the stages of one process; "": there is no gradient
 
 
 @dataclass(frozen=True)
@@ -133,11 +133,11 @@ class ReferenceDone:
     """Message to the parent: what later variants of a schedule are compared with."""
 
     schedule: str
-    loss: float  # of the mini-batch
+    loss: float  # loss of the mini-batch
     digests: Digests
 
 
-Placements = Mapping[tuple[int, str], Placement]  # by partitions and schedule
+Placements = Mapping[tuple[int, str], Placement]  # keys: partitions, schedule
 Step = tuple[float, Digests, dict[str, torch.Tensor]]  # the loss, what a step leaves, this process's gradients
 
 
@@ -214,7 +214,7 @@ class _Runs:
     groups: ProcessGroups | None
     reading: Reading
     folder: Path
-    source: Path | None  # of the weights
+    source: Path | None  # where the weights come from
 
     @cached_property
     def layers(self) -> list[str]:
@@ -312,7 +312,7 @@ class _Runs:
                 outputs = as_tuple(model(as_value(piece)))
             losses.append(objective.loss(current, outputs))
             objective.observe(current, outputs, losses[-1].detach())
-        for loss in reversed(losses):  # as schedule gpipe adds up gradients
+        for loss in reversed(losses):  # the order in which schedule gpipe adds up gradients
             loss.backward()
         gradients = _gradients(model)
         digests |= self._digests(What.GRADIENT, {name: gradients.get(name) for name, _ in model.named_parameters()})
@@ -424,7 +424,7 @@ def summed_as(order: Schedule) -> str | None:
         if all(
             (found := [a.micro_batch for a in actions if a.kind in kinds]) == sorted(found, reverse=downwards)
             for actions in order.stages
-            for kinds in ((Kind.B, Kind.I), (Kind.B, Kind.W))  # of weights that do not wait, and of those that do
+            for kinds in ((Kind.B, Kind.I), (Kind.B, Kind.W))  # weights' gradients at once, and later
         ):
             return name
     return None

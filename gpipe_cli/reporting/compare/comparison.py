@@ -17,7 +17,7 @@ from gpipe_cli.results.measures import MEASURES, Measure
 from gpipe_cli.results.run import RunResult
 from gpipe_cli.units import spans
 
-NOT_COMPARED = frozenset({"run_folder", "output", "resume", "max_restarts"})  # where it lies, not what it is
+NOT_COMPARED = frozenset({"run_folder", "output", "resume", "max_restarts"})  # where a run lies, not what it is
 MOST_NAMING = 3  # settings that a name is made of; more make no name
 MOST_LISTED = 8  # words of a list in a sentence
 
@@ -27,8 +27,8 @@ class Comparison:
     """Runs beside each other. Columns have a key, and None as value where a run has none."""
 
     runs: Sequence[RunRecord]
-    names: Sequence[str]  # of the runs, no two of them alike
-    by_settings: bool  # that is what they are named by
+    names: Sequence[str]  # names of the runs, no two of them alike
+    by_settings: bool  # whether the runs are named by their settings
     settings: Sequence[Column]  # K, M and those that differ, by their dotted keys
     results: Sequence[Column]  # values in the units of result.json, cells in those of the heading
 
@@ -38,7 +38,7 @@ class Comparison:
 
     @property
     def labels(self) -> Sequence[str]:
-        """As names; those of folders stand behind the run's number, `3: 12-00-00_K2`, by which texts refer to it."""
+        """The runs' names; those of folders follow the run's number, `3: 12-00-00_K2`, by which texts refer to it."""
         return self.names if self.by_settings else [f"{at}: {name}" for at, name in enumerate(self.names, start=1)]
 
     def referred(self, positions: Sequence[int]) -> str:
@@ -170,7 +170,7 @@ def _results(runs: Sequence[RunRecord]) -> list[Column]:
     scaled = scalings(runs)
     efficiencies = [one and one.efficiency for one in scaled]
     if not any(one is not None and one.base != at and one.efficiency is not None for at, one in enumerate(scaled)):
-        efficiencies = [None] * len(runs)  # that of what is compared with says nothing
+        efficiencies = [None] * len(runs)  # the efficiency of the base says nothing
     known = {"speed_up": [one and one.speed_up for one in scaled], "efficiency": efficiencies}
     kinds = [result.samples_per_second_kind for result in results]
     shown = [None if kind is None else kind.removeprefix("measured_").replace("_", " ") for kind in kinds]

@@ -22,13 +22,13 @@ from gpipe_cli.reporting.tables.table import Column, Table, to_html
 from gpipe_cli.system.files import write_whole
 from gpipe_cli.units import plural
 
-MEDIAN_STEPS, LONG = 21, 60  # of a running median; and the steps above which speeds are drawn as one
+MEDIAN_STEPS, LONG = 21, 60  # steps in a running median; number of steps above which speeds are drawn as one
 MARKED_POINTS = 30  # curves with no more than these show their points
 LOGARITHMIC = 30  # ratio of the largest to the smallest value from which on an axis is logarithmic
 THIN, WIDE = 1.4, 7.0  # widths of lines in pixels
 DASHES: tuple[list[int], ...] = ([], [10, 4], [2, 2], [12, 4, 2, 4])
 DASHED_FROM = 6  # runs; fewer are told apart by their colours
-MOST_POINTS = 1500  # of a curve that is drawn: more than there are pixels
+MOST_POINTS = 1500  # points in a drawn curve: more than there are pixels
 MOST_OF_CHART = 30_000  # points of all its curves: the browser has a place for each of them in every curve
 # Columns of which people compare the lengths.
 BARS = (
@@ -56,7 +56,7 @@ def _page(folder: Path, comparison: Comparison, notes: Sequence[str], tags: Sequ
     title = f"{plural(len(runs), 'run')} compared"
     library, style = (_part(f"uplot/{name}") for name in ("uPlot.iife.min.js", "uPlot.min.css"))
     columns = [column for column in comparison.columns if column.key != "command" or len(set(column.cells)) > 1]
-    columns.sort(key=lambda column: not column.printed)  # what the console has stands at the left
+    columns.sort(key=lambda column: not column.printed)  # columns that consoles show stand at the left
     table = Table("", [Column("run", cells=comparison.labels), *columns])
     scaled = _scaling(comparison)
     unit = "K =" if all(devices(run) == run.settings["partitions"] for run in runs) else "devices:"

@@ -36,7 +36,7 @@ def show_comparison(console: Console, comparison: Comparison) -> None:
 
 
 def all_columns(comparison: Comparison) -> Table:
-    """For programs: values are in the units of result.json."""
+    """The comparison for programs: values are in the units of result.json."""
     return Table(CSV, [Column("run", cells=comparison.names), *comparison.columns])
 
 

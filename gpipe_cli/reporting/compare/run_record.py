@@ -26,7 +26,7 @@ from gpipe_cli.results.measures import (
 )
 from gpipe_cli.results.run import RunResult, read_run_result
 
-MOST_POINTS = 100_000  # of a curve; of longer ones TensorBoard's reader keeps a sample, always the same
+MOST_POINTS = 100_000  # points of a curve; TensorBoard's reader samples longer ones, always in the same way
 # Curves whose single steps wait for data, disks and other programs; they are drawn as running medians.
 SPEEDS = (SAMPLES_PER_SECOND, TOKENS_PER_SECOND)
 COMPARED = (TRAIN_LOSS, TEST_TOP1, TEST_PERPLEXITY, *SPEEDS)
@@ -40,7 +40,7 @@ class Curve:
     """One scalar over the steps of a run; it has one point or more."""
 
     steps: tuple[int, ...]
-    values: tuple[float, ...]  # what 32-bit floats hold: so the events have them
+    values: tuple[float, ...]  # rounded to 32-bit floats, as event files have them
     complete: bool = True  # False: a sample of more than MOST_POINTS
 
 

@@ -15,8 +15,8 @@ _WORK = ("batch_size", "batch_tokens", "precision", "compile", "optimizer.name")
 @dataclass(frozen=True)
 class Scaling:
     speed_up: float  # how many times as fast as the run with the fewest devices
-    efficiency: float | None  # that, by how many times as many devices; None where stages shared devices or cores
-    base: int  # that run's position; of several it is the one with the most settings in common
+    efficiency: float | None  # speedup over the ratio of devices; None where stages shared devices or cores
+    base: int  # the base's position; of several runs the one with the most settings in common
 
 
 def devices(run: RunRecord) -> int:
@@ -27,8 +27,8 @@ def devices(run: RunRecord) -> int:
 
 
 def scalings(runs: Sequence[RunRecord]) -> list[Scaling | None]:
-    """Of each run; None where there is no speed of its own, or none with fewer or more devices on the same machine and
-    at the same work."""
+    """The scaling of each run; None without a speed of its own, or with no other number of devices on the same machine
+    for the same work."""
     groups: dict[str, list[int]] = {}
     for at, run in enumerate(runs):
         if _speed(run):
@@ -58,7 +58,7 @@ def _speed(run: RunRecord) -> float:
 
 
 def work(run: RunRecord) -> str:
-    """The same for runs that do the same work on the same machine."""
+    """As `scaling`, for runs that do the same work on the same machine."""
     settings = {k: v for k, v in run.settings.items() if k in _WORK or k.startswith(("model.", "dataset."))}
     return json.dumps([run.machine, run.result.command, settings], sort_keys=True)
 

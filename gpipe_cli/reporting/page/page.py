@@ -17,7 +17,7 @@ from gpipe_cli.system.files import write_whole
 
 PAGE = "pipeline.html"
 MOST_STEPS = 12
-HUES = 241  # of each kind of action; of up to 16 micro-batches nearly all have exactly the colours of timeline.png
+HUES = 241  # colours per kind of action; for up to 16 micro-batches nearly all are exactly those of timeline.png
 MOST_BARS = 8000  # measured ones, of all steps: more would make a page of many megabytes
 
 # in this order: each reads names of those before it
@@ -56,7 +56,7 @@ def write_page(
 
 
 def in_script(values: Mapping[str, Any]) -> str:
-    """As JSON in an element `script`: no end of the element, and no comment, can begin in it."""
+    """The value as JSON for an element `script`: no end of the element and no comment can begin in it."""
     return json.dumps(values, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 

@@ -36,8 +36,8 @@ class TracedStep:
     name: str  # `measured`, `predicted`
     timeline: Timeline
     begin_seconds: float  # on the timeline's clock
-    step_seconds: float  # of the whole step, update and set-up included
-    samples: int  # of all replicas
+    step_seconds: float  # duration of the whole step, update and set-up included
+    samples: int  # samples of all replicas
     stored_bytes: Sequence[int]  # per stage, of weights, gradients and the optimizer's state: always there
     held: Sequence[Sequence[Held]]  # per stage and micro-batch
 
@@ -60,7 +60,7 @@ class _Group:
         self._spans = {span.action: span for spans in self._timeline.stages for span in spans}
         schedule = Schedule(tuple(span.action for span in spans) for spans in self._timeline.stages)
         self._needed = {action: schedule.source(action) for action in self._spans}
-        self._sent = set(self._needed.values())  # whose results others need
+        self._sent = set(self._needed.values())  # actions whose results others need
         self._detailed = sum(map(len, self._timeline.stages)) <= MOST_DETAILED
         self._rows: list[list[Span | Event]] = [
             [*spans, *filter(self._shown, beside)]

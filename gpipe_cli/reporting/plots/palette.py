@@ -16,7 +16,7 @@ FIRST_HUE, LAST_HUE = 262.0, 448.0  # degrees: blue; yellow, once around
 _LIGHTNESS_AND_CHROMA = {"F": (0.76, 0.12), "R": (0.91, 0.055), "B": (0.55, 0.13), "I": (0.6, 0.135), "W": (0.43, 0.1)}
 
 INK, PALE_INK, GRID = "#25262c", "#71737d", "#d5d6dc"
-IDLE, IDLE_LINE = "#f0f0f2", "#d0d0d6"  # and its hatching
+IDLE, IDLE_LINE = "#f0f0f2", "#d0d0d6"  # background of an idle device, and the lines of its hatching
 WAITING, TRANSFER, UPDATE = "#e0e0e5", "#8a8c96", "#3e404a"
 _WITHOUT_HUE = {"waiting": WAITING, "transfer": TRANSFER, "update": UPDATE}
 WORDS = {
@@ -29,12 +29,12 @@ WORDS = {
     "transfer": "transfer",
     "update": "weight update",
 }
-OTHERWISE_IDLE = "otherwise idle"  # where a timeline has no bar
+OTHERWISE_IDLE = "otherwise idle"  # legend of the time for which a timeline has no bar
 
 
 @cache
 def colour(what: BarKind, micro_batch: int | None, micro_batches: int) -> Colour:
-    """Of a bar; ``micro_batches`` is M."""
+    """The colour of a bar; ``micro_batches`` is M."""
     if what in _WITHOUT_HUE:
         return _WITHOUT_HUE[what]
     return _blue_to_yellow(*_LIGHTNESS_AND_CHROMA[what], micro_batch or 0, micro_batches)

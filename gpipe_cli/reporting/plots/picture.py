@@ -19,15 +19,15 @@ from gpipe_cli.reporting.plots.palette import GRID, INK, PALE_INK, Colour, rgb
 from gpipe_cli.reporting.plots.timeline_values import axis_ticks
 from gpipe_cli.system.files import write_whole
 
-Picture = NDArray[np.uint8]  # of shape (height, width, 3)
+Picture = NDArray[np.uint8]  # shape (height, width, 3)
 
 DPI = 160
 WIDTH_INCHES = 11.0
 # TensorBoard shows pictures about 350 pixels wide: on so little paper letters stay readable there.
 NARROW_INCHES = 4.0
-SHOWN_STAGES = 16  # of more than these only some are named
-BAR_HEIGHT = 0.86  # of a row
-MARGIN = 1.004  # of an axis behind the longest bar
+SHOWN_STAGES = 16  # with more stages than these only some are named
+BAR_HEIGHT = 0.86  # height of a bar, where a row has height 1
+MARGIN = 1.004  # length of an axis, where the longest bar has length 1
 LEGEND_LINE_INCHES = 0.16
 
 

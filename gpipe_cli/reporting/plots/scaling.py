@@ -9,7 +9,7 @@ from gpipe_cli.reporting.plots.picture import WIDTH_INCHES, Picture, add_axes, a
 
 PANEL_INCHES, TITLE_INCHES, AXIS_INCHES, LEGEND_LINE_INCHES = 3.2, 0.4, 0.5, 0.26
 LEFT_INCHES, GAP_INCHES, RIGHT_INCHES = 0.7, 0.5, 0.2
-Lines = Mapping[str, Sequence[tuple[int, float]]]  # by name: points of number of devices, efficiency
+Lines = Mapping[str, Sequence[tuple[int, float]]]  # name of a line -> its points: number of devices, efficiency
 
 
 def draw_scaling(panels: Mapping[str, Lines]) -> Picture:

@@ -18,13 +18,13 @@ from gpipe_cli.reporting.plots.palette import INK, PALE_INK
 from gpipe_cli.reporting.plots.timeline_values import ACTIONS, BarKind, TimelineView, axis_unit, in_percent
 from gpipe_cli.units import duration
 
-MOST_BARS = 3000  # of all panels, with names
+MOST_BARS = 3000  # bars of all panels above which bars have no names
 LEFT_INCHES, RIGHT_INCHES = 0.78, 0.22
 TITLE_INCHES, NARROW_TITLE_INCHES, AXIS_INCHES, LEGEND_INCHES = 0.42, 0.6, 0.5, 0.82
-LEGEND_TOP_INCHES, LEGEND_LINES = 0.57, 3  # of its colours, with so many kinds of actions: F, R, B; more make it higher
+LEGEND_TOP_INCHES, LEGEND_LINES = 0.57, 3  # a legend of up to 3 kinds of actions; more make it higher
 ROW_INCHES, PANEL_INCHES = 0.4, 4.8  # a row is lower where this would make the panel higher
 HATCHES: dict[BarKind, str] = {"R": "////", "waiting": "\\\\\\\\", "transfer": "xxxxx"}
-CHARACTER_INCHES = 0.068  # of a bar's name
+CHARACTER_INCHES = 0.068  # width of a character in a bar's name
 # Inches of the paper, of what is left and right of the bars, and of the titles above them.
 WIDE = (picture.WIDTH_INCHES, LEFT_INCHES, RIGHT_INCHES, TITLE_INCHES)
 NARROW = (picture.NARROW_INCHES, 0.62, 0.1, NARROW_TITLE_INCHES)
@@ -111,7 +111,7 @@ def _many_bars(axes: Axes, view: TimelineView, micro_batches: int) -> None:
         looks = (bars[number - 1][:2] for number in begun[covered])
         colours = [palette.rgb(palette.colour(*look, micro_batches)) for look in looks]
         row[covered] = np.array(colours, np.uint8).reshape(-1, 3)
-    heights = (np.arange(down) + 0.5) * stages / down  # in rows
+    heights = (np.arange(down) + 0.5) * stages / down  # unit: rows
     image = rows[heights.astype(int)]
     if down / stages * (1 - picture.BAR_HEIGHT) >= 1:  # narrower gaps would be seen between some rows only
         image[np.abs(heights % 1 - 0.5) > picture.BAR_HEIGHT / 2] = white

@@ -47,10 +47,10 @@ class TimelineView:
     Bars of a stage do not overlap. Times without any bar are idle, as those of `waiting` and `transfer` are.
     """
 
-    title: str  # what is seen; kind and numbers are added: `epoch 3, step 135`, `K = 4, M = 16`
+    title: str  # the subject; kind and numbers are added: `epoch 3, step 135`, `K = 4, M = 16`
     kind: TimelineKind
     stages: tuple[tuple[Bar, ...], ...]
-    step_seconds: float  # of the whole step, update and set-up included
+    step_seconds: float  # duration of the whole step, update and set-up included
     breakdown: Mapping[str, float]  # SHARES -> share of stage-time, 0 to 1
     note: str = ""  # behind the title where there is room: `the median of 45 steps`
 

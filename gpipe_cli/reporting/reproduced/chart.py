@@ -11,7 +11,7 @@ from html import escape
 
 from gpipe_cli.reporting.tables.table import Column, Table
 
-WIDTH, HEIGHT = 400, 240  # of a plot, in pixels of the page
+WIDTH, HEIGHT = 400, 240  # size of a plot in pixels of the page
 LEFT, RIGHT, TOP, BOTTOM = 46, 12, 26, 40  # its margins
 OURS = ("measured", "counted", "planned", "simulated")
 OTHERS = ("paper", *OURS)
@@ -21,9 +21,9 @@ _LOGARITHMIC = 30.0  # an axis is logarithmic if its numbers differ by more than
 @dataclass(frozen=True)
 class Line:
     name: str
-    origin: str  # of the column: the CSS class of its marks
+    origin: str  # the column's origin: the CSS class of its marks
     values: Sequence[float | None]  # None where the table has none
-    cells: Sequence[str]  # the same as the table shows them
+    cells: Sequence[str]  # texts as in the table
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,7 @@ def _charts(drawn: Sequence[Chart]) -> str:
 
 
 def _pictures(one: Reproduction, folder: Path) -> Iterator[str]:
-    """Those of the recipe's folder, wherever it lies now."""
+    """Links to the files in the recipe's folder, wherever it lies now."""
     for what, path in one.files:
         picture = folder / Path(path).name
         if picture.suffix == ".png" and picture.is_file():

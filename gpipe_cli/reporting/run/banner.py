@@ -118,7 +118,7 @@ def _global_batch(run: RunDescription, micro_batches: str) -> str:
 
 
 def _devices(replicas: Sequence[Sequence[str]]) -> list[str]:
-    """Of each stage, in all replicas: `cpu`, or `cuda:0, cuda:2`."""
+    """The device of each stage, in all replicas: `cpu`, or `cuda:0, cuda:2`."""
     return [", ".join(dict.fromkeys(of_stage)) for of_stage in zip(*replicas, strict=True)]
 
 

@@ -37,7 +37,7 @@ class RunConsole:
         self._words = words_of(run.config.task)
         self._line_seconds = line_seconds
         self._bar: Progress | None = None
-        self._epoch = 0  # whose sums follow: samples or for text tokens, and what they add to the loss and the accuracy
+        self._epoch = 0  # the epoch of the sums: samples (text: tokens), part of the loss and the accuracy
         self._sums = (0, 0.0, 0.0)
         self._speed: float | None = None
         self._learning_rate: float | None = None
@@ -190,7 +190,7 @@ def following(console: Console, log: Path) -> Iterator[None]:
 
 
 class _State(ProgressColumn):
-    """As many phrases as there is room for beside the other columns: never without the time that is left."""
+    """As many phrases as fit beside the other columns; the time left is always one of them."""
 
     def __init__(self, console: Console, counted: str) -> None:
         super().__init__(Column(no_wrap=True))

@@ -24,11 +24,11 @@ if TYPE_CHECKING:  # they import torch, which takes seconds: tables of runs do w
 class Start:
     """A command has begun the run, or goes on with it."""
 
-    command: str  # as it was typed
-    time: datetime  # with its zone
+    command: str  # the command as it was typed
+    time: datetime  # has a time zone
 
 
-WARM_UP_STEPS = 3  # of a training: they allocate memory and choose algorithms
+WARM_UP_STEPS = 3  # the first steps of a training allocate memory and choose algorithms
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class RunDescription:
     best: Tested | None = None
     bench: bool = False  # the run measures, and trains no model
     start: Start | None = None  # None: by no command
-    restarts: tuple[Restart, ...] = ()  # of this command
+    restarts: tuple[Restart, ...] = ()  # restarts within this command
     warm_up_steps: int = WARM_UP_STEPS  # first ones, that do not count to the speed
     simulation: Mapping[str, Any] = field(default_factory=dict)  # planner.simulation_data, for the page
 
@@ -64,7 +64,7 @@ class RunDescription:
 
     @property
     def cost_shares(self) -> list[float | None]:
-        """Of each partition in the model's computation, 0 to 1; None where nothing costs anything."""
+        """Each partition's share of the model's computation, 0 to 1; None where nothing costs anything."""
         costs = self.placement.cost
         return [cost / sum(costs) if sum(costs) else None for cost in costs]
 
@@ -91,7 +91,7 @@ class RunDescription:
 
 
 def model_name(config: TrainConfig) -> str:
-    """As the paper writes it: AmoebaNet-D (18, 256)."""
+    """The model's name as the paper writes it: AmoebaNet-D (18, 256)."""
     match config.model:
         case groups.AmoebaNetConfig() as model:
             return f"AmoebaNet-{model.variant.upper()} ({model.normal_cells}, {model.filters})"
@@ -120,8 +120,8 @@ class Words:
     sample: str  # one of what the data set holds
     speed: str  # the unit of the speed in columns and bars
     accuracy: str  # the share of right predictions, in columns and bars
-    scores: tuple[str, str, str]  # of the test set, in columns
-    ends: tuple[int, ...]  # where the columns of an epoch's line end
+    scores: tuple[str, str, str]  # scores on the test set, in columns
+    ends: tuple[int, ...]  # positions at which the columns of an epoch's line end
 
 
 def precision_facts(precision: str, computes_in: str) -> list[tuple[str, str]]:

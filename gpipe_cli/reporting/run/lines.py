@@ -21,7 +21,7 @@ from gpipe_cli.config.settings import CONFIG
 from gpipe_cli.system.phase import end_phase
 
 LOG = "log.txt"
-LABEL_WIDTH = 12  # of the longest label, so that its line reads as a sentence: `mini-batch   32 = 1 replica x ...`
+LABEL_WIDTH = 12  # length of the longest label; its line reads as a sentence: `mini-batch   32 = 1 replica x ...`
 COMMANDS = ("gpipe ", "tensorboard ")  # lines that are copied begin with these
 
 

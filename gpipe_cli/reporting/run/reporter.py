@@ -46,7 +46,7 @@ from gpipe_cli.training.events import CheckpointAwaited, Evaluated, StepDone, Te
 if TYPE_CHECKING:  # it imports torch
     from gpipe_cli.planner.plan import Plan
 
-RECENT_STEPS = 20  # that a displayed speed is the median of
+RECENT_STEPS = 20  # a displayed speed is the median over so many steps
 
 
 class Reporter:
@@ -90,7 +90,7 @@ class Reporter:
         if shown:
             show_banner(self._console.console, self._run, self._folder)
         plain = Console(file=io.StringIO(), width=100, force_terminal=False, color_system=None)
-        with plain.capture() as text, logging_to(None):  # whose log has it already
+        with plain.capture() as text, logging_to(None):  # the log has it already
             show_banner(plain, self._run, self._folder)
         with self.optional():
             self._dashboard.describe(to_yaml(self._run.config), text.get())
@@ -106,7 +106,7 @@ class Reporter:
         quantities = {
             "step_seconds": message.seconds,
             "samples_per_second": message.samples / message.seconds,
-            "without_core": max(message.without_core),  # of the stage that was worst off
+            "without_core": max(message.without_core),  # the stage that was worst off
         }
         if message.tokens is not None:
             quantities["tokens_per_second"] = message.tokens / message.seconds
@@ -164,7 +164,7 @@ class Reporter:
     def checkpointed(self, step: int) -> None:
         """A checkpoint is complete on disk."""
         with self.optional():
-            self._dashboard.flush()  # what came before it is not done again, should the run be killed
+            self._dashboard.flush()  # what is written now is not done again, should the run be killed
         self._checkpoint = step
 
     def checkpoint_failed(self, why: str) -> None:
@@ -206,7 +206,7 @@ class Reporter:
         except OSError as failed:
             unwritten = failed
         with self.optional():
-            if self._pictures:  # with the share of the whole run, as in the summary, in which others used its cores
+            if self._pictures:  # with the share of the run in which others used its cores, as in the summary
                 self._write_page()
             self._dashboard.end(status, self._steps, result)
         self._console.stop()
@@ -218,7 +218,7 @@ class Reporter:
             raise unwritten
 
     def _resumable(self) -> tuple[str, str | None]:
-        """In words, the checkpoint to go on from, and the folder to name then."""
+        """The words that name the checkpoint to go on from, and the folder to give then."""
         if not self._folder.is_dir():
             return GONE, None
         # interrupted, it may have ended before the message of one that is there
@@ -260,7 +260,7 @@ class Reporter:
         """The median that later predictions are based on; None after few steps, or where stages shared a device or
         other programs used the cores."""
         seconds, share = self._medians.median("step_seconds"), self._medians.median("without_core")
-        waited = self._medians.median("set_up") or 0.0  # for data, among others
+        waited = self._medians.median("set_up") or 0.0  # waits for data, among others
         few = self._steps - self._run.first_step < COMPARED_STEPS
         if few or seconds is None or share is None or max(share, waited) > measurement.DISTURBED:
             return None
@@ -300,7 +300,7 @@ class Reporter:
             model_flops=run.flops.step,
             model_flops_per_second=flops,
             peak_flops_per_second=peak,
-            mfu=None if flops is None or peak is None else flops / peak,  # as PaLM's authors define it
+            mfu=None if flops is None or peak is None else flops / peak,  # PaLM's definition
             memory_bytes=self._memory_bytes,
             memory=self._memory(),
             global_batch=config.batch_size,
@@ -340,7 +340,7 @@ def _prediction(plan: "Plan") -> Prediction:
 
 
 def _starts(folder: Path, run: RunDescription) -> list[Start]:
-    """Those of the run that goes on, or that begins in ``folder`` again, and this one."""
+    """The restarts of the run that goes on, or that begins in ``folder`` again, and this one."""
     found: list[Start] = []
     for earlier in (run.config.resume, folder):
         if earlier is not None and (result := run_result_or_none(Path(earlier))) is not None:
@@ -358,7 +358,7 @@ def _iso(moment: datetime) -> str:
 
 def complete_result(folder: Path, task: Task, progress: Progress) -> None:
     """Says of a run that was killed between its last checkpoint and its end that it is complete, and how good it is."""
-    result = run_result_or_none(folder)  # of one that cannot be read there is nothing to mend
+    result = run_result_or_none(folder)  # an unreadable result cannot be mended
     if result is None or result.status == "completed":
         return
     with suppress(OSError):

@@ -13,7 +13,7 @@ from gpipe_cli.units import duration, percent, size
 if TYPE_CHECKING:  # it imports torch
     from gpipe_cli.planner.plan import Plan
 
-STAGES_SHOWN = 4  # of more than these only the fullest one
+STAGES_SHOWN = 4  # with more stages than these only the fullest one is shown
 COMPARED_STEPS = 20  # done in this process when the prediction is compared
 _LARGE = 2.0  # a difference is written as a factor from here on, and from its inverse down
 

@@ -49,7 +49,7 @@ def show_summary(
         case _:
             when = f"after {seconds}: {done} done" if result.steps else "before the first step was done"
             line, colour = f"{status} {when}", "yellow" if status == "interrupted" else "red"
-    if status != "dry_run":  # whose banner ends with an empty line and is all that came before
+    if status != "dry_run":  # before it comes only the banner, which ends with an empty line
         console.print()
     show_text(console, line, f"bold {colour}")
     if result.error:
@@ -93,7 +93,7 @@ def show_evaluation(console: Console, folder: Path, checkpoint: str, task: Task,
         found["translation"] = None if translation is None else asdict(translation)
     try:
         write_result(folder, found, EVALUATION)
-    finally:  # what cannot be written is shown all the same
+    finally:  # if the file cannot be written, the summary is shown all the same
         tokens = "" if message.scores.tokens is None else f" with {plural(message.scores.tokens, 'token')}"
         seen = f"{message.samples:,}{tokens} in {duration(message.seconds)}"
         said = outcome_of_test(task, tested, message.unigram_perplexity)

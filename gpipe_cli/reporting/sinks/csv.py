@@ -27,10 +27,10 @@ class Writer:
     def __init__(self, run: SinkRun) -> None:
         """A resumed run repeats the steps after its checkpoint: their rows are removed."""
         self._path = run.folder / NAME
-        self._rows: dict[int, dict[str, float]] = {}  # those that wait, by step
+        self._rows: dict[int, dict[str, float]] = {}  # step -> values not yet written
         self._tags: list[str] = []  # the columns behind that of the step
-        self._columns = 0  # of these tags, how many the file has
-        self._size = 0  # of the file, in bytes
+        self._columns = 0  # how many of these tags the file has as columns
+        self._size = 0  # size of the file in bytes
         self._last = run.first_step  # the last step of the file
         with naming(self._path):
             if run.first_step and self._path.exists():

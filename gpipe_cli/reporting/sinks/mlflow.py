@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from mlflow.entities import Metric
     from numpy.typing import NDArray
 
-_LOCAL = "mlruns"  # in `output`: MLflow's files, where MLFLOW_TRACKING_URI names no server
-_MOST_POINTS, _MOST_SETTINGS = 1000, 100  # of one request
+_LOCAL = "mlruns"  # MLflow's files in `output`, if MLFLOW_TRACKING_URI names no server
+_MOST_POINTS, _MOST_SETTINGS = 1000, 100  # limits of one request
 _ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",  # seconds
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-PROJECT = "gpipe"  # what runs belong to in MLflow and W&B, unless MLFLOW_EXPERIMENT_NAME or WANDB_PROJECT names another
+PROJECT = "gpipe"  # experiment or project of runs in MLflow and W&B, without MLFLOW_EXPERIMENT_NAME and WANDB_PROJECT
 FLUSH_SECONDS = 10.0  # a run that is killed loses the points of no longer than this
-_IDS = "loggers.json"  # in the run folder: logger -> the id of the run in MLflow or W&B
+_IDS = "loggers.json"  # a file in the run folder: logger -> the id of the run in MLflow or W&B
 
-Value = bool | int | float | str  # of a setting
+Value = bool | int | float | str  # value of a setting
 
 
 @dataclass(frozen=True)

@@ -27,14 +27,14 @@ SHOWN_AT_FIRST = 5  # columns of settings in HParams; TensorBoard has boxes to t
 # The settings that fill these columns up, behind those that a sweep varies.
 _USUAL = ("model.name", "partitions", "micro_batches", "dataset.name", "batch_size")
 _TYPES = {bool: "DATA_TYPE_BOOL", str: "DATA_TYPE_STRING"}  # TensorBoard's names for the type of a column
-_FIELDS = {bool: "bool_value", str: "string_value"}  # and for the field of a cell
+_FIELDS = {bool: "bool_value", str: "string_value"}  # type -> the field of a cell
 _WHOLE = 10  # digits before the point: settings have no more
 
 # TensorBoard reads all event files of a folder in the order of their names, and keeps the first settings and the first
 # end that it reads. So both are in files of their own, which a run that is resumed into its own folder replaces.
 _PREFIX = "events.out.tfevents"
 _SETTINGS, _END = f"{_PREFIX}.0000000000.settings", f"{_PREFIX}.9999999999.end"
-_numbers = count()  # of the event files of this process, whose names differ in nothing else within a second
+_numbers = count()  # numbers the event files of this process: names made in one second differ in nothing else
 
 
 class Writer:
@@ -152,7 +152,7 @@ def charts(text: bool, predicted: bool) -> dict[str, dict[str, list[Any]]]:
         "runs side by side": {title: ["Multiline", [tag]] for title, tag in runs.items()},
         "where the time of a step goes, in shares": {title: ["Multiline", [tag]] for title, tag in shares.items()},
     }
-    if predicted:  # of a margin the tags are those of the line, and of the lower and the upper edge of the band
+    if predicted:  # a margin has three tags: the line, the band's lower and its upper edge
         layout["measured and predicted"] = {
             "idle; band: to what was predicted": ["Margin", ["idle/measured", "idle/predicted", "idle/measured"]],
             "bubble; band: from ideal to predicted": [

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-_SERVER_SECONDS = 10  # that a server may take to answer
-_LAST_SECONDS = 60.0  # that the upload of what is left may take when a run ends
+_SERVER_SECONDS = 10  # how long a server may take to answer
+_LAST_SECONDS = 60.0  # how long the upload of the rest may take when a run ends
 
 
 class Writer:

@@ -26,8 +26,8 @@ _KINDS = tuple(map(attrgetter, ("schedule", "partitions", "recompute", "executor
 class CheckReport:
     rows: tuple[Row, ...]
     findings: tuple[Finding, ...]
-    shared: tuple[str, ...]  # what a cut must keep together, as sentences
-    loss: float | None  # of the mini-batch, an element's mean; None if the reference failed
+    shared: tuple[str, ...]  # layers that a cut must keep together, as sentences
+    loss: float | None  # mean loss per element of the mini-batch; None if the reference failed
     config: dict[str, Any]
 
     @property

@@ -21,7 +21,7 @@ from gpipe_cli.results.files import flattened, write_result
 from gpipe_cli.results.plan import PLAN, PlannedChoice, PlannedLayer, PlannedStage, PlanResult, SweptPlan
 from gpipe_cli.units import GIB, MIB, count, duration, operations, percent, plural, rate, rounded, size
 
-MOST_ROWS = 40  # of a table that has more, the first and the last rows are shown
+MOST_ROWS = 40  # a table with more rows shows only the first and the last ones
 GRID_LINES = 34  # the most lines of a grid in the console: two blocks of sixteen stages
 
 
@@ -224,7 +224,7 @@ def _show_grid(console: Console, lines: Sequence[str] | None) -> None:
 
 
 def _show_rows(console: Console, title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Of many rows the first and the last."""
+    """The first and the last of many rows."""
     half = MOST_ROWS // 2
     if len(rows) > MOST_ROWS:
         left_out = ["...", f"{len(rows) - 2 * half} more in {PLAN}"] + [""] * (len(headings) - 2)
@@ -246,5 +246,5 @@ def _alike(
 
 
 def _step(seconds: float) -> str:
-    """As ``duration``, with a digit more where steps are compared."""
+    """As ``duration``, with one more digit, for steps that are compared."""
     return f"{seconds:.2f} s" if 0.9995 <= seconds < 9.995 else duration(seconds)

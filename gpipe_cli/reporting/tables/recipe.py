@@ -23,9 +23,9 @@ class Reproduction:
 
     name: str
     title: str
-    claim: str  # of the paper, in our own words
+    claim: str  # the paper's claim in our own words
     source: str
-    needs: str  # what the paper's scale takes
+    needs: str  # devices and data needed at the paper's scale
     scale: str  # paper, desk, smoke
     machine: str
     tables: tuple[Table, ...]

@@ -40,7 +40,7 @@ _MEASURED = (
 )  # fmt: skip
 AUTO = "auto"  # the value of a setting that is to be chosen
 HOPELESS = ("impossible", "out_of_memory")  # results, too: another round would end in the same way
-_ENDS = {0: "measured", 2: "impossible", -9: "out_of_memory", INTERRUPTED: "interrupted"}  # by exit code
+_ENDS = {0: "measured", 2: "impossible", -9: "out_of_memory", INTERRUPTED: "interrupted"}  # exit code -> status
 _NO_MEMORY = re.compile(
     r"OutOfMemoryError|CUDA out of memory|can't allocate memory|not enough memory|MemoryError|std::bad_alloc"
     r"|killed by signal 9\b"
@@ -61,7 +61,7 @@ class Run:
     result: RunResult | None  # None: it wrote none
     number: int = 1  # within the sweep; the first is 1
     round: int = 1  # likewise
-    settings: dict[str, Any] = field(default_factory=dict)  # those that differ
+    settings: dict[str, Any] = field(default_factory=dict)  # settings that differ between runs
     error: str = ""  # one line, if it failed
 
     @property
@@ -155,7 +155,7 @@ def write_bench(folder: Path, table: BenchTable) -> None:
     """bench.json, and bench.csv with what is one number."""
     write_bench_table(folder, table)
     lines = [_line(row, table.varies) for row in table.rows]
-    keys = dict.fromkeys(key for line in sorted(lines, key=len, reverse=True) for key in line)  # of text most
+    keys = dict.fromkeys(key for line in sorted(lines, key=len, reverse=True) for key in line)  # the longest is first
     columns = [Column(key, values=[line.get(key) for line in lines]) for key in keys]
     write_whole(folder / CSV, to_csv(Table(CSV, columns)))
 
@@ -166,11 +166,11 @@ def show_bench(console: Console, table: BenchTable, folder: Path) -> None:
     console.rule(Text(f"sweep {folder}"), align="left")
     show_table(console, Table("", list(_columns(rows, varies)), len(_naming(varies)) + 1), elsewhere=CSV)
     console.print()
-    reasons: dict[str, list[str]] = {}  # what became of cells that were not measured -> which ones
+    reasons: dict[str, list[str]] = {}  # why cells were not measured -> which ones
     for number, row in enumerate(rows, start=1):
         if row.reason:
             name = ", ".join(f"{SYMBOLS.get(key, key)} = {show(value)}" for key, value in row.settings.items())
-            name = name or f"run {number}"  # of a sweep over one value nothing differs
+            name = name or f"run {number}"  # in a sweep over a single value nothing differs
             reasons.setdefault(f"{row.status.replace('_', ' ')}: {row.reason}", []).append(name)
     for why, names in reasons.items():
         show_text(console, f"{'; '.join(names)}: {why}")
@@ -254,7 +254,7 @@ def _relative(cell: Sequence[Run], first: Sequence[Run]) -> float | None:
 
 
 def _differing(cells: Sequence[Sequence[Run]], asked: set[str], auto: Sequence[str]) -> list[dict[str, Any]]:
-    """For each row what differs between rows and was not asked for; and what the settings in `auto` became there."""
+    """Per row, what differs between rows without being asked for; and the values that settings in `auto` got there."""
     flat = [_flat(cell[0].result) if cell and cell[0].result else {} for cell in cells]
     known = [row for row in flat if row]
     asked = {*asked, *_NOT_COMPARED}

@@ -22,22 +22,22 @@ SYMBOLS = {"partitions": "K", "micro_batches": "M"}  # the paper's, as headings 
 LEAST_TEXT = 12  # characters: the least width of a long text
 NONE = "-"
 TABLE = "table"
-FORMATS = (TABLE, "json", "csv")  # of what a command lists: the first for people, the others for programs
+FORMATS = (TABLE, "json", "csv")  # formats of lists: the first for people, the others for programs
 
 
 @dataclass(frozen=True)
 class Column:
     """A heading and a cell for each row."""
 
-    heading: str  # with its line breaks
-    origin: Origin = ""  # where the numbers come from; "" for what names a row, or has no origin of its own
-    cells: Sequence[str] = ()  # as people read them; `-` where there is no value
+    heading: str  # line breaks included
+    origin: Origin = ""  # the source of the numbers; "" for what names a row, or has no source of its own
+    cells: Sequence[str] = ()  # text for people; `-` where there is no value
     number: bool = False  # right-aligned and never broken, like columns with an origin; texts are left-aligned
     key: str = ""  # the name in JSON and CSV; "": the heading
-    values: Sequence[Any] | None = None  # as programs read them, None where there is no value; None: the cells
-    printed: bool = True  # in a console too, not only in files
-    quantity: str = ""  # what the numbers measure, if the heading names their source: `speed` of `Lingvo's cut`
-    minuend: str | None = None  # of differences from the paper: the heading of the column that it is subtracted from
+    values: Sequence[Any] | None = None  # values for programs, None where there is none; None: the cells
+    printed: bool = True  # whether consoles show the column, too, not only files
+    quantity: str = ""  # the quantity, if the heading names only its source: `speed` of `Lingvo's cut`
+    minuend: str | None = None  # for differences from the paper: heading of the column from which it is subtracted
 
     @classmethod
     def of(

@@ -33,8 +33,8 @@ class Comparison:
     config: TrainConfig
     source: TrainConfig
     index: store.Index
-    heads: Mapping[str, store.Head]  # of everything in the checkpoint
-    here: Shapes  # of the model
+    heads: Mapping[str, store.Head]  # name -> dtype and shape, for everything in the checkpoint
+    here: Shapes  # shapes in the model
     there: Shapes
 
     @classmethod

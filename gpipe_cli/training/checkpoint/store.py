@@ -42,7 +42,7 @@ DTYPES = {
 }  # fmt: skip
 
 Done = Annotated[int, Within(0, 10**12)]  # steps, epochs
-Head = tuple[str, tuple[int, ...]]  # of a tensor: its dtype, as safetensors calls it, and its shape
+Head = tuple[str, tuple[int, ...]]  # a tensor's dtype, as safetensors calls it, and its shape
 
 
 @dataclass(frozen=True)
@@ -254,7 +254,7 @@ def finish_checkpoint(draft: Path, index: Index, *, config: str, keep: int) -> P
     final = draft.parent / folder_name(progress.step)
     best = final.name if progress.best_step is None else folder_name(progress.best_step)
     with writing(draft):
-        for file in index.files:  # of stages on other machines: is the folder the same one?
+        for file in index.files:  # stages may be on other machines: is the folder the same one?
             regular_size(draft / file.name)
         for part in draft.glob("part_*.json"):
             part.unlink()
@@ -262,7 +262,7 @@ def finish_checkpoint(draft: Path, index: Index, *, config: str, keep: int) -> P
         _sync_folder(draft)
         # one of that step is replaced: a run that went on from an earlier one came by again
         replaced = draft.parent / f".{final.name}.replaced"
-        shutil.rmtree(replaced, ignore_errors=True)  # of a run that was killed right here: nothing is renamed over it
+        shutil.rmtree(replaced, ignore_errors=True)  # left by a run that was killed right here: rename needs it
         if final.exists():
             final.rename(replaced)
         draft.rename(final)
@@ -324,7 +324,7 @@ def read_index(checkpoint: Path) -> Index:
             raise ValueError(f"it holds {type(values).__name__}")
         if values.get("format") != FORMAT:
             raise ValueError(f"it has format {show(values.get('format'))}, this version of gpipe reads format {FORMAT}")
-        if not isinstance(values.pop("config", None), str):  # for people; of several lines, as no setting is
+        if not isinstance(values.pop("config", None), str):  # it is for people, and has several lines, unlike settings
             raise ValueError("config: must be a text")
         progress = {key: values.pop(key) for key in Progress.__dataclass_fields__ if key in values}
         index = typed(Index, values | {"progress": progress})

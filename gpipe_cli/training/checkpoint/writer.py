@@ -24,7 +24,7 @@ from gpipe_cli.training.engine import Engine
 
 _LOOKS_SECONDS = 0.1  # between two looks at what other processes have written
 _VISIBLE_SECONDS = 10.0  # after all processes have written their parts, for process 0 to see them on a shared disk
-_LAST_SECONDS = 5.0  # that a process which has failed waits for its checkpoint
+_LAST_SECONDS = 5.0  # how long a process that has failed waits for its checkpoint
 _SAID_SECONDS = 0.5  # a wait that is shorter is not worth a line
 
 State = dict[str, torch.Tensor]
@@ -66,20 +66,20 @@ class CheckpointWriter:
     """The checkpoints of a run, one at a time; every process calls the same methods after the same steps."""
 
     engine: Engine
-    folder: Path  # of the run
+    folder: Path  # the run's folder
     config_yaml: str
     report: Callable[[object], None]  # called in process 0, with `events` of checkpoints
-    last: store.Progress  # of the newest checkpoint that is complete; at first, where the run begins
+    last: store.Progress  # the newest checkpoint that is complete; at first, where the run begins
 
     def __post_init__(self) -> None:
         self.control, self.keep = self.engine.control, self.engine.config.checkpoint.keep
         self._snapshots = {k: Snapshot() for k in self.engine.stages}
         self._thread = ThreadPoolExecutor(1, "gpipe-checkpoint")
-        self._written: store.Progress | None = None  # of the checkpoint that is being written
+        self._written: store.Progress | None = None  # the checkpoint that is being written
         # Of this process for it: its part, and in process 0, then, the whole. A text: why it cannot.
         self._writing: Future[str | None]
         self._work: Future[str | None]
-        self._given_up = threading.Event()  # as another process cannot write its part
+        self._given_up = threading.Event()  # another process cannot write its part
         self._parts_written: float | None = None  # since when those of all processes are, on the monotonic clock
 
     def after_step(self, progress: store.Progress, *, save: bool) -> store.Progress:
