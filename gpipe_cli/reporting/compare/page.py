@@ -19,6 +19,7 @@ from gpipe_cli.reporting.compare.scaling import Scaling, devices, scalings, work
 from gpipe_cli.reporting.page.page import PAGE, in_script
 from gpipe_cli.reporting.plots.palette import run_colour
 from gpipe_cli.reporting.tables.table import Column, Table, to_html
+from gpipe_cli.results.measures import MEASURES
 from gpipe_cli.system.files import write_whole
 from gpipe_cli.units import plural
 
@@ -30,11 +31,6 @@ DASHES: tuple[list[int], ...] = ([], [10, 4], [2, 2], [12, 4, 2, 4])
 DASHED_FROM = 6  # runs; fewer are told apart by their colours
 MOST_POINTS = 1500  # points in a drawn curve: more than there are pixels
 MOST_OF_CHART = 30_000  # points of all its curves: the browser has a place for each of them in every curve
-# Columns of which people compare the lengths.
-BARS = (
-    "test_top1", "test_perplexity", "samples_per_second", "tokens_per_second", "speed_up", "step_seconds",
-    "bubble_measured", "memory_bytes_fullest",
-)  # fmt: skip
 # Settings that name a line over K, where they differ.
 NAMING = (
     "micro_batches", "schedule", "recompute", "replicas", "stages_per_process", "executor", "model.name",
@@ -62,7 +58,7 @@ def _page(folder: Path, comparison: Comparison, notes: Sequence[str], tags: Sequ
     unit = "K =" if all(devices(run) == run.settings["partitions"] for run in runs) else "devices:"
     data = {
         "runs": [{"label": label, "colour": colour} for label, colour in zip(comparison.labels, colours, strict=True)],
-        "bars": [at + 1 for at, column in enumerate(table.columns) if column.key in BARS],  # behind the links
+        "bars": [at + 1 for at, column in enumerate(table.columns) if _has_bars(column)],  # behind the links
         "curves": _curves(comparison, tags),
         "scaling": scaled,
         "scaling_unit": unit,
@@ -95,6 +91,11 @@ def _page(folder: Path, comparison: Comparison, notes: Sequence[str], tags: Sequ
     yield f'<script type="application/json" id="data">{in_script(data)}</script>'
     yield f"<script>/*\n{_part('uplot/LICENSE')}*/\n{library}</script>"
     yield f"<script>{_part('../theme.js')}</script><script>{_part('comparison.js')}</script></body></html>"
+
+
+def _has_bars(column: Column) -> bool:
+    """Whether people compare the column's lengths: those of numbers that are better if larger, or if smaller."""
+    return column.key in MEASURES and MEASURES[column.key].better != ""
 
 
 def _part(name: str) -> str:
