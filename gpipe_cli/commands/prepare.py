@@ -8,7 +8,7 @@ from pathlib import Path
 from gpipe_cli.benchmark.machine_timing import step_costs, times_machine
 from gpipe_cli.config.settings import TrainConfig, load
 from gpipe_cli.distributed.torchrun import Torchrun
-from gpipe_cli.planner.auto_settings import Comparison, choose
+from gpipe_cli.planner.auto_settings import Choice, choose
 from gpipe_cli.planner.layout import Layout, own_threads
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model, refuse_single_samples
 from gpipe_cli.planner.placement import Placement, placed
@@ -29,7 +29,7 @@ class Prepared:
     profile: ModelProfile
     plan: Plan
     placement: Placement
-    comparisons: tuple[Comparison, ...]
+    comparisons: tuple[Choice, ...]
     notes: tuple[tuple[str, str], ...]  # lines of a banner: what gave the costs, was chosen, is kept, or takes turns
 
 
@@ -83,9 +83,9 @@ def prepare(
 def _fewest_threads(
     config: TrainConfig,
     plan: Plan,
-    comparisons: tuple[Comparison, ...],
-    plan_of: Callable[[TrainConfig], tuple[TrainConfig, Plan, tuple[Comparison, ...]]],
-) -> tuple[TrainConfig, Plan, tuple[Comparison, ...], tuple[tuple[str, str], ...]]:
+    comparisons: tuple[Choice, ...],
+    plan_of: Callable[[TrainConfig], tuple[TrainConfig, Plan, tuple[Choice, ...]]],
+) -> tuple[TrainConfig, Plan, tuple[Choice, ...], tuple[tuple[str, str], ...]]:
     """The settings, plan and comparisons of one thread for each process where more threads gain little, and a line of
     the banner that says so; else those given. Threads of small operations wait for each other, the longer the busier
     the machine is."""
@@ -148,7 +148,7 @@ def _uneven(config: TrainConfig, placement: Placement) -> Iterator[tuple[str, st
     yield "processes", f"{' + '.join(map(str, stages))} stages: {share}{use}"
 
 
-def _words(comparison: Comparison) -> str:
+def _words(comparison: Choice) -> str:
     """`micro_batches=8: 0.145 s a step predicted; compared 1: 0.31, 2: 0.20, 4: 0.16, 16: 0.15`"""
     chosen = comparison.chosen
     assert chosen is not None

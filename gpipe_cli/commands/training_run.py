@@ -32,7 +32,7 @@ from gpipe_cli.system.files import write_whole
 from gpipe_cli.system.gpus import look_again
 from gpipe_cli.system.interrupts import STOPPED, Stopped
 from gpipe_cli.system.phase import phase
-from gpipe_cli.training.checkpoint.restore import Comparison, check_restorable, refuse_other_optimizer
+from gpipe_cli.training.checkpoint.restore import CheckpointMatch, check_restorable, refuse_other_optimizer
 from gpipe_cli.training.checkpoint.store import GONE, checkpoints_in, find_checkpoint, step_of
 from gpipe_cli.training.events import TrainingStopped
 from gpipe_cli.training.fine_tuning import find_weights
@@ -189,7 +189,7 @@ def fitting_checkpoint(config: TrainConfig, run: Path, which: str, setting: str,
     freeze(model, find_frozen(config, model))
 
     def check(checkpoint: Path) -> None:
-        check_restorable(Comparison.of(setting, run, checkpoint, config, model), model, optimizer=optimizer)
+        check_restorable(CheckpointMatch.of(setting, run, checkpoint, config, model), model, optimizer=optimizer)
 
     return find_checkpoint(run, which, setting, check, show_error)
 

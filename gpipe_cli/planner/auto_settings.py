@@ -50,7 +50,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Choice:
     setting: str  # `micro_batches`
     rule: str  # the rule that chose a value: `the shortest predicted step that fits`
     candidates: tuple[Candidate, ...]
@@ -65,7 +65,7 @@ def choose(
     started: Torchrun | None = None,
     *,
     elsewhere: bool = False,
-) -> tuple[TrainConfig, Plan, tuple[Comparison, ...]]:
+) -> tuple[TrainConfig, Plan, tuple[Choice, ...]]:
     """The configuration with the fastest values of the settings in `auto`, its plan, and what was compared; with a
     mini-batch in `auto`, the largest that fits; with nothing in `auto`, `config` itself.
 
@@ -114,12 +114,12 @@ def choose(
     fastest, _ = min(steps, key=itemgetter(0))
     best = next(candidate for seconds, candidate in steps if seconds <= fastest * _AS_GOOD)
     assert best.plan is not None
-    comparison = Comparison(setting, "the shortest predicted step that fits", tuple(tried), best)
+    comparison = Choice(setting, "the shortest predicted step that fits", tuple(tried), best)
     further = (*_orders(best.config, profile, best.plan), *_recomputation(best.config, profile, best.plan))
     return best.config, best.plan, (comparison, *further)
 
 
-def _orders(config: TrainConfig, profile: ModelProfile, plan: Plan) -> tuple[Comparison, ...]:
+def _orders(config: TrainConfig, profile: ModelProfile, plan: Plan) -> tuple[Choice, ...]:
     """The orders that `schedule=auto` compared: the fastest of those made for the model, and those with a name."""
     if not plan.compared:
         return ()
@@ -131,10 +131,10 @@ def _orders(config: TrainConfig, profile: ModelProfile, plan: Plan) -> tuple[Com
     rule = "the shortest predicted step that fits"
     if 1 < len(set(plan.device_of_stage)) < len(plan.device_of_stage):
         rule += f", stage k on device k mod {len(set(plan.device_of_stage))}"
-    return (Comparison("schedule", rule, tuple(candidates.values()), chosen),)
+    return (Choice("schedule", rule, tuple(candidates.values()), chosen),)
 
 
-def _recomputation(config: TrainConfig, profile: ModelProfile, plan: Plan) -> tuple[Comparison, ...]:
+def _recomputation(config: TrainConfig, profile: ModelProfile, plan: Plan) -> tuple[Choice, ...]:
     """How `recompute=auto` compares with modes that the user could have given."""
     if config.recompute != "auto" or config.schedule == AUTO_SCHEDULE:  # schedule=auto has no such modes
         return ()
@@ -145,7 +145,7 @@ def _recomputation(config: TrainConfig, profile: ModelProfile, plan: Plan) -> tu
         try_plan(mode, replace(cut, recompute=mode), profile, plan.costs, plan.layout)
         for mode in ("never", "except_last")
     )
-    return (Comparison("recompute", "as few as fit the memory", (never, chosen, most), chosen),)
+    return (Choice("recompute", "as few as fit the memory", (never, chosen, most), chosen),)
 
 
 def try_plan(value: str, config: TrainConfig, profile: ModelProfile, costs: StepCosts, layout: Layout) -> Candidate:
@@ -175,7 +175,7 @@ def _fits(config: TrainConfig, profile: ModelProfile, started: Torchrun | None) 
 
 def _largest_mini_batch(
     config: TrainConfig, profile: ModelProfile, key: str, costs_of: CostsOf, started: Torchrun | None
-) -> Comparison:
+) -> Choice:
     """The largest mini-batch, M R times a number of samples, with which a cut fits the memory, and the next larger one.
     `key` is `batch_size`, or `batch_tokens` for as many sentences of the greatest length. A mini-batch has no more
     samples than the training set.
@@ -212,10 +212,10 @@ def _largest_mini_batch(
             one, profile, chosen.over, f"{key}=auto: not even one sample a micro-batch fits; ", layout_of(one, started)
         )
     if found == most:
-        return Comparison(key, "the most samples that there may be, which fit the memory", (chosen,), chosen)
+        return Choice(key, "the most samples that there may be, which fit the memory", (chosen,), chosen)
     larger = sized(found + 1)
     rule = "the largest that fits the memory"
-    return Comparison(key, rule, (chosen, planned(larger, predicted_costs)), chosen)
+    return Choice(key, rule, (chosen, planned(larger, predicted_costs)), chosen)
 
 
 def with_samples(config: TrainConfig, profile: ModelProfile, key: str, samples: int) -> TrainConfig:
@@ -376,7 +376,7 @@ def _smaller_mini_batches(config: TrainConfig, profile: ModelProfile) -> list[_C
 
 def solve_max_model(
     config: TrainConfig, costs_of: CostsOf, log: Callable[[str], None] = lambda line: None
-) -> tuple[TrainConfig, ModelProfile, Plan, tuple[Comparison, ...]]:
+) -> tuple[TrainConfig, ModelProfile, Plan, tuple[Choice, ...]]:
     """The model with the most parameters that fits the memory limit, when each of its sizes grows alone: the question
     of the paper's Table 1.
 
@@ -410,7 +410,7 @@ def solve_max_model(
         end = "" if low < most else f"; more than {most} were not tried"
         rule = f"the largest that fits, everything else as given{end}"
         candidates = tuple(tried[guess] for guess in sorted(tried))
-        comparisons.append(Comparison(f"model.{key}", rule, candidates, tried.get(low)))
+        comparisons.append(Choice(f"model.{key}", rule, candidates, tried.get(low)))
     found = [comparison.chosen for comparison in comparisons if comparison.chosen is not None]
     if not found:
         reason = comparisons[0].candidates[0].reason

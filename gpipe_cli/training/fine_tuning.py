@@ -17,7 +17,7 @@ from gpipe_cli.config.groups import CustomConfig, DatasetConfig, ImagesConfig
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.errors import InputError
 from gpipe_cli.planner.placement import Placement
-from gpipe_cli.training.checkpoint.restore import Comparison
+from gpipe_cli.training.checkpoint.restore import CheckpointMatch
 from gpipe_cli.training.checkpoint.store import find_checkpoint, read_tensors, select
 from gpipe_cli.training.engine import Engine
 from gpipe_cli.training.events import Notes
@@ -56,7 +56,7 @@ def find_weights(config: TrainConfig, warn: Callable[[str], None]) -> Path:
     return find_checkpoint(Path(config.init_from), "best", "init_from", check, warn)
 
 
-def find_taking(config: TrainConfig, model: nn.Sequential, checkpoint: Path) -> tuple[Comparison, frozenset[str]]:
+def find_taking(config: TrainConfig, model: nn.Sequential, checkpoint: Path) -> tuple[CheckpointMatch, frozenset[str]]:
     """What `init_from` and `init_head` mean for `model`: the names of the tensors that stay new, as all others are
     taken from the checkpoint.
 
@@ -64,7 +64,7 @@ def find_taking(config: TrainConfig, model: nn.Sequential, checkpoint: Path) -> 
     classifier that shall be kept and does not fit; and DamagedError for one that is not whole.
     """
     assert config.init_from is not None
-    both = Comparison.of("init_from", Path(config.init_from), checkpoint, config, model)
+    both = CheckpointMatch.of("init_from", Path(config.init_from), checkpoint, config, model)
     here, there = both.here, both.there
     classifier = classifier_of(config, model)
     _refuse_other_names(both, classifier)
@@ -103,7 +103,7 @@ def frozen_facts(placement: Placement) -> Notes:
     return (("frozen", fact),)
 
 
-def _taken_facts(both: Comparison, new: frozenset[str], placement: Placement) -> Notes:
+def _taken_facts(both: CheckpointMatch, new: frozenset[str], placement: Placement) -> Notes:
     """The banner's lines about what was taken and what was not."""
     taken_layers, new_layers = _layers_of(both.here.keys() - new), _layers_of(new)
     layers = [name for names in placement.layer_names for name in names]
@@ -119,7 +119,7 @@ def _taken_facts(both: Comparison, new: frozenset[str], placement: Placement) ->
     return (("taken", fact), ("new", "; ".join(said) or "nothing, the classifier is that run's"))
 
 
-def _refuse_other_names(both: Comparison, classifier: frozenset[str]) -> None:
+def _refuse_other_names(both: CheckpointMatch, classifier: frozenset[str]) -> None:
     """Raises InputError if the layers are others, or the tensors in them.
 
     What may be on one side only is a second classifier in the middle, AmoebaNet's auxiliary head.

@@ -7,7 +7,7 @@ from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory
 from gpipe_cli.pipeline.schedule.dependencies import grid
 from gpipe_cli.pipeline.schedule.simulator import ideal_bubble
-from gpipe_cli.planner.auto_settings import Comparison
+from gpipe_cli.planner.auto_settings import Choice
 from gpipe_cli.planner.data_sheet import resolved
 from gpipe_cli.planner.device_rates import computes_in, reached_tflops
 from gpipe_cli.planner.model_profile import ModelProfile
@@ -32,7 +32,7 @@ def plan_result(
     config: TrainConfig,
     profile: ModelProfile,
     plan: Plan,
-    comparisons: Sequence[Comparison],
+    comparisons: Sequence[Choice],
     files: Mapping[str, str],
 ) -> PlanResult:
     """The numbers of the plan of `config`. `files`: other files that are written, what each is -> where."""
@@ -151,7 +151,7 @@ def _hardware(config: TrainConfig, plan: Plan) -> PlannedHardware:
     )
 
 
-def _choice(comparison: Comparison) -> PlannedChoice:
+def _choice(comparison: Choice) -> PlannedChoice:
     candidates = tuple(
         PlannedCandidate(
             value=one.value,

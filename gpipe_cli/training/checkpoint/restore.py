@@ -21,8 +21,8 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """A checkpoint beside the model of a run, by names, types and shapes alone.
+class CheckpointMatch:
+    """Whether a checkpoint fits the model of a run, by names, types and shapes alone.
 
     `setting` led to it, as it was given; `source` are the settings of the run that wrote it. Every `refuse` raises
     InputError, one line.
@@ -38,7 +38,9 @@ class Comparison:
     there: Shapes
 
     @classmethod
-    def of(cls, setting: str, run: Path, checkpoint: Path, config: TrainConfig, model: nn.Sequential) -> "Comparison":
+    def of(
+        cls, setting: str, run: Path, checkpoint: Path, config: TrainConfig, model: nn.Sequential
+    ) -> "CheckpointMatch":
         """`model` is on the meta device. Raises DamagedError if the checkpoint cannot be read."""
         index = store.read_index(checkpoint)
         found = store.heads(checkpoint, index.files)
@@ -109,7 +111,7 @@ def state_of_stage(engine: Engine, stage: int) -> dict[str, torch.Tensor]:
     return state
 
 
-def check_restorable(both: Comparison, model: nn.Sequential, *, optimizer: bool) -> None:
+def check_restorable(both: CheckpointMatch, model: nn.Sequential, *, optimizer: bool) -> None:
     """Whether a checkpoint has all that `model`, on the meta device and frozen as the run says, needs to go on.
 
     Raises InputError if the checkpoint belongs to another model (and what differs), and DamagedError if a tensor is

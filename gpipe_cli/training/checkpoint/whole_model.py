@@ -11,7 +11,7 @@ from gpipe_cli.assembly.build import build_model, real_model
 from gpipe_cli.config.settings import TrainConfig, find_run, load
 from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.pipeline.runtime.initial_weights import materialize
-from gpipe_cli.training.checkpoint.restore import Comparison, check_restorable
+from gpipe_cli.training.checkpoint.restore import CheckpointMatch, check_restorable
 from gpipe_cli.training.checkpoint.store import find_checkpoint, read_index, read_tensors, select
 
 
@@ -28,7 +28,7 @@ def load_run(run: str, averaged: bool | None, which: str) -> nn.Sequential:
     model = build_model(config)
 
     def check(checkpoint: Path) -> None:
-        both = Comparison.of("run_folder", folder, checkpoint, config, model)
+        both = CheckpointMatch.of("run_folder", folder, checkpoint, config, model)
         check_restorable(both, model, optimizer=False)
 
     found = find_checkpoint(folder, which, "run_folder", check, lambda line: warnings.warn(line, stacklevel=5))
