@@ -262,7 +262,8 @@ def test_a_sweep_under_torchrun_is_refused(
 ) -> None:
     """Each of its processes once ran the whole sweep, all in the same folder."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("gpipe_cli.commands.sweep.torchrun", lambda: object())
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, value)
     assert command(monkeypatch, "bench", "-m", "seed=1,2", "steps=3") == 2
     assert "torchrun: each of its processes would run the whole sweep; call gpipe" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from gpipe_cli.config.groups import choice_of
 from gpipe_cli.config.settings import PartitionConfig, TrainConfig
-from gpipe_cli.distributed.torchrun import torchrun
+from gpipe_cli.distributed.torchrun import refuse_torchrun
 from gpipe_cli.errors import InputError
 from gpipe_cli.launch.fork_server import temporary_folder
 from gpipe_cli.launch.job import Failure, Reason
@@ -46,8 +46,7 @@ def run_check(config: TrainConfig, folder: Path) -> int:
 
     Raises InputError, one line, for what the user can mend.
     """
-    if torchrun() is not None:
-        raise InputError("torchrun: gpipe check starts its own processes; call it without torchrun")
+    refuse_torchrun("gpipe check starts its own processes; call it without torchrun")
     # the same bits need the same number of threads, however many processes share the cores
     threads = config.threads or max(1, usable_cores() // config.partitions)
     # every mode is tried, whatever there is memory for

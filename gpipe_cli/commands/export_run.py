@@ -12,8 +12,7 @@ from gpipe_cli.commands.training_run import fitting_checkpoint, for_evaluation, 
 from gpipe_cli.config.groups import ImagesConfig
 from gpipe_cli.config.settings import DecodeConfig, ExportConfig, PartitionConfig
 from gpipe_cli.data.images import MEAN, STD
-from gpipe_cli.distributed.torchrun import torchrun
-from gpipe_cli.errors import InputError
+from gpipe_cli.distributed.torchrun import refuse_torchrun
 from gpipe_cli.launch.job import Task
 from gpipe_cli.planner.layout import layout_of
 from gpipe_cli.planner.placement import Placement, make_placement
@@ -35,8 +34,7 @@ def run_export(config: ExportConfig, file: Path) -> int:
 
     Raises InputError, one line, for what the user can mend before anything was written.
     """
-    if torchrun() is not None:
-        raise InputError("torchrun: gpipe export starts its own processes; call it without torchrun")
+    refuse_torchrun("gpipe export starts its own processes; call it without torchrun")
     run = Path(config.run)
     training = for_evaluation(config.training)
     placement = make_placement(training, layout_of(training))

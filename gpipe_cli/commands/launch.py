@@ -15,7 +15,7 @@ from gpipe_cli.commands.sweep import differences, folder_name, refuse_without_ef
 from gpipe_cli.config.settings import TrainConfig, find_run, key_of, owner
 from gpipe_cli.config.slurm import LaunchSettings
 from gpipe_cli.config.typed import RefusedError, SettingError, is_one_line, quoted, show
-from gpipe_cli.distributed.torchrun import torchrun
+from gpipe_cli.distributed.torchrun import refuse_torchrun
 from gpipe_cli.errors import InputError
 from gpipe_cli.launch.slurm import script, submit
 from gpipe_cli.system.files import write_whole
@@ -46,8 +46,7 @@ def main(arguments: Sequence[str]) -> int:
         requests.append(training(tree, values_of(typed)))
     if not named:
         raise InputError("slurm is missing; write gpipe launch slurm [setting=value ...]")
-    if torchrun() is not None:
-        raise InputError("torchrun: one process writes the script; call gpipe launch slurm")
+    refuse_torchrun("one process writes the script; call gpipe launch slurm")
     job, (config, auto) = jobs[0], requests[0]  # all jobs of an array need the same resources
     for one_config, _ in requests:
         _refuse(job, one_config)

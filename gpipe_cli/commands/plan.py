@@ -18,7 +18,7 @@ from gpipe_cli.commands.sweep import differences
 from gpipe_cli.commands.words import words_and_settings
 from gpipe_cli.config.settings import SCHEDULE_FILE, PlanSettings, TrainConfig
 from gpipe_cli.config.typed import RefusedError, SettingError
-from gpipe_cli.distributed.torchrun import torchrun
+from gpipe_cli.distributed.torchrun import refuse_torchrun
 from gpipe_cli.errors import InputError
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.reporting.tables.table import TABLE, to_csv
@@ -42,8 +42,7 @@ def main(arguments: Sequence[str]) -> int:
     arguments, given = words_and_settings(arguments, "format")
     line, form = read("plan", arguments), given["format"]
     line.refuse(dict.fromkeys(("resume", "dry_run"), "a plan runs nothing, and begins with nothing; leave it out"))
-    if torchrun() is not None:
-        raise InputError("torchrun: a plan needs one process, whatever it is for; call gpipe plan")
+    refuse_torchrun("a plan needs one process, whatever it is for; call gpipe plan")
     if line.options["multirun"] and not line.is_question:
         return _sweep(line, form)
     tree = compose(line, TRAINING_KEYS)

@@ -15,7 +15,7 @@ from gpipe_cli.commands.recipe_run import Machine, ReproduceSettings
 from gpipe_cli.commands.reproduce_several import ALL, reproduce_several
 from gpipe_cli.config.settings import key_of
 from gpipe_cli.config.typed import typed
-from gpipe_cli.distributed.torchrun import torchrun
+from gpipe_cli.distributed.torchrun import refuse_torchrun
 from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.run.lines import show_facts, show_line
 from gpipe_cli.reporting.tables.recipe import (
@@ -82,8 +82,7 @@ def main(arguments: Sequence[str]) -> int:
         raise InputError(f"{key}={line.overrides[key]}: all commands share one value; run the recipe once for each")
     own = {"scale": "auto", "output": "outputs", "run_folder": None}
     whole = typed(ReproduceSettings, {key: line.overrides.get(key, value) for key, value in own.items()})
-    if torchrun() is not None:
-        raise InputError("torchrun: a recipe starts its own processes; call gpipe reproduce")
+    refuse_torchrun("a recipe starts its own processes; call gpipe reproduce")
     if not rest:
         if line.typed:
             raise InputError(f"{line.typed[0]}: of which recipe? gpipe reproduce lists them")

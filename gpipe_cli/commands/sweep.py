@@ -25,7 +25,7 @@ from gpipe_cli.commands.search import best_of, objective, search_of
 from gpipe_cli.commands.sweep_folder import PLACE, SWEEP, Attempt, SweepFolder
 from gpipe_cli.config.settings import has_checkpoint, key_of
 from gpipe_cli.config.typed import RefusedError, SettingError, quoted
-from gpipe_cli.distributed.torchrun import torchrun
+from gpipe_cli.distributed.torchrun import refuse_torchrun
 from gpipe_cli.errors import InputError
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.reporting.run.lines import override
@@ -81,11 +81,10 @@ class Sweep:
         have more settings than `self.line`. Raises InputError for what the user can mend."""
         if not line.options["multirun"] or line.is_question:
             return compose(line, TRAINING_KEYS)
-        if torchrun() is not None:
-            raise InputError(
-                f"torchrun: each of its processes would run the whole sweep; call gpipe {line.command} -m on one "
-                "machine without it, or torchrun once for each configuration"
-            )
+        refuse_torchrun(
+            f"each of its processes would run the whole sweep; call gpipe {line.command} -m on one machine without it, "
+            "or torchrun once for each configuration"
+        )
         trees = Trees(line, TRAINING_KEYS)
         whole = trees.whole(line.fixed)
         search = search_of(line, whole)

@@ -45,6 +45,12 @@ def torchrun() -> Torchrun | None:
     return Torchrun(rank, processes, here, _number(names[1], 0, here - 1, rank % here))
 
 
+def refuse_torchrun(why: str) -> None:
+    """Raises InputError with the reason and the remedy, for a command that is one process, under torchrun."""
+    if torchrun() is not None:
+        raise InputError(f"torchrun: {why}")
+
+
 def store_address() -> tuple[str, int]:
     """Where the store is through which the processes find each other. Raises InputError for a port that is none."""
     return os.environ.get("MASTER_ADDR", "localhost"), _number("MASTER_PORT", 1, 65535, 29500)

@@ -8,8 +8,7 @@ averaged weights, optimizer state, results and curves are compared bit for bit w
 the length of the training and the interval of checkpoints are set: the number of threads, on which bits depend, is that
 of K = 2, and resuming keeps it.
 
-The seed determines which process is killed, when, and the values of K; it does not determine what the process is doing
-at that moment.
+The seed determines which process is killed, when, and the values of K, not what the process is doing at that moment.
 
 Usage: python recipes/measurements/random_kills.py [--runs 30] [--seed 0] [setting=value ...]
        Linux; 25 minutes on 2 cores
