@@ -1,5 +1,7 @@
 """What holds for all tests."""
 
+import os
+
 import pytest
 import torch
 
@@ -12,6 +14,10 @@ LONGEST = (
     "test_what_belongs_to_a_run", "test_unwritten", "test_text", "test_writer", "test_sweep", "test_bench",
     "test_consistency", "test_models", "test_check_command",
 )  # fmt: skip
+
+# Commands start their own processes, also where the tests themselves are started by something that sets these.
+for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+    os.environ.pop(name, None)
 
 # One thread in the test process: bit-equality is promised at the same number of threads, and the stages have one.
 torch.set_num_threads(1)
@@ -36,10 +42,3 @@ def machine_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands that run in the test process plan by the figures of hardware=cpu: to time the machine takes seconds for
     each of them. `benchmark/test_machine_timing.py` and the processes that tests start do time it."""
     monkeypatch.setattr(timing, "machine_rates", lambda *_: None)
-
-
-@pytest.fixture(autouse=True)
-def outside_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the tests themselves are started by something that sets torchrun's variables."""
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)

@@ -34,17 +34,12 @@ ODD = [
 FIVE = ["warm_up_steps=2", "steps=3"]
 
 
-def program(*arguments: str) -> int:
-    with pytest.MonkeyPatch.context() as patch:
-        return command(patch, *arguments)
-
-
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Five steps of two stages: more than an epoch, and past where a training would be evaluated and saved."""
     output = tmp_path_factory.mktemp("measured")
     two = ["partitions=2", "executor=in_process", "hardware=cpu", "hardware.peak_tflops=0.002", "logger=[tensorboard]"]
-    assert program("bench", *TINY, *LIVELY, *FIVE, *two, f"output={output}") == 0
+    assert command("bench", *TINY, *LIVELY, *FIVE, *two, f"output={output}") == 0
     (folder,) = output.iterdir()
     return folder
 
@@ -80,7 +75,7 @@ def test_what_a_measurement_leaves(measured: Path) -> None:
 def test_text_is_measured_in_real_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = "model=transformer_lm dataset=synthetic_text model.layers=3 model.width=16 model.heads=2 model.length=8"
     text += " device=cpu threads=1 batch_size=4 micro_batches=2 partitions=1 data_workers=0"
-    assert program("bench", *text.split(), *FIVE, f"run_folder={tmp_path}") == 0
+    assert command("bench", *text.split(), *FIVE, f"run_folder={tmp_path}") == 0
     result = read_result(tmp_path)
     planned = result["model_flops"] / (4 * 8)
     assert result["model_flops_per_second"] == pytest.approx(planned * result["tokens_per_second"])
@@ -121,7 +116,7 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
     taken.parent.mkdir(parents=True)
     taken.touch()
     arguments = ["-cd", str(folder), "-cn", "small", "-m", *ODD, *FIVE, "rounds=2", f"hydra.sweep.dir={folder}/sweep"]
-    assert program("bench", *arguments, "+model.arguments.way=fine,hungry,wrong") == 0
+    assert command("bench", *arguments, "+model.arguments.way=fine,hungry,wrong") == 0
     return folder / "sweep"
 
 
@@ -153,7 +148,7 @@ def test_a_table_goes_on_where_it_was_interrupted(table: Path, capsys: pytest.Ca
     sweep = read_result(table, "sweep.json")
     sweep["runs"][3]["exit_code"] = None  # as if the sweep had been killed when the last cell had begun
     write_result(table, sweep, "sweep.json")
-    assert program("bench", f"resume={table}") == 0
+    assert command("bench", f"resume={table}") == 0
     assert capsys.readouterr().out.count("before, skipped") == 3
     assert (table / "bench.json").read_bytes() == before, "the last cell came to the same end again"
     assert read_result(table, "sweep.json")["runs"][3]["exit_code"] == 2

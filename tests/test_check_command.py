@@ -37,11 +37,9 @@ def rows(found: dict[str, Any], **wanted: object) -> list[dict[str, Any]]:
     return [row for row in found["rows"] if all(row[key] == value for key, value in wanted.items())]
 
 
-def test_the_default_network_is_identical_in_every_way(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_default_network_is_identical_in_every_way(capsys: pytest.CaptureFixture[str]) -> None:
     settings = ["model.drop_path=0.4", "model.dropout=0.2", "gradient_clipping=0.1", "freeze=[stem]"]
-    assert command(monkeypatch, "check", *TINY, *settings) == 0
+    assert command("check", *TINY, *settings) == 0
     shown = capsys.readouterr().out
     found = found_by_check()
     assert found["identical"]
@@ -84,9 +82,9 @@ def test_the_default_network_is_identical_in_every_way(
     ],
 )
 def test_text_with_padding_is_checked_and_cut_into_other_micro_batches(
-    settings: list[str], identical: int, verdict: str, words: str, monkeypatch: pytest.MonkeyPatch
+    settings: list[str], identical: int, verdict: str, words: str
 ) -> None:
-    assert command(monkeypatch, "check", *TEXT, *settings) == 0
+    assert command("check", *TEXT, *settings) == 0
     found = found_by_check()
     assert len(rows(found, verdict="identical")) == identical
     (whole,) = rows(found, micro_batches=1)
@@ -94,11 +92,11 @@ def test_text_with_padding_is_checked_and_cut_into_other_micro_batches(
     assert words in whole["text"]
 
 
-def test_a_schedule_of_a_file_is_checked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_schedule_of_a_file_is_checked_too(tmp_path: Path) -> None:
     """One whose gradients are summed in an order that is neither gpipe's nor 1f1b's."""
     file = tmp_path / "order.csv"
     file.write_text("0F0,0F1,0F2,0B0,0B2,0B1\n1F0,1F1,1F2,1B0,1B2,1B1\n", encoding="utf-8")
-    assert command(monkeypatch, "check", *TEXT, IN_PROCESS, f"schedule={file}") == 0
+    assert command("check", *TEXT, IN_PROCESS, f"schedule={file}") == 0
     (row,) = rows(found_by_check(), schedule=str(file))
     assert (row["verdict"], row["recompute"], 0 < row["difference"] < 1e-5) == ("within tolerance", "except_last", True)
 
@@ -129,9 +127,9 @@ IN_PLACE = "layer 1 changes its input in place"
 )  # fmt: skip
 def test_a_layer_that_cannot_be_pipelined_is_named(
     model: str, settings: list[str], left_out: int, verdict: str, words: str,
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    assert command(monkeypatch, "check", *IMAGES, f"model.target=custom_models:{model}", *settings) == 1
+    assert command("check", *IMAGES, f"model.target=custom_models:{model}", *settings) == 1
     captured = capsys.readouterr()
     found = found_by_check()
     assert not found["identical"]
@@ -153,11 +151,9 @@ def test_a_layer_that_cannot_be_pipelined_is_named(
         ("batch_size=32", "gpipe check: batch_size=32: the training set has only 22 samples"),
     ],
 )
-def test_bad_input_is_one_line(
-    arguments: str, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input_is_one_line(arguments: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
     given = [setting for setting in TINY if not setting.startswith(arguments.partition("=")[0])]
-    assert command(monkeypatch, "check", *arguments.split(), *given) == 2
+    assert command("check", *arguments.split(), *given) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith(line)
     assert len(captured.err.splitlines()) == 1

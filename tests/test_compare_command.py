@@ -29,7 +29,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         for k in (1, 2):
-            assert command(patch, "train", *RUN, f"partitions={k}", f"run_folder=outputs/sweep/K{k}") == 0
+            assert command("train", *RUN, f"partitions={k}", f"run_folder=outputs/sweep/K{k}") == 0
         failed = folder / "outputs" / "failed"
         failed.mkdir()
         (failed / "config.yaml").write_text((folder / "outputs/sweep/K2/config.yaml").read_text(encoding="utf-8"))
@@ -44,7 +44,7 @@ def compare(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     monkeypatch.chdir(place)
 
     def run(*arguments: str | Path) -> tuple[int, str, str]:
-        code = command(monkeypatch, "compare", *map(str, arguments))
+        code = command("compare", *map(str, arguments))
         return code, *capsys.readouterr()
 
     return run

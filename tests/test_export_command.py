@@ -33,13 +33,11 @@ def resnet(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def export(patch: pytest.MonkeyPatch, run: Path, *settings: str) -> int:
-    return command(patch, "export", f"run={run}", "checkpoint=last", *settings)
+def export(run: Path, *settings: str) -> int:
+    return command("export", f"run={run}", "checkpoint=last", *settings)
 
 
-def test_timm_reads_a_resnet(
-    resnet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_timm_reads_a_resnet(resnet: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """By its own names, averages or weights; the test set gives the bits of the pipeline."""
     saved = final_tensors(resnet)
     weights, averages = select(saved, "model"), select(saved, "ema")
@@ -49,7 +47,7 @@ def test_timm_reads_a_resnet(
         (True, resnet / "model.safetensors", []),
         (False, tmp_path / "raw.pth", [f"file={tmp_path / 'raw.pth'}", "format=torch", "averages=false"]),
     ):
-        assert export(monkeypatch, resnet, *form) == 0
+        assert export(resnet, *form) == 0
         printed = capfd.readouterr().out
         assert f"timm.create_model('test_resnet', num_classes=4, checkpoint_path='{file}')" in printed
         assert "the same loss, bit for bit" in printed
@@ -81,11 +79,11 @@ def test_python_loads_the_model_of_a_run(resnet: Path, tmp_path: Path, monkeypat
         load(resnet, checkpoint="first")  # type: ignore[arg-type]
 
 
-def test_the_file_says_what_its_numbers_mean(resnet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_says_what_its_numbers_mean(resnet: Path, tmp_path: Path) -> None:
     """In built-in types, whatever the format; without the data, whose names of classes are then unknown, too."""
     safe, plain = tmp_path / "a.safetensors", tmp_path / "a.pt"
-    assert export(monkeypatch, resnet, f"file={safe}", "evaluate=false") == 0
-    assert export(monkeypatch, resnet, f"file={plain}", "evaluate=false", "format=torch") == 0
+    assert export(resnet, f"file={safe}", "evaluate=false") == 0
+    assert export(resnet, f"file={plain}", "evaluate=false", "format=torch") == 0
     loaded = torch.load(plain, weights_only=True)
     assert_same_tensors(loaded["state_dict"], load_file(safe))
     with safe_open(safe, "pt") as opened:
@@ -98,17 +96,15 @@ def test_the_file_says_what_its_numbers_mean(resnet: Path, tmp_path: Path, monke
     assert len(facts["classes"]) == 4
 
 
-def test_a_model_of_ones_own_has_ones_own_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_of_ones_own_has_ones_own_names(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """And is evaluated with any partitions. No average was kept: none is exported, and asked for it is refused."""
     run = tmp_path / "run"
     own = ["model=custom", "model.target=custom_models:small", "model.arguments={width:3}"]
     train_here(configure(*SHORT, *own, "ema_decay=0"), run)
-    assert export(monkeypatch, run, "partitions=3") == 0
+    assert export(run, "partitions=3") == 0
     assert "the same loss, bit for bit" in capfd.readouterr().out
     custom_models.small(3).load_state_dict(load_file(run / "model.safetensors"))
-    assert export(monkeypatch, run, "averages=true", "overwrite=true") == 2
+    assert export(run, "averages=true", "overwrite=true") == 2
     assert "averages=true: the run kept no average" in capfd.readouterr().err
     with pytest.raises(InputError, match="averaged=true: the run kept no average"):
         load(run, averaged=True)
@@ -152,7 +148,7 @@ def test_refused(
     monkeypatch.setattr("gpipe_cli.commands.export.ONNX_PACKAGES", ("no_such_package",))
     monkeypatch.chdir(tmp_path)
     Path("there.safetensors").write_text("mine")
-    assert export(monkeypatch, resnet, *settings) == 2
+    assert export(resnet, *settings) == 2
     printed = capsys.readouterr()
     assert printed.err.startswith("gpipe export: ")
     assert line in printed.err
@@ -160,9 +156,7 @@ def test_refused(
     assert [(path.name, path.read_text()) for path in Path().iterdir()] == [("there.safetensors", "mine")]
 
 
-def test_what_the_data_is_needed_for(
-    resnet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_what_the_data_is_needed_for(resnet: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Where it is gone, nothing is written but with evaluate=false; what was there may be replaced."""
     run = tmp_path / "run"
     shutil.copytree(resnet, run, symlinks=True)
@@ -172,10 +166,10 @@ def test_what_the_data_is_needed_for(
     (run / "config.yaml").write_text(text)
     file = run / "model.safetensors"
     file.write_text("mine")
-    assert export(monkeypatch, run, "overwrite=true") == 2
+    assert export(run, "overwrite=true") == 2
     assert "gpipe export: dataset.root=gone: " in capfd.readouterr().err
     assert file.read_text() == "mine"
-    assert export(monkeypatch, run, "overwrite=true", "evaluate=false") == 0
+    assert export(run, "overwrite=true", "evaluate=false") == 0
     with safe_open(file, "pt") as opened:
         assert "classes" not in opened.metadata()
 
@@ -199,13 +193,11 @@ TEXT = [
 ]  # fmt: skip
 
 
-def test_onnx_computes_what_the_checkpoint_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_onnx_computes_what_the_checkpoint_does(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     onnx, onnxruntime = pytest.importorskip("onnx"), pytest.importorskip("onnxruntime")
     config = configure(*TINY, "max_steps=2", "executor=in_process", "partitions=2")
     train_here(config, tmp_path)
-    assert export(monkeypatch, tmp_path, "format=onnx") == 0
+    assert export(tmp_path, "format=onnx") == 0
     printed = capfd.readouterr()
     assert "for batches of any size" in printed.out
     assert printed.err == ""

@@ -105,14 +105,14 @@ def test_the_largest_mini_batch_fits_and_twice_as_many_samples_run_out_of_memory
 
 
 @pytest.mark.parametrize("precision", ["float32", "tf32", "bfloat16"])
-def test_the_command_trains_on_the_device(precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_trains_on_the_device(precision: str, tmp_path: Path) -> None:
     """All stages on one device, K = 1 and K = 2: equal checkpoints, an honest name for the speed, and, though nobody
     waits for an event, a breakdown and a timeline."""
     for partitions in (1, 2):
         folder = tmp_path / str(partitions)
         common = [*SETTINGS, *LIVELY, "executor=in_process", "epochs=2", f"precision={precision}"]
         arguments = [*common, f"partitions={partitions}"]
-        assert command(monkeypatch, "train", *arguments, f"run_folder={folder}") == 0
+        assert command("train", *arguments, f"run_folder={folder}") == 0
         result = read_result(folder)
         assert result["status"] == "completed"
         assert all(part["device"].startswith("cuda:") for part in result["partitions"])
@@ -150,7 +150,7 @@ def test_layers_are_timed_on_the_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert command(monkeypatch, "plan", *SETTINGS, "cost=measured", f"output={tmp_path / 'plans'}") == 0
+    assert command("plan", *SETTINGS, "cost=measured", f"output={tmp_path / 'plans'}") == 0
     assert "layers measured on this machine" in capsys.readouterr().out
 
 

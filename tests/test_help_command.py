@@ -46,7 +46,7 @@ def test_every_setting_is_a_topic_with_the_whole_comment() -> None:
 def test_topics(topic: str, shown: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     with contextlib.suppress(SystemExit):  # by Hydra, after the help of a command
-        assert command(monkeypatch, "help", topic) == 0
+        assert command("help", topic) == 0
     assert shown in capsys.readouterr().out
 
 
@@ -85,20 +85,18 @@ def test_pictures_have_figures_of_the_schedules_themselves(
 ) -> None:
     """gpipe and 1f1b are idle for (K-1)/(M+K-1); except_last takes M - 1 of 3 (M + K - 1) forwards more."""
     monkeypatch.setenv("COLUMNS", "80")
-    assert command(monkeypatch, "help", topic) == 0
+    assert command("help", topic) == 0
     shown = capsys.readouterr().out
     assert [figure for figure in figures if figure not in shown] == []
     assert max(map(len, shown.splitlines())) <= 80
 
 
-def test_a_topic_that_is_none_names_the_nearest(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert command(monkeypatch, "help", "recompte") == 2
+def test_a_topic_that_is_none_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("help", "recompte") == 2
     assert capsys.readouterr().err == "gpipe help: recompte: there is no such topic; did you mean recompute?\n"
-    assert command(monkeypatch, "help", "mciro_batches") == 2
+    assert command("help", "mciro_batches") == 2
     assert "did you mean micro_batches?" in capsys.readouterr().err
-    assert command(monkeypatch, "help") == 0
+    assert command("help") == 0
     assert "Usage: gpipe help micro_batches" in capsys.readouterr().out
 
 

@@ -13,10 +13,8 @@ from gpipe_cli.results.files import write_result
 
 
 @pytest.mark.parametrize(("topic", "group"), [("models", "model"), ("datasets", "dataset"), ("hardware", "hardware")])
-def test_a_row_for_each_choice(
-    topic: str, group: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert command(monkeypatch, "list", topic) == 0
+def test_a_row_for_each_choice(topic: str, group: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("list", topic) == 0
     rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line[:1].islower()}
     for name in ("gpipe", group):
         rows.pop(name, None)
@@ -25,7 +23,7 @@ def test_a_row_for_each_choice(
         assert rows["h100"].split()[1:7] == ["67", "494", "989", "40", "74.5", "350"]
         assert rows["t4"].split()[2:4] == ["-", "-"], "neither TF32 nor bfloat16"
         assert rows["tpu_v3"].split()[1:4] == ["-", "-", "61.5"], "it was said to be the peak of float32"
-    assert command(monkeypatch, "list", topic, "format=json") == 0
+    assert command("list", topic, "format=json") == 0
     found = json.loads(capsys.readouterr().out)
     assert [entry[group] for entry in found] == list(rows)
     if group == "hardware":
@@ -33,15 +31,15 @@ def test_a_row_for_each_choice(
         assert (v100["peak_tflops"], v100["bfloat16_tflops"], v100["memory_gb_per_second"]) == (15.7, None, 720.0)
 
 
-def test_chains_of_timm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_chains_of_timm(capsys: pytest.CaptureFixture[str]) -> None:
     """And not those of the same name that are none."""
-    assert command(monkeypatch, "list", "models", "test_[bre]*") == 0
+    assert command("list", "models", "test_[bre]*") == 0
     printed = capsys.readouterr().out
     row = next(line.split() for line in printed.splitlines() if line.startswith("test_resnet "))
     assert row[1] == "ResNet"
     assert "\ntest_byobnet" not in printed
     assert "more of timm's names fit test_[bre]* and are none" in printed
-    assert command(monkeypatch, "list", "models", "resnt50") == 2
+    assert command("list", "models", "resnt50") == 2
     assert "resnt50: timm has no model of such a name; did you mean resnet50" in capsys.readouterr().err
 
 
@@ -57,37 +55,37 @@ def test_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         (tmp_path / str(name) / "result.json").write_text(text)
     write_result(tmp_path / "one", result | {"test": {"top1": 0.5}, "samples_per_second": 123.4})
     monkeypatch.chdir(tmp_path)
-    assert command(monkeypatch, "list", "runs", ".") == 0
+    assert command("list", "runs", ".") == 0
     rows = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines()[2:]}
     assert rows["one"] == ["2", "4", "completed", "2026-01-31", "12:00", "50.0", "%", "123.4", "digits", "M"]
     assert rows["sweep/two"][:4] == ["-", "-", "no", "result"]
     for name in range(len(damaged)):
         assert (rows[str(name)][:3], rows[str(name)][5:]) == (["-", "-", "damaged"], ["-"] * 4)
-    assert command(monkeypatch, "list", "runs", str(tmp_path / "sweep"), "format=json") == 0
+    assert command("list", "runs", str(tmp_path / "sweep"), "format=json") == 0
     (two,) = json.loads(capsys.readouterr().out)
     assert (two["run"], two["status"]) == (str(tmp_path / "sweep/two"), "no result"), "the whole path"
-    assert command(monkeypatch, "list", "runs", ".", "format=csv") == 0
+    assert command("list", "runs", ".", "format=csv") == 0
     (one,) = (row for row in csv.DictReader(capsys.readouterr().out.splitlines()) if row["run"] == "one")
     assert (one["samples_per_second"], one["test_top1"], one["test_perplexity"]) == ("123.4", "0.5", "")
-    assert command(monkeypatch, "list", "runs", ".", "format=xml") == 2
+    assert command("list", "runs", ".", "format=xml") == 2
     assert capsys.readouterr() == (
         "",
         "gpipe list: format=xml: must be one of table, json, csv; for example format=json\n",
     )
-    assert command(monkeypatch, "list", "runs", "one") == 0
+    assert command("list", "runs", "one") == 0
     assert "\none " in capsys.readouterr().out
-    assert command(monkeypatch, "list", "runs") == 2
+    assert command("list", "runs") == 2
     assert "outputs: there is no such folder; gpipe train begins one" in capsys.readouterr().err
 
 
-def test_recipes_and_what_there_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command(monkeypatch, "list") == 0
+def test_recipes_and_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("list") == 0
     assert "gpipe list hardware" in capsys.readouterr().out
-    assert command(monkeypatch, "list", "recipes") == 0
+    assert command("list", "recipes") == 0
     assert re.search(r"\nfigure3_resnet101 +3 min  Throughput of ResNet-101", capsys.readouterr().out)
-    assert command(monkeypatch, "list", "recipe") == 2
+    assert command("list", "recipe") == 2
     assert "recipe: there is no such list; did you mean recipes?" in capsys.readouterr().err
-    assert command(monkeypatch, "list", "recipes", "x") == 2
+    assert command("list", "recipes", "x") == 2
     assert "x: gpipe list recipes takes nothing more" in capsys.readouterr().err
-    assert command(monkeypatch, "list", "models", "vit*", "x") == 2
+    assert command("list", "models", "vit*", "x") == 2
     assert "x: gpipe list models takes one pattern and nothing more" in capsys.readouterr().err

@@ -28,15 +28,15 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def plan(monkeypatch: pytest.MonkeyPatch, *settings: str) -> dict[str, Any]:
+def plan(*settings: str) -> dict[str, Any]:
     """Plans into `outputs`; returns plan.json."""
-    assert command(monkeypatch, "plan", *settings) == 0
+    assert command("plan", *settings) == 0
     file = max(Path("outputs").glob("*/plan.json"), key=lambda file: file.stat().st_mtime)
     return json.loads(file.read_text(encoding="utf-8"))
 
 
-def test_a_plan_is_shown_and_written(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    read = plan(monkeypatch, *PLAN, "partitions=2")
+def test_a_plan_is_shown_and_written(capsys: pytest.CaptureFixture[str]) -> None:
+    read = plan(*PLAN, "partitions=2")
     shown = capsys.readouterr().out
     (folder,) = Path("outputs").iterdir()
     assert "_plan_amoebanet_synthetic_images_K2_M4" in folder.name
@@ -56,20 +56,18 @@ def test_a_plan_is_shown_and_written(monkeypatch: pytest.MonkeyPatch, capsys: py
 def test_a_measured_plan_is_that_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "_probe", lambda: 1.0)  # remembered whatever else the machine of the tests does
     monkeypatch.setattr(timing, "_LAYER_SECONDS", 0.1)
-    read = plan(monkeypatch, *PLAN, "partitions=2", "cost=measured")
+    read = plan(*PLAN, "partitions=2", "cost=measured")
     assert "measured on this machine" in str(read["hardware"]["source"])
-    assert command(monkeypatch, "train", *PLAN, "partitions=2", "cost=measured", "dry_run=true", "run_folder=dry") == 0
+    assert command("train", *PLAN, "partitions=2", "cost=measured", "dry_run=true", "run_folder=dry") == 0
     result = json.loads(Path("dry/result.json").read_text(encoding="utf-8"))
     assert result["prediction"]["step_seconds"] == read["step_seconds"]
     layers = [len(stage["layers"]) for stage in read["stages"]]
     assert [len(stage["layers"]) for stage in result["partitions"]] == layers
 
 
-def test_a_training_chooses_too_and_says_so(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_training_chooses_too_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     settings = [*TINY, "batch_size=8", "partitions=auto", "micro_batches=auto", "dry_run=true", "run_folder=dry"]
-    assert command(monkeypatch, "train", *settings) == 0
+    assert command("train", *settings) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "chosen partitions and micro_batches" in shown
     assert "compared" in shown
@@ -99,10 +97,10 @@ def test_the_model_is_built_and_traced_once_and_nothing_is_simulated_that_does_n
         counted(owner, name)
     settings = [*TINY, "partitions=2", "recompute=never", "hardware=h200"]
     alone = ["batch_size=4", "micro_batches=4"]  # samples
-    plan(monkeypatch, *settings, *alone)
+    plan(*settings, *alone)
     assert calls == {"build_model": 1, "trace_layers": 2, "simulate": 1}  # traced in training and in evaluation
     calls.clear()
-    assert command(monkeypatch, "plan", *settings, *alone, "hardware.memory_gib=0.0014") == 2
+    assert command("plan", *settings, *alone, "hardware.memory_gib=0.0014") == 2
     assert "; use recompute=always or hardware.memory_gib=" in capsys.readouterr().err
     assert not calls, "the model was traced for the plan before"
 
@@ -130,12 +128,10 @@ def test_the_model_is_built_and_traced_once_and_nothing_is_simulated_that_does_n
         ("schedule=split.csv compile=true", "compile=true: schedule=split.csv cuts backwards in two"),
     ],
 )
-def test_bad_input_is_one_line_and_leaves_nothing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], settings: str, line: str
-) -> None:
+def test_bad_input_is_one_line_and_leaves_nothing(capsys: pytest.CaptureFixture[str], settings: str, line: str) -> None:
     Path("order.csv").write_text("0F0,0F1,0B0\n1F0,1B0,1F1,1B1\n", encoding="utf-8")
     Path("split.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1I0,1W0,1F1,1B1\n", encoding="utf-8")
-    assert command(monkeypatch, "plan", *PLAN, "partitions=2", "micro_batches=2", *settings.split()) == 2
+    assert command("plan", *PLAN, "partitions=2", "micro_batches=2", *settings.split()) == 2
     assert Path("order.csv").read_text(encoding="utf-8").startswith("0F0,0F1,0B0\n")
     captured = capsys.readouterr()
     assert captured.err.startswith("gpipe plan: ")
@@ -149,15 +145,13 @@ def test_bad_input_is_one_line_and_leaves_nothing(
     ("settings", "rows"),
     [("schedule=zero_bubble partitions=2", 2), ("schedule=1f1b partitions=4 stages_per_process=2", 2)],
 )
-def test_a_plan_of_the_schedule_that_was_written_is_the_same(
-    settings: str, rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_of_the_schedule_that_was_written_is_the_same(settings: str, rows: int) -> None:
     """A row for each device."""
-    written = plan(monkeypatch, *PLAN, *settings.split(), "write_schedule=order.csv")
+    written = plan(*PLAN, *settings.split(), "write_schedule=order.csv")
     assert written["files"]["schedule_file"] == "order.csv"
     assert Path("order.csv").read_text(encoding="utf-8").count("\n") == rows
     planned = [setting for setting in settings.split() if setting.startswith("partitions")]
-    read = plan(monkeypatch, *PLAN, *planned, "schedule=order.csv")
+    read = plan(*PLAN, *planned, "schedule=order.csv")
     assert read["step_seconds"] == written["step_seconds"]
     assert [stage["memory"] for stage in read["stages"]] == [stage["memory"] for stage in written["stages"]]
 
@@ -169,12 +163,12 @@ def test_a_data_sheet_with_a_gap_is_refused(key: str) -> None:
         plan_run._require_figures(config, several=True)
 
 
-def test_programs_get_the_plan_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_programs_get_the_plan_alone(capsys: pytest.CaptureFixture[str]) -> None:
     """`gpipe plan ... format=json | jq .step_seconds`"""
-    written = plan(monkeypatch, *PLAN, "partitions=2", "hardware=h100", "format=json")
+    written = plan(*PLAN, "partitions=2", "hardware=h100", "format=json")
     captured = capsys.readouterr()
     assert json.loads(captured.out) == written
-    assert command(monkeypatch, "plan", *PLAN, "partitions=2", "hardware=h100", "format=csv") == 0
+    assert command("plan", *PLAN, "partitions=2", "hardware=h100", "format=csv") == 0
     rows = list(csv.DictReader(capsys.readouterr().out.splitlines()))
     assert [row["stage"] for row in rows] == ["0", "1"]
     for row, stage in zip(rows, written["stages"], strict=True):
@@ -183,29 +177,29 @@ def test_programs_get_the_plan_alone(monkeypatch: pytest.MonkeyPatch, capsys: py
         assert row["layers"] == f"[{','.join(stage['layers'])}]"
 
 
-def test_a_sweep_is_a_table_of_plans(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_is_a_table_of_plans(capsys: pytest.CaptureFixture[str]) -> None:
     """What cannot be planned is a row that says so, and a reason."""
     sweep = [*PLAN, "hardware=h100", "-m", "partitions=2,20"]
-    assert command(monkeypatch, "plan", *sweep, "recompute=never,always", "format=json") == 0
+    assert command("plan", *sweep, "recompute=never,always", "format=json") == 0
     found = json.loads(capsys.readouterr().out)
     varied = [{"partitions": k, "recompute": mode} for k in (2, 20) for mode in ("never", "always")]
     assert [one["settings"] for one in found] == varied
     assert all("partitions=20: the model has only" in one["error"] for one in found[2:])
-    alone = plan(monkeypatch, *PLAN, "hardware=h100", "partitions=2", "recompute=always")
+    alone = plan(*PLAN, "hardware=h100", "partitions=2", "recompute=always")
     assert found[1] == alone | {"settings": varied[1], "error": None, "files": found[1]["files"]}
     capsys.readouterr()
-    assert command(monkeypatch, "plan", *sweep, "recompute=always", "format=csv") == 0
+    assert command("plan", *sweep, "recompute=always", "format=csv") == 0
     rows = list(csv.DictReader(capsys.readouterr().out.splitlines()))
     assert [row["partitions"] for row in rows] == ["2", "20"]
     assert (float(rows[0]["step_seconds"]), rows[1]["step_seconds"]) == (alone["step_seconds"], "")
-    assert command(monkeypatch, "plan", *sweep, "recompute=always,never") == 0
+    assert command("plan", *sweep, "recompute=always,never") == 0
     shown = capsys.readouterr().out
     assert re.search(r"\n 2 +4 +always +\d", shown)
     assert "cannot be    partitions=20: the model has only" in shown
 
 
-def test_the_table_of_sizes_is_solved(monkeypatch: pytest.MonkeyPatch) -> None:
-    read = plan(monkeypatch, *TINY, "partitions=2", "hardware.memory_gib=0.006", "model.filters=16", "solve=max_model")
+def test_the_table_of_sizes_is_solved() -> None:
+    read = plan(*TINY, "partitions=2", "hardware.memory_gib=0.006", "model.filters=16", "solve=max_model")
     filters, cells = read["comparisons"]
     assert (filters["setting"], cells["setting"]) == ("model.filters", "model.normal_cells")
     for candidates in (filters["candidates"], cells["candidates"]):
@@ -216,14 +210,12 @@ def test_the_table_of_sizes_is_solved(monkeypatch: pytest.MonkeyPatch) -> None:
         assert all("over" in candidate["reason"] for candidate in candidates[chosen + 1 :])
 
 
-def test_a_plan_that_cannot_be_written_is_shown(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_that_cannot_be_written_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))  # as a disk that is full
     try:
         auto = ["micro_batches=auto", "recompute=auto", "hardware.memory_gib=1"]
-        assert command(monkeypatch, "plan", *PLAN, "partitions=2", *auto, "run_folder=plan") == 1
+        assert command("plan", *PLAN, "partitions=2", *auto, "run_folder=plan") == 1
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     captured = capsys.readouterr()

@@ -97,17 +97,16 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (folder / "recipes").symlink_to(ROOT / "recipes")
     with pytest.MonkeyPatch().context() as patch:
         patch.chdir(folder)
-        patch.delenv("RANK", raising=False)
         for line, settings in FIRST.items():
-            assert run(patch, line, settings) == 0
+            assert run(line, settings) == 0
         yield folder
 
 
-def run(patch: pytest.MonkeyPatch, line: str, settings: list[str]) -> int:
+def run(line: str, settings: list[str]) -> int:
     """Runs a command of the README with `settings` in the place of its own."""
     short = {argument.partition("=")[0] for argument in settings}
     given = [argument for argument in shlex.split(line)[1:] if argument.partition("=")[0] not in short]
-    return command(patch, *given, *settings)
+    return command(*given, *settings)
 
 
 def test_the_readme_has_what_is_tested_here() -> None:
@@ -118,17 +117,15 @@ def test_the_readme_has_what_is_tested_here() -> None:
 
 
 @pytest.mark.parametrize("line", RUNS)
-def test_one_command_of_each_kind_runs(
-    line: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    code = run(monkeypatch, line, RUNS[line])
+def test_one_command_of_each_kind_runs(line: str, capfd: pytest.CaptureFixture[str]) -> None:
+    code = run(line, RUNS[line])
     printed = capfd.readouterr()
     assert code == 0, printed.out + printed.err
     assert "Traceback" not in printed.out + printed.err
 
 
-def test_a_sweep_runs_goes_on_and_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [run(monkeypatch, line, settings) for line, settings in SWEEP.items()] == [0, 0, 0]
+def test_a_sweep_runs_goes_on_and_is_compared() -> None:
+    assert [run(line, settings) for line, settings in SWEEP.items()] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("line", composed())

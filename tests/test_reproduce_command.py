@@ -29,10 +29,8 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def test_without_a_name_the_recipes_are_listed_in_the_order_of_the_paper(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert command(monkeypatch, "reproduce") == 0
+def test_without_a_name_the_recipes_are_listed_in_the_order_of_the_paper(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("reproduce") == 0
     listed = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line[:1].isalpha()]
     assert [name for name in listed if name in names()] == names()
     assert names()[:2] == ["table1_amoebanet", "table1_transformer"]
@@ -61,9 +59,9 @@ def test_without_a_name_the_recipes_are_listed_in_the_order_of_the_paper(
     ],
 )
 def test_bad_input_is_one_line_and_leaves_nothing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: str, line: str
+    capsys: pytest.CaptureFixture[str], arguments: str, line: str
 ) -> None:
-    assert command(monkeypatch, "reproduce", *arguments.split()) == 2
+    assert command("reproduce", *arguments.split()) == 2
     error = capsys.readouterr().err
     assert error.startswith("gpipe reproduce: ")
     assert line in error
@@ -71,9 +69,9 @@ def test_bad_input_is_one_line_and_leaves_nothing(
     assert not list(Path(".").glob("outputs/*"))
 
 
-def test_a_recipe_is_reproduced(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recipe_is_reproduced(capsys: pytest.CaptureFixture[str]) -> None:
     given = [*TINY, "steps=2", "executor=in_process"]
-    assert command(monkeypatch, "reproduce", "breakdown", "scale=desk", "output=out", *given) == 0
+    assert command("reproduce", "breakdown", "scale=desk", "output=out", *given) == 0
     shown = " ".join(capsys.readouterr().out.split())
     (folder,) = Path("out").iterdir()
     assert "_reproduce_breakdown" in folder.name
@@ -106,14 +104,12 @@ def alive(process: int) -> bool:
         return False
 
 
-def test_several_go_on_where_they_were_and_one_that_fails_stops_no_other(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_several_go_on_where_they_were_and_one_that_fails_stops_no_other(capsys: pytest.CaptureFixture[str]) -> None:
     """The recipe `consistency` refuses a seed, in no time."""
     asked = ["reproduce", "consistency", "breakdown", "scale=smoke", "run_folder=out", "executor=in_process", "seed=1"]
     broken = Path("out/consistency/of_a_run_that_was_interrupted")
     for is_done in (False, True):
-        assert command(monkeypatch, *asked) == 1
+        assert command(*asked) == 1
         shown = capsys.readouterr().out
         assert ("breakdown: is done" in shown) == is_done
         assert shown.count("runs ") == (0 if is_done else 2)
@@ -132,11 +128,11 @@ def test_several_go_on_where_they_were_and_one_that_fails_stops_no_other(
     assert not Path("out/README.md").exists()  # it is of all recipes
 
     for given, line in (("scale=desk", "has scale=smoke executor=in_process seed=1;"), ("seed=2", "has scale=smoke")):
-        assert command(monkeypatch, *asked[:3], "run_folder=out", given) == 2
+        assert command(*asked[:3], "run_folder=out", given) == 2
         assert line in capsys.readouterr().err
     Path("other").mkdir()
     Path("other/file").touch()
-    assert command(monkeypatch, *asked[:3], "run_folder=other") == 2
+    assert command(*asked[:3], "run_folder=other") == 2
     assert "the folder is not empty and holds no reproduction" in capsys.readouterr().err
 
 

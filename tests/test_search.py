@@ -22,13 +22,11 @@ SEARCH = [
 ]  # fmt: skip
 
 
-def test_the_best_of_two_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_best_of_two_runs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A run that was not begun, as in an interrupted search, is chosen again and is the only one that runs."""
     pytest.importorskip("optuna", "3")
     place = [f"hydra.sweep.dir={tmp_path}/found", "hydra.sweeper.n_trials=2"]
-    assert command(monkeypatch, "train", *SEARCH, *place, "optimizer.momentum=interval(0.1,0.9)") == 0
+    assert command("train", *SEARCH, *place, "optimizer.momentum=interval(0.1,0.9)") == 0
     printed = capfd.readouterr()
     assert printed.err == ""
     saved = json.loads((tmp_path / "found" / SWEEP).read_text())
@@ -42,7 +40,7 @@ def test_the_best_of_two_runs(
     dropped = saved["runs"].pop()
     (tmp_path / "found" / SWEEP).write_text(json.dumps(saved))
     shutil.rmtree(folders[-1])
-    assert command(monkeypatch, "train", f"resume={tmp_path}/found") == 0
+    assert command("train", f"resume={tmp_path}/found") == 0
     assert capfd.readouterr().out.count("completed before, skipped") == 1
     assert json.loads((tmp_path / "found" / SWEEP).read_text())["runs"][-1]["name"] == dropped["name"]
     assert read_result(folders[-1])["status"] == "completed"
@@ -59,21 +57,19 @@ def test_the_best_of_two_runs(
     ],
 )
 def test_what_cannot_be_searched_is_one_line(
-    typed: list[str], line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    typed: list[str], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("optuna", "3")
-    assert command(monkeypatch, "train", *SEARCH, f"hydra.sweep.dir={tmp_path}/found", *typed) == 2
+    assert command("train", *SEARCH, f"hydra.sweep.dir={tmp_path}/found", *typed) == 2
     assert re.fullmatch(rf"gpipe train: {re.escape(line)}.*\n", capsys.readouterr().err)
 
 
-def test_where_all_runs_fail_their_table_says_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_where_all_runs_fail_their_table_says_why(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Optuna's error, that there is no best one, would say less; and they failed (1), no setting was wrong."""
     pytest.importorskip("optuna", "3")
     place = [f"hydra.sweep.dir={tmp_path}/found", "hydra.sweeper.n_trials=1", "optimizer.momentum=interval(0.1,0.9)"]
     fails = ["model.target=custom_models:told", "+model.arguments.way=exits"]
-    assert command(monkeypatch, "train", *SEARCH, *place, *fails) == 1
+    assert command("train", *SEARCH, *place, *fails) == 1
     assert "No trials" not in capfd.readouterr().err
 
 
@@ -91,6 +87,6 @@ def test_without_the_sweeper_it_is_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "optuna", None)
-    assert command(monkeypatch, "train", "-m", "hydra/sweeper=optuna", "seed=choice(1,2)") == 2
+    assert command("train", "-m", "hydra/sweeper=optuna", "seed=choice(1,2)") == 2
     line = "gpipe train: hydra/sweeper=optuna: needs Optuna 4 or newer, which is not installed; pip"
     assert capsys.readouterr().err.startswith(line)

@@ -162,7 +162,7 @@ def test_failing_runs_do_not_stop_the_others(
     options = ["-cd", str(tmp_path), "-cn", "seven", "-m", f"hydra.sweep.dir={tmp_path}/sweep"]
     ways = "+model.arguments.way=wrong,exits,fine"
     monkeypatch.setenv("COLUMNS", "120")  # on a busy machine times are longer words
-    assert command(monkeypatch, "train", *options, *ODD, ways, "dry_run=true") == 1
+    assert command("train", *options, *ODD, ways, "dry_run=true") == 1
     output = capfd.readouterr().out
     statuses = {"wrong": "failed (2)", "exits": "failed (7)", "fine": "dry_run"}
     for number, (way, status) in enumerate(statuses.items(), start=1):
@@ -189,7 +189,7 @@ def test_a_sweep_in_which_nothing_can_run_is_one_line(
 ) -> None:
     """Nor one with a value that is wrong whatever the others are; the last one is known to the runs only."""
     monkeypatch.chdir(tmp_path)
-    assert command(monkeypatch, *arguments.split()) == 2
+    assert command(*arguments.split()) == 2
     captured = capfd.readouterr()
     assert len(captured.err.splitlines()) == 1
     assert line in captured.err
@@ -216,7 +216,7 @@ def test_an_interrupted_sweep_goes_on(
     assert read_result(held)["status"] == "interrupted"
     before = (first / "result.json").read_bytes(), (first / "result.json").stat().st_mtime_ns
     (tmp_path / "go").touch()
-    assert command(monkeypatch, "train", f"resume={folder}") == 1, "the third run is impossible"
+    assert command("train", f"resume={folder}") == 1, "the third run is impossible"
     output = capfd.readouterr().out
     assert "run 1 of 3: micro_batches=1: completed before, skipped\n" in output
     assert len(re.findall(r"(?m)^ *[12] +\d +[12] +completed ", output)) == 2, "both are in the table"
@@ -264,7 +264,7 @@ def test_a_sweep_under_torchrun_is_refused(
     monkeypatch.chdir(tmp_path)
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}.items():
         monkeypatch.setenv(name, value)
-    assert command(monkeypatch, "bench", "-m", "seed=1,2", "steps=3") == 2
+    assert command("bench", "-m", "seed=1,2", "steps=3") == 2
     assert "torchrun: each of its processes would run the whole sweep; call gpipe" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
@@ -332,9 +332,7 @@ def one_line_is_read(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_a_run_that_nobody_reads_any_more_ends_its_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with one_line_is_read(monkeypatch):
-        assert (
-            command(monkeypatch, "train", "-m", *ODD, "dry_run=true", "seed=1,2", f"hydra.sweep.dir={tmp_path}") == 141
-        )
+        assert command("train", "-m", *ODD, "dry_run=true", "seed=1,2", f"hydra.sweep.dir={tmp_path}") == 141
     (run,) = read_result(tmp_path, SWEEP)["runs"]
     # 0: all that the first one prints went into the pipe before its reader had gone, on a busy machine
     assert run["folder"] == "seed=1"
@@ -353,6 +351,6 @@ def test_a_table_that_nobody_reads_any_more_is_written(tmp_path: Path, monkeypat
     (tmp_path / "seed=2").mkdir()
     write_result(tmp_path / "seed=2", {"status": "completed", "samples_per_second": 5.0, "config": {"seed": 2}})
     with one_line_is_read(monkeypatch):
-        assert command(monkeypatch, "bench", f"resume={tmp_path}") == 141
+        assert command("bench", f"resume={tmp_path}") == 141
     rows = read_result(tmp_path, "bench.json")["rows"]
     assert ("measured", 5.0) in [(row["status"], row["samples_per_second"]) for row in rows]

@@ -1,6 +1,5 @@
 """Tiny trainings for the tests of the whole program: in this process, by the command, or as a process of their own."""
 
-import os
 import subprocess
 import sys
 import time
@@ -10,7 +9,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-import pytest
 import torch
 from omegaconf import DictConfig
 
@@ -106,22 +104,17 @@ def of_type(messages: list[object], kind: type[Message]) -> list[Message]:
     return [message for message in messages if isinstance(message, kind)]
 
 
-def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+def command(*arguments: str) -> int:
     """`gpipe ...` called from this process; its workers come out of a fork server that all tests share."""
     from gpipe_cli.cli import main
 
-    with monkeypatch.context() as patch:
-        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
-            patch.delenv(name, raising=False)
-        return main(list(arguments))
+    return main(list(arguments))
 
 
 def start_program(*arguments: str) -> "subprocess.Popen[str]":
     """`gpipe ...` as a user starts it, leading a session of its own, so that Ctrl-C can be sent to all of it."""
-    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
     return subprocess.Popen(
         [sys.executable, "-m", "gpipe_cli", *arguments],
-        env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

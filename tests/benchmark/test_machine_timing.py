@@ -276,7 +276,7 @@ def test_gpus_are_timed_and_remembered(
     monkeypatch.setattr(timing, "_probe", lambda: 1.5)
     assert timed(config, profile) == (costs, [])
     folder = cache.parent / "plan"
-    assert command(monkeypatch, "plan", *settings, "partitions=2", f"output={folder}") == 0
+    assert command("plan", *settings, "partitions=2", f"output={folder}") == 0
     output = capsys.readouterr().out
     assert f"costs from   {costs.source}\n" in output
     assert "products 600.0 TFLOP/s, convolutions 400.0 TFLOP/s" in output

@@ -171,11 +171,11 @@ def test_torchrun_with_other_numbers_is_refused(settings: str, message: str, mon
         layout_of(configure(*TINY, *settings.split()), torchrun())
 
 
-def test_a_dry_run_needs_neither_data_nor_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dry_run_needs_neither_data_nor_memory(tmp_path: Path) -> None:
     """Of weights of 43 GB, which nothing allocates."""
     data = ("dataset=image_folder", "dataset.root=nowhere", "dataset.image_size=224", "dataset.num_classes=1000")
     model = ("model.normal_cells=6", "model.filters=4096", "partitions=8", "device=cpu")
-    assert command(monkeypatch, "train", "dry_run=true", f"run_folder={tmp_path}", *model, *data) == 0
+    assert command("train", "dry_run=true", f"run_folder={tmp_path}", *model, *data) == 0
     assert {path.name.split(".")[0] for path in tmp_path.iterdir()} == {"config", "events", "log", "result"}
     result = read_result(tmp_path)
     assert (result["status"], result["steps"], result["model_parameters"] > 1e10) == ("dry_run", 0, True)

@@ -126,7 +126,7 @@ def test_without_imagenet_one_line_says_how_to_get_it(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     small = (*TINY, "micro_batches=4")
-    assert command(monkeypatch, "reproduce", "imagenet_amoebanet_b", "scale=paper", "output=out", *small) == 2
+    assert command("reproduce", "imagenet_amoebanet_b", "scale=paper", "output=out", *small) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     for part in ("dataset.root=data/imagenet", "image-net.org", "give dataset.root=FOLDER", "scale=desk"):
         assert part in line

@@ -31,10 +31,10 @@ def test_an_older_run_is_listed_compared_and_diffed(
     monkeypatch.chdir(older)
     expected = {"test_top1": 0.875, "samples_per_second": 512.0, "step_seconds": 0.0625}
     for line in (["list", "runs", "."], ["compare", "one", "two"]):
-        assert command(monkeypatch, *line, "format=json") == 0
+        assert command(*line, "format=json") == 0
         for row in json.loads(capsys.readouterr().out):
             assert {key: row[key] for key in expected} == expected
-    assert command(monkeypatch, "diff", "one", "two", "format=json") == 0
+    assert command("diff", "one", "two", "format=json") == 0
     found = {entry["name"]: entry for entry in json.loads(capsys.readouterr().out)}
     assert [found[key]["difference"] for key in ("test.top1", "bubble.measured", "memory_bytes")] == [0, 0, 0]
     assert found["memory_bytes"]["first"] == 2**21, "of the fullest stage"
@@ -45,12 +45,12 @@ def test_an_older_run_is_resumed_and_exported(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     short = [*TINY, "executor=in_process", "checkpoint.every_steps=1"]
-    assert command(monkeypatch, "train", *short, "max_steps=1", "run_folder=run") == 0
+    assert command("train", *short, "max_steps=1", "run_folder=run") == 0
     written = json.loads(Path("run/result.json").read_text(encoding="utf-8"))
     Path("run/result.json").write_text(json.dumps(json.loads(OLDER) | {"config": written["config"]}), encoding="utf-8")
-    assert command(monkeypatch, "train", *short, "max_steps=2", "resume=run", "run_folder=further") == 0
+    assert command("train", *short, "max_steps=2", "resume=run", "run_folder=further") == 0
     assert read_run_result(Path("further")).steps == 2
-    assert command(monkeypatch, "export", "run=run") == 0
+    assert command("export", "run=run") == 0
     assert Path("run/model.safetensors").exists()
 
 

@@ -48,10 +48,10 @@ def test_phases_are_named_on_one_line_that_nothing_is_left_of(
 ) -> None:
     """For many seconds a terminal said `starting ...`."""
     monkeypatch.chdir(tmp_path)
-    assert command(monkeypatch, "train", *DRY, "run_folder=piped") == 0
+    assert command("train", *DRY, "run_folder=piped") == 0
     piped = capsys.readouterr().out.replace("piped", "shown").splitlines()
     with terminal(monkeypatch, 100) as written:
-        assert command(monkeypatch, "train", *DRY, "run_folder=shown") == 0
+        assert command("train", *DRY, "run_folder=shown") == 0
     what = "AmoebaNet-D (3, 4) on synthetic_images, K = 2, M = 3"
     phases = [phase.strip() for phase in re.split(r"[\r\n]", written[0]) if phase.strip().endswith(" ...")]
     assert phases == [
@@ -66,7 +66,7 @@ def test_what_is_refused_stands_alone(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with terminal(monkeypatch, 40) as written:
-        assert command(monkeypatch, "train", *DRY, "partitions=20") == 2
+        assert command("train", *DRY, "partitions=20") == 2
     assert "building the model ...\r" in written[0], "without the title, which has no room"
     assert seen(written[0]) == [""]
     assert capsys.readouterr().err.startswith("gpipe train: partitions=20: ")

@@ -40,7 +40,7 @@ def empty_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @needs_compiler
-def test_the_laws_hold_in_compiled_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_laws_hold_in_compiled_code(tmp_path: Path) -> None:
     """One partition of which nothing is recomputed, three of which all is, and two processes: the same bits, with batch
     norm and dropout; a process compiles equal layers once. The last digits are not those of compile=false, and no more
     than these."""
@@ -58,7 +58,7 @@ def test_the_laws_hold_in_compiled_code(tmp_path: Path, monkeypatch: pytest.Monk
         compiled[name] = ready.compiled
         losses[name] = [done.loss for done in of_type(messages, StepDone)]
     assert (Compiled.so_far() - before).graphs == 3, "all that is compiled, and in no step"
-    assert command(monkeypatch, "train", *SETTINGS, "partitions=2", f"run_folder={tmp_path}/apart") == 0
+    assert command("train", *SETTINGS, "partitions=2", f"run_folder={tmp_path}/apart") == 0
 
     reference = final_tensors(tmp_path / "reference")
     for name in ("cut", "apart"):

@@ -87,8 +87,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
     ids=["stage killed", "stage stopped", "loader stopped", "loader killed"],
 )  # fmt: skip
 def test_a_process_that_is_killed_or_stopped_ends_the_run_and_is_named(
-    of_worker: bool, number: int, settings: list[str], cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    of_worker: bool, number: int, settings: list[str], cause: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     """A stage, or the data loader of the first one, after the first checkpoint of an endless run."""
     loaders: list[int] = []
@@ -102,7 +101,7 @@ def test_a_process_that_is_killed_or_stopped_ends_the_run_and_is_named(
 
     with ThreadPoolExecutor(1) as pool:
         struck = pool.submit(strike)
-        assert command(monkeypatch, "train", *ENDLESS, *settings, f"run_folder={tmp_path}") == 1
+        assert command("train", *ENDLESS, *settings, f"run_folder={tmp_path}") == 1
         struck.result()
     wait_until(lambda: not workers_of(os.getpid()), BOUND, "the end of every worker")
     wait_until(lambda: not any(Path("/proc", str(one)).exists() for one in loaders), BOUND, "the end of the loaders")
@@ -174,7 +173,7 @@ def test_the_temporary_folder_stays_until_the_last_process_has_ended() -> None:
 
 
 @linux
-def test_a_run_needs_its_fork_server_no_more_once_it_has_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_needs_its_fork_server_no_more_once_it_has_begun(tmp_path: Path) -> None:
     """One that was stopped could not say how the workers ended, and the run waited for that for ever."""
 
     def stop() -> int:
@@ -186,14 +185,12 @@ def test_a_run_needs_its_fork_server_no_more_once_it_has_begun(tmp_path: Path, m
     with ThreadPoolExecutor(1) as pool:
         stopped = pool.submit(stop)
         settings = [*TINY, "partitions=1", "epochs=2", f"run_folder={tmp_path}"]
-        assert command(monkeypatch, "train", *settings) == 0
+        assert command("train", *settings) == 0
         server = stopped.result()
     assert not Path("/proc", str(server)).exists()
 
 
-def test_a_broken_image_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_broken_image_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for folder in ("train/cat", "train/dog", "test/cat", "test/dog"):
         (tmp_path / "images" / folder).mkdir(parents=True)
         for number in range(8):
@@ -201,7 +198,7 @@ def test_a_broken_image_is_named(
     broken = tmp_path / "images" / "train" / "dog" / "5.png"
     broken.write_bytes(b"this is no image")
     code = command(
-        monkeypatch, "train", *TINY[:2], "dataset=image_folder", f"dataset.root={tmp_path / 'images'}",
+        "train", *TINY[:2], "dataset=image_folder", f"dataset.root={tmp_path / 'images'}",
         "dataset.image_size=16", "batch_size=8", "partitions=2", "threads=1", "device=cpu",
         "data_workers=1", f"run_folder={tmp_path / 'run'}",
     )  # fmt: skip
@@ -246,7 +243,7 @@ def test_what_one_worker_of_two_refuses_is_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(Path(__file__).parent.parent))  # where custom_models.py is
-    assert command(monkeypatch, "train", *IMAGES, *settings) == 2
+    assert command("train", *IMAGES, *settings) == 2
     refused_in_one_line(capsys, tmp_path, line)
 
 
@@ -255,7 +252,7 @@ def test_a_finished_run_is_not_resumed(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     train_here(configure(*TINY, "partitions=1", "executor=in_process", "epochs=1"), tmp_path / "done")
-    assert command(monkeypatch, "train", "resume=done", "partitions=2") == 2
+    assert command("train", "resume=done", "partitions=2") == 2
     refused_in_one_line(capsys, tmp_path, "resume=done: that run has done 3 steps, and epochs allows 3;")
     # a position in the data means something else with other mini-batches or another order
     source = find_source(configure("resume=done", *TINY, "epochs=2"))
@@ -263,16 +260,14 @@ def test_a_finished_run_is_not_resumed(
         with pytest.raises(InputError, match=f"^{setting}: the run that is resumed has "):
             starting_point(configure("resume=done", *TINY, setting), source)
     more = tmp_path / "more"
-    assert command(monkeypatch, "train", "resume=done", "epochs=2", "executor=in_process", "run_folder=more") == 0
+    assert command("train", "resume=done", "epochs=2", "executor=in_process", "run_folder=more") == 0
     assert read_result(more)["steps"] == 6
     # what was best stays known, and the new folder can be evaluated by itself
     assert (more / "checkpoints" / "best").resolve().is_dir()
     assert (more / "checkpoints" / "last").resolve().name == "step_00000006"
 
 
-def test_a_run_that_diverges_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_diverges_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = [
         *TINY,
         "partitions=2",
@@ -280,7 +275,7 @@ def test_a_run_that_diverges_says_so(
         "learning_rate.per_sample=1e30",
         "checkpoint.every_steps=2",
     ]
-    assert command(monkeypatch, "train", *settings, f"run_folder={tmp_path / 'run'}") == 1
+    assert command("train", *settings, f"run_folder={tmp_path / 'run'}") == 1
     result = read_result(tmp_path / "run")
     assert result["status"] == "failed"
     assert "it has diverged at learning rate" in result["error"]

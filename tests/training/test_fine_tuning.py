@@ -200,9 +200,8 @@ def test_the_laws_hold_for_fine_tuning(source: Path, tmp_path: Path) -> None:
     settings = [*DIGITS, SECOND, f"init_from={source}", freeze, "max_steps=4"]
     heard = train_here(configure(*settings, HERE, "partitions=1"), tmp_path / "whole")
     whole = final_tensors(tmp_path / "whole")
-    with pytest.MonkeyPatch.context() as patch:
-        run = [*settings, "executor=distributed", "recompute=always", "partitions=3", "partition.balance=[2,2,3]"]
-        assert command(patch, "train", *run, "max_steps=2", f"run_folder={tmp_path / 'a'}") == 0
+    run = [*settings, "executor=distributed", "recompute=always", "partitions=3", "partition.balance=[2,2,3]"]
+    assert command("train", *run, "max_steps=2", f"run_folder={tmp_path / 'a'}") == 0
     train_here(configure(*settings, HERE, "partitions=2", f"resume={tmp_path / 'a'}"), tmp_path / "b")
     assert_same_tensors(final_tensors(tmp_path / "b"), whole)
     assert [label for label, _ in of_type(heard, TrainingReady)[0].notes] == ["taken", "new", "frozen"]
@@ -219,7 +218,7 @@ def test_the_laws_hold_for_fine_tuning(source: Path, tmp_path: Path) -> None:
     assert any(step.gradient_norm > 0.5 for step in of_type(heard, StepDone)), "clipping never acted"
 
 
-def test_the_command(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_the_command(source: Path, tmp_path: Path, capsys: Any) -> None:
     """What is wrong: one line, exit code 2, no folder left. What is right: said in the banner."""
     run = tmp_path / "run"
     given = ["train", *DIGITS, HERE, f"run_folder={run}", f"init_from={source}"]
@@ -227,29 +226,27 @@ def test_the_command(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (["model.normal_cells=6", "dry_run=true"], f"init_from={source}: step_0000000"),
         ([f"resume={source}"], f"init_from={source}: the run that is resumed has its weights"),
     ):
-        assert command(monkeypatch, *given, *more) == 2
+        assert command(*given, *more) == 2
         (said,) = capsys.readouterr().err.splitlines()
         assert said.startswith(f"gpipe train: {line}")
         assert not run.exists()
-    assert command(monkeypatch, *given, SECOND, "freeze=[taken]", "partitions=2", "max_steps=1") == 0
+    assert command(*given, SECOND, "freeze=[taken]", "partitions=2", "max_steps=1") == 0
     said = capsys.readouterr().out
     assert f"\ntaken        6 layers from {source} (best, step 3, averaged weights)\n" in said
     assert "\nnew          1 layer: classifier\n" in said
     assert "; stage 0 has nothing to train\n" in said
 
 
-def test_a_run_remembers_no_more_than_where_it_came_from(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_remembers_no_more_than_where_it_came_from(source: Path, tmp_path: Path) -> None:
     """Evaluated or resumed, it does not look at the other run again, which may be gone. Where it goes on, what was
     frozen can be trained, and what is frozen now has no optimizer state any more."""
     run = tmp_path / "run"
     train_here(configure(*DIGITS, SECOND, f"init_from={source}", "freeze=[taken]", HERE, "max_steps=1"), run)
     text = (run / "config.yaml").read_text()
     (run / "config.yaml").write_text(text.replace(str(source), str(tmp_path / "gone")))
-    assert command(monkeypatch, "evaluate", f"run={run}", "partitions=2") == 0
+    assert command("evaluate", f"run={run}", "partitions=2") == 0
     changes = ["freeze=[classifier.logits.bias]", "max_steps=2", f"run_folder={tmp_path / 'on'}"]
-    assert command(monkeypatch, "train", f"resume={run}", *changes) == 0
+    assert command("train", f"resume={run}", *changes) == 0
     first, second = final_tensors(run), final_tensors(tmp_path / "on")
     for name, thawed in (("stem.0.weight", True), ("classifier.logits.bias", False)):
         assert any(one.startswith(f"optimizer/{name}") for one in first) != thawed

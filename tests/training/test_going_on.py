@@ -89,7 +89,7 @@ build = custom_models.small
 
 @linux
 def test_a_run_whose_stage_is_killed_restarts_and_when_asked_to_stop_goes_on_with_another_k(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The signal reaches the workers too, as SLURM and torchrun send it."""
     run = tmp_path / "run"
@@ -122,12 +122,12 @@ def test_a_run_whose_stage_is_killed_restarts_and_when_asked_to_stop_goes_on_wit
 
     steps = result["steps"] + 2
     line = [*line, *IN_PROCESS, f"max_steps={steps}"]
-    assert command(monkeypatch, *line) == 0
+    assert command(*line) == 0
     train_here(configure(*RUN, *IN_PROCESS, f"max_steps={steps}"), tmp_path / "whole")
     assert_same_tensors(final_tensors(run), final_tensors(tmp_path / "whole"))
     write_result(run, read_result(run) | {"status": "running"})  # as one that was killed at its very end
     capsys.readouterr()
-    assert command(monkeypatch, *line) == 0
+    assert command(*line) == 0
     assert (
         capsys.readouterr().out
         == f"{run}: the run that lies there is complete, with {steps} steps; nothing is left to do\n"
@@ -141,15 +141,13 @@ def test_a_run_whose_stage_is_killed_restarts_and_when_asked_to_stop_goes_on_wit
     assert [line[21:] for line in lines].count(f"$ {shlex.join(['gpipe', *line])}") == 2
 
 
-def test_a_result_has_the_tests_of_which_a_killed_parent_did_not_hear(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_result_has_the_tests_of_which_a_killed_parent_did_not_hear(tmp_path: Path) -> None:
     """Its stages have written their checkpoints while it was drawing a picture: result.json is as at the beginning."""
     line = ["train", *TINY, "hardware=cpu", *IN_PROCESS, "epochs=2", "resume=auto", "checkpoint.every_steps=3"]
     run, results = tmp_path / "run", []
     unheard = {"status": "running", "steps": 0, "epochs": 0, "test": None, "best": None}
     for steps in ("max_steps=3", "max_steps=null", "max_steps=null"):  # nothing is left for the last one
-        assert command(monkeypatch, *line, steps, f"run_folder={run}") == 0
+        assert command(*line, steps, f"run_folder={run}") == 0
         results.append(read_result(run))
         write_result(run, results[-1] | unheard)
     first, second, last = results
@@ -167,24 +165,24 @@ def test_a_process_that_is_killed_after_the_last_checkpoint_is_not_missed(
     monkeypatch.syspath_prepend(str(Path(__file__).parent.parent))  # where custom_models.py is
     monkeypatch.syspath_prepend(str(tmp_path))
     settings = [*RUN[2:], "model=custom", "model.target=killed:build", "max_restarts=1", "max_steps=2"]
-    assert command(monkeypatch, "train", *settings, "partitions=1", f"run_folder={tmp_path / 'run'}") == 0
+    assert command("train", *settings, "partitions=1", f"run_folder={tmp_path / 'run'}") == 0
     assert "complete, with 2 steps; nothing is left" in capsys.readouterr().out
     result = read_result(tmp_path / "run")
     assert (result["status"], result["steps"], result["test"]["step"]) == ("completed", 2, 2)
     # a complete run is not one with settings with which it could not go on
     line = ["resume=auto", f"run_folder={tmp_path / 'run'}", "model.target=killed:other"]
-    assert command(monkeypatch, "train", *line) == 2
+    assert command("train", *line) == 2
     assert re.match(r"gpipe train: model.target=killed:other: .* has no function other", capsys.readouterr().err)
 
 
 def test_what_a_killed_start_has_left_is_begun_anew_and_what_is_not_ours_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
     line = ["train", *RUN, *IN_PROCESS, "max_steps=1", "resume=auto"]
     (run / "checkpoints" / ".step_00000001.writing").mkdir(parents=True)
     (run / ".123.partial").touch()
-    assert command(monkeypatch, *line, f"run_folder={run}") == 0
+    assert command(*line, f"run_folder={run}") == 0
     assert (run / "config.yaml").read_text().count("resume: null") == 1
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["best", "last", "step_00000001"]
     (tmp_path / "mine").mkdir()
@@ -197,7 +195,7 @@ def test_what_a_killed_start_has_left_is_begun_anew_and_what_is_not_ours_stays(
         (["-m", "seed=1,2"], "resume=auto"),
     ):
         capsys.readouterr()
-        assert command(monkeypatch, *line, *more) == 2
+        assert command(*line, *more) == 2
         said = capsys.readouterr()
         assert said.err.startswith(f"gpipe train: {setting}: "), said.err
         assert (said.out, said.err.count("\n")) == ("", 1)
@@ -205,14 +203,14 @@ def test_what_a_killed_start_has_left_is_begun_anew_and_what_is_not_ours_stays(
 
 
 @linux
-def test_a_stop_before_the_first_step_ends_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_before_the_first_step_ends_too(tmp_path: Path) -> None:
     def stop() -> None:
         wait_until(lambda: workers_of(os.getpid()), 60, "the worker")
         os.kill(os.getpid(), signal.SIGTERM)
 
     with ThreadPoolExecutor(1) as pool:
         stopped = pool.submit(stop)
-        assert command(monkeypatch, "train", *RUN, "partitions=1", f"run_folder={tmp_path / 'run'}") == 3
+        assert command("train", *RUN, "partitions=1", f"run_folder={tmp_path / 'run'}") == 3
         stopped.result()
     wait_until(lambda: not workers_of(os.getpid()), 20, "the end of every worker")
 
@@ -227,7 +225,7 @@ def test_a_run_that_fails_completes_the_checkpoint_that_it_writes(
     monkeypatch.syspath_prepend(str(tmp_path))
     run = tmp_path / "run"
     settings = [*RUN[2:], "model=custom", "model.target=failing:build", "check_layers=false", "partitions=2"]
-    assert command(monkeypatch, "train", *settings, "max_restarts=1", f"run_folder={run}") == 1
+    assert command("train", *settings, "max_restarts=1", f"run_folder={run}") == 1
     result = read_result(run)
     assert "as it was told to" in result["error"]
     assert result["restarts"] == []  # another start would end in the same way

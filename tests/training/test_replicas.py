@@ -24,13 +24,13 @@ SETTINGS = [
 ]
 
 
-def test_cuts_do_not_matter_and_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuts_do_not_matter_and_nothing_is_lost(tmp_path: Path) -> None:
     """With dropout, batch norm, clipping and averages: one process for each replica, two for each of stages that are
     not neighbours, stopped after four steps and resumed with another cut: the same bits. After one step the weights
     are those of one pipeline with as many micro-batches, but for the order in which gradients were added up."""
 
     def run(name: str, *settings: str) -> dict[str, torch.Tensor]:
-        assert command(monkeypatch, "train", *settings, f"run_folder={tmp_path / name}") == 0
+        assert command("train", *settings, f"run_folder={tmp_path / name}") == 0
         return final_tensors(tmp_path / name)
 
     whole = run("whole", *SETTINGS, "partitions=1")
@@ -49,7 +49,7 @@ def test_cuts_do_not_matter_and_nothing_is_lost(tmp_path: Path, monkeypatch: pyt
             torch.testing.assert_close(several[key], one[key], rtol=1e-5, atol=1e-9, msg=key)
 
 
-def test_replicas_without_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replicas_without_samples(tmp_path: Path) -> None:
     """A mini-batch may have fewer samples than there are replicas: the last one of a test set, one cut by tokens in
     training and in a test, and the hypotheses that still grow in a decoding. The
     replicas without samples performed an empty schedule, which did not know its number of stages, and the run was lost
@@ -67,9 +67,9 @@ def test_replicas_without_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for task, settings in (("images", images), ("translation", translation)):
         pipeline = ["partitions=2", "micro_batches=1", "epochs=1", "replicas=3"]
         folder = tmp_path / task
-        assert command(monkeypatch, "train", *settings, *pipeline, f"run_folder={folder}") == 0
+        assert command("train", *settings, *pipeline, f"run_folder={folder}") == 0
         tested = read_result(folder)["test"]["loss"]
-        assert command(monkeypatch, "evaluate", f"run={folder}", "checkpoint=last", "partitions=1") == 0
+        assert command("evaluate", f"run={folder}", "checkpoint=last", "partitions=1") == 0
         assert tested == pytest.approx(read_result(folder, "evaluate.json")["loss"], rel=1e-5)
 
 

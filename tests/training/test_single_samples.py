@@ -21,7 +21,7 @@ VECTORS = [*DATA, "model=custom", "model.target=custom_models:normalizes_vectors
     [(9, "use dataset.drop_last=true$"), (11, "use dataset.drop_last=true, or micro_batches=1 ")],
 )
 def test_a_dry_run_and_a_training_refuse_the_same_short_last_mini_batch(
-    samples: int, remedies: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    samples: int, remedies: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A dry run used to accept it, and the training's advice, fewer micro_batches, could not help one sample."""
     settings = [*VECTORS, f"dataset.train_samples={samples}", "epochs=1", "batch_size=8", "micro_batches=2"]
@@ -29,7 +29,7 @@ def test_a_dry_run_and_a_training_refuse_the_same_short_last_mini_batch(
     folder = f"run_folder={tmp_path / 'run'}"
     lines = []
     for more in ("dry_run=true", "dry_run=false"):
-        assert command(monkeypatch, "train", *settings, folder, more) == 2
+        assert command("train", *settings, folder, more) == 2
         lines.append(capsys.readouterr().err)
     assert lines[0] == lines[1]
     assert lines[0].startswith("gpipe train: dataset.drop_last=false: ")
@@ -40,11 +40,11 @@ def test_a_dry_run_and_a_training_refuse_the_same_short_last_mini_batch(
 
 
 def test_every_command_refuses_a_full_mini_batch_of_single_samples(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = [*VECTORS, "dataset.train_samples=16", "batch_size=5", "micro_batches=4", f"output={tmp_path}"]
     for name in ("plan", "train", "bench", "check"):
-        assert command(monkeypatch, name, *settings) == 2
+        assert command(name, *settings) == 2
         line = capsys.readouterr().err
         assert line.startswith(f"gpipe {name}: micro_batches=4: ")
         assert "use batch_size=8 or more, or micro_batches=2 or fewer" in line

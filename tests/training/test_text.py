@@ -89,14 +89,12 @@ def test_separate_embeddings_make_the_same_run(corpora: Path, tmp_path: Path) ->
     assert_same_tensors(final_tensors(tmp_path / "1"), final_tensors(tmp_path / "3"))
 
 
-def test_a_process_for_each_partition_makes_the_same_run(
-    whole: Whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_for_each_partition_makes_the_same_run(whole: Whole, tmp_path: Path) -> None:
     """The stage in the middle never sees a sentence and must still know how long they are."""
     settings, folder, messages = whole
     recompute = "always" if "model=transformer_lm" in settings else "except_last"
     arguments = [*settings, "partitions=3", "executor=distributed", f"recompute={recompute}", f"run_folder={tmp_path}"]
-    assert command(monkeypatch, "train", *arguments) == 0
+    assert command("train", *arguments) == 0
     assert_same_tensors(final_tensors(tmp_path), final_tensors(folder))
     result, evaluated = read_result(tmp_path), of_type(messages, Evaluated)[-1]
     assert (result["test"]["loss"], result["test"]["token_accuracy"]) == (evaluated.scores.loss, evaluated.scores.top1)
@@ -136,9 +134,7 @@ def test_micro_batches_hardly_matter(corpora: Path, tmp_path: Path) -> None:
     torch.testing.assert_close(seven, one, rtol=1e-4, atol=1e-5)
 
 
-def test_an_evaluation_depends_neither_on_micro_batches_nor_on_partitions(
-    whole: Whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_evaluation_depends_neither_on_micro_batches_nor_on_partitions(whole: Whole, tmp_path: Path) -> None:
     settings, folder, messages = whole
     translates = "model=transformer_nmt" in settings
     trained, found = of_type(messages, Evaluated)[-1].scores, []
@@ -149,7 +145,7 @@ def test_an_evaluation_depends_neither_on_micro_batches_nor_on_partitions(
         changes.append(["partitions=1", "batch_size=3"])
     for change in changes:
         decode = ["decode.sentences=12"] if translates else []
-        assert command(monkeypatch, "evaluate", f"run={folder}", "checkpoint=last", *decode, *change) == 0
+        assert command("evaluate", f"run={folder}", "checkpoint=last", *decode, *change) == 0
         scores = read_result(folder, "evaluate.json")
         assert scores["loss"] == pytest.approx(trained.loss, rel=1e-5)
         assert scores["tokens"] == trained.tokens

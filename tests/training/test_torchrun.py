@@ -130,7 +130,7 @@ def test_a_run_that_left_no_checkpoint_begins_anew(tmp_path: Path, monkeypatch: 
         monkeypatch.setenv("MASTER_PORT", str(agent.port))
         if expected == 0:
             agree(lambda: Decision(folder, None, None))  # as the start before has
-        assert command(monkeypatch, "train", *settings, f"run_folder={folder}") == expected
+        assert command("train", *settings, f"run_folder={folder}") == expected
     store.cache_clear()
 
 

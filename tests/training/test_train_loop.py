@@ -23,11 +23,6 @@ SETTINGS = [*TINY, *LIVELY, "epochs=2", "checkpoint.keep=9"]
 STEPS = 6
 
 
-def program(*arguments: str) -> int:
-    with pytest.MonkeyPatch.context() as patch:
-        return command(patch, *arguments)
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[object]]:
     """The run that all others must equal: one partition, one process, uninterrupted."""
@@ -41,7 +36,7 @@ def distributed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same by the command, with two processes and a loader process."""
     folder = tmp_path_factory.mktemp("distributed")
     settings = [*SETTINGS, "partitions=2", "executor=distributed", "data_workers=1", f"run_folder={folder}"]
-    assert program("train", *settings) == 0
+    assert command("train", *settings) == 0
     return folder
 
 
@@ -94,7 +89,7 @@ def test_an_auxiliary_head_hands_over_fewer_tensors_in_evaluation(tmp_path: Path
     train_here(configure(*settings, "partitions=1", "executor=in_process"), tmp_path / "one")
     (tmp_path / "three").mkdir()
     arguments = [*settings, "partitions=3", "executor=distributed", f"run_folder={tmp_path / 'three'}"]
-    assert program("train", *arguments) == 0
+    assert command("train", *arguments) == 0
     assert_same_tensors(final_tensors(tmp_path / "one"), final_tensors(tmp_path / "three"))
     assert any("auxiliary" in name for name in final_tensors(tmp_path / "one"))
 
@@ -107,7 +102,7 @@ def test_a_run_resumed_inside_an_epoch_ends_with_the_same_bits(
     train_here(configure(*SETTINGS, "partitions=1", "executor=in_process", "max_steps=2"), first)
     assert read_index(find_checkpoint(first, "last", "run")).progress.step == 2
     others = ["partitions=3", "executor=distributed", "stages_per_process=2"]
-    assert program("train", f"resume={first}", f"run_folder={second}", *others) == 0
+    assert command("train", f"resume={first}", f"run_folder={second}", *others) == 0
     assert_same_tensors(final_tensors(second), final_tensors(whole[0]))
     progress = [read_index(find_checkpoint(folder, "last", "run")).progress for folder in (second, whole[0])]
     assert (progress[0].step, progress[0].ema_updates) == (progress[1].step, progress[1].ema_updates) == (STEPS, STEPS)
@@ -123,10 +118,10 @@ def test_all_schedules_that_sum_upwards_make_the_same_run(tmp_path: Path) -> Non
     whole = final_tensors(tmp_path / "whole")
     interleaved = [*SETTINGS, "schedule=interleaved", "partitions=4", "stages_per_process=2"]
     first, second = tmp_path / "first", tmp_path / "second"
-    assert program("train", *interleaved, "executor=distributed", "max_steps=2", f"run_folder={first}") == 0
+    assert command("train", *interleaved, "executor=distributed", "max_steps=2", f"run_folder={first}") == 0
     assert [part["process"] for part in read_result(first)["partitions"]] == [0, 1, 0, 1]
     others = ["schedule=zero_bubble", "partitions=3", "stages_per_process=null"]
-    assert program("train", f"resume={first}", *others, f"run_folder={second}") == 0
+    assert command("train", f"resume={first}", *others, f"run_folder={second}") == 0
     assert_same_tensors(final_tensors(second), whole)
     scores = of_type(expected, Evaluated)[-1].scores
     assert (read_result(second)["test"]["loss"], read_result(second)["test"]["top1"]) == (scores.loss, scores.top1)
@@ -138,13 +133,13 @@ def test_threads_are_kept_whatever_k_would_get(tmp_path: Path) -> None:
     whole, first = tmp_path / "whole", tmp_path / "first"
     defaults = [*(setting for setting in SETTINGS if setting != "threads=1"), "checkpoint.every_steps=2"]
     defaults.append("hardware=cpu")  # else it may be one thread that is chosen
-    assert program("train", *defaults, "partitions=2", "max_steps=3", f"run_folder={whole}") == 0
+    assert command("train", *defaults, "partitions=2", "max_steps=3", f"run_folder={whole}") == 0
     used = read_result(whole)["hardware"]["threads_per_process"]
     assert used == max(1, usable_cores() // 2)
     shutil.copytree(whole, first)
     shutil.rmtree(first / "checkpoints" / "step_00000003")
     go_on = [f"resume={first}", "partitions=1", "max_steps=3", f"run_folder={tmp_path / 'again'}"]
-    assert program("train", *go_on) == 0
+    assert command("train", *go_on) == 0
     assert_same_tensors(final_tensors(tmp_path / "again"), final_tensors(whole))
     assert read_result(tmp_path / "again")["hardware"]["threads_per_process"] == load(whole).threads == used
 
@@ -156,11 +151,11 @@ def test_a_run_goes_on_in_its_own_folder_from_an_earlier_checkpoint(
     bits, and one curve."""
     folder = tmp_path / "run"
     settings = [*SETTINGS, "partitions=2", "executor=in_process", "checkpoint.every_steps=2", "logger=[tensorboard]"]
-    assert program("train", *settings, "max_steps=5", f"run_folder={folder}") == 0
+    assert command("train", *settings, "max_steps=5", f"run_folder={folder}") == 0
     assert read_result(folder)["samples_per_second_kind"] == "measured_one_device"  # its stages take turns
     for step in (4, 5):  # as if the run had been killed after step 5, having written its checkpoint of step 3
         shutil.rmtree(folder / "checkpoints" / f"step_{step:08d}")
-    assert program("train", f"resume={folder}", f"run_folder={folder}", "partitions=1") == 0
+    assert command("train", f"resume={folder}", f"run_folder={folder}", "partitions=1") == 0
     assert_same_tensors(final_tensors(folder), final_tensors(whole[0]))
     events = EventAccumulator(str(folder))
     events.Reload()
@@ -191,7 +186,7 @@ def test_result_json_and_config_of_a_run(distributed: Path) -> None:
 
 def test_evaluate_gives_the_numbers_of_the_training(distributed: Path) -> None:
     """Another cut, the same micro-batches: not close, equal."""
-    assert program("evaluate", f"run={distributed}", "checkpoint=last", "partitions=3", "executor=in_process") == 0
+    assert command("evaluate", f"run={distributed}", "checkpoint=last", "partitions=3", "executor=in_process") == 0
     evaluated = json.loads((distributed / "evaluate.json").read_text())
     test = read_result(distributed)["test"]
     assert evaluated["samples"] == 10

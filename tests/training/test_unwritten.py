@@ -15,7 +15,7 @@ RUN = [*TINY, "partitions=2", "executor=in_process"]
 
 
 def test_a_run_goes_on_without_its_pictures_and_not_without_its_checkpoints_and_result(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A picture that could not be written once ended the training with a traceback, which hid all other causes."""
     run = tmp_path / "run"
@@ -23,7 +23,7 @@ def test_a_run_goes_on_without_its_pictures_and_not_without_its_checkpoints_and_
     for name in ("pipeline.html", "timeline.png", "timeline_trace.json"):
         (run / name).mkdir()  # nothing can be renamed to that, whoever tries
     goes_on = ["train", f"resume={run}", f"run_folder={run}"]
-    assert command(monkeypatch, *goes_on, "epochs=2") == 0
+    assert command(*goes_on, "epochs=2") == 0
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert f"{run}/pipeline.html: Is a directory; the run goes on" in said
@@ -32,7 +32,7 @@ def test_a_run_goes_on_without_its_pictures_and_not_without_its_checkpoints_and_
     draft = run / "checkpoints" / ".step_00000009.writing"
     draft.write_text("a file where a folder is wanted")
     whole = final_tensors(run)
-    assert command(monkeypatch, *goes_on, "epochs=3") == 1
+    assert command(*goes_on, "epochs=3") == 1
     captured = capsys.readouterr()
     result = read_result(run)
     assert result["status"] == "failed"
@@ -41,19 +41,17 @@ def test_a_run_goes_on_without_its_pictures_and_not_without_its_checkpoints_and_
     assert not (run / "failure.txt").exists()
     assert final_tensors(run).keys() == whole.keys()
     draft.unlink()
-    assert command(monkeypatch, *goes_on, "epochs=3") == 0
+    assert command(*goes_on, "epochs=3") == 0
     assert (run / "checkpoints" / "step_00000009").is_dir()
 
     (run / "result.json").unlink()
     (run / "result.json").mkdir()
     capsys.readouterr()
-    assert command(monkeypatch, *goes_on, "epochs=4") == 1
+    assert command(*goes_on, "epochs=4") == 1
     assert capsys.readouterr().err == f"gpipe train: {run}/result.json: Is a directory\n"
 
 
-def test_a_run_whose_folder_has_gone_ends_with_the_cause(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_whose_folder_has_gone_ends_with_the_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And the folder does not come back with checkpoints that no configuration belongs to."""
     run = tmp_path / "run"
 
@@ -64,7 +62,7 @@ def test_a_run_whose_folder_has_gone_ends_with_the_cause(
     with ThreadPoolExecutor(1) as pool:
         taken = pool.submit(take_away)
         settings = [*RUN, "epochs=10000", "checkpoint.every_steps=1"]
-        assert command(monkeypatch, "train", *settings, f"run_folder={run}") == 1
+        assert command("train", *settings, f"run_folder={run}") == 1
         taken.result()
     said = capsys.readouterr().err.splitlines()
     assert re.fullmatch(rf"{run}: the run folder was deleted or moved; begin .* resume=FOLDER, to go on", said[-1])

@@ -35,9 +35,9 @@ def text(tmp_path: Path) -> Path:
     return tmp_path / "text"
 
 
-def run(text: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, *settings: str) -> int:
+def run(text: Path, folder: Path, *settings: str) -> int:
     places = [f"dataset.root={text}", f"dataset.cache={text.parent / 'cache'}", f"run_folder={folder}"]
-    return command(monkeypatch, "train", *TEXT, *places, *settings)
+    return command("train", *TEXT, *places, *settings)
 
 
 def test_text_is_read_with_the_vocabulary_of_the_run(
@@ -45,10 +45,10 @@ def test_text_is_read_with_the_vocabulary_of_the_run(
 ) -> None:
     """One more file in the folder, and a vocabulary learned anew gave every token another meaning: the perplexity of a
     run went from 85 to 426 without a word."""
-    assert run(text, tmp_path / "run", monkeypatch) == 0
+    assert run(text, tmp_path / "run") == 0
     pieces = (tmp_path / "run" / "vocabulary.model").read_bytes()
     (text / "two.txt").write_text(nonsense("cjkpstvz", lines=200))
-    assert command(monkeypatch, "evaluate", f"run={tmp_path / 'run'}") == 0
+    assert command("evaluate", f"run={tmp_path / 'run'}") == 0
     other = TextConfig("text_files", 320, cache=str(text.parent / "other"), root=str(text))
     seen = {
         name: len(open_text(other, length=8, seed=0, pieces=model)[1].predicted())  # type: ignore[union-attr]
@@ -56,20 +56,18 @@ def test_text_is_read_with_the_vocabulary_of_the_run(
     }
     assert seen["saved"] != seen["anew"], "the two vocabularies cannot be told apart by their tokens"
     assert read_result(tmp_path / "run", "evaluate.json")["tokens"] == seen["saved"]
-    assert run(text, tmp_path / "tuned", monkeypatch, f"init_from={tmp_path / 'run'}") == 0
+    assert run(text, tmp_path / "tuned", f"init_from={tmp_path / 'run'}") == 0
     assert (tmp_path / "tuned" / "vocabulary.model").read_bytes() == pieces
     capsys.readouterr()
     for start in ("resume", "init_from"):
-        assert run(text, tmp_path / start, monkeypatch, f"{start}={tmp_path / 'run'}", "dataset.vocabulary=319") == 2
+        assert run(text, tmp_path / start, f"{start}={tmp_path / 'run'}", "dataset.vocabulary=319") == 2
         assert "use dataset.vocabulary=320" in capsys.readouterr().err
-    assert command(monkeypatch, "evaluate", f"run={tmp_path / 'run'}", "decode.beam=7") == 2
+    assert command("evaluate", f"run={tmp_path / 'run'}", "decode.beam=7") == 2
     line = "gpipe evaluate: decode.beam=7: nothing is translated by a run of model=transformer_lm; leave it out\n"
     assert capsys.readouterr().err == line
 
 
-def test_the_weights_that_a_run_began_with_may_be_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_weights_that_a_run_began_with_may_be_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A checkpoint holds every tensor; the file was still asked for, and its absence refused. So was a schedule's file,
     which evaluation has no use for."""
     file = tmp_path / "weights.safetensors"
@@ -79,13 +77,13 @@ def test_the_weights_that_a_run_began_with_may_be_gone(
     order = tmp_path / "order.csv"
     order.write_text("0F0,0B0\n1F0,1B0\n", encoding="utf-8")
     by_file = ["partitions=2", "micro_batches=1", f"schedule={order}"]
-    assert command(monkeypatch, "train", *settings, *by_file, "max_steps=2", f"run_folder={tmp_path / 'run'}") == 0
+    assert command("train", *settings, *by_file, "max_steps=2", f"run_folder={tmp_path / 'run'}") == 0
     file.unlink()
     order.unlink()
-    assert command(monkeypatch, "evaluate", f"run={tmp_path / 'run'}", "partitions=1") == 0
+    assert command("evaluate", f"run={tmp_path / 'run'}", "partitions=1") == 0
     went_on = [f"resume={tmp_path / 'run'}", f"run_folder={tmp_path / 'on'}", "max_steps=3", "schedule=1f1b"]
-    assert command(monkeypatch, "train", *went_on) == 0
-    assert command(monkeypatch, "train", *settings, "max_steps=2", f"run_folder={tmp_path / 'new'}") == 2
+    assert command("train", *went_on) == 0
+    assert command("train", *settings, "max_steps=2", f"run_folder={tmp_path / 'new'}") == 2
     assert "cannot be read (No such file or directory)" in capsys.readouterr().err
 
 
@@ -97,7 +95,7 @@ def test_a_stage_in_the_middle_waits_while_text_is_prepared(
     lines = (" ".join("".join(chance.choices("abcdefgh", k=6)) for _ in range(9)) for _ in range(3_000))
     (text / "long.txt").write_text("\n".join(lines))
     processes = ["partitions=3", "executor=distributed"]
-    assert run(text, tmp_path / "run", monkeypatch, *processes, "timeout_seconds=1", "max_steps=1") == 0
+    assert run(text, tmp_path / "run", *processes, "timeout_seconds=1", "max_steps=1") == 0
 
 
 @pytest.mark.parametrize(

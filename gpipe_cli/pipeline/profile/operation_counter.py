@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from gpipe_cli.pipeline.profile.layer_cost import OperationKind, Operations
 from gpipe_cli.pipeline.profile.reads import Reads
@@ -187,7 +187,16 @@ _MOVES_NOTHING = (
     _aten.new_empty_strided.default,
     torch.ops.prim.device.default,
 )
-_FORMULAS: dict[Any, Callable[..., int]] = {_aten.convolution_backward.default: _convolution_backward_flops}
+_FORMULAS: dict[Any, Callable[..., int]] = {
+    _aten.convolution_backward.default: _convolution_backward_flops,
+    # torch's registry lacked the CPU's attention up to 2.14
+    _aten._scaled_dot_product_flash_attention_for_cpu.default: lambda query, key, value, *_, **__: sdpa_flop_count(
+        query.shape, key.shape, value.shape
+    ),
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: lambda *tensors, **_: sdpa_backward_flop_count(
+        *(tensor.shape for tensor in tensors[:4])
+    ),
+}
 _SHORTCUTS: dict[Any, Callable[..., Any]] = {
     _aten.convolution.default: _convolution_shapes,
     # (input, weight, bias, running mean, running variance, training, ...)

@@ -204,6 +204,6 @@ def test_what_is_not_installed_is_refused_before_anything_runs(
     monkeypatch.chdir(tmp_path)
     for module in ("mlflow", "wandb"):
         monkeypatch.setitem(sys.modules, module, None)  # Python's own way to say so
-    assert command(monkeypatch, "train", given) == 2
+    assert command("train", given) == 2
     assert line in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

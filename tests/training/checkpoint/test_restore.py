@@ -189,19 +189,19 @@ def test_a_damaged_checkpoint_is_replaced_by_the_newest_intact_one(
 
 
 def test_the_same_for_weights_to_begin_with_and_for_an_evaluation(
-    two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    two: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
     shutil.copytree(two, run, symlinks=True)
     change_file(doubled)(run / "checkpoints" / "step_00000002")
     assert source(f"init_from={run}").name == "step_00000001"
     assert "is ('F64', " in capsys.readouterr().err
-    assert command(monkeypatch, "evaluate", f"run={run}", "checkpoint=last") == 0
+    assert command("evaluate", f"run={run}", "checkpoint=last") == 0
     assert "; step_00000001 is taken" in capsys.readouterr().err
     assert read_result(run, "evaluate.json")["checkpoint"].endswith("step_00000001")
     flip(run / "checkpoints" / "step_00000001")
     for arguments in (["evaluate", f"run={run}"], ["train", *SETTINGS, f"init_from={run}"]):
-        assert command(monkeypatch, *arguments) == 2
+        assert command(*arguments) == 2
         captured = capsys.readouterr()
         assert captured.out == ""
         assert re.fullmatch(rf"gpipe \w+: (run|init_from)={run}: none of its checkpoints .*\n", captured.err)

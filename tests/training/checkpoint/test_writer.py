@@ -98,9 +98,7 @@ def test_steps_are_done_while_a_checkpoint_is_written(tmp_path: Path) -> None:
     assert_same_tensors(final_tensors(run), final_tensors(whole))
 
 
-def test_a_process_that_cannot_write_holds_up_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_process_that_cannot_write_holds_up_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """First the disk of one of two processes is full: all go on without this checkpoint. Then it never answers: the run
     ends while it writes, names the disk, and goes on from the checkpoint before with the bits that it would have had.
     """
@@ -110,7 +108,7 @@ def test_a_process_that_cannot_write_holds_up_no_other(
     full.symlink_to("/dev/full")
     goes_on = ["train", f"resume={run}", f"run_folder={run}"]
     pair = ["partitions=2", "executor=distributed"]
-    assert command(monkeypatch, *goes_on, *pair, "max_steps=3") == 0
+    assert command(*goes_on, *pair, "max_steps=3") == 0
     captured = capsys.readouterr()
     why = f"{run}/checkpoints/step_00000002: the checkpoint cannot be written (No space left on device)"
     assert captured.err == f"warning: {why}; the training goes on, and tries the next one\n"
@@ -121,7 +119,7 @@ def test_a_process_that_cannot_write_holds_up_no_other(
     draft_of(run, 2).rename(draft_of(run, 5))
     full.unlink()
     os.mkfifo(full)
-    assert command(monkeypatch, *goes_on, *pair, "max_steps=6", "timeout_seconds=4") == 1
+    assert command(*goes_on, *pair, "max_steps=6", "timeout_seconds=4") == 1
     assert (full.with_name("stage_0.safetensors")).exists()
     error = str(read_result(run)["error"])
     assert re.match(r"stage 1 has been silent for \d s waiting for a checkpoint to be written, longer than", error)
