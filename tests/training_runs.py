@@ -19,7 +19,6 @@ from gpipe_cli.config.settings import TrainConfig, from_tree, to_yaml
 from gpipe_cli.distributed.control_group import ControlGroup, Waits
 from gpipe_cli.pipeline.runtime.executor import OnAction, ignore_action
 from gpipe_cli.pipeline.schedule.schedules import Action, Kind
-from gpipe_cli.planner.layout import layout_of
 from gpipe_cli.planner.model_profile import ModelProfile
 from gpipe_cli.planner.placement import Placement, make_placement
 from gpipe_cli.training.checkpoint.restore import state_of_stage
@@ -64,7 +63,7 @@ def configure(*settings: str) -> TrainConfig:
 
 def placement_of(config: TrainConfig, profile: ModelProfile | None = None) -> Placement:
     """The parts of a model that is cut by the data sheet, placed by this machine."""
-    return make_placement(config, layout_of(config), profile)
+    return make_placement(config, profile)
 
 
 def train_here(

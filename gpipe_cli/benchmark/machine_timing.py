@@ -83,7 +83,7 @@ def step_costs(config: TrainConfig, profile: ModelProfile, layout: Layout, log: 
     samples = ceil(mean)
     # any cut of one pipeline serves to start the workers; the layers are timed whole
     one = replace(_without_limit(config), replicas=1, threads=layout.threads)
-    placement = make_placement(one, layout_of(one), profile)
+    placement = make_placement(one, profile)
 
     def work() -> dict[str, Any]:
         return asdict(_measure(config, profile, placement, samples, _LAYER_SECONDS, apart=False))
@@ -188,7 +188,7 @@ def _time_machine(reference: TrainConfig) -> dict[str, Any]:
     samples = reference.batch_size
     assert samples is not None
     profile = profile_model(reference)
-    placement = make_placement(reference, layout_of(reference), profile)
+    placement = make_placement(reference, profile)
     times = _measure(reference, profile, placement, samples, _REFERENCE_SECONDS, apart=True)
     works = ([cost.forward for cost in profile.costs],) * 2 + ([cost.backward for cost in profile.costs],)
     figures = None if placement.layout.on_cpu else times.figures
@@ -284,7 +284,7 @@ def _measure(
     parts = _segments(config, profile, samples, placement)
     partition = config.partition.by_hand(parts)
     one = replace(_without_limit(config), partitions=len(parts), partition=partition, executor="in_process")
-    segments = make_placement(one, layout_of(one), profile)
+    segments = make_placement(one, profile)
     found: list[object] = []
     for placed in _each_kind_first(placement):
         task = partial(measure, config, placed, segments, samples, seconds, apart, profile.splits)

@@ -26,7 +26,6 @@ from gpipe_cli.pipeline.profile.layer_probes import Finding
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
 from gpipe_cli.pipeline.schedule.orders import SCHEDULES, order
 from gpipe_cli.pipeline.schedule.schedules import RecomputeMode
-from gpipe_cli.planner.layout import layout_of
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
 from gpipe_cli.planner.placement import Placement, make_placement
 from gpipe_cli.planner.shared_layers import SeparatedError
@@ -88,7 +87,7 @@ def run_check(config: TrainConfig, folder: Path) -> int:
 
 
 def _placed(config: TrainConfig, profile: ModelProfile) -> Placement:
-    return make_placement(config, layout_of(config), profile)
+    return make_placement(config, profile)
 
 
 def _cut(config: TrainConfig, partitions: int) -> TrainConfig:

@@ -14,7 +14,6 @@ from gpipe_cli.config.settings import DecodeConfig, ExportConfig, PartitionConfi
 from gpipe_cli.data.images import MEAN, STD
 from gpipe_cli.distributed.torchrun import refuse_torchrun
 from gpipe_cli.launch.job import Task
-from gpipe_cli.planner.layout import layout_of
 from gpipe_cli.planner.placement import Placement, make_placement
 from gpipe_cli.reporting.run.description import evaluation_of
 from gpipe_cli.reporting.run.lines import show_error, show_facts, show_line
@@ -37,7 +36,7 @@ def run_export(config: ExportConfig, file: Path) -> int:
     refuse_torchrun("gpipe export starts its own processes; call it without torchrun")
     run = Path(config.run)
     training = for_evaluation(config.training)
-    placement = make_placement(training, layout_of(training))
+    placement = make_placement(training)
     checkpoint = fitting_checkpoint(training, run, config.checkpoint, "run", optimizer=False)
     # the same threads, on which the last bits of sums depend
     whole = replace(
@@ -47,7 +46,7 @@ def run_export(config: ExportConfig, file: Path) -> int:
         stages_per_process=None,
         threads=placement.layout.threads,
     )
-    alone = make_placement(whole, layout_of(whole))
+    alone = make_placement(whole)
     tasks: list[tuple[Task, Placement]] = [
         (partial(write_model, replace(config, training=whole), checkpoint, file, placement.layout.threads), alone)
     ]

@@ -62,7 +62,7 @@ def plan(
         log = partial(show_text, console)
         _require_figures(config, several=config.partitions > 1 or "partitions" in auto)
         if solve is None:
-            prepared = prepare(config, auto, log, elsewhere=config.hardware.name != "auto")
+            prepared = prepare(config, auto, log, elsewhere=not config.hardware.here)
             config, profile, made, comparisons = prepared.config, prepared.profile, prepared.plan, prepared.comparisons
         else:
             config, profile, made, comparisons = solve_max_model(config, partial(step_costs, log=log), log)
@@ -119,7 +119,7 @@ def _require_figures(config: TrainConfig, *, several: bool) -> None:
     wanted = ["tflops", "memory_gb_per_second", *(["link_gb_per_second"] if several else [])]
     missing = [key for key in wanted if getattr(hardware, key) is None]
     if config.cost == "figures" and missing and not times_machine(config, layout):
-        what = "this GPU has no file in conf/hardware" if hardware.name == "auto" else f"hardware={hardware.name}"
+        what = "this GPU has no file in conf/hardware" if hardware.here else f"hardware={hardware.name}"
         raise InputError(
             f"hardware.{missing[0]}=null: a step cannot be predicted without it ({what}); "
             f"give hardware.{missing[0]}=..., another hardware, or cost=measured"

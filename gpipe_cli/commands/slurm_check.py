@@ -40,7 +40,7 @@ def check(job: LaunchSettings, requests: Sequence[tuple[TrainConfig, Collection[
 def _check(job: LaunchSettings, config: TrainConfig, auto: Collection[str], profile: ModelProfile) -> None:
     """Check one training of a job, as its first process would."""
     hardware = config.hardware
-    if job.gpus_per_node and hardware.name == "auto" and hardware.memory_gib is None:  # the GPUs' memory is not known
+    if job.gpus_per_node and hardware.here and hardware.memory_gib is None:  # the GPUs' memory is not known
         if config.recompute == "auto":
             config = replace(config, recompute="always")
         for key in AUTO_BATCH:

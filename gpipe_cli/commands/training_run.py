@@ -22,7 +22,6 @@ from gpipe_cli.launch.job import Bench, Failure, Reason, Task
 from gpipe_cli.launch.supervisor import run_task
 from gpipe_cli.pipeline.runtime.frozen import freeze
 from gpipe_cli.planner.data_sheet import number_of_gpus
-from gpipe_cli.planner.layout import layout_of
 from gpipe_cli.planner.placement import Placement, make_placement
 from gpipe_cli.reporting.run.description import Start
 from gpipe_cli.reporting.run.lines import show_error, show_text
@@ -87,7 +86,7 @@ def launch(
 
 def _evaluate(config: EvaluateConfig, folder: Path) -> int:
     training = for_evaluation(config.training)
-    placement = make_placement(training, layout_of(training, torchrun()))
+    placement = make_placement(training, started=torchrun())
     source = partial(fitting_checkpoint, training, folder, config.checkpoint, "run", optimizer=False)
     decision = agree(lambda: Decision(folder, None, source()))
     assert decision.source is not None

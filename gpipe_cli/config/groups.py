@@ -347,6 +347,11 @@ class HardwareConfig:
     link_gb_per_second: Positive | None  # one way
     link_microseconds: NotNegative | None  # latency: until the first byte has arrived
 
+    @property
+    def here(self) -> bool:
+        """Whether it stands for the devices of this machine."""
+        return self.name == "auto"
+
     def peak(self, precision: Precision) -> tuple[str, float | None]:
         """The setting that holds the peak of products and convolutions, and the peak: in float32 where it has none."""
         own = {"tf32": self.tf32_tflops, "bfloat16": self.bfloat16_tflops}.get(precision)

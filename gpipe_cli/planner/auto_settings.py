@@ -20,11 +20,11 @@ from gpipe_cli.config.typed import NothingFitsError, show
 from gpipe_cli.distributed.torchrun import Torchrun
 from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.schedule.orders import AUTO_SCHEDULE
-from gpipe_cli.planner.cost_model import StepCosts, predicted_costs
+from gpipe_cli.planner.cost_model import predicted_costs
 from gpipe_cli.planner.data_sheet import number_of_gpus, resolved
-from gpipe_cli.planner.layout import Layout, layout_of
+from gpipe_cli.planner.layout import layout_of
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model, refuse_single_samples
-from gpipe_cli.planner.plan import Plan, TooLargeError, find_cut, make_plan
+from gpipe_cli.planner.plan import CostsOf, Plan, TooLargeError, find_cut, make_plan, plan_step
 from gpipe_cli.planner.step_schedule import mini_batch_samples
 from gpipe_cli.system.machine import usable_cores
 from gpipe_cli.units import size
@@ -33,8 +33,7 @@ _AS_GOOD = 1.01  # predictions are no more exact than this: among candidates so 
 _MOST_SAMPLES = 10_000_000  # the largest mini-batch that the settings allow
 _MOST_LAYERS = 3000  # the deepest model tried: deeper ones take minutes to plan, and the paper's are not as deep
 _SILENT_SECONDS = 5.0
-
-CostsOf = Callable[[TrainConfig, ModelProfile, Layout], StepCosts]
+_SHORTEST = "the shortest predicted step that fits"
 
 
 @dataclass(frozen=True)
@@ -47,6 +46,12 @@ class Candidate:
     plan: Plan | None
     reason: str = ""  # `stage 2 is 1.5 GiB over`
     over: TooLargeError | None = None  # how far the fullest stage of the best cut is over the limit
+
+    @property
+    def made(self) -> Plan:
+        """The plan of a candidate that was chosen."""
+        assert self.plan is not None
+        return self.plan
 
 
 @dataclass(frozen=True)
@@ -76,47 +81,55 @@ def choose(
         NothingFitsError: no candidate fits the memory limit; one line with the smallest change that would fit.
         InputError: there is nothing to choose from, or no candidate can be run; one line.
     """
+    found: tuple[Choice, ...] = ()
     if of_batch := [key for key in AUTO_BATCH if key in auto]:
         if others := [key for key in AUTO if key in auto]:
             raise InputError(f"{of_batch[0]}=auto: {others[0]}=auto cannot be chosen at the same time; give a number")
-        largest = _largest_mini_batch(config, profile, of_batch[0], costs_of, started)
-        assert largest.chosen is not None
-        config, plan = largest.chosen.config, largest.chosen.plan
-        assert plan is not None
-        return config, plan, (largest, *_orders(config, profile, plan), *_recomputation(config, profile, plan))
-    if not auto:
-        layout = layout_of(config, started)
+        found = (_largest_mini_batch(config, profile, of_batch[0], costs_of, started),)
+    elif auto:
+        found = (_fastest(config, auto, profile, costs_of, started, elsewhere),)
+    if found:
+        assert found[0].chosen is not None
+        config, plan = found[0].chosen.config, found[0].chosen.made
+    else:
         try:
-            plan = make_plan(config, profile, costs_of(config, profile, layout), layout)
+            plan = plan_step(config, profile, costs_of, started)
         except TooLargeError as error:
-            raise _refusal(config, profile, error, "", layout) from None
-        return config, plan, (*_orders(config, profile, plan), *_recomputation(config, profile, plan))
-    setting = ", ".join(key for key in AUTO if key in auto)
+            raise _refusal(config, profile, error, "", started) from None
+    return config, plan, (*found, *_orders(config, profile, plan), *_recomputation(config, profile, plan))
+
+
+def _fastest(
+    config: TrainConfig,
+    auto: Collection[str],
+    profile: ModelProfile,
+    costs_of: CostsOf,
+    started: Torchrun | None,
+    elsewhere: bool,
+) -> Choice:
+    """The candidate with the shortest step. Raises NothingFitsError or InputError as `choose` does."""
+    keys = [key for key in AUTO if key in auto]
     tried: list[Candidate] = []
     for one in _candidates(config, frozenset(auto), len(profile.costs), started, elsewhere):
-        value = ", ".join(str(getattr(one, key)) for key in AUTO if key in auto)
+        value = ", ".join(str(getattr(one, key)) for key in keys)
         try:
             refuse_single_samples(one, mini_batch_samples(one, profile.lengths), profile)
-            layout = layout_of(one, started)
-            tried.append(try_plan(value, one, profile, costs_of(one, profile, layout), layout))
+            tried.append(_try(value, one, profile, costs_of, started))
         except InputError as error:
             tried.append(Candidate(value, one, profile, None, str(error)))
-    steps = [(candidate.plan.step_seconds, candidate) for candidate in tried if candidate.plan is not None]
-    if not steps:
+    fitting = [candidate for candidate in tried if candidate.plan is not None]
+    if not fitting:
+        prefix = f"{', '.join(keys)}=auto: none of {len(tried)} candidates "
         over = [(candidate.over.missing_bytes, candidate) for candidate in tried if candidate.over is not None]
         if not over:
             reason = tried[0].reason if tried else f"the model has only {len(profile.costs)} layers"
-            raise InputError(f"{setting}=auto: none of {len(tried)} candidates will do; {reason}")
+            raise InputError(f"{prefix}will do; {reason}")
         _, nearest = min(over, key=itemgetter(0))
         assert nearest.over is not None
-        prefix = f"{setting}=auto: none of {len(tried)} candidates fits; "
-        raise _refusal(nearest.config, profile, nearest.over, prefix, layout_of(nearest.config, started))
-    fastest, _ = min(steps, key=itemgetter(0))
-    best = next(candidate for seconds, candidate in steps if seconds <= fastest * _AS_GOOD)
-    assert best.plan is not None
-    comparison = Choice(setting, "the shortest predicted step that fits", tuple(tried), best)
-    further = (*_orders(best.config, profile, best.plan), *_recomputation(best.config, profile, best.plan))
-    return best.config, best.plan, (comparison, *further)
+        raise _refusal(nearest.config, profile, nearest.over, f"{prefix}fits; ", started)
+    shortest = min(candidate.made.step_seconds for candidate in fitting)
+    best = next(candidate for candidate in fitting if candidate.made.step_seconds <= shortest * _AS_GOOD)
+    return Choice(", ".join(keys), _SHORTEST, tuple(tried), best)
 
 
 def _orders(config: TrainConfig, profile: ModelProfile, plan: Plan) -> tuple[Choice, ...]:
@@ -128,7 +141,7 @@ def _orders(config: TrainConfig, profile: ModelProfile, plan: Plan) -> tuple[Cho
         for name, other in plan.compared.items()
     }
     chosen = candidates[plan.chosen_order]
-    rule = "the shortest predicted step that fits"
+    rule = _SHORTEST
     if 1 < len(set(plan.device_of_stage)) < len(plan.device_of_stage):
         rule += f", stage k on device k mod {len(set(plan.device_of_stage))}"
     return (Choice("schedule", rule, tuple(candidates.values()), chosen),)
@@ -142,16 +155,18 @@ def _recomputation(config: TrainConfig, profile: ModelProfile, plan: Plan) -> tu
     chosen = Candidate(f"auto: {of_stages} of {plan.micro_batches} per stage", config, profile, plan)
     cut = replace(config, partition=config.partition.by_hand(plan.balance))
     never, most = (
-        try_plan(mode, replace(cut, recompute=mode), profile, plan.costs, plan.layout)
+        _try(mode, replace(cut, recompute=mode), profile, lambda *_: plan.costs, plan.layout.started)
         for mode in ("never", "except_last")
     )
     return (Choice("recompute", "as few as fit the memory", (never, chosen, most), chosen),)
 
 
-def try_plan(value: str, config: TrainConfig, profile: ModelProfile, costs: StepCosts, layout: Layout) -> Candidate:
+def _try(
+    value: str, config: TrainConfig, profile: ModelProfile, costs_of: CostsOf, started: Torchrun | None
+) -> Candidate:
     """The plan of `config` as a candidate that is shown as `value`."""
     try:
-        return Candidate(value, config, profile, make_plan(config, profile, costs, layout))
+        return Candidate(value, config, profile, plan_step(config, profile, costs_of, started))
     except TooLargeError as error:
         reason = f"stage {error.stage} is {size(error.missing_bytes)} over"
         return Candidate(value, config, profile, None, reason, error)
@@ -161,13 +176,13 @@ def _fits(config: TrainConfig, profile: ModelProfile, started: Torchrun | None) 
     """Whether a cut fits the memory. That does not depend on the seconds of layers, so a data sheet is enough. A step
     is simulated only for `schedule=auto`, which may find an order that needs less memory than any with a name."""
     layout = layout_of(config, started)
-    costs, limit_bytes = predicted_costs(config, profile, layout), layout.limit_bytes
+    costs = predicted_costs(config, profile, layout)
     try:
         if config.schedule == AUTO_SCHEDULE:
             make_plan(config, profile, costs, layout)
         else:
-            cut = find_cut(config, profile, costs, layout, limit_bytes)
-            cut.held(cut.order, cut.recompute(config, limit_bytes), limit_bytes)
+            cut = find_cut(config, profile, costs, layout, layout.limit_bytes)
+            cut.held(cut.order, cut.recompute(config, layout.limit_bytes), layout.memory)
     except InputError:
         return False
     return True
@@ -186,36 +201,31 @@ def _largest_mini_batch(
         NothingFitsError: not even one sample a micro-batch fits; one line with the smallest change that would fit.
         InputError: the memory of the devices is not known.
     """
-    if resolved(config.hardware, layout_of(config, started).devices).memory_gib is None:
+    with_limit = layout_of(replace(config, recompute="auto"), started)  # without a limit, the devices' memory
+    if resolved(config.hardware, with_limit.devices).memory_gib is None:
         use = "give hardware.memory_gib=8, or hardware=... with a memory of its own"
         raise InputError(f"{key}=auto: needs a limit to the memory of a stage; {use}")
-    memory = layout_of(replace(config, recompute="auto"), started).memory  # without a limit, the devices' memory
-    assert memory is not None
     if config.hardware.memory_gib is None:
-        config = replace(config, hardware=replace(config.hardware, memory_gib=memory.limit_bytes / 2**30))
+        assert with_limit.limit_bytes is not None
+        config = replace(config, hardware=replace(config.hardware, memory_gib=with_limit.limit_bytes / 2**30))
     most = max(1, _training_samples(config) // (config.micro_batches * config.replicas))  # samples of a micro-batch
     sized = partial(with_samples, config, profile, key)
 
-    def planned(one: TrainConfig, costs_of: CostsOf) -> Candidate:
-        layout = layout_of(one, started)
-        return try_plan(str(getattr(one, key)), one, profile, costs_of(one, profile, layout), layout)
+    def planned(samples: int, costs_of: CostsOf) -> Candidate:
+        one = sized(samples)
+        return _try(str(getattr(one, key)), one, profile, costs_of, started)
 
     found = bisect_left(range(1, most + 1), True, key=lambda samples: not _fits(sized(samples), profile, started))
-    one = sized(max(1, found))
-    chosen = planned(one, costs_of)
+    chosen = planned(max(1, found), costs_of)
     while chosen.over is not None and found > 1:  # schedule=auto finds another order by other seconds of layers
         found -= 1
-        one = sized(found)
-        chosen = planned(one, costs_of)
+        chosen = planned(found, costs_of)
     if chosen.over is not None:
-        raise _refusal(
-            one, profile, chosen.over, f"{key}=auto: not even one sample a micro-batch fits; ", layout_of(one, started)
-        )
+        prefix = f"{key}=auto: not even one sample a micro-batch fits; "
+        raise _refusal(chosen.config, profile, chosen.over, prefix, started)
     if found == most:
         return Choice(key, "the most samples that there may be, which fit the memory", (chosen,), chosen)
-    larger = sized(found + 1)
-    rule = "the largest that fits the memory"
-    return Choice(key, rule, (chosen, planned(larger, predicted_costs)), chosen)
+    return Choice(key, "the largest that fits the memory", (chosen, planned(found + 1, predicted_costs)), chosen)
 
 
 def with_samples(config: TrainConfig, profile: ModelProfile, key: str, samples: int) -> TrainConfig:
@@ -278,19 +288,19 @@ def _candidates(
 
 
 def _refusal(
-    config: TrainConfig, profile: ModelProfile, error: TooLargeError, prefix: str, layout: Layout
+    config: TrainConfig, profile: ModelProfile, error: TooLargeError, prefix: str, started: Torchrun | None
 ) -> NothingFitsError:
     """The error that says which stage exceeds the limit by how much, and what to change: settings rather than the
     model, and both rather than the memory."""
     given, balance = config.hardware.memory_gib, config.partition.balance
-    here = f"recompute=auto: {size(error.limit_bytes)} are here for a stage"
+    here = f"recompute=auto: {size(error.memory.limit_bytes)} are here for a stage"
     what = here if given is None else f"hardware.memory_gib={given:g}"
     cut = "no cut fits; in the best one" if balance is None else f"partition.balance={show(balance)} does not fit;"
     if config.partition.method == "lingvo":
         cut = "the cut of partition.method=lingvo does not fit;"
-    remedies = [_remedy(config, profile, layout.started) or "a smaller model"]
-    if given is not None and layout.memory is not None:
-        enough = (error.limit_bytes + error.missing_bytes) * layout.memory.stages
+    remedies = [_remedy(config, profile, started) or "a smaller model"]
+    if given is not None:
+        enough = (error.memory.limit_bytes + error.missing_bytes) * error.memory.stages
         remedies.append(f"hardware.memory_gib={math.ceil(enough / 2**30 * 1e4) / 1e4:.10g}")
     elif remedies == ["a smaller model"]:
         remedies.append("a machine with more memory")
@@ -386,8 +396,7 @@ def solve_max_model(
         NothingFitsError: not even the smallest model fits.
         InputError: there is no limit, or the model has no sizes.
     """
-    layout = layout_of(config)
-    if layout.limit_bytes is None:
+    if layout_of(config).memory is None:
         raise InputError(
             "solve=max_model: needs a limit; give hardware.memory_gib=8, or hardware=... with a memory of its own"
         )
@@ -398,10 +407,9 @@ def solve_max_model(
         # the largest size that fits is at least `low` and below `high`: the given one is doubled, then bisected
         low, high, guess = 0, most + step, min(max(step, getattr(config.model, key) // step * step), most)
         while high - low > step:
-            model = replace(config.model, **{key: guess})
-            grown = replace(config, model=model)
+            grown = replace(config, model=replace(config.model, **{key: guess}))
             profile = profile_model(grown)
-            tried[guess] = try_plan(str(guess), grown, profile, costs_of(grown, profile, layout), layout)
+            tried[guess] = _try(str(guess), grown, profile, costs_of, None)
             fits = tried[guess].plan is not None
             if time.monotonic() - began > _SILENT_SECONDS:
                 log(f"model.{key}={guess} {'fits' if fits else 'does not fit'}")
@@ -419,8 +427,7 @@ def solve_max_model(
             "partitions or more micro_batches"
         )
     best = max(found, key=lambda grown: sum(cost.parameters for cost in grown.profile.costs))
-    assert best.plan is not None
-    return best.config, best.profile, best.plan, tuple(comparisons)
+    return best.config, best.profile, best.made, tuple(comparisons)
 
 
 def _sizes(config: TrainConfig) -> tuple[tuple[str, int, int], ...]:

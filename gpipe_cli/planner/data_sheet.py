@@ -36,7 +36,7 @@ def resolved(hardware: HardwareConfig, devices: Sequence[str]) -> HardwareConfig
     `devices` are `cpu` or CUDA devices: of different GPUs the slowest, and the smallest memory, as a step waits for all
     of them. Of a GPU that has no file everything but its memory that was not given stays None.
     """
-    if hardware.name != "auto":
+    if not hardware.here:
         return hardware
     gpus = [gpu for device in dict.fromkeys(devices) if (gpu := gpu_of(device)) is not None]
     names = [sheet_of(gpu) for gpu in gpus] or ["cpu" if devices[0] == "cpu" else None]
@@ -74,5 +74,5 @@ def number_of_gpus(config: TrainConfig) -> int:
 
 def computes_on_gpu(config: TrainConfig) -> bool:
     """Whether the run, or the machine that it is planned for, has GPUs."""
-    name = config.hardware.name
-    return number_of_gpus(config) > 0 if name == "auto" else name in {file for _, _, file in _SHEETS}
+    hardware = config.hardware
+    return number_of_gpus(config) > 0 if hardware.here else hardware.name in {file for _, _, file in _SHEETS}

@@ -152,8 +152,7 @@ def layout_of(config: TrainConfig, started: Torchrun | None = None) -> Layout:
     else:
         devices = _gpu_of_each_process(config, process_of_stage, gpus, started)
     threads = config.threads or own_threads(processes * config.replicas)
-    here = config.hardware.name == "auto"
-    layout = Layout(devices, process_of_stage, rows, threads, 0, here, started)
+    layout = Layout(devices, process_of_stage, rows, threads, 0, config.hardware.here, started)
     at_once = (1 + max(layout.device_of_stage)) * config.replicas
     if layout.shares_cores and layout.processes > 1:
         at_once = min(at_once, max(1, usable_cores() // threads))

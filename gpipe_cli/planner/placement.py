@@ -9,15 +9,16 @@ from itertools import accumulate
 
 from gpipe_cli.assembly.build import memory_format_of
 from gpipe_cli.config.settings import TrainConfig, load_hardware
+from gpipe_cli.distributed.torchrun import Torchrun
 from gpipe_cli.pipeline.runtime.boundary import Boundary
 from gpipe_cli.pipeline.runtime.frozen import Frozen
 from gpipe_cli.pipeline.schedule.schedules import Recompute, Schedule
-from gpipe_cli.planner.cost_model import StepCosts, predicted_costs
+from gpipe_cli.planner.cost_model import StepCosts
 from gpipe_cli.planner.data_sheet import resolved
 from gpipe_cli.planner.device_rates import Figures, computes_in
 from gpipe_cli.planner.layout import Layout
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
-from gpipe_cli.planner.plan import Plan, make_plan
+from gpipe_cli.planner.plan import Plan, plan_step
 from gpipe_cli.planner.step_schedule import checked_schedule, mini_batch_samples
 
 
@@ -72,11 +73,13 @@ class Placement:
         return replace(self, layout=replace(self.layout, replica=replica))
 
 
-def make_placement(config: TrainConfig, layout: Layout, profile: ModelProfile | None = None) -> Placement:
-    """Cut the model as the data sheet of the hardware has it, and place the parts. Raises InputError, one line, for
-    what cannot be cut."""
+def make_placement(
+    config: TrainConfig, profile: ModelProfile | None = None, started: Torchrun | None = None
+) -> Placement:
+    """Cut the model as the data sheet of the hardware has it, and place the parts; `started`: this process, if
+    torchrun started it. Raises InputError, one line, for what cannot be cut."""
     profile = profile_model(config) if profile is None else profile
-    return placed(config, profile, make_plan(config, profile, predicted_costs(config, profile, layout), layout))
+    return placed(config, profile, plan_step(config, profile, started=started))
 
 
 def placed(config: TrainConfig, profile: ModelProfile, plan: Plan) -> Placement:

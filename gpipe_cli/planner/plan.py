@@ -2,12 +2,13 @@
 allocated (sections 2 and 3 of the paper). A run begins with the same plan, so it measures what was predicted.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.data.micro_batches import share_of
+from gpipe_cli.distributed.torchrun import Torchrun
 from gpipe_cli.errors import InputError
 from gpipe_cli.models.transformer import DecoderLayer, SelfAttentionLayer
 from gpipe_cli.pipeline.schedule.breakdown import Breakdown, breakdown
@@ -19,8 +20,8 @@ from gpipe_cli.pipeline.schedule.schedules import Kind, Recompute, Schedule, rec
 from gpipe_cli.pipeline.schedule.search import Problem, find
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost, StageCost, simulate
 from gpipe_cli.pipeline.schedule.timeline import Timeline
-from gpipe_cli.planner.cost_model import StepCosts
-from gpipe_cli.planner.layout import Layout
+from gpipe_cli.planner.cost_model import StepCosts, predicted_costs
+from gpipe_cli.planner.layout import Layout, Memory, layout_of
 from gpipe_cli.planner.model_profile import ModelProfile
 from gpipe_cli.planner.shared_layers import check_cut, keeping_together
 from gpipe_cli.planner.stage_memory import MemoryModel, StageMemory
@@ -80,9 +81,9 @@ def _bounds(balance: Sequence[int]) -> tuple[tuple[int, int], ...]:
 class TooLargeError(InputError):
     """No cut fits the memory; in the best cut made without a limit, `stage` exceeds it by `missing_bytes`."""
 
-    def __init__(self, stage: int, missing_bytes: int, limit_bytes: int) -> None:
-        super().__init__(f"stage {stage} is {missing_bytes} bytes over the limit of {limit_bytes}")
-        self.stage, self.missing_bytes, self.limit_bytes = stage, missing_bytes, limit_bytes
+    def __init__(self, stage: int, missing_bytes: int, memory: Memory) -> None:
+        super().__init__(f"stage {stage} is {missing_bytes} bytes over the limit of {memory.limit_bytes}")
+        self.stage, self.missing_bytes, self.memory = stage, missing_bytes, memory
 
 
 def order_of(config: TrainConfig, layout: Layout) -> Schedule:
@@ -129,13 +130,13 @@ class Cut:
         except DoesNotFitError:
             return "except_last"
 
-    def held(self, order: Schedule, recompute: Recompute, limit_bytes: int | None) -> tuple[StageMemory, ...]:
+    def held(self, order: Schedule, recompute: Recompute, limit: Memory | None) -> tuple[StageMemory, ...]:
         """The memory of each stage in this order of actions. Raises TooLargeError if a stage exceeds the limit."""
         held = self.memory.stages(unchecked_schedule(order, len(self.sizes), recompute), self.bounds)
-        if limit_bytes is not None:
-            missing_bytes, stage = max((stage.total_bytes - limit_bytes, k) for k, stage in enumerate(held))
+        if limit is not None:
+            missing_bytes, stage = max((stage.total_bytes - limit.limit_bytes, k) for k, stage in enumerate(held))
             if missing_bytes > 0:
-                raise TooLargeError(stage, missing_bytes, limit_bytes)
+                raise TooLargeError(stage, missing_bytes, limit)
         return held
 
 
@@ -185,6 +186,20 @@ def _lingvo_cut(config: TrainConfig, profile: ModelProfile) -> tuple[int, ...]:
     return cut_by_share(given or [cost.forward.flops for cost in profile.costs], config.partitions)
 
 
+CostsOf = Callable[[TrainConfig, ModelProfile, Layout], StepCosts]
+
+
+def plan_step(
+    config: TrainConfig, profile: ModelProfile, costs_of: CostsOf = predicted_costs, started: Torchrun | None = None
+) -> Plan:
+    """The plan of `config` for the layout that it gets, in a process that torchrun `started` or that the user did.
+
+    Raises what `layout_of`, `costs_of` and `make_plan` raise.
+    """
+    layout = layout_of(config, started)
+    return make_plan(config, profile, costs_of(config, profile, layout), layout)
+
+
 def make_plan(config: TrainConfig, profile: ModelProfile, costs: StepCosts, layout: Layout) -> Plan:
     """Cut the model for `config`, order the actions of a step and simulate it; `costs` are those of a mean micro-batch.
 
@@ -226,7 +241,7 @@ def _fastest_order(config: TrainConfig, cut: Cut, costs: StepCosts, layout: Layo
 
 def _simulated(cut: Cut, costs: StepCosts, layout: Layout, order: Schedule, recompute: Recompute) -> Plan:
     """The plan of a step with these actions in this order. Raises TooLargeError if a stage exceeds the limit."""
-    held = cut.held(order, recompute, layout.limit_bytes)
+    held = cut.held(order, recompute, layout.memory)
     stages, edges = _stages_and_edges(cut, costs)
     schedule = checked_schedule(order, len(cut.sizes), recompute)
     timeline = simulate(schedule, stages, edges, costs.slowdown, layout.device_of_stage)

@@ -104,9 +104,7 @@ def _planned(work: Sequence[tuple[TrainConfig, "ModelProfile", Cell]]) -> list[C
 
 def plan_cell(config: TrainConfig, profile: "ModelProfile", cell: Cell) -> Cell:
     """A copy of ``cell`` with the results of its plan."""
-    from gpipe_cli.planner.cost_model import predicted_costs
-    from gpipe_cli.planner.layout import layout_of
-    from gpipe_cli.planner.plan import TooLargeError, make_plan
+    from gpipe_cli.planner.plan import TooLargeError, plan_step
 
     config = replace(
         config,
@@ -116,8 +114,7 @@ def plan_cell(config: TrainConfig, profile: "ModelProfile", cell: Cell) -> Cell:
         batch_size=cell.batch_size,
     )
     try:
-        layout = layout_of(config)
-        plan = make_plan(config, profile, predicted_costs(config, profile, layout), layout)
+        plan = plan_step(config, profile)
     except TooLargeError as error:
         return replace(cell, missing_bytes=error.missing_bytes)
     return replace(

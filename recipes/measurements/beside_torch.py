@@ -41,7 +41,6 @@ from gpipe_cli.data.loading import LoadedBatches
 from gpipe_cli.launch.worker import keep_freed_memory
 from gpipe_cli.pipeline.runtime.boundary import as_value
 from gpipe_cli.pipeline.runtime.initial_weights import materialize
-from gpipe_cli.planner.layout import layout_of
 from gpipe_cli.planner.placement import make_placement
 from gpipe_cli.reproduction.consistency import last_tensors
 from gpipe_cli.system.forked_call import Fork
@@ -158,8 +157,7 @@ def train_by_torch(
 
 
 def balance_of(settings: Sequence[str]) -> str:
-    placed = config_of(settings)
-    layers = [len(names) for names in make_placement(placed, layout_of(placed)).layer_names]
+    layers = [len(names) for names in make_placement(config_of(settings)).layer_names]
     return f"partition.balance={layers}".replace(" ", "")
 
 

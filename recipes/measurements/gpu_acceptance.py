@@ -123,7 +123,7 @@ class Setting:
         folder = self.new_folder(name)
         folder.mkdir()
         config = config_of([*settings, f"device={self.device}", "hardware=cpu", "threads=1"])
-        placement = make_placement(config, layout_of(replace(config, executor="in_process")))
+        placement = make_placement(replace(config, executor="in_process"))
         if processes > 1:
             stages = range(placement.partitions)
             process_of_stage = tuple(k * processes // placement.partitions for k in stages)

@@ -21,7 +21,6 @@ from gpipe_cli.launch import worker
 from gpipe_cli.pipeline.runtime.boundary import Tensors, as_value, in_layout
 from gpipe_cli.pipeline.runtime.initial_weights import materialize
 from gpipe_cli.pipeline.runtime.precision import autocast
-from gpipe_cli.planner.layout import layout_of
 from gpipe_cli.planner.placement import Placement, make_placement
 
 # Rows: what was measured, None as nothing must hold, the figures, and torchgpipe's published speed on P40s.
@@ -133,7 +132,7 @@ def built(config: TrainConfig) -> tuple[Placement, torch.device, nn.Sequential, 
     """The model of a training with one partition, with its initial weights, and random inputs for it."""
     if config.device != "cpu":
         worker._set_up_gpu(config.precision, config.deterministic)
-    placement, device = make_placement(config, layout_of(config)), torch.device(config.device)
+    placement, device = make_placement(config), torch.device(config.device)
     layout = MEMORY_FORMATS[placement.memory_format]
     model = materialize(
         build_model(config), 0, len(placement.layer_names[0]), run_seed=0, device=device,

@@ -156,7 +156,7 @@ def cell(job: Job, base: TrainConfig, profile: ModelProfile, k: int, m: int) -> 
     with suppress(InputError):
         for rule, samples in (("32", 32), ("128", 128), ("4 M", 4 * m)):
             found[rule] = speed(unlimited, samples)
-        most = choose(limited, ["batch_size"], profile, predicted_costs, elsewhere=True)[0].batch_size
+        most = choose(limited, ["batch_size"], profile, predicted_costs)[0].batch_size
         assert most is not None
         found["fits"] = speed(limited, most)
         found["fits, 128 at most"] = speed(limited, min(most, 128))
