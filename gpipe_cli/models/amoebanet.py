@@ -28,8 +28,7 @@ from gpipe_cli.models import operations
 class ScheduledDropPath(nn.Module):
     """Sets the result of an operation to zero for some examples and scales up the rest, (N, C, H, W) -> the same.
 
-    The probability to keep an example is `1 - progress * drop_probability`. In evaluation, and as long as everything is
-    kept, the input is returned as it is and no random number is drawn.
+    The probability to keep an example is `1 - progress * drop_probability`; where it is 1 nothing is drawn.
     """
 
     def __init__(self, drop_probability: float) -> None:
@@ -62,11 +61,8 @@ Step = tuple[str, int]  # (operation, the state that it reads)
 
 @dataclass(frozen=True, slots=True)
 class CellGenotype:
-    """How a cell is wired.
-
-    State 0 is the cell's input behind a 1x1 convolution and state 1 the output of the cell before that input; each pair
-    of steps adds the next state (2, 3, ...) as the sum of two operations.
-    """
+    """How a cell is wired. State 0 is its input behind a 1x1 convolution, state 1 the output of the cell before that
+    input; each pair of steps adds the next state (2, 3, ...) as the sum of two operations."""
 
     pairs: tuple[tuple[Step, Step], ...]  # for each new state, its two steps
     output: tuple[int, ...]  # the states that are concatenated as the cell's output
@@ -133,12 +129,8 @@ class FeatureMap(NamedTuple):
 class Cell(nn.Module):
     """Takes (current, previous[, auxiliary logits]), returns (output, current[, auxiliary logits]).
 
-    The first cell of a network takes one tensor (N, C, H, W) alone, which is then both current and previous.
-
-    Args:
-        filters: F, the channels of every state; `output`, the result's shape, has F for each of the states it joins.
-        stride: 1, or 2 for a reduction cell.
-        previous: shape of the input's predecessor; None for the first cell.
+    The first cell of a network takes one tensor (N, C, H, W) alone, which is then both; its `previous` is None.
+    filters: channels of every state. stride: 2 for a reduction cell. output: the shape of the result.
     """
 
     def __init__(
@@ -173,14 +165,12 @@ class Cell(nn.Module):
         for pair in self.genotype.pairs:
             results = []
             for name, state in pair:
-                apply = next(remaining)
-                x = states[state]
+                apply, x = next(remaining), states[state]
                 if isinstance(apply, operations.AfterRelu):
                     if state not in rectified:
                         rectified[state] = F.relu(x)
                     x = rectified[state]
-                x = apply(x)
-                results.append(x if name == "identity" else self.drop_path(x))
+                results.append(apply(x) if name == "identity" else self.drop_path(apply(x)))
             states.append(results[0] + results[1])
         output = torch.cat([states[state] for state in self.genotype.output], dim=1)
         return (output, current, *auxiliary)
@@ -188,16 +178,12 @@ class Cell(nn.Module):
 
 def _match(previous: FeatureMap | None, filters: int, size: int, norm: operations.Norm) -> nn.Module:
     """Changes the predecessor to `filters` channels and `size` pixels; where it does anything, ReLU comes first."""
-    if previous is None:  # the very first cell reads the stem as it is, whatever its channels
+    if previous is None or previous == (filters, size):  # the first cell reads the stem, whatever its channels
         return nn.Identity()
     if previous.size != size:
         return operations.FactorizedReduction(previous.channels, filters, norm)
-    if previous.channels != filters:
-        return nn.Sequential(nn.ReLU(), operations.convolution(previous.channels, filters, norm))
-    return nn.Identity()
+    return nn.Sequential(nn.ReLU(), operations.convolution(previous.channels, filters, norm))
 
-
-StemKind = Literal["auto", "imagenet", "small"]
 
 STEM_CHANNELS = 32
 SMALL_IMAGE = 64  # up to this many pixels, "auto" takes the small stem
@@ -206,9 +192,7 @@ AUXILIARY_CHANNELS = 51, 307  # int(128 s) and int(768 s) for the reference's de
 
 
 class AuxiliaryHead(nn.Module):
-    """A second classifier in the middle of the network; its loss counts 0.4 in the reference.
-
-    Takes (x, skip). In training it returns (x, skip, auxiliary logits (N, classes)), in evaluation (x, skip).
+    """A second classifier in the middle of the network: adds its logits (N, classes) to (x, skip) in training.
 
     ReLU, 5x5 average pool of stride 3, 1x1 convolution, then one convolution as large as the whole remaining map: the
     head fits only the image size it was built for. Its second batch norm sees one value per example and channel, so
@@ -238,10 +222,8 @@ class AuxiliaryHead(nn.Module):
 
 
 class Classifier(nn.Module):
-    """ReLU, average over all pixels, dropout, fully connected.
-
-    Takes (x, skip[, auxiliary logits]); returns logits (N, classes), or (logits, auxiliary logits) where there are any.
-    """
+    """ReLU, average over all pixels, dropout, fully connected: (x, skip) -> logits (N, classes), and
+    (x, skip, auxiliary logits) -> (logits, auxiliary logits)."""
 
     def __init__(self, channels: int, num_classes: int, dropout: float) -> None:
         super().__init__()
@@ -266,22 +248,19 @@ def amoebanet(
     batch_norm_epsilon: float = 1e-3,
     dropout: float = 0.5,
     drop_path: float = 0.0,
-    stem: StemKind = "auto",
+    stem: Literal["auto", "imagenet", "small"] = "auto",
 ) -> nn.Sequential:
-    """Build the network: images (N, 3, S, S) -> logits (N, classes).
-
-    In training with the auxiliary head it returns (logits, auxiliary logits), both (N, classes).
+    """The network: images (N, 3, S, S) -> logits (N, classes); in training with an auxiliary head its logits, too.
 
     Args:
         normal_cells: L, without the reduction cells; at least 3.
         filters: D, the filters of the first stack.
         num_classes: the reference has 1001 for ImageNet: 0 is "background".
-        auxiliary_head: whether there is one, behind the normal cell before the second reduction.
+        auxiliary_head: behind the normal cell before the second reduction; its loss counts 0.4 in the reference.
         batch_norm_momentum: weight of the *new* statistics (torch's meaning: 1 - TensorFlow's decay).
         batch_norm_epsilon: 1e-3 is the default of the reference's network.
         drop_path: probability to drop an operation's result at the end of the training.
-        stem: "imagenet" divides the resolution by 8 before the first normal cell, "small" keeps it; "auto" is "small"
-            for images of at most 64 pixels.
+        stem: "imagenet" divides the resolution by 8 before the first normal cell, "small" keeps it.
 
     Raises InputError for filters that do not divide, and a map too small for the auxiliary head.
     """
@@ -316,9 +295,8 @@ def amoebanet(
         add(f"cell_{index:02d}", width, stride=1)
         if auxiliary_head and index == reductions[1] - 1:
             if current.size < AUXILIARY_POOL:
-                sees = f"the auxiliary head would see {current.size}x{current.size} pixels"
-                why = f"{sees}, but needs {AUXILIARY_POOL}x{AUXILIARY_POOL}; use model.auxiliary_head=false"
-                raise RefusedError("dataset.image_size", image_size, why)
+                why = f"the auxiliary head would see {current.size}x{current.size} pixels and needs 5x5"
+                raise RefusedError("dataset.image_size", image_size, f"{why}; use model.auxiliary_head=false")
             layers["auxiliary_head"] = AuxiliaryHead(current, num_classes, norm)
     layers["classifier"] = Classifier(current.channels, num_classes, dropout)
     return nn.Sequential(layers)

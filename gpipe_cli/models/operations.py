@@ -10,6 +10,7 @@ parameters can fill them in alone: that is what `reset_parameters` does here, fr
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -17,17 +18,13 @@ from torch import Tensor, nn
 
 Norm = Callable[[int], nn.Module]  # number of channels -> batch normalisation
 
-# From `variance_scaling_initializer` of tf.contrib.layers: its default factor is 2, and 1.3 makes up for the variance
-# that a normal distribution loses when it is cut at two standard deviations (0.774 of it is left; 1 / 0.774 = 1.29).
-FACTOR = 2.0
-TRUNCATION_CORRECTION = 1.3
-
 _ONEDNN = torch.backends.mkldnn.is_available()  # asked here, as torch.compile cannot ask inside of a layer
 
 
 def variance_scaling_(weight: Tensor, fan_out: int) -> None:
-    """Fill `weight` from a normal distribution cut at two standard deviations, of variance about 2 / `fan_out`."""
-    deviation = math.sqrt(TRUNCATION_CORRECTION * FACTOR / fan_out)
+    """Fill `weight` from a normal distribution cut at two standard deviations, of variance about 2 / `fan_out`: that
+    of `variance_scaling_initializer` of tf.contrib.layers. The cut leaves 0.774 of a variance, hence its 1.3."""
+    deviation = math.sqrt(1.3 * 2.0 / fan_out)
     nn.init.trunc_normal_(weight, std=deviation, a=-2 * deviation, b=2 * deviation)
 
 
@@ -97,15 +94,13 @@ class SameConvolution(Convolution):
 class Pool(nn.Module):
     """Maximum or average over the real pixels of a window, (N, C, H, W) -> (N, C, ceil(H / stride), ceil(W / stride)).
 
-    No padded copy is made: the number of windows is rounded up, so that the last one extends over the edge, which is
-    the extra pixel of an odd padding.
+    The last window extends over the edge where an odd padding has its extra pixel; no padded copy is made.
     """
 
     def __init__(self, name: str, stride: int) -> None:
         super().__init__()
         self.average, self.kernel = name.startswith("avg"), int(name[-1])
         self.stride = stride
-        assert self.kernel % 2 == 1 or stride == self.kernel, "the last window would have to start outside"
 
     def forward(self, x: Tensor) -> Tensor:
         padding = [same_padding(length, self.kernel, self.stride)[0] for length in x.shape[2:]]
@@ -135,15 +130,12 @@ class FactorizedReduction(nn.Module):
 
 
 class AfterRelu(nn.Sequential):
-    """An operation that begins with ReLU, without that ReLU: give it max(state, 0).
-
-    Several operations of a cell read the same state: the cell rectifies it once, and one tensor is kept for backward.
-    """
+    """An operation that begins with ReLU, without that ReLU: a cell rectifies each state once for all operations that
+    read it, and keeps one tensor for the backward."""
 
 
-def relu_after_norm() -> nn.Module:
-    """ReLU in place: nothing else reads a batch norm's output, and the norm's own backward needs its input only."""
-    return nn.ReLU(inplace=True)
+# In place behind a batch norm: nothing else reads the norm's output, and its own backward needs its input only.
+relu_after_norm = partial(nn.ReLU, inplace=True)
 
 
 def convolution(in_channels: int, out_channels: int, norm: Norm) -> AfterRelu:
@@ -174,20 +166,18 @@ def _separable(in_channels: int, out_channels: int, stride: int, norm: Norm, *, 
 
 
 def operation(name: str, in_channels: int, out_channels: int, stride: int, norm: Norm) -> nn.Module:
-    """Build an operation of a genotype, (N, in, H, W) -> (N, out, ceil(H / stride), ceil(W / stride)).
+    """An operation of a genotype, (N, in, H, W) -> (N, out, ceil(H / stride), ceil(W / stride)).
 
     An `AfterRelu` expects its input rectified; every other module takes the state as it is.
     """
     match name:
-        case "identity" if stride == 1 and in_channels == out_channels:
+        case "identity" if in_channels == out_channels:
             return nn.Identity()
-        case "identity" | "1x1":
-            assert stride == 1, "no cell halves the resolution by it"
+        case "identity" | "1x1":  # no cell halves the resolution by these, nor by 1x7_7x1
             return convolution(in_channels, out_channels, norm)
         case "3x3":
             return _bottleneck(in_channels, out_channels, stride, norm, (3, 3))
         case "1x7_7x1":
-            assert stride == 1, "no cell halves the resolution by it"
             return _bottleneck(in_channels, out_channels, stride, norm, (1, 7), (7, 1))
         case "separable_3x3_2" | "separable_5x5_2":
             return _separable(in_channels, out_channels, stride, norm, kernel=3 if "3x3" in name else 5)

@@ -1,16 +1,15 @@
 """Networks of timm by name, as chains: what the paper's fine-tuning (Section 4, Table 4) needs besides AmoebaNet.
 
-timm knows some thousand networks and has weights for most. They are trees whose forward is written by hand, one way for
-each family. Here each family is a list of the model's own modules in the order in which they run, cut where a single
-tensor passes. The modules are not copied, so the chain computes what the model computes, bit for bit.
+timm's networks are trees whose forward is written by hand, one way for each family. Here each family is a list of the
+model's own modules in the order in which they run, cut where a single tensor passes: the chain computes what the model
+computes, bit for bit.
 
     resnet18:  stem  layer1_0  layer1_1  layer2_0 ... layer4_1  head
 
 Inside a layer every module keeps the path that it has in timm's model: the tensor `layer1_0.layer1.0.conv1.weight` of
 the chain is timm's `layer1.0.conv1.weight`, and files of weights fit in both directions.
 
-They start as timm initialises them, which is written for whole models: unlike our own, such a model is built with
-memory.
+timm's initialisation is written for whole models: unlike our own, such a model is built with memory.
 """
 
 import inspect
@@ -40,10 +39,10 @@ def build_timm(
     pretrained: bool = False,
     weights: str | None = None,
 ) -> nn.Sequential:
-    """Build a network of timm as a chain of layers: images (N, 3, S, S) -> logits (N, num_classes).
+    """A network of timm as a chain of layers: images (N, 3, S, S) -> logits (N, num_classes).
 
-    Initial values come from torch's default generator, the same ones as timm's own model gets. On the meta device the
-    result has shapes only; ask for no weights there.
+    Initial values come from torch's default generator, as those of timm's own model. Ask for no weights on the meta
+    device.
 
     Args:
         name: timm's name, with or without the tag of its weights: "resnet50", "resnet50.a1_in1k".
@@ -136,14 +135,11 @@ def _read(model: Any, file: Path) -> dict[str, Tensor]:
     from timm.models.vision_transformer import checkpoint_filter_fn
 
     try:
-        regular_size(file)
-    except OSError as error:
-        raise RefusedError("model.weights", file, f"cannot be read ({error.strerror}); give another file") from error
-    try:
+        regular_size(file)  # or it waits for a pipe
         tensors: Any = load_state_dict(str(file), device="cpu", weights_only=True)
         if isinstance(model, VisionTransformer):
             tensors = checkpoint_filter_fn(tensors, model)
-    except Exception as error:  # two formats, each with exceptions of its own
+    except Exception as error:  # no such file; of two formats each has its own exceptions
         use = "use a .safetensors file or a dictionary of tensors that torch.save wrote"
         why = f"cannot be read as weights ({with_type(error).partition('; ')[0]})"
         raise RefusedError("model.weights", file, f"{why}; {use}") from error
@@ -179,8 +175,8 @@ def chain(model: Any) -> nn.Sequential:
         raise RefusedError("model.name", name, f"timm's class {kind} has no chain of layers; {use}")
     if kind == "VisionTransformer" and (model.attn_pool is not None or model.dynamic_img_size):
         what = "pools by attention" if model.attn_pool is not None else "takes images of any size"
-        use = "which its chain of layers does not know; use one that does not, such as vit_tiny_patch16_224"
-        raise RefusedError("model.name", name, f"this VisionTransformer {what}, {use}")
+        use = "use one that does not, such as vit_tiny_patch16_224"
+        raise RefusedError("model.name", name, f"this VisionTransformer {what}; {use}")
     stem, parents, head = FAMILIES[kind]
     layers = {"stem": stem.split()} if stem else {}
     for path in itertools.chain.from_iterable(_children(model, parent) for parent in parents.split()):
@@ -240,8 +236,7 @@ def chains(pattern: str) -> tuple[list[tuple[str, str, int, int]], int]:
 class Piece(nn.Module):
     """Some modules of a model, applied one after the other: the layer of a chain.
 
-    steps: their paths in the model, in the order in which they run. `dropout` and `pool` are none of the model's
-    modules: it applies functions.
+    steps: their paths in the model; `dropout` and `pool` are none of its modules, but functions that it applies.
     """
 
     def __init__(self, model: Any, steps: list[str]) -> None:
@@ -253,7 +248,13 @@ class Piece(nn.Module):
             elif step == "dropout":
                 self.add_module(step, nn.Dropout(model.drop_rate))
             else:
-                self._put(step, model.get_submodule(step))
+                *parents, last = step.split(".")
+                owner: nn.Module = self
+                for parent in parents:
+                    if parent not in dict(owner.named_children()):
+                        owner.add_module(parent, nn.Module())
+                    owner = owner.get_submodule(parent)
+                owner.add_module(last, model.get_submodule(step))
 
     def forward(self, x: Tensor) -> Tensor:
         for step in self.steps:
@@ -265,22 +266,10 @@ class Piece(nn.Module):
         """A single module without its path, which differs between blocks that are otherwise equal."""
         return self.get_submodule(self.steps[0]) if type(self) is Piece and len(self.steps) == 1 else self
 
-    def _put(self, path: str, module: nn.Module) -> None:
-        """Register `module` under `path`, with empty modules in between."""
-        *parents, last = path.split(".")
-        owner: nn.Module = self
-        for parent in parents:
-            if parent not in dict(owner.named_children()):
-                owner.add_module(parent, nn.Module())
-            owner = owner.get_submodule(parent)
-        owner.add_module(last, module)
-
 
 class TokenStem(Piece):
-    """The beginning of a vision Transformer: images (N, 3, H, W) -> patches as tokens (N, S, width), with positions.
-
-    The class token and the register tokens, where there are any, come first.
-    """
+    """The beginning of a vision Transformer: images (N, 3, H, W) -> class and register tokens, where there are any, and
+    patches with their positions (N, S, width)."""
 
     def __init__(self, model: Any, steps: list[str]) -> None:
         super().__init__(model, steps)

@@ -20,7 +20,7 @@ where the decoder begins and only token numbers pass the encoder. Either way no 
 
 The paper prints 400M, 1.3B, 1.3B, 3B and 6B parameters. The width of the attention grows with the heads (64 channels
 each): with 1024 channels for all, T(64, 16384, 32) would have 5.2B. Neither dropout nor the threshold of the logits are
-given: both are free choices.
+given.
 
 The paper describes no more than the sizes; the rest follows Lingvo, its code base: a normalisation before each part,
 dropout only on the attention weights and on what a part adds to its input, sinusoidal positions, an embedding drawn
@@ -37,10 +37,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpipe_cli.config.typed import RefusedError
-from gpipe_cli.errors import InputError
 
-# The longest wave of the positions is 10000 times 2 pi tokens long (Vaswani et al. 2017, Section 3.5).
-LONGEST_WAVE = 10_000.0
+LONGEST_WAVE = 10_000.0  # times 2 pi tokens, of the positions (Vaswani et al. 2017, Section 3.5)
 
 
 class Projection(nn.Linear):
@@ -58,11 +56,9 @@ class Projection(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """Vectors of tokens with their positions added, (N, S) integers -> (N, S, width).
+    """Vectors of tokens with their positions added, (N, S) integers -> (N, S, width); `length`: the most tokens.
 
-    `length` is the longest sequence, tokens. Positions have no parameters, so it is a check and no size.
-
-    Raises InputError for an odd width, which has no two halves for sines and cosines.
+    Raises InputError for an odd width.
     """
 
     def __init__(self, vocabulary: int, width: int, length: int) -> None:
@@ -90,10 +86,10 @@ class Embedding(nn.Embedding):
 
 
 def sinusoids(length: int, like: Tensor) -> Tensor:
-    """Positions 0 to length - 1 as waves, (length, width) of the width, type and device of `like`.
+    """Positions p from 0 to length - 1 as waves, (length, width) of the width, type and device of `like`.
 
-    Column i of the first half is sin(p / 10000^(2 i / width)), of the second half the cosine. (Vaswani et al. let sine
-    and cosine alternate; halves are how Lingvo has them, and the order of columns means nothing to a Transformer.)
+    Column i of the first half is sin(p / 10000^(2 i / width)), of the second half the cosine, as Lingvo has them;
+    Vaswani et al. let them alternate, which makes no difference to a Transformer.
     """
     half = like.shape[-1] // 2
     waves = torch.arange(half, device=like.device, dtype=torch.float32) * (-math.log(LONGEST_WAVE) / half)
@@ -102,10 +98,9 @@ def sinusoids(length: int, like: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Multi-head attention with four matrices and their biases, queries (N, T, width) -> (N, T, width).
+    """Multi-head attention with four matrices and their biases; `heads * head_width` need not be `width`.
 
-    head_width: entries of a query, a key or a value; `heads * head_width` need not be `width`. dropout: probability to
-    drop an attention weight.
+    dropout: probability to drop an attention weight.
     """
 
     def __init__(self, width: int, heads: int, head_width: int, dropout: float) -> None:
@@ -119,7 +114,7 @@ class Attention(nn.Module):
         self.output = Projection(channels, width)
 
     def forward(self, queries: Tensor, memory: Tensor, mask: Tensor | None = None, *, causal: bool = False) -> Tensor:
-        """Attend from `queries` (N, T, width) to `memory` (N, S, width).
+        """Attend from `queries` (N, T, width) to `memory` (N, S, width): (N, T, width).
 
         mask: (N, S), False where a position of the memory must not be seen. causal: position t sees 0 to t only.
         """
@@ -151,9 +146,10 @@ class FeedForward(nn.Module):
 
 
 class SelfAttentionLayer(nn.Module):
-    """x plus attention of x to itself, then plus feed-forward, each on normalised input: (N, S, width) -> the same.
+    """x plus attention of x to itself, then, with `cross`, attention to the source, then feed-forward, each of what is
+    normalised: (N, S, width) -> the same.
 
-    A layer of the language model (causal) and of the encoder (with a mask).
+    A layer of the language model (causal), of the encoder (with a mask) and of the decoder (causal and cross).
     """
 
     def __init__(
@@ -166,26 +162,34 @@ class SelfAttentionLayer(nn.Module):
         attention_dropout: float,
         *,
         causal: bool,
+        cross: bool = False,
         feed_forward_scale: float = 1.0,
     ) -> None:
         super().__init__()
         self.causal = causal
         self.attention_norm = nn.LayerNorm(width)
         self.attention = Attention(width, heads, head_width, attention_dropout)
+        if cross:
+            self.source_attention_norm = nn.LayerNorm(width)
+            self.source_attention = Attention(width, heads, head_width, attention_dropout)
         self.feed_forward_norm = nn.LayerNorm(width)
         self.feed_forward = FeedForward(width, hidden, feed_forward_scale)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None, source: Tensor | None = None) -> Tensor:
+        """mask: (N, S), False where a position of the source, or of x where there is none, must not be seen."""
         normalised = self.attention_norm(x)
-        x = x + self.dropout(self.attention(normalised, normalised, mask, causal=self.causal))
+        own_mask = mask if source is None else None
+        x = x + self.dropout(self.attention(normalised, normalised, own_mask, causal=self.causal))
+        if source is not None:
+            x = x + self.dropout(self.source_attention(self.source_attention_norm(x), source, mask))
         return x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
 
 
 class Softmax(nn.Module):
-    """The end of a stack: normalisation and a linear map to the vocabulary, (N, S, width) -> logits (N, S, vocabulary).
+    """Normalisation and a linear map, (N, S, width) -> logits (N, S, vocabulary); the loss has the softmax itself.
 
-    The softmax itself is part of the loss. clip: no logit is larger than this or smaller than minus this; 0 is off.
+    clip: the largest magnitude of a logit; 0 is off.
     """
 
     def __init__(self, width: int, vocabulary: int, clip: float = 0.0) -> None:
@@ -210,7 +214,7 @@ def transformer_lm(
     dropout: float = 0.1,
     attention_dropout: float = 0.1,
 ) -> nn.Sequential:
-    """Build the network: tokens (N, S), int64, S up to `length` -> logits (N, S, vocabulary) for the token after each.
+    """The network: tokens (N, S), int64, S up to `length` -> logits (N, S, vocabulary) for the token after each.
 
     The defaults are Table 1's; the paper gives no dropout, 0.1 is Lingvo's. hidden: entries between the two maps of a
     feed-forward part. dropout: probability to drop an entry of what a part of a layer adds.
@@ -218,8 +222,7 @@ def transformer_lm(
     Raises InputError for an odd width, and heads that do not divide it.
     """
     if width % heads:
-        why = f"does not divide among model.heads={heads}; use a multiple of {heads} as the width"
-        raise InputError(f"model.width={width} {why}")
+        raise RefusedError("model.width", width, f"is no multiple of model.heads={heads}; use one that is")
     sequence: OrderedDict[str, nn.Module] = OrderedDict()
     sequence["embedding"] = Embedding(vocabulary, width, length)
     for index in range(layers):
@@ -271,42 +274,19 @@ class EncoderNorm(nn.LayerNorm):
         return super().forward(source), mask, target
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(SelfAttentionLayer):
     """The target attends to what is before it, then to the source, then feed-forward; the source is passed on.
 
     Padding at the end of a target needs no mask: no real token comes after it. The last layer returns the target alone,
     (N, T, width): no later layer needs the source.
     """
 
-    def __init__(
-        self,
-        width: int,
-        hidden: int,
-        heads: int,
-        head_width: int,
-        dropout: float,
-        attention_dropout: float,
-        *,
-        feed_forward_scale: float,
-        last: bool,
-    ) -> None:
-        super().__init__()
-        self.last = last
-        self.attention_norm = nn.LayerNorm(width)
-        self.attention = Attention(width, heads, head_width, attention_dropout)
-        self.source_attention_norm = nn.LayerNorm(width)
-        self.source_attention = Attention(width, heads, head_width, attention_dropout)
-        self.feed_forward_norm = nn.LayerNorm(width)
-        self.feed_forward = FeedForward(width, hidden, feed_forward_scale)
-        self.dropout = nn.Dropout(dropout)
+    last = False
 
-    def forward(self, inputs: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
-        source, mask, x = inputs
-        normalised = self.attention_norm(x)
-        x = x + self.dropout(self.attention(normalised, normalised, causal=True))
-        x = x + self.dropout(self.source_attention(self.source_attention_norm(x), source, mask))
-        x = x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
-        return x if self.last else (source, mask, x)
+    def forward(self, inputs: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:  # type: ignore[override]  # takes a tuple
+        source, mask, target = inputs
+        target = super().forward(target, mask, source)
+        return target if self.last else (source, mask, target)
 
 
 def transformer_nmt(
@@ -325,17 +305,16 @@ def transformer_nmt(
     shared_embedding: bool,
     pad: int = 0,
 ) -> nn.Sequential:
-    """Build the network: (source (N, S), target so far (N, T)), both int64 -> logits (N, T, vocabulary).
+    """The network: (source (N, S), target so far (N, T)), both int64 -> logits (N, T, vocabulary).
 
     Logits at t are for the target's token behind the given tokens 0 to t. S and T are at most `length`.
 
     Args as those of `transformer_lm` (hidden is H, heads is A), and:
         layers: L, of the encoder and again of the decoder.
-        depth_scaled: whether the initial weights of all feed-forward parts are divided by L (the paper's first remedy
-            against divergence, after Fixup).
+        depth_scaled: divide the initial weights of feed-forward parts by L (the paper's first remedy against
+            divergence, after Fixup).
         logit_clip: the largest magnitude of a logit (its second remedy; Lingvo's `logits_abs_max`); 0 is off.
-        shared_embedding: whether one matrix embeds source and target.
-        pad: the token that fills up sentences. Padded source positions are masked.
+        pad: the token that fills up sentences; padded positions of the source are masked.
 
     Raises InputError for an odd width.
     """
@@ -349,6 +328,8 @@ def transformer_nmt(
     if not shared_embedding:
         sequence["target_embedding"] = TargetEmbedding(vocabulary, width, length)
     for index in range(layers):
-        sequence[f"decoder_{index:02d}"] = DecoderLayer(*sizes, feed_forward_scale=scale, last=index == layers - 1)
+        layer = DecoderLayer(*sizes, causal=True, cross=True, feed_forward_scale=scale)
+        layer.last = index == layers - 1
+        sequence[f"decoder_{index:02d}"] = layer
     sequence["softmax"] = Softmax(width, vocabulary, logit_clip)
     return nn.Sequential(sequence)

@@ -10,7 +10,7 @@ from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.data.micro_batches import share_of
 from gpipe_cli.distributed.torchrun import Torchrun
 from gpipe_cli.errors import InputError
-from gpipe_cli.models.transformer import DecoderLayer, SelfAttentionLayer
+from gpipe_cli.models.transformer import SelfAttentionLayer
 from gpipe_cli.pipeline.schedule.breakdown import Breakdown, breakdown
 from gpipe_cli.pipeline.schedule.lingvo_partitioner import cut_by_share, cut_stack
 from gpipe_cli.pipeline.schedule.orders import AUTO_SCHEDULE, order
@@ -179,7 +179,7 @@ def _lingvo_cut(config: TrainConfig, profile: ModelProfile) -> tuple[int, ...]:
 
     Raises RefusedError if a stage would have no layers.
     """
-    blocks = [isinstance(layer, SelfAttentionLayer | DecoderLayer) for layer in profile.model]
+    blocks = [isinstance(layer, SelfAttentionLayer) for layer in profile.model]
     if any(blocks):
         return cut_stack(blocks, config.partitions)
     given = config.partition.costs or profile.own_costs

@@ -144,7 +144,7 @@ def test_costs_of_attention_come_from_shapes(dropout: float) -> None:
 
 @pytest.mark.parametrize(
     ("width", "heads", "message"),
-    [(7, 7, r"^model\.width=7: .* use 6 or 8$"), (8, 3, r"^model\.width=8 does not divide among model\.heads=3; .*")],
+    [(7, 7, r"^model\.width=7: .* use 6 or 8$"), (8, 3, r"^model\.width=8: is no multiple of model\.heads=3; .*")],
 )
 def test_widths_that_do_not_fit(width: int, heads: int, message: str) -> None:
     with pytest.raises(InputError, match=message):
