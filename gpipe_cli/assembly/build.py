@@ -34,8 +34,7 @@ def real_model(config: TrainConfig, *, pretrained: bool) -> Callable[[], nn.Sequ
     """How to build the whole model with values, where its layers cannot be initialised one by one; or None.
 
     timm's models, and those of users, set their initial values while they are built: every process builds the whole
-    model once, from the same seed, and keeps the layers of its stages. `pretrained`: with the pretrained weights that
-    the settings ask for; a run that goes on from a checkpoint needs none.
+    model once, from the same seed, and keeps the layers of its stages. pretrained: load the weights that are asked for.
     """
     if isinstance(config.model, (groups.AmoebaNetConfig, groups.TransformerLMConfig, groups.TransformerNMTConfig)):
         return None

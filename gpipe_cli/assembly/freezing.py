@@ -55,12 +55,11 @@ def find_frozen(config: TrainConfig, model: nn.Sequential) -> Frozen:
 
 
 def classifier_of(config: TrainConfig, model: nn.Sequential) -> frozenset[str]:
-    """The names of the classifier's tensors in `model`, which was built for `config`: those that paper section 4
-    initialises anew for every data set.
+    """The names of the classifier's tensors in `model`, which was built for `config`.
 
-    The paper takes "all but the last softmax layer" from a trained model. Our layers are not cut like that: AmoebaNet
-    has a second classifier in the middle, and the last layer of an EfficientNet also has a convolution that is worth
-    taking. So the classifier is the tensors whose shape depends on the number of classes.
+    The paper (section 4) takes "all but the last softmax layer" from a trained model. Our layers are not cut like that:
+    AmoebaNet has a second classifier in the middle, and the last layer of an EfficientNet also has a convolution that
+    is worth taking. So the classifier is the tensors whose shape depends on the number of classes.
 
     Found by building the model for one class, or token, more. An embedding changes with the vocabulary too, so of a
     model of text only the last layer is searched. Which argument of a user's function is the number of classes is not

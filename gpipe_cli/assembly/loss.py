@@ -43,9 +43,8 @@ class CrossEntropy:
 
     `targets` are the classes (N,) of the mini-batch, or its tokens (N, T) with IGNORED where there is nothing to
     predict; logits have the classes behind those dimensions. `sizes` are its micro-batches; they may be a part of a
-    mini-batch that has `elements` in all, 0: it is the whole. Smoothing spreads over all
-    classes, as TensorFlow and torch do it (paper v4: 0.1; the auxiliary head's weight of 0.4: TPU code, Real et al.).
-    `device` is where the logits will be.
+    mini-batch that has `elements` in all. `device` is where the logits will be. Smoothing spreads over all classes, as
+    TensorFlow and torch do it (paper v4: 0.1; the auxiliary head's weight of 0.4: TPU code, Real et al.).
     """
 
     def __init__(
@@ -77,12 +76,7 @@ class CrossEntropy:
         ranks = min(self._ranks, logits.shape[-1])
         best = logits.argmax(-1, keepdim=True) if ranks == 1 else logits.topk(ranks, dim=-1).indices
         right = best == targets[..., None]
-        counted = (
-            loss.double() * self._of_all,
-            self._plain.double(),
-            right[..., 0].sum().double(),
-            right.sum().double(),
-        )
+        counted = loss.double() * self._of_all, self._plain.double(), right[..., 0].sum().double(), right.sum().double()
         # stays on the device: reading it here would make the pipeline wait for this micro-batch
         self._counted.append(torch.stack(counted))
 

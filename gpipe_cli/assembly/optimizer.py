@@ -38,12 +38,11 @@ def build_optimizer(config: groups.OptimizerConfig, parameters: Named) -> torch.
         {"params": [p for p in trainable if p.ndim <= 1], "weight_decay": 0.0},
     ]
     parts = [group for group in parts if group["params"]]
-    fused = _fused(trainable)
+    fused = trainable[0].device.type == "cuda"  # one kernel for all; timm's RMSProp and Adafactor have a few
     match config:  # the learning rate is set before every step
         case groups.RMSPropConfig():
-            made: torch.optim.Optimizer = _timms_optimizer("rmsprop_tf").RMSpropTF(
-                parts, lr=0.0, alpha=config.decay, momentum=config.momentum, eps=config.epsilon
-            )
+            settings = {"alpha": config.decay, "momentum": config.momentum, "eps": config.epsilon}
+            made: torch.optim.Optimizer = _timms_rmsprop().RMSpropTF(parts, lr=0.0, **settings)
             return made
         case groups.SGDConfig():
             return torch.optim.SGD(parts, lr=0.0, momentum=config.momentum, nesterov=config.nesterov, fused=fused)
@@ -56,21 +55,14 @@ def build_optimizer(config: groups.OptimizerConfig, parameters: Named) -> torch.
 
 
 @cache
-def _timms_optimizer(name: str) -> Any:
-    """The module of that name in timm.optim, in a package of ours: timm itself imports all its models and torchvision,
-    which takes most of a second.
-    """
+def _timms_rmsprop() -> Any:
+    """timm.optim.rmsprop_tf in a package of ours: timm itself imports all its models and torchvision, which takes most
+    of a second."""
     found = find_spec("timm")
     assert found is not None
-    assert found.origin is not None
     package = sys.modules["gpipe_timm_optim"] = ModuleType("gpipe_timm_optim")
-    package.__path__ = [str(Path(found.origin).parent / "optim")]
-    return import_module(f"{package.__name__}.{name}")
-
-
-def _fused(parameters: Sequence[nn.Parameter]) -> bool:
-    """One kernel for all parameters of a GPU; timm's RMSProp and Adafactor have a few there."""
-    return parameters[0].device.type == "cuda"
+    package.__path__ = [str(Path(folder) / "optim") for folder in found.submodule_search_locations or ()]
+    return import_module("gpipe_timm_optim.rmsprop_tf")
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
@@ -137,8 +129,8 @@ def learning_rate(
     """The learning rate of step number `step`, counted from 0 over the whole run of `total_steps`.
 
     The paper's decay (v4, "Training and results on ImageNet"): 0.00125 x mini-batch size, times 0.97 every 3 epochs, in
-    steps. `batch_size` is the whole mini-batch: neither partitions nor micro-batches enter. Warm-ups rise linearly.
-    Departs from the paper: TensorFlow's warm-up begins at exactly zero, which wastes a step; here step 0 has 1/n of it.
+    steps. Warm-ups rise linearly. Departs from the paper: TensorFlow's warm-up begins at exactly zero, which wastes a
+    step; here step 0 has 1/n of it.
     """
     warm_up = warm_up_steps(config, steps_per_epoch)
     match config:
