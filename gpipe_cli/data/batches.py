@@ -3,12 +3,10 @@
 A function of (seed, epoch) and the catalogue and nothing else, so that the process with the first stage (inputs) and
 the one with the last stage (targets) agree without a message, and a resumed run goes on with exactly the samples it had
 not seen. For the same reason every random number of the data comes from `seed_of` what identifies it, never from a
-running generator: sample i of epoch e is the same tensor whatever loads it.
+running generator.
 
 The paper's translation batches are counted in tokens (Section 5: 260K to 4M), and its small languages are seen more
-often than their share: p ~ share^(1/T), T = 5 in its supplement. With 10^4 to 10^9 sentences a language, a model that
-sees each sentence once hardly sees the small ones; with equal shares it repeats them for ever. The temperature chooses
-between the two: 1 is by share, infinity is equal shares.
+often than their share: p ~ share^(1/T), T = 5 in its supplement; T = 1 is by share, infinity is equal shares.
 """
 
 import hashlib
@@ -29,21 +27,17 @@ SPLITS = ("training", "test")  # their names in messages
 
 
 def seed_of(purpose: str, *numbers: int) -> int:
-    """Mix a purpose ("order", "augmentation", …) and numbers into a seed in [0, 2**63).
-
-    The purpose keeps uses apart: epoch 3's order and image 3's noise must not be drawn from the same numbers.
-    """
+    """Mix a purpose ("order", "augmentation", …), which keeps uses apart, and numbers into a seed in [0, 2**63)."""
     text = " ".join([purpose, *map(str, numbers)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 @dataclass(frozen=True, eq=False)
 class Catalogue:
-    """What every process of a run must know of a split to agree on its mini-batches: no samples, only how many and how
-    long. Images have no lengths at all."""
+    """What every process of a run must know of a split to agree on its mini-batches: not the samples themselves."""
 
     samples: int
-    lengths: Tensor | None = None  # int32 (n, d): tokens of each sample along each dimension that varies
+    lengths: Tensor | None = None  # int32 (n, d): tokens of each sample along each dimension; None: images
     groups: Tensor | None = None  # int32 (n,): the language of each sample, for temperature sampling
 
     @classmethod
@@ -59,16 +53,13 @@ class Split(Protocol):
     in whole mini-batches, because the padding of a sentence depends on the others.
     """
 
-    @property
-    def catalogue(self) -> Catalogue:
-        """What mini-batches are made from."""
-        ...
-
     def __len__(self) -> int: ...
 
+    @property
+    def catalogue(self) -> Catalogue: ...
+
     def inputs(self, epoch: int, indices: Sequence[int], lengths: tuple[int, ...]) -> tuple[Tensor, ...]:
-        """The first layer's inputs for the samples `indices`, (n, ...) each; sentences are padded to `lengths`. Images
-        vary with the epoch."""
+        """The first layer's inputs for the samples `indices`, (n, ...) each; sentences are padded to `lengths`."""
         ...
 
     def targets_of(self, indices: Tensor, lengths: tuple[int, ...]) -> Tensor:
@@ -82,16 +73,12 @@ class MiniBatches:
 
     shuffle: images come in a new order each epoch. Others are sorted by length, ties in a new order; cut; and the
     mini-batches are shuffled. Without it they are sorted by length, or stay in order, the same each epoch.
-
-    batch_tokens: a mini-batch of n samples, padded to lengths (S, T), counts as n * max(S, T) tokens: the larger of
-    what the encoder and the decoder compute.
-
+    batch_tokens: n samples padded to lengths (S, T) count as n * max(S, T) tokens: the larger of what the encoder and
+    the decoder compute.
     drop_last, with batch_size: as many samples as do not fill a mini-batch are left out, others each epoch.
-
     temperature: None or 1 gives every sample once an epoch. T > 1 draws as many samples an epoch, each language its
     quota by share^(1/T). With batch_tokens the number of mini-batches can then differ a little from epoch to epoch;
     epoch 0 decides: the last ones of a later epoch (in their random order) are left out, or its first ones repeated.
-
     micro_batches, replicas, replica: which share of each mini-batch is read here.
 
     Raises InputError for a sample longer than batch_tokens.
@@ -112,17 +99,17 @@ class MiniBatches:
         replica: int = 0,
     ) -> None:
         assert (batch_size is None) != (batch_tokens is None), (batch_size, batch_tokens)
-        assert catalogue.samples > 0, catalogue.samples
         self.samples = catalogue.samples
         self._catalogue = catalogue
         self._batch_size, self._batch_tokens = batch_size, batch_tokens
         self._seed, self._shuffle, self._drop_last = seed, shuffle, drop_last
         self._temperature = None if temperature == 1 else temperature
         self._pieces = micro_batches, replicas, replica
-        longest = 0 if catalogue.lengths is None else int(catalogue.lengths.max())
-        if batch_tokens is not None and batch_tokens < longest:
-            why = f"the longest sentence has {longest} tokens; use {longest} or more"
-            raise RefusedError("batch_tokens", batch_tokens, why)
+        if batch_tokens is not None and catalogue.lengths is not None:
+            longest = int(catalogue.lengths.max())
+            if batch_tokens < longest:
+                why = f"the longest sentence has {longest} tokens; use {longest} or more"
+                raise RefusedError("batch_tokens", batch_tokens, why)
         # Two are kept: loading runs ahead into the next epoch while the loss still needs the targets of this one.
         self._batches_of = lru_cache(maxsize=2)(self._cut_epoch)
         self.steps_per_epoch = 0  # not known before epoch 0 is cut
@@ -133,7 +120,6 @@ class MiniBatches:
         return self._batches_of(epoch if self._shuffle else 0)[position][0]
 
     def size(self, epoch: int, position: int) -> int:
-        """How many samples the mini-batch has."""
         return len(self.indices(epoch, position))
 
     def share(self, epoch: int, position: int) -> Share:
@@ -151,11 +137,8 @@ class MiniBatches:
         return self._batches_of(epoch if self._shuffle else 0)[position][1]
 
     def stream(self, start_epoch: int, start_position: int, epochs: int) -> Iterator[tuple[int, int]]:
-        """(epoch, position) of every step from the starting point to the end of a run of `epochs` epochs in all.
-
-        A start position equal to `steps_per_epoch` is the start of the next epoch.
-        """
-        assert 0 <= start_position <= self.steps_per_epoch, (start_position, self.steps_per_epoch)
+        """(epoch, position) of every step from the starting point, which may be the end of an epoch, to the end of a
+        run of `epochs` epochs in all."""
         for epoch in range(start_epoch, epochs):
             for position in range(start_position if epoch == start_epoch else 0, self.steps_per_epoch):
                 yield epoch, position
@@ -168,7 +151,6 @@ class MiniBatches:
         order = torch.arange(self.samples)
         if self._temperature is not None:
             assert self._catalogue.groups is not None, "no languages to draw from"
-            assert self._shuffle, "an evaluation sees every sample once"
             order = temperature_draws(self._catalogue.groups, self._temperature, self._seed, epoch)
         if self._shuffle:
             order = order[torch.randperm(len(order), generator=generator)]
@@ -180,26 +162,22 @@ class MiniBatches:
         # The last key counts first: the larger length, then each length in turn; ties stay as they are.
         keys = (*lengths[order].numpy().T[::-1], lengths[order].amax(dim=1).numpy())
         order = order[torch.from_numpy(np.lexsort(keys))]
-        if self._batch_size is not None:
-            parts = order.split(self._batch_size)
-        else:
-            assert self._batch_tokens is not None
-            parts = order.split(_sizes(lengths[order].amax(dim=1).tolist(), self._batch_tokens))
+        parts = order.split(self._batch_size or self._sizes(lengths[order].amax(dim=1).tolist()))
         batches = [(part, tuple(lengths[part].amax(dim=0).tolist())) for part in parts]
         if not self._shuffle:
             return batches
         turns = torch.randperm(len(batches), generator=generator).tolist()
         return [batches[turns[step % len(turns)]] for step in range(self.steps_per_epoch or len(turns))]
 
-
-def _sizes(longest: list[int], most_tokens: int) -> list[int]:
-    """Sizes of as few mini-batches as possible; `longest` is each sample's larger length, ascending."""
-    sizes = [0]
-    for length in longest:
-        if length * (sizes[-1] + 1) > most_tokens:
-            sizes.append(0)
-        sizes[-1] += 1
-    return sizes
+    def _sizes(self, longest: list[int]) -> list[int]:
+        """Sizes of as few mini-batches as possible; `longest` is each sample's larger length, ascending."""
+        assert self._batch_tokens is not None
+        sizes = [0]
+        for length in longest:
+            if length * (sizes[-1] + 1) > self._batch_tokens:
+                sizes.append(0)
+            sizes[-1] += 1
+        return sizes
 
 
 def language_quotas(counts: list[int], temperature: float) -> list[int]:
@@ -218,11 +196,9 @@ def temperature_draws(groups: Tensor, temperature: float, seed: int, epoch: int)
     """int64 (samples,): what an epoch draws of samples whose languages are `groups`, language by language.
 
     A language's samples are one endless sequence of permutations, and epoch e takes its quota from place e * quota on:
-    no sample comes again before all others of its language have come, from epoch to epoch too, and an epoch can be
-    computed without those before it.
-
-    The order of a permutation is by a hash of (seed, language, its number, sample): all are sorted at once. A generator
-    for each would take a second for small languages.
+    no sample comes again before all others of its language have come, and an epoch needs none before it. The order of a
+    permutation is by a hash of (seed, language, its number, sample): all are sorted at once, which takes less than a
+    generator for each.
     """
     of = groups.numpy()
     counts = np.bincount(of)
@@ -233,9 +209,8 @@ def temperature_draws(groups: Tensor, temperature: float, seed: int, epoch: int)
     rows = np.where(quotas > 0, (start + quotas - 1) // np.maximum(counts, 1) - first + 1, 0)
     language = np.repeat(np.arange(len(counts)), rows)
     number = np.repeat(first, rows) + _count_up(rows)
-    seeds = _mixed(
-        _mixed(language.astype(np.uint64) + np.uint64(seed_of("languages", seed))) ^ number.astype(np.uint64)
-    )
+    seeds = _mixed(language.astype(np.uint64) + np.uint64(seed_of("languages", seed)))
+    seeds = _mixed(seeds ^ number.astype(np.uint64))
     # Each row has all samples of its language.
     sizes = counts[language]
     row, place = np.repeat(np.arange(len(language)), sizes), _count_up(sizes)

@@ -1,8 +1,8 @@
 """What text data costs once and is kept for the next process and the next run: vocabularies and encoded corpora.
 
-The paper's corpora were prepared beforehand. Here every process of a run opens the same text; only the first may train
-the vocabulary and encode, the others wait and read. A file's name is a digest of everything its content depends on, so
-nothing is ever out of date; its first bytes are a digest of the content, so a damaged file is noticed and made anew.
+Every process of a run opens the same text; the first one trains the vocabulary and encodes, the others wait and read. A
+file's name is a digest of everything its content depends on, so nothing is ever out of date; its first bytes are a
+digest of the content, so a damaged file is noticed and made anew.
 """
 
 import fcntl
@@ -16,7 +16,7 @@ from pathlib import Path
 from safetensors.torch import load, save
 from torch import Tensor
 
-from gpipe_cli.config.typed import one_line
+from gpipe_cli.config.typed import RefusedError, one_line
 from gpipe_cli.errors import InputError
 from gpipe_cli.system.files import write_whole
 
@@ -49,11 +49,9 @@ def digest_of(purpose: str, facts: object, texts: Iterable[str | bytes] = ()) ->
 
 
 def cached(folder: Path, name: str, make: Callable[[], bytes]) -> bytes:
-    """The content of `name` in `folder`; made and stored where it is missing or damaged.
+    """The content of `name` in `folder`; made and stored where it is missing or damaged, by one process at a time.
 
-    Several processes may ask at once: one makes it, the others wait. Reading needs no permission to write.
-
-    Raises InputError where it must be stored and the folder cannot be written, and what `make` raises.
+    Reading needs no permission to write. Raises InputError where the folder cannot be written, and what `make` raises.
     """
     path = folder / name
     if (content := _read(path)) is not None:
@@ -65,9 +63,8 @@ def cached(folder: Path, name: str, make: Callable[[], bytes]) -> bytes:
                 write_whole(path, _digest(content) + content)
             return content
     except OSError as error:
-        raise InputError(
-            f"dataset.cache={folder}: cannot be written ({one_line(error)}); set dataset.cache to a folder that can"
-        ) from error
+        why = f"cannot be written ({one_line(error)}); set dataset.cache to a folder that can"
+        raise RefusedError("dataset.cache", folder, why) from error
 
 
 def cached_tensors(folder: Path, name: str, make: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -77,7 +74,7 @@ def cached_tensors(folder: Path, name: str, make: Callable[[], dict[str, Tensor]
 
 @contextmanager
 def locked(file: Path) -> Iterator[None]:
-    """Every process of a run opens the data; inside there is one at a time. The system ends it if the process dies."""
+    """Inside there is one process at a time; the system ends it if that dies."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # ends when the file is closed

@@ -1,9 +1,8 @@
 """The texts themselves: documents for a language model, sentence pairs for translation, each with a test split.
 
-The paper's Transformer-L is measured without a named text; Lingvo's GPipe language model reads the billion-word
-benchmark. Its translation model learns 102 languages from a corpus that is not public (Section 5). A user's own files
-replace them, and for a first run without a download: the text that comes with every Python, and names in 234 languages
-out of Unicode's Common Locale Data Repository.
+The paper's Transformer-L is measured without a named text, and its translation model learns 102 languages from a corpus
+that is not public (Section 5). A user's own files replace them, and for a first run without a download: the text that
+comes with every Python, and names in 234 languages out of Unicode's Common Locale Data Repository.
 """
 
 import json
@@ -33,8 +32,7 @@ def read_python_docs() -> tuple[Documents, Documents]:
     """The language reference that Python's `help()` shows: about 370,000 characters, and not the same in each version.
 
     The topics overlap: "compound statements" contains "function definitions". So a paragraph that has appeared before
-    is left out; otherwise the test text would be in the training text. What is left of a topic is cut into sections of
-    about 2,000 characters, at paragraphs; every tenth section is test text. The split is fixed, whatever the seed.
+    is left out; otherwise the test text would be in the training text. The split is fixed, whatever the seed.
 
     Raises InputError where Python was installed without them.
     """
@@ -47,7 +45,8 @@ def read_python_docs() -> tuple[Documents, Documents]:
 
 
 def split_sections(documents: Iterable[str]) -> tuple[Documents, Documents]:
-    """Leave out repeated paragraphs (white space aside), cut into sections, and give every tenth to the test text."""
+    """Leave out repeated paragraphs (white space aside), cut at paragraphs into sections of about 2,000 characters, and
+    give every tenth to the test text."""
     seen: set[str] = set()
     sections: list[str] = []
     for document in documents:
@@ -70,14 +69,13 @@ def split_sections(documents: Iterable[str]) -> tuple[Documents, Documents]:
 
 def read_text_files(root: Path) -> tuple[Documents, Documents]:
     """Every *.txt below root/train and root/test; where root has neither folder, every *.txt below root, of which the
-    last tenth is test text, from the next line on. Each file is a document; order is by path; UTF-8. root may be one
-    such file.
+    last tenth is test text, from the next line on. Each file is a document; order is by path; root may be one file.
 
     Raises InputError for a folder that is missing or holds no text, and for a file that is not UTF-8.
     """
-    train_folder, test_folder = root / "train", root / "test"
-    if train_folder.is_dir() or test_folder.is_dir():
-        return _read_folder(root, train_folder), _read_folder(root, test_folder)
+    folders = root / "train", root / "test"
+    if any(folder.is_dir() for folder in folders):
+        return _read_folder(root, folders[0]), _read_folder(root, folders[1])
     halves = [_cut_last_tenth(text) for text in _read_folder(root, root)]
     train, test = (tuple(text for text in texts if text.strip()) for texts in zip(*halves, strict=True))
     if not test:
@@ -103,9 +101,8 @@ def read_utf8(path: Path) -> str:
     try:
         return read_text(path, _MOST_BYTES).replace("\r\n", "\n")
     except OSError as error:
-        raise InputError(
-            f"text file '{path}': cannot be read ({error.strerror}); see dataset.root, which takes files in UTF-8"
-        ) from error
+        why = f"cannot be read ({error.strerror}); see dataset.root, which takes files in UTF-8"
+        raise InputError(f"text file '{path}': {why}") from error
 
 
 def _cut_last_tenth(text: str) -> tuple[str, str]:
@@ -169,9 +166,7 @@ def read_parallel_text(root: Path) -> tuple[Pairs, Pairs]:
     """Lines `source TAB target TAB languages` (such as `de-en`), UTF-8, without a heading; empty lines are skipped.
 
     root: a folder with train.tsv and test.tsv, or one file: then a line is test text where a hash of its target says
-    so, about 1 in 20, so that no target is in both splits.
-
-    Raises InputError for files that are missing, empty or not UTF-8, and for a line of another form, with its number.
+    so, about 1 in 20, so that no target is in both splits. Raises InputError.
     """
     if root.is_dir():
         files = (root / "train.tsv", root / "test.tsv")
@@ -183,8 +178,9 @@ def read_parallel_text(root: Path) -> tuple[Pairs, Pairs]:
         for split, part in zip(SPLITS, rows, strict=True):
             if not part:
                 why = f"1 line in {_TEST_ONE_IN} is test text, chosen by its target, and no {split} line is left"
-                use = "add lines, or use a folder with train.tsv and test.tsv"
-                raise RefusedError("dataset.root", root, f"{why}; {use}")
+                raise RefusedError(
+                    "dataset.root", root, f"{why}; add lines, or use a folder with train.tsv and test.tsv"
+                )
     languages = tuple(sorted({row[2] for part in rows for row in part}))
     numbers = {name: number for number, name in enumerate(languages)}
     splits = []
@@ -215,8 +211,8 @@ def _read_rows(file: Path) -> list[tuple[str, str, str, int]]:
 def read_cldr(direction: str, cache: Path) -> tuple[Pairs, Pairs]:
     """About 200,000 pairs of a name and its English name (Babel 2.18: 201,203); kept in `cache`, as reading takes long.
 
-    Names of territories, languages, scripts and currencies, some languages with five times as many as others: short,
-    but many scripts, many languages, one model. It shows how the parts work together; it is no measure of translation.
+    Names of territories, languages, scripts and currencies: short, but many scripts, many languages, one model. It
+    shows how the parts work together; it is no measure of translation.
 
     Languages are those without a territory (`de`, `zh`), and their other scripts (`zh_Hant`) with the names that are
     written otherwise there. A name that is missing or only a code is left out, and a language with fewer than 100
@@ -276,11 +272,9 @@ def _directed(columns: Any, codes: list[str], direction: str) -> Pairs:
     names, english, numbers = columns
     groups = torch.tensor(numbers, dtype=torch.int32)
     into, out_of = tuple(f"{code}-en" for code in codes), tuple(f"en-{code}" for code in codes)
-    match direction:
-        case "to_english":
-            return Pairs(names, english, groups, into)
-        case "from_english":
-            return Pairs(english, names, groups, out_of)
-        case _:
-            both = torch.cat([groups, groups + len(codes)])
-            return Pairs([*names, *english], [*english, *names], both, into + out_of)
+    if direction == "to_english":
+        return Pairs(names, english, groups, into)
+    if direction == "from_english":
+        return Pairs(english, names, groups, out_of)
+    both = torch.cat([groups, groups + len(codes)])
+    return Pairs([*names, *english], [*english, *names], both, into + out_of)

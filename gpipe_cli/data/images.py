@@ -32,9 +32,7 @@ def cutout(image: Tensor, side: int) -> Tensor:
 
     The centre is uniform over the image, so the square may extend over the border, as in that paper.
     """
-    height, width = image.shape[-2:]
-    top = int(torch.randint(height, ())) - side // 2
-    left = int(torch.randint(width, ())) - side // 2
+    top, left = (int(torch.randint(length, ())) - side // 2 for length in image.shape[-2:])
     image = image.clone()
     image[..., max(top, 0) : top + side, max(left, 0) : left + side] = 0
     return image
@@ -45,9 +43,7 @@ def build_transform(
 ) -> Callable[[Tensor], Tensor]:
     """The steps from (3, H, W), uint8 or float32 in [0, 1], to float32 (3, image_size, image_size) in [-1, 1].
 
-    centre_share: the share of the shorter side that the single centre crop keeps: 0.875 for photographs (the TPU code's
-    evaluation), 1.0 for the whole image. augmentation: None for evaluation. Random steps draw from torch's default
-    generator.
+    centre_share: see there. augmentation: None for evaluation. Random steps draw from torch's default generator.
 
     Raises InputError where a length of the augmentation does not fit images of this size.
     """
@@ -78,8 +74,7 @@ def build_transform(
 class ImageSplit:
     """The training or the test split, a `Split`.
 
-    `split[epoch, index]` is float32 (3, image_size, image_size) in [-1, 1]. In the training split the same
-    (seed, epoch, index) gives the same tensor in every process; in the test split the epoch changes nothing.
+    `split[epoch, index]`: float32 (3, image_size, image_size) in [-1, 1]; in the test split the epoch changes nothing.
     """
 
     samples: Samples
@@ -116,9 +111,7 @@ class ImageSplit:
 def open_images(dataset: ImagesConfig, seed: int) -> tuple[ImageSplit, ImageSplit]:
     """Open a data set and return its training and its test split.
 
-    `seed` is of the augmentation, which is for the training split only, and of synthetic images. With
-    `dataset.classes` there are only samples of these classes, which become 0, 1, … in the given order, e.g.
-    (0, 1, 2, 3, 4) to learn five digits and (5, 6, 7, 8, 9) to transfer to the others.
+    `seed` is of the augmentation, which is for the training split only, and of synthetic images.
 
     Raises InputError (one line) for missing, empty or damaged data, and a wrong number of classes.
     """
@@ -157,20 +150,17 @@ def open_images(dataset: ImagesConfig, seed: int) -> tuple[ImageSplit, ImageSpli
 
 
 def centre_share(dataset: ImagesConfig) -> float:
-    """The share of the shorter side that the single centre crop of test images keeps.
+    """The share of the shorter side that the single centre crop of test images keeps: the TPU code's for ImageNet and
+    for folders; all of it for the transfer sets, which are "resized to 480x480".
 
-    It is the TPU code's for ImageNet and for folders. The transfer sets are "resized to 480x480", so nothing is cut
-    away on purpose: the whole shorter side. Departs from the paper: the aspect ratio is kept, so the ends of the longer
-    side are lost (the paper does not say whether it squeezes).
+    Departs from the paper: the aspect ratio is kept, so the ends of the longer side are lost (the paper does not say
+    whether it squeezes).
     """
     return 0.875 if dataset.name in ("image_folder", "imagenet") else 1.0
 
 
 def _choose(classes: tuple[int, ...], name: str, *splits: Samples) -> Iterator[Samples]:
-    """Only the samples of `classes`, in their old order; class classes[i] gets the number i.
-
-    Raises InputError for classes that do not exist, twice the same, fewer than two, or without an image.
-    """
+    """Only the samples of `classes`, in their old order; class classes[i] gets the number i. Raises InputError."""
     names = splits[0].class_names
     if len(set(classes)) < max(2, len(classes)) or not all(0 <= number < len(names) for number in classes):
         why = f"must be 2 or more different classes of {name}, from 0 to {len(names) - 1}"

@@ -10,9 +10,7 @@ threads may hold locks, and an open CUDA context does not survive a fork.
 import multiprocessing
 import signal
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -30,10 +28,7 @@ class LoaderDiedError(RuntimeError):
 
 class LoadedBatches:
     """Iterator over the first stage's inputs, a tuple of (N, ...) each of this replica's share of every mini-batch of
-    which it has one; `close` ends its workers.
-
-    `next` raises InputError, in one line that names the file, where an image cannot be read; loading then has ended.
-    """
+    which it has one. `next` raises InputError where an image cannot be read; loading then has ended."""
 
     def __init__(
         self,
@@ -50,7 +45,6 @@ class LoadedBatches:
         workers: processes, forked here; 0 loads in this process, each batch when it is asked for. pin_memory:
         page-locked batches, for asynchronous copies to a GPU.
         """
-        assert mini_batches.samples == len(split), (mini_batches.samples, len(split))
         loader: DataLoader[Any] = DataLoader(
             _Batches(split),  # type: ignore[arg-type]  # any object with __getitem__ is a map-style data set
             batch_size=None,  # a key stands for a whole mini-batch
@@ -69,7 +63,7 @@ class LoadedBatches:
         # torch's handler of SIGCHLD raises that a worker died wherever this process is, be it in a step; without it
         # the next request for a batch does.
         before = signal.getsignal(signal.SIGCHLD)
-        self._batches: Iterator[Any] | None = iter(loader)
+        self._batches: Any = iter(loader)
         signal.signal(signal.SIGCHLD, before)
         self._peeked: tuple[Tensor, ...] | None = None
 
@@ -105,10 +99,9 @@ class LoadedBatches:
         """End the workers and wait for them; may be called again."""
         batches, self._batches = self._batches, None
         # Freeing the iterator would do it too, but a traceback may hold a reference to it.
-        shut_down = getattr(batches, "_shutdown_workers", None)
-        if shut_down is not None:
-            shut_down()
-            for worker in batches._workers:  # type: ignore[union-attr]  # the iterator that has just been made
+        if hasattr(batches, "_shutdown_workers"):
+            batches._shutdown_workers()
+            for worker in batches._workers:
                 worker.kill()  # one that is stopped (SIGSTOP) has not read the request to end
 
 
@@ -137,9 +130,7 @@ def _set_up_worker(worker: int) -> None:
     end_with_parent(served.pid)
 
 
-def _print_unless_connection_lost(
-    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
-) -> None:
+def _print_unless_connection_lost(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
     """No traceback of a batch that could not be sent because the trainer was interrupted and has printed why."""
     if not issubclass(kind, (ConnectionError, EOFError)):
         sys.__excepthook__(kind, error, traceback)

@@ -12,10 +12,8 @@ def micro_batch_sizes(samples: int, micro_batches: int) -> tuple[int, ...]:
     >>> micro_batch_sizes(7, 3)
     (3, 2, 2)
     """
-    if samples < 1:
-        raise ValueError(f"a mini-batch needs at least one sample, not {samples}")
-    if micro_batches < 1:
-        raise ValueError(f"micro_batches={micro_batches}: at least 1 is needed; use micro_batches=1")
+    assert samples > 0, samples
+    assert micro_batches > 0, micro_batches
     pieces = min(samples, micro_batches)
     small, larger = divmod(samples, pieces)
     return tuple(small + 1 if piece < larger else small for piece in range(pieces))

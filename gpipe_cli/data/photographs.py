@@ -6,6 +6,7 @@ photographs. torchvision reads the annotations, each set has its own format.
 """
 
 import os
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,9 @@ from typing import Any
 import torch
 
 from gpipe_cli.config.typed import RefusedError, with_type
+from gpipe_cli.data.batches import SPLITS
 from gpipe_cli.data.cache import locked
 from gpipe_cli.data.readers import Files, Samples, read_folders
-from gpipe_cli.errors import InputError
 
 _DOWNLOAD = "set dataset.download=true"
 
@@ -26,10 +27,9 @@ class PhotographSet:
 
     train: int  # images
     test: int  # images
-    classes: int
-    folder: str  # below dataset.root; "": dataset.root itself
     contents: str  # what the folder must hold
-    get: str  # how a user gets the data
+    get: str = _DOWNLOAD  # how a user gets the data
+    folder: str = ""  # below dataset.root
     reader: str | None = None  # torchvision's, where annotations list the images
     train_split: str = "train"  # the name of that split at torchvision
 
@@ -38,53 +38,42 @@ PHOTOGRAPHS = {
     "imagenet": PhotographSet(
         1_281_167,
         50_000,
-        1000,
-        folder="",
-        contents="train/<wnid>/*.JPEG and val/<wnid>/*.JPEG, or ILSVRC2012_devkit_t12.tar.gz beside the two archives "
+        "train/<wnid>/*.JPEG and val/<wnid>/*.JPEG, or ILSVRC2012_devkit_t12.tar.gz beside the two archives "
         "ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar",
-        get="the archives are given out by image-net.org after registration",
+        "the archives are given out by image-net.org after registration",
     ),
     "stanford_cars": PhotographSet(
         8_144,
         8_041,
-        196,
+        "cars_train, cars_test, devkit and cars_test_annos_withlabels.mat",
+        "its first address is gone; it must be copied from elsewhere",
         folder="stanford_cars",
-        contents="cars_train, cars_test, devkit and cars_test_annos_withlabels.mat",
-        get="its first address is gone; it must be copied from elsewhere",
         reader="StanfordCars",
     ),
     # 3,669 test images are the official split; the paper prints 3,369, for which no list of images is known.
     "oxford_pets": PhotographSet(
         3_680,
         3_669,
-        37,
+        "images and annotations",
         folder="oxford-iiit-pet",
-        contents="images and annotations",
-        get=_DOWNLOAD,
         reader="OxfordIIITPet",
         train_split="trainval",
     ),
-    "food101": PhotographSet(
-        75_750, 25_250, 101, folder="food-101", contents="images and meta", get=_DOWNLOAD, reader="Food101"
-    ),
+    "food101": PhotographSet(75_750, 25_250, "images and meta", folder="food-101", reader="Food101"),
     # The official training and validation parts together; classes are the 100 variants (737-700), the finest level.
     "fgvc_aircraft": PhotographSet(
         6_667,
         3_333,
-        100,
+        "data/images, data/variants.txt and data/images_variant_*.txt",
         folder="fgvc-aircraft-2013b",
-        contents="data/images, data/variants.txt and data/images_variant_*.txt",
-        get=_DOWNLOAD,
         reader="FGVCAircraft",
         train_split="trainval",
     ),
     "birdsnap": PhotographSet(
         47_386,
         2_443,
-        500,
-        folder="",
-        contents="train/<class>/*.jpg and test/<class>/*.jpg",
-        get="its authors give out a list of addresses, many of them dead; sort the images into folders",
+        "train/<class>/*.jpg and test/<class>/*.jpg",
+        "its authors give out a list of addresses, many of them dead; sort the images into folders",
     ),
 }
 
@@ -95,8 +84,8 @@ DECODED = ("image_folder", *PHOTOGRAPHS)
 def read_photographs(name: str, root: Path, *, download: bool, partial: bool) -> tuple[Samples, Samples]:
     """The training and the test split of the set `name`, a key of PHOTOGRAPHS, from the files below `root`.
 
-    download: fetch what is missing; the settings allow it where torchvision can. partial: accept fewer images and
-    classes than the paper used; images that are listed but have no file are left out.
+    download: fetch what is missing; the settings allow it where torchvision can. partial: accept fewer images than the
+    paper used; those that are listed but have no file are left out.
 
     Raises InputError (one line) for files that are missing or damaged, and for sizes that are not the paper's.
     """
@@ -107,11 +96,10 @@ def read_photographs(name: str, root: Path, *, download: bool, partial: bool) ->
     elif photographs.reader is None:
         train, test = read_folders(root, expected)
     else:
-        if download:
-            _download(name, root)
-        train, test = (_read_listed(name, root, expected, split, partial) for split in ("training", "test"))
+        train, test = (
+            _read_listed(name, root, expected, split, download=download, partial=partial) for split in SPLITS
+        )
     for what, wanted, found in (
-        ("classes", photographs.classes, len(train.class_names)),
         ("training images", photographs.train, len(train.targets)),
         ("test images", photographs.test, len(test.targets)),
     ):
@@ -120,7 +108,7 @@ def read_photographs(name: str, root: Path, *, download: bool, partial: bool) ->
         remedy = "remove what is not part of it"
         if found < wanted:
             remedy = _complete(name, root) + (" or set dataset.partial=true" if found else "")
-        raise InputError(f"dataset.root={root}: {name} has {wanted:,} {what}, found {found:,}; {remedy}")
+        raise RefusedError("dataset.root", root, f"{name} has {wanted:,} {what}, found {found:,}; {remedy}")
     return train, test
 
 
@@ -154,32 +142,17 @@ def _read_imagenet(root: Path, expected: str) -> tuple[Samples, Samples]:
     return train, test
 
 
-def _download(name: str, root: Path) -> None:
-    folder = root / PHOTOGRAPHS[name].folder
-    try:
-        with locked(root / ".download.lock"):
-            _open_listed(name, root, "training", download=True)
-    except Exception as error:  # the network, the archive and the annotations fail in many ways
-        raise InputError(
-            f"dataset.download=true: could not download {name} to '{root}' or read what is there ({with_type(error)}); "
-            f"check the network, delete '{folder}' and its archive, and try again"
-        ) from error
-
-
-def _open_listed(name: str, root: Path, split: str, *, download: bool = False) -> Any:
-    """torchvision's reader of one split; it checks that folders are there, and raises whatever parsing raises."""
+def _read_listed(name: str, root: Path, expected: str, split: str, *, download: bool, partial: bool) -> Samples:
+    """One split of a set whose annotations list its images; without `partial` every listed image must be there."""
     from torchvision import datasets
 
     photographs = PHOTOGRAPHS[name]
     assert photographs.reader is not None
-    reader = getattr(datasets, photographs.reader)
-    return reader(str(root), split=photographs.train_split if split == "training" else split, download=download)
-
-
-def _read_listed(name: str, root: Path, expected: str, split: str, partial: bool) -> Samples:
-    """One split of a set whose annotations list its images; without `partial` every listed image must be there."""
+    folder = root / photographs.folder
+    part = photographs.train_split if split == "training" else split
     try:
-        reader = _open_listed(name, root, split)
+        with locked(root / ".download.lock") if download else nullcontext():
+            reader: Any = getattr(datasets, photographs.reader)(str(root), split=part, download=download)
         # torchvision has no public way to the paths: indexing a reader decodes the image.
         if name == "stanford_cars":
             paths, labels = zip(*reader._samples, strict=True)
@@ -189,8 +162,11 @@ def _read_listed(name: str, root: Path, expected: str, split: str, partial: bool
         classes = tuple(map(str, reader.classes))
         if not all(0 <= target < len(classes) for _, target in listed):
             raise ValueError(f"a {split} image of a class that is none of the {len(classes)} named")
-    except Exception as error:  # broken annotations make scipy, json and torchvision raise anything
-        folder = root / PHOTOGRAPHS[name].folder
+    except Exception as error:  # the network, archives and broken annotations make torchvision and scipy raise anything
+        if download:
+            why = f"could not download {name} to '{root}' or read what is there ({with_type(error)})"
+            use = f"check the network, delete '{folder}' and its archive, and try again"
+            raise RefusedError("dataset.download", True, f"{why}; {use}") from error
         found = f"is damaged or incomplete ({with_type(error)})" if folder.is_dir() else "is missing"
         raise RefusedError("dataset.root", root, f"'{folder}' {found}; {expected}") from error
     # Folders are listed: asking for each of 75,750 files is slow on a network disk.
@@ -199,10 +175,9 @@ def _read_listed(name: str, root: Path, expected: str, split: str, partial: bool
     kept = [(path, target) for path, target in listed if path in there]
     if len(kept) < len(listed) and not partial:
         missing = next(path for path, _ in listed if path not in there)
-        raise InputError(
-            f"dataset.root={root}: {len(listed) - len(kept):,} of {len(listed):,} {split} images that {name} lists "
-            f"are missing, e.g. '{missing}'; {_complete(name, root)} or set dataset.partial=true"
-        )
+        why = f"{len(listed) - len(kept):,} of {len(listed):,} {split} images that {name} lists are missing"
+        use = f"{_complete(name, root)} or set dataset.partial=true"
+        raise RefusedError("dataset.root", root, f"{why}, e.g. '{missing}'; {use}")
     targets = torch.tensor([target for _, target in kept], dtype=torch.int64)
     return Samples(Files(tuple(path for path, _ in kept)), targets, classes)
 

@@ -1,12 +1,11 @@
 """The image data sets themselves: what is on disk (or in a library) becomes samples of a training and a test split.
 
-The paper trains on ImageNet and transfers to CIFAR-10, CIFAR-100 and five sets of photographs (Table 4; these and
-ImageNet: `photographs.py`); a user's own photographs are folders. The handwritten digits are not in the paper: they
-need no download and teach a small model in minutes. Each reader checks what a user can get wrong before the first step,
-without decoding an image.
+The paper trains on ImageNet and transfers to CIFAR-10, CIFAR-100 and five sets of photographs (Table 4). Each reader
+checks what a user can get wrong before the first step, without decoding an image.
 """
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -56,9 +55,8 @@ class Files:
             with open_regular(path) as file, Image.open(file) as image:
                 return pil_to_tensor(image.convert("RGB"))
         except Exception as error:  # damaged bytes make Pillow raise OSError, SyntaxError, ValueError, struct.error, …
-            raise InputError(
-                f"image file '{path}': cannot be read ({one_line(error)}); replace or delete it"
-            ) from error
+            why = f"cannot be read ({one_line(error)}); replace or delete it"
+            raise InputError(f"image file '{path}': {why}") from error
 
 
 @dataclass(frozen=True)
@@ -98,14 +96,11 @@ def read_cifar(reader: "type[CIFAR10]", root: Path, *, download: bool) -> tuple[
 
     Raises InputError where files are missing or damaged and `download` is false, or the download fails.
     """
-    folder = root / reader.base_folder
     try:
-        if download:
-            with locked(root / ".download.lock"):
-                reader(str(root), download=True)
-        splits = [reader(str(root), train=train) for train in (True, False)]
+        with locked(root / ".download.lock") if download else nullcontext():
+            splits = [reader(str(root), train=train, download=download) for train in (True, False)]
     except (RuntimeError, OSError) as error:
-        why = f"the files of '{folder}' are missing or damaged ({one_line(error)})"
+        why = f"the files of '{root / reader.base_folder}' are missing or damaged ({one_line(error)})"
         if download:
             raise RefusedError("dataset.download", True, f"{why}; check the network, or unpack {reader.url}") from error
         raise RefusedError("dataset.root", root, f"{why}; set dataset.download=true, or unpack {reader.url}") from error
@@ -122,18 +117,15 @@ def read_cifar(reader: "type[CIFAR10]", root: Path, *, download: bool) -> tuple[
 
 def read_noise(dataset: ImagesConfig, seed: int) -> tuple[Samples, Samples]:
     """Random images with random targets, for speed and memory experiments: the speed tables need no data set."""
-    splits = []
-    for setting, count in (("train_samples", dataset.train_samples), ("test_samples", dataset.test_samples)):
+    names = tuple(f"class {number}" for number in range(dataset.num_classes))
+
+    def split(setting: str, count: int | None) -> Samples:
         assert count, setting
         generator = torch.Generator().manual_seed(seed_of(f"targets {setting}", seed))
-        splits.append(
-            Samples(
-                Noise(seed_of(f"images {setting}", seed), dataset.image_size),
-                torch.randint(dataset.num_classes, (count,), generator=generator),
-                tuple(f"class {number}" for number in range(dataset.num_classes)),
-            )
-        )
-    return splits[0], splits[1]
+        targets = torch.randint(len(names), (count,), generator=generator)
+        return Samples(Noise(seed_of(f"images {setting}", seed), dataset.image_size), targets, names)
+
+    return split("train_samples", dataset.train_samples), split("test_samples", dataset.test_samples)
 
 
 def read_folders(root: Path, expected: str, test_names: tuple[str, ...] = ("test", "val")) -> tuple[Samples, Samples]:

@@ -1,6 +1,5 @@
 """Text data sets, opened by name: windows for a language model (paper, Section 2.2: sequences of 1,024 tokens), random
-tokens, and, from `translation.py`, sentence pairs (Section 5).
-"""
+tokens, and sentence pairs (Section 5)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -90,11 +89,8 @@ def _encoded(documents: Sequence[str], vocabulary: Vocabulary, cache: Path) -> T
 
 @dataclass(frozen=True)
 class SyntheticText:
-    """Random tokens, for speed and memory experiments: the paper's tables of sizes and speeds need no text.
-
-    Windows for a language model, or pairs for a translation model, all `length` tokens long; made from (seed, index),
-    so that any number of sequences of any length costs no disk and no vocabulary is learned.
-    """
+    """Random tokens made from (seed, index), for speed and memory experiments: windows for a language model, or pairs
+    for a translation model, all `length` tokens long."""
 
     samples: int
     length: int
@@ -139,20 +135,22 @@ def open_text(
 ) -> TextSplits:
     """Open a data set and return its training and its test split.
 
-    length: tokens of a window, or the most of a source or a target. seed: of `synthetic_text` only; the others are
-    split once and for all. pairs: whether `synthetic_text` has pairs. pieces: the vocabulary of an earlier run, as
-    SentencePiece stores it, in place of a new one.
+    length: tokens of a window, or the most of a source or a target. seed and pairs (whether it has them): of
+    `synthetic_text` only. pieces: the vocabulary of an earlier run, as SentencePiece stores it, in place of a new one.
 
     Raises InputError (one line) for missing, empty or damaged data, and settings that do not fit it.
     """
     root = Path(dataset.root or "")  # a data set read from files has a root
     match dataset.name:
         case "synthetic_text":
-            assert dataset.train_samples, "a number, by the settings"
-            assert dataset.test_samples, "a number, by the settings"
-            seeds = seed_of("text train_samples", seed), seed_of("text test_samples", seed)
-            train = SyntheticText(dataset.train_samples, length, dataset.vocabulary, seeds[0], pairs)
-            return train, SyntheticText(dataset.test_samples, length, dataset.vocabulary, seeds[1], pairs)
+            train, test = (
+                SyntheticText(samples or 0, length, dataset.vocabulary, seed_of(f"text {setting}", seed), pairs)
+                for setting, samples in (
+                    ("train_samples", dataset.train_samples),
+                    ("test_samples", dataset.test_samples),
+                )
+            )
+            return train, test
         case "python_docs":
             return open_documents(*read_python_docs(), dataset, length, pieces)
         case "text_files":
@@ -169,8 +167,8 @@ def open_text(
 
 
 def unigram_perplexity(train: TextSplit | PairSplit, test: TextSplit | PairSplit) -> float:
-    """The perplexity, over exactly the tokens that the test predicts, of a model that knows only how often each token
-    is predicted in training (plus one): what a model must beat to have learned anything from the order."""
+    """The test perplexity of a model that knows only how often each token is predicted in training (plus one): what a
+    model must beat to have learned anything from the order."""
     counts = torch.bincount(train.predicted(), minlength=train.vocabulary.size).double() + 1
     surprise = -(counts / counts.sum()).log()[test.predicted()]
     return float(surprise.mean().exp())

@@ -72,7 +72,6 @@ class PairSplit:
 
     @cached_property
     def catalogue(self) -> Catalogue:
-        """How many pairs there are, their lengths (source, target) and languages."""
         lengths = torch.stack([self.sources.lengths, self.answers.lengths], dim=1).to(torch.int32)
         return Catalogue(len(self), lengths=lengths, groups=self.pairs.groups)
 
@@ -103,10 +102,8 @@ def open_pairs(
 ) -> tuple[PairSplit, PairSplit]:
     """Learn the vocabulary from both sides of the training pairs, or take that of `pieces`, and encode both splits.
 
-    length: the most tokens of a source or a target that the model takes, special ones included. With
-    `dataset.drop_long` longer pairs are left out of their split and counted, instead of refused.
-
-    Raises InputError for a vocabulary that the text does not support, and for a pair that is too long.
+    length: the most tokens of a source or a target that the model takes, special ones included. Longer pairs are
+    refused, or left out with `dataset.drop_long`. Raises InputError.
     """
     cache = cache_folder(dataset.cache)
     # Every text once: in a corpus with many languages the same English sentence comes back for each.

@@ -43,13 +43,11 @@ class Vocabulary:
 
     @property
     def size(self) -> int:
-        """How many ids there are; ids are 0 .. size - 1."""
         return int(self._processor.vocab_size())
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text, without begin or end; a symbol is never made out of text."""
-        # One thread: every process of a run may be doing this.
-        ids: list[list[int]] = self._processor.encode(list(texts), num_threads=1)
+        ids: list[list[int]] = self._processor.encode(list(texts), num_threads=1)  # every process of a run does this
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -71,12 +69,11 @@ def make_vocabulary(
     pieces: bytes | None = None,
 ) -> Vocabulary:
     """Learn `size` ids, or as many as there can be, from texts (lines or sentences) with SentencePiece's unigram model;
-    kept in `cache`. Or take `pieces`, the vocabulary of an earlier run: with one learned anew from other text every
-    token would mean something else.
+    kept in `cache`. The same arguments give the same bytes. Or take `pieces`, the vocabulary of an earlier run: with
+    one learned anew from other text every token would mean something else.
 
     symbols: ids of their own that no text produces. word_prefix: a space is put before each text, so that its first
     word is the same piece as in the middle; wrong for lines of a longer text, whose spaces are to be predicted.
-    The same arguments give the same vocabulary, byte for byte.
 
     Raises InputError for a size that is too small for the texts, for `pieces` with more ids or without a symbol, and
     where the cache cannot be written.
@@ -93,10 +90,9 @@ def make_vocabulary(
             why = f"the vocabulary of that run has {found} ids; use dataset.vocabulary={found}"
             raise RefusedError("dataset.vocabulary", size, why)
         if missing := [symbol for symbol in symbols if vocabulary.symbol(symbol) == UNKNOWN]:
-            raise InputError(
-                f"dataset.root: the pairs translate into languages that the vocabulary of that run does not know "
-                f"({', '.join(symbol[2:-1] for symbol in missing[:4])}); leave them out, or train from the beginning"
-            )
+            unknown = ", ".join(symbol[2:-1] for symbol in missing[:4])
+            why = f"the pairs translate into languages that the vocabulary of that run does not know ({unknown})"
+            raise InputError(f"dataset.root: {why}; leave them out, or train from the beginning")
         return vocabulary
     import sentencepiece
 

@@ -187,17 +187,17 @@ def test_sizes_must_be_the_papers(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     name = "food101"
     WRITERS[name](tmp_path)
 
-    def paper_has(train: int, test: int, classes: int) -> None:
-        monkeypatch.setitem(PHOTOGRAPHS, name, replace(PHOTOGRAPHS[name], train=train, test=test, classes=classes))
+    def paper_has(train: int, test: int) -> None:
+        monkeypatch.setitem(PHOTOGRAPHS, name, replace(PHOTOGRAPHS[name], train=train, test=test))
 
-    paper_has(3, 2, 2)
+    paper_has(3, 2)
     assert [len(split) for split in open_tiny(name, tmp_path, partial=False)] == [3, 2]
-    for sizes, what in (((4, 2, 2), "4 training images"), ((3, 3, 2), "3 test images"), ((3, 2, 3), "3 classes")):
+    for sizes, what in (((4, 2), "4 training images"), ((3, 3), "3 test images")):
         paper_has(*sizes)
         message = refusal(name, tmp_path, partial=False)
         assert re.search(rf": {name} has {what}, found \d; complete the data.* or set dataset.partial=true$", message)
         assert [len(split) for split in open_tiny(name, tmp_path)] == [3, 2]
-    paper_has(2, 2, 2)
+    paper_has(2, 2)
     assert refusal(name, tmp_path).endswith("2 training images, found 3; remove what is not part of it")
 
 
@@ -220,7 +220,7 @@ def test_the_table_is_the_configuration() -> None:
     assert set(DECODED) == {"image_folder", *WRITERS}
     for name, photographs in PHOTOGRAPHS.items():
         written = yaml.safe_load((CONF / f"{name}.yaml").read_text())
-        assert (written["name"], written["num_classes"]) == (name, photographs.classes)
+        assert written["name"] == name
         for count in (photographs.train, photographs.test):
             assert f"{count:,}" in (CONF / f"{name}.yaml").read_text()
 
