@@ -8,7 +8,7 @@ from gpipe_cli.pipeline.schedule.breakdown import breakdown
 from gpipe_cli.pipeline.schedule.dependencies import grid
 from gpipe_cli.pipeline.schedule.held import Held, live
 from gpipe_cli.pipeline.schedule.orders import ORDERS, build
-from gpipe_cli.pipeline.schedule.schedules import RECOMPUTE, Kind, Schedule, in_flight
+from gpipe_cli.pipeline.schedule.schedules import RECOMPUTE, Kind, Schedule
 from gpipe_cli.pipeline.schedule.search import Problem, find
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost, StageCost, ideal_bubble, simulate
 from gpipe_cli.reporting.run.lines import aligned, wrapped
@@ -40,11 +40,12 @@ class Figures:
     def of(cls, schedule: Schedule) -> "Figures":
         timeline = simulate(schedule, [COST] * len(schedule.stages))
         shares = breakdown(timeline, schedule.micro_batches)
+        stages = live(schedule)
         return cls(
             timeline.step_seconds,
             1 - shares.compute - shares.recompute,
-            [in_flight(actions) for actions in schedule.stages],
-            [max(held.graph for held in of_stage) for of_stage in live(schedule)],
+            [max(held.graph + held.input + held.weights for held in stage) for stage in stages],
+            [max(held.graph for held in stage) for stage in stages],
         )
 
 

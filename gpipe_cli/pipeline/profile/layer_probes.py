@@ -7,19 +7,18 @@ shows why. It also finds what a single step does not show: statistics that a rec
 in attributes that only an evaluation looks at.
 """
 
-import copy
 import pickle
 import random
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten, tree_map
 
 from gpipe_cli.pipeline.profile.reads import Reads
 from gpipe_cli.pipeline.runtime.boundary import Tensors, as_tuple, as_value, same_bits
@@ -41,19 +40,19 @@ class Finding:
     text: str
 
 
+@dataclass
 class Probed:
     """What was found while layers ran."""
 
-    def __init__(self) -> None:
-        self._first: dict[str, Finding] = {}  # layer name -> the first finding
-        self.draws = False  # some draw random numbers from torch's generator, as for dropout
+    first: dict[str, Finding] = field(default_factory=dict)  # layer name -> the first finding
+    draws: bool = False  # some draw random numbers from torch's generator, as for dropout
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        return tuple(self._first.values())
+        return tuple(self.first.values())
 
     def found(self, kind: FindingKind, layer: str, text: str) -> None:
-        self._first.setdefault(layer, Finding(kind, layer, text))
+        self.first.setdefault(layer, Finding(kind, layer, text))
 
 
 @contextmanager
@@ -62,7 +61,7 @@ def probing(stages: Iterable[Stage]) -> Iterator[Probed]:
     buffers, gradients, what modules remember as attributes, and generators are as before."""
     probed = Probed()
     with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng([stage.device for stage in stages if stage.device.type == "cuda"]))
+        stack.enter_context(torch.random.fork_rng(_gpus(stage.device for stage in stages)))
         stack.callback(random.setstate, random.getstate())
         stack.callback(np.random.set_state, np.random.get_state(legacy=True))
         for stage in stages:
@@ -87,7 +86,7 @@ class _Seen:
     def __init__(self, probed: Probed, stage: Stage) -> None:
         self._probed, self._stage, self._device = probed, stage, stage.device
         self.running = ExitStack()  # contexts that are active while a layer runs
-        self._reads: Reads | None = None
+        self._reads: Mapping[int, torch.Tensor] = {}  # by storage, what the running layer has read
         # storages of the stage's tensors, and of what layers were given
         self._known = {storage_of(tensor) for tensor in (*stage.module.parameters(), *stage.module.buffers())}
         self._before: tuple[Any, ...] = ()  # the state when the running layer began
@@ -104,7 +103,7 @@ class _Seen:
         self._known.update(storage_of(tensor) for tensor, _ in given)
         self._before = held, given, self._generators(), _other_generators(), _attributes(layer)
         if not self._stage.compiled:  # torch refuses to run compiled code under a mode
-            self._reads = self.running.enter_context(Reads())
+            self._reads = self.running.enter_context(Reads()).tensors
 
     def ended(self, name: str, layer: nn.Module, inputs: Any, output: Any) -> None:
         self._depth -= 1
@@ -112,20 +111,24 @@ class _Seen:
             return
         self.running.close()
         held, given, generators, others, attributes = self._before
+        self._before = ()
+
+        def found(kind: FindingKind, what: str) -> None:
+            self._probed.found(kind, name, f"layer {name} {what}")
+
         if (fault := self._foreign()) is not None:
-            self._probed.found("foreign", name, f"layer {name} reads a tensor {fault}")
+            found("foreign", f"reads a tensor {fault}")
         if not all(same_bits(*pair) for pair in given):
             self._probed.found("in_place", name, str(ChangedInputError(name)))
             for tensor, value in given:  # it is what the layer before gave
                 _write_back(tensor, value)
         if sources := [source for source, state in _other_generators().items() if state != others[source]]:
-            self._probed.found(
+            found(
                 "random",
-                name,
-                f"layer {name} draws from {' and '.join(sources)}, which no stage can repeat: a recomputation and "
-                "another cut get other numbers; use torch's functions",
+                f"draws from {' and '.join(sources)}, which no stage can repeat: a recomputation and another cut get "
+                "other numbers; use torch's functions",
             )
-        self._probed.draws = self._probed.draws or not torch.equal(self._generators(), generators)
+        self._probed.draws |= not torch.equal(self._generators(), generators)
         now = _tensors(layer)
         changed = [
             key
@@ -137,40 +140,36 @@ class _Seen:
         ]  # fmt: skip
         for tensor, value, _ in held.values():
             _write_back(tensor, value)
-        self._before = ()
         if changed:
-            self._probed.found(
+            found(
                 "state",
-                name,
-                f"layer {name} changes its own {', '.join(changed[:3])} when it is run: micro-batches and "
-                "recomputations each count; leave that out, or use nn.BatchNorm, whose statistics are deferred",
+                f"changes its own {', '.join(changed[:3])} when it is run: micro-batches and recomputations each "
+                "count; leave that out, or use nn.BatchNorm, whose statistics are deferred",
             )
         after = _attributes(layer)
-        set_anew = [name for name in {**attributes, **after} if not _same(attributes.get(name), after.get(name))]
+        set_anew = [key for key in {**attributes, **after} if not _same(attributes.get(key), after.get(key))]
         if set_anew and self._evaluates_otherwise(layer, inputs[0], attributes, after):
-            self._probed.found(
+            found(
                 "state",
-                name,
-                f"layer {name} changes its attribute {', '.join(set_anew[:3])} when it is run, and evaluates "
-                "with it: micro-batches and recomputations each count, and no checkpoint keeps it; leave that out, or "
-                "use nn.BatchNorm, whose statistics are deferred",
+                f"changes its attribute {', '.join(set_anew[:3])} when it is run, and evaluates with it: micro-batches "
+                "and recomputations each count, and no checkpoint keeps it; leave that out, or use nn.BatchNorm, whose "
+                "statistics are deferred",
             )
         outputs, first = as_tuple(output), self._outputs.pop(name, None)
         if first is None:
             self._outputs[name] = tuple(tensor.detach() for tensor in outputs)
         elif not self._differs and not all(map(same_bits, outputs, first)):
             self._differs = True
-            self._probed.found(
+            found(
                 "state",
-                name,
-                f"layer {name} gives other values when it is run again with the same seed: it keeps something between "
-                "calls, asks whether gradients are recorded, or draws random numbers from a source that torch's seed "
-                "does not rule; use torch's functions, and nothing that is remembered",
+                "gives other values when it is run again with the same seed: it keeps something between calls, asks "
+                "whether gradients are recorded, or draws random numbers from a source that torch's seed does not "
+                "rule; use torch's functions, and nothing that is remembered",
             )
 
     def _foreign(self) -> str | None:
         """What is wrong with a tensor that a layer has read, in words."""
-        for storage, tensor in {} if self._reads is None else self._reads.tensors.items():
+        for storage, tensor in self._reads.items():
             if tensor.is_meta:
                 return f"{tuple(tensor.shape)} that {NO_VALUES}"
             if storage not in self._known and tensor.requires_grad and tensor.is_leaf:
@@ -196,7 +195,7 @@ class _Seen:
             self._depth -= 1
 
     def _evaluate(self, layer: nn.Module, given: Any, attributes: Mapping[str, Any]) -> Tensors:
-        with _put_back(layer), torch.no_grad(), torch.random.fork_rng([self._device] if self._on_gpu else []):
+        with _put_back(layer), torch.no_grad(), torch.random.fork_rng(_gpus([self._device])):
             seed_generator(self._device, 0)
             for module in layer.modules():
                 for name in vars(module).keys() - _OF_EVERY_MODULE:
@@ -208,14 +207,13 @@ class _Seen:
             returned = layer.eval()(as_value(inputs, not isinstance(given, torch.Tensor)))
             return tuple(tensor.clone() for tensor in as_tuple(returned))
 
-    @property
-    def _on_gpu(self) -> bool:
-        return self._device.type == "cuda"
-
     def _generators(self) -> torch.Tensor:
         """The states of torch's own generators: a layer on a GPU may draw on the CPU, too."""
-        on_gpu = [torch.cuda.get_rng_state(self._device)] if self._on_gpu else []
-        return torch.cat([torch.get_rng_state(), *on_gpu])
+        return torch.cat([torch.get_rng_state(), *map(torch.cuda.get_rng_state, _gpus([self._device]))])
+
+
+def _gpus(devices: Iterable[torch.device]) -> list[torch.device]:
+    return [device for device in devices if device.type == "cuda"]
 
 
 @contextmanager
@@ -250,42 +248,33 @@ def _tensors(layer: nn.Module) -> dict[str, torch.Tensor]:
 
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-_DEEPEST = 8  # containers in containers that are looked into
 
 
 def _attributes(layer: nn.Module) -> dict[str, Any]:
     """What the modules of a layer hold beside parameters, buffers and modules: copies of it, as far as it is data."""
     return {
-        f"{path}.{name}" if path else name: _copied(value)
+        f"{path}.{name}" if path else name: tree_map(_copied, value)
         for path, module in layer.named_modules()
         for name, value in vars(module).items()
         if name not in _OF_EVERY_MODULE
     }
 
 
-def _copied(value: Any, depth: int = _DEEPEST) -> Any:
-    """A copy of tensors, arrays and Python's own containers of these; any other object is returned as it is."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone() if _is_plain(value) else value
-    if isinstance(value, np.ndarray):
-        return value.copy()
-    if not depth or type(value).__module__ not in ("builtins", "collections"):
-        return value
-    match value:
-        case set():
-            return value.copy()
-        case list() | deque() | dict():
-            made: Any = copy.copy(value)
-            for key, one in value.items() if isinstance(value, dict) else enumerate(value):
-                made[key] = _copied(one, depth - 1)
-            return made
-        case tuple():
-            return tuple(_copied(one, depth - 1) for one in value)
-    return value
+def _copied(leaf: Any) -> Any:
+    """A copy of a tensor, an array or a set; any other object is returned as it is."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf.detach().clone() if _is_plain(leaf) else leaf
+    return leaf.copy() if type(leaf) in (np.ndarray, set) else leaf
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two such copies are equal. What is no data is equal if it is one object."""
+    """Whether two attributes, or nested containers, have the same data. What is no data is equal if it is one
+    object."""
+    (ours, structure), (theirs, other_structure) = tree_flatten(one), tree_flatten(other)
+    return bool(structure == other_structure) and all(map(_same_leaf, ours, theirs))
+
+
+def _same_leaf(one: Any, other: Any) -> bool:
     if one is other or type(one) is not type(other):
         return one is other
     match one:
@@ -293,10 +282,6 @@ def _same(one: Any, other: Any) -> bool:
             return _is_plain(one) and one.device == other.device and same_bits(one, other)
         case np.ndarray():
             return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
-        case dict():
-            return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-        case list() | deque() | tuple():
-            return len(one) == len(other) and all(map(_same, one, other))
         case str() | bytes() | int() | float() | complex() | np.generic() | set() | frozenset():
             return bool(one == other)
     return False

@@ -5,8 +5,8 @@ The clock is that of Figure 2(c) of the paper: every action takes one tick. The 
 everywhere, in comments, tests, errors and plans.
 """
 
-from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Collection, Sequence
 from heapq import heappop, heappush
 
 from gpipe_cli.errors import InputError
@@ -33,40 +33,45 @@ def linearize(schedule: Schedule, device_of_stage: Sequence[int] = ()) -> tuple[
     next the one that is nearest to what it sends on, so that neighbours get work as early as from one large stage. Any
     stages picked out of the order keep one that is safe against deadlock. Raises ScheduleError on a deadlock.
     """
+    ticks, stuck = _clock(schedule, device_of_stage)
+    if stuck:
+        raise _deadlock(schedule, stuck)
     order: list[Action] = []
-    for tick in _ticks(schedule, device_of_stage):
+    for tick in ticks:
         # within a tick forwards come first, and senders before their receivers: receives are posted by this order
-        order += sorted(tick, key=lambda a: (a.kind is not Kind.F, a.stage if a.kind is Kind.F else -a.stage))
+        actions = (action for action, _ in tick)
+        order += sorted(actions, key=lambda a: (a.kind is not Kind.F, a.stage if a.kind is Kind.F else -a.stage))
     return tuple(order)
 
 
-def _ticks(schedule: Schedule, device_of_stage: Sequence[int]) -> Iterator[list[Action]]:
-    """What `linearize` performs in each tick."""
-    stages = range(len(schedule.stages))
-    device_of_stage = device_of_stage or schedule.row_of_stage
-    left = [deque(actions) for actions in schedule]
-    ready: list[list[tuple[int, int, Action]]] = [
-        [] for _ in range(1 + max(device_of_stage))
-    ]  # per device, the best comes first
-    offered: set[int] = set()  # rows whose next action is in there
+def _clock(
+    schedule: Schedule, device_of_stage: Sequence[int] = ()
+) -> tuple[list[list[tuple[Action, int]]], dict[Action, Action | None]]:
+    """What runs in each tick, every action with its row; and of each row that cannot go on, its next action and what
+    that needs. Without `device_of_stage` every row has a device of its own."""
+    left = [deque(row) for row in schedule]
+    ready: dict[int, list[tuple[int, int, Action, int]]] = defaultdict(list)  # of each device, the best comes first
+    waiting: dict[Action, list[int]] = defaultdict(list)  # the action waited for -> the rows that wait
     ended: set[Action] = set()
-    changed = set(range(len(schedule)))
+    ticks = []
+    changed = [*range(len(schedule))]  # rows with another next action, or with one that may begin now
     while changed:
-        for row in changed - offered:
-            if left[row] and ((needed := schedule.source(left[row][0])) is None or needed in ended):
+        for row in changed:
+            if left[row]:
                 action = left[row][0]
-                offered.add(row)
-                heappush(ready[device_of_stage[action.stage]], (*_sooner(action), action))
-        tick = [heappop(actions)[2] for actions in ready if actions]
-        yield tick
-        for action in tick:
-            left[schedule.row_of_stage[action.stage]].popleft()
-        ended.update(tick)
-        offered.difference_update(schedule.row_of_stage[action.stage] for action in tick)
-        near = {k for action in tick for k in (action.stage - 1, action.stage, action.stage + 1) if k in stages}
-        changed = {schedule.row_of_stage[k] for k in near}
-    if any(left):
-        raise _deadlock(schedule, _clock(schedule)[1])
+                needed = schedule.source(action)
+                if needed is None or needed in ended:
+                    device = device_of_stage[action.stage] if device_of_stage else row
+                    heappush(ready[device], (*_sooner(action), action, row))
+                else:
+                    waiting[needed].append(row)
+        tick = [heappop(actions)[2:] for actions in ready.values() if actions]
+        ticks.append(tick)
+        ended.update(action for action, _ in tick)
+        changed = [row for action, own in tick for row in (own, *waiting.pop(action, ()))]
+        for _, row in tick:
+            left[row].popleft()
+    return ticks, {row[0]: schedule.source(row[0]) for row in left if row}
 
 
 def _sooner(action: Action) -> tuple[int, int]:
@@ -153,10 +158,7 @@ def grid(
     deadlocks cannot have. ``!`` points at an action to ``mark``; its row, also that of one which is missing, has ``>``
     for ``|``. A grid wider than ``width`` characters continues in further blocks of rows.
     """
-    ticks = clock(schedule)
-    if device_of_stage:
-        at = {action: n for n, tick in enumerate(_ticks(schedule, device_of_stage)) for action in tick}
-        ticks = [[at[action] for action in actions] for actions in schedule]
+    ticks = clock(schedule, device_of_stage)
     marked = set(mark)
     homes = {a.stage: number for number, row in enumerate(schedule) for a in row}
     absent = {homes.get(a.stage, a.stage) for a in marked.difference(*schedule)}  # the rows of what is missing
@@ -182,37 +184,13 @@ def grid(
     return "\n\n".join(blocks)
 
 
-def clock(schedule: Schedule) -> list[list[int]]:
-    """The earliest tick of each action of each row, every action taking one tick."""
-    return _clock(schedule)[0]
-
-
-def _clock(schedule: Schedule) -> tuple[list[list[int]], dict[Action, Action | None]]:
-    """The earliest tick of each action of each row; and for each row that cannot go on, its next action and what that
-    needs."""
-    ticks: list[list[int]] = [[] for _ in schedule]
-    left = [deque(actions) for actions in schedule]
-    ended: dict[Action, int] = {}  # the tick after each action
-    waiting: dict[Action, list[int]] = {}  # the action waited for -> the rows that wait
-    ready = list(range(len(schedule)))
-    while ready:
-        number = ready.pop()
-        own = ticks[number]
-        tick = own[-1] + 1 if own else 0
-        while left[number]:
-            action = left[number][0]
-            needed = schedule.source(action)
-            if needed is not None:
-                if needed not in ended:
-                    waiting.setdefault(needed, []).append(number)
-                    break
-                tick = max(tick, ended[needed])
-            left[number].popleft()
-            own.append(tick)
-            tick += 1
-            ended.setdefault(action, tick)
-            ready += waiting.pop(action, ())
-    return ticks, {actions[0]: schedule.source(actions[0]) for actions in left if actions}
+def clock(schedule: Schedule, device_of_stage: Sequence[int] = ()) -> list[list[int]]:
+    """The earliest tick of each action of each row, every action taking one tick; none for those that can never run."""
+    of_rows: list[list[int]] = [[] for _ in schedule]
+    for at, tick in enumerate(_clock(schedule, device_of_stage)[0]):
+        for _, row in tick:
+            of_rows[row].append(at)
+    return of_rows
 
 
 def _deadlock(schedule: Schedule, stuck: dict[Action, Action | None]) -> ScheduleError:

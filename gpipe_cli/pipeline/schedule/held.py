@@ -59,18 +59,13 @@ def peak_bytes(schedule: Schedule, sizes: Sequence[Sequence[Held]]) -> tuple[int
     """For each stage, the most bytes that it holds for micro-batches in flight. `sizes` has, for each stage and each
     micro-batch, the bytes of each way to hold it."""
     assert len(sizes) == len(schedule.stages), "sizes for each stage"
-    return tuple(max(bytes_held(actions, of_stage), default=0)
-                 for actions, of_stage in zip(schedule.stages, sizes, strict=True))  # fmt: skip
-
-
-def bytes_held(stage_actions: Sequence[Action], sizes: Sequence[Held]) -> Iterator[int]:
-    """The bytes held for micro-batches in flight while each action of a stage runs; `sizes` are those of the
-    micro-batches."""
-    return (during for during, _ in bytes_around(stage_actions, sizes))
+    held = (bytes_around(actions, of_stage) for actions, of_stage in zip(schedule.stages, sizes, strict=True))
+    return tuple(max((during for during, _ in stage), default=0) for stage in held)
 
 
 def bytes_around(stage_actions: Sequence[Action], sizes: Sequence[Held]) -> Iterator[tuple[int, int]]:
-    """Bytes as in `bytes_held`: while each action runs, and from its end until the next one begins."""
+    """The bytes that a stage holds for micro-batches in flight while each of its actions runs, and from its end until
+    the next one begins. `sizes` has those of each micro-batch in each way to hold it."""
     changes = {size: changed_bytes(size) for size in set(sizes)}
     now = 0
     for action, retain in stage_retained(stage_actions):

@@ -188,22 +188,6 @@ def stage_retained(stage_actions: Sequence[Action]) -> Iterator[tuple[Action, Re
             yield a, Retain.INPUT if a.kind is Kind.F and a.micro_batch in recomputed else Retain.GRAPH
 
 
-def in_flight(stage_actions: Sequence[Action]) -> int:
-    """The most micro-batches of one stage whose forward has begun and of which something is still kept for a backward.
-
-    M for ``gpipe``, min(K - k, M) for ``1f1b``. A micro-batch without a backward leaves when its forward ends.
-    """
-    now = most = 0
-    returning = {a.micro_batch for a in stage_actions if a.kind in RETURNS}
-    for a in stage_actions:
-        if a.kind is Kind.F:
-            most = max(most, now + 1)
-            now += a.micro_batch in returning
-        elif a.kind in (Kind.B, Kind.W):
-            now -= 1
-    return most
-
-
 def backward_follows_forward(stage_actions: Sequence[Action]) -> frozenset[int]:
     """The micro-batches of one stage whose backward directly follows their forward: recomputing them gains nothing.
 

@@ -31,6 +31,7 @@ from gpipe_cli.pipeline.schedule.schedules import (
     with_recomputation,
 )
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost, LinkQueues, StageCost, simulate
+from gpipe_cli.pipeline.schedule.timeline import Timeline
 
 _AS_GOOD = 1.001  # the first of two orders wins if the second gains less: it is simpler
 _MOST_TRIED = 500_000  # actions in all: seconds
@@ -41,12 +42,12 @@ class Tried:
     """An order, and its step by the simulator, without what comes after the last update."""
 
     name: str
-    seconds: float | None  # None: it does not fit
     schedule: Schedule
+    seconds: float = math.inf  # as it is where it does not fit
 
     @property
     def fits(self) -> bool:
-        return self.seconds is not None
+        return self.seconds < math.inf
 
     @property
     def named(self) -> bool:
@@ -80,10 +81,9 @@ def find(problem: Problem) -> tuple[Tried | None, tuple[Tried, ...]]:
         tried.append(_tried(problem, name, candidate))
         if len(tried) * sum(map(len, candidate)) > _MOST_TRIED:
             break
-    seconds = {one.name: math.inf if one.seconds is None else one.seconds for one in tried}
-    least = min(seconds.values())
-    best = next((one for one in tried if one.seconds is not None and one.seconds <= least * _AS_GOOD), None)
-    return best, tuple(sorted(tried, key=lambda one: seconds[one.name]))
+    fastest = sorted(tried, key=lambda one: one.seconds)
+    best = next((one for one in tried if one.fits and one.seconds <= fastest[0].seconds * _AS_GOOD), None)
+    return best, tuple(fastest)
 
 
 def _candidates(problem: Problem) -> Iterator[tuple[str, Schedule]]:
@@ -99,12 +99,13 @@ def _candidates(problem: Problem) -> Iterator[tuple[str, Schedule]]:
     # if few graphs fit, more micro-batches in flight may be worth recomputations
     modes = ("auto", "always") if problem.recompute == "auto" and problem.room is not None else (problem.recompute,)
     for mode, most, split in product(modes, flights, (False, True) if problem.split else (False,)):
-        for patience, share in ((0.0, ""), (0.5, " of W/2"), (1.0, " of W")) if split else ((0.0, ""),):
-            name = "greedy for R" if len(modes) > 1 and mode == "always" else "greedy"
-            in_flight = "as 1f1b" if not most else f"{most} in flight"
-            way = f", W in waits{share}" if split else ""
-            placed = _Greedy(replace(problem, recompute=mode), most, split, patience).placed()
-            yield f"{name}, {in_flight}{way}", _joined(placed)
+        name = "greedy for R" if len(modes) > 1 and mode == "always" else "greedy"
+        name += f", {most} in flight" if most else ", as 1f1b"
+        ways = (
+            ((0.0, ", W in waits"), (0.5, ", W in waits of W/2"), (1.0, ", W in waits of W")) if split else ((0.0, ""),)
+        )
+        for patience, way in ways:
+            yield name + way, _joined(_Greedy(replace(problem, recompute=mode), most, split, patience).placed())
 
 
 def _joined(schedule: Schedule) -> Schedule:
@@ -128,47 +129,41 @@ def _tried(problem: Problem, name: str, candidate: Schedule) -> Tried:
         try:
             found = () if problem.room is None else fewest_recomputations(candidate, problem.sizes, problem.room)
         except DoesNotFitError:
-            return Tried(name, None, with_recomputation(candidate, "always"))
+            return Tried(name, with_recomputation(candidate, "always"))
         recompute = found or "never"
     schedule = with_recomputation(candidate, recompute)
     if not _fits(problem, schedule):
-        return Tried(name, None, schedule)
-    best = Tried(name, _seconds(problem, schedule), schedule)
+        return Tried(name, schedule)
+    timeline = _simulated(problem, schedule)
+    direct = timeline.step_end_seconds
     if any(a.kind is Kind.R for row in schedule for a in row):
-        earlier = _in_waits(problem, schedule)
-        if _fits(problem, earlier) and (seconds := _seconds(problem, earlier)) < (best.seconds or 0.0):
-            return Tried(f"{name}, R in waits", seconds, earlier)
-    return best
+        earlier = _in_waits(problem, schedule, timeline)
+        if _fits(problem, earlier) and (seconds := _simulated(problem, earlier).step_end_seconds) < direct:
+            return Tried(f"{name}, R in waits", earlier, seconds)
+    return Tried(name, schedule, direct)
 
 
-def _in_waits(problem: Problem, schedule: Schedule) -> Schedule:
+def _in_waits(problem: Problem, schedule: Schedule, timeline: Timeline) -> Schedule:
     """The same, but a recomputation begins where the device would else wait for what comes before its backward."""
-    timeline = simulate(schedule, problem.stages, problem.edges, problem.slowdown, problem.device_of_stage)
     starts = {span.action: span.start_seconds for spans in timeline.stages for span in spans}
     rows = []
     for row in schedule:
         ahead = deque(a for a in row if a.kind is Kind.R)
-        taken: set[Action] = set()
-        begun: set[tuple[int, int]] = set()  # stages and micro-batches that have been forward
-        made: list[Action] = []
+        made: dict[Action, None] = {}  # in order
         free = 0.0
         for a in row:
-            if a in taken:
+            if a in made:
                 continue
             wait = starts[a] - free
-            while ahead and (ahead[0] in taken or ahead[0] == a):
+            if ahead and ahead[0] == a:
                 ahead.popleft()
-            while ahead and wait > 0 and (ahead[0].stage, ahead[0].micro_batch) in begun:
+            while ahead and wait > 0 and ahead[0]._replace(kind=Kind.F) in made:
                 seconds = problem.stages[ahead[0].stage].graph_seconds
                 if seconds > 2 * wait:  # more would be lost than won
                     break
-                made.append(ahead.popleft())
-                taken.add(made[-1])
+                made[ahead.popleft()] = None
                 wait -= seconds
-            made.append(a)
-            taken.add(a)
-            if a.kind is Kind.F:
-                begun.add((a.stage, a.micro_batch))
+            made[a] = None
             free = starts[a] + problem.stages[a.stage].seconds(a.kind, Retain.GRAPH)
         rows.append(tuple(made))
     return Schedule(rows)
@@ -181,8 +176,8 @@ def _fits(problem: Problem, schedule: Schedule) -> bool:
     return all(peak <= room for peak, room in zip(peaks, problem.room, strict=True))
 
 
-def _seconds(problem: Problem, schedule: Schedule) -> float:
-    return simulate(schedule, problem.stages, problem.edges, problem.slowdown, problem.device_of_stage).step_end_seconds
+def _simulated(problem: Problem, schedule: Schedule) -> Timeline:
+    return simulate(schedule, problem.stages, problem.edges, problem.slowdown, problem.device_of_stage)
 
 
 def _more_bytes(size: Held, *, recomputed: bool) -> dict[Kind, int]:
@@ -211,16 +206,14 @@ class _Greedy:
         stages, devices = range(len(problem.stages)), range(1 + max(problem.device_of_stage))
         self._problem, self._split, self._patience = problem, split, patience
         per_device = len(stages) // len(devices)
-        self._most = [
-            most or min(problem.micro_batches, len(stages) - k + (per_device - 1) * len(devices)) for k in stages
-        ]
+        as_1f1b = len(stages) + (per_device - 1) * len(devices)
+        self._most = [most or min(problem.micro_batches, as_1f1b - k) for k in stages]
         self._of_device = [[k for k in stages if problem.device_of_stage[k] == device] for device in devices]
         self._rows: list[list[Action]] = [[] for _ in devices]
         self._busy = [False for _ in devices]
         self._next = {kind: [0 for _ in stages] for kind in (Kind.F, Kind.B, Kind.W)}  # micro-batch of each stage
-        self._there: dict[tuple[Kind, int, int], float] = {  # when what an F or a backward needs arrives
-            (Kind.F, 0, m): 0.0 for m in range(problem.micro_batches)
-        }
+        # when what an F or a backward needs arrives, by its stage and micro-batch
+        self._there = {(Kind.F, 0, m): 0.0 for m in range(problem.micro_batches)}
         self._links = LinkQueues(problem.edges, problem.device_of_stage)
         self._held = [0 for _ in stages]  # bytes, between two actions
         self._more = [_more_bytes(size, recomputed=recomputes(problem.recompute)) for size in problem.sizes]
@@ -246,37 +239,23 @@ class _Greedy:
 
     def _begin(self, now: float, device: int) -> None:
         """The most urgent of what the device could do."""
-        stages, backward = self._of_device[device], Kind.I if self._split else Kind.B
-        ready = [k for k in reversed(stages) if self._is_there(now, Kind.B, k)]
-        if ready:
-            self._take(now, device, Action(backward, ready[0], self._next[Kind.B][ready[0]]))
-            return
-        ready = [k for k in reversed(stages) if self._is_there(now, Kind.F, k) and self._has_room(k)]
-        if ready:
-            self._take(now, device, Action(Kind.F, ready[0], self._next[Kind.F][ready[0]]))
-            return
+        stages = self._of_device[device]
+        arrivals = {(kind, k): self._arrival(kind, k) for kind in (Kind.B, Kind.F) for k in reversed(stages)}
+        for (kind, k), arrival in arrivals.items():
+            if arrival <= now:
+                self._take(now, device, kind, k)
+                return
         held = [k for k in stages if self._next[Kind.W][k] < self._next[Kind.B][k]] if self._split else []
-        if not held:
-            return
-        of = max(held, key=lambda k: self._next[Kind.B][k] - self._next[Kind.W][k])
-        if self._awaited(now, stages) - now >= self._patience * self._problem.stages[of].weights_seconds:
-            self._take(now, device, Action(Kind.W, of, self._next[Kind.W][of]))
+        if held:
+            of = max(held, key=lambda k: self._next[Kind.B][k] - self._next[Kind.W][k])
+            if min(arrivals.values()) - now >= self._patience * self._problem.stages[of].weights_seconds:
+                self._take(now, device, Kind.W, of)
 
-    def _is_there(self, now: float, kind: Kind, stage: int) -> bool:
-        m = self._next[kind][stage]
-        return m < self._problem.micro_batches and self._there.get((kind, stage, m), math.inf) <= now
-
-    def _awaited(self, now: float, stages: Sequence[int]) -> float:
-        """When the next thing that a device could do arrives, as far as that is known."""
-        return min(
-            (
-                self._there.get((kind, k, self._next[kind][k]), math.inf)
-                for k in stages
-                for kind in (Kind.B, Kind.F)
-                if kind is Kind.B or self._has_room(k)
-            ),
-            default=math.inf,
-        )
+    def _arrival(self, kind: Kind, stage: int) -> float:
+        """When the stage can begin its next F or backward, as far as that is known."""
+        if kind is Kind.F and not self._has_room(stage):
+            return math.inf
+        return self._there.get((kind, stage, self._next[kind][stage]), math.inf)
 
     def _has_room(self, stage: int) -> bool:
         """For one more micro-batch in flight."""
@@ -289,14 +268,14 @@ class _Greedy:
             return False
         return room is None or begun == 0 or flying == 0 or self._held[stage] + size.graph <= room[stage]
 
-    def _take(self, now: float, device: int, action: Action) -> None:
-        kind, stage, _ = action
-        cost = self._problem.stages[stage]
+    def _take(self, now: float, device: int, kind: Kind, stage: int) -> None:
+        action = Action(Kind.I if kind is Kind.B and self._split else kind, stage, self._next[kind][stage])
         self._rows[device].append(action)
         self._busy[device] = True
-        self._next[Kind.B if kind is Kind.I else kind][stage] += 1
-        self._held[stage] += self._more[stage][kind]
-        heappush(self._events, (now + cost.seconds(kind, Retain.GRAPH), False, device, action))
+        self._next[kind][stage] += 1
+        self._held[stage] += self._more[stage][action.kind]
+        seconds = self._problem.stages[stage].seconds(action.kind, Retain.GRAPH)
+        heappush(self._events, (now + seconds, False, device, action))
 
     def _end(self, now: float, ended: Action) -> None:
         kind, stage, m = ended
