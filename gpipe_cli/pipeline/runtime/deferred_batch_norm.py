@@ -52,92 +52,88 @@ class BatchStatistics:
     The padding holds zeros, and is computed with like any channel.
     """
 
-    def __init__(self, norms: Sequence[_BatchNorm] = ()) -> None:
-        self._norms = list(norms)
-        self._slots: list[_Slot] = []  # one per micro-batch, kept from one mini-batch to the next
+    def __init__(self) -> None:
+        self._norms: list[Any] = []  # batch norms, whose statistics are no longer optional: all of these track them
+        # for each time that a norm is applied in one forward, a slot per micro-batch; kept from step to step
+        self._slots: list[list[_Slot]] = [[]]
         self._open: int | None = None
         # running statistics that the newest mini-batch changed, each with the mini-batch's own value
         self.newest: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._second: BatchStatistics | None = None  # for norms applied a second time in one forward
 
     @property
     def slots(self) -> list[torch.Tensor]:
         """The memory that norms have written to so far."""
-        return [slot.moments for slot in self._slots] + ([] if self._second is None else self._second.slots)
+        return [slot.moments for slots in self._slots for slot in slots]
 
     def register(self, norm: _BatchNorm) -> int:
         self._norms.append(norm)
         return len(self._norms) - 1
 
     def open(self, micro_batch: int) -> None:
-        """Let norms in training mode record into the slot of `micro_batch`, until `close`."""
-        if not self._norms:
-            return
-        while len(self._slots) <= micro_batch:
-            mean = self._norms[0].running_mean
-            assert mean is not None
-            moments = torch.zeros(2, sum(self._widths), dtype=mean.dtype, device=mean.device)
-            self._slots.append(_Slot(moments, list(zip(*map(self._of_norms, moments), strict=True))))
+        """Let norms in training mode record into the slots of `micro_batch`, until `close`."""
+        if self._norms:
+            for slots in self._slots:
+                while len(slots) <= micro_batch:
+                    moments = self._norms[0].running_mean.new_zeros(2, sum(self._widths))
+                    slots.append(_Slot(moments, list(zip(*map(self._of_norms, moments), strict=True))))
         self._open = micro_batch
-        if self._second is not None:
-            self._second.open(micro_batch)
 
     def close(self) -> None:
         self._open = None
-        if self._second is not None:
-            self._second.close()
 
     def slot(self, norm: int, values_per_channel: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Where norm number `norm` writes (mean, variance), each (C,); None while nothing is recorded
         (recomputation)."""
         if self._open is None:
             return None, None
-        slot = self._slots[self._open]
-        if norm in slot.counts:  # `nn.BatchNorm` would track the second application behind the first, as `commit` does
-            if self._second is None:
-                self._second = BatchStatistics(self._norms)
-                self._second.open(self._open)
-            return self._second.slot(norm, values_per_channel)
+        slot = next((slots[self._open] for slots in self._slots if norm not in slots[self._open].counts), None)
+        if slot is None:  # `nn.BatchNorm` would track this application behind those before, as `commit` does
+            self._slots.append([])
+            self.open(self._open)
+            slot = self._slots[-1][self._open]
         slot.counts[norm] = values_per_channel
         return slot.views[norm]
 
     @torch.no_grad()
     def commit(self, of_replicas: OfReplicas = alone) -> None:
         """Merge the micro-batches of this mini-batch, those `of_replicas` too, into the running statistics, exactly,
-        and empty the slots.
+        and empty the slots."""
+        newest: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+        for slots in self._slots:
+            for running, value in self._merge([slot for slot in slots if slot.counts], of_replicas):
+                newest.setdefault(id(running), (running, []))[1].append(value)
+        self.newest = [(running, values[0] if len(values) == 1 else torch.stack(values).mean(dim=0))
+                       for running, values in newest.values()]  # fmt: skip
+
+    def _merge(self, used: Sequence[_Slot], of_replicas: OfReplicas) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The running statistics that these slots have changed, each with the value that the slots come to.
 
         Chan, Golub and LeVeque's pairwise formula in closed form and float64: the mean of squares minus the square of
         the mean would cancel. Each product and each sum is an operation of its own, so that a channel gets the same
         bits wherever it lies in the flat tensor, hence for any cut.
         """
-        used = [slot for slot in self._slots if slot.counts]
         if not self._norms or (not used and of_replicas is alone):
-            return
-        dtype = self._norms[0].running_mean.dtype  # type: ignore[union-attr]  # as in `open`
+            return []
+        dtype = self._norms[0].running_mean.dtype
         seen = [any(norm in slot.counts for slot in used) for norm in range(len(self._norms))]
         parts = of_replicas(self._moments(used))
         if not used:  # this mini-batch had no sample for this replica
-            seen = [bool(total[0]) for total in self._of_norms(sum(parts)[0])]  # type: ignore[index]
+            seen = [bool(total[0]) for total in self._of_norms(torch.stack(tuple(parts)).sum(dim=0)[0])]
         total, mean, squares = parts[0]
         if len(parts) > 1:
             total = sum(part[0] for part in parts)  # whole numbers: exact in any order
             mean = sum(part[1] * part[0] for part in parts) / total
             squares = sum(part[2] + (part[1] - mean).square() * part[0] for part in parts)
         variance = squares / (total - 1)
-        self._update(mean.to(dtype), variance.to(dtype), seen)
         for slot in used:
             slot.counts.clear()
-        if self._second is not None:
-            self._second.commit(of_replicas)
-            second = {id(running): value for running, value in self._second.newest}
-            self.newest = [(to, (new + second[id(to)]) / 2 if id(to) in second else new) for to, new in self.newest]
+        return self._update(mean.to(dtype), variance.to(dtype), seen)
 
     def _moments(self, used: Sequence[_Slot]) -> torch.Tensor:
         """Statistics over the micro-batches in these slots, float64 (3, widths): the number of values, their mean, and
         the sum of their squared differences from it."""
         if not used:
-            device = self._norms[0].running_mean.device  # type: ignore[union-attr]
-            return torch.zeros(3, sum(self._widths), dtype=torch.float64, device=device)
+            return self._norms[0].running_mean.new_zeros(3, sum(self._widths), dtype=torch.float64)
         rows = tuple(tuple(slot.counts.get(norm, 0) for norm in range(len(self._norms))) for slot in used)
         values, total = _values_of_channels(rows, self._widths, used[0].moments.device)
         moments = [slot.moments.double() for slot in used]
@@ -154,48 +150,36 @@ class BatchStatistics:
 
     @property
     def _widths(self) -> tuple[int, ...]:
-        return tuple(_width(norm) for norm in self._norms)
+        """How many numbers each norm takes up in a flat tensor: its channels, up to the next aligned address."""
+        aligned = [_ALIGNED_BYTES // norm.running_mean.itemsize for norm in self._norms]
+        return tuple(-(-norm.num_features // of) * of for norm, of in zip(self._norms, aligned, strict=True))
 
     def _of_norms(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The channels (C,) of each norm in a tensor of the widths of all norms."""
         parts = zip(flat.split(self._widths), self._norms, strict=True)
         return [part[: norm.num_features] for part, norm in parts]
 
-    def _update(self, mean: torch.Tensor, variance: torch.Tensor, seen: Sequence[bool]) -> None:
-        means, variances = self._of_norms(mean), self._of_norms(variance)
-        torch._foreach_add_([_buffers(n)[2] for n, was in zip(self._norms, seen, strict=True) if was], 1)
+    def _update(
+        self, mean: torch.Tensor, variance: torch.Tensor, seen: Sequence[bool]
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Move the running statistics of the norms that were `seen` towards these; returns what `_merge` does."""
+        found: list[tuple[torch.Tensor, torch.Tensor]] = []
         by_momentum: dict[float | None, tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]] = {}
-        for index, norm in enumerate(self._norms):
-            if not seen[index]:
+        counts = [norm.num_batches_tracked for norm, was in zip(self._norms, seen, strict=True) if was]
+        torch._foreach_add_(counts, 1)
+        for norm, was, *new in zip(self._norms, seen, self._of_norms(mean), self._of_norms(variance), strict=True):
+            if not was:
                 continue
-            *statistics, count = _buffers(norm)
-            running, new, shares = by_momentum.setdefault(norm.momentum, ([], [], []))
-            running += statistics
-            new += [means[index], variances[index]]
+            running, news, shares = by_momentum.setdefault(norm.momentum, ([], [], []))
+            running += norm.running_mean, norm.running_var
+            news += new
             if norm.momentum is None:  # asks nn.BatchNorm for the plain average of all mini-batches
-                shares += [
-                    count.double().reciprocal().to(mean.dtype)
-                ] * 2  # not read: a GPU would have to be waited for
-        self.newest = []
-        for momentum, (running, new, shares) in by_momentum.items():
-            torch._foreach_lerp_(running, new, shares if momentum is None else momentum)
-            self.newest += zip(running, new, strict=True)
-
-
-def _width(norm: _BatchNorm) -> int:
-    """How many numbers of its type a norm takes up in a flat tensor: its channels, up to the next aligned address."""
-    assert norm.running_mean is not None
-    aligned = _ALIGNED_BYTES // norm.running_mean.itemsize
-    return -(-norm.num_features // aligned) * aligned
-
-
-def _buffers(norm: _BatchNorm) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Mean, variance, number of mini-batches."""
-    mean, variance, count = norm.running_mean, norm.running_var, norm.num_batches_tracked
-    assert mean is not None
-    assert variance is not None
-    assert count is not None
-    return mean, variance, count
+                # the count is not read: a GPU would have to be waited for
+                shares += [norm.num_batches_tracked.double().reciprocal().to(mean.dtype)] * 2
+        for momentum, (running, news, shares) in by_momentum.items():
+            torch._foreach_lerp_(running, news, shares if momentum is None else momentum)
+            found += zip(running, news, strict=True)
+        return found
 
 
 @lru_cache(maxsize=256)  # entries for all stages of a process and all sizes of mini-batch
