@@ -33,21 +33,16 @@ class Reads(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        self.begins(func, args, kwargs)
-        result = func(*args, **kwargs)
-        self.ended(result)
-        return result
-
-    def begins(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Called before an operation; another mode that sees the operations may call it in place of this one."""
         if func not in _READ_NOTHING:
-            self.add(_tensors_in((args, *kwargs.values())))
-
-    def ended(self, result: Any) -> None:
+            self.add(_tensors_in((args, *(kwargs or {}).values())))
+        result = self.perform(func, args, kwargs or {})
         for tensor in _tensors_in(result):
             if (storage := storage_of(tensor)) not in self.tensors:
                 self._made.add(storage)
+        return result
+
+    def perform(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return func(*args, **kwargs)
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
         """These tensors are read, too."""

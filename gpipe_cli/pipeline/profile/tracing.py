@@ -27,7 +27,6 @@ from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.profile.layer_cost import Halves, KeptMemory, LayerCost, OperationKind, Operations, Work
 from gpipe_cli.pipeline.profile.layer_signature import signature
 from gpipe_cli.pipeline.profile.operation_counter import AttentionKernels, Fuses, OperationCounter, cpu_fuses
-from gpipe_cli.pipeline.profile.reads import Reads
 from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor, Tensors, as_tuple, in_layout, layout_strides
 from gpipe_cli.pipeline.runtime.deferred_batch_norm import deferring
 from gpipe_cli.pipeline.runtime.deferred_weights import backward_inputs, backward_weights
@@ -132,27 +131,17 @@ class _Layer:
 
 @dataclass(frozen=True, eq=False)
 class _Backward:
-    """Runs of one layer, for one choice of outputs that gradients come back for."""
+    """Runs of one layer, for one choice of outputs that gradients come back for; all numbers are those of this run."""
 
     returning: tuple[bool, ...]  # these outputs
     wanted: tuple[bool, ...]  # the inputs that gradients go on to
-    by_kind: Mapping[OperationKind, Operations] = field(default_factory=dict)
-    halves: "_Halves | None" = None
-
-
-@dataclass(frozen=True, eq=False)
-class _Halves:
-    """What one layer's backward costs; bytes are those of this run."""
-
-    inputs: Mapping[OperationKind, Operations]
-    weights: Mapping[OperationKind, Operations]
-    kept_inputs: KeptMemory
-    kept_gradients: KeptMemory
+    work: Work = field(default_factory=Work)
+    halves: Halves | None = None
 
 
 @dataclass(eq=False)
 class _Run:
-    """One layer's forward on inputs of its own."""
+    """One layer's forward on inputs of its own; all numbers are those of this run."""
 
     module: nn.Module
     foreign: Mapping[str, torch.Tensor]  # parameters and buffers of other layers that it reads, by global name
@@ -160,10 +149,15 @@ class _Run:
     outputs: Tensors
     in_tuple: bool  # the outputs
     loss: torch.Tensor | None
-    by_kind: Mapping[OperationKind, Operations]
-    saved: KeptMemory  # its bytes are those of this run
+    work: Work
+    saved: KeptMemory
     # keys: the outputs that gradients come back for, and the parameters that other layers have or read, too
     backwards: dict[tuple[tuple[bool, ...], tuple[int, ...]], _Backward] = field(default_factory=dict)
+
+    @property
+    def trained(self) -> list[torch.Tensor]:
+        """The parameters, its own and others', that are trained."""
+        return [tensor for tensor in (*self.module.parameters(), *self.foreign.values()) if tensor.requires_grad]
 
 
 @contextmanager
@@ -361,15 +355,14 @@ class _Tracer:
         own = {storage_of(tensor) for tensor in (*layer.module.parameters(), *layer.module.buffers())}
         saved = StorageBytes(own, inputs)
         closed: torch.Tensor | None = None
-        reads = Reads()
-        counter = OperationCounter(reads)
+        counter = OperationCounter()
         with torch.set_grad_enabled(graph), counter, AttentionKernels(self.fuses), counting_saved(saved):
             try:
                 with autocast(inputs[0].device, self.computed_in):
                     returned = traced_call(layer.name, layer.module, inputs, in_tuple, watched=graph)
-                reads.add(as_tuple(returned))
+                counter.add(as_tuple(returned))
             finally:  # if both raise, the layer fails because of a tensor that it should not read
-                foreign = owners.foreign(layer.name, reads.tensors, own.union(map(storage_of, inputs)))
+                foreign = owners.foreign(layer.name, counter.tensors, own.union(map(storage_of, inputs)))
             outputs = tuple(in_layout(tensor, self.memory_format) for tensor in as_tuple(returned))
             if loss is not None:
                 closed = loss(outputs)
@@ -381,7 +374,7 @@ class _Tracer:
             outputs,
             in_tuple=not isinstance(returned, torch.Tensor),
             loss=closed,
-            by_kind=counter.by_kind,
+            work=Work(counter.by_kind),
             saved=_described_memory(saved, list(map(byte_range, (*inputs, *outputs))), len(inputs)),
         )
 
@@ -443,14 +436,15 @@ def _backward(
 ) -> _Backward:
     """Count one layer's backward; the graph stays, for another choice of outputs. `tied` are positions of parameters
     that other layers have or read, too."""
-    returned = [wanted and output.requires_grad for output, wanted in zip(run.outputs, returning, strict=True)]
-    roots = [output for output, wanted in zip(run.outputs, returned, strict=True) if wanted]
-    gradients: list[torch.Tensor | None] = [torch.empty_like(output) for output in roots]
+    came = {  # positions of outputs, and their gradients
+        at: torch.empty_like(output)
+        for at, (output, wanted) in enumerate(zip(run.outputs, returning, strict=True))
+        if wanted and output.requires_grad
+    }
+    roots, gradients = [run.outputs[at] for at in came], list[torch.Tensor | None](came.values())
     if run.loss is not None and run.loss.requires_grad:
-        roots, gradients = [run.loss], [None]
-    wanted = [tensor for tensor in run.inputs if tensor.requires_grad]
-    parameters = list(run.module.parameters())
-    weights = [tensor for tensor in (*parameters, *run.foreign.values()) if tensor.requires_grad]
+        roots, gradients, came = [run.loss], [None], {}
+    wanted, weights = [tensor for tensor in run.inputs if tensor.requires_grad], run.trained
     if not roots or not (wanted or weights):
         return _Backward(returning, (False,) * len(run.inputs))
     with OperationCounter() as counter:
@@ -461,28 +455,22 @@ def _backward(
     added = counter.by_kind[OperationKind.ELEMENTWISE]
     added.count += len(weights)
     added.bytes += 3 * sum(weight.nbytes for weight in weights)
-    halves = None
-    if halves_in is not None:
-        given = iter(gradients)
-        of_outputs = [next(given) if wanted and run.loss is None else None for wanted in returned]
-        elsewhere = [tensor for tensor in (*(parameters[at] for at in tied), *run.foreign.values())
-                     if tensor.requires_grad]  # fmt: skip
-        halves = _halves(run, roots, gradients, of_outputs, weights, elsewhere, halves_in)
-    return _Backward(returning, reached, counter.by_kind, halves)
+    halves = None if halves_in is None else _halves(run, roots, gradients, came, tied, halves_in)
+    return _Backward(returning, reached, Work(counter.by_kind), halves)
 
 
 def _halves(
     run: _Run,
     roots: Sequence[torch.Tensor],
     gradients: Sequence[torch.Tensor | None],
-    of_outputs: Sequence[torch.Tensor | None],
-    weights: Sequence[torch.Tensor],
-    tied: Sequence[torch.Tensor],
+    came: Mapping[int, torch.Tensor],
+    tied: Collection[int],
     memory_format: torch.memory_format,
-) -> _Halves:
-    """Count the two halves of a layer's backward, from the gradients `of_outputs`, None for one that has none. `tied`
-    are the weights that are used elsewhere, too."""
-    spans = [None if gradient is None else byte_range(gradient) for gradient in of_outputs]
+) -> Halves:
+    """Count the two halves of a layer's backward, which starts at `roots`; `came` has the gradients of outputs, by
+    position."""
+    parameters = list(run.module.parameters())
+    elsewhere = [tensor for tensor in (*(parameters[at] for at in tied), *run.foreign.values()) if tensor.requires_grad]
     of_inputs: dict[int, ByteRange] = {}
     alive: list[Any] = []
 
@@ -492,15 +480,16 @@ def _halves(
             of_inputs[position] = byte_range(gradient)  # else it is copied before the next layer gets it
 
     hooks = [tensor.register_hook(partial(returns, at)) for at, tensor in enumerate(run.inputs) if tensor.requires_grad]
-    for weight in weights:
+    for weight in run.trained:
         weight.grad = torch.empty_like(weight)  # the sum over earlier micro-batches
     with OperationCounter() as first:
-        deferred = backward_inputs(list(map(get_gradient_edge, roots)), gradients, tied=tied, retain_graph=True)
+        deferred = backward_inputs(list(map(get_gradient_edge, roots)), gradients, tied=elsewhere, retain_graph=True)
     for hook in hooks:
         hook.remove()
+    spans = [byte_range(came[at]) if at in came else None for at in range(len(run.outputs))]
     spans += [of_inputs.get(at) for at in range(len(run.inputs))]
-    own = {storage_of(tensor) for tensor in (*run.module.parameters(), *run.module.buffers(), *run.foreign.values())}
-    given = [*run.inputs, *(gradient for gradient in of_outputs if gradient is not None)]
+    own = {storage_of(tensor) for tensor in (*parameters, *run.module.buffers(), *run.foreign.values())}
+    given = [*run.inputs, *came.values()]
     inputs, kept = StorageBytes(own, given), StorageBytes(own, given)
     inputs.add(weight.input for weight in deferred)
     kept.add(weight.gradient for weight in deferred if weight.gradient is not None)
@@ -508,9 +497,9 @@ def _halves(
     kept_gradients = _described_memory(kept, spans, len(run.outputs))
     with OperationCounter() as second:
         backward_weights(deferred)
-    for tensor in (*run.inputs, *weights):
+    for tensor in (*run.inputs, *run.trained):
         tensor.grad = None
-    return _Halves(first.by_kind, second.by_kind, kept_inputs, kept_gradients)
+    return Halves(Work(first.by_kind), Work(second.by_kind), kept_inputs, kept_gradients)
 
 
 def _cost(
@@ -521,15 +510,15 @@ def _cost(
         _affine(tensor, [other.outputs[position] for other in others], lengths, backward.returning[position])
         for position, tensor in enumerate(run.outputs)
     ]
-    parameters = list(run.module.parameters())
+    parameters, large = list(run.module.parameters()), others[0]
     return LayerCost(
         "",
         sum(parameter.numel() for parameter in parameters),
-        forward=_work(run.by_kind, others[0].by_kind),
-        backward=_work(backward.by_kind, backward_of_large.by_kind),
+        forward=_work(run.work, large.work),
+        backward=_work(backward.work, backward_of_large.work),
         outputs=tuple(replace(described, in_tuple=run.in_tuple) for described in outputs),
         trained=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
-        saved=_saved(run.saved, others[0].saved),
+        saved=_saved(run.saved, large.saved),
         halves=_both_halves(backward.halves, backward_of_large.halves),
         foreign=tuple(run.foreign),
     )
@@ -541,7 +530,7 @@ def _saved(small: KeptMemory, large: KeptMemory) -> KeptMemory:
     return replace(small, base_bytes=small.base_bytes - per_sample_bytes * first, per_sample_bytes=per_sample_bytes)
 
 
-def _both_halves(small: _Halves | None, large: _Halves | None) -> Halves | None:
+def _both_halves(small: Halves | None, large: Halves | None) -> Halves | None:
     if small is None or large is None:
         return None
     return Halves(
@@ -552,12 +541,12 @@ def _both_halves(small: _Halves | None, large: _Halves | None) -> Halves | None:
     )
 
 
-def _work(small: Mapping[OperationKind, Operations], large: Mapping[OperationKind, Operations]) -> Work:
+def _work(small: Work, large: Work) -> Work:
     """Splits counts at two sizes: the bytes that do not grow with the size are those of weights."""
     first, second = _TRACED_SIZES
     by_kind = {}
-    for kind, counted in small.items():
-        grown = (large[kind].bytes - counted.bytes) / (second - first) if kind in large else 0.0
+    for kind, counted in small.by_kind.items():
+        grown = (large.by_kind[kind].bytes - counted.bytes) / (second - first) if kind in large.by_kind else 0.0
         per_sample = min(grown, counted.bytes / first)
         fixed = counted.bytes - per_sample * first
         by_kind[kind] = Operations(counted.count, counted.flops / first, per_sample, fixed)
