@@ -238,7 +238,7 @@ def train(case: Case, here: Sequence[int], links: dict[Edge, Link] | None) -> di
             Boundaries(boundaries, boundaries, memory_format), device,
         )  # fmt: skip
     for stage in stages.values():  # the reference, which recomputes nothing, does not count
-        stage.count_saved(case.recompute != "never")
+        stage.counter.on = case.recompute != "never"
     executor = Executor(stages, case.process_of_stage, transport)
     results: dict[str, torch.Tensor] = {}
 

@@ -161,14 +161,14 @@ def held(
         computed_in=sample.computed_in,
     )
     for stage in stages.values():
-        stage.count_saved(True)
+        stage.counter.on = True
     executor = Executor(stages, order.row_of_stage, LocalTransport([CPU] * partitions))
     executor.run(order, 0, sizes, sample.data(samples), sample.objective(samples, sizes))
     memories = [ActivationMemory(costs, sample.inputs, size, sample.lengths) for size in sizes]
     spans = list(pairwise([0, *accumulate(balance)]))
 
     predicted = peak_bytes(order, [[memory.held(*span) for memory in memories] for span in spans])
-    return tuple(stage.peak_saved_bytes for stage in stages.values()), predicted
+    return tuple(stage.counter.peak_bytes for stage in stages.values()), predicted
 
 
 def held_between_halves(
@@ -188,7 +188,7 @@ def held_between_halves(
     objective = sample.objective(samples, (samples,))
     boundary: Any = sample.data(samples)
     for k, stage in stages.items():
-        stage.count_saved(True)
+        stage.counter.on = True
         stage.begin_step(0, objective if k == len(balance) - 1 else None)
         boundary = tuple(tensor.detach().clone() for tensor in stage.forward(0, boundary, Retain.GRAPH))
     memory = ActivationMemory(costs, sample.inputs, samples, sample.lengths)
@@ -197,9 +197,9 @@ def held_between_halves(
     for k, (first, end) in reversed(list(enumerate(pairwise([0, *accumulate(balance)])))):
         given = tuple(None if gradient is None else gradient.clone() for gradient in boundary)
         boundary = stages[k].backward_inputs(0, given)
-        added = stages[k].peak_saved_bytes - memory.held(first, end).graph
-        measured.append((added, stages[k].saved_bytes))
+        added = stages[k].counter.peak_bytes - memory.held(first, end).graph
+        measured.append((added, stages[k].counter.bytes))
         predicted.append(memory.held(first, end)[2:])
         stages[k].backward_weights(0)
-        assert stages[k].saved_bytes == 0
+        assert stages[k].counter.bytes == 0
     return measured, predicted

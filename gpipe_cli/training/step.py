@@ -95,7 +95,7 @@ def compute_gradients(engine: Engine, mini_batch: MiniBatch, step: int, begun_by
     """
     counts = begun_bytes is not None
     for stage in engine.stages.values():
-        stage.count_saved(counts)
+        stage.counter.on = counts
     smoothing, replicas = engine.config.label_smoothing, engine.replicas
     recording, objective = _run(engine, mini_batch, engine.placement.schedule, step, smoothing, replicas)
     if replicas is not None:
@@ -107,7 +107,7 @@ def compute_gradients(engine: Engine, mini_batch: MiniBatch, step: int, begun_by
     stages = {}
     for k, stage in engine.stages.items():
         device = torch.device(engine.placement.layout.devices[k])
-        counted = (0, 0) if begun_bytes is None else (stage.peak_saved_bytes, library_bytes(device, begun_bytes))
+        counted = (0, 0) if begun_bytes is None else (stage.counter.peak_bytes, library_bytes(device, begun_bytes))
         stages[k] = StageMetrics(peak_memory_bytes(device), *counted, recording.without_core(k))
     norms = norms_of(engine.gradients())
     totals = None if objective is None else objective.begin_totals()

@@ -13,14 +13,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 
 class ActivationCounter:
-    """Counts, for each micro-batch, the memory behind its inputs, its outputs and what autograd saved for it."""
+    """Counts, while it is `on`, the memory behind the inputs of each micro-batch, its outputs and what autograd saved
+    for it. It is switched between steps."""
 
     def __init__(self) -> None:
-        self.peak_bytes = 0
+        self.on = False
+        self.peak_bytes = 0  # the most bytes held at once since the step began
         self._static: set[int] = set()
         self._held: dict[int, StorageBytes] = {}
         # apart, as autograd frees memory while they come, which then may be theirs
@@ -28,22 +31,26 @@ class ActivationCounter:
 
     @property
     def bytes(self) -> int:
+        """The bytes held now."""
         return sum(held.bytes for held in (*self._held.values(), *self._gradients.values()))
 
-    def begin_step(self, static: Iterable[torch.Tensor]) -> None:
-        """Forget all counts. From here on `static` tensors are not counted: parameters, buffers, and whatever else
-        outlives a micro-batch."""
+    def begin_step(self, module: nn.Module) -> None:
+        """Forget all counts. Parameters and buffers of the module are not counted."""
         self._held.clear()
         self._gradients.clear()
         self.peak_bytes = 0
-        self._static = {storage_of(tensor) for tensor in static}
+        if self.on:
+            self._static = {storage_of(tensor) for tensor in (*module.parameters(), *module.buffers())}
 
     @contextmanager
     def recording(
-        self, micro_batch: int, given: Iterable[torch.Tensor], static: Iterable[torch.Tensor] = ()
+        self, micro_batch: int, given: Iterable[torch.Tensor], static: Iterable[torch.Tensor]
     ) -> Iterator[None]:
-        """Count what is saved in here for a backward of `micro_batch`, which the stage was `given`; `static` tensors
-        are known only now."""
+        """Count what is saved in here for a backward of `micro_batch`, which the stage was `given`; `static` tensors,
+        which are known only now, outlive the micro-batch and are not counted."""
+        if not self.on:
+            yield
+            return
         self._static |= {storage_of(tensor) for tensor in static}
         held = self._held[micro_batch] = StorageBytes(self._static, given)
         with counting_saved(held):
@@ -69,8 +76,9 @@ class ActivationCounter:
         tensors: Iterable[torch.Tensor],
         given: Iterable[torch.Tensor],
     ) -> None:
-        counted.setdefault(micro_batch, StorageBytes(self._static, given)).add(tensors)
-        self.peak_bytes = max(self.peak_bytes, self.bytes)
+        if self.on:
+            counted.setdefault(micro_batch, StorageBytes(self._static, given)).add(tensors)
+            self.peak_bytes = max(self.peak_bytes, self.bytes)
 
 
 @contextmanager

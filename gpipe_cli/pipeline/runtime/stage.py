@@ -96,7 +96,7 @@ class Stage:
         self._objective: Objective | None = None
         self._saved: dict[int, _InFlight] = {}
         self._deferred: dict[int, list[DeferredWeight]] = {}
-        self._counter: ActivationCounter | None = None
+        self.counter = ActivationCounter()
         self.compiled = compiled
         if compiled:
             refuse_missing(device)
@@ -112,20 +112,6 @@ class Stage:
         """Training or evaluation mode; what is frozen stays in evaluation mode."""
         set_training(self.module, training)
 
-    def count_saved(self, on: bool) -> None:
-        """Count the bytes that are kept between forward and backward, from the next step on; or stop counting."""
-        self._counter = ActivationCounter() if on else None
-
-    @property
-    def peak_saved_bytes(self) -> int:
-        """The most bytes held at once for micro-batches in flight since the step began; 0 if they are not counted."""
-        return 0 if self._counter is None else self._counter.peak_bytes
-
-    @property
-    def saved_bytes(self) -> int:
-        """The bytes held now; 0 if they are not counted."""
-        return 0 if self._counter is None else self._counter.bytes
-
     def begin_step(self, step: int, objective: Objective | None, first_micro_batch: int = 0) -> None:
         """Before the first action of a mini-batch; `step` counts mini-batches over the whole run. It enters the seeds,
         and so does the place of a micro-batch among those of all replicas, of which this pipeline's begin at
@@ -133,8 +119,7 @@ class Stage:
         assert not self._saved, "a step begins with nothing saved"
         assert not self._deferred, "a step begins with no gradients to compute"
         self._step, self._first_micro_batch, self._objective = step, first_micro_batch, objective
-        if self._counter is not None:
-            self._counter.begin_step([*self.module.parameters(), *self.module.buffers()])
+        self.counter.begin_step(self.module)
 
     def forward(self, micro_batch: int, inputs: Tensors, keep: Retain) -> Tensors:
         """F: run the layers. What is kept for the backward depends on `keep`. Returns what the next stage needs."""
@@ -177,8 +162,7 @@ class Stage:
         saved, roots, given = self._begin_backward(micro_batch, gradients)
         if roots:
             torch.autograd.backward(roots, given)
-        if self._counter is not None:
-            self._counter.drop(micro_batch)
+        self.counter.drop(micro_batch)
         return tuple(tensor.grad for tensor in saved.inputs)
 
     def backward_inputs(
@@ -188,12 +172,10 @@ class Stage:
         if not self.needs_backward:
             return (None,) * len(self._inputs)
         saved, roots, given = self._begin_backward(micro_batch, gradients)
-        counted = self._counter
-        keeps = (lambda gradient: None) if counted is None else partial(counted.hold_gradient, micro_batch)
+        keeps = partial(self.counter.hold_gradient, micro_batch)
         deferred = self._deferred[micro_batch] = backward_inputs(roots, given, keeps) if roots else []
-        if counted is not None:
-            counted.drop(micro_batch)
-            counted.hold(micro_batch, saved.inputs, (kept for weight in deferred for kept in weight.kept))
+        self.counter.drop(micro_batch)
+        self.counter.hold(micro_batch, saved.inputs, (kept for weight in deferred for kept in weight.kept))
         return tuple(tensor.grad for tensor in saved.inputs)
 
     def backward_weights(self, micro_batch: int) -> None:
@@ -201,8 +183,7 @@ class Stage:
         if not self.needs_backward:
             return
         backward_weights(self._deferred.pop(micro_batch))
-        if self._counter is not None:
-            self._counter.drop(micro_batch)
+        self.counter.drop(micro_batch)
 
     def _begin_backward(
         self, micro_batch: int, gradients: Sequence[torch.Tensor | None]
@@ -250,13 +231,12 @@ class Stage:
 
     def _keep(self, micro_batch: int, saved: _InFlight) -> None:
         self._saved[micro_batch] = saved
-        if self._counter is not None:
-            self._counter.hold(micro_batch, saved.inputs, saved.inputs)
+        self.counter.hold(micro_batch, saved.inputs, saved.inputs)
 
     def _recording(self, micro_batch: int, keep: Retain, inputs: Tensors) -> AbstractContextManager[None]:
-        if self._counter is None or keep is not Retain.GRAPH:
+        if keep is not Retain.GRAPH:
             return nullcontext()
-        return self._counter.recording(micro_batch, inputs, self.statistics.slots)
+        return self.counter.recording(micro_batch, inputs, self.statistics.slots)
 
     def _leaves(self, inputs: Tensors) -> Tensors:
         if not self._inputs:

@@ -75,7 +75,7 @@ def stage() -> Stage:
     inputs = (BoundaryTensor((0, 4), (1, 0), torch.float32, True),)
     made = Stage(1, layers, first_layer=0, inputs=inputs, device=torch.device("cpu"), run_seed=3)
     made.set_training(True)
-    made.count_saved(True)
+    made.counter.on = True
     return made
 
 
@@ -88,22 +88,22 @@ def test_bytes_of_a_stage_by_hand() -> None:
     made = stage()
     made.begin_step(0, None)
     made.forward(2, (torch.rand(3, 4),), Retain.NOTHING)
-    assert made.peak_saved_bytes == 0
+    assert made.counter.peak_bytes == 0
     for m in (0, 1):
         made.forward(m, (torch.rand(3, 4),), Retain.INPUT)
-    assert made.peak_saved_bytes == 2 * INPUT
+    assert made.counter.peak_bytes == 2 * INPUT
     made.recompute(1)
-    assert made.peak_saved_bytes == INPUT + GRAPH
+    assert made.counter.peak_bytes == INPUT + GRAPH
     made.backward(1, (torch.ones(3, 5),))
     made.recompute(0)
     made.backward(0, (torch.ones(3, 5),))
-    assert made.peak_saved_bytes == INPUT + GRAPH
+    assert made.counter.peak_bytes == INPUT + GRAPH
     made.finish_step()
     made.begin_step(1, None)
-    assert made.peak_saved_bytes == 0
+    assert made.counter.peak_bytes == 0
     for m in (0, 1):
         made.forward(m, (torch.rand(3, 4),), Retain.GRAPH)
-    assert made.peak_saved_bytes == 2 * GRAPH
+    assert made.counter.peak_bytes == 2 * GRAPH
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -183,13 +183,13 @@ def test_a_gradient_of_which_a_part_is_kept_is_held_whole() -> None:
     memory = ActivationMemory(trace_layers(model.to("meta"), inputs, training=True, splits=True), inputs, 2)
     made = Stage(1, nn.Sequential(Joins()), first_layer=0, inputs=inputs, device=torch.device("cpu"), run_seed=3)
     made.set_training(True)
-    made.count_saved(True)
+    made.counter.on = True
     made.begin_step(0, None)
     made.forward(0, (torch.rand(2, 4, 3),), Retain.GRAPH)
     made.backward_inputs(0, (torch.rand(2, 4, 4),))
     kept = 4 * (2 * 4 * 3 + 2 * 4 * 4)
     assert memory.held(0, 1).weights == kept
-    assert made.saved_bytes == kept, "also the first number, which is the gradient of something else"
+    assert made.counter.bytes == kept, "also the first number, which is the gradient of something else"
 
 
 class Attends(nn.Module):
@@ -228,9 +228,9 @@ def test_what_is_counted_is_what_is_alive() -> None:
     inputs = (BoundaryTensor((0, 3, 8), (1, 0, 0), torch.float32, True),)
     made = Stage(1, nn.Sequential(Attends()), first_layer=0, inputs=inputs, device=torch.device("cpu"), run_seed=3)
     made.set_training(True)
-    made.count_saved(True)
+    made.counter.on = True
     made.begin_step(0, None)
     given = torch.rand(2, 3, 8)
     with Allocated([given, *made.module.parameters()]) as allocated:
         made.forward(0, (given,), Retain.GRAPH)
-    assert made.saved_bytes == given.nbytes + allocated.alive_bytes
+    assert made.counter.bytes == given.nbytes + allocated.alive_bytes
