@@ -16,9 +16,8 @@ from gpipe_cli.pipeline.schedule.timeline import Event, EventKind, Span, Timelin
 SHAPES = list(itertools.product((1, 2, 3, 5), (1, 2, 4, 9)))
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-def test_equal_stages_have_the_ideal_bubble_and_nothing_else(name: str) -> None:
-    for k, m in SHAPES:
+def test_equal_stages_have_the_ideal_bubble_and_nothing_else() -> None:
+    for name, (k, m) in itertools.product(("gpipe", "1f1b"), SHAPES):
         found = breakdown(simulate(build(name, k, m, "never"), [StageCost(1, 1, 2)] * k), m)
         bubble = ideal_bubble(k, m)
         assert astuple(found) == pytest.approx((1 - bubble, 0, bubble, 0, 0, 0, 0), abs=1e-12)

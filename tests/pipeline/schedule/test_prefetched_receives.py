@@ -10,9 +10,10 @@ import pytest
 from schedule_runs import build
 
 from gpipe_cli.pipeline.schedule.dependencies import linearize
+from gpipe_cli.pipeline.schedule.held import live_on_stage
 from gpipe_cli.pipeline.schedule.orders import SCHEDULES, forward_only
 from gpipe_cli.pipeline.schedule.prefetched_receives import prefetched_receives
-from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Schedule, in_flight
+from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Schedule
 
 OWNERS = [(0, 1), (0, 1, 2), (0, 0, 1, 1), (0, 1, 2, 3), (0, 1, 0, 1)]  # the last one: as in `interleaved`
 PASSES = [*((name, mode) for name in SCHEDULES for mode in ("always", "except_last", "never")), ("evaluation", "")]
@@ -26,7 +27,7 @@ def schedules() -> list[tuple[Schedule, tuple[int, ...]]]:
             else build(name, len(process_of_stage), m, mode),
             process_of_stage,
         )
-        for process_of_stage, m, (name, mode) in product(OWNERS, (1, 2, 5, 9), PASSES)
+        for process_of_stage, m, (name, mode) in product(OWNERS, (1, 2, 5), PASSES)
         if name != "interleaved" or process_of_stage != (0, 0, 1, 1)  # its devices have stages that are not neighbours
     ]
 
@@ -70,7 +71,8 @@ def test_a_buffer_is_free_before_it_is_received_into(early: bool) -> None:
                                        and min(stage, reached) <= a.stage <= max(stage, reached))  # fmt: skip
             for direction, stage, number in held:  # no more than are in flight, one that arrives, and one more
                 actions = schedule.stages[stage]
-                assert number < 2 + (in_flight(actions) if direction is Kind.F else gradients_kept(actions))
+                kept = max(held.graph + held.input + held.weights for held in live_on_stage(actions))
+                assert number < 2 + (max(1, kept) if direction is Kind.F else gradients_kept(actions))
 
 
 def gradients_kept(actions: Sequence[Action]) -> int:

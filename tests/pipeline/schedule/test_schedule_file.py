@@ -30,7 +30,7 @@ def read(file: Path, partitions: int, micro_batches: int) -> Schedule:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_what_was_written_is_read(name: str, tmp_path: Path) -> None:
     file = tmp_path / "schedule.csv"
-    for recompute, k, m in itertools.product(RECOMPUTE, (1, 2, 4, 5), (1, 2, 7)):
+    for recompute, k, m in itertools.product(RECOMPUTE, (1, 4, 5), (1, 5)):
         schedule = build(name, k, m, recompute)
         file.write_text(csv_of(schedule), encoding="utf-8")
         assert read(file, k, m) == schedule
@@ -47,7 +47,7 @@ def test_idle_ticks_are_empty_cells() -> None:
     assert csv_of(build("1f1b", 2, 2, "never")) == "0F0,0F1,,0B0,,0B1\n,1F0,1B0,1F1,1B1,\n"
 
 
-@pytest.fixture(params=[1, 2, 4])
+@pytest.fixture(params=[1, 3])
 def devices(request: pytest.FixtureRequest) -> Iterator[int]:
     """As many processes as torch's own schedules believe that there are."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=request.param)
@@ -136,14 +136,14 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
             read(file, 2, 2)
 
 
-@pytest.mark.parametrize("cell", ["0F0,", "0F0\n"])
-def test_an_action_a_hundred_thousand_times_is_shown_twice(cell: str, tmp_path: Path) -> None:
+def test_an_action_a_hundred_thousand_times_is_shown_twice(tmp_path: Path) -> None:
     """The grid of a file of 32 MB was drawn for minutes, and then printed."""
     file = tmp_path / "schedule.csv"
-    file.write_text(100_000 * cell, encoding="utf-8")
-    with pytest.raises(ScheduleError, match=r"0F0 is (there twice|in row 1)") as error:
-        read(file, 1, 1)
-    assert str(error.value).count("F0!") == 2
+    for cell in ("0F0,", "0F0\n"):
+        file.write_text(100_000 * cell, encoding="utf-8")
+        with pytest.raises(ScheduleError, match=r"0F0 is (there twice|in row 1)") as error:
+            read(file, 1, 1)
+        assert str(error.value).count("F0!") == 2
 
 
 def test_a_mark_of_the_encoding_is_no_cell(tmp_path: Path) -> None:

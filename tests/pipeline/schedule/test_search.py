@@ -49,7 +49,7 @@ def ends(problem: Problem, schedule: Schedule) -> float:
     return max(event.end_seconds for events in timeline.events for event in events)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(40))
 def test_what_is_found_runs_fits_and_has_the_order_of_1f1b(seed: int) -> None:
     given = uneven(seed)
     best, tried = find(given)
@@ -70,7 +70,6 @@ def test_what_is_found_runs_fits_and_has_the_order_of_1f1b(seed: int) -> None:
     for name in ("1f1b", "zero_bubble") if given.split else ("1f1b",):
         if given.room is None and given.recompute != "auto":
             made = order(name, len(given.stages), given.micro_batches)
-            assert best.seconds is not None
             assert best.seconds <= 1.001 * ends(given, with_recomputation(made, given.recompute))
 
 
@@ -81,8 +80,6 @@ def test_equal_stages_get_what_is_known_to_be_best() -> None:
         assert best is not None
         assert best.seconds == 3 * micro_batches + devices - 1
         twice, _ = find(problem(2 * devices, micro_batches, devices))
-        assert twice is not None
-        assert twice.seconds is not None
         assert twice.seconds < 2 * best.seconds
 
 
@@ -100,10 +97,6 @@ def test_a_limit_changes_what_is_found() -> None:
     """With room for two micro-batches between F and W nothing is held back for long; with none there is no order."""
     free, _ = find(problem(4, 8))
     tight, _ = find(replace(problem(4, 8), room=[20, 20, 20, 20]))
-    assert free is not None
-    assert tight is not None
-    assert free.seconds is not None
-    assert tight.seconds is not None
     assert tight.seconds >= free.seconds
     assert find(replace(problem(4, 8), room=[4, 4, 4, 4]))[0] is None
 
@@ -113,8 +106,4 @@ def test_recomputing_as_few_as_fit_is_no_slower_than_all_but_the_last(room: int)
     """With a limit, orders were made as if all graphs were kept, and had few micro-batches in flight."""
     given = replace(problem(4, 6), sizes=[Held(graph=20, input=1, gradients=3, weights=8)] * 4, room=[room] * 4)
     fewest, most = (find(replace(given, recompute=recompute))[0] for recompute in ("auto", "except_last"))
-    assert fewest is not None
-    assert most is not None
-    assert fewest.seconds is not None
-    assert most.seconds is not None
     assert fewest.seconds <= most.seconds
