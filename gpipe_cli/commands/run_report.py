@@ -28,11 +28,11 @@ from gpipe_cli.planner.stage_memory import saved_bytes
 from gpipe_cli.reporting.plots.chrome_trace import TracedStep
 from gpipe_cli.reporting.plots.timeline_values import StepPicture, predicted_view, timeline_view
 from gpipe_cli.reporting.run.console import LINE_SECONDS
-from gpipe_cli.reporting.run.description import RunDescription, Start
+from gpipe_cli.reporting.run.description import RunDescription
 from gpipe_cli.reporting.run.lines import show_error, show_line
 from gpipe_cli.reporting.run.reporter import Reporter
 from gpipe_cli.reporting.run.summary import show_evaluation
-from gpipe_cli.results.run import Restart
+from gpipe_cli.results.run import Restart, Start
 from gpipe_cli.system.files import write_whole
 from gpipe_cli.system.streams import lost_output
 from gpipe_cli.training import events

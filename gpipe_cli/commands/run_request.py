@@ -11,10 +11,11 @@ from gpipe_cli.config.settings import GO_ON, TrainConfig, find_run, going_on, lo
 from gpipe_cli.distributed.torchrun import leads, may_restart
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.launch.job import Bench
-from gpipe_cli.reporting.run.description import Start, model_name
+from gpipe_cli.reporting.run.description import model_name
 from gpipe_cli.reporting.run.lines import log, logging_to
 from gpipe_cli.reporting.sinks.sink import refuse_missing
 from gpipe_cli.reporting.tables.table import SYMBOLS
+from gpipe_cli.results.run import Start, to_the_second
 from gpipe_cli.system.interrupts import interruptible_import
 
 # Settings that belong to one invocation of the command and not to the run that it goes on with.
@@ -48,7 +49,8 @@ class RunRequest:
     def perform(self, *typed: str) -> int:
         """`typed` is the command line, `gpipe` left out. Returns the exit code; raises InputError for what the user can
         mend."""
-        start = Start(shlex.join(["gpipe", *typed]), datetime.now().astimezone())
+        now = datetime.now().astimezone()
+        start = Start(to_the_second(now), shlex.join(["gpipe", *typed]))
         config, again = self.config, self.config.resume == GO_ON
         if config.init_from is not None and config.resume is None:
             find_run("init_from", config.init_from, config.output)
@@ -60,7 +62,7 @@ class RunRequest:
         what = "" if self.bench is None else "bench"
         with (
             preparing(_named(config, self.auto)),
-            run_folder(config, start.time, self.auto, what, again=again) as folder,
+            run_folder(config, now, self.auto, what, again=again) as folder,
             logging_to(folder if leads() else None),
         ):
             log(f"$ {start.command}")

@@ -23,10 +23,9 @@ from gpipe_cli.launch.supervisor import run_task
 from gpipe_cli.pipeline.runtime.frozen import freeze
 from gpipe_cli.planner.data_sheet import number_of_gpus
 from gpipe_cli.planner.placement import Placement, make_placement
-from gpipe_cli.reporting.run.description import Start
 from gpipe_cli.reporting.run.lines import show_error, show_text
 from gpipe_cli.reporting.run.reporter import complete_result
-from gpipe_cli.results.run import Restart
+from gpipe_cli.results.run import Restart, Start
 from gpipe_cli.system.files import write_whole
 from gpipe_cli.system.gpus import look_again
 from gpipe_cli.system.interrupts import STOPPED, Stopped

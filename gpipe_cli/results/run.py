@@ -1,6 +1,7 @@
 """What result.json says of a training or of a measurement; also of one that an earlier version of gpipe has written."""
 
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
@@ -98,6 +99,11 @@ class Start:
     ended: str | None = None  # None: it runs, or was killed
     first_step: int = 0  # optimizer steps done before
     code: dict[str, Any] = field(default_factory=dict)  # gpipe, model -> commit, and whether the code was changed
+
+
+def to_the_second(moment: datetime) -> str:
+    """ISO 8601."""
+    return moment.isoformat(timespec="seconds")
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ There is one dashboard per run, in the parent process. Steps count those done; a
 
 import html
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, astuple
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gpipe_cli.config.settings import CONFIG
 from gpipe_cli.reporting.page.page import PAGE
@@ -21,7 +21,7 @@ from gpipe_cli.reporting.sinks.sink import SinkRun, Sinks
 from gpipe_cli.reporting.tables.table import Column, Table, to_markdown
 from gpipe_cli.results.files import RESULT
 from gpipe_cli.results.measures import MEASURES, finals
-from gpipe_cli.results.run import RunResult, Status, read_run_result
+from gpipe_cli.results.run import RunResult, StageMemory, Status, read_run_result
 from gpipe_cli.training.events import Evaluated, Scores, StepDone, Translation
 from gpipe_cli.units import GIB
 
@@ -33,34 +33,27 @@ _KEPT = (CONFIG, RESULT, LOG, PAGE, "failure.txt")  # files of the run folder th
 
 
 class Dashboard:
-    """Turns what happens in a run into curves, texts and pictures for its sinks.
+    """Turns what happens in a run into curves, texts and pictures for its sinks; `failed` is told what fails."""
 
-    Every method raises OSError where a sink fails.
-    """
-
-    def __init__(self, folder: Path, run: RunDescription) -> None:
-        self._folder, self._run = folder, run
+    def __init__(self, folder: Path, run: RunDescription, failed: Callable[[OSError], None]) -> None:
+        """The sinks have the settings from now on: a run that is killed is there with them."""
+        self._folder, self._run, plan = folder, run, run.prediction
         final = [f"final/{measure.final}" for measure in finals(run.config.task)]
-        predicted = run.prediction is not None
-        self._sinks = Sinks(SinkRun(folder, run.config, run.first_step, predicted, final, _facts(folder)))
-        self._constants: Mapping[str, float | None] = {}  # level lines
+        of_run = SinkRun(folder, run.config, run.first_step, plan is not None, final, _facts(folder))
+        self._sinks = Sinks(of_run, failed)
+        values = hyperparameters(run.config)
+        self._sinks.each(lambda sink: sink.settings(values))
+        # level lines, with which measured curves are compared
+        self._constants = _tagged({"bubble_ideal": run.ideal_bubble})
+        if plan is not None:
+            shares = asdict(plan.breakdown)
+            self._constants |= _tagged({"idle_predicted": idle(shares), "bubble_predicted": shares["bubble"]})
 
     def describe(self, config_yaml: str, banner: str) -> None:
         """Puts the configuration and the banner beside the curves."""
         for name, text in (("config", config_yaml), ("banner", banner)):
             self._text(name, self._run.first_step, text)
         self.flush()
-
-    def begin(self) -> None:
-        """The settings, from now on: a run that is killed is there with them. And the level lines with which measured
-        curves are compared."""
-        run = self._run
-        values = hyperparameters(run.config)
-        self._sinks.each(lambda sink: sink.settings(values))
-        self._constants = _tagged({"bubble_ideal": run.ideal_bubble})
-        if (plan := run.prediction) is not None:
-            shares = asdict(plan.breakdown)
-            self._constants |= _tagged({"idle_predicted": idle(shares), "bubble_predicted": shares["bubble"]})
 
     def end(self, status: Status, step: int, result: RunResult) -> None:
         """What became of the run."""
@@ -75,20 +68,19 @@ class Dashboard:
         whole = message.samples == (self._run.config.batch_size or message.samples)  # the last of an epoch may be short
         if (plan := self._run.prediction) is not None and whole:
             named |= _tagged({"step_over_predicted": message.seconds / plan.step_seconds})
-        self._draw(
-            message.step, named | _training(message) | _memory(message, self._run.placement.layout.device_of_stage)
-        )
+        memory = _memory(message, self._run.placement.layout.device_of_stage)
+        self._draw(message.step, named | _training(message) | memory)
 
     def recorded(self, step: int, breakdown: Mapping[str, float]) -> None:
         shares = {f"step/{share}": value for share, value in breakdown.items()}
         measured = _tagged({"idle_measured": idle(breakdown), "bubble_measured": breakdown["bubble"]})
         self._draw(step, {**measured, **shares, **self._constants})
 
-    def memory(self, step: int, processes: Sequence[Mapping[str, Any]]) -> None:
-        """What the peak of each process is made of, as result.json has it; the parts add up to it."""
+    def memory(self, step: int, processes: Iterable[StageMemory]) -> None:
+        """What the peak of each process is made of; the parts add up to it."""
         for process in processes:
-            parts = {part: size / GIB for part, size in process.items() if part != "stage"}
-            name = "all_stages" if process["stage"] is None else f"stage_{process['stage']}"
+            name = "all_stages" if process.stage is None else f"stage_{process.stage}"
+            parts = {part: size / GIB for part, size in asdict(process).items() if part != "stage"}
             self._draw(step, {f"memory_parts/{name}_{part}_gib": size for part, size in parts.items()})
 
     def evaluated(self, message: Evaluated) -> None:
@@ -162,11 +154,10 @@ def _final(result: RunResult) -> dict[str, float | None]:
 
 def _translation_table(translations: Iterable[Translation]) -> str:
     """Sentences as a Markdown table; what Markdown or HTML would take for its own is shown as it is."""
-    rows = ((shown.pair, shown.source, shown.reference, shown.translation) for shown in translations)
+    rows = [[*map(_escaped, astuple(shown))] for shown in translations]
     headings = ("pair", "source", "reference", "translation")
-    return to_markdown(Table.of_rows("", map(Column, headings), (list(map(_escaped, row)) for row in rows)))
+    return to_markdown(Table.of_rows("", map(Column, headings), rows))
 
 
 def _escaped(text: str) -> str:
-    one_line = html.escape(" ".join(text.split()), quote=False)
-    return re.sub(r"([\\`*_{}\[\]])", r"\\\1", one_line)
+    return re.sub(r"([\\`*_{}\[\]])", r"\\\1", html.escape(" ".join(text.split()), quote=False))

@@ -6,26 +6,17 @@ It is judged by top-1 for the paper's images (section 4), by the loss of a token
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from gpipe_cli.config import groups
 from gpipe_cli.config.settings import Task, TrainConfig
 from gpipe_cli.pipeline.schedule.simulator import ideal_bubble
-from gpipe_cli.results.run import Evaluation, Restart
+from gpipe_cli.results.run import Evaluation, Restart, Start
 from gpipe_cli.training.events import DataFacts, LayersCompiled, Notes, Scores, Tested
 
 if TYPE_CHECKING:  # they import torch, which takes seconds: tables of runs do without
     from gpipe_cli.planner.placement import Placement, StepFlops
     from gpipe_cli.planner.plan import Plan
-
-
-@dataclass(frozen=True)
-class Start:
-    """A command has begun the run, or goes on with it."""
-
-    command: str  # the command as it was typed
-    time: datetime  # has a time zone
 
 
 WARM_UP_STEPS = 3  # the first steps of a training allocate memory and choose algorithms

@@ -38,6 +38,7 @@ from gpipe_cli.results.run import (
     Start,
     Status,
     run_result_or_none,
+    to_the_second,
     write_run,
 )
 from gpipe_cli.training.checkpoint.store import GONE, Progress, checkpoints_in, step_of
@@ -58,12 +59,10 @@ class Reporter:
 
     def __init__(self, folder: Path, run: RunDescription, console: Console | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._folder = folder
-        self._run = run
+        self._folder, self._run = folder, run
         self._text = words_of(run.config.task).text
+        self._one_device = run.placement.layout.one_device
         self._begin = time.monotonic() - measurement.process_seconds()
-        self._status: Status = "running"
-        self._error: str | None = None
         self._steps = run.first_step
         self._memory_bytes: tuple[int, ...] = ()
         self._checkpoint = 0  # the step after which the last one was written
@@ -80,10 +79,8 @@ class Reporter:
         self._starts = _starts(folder, run)
         self._console = RunConsole(console or Console(), run)
         self._incomplete = False  # something that the run can do without could not be written
-        write_run(self._folder, self._result())
-        self._dashboard = Dashboard(folder, run)
-        with self.optional():
-            self._dashboard.begin()
+        write_run(self._folder, self._result("running"))
+        self._dashboard = Dashboard(folder, run, self._unwritten)
 
     def banner(self, *, shown: bool = True) -> None:
         """What the run is, on the console and in TensorBoard, or only there."""
@@ -92,8 +89,7 @@ class Reporter:
         plain = Console(file=io.StringIO(), width=100, force_terminal=False, color_system=None)
         with plain.capture() as text, logging_to(None):  # the log has it already
             show_banner(plain, self._run, self._folder)
-        with self.optional():
-            self._dashboard.describe(to_yaml(self._run.config), text.get())
+        self._dashboard.describe(to_yaml(self._run.config), text.get())
 
     def start(self) -> None:
         """Training begins: in a terminal, a bar that waits for the first step."""
@@ -114,8 +110,7 @@ class Reporter:
         if message.activation_bytes is not None:
             self._counted = message.activation_bytes, message.library_bytes
             self._predicted_activation_bytes = predicted_activation_bytes
-        with self.optional():
-            self._dashboard.step(message)
+        self._dashboard.step(message)
         speed = "tokens_per_second" if self._text else "samples_per_second"
         self._console.step(message, self._medians.median(speed, last=RECENT_STEPS))
         if message.step - self._run.first_step >= COMPARED_STEPS:
@@ -124,8 +119,7 @@ class Reporter:
     def recorded(self, step: int, breakdown: Mapping[str, float]) -> None:
         """It is known where the time of a step went: timeline_values.SHARES -> share of stage-time, 0 to 1."""
         self._medians.add(breakdown)
-        with self.optional():
-            self._dashboard.recorded(step, breakdown)
+        self._dashboard.recorded(step, breakdown)
 
     def timeline(self, picture: StepPicture) -> None:
         """The step to show of an epoch, instead of an earlier one of it: pipeline.html has those of the last epochs,
@@ -139,15 +133,15 @@ class Reporter:
             self._write_page()
             write_picture(self._folder / "timeline.png", draw(picture.views))
             if self._run.config.logger:
-                self._dashboard.memory(self._steps, [asdict(one) for one in self._memory()])
+                self._dashboard.memory(self._steps, self._memory())
                 self._dashboard.picture("timeline", picture.step, draw(picture.views, narrow=True))
 
     def _write_page(self) -> None:
         title = f"{self._run.model_name} on {self._run.config.dataset.name}"
-        commands, share = [start.command for start in self._starts], self._medians.median("without_core")
-        kind = measurement.kind_of_speed(self._run.placement.layout.one_device, share)
+        kind, share = self._kind_of_speed
         write_page(
-            self._folder / PAGE, title, self._run.simulation, self._pictures, commands=commands, run=str(self._folder),
+            self._folder / PAGE, title, self._run.simulation, self._pictures, run=str(self._folder),
+            commands=[start.command for start in self._starts],
             contended=share if kind == "measured_contended" else None,
         )  # fmt: skip
 
@@ -158,13 +152,12 @@ class Reporter:
             self._best = self._test
         self._console.evaluated(message)
         with self.optional():
-            write_run(self._folder, self._result())
-            self._dashboard.evaluated(message)
+            write_run(self._folder, self._result("running"))
+        self._dashboard.evaluated(message)
 
     def checkpointed(self, step: int) -> None:
         """A checkpoint is complete on disk."""
-        with self.optional():
-            self._dashboard.flush()  # what is written now is not done again, should the run be killed
+        self._dashboard.flush()  # what is written now is not done again, should the run be killed
         self._checkpoint = step
 
     def checkpoint_failed(self, why: str) -> None:
@@ -179,36 +172,37 @@ class Reporter:
 
     @contextmanager
     def optional(self) -> Iterator[None]:
-        """Around writing what a run can do without: the first failure is shown as a warning, and the run goes on."""
+        """Around writing what a run can do without."""
         try:
             yield
         except OSError as error:
-            if not self._incomplete:
-                show_error(f"warning: {one_line(error)}; the run goes on without what cannot be written")
-            self._incomplete = True
+            self._unwritten(error)
+
+    def _unwritten(self, error: OSError) -> None:
+        """The first failure is shown as a warning, and the run goes on."""
+        if not self._incomplete:
+            show_error(f"warning: {one_line(error)}; the run goes on without what cannot be written")
+        self._incomplete = True
 
     def break_off(self) -> None:
         """Another report of the same run follows."""
-        with self.optional():
-            self._dashboard.flush()
+        self._dashboard.flush()
         self._console.stop()
 
     def finish(self, status: Status, error: str | None = None) -> None:
         """Ends the report, at whatever point. Raises OSError if all is shown, and result.json could not be written."""
-        self._status, self._error = status, error
         if self._run.start is not None:
-            ended = _iso(datetime.now().astimezone())
-            self._starts[-1] = replace(self._starts[-1], ended=ended)
-        result = self._result()
+            self._starts[-1] = replace(self._starts[-1], ended=to_the_second(datetime.now().astimezone()))
+        result = self._result(status, error)
         unwritten: OSError | None = None
         try:  # first of all: if the console is closed, writing to it ends the process
             write_run(self._folder, result)
         except OSError as failed:
             unwritten = failed
-        with self.optional():
-            if self._pictures:  # with the share of the run in which others used its cores, as in the summary
+        if self._pictures:  # with the share of the run in which others used its cores, as in the summary
+            with self.optional():
                 self._write_page()
-            self._dashboard.end(status, self._steps, result)
+        self._dashboard.end(status, self._steps, result)
         self._console.stop()
         if self._steps - self._run.first_step > self._run.warm_up_steps:
             self._compare()
@@ -235,21 +229,15 @@ class Reporter:
         if self._compared or prediction is None or seconds is None:
             return
         self._compared = True
-        console, share = self._console.console, self._medians.median("without_core")
+        console, (kind, share) = self._console.console, self._kind_of_speed
         show_facts(console, comparison(prediction, seconds, self._predicted_activation_bytes, self._counted[0]))
-        kind = measurement.kind_of_speed(self._run.placement.layout.one_device, share)
         if kind is not None and kind != "measured":  # whatever was predicted, it was not this
             show_facts(console, [("", speed_kind(kind, share))])
 
     def _show_disturbed(self) -> None:
         """Says that a disturbed run calibrates no later prediction, and what to do instead."""
-        prediction, share = self._run.prediction, self._medians.median("without_core")
-        if (
-            prediction is None
-            or share is None
-            or share <= measurement.DISTURBED
-            or self._run.placement.layout.one_device
-        ):
+        prediction, share = self._run.prediction, self._medians.median("without_core") or 0.0
+        if prediction is None or share <= measurement.DISTURBED or self._one_device:
             return
         if prediction.costs.basis in ("timed_machine", "timed_layers"):
             again = "cost=measured_anew times the layers when others leave the cores alone"
@@ -259,27 +247,32 @@ class Reporter:
     def undisturbed_step_seconds(self) -> float | None:
         """The median that later predictions are based on; None after few steps, or where stages shared a device or
         other programs used the cores."""
-        seconds, share = self._medians.median("step_seconds"), self._medians.median("without_core")
-        waited = self._medians.median("set_up") or 0.0  # waits for data, among others
+        lost = [self._medians.median(share) or 0.0 for share in ("without_core", "set_up")]  # data are set-up
         few = self._steps - self._run.first_step < COMPARED_STEPS
-        if few or seconds is None or share is None or max(share, waited) > measurement.DISTURBED:
-            return None
-        return None if self._run.placement.layout.one_device else seconds
+        unfit = few or self._one_device or max(lost) > measurement.DISTURBED
+        return None if unfit else self._medians.median("step_seconds")
+
+    @property
+    def _kind_of_speed(self) -> tuple[measurement.SpeedKind | None, float | None]:
+        """The kind; and the share of its computing time in which the stage that was worst off had no core."""
+        share = self._medians.median("without_core")
+        return measurement.kind_of_speed(self._one_device, share), share
 
     def _memory(self) -> tuple[StageMemory, ...]:
         run = self._run
         return measurement.stage_memory(run.placement, run.plan.memory, self._memory_bytes, *self._counted)
 
-    def _result(self) -> RunResult:
+    def _result(self, status: Status, error: str | None = None) -> RunResult:
         run, config, placement, of = self._run, self._run.config, self._run.placement, self._medians.median
         speeds = of("samples_per_second"), of("tokens_per_second")
         flops, peak = run.flops.per_second(*speeds), run.flops.peak_per_second
         predicted = None if run.prediction is None else asdict(run.prediction.breakdown)
         kinds = measured_breakdown(self._medians), predicted
+        kind, without_core = self._kind_of_speed
         return RunResult(
-            status=self._status,
+            status=status,
             command="bench" if run.bench else "train",
-            error=self._error,
+            error=error,
             task=config.task,
             model=run.model_name,
             dataset=config.dataset.name,
@@ -291,8 +284,8 @@ class Reporter:
             best=self._best,
             samples_per_second=speeds[0],
             samples_per_second_quartiles=self._medians.quartiles("samples_per_second"),
-            samples_per_second_kind=measurement.kind_of_speed(placement.layout.one_device, of("without_core")),
-            without_core=of("without_core"),
+            samples_per_second_kind=kind,
+            without_core=without_core,
             step_seconds=of("step_seconds"),
             speed_includes_warm_up=0 < self._steps - run.first_step <= run.warm_up_steps,
             speed_steps=len(self._medians.counted("step_seconds")),
@@ -345,15 +338,9 @@ def _starts(folder: Path, run: RunDescription) -> list[Start]:
     for earlier in (run.config.resume, folder):
         if earlier is not None and (result := run_result_or_none(Path(earlier))) is not None:
             found = list(result.starts)
-    if run.start is None or (found and found[-1].started == _iso(run.start.time)):  # it is there: max_restarts
+    if run.start is None or (found and found[-1].started == run.start.started):  # it is there: max_restarts
         return found
-    code = measurement.code(run.config.model)
-    return [*found, Start(_iso(run.start.time), run.start.command, first_step=run.first_step, code=code)]
-
-
-def _iso(moment: datetime) -> str:
-    """`2026-01-31T12:00:00+01:00`."""
-    return moment.isoformat(timespec="seconds")
+    return [*found, replace(run.start, first_step=run.first_step, code=measurement.code(run.config.model))]
 
 
 def complete_result(folder: Path, task: Task, progress: Progress) -> None:

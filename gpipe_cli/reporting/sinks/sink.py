@@ -1,4 +1,4 @@
-"""What a sink is, and the sinks of a run as one.
+"""What a sink is, and the sinks of a run as one. A dry run has no remote sinks.
 
 To add a sink, write its file here, with a class `Writer` that has the methods of `Sink`, and add the file's name to
 `Logger` in config/settings.py. The setting `logger`, its help, completion and refusals follow from that.
@@ -71,18 +71,17 @@ class Sink(Protocol):
 
 
 class Sinks:
-    """All sinks of a run as one: where one fails, the others still get everything. A dry run has no remote sinks."""
+    """All sinks of a run as one: where one fails, `failed` is called with the error, and the others still get all."""
 
-    def __init__(self, run: SinkRun) -> None:
+    def __init__(self, run: SinkRun, failed: Callable[[OSError], None]) -> None:
         kinds = {name: _writer(name) for name in run.config.logger}
-        self._run = run
+        self._run, self._failed = run, failed
         self._kinds = {name: kind for name, kind in kinds.items() if not (kind.remote and run.config.dry_run)}
         self._open: dict[Logger, Sink] = {}
         self._flushed = time.monotonic()
 
     def each(self, use: Callable[[Sink], None]) -> None:
-        """Calls a method of every sink. Raises OSError for the first one that failed."""
-        failed: OSError | None = None
+        """Calls a method of every sink."""
         if due := time.monotonic() - self._flushed >= FLUSH_SECONDS:  # before the next point: the last step is complete
             self._flushed = time.monotonic()
         for name, kind in list(self._kinds.items()):
@@ -97,9 +96,7 @@ class Sinks:
                     error = OSError(f"logger={name}: {with_type(error)}")
                 elif not isinstance(error, OSError):
                     raise
-                failed = failed or error
-        if failed is not None:
-            raise failed
+                self._failed(error)
 
 
 def refuse_missing(loggers: Sequence[Logger]) -> None:
