@@ -1,11 +1,8 @@
 """The page of `gpipe reproduce all` and the results in recipes/README.md: their numbers are those of the tables."""
 
-from html.parser import HTMLParser
 from pathlib import Path
 
-import pytest
-
-from gpipe_cli.reporting.reproduced.chart import Chart, Line, charts, to_svg
+from gpipe_cli.reporting.reproduced.chart import charts
 from gpipe_cli.reporting.reproduced.page import REPORT, write_report
 from gpipe_cli.reporting.reproduced.readme import BEGIN, END, with_results
 from gpipe_cli.reporting.reproduced.verdict import Verdict, verdict
@@ -58,7 +55,6 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert markdown(read_reproduction(tmp_path)) == markdown(FOUND)
     read = read_reproduction(tmp_path).tables
     assert [verdict(table) for table in read] == list(map(verdict, FOUND.tables))
-    assert [list(charts(table)) for table in read] == [list(charts(table)) for table in FOUND.tables]
 
 
 def test_the_number_that_stands_for_a_claim_is_the_largest_model_or_the_first_quantity() -> None:
@@ -81,41 +77,11 @@ def test_plots_are_of_the_numbers_in_the_table() -> None:
     assert not list(charts(SCORES))  # percent and a loss on one axis say nothing
 
 
-def test_a_mark_stands_at_its_number() -> None:
-    """Twice the value is twice as high above the axis."""
-    svg = to_svg(Chart("", ["a", "b", "c"], [Line("paper", "paper", [0.0, 1.0, 2.0], ["0", "1", "2"])], ""))
-    bottom, middle, top = (float(part.partition('"')[0]) for part in svg.split('cy="')[1:])
-    assert bottom - middle == pytest.approx(middle - top)
-    assert bottom > middle
-
-
-class _Open(HTMLParser):
-    """The elements that were not closed, or closed in a wrong order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.loaded: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag not in ("meta", "img", "path", "circle"):
-            self.open.append(tag)
-        self.loaded += [name or "" for key, name in attrs if key in ("src", "srcset") or (tag == "link")]
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag not in ("path", "circle"):
-            assert self.open.pop() == tag
-
-
-def test_the_page_is_whole_and_loads_nothing(tmp_path: Path) -> None:
+def test_the_page_loads_nothing_and_has_a_picture_of_each_table_with_a_number_of_the_paper(tmp_path: Path) -> None:
     write_report(tmp_path, [FOUND], {"other_recipe": "diverged <badly>"})
     page = (tmp_path / REPORT).read_text(encoding="utf-8")
-    parser = _Open()
-    parser.feed(page)
-    assert not parser.open
-    assert not parser.loaded
-    assert "url(" not in page
-    assert "<script" not in page
+    assert page.count(" src=") == page.count('src="data:image/png;base64,') == 2
+    assert not any(word in page for word in ("url(", "<script", "<link"))
     for text in ("K &lt; 8 is slow", "diverged &lt;badly&gt;", "Speed &lt;of&gt; all", "a &amp; b", 'href="#a_recipe"'):
         assert text in page
 

@@ -13,10 +13,10 @@ from matplotlib.collections import PathCollection
 from matplotlib.figure import Figure
 from matplotlib.image import imsave
 from matplotlib.path import Path as Outline
+from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from gpipe_cli.reporting.plots.palette import GRID, INK, PALE_INK, Colour, rgb
-from gpipe_cli.reporting.plots.timeline_values import axis_ticks
 from gpipe_cli.system.files import write_whole
 
 Picture = NDArray[np.uint8]  # shape (height, width, 3)
@@ -32,7 +32,6 @@ LEGEND_LINE_INCHES = 0.16
 
 
 def new_figure(height_inches: float, width_inches: float = WIDTH_INCHES) -> Figure:
-    """An empty picture."""
     return Figure(figsize=(width_inches, height_inches), dpi=DPI, facecolor="white")
 
 
@@ -58,19 +57,18 @@ def put_titles(axes: Axes, left: str, right: str, narrow: bool) -> None:
         axes.set_title(right, loc="right", **look, pad=7)
 
 
-def name_stages(axes: Axes, stages: int) -> range:
-    """A row for each stage, the first at the top; returns those that are named."""
+def name_stages(axes: Axes, stages: int) -> None:
+    """A row for each stage, the first at the top, of which at most SHOWN_STAGES are named."""
     step = next(n for n in (1, 2, 4, 8, 16, 32, 64, stages) if stages / n <= SHOWN_STAGES)
     shown = range(0, stages, step)
     axes.set_ylim(stages - 0.5, -0.5)
     axes.set_yticks(list(shown), [f"stage {stage}" for stage in shown], color=INK)
-    return shown
 
 
 def show_axis(axes: Axes, end: float, unit: float, words: str) -> None:
     """The axis below bars that end at `end`, in units of so much; without numbers if there are no `words`."""
     axes.set_xlim(0, end * MARGIN)
-    axes.set_xticks(axis_ticks(end))
+    axes.xaxis.set_major_locator(MaxNLocator(10, steps=[1, 2, 5, 10]))
     axes.xaxis.set_major_formatter(lambda value, _: f"{value / unit:g}")
     axes.tick_params(labelbottom=bool(words))
     axes.grid(axis="x", color=GRID, linewidth=0.6)

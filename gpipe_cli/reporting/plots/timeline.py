@@ -4,11 +4,9 @@ A few thousand bars are hatched and outlined, with their names where there is ro
 micro-batches have 196,608) would take minutes so; they are plain.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
@@ -20,14 +18,14 @@ from gpipe_cli.units import duration
 
 MOST_BARS = 3000  # bars of all panels above which bars have no names
 LEFT_INCHES, RIGHT_INCHES = 0.78, 0.22
-TITLE_INCHES, NARROW_TITLE_INCHES, AXIS_INCHES, LEGEND_INCHES = 0.42, 0.6, 0.5, 0.82
+TITLE_INCHES, AXIS_INCHES, LEGEND_INCHES = 0.42, 0.5, 0.82
 LEGEND_TOP_INCHES, LEGEND_LINES = 0.57, 3  # a legend of up to 3 kinds of actions; more make it higher
 ROW_INCHES, PANEL_INCHES = 0.4, 4.8  # a row is lower where this would make the panel higher
 HATCHES: dict[BarKind, str] = {"R": "////", "waiting": "\\\\\\\\", "transfer": "xxxxx"}
 CHARACTER_INCHES = 0.068  # width of a character in a bar's name
 # Inches of the paper, of what is left and right of the bars, and of the titles above them.
 WIDE = (picture.WIDTH_INCHES, LEFT_INCHES, RIGHT_INCHES, TITLE_INCHES)
-NARROW = (picture.NARROW_INCHES, 0.62, 0.1, NARROW_TITLE_INCHES)
+NARROW = (picture.NARROW_INCHES, 0.62, 0.1, 0.6)
 
 
 def draw(views: Sequence[TimelineView], *, narrow: bool = False) -> picture.Picture:
@@ -54,38 +52,39 @@ def draw(views: Sequence[TimelineView], *, narrow: bool = False) -> picture.Pict
         numbers = f"step {duration(view.step_seconds)}{', ' if narrow else '   '}{idle}"
         note = f", {view.note}" if view.note and not narrow else ""
         picture.put_titles(axes, f"{view.kind}  ·  {view.title}{note}", numbers, narrow)
+        _bars(axes, view, micro_batches, single)
         if single:
-            _bars(axes, view, micro_batches, width / (end * picture.MARGIN), height / len(view.stages))
-        else:
-            _many_bars(axes, view, micro_batches)
+            _names(axes, view, micro_batches, width / (end * picture.MARGIN), height / len(view.stages))
     _legend(figure, micro_batches, seen, single, LEGEND_TOP_INCHES + lines, narrow)
     return picture.pixels(figure)
 
 
-def _bars(axes: Axes, view: TimelineView, micro_batches: int, inches: float, row: float) -> None:
-    """Every bar by itself; ``inches`` of a second, and of a ``row``'s height."""
-    placed = [(stage, bar) for stage, bars in enumerate(view.stages) for bar in bars]
+def _bars(axes: Axes, view: TimelineView, micro_batches: int, hatched: bool) -> None:
     groups: dict[tuple[BarKind, int | None], list[tuple[int, float, float]]] = {}
-    for stage, bar in placed:
-        key = (bar.what, bar.micro_batch if bar.what in ACTIONS else None)
-        groups.setdefault(key, []).append((stage, bar.start_seconds, bar.end_seconds))
+    for stage, bars in enumerate(view.stages):
+        for what, micro_batch, start, end in bars:
+            groups.setdefault((what, micro_batch if what in ACTIONS else None), []).append((stage, start, end))
     # A hatching takes the colour of the edge, which is not drawn then: its line has no width.
-    idle: dict[str, Any] = {"edgecolors": palette.IDLE_LINE, "hatch": HATCHES["waiting"], "linewidths": 0.0}
-    outlined: dict[str, Any] = {"edgecolors": "white", "linewidths": 0.7}
+    idle = {"edgecolors": palette.IDLE_LINE, "hatch": HATCHES["waiting"]} if hatched else {}
+    outline = {"edgecolors": "white", "linewidths": 0.7} if hatched else {"linewidths": 0.0}
     whole_step = [(stage, 0.0, view.step_seconds) for stage in range(len(view.stages))]
-    picture.add_bars(axes, whole_step, facecolors=palette.IDLE, **idle)
-    for (what, micro_batch), bars in groups.items():
+    picture.add_bars(axes, whole_step, facecolors=palette.IDLE, linewidths=0.0, **idle)
+    for (what, micro_batch), placed in groups.items():
         face = palette.colour(what, micro_batch, micro_batches)
         if what == "waiting":
-            picture.add_bars(axes, bars, facecolors=face, **idle)
-        elif what == "R":
+            picture.add_bars(axes, placed, facecolors=face, linewidths=0.0, **idle)
+        elif what == "R" and hatched:
             forward = palette.colour("F", micro_batch, micro_batches)
-            picture.add_bars(axes, bars, facecolors=face, edgecolors=forward, hatch=HATCHES["R"], linewidths=0.0)
-            picture.add_bars(axes, bars, facecolors="none", **outlined)
+            picture.add_bars(axes, placed, facecolors=face, edgecolors=forward, hatch=HATCHES["R"], linewidths=0.0)
+            picture.add_bars(axes, placed, facecolors="none", **outline)
         else:
-            picture.add_bars(axes, bars, facecolors=face, hatch=HATCHES.get(what), **outlined)
+            picture.add_bars(axes, placed, facecolors=face, hatch=HATCHES.get(what) if hatched else None, **outline)
+
+
+def _names(axes: Axes, view: TimelineView, micro_batches: int, inches: float, row: float) -> None:
+    """The names of bars, where they have room; ``inches`` of a second, and of a ``row``'s height."""
     size = min(9.0, 60 * row)
-    for stage, bar in placed:
+    for stage, bar in ((stage, bar) for stage, bars in enumerate(view.stages) for bar in bars):
         room = (bar.end_seconds - bar.start_seconds) * inches
         if bar.what not in (*ACTIONS, "update") or room < CHARACTER_INCHES * len(bar.name) * size / 8 + 0.04:
             continue
@@ -95,27 +94,6 @@ def _bars(axes: Axes, view: TimelineView, micro_batches: int, inches: float, row
         if bar.what == "R":  # letters on hatching cannot be read
             face = palette.colour("R", bar.micro_batch, micro_batches)
             label.set_bbox({"facecolor": face, "edgecolor": "none", "pad": 0.8})
-
-
-def _many_bars(axes: Axes, view: TimelineView, micro_batches: int) -> None:
-    """All bars without hatching, outlines and names: a pixel has the colour of the bar at its middle."""
-    white, idle = palette.rgb("#ffffff"), palette.rgb(palette.IDLE)
-    across, down = (round(pixels) for pixels in axes.bbox.size)
-    end, stages = axes.get_xlim()[1], len(view.stages)
-    seconds = (np.arange(across) + 0.5) * end / across
-    rows = np.array([[idle if at < view.step_seconds else white for at in seconds]] * stages, np.uint8)
-    for row, bars in zip(rows, view.stages, strict=True):
-        starts, ends = np.array([(-math.inf, 0.0), *(bar[2:] for bar in bars)]).T
-        begun = starts.searchsorted(seconds, side="right") - 1  # how many bars are, at each pixel
-        covered = seconds < ends[begun]
-        looks = (bars[number - 1][:2] for number in begun[covered])
-        colours = [palette.rgb(palette.colour(*look, micro_batches)) for look in looks]
-        row[covered] = np.array(colours, np.uint8).reshape(-1, 3)
-    heights = (np.arange(down) + 0.5) * stages / down  # unit: rows
-    image = rows[heights.astype(int)]
-    if down / stages * (1 - picture.BAR_HEIGHT) >= 1:  # narrower gaps would be seen between some rows only
-        image[np.abs(heights % 1 - 0.5) > picture.BAR_HEIGHT / 2] = white
-    axes.imshow(image, aspect="auto", interpolation="nearest", extent=(0, end, stages - 0.5, -0.5), zorder=1)
 
 
 def _legend(figure: Figure, micro_batches: int, seen: set[BarKind], hatched: bool, top: float, narrow: bool) -> None:

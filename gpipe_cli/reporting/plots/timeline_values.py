@@ -1,6 +1,5 @@
 """A training step, measured or simulated, as a picture needs it: Figure 2(c) of the paper, in seconds."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from operator import attrgetter
@@ -75,19 +74,15 @@ def timeline_view(
     begin_seconds: float,
 ) -> TimelineView:
     """A timeline as it is drawn; `begin_seconds` is when the step began on its clock."""
+
+    def bar(what: str, when: Span | Event) -> Bar:
+        micro_batch = None if when.action is None else when.action.micro_batch
+        times = when.start_seconds - begin_seconds, when.end_seconds - begin_seconds
+        return Bar(cast(BarKind, what), micro_batch, *times)
+
     stages = []
-    for k, spans in enumerate(timeline.stages):
-        done: list[tuple[str, Span | Event]] = [(str(span.action.kind), span) for span in spans]
-        done += [(str(event.what), event) for event in timeline.events[k]]
-        bars = [
-            Bar(
-                cast(BarKind, what),
-                None if when.action is None else when.action.micro_batch,
-                when.start_seconds - begin_seconds,
-                when.end_seconds - begin_seconds,
-            )
-            for what, when in done
-        ]
+    for spans, events in zip(timeline.stages, timeline.events, strict=True):
+        bars = [*(bar(span.action.kind, span) for span in spans), *(bar(event.what, event) for event in events)]
         stages.append(tuple(sorted(bars, key=attrgetter("start_seconds", "end_seconds"))))
     return TimelineView(title, kind, tuple(stages), step_seconds, asdict(shares))
 
@@ -119,10 +114,3 @@ def in_percent(breakdown: Mapping[str, float]) -> dict[str, float]:
 def axis_unit(end_seconds: float) -> tuple[str, float]:
     """The unit of a time axis that ends there, and its seconds."""
     return ("s", 1.0) if end_seconds >= 2 else ("ms", 1e-3) if end_seconds >= 2e-3 else ("µs", 1e-6)
-
-
-def axis_ticks(end_seconds: float) -> list[float]:
-    """Five to ten round times in seconds, from 0 to the end of an axis, which is above 0."""
-    power = 10.0 ** math.floor(math.log10(end_seconds / 10))
-    step = next(n * power for n in (1, 2, 5, 10) if n * power >= end_seconds / 10 * 0.999)
-    return [step * n for n in range(int(end_seconds / step + 1e-9) + 1)]

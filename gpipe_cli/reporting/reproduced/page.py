@@ -9,10 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
-from gpipe_cli.reporting.reproduced.chart import Chart, charts, legend, to_svg
 from gpipe_cli.reporting.reproduced.verdict import verdict
 from gpipe_cli.reporting.tables.recipe import Reproduction
-from gpipe_cli.reporting.tables.table import NONE, Column, Table
+from gpipe_cli.reporting.tables.table import NONE, to_html
 from gpipe_cli.system.files import write_whole
 from gpipe_cli.units import duration, plural
 
@@ -80,14 +79,22 @@ def _claims(one: Reproduction) -> Iterator[str]:
 
 
 def _section(one: Reproduction, folder: Path) -> Iterator[str]:
+    from gpipe_cli.reporting.plots.picture import png  # here, as matplotlib takes half a second to import
+    from gpipe_cli.reporting.reproduced.chart import charts, draw
+
     yield f'<section id="{one.name}" class="recipe"><h2>{escape(one.title)}</h2>'
     yield f'<p class="claim">{escape(one.claim)}.</p>'
     yield f'<p class="pale"><code>{one.name}</code>, {escape(one.source)}; scale {one.scale}, '
     yield f"{duration(one.seconds)} on {escape(one.machine)}</p>"
     for table in one.tables:
-        yield f'<h3>{escape(table.title)}</h3><div class="beside"><div class="wide">{_table(table)}</div>'
-        yield f"{_charts(list(charts(table)))}</div>"
-    yield from _pictures(one, folder)
+        yield f'<h3>{escape(table.title)}</h3><div class="wide">{to_html(table)}</div>'
+        if drawn := list(charts(table)):
+            lines = dict.fromkeys(line.name for chart in drawn for line in chart.lines)
+            yield _image(f"{table.title}: {', '.join(lines)}", png(draw(drawn)), f"{360 * len(drawn)}px")
+    for what, path in one.files:  # in the recipe's folder, wherever it lies now
+        picture = folder / Path(path).name
+        if picture.suffix == ".png" and picture.is_file():
+            yield _image(f"{one.title}: {what}", picture.read_bytes())
     yield '<dl class="notes">'
     yield from (f"<dt>{escape(label)}</dt><dd>{escape(line)}</dd>" for label, line in one.notes)
     commands = "\n".join(one.commands)
@@ -95,36 +102,6 @@ def _section(one: Reproduction, folder: Path) -> Iterator[str]:
     yield f"<pre>{escape(commands)}</pre></details></section>"
 
 
-def _charts(drawn: Sequence[Chart]) -> str:
-    """The plots of a table as a figure; those that differ in M have the same vertical axis."""
-    if not drawn:
-        return ""
-    lines = [line for chart in drawn for line in chart.lines]
-    top = max(value for line in lines for value in line.values if value is not None) if drawn[0].unit else None
-    plots = "".join(to_svg(chart, top) for chart in drawn)
-    return f'<figure><div class="charts">{plots}</div><figcaption>{legend(lines)}</figcaption></figure>'
-
-
-def _pictures(one: Reproduction, folder: Path) -> Iterator[str]:
-    """Links to the files in the recipe's folder, wherever it lies now."""
-    for what, path in one.files:
-        picture = folder / Path(path).name
-        if picture.suffix == ".png" and picture.is_file():
-            content = b64encode(picture.read_bytes()).decode("ascii")
-            yield f'<p><img alt="{escape(f"{one.title}: {what}")}" src="data:image/png;base64,{content}"></p>'
-
-
-def _table(table: Table) -> str:
-    def cell(column: Column, text: str) -> str:
-        return f"<td{_class(column)}>{escape(text)}</td>"
-
-    heads = "".join(
-        f'<th scope="col"{_class(column)}>{escape(column.heading)}<small>{escape(column.origin_line)}</small></th>'
-        for column in table.columns
-    )
-    rows = "".join(f"<tr>{''.join(map(cell, table.columns, row))}</tr>" for row in table.rows)
-    return f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>"
-
-
-def _class(column: Column) -> str:
-    return f' class="{column.origin or "text"}"'
+def _image(words: str, content: bytes, width: str = "auto") -> str:
+    source = f"data:image/png;base64,{b64encode(content).decode('ascii')}"
+    return f'<p><img alt="{escape(words)}" style="width:{width}" src="{source}"></p>'

@@ -175,7 +175,11 @@ def to_markdown(table: Table) -> str:
 def to_html(table: Table, colours: Sequence[str] = (), links: Sequence[str] = ()) -> str:
     """The table as a `table` element: ``colours`` are squares before the rows' names, and ``links``, in HTML, follow
     the names. Scripts can sort rows by `data-value`, which is empty where there is no value."""
-    heads = [f'<th scope="col"{_class(column)}>{escape(column.heading)}</th>' for column in table.columns]
+    heads = [
+        f'<th scope="col"{_class(column)}>{escape(column.heading)}'
+        f"{f'<small>{column.origin_line}</small>' if column.origin_line else ''}</th>"
+        for column in table.columns
+    ]
     heads[1:1] = ['<th scope="col" class="text plain">see</th>'] if links else []
     lines = [f"<table><thead><tr>{''.join(heads)}</tr></thead><tbody>"]
     for row, (name, *cells) in enumerate(table.rows):
@@ -191,7 +195,8 @@ def to_html(table: Table, colours: Sequence[str] = (), links: Sequence[str] = ()
 
 
 def _class(column: Column, cell: str = "") -> str:
-    words = ["text"] * (not column.right) + ["failed"] * _is_failure(column, cell)
+    words = [column.origin] * (column.origin != "") + ["text"] * (not column.right)
+    words += ["failed"] * _is_failure(column, cell)
     return f' class="{" ".join(words)}"' if words else ""
 
 
