@@ -3,29 +3,25 @@
 import gc
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 from rich.console import Console
 
 from gpipe_cli.benchmark.machine_timing import step_costs, times_machine
 from gpipe_cli.commands.prepare import not_compiled, prepare
-from gpipe_cli.commands.trace_file import TRACE, predicted_step, write_trace
 from gpipe_cli.config.settings import TrainConfig, to_yaml
 from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.schedule.schedule_file import csv_of
 from gpipe_cli.planner.auto_settings import solve_max_model
 from gpipe_cli.planner.data_sheet import resolved
 from gpipe_cli.planner.layout import layout_of
-from gpipe_cli.planner.model_profile import ModelProfile
-from gpipe_cli.planner.plan import Plan
 from gpipe_cli.planner.simulation_data import simulation_data
 from gpipe_cli.planner.step_schedule import checked_schedule
 from gpipe_cli.reporting.page.page import PAGE, write_page
+from gpipe_cli.reporting.plots.chrome_trace import TRACE, TracedStep, write_trace
 from gpipe_cli.reporting.plots.picture import write_picture
 from gpipe_cli.reporting.plots.timeline import draw
 from gpipe_cli.reporting.plots.timeline_values import predicted_view
@@ -35,7 +31,6 @@ from gpipe_cli.reporting.tables.plan_result import plan_result
 from gpipe_cli.results.files import write_result
 from gpipe_cli.results.plan import PLAN, PlanResult
 from gpipe_cli.system.files import write_whole
-from gpipe_cli.system.forked_call import Fork
 
 PICTURE = "timeline.png"
 SETTINGS = "settings.yaml"  # not config.yaml: this is no run
@@ -75,22 +70,14 @@ def plan(
         title = f"{result.model_name}, K = {len(made.stages)}, M = {made.micro_batches}"
         about = f"{result.model_name} on {config.dataset.name}"
         commands = [shlex.join(["gpipe", *sys.argv[1:]])]
-
-        @contextmanager
-        def page_and_picture() -> Iterator[None]:
-            write_page(folder / PAGE, about, simulation_data(config, profile, made), (), commands=commands)
-            write_picture(folder / PICTURE, draw([predicted_view(title, made)]))
-            yield
-
         try:
             if file is not None:
                 of_all = checked_schedule(made.order, config.micro_batches, made.recompute)  # the plan may have fewer
                 write_whole(file, csv_of(of_all, made.layout.row_of_stage))
             write_whole(folder / SETTINGS, to_yaml(config))
-            traced = Fork(partial(_write_trace, folder, config, profile, made))  # takes as long as page and picture
-            failed, code = traced.wait(page_and_picture())
-            if failed or code:
-                raise failed or OSError(f"{folder / TRACE}: its process ended with exit code {code}")
+            write_page(folder / PAGE, about, simulation_data(config, profile, made), (), commands=commands)
+            write_picture(folder / PICTURE, draw([predicted_view(title, made)]))
+            write_trace(folder, [TracedStep("predicted", made.timeline, made.timeline.start_seconds)])
         finally:  # a plan that cannot be written is still shown
             if shown:
                 show_plan(console, result, folder)
@@ -101,15 +88,6 @@ def plan(
         gc.freeze()
         gc.unfreeze()  # all that there is counts as old now, so that the next collection does not look through it
         gc.enable()
-
-
-def _write_trace(folder: Path, config: TrainConfig, profile: ModelProfile, made: Plan) -> OSError | Literal[False]:
-    """Returns why it could not be written, or False."""
-    try:
-        write_trace(folder, [predicted_step(config, profile, made)])
-    except OSError as error:
-        return error
-    return False
 
 
 def _require_figures(config: TrainConfig, *, several: bool) -> None:

@@ -1,7 +1,8 @@
 """The parent's side of a run: messages of the workers become console lines, files and TensorBoard events."""
 
 import time
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,7 +12,6 @@ from gpipe_cli.assembly.build import open_data
 from gpipe_cli.benchmark.machine_timing import remember_run
 from gpipe_cli.commands.median_step import MedianStep, RecordedStep
 from gpipe_cli.commands.prepare import Prepared
-from gpipe_cli.commands.trace_file import predicted_step, traced_step, write_trace
 from gpipe_cli.config.groups import ImagesConfig
 from gpipe_cli.config.settings import CONFIG, TrainConfig, to_yaml
 from gpipe_cli.config.typed import one_line
@@ -21,11 +21,11 @@ from gpipe_cli.launch.job import Bench
 from gpipe_cli.pipeline.runtime.recording import measured_timeline
 from gpipe_cli.pipeline.schedule.breakdown import breakdown
 from gpipe_cli.pipeline.schedule.timeline import Timeline
-from gpipe_cli.planner.model_profile import ModelProfile, profile_model
+from gpipe_cli.planner.model_profile import profile_model
 from gpipe_cli.planner.placement import step_flops
 from gpipe_cli.planner.simulation_data import simulation_data
 from gpipe_cli.planner.stage_memory import saved_bytes
-from gpipe_cli.reporting.plots.chrome_trace import TracedStep
+from gpipe_cli.reporting.plots.chrome_trace import TracedStep, write_trace
 from gpipe_cli.reporting.plots.timeline_values import StepPicture, predicted_view, timeline_view
 from gpipe_cli.reporting.run.console import LINE_SECONDS
 from gpipe_cli.reporting.run.description import RunDescription
@@ -44,6 +44,7 @@ _FIRST_DRAWN = 5  # steps that count when the first picture is drawn, so that on
 _DRAWING_APART = 50  # times as long as a drawing took: it takes a core, which the stages may want
 
 Ending = Literal["completed", "failed", "interrupted"]
+_Drawable = tuple[StepPicture, Sequence[TracedStep]]
 
 
 class RunReport:
@@ -67,7 +68,7 @@ class RunReport:
         self._median = MedianStep()  # over the current epoch; in a measurement, over all steps
         self._epoch_shown = False  # whether an epoch was complete, and its median step is the one to show
         self._next_drawing = 0.0  # time.monotonic(): before it no picture is drawn
-        self._undrawn: _Undrawn | None = None  # the last one, drawn at the end
+        self._undrawn: _Drawable | None = None  # the last one, drawn at the end
 
     def on_message(self, message: object) -> None:
         """Take a worker's message. Before TrainingReady there is nothing to show, and nothing is written."""
@@ -108,7 +109,7 @@ class RunReport:
                 if not self._epoch_shown and (nearest := self._median.nearest) is not None:
                     self._undrawn = self._shown(nearest)
                 if self._undrawn is not None:
-                    self._draw(self._undrawn)
+                    self._draw(*self._undrawn)
             try:
                 self._reporter.finish(ending, error)
                 lost = lost_output()
@@ -141,15 +142,10 @@ class RunReport:
 
     def _predicted_activations(self, step: events.StepDone) -> tuple[int, ...]:
         """What the plan's rules say of the very mini-batch whose activations were counted."""
-        config, plan = self._prepared.config, self._prepared.plan
-        return saved_bytes(config, self._profile(step), plan.bounds, plan.order, plan.recompute, step.samples)
-
-    def _profile(self, step: events.StepDone) -> ModelProfile:
-        """The profile of the model for a mini-batch padded to the lengths of this step's."""
-        profile = self._prepared.profile
-        return (
-            profile if step.lengths == profile.lengths else profile_model(self._prepared.config, lengths=step.lengths)
-        )
+        config, profile, plan = self._prepared.config, self._prepared.profile, self._prepared.plan
+        if step.lengths != profile.lengths:  # padded to other lengths
+            profile = profile_model(config, lengths=step.lengths)
+        return saved_bytes(config, profile, plan.bounds, plan.order, plan.recompute, step.samples)
 
     def _recorded(self, step: events.StepDone, recorded: events.StepRecorded) -> None:
         """When the stages did what in a step; at the end of an epoch a picture of its median step."""
@@ -167,7 +163,7 @@ class RunReport:
         if ends:
             self._median, self._epoch_shown = MedianStep(), True
         if time.monotonic() >= self._next_drawing:
-            self._draw(self._undrawn)
+            self._draw(*self._undrawn)
 
     def _timeline(self, step: events.StepDone, recorded: events.StepRecorded) -> tuple[Timeline, int]:
         """The timeline of a recorded step, and its number of micro-batches M."""
@@ -178,7 +174,7 @@ class RunReport:
             schedule, recorded.seconds, recorded.began_seconds, placement.layout.device_of_stage
         ), micro_batches
 
-    def _shown(self, chosen: RecordedStep) -> "_Undrawn":
+    def _shown(self, chosen: RecordedStep) -> _Drawable:
         """The median step of those that were added so far, beside what was predicted."""
         plan, step, began = self._prepared.plan, chosen.done, chosen.recorded.began_seconds
         timeline, micro_batches = self._timeline(step, chosen.recorded)
@@ -189,35 +185,18 @@ class RunReport:
         views = [replace(timeline_view(title, "measured", timeline, shares, step.seconds, began), note=note)]
         if same:
             views.append(predicted_view(title, plan))
-        return _Undrawn(StepPicture(step.epoch, step.step, tuple(views), steps), step, timeline, began, same)
+        traced = [TracedStep("measured", timeline, began)]
+        traced += [TracedStep("predicted", plan.timeline, plan.timeline.start_seconds)] if same else []
+        return StepPicture(step.epoch, step.step, tuple(views), steps), traced
 
-    def _draw(self, undrawn: "_Undrawn") -> None:
+    def _draw(self, picture: StepPicture, traced: Sequence[TracedStep]) -> None:
         self._undrawn = None
         began = time.monotonic()
-        self._reporter.timeline(undrawn.picture)
+        self._reporter.timeline(picture)
         with self._reporter.optional():
-            write_trace(self._folder, self._traced(undrawn))
+            write_trace(self._folder, traced)
         ended = time.monotonic()
         self._next_drawing = ended + _DRAWING_APART * (ended - began)
-
-    def _traced(self, drawn: "_Undrawn") -> list[TracedStep]:
-        config, profile, plan, step = self._prepared.config, self._prepared.profile, self._prepared.plan, drawn.step
-        measured = traced_step(
-            "measured", config, self._profile(step), plan, drawn.timeline, drawn.began_seconds, step.seconds,
-            step.samples,
-        )  # fmt: skip
-        return [measured, predicted_step(config, profile, plan)] if drawn.predicted else [measured]
-
-
-@dataclass(frozen=True)
-class _Undrawn:
-    """A recorded step, and all that its picture and its trace are made of."""
-
-    picture: StepPicture
-    step: events.StepDone
-    timeline: Timeline
-    began_seconds: float
-    predicted: bool  # whether the prediction is of the same work
 
 
 class NoReport:

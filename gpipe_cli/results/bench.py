@@ -1,10 +1,8 @@
 """What bench.json says of a sweep of measurements: a row for each cell, as in the paper's tables 2 and 3."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from gpipe_cli.results.files import write_result
 from gpipe_cli.results.tree import TEXT, to_tree
 
 BENCH = "bench.json"
@@ -63,9 +61,3 @@ class BenchTable:
     varies: tuple[str, ...]  # settings
     rounds: int
     rows: tuple[BenchRow, ...]
-
-
-def write_bench_table(folder: Path, table: BenchTable) -> None:
-    """Writes bench.json. Raises OSError if it cannot be written."""
-    tree = {"varies": table.varies, "rounds": table.rounds, "rows": [row.tree() for row in table.rows]}
-    write_result(folder, tree, BENCH)

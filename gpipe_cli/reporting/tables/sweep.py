@@ -24,8 +24,8 @@ from gpipe_cli.reporting.run.measurement import StepMedians
 from gpipe_cli.reporting.run.step_breakdown import measured_breakdown
 from gpipe_cli.reporting.run.summary import speed_kind
 from gpipe_cli.reporting.tables.table import SYMBOLS, Column, Table, show_table, to_csv
-from gpipe_cli.results.bench import BENCH, BenchRow, BenchTable, write_bench_table
-from gpipe_cli.results.files import flattened
+from gpipe_cli.results.bench import BENCH, BenchRow, BenchTable
+from gpipe_cli.results.files import flattened, write_result
 from gpipe_cli.results.measures import MEASURES, Measure, chosen
 from gpipe_cli.results.run import RunResult
 from gpipe_cli.system.files import write_whole
@@ -78,38 +78,35 @@ class Run:
 def show_sweep(runs: Sequence[Run]) -> None:
     """Prints a row for each run, and the errors of those that failed."""
     runs = sorted(runs, key=lambda run: run.number)
-
-    # A sweep over images and text has the columns of both.
+    # A sweep over images and text has the columns of both; samples of text are sentences, which differ in length.
     texts = {run.result.text for run in runs if run.result} or {False}
-    keys = ("test_top1", "test_perplexity", "samples_per_second", "tokens_per_second", "step_seconds")
-    shown = {False: {"test_top1", "samples_per_second", "step_seconds"}}
-    shown[True] = {*keys} - {"test_top1", "samples_per_second"}
-    measures = [MEASURES[key] for key in keys if any(key in shown[text] for text in texts)]
+    measures = chosen("test_top1", "samples_per_second") if False in texts else []
+    measures += chosen("test_perplexity", "tokens_per_second") if True in texts else []
+    cuts = {key: [_cut(run, key) for run in runs] for key in SYMBOLS}
+    columns = [Column("run", cells=[str(run.number) for run in runs], number=True)]
+    columns += [
+        Column(SYMBOLS[key], cells=[_shown(value) for value in values], number=True)
+        for key, values in cuts.items()
+        if any(value is not None for value in values)
+    ]
+    # K and M have columns, which tell all if nothing else differs
+    if any(
+        not run.settings or any(key not in cuts or cuts[key][at] != value for key, value in run.settings.items())
+        for at, run in enumerate(runs)
+    ):
+        columns.append(Column("what differs", cells=[run.differs for run in runs]))
+    columns.append(Column("status", cells=[run.status for run in runs]))
+    names = len(columns)
+    columns += [
+        Column.measured(measure, [measure.value(run.result) for run in runs])
+        for measure in (*measures, MEASURES["step_seconds"])
+    ]
     # a run that was refused wrote nothing: the microseconds until then say nothing
     times = ["-" if run.failed and not run.result else duration(run.seconds) for run in runs]
-    cuts = {key: [_cut(run, key) for run in runs] for key in SYMBOLS}
-    # K and M have columns, which tell all if nothing else differs
-    other = [
-        run
-        for at, run in enumerate(runs)
-        if not run.settings or any(key not in cuts or cuts[key][at] != value for key, value in run.settings.items())
-    ]
-    columns = (
-        Column("run", cells=[str(run.number) for run in runs], number=True),
-        *(
-            Column(SYMBOLS[key], cells=[_shown(value) for value in values], number=True)
-            for key, values in cuts.items()
-            if any(value is not None for value in values)
-        ),
-        *([] if not other else [Column("what differs", cells=[run.differs for run in runs])]),
-        Column("status", cells=[run.status for run in runs]),
-        *(Column.measured(measure, [measure.value(run.result) for run in runs]) for measure in measures),
-        Column("time", cells=times, number=True),
-    )
+    columns.append(Column("time", cells=times, number=True))
     console = Console()
     folder = runs[0].folder.parent
     console.rule(Text(f"sweep {folder}"), align="left")
-    names = 1 + next(at for at, column in enumerate(columns) if column.heading == "status")
     show_table(console, Table("", columns, names), elsewhere=f"gpipe compare {shlex.quote(str(folder))} format=csv")
     for run in runs:
         if run.failed and run.error:
@@ -153,7 +150,8 @@ def bench_table(runs: Sequence[Run], rounds: int) -> BenchTable:
 
 def write_bench(folder: Path, table: BenchTable) -> None:
     """bench.json, and bench.csv with what is one number."""
-    write_bench_table(folder, table)
+    tree = {"varies": table.varies, "rounds": table.rounds, "rows": [row.tree() for row in table.rows]}
+    write_result(folder, tree, BENCH)
     lines = [_line(row, table.varies) for row in table.rows]
     keys = dict.fromkeys(key for line in sorted(lines, key=len, reverse=True) for key in line)  # the longest is first
     columns = [Column(key, values=[line.get(key) for line in lines]) for key in keys]
@@ -188,8 +186,7 @@ def _row(cell: Sequence[Run], measured: Sequence[Run], first: Sequence[Run], res
     speeds = [result.speed for result in results if result.speed is not None]
     medians = StepMedians(warm_up_steps=0)
     for result in results:
-        if result.breakdown.measured is not None:
-            medians.add(result.breakdown.measured)
+        medians.add(result.breakdown.measured or {})
     shares = measured_breakdown(medians)
 
     def middle(key: str) -> float | None:
@@ -257,10 +254,10 @@ def _differing(cells: Sequence[Sequence[Run]], asked: set[str], auto: Sequence[s
     """Per row, what differs between rows without being asked for; and the values that settings in `auto` got there."""
     flat = [_flat(cell[0].result) if cell and cell[0].result else {} for cell in cells]
     known = [row for row in flat if row]
-    asked = {*asked, *_NOT_COMPARED}
+    left_out = tuple(f"{key}." for key in (*asked, *_NOT_COMPARED))
 
     def kept(key: str) -> bool:
-        if any(key == one or key.startswith(f"{one}.") for one in asked):
+        if f"{key}.".startswith(left_out):
             return False
         chosen = key in auto and any(row.get(key) != AUTO for row in known)
         return chosen or any(row.get(key) != known[0].get(key) for row in known)
@@ -306,9 +303,8 @@ def _columns(rows: Sequence[BenchRow], varies: Sequence[str]) -> Iterator[Column
         )
 
     for key in _naming(varies):
-        yield words(SYMBOLS.get(key, key), [
-            asked(row, key) if key in varies else _shown(getattr(row, key)) for row in rows
-        ])  # fmt: skip
+        cells = [asked(row, key) if key in varies else _shown(getattr(row, key)) for row in rows]
+        yield words(SYMBOLS.get(key, key), cells)
     yield words("status", [row.status.replace("_", " ") for row in rows])
     tokens, samples = number(TOKENS), number(SAMPLES)
     if any(tokens.plain_values):
