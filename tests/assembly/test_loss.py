@@ -66,8 +66,6 @@ def test_what_is_counted() -> None:
 
 
 def test_fewer_than_five_classes_count_for_top5() -> None:
-    targets = torch.tensor([0, 1, 2])
-    objective = CrossEntropy(targets, (3,), label_smoothing=0, auxiliary_weight=0)
-    logits = (torch.randn(3, 3),)
-    objective.observe(0, logits, objective.loss(0, logits))
+    objective = CrossEntropy(torch.tensor([0, 1, 2]), (3,), label_smoothing=0, auxiliary_weight=0)
+    objective.observe(0, (torch.randn(3, 3),), torch.zeros(()))
     assert objective.totals().top5 == 3

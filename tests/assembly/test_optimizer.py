@@ -71,21 +71,15 @@ def test_it_is_tensorflows(epsilon: float, momentum: float) -> None:
 
 
 ADAM = {"beta1": 0.9, "beta2": 0.98, "epsilon": 1e-9, "weight_decay": 1e-2}
+SGD = groups.SGDConfig("sgd", 0.9, nesterov=True, weight_decay=1e-3)
+PLAIN_SGD = groups.SGDConfig("sgd", 0.0, nesterov=False, weight_decay=0)
+ADAFACTOR = groups.AdafactorConfig("adafactor", beta2_decay=-0.8, clipping=1.0, weight_decay=0)
 EXPECTED: dict[groups.OptimizerConfig, tuple[type, dict[str, Any]]] = {
-    groups.SGDConfig("sgd", 0.9, nesterov=True, weight_decay=1e-3): (
-        torch.optim.SGD,
-        {"momentum": 0.9, "nesterov": True},
-    ),
-    groups.SGDConfig("sgd", 0.0, nesterov=False, weight_decay=0): (
-        torch.optim.SGD,
-        {"momentum": 0.0, "nesterov": False},
-    ),
+    SGD: (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    PLAIN_SGD: (torch.optim.SGD, {"momentum": 0.0, "nesterov": False}),
     groups.AdamConfig("adam", **ADAM, decoupled=True): (torch.optim.AdamW, {"betas": (0.9, 0.98), "eps": 1e-9}),
     groups.AdamConfig("adam", **ADAM, decoupled=False): (torch.optim.Adam, {"betas": (0.9, 0.98), "eps": 1e-9}),
-    groups.AdafactorConfig("adafactor", beta2_decay=-0.8, clipping=1.0, weight_decay=0): (
-        Adafactor,
-        {"beta2_decay": -0.8, "d": 1.0, "eps": (None, 1e-3)},
-    ),
+    ADAFACTOR: (Adafactor, {"beta2_decay": -0.8, "d": 1.0, "eps": (None, 1e-3)}),
 }
 OTHERS = tuple(EXPECTED)
 
@@ -122,16 +116,11 @@ def test_adafactor_is_torchs_bit_for_bit() -> None:
         assert all(torch.equal(own[key], of_torch[key]) for key in own)
 
 
-@pytest.mark.parametrize(
-    ("settings", "channels_last"),
-    [(config(), True), *((settings, False) for settings in (config(), *OTHERS))],
-    ids=lambda value: getattr(value, "name", value),
-)
-def test_state_goes_by_name_through_another_cut(settings: groups.OptimizerConfig, channels_last: bool) -> None:
+@pytest.mark.parametrize("settings", [config(), *OTHERS], ids=lambda settings: settings.name)
+def test_state_goes_by_name_through_another_cut(settings: groups.OptimizerConfig) -> None:
     """Saved by one optimizer of all layers, loaded by two of some layers each: the next steps have the same bits.
     Adafactor keeps rows and columns, whose shapes are not the parameter's."""
-    memory_format = torch.channels_last if channels_last else torch.contiguous_format
-    whole, again = (module().to(memory_format=memory_format) for _ in range(2))
+    whole, again = (module().to(memory_format=torch.channels_last) for _ in range(2))
     names = dict(whole.named_parameters())
     optimizer = build_optimizer(settings, names)
     train(whole, range(3), optimizer)
@@ -162,9 +151,8 @@ def test_a_stage_without_parameters_has_no_optimizer() -> None:
 @pytest.mark.parametrize("settings", [config(), config(momentum=0.0), *OTHERS], ids=lambda settings: settings.name)
 def test_the_bytes_of_its_state_are_known_from_shapes(settings: groups.OptimizerConfig) -> None:
     """Of matrices, kernels, vectors and numbers; what is frozen has none."""
-    dtype = torch.float64
-    shapes = [(3, 4), (5,), (2, 3, 5, 7), (), (5,), (6, 1)]
-    parameters = [nn.Parameter(torch.randn(shape, dtype=dtype)) for shape in shapes]
+    shapes = [(3, 4), (5,), (2, 3, 5, 7), (), (6, 1)]
+    parameters = [nn.Parameter(torch.randn(shape, dtype=torch.float64)) for shape in shapes]
     optimizer = build_optimizer(settings, {str(at): parameter for at, parameter in enumerate(parameters)})
     assert optimizer is not None
     for _ in range(2):
@@ -174,45 +162,31 @@ def test_the_bytes_of_its_state_are_known_from_shapes(settings: groups.Optimizer
     kept = (value for state in optimizer.state.values() for value in state.values())
     real = sum(value.nbytes for value in kept if isinstance(value, torch.Tensor))
     frozen = nn.Parameter(torch.zeros(9, 9), requires_grad=False)
-    on_meta = [nn.Parameter(torch.empty(p.shape, dtype=dtype, device="meta")) for p in parameters]
-    assert state_bytes(settings, [*on_meta, frozen]) == real
-    if getattr(settings, "momentum", 1.0):
-        assert real > 0
+    assert state_bytes(settings, [*(nn.Parameter(p.to("meta")) for p in parameters), frozen]) == real
+    assert (real > 0) == (getattr(settings, "momentum", 1.0) > 0 or settings.name == "rmsprop")
 
 
 # --- learning rates
 
 
-def staircase(every_epochs: float = 3) -> groups.PaperLearningRateConfig:
-    return groups.PaperLearningRateConfig("paper", 0.00125, decay=0.97, every_epochs=every_epochs, warmup_epochs=0)
-
-
-@pytest.mark.parametrize("steps_per_epoch", [1, 49])
-def test_a_staircase_that_steps_at_epoch_borders(steps_per_epoch: int) -> None:
-    for epoch in range(0, 30):
-        expected = 0.00125 * 1024 * 0.97 ** (epoch // 3)
-        for step in {epoch * steps_per_epoch, (epoch + 1) * steps_per_epoch - 1}:
-            assert learning_rate(staircase(), step, steps_per_epoch, 1024) == pytest.approx(expected, rel=1e-12)
-
-
-def test_the_border_of_a_fraction_of_an_epoch() -> None:
+@pytest.mark.parametrize(("every_epochs", "steps_per_epoch", "steps"), [(3, 1, 3), (3, 49, 147), (2.4, 10, 24)])
+def test_a_staircase_of_whole_steps(every_epochs: float, steps_per_epoch: int, steps: int) -> None:
     """2.4 epochs of 10 steps are 24 steps, though 24 / 10 / 2.4 is not quite 1 in floats for every such number."""
-    rates = [learning_rate(staircase(2.4), step, 10, 1) for step in range(73)]
-    assert [step for step in range(1, 73) if rates[step] != rates[step - 1]] == [24, 48, 72]
+    settings = groups.PaperLearningRateConfig("paper", 0.00125, 0.97, every_epochs=every_epochs, warmup_epochs=0)
+    rates = [learning_rate(settings, step, steps_per_epoch, 1024) for step in range(4 * steps)]
+    assert rates == pytest.approx([0.00125 * 1024 * 0.97 ** (step // steps) for step in range(4 * steps)], rel=1e-12)
 
 
 def test_the_inverse_square_root() -> None:
     """Vaswani et al.: both branches of the minimum meet at the peak, which is the last step of the warm-up."""
     settings = groups.InverseSqrtLearningRateConfig("inverse_sqrt", peak=0.2, warmup_steps=40)
-    for step in range(500):
-        expected = 0.2 * 40**0.5 * min((step + 1) * 40**-1.5, (step + 1) ** -0.5)
-        assert learning_rate(settings, step, 10, 8, 500) == pytest.approx(expected, rel=1e-12)
+    expected = [0.2 * 40**0.5 * min(step * 40**-1.5, step**-0.5) for step in range(1, 200)]
+    assert [learning_rate(settings, step, 10, 8, 500) for step in range(199)] == pytest.approx(expected, rel=1e-12)
 
 
 def test_the_cosine_goes_from_the_peak_to_its_final_share() -> None:
     settings = groups.CosineLearningRateConfig("cosine", peak=0.4, warmup_epochs=2, final_share=0.1)
     rates = [learning_rate(settings, step, 10, 8, 100) for step in range(101)]
-    assert rates[:20] == pytest.approx([0.4 * (step + 1) / 20 for step in range(20)])
     assert [rates[20], rates[60], rates[100]] == pytest.approx([0.4, 0.5 * (0.4 + 0.04), 0.04])
     assert rates[20:] == sorted(rates[20:], reverse=True)
 

@@ -38,9 +38,7 @@ def test_the_decay_starts_small(decay: float) -> None:
         kept = min(decay, (1 + n) / (10 + n))
         for name, tensor in layers.state_dict().items():
             expected[name] = expected[name] * kept + tensor * (1 - kept)
-    assert average.updates == 11
     assert set(average.average) == set(layers.state_dict()) - {"1.num_batches_tracked"}
-    assert {"0.weight", "1.bias", "1.running_mean", "1.running_var"} <= set(average.average)
     for name, value in average.average.items():
         torch.testing.assert_close(value, expected[name], rtol=1e-12, atol=1e-12)
 
@@ -64,8 +62,7 @@ def test_statistics_are_averaged_once() -> None:
         kept = min(0.9, (1 + n) / (10 + n))
         expected = kept * expected + (1 - kept) * n
     running, weight = average.average["0.running_mean"].item(), average.average["0.weight"].item()
-    assert running == pytest.approx(expected)
-    assert weight == pytest.approx(expected)
+    assert [running, weight] == pytest.approx([expected, expected])
     assert average.average["0.running_var"].item() == pytest.approx(4 / 3)
     assert layers[0].running_mean.item() < running + 1
 

@@ -31,27 +31,21 @@ def digits() -> Splits:
     return opened("digits")
 
 
-def rows(images: Any) -> list[bytes]:
-    """The grey levels of each digit."""
-    return [np.asarray(image, dtype=np.uint8).tobytes() for image in images]
-
-
 def test_digits_are_split_once_and_for_all(digits: Splits) -> None:
     train, test = digits
     whole = load_digits()
     assert (len(train), len(test)) == (1437, 360)
-    grey = {split: rows(split.samples.pixels[:, 0] * 16) for split in digits}
-    # Disjoint and complete: as multisets, the two splits together are the data set.
-    assert sorted(grey[train] + grey[test]) == sorted(rows(whole.images))
-    # Images belong to their targets, and those to the test in equal shares.
-    label_of = dict(zip(rows(whole.images), whole.target.tolist(), strict=True))
-    for split in digits:
-        assert [label_of[row] for row in grey[split]] == split.samples.targets.tolist()
+    label_of = {
+        image.astype(np.uint8).tobytes(): label for image, label in zip(whole.images, whole.target, strict=True)
+    }
+    grey = [[image.byte().numpy().tobytes() for image in split.samples.pixels[:, 0] * 16] for split in digits]
+    # Disjoint and complete; images belong to their targets.
+    assert sorted(grey[0] + grey[1]) == sorted(image.astype(np.uint8).tobytes() for image in whole.images)
+    for rows, split in zip(grey, digits, strict=True):
+        assert [label_of[row] for row in rows] == split.samples.targets.tolist()
         assert split.samples.class_names == tuple("0123456789")
-    for label, count in enumerate(np.bincount(whole.target)):
-        assert abs(int((test.samples.targets == label).sum()) - count / 5) <= 1
     # Pinned, so that accuracies of different versions compare.
-    assert hashlib.sha256(b"".join(sorted(grey[test]))).hexdigest()[:16] == "d974870049d11559"
+    assert hashlib.sha256(b"".join(sorted(grey[1]))).hexdigest()[:16] == "d974870049d11559"
 
 
 # --- randomness
@@ -62,18 +56,15 @@ def test_training_images_depend_on_seed_epoch_and_index_only() -> None:
         return opened("digits", image_size=16, seed=seed, augmentation=EVERYTHING)
 
     (train, test), (again, _), (other, _) = split(1), split(1), split(2)
-    torch.manual_seed(0)
     state = torch.get_rng_state()
     first = [train[2, index] for index in range(20)]
     assert torch.equal(torch.get_rng_state(), state)  # the default generator is left alone
     torch.manual_seed(1)
     backwards = [again[2, index] for index in reversed(range(20))][::-1]
-    assert all(torch.equal(a, b) for a, b in zip(first, backwards, strict=True))
+    assert torch.equal(torch.stack(first), torch.stack(backwards))
     assert sum(not torch.equal(train[3, index], first[index]) for index in range(20)) >= 19
     assert sum(not torch.equal(other[2, index], first[index]) for index in range(20)) >= 19
-    assert first[0].shape == (3, 16, 16)
-    # The test split is never varied.
-    assert all(torch.equal(test[0, index], test[7, index]) for index in range(20))
+    assert torch.equal(test[0, 3], test[7, 3])  # the test split is never varied
 
 
 def test_synthetic_images_are_a_function_of_seed_and_index() -> None:
@@ -90,24 +81,22 @@ def test_synthetic_images_are_a_function_of_seed_and_index() -> None:
     # Uniform bytes: mean 0 and deviation 1/sqrt(3) after scaling.
     values = torch.stack([train[0, index] for index in range(50)])
     assert (values.shape, len(test)) == ((50, 3, 13, 13), 9)
-    assert float(values.mean()) == pytest.approx(0, abs=0.02)
-    assert float(values.std()) == pytest.approx(3**-0.5, abs=0.02)
+    assert [float(values.mean()), float(values.std())] == pytest.approx([0, 3**-0.5], abs=0.02)
 
 
 # --- some of the classes
 
 
 def test_chosen_classes_are_renumbered_in_the_given_order(digits: Splits) -> None:
+    numbers = {7: 0, 2: 1, 5: 2}
     for whole, part in zip(digits, opened("digits", classes=(7, 2, 5)), strict=True):
         assert part.samples.class_names == ("7", "2", "5")
-        places = [index for index, target in enumerate(whole.samples.targets.tolist()) if target in (7, 2, 5)]
-        numbers = {7: 0, 2: 1, 5: 2}
-        assert part.samples.targets.tolist() == [numbers[int(whole.samples.targets[index])] for index in places]
-        for index in range(0, len(part), 11):
-            assert torch.equal(part[0, index], whole[0, places[index]])
+        kept = [(at, numbers[target]) for at, target in enumerate(whole.samples.targets.tolist()) if target in numbers]
+        assert part.samples.targets.tolist() == [number for _, number in kept]
+        assert all(torch.equal(part[0, index], whole[0, kept[index][0]]) for index in range(0, len(part), 11))
 
 
-@pytest.mark.parametrize("classes", [(0, 10), (-1, 3), (3, 4, 3), (), (4,)])
+@pytest.mark.parametrize("classes", [(0, 10), (-1, 3), (3, 4, 3), (4,)])
 def test_classes_that_cannot_be_chosen(classes: tuple[int, ...]) -> None:
     given = ",".join(map(str, classes))
     with pytest.raises(InputError, match=rf"^dataset\.classes=\[{given}\]: must be 2 .* from 0 to 9; use .*=null"):
@@ -146,18 +135,15 @@ def test_folders_are_classes(tmp_path: Path, test_name: str) -> None:
     torch.testing.assert_close(test[0, 0], pixels[:, 1:15, 3:17] / 127.5 - 1)
 
 
-@pytest.mark.parametrize(
-    ("mode", "suffix"), [("L", "png"), ("RGBA", "png"), ("P", "png"), ("1", "png"), ("CMYK", "jpg")]
-)
+@pytest.mark.parametrize(("mode", "suffix"), [("1", "png"), ("RGBA", "png"), ("CMYK", "jpg")])
 def test_every_colour_mode_becomes_three_channels(tmp_path: Path, mode: str, suffix: str) -> None:
     file = tmp_path / f"t.{suffix}"
     write_image(file, mode=mode)
     assert Files((str(file),))[0].shape == (3, 16, 20)
 
 
-@pytest.mark.parametrize("suffix", ["jpg", "png"])
-def test_broken_image_is_named_in_one_line(tmp_path: Path, suffix: str) -> None:
-    file = tmp_path / f"a.{suffix}"
+def test_broken_image_is_named_in_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "a.jpg"
     write_image(file)
     whole = file.read_bytes()
     for damaged in (b"", whole[: len(whole) // 2], b"<html>\n404\n</html>"):
@@ -218,11 +204,11 @@ def write_cifar(root: Path, reader: type[CIFAR10]) -> type[CIFAR10]:
     return Tiny
 
 
-@pytest.mark.parametrize(("reader", "train_size", "classes"), [(CIFAR10, 20, 10), (CIFAR100, 4, 100)])
-def test_cifar_files_are_read(tmp_path: Path, reader: type[CIFAR10], train_size: int, classes: int) -> None:
+@pytest.mark.parametrize(("reader", "classes"), [(CIFAR10, 10), (CIFAR100, 100)])
+def test_cifar_files_are_read(tmp_path: Path, reader: type[CIFAR10], classes: int) -> None:
     tiny = write_cifar(tmp_path, reader)
     train, test = read_cifar(tiny, tmp_path, download=False)
-    assert (len(train.targets), len(test.targets)) == (train_size, 4)
+    assert (len(train.targets), len(test.targets)) == (4 * len(tiny.train_list), 4)
     assert train.class_names == test.class_names == tuple(f"name {number}" for number in range(classes))
     # A row holds the red plane, then green, then blue, each row by row.
     with (tmp_path / reader.base_folder / tiny.test_list[0][0]).open("rb") as file:
@@ -287,22 +273,20 @@ def test_random_steps_are_torchvisions(setting: dict[str, Any], step: v2.Transfo
     assert len(corners) > 1, "nothing is drawn"
 
 
-@pytest.mark.parametrize("side", [1, 4])
-def test_cutout_is_a_grey_square_that_may_extend_over_the_border(side: int) -> None:
+def test_cutout_is_a_grey_square_that_may_extend_over_the_border() -> None:
     image = torch.ones(3, 12, 12)
     sizes = set()
     for _ in range(300):
-        out = cutout(image, side)
+        out = cutout(image, 4)
         hole = out[0] == 0
         assert torch.equal(out, torch.where(hole, 0.0, 1.0).expand(3, 12, 12))
         rows, columns = hole.any(dim=1), hole.any(dim=0)
         assert torch.equal(hole, rows[:, None] & columns[None])  # a full rectangle
         assert int(rows.diff().sum()) <= 2  # in one piece
         sizes.add((int(rows.sum()), int(columns.sum())))
-    assert min(sizes) == ((side + 1) // 2, (side + 1) // 2)
-    assert max(sizes) == (side, side)
+    assert (min(sizes), max(sizes)) == ((2, 2), (4, 4))
     assert torch.equal(image, torch.ones(3, 12, 12))  # the stored image is not touched
-    out = build_transform(12, 1.0, replace(PLAIN, cutout=side))(torch.full((3, 12, 12), 255, dtype=torch.uint8))
+    out = build_transform(12, 1.0, replace(PLAIN, cutout=4))(torch.full((3, 12, 12), 255, dtype=torch.uint8))
     assert set(out.unique().tolist()) == {0.0, 1.0}  # 0 is the middle of the range
 
 

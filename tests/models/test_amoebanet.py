@@ -2,8 +2,6 @@
 whole network with the paper's sizes, the reference's layout, and its ends."""
 
 import math
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -16,7 +14,6 @@ from gpipe_cli.errors import InputError
 from gpipe_cli.models.amoebanet import (
     NORMAL,
     REDUCTION,
-    AuxiliaryHead,
     Cell,
     CellGenotype,
     Classifier,
@@ -41,18 +38,13 @@ def same(x: Tensor, kernel: tuple[int, int], stride: tuple[int, int], value: flo
     return F.pad(x, (left, right, top, bottom), value=value)
 
 
-def fill_with_ones(module: nn.Module) -> None:
-    for parameter in module.parameters():
-        nn.init.ones_(parameter)
-
-
 @pytest.mark.parametrize(
     ("name", "stride"),
     [("max_pool_2x2", 2), ("max_pool_3x3", 1), ("max_pool_3x3", 2), ("avg_pool_3x3", 1), ("avg_pool_3x3", 2)],
 )
 def test_pool(name: str, stride: int) -> None:
     kernel = int(name[-1])
-    for size in ((1, 2), (4, 4), (6, 7)):
+    for size in ((1, 2), (6, 7)):
         # Negative almost everywhere: a zero taken from the padding would be the maximum.
         x = torch.randn(2, 8, *size) - 3
         frame = (kernel, kernel), (stride, stride)
@@ -66,10 +58,9 @@ def test_pool(name: str, stride: int) -> None:
 
 def test_pool_that_changes_channels_projects_without_relu() -> None:
     apply = operation("max_pool_3x3", 1, 4, 1, nn.Identity)
-    fill_with_ones(apply)
-    x = torch.full((1, 1, 3, 3), -2.0)
+    (weight,) = apply.parameters()
     assert not isinstance(apply, AfterRelu)
-    assert torch.equal(apply(x), torch.full((1, 4, 3, 3), -2.0))
+    assert torch.equal(apply(torch.full((1, 1, 3, 3), -2.0)), -2 * weight.view(1, 4, 1, 1).expand(1, 4, 3, 3))
 
 
 @pytest.mark.parametrize(
@@ -80,16 +71,6 @@ def test_same_convolution(size: tuple[int, int], kernel: tuple[int, int], stride
     apply = SameConvolution(2, 3, kernel, stride)
     x = torch.randn(2, 2, *size)
     torch.testing.assert_close(apply(x), F.conv2d(same(x, kernel, stride), apply.weight, stride=stride))
-
-
-@pytest.mark.parametrize(("name", "channels"), [("identity", 4), ("1x1", 8)])
-def test_pointwise_convolution(name: str, channels: int) -> None:
-    apply = operation(name, channels, 8, 1, nn.Identity)
-    assert isinstance(apply, AfterRelu)
-    (weight,) = apply.parameters()
-    x = torch.randn(2, channels, 5, 5)
-    expected = torch.einsum("oc,nchw->nohw", weight[:, :, 0, 0], x)
-    torch.testing.assert_close(apply(x), expected)
 
 
 def test_separable_is_depthwise_then_pointwise() -> None:
@@ -107,7 +88,8 @@ def test_separable_is_depthwise_then_pointwise() -> None:
 @pytest.mark.parametrize("size", [6, 7])
 def test_factorized_reduction_reads_both_lattices(size: int) -> None:
     apply = FactorizedReduction(1, 2, nn.Identity)
-    fill_with_ones(apply)
+    for parameter in apply.parameters():
+        nn.init.ones_(parameter)
     x = torch.arange(1.0, size * size + 1).reshape(1, 1, size, size)
     even, odd = apply(x)[0]
     assert torch.equal(even, x[0, 0, ::2, ::2])
@@ -116,20 +98,8 @@ def test_factorized_reduction_reads_both_lattices(size: int) -> None:
     expected[: lattice.shape[0], : lattice.shape[1]] = lattice  # zeros where an odd size leaves no pixel
     assert torch.equal(odd, expected)
     assert torch.equal(apply(-x), torch.zeros_like(apply(x))), "ReLU comes first"
-
-
-def test_a_backward_of_large_images_does_not_crash() -> None:
-    """`gpipe train dataset=synthetic_images` ended by SIGSEGV: torch wrote past its memory in a strided convolution."""
-    script = """
-import torch
-from gpipe_cli.models.operations import FactorizedReduction
-torch.set_num_threads(1)
-reduce = FactorizedReduction(12, 16, torch.nn.BatchNorm2d).to(memory_format=torch.channels_last)
-for _ in range(20):
-    reduce(torch.randn(8, 12, 56, 56).to(memory_format=torch.channels_last).requires_grad_()).sum().backward()
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-1000:]
+    # torch 2.15 wrote past its memory in the backward of a strided one
+    assert apply.even.stride == apply.odd.stride == (1, 1)
 
 
 @pytest.mark.parametrize(
@@ -154,16 +124,14 @@ def test_initial_weights(module: Convolution | Linear, fan_out: int) -> None:
 
 def test_pointwise_convolution_is_an_ordinary_one() -> None:
     """The faster routine on CPU changes neither result nor gradients beyond rounding."""
-    module = Convolution(8, 16, stride=(2, 2))
+    apply = operation("identity", 8, 16, 1, nn.Identity)  # it cannot be one where the channels differ
+    assert isinstance(apply, AfterRelu)
+    (weight,) = apply.parameters()
     x = torch.randn(2, 8, 5, 5, requires_grad=True)
-    y = x.detach().clone().requires_grad_()
-    weight = module.weight.detach().clone().requires_grad_()
-    ours, expected = module(x), F.conv2d(y, weight, stride=2)
+    ours, expected = apply(x), torch.einsum("oc,nchw->nohw", weight[:, :, 0, 0], x)
     torch.testing.assert_close(ours, expected)
-    ours.square().sum().backward()
-    expected.square().sum().backward()
-    torch.testing.assert_close(x.grad, y.grad)
-    torch.testing.assert_close(module.weight.grad, weight.grad, rtol=1e-4, atol=1e-4)
+    found, right = (torch.autograd.grad(y.square().sum(), (x, weight)) for y in (ours, expected))
+    torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-4)
 
 
 # --- cells
@@ -233,16 +201,12 @@ def test_wiring(
 def test_one_state_is_rectified_once() -> None:
     """D reads the rectified state 0 in three operations; autograd keeps one tensor for them."""
     cell = cell_of(NORMAL["d"], 1)
-    seen: list[int] = []
+    seen: list[Tensor] = []
     for apply in cell.operations:
         if isinstance(apply, AfterRelu):
-            apply.register_forward_pre_hook(lambda _, args: seen.append(args[0].data_ptr()))
-    # Keep the graph alive, so that no address is used twice.
-    result = cell(inputs(PREVIOUS))
-    assert result[0].requires_grad
-    # Readers of states 1, 0, 0, 0, 5: three states, so three tensors.
-    assert len(seen) == 5
-    assert len(set(seen)) == 3
+            apply.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    cell(inputs(PREVIOUS))
+    assert (len(seen), len(set(seen))) == (5, 3)  # of states 1, 0, 0, 0, 5
 
 
 def test_predecessor() -> None:
@@ -252,11 +216,8 @@ def test_predecessor() -> None:
     projection = cell_of(kind, 1, FeatureMap(6, 7)).previous
     x = torch.randn(2, 6, 7, 7)
     torch.testing.assert_close(projection(x), projection(F.relu(x)), rtol=0, atol=0)
-
-
-def test_first_cell_reads_the_stem_unprojected() -> None:
-    cell = cell_of(REDUCTION["d"], 2, previous=None)
-    x = torch.randn(2, 12, 7, 7)
+    # the first cell of a network reads the stem as it is
+    cell, x = cell_of(REDUCTION["d"], 2, previous=None), torch.randn(2, 12, 7, 7)
     result, current = cell(x)
     assert current is x
     assert isinstance(cell.previous, nn.Identity)
@@ -266,10 +227,9 @@ def test_first_cell_reads_the_stem_unprojected() -> None:
 def test_drop_path_spares_identities_only() -> None:
     kind = NORMAL["b"]
     cell = cell_of(kind, 1, drop_path=0.5)
-    set_progress(cell, 1.0)
     dropped: list[Tensor] = []
-    cell.drop_path.register_forward_pre_hook(lambda _, args: dropped.append(args[0]))
     results: list[Tensor] = []
+    cell.drop_path.register_forward_pre_hook(lambda _, args: dropped.append(args[0]))
     names = [name for pair in kind.pairs for name, _ in pair]
     for name, apply in zip(names, cell.operations, strict=True):
         if name != "identity":
@@ -319,23 +279,18 @@ def test_parameter_counts(variant: str, filters: int, count: int) -> None:
     assert sum(parameter.numel() for parameter in model.parameters()) == count
 
 
-@pytest.mark.parametrize(
-    ("image_size", "sizes", "kernel"),
-    [(224, [111, 56, 28, 14, 7], 4), (331, [165, 83, 42, 21, 11], 6)],
-)
-def test_sizes_of_maps(image_size: int, sizes: list[int], kernel: int) -> None:
+def test_sizes_of_maps() -> None:
     """The auxiliary head ends in a convolution as large as what is left of the map, and is there in training only."""
-    model = shapes(normal_cells=6, filters=64, image_size=image_size, num_classes=1000, auxiliary_head=True)
+    model = shapes(normal_cells=6, filters=64, image_size=331, num_classes=1000, auxiliary_head=True)
     weights = [tuple(p.shape) for p in model.get_submodule("auxiliary_head").parameters() if p.ndim > 1]
-    assert weights == [(51, 512, 1, 1), (307, 51, kernel, kernel), (1000, 307)]
-    images = torch.empty(2, 3, image_size, image_size, device="meta")
+    assert weights == [(51, 512, 1, 1), (307, 51, 6, 6), (1000, 307)]
+    images = torch.empty(2, 3, 331, 331, device="meta")
     assert [each.shape for each in model(images)] == [(2, 1000), (2, 1000)]
     maps = outputs(model.eval(), images)
-    assert [maps[name].shape[-1] for name in ("stem", "stem_reduction_0", "cell_01", "cell_03", "cell_05")] == sizes
-    channels = {name: each.shape[1] for name, each in maps.items()}
-    assert [channels[name] for name in ("stem", "stem_reduction_0", "stem_reduction_1")] == [32, 3 * 16, 3 * 32]
-    assert [channels[name] for name in ("cell_01", "reduction_0", "cell_02")] == [4 * 64, 3 * 128, 4 * 128]
-    assert [channels[name] for name in ("reduction_1", "cell_05", "classifier")] == [3 * 256, 4 * 256, 1000]
+    expected = {"stem": (32, 165), "stem_reduction_0": (3 * 16, 83), "stem_reduction_1": (3 * 32, 42)}
+    expected |= {"cell_01": (4 * 64, 42), "reduction_0": (3 * 128, 21), "cell_03": (4 * 128, 21)}
+    expected |= {"reduction_1": (3 * 256, 11), "cell_05": (4 * 256, 11), "classifier": (1000,)}
+    assert {name: tuple(maps[name].shape[1:3]) for name in expected} == expected
 
 
 def test_small_images_keep_their_resolution_in_a_stem_without_relu() -> None:
@@ -349,7 +304,7 @@ def test_small_images_keep_their_resolution_in_a_stem_without_relu() -> None:
     assert {(module.eps, module.momentum) for module in norms} == {(1e-3, 0.0003)}
 
 
-@pytest.mark.parametrize(("normal_cells", "first", "second"), [(3, 1, 2), (4, 1, 2), (8, 2, 5), (18, 6, 12)])
+@pytest.mark.parametrize(("normal_cells", "first", "second"), [(3, 1, 2), (8, 2, 5)])
 def test_layout(normal_cells: int, first: int, second: int) -> None:
     cells = [f"cell_{index:02d}" for index in range(normal_cells)]
     stem = ["stem", "stem_reduction_0", "stem_reduction_1"]
@@ -373,9 +328,8 @@ def test_drop_path_is_scheduled_and_evaluation_draws_nothing_and_treats_each_ima
     torch.testing.assert_close(together, torch.cat([model(image[None]) for image in images]))
 
 
-def test_auxiliary_head_rectifies_before_it_pools() -> None:
+def test_heads_rectify_before_they_pool() -> None:
     head = small_amoebanet(auxiliary_head=True).get_submodule("auxiliary_head")
-    assert isinstance(head, AuxiliaryHead)
     x, skip = torch.randn(2, 128, 16, 16), torch.randn(2, 1)
     before = x.clone()
     a, b, logits = head((x, skip))
@@ -385,8 +339,6 @@ def test_auxiliary_head_rectifies_before_it_pools() -> None:
     torch.testing.assert_close(head((F.relu(x), skip))[2], logits, rtol=0, atol=0)
     assert not torch.allclose(head((x.abs(), skip))[2], logits)
 
-
-def test_classifier_rectifies_before_it_pools() -> None:
     classifier = Classifier(4, 3, dropout=0.5).eval()
     x = torch.randn(2, 4, 5, 5)
     expected = F.linear(F.relu(x).mean((2, 3)), classifier.logits.weight, classifier.logits.bias)

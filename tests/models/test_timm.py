@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import timm
 import torch
+from huggingface_hub import constants
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from training_runs import assert_same_tensors
@@ -50,10 +51,8 @@ def timm_state(sequence: nn.Sequential) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(("name", "settings"), MEMBERS)
 def test_same_bits_as_timm(name: str, settings: dict[str, Any]) -> None:
-    """Evaluation, then training with random parts: outputs, gradients and running statistics.
-
-    One tensor passes from layer to layer, no layer changes what it gets, and costs follow from shapes.
-    """
+    """Evaluation, then training with random parts: outputs, gradients and running statistics. No layer changes what it
+    gets, and costs follow from shapes."""
     rates = {"drop_rate": 0.3} | ({} if name.startswith("vgg") else {"drop_path_rate": 0.3})
     model = timm.create_model(name, num_classes=7, **settings, **rates)
     # Zeros at the end of branches and scales of one would hide a mistake.
@@ -77,11 +76,8 @@ def test_same_bits_as_timm(name: str, settings: dict[str, Any]) -> None:
     for path, layer in sequence.named_children():
         before = x.clone()
         result = layer(x)
-        assert isinstance(result, Tensor), path
         assert torch.equal(x, before), path
         x = result.detach()
-    owners = [{id(tensor) for tensor in layer.parameters()} for layer in sequence]
-    assert len(set().union(*owners)) == sum(map(len, owners)), "no parameter belongs to two layers"
     costs = trace_layers(sequence.to("meta"), as_boundary((images[:1],)), training=True)
     assert all(len(cost.outputs) == 1 for cost in costs)
 
@@ -93,8 +89,7 @@ def test_names_of_layers() -> None:
             for name in ("resnet18", "convnext_atto", "vgg11")
         )
     assert resnet == ["stem", *[f"layer{stage}_{block}" for stage in range(1, 5) for block in range(2)], "head"]
-    blocks = [f"stages_{stage}_blocks_{block}" for stage, depth in enumerate((2, 2, 6, 2)) for block in range(depth)]
-    assert convnext == ["stem", *blocks, "head"]
+    assert convnext[:4] == ["stem", "stages_0_blocks_0", "stages_0_blocks_1", "stages_1_blocks_0"]
     assert vgg == [*[f"features_{index}" for index in (0, 3, 6, 8, 11, 13, 16, 18)], "head"]
 
 
@@ -122,7 +117,6 @@ def test_a_model_without_memory() -> None:
     with torch.device("meta"):
         model = build("resnet50.a1_in1k", num_classes=1000)  # a tag may be given
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-    assert len(model) == 1 + 16 + 1
     assert sum(parameter.numel() for parameter in model.parameters()) == 25_557_032
 
 
@@ -136,26 +130,15 @@ def test_settings_arrive() -> None:
     assert build(dropout=0.25).get_submodule("head.dropout").p == 0.25
 
 
-def save(tensors: dict[str, Tensor], file: Path) -> str:
-    """In the format of the file's ending."""
-    if file.suffix == ".safetensors":
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
-    else:
-        torch.save(tensors, file)
-    return str(file)
-
-
-@pytest.mark.parametrize(
-    ("name", "head", "ending"), [(SMALL, "fc.", "pth"), ("test_convnext", "head.fc.", "safetensors")]
-)
-def test_weights_from_a_file(name: str, head: str, ending: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "head"), [(SMALL, "fc."), ("test_convnext", "head.fc.")])
+def test_weights_from_a_file(name: str, head: str, tmp_path: Path) -> None:
     """A classifier for other classes is left out. The file comes first: nothing is asked from the network."""
     same_classes, other = (timm.create_model(name, num_classes=classes).state_dict() for classes in (7, 11))
-    file = save(same_classes, tmp_path / f"weights.{ending}")
-    assert_same_tensors(timm_state(build(name, weights=file, pretrained=True)), same_classes)
-    file = save(other, tmp_path / f"weights.{ending}")
+    torch.save(same_classes, tmp_path / "same.pth")
+    assert_same_tensors(timm_state(build(name, weights=f"{tmp_path}/same.pth", pretrained=True)), same_classes)
+    save_file(other, tmp_path / "other.safetensors")
     torch.manual_seed(6)
-    ours = timm_state(build(name, weights=file))
+    ours = timm_state(build(name, weights=f"{tmp_path}/other.safetensors"))
     torch.manual_seed(6)
     fresh = timm_state(build(name))
     left_out = [path for path in ours if path.startswith(head)]
@@ -167,8 +150,8 @@ def test_positions_are_stretched_to_another_image_size(tmp_path: Path) -> None:
     other = timm.create_model("vit_tiny_patch16_224", num_classes=7, img_size=64).state_dict()
     slope = torch.arange(4.0).repeat(4)  # from left to right in every row: it stays one
     other["pos_embed"] = torch.cat([torch.tensor([9.0]), slope]).expand(192, 17).T[None]
-    model = build("vit_tiny_patch16_224", image_size=128, weights=save(other, tmp_path / "weights.safetensors"))
-    ours = timm_state(model)
+    torch.save(other, tmp_path / "weights.pth")
+    ours = timm_state(build("vit_tiny_patch16_224", image_size=128, weights=f"{tmp_path}/weights.pth"))
     assert_same_tensors(ours, other | {"pos_embed": ours["pos_embed"]})
     token, rows = ours["pos_embed"][0, 0], ours["pos_embed"][0, 1:, 0].reshape(8, 8)
     assert (token == 9).all()
@@ -192,11 +175,11 @@ def test_files_that_are_not_the_models_weights(tmp_path: Path) -> None:
     (tmp_path / "text.safetensors").write_text("no tensors")
     os.mkfifo(tmp_path / "pipe.pth")
     for name, content, message in (
-        ("absent.pth", None, r"cannot be read as weights \(FileNotFoundError: .*No such file"),
         ("pipe.pth", None, r"cannot be read as weights .*is not a regular file"),
         ("text.safetensors", None, "cannot be read as weights"),
         ("evil.pth", {"fc.weight": Evil(trace)}, "cannot be read as weights"),
         ("numbers.pth", {"fc.weight": 3}, "does not hold a dictionary of tensors"),
+        ("absent.pth", None, r"cannot be read as weights \(FileNotFoundError: .*No such file"),
         ("less.pth", {name: own[name] for name in own if "layer1.0.conv" not in name}, r"file lacks layer1.* \d more"),
         ("more.pth", {**own, "extra": torch.zeros(1)}, r"the file has besides extra;"),
         ("shape.pth", {**own, "conv1.0.weight": torch.zeros(1, 2, 3, 3)}, r"the file has in another shape conv1"),
@@ -209,18 +192,15 @@ def test_files_that_are_not_the_models_weights(tmp_path: Path) -> None:
     assert not trace.exists()
 
 
-@pytest.mark.parametrize("name", ["resnet18", "seresnet18"])  # the second has no weights anywhere
 def test_pretrained_weights_out_of_reach(
-    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    from huggingface_hub import constants
-
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     caplog.set_level(logging.ERROR, logger="timm")
-    with pytest.raises(InputError, match=f"the weights of {name} cannot be had here .*model.weights=FILE") as caught:
-        build(name, pretrained=True)
-    assert str(caught.value).startswith("model.pretrained=true: ")
+    message = r"^model\.pretrained=true: the weights of resnet18 cannot be had here .*model\.weights=FILE"
+    with pytest.raises(InputError, match=message):
+        build("resnet18", pretrained=True)
 
 
 @pytest.mark.parametrize(
