@@ -12,6 +12,7 @@ import pytest
 from recipe_runs import column
 from training_runs import children, command, start_program, wait_until
 
+from gpipe_cli.benchmark import machine_timing
 from gpipe_cli.reporting.plots.timeline_values import SHARES
 from gpipe_cli.reporting.tables.recipe import read_reproduction
 from gpipe_cli.reproduction.recipe import names
@@ -27,6 +28,7 @@ TINY = [
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(machine_timing, "_LAYER_SECONDS", 0.1)
 
 
 def test_without_a_name_the_recipes_are_listed_in_the_order_of_the_paper(capsys: pytest.CaptureFixture[str]) -> None:

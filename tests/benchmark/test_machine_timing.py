@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from plan_runs import plan_of, traced
-from training_runs import TINY, command, configure, placement_of
+from training_runs import TINY, configure, placement_of
 
 from gpipe_cli.benchmark import machine_timing as timing
 from gpipe_cli.benchmark.layer_benchmark import slowest_copies
@@ -76,43 +76,33 @@ def test_every_layer_is_timed_and_remembered_until_something_changes(cache: Path
     for damaged in ("{", whole.replace("0.0", "0.1", 1)):
         file.write_text(damaged, encoding="utf-8")
         assert timing._remembered(file) is None
-    # other micro-batches or partitions, and being told to
-    alone, lines = timed(replace(config, micro_batches=1, partitions=1), profile)
-    assert max(edge.forward_seconds for edge in alone.edges) == 0
-    assert len(lines) == 1
+    # other partitions, and being told to
     assert len(timed(replace(config, cost="measured_anew"), profile)[1]) == 1
-    assert len(list(cache.iterdir())) == 2
+    facts = [timing._layer_facts(one, profile, layout_of(one), 3) for one in (config, replace(config, partitions=1))]
+    assert [key for key in facts[0] if facts[0][key] != facts[1][key]] == ["processes"]
 
 
-def test_both_halves_of_a_backward_are_timed_where_it_is_split(cache: Path) -> None:
-    config = configure(*TINY, "freeze=[stem]", "cost=measured", "executor=in_process")
-    split = replace(config, schedule="zero_bubble")
-    costs, lines = timed(split, profile_model(split))
+def test_both_halves_of_a_backward_are_timed_where_it_is_split() -> None:
+    split = configure(*TINY, "freeze=[stem]", "cost=measured", "executor=in_process", "schedule=zero_bubble")
+    costs, _ = timed(split, profile_model(split))
     assert [(s.inputs > 0, s.weights > 0) for s in costs.layers] == [(False, False)] + [(True, True)] * 6
-    whole, more = timed(config, profile_model(config))
-    assert len(lines) == len(more) == 1, "both are remembered apart"
-    assert all((s.inputs, s.weights) == (0.0, 0.0) for s in whole.layers)
 
 
-def test_a_model_that_no_device_holds_is_timed_in_segments(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, profile = configure(*TINY, "cost=measured", "partitions=1"), traced(*TINY)
-    monkeypatch.setattr(timing, "usable_memory_bytes", lambda: 2 * 10**6)
+def test_text_is_timed_and_a_model_that_no_device_holds_in_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configure(
+        "model=transformer_lm", "model.layers=2", "model.width=16", "model.hidden=32", "model.heads=2",
+        "model.length=8", "dataset=synthetic_text", "dataset.vocabulary=50", "batch_tokens=null", "batch_size=8", "micro_batches=2",
+        "threads=1", "cost=measured", "partitions=1",
+    )  # fmt: skip
+    profile = profile_model(config)
+    monkeypatch.setattr(timing, "usable_memory_bytes", lambda: 10**5)
     placement = placement_of(replace(config, cost="figures"), profile)
-    segments = timing._segments(config, profile, 3, placement)
+    segments = timing._segments(config, profile, 4, placement)
     assert (len(segments) > 1, sum(segments)) == (True, len(profile.costs))
     costs, _ = timed(config, profile)
     assert len(costs.layers) == len(costs.updates) == len(profile.costs)
-    assert all(min(s.forward, s.graph, s.backward) > 0 for s in costs.layers)
-
-
-def test_text_is_timed_too() -> None:
-    config = configure(
-        "model=transformer_nmt", "model.layers=1", "model.width=16", "model.hidden=32", "model.heads=2",
-        "model.length=8", "dataset=cldr", "dataset.vocabulary=4000", "batch_tokens=64", "micro_batches=2",
-        "threads=1", "cost=measured", "partitions=1",
-    )  # fmt: skip
-    costs, _ = timed(config, profile_model(config))
-    assert all(min(s.forward, s.graph) > 0 for s in costs.layers)
+    assert all(min(s.forward, s.graph, s.backward) > 0 for s in costs.layers[1:])
+    assert max(edge.forward_seconds for edge in costs.edges) == 0
 
 
 def test_runs_calibrate_later_predictions_of_their_model(cache: Path) -> None:
@@ -120,8 +110,7 @@ def test_runs_calibrate_later_predictions_of_their_model(cache: Path) -> None:
     step meets. One factor for all K and M, so that it tips no choice."""
     settings = [*TINY, "cost=measured"]
     profile = traced(*TINY)
-    config, other = (configure(*settings, f"partitions={k}") for k in (2, 1))
-    timed(other, profile)
+    config, other = (configure(*settings, f"partitions={k}") for k in (1, 2))
     costs, _ = timed(config, profile)
     assert costs.spread[0] <= 1 <= costs.spread[1]
     for at, factor in enumerate((3.0, 2.0, 1.0), 1):
@@ -137,9 +126,10 @@ def test_runs_calibrate_later_predictions_of_their_model(cache: Path) -> None:
     assert again.spread == pytest.approx((0.5, 1.5))
     before, after = (make_plan(config, profile, of, layout_of(config)) for of in (costs, again))
     assert after.step_range == pytest.approx((before.step_seconds, 3 * before.step_seconds))
-    assert timed(other, profile)[0].calibration == pytest.approx(2.0)
-    assert timed(replace(config, label_smoothing=0.3), profile)[0].calibration == 1.0, "other work"
     (file,) = (cache.parent / "calibration").glob("*.json")
+    assert timing._calibration_file(other, layout_of(other)) == file
+    another = replace(config, label_smoothing=0.3)
+    assert timing._calibration_file(another, layout_of(another)) != file, "other work"
     file.write_text("[", encoding="utf-8")
     assert timed(config, profile)[0].calibration == 1.0, "it was damaged"
 
@@ -169,37 +159,44 @@ def test_torchruns_processes_must_agree_so_they_do_not_time(monkeypatch: pytest.
         timed(config, traced(*TINY))
 
 
-def test_the_machine_is_timed_once_and_again_when_it_has_changed(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """hardware=auto: remembered for as long as a probe takes as long as it did, and never for other processes."""
-    config, profile = configure(*TINY, "partitions=1"), traced(*TINY)
-    remembered = cache.parent / "hardware"
+def test_the_machine_is_timed_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """hardware=auto; of a user without a home it is remembered for as long as the command runs."""
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 5)
+    config, profile = configure(*TINY, "partitions=2"), traced(*TINY)
     costs, lines = timed(config, profile)
     assert costs.source.startswith("hardware=auto: this machine, timed just now")
     assert all(min(s.forward, s.graph, s.backward) > 0 for s in costs.layers)
     assert costs.basis == "timed_machine"
-    assert len(lines) == len(list(remembered.iterdir())) == 1
     assert costs.figures is not None
     assert min(asdict(costs.figures).values()) > 0
-    assert timed(replace(config, micro_batches=1), profile)[1] == []
-    monkeypatch.setattr(timing, "_probe", lambda: 1.5)
-    monkeypatch.setattr(timing, "_PROBES_APART_SECONDS", 0)
-    assert len(timed(config, profile)[1]) == 1, "it has become slower"
-    assert len(list(remembered.iterdir())) == 1
-    # two processes are another machine than one alone; for a user without a home it is remembered in this command only
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.delenv("HOME", raising=False)
-    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 5)
-    config = replace(config, partitions=2)
-    costs, lines = timed(config, profile)
     assert min(edge.forward_seconds for edge in costs.edges) > 0
-    assert "timing this machine" in lines[0]
-    assert timed(config, profile)[1] == []
-    assert len(list(remembered.iterdir())) == 1
+    assert len(lines) == 1
+    assert timed(replace(config, micro_batches=1), profile)[1] == []
+    assert not cache.parent.exists()
 
 
-@pytest.mark.parametrize(
-    "settings", ["hardware=cpu", "hardware=h200", "hardware.operation_microseconds=0", "dry_run=true"]
-)
+def test_what_was_timed_holds_until_the_machine_is_slower_and_for_as_many_processes(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timing, "_PROBES_APART_SECONDS", 0)
+    lines: list[str] = []
+
+    def found(partitions: int) -> int:
+        config = configure(*TINY, f"partitions={partitions}")
+        facts = timing._machine_facts(config, layout_of(config))
+        number = len(lines)
+        return timing._timed("hardware", facts, "timing", lines.append, lambda: {"number": number})[0]["number"]
+
+    assert [found(1), found(1), found(2), found(1)] == [0, 0, 1, 0]
+    monkeypatch.setattr(timing, "_probe", lambda: 1.5)
+    assert [found(1), found(1)] == [2, 2]
+    assert "speed has changed" in lines[-1]
+    assert len(list((cache.parent / "hardware").iterdir())) == 2
+
+
+@pytest.mark.parametrize("settings", ["hardware=cpu", "hardware.operation_microseconds=0", "dry_run=true"])
 def test_figures_that_are_given_are_not_timed(settings: str, cache: Path) -> None:
     config = configure(*TINY, settings)
     _, lines = timed(config, traced(*TINY))
@@ -258,9 +255,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[Gpu]:
     return here
 
 
-def test_gpus_are_timed_and_remembered(
-    cache: Path, gpus: list[Gpu], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_gpus_are_timed_and_remembered(cache: Path, gpus: list[Gpu], monkeypatch: pytest.MonkeyPatch) -> None:
     remembered, settings = cache.parent / "hardware", [*GPU_SETTINGS, "precision=bfloat16", "recompute=auto"]
     config, profile = configure(*settings, "partitions=2"), profile_model(configure(*settings, "partitions=2"))
     costs, lines = timed(config, profile)
@@ -271,15 +266,10 @@ def test_gpus_are_timed_and_remembered(
     sent = sum(tensor.bytes(3) for tensor in profile.costs[0].outputs) / 3 * 8 / 3
     assert costs.edges[0].forward_seconds == pytest.approx(1e-5 + sent / 3e11)
     assert layout_of(config).limit_bytes == H100.memory_bytes - 2**30
-    # from the file, and by the command; a probe of the CPU says nothing of them
+    # from the file; a probe of the CPU says nothing of them
     timing._timed_machine.cache_clear()
     monkeypatch.setattr(timing, "_probe", lambda: 1.5)
     assert timed(config, profile) == (costs, [])
-    folder = cache.parent / "plan"
-    assert command("plan", *settings, "partitions=2", f"output={folder}") == 0
-    output = capsys.readouterr().out
-    assert f"costs from   {costs.source}\n" in output
-    assert "products 600.0 TFLOP/s, convolutions 400.0 TFLOP/s" in output
     assert len(list(remembered.iterdir())) == 1
     # another precision has figures of its own; while another program uses a GPU nothing is remembered
     before, facts = (timing._machine_facts(one, layout_of(one)) for one in (config, replace(config, precision="tf32")))
