@@ -114,10 +114,7 @@ def test_the_model_is_built_and_traced_once_and_nothing_is_simulated_that_does_n
         ("format=xml", "format=xml: must be one of table, json, csv; for example format=json"),
         ("-m partitions=20,40", "partitions=20: the model has only"),
         ("-m partitions=1,2 run_folder=x", "run_folder=x: each plan of a sweep has a folder of its own"),
-        (
-            "-m partitions=1,2 write_schedule=x.csv",
-            "write_schedule=x.csv: each plan of a sweep has a schedule",
-        ),
+        ("-m partitions=1,2 write_schedule=x.csv", "write_schedule=x.csv: each plan of a sweep has a schedule"),
         ("-m partitions=1,2 recompute=x", "recompute=x: must be one of"),
         ("-m batch_size=interval(4,8)", "batch_size=interval(4,8): a plan has no search"),
         ("write_schedule=order.txt", "write_schedule=order.txt: a schedule is read by its ending; use"),

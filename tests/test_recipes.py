@@ -60,8 +60,7 @@ def test_all_scales_compose(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["imagenet_amoebanet_b", "batch_size_1m", *(name for name in names() if name.startswith("multilingual_"))],
+    "name", ["imagenet_amoebanet_b", "batch_size_1m", *(name for name in names() if name.startswith("multilingual_"))]
 )
 def test_the_full_model_has_the_paper_s_size(name: str) -> None:
     """To the paper's digits: 400M are 408M, 350M 343M."""

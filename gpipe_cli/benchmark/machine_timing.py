@@ -97,7 +97,7 @@ def step_costs(config: TrainConfig, profile: ModelProfile, layout: Layout, log: 
             f"cost={config.cost}: the layers cannot be timed: {one_line(error)}; use cost=figures, or more "
             "micro_batches"
         ) from None
-    times = LayerTimes(**found | {"figures": Figures(**found["figures"]), "spread": tuple(found["spread"])})
+    times = LayerTimes(**_read(found))
     at_once = placement.layout.processes if placement.layout.distributed and config.replicas == 1 else layout.at_once
     sheet = rates_of_sheet(resolved(config.hardware, layout.devices), 1)  # for the link, if one process was timed alone
     per_byte = sheet.link_byte_seconds if times.link is None else 1 / times.link[1]
@@ -178,9 +178,13 @@ def _timed_machine(reference: TrainConfig, log: Log) -> DeviceRates | None:
     when = "just now" if age < 60 else f"{duration(age)} ago" if age < 2 * _DAY else f"{age / _DAY:.0f} days ago"
     names = list(dict.fromkeys(gpu["name"] for gpu in facts["gpus"]))
     what = f"the slowest of {', '.join(names)}" if names[1:] else "".join(names) or "this machine"
-    parts = {name: Rates(**found[name]) for name in ("forward", "graph", "backward")}
-    figures, source = Figures(**found["figures"]), f"hardware=auto: {what}, timed {when}"
-    return DeviceRates(**found | parts | {"figures": figures, "spread": tuple(found["spread"]), "source": source})
+    parts: dict[str, Any] = {name: Rates(**found[name]) for name in ("forward", "graph", "backward")}
+    return DeviceRates(**_read(found) | parts | {"source": f"hardware=auto: {what}, timed {when}"})
+
+
+def _read(found: dict[str, Any]) -> dict[str, Any]:
+    """The fields of LayerTimes or DeviceRates that JSON has in another form."""
+    return found | {"figures": Figures(**found["figures"]), "spread": tuple(found["spread"])}
 
 
 def _time_machine(reference: TrainConfig) -> dict[str, Any]:

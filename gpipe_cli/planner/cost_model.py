@@ -80,13 +80,35 @@ def predicted_costs(
 
     Raises InputError if the user gives more or fewer costs than there are layers.
     """
-    costs = costs_by_rates(
-        profile,
-        rates or rates_of_sheet(resolved(config.hardware, layout.devices), layout.threads, config.precision),
-        mean_micro_batch(config, profile.lengths) if samples is None else samples,
-        at_once=layout.at_once,
-        linked=linked or len(set(layout.device_of_stage)) > 1,
-        replicas=config.replicas,
+    if rates is None:
+        rates = rates_of_sheet(resolved(config.hardware, layout.devices), layout.threads, config.precision)
+    if samples is None:
+        samples = mean_micro_batch(config, profile.lengths)
+    layers = []
+    updates = []
+    for cost, weights in zip(profile.costs, profile.weights, strict=True):
+        forward, graph = (each.seconds(cost.forward, samples) for each in (rates.forward, rates.graph))
+        works = (cost.backward,) if cost.halves is None else (cost.backward, cost.halves.inputs, cost.halves.weights)
+        layers.append(LayerSeconds(forward, graph, *(rates.backward.seconds(work, samples) for work in works)))
+        # weights, gradients and state are read, weights and state written
+        moved = 2 * weights.weight_bytes + weights.gradient_bytes + 2 * weights.optimizer_bytes
+        update = Work({OperationKind.ELEMENTWISE: Operations(weights.tensors, fixed_bytes=moved)})
+        updates.append(rates.backward.seconds(update, 1) if weights.trained else 0.0)
+    linked = linked or len(set(layout.device_of_stage)) > 1
+    latency, per_byte = (rates.link_seconds, rates.link_byte_seconds) if linked else (0.0, 0.0)
+    costs = StepCosts(
+        rates.source,
+        rates.basis,
+        tuple(layers),
+        tuple(updates),
+        _edge_costs(profile, samples, latency, per_byte),
+        slowdowns(layout.at_once, len(layers), rates.slowdown, rates.together, config.replicas),
+        rates.tensor_seconds * sum(weights.tensors for weights in profile.weights if weights.trained),
+        _sums_over_replicas(profile, config.replicas, rates.link_byte_seconds),
+        rates.figures,
+        rates=rates,
+        together=(rates.slowdown, rates.together),
+        spread=rates.spread,
     )
     given = config.partition.costs
     if given is not None and len(given) != len(profile.costs):
@@ -99,43 +121,9 @@ def predicted_costs(
     return costs if profile.own_costs is None else _weighted(costs, profile.own_costs, "gpipe_cost of the layers")
 
 
-def costs_by_rates(
-    profile: ModelProfile, rates: DeviceRates, samples: float, *, at_once: int, linked: bool, replicas: int = 1
-) -> StepCosts:
-    """Seconds from FLOPs, bytes moved and the number of operations, for a micro-batch of `samples`.
-
-    `at_once` devices can compute at the same time, more take turns; `linked`: what they send goes over links. Each of
-    `replicas` sends and receives 2 (R - 1) / R times its gradients.
-    """
-    layers = []
-    updates = []
-    for cost, weights in zip(profile.costs, profile.weights, strict=True):
-        forward, graph = (each.seconds(cost.forward, samples) for each in (rates.forward, rates.graph))
-        works = (cost.backward,) if cost.halves is None else (cost.backward, cost.halves.inputs, cost.halves.weights)
-        layers.append(LayerSeconds(forward, graph, *(rates.backward.seconds(work, samples) for work in works)))
-        # weights, gradients and state are read, weights and state written
-        moved = 2 * weights.weight_bytes + weights.gradient_bytes + 2 * weights.optimizer_bytes
-        update = Work({OperationKind.ELEMENTWISE: Operations(weights.tensors, fixed_bytes=moved)})
-        updates.append(rates.backward.seconds(update, 1) if weights.trained else 0.0)
-    latency, per_byte = (rates.link_seconds, rates.link_byte_seconds) if linked else (0.0, 0.0)
-    return StepCosts(
-        rates.source,
-        rates.basis,
-        tuple(layers),
-        tuple(updates),
-        _edge_costs(profile, samples, latency, per_byte),
-        slowdowns(at_once, len(layers), rates.slowdown, rates.together, replicas),
-        rates.tensor_seconds * sum(weights.tensors for weights in profile.weights if weights.trained),
-        sums_over_replicas(profile, replicas, rates.link_byte_seconds),
-        rates.figures,
-        rates=rates,
-        together=(rates.slowdown, rates.together),
-        spread=rates.spread,
-    )
-
-
-def sums_over_replicas(profile: ModelProfile, replicas: int, per_byte: float) -> tuple[float, ...]:
-    """The seconds to sum the gradients of each layer over replicas; () if there is one replica."""
+def _sums_over_replicas(profile: ModelProfile, replicas: int, per_byte: float) -> tuple[float, ...]:
+    """The seconds to sum the gradients of each layer over replicas, each of which sends and receives 2 (R - 1) / R of
+    them; () if there is one replica."""
     if replicas == 1:
         return ()
     share = 2 * (replicas - 1) / replicas
@@ -217,7 +205,7 @@ def measured_costs(
     latency, bandwidth = times.link or (0.0, 0.0)
     edges = _edge_costs(profile, samples, latency, 1 / bandwidth if bandwidth else 0.0)
     source = f"layers measured on this machine, {plural(timed, 'sample')} at a time"
-    sums = sums_over_replicas(profile, replicas, sum_byte_seconds)
+    sums = _sums_over_replicas(profile, replicas, sum_byte_seconds)
     return StepCosts(
         source, "timed_layers", layers, tuple(times.updates), edges, slowdown, times.set_up, sums, times.figures,
         together=(times.slowdown, at_once), spread=times.spread,

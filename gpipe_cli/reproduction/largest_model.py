@@ -82,7 +82,6 @@ class LargestModel:
     precisions: tuple[str, ...] = ("float32", "bfloat16")  # precisions for which the naive model is planned
 
     def reproduce(self, runner: Runner) -> Findings:
-        """Run the recipe. Raises InputError if the user sets what the rows differ in."""
         runner.refuse(*(key_of(setting) for one in self.sizes for setting in one.settings))
         rows = ((1, True), *((k, False) for k in self.measured))
         trained = [row for k, naive in rows if (row := self.train(k, naive, runner))]
@@ -130,9 +129,8 @@ class LargestModel:
         one = self.sizes[at]
         settings = *one.settings, *self._cell(one.partitions, naive=at == 0)
         folder = f"planned_{at + 1}"
-        plan = fitting = _plan(runner, folder, *settings)
-        if plan is None:
-            plan = runner.without(_LIMIT).plan(folder, *settings, f"{_LIMIT}=null")
+        fitting = _plan(runner, folder, *settings)
+        plan = fitting or runner.without(_LIMIT).plan(folder, *settings, f"{_LIMIT}=null")
         return Planned(one, plan, fitting is not None, _plan(runner, f"largest_{at + 1}", *settings, _SOLVED))
 
     def _naive(self, runner: Runner, precision: str, more: str) -> Naive | None:
@@ -171,22 +169,17 @@ def _grown(key: str, plan: Mapping[str, Any] | None) -> str | None:
 
     Growing another size may give more parameters, but only models that differ in one size can be compared.
     """
-    tried = [c for c in plan["comparisons"] if c["setting"] == f"model.{key}"] if plan is not None else []
-    found = [one["value"] for comparison in tried for one in comparison["candidates"] if one["chosen"]]
-    return f"model.{key}={found[0]}" if found else None
+    tried = [one["candidates"] for one in plan["comparisons"] if one["setting"] == f"model.{key}"] if plan else []
+    return next((f"model.{key}={one['value']}" for candidates in tried for one in candidates if one["chosen"]), None)
 
 
 def _planned_notes(rows: Sequence[Planned], runner: Runner) -> Iterator[tuple[str, str]]:
     """What the columns mean, and what does not agree with the paper."""
     hardware = rows[0].plan["hardware"]["name"]
-    yield (
-        "planned",
-        f"for {hardware}: bytes follow from shapes, in {runner.given('precision') or 'float32'}; nothing was run",
-    )
-    yield (
-        "planned",
-        "activations: all that stages keep for the backward, plus the workspace of one recomputation and one layer",
-    )
+    precision = runner.given("precision") or "float32"
+    kept = "all that stages keep for the backward, plus the workspace of one recomputation and one layer"
+    yield "planned", f"for {hardware}: bytes follow from shapes, in {precision}; nothing was run"
+    yield "planned", f"activations: {kept}"
     yield "planned", "the paper counts 12 bytes a parameter; we count the gradient too: 16 with RMSProp or Adam"
     given = runner.given(_LIMIT)
     limit_bytes = (float(given) if given else load_hardware(hardware).memory_gib or 0.0) * 2**30
@@ -309,10 +302,8 @@ def largest_tables(rows: Sequence[Planned], comparable: bool) -> list[Table]:
     if first is None:
         return []
     theirs = [row.size.parameters for row in rows]
-    paper, ours = (
-        _times("times", "paper", theirs, theirs[first]),
-        _times("times", "planned", parameters, parameters[first]),
-    )
+    paper = _times("times", "paper", theirs, theirs[first])
+    ours = _times("times", "planned", parameters, parameters[first])
     columns = [
         Column("", cells=[row.size.name for row in rows]),
         counts("parameters", "paper", [round(one) for one in theirs]),

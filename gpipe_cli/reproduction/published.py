@@ -5,9 +5,8 @@ size, K, M and schedule are settings of `gpipe plan`. No figure is fitted to a s
 tables: the FLOP/s of an A100 and of convolutions on tensor cores, and the memory bandwidth of a P40.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from statistics import median
 from typing import Literal, Self
 
@@ -16,6 +15,7 @@ from gpipe_cli.reproduction.runner import Findings, Runner, number
 from gpipe_cli.reproduction.simulated import Simulated
 from gpipe_cli.units import plural
 
+_ALL = "all"  # the row of all sources together
 Unit = Literal["samples/s", "samples/s per GPU", "tokens/s per GPU", "s per step"]
 
 
@@ -51,8 +51,8 @@ class Source:
 class Errors:
     """Relative errors of simulated speeds: 0.1 is 10 %."""
 
-    cells: Sequence[float]
-    ratios: Sequence[float]  # errors of the ratios between each cell of a table and its first one
+    cells: list[float]
+    ratios: list[float]  # errors of the ratios between each cell of a table and its first one
 
     @property
     def row(self) -> tuple[str, str, str]:
@@ -68,24 +68,24 @@ class PublishedSpeeds:
         """Plan every cell in this process. Raises InputError as `gpipe plan` does."""
         comparable = not runner.changed()
         tables: list[Table] = []
-        errors: dict[str, list[Errors]] = {}
+        errors = {name: Errors([], []) for name in (*(source.name for source in self.sources), _ALL)}
         for source in self.sources:
             count = sum(len(table.cells) for table in source.tables)
             runner.progress(f"plans        {source.name}: {plural(count, 'cell')}")
-            errors[source.name] = []
             for table in source.tables:
                 of_all = f"{self.settings} {table.settings}".split()
                 speeds = [_speed(runner.simulated(*of_all, *cell.settings.split()), table.unit) for cell in table.cells]
-                found = _errors(table, speeds)
-                errors[source.name].append(found)
-                tables.append(_table(source, table, speeds, found.cells if comparable else None))
+                off = [ours / cell.published - 1 for ours, cell in zip(speeds, table.cells, strict=True)]
+                for each in (errors[source.name], errors[_ALL]):
+                    each.cells.extend(off)
+                    each.ratios.extend((1 + one) / (1 + off[0]) - 1 for one in off[1:])
+                tables.append(_table(source, table, speeds, off if comparable else None))
         notes = [("source", f"{one.name}: {one.hardware}; {one.source}") for one in self.sources]
         if comparable:
             notes += [("off", f"{source.name}: {source.note}") for source in self.sources]
-            every = _together(chain.from_iterable(errors.values()))
-            cells, off, ratios = every.row
-            notes.append(("found", f"median |error| of {cells} speeds {off} %, of ratios within a table {ratios} %"))
-            tables.append(_summary(errors, every))
+            cells, middle, ratios = errors[_ALL].row
+            notes.append(("found", f"median |error| of {cells} speeds {middle} %, of ratios within a table {ratios} %"))
+            tables.append(_summary(errors))
         return Findings(tuple(tables), tuple(notes), comparable=comparable)
 
     def smallest(self) -> Self:
@@ -106,12 +106,6 @@ def _speed(found: Simulated, unit: Unit) -> float:
             return found.plan.step_seconds
 
 
-def _errors(table: Published, simulated: Sequence[float]) -> Errors:
-    published = [cell.published for cell in table.cells]
-    off = [ours / theirs - 1 for ours, theirs in zip(simulated, published, strict=True)]
-    return Errors(off, [(1 + each) / (1 + off[0]) - 1 for each in off[1:]])
-
-
 def _table(source: Source, table: Published, simulated: Sequence[float], off: Sequence[float] | None) -> Table:
     return Table(
         f"{source.name}: {table.model}, {table.unit}",
@@ -119,7 +113,11 @@ def _table(source: Source, table: Published, simulated: Sequence[float], off: Se
             Column("cell", cells=[cell.name for cell in table.cells]),
             Column.of("", "published", [cell.published for cell in table.cells], _figures, origin="published"),
             Column.of("", "simulated", simulated, _figures, origin="simulated"),
-            Column("simulated - published, %", "difference", _percents(off, len(simulated))),
+            Column(
+                "simulated - published, %",
+                "difference",
+                [NONE] * len(simulated) if off is None else [f"{100 * each:+.1f}" for each in off],
+            ),
         ),
     )
 
@@ -128,25 +126,16 @@ def _median(off: Sequence[float]) -> str:
     return f"{100 * median(map(abs, off)):.1f}" if off else NONE
 
 
-def _percents(off: Sequence[float] | None, cells: int) -> Sequence[str]:
-    return [NONE] * cells if off is None else [f"{100 * each:+.1f}" for each in off]
-
-
 def _figures(value: float) -> str:
     """A number with three significant digits, or with all digits before its decimal point."""
     return number(value, max(0, 3 - len(str(int(value)))) if value >= 1 else 3)
 
 
-def _together(some: Iterable[Errors]) -> Errors:
-    every = list(some)
-    return Errors([one for each in every for one in each.cells], [one for each in every for one in each.ratios])
-
-
-def _summary(errors: dict[str, list[Errors]], every: Errors) -> Table:
-    """The median errors of each source, and of all sources together."""
-    rows = [(name, *_together(each).row) for name, each in errors.items()]
+def _summary(errors: dict[str, Errors]) -> Table:
     columns = (
         Column("source"), Column("cells", number=True), Column("median of |error|, %", "difference"),
         Column("of ratios within a table, %", "difference"),
     )  # fmt: skip
-    return Table.of_rows("How far the simulated speeds are off", columns, [*rows, ("all", *every.row)])
+    return Table.of_rows(
+        "How far the simulated speeds are off", columns, [(name, *each.row) for name, each in errors.items()]
+    )

@@ -7,6 +7,7 @@ with more replicas each has fewer micro-batches, and the bubble grows (section 2
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from typing import TYPE_CHECKING, Self
 
 from gpipe_cli.config.settings import TrainConfig
@@ -88,13 +89,11 @@ class Scaling:
 
 
 def _cells(model: ScaledModel) -> Iterator[Cell]:
-    for scaling in ("weak", "strong"):
-        for pipelines in model.grid:
-            for replicas in pipelines.replicas:
-                batch_size = model.weak * replicas if scaling == "weak" else model.strong
-                micro_batches = batch_size // (replicas * model.samples)
-                if micro_batches > 0:
-                    yield Cell(model.name, scaling, pipelines.partitions, replicas, batch_size, micro_batches)
+    for scaling, pipelines in product(("weak", "strong"), model.grid):
+        for replicas in pipelines.replicas:
+            batch_size = model.weak * replicas if scaling == "weak" else model.strong
+            if (micro_batches := batch_size // (replicas * model.samples)) > 0:
+                yield Cell(model.name, scaling, pipelines.partitions, replicas, batch_size, micro_batches)
 
 
 def _planned(work: Sequence[tuple[TrainConfig, "ModelProfile", Cell]]) -> list[Cell]:
@@ -106,13 +105,8 @@ def plan_cell(config: TrainConfig, profile: "ModelProfile", cell: Cell) -> Cell:
     """A copy of ``cell`` with the results of its plan."""
     from gpipe_cli.planner.plan import TooLargeError, plan_step
 
-    config = replace(
-        config,
-        partitions=cell.partitions,
-        replicas=cell.replicas,
-        micro_batches=cell.micro_batches,
-        batch_size=cell.batch_size,
-    )
+    sizes = {key: getattr(cell, key) for key in ("partitions", "replicas", "micro_batches", "batch_size")}
+    config = replace(config, **sizes)
     try:
         plan = plan_step(config, profile)
     except TooLargeError as error:
@@ -152,6 +146,7 @@ def _table(model: str, cells: Sequence[Cell]) -> Table:
         values = [None if cell.missing_bytes else of(cell) for cell in rows]
         return Column.of("", heading, values, form, origin="simulated")
 
+    fits = [f"no, {size(cell.missing_bytes)} over" if cell.missing_bytes else "yes" for cell in rows]
     return Table(
         f"{model}: K partitions, R replicas; efficiency relative to the fewest devices that hold it",
         (
@@ -165,11 +160,7 @@ def _table(model: str, cells: Sequence[Cell]) -> Table:
             simulated("efficiency", efficiencies.__getitem__, percent),
             simulated("idle", lambda cell: cell.idle, percent),
             simulated("sum of gradients", lambda cell: cell.sums, percent),
-            Column(
-                "fits",
-                "simulated",
-                [f"no, {size(cell.missing_bytes)} over" if cell.missing_bytes else "yes" for cell in rows],
-            ),
+            Column("fits", "simulated", fits),
         ),
     )
 
@@ -181,10 +172,9 @@ def _notes(cells: Sequence[Cell]) -> Iterator[tuple[str, str]]:
         strong = [cell for cell in cells if (cell.model, cell.scaling, cell.missing_bytes) == (model, "strong", 0)]
         if len(strong) > 1:
             fewest, most = (pick(strong, key=lambda cell: cell.devices) for pick in (min, max))
-            yield (
-                "found",
-                f"{model}, strong: from {fewest.devices:,} to {most.devices:,} devices a replica's M goes from "
-                f"{fewest.micro_batches} to {most.micro_batches}, idle from {percent(fewest.idle)} to "
-                f"{percent(most.idle)}, the sum of gradients from {percent(fewest.sums)} to {percent(most.sums)} of "
-                "a step",
+            found = f"{model}, strong: from {fewest.devices:,} to {most.devices:,} devices a replica's M goes from "
+            found += f"{fewest.micro_batches} to {most.micro_batches}, idle from {percent(fewest.idle)} to "
+            found += (
+                f"{percent(most.idle)}, the sum of gradients from {percent(fewest.sums)} to {percent(most.sums)} of"
             )
+            yield "found", f"{found} a step"

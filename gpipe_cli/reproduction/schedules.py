@@ -114,12 +114,7 @@ def _table(devices: int, planned: _Results, measured: _Results) -> Table:
         columns += [
             column("idle", "measured", percent, lambda row: waits(measured[row])),
             column("activations", "measured", size, lambda row: _fullest(planned[row], measured[row])),
-            column(
-                "speed",
-                "measured",
-                speed,
-                lambda row: relative(measured, "samples_per_second", row),
-            ),
+            column("speed", "measured", speed, lambda row: relative(measured, "samples_per_second", row)),
         ]
     title = f"{devices} devices, M = {micro_batches}; speed relative to gpipe with as many stages"
     return Table(title, columns)

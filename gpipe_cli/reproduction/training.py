@@ -11,16 +11,7 @@ from typing import Any, Self
 from gpipe_cli.config.typed import quoted
 from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.tables.table import NONE, Column, Table
-from gpipe_cli.reproduction.runner import (
-    SAME_RESULT,
-    Findings,
-    Runner,
-    beside,
-    counts,
-    difference,
-    number,
-    numbers,
-)
+from gpipe_cli.reproduction.runner import SAME_RESULT, Findings, Runner, beside, counts, difference, number, numbers
 from gpipe_cli.units import count, percent, plural
 
 RUN = "trained"  # folder of the run

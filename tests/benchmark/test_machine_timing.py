@@ -91,8 +91,8 @@ def test_both_halves_of_a_backward_are_timed_where_it_is_split() -> None:
 def test_text_is_timed_and_a_model_that_no_device_holds_in_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     config = configure(
         "model=transformer_lm", "model.layers=2", "model.width=16", "model.hidden=32", "model.heads=2",
-        "model.length=8", "dataset=synthetic_text", "dataset.vocabulary=50", "batch_tokens=null", "batch_size=8", "micro_batches=2",
-        "threads=1", "cost=measured", "partitions=1",
+        "model.length=8", "dataset=synthetic_text", "dataset.vocabulary=50", "batch_tokens=null",
+        "batch_size=8", "micro_batches=2", "threads=1", "cost=measured", "partitions=1",
     )  # fmt: skip
     profile = profile_model(config)
     monkeypatch.setattr(timing, "usable_memory_bytes", lambda: 10**5)

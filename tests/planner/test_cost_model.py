@@ -21,7 +21,7 @@ from gpipe_cli.planner import cost_model
 from gpipe_cli.planner.cost_model import (
     LayerSeconds,
     LayerTimes,
-    costs_by_rates,
+    StepCosts,
     measured_costs,
     predicted_costs,
     slowdowns,
@@ -29,6 +29,7 @@ from gpipe_cli.planner.cost_model import (
 from gpipe_cli.planner.device_rates import (
     COMPUTING,
     CONVOLUTIONS,
+    DeviceRates,
     Figures,
     Rates,
     computes_in,
@@ -37,8 +38,14 @@ from gpipe_cli.planner.device_rates import (
     reached_tflops,
 )
 from gpipe_cli.planner.layout import layout_of
-from gpipe_cli.planner.model_profile import profile_model
+from gpipe_cli.planner.model_profile import ModelProfile, profile_model
 from gpipe_cli.planner.plan import make_plan
+
+
+def by_rates(profile: ModelProfile, rates: DeviceRates, partitions: int = 1) -> StepCosts:
+    """The costs of micro-batches of two samples."""
+    config = configure(*EVEN, f"partitions={partitions}")
+    return predicted_costs(config, profile, layout_of(config), rates)
 
 
 def test_a_data_sheet_gives_seconds_of_flops_bytes_and_operations() -> None:
@@ -46,7 +53,7 @@ def test_a_data_sheet_gives_seconds_of_flops_bytes_and_operations() -> None:
         load_hardware("h200"), tflops=2.0, memory_gb_per_second=4.0, operation_microseconds=3.0,
         link_gb_per_second=8.0, link_microseconds=100.0,
     )  # fmt: skip
-    costs = costs_by_rates(traced(), rates_of_sheet(hardware, threads=8), 2, at_once=9, linked=True)
+    costs = by_rates(traced(), rates_of_sheet(hardware, threads=8), partitions=2)
     for cost, seconds in zip(traced().costs, costs.layers, strict=True):
         kinds = cost.forward.by_kind.values()  # each computes and moves bytes at the same time
         expected = sum(
@@ -58,12 +65,12 @@ def test_a_data_sheet_gives_seconds_of_flops_bytes_and_operations() -> None:
         returned = sum(tensor.bytes(2) for tensor in cost.outputs if tensor.has_gradient)
         assert edge.forward_seconds == pytest.approx(1e-4 + sent / 8e9)
         assert edge.backward_seconds == pytest.approx(1e-4 + returned / 8e9)
-    alone = costs_by_rates(traced(), rates_of_sheet(hardware, threads=8), 2, at_once=9, linked=False)
+    alone = by_rates(traced(), rates_of_sheet(hardware, threads=8))
     assert {edge.forward_seconds for edge in alone.edges} == {0.0}
     # a CPU's sheet is that of one thread
     cpu = replace(load_hardware("cpu"), operation_microseconds=0.0)
     rates = [rates_of_sheet(cpu, threads) for threads in (1, 4)]
-    one, four = (costs_by_rates(traced(), rate, 2, at_once=9, linked=False) for rate in rates)
+    one, four = (by_rates(traced(), rate) for rate in rates)
     assert [slow.backward for slow in one.layers] == pytest.approx([4 * fast.backward for fast in four.layers])
 
 
@@ -152,14 +159,14 @@ def test_the_halves_of_backwards() -> None:
     """By rates and as measured; 0 where they are not split."""
     rates = rates_of_sheet(replace(load_hardware("h200"), operation_microseconds=0.0), threads=8)
     profile = profile_model(configure(*EVEN, "schedule=zero_bubble"))
-    costs = costs_by_rates(profile, rates, 2, at_once=9, linked=True)
+    costs = by_rates(profile, rates)
     for cost, seconds in zip(profile.costs, costs.layers, strict=True):
         assert cost.halves is not None
         assert seconds.inputs == pytest.approx(rates.backward.seconds(cost.halves.inputs, 2))
         assert seconds.weights == pytest.approx(rates.backward.seconds(cost.halves.weights, 2))
         assert 0 < seconds.weights < seconds.backward < 1.5 * (seconds.inputs + seconds.weights)
         assert cost.halves.inputs.flops + cost.halves.weights.flops == pytest.approx(cost.backward.flops)
-    whole = costs_by_rates(traced(), rates, 2, at_once=9, linked=True).layers
+    whole = by_rates(traced(), rates).layers
     assert all((seconds.inputs, seconds.weights) == (0.0, 0.0) for seconds in whole)
     count = len(profile.costs)
     times = LayerTimes([(1.0, 2.0, 3.0, 2.5, 1.0)] * count, None, [0.1] * count, 0.25, None)

@@ -19,14 +19,7 @@ from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.profile.tracing import trace_layers
 from gpipe_cli.pipeline.runtime.boundary import as_boundary
 from gpipe_cli.pipeline.schedule.partitioner import NoCutFitsError, partition
-from gpipe_cli.planner.shared_layers import (
-    SeparatedError,
-    Shared,
-    check_cut,
-    find_read,
-    find_shared,
-    keeping_together,
-)
+from gpipe_cli.planner.shared_layers import SeparatedError, Shared, check_cut, find_read, find_shared, keeping_together
 from gpipe_cli.training.checkpoint.store import find_checkpoint
 from gpipe_cli.training.checkpoint.whole_model import whole_model
 from gpipe_cli.training.engine import WorkerProcess

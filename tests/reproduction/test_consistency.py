@@ -9,15 +9,7 @@ from recipe_runs import TINY, column, real_runner
 
 from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.compare.run_record import read_run
-from gpipe_cli.reproduction.consistency import (
-    CURVES,
-    DIGITS,
-    Consistency,
-    Trained,
-    digest,
-    notes,
-    tensors_apart,
-)
+from gpipe_cli.reproduction.consistency import CURVES, DIGITS, Consistency, Trained, digest, notes, tensors_apart
 from gpipe_cli.reproduction.recipe import load
 from gpipe_cli.reproduction.runner import Findings, last_wins
 
