@@ -110,17 +110,14 @@ def test_the_model_is_built_and_traced_once_and_nothing_is_simulated_that_does_n
     [
         ("hardware.memory_gib=0.0001", "hardware.memory_gib=0.0001: no cut fits; in the best one stage"),
         ("solve=max_model hardware.memory_gib=1 partitions=auto", "partitions=auto cannot be chosen at the same time"),
-        ("solve=best", "solve=best: must be one of max_model"),
         ("format=xml", "format=xml: must be one of table, json, csv; for example format=json"),
         ("-m partitions=20,40", "partitions=20: the model has only"),
         ("-m partitions=1,2 run_folder=x", "run_folder=x: each plan of a sweep has a folder of its own"),
         ("-m partitions=1,2 write_schedule=x.csv", "write_schedule=x.csv: each plan of a sweep has a schedule"),
-        ("-m partitions=1,2 recompute=x", "recompute=x: must be one of"),
         ("-m batch_size=interval(4,8)", "batch_size=interval(4,8): a plan has no search"),
         ("write_schedule=order.txt", "write_schedule=order.txt: a schedule is read by its ending; use"),
         ("write_schedule=order.csv", "write_schedule=order.csv: it is there already; give another, or remove it"),
         ("write_schedule=none/order.csv", "write_schedule=none/order.csv: there is no folder none; make it"),
-        ("schedule=none.csv", "schedule=none.csv: cannot be read"),
         ("schedule=order.csv", "schedule=order.csv: 0B1 is missing; add it to stage 0\nstage 0 > F0 F1 .  B0"),
         ("schedule=split.csv compile=true", "compile=true: schedule=split.csv cuts backwards in two"),
     ],
@@ -138,17 +135,13 @@ def test_bad_input_is_one_line_and_leaves_nothing(capsys: pytest.CaptureFixture[
     assert not list(Path(".").glob("outputs/*"))
 
 
-@pytest.mark.parametrize(
-    ("settings", "rows"),
-    [("schedule=zero_bubble partitions=2", 2), ("schedule=1f1b partitions=4 stages_per_process=2", 2)],
-)
-def test_a_plan_of_the_schedule_that_was_written_is_the_same(settings: str, rows: int) -> None:
+def test_a_plan_of_the_schedule_that_was_written_is_the_same() -> None:
     """A row for each device."""
-    written = plan(*PLAN, *settings.split(), "write_schedule=order.csv")
+    settings = "schedule=zero_bubble", "stages_per_process=2", "write_schedule=order.csv"
+    written = plan(*PLAN, "partitions=4", *settings)
     assert written["files"]["schedule_file"] == "order.csv"
-    assert Path("order.csv").read_text(encoding="utf-8").count("\n") == rows
-    planned = [setting for setting in settings.split() if setting.startswith("partitions")]
-    read = plan(*PLAN, *planned, "schedule=order.csv")
+    assert Path("order.csv").read_text(encoding="utf-8").count("\n") == 2
+    read = plan(*PLAN, "partitions=4", "schedule=order.csv")
     assert read["step_seconds"] == written["step_seconds"]
     assert [stage["memory"] for stage in read["stages"]] == [stage["memory"] for stage in written["stages"]]
 
@@ -163,8 +156,7 @@ def test_a_data_sheet_with_a_gap_is_refused(key: str) -> None:
 def test_programs_get_the_plan_alone(capsys: pytest.CaptureFixture[str]) -> None:
     """`gpipe plan ... format=json | jq .step_seconds`"""
     written = plan(*PLAN, "partitions=2", "hardware=h100", "format=json")
-    captured = capsys.readouterr()
-    assert json.loads(captured.out) == written
+    assert json.loads(capsys.readouterr().out) == written
     assert command("plan", *PLAN, "partitions=2", "hardware=h100", "format=csv") == 0
     rows = list(csv.DictReader(capsys.readouterr().out.splitlines()))
     assert [row["stage"] for row in rows] == ["0", "1"]
@@ -193,18 +185,6 @@ def test_a_sweep_is_a_table_of_plans(capsys: pytest.CaptureFixture[str]) -> None
     shown = capsys.readouterr().out
     assert re.search(r"\n 2 +4 +always +\d", shown)
     assert "cannot be    partitions=20: the model has only" in shown
-
-
-def test_the_table_of_sizes_is_solved() -> None:
-    read = plan(*TINY, "partitions=2", "hardware.memory_gib=0.006", "model.filters=16", "solve=max_model")
-    filters, cells = read["comparisons"]
-    assert (filters["setting"], cells["setting"]) == ("model.filters", "model.normal_cells")
-    for candidates in (filters["candidates"], cells["candidates"]):
-        sizes = [int(candidate["value"]) for candidate in candidates]
-        assert sizes == sorted(sizes)
-        chosen = [candidate["chosen"] for candidate in candidates].index(True)
-        assert all(candidate["step_seconds"] for candidate in candidates[: chosen + 1])
-        assert all("over" in candidate["reason"] for candidate in candidates[chosen + 1 :])
 
 
 def test_a_plan_that_cannot_be_written_is_shown(capsys: pytest.CaptureFixture[str]) -> None:

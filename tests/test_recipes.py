@@ -1,7 +1,7 @@
 """Every recipe composes at every scale; the paper's models have the paper's sizes.
 
-A recipe of every family is trained: `breakdown` by test_reproduce_command.py, `table1_transformer`, `consistency`,
-`imagenet_amoebanet_b` and `batch_size_260k` by reproduction/, `figure3_resnet101` and `transfer_cifar10` here.
+Recipes are trained elsewhere: `breakdown` by test_reproduce_command.py, `table1_transformer`, `consistency`,
+`imagenet_amoebanet_b` and `batch_size_260k` by reproduction/.
 """
 
 from pathlib import Path
@@ -9,25 +9,14 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
-from recipe_runs import HERE, TINY
-from training_runs import of_type, train_here
 
 from gpipe_cli.assembly.build import build_model
 from gpipe_cli.commands.composing import drop_others, training
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.reproduction.recipe import load, names
-from gpipe_cli.reproduction.runner import FOLDER, last_wins
-from gpipe_cli.training.events import StepDone
+from gpipe_cli.reproduction.runner import FOLDER
 
 ROOT = Path(__file__).parent.parent
-# What takes long and is not what a recipe is about.
-SMALL = {
-    "figure3_resnet101": (
-        "model.depth=18", "dataset.image_size=16", "batch_size=8", "micro_batches=2", "dataset.train_samples=8",
-        "dataset.test_samples=8",
-    ),
-    "transfer_cifar10": (*TINY, "init_from=null"),
-}  # fmt: skip
 
 
 def configure(name: str, *settings: str) -> tuple[TrainConfig, set[str]]:
@@ -76,11 +65,3 @@ def test_fine_tuning_is_of_the_model_that_learned_imagenet() -> None:
     for name in names():
         if name.startswith("transfer_"):
             assert configure(name)[0].model == ours.model
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_the_desk_s_version_trains_a_step(name: str, tmp_path: Path) -> None:
-    given = ("max_steps=1", "checkpoint.every_epochs=0", *SMALL[name], *HERE)
-    config, _ = configure(name, *last_wins((*load(name).desk.settings, *given)))
-    heard = train_here(config, tmp_path / "run")
-    assert len(of_type(heard, StepDone)) == 1
