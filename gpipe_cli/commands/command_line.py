@@ -17,18 +17,8 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 
 from gpipe_cli.config.comments import GROUPS, of_choices
-from gpipe_cli.config.settings import (
-    key_of,
-)
-from gpipe_cli.config.typed import (
-    ELSEWHERE,
-    RefusedError,
-    SettingError,
-    nearest,
-    one_line,
-    quoted,
-    shortened,
-)
+from gpipe_cli.config.settings import key_of
+from gpipe_cli.config.typed import ELSEWHERE, RefusedError, SettingError, nearest, one_line, quoted, shortened
 from gpipe_cli.errors import InputError
 
 FOLDERS = ("run", "resume", "init_from", "run_folder", "output", "dataset.root", "file")

@@ -7,7 +7,6 @@ and the runs of a sweep share a tree. `_hydras_own_program` is the one place whe
 """
 
 import copy
-import io
 import itertools
 import math
 import sys
@@ -39,23 +38,14 @@ from gpipe_cli.config.settings import (
     TrainConfig,
     from_tree,
     key_of,
+    load_yaml,
     owner,
-    read_yaml,
     replaced_batch,
 )
-from gpipe_cli.config.typed import (
-    SettingError,
-    nearest,
-    one_line,
-    quoted,
-    settings,
-    unknown,
-    with_type,
-)
+from gpipe_cli.config.typed import RefusedError, SettingError, nearest, one_line, quoted, settings, unknown, with_type
 from gpipe_cli.errors import InputError
 
 T = TypeVar("T")
-
 TRAINING_KEYS = tuple(settings(TrainConfig))
 
 
@@ -158,8 +148,7 @@ class Trees:
     def __init__(self, line: CommandLine, keys: Sequence[str]) -> None:
         self._line = line
         self._keys = [*keys, *(key for key, whose in OWNERS.items() if whose == line.command)]
-        self._folders = [FOLDER, *(Path(line.options[name]) for name in ("config_dir", "config_path")
-                                   if line.options[name] is not None)]  # fmt: skip
+        self._folders = [FOLDER, *_user_folders(line)]
         self._composed: dict[tuple[str, ...], DictConfig] = {}
 
     def tree(self, typed: Sequence[str]) -> DictConfig:
@@ -175,11 +164,8 @@ class Trees:
         for o in parsed:  # a recipe may have keys for other commands; one that is typed is refused
             whose, key = owner(o.key_or_group), o.key_or_group
             if not o.is_delete() and whose not in (None, self._line.command):
-                near = nearest(key, self._keys) or "; leave it out"
-                value = o.get_value_string()
-                raise InputError(
-                    f"{key}={value}: gpipe {self._line.command} has no such setting, gpipe {whose} has{near}"
-                )
+                why = f"gpipe {self._line.command} has no such setting, gpipe {whose} has"
+                raise RefusedError(key, o.value(), why + (nearest(key, self._keys) or "; leave it out"))
         chosen = tuple(str(o.input_line) for o in parsed if self._chooses(o))
         if chosen not in self._composed:
             self._composed[chosen] = _composed(self._line, chosen)
@@ -241,38 +227,32 @@ def _user_folders(line: CommandLine) -> list[Path]:
 
 def _main_folder(line: CommandLine) -> Path:
     """The folder of the file with which composing begins: Hydra looks for that in one place only."""
-    name = line.options["config_name"] or line.command
-    folders = [FOLDER, *_user_folders(line)]
-    return next((folder for folder in folders if (folder / f"{name.removesuffix('.yaml')}.yaml").is_file()), FOLDER)
+    file = f"{(line.options['config_name'] or line.command).removesuffix('.yaml')}.yaml"
+    return next((folder for folder in (FOLDER, *_user_folders(line)) if (folder / file).is_file()), FOLDER)
 
 
 def _initialized(line: CommandLine) -> AbstractContextManager[None]:
     """Inside, Hydra can compose."""
-    folder = _main_folder(line)
-    if folder == FOLDER:
-        return hydra.initialize_config_module("gpipe_cli.conf", version_base="1.3")
-    return hydra.initialize_config_dir(str(folder.absolute()), version_base="1.3")
+    return hydra.initialize_config_dir(str(_main_folder(line).absolute()), version_base="1.3")
 
 
 def _search_path(line: CommandLine, primary: DictConfig | None) -> list[str]:
-    """The setting that tells Hydra of all folders but the main one; `primary` is the user's file, which may have more
-    of them. None where what was typed says it all."""
+    """The setting that tells Hydra of all folders but the main one, if there are others; `primary` is the user's file,
+    which may name more of them."""
     given = line.overrides.get("hydra.searchpath")
     if given is None and primary is not None:
         found = OmegaConf.select(primary, "hydra.searchpath")
-        given = [] if found is None else OmegaConf.to_container(found)
-    others = [folder for folder in (FOLDER, *_user_folders(line)) if folder != _main_folder(line)]
+        given = None if found is None else OmegaConf.to_container(found)
+    others = [str(folder.absolute()) for folder in (FOLDER, *_user_folders(line)) if folder != _main_folder(line)]
     if not others or not isinstance(given, list | None):
         return []
-    names = ["pkg://gpipe_cli.conf" if folder == FOLDER else str(folder.absolute()) for folder in others]
-    names += [one for one in given or [] if one not in map(str, others)]
-    return [f"hydra.searchpath=[{','.join(quoted(name) for name in names)}]"]
+    others += [one for one in given or [] if str(Path(one).absolute()) not in others]
+    return [f"hydra.searchpath=[{','.join(map(quoted, others))}]"]
 
 
 def _check_files(line: CommandLine, chosen: Sequence[str]) -> DictConfig | None:
     """Returns the user's file with which composing begins, if there is one. Raises InputError for a file of the user
-    that holds no settings: Hydra's errors do not name it, and a few lines of YAML can stand for more than a machine
-    holds."""
+    that holds no settings: Hydra's errors do not name it."""
     name = line.options["config_name"] or line.command
     primary = None
     waiting, seen = [name.removesuffix(".yaml"), *(one.lstrip("+").replace("=", "/", 1) for one in chosen)], set[Path]()
@@ -282,17 +262,13 @@ def _check_files(line: CommandLine, chosen: Sequence[str]) -> DictConfig | None:
             if file in seen or not file.is_file():
                 continue
             seen.add(file)
-            try:
-                tree = OmegaConf.load(io.StringIO(read_yaml(file)))
-            except (OSError, RecursionError, YAMLError, OmegaConfBaseException) as error:
-                why = error.strerror if isinstance(error, OSError) and error.strerror else one_line(error)
-                raise InputError(f"{file}: holds no settings ({why}); write lines key: value, in UTF-8") from error
+            tree = load_yaml(file)
             primary = primary or tree
-            defaults = OmegaConf.select(tree, "defaults") if isinstance(tree, DictConfig) else None
+            defaults = OmegaConf.select(tree, "defaults")
             for one in defaults if isinstance(defaults, ListConfig) else ():
                 pairs = one.items() if isinstance(one, DictConfig) else [("", one)]
                 waiting += ["/".join([*str(key).split()[-1:], str(value)]).lstrip("/") for key, value in pairs]
-    return primary if isinstance(primary, DictConfig) else None
+    return primary
 
 
 def _own_part(command: str, tree: DictConfig) -> DictConfig:

@@ -18,10 +18,7 @@ from gpipe_cli.config.typed import typed
 from gpipe_cli.distributed.torchrun import refuse_torchrun
 from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.run.lines import show_facts, show_line
-from gpipe_cli.reporting.tables.recipe import (
-    show_reproduction,
-    write_reproduction,
-)
+from gpipe_cli.reporting.tables.recipe import show_reproduction, write_reproduction
 from gpipe_cli.reporting.tables.table import Column, Table, show_table
 from gpipe_cli.reproduction.recipe import Recipe, load, names
 from gpipe_cli.reproduction.runner import LOG, CommandFailedError, last_wins

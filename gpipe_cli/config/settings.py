@@ -20,17 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gpipe_cli.config import groups
 from gpipe_cli.config.slurm import LaunchSettings
-from gpipe_cli.config.typed import (
-    Count,
-    NotNegative,
-    RefusedError,
-    Share,
-    Within,
-    one_line,
-    shortened,
-    show,
-    typed,
-)
+from gpipe_cli.config.typed import Count, NotNegative, RefusedError, Share, Within, one_line, show, typed, with_type
 from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.schedule import orders
 from gpipe_cli.pipeline.schedule.orders import AUTO_SCHEDULE, SPLITTING
@@ -42,9 +32,7 @@ T = TypeVar("T")
 
 _MOST_YAML_BYTES = 2**20  # a hundred times what a run writes; the parser takes seconds for so much
 _MOST_ALIASES = 20  # aliases in a configuration file; each can double or triple the text
-_MOST_DIGITS = 300  # digits of a number in such a file, 0x... and 1:30:00 included; a float has up to 309
-_LONG_NUMBER = re.compile(rf"[-+]?[0-9.][0-9a-fA-FxX_.:]{{{_MOST_DIGITS},}}")
-_YAML_TAG = "tag:yaml.org,2002:"  # `!!` stands for this
+_LONG_NUMBER = re.compile(r"\b[0-9.][0-9a-fA-FxX_.:]{300}")  # 0x... and 1:30:00, too; a float has up to 309 digits
 CONFIG = "config.yaml"  # a folder that holds it is a run
 GO_ON = "auto"  # resume=auto: go on with the run in `run_folder` if there is one
 TAKEN = "taken"  # freeze=taken: all layers that `init_from` sets, which is all but the classifier
@@ -395,27 +383,23 @@ def to_yaml(config: TrainConfig) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(asdict(config)))
 
 
-def read_yaml(file: Path) -> str:
-    """The text of a configuration file.
-
-    Raises:
-        OSError: it cannot be read, is no regular file, has more than 1 MiB, or is not UTF-8.
-        InputError: it has so many aliases that a few lines can stand for more than a machine holds; or a number or a
-            tag at which PyYAML fails with whatever Python raises.
-    """
-    text = read_text(file, _MOST_YAML_BYTES)
-    yaml.compose(text)  # RecursionError at once; events of a deep file take minutes
-    aliases = 0
-    for event in yaml.parse(text):
-        place = f"{file}: line {event.start_mark.line + 1}"
-        if isinstance(event, yaml.AliasEvent) and (aliases := aliases + 1) > _MOST_ALIASES:
-            raise InputError(f"{file}: has more than {_MOST_ALIASES} aliases (*name); write the values in their place")
-        if isinstance(event, yaml.ScalarEvent) and event.tag is not None:
-            raise InputError(f"{place}: {show(event.tag.replace(_YAML_TAG, '!!'))}: tags are not read; leave it out")
-        if isinstance(event, yaml.ScalarEvent) and event.style is None and _LONG_NUMBER.fullmatch(event.value):
-            why = f"a number has at most {_MOST_DIGITS} digits; give a smaller one, or put a text in quotes"
-            raise InputError(f"{place}: {shortened(event.value)}: {why}")
-    return text
+def load_yaml(file: Path) -> DictConfig:
+    """The settings in a file. Raises InputError for one that cannot be read, has more than 1 MiB, holds no settings,
+    or has so many aliases that a few lines can stand for more than a machine holds."""
+    try:
+        text = read_text(file, _MOST_YAML_BYTES)
+        yaml.compose(text)  # RecursionError at once; events of a deep file take minutes
+        if sum(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)) > _MOST_ALIASES:
+            raise yaml.YAMLError(f"more than {_MOST_ALIASES} aliases, *name; write the values in their place")
+        if _LONG_NUMBER.search(text):
+            raise yaml.YAMLError("a number of more than 300 digits")
+        tree = OmegaConf.load(io.StringIO(text))
+        if not isinstance(tree, DictConfig):
+            raise yaml.YAMLError("a list")
+    except Exception as error:  # for tags PyYAML raises whatever Python does
+        why = (isinstance(error, OSError) and error.strerror) or with_type(error)
+        raise InputError(f"{file}: holds no settings ({why}); write lines key: value, in UTF-8") from error
+    return tree
 
 
 def load(path: Path) -> TrainConfig:
@@ -424,12 +408,11 @@ def load(path: Path) -> TrainConfig:
     Raises InputError if the file is not there, is not YAML, or holds settings that this version does not have.
     """
     file = path / CONFIG if path.is_dir() else path
+    tree = load_yaml(file)
     try:
-        tree = OmegaConf.load(io.StringIO(read_yaml(file)))
-        assert isinstance(tree, DictConfig)
         return from_tree(TrainConfig, tree)
-    except (OSError, AssertionError, RecursionError, yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
-        raise InputError(f"{file}: cannot be read as the configuration of a run: {one_line(error)}") from error
+    except InputError as error:
+        raise InputError(f"{file}: cannot be read as the configuration of a run: {error}") from error
 
 
 def load_recipe(file: Path) -> dict[str, Any]:

@@ -170,9 +170,13 @@ def test_class_folders_are_counted_once(tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_configuration_is_named(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
-    for text in ("a: [", "- 1", "partitions: 2"):
+    for text, why in (
+        ("a: [", "holds no settings"),
+        ("- 1", "holds no settings"),
+        ("partitions: 2", "cannot be read as"),
+    ):
         file.write_text(text)
-        with pytest.raises(InputError, match=r"^.*config\.yaml: cannot be read as the configuration of a run: .*$"):
+        with pytest.raises(InputError, match=rf"^.*config\.yaml: {why}.*$"):
             load(tmp_path)
 
 
