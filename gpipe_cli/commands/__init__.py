@@ -1,1 +1,3 @@
-"""One file for each command, the bodies of the commands (which import torch), and what the commands share."""
+"""The commands: `main(arguments)` of each returns the exit code, and raises InputError for what the user can mend.
+
+Their bodies, which import torch, have files of their own."""

@@ -28,7 +28,6 @@ REFUSED = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit code. Raises InputError, one line, for what the user can mend."""
     sweep = sweep_of("bench", arguments, _requested)
     line = sweep.line
     line.refuse(REFUSED)

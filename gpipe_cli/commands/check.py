@@ -20,7 +20,6 @@ REFUSED = {
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit code. Raises InputError, one line, for what the user can mend."""
     line = read("check", arguments, "it tries all partitions, schedules and recompute modes by itself")
     line.refuse(REFUSED)
     tree = compose(line, TRAINING_KEYS)

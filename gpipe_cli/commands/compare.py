@@ -47,7 +47,6 @@ Exit codes: 0 something could be shown, 2 nothing could.
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit code. Raises InputError, one line, for what the user can mend."""
     if arguments[:1] == ["-sc"]:  # tab completion asks for settings; runs are folders, which shells know by themselves
         return 0
     if any(argument in ("-h", "--help") for argument in arguments):

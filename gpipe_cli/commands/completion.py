@@ -72,7 +72,7 @@ def _names(command: str, *, first: bool) -> Sequence[str]:
 
         return sorted({name.replace(" ", "_") for name in topics()}) if first else []
     from gpipe_cli.commands.recipe_run import ReproduceSettings
-    from gpipe_cli.commands.reproduce_several import ALL
+    from gpipe_cli.commands.reproduce import ALL
     from gpipe_cli.reproduction.recipe import names
 
     if command == "reproduce" and not first:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import fields
-from pathlib import Path
 from typing import TypeVar
 
 from omegaconf import DictConfig
@@ -38,7 +37,6 @@ Settings = TypeVar("Settings", EvaluateSettings, ExportSettings)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit code. Raises InputError, one line, for what the user can mend."""
     line = read("evaluate", arguments, "call it once for each run")
     tree = compose(line, KEYS)
     if tree is None:
@@ -52,9 +50,9 @@ def main(arguments: Sequence[str]) -> int:
     fork_server.start(config.training)  # it imports torch while this process does the same
     with preparing():
         with interruptible_import():
-            from gpipe_cli.commands.training_run import launch  # torch comes with it
+            from gpipe_cli.commands.training_run import evaluate  # torch comes with it
 
-        return launch(config, Path(config.run))
+        return evaluate(config)
 
 
 def evaluation(tree: DictConfig) -> EvaluateConfig:

@@ -10,6 +10,7 @@ from omegaconf import DictConfig
 from gpipe_cli.commands.command_line import read
 from gpipe_cli.commands.composing import compose
 from gpipe_cli.commands.evaluate import OF_THE_RUN, of_run
+from gpipe_cli.commands.folders import refuse_file
 from gpipe_cli.commands.outcome import preparing
 from gpipe_cli.config.settings import ExportConfig, ExportSettings
 from gpipe_cli.config.typed import RefusedError
@@ -24,7 +25,6 @@ ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")  # the extra `onnx`
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit code. Raises InputError, one line, for what the user can mend."""
     tree = compose(read("export", arguments, "call it once for each file"), KEYS)
     if tree is None:
         return 0
@@ -63,9 +63,5 @@ def file_of(config: ExportConfig) -> Path:
         other = "" if kind is None else f", or format={kind}"
         why = f"a file of format={config.format} ends with {' or '.join(suffixes)}"
         raise RefusedError("file", file, f"{why}; use file={file.with_suffix(suffixes[0])}{other}")
-    if not file.parent.is_dir():
-        raise RefusedError("file", file, f"there is no folder {file.parent}; make it, or give another")
-    if file.is_dir() or (file.exists() and not config.overwrite):
-        other = "" if file.is_dir() else ", or overwrite=true to replace it"
-        raise RefusedError("file", file, f"it is there already; give another file=...{other}")
+    refuse_file("file", file, taken="another file=..., or overwrite=true to replace one", overwrite=config.overwrite)
     return file

@@ -1,5 +1,6 @@
 """The folders that commands write to: made for one command, kept from others while it is at work, never left empty."""
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
@@ -7,6 +8,7 @@ from itertools import count
 from pathlib import Path
 
 from gpipe_cli.config.settings import CONFIG, TrainConfig
+from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.distributed.torchrun import leads
 from gpipe_cli.errors import InputError
 from gpipe_cli.system.files import LOCK, PARTIAL, FolderInUseError, FolderLock, remove_partial_files
@@ -19,6 +21,14 @@ def numbered(path: Path) -> Iterator[Path]:
     """`path`, `path-2`, `path-3` and so on, without end."""
     yield path
     yield from (path.with_name(f"{path.name}-{number}") for number in count(2))
+
+
+def refuse_file(key: str, file: Path, *, taken: str, overwrite: bool = False) -> None:
+    """Raises RefusedError for a place where no file can be written; `taken` says what to give where one lies."""
+    if not file.parent.is_dir():
+        raise RefusedError(key, file, f"there is no folder {file.parent}; make it, or give another")
+    if os.path.lexists(file) and not (overwrite and file.is_file()):
+        raise RefusedError(key, file, f"it is there already; give {taken}")
 
 
 def make_new(path: Path) -> Path:

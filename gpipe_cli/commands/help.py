@@ -37,7 +37,6 @@ _INDENT = "    "
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit code. Raises InputError, one line, for a topic that there is not."""
     if not arguments or arguments[0] in ("-h", "--help"):
         sys.stdout.write(HELP)
         return 0

@@ -31,7 +31,6 @@ SWEEP_DIR = "hydra.sweep.dir"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit code. Raises InputError, one line, for what the user can mend."""
     named = arguments[:1] == ["slurm"]
     line = read("launch", arguments[1:] if named else arguments)
     line.refuse(REFUSED)

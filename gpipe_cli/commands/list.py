@@ -47,7 +47,6 @@ Examples
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit code. Raises InputError, one line, for what the user can mend."""
     if any(argument in ("-h", "--help") for argument in arguments):
         sys.stdout.write(HELP)
         return 0

@@ -1,6 +1,5 @@
 """`gpipe plan`: what a step would take, on this machine or another one (the paper's Tables 1 to 3, unrun)."""
 
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -12,7 +11,7 @@ from rich.console import Console
 
 from gpipe_cli.commands.command_line import CommandLine, read, values_of
 from gpipe_cli.commands.composing import TRAINING_KEYS, Trees, combinations, compose, own, training
-from gpipe_cli.commands.folders import run_folder
+from gpipe_cli.commands.folders import refuse_file, run_folder
 from gpipe_cli.commands.outcome import preparing
 from gpipe_cli.commands.sweep import differences
 from gpipe_cli.commands.words import words_and_settings
@@ -34,11 +33,9 @@ class _Request:
     config: TrainConfig
     auto: tuple[str, ...]  # settings that are to be chosen
     settings: PlanSettings
-    file: Path | None  # which the schedule is written to
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit code. Raises InputError, one line, for what the user can mend."""
     arguments, given = words_and_settings(arguments, "format")
     line, form = read("plan", arguments), given["format"]
     line.refuse(dict.fromkeys(("resume", "dry_run"), "a plan runs nothing, and begins with nothing; leave it out"))
@@ -64,12 +61,15 @@ def _requested(tree: DictConfig, given: Mapping[str, object]) -> _Request:
         raise RefusedError("partition.balance", config.partition.balance, why)
     if settings.solve is not None and auto:
         raise InputError(f"solve={settings.solve}: {auto[0]}=auto cannot be chosen at the same time; give a number")
-    file = None if settings.write_schedule is None else _new_file(settings.write_schedule)
-    return _Request(config, auto, settings, file)
+    if (file := settings.write_schedule) is not None:
+        if not file.endswith(SCHEDULE_FILE):
+            why = f"a schedule is read by its ending; use write_schedule={file}{SCHEDULE_FILE}"
+            raise RefusedError("write_schedule", file, why)
+        refuse_file("write_schedule", Path(file), taken="another, or remove it")
+    return _Request(config, auto, settings)
 
 
 def _plan(request: _Request, form: str, *, shown: bool) -> PlanResult:
-    """Makes the plan. Raises InputError, one line, for what cannot be planned."""
     config, auto = request.config, request.auto
     console = Console(stderr=form != TABLE)  # the document alone is on stdout
     with run_folder(config, datetime.now(), auto, "plan") as folder, preparing():
@@ -78,7 +78,7 @@ def _plan(request: _Request, form: str, *, shown: bool) -> PlanResult:
         with interruptible_import():
             from gpipe_cli.commands.plan_run import plan
 
-        return plan(config, auto, request.settings.solve, folder, request.file, console, shown=shown)
+        return plan(config, auto, request.settings, folder, console, shown=shown)
 
 
 def _sweep(line: CommandLine, form: str) -> int:
@@ -113,17 +113,3 @@ def _sweep(line: CommandLine, form: str) -> int:
     else:
         show_plans(Console(), found)
     return 0
-
-
-def _new_file(name: str) -> Path:
-    """Where the schedule goes. Raises InputError for a place that is taken, or is none."""
-    file = Path(name)
-    if not name.endswith(SCHEDULE_FILE):
-        raise RefusedError(
-            "write_schedule", name, f"a schedule is read by its ending; use write_schedule={name}{SCHEDULE_FILE}"
-        )
-    if not file.parent.is_dir():
-        raise RefusedError("write_schedule", name, f"there is no folder {file.parent}; make it, or give another")
-    if os.path.lexists(file):
-        raise RefusedError("write_schedule", name, "it is there already; give another, or remove it")
-    return file

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from gpipe_cli.benchmark.machine_timing import step_costs, times_machine
 from gpipe_cli.commands.prepare import not_compiled, prepare
-from gpipe_cli.config.settings import TrainConfig, to_yaml
+from gpipe_cli.config.settings import PlanSettings, TrainConfig, to_yaml
 from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.schedule.schedule_file import csv_of
 from gpipe_cli.planner.auto_settings import solve_max_model
@@ -39,24 +39,23 @@ SETTINGS = "settings.yaml"  # not config.yaml: this is no run
 def plan(
     config: TrainConfig,
     auto: Sequence[str],
-    solve: str | None,
+    settings: PlanSettings,
     folder: Path,
-    file: Path | None,
     console: Console,
     *,
-    shown: bool = True,
+    shown: bool,
 ) -> PlanResult:
-    """Plan `config`, and write it into `folder`, its schedule into `file` too. Returns its numbers.
+    """Plan `config`, and write it into `folder`. Returns its numbers.
 
     `console` gets a line before what takes seconds, and the plan if it is to be `shown`.
 
-    Raises InputError, one line, for what cannot be planned or does not fit.
+    Raises InputError for what cannot be planned or does not fit.
     """
     gc.disable()  # a large plan is a million small objects, and collecting takes seconds; the process ends after it
     try:
         log = partial(show_text, console)
         _require_figures(config, several=config.partitions > 1 or "partitions" in auto)
-        if solve is None:
+        if settings.solve is None:
             prepared = prepare(config, auto, log, elsewhere=not config.hardware.here)
             config, profile, made, comparisons = prepared.config, prepared.profile, prepared.plan, prepared.comparisons
         else:
@@ -65,7 +64,8 @@ def plan(
             log(f"planned {not_compiled(config)}")
         files = {"page": str(folder / PAGE), "picture": str(folder / PICTURE)}
         files |= {"trace": f"{folder / TRACE} (for ui.perfetto.dev)"}
-        files |= {} if file is None else {"schedule_file": str(file)}
+        if (file := settings.write_schedule) is not None:
+            files["schedule_file"] = file
         result = plan_result(config, profile, made, comparisons, files)
         title = f"{result.model_name}, K = {len(made.stages)}, M = {made.micro_batches}"
         about = f"{result.model_name} on {config.dataset.name}"
@@ -73,7 +73,7 @@ def plan(
         try:
             if file is not None:
                 of_all = checked_schedule(made.order, config.micro_batches, made.recompute)  # the plan may have fewer
-                write_whole(file, csv_of(of_all, made.layout.row_of_stage))
+                write_whole(Path(file), csv_of(of_all, made.layout.row_of_stage))
             write_whole(folder / SETTINGS, to_yaml(config))
             write_page(folder / PAGE, about, simulation_data(config, profile, made), (), commands=commands)
             write_picture(folder / PICTURE, draw([predicted_view(title, made)]))

@@ -1,30 +1,40 @@
-"""`gpipe reproduce`: tables, figures and results of the paper, at the scale that the machine allows."""
+"""`gpipe reproduce`: tables, figures and results of the paper, at the scale that the machine allows.
 
+Several recipes lie in one folder, each in a folder of its own below it. One that is done does not run again, as the
+whole paper takes over an hour at a desk and may be interrupted. The results become one page and, once all recipes are
+done, part of the recipes' README.
+"""
+
+import shlex
 import shutil
 import sys
+import time
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from gpipe_cli.commands.command_line import read
 from gpipe_cli.commands.folders import locked_folder
-from gpipe_cli.commands.outcome import INTERRUPTED, STOPPED, import_torch
+from gpipe_cli.commands.outcome import import_torch
 from gpipe_cli.commands.recipe_run import Machine, ReproduceSettings
-from gpipe_cli.commands.reproduce_several import ALL, reproduce_several
 from gpipe_cli.config.settings import key_of
 from gpipe_cli.config.typed import typed
 from gpipe_cli.distributed.torchrun import refuse_torchrun
 from gpipe_cli.errors import InputError
-from gpipe_cli.reporting.run.lines import show_facts, show_line
-from gpipe_cli.reporting.tables.recipe import show_reproduction, write_reproduction
+from gpipe_cli.reporting.reproduced.page import REPORT, write_report
+from gpipe_cli.reporting.reproduced.readme import README, with_results
+from gpipe_cli.reporting.run.lines import override, show_facts, show_line
+from gpipe_cli.reporting.tables.recipe import REPRODUCTION, read_reproduction, show_reproduction, write_reproduction
 from gpipe_cli.reporting.tables.table import Column, Table, show_table
 from gpipe_cli.reproduction.recipe import Recipe, load, names
-from gpipe_cli.reproduction.runner import LOG, CommandFailedError, last_wins
-from gpipe_cli.system.files import LOCK
+from gpipe_cli.reproduction.runner import FOLDER, LOG, CommandFailedError, last_wins
+from gpipe_cli.results.files import read_result, write_result
+from gpipe_cli.system.files import LOCK, read_text, write_whole
 from gpipe_cli.system.gpus import usable_gpus
-from gpipe_cli.system.interrupts import Stopped
+from gpipe_cli.units import duration
 
 HELP = """Reproduces tables, figures and results of the GPipe paper, and prints the paper's numbers beside ours.
 
@@ -55,10 +65,11 @@ REFUSED = {
     "dry_run": "a recipe is run; use gpipe train -cd recipes -cn NAME dry_run=true",
 }
 RUNS_ONE = "gpipe reproduce NAME runs one, gpipe reproduce all runs all"
+ALL = "all"  # stands for the names of all recipes
+ASKED = "asked.json"  # a file with the scale and the settings of all recipes in a folder
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit code. Raises InputError, one line, for what the user can mend."""
     if any(argument in ("-h", "--help") for argument in arguments):
         sys.stdout.write(HELP)
         return 0
@@ -68,9 +79,7 @@ def main(arguments: Sequence[str]) -> int:
     rest = [argument for argument in arguments if "=" not in argument or argument.startswith((".", "/"))]
     for argument in arguments:
         if argument.startswith("-"):
-            raise InputError(
-                f"{argument}: there is no such option; write NAME setting=value, see gpipe reproduce --help"
-            )
+            raise InputError(f"{argument}: there is no such option; gpipe reproduce --help names all")
         if argument.startswith("~"):
             raise InputError(f"{argument}: settings cannot be removed; write NAME setting=value, or use gpipe train")
     line = read("reproduce", [argument for argument in arguments if argument not in rest])
@@ -93,10 +102,14 @@ def main(arguments: Sequence[str]) -> int:
     for recipe in chosen:
         recipe.check(given)
     if len(chosen) > 1:
-        return reproduce_several(chosen, whole, given, rest)
+        return _several(chosen, whole, given, rest)
     if whole.run_folder is not None:
         raise InputError(f"run_folder={whole.run_folder}: one recipe makes its own folder; give output=FOLDER")
     return _one(chosen[0], whole, given)
+
+
+def _new_folder(whole: ReproduceSettings, name: str) -> Path:
+    return Path(whole.output, f"{datetime.now():%Y-%m-%d_%H-%M-%S}_reproduce_{name}")
 
 
 def _one(recipe: Recipe, whole: ReproduceSettings, given: tuple[str, ...]) -> int:
@@ -104,8 +117,7 @@ def _one(recipe: Recipe, whole: ReproduceSettings, given: tuple[str, ...]) -> in
     import_torch()
     machine = Machine(console, usable_gpus())
     chosen, why = machine.scale(recipe, whole, given)
-    place = Path(whole.output, f"{datetime.now():%Y-%m-%d_%H-%M-%S}_reproduce_{recipe.name}")
-    with locked_folder(place, f"output={whole.output}", new=True) as folder:
+    with locked_folder(_new_folder(whole, recipe.name), f"output={whole.output}", new=True) as folder:
         facts = [("recipe", f"{recipe.name}: {recipe.title}"), ("source", recipe.source)]
         facts += [("scale", f"{chosen}: {why}"), ("folder", str(folder))]
         if chosen == "desk":
@@ -114,9 +126,9 @@ def _one(recipe: Recipe, whole: ReproduceSettings, given: tuple[str, ...]) -> in
         show_facts(console, facts)
         try:
             found = machine.reproduce(recipe, whole, given, folder)
-        except KeyboardInterrupt as asked:
+        except KeyboardInterrupt:
             show_line(console, f"interrupted; what was run is in {folder}", "bold yellow")
-            return STOPPED if isinstance(asked, Stopped) else INTERRUPTED
+            raise
         except CommandFailedError as error:
             show_line(console, f"failed: {error}", "bold red")
             return 1
@@ -132,13 +144,93 @@ def _one(recipe: Recipe, whole: ReproduceSettings, given: tuple[str, ...]) -> in
     return 0
 
 
+def _several(recipes: Sequence[Recipe], whole: ReproduceSettings, given: tuple[str, ...], asked: list[str]) -> int:
+    """Run the recipes that are not done yet, and continue after one that fails; returns the exit code."""
+    console = Console()
+    setting = {"scale": whole.scale, "settings": list(given)}
+    if whole.run_folder is None:
+        place = _new_folder(whole, ALL if asked == [ALL] else f"{len(recipes)}_recipes"), f"output={whole.output}"
+    else:
+        place = Path(whole.run_folder), f"run_folder={whole.run_folder}"
+    with locked_folder(*place, new=whole.run_folder is None) as folder:
+        _refuse_others(folder, setting)
+        import_torch()
+        machine = Machine(console, usable_gpus())
+        write_result(folder, setting, ASKED)
+        settings = [one for one in (f"scale={whole.scale}", *given) if one != "scale=auto"]
+        go_on = shlex.join(["gpipe", "reproduce", *asked, *settings]) + f" {override('run_folder', str(folder))}"
+        show_facts(console, [("recipes", str(len(recipes))), ("folder", str(folder)), ("continue with", go_on)])
+        failed: dict[str, str] = {}
+        begin = time.monotonic()
+        took = stated = 0.0  # seconds of the recipes that have run here, and what their files state for a desk
+        for at, recipe in enumerate(recipes, start=1):
+            below = folder / recipe.name
+            which = f"{at} of {len(recipes)}"
+            if _is_done(below):
+                show_line(console, f"{which:<12} {recipe.name}: is done")
+                continue
+            left = ""
+            if took or machine.scale(recipe, whole, given)[0] == "desk":
+                todo = sum(60 * one.desk.minutes for one in recipes[at - 1 :] if not _is_done(folder / one.name))
+                left = f", about {duration(todo * took / stated if took else todo)} left"
+            so_far = f"; {duration(time.monotonic() - begin)} used" if took else ""
+            show_line(console, "")
+            show_line(console, f"{which:<12} {recipe.name}: {recipe.title}{so_far}{left}", "bold")
+            shutil.rmtree(below, ignore_errors=True)  # remains of an interrupted or failed run
+            below.mkdir()
+            try:
+                found = machine.reproduce(recipe, whole, given, below)
+                write_reproduction(found, below)
+                took += found.seconds
+                stated += 60 * recipe.desk.minutes
+            except KeyboardInterrupt:
+                show_line(console, f"interrupted; what is done stays in {folder}; continue with", "bold yellow")
+                show_line(console, go_on)
+                raise
+            except (CommandFailedError, InputError) as error:
+                failed[recipe.name] = str(error)
+                show_line(console, f"failed: {error}", "bold red")
+            finally:
+                _write_report(folder, failed)
+        _write_report(folder, failed)  # even if every recipe was done before
+        for name, reason in failed.items():
+            show_line(console, f"{name} failed: {reason}", "bold red")
+        show_facts(console, [*([("try again", go_on)] if failed else []), ("report", str(folder / REPORT))])
+    return 1 if failed else 0
+
+
+def _is_done(folder: Path) -> bool:
+    return (folder / f"{REPRODUCTION}.json").is_file()
+
+
+def _refuse_others(folder: Path, setting: dict[str, Any]) -> None:
+    """Raises InputError for a folder that holds something else, or recipes with another scale or other settings."""
+    if {path.name for path in folder.iterdir()} <= {LOCK}:
+        return
+    if not (folder / ASKED).is_file():
+        raise InputError(f"run_folder={folder}: the folder is not empty and holds no reproduction; choose another")
+    before = read_result(folder, ASKED)
+    if before != setting:
+        has = " ".join([f"scale={before.get('scale')}", *before.get("settings", [])])
+        raise InputError(f"run_folder={folder}: what is there has {has}; use the same, or choose another folder")
+
+
+def _write_report(folder: Path, failed: dict[str, str]) -> None:
+    """Write the page about the recipes that are done; once all are, also README.md, if there is one to renew."""
+    every = names()
+    found = [read_reproduction(folder / name) for name in every if _is_done(folder / name)]
+    write_report(folder, found, failed)
+    if len(found) == len(every) and (FOLDER / README).is_file():
+        write_whole(folder / README, with_results(read_text(FOLDER / README), found))
+
+
 def recipes() -> Table:
+    """What there is to reproduce."""
     found = {name: load(name) for name in names()}
+    minutes = [recipe.desk.duration for recipe in found.values()]
     columns = [
         Column("recipe", cells=list(found)),
-        Column(
-            "at a desk", cells=[recipe.desk.duration for recipe in found.values()], number=True, key="desk_duration"
-        ),
+        Column("at a desk", cells=minutes, number=True, key="desk_duration"),
         Column("reproduces", cells=[recipe.title for recipe in found.values()], key="title"),
     ]
     return Table("", columns)

@@ -1,7 +1,7 @@
 """The parent's side of a run: messages of the workers become console lines, files and TensorBoard events."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -10,7 +10,7 @@ from rich.console import Console
 
 from gpipe_cli.assembly.build import open_data
 from gpipe_cli.benchmark.machine_timing import remember_run
-from gpipe_cli.commands.median_step import MedianStep, RecordedStep
+from gpipe_cli.commands.median_step import MedianStep
 from gpipe_cli.commands.prepare import Prepared
 from gpipe_cli.config.groups import ImagesConfig
 from gpipe_cli.config.settings import CONFIG, TrainConfig, to_yaml
@@ -44,7 +44,6 @@ _FIRST_DRAWN = 5  # steps that count when the first picture is drawn, so that on
 _DRAWING_APART = 50  # times as long as a drawing took: it takes a core, which the stages may want
 
 Ending = Literal["completed", "failed", "interrupted"]
-_Drawable = tuple[StepPicture, Sequence[TracedStep]]
 
 
 class RunReport:
@@ -68,7 +67,7 @@ class RunReport:
         self._median = MedianStep()  # over the current epoch; in a measurement, over all steps
         self._epoch_shown = False  # whether an epoch was complete, and its median step is the one to show
         self._next_drawing = 0.0  # time.monotonic(): before it no picture is drawn
-        self._undrawn: _Drawable | None = None  # the last one, drawn at the end
+        self._undrawn: Callable[[], None] | None = None  # draws the last step that was chosen
 
     def on_message(self, message: object) -> None:
         """Take a worker's message. Before TrainingReady there is nothing to show, and nothing is written."""
@@ -106,10 +105,9 @@ class RunReport:
         if self.started:
             # Interrupted, it ends at once: a drawing takes seconds on a busy machine, and a sweep kills it after 3.5 s.
             if ending == "completed" or (ending == "failed" and self._next_drawing == 0):
-                if not self._epoch_shown and (nearest := self._median.nearest) is not None:
-                    self._undrawn = self._shown(nearest)
-                if self._undrawn is not None:
-                    self._draw(*self._undrawn)
+                if not self._epoch_shown:
+                    self._choose()
+                self._draw()
             try:
                 self._reporter.finish(ending, error)
                 lost = lost_output()
@@ -155,48 +153,52 @@ class RunReport:
         self._median.add(step, recorded, counts=whole and step.step > self._warmed_up)
         if self._bench is not None:
             return  # to draw takes a core for a second: not before the measurement is over
-        counted, nearest = self._median.counted, self._median.nearest
+        counted = self._median.counted
         ends = step.position == self._steps_per_epoch and counted > 0
-        if nearest is None or not (ends or (counted == _FIRST_DRAWN and not self._next_drawing)):
+        if not (ends or (counted == _FIRST_DRAWN and not self._next_drawing)):
             return
-        self._undrawn = self._shown(nearest)
+        self._choose()
         if ends:
             self._median, self._epoch_shown = MedianStep(), True
         if time.monotonic() >= self._next_drawing:
-            self._draw(*self._undrawn)
+            self._draw()
 
     def _timeline(self, step: events.StepDone, recorded: events.StepRecorded) -> tuple[Timeline, int]:
         """The timeline of a recorded step, and its number of micro-batches M."""
         config, placement = self._prepared.config, self._prepared.placement
         micro_batches = len(share_of(step.samples, config.micro_batches, config.replicas).sizes)
-        schedule = placement.schedule(micro_batches)
-        return measured_timeline(
-            schedule, recorded.seconds, recorded.began_seconds, placement.layout.device_of_stage
-        ), micro_batches
+        schedule, devices = placement.schedule(micro_batches), placement.layout.device_of_stage
+        return measured_timeline(schedule, recorded.seconds, recorded.began_seconds, devices), micro_batches
 
-    def _shown(self, chosen: RecordedStep) -> _Drawable:
-        """The median step of those that were added so far, beside what was predicted."""
+    def _choose(self) -> None:
+        """Make the median step of those that were added so far the one to draw, beside what was predicted of it."""
+        if (chosen := self._median.nearest) is None:
+            return
         plan, step, began = self._prepared.plan, chosen.done, chosen.recorded.began_seconds
         timeline, micro_batches = self._timeline(step, chosen.recorded)
         shares = breakdown(timeline, micro_batches, step.seconds)
         title, steps = f"epoch {step.epoch}, step {step.step:,}", self._median.steps
         note = f"the median of {steps:,} steps" if steps > 1 else ""
-        same = micro_batches == plan.micro_batches and plan.costs.basis != "other_device"
         views = [replace(timeline_view(title, "measured", timeline, shares, step.seconds, began), note=note)]
-        if same:
+        if same := micro_batches == plan.micro_batches and plan.costs.basis != "other_device":
             views.append(predicted_view(title, plan))
         traced = [TracedStep("measured", timeline, began)]
         traced += [TracedStep("predicted", plan.timeline, plan.timeline.start_seconds)] if same else []
-        return StepPicture(step.epoch, step.step, tuple(views), steps), traced
 
-    def _draw(self, picture: StepPicture, traced: Sequence[TracedStep]) -> None:
-        self._undrawn = None
-        began = time.monotonic()
-        self._reporter.timeline(picture)
-        with self._reporter.optional():
-            write_trace(self._folder, traced)
-        ended = time.monotonic()
-        self._next_drawing = ended + _DRAWING_APART * (ended - began)
+        def draw() -> None:
+            self._reporter.timeline(StepPicture(step.epoch, step.step, tuple(views), steps))
+            with self._reporter.optional():
+                write_trace(self._folder, traced)
+
+        self._undrawn = draw
+
+    def _draw(self) -> None:
+        """Draw the chosen step, if there is one that is not drawn yet."""
+        if self._undrawn is not None:
+            began = time.monotonic()
+            self._undrawn()
+            self._undrawn, ended = None, time.monotonic()
+            self._next_drawing = ended + _DRAWING_APART * (ended - began)
 
 
 class NoReport:

@@ -71,7 +71,7 @@ class RunRequest:
             with interruptible_import():
                 from gpipe_cli.commands.training_run import launch  # torch comes with it
 
-            return launch(config, folder, self.auto, self.bench, start=start, again=again)
+            return launch(config, folder, self.auto, self.bench, start, again=again)
 
 
 def _named(config: TrainConfig, auto: tuple[str, ...]) -> str:

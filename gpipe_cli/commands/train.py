@@ -19,7 +19,6 @@ from gpipe_cli.reporting.tables.sweep import show_rest, show_sweep
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit code. Raises InputError, one line, for what the user can mend."""
     sweep = sweep_of("train", arguments, requested)
     line = sweep.line
     line.refuse({})

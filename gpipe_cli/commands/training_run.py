@@ -18,7 +18,7 @@ from gpipe_cli.distributed.rendezvous import Decision, agree
 from gpipe_cli.distributed.torchrun import leads, torchrun
 from gpipe_cli.errors import InputError
 from gpipe_cli.launch.fork_server import fork_server
-from gpipe_cli.launch.job import Bench, Failure, Reason, Task
+from gpipe_cli.launch.job import Bench, Reason, Task
 from gpipe_cli.launch.supervisor import run_task
 from gpipe_cli.pipeline.runtime.frozen import freeze
 from gpipe_cli.planner.data_sheet import number_of_gpus
@@ -40,27 +40,17 @@ from gpipe_cli.units import plural
 
 
 def launch(
-    config: TrainConfig | EvaluateConfig,
-    folder: Path,
-    auto: Collection[str] = (),
-    bench: Bench | None = None,
-    *,
-    start: Start | None = None,
-    again: bool = False,
+    config: TrainConfig, folder: Path, auto: Collection[str], bench: Bench | None, start: Start, *, again: bool
 ) -> int:
-    """Run the training or evaluation to its end; returns the exit code (0, 1 failed, 2 bad input, 3 stopped by SIGTERM
-    or SIGUSR1, 130 interrupted).
+    """Run the training to its end; returns the exit code (0, 1 failed, 2 bad input, 3 stopped by SIGTERM or SIGUSR1,
+    130 interrupted).
 
     The settings in `auto` are chosen first; with `bench` the training is measured and does nothing else; result.json
     gets `start`; `again`: the folder may hold the same run, which goes on then, or is complete.
-    Raises InputError, one line, for what the user can mend before anything has run.
+    Raises InputError for what the user can mend before anything has run.
     """
-    if isinstance(config, EvaluateConfig):
-        return _evaluate(config, folder)
     if config.max_restarts and torchrun() is not None:
-        why = (
-            f"torchrun starts processes again itself; give it --max-restarts={config.max_restarts}, and leave this out"
-        )
+        why = f"torchrun itself starts processes again, by --max-restarts={config.max_restarts}; leave this out"
         raise RefusedError("max_restarts", config.max_restarts, why)
     now, restarts = config, tuple[Restart, ...]()
     while True:
@@ -83,7 +73,9 @@ def launch(
         show_text(Console(), f"restart {len(restarts)} of {now.max_restarts}: {ended.why}; {on}{fewer}", "yellow")
 
 
-def _evaluate(config: EvaluateConfig, folder: Path) -> int:
+def evaluate(config: EvaluateConfig) -> int:
+    """Evaluate a checkpoint; returns the exit code, and raises InputError, as `launch`."""
+    folder = Path(config.run)
     training = for_evaluation(config.training)
     placement = make_placement(training, started=torchrun())
     source = partial(fitting_checkpoint, training, folder, config.checkpoint, "run", optimizer=False)
@@ -112,7 +104,7 @@ class _Lost:
 def _train(
     config: TrainConfig,
     folder: Path,
-    start: Start | None,
+    start: Start,
     auto: Collection[str],
     bench: Bench | None,
     again: bool,
@@ -140,13 +132,20 @@ def _train(
     )
     show = RunReport(prepared, folder, start, bench, restarts) if leads() else NoReport()
     left = bench is None and len(restarts) < config.max_restarts
-    ended = _run(
-        task, placement, training.timeout_seconds, show, folder, decision.start, stoppable=bench is None, restarts=left
-    )
-    if isinstance(ended, int):
-        return ended
-    show.break_off()
-    return _Lost(training, ended.text)
+    try:
+        return run_and_report(
+            task,
+            placement,
+            training.timeout_seconds,
+            show,
+            folder,
+            decision.start,
+            stoppable=bench is None,
+            goes_on=left,
+        )
+    except _LostError as lost:
+        show.break_off()
+        return _Lost(training, str(lost))
 
 
 def _with_gpus_left(config: TrainConfig) -> tuple[TrainConfig, str]:
@@ -192,31 +191,27 @@ def fitting_checkpoint(config: TrainConfig, run: Path, which: str, setting: str,
     return find_checkpoint(run, which, setting, check, show_error)
 
 
+class _LostError(Exception):
+    """A process was lost, and the run may go on."""
+
+
 def run_and_report(
-    task: Task, placement: Placement, timeout_seconds: float, show: Report, folder: Path, start: str = ""
-) -> int:
-    """Have the workers do the task, and `show` what they report and how it ended; returns the exit code. What failed is
-    told in `folder`.
-
-    Raises InputError, one line, for what the user can mend before anything was shown.
-    """
-    ended = _run(task, placement, timeout_seconds, show, folder, start)
-    assert isinstance(ended, int)
-    return ended
-
-
-def _run(
     task: Task,
     placement: Placement,
     timeout_seconds: float,
     show: Report,
     folder: Path,
-    start: str,
+    start: str = "",
     *,
     stoppable: bool = False,
-    restarts: bool = False,
-) -> int | Failure:
-    """The exit code; with `restarts` the failure, if it is one after which the run may go on."""
+    goes_on: bool = False,
+) -> int:
+    """Have the workers do the task, and `show` what they report and how it ended; returns the exit code. What failed is
+    told in `folder`.
+
+    Raises InputError for what the user can mend before anything was shown, and _LostError for a failure after which a
+    run that `goes_on` may do so.
+    """
     stopped = False
 
     def on_message(message: object) -> None:
@@ -244,8 +239,8 @@ def _run(
     if failure is None:
         show.finish("interrupted" if stopped else "completed", None)
         return STOPPED if stopped else 0
-    if restarts and failure.reason in (Reason.LOST, Reason.PEER):
-        return failure
+    if goes_on and failure.reason in (Reason.LOST, Reason.PEER):
+        raise _LostError(failure.text)
     if failure.reason is Reason.USER and not show.started:
         raise failure.refused or InputError(failure.text)
     text, details = failure.text, folder / "failure.txt"
