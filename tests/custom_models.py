@@ -10,12 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import timm
 import torch
 import torch.distributed as dist
 from torch import nn
-
-from gpipe_cli.models.timm_models import chain
 
 
 class Shift(nn.Module):
@@ -271,11 +268,6 @@ tracks = network_with(Tracking)
 asks_for_a_value = network_with(lambda: Does(lambda x: x * 2 if x.is_meta or x.sum().item() > 0 else x))
 norms_twice = network_with(Twice)
 takes_samples_apart = network_with(lambda: Does(lambda x: torch.stack(list(x))))
-
-
-def tiny_vit() -> nn.Sequential:
-    """timm's vision Transformer of one block, for 16 pixels."""
-    return chain(timm.create_model("vit_tiny_patch16_224", depth=1, img_size=16, num_classes=4))
 
 
 class CountsCalls(nn.Module):

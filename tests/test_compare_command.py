@@ -117,7 +117,7 @@ def test_all_of_outputs_and_what_is_wrong_with_it(
     for number in range(2):  # of a comparison nothing is compared again
         code, shown, wrong = compare("outputs", "nowhere")
         named = [line.partition(": left out: ")[2].partition(":")[0] for line in wrong.splitlines()]
-        assert (code, named) == (0, ["nowhere", "outputs/torn/result.json"])
+        assert (code, named) == (0, ["outputs/torn/result.json", "nowhere"])
         assert "3 runs" in shown
         assert "failed: boom" in shown
         made = sorted(Path("outputs").glob("*_compare"))

@@ -18,19 +18,16 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 RECIPES = (ROOT / "recipes" / "README.md").read_text(encoding="utf-8")
 # One command of each kind, with what makes it short.
-SMALL = ["model.normal_cells=3", "model.filters=4", "hardware=cpu"]
+SMALL = ["model.normal_cells=3", "model.filters=4", "hardware=cpu", "data_workers=0", "threads=1"]
 FIRST = {
     "gpipe train": [
         *SMALL, "partitions=1", "max_steps=2", "dataset.classes=[0,1,2,3,4]", "run_folder=outputs/my_run",
-        "data_workers=0", "threads=1",
     ],
 }  # fmt: skip
 RUNS = {
     "gpipe train resume=outputs/my_run partitions=4 epochs=12": ["partitions=1", "max_steps=3"],
     "gpipe train dataset.classes=[5,6,7,8,9] init_from=outputs/my_run freeze=[stem,'cell_0*']": [
-        *SMALL,
-        "partitions=1",
-        "max_steps=1",
+        *SMALL, "partitions=1", "max_steps=1", "logger=[]",
     ],
     "gpipe train model=custom model.target=mymodel:digits": ["dry_run=true", "hardware=cpu"],
     "gpipe train dry_run=true partitions=8": [*SMALL, "partitions=2"],
@@ -44,12 +41,10 @@ RUNS = {
     "gpipe bench partitions=2 micro_batches=8": [*SMALL, "partitions=1", "steps=1", "warm_up_steps=0"],
     "gpipe check model=custom model.target=mymodel:digits": ["executor=in_process"],
     "gpipe launch slurm nodes=2 gpus_per_node=4 time=1-00:00 partitions=8 sbatch.partition=gpu": [
-        *SMALL,
-        "partitions=2",
-        "gpus_per_node=1",
+        *SMALL, "partitions=2", "gpus_per_node=1",
     ],
     "gpipe reproduce": [],
-}
+}  # fmt: skip
 SWEEP = {  # in this order
     "gpipe train -m partitions=1,2 micro_batches=4,16 max_steps=20": [
         *SMALL, "micro_batches=4", "dry_run=true", "hydra.sweep.dir=outputs/my_sweep",

@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     runs, settings = words_and_settings(arguments, "format", "output")
     form, output = settings["format"], settings.get("output")
-    if dashed := next((run for run in runs if run.startswith("-")), None):
+    for dashed in (run for run in runs if run.startswith("-")):
         raise InputError(f"{dashed}: there is no such option; write format=csv or output=FOLDER")
     if not runs:
         raise InputError(f"RUN: give the folder of a run, or of several{_newest()}")
@@ -70,19 +70,21 @@ def _compare(folders: Sequence[Path], form: str, output: Path | None) -> int:
     from gpipe_cli.reporting.compare.run_record import RunRecord, find_runs, read_run
 
     problems: list[str] = []
-    found: dict[Path, Path] = {}  # a run that is named twice is here once
+    found: dict[Path, RunRecord | None] = {}  # by its absolute path: a run that is named twice is here once
     for folder in folders:
         problems += left_out(folder)
         try:
-            found |= {path: run for run in find_runs(folder) if (path := run.resolve()) not in found}
+            below = [run for run in find_runs(folder) if run.resolve() not in found]
         except InputError as error:
             problems.append(str(error))
-    runs: list[RunRecord] = []
-    for folder in found.values():
-        try:
-            runs.append(read_run(folder))
-        except InputError as error:
-            problems.append(str(error))
+            continue
+        for run in below:
+            try:
+                found[run.resolve()] = read_run(run)
+            except InputError as error:
+                found[run.resolve()] = None
+                problems.append(str(error))
+    runs = [run for run in found.values() if run is not None]
     if not runs:
         more = f" (and {len(problems) - 1} more like it)" if len(problems) > 1 else ""
         raise InputError(f"{problems[0]}{more}{'' if found else _newest()}")

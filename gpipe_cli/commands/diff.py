@@ -55,10 +55,11 @@ def main(arguments: Sequence[str]) -> int:
         "ran_on": _differing("ran on", _ran_on(first), _ran_on(second)),
         "result": _results(first, second),
     }
+    curves = [run.curves.get(TRAIN_LOSS) for run in (first, second)]
     if given["format"] != TABLE:
         entries = [{"kind": kind, **row} for kind, table in tables.items() for row in to_rows(table)]
-        curves = [None if curve is None else len(curve.steps) for curve in _curves(first, second)]
-        entries.append(dict(zip(KEYS, ("curve", TRAIN_LOSS, *curves, _apart(first, second)), strict=True)))
+        steps = [curve and len(curve.steps) for curve in curves]
+        entries.append(dict(zip(KEYS, ("curve", TRAIN_LOSS, *steps, _apart(*curves)), strict=True)))
         everything = Table("", [Column(key, values=[entry[key] for entry in entries]) for key in KEYS])
         sys.stdout.write(formatted(everything, given["format"]))
         return 0
@@ -72,7 +73,7 @@ def main(arguments: Sequence[str]) -> int:
     names = {"setting": "settings", "ran_on": "versions, code and hardware"}
     same = [names[kind] for kind, table in tables.items() if not table.rows]
     show_facts(console, [("the same", ", ".join(same))] if same else [])
-    show_facts(console, [("train loss", _losses(first, second))])
+    show_facts(console, [("train loss", _losses(*curves))])
     return 0
 
 
@@ -83,12 +84,9 @@ def _differing(heading: str, first: Mapping[str, Any], second: Mapping[str, Any]
     def column(name: str, of: Mapping[str, Any]) -> Column:
         return Column(name, cells=[show(of.get(key, NONE)) for key in keys], values=[of.get(key) for key in keys])
 
-    columns = [
-        column("first", first),
-        column("second", second),
-        Column("difference", cells=keys, values=[None] * len(keys), printed=False),
-    ]
-    return Table("", [Column(heading, cells=keys, key="name"), *columns])
+    names, nothing = Column(heading, cells=keys, key="name"), [None] * len(keys)
+    difference = Column("difference", cells=keys, values=nothing, printed=False)
+    return Table("", [names, column("first", first), column("second", second), difference])
 
 
 def _ran_on(run: RunRecord) -> dict[str, Any]:
@@ -96,29 +94,28 @@ def _ran_on(run: RunRecord) -> dict[str, Any]:
     found = {**run.result.versions, **dict(flattened(run.result.hardware))}
     for whose, commit in (run.result.starts[-1].code if run.result.starts else {}).items():
         changed = {None: ", perhaps changed", True: ", changed", False: ""}
-        known = commit is not None
-        found[f"commit of {whose}"] = commit["commit"][:12] + changed[commit["changed"]] if known else "not known"
+        known = commit and commit["commit"][:12] + changed[commit["changed"]]
+        found[f"commit of {whose}"] = known or "not known"
     return found
 
 
 def _results(first: RunRecord, second: RunRecord) -> Table:
     """Every result that one of them has."""
-    statuses = [first.result.status, second.result.status]
-    rows: list[tuple[str, str, list[str], list[Any]]] = []
-    rows.append(("status", "status", [*statuses, _difference(*statuses, points=False)], [*statuses, None]))
+    statuses = (first.result.status, second.result.status)
+    rows: list[tuple[str, str, Sequence[str], Sequence[Any]]] = [
+        ("status", "status", (*statuses, _difference(*statuses, points=False)), (*statuses, None))
+    ]
     for measure in _COMPARED:
         one, other = (measure.value(run.result) for run in (first, second))
         if not one is other is None:
-            cells = [measure.shown(one), measure.shown(other), _difference(one, other, points=measure.unit is SHARE)]
-            rows.append((measure.name, measure.of, cells, [one, other, None if None in (one, other) else other - one]))
+            cells = (measure.shown(one), measure.shown(other), _difference(one, other, points=measure.unit is SHARE))
+            rows.append((measure.name, measure.of, cells, (one, other, None if None in (one, other) else other - one)))
+    names, keys, cells, values = zip(*rows, strict=True)
     columns = [
-        Column(
-            name, cells=[cells[at] for _, _, cells, _ in rows], values=[values[at] for *_, values in rows], number=True
-        )
-        for at, name in enumerate(KEYS[2:])
+        Column(name, cells=list(texts), values=list(numbers), number=True)
+        for name, texts, numbers in zip(KEYS[2:], zip(*cells, strict=True), zip(*values, strict=True), strict=True)
     ]
-    names = Column("result", cells=[name for name, *_ in rows], key="name", values=[key for _, key, *_ in rows])
-    return Table("", [names, *columns])
+    return Table("", [Column("result", cells=names, key="name", values=keys), *columns])
 
 
 def _difference(first: Any, second: Any, *, points: bool) -> str:
@@ -131,25 +128,19 @@ def _difference(first: Any, second: Any, *, points: bool) -> str:
     return NONE if first == 0 else f"{100 * (second / first - 1):+.1f} %"
 
 
-def _curves(first: RunRecord, second: RunRecord) -> tuple[Curve | None, Curve | None]:
-    return first.curves.get(TRAIN_LOSS), second.curves.get(TRAIN_LOSS)
-
-
-def _apart(first: RunRecord, second: RunRecord) -> int | None:
+def _apart(one: Curve | None, other: Curve | None) -> int | None:
     """The first step whose train loss is another one; None: there is none among those that both have."""
-    one, other = _curves(first, second)
     if one is None or other is None or same_curves([one, other]):
         return None
     pairs = zip(one.steps, one.values, other.steps, other.values, strict=False)
     return next((step for step, value, *theirs in pairs if [step, value] != theirs), None)
 
 
-def _losses(first: RunRecord, second: RunRecord) -> str:
+def _losses(one: Curve | None, other: Curve | None) -> str:
     """Whether both took the same steps, as the curves have them."""
-    one, other = _curves(first, second)
     if one is None or other is None:
         return "not known, as a run has no curves"
     if same_curves([one, other]):
         return f"the same bits in all {len(one.steps):,} steps"
-    apart = _apart(first, second)
+    apart = _apart(one, other)
     return f"differs from step {apart:,} on" if apart is not None else "the same bits in the steps that both have"
