@@ -258,7 +258,6 @@ def network_with(layer: Callable[[], nn.Module]) -> Callable[[], nn.Sequential]:
 
 works_in_place = network_with(lambda: nn.ReLU(inplace=True))
 scales_in_place = network_with(lambda: Does(halves_in_place))
-hides_in_place = network_with(lambda: Does(lambda x: x.relu() if x.is_meta else x.relu_()))
 halves_unseen = network_with(lambda: Does(halves_data))
 wants_no_values = network_with(lambda: Does(refuses_values))
 is_lonely = network_with(lambda: Does(refuses_company))

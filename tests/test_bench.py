@@ -91,7 +91,6 @@ def test_text_is_measured_in_real_tokens(tmp_path: Path, capsys: pytest.CaptureF
     [
         ("max_steps=3", "max_steps=3: a measurement ends after its steps; give steps=... and warm_up_steps=..."),
         ("+dry_run.x=null", "dry_run.x=null: a measurement of nothing"),
-        ("checkpoint.keep=3", "checkpoint.keep=3: a measurement writes no checkpoints; leave it out"),
         ("resume=nowhere", "resume=nowhere: a measurement begins anew, and this is no sweep"),
         ("rounds=2", "rounds=2: one configuration has nothing to take turns with; add -m"),
         ("-m rounds=1,2", "rounds=1,2: all rows of a table have the same rounds; give one number"),
@@ -189,16 +188,11 @@ def shown(table: BenchTable, folder: Path) -> str:
 def test_a_row_of_text_stands_beside_one_that_cannot_be(tmp_path: Path) -> None:
     """Only rows of text have tokens, and the heading was that of the first row: the file ended there, in a KeyError;
     where the first row was impossible, no tokens were written."""
-    text: dict[str, Any] = {
-        "task": "language_model",
-        "tokens_per_second": 80.0,
-        "tokens_per_second_quartiles": (70.0, 90.0),
-    }
+    speeds = {"tokens_per_second": 80.0, "tokens_per_second_quartiles": (70.0, 90.0)}
+    text: dict[str, Any] = {"task": "language_model", **speeds}
     impossible = Run("partitions=9", Path("y"), 2, 1.0, None, 2, 1, {"partitions": 9}, "partitions=9: has 4 layers")
-    for runs in (
-        [measured_run(1, 1, 10.0, **text), impossible],
-        [replace(impossible, number=0), measured_run(1, 1, 10.0, **text)],
-    ):
+    for number in (2, 0):
+        runs = [measured_run(1, 1, 10.0, **text), replace(impossible, number=number)]
         table = bench_table(runs, 1)
         write_bench(tmp_path, table)
         rows = {row["partitions"]: row for row in csv.DictReader((tmp_path / "bench.csv").open(encoding="utf-8"))}
@@ -209,18 +203,11 @@ def test_a_row_of_text_stands_beside_one_that_cannot_be(tmp_path: Path) -> None:
 
 def test_what_auto_became_and_what_differs_without_being_asked_for_are_shown(tmp_path: Path) -> None:
     """A setting that the table varies was left out of what was resolved, also where it had been left to the program."""
-    chosen: dict[str, Any] = {
-        "config": {"partitions": 4, "micro_batches": 4, "model": {"filters": 8}},
-        "memory_bytes": (1, 2, 3, 4),
-    }
-    other: dict[str, Any] = {
-        "config": {"partitions": 2, "micro_batches": 4, "model": {"filters": 8}},
-        "memory_bytes": (5, 6),
-    }  # in the second round
-    auto = [
-        replace(measured_run(0, turn, 10.0, **said), settings={"partitions": "auto", "executor": "auto"})
-        for turn, said in ((1, chosen), (2, other))
-    ]
+    auto = []
+    for turn, k in ((1, 4), (2, 2)):
+        config = {"partitions": k, "micro_batches": 4, "model": {"filters": 8}}
+        run = measured_run(0, turn, 10.0, config=config, memory_bytes=(1,) * k)
+        auto.append(replace(run, settings={"partitions": "auto", "executor": "auto"}))
     table = bench_table([*auto, measured_run(1, 1, 10.0), measured_run(1, 2, 10.0)], 2)
     assert [row.resolved for row in table.rows] == [
         {"partitions": 4, "model.filters": 8, "executor": "in_process"},

@@ -12,7 +12,7 @@ IMAGES = ["model=custom", "dataset.image_size=8", *TINY[2:3], *TINY[4:]]
 TEXT = [
     "model=transformer_lm", "~presets", "dataset=synthetic_text", "dataset.vocabulary=40", "dataset.train_samples=30",
     "dataset.test_samples=4", "model.layers=2", "model.width=8", "model.hidden=16", "model.heads=2", "model.length=12",
-    "batch_size=8", "micro_batches=3", *TINY[-3:],
+    "model.attention_dropout=0", "batch_size=8", "micro_batches=3", *TINY[-3:],
 ]  # fmt: skip
 
 
@@ -71,13 +71,7 @@ def test_the_default_network_is_identical_in_every_way(capsys: pytest.CaptureFix
     ("settings", "identical", "verdict", "words"),
     [
         # another order of sums, no more
-        (["model.dropout=0", "model.attention_dropout=0", IN_PROCESS], 2 * 3 * 2 - 2 + 4 + 1, "within tolerance", ""),
-        (
-            ["model.dropout=0", "model.attention_dropout=0", "precision=bfloat16", "partitions=1"],
-            5,
-            "within tolerance",
-            "",
-        ),
+        (["model.dropout=0", "precision=bfloat16", IN_PROCESS], 2 * 3 * 2 - 2 + 4 + 1, "within tolerance", ""),
         (["model.dropout=0.3", "partitions=1"], 5, "differs, as it must", "random numbers"),
     ],
 )
@@ -110,13 +104,10 @@ IN_PLACE = "layer 1 changes its input in place"
         # it halves what it is given, unseen by torch: a recomputation begins with a half
         ("halves_unseen", [IN_PROCESS, "partition.balance=[1,4]"], 0, "differs: 5 of 17 variants; first in layer 1",
          f"layer 1 gives other values when micro-batch 0 is recomputed; {IN_PLACE}"),
-        ("draws_elsewhere", [IN_PROCESS, "model.arguments={source:numpy}"], 0,
-         "differs: 17 of 17 variants; first in layer 1", "layer 1 draws from numpy.random"),
         # nothing differs at this cut, and at another it would
         ("halves_unseen", [IN_PROCESS, "partition.balance=[3,2]"], 0, f"refused: {IN_PLACE}", IN_PLACE),
-        # as shapes show it; or the first variant does, which the others cannot be compared with then
-        ("works_in_place", [], 0, "fails: 6 of 6 variants; first in layer 1", IN_PLACE),
-        ("hides_in_place", ["partition.balance=[1,4]"], 24, "fails: 2 of 2 variants; first in layer 1", IN_PLACE),
+        ("works_in_place", [], 0, "fails: 6 of 6 variants; first in layer 1", IN_PLACE),  # as shapes show it
+        # the first variant fails, which the others cannot be compared with then
         ("wants_no_values", [], 24, "fails: 2 of 2 variants; first in layer 1",
          "layer 1 raises RuntimeError: no values; please"),
         ("is_lonely", ["partition.balance=[1,4]"], 7, "fails: 1 of 18 variants; first in layer 1",

@@ -56,7 +56,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return captured.err.rstrip("\n")
 
 
-def test_only_what_the_user_can_mend_is_bad_input() -> None:
+def test_only_what_the_user_can_mend_is_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
     """A ValueError from inside, the greatest of nothing, was shown as a wrong setting, with exit code 2."""
 
     def fails(error: Exception) -> Callable[[], int]:
@@ -70,6 +70,9 @@ def test_only_what_the_user_can_mend_is_bad_input() -> None:
     assert (outcome(fails(refused)).exit_code, outcome(fails(refused)).refusal) == (BAD_INPUT, refused)
     with pytest.raises(ValueError, match="empty sequence"):  # as a fault of the program, with its traceback
         outcome(fails(inside))
+    monkeypatch.setenv("GPIPE_FULL_ERROR", "1")
+    with pytest.raises(InputError, match="partitions=0"):
+        outcome(fails(refused))
     reasons = [_failure(0, error) for error in (refused, inside)]
     assert [failure.reason for failure in reasons] == [Reason.USER, Reason.OTHER]
     assert reasons[1].text == "ValueError: max() arg is an empty sequence"
@@ -85,15 +88,7 @@ def test_the_installed_program_answers() -> None:
 
 
 def test_help_and_configuration_import_no_torch() -> None:
-    lines = [
-        "--help",
-        "train --cfg job",
-        "list models",
-        "list hardware",
-        "help micro_batches",
-        "help 1f1b",
-        "help auto",
-    ]
+    lines = ["--help", "train --cfg job", "list models", "list hardware", "help micro_batches", "help auto"]
     lines += [f"{command} --help" for command in COMMANDS]
     result = subprocess.run([sys.executable, "-c", NO_TORCH, *lines], capture_output=True, text=True, check=False)
     assert (result.returncode, result.stderr) == (0, "")
@@ -113,8 +108,6 @@ def test_help_and_configuration_import_no_torch() -> None:
         ("train +rounds=5", "gpipe train: rounds=5: gpipe train has no such setting, gpipe bench has; leave it out"),
         (f"train -cd {FOLDER} -cn table2_amoebanet steps=5", "steps=5: gpipe train has no such setting, gpipe bench"),
         ("train hydra.foo=1", "gpipe train: hydra.foo=1: Hydra has no such setting"),
-        ("evaluate run=x,y", "gpipe evaluate: run=x,y: several values are a sweep"),
-        ("train hydra.mode=MULTIRUN steps=3", "steps=3: gpipe train has no such setting"),
         ("train dataset.root=x", "gpipe train: dataset.root=x: the chosen dataset has no such setting; leave it out"),
         ("train micro_batches=1,4", "gpipe train: micro_batches=1,4: several values are a sweep; add -m"),
         ("train partitions", "gpipe train: partitions: a setting without a value; write partitions=VALUE"),
@@ -123,45 +116,31 @@ def test_help_and_configuration_import_no_torch() -> None:
         ("train presets=x", "presets=x: the model and the data set choose it; leave it out, or give ~presets"),
         ("bench -m seed=range(0,-5)", "seed=range(0,-5): has no values; give one or more"),
         (f"train freeze={'[' * 3000}{']' * 3000}", "a setting is nested too deeply"),
-        ("train --foo", "gpipe train: unrecognized arguments: --foo"),
         ("train --partitions=4", "; a setting has no dashes: partitions=4;"),
         ("train checkpoint=[1,2]", "gpipe train: checkpoint=[1,2]: is a group of settings; set one of them, e.g."),
-        # a file of another group was read; and `model/a=b` is not what was typed
         ("train hardware=../model/amoebanet", "hardware=../model/amoebanet: there is no such choice; choose one of"),
-        ("train -m model=a/b,resnet", "gpipe train: model=a/b,resnet: there is no such choice; choose one of"),
         ("train -cn foo", "gpipe train: -cn foo: there is no such configuration"),
         ("train -cd /nowhere/at/all", "gpipe train: -cd /nowhere/at/all: there is no such folder"),
         ("evaluate -m run=x,y", "gpipe evaluate: -m: evaluate has no sweeps"),
         (f"compare {'a' * 300}", "File name too long"),
-        (
-            "train -m seed=interval(1,9)",
-            "seed=interval(1,9): bounds are for a search; add hydra/sweeper=optuna",
-        ),
+        ("train -m seed=interval(1,9)", "seed=interval(1,9): bounds are for a search; add hydra/sweeper=optuna"),
         ("launch slurm -m seed=interval(1,9)", "seed=interval(1,9): an array has no search; give the values"),
         ("train hydra/sweeper=optuna", "hydra/sweeper=optuna: a search is a sweep of several runs; add -m"),
-        ("bench -m hydra/sweeper=[optuna] seed=1,2", "hydra/sweeper=[optuna]: must be the name of a choice;"),
         ("train -m hydra/sweeper=optuna hydra.sweeper=3 seed=1,2", "hydra.sweeper=3: is a group of settings"),
         # what Hydra asserts, or has no type of error for
         ("train ~dataset=3", "~dataset=3: Hydra cannot use it (ValueError"),
         ("train hydra.searchpath=[nowhere]", "hydra.searchpath=[nowhere]: Hydra cannot use it (UserWarning"),
         (f"train seed={'1' * 5000}", "seed=11111111111111111111...: a number has at most 4300 digits; give a smaller"),
-        (f"bench -m seed=1,{'1' * 5000}", "seed=1,111111111111111111...: a number has at most 4300 digits"),
     ],
 )
 def test_bad_input_is_one_line(arguments: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert line in refused(capsys, *arguments.split())
 
 
-@pytest.mark.parametrize("words", ["list runs", "diff run", "compare", "launch slurm", "train"])
+@pytest.mark.parametrize("words", ["list runs", "train"])
 def test_an_empty_argument_is_refused(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Of an unset variable of the shell, `gpipe list runs "$FOLDER"`, the folder in which one is was taken."""
     assert "'': " in refused(capsys, *words.split(), "")
-
-
-def test_a_fault_of_gpipe_can_be_seen_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GPIPE_FULL_ERROR", "1")
-    with pytest.raises(InputError, match="partitions=0"):
-        main(["train", "partitions=0"])
 
 
 def test_under_torchrun_rank_0_reports_first(
@@ -217,13 +196,10 @@ BOMB = "a0: &a0 x\n" + "\n".join(f"a{n}: &a{n} [{','.join([f'*a{n - 1}'] * 9)}]"
         ("defaults:\n  - table\n  - _self_\n", "a file includes itself in its defaults"),
         ("a: " + "[" * 5000 + "]" * 5000, "table.yaml: holds no settings (RecursionError: maximum recursion depth"),
         ("output: gr\udcfc\udcdfe", "table.yaml: holds no settings (line 1 is not UTF-8"),
-        ("a:\n\t- b", "table.yaml: holds no settings (ScannerError: while scanning"),
-        ("#" * 2**20 + "\n", "table.yaml: holds no settings (has more than 1 MiB"),
         (BOMB, "table.yaml: holds no settings (YAMLError: more than 20 aliases"),
         ("", "partitions: the setting is missing"),
         ("3", "table.yaml: holds no settings"),
         (f"seed: [{'1' * 5000}]", "table.yaml: holds no settings (YAMLError: a number of more than 300 digits"),
-        (f"ema_decay: {'1:' * 400}1.5", "table.yaml: holds no settings (YAMLError: a number of more than 300 digits"),
         ("defaults: 3", "-cn table: Hydra cannot use it (ValueError: Invalid defaults list"),
         ("seed: !!bool maybe", "table.yaml: holds no settings (KeyError"),
     ],
@@ -245,21 +221,14 @@ def test_a_file_that_is_no_configuration_is_one_line(
     [
         ("gpipe tr", "train bench plan evaluate export check launch reproduce compare diff list help"),
         ("gpipe train model.fil", "model.filters="),
-        ("gpipe train dataset=cifar", "dataset=cifar10 dataset=cifar100"),
-        ("gpipe evaluate che", "checkpoint="),
         ("gpipe launch s", "slurm"),
         ("gpipe train logger=[m", "logger=[mlflow]"),
         ("gpipe launch slurm gpus", "gpus_per_node="),
         ("gpipe nonsense x", ""),
         ("gpipe compare out", ""),  # folders, which shells complete by themselves
         ("gpipe compare outputs/my_run format=c", "format=csv"),
-        ("gpipe export format=o", "format=onnx"),
-        ("gpipe train recompute=e", "recompute=except_last"),
-        ("gpipe bench -m schedule=z", "schedule=zero_bubble"),
         ("gpipe plan model.variant=", "model.variant=b model.variant=d"),
         ("gpipe evaluate run=", "run=outputs/my_run"),
-        ("gpipe train resume=outputs/", "resume=outputs/my_run"),
-        ("gpipe export checkpoint=", "checkpoint=best checkpoint=last"),
         ("gpipe reproduce table2_", "table2_amoebanet table2_transformer"),
         ("gpipe train -cd recipes -cn figure", "figure3_resnet101"),
         ("gpipe list h", "hardware"),
@@ -286,7 +255,7 @@ def test_a_reader_that_stops_reading_sees_no_traceback() -> None:
     assert (result.stderr, result.returncode) == ("", 141)
 
 
-@pytest.mark.parametrize("arguments", ["train --help >/dev/full", "--version >&-", "train >&-"])
+@pytest.mark.parametrize("arguments", ["--version >/dev/full", "train >&-"])
 def test_output_that_is_lost_is_one_line(arguments: str) -> None:
     """A full disk, or nobody who gave it a stdout: nothing is trained that nobody can follow."""
     command = f"'{sys.executable}' -m gpipe_cli {arguments}"
@@ -296,14 +265,8 @@ def test_output_that_is_lost_is_one_line(arguments: str) -> None:
     assert list(Path().iterdir()) == []
 
 
-def test_where_there_is_no_stderr_either_the_exit_code_says_it() -> None:
-    command = f"'{sys.executable}' -m gpipe_cli --version"
-    for lost in (">/dev/full 2>/dev/full", ">&- 2>&- <&-"):
-        assert subprocess.run(f"{command} {lost}", shell=True, check=False).returncode == 1
-
-
-@pytest.mark.parametrize("name", ["partition.balance=[4,8],seed=1", "it's here (1)"])
-def test_the_folder_of_a_sweeps_run_needs_no_quotes(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_folder_of_a_sweeps_run_needs_no_quotes(capsys: pytest.CaptureFixture[str]) -> None:
+    name = "partition.balance=[4,8],it's (1)"
     Path(name).mkdir()
     assert main(["evaluate", f"run={name}", "--cfg", "job"]) == 0
     assert yaml.safe_load(capsys.readouterr().out)["run"] == name
@@ -311,8 +274,7 @@ def test_the_folder_of_a_sweeps_run_needs_no_quotes(name: str, capsys: pytest.Ca
     assert f"run={name}: no run there" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", ["seed=3 --cfg job epochs=2", "--cfg=job seed=3 epochs=2"])
-def test_options_may_stand_anywhere(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", *arguments.split()]) == 0
+def test_options_may_stand_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "seed=3", "--cfg", "job", "epochs=2"]) == 0
     shown = yaml.safe_load(capsys.readouterr().out)
     assert (shown["seed"], shown["epochs"], shown["micro_batches"]) == (3, 2, 4)

@@ -67,11 +67,6 @@ def test_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert command("list", "runs", ".", "format=csv") == 0
     (one,) = (row for row in csv.DictReader(capsys.readouterr().out.splitlines()) if row["run"] == "one")
     assert (one["samples_per_second"], one["test_top1"], one["test_perplexity"]) == ("123.4", "0.5", "")
-    assert command("list", "runs", ".", "format=xml") == 2
-    assert capsys.readouterr() == (
-        "",
-        "gpipe list: format=xml: must be one of table, json, csv; for example format=json\n",
-    )
     assert command("list", "runs", "one") == 0
     assert "\none " in capsys.readouterr().out
     assert command("list", "runs") == 2
@@ -83,9 +78,9 @@ def test_recipes_and_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert "gpipe list hardware" in capsys.readouterr().out
     assert command("list", "recipes") == 0
     assert re.search(r"\nfigure3_resnet101 +3 min  Throughput of ResNet-101", capsys.readouterr().out)
-    assert command("list", "recipe") == 2
-    assert "recipe: there is no such list; did you mean recipes?" in capsys.readouterr().err
-    assert command("list", "recipes", "x") == 2
-    assert "x: gpipe list recipes takes nothing more" in capsys.readouterr().err
-    assert command("list", "models", "vit*", "x") == 2
-    assert "x: gpipe list models takes one pattern and nothing more" in capsys.readouterr().err
+    for words, line in (
+        (("recipe",), "recipe: there is no such list; did you mean recipes?"),
+        (("models", "vit*", "x"), "x: gpipe list models takes one pattern and nothing more"),
+    ):
+        assert command("list", *words) == 2
+        assert line in capsys.readouterr().err

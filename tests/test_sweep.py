@@ -41,11 +41,6 @@ TARGET = Path(__file__).parent / "custom_models.py"
 def test_runs_are_named_by_what_differs() -> None:
     two = [["partitions=2", "micro_batches=4"], ["partitions=4", "micro_batches=8"]]
     for jobs, same, names in (
-        (
-            [["micro_batches=1", "epochs=2"], ["micro_batches=4", "epochs=2"]],
-            [],
-            ["micro_batches=1", "micro_batches=4"],
-        ),
         ([["partitions=2", "micro_batches=4"]], ["micro_batches"], ["partitions=2"]),
         (two, [], ["micro_batches=4,partitions=2", "micro_batches=8,partitions=4"]),
         ([["epochs=2", "dry_run=true"]], ["epochs", "dry_run"], ["run"]),
@@ -122,23 +117,21 @@ def test_k_and_m_have_columns_that_may_tell_all(tmp_path: Path, capsys: pytest.C
         result = None if resolved is None else RunResult("completed", config=config)
         return Run(f"partitions={k}", tmp_path, 0, 1.0, result, number, settings={"partitions": k, **settings})
 
-    def cells(*runs: Run) -> list[list[str]]:
+    def rows(*runs: Run) -> list[str]:
         show_sweep(runs)
-        lines = capsys.readouterr().out.splitlines()
-        return [re.split(r"  +", line.strip())[:4] for line in lines if line.strip()[:3] in ("run", "1", "1  ", "2  ")]
+        rows = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+        return [row for row in rows if row.startswith(("run ", "1 ", "2 "))]
 
-    assert cells(run(1, 2, 2), run(2, 4, 4)) == [
-        ["run", "K", "M", "status"],
-        ["1", "2", "4", "completed"],
-        ["2", "4", "4", "completed"],
-    ]
-    refused = cells(run(1, 16, None), run(2, "auto", 4))
-    assert refused == [
-        ["run", "K", "M", "what differs"],
+    head, *cells = rows(run(1, 2, 2), run(2, 4, 4))
+    assert head.startswith("run K M status")
+    assert [cell[:15] for cell in cells] == ["1 2 4 completed", "2 4 4 completed"]
+    head, *cells = rows(run(1, 16, None), run(2, "auto", 4))
+    assert head.startswith("run K M what differs")
+    assert [cell.split()[:4] for cell in cells] == [
         ["1", "16", "-", "partitions=16"],
         ["2", "4", "4", "partitions=auto"],
     ]
-    assert cells(run(1, 2, 2), run(2, 2, 2, seed=3))[0][3] == "what differs"
+    assert "what differs" in rows(run(1, 2, 2), run(2, 2, 2, seed=3))[0]
 
 
 def test_what_no_command_expects_ends_one_run(capfd: pytest.CaptureFixture[str]) -> None:
@@ -178,7 +171,6 @@ def test_failing_runs_do_not_stop_the_others(
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ("train -m partitions=1,abc", "partitions=abc: must be a whole number"),
         ("bench -m dataset=digits,cifr10", "dataset=cifr10: there is no such choice; choose one of birdsnap,"),
         ("train -m micro_batches=64,128", "micro_batches=64: a mini-batch has only batch_size=32 samples"),
         ("train -m partitions=20,30 dry_run=true", "partitions=20: the model has only 10 layers; use partitions=10"),
@@ -243,7 +235,6 @@ def sweep(arguments: str) -> Sweep:
         ("train resume=sweep", '{"command": "train"}', "sweep/sweep.json: cannot be read as a sweep"),
         ("train -m seed=1,2 run_folder=foo", "", "those of its runs lie, is given by hydra.sweep.dir=foo"),
         ("train hydra.sweep.dir=foo", "", "hydra.sweep.dir=foo: the folder of a run is given by run_folder=foo"),
-        ("bench hydra.run.dir=foo", "", "hydra.run.dir=foo: the folder of a run is given by run_folder=foo"),
     ],
 )
 def test_a_sweep_that_cannot_go_on_or_a_folder_without_effect_is_refused(
