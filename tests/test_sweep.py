@@ -101,14 +101,14 @@ def test_the_table_shows_results_and_failures(
     show_sweep(runs)
     *lines, reason = capsys.readouterr().out.splitlines()
     assert reason == "run 2: partition.balance=[4,8]: [no]"
-    assert "top-1  perplexity  samples/s  tokens/s" in next(line for line in lines if "what differs" in line)
+    assert "top-1  samples/s  perplexity  tokens/s" in next(line for line in lines if "what differs" in line)
     rows = [re.split(r"  +", line.strip())[1:] for line in lines[-len(runs) :]]  # no name is broken
-    assert rows[0] == ["2", "1", "micro_batches=1", "completed", "93.1 %", "-", "123.4", "-", "250.0 ms", "12.0 s"]
+    assert rows[0] == ["2", "1", "micro_batches=1", "completed", "93.1 %", "123.4", "-", "-", "250.0 ms", "12.0 s"]
     assert rows[1][:4] == ["-", "-", "partition.balance=[4,8]", "failed (2)"]
     assert rows[1][-1] == "-", "it was refused: the time until then is no run's"
     assert rows[2][3] == "interrupted"
-    assert rows[3][4:] == ["-", "41.3", "123.4", "12,345", "250.0 ms", "12.0 s"]
-    assert rows[4][5] == "-"
+    assert rows[3][4:] == ["-", "123.4", "41.3", "12,345", "250.0 ms", "12.0 s"]
+    assert rows[4][6] == "-"
 
 
 def test_k_and_m_have_columns_that_may_tell_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
