@@ -262,7 +262,10 @@ def show_dry_run(prepared: Prepared, folder: Path, start: Start | None) -> None:
         else:
             batches = mini_batches(config, train.catalogue, training=True)
             refuse_short_last(config, batches)
-            data, steps_per_epoch = events.DataFacts(len(train), len(test)), batches.steps_per_epoch
+            data, steps_per_epoch = (
+                events.DataFacts(batches.catalogue.samples, test.catalogue.samples),
+                batches.steps_per_epoch,
+            )
     write_whole(folder / CONFIG, to_yaml(config))
     run = _described(prepared, data, frozen_facts(prepared.placement), steps_per_epoch, start=start)
     reporter = Reporter(folder, run)

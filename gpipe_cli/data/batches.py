@@ -11,10 +11,9 @@ often than their share: p ~ share^(1/T), T = 5 in its supplement; T = 1 is by sh
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from copy import copy
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import lru_cache
-from typing import Protocol, Self
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -53,8 +52,6 @@ class Split(Protocol):
     in whole mini-batches, because the padding of a sentence depends on the others.
     """
 
-    def __len__(self) -> int: ...
-
     @property
     def catalogue(self) -> Catalogue: ...
 
@@ -67,74 +64,60 @@ class Split(Protocol):
         ...
 
 
+@dataclass(eq=False)
 class MiniBatches:
     """The samples of `catalogue` in mini-batches of `batch_size` samples, or of at most `batch_tokens` tokens; exactly
     one of the two is given. Epochs and positions count from 0.
 
     shuffle: images come in a new order each epoch. Others are sorted by length, ties in a new order; cut; and the
     mini-batches are shuffled. Without it they are sorted by length, or stay in order, the same each epoch.
-    batch_tokens: n samples padded to lengths (S, T) count as n * max(S, T) tokens: the larger of what the encoder and
-    the decoder compute.
-    drop_last, with batch_size: as many samples as do not fill a mini-batch are left out, others each epoch.
+
     temperature: None or 1 gives every sample once an epoch. T > 1 draws as many samples an epoch, each language its
     quota by share^(1/T). With batch_tokens the number of mini-batches can then differ a little from epoch to epoch;
     epoch 0 decides: the last ones of a later epoch (in their random order) are left out, or its first ones repeated.
-    micro_batches, replicas, replica: which share of each mini-batch is read here.
 
     Raises InputError for a sample longer than batch_tokens.
     """
 
-    def __init__(
-        self,
-        catalogue: Catalogue,
-        *,
-        batch_size: int | None,
-        batch_tokens: int | None = None,
-        seed: int,
-        shuffle: bool,
-        temperature: float | None = None,
-        drop_last: bool = False,
-        micro_batches: int = 1,
-        replicas: int = 1,
-        replica: int = 0,
-    ) -> None:
-        assert (batch_size is None) != (batch_tokens is None), (batch_size, batch_tokens)
-        self.samples = catalogue.samples
-        self._catalogue = catalogue
-        self._batch_size, self._batch_tokens = batch_size, batch_tokens
-        self._seed, self._shuffle, self._drop_last = seed, shuffle, drop_last
-        self._temperature = None if temperature == 1 else temperature
-        self._pieces = micro_batches, replicas, replica
-        if batch_tokens is not None and catalogue.lengths is not None:
-            longest = int(catalogue.lengths.max())
-            if batch_tokens < longest:
+    catalogue: Catalogue
+    _: KW_ONLY
+    batch_size: int | None
+    # n samples padded to lengths (S, T) count as n * max(S, T) tokens: the larger of what encoder and decoder compute
+    batch_tokens: int | None = None
+    seed: int
+    shuffle: bool
+    temperature: float | None = None
+    drop_last: bool = False  # with batch_size: as many samples as do not fill one are left out, others each epoch
+    micro_batches: int = 1  # of each replica
+    replicas: int = 1
+    replica: int = 0  # whose share of each mini-batch is read here
+    steps_per_epoch: int = field(default=0, init=False)  # 0 until epoch 0 is cut
+
+    def __post_init__(self) -> None:
+        assert (self.batch_size is None) != (self.batch_tokens is None), (self.batch_size, self.batch_tokens)
+        if self.batch_tokens is not None and self.catalogue.lengths is not None:
+            longest = int(self.catalogue.lengths.max())
+            if self.batch_tokens < longest:
                 why = f"the longest sentence has {longest} tokens; use {longest} or more"
-                raise RefusedError("batch_tokens", batch_tokens, why)
+                raise RefusedError("batch_tokens", self.batch_tokens, why)
         # Two are kept: loading runs ahead into the next epoch while the loss still needs the targets of this one.
         self._batches_of = lru_cache(maxsize=2)(self._cut_epoch)
-        self.steps_per_epoch = 0  # not known before epoch 0 is cut
         self.steps_per_epoch = len(self._batches_of(0))
 
     def indices(self, epoch: int, position: int) -> Tensor:
         """int64 (size,): the samples of mini-batch `position` of `epoch`; where lengths differ, the shortest first."""
-        return self._batches_of(epoch if self._shuffle else 0)[position][0]
+        return self._batches_of(epoch if self.shuffle else 0)[position][0]
 
     def size(self, epoch: int, position: int) -> int:
         return len(self.indices(epoch, position))
 
     def share(self, epoch: int, position: int) -> Share:
         """What this replica gets of the mini-batch."""
-        return share_of(self.size(epoch, position), *self._pieces)
-
-    def cut_into(self, micro_batches: int) -> Self:
-        """These mini-batches, split into this many micro-batches for each replica."""
-        other = copy(self)
-        other._pieces = micro_batches, *self._pieces[1:]
-        return other
+        return share_of(self.size(epoch, position), self.micro_batches, self.replicas, self.replica)
 
     def lengths(self, epoch: int, position: int) -> tuple[int, ...]:
         """What its samples are padded to: the longest along each dimension that varies; () for images."""
-        return self._batches_of(epoch if self._shuffle else 0)[position][1]
+        return self._batches_of(epoch if self.shuffle else 0)[position][1]
 
     def stream(self, start_epoch: int, start_position: int, epochs: int) -> Iterator[tuple[int, int]]:
         """(epoch, position) of every step from the starting point, which may be the end of an epoch, to the end of a
@@ -145,36 +128,36 @@ class MiniBatches:
 
     def _cut_epoch(self, epoch: int) -> list[tuple[Tensor, tuple[int, ...]]]:
         """The samples of each mini-batch of an epoch, and what they are padded to."""
-        lengths = self._catalogue.lengths
+        lengths = self.catalogue.lengths
         purpose = "order" if lengths is None else "token order"
-        generator = torch.Generator().manual_seed(seed_of(purpose, self._seed, epoch))
-        order = torch.arange(self.samples)
-        if self._temperature is not None:
-            assert self._catalogue.groups is not None, "no languages to draw from"
-            order = temperature_draws(self._catalogue.groups, self._temperature, self._seed, epoch)
-        if self._shuffle:
+        generator = torch.Generator().manual_seed(seed_of(purpose, self.seed, epoch))
+        order = torch.arange(self.catalogue.samples)
+        if self.temperature not in (None, 1):
+            assert self.catalogue.groups is not None, "no languages to draw from"
+            order = temperature_draws(self.catalogue.groups, self.temperature, self.seed, epoch)
+        if self.shuffle:
             order = order[torch.randperm(len(order), generator=generator)]
-        if self._drop_last and self._batch_size is not None:  # before they are sorted, or it would be the longest ones
-            order = order[: len(order) // self._batch_size * self._batch_size]
+        if self.drop_last and self.batch_size is not None:  # before they are sorted, or it would be the longest ones
+            order = order[: len(order) // self.batch_size * self.batch_size]
         if lengths is None:
-            assert self._batch_size is not None, "images have no tokens"
-            return [(part, ()) for part in order.split(self._batch_size)]
+            assert self.batch_size is not None, "images have no tokens"
+            return [(part, ()) for part in order.split(self.batch_size)]
         # The last key counts first: the larger length, then each length in turn; ties stay as they are.
         keys = (*lengths[order].numpy().T[::-1], lengths[order].amax(dim=1).numpy())
         order = order[torch.from_numpy(np.lexsort(keys))]
-        parts = order.split(self._batch_size or self._sizes(lengths[order].amax(dim=1).tolist()))
+        parts = order.split(self.batch_size or self._sizes(lengths[order].amax(dim=1).tolist()))
         batches = [(part, tuple(lengths[part].amax(dim=0).tolist())) for part in parts]
-        if not self._shuffle:
+        if not self.shuffle:
             return batches
         turns = torch.randperm(len(batches), generator=generator).tolist()
         return [batches[turns[step % len(turns)]] for step in range(self.steps_per_epoch or len(turns))]
 
     def _sizes(self, longest: list[int]) -> list[int]:
         """Sizes of as few mini-batches as possible; `longest` is each sample's larger length, ascending."""
-        assert self._batch_tokens is not None
+        assert self.batch_tokens is not None
         sizes = [0]
         for length in longest:
-            if length * (sizes[-1] + 1) > self._batch_tokens:
+            if length * (sizes[-1] + 1) > self.batch_tokens:
                 sizes.append(0)
             sizes[-1] += 1
         return sizes

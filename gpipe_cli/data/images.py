@@ -81,12 +81,9 @@ class ImageSplit:
     transform: Callable[[Tensor], Tensor]
     seed: int | None  # None: nothing is random
 
-    def __len__(self) -> int:
-        return len(self.samples.targets)
-
     @property
     def catalogue(self) -> Catalogue:
-        return Catalogue(len(self))
+        return Catalogue(len(self.samples.targets))
 
     def inputs(self, epoch: int, indices: Sequence[int], lengths: tuple[int, ...] = ()) -> tuple[Tensor, ...]:
         """One float32 (n, 3, image_size, image_size)."""

@@ -11,12 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from gpipe_cli.config.typed import RefusedError, with_type
 from gpipe_cli.data.batches import SPLITS
 from gpipe_cli.data.cache import locked
-from gpipe_cli.data.readers import Files, Samples, read_folders
+from gpipe_cli.data.readers import Samples, read_folders
 
 _DOWNLOAD = "set dataset.download=true"
 
@@ -178,8 +176,7 @@ def _read_listed(name: str, root: Path, expected: str, split: str, *, download: 
         why = f"{len(listed) - len(kept):,} of {len(listed):,} {split} images that {name} lists are missing"
         use = f"{_complete(name, root)} or set dataset.partial=true"
         raise RefusedError("dataset.root", root, f"{why}, e.g. '{missing}'; {use}")
-    targets = torch.tensor([target for _, target in kept], dtype=torch.int64)
-    return Samples(Files(tuple(path for path, _ in kept)), targets, classes)
+    return Samples.of_files(kept, classes)
 
 
 def _complete(name: str, root: Path) -> str:

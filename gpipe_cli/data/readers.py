@@ -5,6 +5,7 @@ checks what a user can get wrong before the first step, without decoding an imag
 """
 
 import math
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,12 @@ class Samples:
     pixels: Pixels
     targets: Tensor
     class_names: tuple[str, ...]
+
+    @classmethod
+    def of_files(cls, listed: Sequence[tuple[str, int]], class_names: tuple[str, ...]) -> "Samples":
+        """Of paths with their targets."""
+        targets = torch.tensor([target for _, target in listed], dtype=torch.int64)
+        return cls(Files(tuple(path for path, _ in listed)), targets, class_names)
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,6 +157,5 @@ def read_folders(root: Path, expected: str, test_names: tuple[str, ...] = ("test
         except (OSError, ValueError) as error:  # no folder, no class, or a class without an image
             why = f"'{folder}' cannot be read ({one_line(error)}); {expected}"
             raise RefusedError("dataset.root", root, why) from error
-        targets = torch.tensor([number for _, number in listed], dtype=torch.int64)
-        splits.append(Samples(Files(tuple(path for path, _ in listed)), targets, tuple(numbers)))
+        splits.append(Samples.of_files(listed, tuple(numbers)))
     return splits[0], splits[1]

@@ -31,12 +31,9 @@ class TextSplit:
     length: int
     vocabulary: Vocabulary
 
-    def __len__(self) -> int:
-        return -(-(len(self.tokens) - 1) // self.length)
-
     @property
     def catalogue(self) -> Catalogue:
-        return Catalogue.of_windows(len(self), (self.length,))
+        return Catalogue.of_windows(-(-(len(self.tokens) - 1) // self.length), (self.length,))
 
     def inputs(self, epoch: int, indices: Sequence[int], lengths: tuple[int, ...]) -> tuple[Tensor, ...]:
         """One int64 (n, length): the tokens of windows `indices`."""
@@ -97,9 +94,6 @@ class SyntheticText:
     vocabulary_size: int
     seed: int
     pairs: bool
-
-    def __len__(self) -> int:
-        return self.samples
 
     @property
     def catalogue(self) -> Catalogue:

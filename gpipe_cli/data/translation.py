@@ -67,13 +67,10 @@ class PairSplit:
     vocabulary: Vocabulary
     dropped: int = 0
 
-    def __len__(self) -> int:
-        return len(self.pairs)
-
     @cached_property
     def catalogue(self) -> Catalogue:
         lengths = torch.stack([self.sources.lengths, self.answers.lengths], dim=1).to(torch.int32)
-        return Catalogue(len(self), lengths=lengths, groups=self.pairs.groups)
+        return Catalogue(len(self.pairs), lengths=lengths, groups=self.pairs.groups)
 
     @property
     def longer(self) -> Tensor:
@@ -115,7 +112,7 @@ def open_pairs(
         _check_lengths(splits, length)
     shortened = [_without_long(split, length) for split in splits]
     for name, split in zip(SPLITS, shortened, strict=True):
-        if len(split) == 0:
+        if len(split.pairs) == 0:
             why = f"every {name} pair is longer; use a larger model.length, or shorter sentences"
             raise RefusedError("model.length", length, why)
     return shortened[0], shortened[1]

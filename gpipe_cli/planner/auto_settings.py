@@ -244,7 +244,7 @@ def _training_samples(config: TrainConfig) -> int:
     if isinstance(dataset, ImagesConfig):
         with suppress(InputError):
             train, _ = open_data(replace(config, dataset=replace(dataset, download=False)))
-            return len(train)
+            return train.catalogue.samples
     return _MOST_SAMPLES
 
 

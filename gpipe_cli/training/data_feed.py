@@ -150,7 +150,7 @@ class Data:
         """What the banner says of the data; called where the first stage is."""
         assert self._splits is not None
         train, test = self._splits
-        facts = DataFacts(len(train), len(test))
+        facts = DataFacts(train.catalogue.samples, test.catalogue.samples)
         notes: Notes = ()
         if isinstance(train, TextSplit | PairSplit) and isinstance(test, TextSplit | PairSplit):
             size, asked = train.vocabulary.size, outputs_of(self._config)

@@ -210,7 +210,7 @@ def evaluate_checkpoint(
         rows = translate(engine, decode, test, lambda done, of: report(events.SentencesDecoded(done, of)))
         decoded = time.perf_counter()
     test.close()
-    scores, samples = scores_of(config, totals, averaged=averaged), test.batches.samples
+    scores, samples = scores_of(config, totals, averaged=averaged), test.batches.catalogue.samples
     seconds = decoded - evaluated
     translation = score_translations(rows, of=samples, beam=decode.beam, seconds=seconds) if rows else None
     report(events.EvaluationDone(samples, scores, evaluated - began, facts.unigram_perplexity, translation))

@@ -247,7 +247,7 @@ def translate(
     config = engine.config
     if config.task != "translation" or config.dataset.name == "synthetic_text":
         return []
-    samples, split, length = test.batches.samples, test.split, greatest_lengths(config)[-1]
+    samples, split, length = test.batches.catalogue.samples, test.split, greatest_lengths(config)[-1]
     assert split is None or isinstance(split, PairSplit)
     # as many sentences share a mini-batch as a mini-batch of the longest has
     sentences = mini_batch_samples(config, (length,))

@@ -397,7 +397,7 @@ class _Runs:
 
     def _first_mini_batch(self, config: TrainConfig) -> MiniBatch:
         """The first mini-batch, cut into the micro-batches of a variant."""
-        reading = replace(self.reading, batches=self.reading.batches.cut_into(config.micro_batches))
+        reading = replace(self.reading, batches=replace(self.reading.batches, micro_batches=config.micro_batches))
         if reading.loaded is not None and reading.split is not None:
             reading = replace(reading, loaded=LoadedBatches(reading.split, reading.batches, 0, 0, 1, 0))
         return MiniBatch(reading, 0, 0)

@@ -32,9 +32,8 @@ def digits() -> Splits:
 
 
 def test_digits_are_split_once_and_for_all(digits: Splits) -> None:
-    train, test = digits
     whole = load_digits()
-    assert (len(train), len(test)) == (1437, 360)
+    assert [split.catalogue.samples for split in digits] == [1437, 360]
     label_of = {
         image.astype(np.uint8).tobytes(): label for image, label in zip(whole.images, whole.target, strict=True)
     }
@@ -80,7 +79,7 @@ def test_synthetic_images_are_a_function_of_seed_and_index() -> None:
     assert set(train.samples.targets.tolist()) == set(range(7))
     # Uniform bytes: mean 0 and deviation 1/sqrt(3) after scaling.
     values = torch.stack([train[0, index] for index in range(50)])
-    assert (values.shape, len(test)) == ((50, 3, 13, 13), 9)
+    assert (values.shape, test.catalogue.samples) == ((50, 3, 13, 13), 9)
     assert [float(values.mean()), float(values.std())] == pytest.approx([0, 3**-0.5], abs=0.02)
 
 
@@ -93,7 +92,7 @@ def test_chosen_classes_are_renumbered_in_the_given_order(digits: Splits) -> Non
         assert part.samples.class_names == ("7", "2", "5")
         kept = [(at, numbers[target]) for at, target in enumerate(whole.samples.targets.tolist()) if target in numbers]
         assert part.samples.targets.tolist() == [number for _, number in kept]
-        assert all(torch.equal(part[0, index], whole[0, kept[index][0]]) for index in range(0, len(part), 11))
+        assert all(torch.equal(part[0, index], whole[0, kept[index][0]]) for index in range(0, len(kept), 11))
 
 
 @pytest.mark.parametrize("classes", [(0, 10), (-1, 3), (3, 4, 3), (4,)])

@@ -93,11 +93,12 @@ def opened(folder: Path, train: list[str], test: list[str], length: int) -> tupl
 def test_every_token_but_the_first_is_predicted_once_from_the_one_before(length: int) -> None:
     stream = torch.arange(100, 111, dtype=torch.int32)  # 10 tokens to predict
     split = TextSplit(stream, length, Vocabulary(b""))
-    assert len(split) == split.catalogue.samples == -(-10 // length)
-    indices = torch.arange(len(split)).flip(0)  # in any order
+    samples = split.catalogue.samples
+    assert samples == -(-10 // length)
+    indices = torch.arange(samples).flip(0)  # in any order
     (inputs,) = split.inputs(7, indices.tolist(), (length,))
     targets = split.targets_of(indices, (length,))
-    assert inputs.shape == targets.shape == (len(split), length)
+    assert inputs.shape == targets.shape == (samples, length)
     inputs, targets = inputs.flip(0), targets.flip(0)
     real = targets != IGNORED
     assert targets[real].tolist() == list(range(101, 111))
@@ -121,7 +122,7 @@ def test_a_text_shorter_than_a_window(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"^model\.length=100: the test text has only \d+ tokens[^\n]*$") as error:
         opened(tmp_path, DOCUMENTS, ["north sea"], length=100)
     most = int(str(error.value).partition("use model.length=")[2].split()[0])
-    assert len(opened(tmp_path, DOCUMENTS, ["north sea"], length=most)[1]) == 1
+    assert opened(tmp_path, DOCUMENTS, ["north sea"], length=most)[1].catalogue.samples == 1
 
 
 def test_unigram_perplexity_in_closed_form() -> None:

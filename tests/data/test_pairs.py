@@ -187,7 +187,7 @@ def texts(split: PairSplit, index: int) -> tuple[str, str]:
 
 def test_catalogue(numbers: tuple[PairSplit, PairSplit]) -> None:
     train, test = numbers
-    assert (len(train), len(test)) == (124, 4)
+    assert (len(train.pairs), len(test.pairs)) == (124, 4)
     assert train.pairs.languages == test.pairs.languages == ("de-en", "en-fr")
     assert train.vocabulary.size == 300
     lengths, groups = train.catalogue.lengths, train.catalogue.groups
@@ -227,13 +227,13 @@ def test_pairs_that_are_too_long(tmp_path: Path) -> None:
     line = f"line {int(longest[0].argmax()) + 1} has {most} tokens, and {sum(too_long)} pairs are too long; "
     with pytest.raises(InputError, match=rf"^model\.length={limit}: '\S+/train.tsv' {line}.*=true$"):
         open_tiny(tmp_path, length=limit)
-    assert len(open_tiny(tmp_path, length=most)[0]) == 124
+    assert len(open_tiny(tmp_path, length=most)[0].pairs) == 124
 
     short, short_test = open_tiny(tmp_path, length=limit, drop_long=True)
     assert [short.dropped, short_test.dropped] == too_long
-    assert [len(short), len(short_test)] == [124 - too_long[0], 4 - too_long[1]]
+    assert [len(short.pairs), len(short_test.pairs)] == [124 - too_long[0], 4 - too_long[1]]
     kept = [index for index in range(124) if longest[0][index] <= limit]
-    assert [texts(short, index) for index in range(len(short))] == [texts(whole, index) for index in kept]
+    assert [texts(short, index) for index in range(len(short.pairs))] == [texts(whole, index) for index in kept]
     assert torch.equal(short.catalogue.lengths, whole.catalogue.lengths[kept])  # type: ignore[index,arg-type]
     assert torch.equal(short.catalogue.groups, whole.catalogue.groups[kept])  # type: ignore[index,arg-type]
     with pytest.raises(InputError, match=r"^model\.length=2: every training pair is longer; [^\n]*$"):
