@@ -7,7 +7,7 @@ comes with every Python, and names in 234 languages out of Unicode's Common Loca
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,8 @@ from gpipe_cli.errors import InputError
 from gpipe_cli.system.files import read_text
 
 _SECTION_CHARACTERS = 2000
-_TEST_EVERY = 10  # every tenth document is in the test set
-_TEST_ONE_IN = 20  # one pair in 20 is in the test set
+_TEST_EVERY = 10  # every tenth document is test text
+_TEST_ONE_IN = 20  # and one pair in 20
 _MOST_BYTES = 2**32  # bytes of one file, which is held in memory several times
 Documents = tuple[str, ...]
 
@@ -94,10 +94,8 @@ def _read_folder(root: Path, folder: Path) -> Documents:
 
 
 def read_utf8(path: Path) -> str:
-    """The text of a file, without a mark of its encoding and with lines that end in a line feed.
-
-    Raises InputError if it cannot be read, is larger than 4 GiB, or is not UTF-8: in which line.
-    """
+    """The text of a file, whose lines end in a line feed. Raises InputError if it cannot be read, is larger than 4 GiB,
+    or is not UTF-8."""
     try:
         return read_text(path, _MOST_BYTES).replace("\r\n", "\n")
     except OSError as error:
@@ -121,15 +119,14 @@ _LANGUAGES = re.compile(r"[A-Za-z0-9_]+-[A-Za-z0-9_]+")
 
 @dataclass(frozen=True, eq=False)
 class Pairs:
-    """One split of the sentence pairs of all languages. groups: int32 (n,), numbers of `languages`, which are names
-    such as `de-en`, the same for both splits. file, lines: where each pair was read; None where not from a file."""
+    """One split of the sentence pairs of all languages."""
 
     sources: Sequence[str]
     references: Sequence[str]
-    groups: Tensor
-    languages: tuple[str, ...]
-    file: Path | None = None
-    lines: Sequence[int] | None = None
+    groups: Tensor  # int32 (n,): numbers of `languages`
+    languages: tuple[str, ...]  # such as `de-en`, the same for both splits
+    file: Path | None = None  # where the pairs were read,
+    lines: Sequence[int] | None = None  # and each of them
 
     def __len__(self) -> int:
         return len(self.groups)
@@ -158,7 +155,7 @@ def target_language(languages: str) -> str:
 
 
 def languages_of(pairs: Sequence[str]) -> int:
-    """How many languages there are, on both sides, in pairs such as `hi_Latn-en`; scripts do not make another one."""
+    """How many languages are in pairs such as `hi_Latn-en`; scripts do not make another one."""
     return len({code.partition("_")[0] for pair in pairs for code in pair.split("-")})
 
 
@@ -232,12 +229,11 @@ def _names_of(locale: str) -> dict[tuple[str, str], str]:
     """(kind, code) -> name, as far as the locale has one that is more than the code."""
     from babel import localedata
 
-    content: Mapping[str, Any] = localedata.load(locale)
     return {
         (kind, code): name.strip()
         for kind in _KINDS
-        for code, name in sorted(content.get(kind, {}).items())
-        if isinstance(name, str) and name.strip() and name.strip() != code
+        for code, name in sorted(localedata.load(locale).get(kind, {}).items())
+        if isinstance(name, str) and name.strip() not in ("", code)
     }
 
 

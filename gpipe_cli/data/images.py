@@ -86,11 +86,10 @@ class ImageSplit:
         return Catalogue(len(self.samples.targets))
 
     def inputs(self, epoch: int, indices: Sequence[int], lengths: tuple[int, ...] = ()) -> tuple[Tensor, ...]:
-        """One float32 (n, 3, image_size, image_size)."""
+        """One float32 (n, 3, S, S)."""
         return (torch.stack([self[epoch, index] for index in indices]),)
 
     def targets_of(self, indices: Tensor, lengths: tuple[int, ...] = ()) -> Tensor:
-        """int64 (n,): classes."""
         return self.samples.targets[indices]
 
     def __getitem__(self, key: tuple[int, int]) -> Tensor:
@@ -106,9 +105,8 @@ class ImageSplit:
 
 
 def open_images(dataset: ImagesConfig, seed: int) -> tuple[ImageSplit, ImageSplit]:
-    """Open a data set and return its training and its test split.
-
-    `seed` is of the augmentation, which is for the training split only, and of synthetic images.
+    """The training and the test split of a data set. `seed` is of synthetic images and of the augmentation, which is
+    for the training split only.
 
     Raises InputError (one line) for missing, empty or damaged data, and a wrong number of classes.
     """

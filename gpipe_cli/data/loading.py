@@ -107,8 +107,8 @@ class LoadedBatches:
 
 @dataclass(frozen=True, eq=False)
 class _Batches:
-    """The data set as the DataLoader sees it: the arguments of `Split.inputs` in, a mini-batch out, or why there is
-    none: an exception raised in a worker would arrive as the text of its traceback."""
+    """The arguments of `Split.inputs` in, a mini-batch out, or why there is none: an exception raised in a worker would
+    arrive as the text of its traceback."""
 
     split: Split
 

@@ -33,9 +33,8 @@ class Share:
 
 
 def share_of(samples: int, micro_batches: int, replicas: int = 1, replica: int = 0) -> Share:
-    """The share of pipeline `replica` of so many `replicas`, of `micro_batches` at most; the first ones get more.
-
-    The micro-batches of all are those of one pipeline with R x M of them (law 7).
+    """The share of pipeline `replica`, of `micro_batches` at most: the micro-batches of all are those of one pipeline
+    with R x M of them (law 7).
 
     >>> share_of(7, 2, replicas=2, replica=1)
     Share(first_sample=4, first_micro_batch=2, sizes=(2, 1))

@@ -1,8 +1,7 @@
 """The six sets of photographs of the paper (Table 4 of v5): ImageNet and five that it transfers to.
 
 An accuracy compares with the paper's only on the paper's splits, so this file holds their sizes and checks the files on
-disk against them before the first step. Readers only give paths and targets; pixels are decoded as for a user's own
-photographs. torchvision reads the annotations, each set has its own format.
+disk against them before the first step. torchvision reads the annotations, each set has its own format.
 """
 
 import os

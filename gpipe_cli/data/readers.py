@@ -68,7 +68,7 @@ class Files:
 
 @dataclass(frozen=True)
 class Noise:
-    """Random bytes made from (seed, index): any number of samples, any size, nothing stored, nothing to learn."""
+    """Random bytes made from (seed, index)."""
 
     seed: int
     image_size: int
@@ -100,9 +100,7 @@ def read_digits() -> tuple[Samples, Samples]:
 
 def read_cifar(reader: "type[CIFAR10]", root: Path, *, download: bool) -> tuple[Samples, Samples]:
     """CIFAR-10 or CIFAR-100 (50,000 / 10,000 images, 32x32) through torchvision's reader, which checks each file's MD5.
-
-    Raises InputError where files are missing or damaged and `download` is false, or the download fails.
-    """
+    Raises InputError."""
     try:
         with locked(root / ".download.lock") if download else nullcontext():
             splits = [reader(str(root), train=train, download=download) for train in (True, False)]
@@ -136,9 +134,7 @@ def read_noise(dataset: ImagesConfig, seed: int) -> tuple[Samples, Samples]:
 
 
 def read_folders(root: Path, expected: str, test_names: tuple[str, ...] = ("test", "val")) -> tuple[Samples, Samples]:
-    """Photographs as root/train/<class>/* and root/test/<class>/* (or root/val); classes in alphabetical order.
-
-    test_names: folders that may hold the test images; the first that exists is read.
+    """Photographs as root/train/<class>/* and the first of `test_names` that exists; classes in alphabetical order.
 
     Raises InputError, which says what is `expected`, for a folder that is missing or a class without an image.
     """

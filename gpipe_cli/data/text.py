@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,7 +37,7 @@ class TextSplit:
         return Catalogue.of_windows(-(-(len(self.tokens) - 1) // self.length), (self.length,))
 
     def inputs(self, epoch: int, indices: Sequence[int], lengths: tuple[int, ...]) -> tuple[Tensor, ...]:
-        """One int64 (n, length): the tokens of windows `indices`."""
+        """One int64 (n, length)."""
         return (self._windows(torch.tensor(indices), first=0, padding=PAD),)
 
     def targets_of(self, indices: Tensor, lengths: tuple[int, ...]) -> Tensor:
@@ -56,10 +57,7 @@ class TextSplit:
 def open_documents(
     train: Sequence[str], test: Sequence[str], dataset: TextConfig, length: int, pieces: bytes | None = None
 ) -> tuple[TextSplit, TextSplit]:
-    """Learn the vocabulary from the training documents, or take that of `pieces`, and encode both.
-
-    Raises InputError for a vocabulary that the text does not support, and a text shorter than a window.
-    """
+    """Learn the vocabulary from the training documents, or take that of `pieces`; encode both. Raises InputError."""
     cache = cache_folder(dataset.cache)
     # A line's end is a byte of its own and need not be learned.
     lines = [line for document in train for line in document.split("\n") if line.strip()]
@@ -127,7 +125,7 @@ TextSplits = tuple[TextSplit, TextSplit] | tuple[PairSplit, PairSplit] | tuple[S
 def open_text(
     dataset: TextConfig, *, length: int, seed: int, pairs: bool = False, pieces: bytes | None = None
 ) -> TextSplits:
-    """Open a data set and return its training and its test split.
+    """The training and the test split of a data set.
 
     length: tokens of a window, or the most of a source or a target. seed and pairs (whether it has them): of
     `synthetic_text` only. pieces: the vocabulary of an earlier run, as SentencePiece stores it, in place of a new one.
@@ -135,26 +133,27 @@ def open_text(
     Raises InputError (one line) for missing, empty or damaged data, and settings that do not fit it.
     """
     root = Path(dataset.root or "")  # a data set read from files has a root
+    read: Any  # documents or pairs, of both splits
     match dataset.name:
         case "synthetic_text":
+            counts = dataset.train_samples or 0, dataset.test_samples or 0
+            seeds = seed_of("text train_samples", seed), seed_of("text test_samples", seed)
             train, test = (
-                SyntheticText(samples or 0, length, dataset.vocabulary, seed_of(f"text {setting}", seed), pairs)
-                for setting, samples in (
-                    ("train_samples", dataset.train_samples),
-                    ("test_samples", dataset.test_samples),
-                )
+                SyntheticText(count, length, dataset.vocabulary, own, pairs)
+                for count, own in zip(counts, seeds, strict=True)
             )
             return train, test
         case "python_docs":
-            return open_documents(*read_python_docs(), dataset, length, pieces)
+            read = read_python_docs()
         case "text_files":
-            return open_documents(*read_text_files(root), dataset, length, pieces)
+            read = read_text_files(root)
         case "cldr":
-            assert dataset.direction is not None
-            return open_pairs(*read_cldr(dataset.direction, cache_folder(dataset.cache)), dataset, length, pieces)
+            read = read_cldr(str(dataset.direction), cache_folder(dataset.cache))
         case "parallel_text":
-            return open_pairs(*read_parallel_text(root), dataset, length, pieces)
-    training, tested = import_module(f"gpipe_cli.data.{dataset.name}").read(dataset)
+            read = read_parallel_text(root)
+        case _:
+            read = import_module(f"gpipe_cli.data.{dataset.name}").read(dataset)
+    training, tested = read
     if TEXTS[dataset.name].pairs:
         return open_pairs(training, tested, dataset, length, pieces)
     return open_documents(training, tested, dataset, length, pieces)

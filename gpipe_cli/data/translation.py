@@ -24,13 +24,10 @@ from gpipe_cli.data.vocabulary import BEGIN, END, IGNORED, PAD, Vocabulary, make
 
 @dataclass(frozen=True, eq=False)
 class Sequences:
-    """Tokens of sequences of every length, one after the other: a list of lists would cost a Python object for each.
+    """Tokens of sequences of every length, one after the other: a list of lists would cost a Python object for each."""
 
-    values: int32 (tokens,). lengths: int64 (sequences,).
-    """
-
-    values: Tensor
-    lengths: Tensor
+    values: Tensor  # int32 (tokens,)
+    lengths: Tensor  # int64 (sequences,)
 
     @cached_property
     def _starts(self) -> Tensor:
@@ -49,23 +46,19 @@ class Sequences:
         return self.values[positions].long().masked_fill_(columns >= lengths, padding)
 
     def where(self, kept: Tensor) -> "Sequences":
-        """The pairs for which `kept`, bool (sequences,), is true."""
+        """Those for which `kept`, bool (sequences,), is true."""
         return Sequences(self.values[kept.repeat_interleave(self.lengths)], self.lengths[kept])
 
 
 @dataclass(frozen=True, eq=False)
 class PairSplit:
-    """The training or the test pairs; the epoch changes nothing.
-
-    sources: [target language] + pieces + [end]. answers: pieces + [end]; the decoder sees [begin] + pieces.
-    dropped: how many pairs were left out because they are too long for the model.
-    """
+    """The training or the test pairs; the epoch changes nothing."""
 
     pairs: Pairs
-    sources: Sequences
-    answers: Sequences
+    sources: Sequences  # [target language] + pieces + [end]
+    answers: Sequences  # pieces + [end]; the decoder sees [begin] + pieces
     vocabulary: Vocabulary
-    dropped: int = 0
+    dropped: int = 0  # pairs that were left out because they are too long for the model
 
     @cached_property
     def catalogue(self) -> Catalogue:
@@ -147,10 +140,10 @@ def _encoded(pairs: Pairs, vocabulary: Vocabulary, cache: Path) -> PairSplit:
 def _check_lengths(splits: list[PairSplit], length: int) -> None:
     """InputError that names the longest pair of all where it is too long."""
     split = max(splits, key=lambda split: int(split.longer.max()))
-    longest, index = int(split.longer.max()), int(split.longer.argmax())
+    longest = int(split.longer.max())
     if longest > length:
         many = sum(int((split.longer > length).sum()) for split in splits)
-        why = f"{split.pairs.where(index)} has {longest} tokens, and {many} pairs are too long"
+        why = f"{split.pairs.where(int(split.longer.argmax()))} has {longest} tokens, and {many} pairs are too long"
         use = f"use model.length={longest} or more, or dataset.drop_long=true"
         raise RefusedError("model.length", length, f"{why}; {use}")
 

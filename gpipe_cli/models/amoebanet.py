@@ -33,7 +33,6 @@ class ScheduledDropPath(nn.Module):
 
     def __init__(self, drop_probability: float) -> None:
         super().__init__()
-        assert 0 <= drop_probability < 1, drop_probability
         self.drop_probability = drop_probability  # at the end of the training
         self.progress = 0.0  # share of all training steps that is done; `set_progress` sets it
 
@@ -49,7 +48,6 @@ class ScheduledDropPath(nn.Module):
 
 def set_progress(module: nn.Module, progress: float) -> None:
     """Set the share of all training steps that is done, 0 to 1, in every `ScheduledDropPath` of `module`."""
-    assert 0 <= progress <= 1, progress
     for child in module.modules():
         if isinstance(child, ScheduledDropPath):
             child.progress = progress
@@ -303,10 +301,10 @@ def amoebanet(
 
 
 def _stem(image_size: int, norm: operations.Norm, *, small: bool) -> tuple[nn.Module, FeatureMap]:
-    """3x3 convolution to 32 channels and batch norm, without ReLU; a single tensor leaves it.
+    """3x3 convolution to 32 channels and batch norm, without ReLU.
 
-    Departs from the reference: its stem for small images does not pad (32 pixels become 30); ours does, so that 32 and
-    64 pixels halve evenly. The paper itself never trains on such images.
+    Departs from the reference: its stem for small images, which the paper never trains on, does not pad (32 pixels
+    become 30); ours does, so that 32 and 64 pixels halve evenly.
     """
     convolution = operations.Convolution(3, STEM_CHANNELS, (3, 3), (2, 2))
     if small:

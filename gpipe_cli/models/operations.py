@@ -84,8 +84,7 @@ class SameConvolution(Convolution):
     def forward(self, x: Tensor) -> Tensor:
         top, bottom = same_padding(x.shape[2], self.kernel_size[0], self.stride[0])
         left, right = same_padding(x.shape[3], self.kernel_size[1], self.stride[1])
-        if (top, left) != (bottom, right):
-            # The convolution itself can only pad both sides alike.
+        if (top, left) != (bottom, right):  # the convolution itself can only pad both sides alike
             x = F.pad(x, (left, right, top, bottom))
             top = left = 0
         return convolve(x, self.weight, self.stride, (top, left), self.groups)

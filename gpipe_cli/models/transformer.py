@@ -19,14 +19,11 @@ With `shared_embedding`, one matrix embeds both languages in the first layer. Ot
 where the decoder begins and only token numbers pass the encoder. Either way no parameter belongs to two layers.
 
 The paper prints 400M, 1.3B, 1.3B, 3B and 6B parameters. The width of the attention grows with the heads (64 channels
-each): with 1024 channels for all, T(64, 16384, 32) would have 5.2B. Neither dropout nor the threshold of the logits are
-given.
+each): with 1024 channels for all, T(64, 16384, 32) would have 5.2B.
 
 The paper describes no more than the sizes; the rest follows Lingvo, its code base: a normalisation before each part,
 dropout only on the attention weights and on what a part adds to its input, sinusoidal positions, an embedding drawn
 from N(0, 1 / width) and multiplied by sqrt(width). Weights start after Glorot, biases at zero.
-
-No module owns a buffer, and all that own parameters can fill them in alone, as a process builds its own layers only.
 """
 
 import math
