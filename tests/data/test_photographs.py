@@ -13,20 +13,12 @@ import yaml
 from image_files import opened, pack, served, write_images
 from PIL import Image
 from torchvision import datasets
-from torchvision.datasets import imagenet as torchvision_imagenet
 
 from gpipe_cli.data.images import ImageSplit
 from gpipe_cli.data.photographs import DECODED, PHOTOGRAPHS
 from gpipe_cli.errors import InputError
 
 CONF = Path(__file__).parents[2] / "conf" / "dataset"
-
-
-def structs(path: Path, name: str, **columns: list[object]) -> None:
-    """A MATLAB file with an array of structs, as in Stanford Cars and the ImageNet devkit."""
-    rows = np.array(list(zip(*columns.values(), strict=True)), dtype=[(column, object) for column in columns])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scipy.io.savemat(path, {name: rows})
 
 
 class Tiny(NamedTuple):
@@ -48,14 +40,14 @@ def write_imagenet(root: Path) -> Tiny:
 def write_stanford_cars(root: Path) -> Tiny:
     base = root / "stanford_cars"
 
-    def annotations(path: Path, classes: list[int]) -> None:
-        count = len(classes)
-        boxes = {name: [1.0] * count for name in ("bbox_x1", "bbox_y1", "bbox_x2", "bbox_y2")}
-        files = [f"{number + 1:05}.jpg" for number in range(count)]
-        structs(path, "annotations", **boxes, **{"class": [float(c) for c in classes]}, fname=files)
+    def annotations(place: str, classes: list[int]) -> None:
+        boxes = [(column, float) for column in ("bbox_x1", "bbox_y1", "bbox_x2", "bbox_y2", "class")]
+        rows = [(1.0, 1.0, 1.0, 1.0, c, f"{number:05}.jpg") for number, c in enumerate(classes, 1)]
+        scipy.io.savemat(base / place, {"annotations": np.array(rows, dtype=[*boxes, ("fname", object)])})
 
-    annotations(base / "devkit/cars_train_annos.mat", [1, 2, 2])
-    annotations(base / "cars_test_annos_withlabels.mat", [2, 1])
+    (base / "devkit").mkdir(parents=True)
+    annotations("devkit/cars_train_annos.mat", [1, 2, 2])
+    annotations("cars_test_annos_withlabels.mat", [2, 1])
     names = np.array(["AM General Hummer SUV 2000", "Acura RL Sedan 2012"], dtype=object)
     scipy.io.savemat(base / "devkit/cars_meta.mat", {"class_names": names})
     write_images(base / "cars_train", "00001.jpg", "00002.jpg", "00003.jpg")
@@ -109,7 +101,6 @@ WRITERS = {
     "fgvc_aircraft": write_fgvc_aircraft,
     "birdsnap": write_birdsnap,
 }
-DOWNLOADED = ("oxford_pets", "food101", "fgvc_aircraft")
 
 
 def open_tiny(name: str, root: Path, **settings: object) -> tuple[ImageSplit, ImageSplit]:
@@ -143,43 +134,19 @@ def test_targets_classes_and_pixels(tmp_path: Path, name: str) -> None:
     assert message.endswith(f"{PHOTOGRAPHS[name].contents}; {PHOTOGRAPHS[name].get}")
 
 
-def test_imagenet_is_unpacked_from_its_archives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, root = tmp_path / "source", tmp_path / "root"
-    root.mkdir()
-    wnids = ["n01440764", "n02012849"]
+def test_imagenet_has_the_names_of_its_synsets(tmp_path: Path) -> None:
+    """torchvision writes them as it unpacks the archives; two classes share their first word."""
+    write_imagenet(tmp_path)
+    torch.save(({"n01440764": ("crane",), "n02012849": ("crane", "bird")}, []), tmp_path / "meta.bin")
+    for split in open_tiny("imagenet", tmp_path):
+        assert split.samples.class_names == ("crane", "crane, bird")
+    (tmp_path / "meta.bin").write_bytes(b"<html>\n404\n</html>\n")
+    assert "'meta.bin' of imagenet are missing or damaged" in refusal("imagenet", tmp_path)
 
-    # A synset with children is no class.
-    structs(
-        source / "devkit/data/meta.mat",
-        "synsets",
-        ILSVRC2012_ID=[1, 2, 3],
-        WNID=[*wnids, "n00000001"],
-        words=["tench, Tinca tinca", "crane", "animal"],
-        gloss=["a", "b", "c"],
-        num_children=[0, 0, 2],
-    )
-    (source / "devkit/data/ILSVRC2012_validation_ground_truth.txt").write_text("2\n1\n")
-    write_images(source / "val", "ILSVRC2012_val_00000001.JPEG", "ILSVRC2012_val_00000002.JPEG")
 
-    # torchvision knows the archives by their MD5.
-    def archive(key: str, **content: Path) -> None:
-        name, _ = torchvision_imagenet.ARCHIVE_META[key]
-        monkeypatch.setitem(torchvision_imagenet.ARCHIVE_META, key, (name, pack(root / name, **content)))
-
-    for wnid in wnids:
-        write_images(source / wnid, f"{wnid}_1.JPEG")
-        pack(source / f"{wnid}.tar", **{f"{wnid}_1.JPEG": source / wnid / f"{wnid}_1.JPEG"})
-    archive("train", **{f"{wnid}.tar": source / f"{wnid}.tar" for wnid in wnids})
-    archive("val", **{path.name: path for path in (source / "val").iterdir()})
-    archive("devkit", ILSVRC2012_devkit_t12=source / "devkit")
-
-    for _ in range(2):  # unpacked, and found unpacked
-        train, test = open_tiny("imagenet", root)
-        assert train.samples.class_names == ("tench, Tinca tinca", "crane")
-        assert train.samples.targets.tolist() == [0, 1]
-        # The first validation image belongs to the second class.
-        paths = test.samples.pixels.paths  # type: ignore[attr-defined]
-        assert [Path(path).stem[-1] for path in paths] == ["2", "1"]
+def test_imagenet_without_an_archive(tmp_path: Path) -> None:
+    torch.save(({}, []), tmp_path / "meta.bin")
+    assert "The archive ILSVRC2012_img_train.tar is not present" in refusal("imagenet", tmp_path)
 
 
 def test_sizes_must_be_the_papers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +174,7 @@ def test_images_that_are_listed_but_missing(tmp_path: Path, name: str) -> None:
     (tmp_path / tiny.place).unlink()
     message = refusal(name, tmp_path, partial=False)
     assert f"1 of 2 test images that {name} lists are missing, e.g. '{tmp_path / tiny.place}'; " in message
-    assert ("dataset.download=true" in message) == (name in DOWNLOADED)
+    assert ("dataset.download=true" in message) == (name == "food101")
     train, test = open_tiny(name, tmp_path)
     assert (train.catalogue.samples, test.samples.targets.tolist()) == (3, [0])
     for path in tmp_path.rglob("*.jpg"):
@@ -252,40 +219,19 @@ def test_annotations_that_contradict_each_other(tmp_path: Path) -> None:
     assert "1 differ (apple_pie)" in refusal("food101", tmp_path)
 
 
-def test_imagenet_without_an_archive_or_with_broken_names(tmp_path: Path) -> None:
-    torch.save(({}, []), tmp_path / "meta.bin")
-    assert "The archive ILSVRC2012_img_train.tar is not present" in refusal("imagenet", tmp_path)
-    write_imagenet(tmp_path)
-    (tmp_path / "meta.bin").write_bytes(b"<html>\n404\n</html>\n")
-    assert "'meta.bin' of imagenet are missing or damaged" in refusal("imagenet", tmp_path)
-
-
 def test_downloading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchvision's readers are told the addresses and the MD5 of archives of the tiny sets."""
-    server, source, root = (tmp_path / name for name in ("server", "source", "data"))
-    server.mkdir()
-    tests = {name: WRITERS[name](source).test_targets for name in DOWNLOADED}
-
-    def at(address: str) -> None:
-        def archive(name: str, content: Path) -> tuple[str, str]:
-            return f"{address}/{name}.tar.gz", pack(server / f"{name}.tar.gz", **{name: content})
-
-        pets = [archive(part, source / "oxford-iiit-pet" / part) for part in ("images", "annotations")]
-        monkeypatch.setattr(datasets.OxfordIIITPet, "_RESOURCES", pets)
-        for reader, name in ((datasets.Food101, "food-101"), (datasets.FGVCAircraft, "fgvc-aircraft-2013b")):
-            url, md5 = archive(name, source / name)
-            monkeypatch.setattr(reader, "_URL", url)
-            monkeypatch.setattr(reader, "_MD5", md5, raising=False)
-
-    at((tmp_path / "not there").as_uri())
-    for name in DOWNLOADED:
-        message = refusal(name, tmp_path / name, download=True)
-        assert message.startswith(f"dataset.download=true: could not download {name} to '{tmp_path / name}'")
-        assert "check the network" in message
-    with served(server) as address:
-        at(address)
-        for name in DOWNLOADED:
-            train, test = open_tiny(name, root, download=True)
-            assert (train.samples.targets.tolist(), test.samples.targets.tolist()) == ([0, 1, 1], tests[name])
-    for name in DOWNLOADED:  # the server is gone, and not asked again
-        open_tiny(name, root, download=True)
+    """torchvision's reader is told the address and the MD5 of an archive of the tiny set."""
+    (tmp_path / "server").mkdir()
+    tiny = write_food101(tmp_path / "source")
+    packed = pack(tmp_path / "server/food-101.tar.gz", **{"food-101": tmp_path / "source/food-101"})
+    monkeypatch.setattr(datasets.Food101, "_MD5", packed)
+    monkeypatch.setattr(datasets.Food101, "_URL", (tmp_path / "nowhere.tar.gz").as_uri())
+    message = refusal("food101", tmp_path / "data", download=True)
+    assert message.startswith(f"dataset.download=true: could not download food101 to '{tmp_path / 'data'}'")
+    assert "check the network" in message
+    with served(tmp_path / "server") as address:
+        monkeypatch.setattr(datasets.Food101, "_URL", f"{address}/food-101.tar.gz")
+        open_tiny("food101", tmp_path / "data", download=True)
+    # the server is gone, and not asked again
+    train, test = open_tiny("food101", tmp_path / "data", download=True)
+    assert (train.samples.targets.tolist(), test.samples.targets.tolist()) == ([0, 1, 1], tiny.test_targets)
