@@ -127,6 +127,12 @@ def final_tensors(folder: Path) -> dict[str, torch.Tensor]:
     return read_tensors(checkpoint, read_index(checkpoint).layers, ("model", "optimizer", "ema"))
 
 
+def steps_of(folder: Path) -> list[int]:
+    """The steps of a run's curves, which logger=[csv] has written."""
+    _, *rows = (folder / "metrics.csv").read_text().splitlines()
+    return [int(row.partition(",")[0]) for row in rows]
+
+
 def assert_same_tensors(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
     assert one.keys() == other.keys()
     different = [
