@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import torch
 from PIL import Image
 from training_runs import (
     TINY,
@@ -16,7 +15,6 @@ from training_runs import (
     command,
     configure,
     final_tensors,
-    placement_of,
     session_members,
     start_program,
     train_here,

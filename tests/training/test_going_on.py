@@ -5,7 +5,6 @@ import re
 import shlex
 import signal
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
 
@@ -30,8 +29,19 @@ from gpipe_cli.training.checkpoint import store
 from gpipe_cli.training.checkpoint.store import checkpoints_in, step_of
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
-RUN = [*TINY, "hardware=cpu", "epochs=10000", "evaluate_every_epochs=10000", "checkpoint.every_steps=1"]
+RUN = [
+    *TINY[2:], "model=custom", "model.target=custom_models:small", "check_layers=false", "hardware=cpu", "epochs=10000",
+    "evaluate_every_epochs=10000", "checkpoint.every_steps=1",
+]  # fmt: skip
 IN_PROCESS = ["partitions=1", "executor=in_process"]
+
+
+@pytest.fixture(autouse=True)
+def custom_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they are, for this process and for those that a test starts."""
+    folder = str(Path(__file__).parent.parent)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setenv("PYTHONPATH", folder)
 
 
 FAILING = """
@@ -45,7 +55,7 @@ write = store.write_stage
 
 
 def slowly(*what):
-    time.sleep(2)
+    time.sleep(1)
     return write(*what)
 
 
@@ -108,16 +118,14 @@ def test_a_run_whose_stage_is_killed_restarts_and_when_asked_to_stop_goes_on_wit
     assert (program.returncode, errors) == (3, "")
     result = read_result(run)
     (restart,) = result["restarts"]
-    assert re.match("stage 1 was killed by signal 9", restart["why"])
+    assert re.match(r"stage 1 was killed by signal 9 \(SIGKILL\) .*; the machine may be out of memory", restart["why"])
     assert f"\nrestart 1 of 1: {restart['why']}; goes on after step {restart['step']}\n" in said
     assert (result["status"], result["steps"]) == ("interrupted", step_of(checkpoints_in(run)[-1]))
     (start,) = result["starts"]  # whatever restarted in it
     assert start["command"] == shlex.join(["gpipe", *line, "partitions=2", "max_restarts=1"])
     assert datetime.fromisoformat(start["started"]) <= datetime.fromisoformat(start["ended"])
     assert start["first_step"] == 0, "that of the command, not of its restart"
-    logged = (run / "log.txt").read_text()
-    assert f"  restart 1 of 1: {restart['why']}; goes on" in logged
-    assert logged.count("  stage   device   layers") == 1
+    assert f"  restart 1 of 1: {restart['why']}; goes on" in (run / "log.txt").read_text()
     wait_until(lambda: not session_members(program.pid), 20, "the end of every process")
 
     steps = result["steps"] + 2
@@ -136,14 +144,19 @@ def test_a_run_whose_stage_is_killed_restarts_and_when_asked_to_stop_goes_on_wit
     assert result["status"] == "completed"
     assert [one["command"] for one in result["starts"]] == [start["command"], shlex.join(["gpipe", *line])]
     assert (result["starts"][0], result["starts"][1]["first_step"] > begun) == (start, True)
-    lines = (run / "log.txt").read_text().removeprefix(logged).splitlines()
-    assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  \S|.{21} +\S", line) for line in lines)
-    assert [line[21:] for line in lines].count(f"$ {shlex.join(['gpipe', *line])}") == 2
 
 
 def test_a_result_has_the_tests_of_which_a_killed_parent_did_not_hear(tmp_path: Path) -> None:
     """Its stages have written their checkpoints while it was drawing a picture: result.json is as at the beginning."""
-    line = ["train", *TINY, "hardware=cpu", *IN_PROCESS, "epochs=2", "resume=auto", "checkpoint.every_steps=3"]
+    line = [
+        "train",
+        *RUN,
+        *IN_PROCESS,
+        "resume=auto",
+        "epochs=2",
+        "evaluate_every_epochs=1",
+        "checkpoint.every_steps=0",
+    ]
     run, results = tmp_path / "run", []
     unheard = {"status": "running", "steps": 0, "epochs": 0, "test": None, "best": None}
     for steps in ("max_steps=3", "max_steps=null", "max_steps=null"):  # nothing is left for the last one
@@ -162,9 +175,8 @@ def test_a_process_that_is_killed_after_the_last_checkpoint_is_not_missed(
     (tmp_path / "killed.py").write_text(KILLED)
     # the parent imports it too: without this it would be killed itself, by the next test that writes a checkpoint
     monkeypatch.setattr(store, "finish_checkpoint", store.finish_checkpoint)
-    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent))  # where custom_models.py is
     monkeypatch.syspath_prepend(str(tmp_path))
-    settings = [*RUN[2:], "model=custom", "model.target=killed:build", "max_restarts=1", "max_steps=2"]
+    settings = [*RUN, "model.target=killed:build", "max_restarts=1", "max_steps=2"]
     assert command("train", *settings, "partitions=1", f"run_folder={tmp_path / 'run'}") == 0
     assert "complete, with 2 steps; nothing is left" in capsys.readouterr().out
     result = read_result(tmp_path / "run")
@@ -202,29 +214,15 @@ def test_what_a_killed_start_has_left_is_begun_anew_and_what_is_not_ours_stays(
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes.txt"]
 
 
-@linux
-def test_a_stop_before_the_first_step_ends_too(tmp_path: Path) -> None:
-    def stop() -> None:
-        wait_until(lambda: workers_of(os.getpid()), 60, "the worker")
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    with ThreadPoolExecutor(1) as pool:
-        stopped = pool.submit(stop)
-        assert command("train", *RUN, "partitions=1", f"run_folder={tmp_path / 'run'}") == 3
-        stopped.result()
-    wait_until(lambda: not workers_of(os.getpid()), 20, "the end of every worker")
-
-
 def test_a_run_that_fails_completes_the_checkpoint_that_it_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both processes take longer to write the one of step 1 than the last stage to fail in step 2."""
     (tmp_path / "failing.py").write_text(FAILING)
     monkeypatch.setattr(store, "write_stage", store.write_stage)  # as it was when this ends
-    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent))  # where custom_models.py is
     monkeypatch.syspath_prepend(str(tmp_path))
     run = tmp_path / "run"
-    settings = [*RUN[2:], "model=custom", "model.target=failing:build", "check_layers=false", "partitions=2"]
+    settings = [*RUN, "model.target=failing:build", "partitions=2"]
     assert command("train", *settings, "max_restarts=1", f"run_folder={run}") == 1
     result = read_result(run)
     assert "as it was told to" in result["error"]

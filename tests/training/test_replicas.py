@@ -65,7 +65,7 @@ def test_replicas_without_samples(tmp_path: Path) -> None:
         "model.hidden=8", "model.heads=1", "model.length=16", "batch_size=null", "batch_tokens=5", "device=cpu",
     ]  # fmt: skip
     for task, settings in (("images", images), ("translation", translation)):
-        pipeline = ["partitions=2", "micro_batches=1", "epochs=1", "replicas=3"]
+        pipeline = ["partitions=1", "micro_batches=1", "epochs=1", "replicas=3"]
         folder = tmp_path / task
         assert command("train", *settings, *pipeline, f"run_folder={folder}") == 0
         tested = read_result(folder)["test"]["loss"]

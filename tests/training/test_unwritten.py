@@ -1,8 +1,6 @@
 """A run that cannot write: what it can do without is left out, what it cannot do without ends it in one line."""
 
 import re
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -10,8 +8,17 @@ import pytest
 from training_runs import TINY, command, configure, final_tensors, train_here, wait_until
 
 from gpipe_cli.results.files import read_result
+from gpipe_cli.system.forked_call import Fork
 
-RUN = [*TINY, "partitions=2", "executor=in_process"]
+RUN = [
+    *TINY[2:], "model=custom", "model.target=custom_models:small", "check_layers=false", "partitions=2",
+    "executor=in_process",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def custom_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent))  # where they are
 
 
 def test_a_run_goes_on_without_its_pictures_and_not_without_its_checkpoints_and_result(
@@ -72,10 +79,7 @@ def test_a_run_whose_folder_has_gone_ends_with_the_cause(tmp_path: Path, capsys:
 
 
 def test_a_run_that_nobody_can_follow_ends_before_its_first_step(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    program = [sys.executable, "-m", "gpipe_cli", "train", *RUN, "hardware=cpu", f"run_folder={run}"]
     with open("/dev/full", "w") as full:
-        done = subprocess.run(program, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
-    assert (done.returncode, done.stderr) == (1, "stdout: No space left on device\n")
-    result = read_result(run)
+        assert Fork(lambda: command("train", *RUN, f"run_folder={tmp_path}"), full.fileno()).wait() == (1, 0)
+    result = read_result(tmp_path)
     assert (result["status"], result["steps"]) == ("failed", 0)

@@ -41,7 +41,7 @@ def run(text: Path, folder: Path, *settings: str) -> int:
 
 
 def test_text_is_read_with_the_vocabulary_of_the_run(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One more file in the folder, and a vocabulary learned anew gave every token another meaning: the perplexity of a
     run went from 85 to 426 without a word."""
@@ -59,15 +59,11 @@ def test_text_is_read_with_the_vocabulary_of_the_run(
     assert run(text, tmp_path / "tuned", f"init_from={tmp_path / 'run'}") == 0
     assert (tmp_path / "tuned" / "vocabulary.model").read_bytes() == pieces
     capsys.readouterr()
-    for start in ("resume", "init_from"):
-        assert run(text, tmp_path / start, f"{start}={tmp_path / 'run'}", "dataset.vocabulary=319") == 2
-        assert "use dataset.vocabulary=320" in capsys.readouterr().err
-    assert command("evaluate", f"run={tmp_path / 'run'}", "decode.beam=7") == 2
-    line = "gpipe evaluate: decode.beam=7: nothing is translated by a run of model=transformer_lm; leave it out\n"
-    assert capsys.readouterr().err == line
+    assert run(text, tmp_path / "resumed", f"resume={tmp_path / 'run'}", "dataset.vocabulary=319") == 2
+    assert "use dataset.vocabulary=320" in capsys.readouterr().err
 
 
-def test_the_weights_that_a_run_began_with_may_be_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_weights_that_a_run_began_with_may_be_gone(tmp_path: Path) -> None:
     """A checkpoint holds every tensor; the file was still asked for, and its absence refused. So was a schedule's file,
     which evaluation has no use for."""
     file = tmp_path / "weights.safetensors"
@@ -77,25 +73,21 @@ def test_the_weights_that_a_run_began_with_may_be_gone(tmp_path: Path, capsys: p
     order = tmp_path / "order.csv"
     order.write_text("0F0,0B0\n1F0,1B0\n", encoding="utf-8")
     by_file = ["partitions=2", "micro_batches=1", f"schedule={order}"]
-    assert command("train", *settings, *by_file, "max_steps=2", f"run_folder={tmp_path / 'run'}") == 0
+    assert command("train", *settings, *by_file, "max_steps=1", f"run_folder={tmp_path / 'run'}") == 0
     file.unlink()
     order.unlink()
     assert command("evaluate", f"run={tmp_path / 'run'}", "partitions=1") == 0
-    went_on = [f"resume={tmp_path / 'run'}", f"run_folder={tmp_path / 'on'}", "max_steps=3", "schedule=1f1b"]
+    went_on = [f"resume={tmp_path / 'run'}", f"run_folder={tmp_path / 'on'}", "max_steps=2", "schedule=1f1b"]
     assert command("train", *went_on) == 0
-    assert command("train", *settings, "max_steps=2", f"run_folder={tmp_path / 'new'}") == 2
-    assert "cannot be read (No such file or directory)" in capsys.readouterr().err
 
 
-def test_a_stage_in_the_middle_waits_while_text_is_prepared(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stage_in_the_middle_waits_while_text_is_prepared(text: Path, tmp_path: Path) -> None:
     """A vocabulary that takes longer to learn than `timeout_seconds` ended the run: stages without data gave up."""
     chance = random.Random(1)
-    lines = (" ".join("".join(chance.choices("abcdefgh", k=6)) for _ in range(9)) for _ in range(3_000))
+    lines = (" ".join("".join(chance.choices("abcdefgh", k=6)) for _ in range(9)) for _ in range(1_500))
     (text / "long.txt").write_text("\n".join(lines))
     processes = ["partitions=3", "executor=distributed"]
-    assert run(text, tmp_path / "run", *processes, "timeout_seconds=1", "max_steps=1") == 0
+    assert run(text, tmp_path / "run", *processes, "timeout_seconds=0.3", "max_steps=1") == 0
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,14 @@ from gpipe_cli.training import events
 from gpipe_cli.training.checkpoint.store import checkpoints_in, draft_of, read_index
 from gpipe_cli.training.checkpoint.writer import Snapshot
 
-RUN = [*TINY, "checkpoint.keep=9"]
+RUN = [
+    *TINY[2:], "model=custom", "model.target=custom_models:small", "check_layers=false", "checkpoint.keep=9",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def custom_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent.parent))  # where they are
 
 
 def odd_file(run: Path, step: int, name: str) -> Path:
@@ -119,7 +126,7 @@ def test_a_process_that_cannot_write_holds_up_no_other(tmp_path: Path, capsys: p
     draft_of(run, 2).rename(draft_of(run, 5))
     full.unlink()
     os.mkfifo(full)
-    assert command(*goes_on, *pair, "max_steps=6", "timeout_seconds=4") == 1
+    assert command(*goes_on, *pair, "max_steps=6", "timeout_seconds=2") == 1
     assert (full.with_name("stage_0.safetensors")).exists()
     error = str(read_result(run)["error"])
     assert re.match(r"stage 1 has been silent for \d s waiting for a checkpoint to be written, longer than", error)
