@@ -28,7 +28,7 @@ class Breakdown:
 
     def reproduce(self, runner: Runner) -> Findings:
         from gpipe_cli.reporting.plots.picture import write_picture  # here, as matplotlib takes half a second to import
-        from gpipe_cli.reporting.plots.shares import draw_shares
+        from gpipe_cli.reporting.plots.recipes import draw_shares
 
         (row,) = runner.bench("measured")["rows"]
         if row["breakdown"] is None:

@@ -64,7 +64,7 @@ class Scaling:
 
     def reproduce(self, runner: Runner) -> Findings:
         from gpipe_cli.reporting.plots.picture import write_picture  # here, as matplotlib takes half a second to import
-        from gpipe_cli.reporting.plots.scaling import draw_scaling
+        from gpipe_cli.reporting.plots.recipes import draw_scaling
 
         runner.refuse("replicas", "batch_size")
         work: list[tuple[TrainConfig, ModelProfile, Cell]] = []

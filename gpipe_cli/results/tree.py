@@ -5,7 +5,7 @@ a tree lacks takes its default, and what no field has a name for is left out.
 """
 
 from collections.abc import Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -36,31 +36,19 @@ def from_tree(kind: type[T], tree: Any) -> T:
 
 
 def _made(kind: Any, value: Any, key: str) -> Any:
-    origin = get_origin(kind)
+    origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
-        if value is None and NoneType in get_args(kind):
+        if value is None and NoneType in args:
             return None
-        options = [option for option in get_args(kind) if option is not NoneType]
-        return _made(next((one for one in options if isinstance(value, _plain(one))), options[0]), value, key)
-    if isinstance(kind, type) and is_dataclass(kind) and isinstance(value, dict):
-        missing = [one.name for one in fields(kind) if one.default is MISSING and one.default_factory is MISSING]
-        if missing := [name for name in missing if name not in value]:
-            raise TypeError(f"has no {f'{key}.{missing[0]}'.lstrip('.')}")
+        options = [option for option in args if option is not NoneType]
+        return _made(next((one for one in options if one is type(value)), options[0]), value, key)
+    if is_dataclass(kind) and isinstance(value, dict):
         hints = get_type_hints(kind)
         return kind(**{name: _made(hints[name], value[name], f"{key}.{name}") for name in hints if name in value})
-    if origin is tuple and isinstance(value, list):
-        of, *more = get_args(kind)
-        if more in ([], [...]) or len(value) == 1 + len(more):
-            return tuple(_made(of, item, key) for item in value)
-    elif kind is float and isinstance(value, int | float):
+    if origin is tuple and isinstance(value, list) and (args[1] is ... or len(args) == len(value)):
+        return tuple(_made(args[0], item, key) for item in value)
+    if kind is float and isinstance(value, int):
         return float(value)
-    elif kind is Any or isinstance(value, _plain(kind)):
+    if kind is Any or isinstance(value, str if origin is Literal else origin or kind):
         return value
     raise TypeError(f"has {value!r:.40} as {key.lstrip('.') or 'its content'}")
-
-
-def _plain(kind: Any) -> Any:
-    """What `isinstance` takes for a kind: words are texts, a number with a fraction may be a whole one."""
-    if get_origin(kind) is Literal:
-        return str
-    return {float: (int, float)}.get(kind, get_origin(kind) or kind)

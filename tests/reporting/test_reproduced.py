@@ -4,9 +4,16 @@ from pathlib import Path
 
 from gpipe_cli.reporting.reproduced.chart import charts
 from gpipe_cli.reporting.reproduced.page import REPORT, write_report
-from gpipe_cli.reporting.reproduced.readme import BEGIN, END, with_results
 from gpipe_cli.reporting.reproduced.verdict import Verdict, verdict
-from gpipe_cli.reporting.tables.recipe import Reproduction, markdown, read_reproduction, write_reproduction
+from gpipe_cli.reporting.tables.recipe import (
+    BEGIN,
+    END,
+    Reproduction,
+    markdown,
+    read_reproduction,
+    with_results,
+    write_reproduction,
+)
 from gpipe_cli.reporting.tables.table import Column, Table
 from gpipe_cli.reproduction.runner import counts, numbers
 

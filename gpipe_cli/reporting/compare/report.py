@@ -56,8 +56,8 @@ def write_comparison(console: Console, comparison: Comparison, folder: Path) -> 
 
 def notes(comparison: Comparison) -> Iterator[str]:
     """Sentences about runs that did not end, and about numbers that cannot be compared."""
-    runs = comparison.runs
-    for position, run in enumerate(runs):
+    results = [run.result for run in comparison.runs]
+    for position, run in enumerate(comparison.runs):
         if run.result.status == "failed":
             yield f"{comparison.referred([position])} failed: {run.error}"
     for status, meaning in (
@@ -65,39 +65,35 @@ def notes(comparison: Comparison) -> Iterator[str]:
         ("running", "running: still at work, or killed; numbers are those of its last evaluation"),
         ("dry_run", "a dry run: nothing was trained"),
     ):
-        yield from _of_which(comparison, meaning, [run.result.status == status for run in runs])
-    text = runs[0].result.text
-    if tasks := _different(comparison, [run.result.task for run in runs]):
-        yield f"different tasks ({tasks}): top-1 and perplexity cannot be compared, nor samples/s with tokens/s"
-    elif data := _different(comparison, [_data(run) for run in runs]):
-        score = "perplexity" if text else "top-1"
-        yield f"different data sets ({data}): {score} is of different test sets and cannot be compared"
-    if models := _different(comparison, [run.result.model for run in runs]):
-        unit = "tokens/s" if text else "samples/s"
-        yield (
-            f"different models ({models}): {unit}, step, memory and FLOP/s are of different work; "
-            "they compare models, not pipelines"
-        )
-    if _different(comparison, [run.result.command for run in runs]):
-        yield "runs of gpipe bench are not evaluated: they have a speed and no accuracy"
-    if machines := _different(comparison, [run.machine for run in runs]):
-        yield f"different machines ({machines}): speed, step, bubble and memory cannot be compared across them"
-    for what, values in (
-        ("numbers of threads per process", [run.result.threads for run in runs]),
-        ("versions of torch", [run.result.versions.get("torch") for run in runs]),
-    ):
+        yield from _of_which(comparison, meaning, [one.status == status for one in results])
+    score, unit = ("perplexity", "tokens/s") if results[0].text else ("top-1", "samples/s")
+    one_task = len({one.task for one in results}) == 1
+    for what, consequence, values in (
+        ("tasks", "top-1 and perplexity cannot be compared, nor samples/s with tokens/s",
+         [one.task for one in results]),
+        ("data sets", f"{score} is of different test sets and cannot be compared",
+         [_data(run) for run in comparison.runs if one_task]),
+        ("models", f"{unit}, step, memory and FLOP/s are of different work; they compare models, not pipelines",
+         [one.model for one in results]),
+        ("machines", "speed, step, bubble and memory cannot be compared across them",
+         [run.machine for run in comparison.runs]),
+        ("numbers of threads per process", "speeds differ by that too", [one.threads for one in results]),
+        ("versions of torch", "speeds differ by that too", [one.versions.get("torch") for one in results]),
+    ):  # fmt: skip
         if found := _different(comparison, values):
-            yield f"different {what} ({found}): speeds differ by that too"
+            yield f"different {what} ({found}): {consequence}"
+    if len({one.command for one in results}) > 1:
+        yield "runs of gpipe bench are not evaluated: they have a speed and no accuracy"
     for kind, meaning in (
         ("measured_one_device", "one device: measured where stages shared a device or cores"),
         ("measured_contended", "contended: other programs had the stages' cores at times"),
     ):
-        of_kind = [run.result.samples_per_second_kind == kind for run in runs]
+        of_kind = [one.samples_per_second_kind == kind for one in results]
         yield from _of_which(comparison, f"{meaning} ({kind}), which is not the speed of a pipeline", of_kind)
     warm_up = "too short for a speed, so that of warm-up steps is shown"
-    yield from _of_which(comparison, warm_up, [run.result.speed_includes_warm_up for run in runs])
-    resumed = "resumed, so their time is that since then"
-    yield from _of_which(comparison, resumed, [run.result.resumed_from is not None for run in runs])
+    yield from _of_which(comparison, warm_up, [one.speed_includes_warm_up for one in results])
+    resumed = [one.resumed_from is not None for one in results]
+    yield from _of_which(comparison, "resumed, so their time is that since then", resumed)
 
 
 def same_curve_notes(comparison: Comparison, tag: str) -> list[str]:
@@ -117,7 +113,7 @@ def _different(comparison: Comparison, values: Sequence[object]) -> str:
     found: dict[str, list[int]] = {}
     for position, value in enumerate(values):
         found.setdefault(str(value), []).append(position)
-    if len(found) == 1:
+    if len(found) < 2:
         return ""
     if len(found) > 3:
         return listed(list(found))

@@ -39,11 +39,15 @@ def add_axes(figure: Figure, left: float, bottom: float, width: float, height: f
     """Axes without a frame, placed in inches."""
     across, up = figure.get_size_inches()
     axes = figure.add_axes((left / across, bottom / up, width / across, height / up))
+    without_frame(axes)
+    return axes
+
+
+def without_frame(axes: Axes) -> None:
     for side in axes.spines.values():
         side.set_visible(False)
     axes.tick_params(axis="both", which="both", length=0, pad=5, labelsize=9, labelcolor=PALE_INK)
     axes.set_axisbelow(True)
-    return axes
 
 
 def put_titles(axes: Axes, left: str, right: str, narrow: bool) -> None:

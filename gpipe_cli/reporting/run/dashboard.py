@@ -16,8 +16,7 @@ from gpipe_cli.reporting.plots.timeline_values import idle
 from gpipe_cli.reporting.run.description import RunDescription, scores_of
 from gpipe_cli.reporting.run.lines import LOG
 from gpipe_cli.reporting.run.measurement import stages_named, stages_together
-from gpipe_cli.reporting.sinks.settings import hyperparameters
-from gpipe_cli.reporting.sinks.sink import SinkRun, Sinks
+from gpipe_cli.reporting.sinks.sink import SinkRun, Sinks, hyperparameters
 from gpipe_cli.reporting.tables.table import Column, Table, to_markdown
 from gpipe_cli.results.files import RESULT
 from gpipe_cli.results.measures import MEASURES, finals

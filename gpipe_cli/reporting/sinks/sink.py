@@ -6,16 +6,19 @@ To add a sink, write its file here, with a class `Writer` that has the methods o
 
 import importlib.util
 import json
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from gpipe_cli.config.settings import Logger, TrainConfig
-from gpipe_cli.config.typed import RefusedError, with_type
+from gpipe_cli.config.typed import RefusedError, choices, settings, show, with_type
+from gpipe_cli.results.files import flattened
 from gpipe_cli.system.files import read_json, write_whole
 
 if TYPE_CHECKING:
@@ -128,3 +131,22 @@ def keep_id(run: SinkRun, logger: Logger, run_id: str) -> None:
 def _writer(logger: Logger) -> type[Sink]:
     kind: type[Sink] = import_module(f"gpipe_cli.reporting.sinks.{logger}").Writer
     return kind
+
+
+def hyperparameters(config: TrainConfig) -> dict[str, Value]:
+    """The settings by their dotted keys, `model.filters`: numbers and switches as they are, all else as text. What is
+    null is left out, so that no column has text beside numbers."""
+    known = flattened(asdict(config), whole=all_settings())  # the free arguments of a custom model are one setting
+
+    def plain(value: Any) -> Value:
+        return value if isinstance(value, int | float) and math.isfinite(value) else show(value)
+
+    return {key: plain(value) for key, value in known if value is not None}
+
+
+@cache
+def all_settings() -> dict[str, bool]:
+    """Every setting that some run may have, without groups, and whether it is a switch."""
+    keys = settings(TrainConfig)
+    groups = {key.rpartition(".")[0] for key in keys}
+    return {key: choices(TrainConfig, key) == ["true", "false"] for key in keys if key not in groups}

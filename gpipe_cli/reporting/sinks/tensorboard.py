@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpipe_cli.reporting.plots.timeline_values import SHARES
-from gpipe_cli.reporting.sinks.settings import all_settings
-from gpipe_cli.reporting.sinks.sink import SinkRun, Value
+from gpipe_cli.reporting.sinks.sink import SinkRun, Value, all_settings
 from gpipe_cli.results.measures import MEASURES
 from gpipe_cli.system.files import naming, write_whole
 

@@ -16,8 +16,7 @@ from training_runs import command, configure
 
 from gpipe_cli.reporting.plots.timeline_values import StepPicture
 from gpipe_cli.reporting.sinks.csv import Writer
-from gpipe_cli.reporting.sinks.settings import hyperparameters
-from gpipe_cli.reporting.sinks.sink import SinkRun
+from gpipe_cli.reporting.sinks.sink import SinkRun, hyperparameters
 from gpipe_cli.results.files import read_result
 
 

@@ -31,7 +31,7 @@ from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.config.typed import settings as all_keys
 from gpipe_cli.reporting.plots.picture import DPI, NARROW_INCHES, WIDTH_INCHES
 from gpipe_cli.reporting.plots.timeline_values import StepPicture
-from gpipe_cli.reporting.sinks.settings import hyperparameters
+from gpipe_cli.reporting.sinks.sink import hyperparameters
 from gpipe_cli.reporting.sinks.tensorboard import EventFile, typed_text, varied_by
 from gpipe_cli.results.files import read_result
 from gpipe_cli.training.events import Translation
