@@ -23,7 +23,6 @@ from gpipe_cli.pipeline.schedule.recomputation import DoesNotFitError, fewest_re
 from gpipe_cli.pipeline.schedule.schedule_file import csv_of, read_schedule
 from gpipe_cli.pipeline.schedule.schedules import RECOMPUTE, Schedule, with_recomputation
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost, StageCost, ideal_bubble, simulate
-from gpipe_cli.pipeline.schedule.timeline import Timeline
 from gpipe_cli.planner.cost_model import predicted_costs
 from gpipe_cli.planner.data_sheet import resolved
 from gpipe_cli.planner.device_rates import rates_of_sheet
@@ -142,12 +141,15 @@ def random_case(chance: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
         "costs": costs_of(stages, edges, slowdown, device_of_stage),
         "sizes": [[one._asdict() for one in of] for of in sizes],
     }  # fmt: skip
-    devices_used = len(set(device_of_stage))
-    idle = {why: getattr(shares, why) * seconds * devices_used for why in ("bubble", "imbalance", "transfer", "set_up")}
+    whole = seconds * len(set(device_of_stage))
+    idle = {why: getattr(shares, why) * whole for why in ("bubble", "imbalance", "transfer", "set_up")}
     expected = {
         "rows": [list(map(str, row)) for row in schedule],
         "spans": [[[str(s.action), s.start_seconds, s.end_seconds] for s in of] for of in timeline.stages],
-        "events": _events(timeline),
+        "events": [
+            [[e.what.value, e.start_seconds, e.end_seconds, e.action and str(e.action)] for e in of]
+            for of in timeline.events
+        ],
         "shares": dict(zip(shares.__dataclass_fields__, astuple(shares), strict=True)),
         "held": [list(bytes_held(of, size)) for of, size in zip(schedule.stages, sizes, strict=True)],
         "checked": None, "csv": csv_of(schedule), "ofDevices": csv_of(schedule, device_of_stage),
@@ -156,17 +158,10 @@ def random_case(chance: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
     return asked, expected
 
 
-def _events(timeline: Timeline) -> list[list[list[Any]]]:
-    return [
-        [[e.what.value, e.start_seconds, e.end_seconds, None if e.action is None else str(e.action)] for e in of]
-        for of in timeline.events
-    ]
-
-
 def test_simulations_are_those_of_python(page: "Page", tmp_path: Path) -> None:
     """Every action's times, every event, every share, all bytes held; idle regions add up to their shares, and the
     critical path is one chain from the beginning to the last action."""
-    cases = [random_case(random.Random(seed)) for seed in range(24)]
+    cases = [random_case(random.Random(seed)) for seed in range(16)]
     for (asked, expected), found in zip(cases, page.evaluate(ENGINE, [asked for asked, _ in cases]), strict=True):
         chain = found.pop("chain")
         end = max(span[2] for of in found["spans"] for span in of)
@@ -184,7 +179,7 @@ def test_simulations_are_those_of_python(page: "Page", tmp_path: Path) -> None:
 def test_a_schedule_is_refused_as_python_refuses_it(page: "Page") -> None:
     """What an edit may lead to: actions that change places, are missing or double."""
     chance, schedules = random.Random(0), []
-    for _ in range(300):
+    for _ in range(150):
         K, M = chance.randint(1, 4), chance.randint(1, 4)
         name = chance.choice(("gpipe", "1f1b", "zero_bubble"))
         rows = [list(row) for row in with_recomputation(order(name, K, M), chance.choice(RECOMPUTE))]
@@ -213,7 +208,7 @@ def test_a_schedule_is_refused_as_python_refuses_it(page: "Page") -> None:
             expected = error.what
         assert (verdict and verdict["what"]) == expected
         refused += expected is not None
-    assert 100 < refused < 250
+    assert 50 < refused < 125
     assert any(verdict and "deadlock" in verdict["what"] and verdict["waits"] for verdict in found)
 
 
@@ -322,7 +317,7 @@ def test_cuts_keep_within_the_memory(page: "Page") -> None:
     data, _ = planned()
     settings = [(*one, f"recompute={mode}") for one in OTHERS[2:] for mode in ("auto", "never")]
     asked, expected, moved = [], [], 0
-    for given, quarters in product(settings, (6, 9, 12, 16, 24)):  # of a MiB
+    for given, quarters in product(settings, (6, 9, 12, 16)):  # of a MiB
         asked.append([{**data, "limit": {"bytes": quarters << 18, "of": "device"}}, controls(given)])
         try:
             _, plan = planned(*given, f"hardware.memory_gib={quarters / 4096}")
@@ -345,14 +340,14 @@ def test_cuts_keep_within_the_memory(page: "Page") -> None:
 
 def test_of_auto_the_page_knows_the_order_of_the_plan_only(page: "Page") -> None:
     data, plan = planned("schedule=auto", "partitions=3")
-    own, slower, other = page.evaluate(
-        """data => [{}, {backward_factor: 2}, {partitions: 4}].map(controls => {
+    own, other = page.evaluate(
+        """data => [{backward_factor: 2}, {partitions: 4}].map(controls => {
           const {rows, problem} = gpipe.configured(data, controls);
           return rows ? rows.map(row => row.map(gpipe.key)) : problem;
         })""",
         data,
     )
-    assert own == slower == [list(map(str, row)) for row in plan.schedule]
+    assert own == [list(map(str, row)) for row in plan.schedule]
     assert "choose another schedule" in other
 
 
@@ -390,11 +385,7 @@ def test_what_cannot_be_is_said(page: "Page") -> None:
     assert said[4] == "1B0 comes before 1F0, which it needs; put 1F0 first"
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [SPLIT, TEXT],
-    ids=["several tensors between layers", "lengths"],
-)
+@pytest.mark.parametrize("settings", [SPLIT, TEXT], ids=["several tensors between layers", "lengths"])
 def test_bytes_of_any_span_of_layers_are_exact(page: "Page", settings: tuple[str, ...]) -> None:
     config, profile = configure(*settings), traced(*settings)
     plan = plan_of(config, profile)
@@ -412,7 +403,7 @@ def test_bytes_of_any_span_of_layers_are_exact(page: "Page", settings: tuple[str
 
 def test_cuts_and_fewest_recomputations_are_those_of_python(page: "Page") -> None:
     chance, cuts, stages = random.Random(1), [], []
-    for number in range(30):
+    for number in range(20):
         layers = chance.randint(1, 24)
         draw = (lambda: float(chance.randint(0, 9))) if number % 2 else chance.random
         costs, sends, back = ([draw() for _ in range(count)] for count in (layers, layers - 1, layers - 1))

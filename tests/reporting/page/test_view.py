@@ -2,7 +2,7 @@
 
 import re
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -95,23 +95,30 @@ def shown_order(page: "Page", stage: int) -> list[str]:
     )
 
 
+def drag(page: "Page", key: str, over: str, to: Callable[[Any], float]) -> None:
+    """Drag an action over another one of its stage, to `to` of the box of that."""
+    moved, target = action(page, key).bounding_box(), action(page, over).bounding_box()
+    assert moved
+    y = moved["y"] + moved["height"] / 2
+    page.mouse.move(moved["x"] + 3, y)
+    page.mouse.down()
+    page.mouse.move(to(target), y, steps=4)
+
+
+def configured(page: "Page", controls: dict[str, Any]) -> tuple[float, list[float]]:
+    """Seconds of a step, and the most bytes that each stage holds at once, by the page's engine, which its own test
+    holds against Python's."""
+    ask = """controls => {
+      const data = JSON.parse(document.getElementById("data").textContent);
+      const {step_seconds, memory} = gpipe.configured(data, {...gpipe.ownControls(data), ...controls});
+      return [step_seconds, memory.map(
+        ({held, ...stored}) => Object.values(stored).reduce((sum, bytes) => sum + bytes, Math.max(...held)))];
+    }"""
+    return tuple(page.evaluate(ask, controls))
+
+
 def simulated(page: "Page", **controls: Any) -> float:
-    """Seconds of a step by the page's engine, which its own test holds against Python's."""
-    ask = """controls => {
-      const data = JSON.parse(document.getElementById("data").textContent);
-      return gpipe.configured(data, {...gpipe.ownControls(data), ...controls}).step_seconds;
-    }"""
-    return page.evaluate(ask, controls)
-
-
-def peaks(page: "Page", **controls: Any) -> list[float]:
-    """The most bytes that each stage holds at once, by the engine."""
-    ask = """controls => {
-      const data = JSON.parse(document.getElementById("data").textContent);
-      return gpipe.configured(data, {...gpipe.ownControls(data), ...controls}).memory.map(
-        ({held, ...stored}) => Object.values(stored).reduce((sum, bytes) => sum + bytes, Math.max(...held)));
-    }"""
-    return page.evaluate(ask, controls)
+    return configured(page, controls)[0]
 
 
 def in_mebibytes(size: float) -> str:
@@ -164,18 +171,15 @@ def test_every_label_is_seen_and_nothing_is_drawn_left_of_the_lanes(page: "Page"
     page.set_viewport_size({"width": width, "height": 1000})
     page.wait_for_function("width => document.getElementById('lanes').clientWidth < width", arg=width)
     assert page.locator(".measured .name").all_text_contents() == ["stage 0", "stage 1"]
+    for kind in "FRB":  # as in the pictures
+        assert action(page, f"1{kind}2").get_attribute("fill") == palette.colour(kind, 2, 4)  # type: ignore[arg-type]
     assert page.evaluate(OUTSIDE) == []
     page.locator("#closer").click()
     page.keyboard.press("d")
     assert page.evaluate(OUTSIDE) == []
 
 
-def test_bars_have_the_colours_of_the_pictures(page: "Page") -> None:
-    for kind in "FRB":
-        assert action(page, f"1{kind}2").get_attribute("fill") == palette.colour(kind, 2, 4)  # type: ignore[arg-type]
-
-
-def test_a_slider_simulates_at_once_and_the_address_keeps_it(page: "Page", written: Path) -> None:
+def test_a_setting_is_simulated_at_once_and_the_address_keeps_it(page: "Page", written: Path) -> None:
     own = simulated(page)
     assert shown_step(page) == in_words(own)
     page.locator("#micro_batches").focus()
@@ -198,11 +202,16 @@ def test_a_slider_simulates_at_once_and_the_address_keeps_it(page: "Page", writt
     assert shown_step(page) == expected
     open_at(page, written, "#K=99&M=x&stages=0&schedule=none&layers=1-1&order=0F0.F~1B&transfers=-1")
     assert shown_step(page) == in_words(own)
+    assert page.locator("#own_devices").is_hidden(), "where nothing is shared"
+    open_at(page, written, "#layers=1-6")
+    page.locator("#move").wait_for()
+    assert "from stage 1 to stage 0" in page.locator("#move-text").inner_text()
+    page.locator("#move").click()
+    assert shown_step(page) == in_words(simulated(page, balance=[2, 5]))
 
 
 def test_whoever_explores_gets_a_device_for_each_stage(page: "Page", crowded: Path) -> None:
-    """On a laptop the page of a run said that K = 8 is slower than K = 1: its devices shared two cores, and nothing
-    could be done about that."""
+    """On a laptop the page of a run said that K = 8 is slower than K = 1: its devices shared two cores."""
     open_at(page, crowded, "")
     switch, explained = page.locator("#own_devices"), page.locator("#explained")
     own, own_alone = simulated(page), simulated(page, own_devices=True)
@@ -220,25 +229,12 @@ def test_whoever_explores_gets_a_device_for_each_stage(page: "Page", crowded: Pa
     assert shown_step(page) == in_words(shared)
     assert "its 4 devices share the run's 1 core" in tiles(page)
     assert "each takes 4 \u00d7 as long" in page.locator("#devices-meaning").inner_text()
-    assert "as long as with the run's own setting" in tiles(page), "of one core it is the same work"
     page.locator("#schedule").select_option("1f1b")
     assert not switch.is_checked(), "it stays as it was set"
     open_at(page, crowded, page.url[page.url.index("#") :])
     assert shown_step(page) == in_words(simulated(page, partitions=4, schedule="1f1b"))
-    open_at(page, crowded, "#K=4")
-    assert shown_step(page) == in_words(alone)
     page.locator("#own").click()
     assert (switch.is_checked(), shown_step(page), "#" in page.url) == (False, in_words(own), False)
-    switch.check()
-    assert f"takes {in_words(own_alone)} in place of {in_words(own)}" in explained.inner_text()
-    assert page.url.endswith("#devices=own")
-
-
-def test_where_nothing_is_shared_there_is_no_switch(page: "Page", written: Path) -> None:
-    open_at(page, written, "#K=4&devices=own")
-    assert page.locator("#own_devices").is_hidden()
-    assert page.url.endswith("#K=4")
-    assert "device of its own" not in tiles(page)
 
 
 def test_what_keeps_the_bubble_from_its_formula_is_said(page: "Page", crowded: Path) -> None:
@@ -253,38 +249,19 @@ def test_what_keeps_the_bubble_from_its_formula_is_said(page: "Page", crowded: P
         assert all(cause in said for cause in causes), said
     open_at(page, crowded, "#K=1")
     assert "here:" not in page.locator("#ideal").inner_text()
+    assert "31.2 % of the time" in page.locator("#contended").inner_text(), "other programs used the cores"
 
 
 def test_hints_say_what_the_numbers_say(page: "Page", crowded: Path) -> None:
     """Of 1f1b it was said that its bubble is as large, beside 8.7 % that became 3.5 %."""
-    for address, schedules, recomputes in (
-        ("#K=3&M=8", ("gpipe", "1f1b", "zero_bubble"), ("never", "always")),
-        ("#K=4&schedule=1f1b&devices=shared", ("gpipe", "1f1b"), ("except_last",)),
-    ):
-        open_at(page, crowded, address)
-        for id, choices in (("schedule", schedules), ("recompute", recomputes)):
-            for choice in choices:
-                page.locator(f"#{id}").select_option(choice)
-                hint, numbers = page.locator(f"#{id}-meaning").inner_text(), tiles(page)
-                for name, now in re.findall(
-                    r"(step|bubble|fullest stage) [\d.]+ \S+ → ([\d.]+ \S+?)[,.]?(?: |$)", hint
-                ):
-                    assert now in numbers, (address, choice, name, hint)
-                assert "→" in hint, hint
-    open_at(page, crowded, "#K=3&M=8&schedule=1f1b&recompute=never")
-    controls = {"partitions": 3, "micro_batches": 8, "recompute": "never", "own_devices": True}
-    found = [simulated(page, **controls, schedule=name) for name in ("gpipe", "1f1b")]
-    hint = page.locator("#schedule-meaning").inner_text()
-    if in_words(found[0]) != in_words(found[1]):
-        assert f"In place of gpipe, here: step {in_words(found[0])} → {in_words(found[1])}" in hint
-
-
-def test_a_disturbed_run_says_so_beside_what_was_measured(page: "Page", crowded: Path) -> None:
-    assert page.locator("#contended").is_hidden()
-    open_at(page, crowded, "")
-    said = page.locator("#contended").inner_text()
-    assert "31.2 % of the time" in said
-    assert "gpipe bench" in said
+    open_at(page, crowded, "#K=3&M=8")
+    for id, choices in (("schedule", ("gpipe", "1f1b", "zero_bubble")), ("recompute", ("never", "always"))):
+        for choice in choices:
+            page.locator(f"#{id}").select_option(choice)
+            hint, numbers = page.locator(f"#{id}-meaning").inner_text(), tiles(page)
+            said = re.findall(r"(?:step|bubble|fullest stage) [\d.]+ \S+ → ([\d.]+ \S+?)[,.]?(?: |$)", hint)
+            assert said, hint
+            assert all(now in numbers for now in said), (choice, hint)
 
 
 def test_pointing_lights_up_a_micro_batch_and_says_what_is_waited_for(page: "Page") -> None:
@@ -314,14 +291,7 @@ def test_an_order_that_cannot_run_is_explained_and_undone(page: "Page", written:
     assert shown_order(page, 0)[:3] == ["0F0", "0B0", "0F1"]
     assert page.locator("#problem").is_hidden()
     assert "order by hand" in page.locator("#changed").inner_text()
-    moved, target = action(page, "1F1").bounding_box(), action(page, "1B0").bounding_box()
-    assert moved
-    assert target
-    y = moved["y"] + moved["height"] / 2
-    page.mouse.move(moved["x"] + moved["width"] / 2, y)
-    page.mouse.down()
-    page.mouse.move(target["x"] + 9, y)
-    page.mouse.move(target["x"] + 2, y)
+    drag(page, "1F1", "1B0", lambda target: target["x"] + 2)
     page.mouse.up()
     assert "0B0 waits for 1B0" in page.locator("#problem").inner_text()
     assert sorted(page.locator(".marked").evaluate_all("bars => bars.map(bar => bar.dataset.key)")) == ["0B0", "1F1"]
@@ -345,7 +315,7 @@ def test_what_is_dragged_says_what_it_costs_in_memory(page: "Page", written: Pat
     page.keyboard.press("Alt+ArrowLeft")
     said = page.locator("#explained").inner_text()
     moved = [["0F0", "0F1", "0F2", "0B0", *rows[0][4:]], rows[1]]
-    before, after = peaks(page, **asked), peaks(page, **asked, rows=moved)
+    before, after = (configured(page, one)[1] for one in (asked, asked | {"rows": moved}))
     assert after[0] > before[0]
     holds = f"holds up to {in_mebibytes(after[0])}, {in_mebibytes(after[0] - before[0])} more than before"
     assert holds in said
@@ -354,36 +324,16 @@ def test_what_is_dragged_says_what_it_costs_in_memory(page: "Page", written: Pat
     hint = f"fullest stage {in_mebibytes(max(before))} → {in_mebibytes(max(after))}"
     assert hint in page.locator("#schedule-meaning").inner_text()
 
-    bar, target = action(page, "0F2").bounding_box(), action(page, "0B0").bounding_box()
-    assert bar
-    assert target
-    y = bar["y"] + bar["height"] / 2
-    page.mouse.move(bar["x"] + 3, y)
-    page.mouse.down()
-    page.mouse.move(target["x"] + target["width"] - 5, y, steps=4)
+    drag(page, "0F2", "0B0", lambda target: target["x"] + target["width"] - 5)
     less = f"holds up to {in_mebibytes(before[0])}, {in_mebibytes(after[0] - before[0])} less than before"
     assert f"0F2 here: a step of {in_words(simulated(page, **asked))}" in page.locator("#explained").inner_text()
     assert less in page.locator("#explained").inner_text()
     page.mouse.up()
     assert less in page.locator("#explained").inner_text()
-
-
-def test_an_order_by_hand_is_the_schedule_that_is_chosen(page: "Page") -> None:
-    """The list said gpipe, and to choose gpipe did nothing."""
-    schedule = page.locator("#schedule")
-    named = shown_order(page, 0)
-    offered = schedule.locator("option").all_inner_texts()
-    action(page, "0R2").focus()
-    page.keyboard.press("Alt+ArrowLeft")
-    assert shown_order(page, 0) != named
-    assert schedule.input_value() == "by hand"
-    schedule.select_option("gpipe")
-    assert (schedule.input_value(), shown_order(page, 0)) == ("gpipe", named)
-    assert schedule.locator("option").all_inner_texts() == offered
     page.locator("#undo").click()
     assert schedule.input_value() == "by hand"
     page.locator("#micro_batches").fill("5")
-    assert schedule.input_value() == "gpipe", "another M has no such order"
+    assert schedule.input_value() == "1f1b", "another M has no such order"
 
 
 def test_an_order_made_by_hand_is_a_schedule_that_gpipe_reads(page: "Page", tmp_path: Path) -> None:
@@ -405,11 +355,7 @@ def test_an_order_made_by_hand_is_a_schedule_that_gpipe_reads(page: "Page", tmp_
 
 def test_keys_reach_every_action_and_move_in_time(page: "Page") -> None:
     fitted = axis(page)
-    page.locator("#svg").focus()
-    for _ in range(3):
-        page.keyboard.press("Tab")
-        if page.evaluate("document.activeElement.dataset.key"):
-            break
+    action(page, "0F0").focus()
     focused = "[...document.querySelectorAll('.action[tabindex=\"0\"]')].map(bar => bar.dataset.key).join()"
     assert page.evaluate("document.activeElement.dataset.key") == page.evaluate(focused) == "0F0"
     page.keyboard.press("ArrowRight")
@@ -431,27 +377,10 @@ def test_keys_reach_every_action_and_move_in_time(page: "Page") -> None:
     page.mouse.wheel(0, -300)
     page.keyboard.up("Control")
     page.wait_for_function(f"before => {AXIS} !== before", arg=fitted)
-    zoomed, ground = axis(page), page.locator("#lanes").bounding_box()
-    assert ground
-    page.mouse.move(ground["x"] + 900, ground["y"] + 40)
-    page.mouse.down()
-    page.mouse.move(ground["x"] + 500, ground["y"] + 40)
-    page.mouse.up()
-    page.wait_for_function(f"before => {AXIS} !== before", arg=zoomed)
-    page.locator("#fit").click()
-    page.wait_for_function(f"before => {AXIS} === before", arg=fitted)
     page.locator("#time").fill("500")
     assert "stage 0" in page.locator("#explained").inner_text()
     page.locator("#recorded").fill("0")
     assert "step 5" in (page.locator(".measured .about").text_content() or "")
-
-
-def test_the_layer_that_should_move_moves(page: "Page", written: Path) -> None:
-    open_at(page, written, "#layers=1-6")
-    page.locator("#move").wait_for()
-    assert "from stage 1 to stage 0" in page.locator("#move-text").inner_text()
-    page.locator("#move").click()
-    assert shown_step(page) == in_words(simulated(page, balance=[2, 5]))
 
 
 def test_the_picture_is_saved_as_a_file_of_its_own(page: "Page", tmp_path: Path) -> None:
@@ -476,24 +405,8 @@ def test_questions_are_answered_in_a_sentence(page: "Page") -> None:
     assert f"the step takes {never} in place of {own}" in page.locator("#explained").inner_text()
     ask.filter(has_text="M = 16").click()
     assert in_words(simulated(page, micro_batches=16)) in page.locator("#explained").inner_text()
-
-
-def test_what_a_newcomer_stumbled_over(page: "Page") -> None:
-    """Sentences stayed when what they spoke of was gone, questions were about whatever had been tried before, a slider
-    reached 0."""
-    hint, explained = page.locator("#explained").inner_text(), page.locator("#explained")
-    ask = page.locator("#questions button")
-    ask.filter(has_text="M = 16").click()
-    assert "samples in place of 4" in explained.inner_text()
     ask.filter(has_text="Where is the bubble").click()
-    assert page.locator("#micro_batches-value").inner_text() == "4"
-    page.locator("#stages_per_process").fill("1")
-    for key in ("ArrowLeft", "ArrowRight"):
-        page.locator("#stages_per_process").press(key)
-        assert page.locator("#problem").is_hidden()
-    assert "alone" in page.locator("#numbers").inner_text()  # both stages are on one device
-    page.locator("#own").click()
-    assert explained.inner_text() == hint
+    assert page.locator("#micro_batches-value").inner_text() == "4", "it is about the run, whatever was tried before"
 
 
 def test_very_many_actions_are_one_picture_and_still_explained(page: "Page", written: Path, tmp_path: Path) -> None:
