@@ -42,7 +42,7 @@ def _made(kind: Any, value: Any, key: str) -> Any:
             return None
         options = [option for option in args if option is not NoneType]
         return _made(next((one for one in options if one is type(value)), options[0]), value, key)
-    if is_dataclass(kind) and isinstance(value, dict):
+    if isinstance(kind, type) and is_dataclass(kind) and isinstance(value, dict):
         hints = get_type_hints(kind)
         return kind(**{name: _made(hints[name], value[name], f"{key}.{name}") for name in hints if name in value})
     if origin is tuple and isinstance(value, list) and (args[1] is ... or len(args) == len(value)):

@@ -59,20 +59,19 @@ def peak_bytes(schedule: Schedule, sizes: Sequence[Sequence[Held]]) -> tuple[int
     """For each stage, the most bytes that it holds for micro-batches in flight. `sizes` has, for each stage and each
     micro-batch, the bytes of each way to hold it."""
     assert len(sizes) == len(schedule.stages), "sizes for each stage"
-    held = (bytes_around(actions, of_stage) for actions, of_stage in zip(schedule.stages, sizes, strict=True))
-    return tuple(max((during for during, _ in stage), default=0) for stage in held)
+    held = (bytes_held(actions, of_stage) for actions, of_stage in zip(schedule.stages, sizes, strict=True))
+    return tuple(max(stage, default=0) for stage in held)
 
 
-def bytes_around(stage_actions: Sequence[Action], sizes: Sequence[Held]) -> Iterator[tuple[int, int]]:
-    """The bytes that a stage holds for micro-batches in flight while each of its actions runs, and from its end until
-    the next one begins. `sizes` has those of each micro-batch in each way to hold it."""
+def bytes_held(stage_actions: Sequence[Action], sizes: Sequence[Held]) -> Iterator[int]:
+    """The bytes that a stage holds for micro-batches in flight while each of its actions runs. `sizes` has those of
+    each micro-batch in each way to hold it."""
     changes = {size: changed_bytes(size) for size in set(sizes)}
     now = 0
     for action, retain in stage_retained(stage_actions):
         begin, end = changes[sizes[action.micro_batch]][action.kind, retain]
-        during = now + begin
-        now = during + end
-        yield during, now
+        yield now + begin
+        now += begin + end
 
 
 def _bytes(counts: Held, size: Held) -> int:

@@ -12,7 +12,7 @@ from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.schedule import orders
 from gpipe_cli.pipeline.schedule.breakdown import breakdown
 from gpipe_cli.pipeline.schedule.dependencies import linearize
-from gpipe_cli.pipeline.schedule.held import Held, bytes_around, live, peak_bytes
+from gpipe_cli.pipeline.schedule.held import Held, bytes_held, live, peak_bytes
 from gpipe_cli.pipeline.schedule.orders import SCHEDULES, forward_only
 from gpipe_cli.pipeline.schedule.schedules import RECOMPUTE, Action, Kind, Schedule
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost, StageCost, ideal_bubble, simulate
@@ -256,4 +256,4 @@ def test_what_is_held_while_each_action_runs(name: str) -> None:
         assert live(schedule) == tuple(tuple(held for held, _ in stage) for stage in again)
         assert peak_bytes(schedule, sizes) == tuple(max(of for _, of in stage) for stage in again)
         for actions, of, stage in zip(schedule.stages, sizes, again, strict=True):
-            assert [during for during, _ in bytes_around(actions, of)] == [held for _, held in stage]
+            assert list(bytes_held(actions, of)) == [held for _, held in stage]

@@ -16,7 +16,7 @@ from training_runs import configure
 from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory
 from gpipe_cli.pipeline.schedule.breakdown import breakdown
 from gpipe_cli.pipeline.schedule.dependencies import ScheduleError, check
-from gpipe_cli.pipeline.schedule.held import Held, bytes_around
+from gpipe_cli.pipeline.schedule.held import Held, bytes_held
 from gpipe_cli.pipeline.schedule.orders import SCHEDULES, order
 from gpipe_cli.pipeline.schedule.partitioner import partition
 from gpipe_cli.pipeline.schedule.recomputation import DoesNotFitError, fewest_recomputations
@@ -151,7 +151,7 @@ def random_case(chance: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
             for of in timeline.events
         ],
         "shares": dict(zip(shares.__dataclass_fields__, astuple(shares), strict=True)),
-        "held": [[during for during, _ in bytes_around(of, size)] for of, size in zip(schedule.stages, sizes, strict=True)],
+        "held": [list(bytes_held(of, size)) for of, size in zip(schedule.stages, sizes, strict=True)],
         "checked": None, "csv": csv_of(schedule), "ofDevices": csv_of(schedule, device_of_stage),
         "idle": {why: value for why, value in idle.items() if value > 1e-9},
     }  # fmt: skip
