@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import combinations, pairwise
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory, LayerCost
 from gpipe_cli.pipeline.profile.tracing import trace_layers
 from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor, Tensors, as_boundary
 from gpipe_cli.pipeline.runtime.executor import Executor
+from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.runtime.transport import LocalTransport
 from gpipe_cli.pipeline.schedule.held import peak_bytes
 from gpipe_cli.pipeline.schedule.schedules import Retain, Schedule
@@ -140,66 +141,62 @@ SAMPLES = {
 }
 
 
+def cuts_of(layers: int, cuts: int, most: int = 99) -> list[list[tuple[int, int]]]:
+    """Every way to cut this many layers, as the first and the end of each stage; of the stages between two cuts none
+    has more than `most` layers."""
+    all_ends = ((0, *ends, layers) for ends in combinations(range(1, layers), cuts))
+    return [list(pairwise(ends)) for ends in all_ends if all(b - a <= most for a, b in pairwise(ends[1:-1]))]
+
+
+def stages_of(sample: Sample, costs: Sequence[LayerCost], spans: Sequence[tuple[int, int]]) -> dict[int, Stage]:
+    torch.manual_seed(0)
+    stages = build_stages(
+        sample.model(), costs, [end - first for first, end in spans], here=range(len(spans)),
+        memory_format=sample.memory_format, computed_in=sample.computed_in,
+    )  # fmt: skip
+    for stage in stages.values():
+        stage.counter.on = True
+    return stages
+
+
 def held(
     sample: Sample,
     costs: Sequence[LayerCost],
     order: Schedule,
     samples: int,
     micro_batches: int,
-    balance: Sequence[int],
+    spans: Sequence[tuple[int, int]],
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The most bytes that each stage holds in one training step: on real stages, one after the other in this process,
     and as predicted."""
-    torch.manual_seed(0)
-    partitions, sizes = len(order.stages), micro_batch_sizes(samples, micro_batches)
-    stages = build_stages(
-        sample.model(),
-        costs,
-        balance,
-        here=range(partitions),
-        memory_format=sample.memory_format,
-        computed_in=sample.computed_in,
-    )
-    for stage in stages.values():
-        stage.counter.on = True
-    executor = Executor(stages, order.row_of_stage, LocalTransport([CPU] * partitions))
+    stages, sizes = stages_of(sample, costs, spans), micro_batch_sizes(samples, micro_batches)
+    executor = Executor(stages, order.row_of_stage, LocalTransport([CPU] * len(spans)))
     executor.run(order, 0, sizes, sample.data(samples), sample.objective(samples, sizes))
     memories = [ActivationMemory(costs, sample.inputs, size, sample.lengths) for size in sizes]
-    spans = list(pairwise([0, *accumulate(balance)]))
-
     predicted = peak_bytes(order, [[memory.held(*span) for memory in memories] for span in spans])
     return tuple(stage.counter.peak_bytes for stage in stages.values()), predicted
 
 
 def held_between_halves(
-    sample: Sample, costs: Sequence[LayerCost], samples: int, balance: Sequence[int]
+    sample: Sample, costs: Sequence[LayerCost], samples: int, spans: Sequence[tuple[int, int]]
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """Of each stage, the bytes that I adds to those of the graph, and those that are held when it has ended: on real
     stages, and as predicted."""
-    torch.manual_seed(0)
-    stages = build_stages(
-        sample.model(),
-        costs,
-        balance,
-        here=range(len(balance)),
-        memory_format=sample.memory_format,
-        computed_in=sample.computed_in,
-    )
+    stages = stages_of(sample, costs, spans)
     objective = sample.objective(samples, (samples,))
     boundary: Any = sample.data(samples)
     for k, stage in stages.items():
-        stage.counter.on = True
-        stage.begin_step(0, objective if k == len(balance) - 1 else None)
+        stage.begin_step(0, objective if k == len(spans) - 1 else None)
         boundary = tuple(tensor.detach().clone() for tensor in stage.forward(0, boundary, Retain.GRAPH))
     memory = ActivationMemory(costs, sample.inputs, samples, sample.lengths)
     measured, predicted = [], []
     boundary = (None,)
-    for k, (first, end) in reversed(list(enumerate(pairwise([0, *accumulate(balance)])))):
+    for k, span in reversed(list(enumerate(spans))):
         given = tuple(None if gradient is None else gradient.clone() for gradient in boundary)
         boundary = stages[k].backward_inputs(0, given)
-        added = stages[k].counter.peak_bytes - memory.held(first, end).graph
+        added = stages[k].counter.peak_bytes - memory.held(*span).graph
         measured.append((added, stages[k].counter.bytes))
-        predicted.append(memory.held(first, end)[2:])
+        predicted.append(memory.held(*span)[2:])
         stages[k].backward_weights(0)
         assert stages[k].counter.bytes == 0
     return measured, predicted

@@ -1,7 +1,5 @@
 """I and W compute what B does, bit for bit, and keep no more than W needs."""
 
-import gc
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -276,48 +274,3 @@ def test_what_is_held_until_the_weights_have_their_gradients() -> None:
     made.backward_weights(1)
     made.finish_step()
     assert made.counter.bytes == 0
-
-
-class Marker:
-    pass
-
-
-class Marked(torch.autograd.Function):
-    """A function of a user; its node in the graph owns a marker."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, markers: list[weakref.ref[Marker]]) -> torch.Tensor:
-        ctx.marker = Marker()
-        markers.append(weakref.ref(ctx.marker))
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return 2 * gradient, None
-
-
-class Marking(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.markers: list[weakref.ref[Marker]] = []
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Marked.apply(x, self.markers)
-
-
-def test_no_graph_stays_alive_between_the_halves() -> None:
-    """And what came over the boundaries is kept as it is."""
-    case = Case(lambda: nn.Sequential(nn.Linear(8, 8), Marking(), nn.Linear(8, 8)), ROWS, 2)
-    made = stage_of(case, torch.contiguous_format, None)
-    given, gradient = torch.randn(4, 8), torch.randn(4, 8)
-    made.begin_step(0, None)
-    made.forward(0, (given,), Retain.GRAPH)
-    (marker,) = made.module.layer[1].markers
-    assert marker() is not None
-    made.backward_inputs(0, (gradient,))
-    gc.collect()
-    assert marker() is None
-    last, first = made._deferred[0]
-    assert last.gradient is not None
-    assert last.gradient.data_ptr() == gradient.data_ptr()
-    assert first.input.data_ptr() == given.data_ptr()

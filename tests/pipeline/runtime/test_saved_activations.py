@@ -3,13 +3,13 @@
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
 import torch
-from engine_runs import covering
-from memory_runs import SAMPLES, held, held_between_halves
+from engine_runs import CPU, covering
+from memory_runs import SAMPLES, cuts_of, held, held_between_halves
 from schedule_runs import build
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -26,25 +26,31 @@ from gpipe_cli.pipeline.schedule.orders import SCHEDULES
 from gpipe_cli.pipeline.schedule.schedules import RECOMPUTE, Retain
 
 WAYS = covering(
+    name=tuple(SAMPLES),
     partitions=(1, 3, 4),
     schedule=SCHEDULES,
     recompute=RECOMPUTE,
     sizes=((8, 4), (7, 3)),  # samples and micro-batches: even, and of 3, 2 and 2 samples
 )
+MOST = {"amoebanet": 1, "translation": 2, "translation in bfloat16": 1}  # layers between two cuts
 
 
-@pytest.mark.parametrize("name", sorted(SAMPLES))
-def test_what_stages_hold_is_what_was_predicted(name: str) -> None:
-    """To the byte, for every number of partitions, schedule and way of recomputation."""
+@pytest.mark.parametrize("name", SAMPLES)
+def test_stages_hold_what_was_predicted(name: str) -> None:
+    """To the byte: at most, for several numbers of partitions, schedules and ways of recomputation, and between the
+    halves of a backward, wherever the model is cut."""
     sample = SAMPLES[name]
     costs = sample.costs(splits=True)
-    for way in WAYS:
-        samples, micro_batches = way["sizes"]
-        order = build(way["schedule"], way["partitions"], micro_batches, way["recompute"])
-        balance = micro_batch_sizes(len(costs), way["partitions"])
-        measured, predicted = held(sample, costs, order, samples, micro_batches, balance)
+    for way in (way for way in WAYS if way["name"] == name):
+        order = build(way["schedule"], way["partitions"], way["sizes"][1], way["recompute"])
+        ends = accumulate(micro_batch_sizes(len(costs), way["partitions"]), initial=0)
+        measured, predicted = held(sample, costs, order, *way["sizes"], list(pairwise(ends)))
         assert measured == predicted, way
         assert min(measured) > 0
+    for samples, cuts in ((2, 0), (3, 2)):
+        for spans in cuts_of(len(costs), cuts, MOST.get(name, 99)):
+            halves, predicted_halves = held_between_halves(sample, costs, samples, spans)
+            assert halves == predicted_halves, spans
 
 
 @pytest.mark.parametrize("name", ["amoebanet", "flattening", "translation"])
@@ -53,29 +59,21 @@ def test_every_cut_holds_what_was_predicted(name: str) -> None:
     sample = SAMPLES[name]
     costs = sample.costs()
     order = build("gpipe", 3, 2, "never")
-    for cuts in combinations(range(1, len(costs)), 2):
-        balance = [b - a for a, b in pairwise((0, *cuts, len(costs)))]
-        measured, predicted = held(sample, costs, order, 4, 2, balance)
-        assert measured == predicted, balance
+    for spans in cuts_of(len(costs), 2, MOST.get(name, 99)):
+        measured, predicted = held(sample, costs, order, 4, 2, spans)
+        assert measured == predicted, spans
 
 
-@pytest.mark.parametrize("name", sorted(SAMPLES))
-def test_between_the_halves_of_a_backward_stages_hold_what_was_predicted(name: str) -> None:
-    sample = SAMPLES[name]
-    costs = sample.costs(splits=True)
-    for samples, cuts in ((2, 0), (5, 1), (3, 2)):
-        for ends in combinations(range(1, len(costs)), cuts):
-            balance = [b - a for a, b in pairwise((0, *ends, len(costs)))]
-            measured, predicted = held_between_halves(sample, costs, samples, balance)
-            assert measured == predicted, balance
+def tensor(width: int, has_gradient: bool = True) -> BoundaryTensor:
+    return BoundaryTensor((0, width), (1, 0), torch.float32, has_gradient)
 
 
-def stage() -> Stage:
-    layers = nn.Sequential(OrderedDict(linear=nn.Linear(4, 5), tanh=nn.Tanh(), norm=nn.BatchNorm1d(5)))
-    inputs = (BoundaryTensor((0, 4), (1, 0), torch.float32, True),)
-    made = Stage(1, layers, first_layer=0, inputs=inputs, device=torch.device("cpu"), run_seed=3)
+def stage(layers: nn.Sequential, inputs: Boundary) -> Stage:
+    """A stage that counts, in its first step."""
+    made = Stage(1, layers, first_layer=0, inputs=inputs, device=CPU, run_seed=3)
     made.set_training(True)
     made.counter.on = True
+    made.begin_step(0, None)
     return made
 
 
@@ -85,8 +83,8 @@ GRAPH = INPUT + INSIDE + MOMENTS  # and not the output: nothing inside needs it
 
 def test_bytes_of_a_stage_by_hand() -> None:
     """Neither weights nor running statistics count; what a recomputation brings back does, until its backward."""
-    made = stage()
-    made.begin_step(0, None)
+    layers = OrderedDict(linear=nn.Linear(4, 5), tanh=nn.Tanh(), norm=nn.BatchNorm1d(5))
+    made = stage(nn.Sequential(layers), (tensor(4),))
     made.forward(2, (torch.rand(3, 4),), Retain.NOTHING)
     assert made.counter.peak_bytes == 0
     for m in (0, 1):
@@ -121,10 +119,6 @@ def test_views_of_one_memory_count_once_and_of_what_was_given_as_far_as_they_rea
     counted.add([x, torch.zeros(3, 0)])
     assert counted.bytes == 10 * 4 * 4
     assert byte_range(torch.zeros(3, 1, device=device).expand(3, 100)).bytes == 3 * 4
-
-
-def tensor(width: int, has_gradient: bool = True) -> BoundaryTensor:
-    return BoundaryTensor((0, width), (1, 0), torch.float32, has_gradient)
 
 
 def layer(outputs: Boundary, saved: KeptMemory, trained: int = 1) -> LayerCost:
@@ -181,10 +175,7 @@ def test_a_gradient_of_which_a_part_is_kept_is_held_whole() -> None:
     inputs = (BoundaryTensor((0, 4, 3), (1, 0, 0), torch.float32, True),)
     model = nn.Sequential(Joins(), nn.Tanh())
     memory = ActivationMemory(trace_layers(model.to("meta"), inputs, training=True, splits=True), inputs, 2)
-    made = Stage(1, nn.Sequential(Joins()), first_layer=0, inputs=inputs, device=torch.device("cpu"), run_seed=3)
-    made.set_training(True)
-    made.counter.on = True
-    made.begin_step(0, None)
+    made = stage(nn.Sequential(Joins()), inputs)
     made.forward(0, (torch.rand(2, 4, 3),), Retain.GRAPH)
     made.backward_inputs(0, (torch.rand(2, 4, 4),))
     kept = 4 * (2 * 4 * 3 + 2 * 4 * 4)
@@ -224,13 +215,13 @@ class Allocated(TorchDispatchMode):
 
 def test_what_is_counted_is_what_is_alive() -> None:
     """Attention that returns its weights keeps keys and values, and with them the memory of the queries, which are a
-    part of the same tensor: it kept more than was counted."""
-    inputs = (BoundaryTensor((0, 3, 8), (1, 0, 0), torch.float32, True),)
-    made = Stage(1, nn.Sequential(Attends()), first_layer=0, inputs=inputs, device=torch.device("cpu"), run_seed=3)
-    made.set_training(True)
-    made.counter.on = True
-    made.begin_step(0, None)
-    given = torch.rand(2, 3, 8)
-    with Allocated([given, *made.module.parameters()]) as allocated:
+    part of the same tensor. Between the halves of a backward no graph is alive."""
+    made = stage(nn.Sequential(Attends()), (BoundaryTensor((0, 3, 8), (1, 0, 0), torch.float32, True),))
+    given, gradient = torch.rand(2, 3, 8), torch.rand(2, 3, 8)
+    with Allocated([given, gradient, *made.module.parameters()]) as allocated:
         made.forward(0, (given,), Retain.GRAPH)
     assert made.counter.bytes == given.nbytes + allocated.alive_bytes
+    with allocated:
+        made.backward_inputs(0, (gradient,))
+    done = sum(parameter.grad.nbytes for parameter in made.module.parameters() if parameter.grad is not None)
+    assert made.counter.bytes == allocated.alive_bytes - done, "products keep copies of both"
