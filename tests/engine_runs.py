@@ -1,45 +1,41 @@
 """Small pipelined trainings, in this process or in one process per stage, for the tests of the laws.
 
-One pool of processes (fork server, torch preloaded) serves every case: a case of K stages uses the first K of them.
+One pool of processes serves every case: a case of K stages uses the first K of them.
 """
 
 import datetime
 import itertools
 import multiprocessing
-import os
 import random
 import tempfile
-import traceback
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate
-from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
 from gpipe_cli.data.micro_batches import micro_batch_sizes
-from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.distributed.process_groups import edge_links
 from gpipe_cli.pipeline.profile.layer_cost import LayerCost
 from gpipe_cli.pipeline.profile.tracing import trace_layers
-from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor, Tensors, as_boundary
+from gpipe_cli.pipeline.runtime.boundary import Tensors, as_boundary
 from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.frozen import Frozen, freeze
 from gpipe_cli.pipeline.runtime.initial_weights import materialize
 from gpipe_cli.pipeline.runtime.link import Edge, Link, Links
 from gpipe_cli.pipeline.runtime.p2p_transport import Boundaries, P2PTransport
 from gpipe_cli.pipeline.runtime.stage import Stage
-from gpipe_cli.pipeline.runtime.transport import LocalTransport, PeerLostError
+from gpipe_cli.pipeline.runtime.transport import LocalTransport
 from gpipe_cli.pipeline.schedule.orders import build, forward_only
-from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Schedule
+from gpipe_cli.pipeline.schedule.schedules import Kind, Schedule
 
 CLASSES, SIZE = 5, 8
 CPU = torch.device("cpu")
@@ -129,7 +125,6 @@ class Case:
     frozen: Frozen = NOTHING_FROZEN
     device: str = "cpu"
     bfloat16: bool = False
-    compiled: bool = False
 
     @property
     def processes(self) -> int:
@@ -181,12 +176,12 @@ def build_stages(
     *,
     here: Sequence[int],
     device: torch.device = CPU,
-    memory_format: torch.memory_format = torch.contiguous_format,
-    computed_in: torch.dtype | None = None,
     frozen: Frozen = NOTHING_FROZEN,
-    compiled: bool = False,
+    memory_format: torch.memory_format = torch.contiguous_format,
+    **settings: Any,
 ) -> dict[int, Stage]:
-    """The stages numbered `here` of a model on the meta device, in training mode, with weights from seed 7."""
+    """The stages numbered `here` of a model on the meta device, in training mode, with weights from seed 7; `settings`
+    are those of a stage."""
     starts = [0, *accumulate(balance)]
     stages = {}
     for k in here:
@@ -194,7 +189,7 @@ def build_stages(
         freeze(module, frozen)
         stages[k] = Stage(
             k, module, first_layer=starts[k], inputs=costs[starts[k] - 1].outputs if k else (), device=device,
-            run_seed=7, memory_format=memory_format, computed_in=computed_in, compiled=compiled,
+            run_seed=7, memory_format=memory_format, **settings,
         )  # fmt: skip
         stages[k].set_training(True)
     return stages
@@ -220,16 +215,9 @@ def train(case: Case, here: Sequence[int], links: dict[Edge, Link] | None) -> di
     memory_format = torch.channels_last if case.channels_last else torch.contiguous_format
     device = torch.device(case.device)
     stages = build_stages(
-        model,
-        costs,
-        balance,
-        here=here,
-        device=device,
-        memory_format=memory_format,
-        frozen=case.frozen,
+        model, costs, balance, here=here, device=device, memory_format=memory_format, frozen=case.frozen,
         computed_in=torch.bfloat16 if case.bfloat16 else None,
-        compiled=case.compiled,
-    )
+    )  # fmt: skip
     transport: Any = LocalTransport([device] * case.partitions)
     if links is not None:
         boundaries = [costs[end - 1].outputs for end in accumulate(balance[:-1])]
@@ -270,116 +258,50 @@ def train(case: Case, here: Sequence[int], links: dict[Edge, Link] | None) -> di
     return results
 
 
-def serve(rank: int, processes: int, meet: str, connection: Connection) -> None:
-    """A process of the pool: the stages of process `rank`, case after case."""
+LINKS: dict[int, dict[Edge, Link]] = {}  # those of a process of the pool, by the number of processes that take part
+
+
+def join(rank: int, processes: int, meet: str) -> None:
+    """Makes this process number `rank` of the pool."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=processes)
-    # by processes: with a stage each, or as many as there are with two that take turns
-    every = {
-        used: edge_links(rank, [stage % used for stage in range(processes)], CPU, datetime.timedelta(seconds=60))
-        for used in range(2, processes + 1)
+    for used in range(2, processes + 1):  # with a stage each, or as many as there are with two that take turns
+        process_of_stage = [stage % used for stage in range(processes)]
+        LINKS[used] = edge_links(rank, process_of_stage, CPU, datetime.timedelta(seconds=60))
+
+
+def train_as(rank: int, case: Case) -> dict[str, np.ndarray[Any, Any]]:
+    """What `train` returns on the stages of process `rank`, as numbers that need no shared memory."""
+    here = [stage for stage, owner in enumerate(case.process_of_stage) if owner == rank]
+    links = {
+        (kind, receiver): link
+        for (kind, receiver), link in LINKS.get(case.processes, {}).items()
+        if receiver + (kind is Kind.B) < case.partitions
     }
-    while (case := connection.recv()) is not None:
-        here = [stage for stage, owner in enumerate(case.process_of_stage) if owner == rank]
-        links = {
-            (kind, receiver): link
-            for (kind, receiver), link in every.get(case.processes, {}).items()
-            if receiver + (kind is Kind.B) < case.partitions
-        }
-        try:
-            # as plain numbers: tensors would travel through shared memory and need their sender alive
-            connection.send(
-                {
-                    name: value.float().numpy() if value.is_floating_point() else value.numpy()
-                    for name, value in train(case, here, links).items()
-                }
-            )
-        except Exception:
-            connection.send(traceback.format_exc())
-    dist.destroy_process_group()
-
-
-def neighbour(rank: int, folder: Path, connection: Connection) -> None:
-    """Stage `rank` of two: process 1 dies while process 0 waits for it, which reports what each of its waits raised."""
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-    links = edge_links(rank, range(2), CPU, datetime.timedelta(seconds=120))
-    boundary = [(BoundaryTensor((0, 2), (1, 0), torch.float32, True),)]
-    try:
-        transport = P2PTransport(
-            rank, range(2), Links(links, 120, 120), Boundaries(boundary, boundary), CPU
-        )  # fmt: skip
-        control = ControlGroup(rank, 2, dist.group.WORLD)
-        order = build("gpipe", 2, 2, "never")
-        if rank == 1:
-            connection.recv()  # until the other one waits
-            os._exit(9)
-        transport.begin_step(order, (3, 2))
-        for _ in range(2):  # the forwards: then gradients may come
-            transport.launched()
-        connection.send("waiting")
-        for wait in (
-            lambda: transport.receive(Action(Kind.B, 0, 1)),
-            lambda: control.gather(torch.zeros(2))(),
-            control.barrier,
-            lambda: control.collect(1),
-        ):
-            try:
-                wait()
-            except PeerLostError as error:
-                connection.send(error)
-    except Exception as error:
-        connection.send(repr(error))
-    os._exit(0)
-
-
-def fork_server() -> multiprocessing.context.ForkServerContext:
-    """Starts processes that have imported already what takes long: the package, and what its first trace imports."""
-    context = multiprocessing.get_context("forkserver")
-    package = [P2PTransport.__module__, Executor.__module__, trace_layers.__module__]
-    context.set_forkserver_preload(["torch._dynamo", *package])
-    return context
+    results = train(case, here, links)
+    return {name: (value.float() if value.is_floating_point() else value).numpy() for name, value in results.items()}
 
 
 class Pool:
     """Processes joined by Gloo on the loopback device."""
 
     def __init__(self, processes: int) -> None:
-        context = fork_server()
+        context = multiprocessing.get_context("forkserver")
+        # what takes long to import: the package, and what its first trace imports
+        context.set_forkserver_preload(["torch._dynamo", *(one.__module__ for one in (P2PTransport, Executor, train))])
         self.folder = tempfile.TemporaryDirectory()
-        self.connections: list[Connection] = []
-        self.processes = []
-        for rank in range(processes):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=serve, args=(rank, processes, f"{self.folder.name}/meet", theirs), daemon=True
-            )
-            process.start()
-            theirs.close()
-            self.connections.append(ours)
-            self.processes.append(process)
+        meet = f"{self.folder.name}/meet"
+        self.processes = [ProcessPoolExecutor(1, context, join, (rank, processes, meet)) for rank in range(processes)]
+        for process in self.processes:
+            process.submit(int)  # all of them meet now
 
     def run(self, case: Case) -> dict[str, torch.Tensor]:
-        used = self.connections[: case.processes]
-        for connection in used:
-            connection.send(case)
-        results: dict[str, torch.Tensor] = {}
-        for rank, connection in enumerate(used):
-            if not connection.poll(60):
-                raise TimeoutError(f"process {rank} does not answer")
-            answer = connection.recv()
-            assert isinstance(answer, dict), f"process {rank}:\n{answer}"
-            results |= {name: torch.from_numpy(value) for name, value in answer.items()}
-        return results
+        answers = [self.processes[rank].submit(train_as, rank, case) for rank in range(case.processes)]
+        return {name: torch.from_numpy(value) for answer in answers for name, value in answer.result(60).items()}
 
     def close(self) -> None:
-        for connection in self.connections:
-            with suppress(OSError):
-                connection.send(None)
         for process in self.processes:
-            process.join(10)
-            process.kill()
+            process.shutdown()
         self.folder.cleanup()
 
 

@@ -76,3 +76,13 @@ def test_every_action_is_announced_before_it_is_performed() -> None:
     schedule = build("1f1b", 3, 3, "except_last")
     executor.run(schedule, 0, SIZES, (torch.randn(7, 4),), SumOfSquares())
     assert watched == list(linearize(schedule))
+
+
+def test_what_is_never_received_is_noticed_and_forgotten_with_the_step() -> None:
+    transport = LocalTransport([CPU, CPU])
+    transport.begin_step(build("gpipe", 2, 2, "never"), (3, 2))
+    transport.send(Action(Kind.F, 0, 0), (torch.ones(3, 2),))
+    with pytest.raises(AssertionError, match="never received"):
+        transport.finish_step()
+    transport.begin_step(build("gpipe", 2, 2, "never"), (3, 2))
+    transport.finish_step()
