@@ -3,7 +3,6 @@
 from collections import OrderedDict
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 from torch import nn
 
@@ -29,26 +28,20 @@ def same(one: nn.Module, other: nn.Module) -> bool:
     return hash(signature(one)) == hash(signature(other)) and signature(one) == signature(other)
 
 
-SHARED, DTYPE = Setting(), torch.float16
+def test_layers_with_the_same_settings_are_equal() -> None:
+    for setting in (None, True, 3, 2.5, "x", (1, "a"), [1, [2.0]], {"a": [1]}, OrderedDict(a=1), {1, 2}, Size(3),
+                    torch.float16, torch.relu, torch.device("cpu")):  # fmt: skip
+        assert same(Layer(setting), Layer(setting)), setting
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [None, True, 3, 2.5, "x", (1, "a"), [1, [2.0]], {"a": [1]}, OrderedDict(a=1), {1, 2}, Size(3), DTYPE,
-     torch.relu, torch.device("cpu")],
-)  # fmt: skip
-def test_layers_with_the_same_settings_are_equal(setting: Any) -> None:
-    assert same(Layer(setting), Layer(setting))
-
-
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [(1, 2), (1, True), (1, 1.0), (0, False), ("a", "b"), ((1, 2), [1, 2]), ({"a": 1}, {"a": 2}), (Size(1), (1,)),
-     (Setting(), Setting()), (torch.zeros(2), torch.zeros(2)), (lambda x: x, lambda x: x), (torch.relu, torch.tanh),
-     ([Setting()], [Setting()]), (SHARED, SHARED), (None, 0), ({}, None)],
-)  # fmt: skip
-def test_layers_that_differ_in_an_attribute_are_not_equal(one: Any, other: Any) -> None:
-    assert not same(Layer(one), Layer(other))
+def test_layers_that_differ_in_an_attribute_are_not_equal() -> None:
+    shared = Setting()
+    for one, other in (
+        (1, 2), (1, True), (1, 1.0), (0, False), ("a", "b"), ((1, 2), [1, 2]), ({"a": 1}, {"a": 2}), (Size(1), (1,)),
+        (Setting(), Setting()), (torch.zeros(2), torch.zeros(2)), (lambda x: x, lambda x: x), (torch.relu, torch.tanh),
+        ([Setting()], [Setting()]), (shared, shared), (None, 0), ({}, None),
+    ):  # fmt: skip
+        assert not same(Layer(one), Layer(other)), (one, other)
 
 
 def test_parameters_modules_hooks_and_modes_count() -> None:

@@ -1,12 +1,12 @@
 """FLOPs, bytes, boundaries and what is saved of layers against closed forms; equal layers are traced once."""
 
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from custom_models import Does
 from memory_runs import SAMPLES
 from torch import nn
 
@@ -25,27 +25,38 @@ def trace(example: tuple[int, ...], *, training: bool = True, **layers: nn.Modul
     return {cost.name: cost for cost in costs}
 
 
-def test_a_linear_layer() -> None:
-    """2 m n a sample forwards; backwards the same for the weights, and again for the inputs where they need it."""
-    costs = trace((20,), first=nn.Linear(20, 30), second=nn.Linear(30, 7, bias=False))
-    assert costs["first"].forward.flops == 2 * 20 * 30
-    assert costs["first"].backward.flops == 2 * 20 * 30
-    assert costs["second"].forward.flops == 2 * 30 * 7
-    assert costs["second"].backward.flops == 2 * 2 * 30 * 7
+def traced(*layers: nn.Module, **settings: Any) -> list[LayerCost]:
+    """Costs of layers on the meta device, of which the first takes (N, 6)."""
+    return list(trace_layers(nn.Sequential(*layers), as_boundary((torch.empty(1, 6),)), training=True, **settings))
+
+
+def test_linear_layers() -> None:
+    """2 m n FLOPs a sample forwards; backwards the same for the weights, and again for the inputs where they need it.
+    Weights are moved once for a micro-batch of any size."""
+    costs = trace((20,), first=nn.Linear(20, 30, bias=False), second=nn.Linear(30, 7))
+    assert [cost.forward.flops for cost in costs.values()] == [2 * 20 * 30, 2 * 30 * 7]
+    assert [cost.backward.flops for cost in costs.values()] == [2 * 20 * 30, 2 * 2 * 30 * 7]
     assert costs["first"].flops == 4 * 20 * 30
-    assert [cost.parameters for cost in costs.values()] == [20 * 30 + 30, 30 * 7]
+    assert [cost.parameters for cost in costs.values()] == [20 * 30, 30 * 7 + 7]
+    for work in (costs["first"].forward, costs["first"].backward):  # the image needs no gradient
+        product = work.by_kind[OperationKind.PRODUCT]
+        assert (product.bytes, product.fixed_bytes) == (4 * (20 + 30), 4 * 20 * 30)
+    added = costs["first"].backward.by_kind[OperationKind.ELEMENTWISE]
+    assert (added.count, added.bytes, added.fixed_bytes) == (1, 0, 3 * 4 * 20 * 30)
+    for cost in trace((20,), training=False, first=nn.Linear(20, 30), tanh=nn.Tanh()).values():
+        assert cost.saved == KeptMemory(same_memory=(None,))
+        assert not cost.backward.by_kind
+        assert not any(tensor.has_gradient for tensor in cost.outputs)
 
 
 @pytest.mark.parametrize(("stride", "groups"), [(1, 1), (2, 4)])
 def test_a_convolution(stride: int, groups: int) -> None:
     """2 x outputs x (kernel x inputs / groups) a sample."""
     layers = {"first": nn.Conv2d(3, 8, 1), "second": nn.Conv2d(8, 12, 3, stride=stride, padding=1, groups=groups)}
-    costs = trace((3, 10, 10), **layers)
-    side = 10 // stride
+    cost, side = trace((3, 10, 10), **layers)["second"], 10 // stride
     flops = 2 * side * side * 12 * 9 * 8 // groups
-    assert costs["second"].forward.flops == flops
-    assert costs["second"].backward.flops == 2 * flops
-    assert costs["second"].outputs[0].shape(5) == (5, 12, side, side)
+    assert (cost.forward.flops, cost.backward.flops) == (flops, 2 * flops)
+    assert cost.outputs[0].shape(5) == (5, 12, side, side)
 
 
 def test_the_halves_of_a_backward() -> None:
@@ -76,12 +87,7 @@ def test_layers_that_do_not_fit_are_named() -> None:
 
 def test_a_layer_that_changes_its_input_is_named() -> None:
     """Whether or not autograd would refuse it; an evaluation may do as it likes."""
-
-    class Adds(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x.detach().add_(1) * x
-
-    for layer in (nn.ReLU(inplace=True), Adds()):
+    for layer in (nn.ReLU(inplace=True), Does(lambda x: x.detach().add_(1) * x)):
         with pytest.raises(ChangedInputError, match="layer second changes its input in place"):
             trace((4,), first=nn.Linear(4, 4), second=layer)
         trace((4,), training=False, first=nn.Linear(4, 4), second=layer)
@@ -112,34 +118,26 @@ def test_one_value_per_channel_is_refused_by_a_batch_norm_that_is_not_frozen() -
     run_shapes(model, as_boundary((torch.empty(1, 3, 8, 8),)))
 
 
-class _Sentences(nn.Module):
-    """(source (N, S), target (N, T)) of token ids -> (source (N, S), states (N, T, 6), source states (N, S + 1, 6),
-    a table (66,))."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(11, 6)
-
-    def forward(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        source, target = inputs
-        longer = torch.cat([source, source[:, :1]], dim=1)
-        return source, self.embedding(target), self.embedding(longer), self.embedding.weight.flatten()
-
-
 def test_shapes_follow_samples_and_both_lengths() -> None:
     """Sentences are padded anew in every mini-batch: what crosses a boundary must be known without a handshake."""
-    ids = torch.int64
+    ids, embedding = torch.int64, nn.Embedding(11, 6, device="meta")
+
+    def forward(inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        source, target = inputs
+        longer = torch.cat([source, source[:, :1]], dim=1)
+        return source, embedding(target), embedding(longer), embedding.weight.flatten()
+
+    only = Does(forward)
+    only.embedding = embedding
     inputs = (
         BoundaryTensor((0, 0), (1, 0), ids, False, ((0, 1), (0, 0))),
         BoundaryTensor((0, 0), (1, 0), ids, False, ((0, 0), (0, 1))),
     )
-    model = nn.Sequential(OrderedDict(only=_Sentences())).to("meta")
-    (cost,) = trace_layers(model, inputs, training=True, lengths=(9, 7))
+    (cost,) = trace_layers(nn.Sequential(only), inputs, training=True, lengths=(9, 7))
     shapes = [tensor.shape(5, (4, 3)) for tensor in cost.outputs]
     assert shapes == [(5, 4), (5, 3, 6), (5, 5, 6), (66,)]
     assert [tensor.dtype for tensor in cost.outputs] == [ids, *[torch.float32] * 3]
     assert [tensor.has_gradient for tensor in cost.outputs] == [False, True, True, True]
-    assert cost.outputs[1].bytes(5, (4, 3)) == 5 * 3 * 6 * 4
 
 
 @pytest.mark.parametrize("name", ["amoebanet", "translation"])
@@ -162,70 +160,40 @@ def test_an_equal_layer_whose_gradients_differ_has_another_backward() -> None:
             x, y = inputs if isinstance(inputs, tuple) else (inputs, inputs)
             return self.a(x), self.b(y)
 
-    class Second(nn.Module):
-        def forward(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-            return inputs[1], inputs[1].detach()
-
-    costs = trace((6,), zero=Two(), one=Two(), pick=Second(), two=Two(), three=Two())
+    second = Does(lambda inputs: (inputs[1], inputs[1].detach()))
+    costs = trace((6,), zero=Two(), one=Two(), pick=second, two=Two(), three=Two())
     assert [cost.backward.flops for cost in costs.values()] == [72, 144, 0, 72 + 144, 288]
     assert [tensor.has_gradient for tensor in costs["zero"].outputs] == [False, True]
     assert [tensor.has_gradient for tensor in costs["one"].outputs] == [False, True]
 
 
-def test_weights_are_moved_once_for_a_micro_batch_of_any_size() -> None:
-    (cost,) = trace((20,), only=nn.Linear(20, 30, bias=False)).values()
-    forward, backward = (work.by_kind[OperationKind.PRODUCT] for work in (cost.forward, cost.backward))
-    assert (forward.bytes, forward.fixed_bytes) == (4 * (20 + 30), 4 * 20 * 30)
-    assert (backward.bytes, backward.fixed_bytes) == (4 * (20 + 30), 4 * 20 * 30), "the image needs no gradient"
-    added = cost.backward.by_kind[OperationKind.ELEMENTWISE]
-    assert (added.count, added.bytes, added.fixed_bytes) == (1, 0, 3 * 4 * 20 * 30)
-
-
-class Passes(nn.Module):
-    """(x, y) or x alone -> y untouched, a view of x, something new twice, its transpose made dense."""
-
-    def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        new = inputs.tanh()
-        return inputs, inputs.flatten(1), new, new, new.transpose(1, 2)
-
-
 def test_whose_memory_outputs_are() -> None:
-    costs = trace((4, 3), stem=nn.Linear(3, 3), passes=Passes())
+    """Of x the untouched input, a view of it, something new twice, and its transpose made dense."""
+    passes = Does(lambda x: (x, x.flatten(1), new := x.tanh(), new, new.transpose(1, 2)))
+    costs = trace((4, 3), stem=nn.Linear(3, 3), passes=passes)
     assert costs["passes"].saved == KeptMemory((3,), same_memory=(0, 0, None, 3, None))
-
-
-def test_nothing_is_saved_without_a_backward() -> None:
-    costs = trace((20,), training=False, first=nn.Linear(20, 30), tanh=nn.Tanh())
-    assert all(cost.saved == KeptMemory(same_memory=(None,)) for cost in costs.values())
-    assert not any(cost.backward.by_kind for cost in costs.values())
-    assert not any(tensor.has_gradient for cost in costs.values() for tensor in cost.outputs)
 
 
 @pytest.mark.skipif(torch.__version__ < tracing._RECORDS_WITHOUT_GPU, reason="records no graph without a CUDA driver")
 def test_bfloat16_has_the_types_of_the_device_and_the_operations_of_float32() -> None:
     """Layer normalization returns bfloat16 on a CPU and float32 on a GPU. Asking a tensor without memory where it is
     once counted as an operation on all its bytes: ten times as many as there were."""
-    model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), nn.Linear(8, 4)).to("meta")
-    inputs = as_boundary((torch.empty(1, 8),))
-
-    def traced(device: str, dtype: torch.dtype | None) -> tuple[LayerCost, ...]:
-        return trace_layers(model, inputs, training=True, computed_in=dtype, device=device)
-
+    layers = nn.Sequential(nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8)), nn.Linear(8, 4)).to("meta")
     types = {"cpu": [torch.bfloat16, torch.bfloat16], "cuda": [torch.float32, torch.bfloat16]}
     for device, expected in types.items():
-        found = traced(device, torch.bfloat16)
+        found = traced(*layers, device=device, computed_in=torch.bfloat16)
         assert [cost.outputs[0].dtype for cost in found] == expected
-        for cost, full in zip(found, traced(device, None), strict=True):
+        for cost, full in zip(found, traced(*layers, device=device), strict=True):
             assert cost.forward.flops == full.forward.flops
             counted, before = (sum(each.count for each in one.forward.by_kind.values()) for one in (cost, full))
             assert before < counted <= before + 4  # casts of an input, a weight, a bias, and before a normalization
 
 
 def test_a_tensor_that_is_no_buffer_is_refused_under_bfloat16() -> None:
-    layer = nn.Linear(8, 8, device="meta")
+    layer = nn.Linear(6, 8, device="meta")
     layer.positions = torch.arange(8.0)
     with pytest.raises(InputError, match=r"0\.positions: .*register_buffer, or precision=float32"):
-        trace_layers(nn.Sequential(layer), as_boundary((torch.empty(1, 8),)), training=True, computed_in=torch.bfloat16)
+        traced(layer, computed_in=torch.bfloat16)
 
 
 class Reads(nn.Module):
@@ -237,19 +205,6 @@ class Reads(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.linear(x, self.others[0].weight)
-
-
-class Does(nn.Module):
-    def __init__(self, function: Callable[[torch.Tensor], object]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: torch.Tensor) -> object:
-        return self.function(x)
-
-
-def traced(*layers: nn.Module, **settings: Any) -> list[LayerCost]:
-    return list(trace_layers(nn.Sequential(*layers), as_boundary((torch.empty(1, 6),)), training=True, **settings))
 
 
 def test_what_equal_layers_read_is_told_apart() -> None:

@@ -8,9 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
-from training_runs import configure
 
-from gpipe_cli.assembly.build import build_model
 from gpipe_cli.data.micro_batches import micro_batch_sizes
 from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.runtime.deferred_batch_norm import BatchStatistics, defer_batch_norms, deferring
@@ -55,25 +53,17 @@ def test_statistics_of_the_whole_mini_batch(momentum: float | None, micro_batche
         assert_same_statistics(deferred.train(), whole.train())
 
 
-@pytest.mark.parametrize("settings", [
-    ["model.filters=16"], ["model.filters=32", "dataset.image_size=224"], ["model=resnet"],
-    ["model.variant=b", "model.normal_cells=18", "model.filters=512", "dataset.image_size=480",
-     "model.auxiliary_head=true"],
-])  # fmt: skip
-def test_every_norm_writes_to_an_aligned_address(settings: list[str]) -> None:
+def test_every_norm_writes_to_an_aligned_address() -> None:
     """cuDNN's persistent batch norm stores 16 bytes at a time and checks no address: norms whose numbers of channels
-    are no multiples of four would end the first forward on a GPU. Stages begin their tensors anew, at any layer."""
-    layers = list(build_model(configure(*settings, "dataset=synthetic_images")))  # on the meta device
-    for partitions in (1, 2, 3, 5):
-        for first in range(0, len(layers), -(-len(layers) // partitions)):
-            stage, statistics = nn.Sequential(*layers[first : first - (-len(layers) // partitions)]), BatchStatistics()
-            norms = defer_batch_norms(stage, statistics)
-            statistics.open(0)
-            for number, norm in enumerate(norms):
-                for written in statistics.slot(number, 2):
-                    assert written.shape == (norm.num_features,)
-                    assert written.storage_offset() * written.itemsize % 128 == 0
-                del vars(norm)["forward"]
+    are no multiples of four would end the first forward on a GPU."""
+    statistics = BatchStatistics()
+    norms = defer_batch_norms(nn.Sequential(*map(nn.BatchNorm2d, (3, 16, 5, 32, 33, 1))), statistics)
+    statistics.open(0)
+    for number, norm in enumerate(norms):
+        for written in statistics.slot(number, 2):
+            assert written is not None
+            assert written.shape == (norm.num_features,)
+            assert written.storage_offset() * written.itemsize % 128 == 0
 
 
 def test_a_large_mean_does_not_cancel_the_variance() -> None:
