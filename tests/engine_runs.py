@@ -96,14 +96,8 @@ def plain_model() -> nn.Sequential:
     """Without batch norm and dropout: the number of micro-batches may change only the order of sums."""
     with torch.device("meta"):
         return nn.Sequential(
-            OrderedDict(
-                first=nn.Conv2d(3, 6, 3),
-                tanh=nn.Tanh(),
-                second=nn.Conv2d(6, 6, 3),
-                flat=nn.Flatten(),
-                head=nn.Linear(96, CLASSES),
-            )
-        )
+            nn.Conv2d(3, 6, 3), nn.Tanh(), nn.Conv2d(6, 6, 3), nn.Flatten(), nn.Linear(96, CLASSES)
+        )  # fmt: skip
 
 
 MODELS = {"tricky": tricky_model, "plain": plain_model}

@@ -83,37 +83,13 @@ class _Turning(nn.Module):
 def _flattening() -> nn.Sequential:
     """As users write them: layers of their own, and features flattened for a linear layer."""
     return nn.Sequential(
-        nn.Conv2d(3, 6, 3, stride=2),
-        nn.BatchNorm2d(6),
-        nn.ReLU(),
+        nn.Sequential(nn.Conv2d(3, 6, 3, stride=2), nn.BatchNorm2d(6), nn.ReLU(inplace=True)),
         nn.MaxPool2d(2),
         _Turning(6),
         nn.Conv2d(6, 4, 3, stride=2, bias=False),
-        nn.ReLU(),
         nn.Flatten(),
-        nn.Linear(4 * 9, 8),
-        nn.ReLU(),
+        nn.Sequential(nn.Linear(4 * 9, 8), nn.ReLU(inplace=True), nn.Dropout(0.2)),
         nn.Linear(8, CLASSES),
-    )
-
-
-class _Block(nn.Module):
-    """Of a residual network, (N, C, H, W) -> the same shape."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.first, self.second = (nn.Conv2d(channels, channels, 3, padding=1, bias=False) for _ in range(2))
-        self.norms = nn.ModuleList(nn.BatchNorm2d(channels) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        inside = self.norms[0](self.first(x)).relu_()
-        return (self.norms[1](self.second(inside)) + x).relu_()
-
-
-def _residual() -> nn.Sequential:
-    stem = nn.Sequential(nn.Conv2d(3, 6, 7, stride=4), nn.BatchNorm2d(6), nn.ReLU(inplace=True))
-    return nn.Sequential(
-        stem, _Block(6), _Block(6), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.2), nn.Linear(6, CLASSES)
     )
 
 
@@ -130,7 +106,6 @@ _translation = partial(
 
 SAMPLES = {
     "amoebanet": Sample(_amoebanet, _IMAGES, auxiliary_weight=0.4, channels_last=True),
-    "residual": Sample(_residual, _IMAGES, channels_last=True),
     "flattening": Sample(_flattening, _IMAGES),
     "flattening channels last": Sample(_flattening, _IMAGES, channels_last=True),
     "language model": Sample(partial(_language_model, attention_dropout=0.0), _TEXT, (TOKENS,)),

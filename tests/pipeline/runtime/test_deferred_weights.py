@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from gpipe_cli.models.operations import FactorizedReduction, Linear, SameConvolution
 from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor, Tensors, in_layout
 from gpipe_cli.pipeline.runtime.frozen import Frozen, freeze
 from gpipe_cli.pipeline.runtime.stage import Stage
@@ -87,22 +86,6 @@ def convolutions() -> nn.Sequential:
     )
 
 
-def volumes() -> nn.Sequential:
-    return nn.Sequential(nn.Conv3d(5, 4, (1, 2, 2)), nn.ReLU(inplace=True), nn.ConvTranspose3d(4, 4, 2, bias=False))
-
-
-def own() -> nn.Sequential:
-    """The repository's own."""
-    return nn.Sequential(
-        SameConvolution(8, 8, (3, 3), (2, 2)),
-        SameConvolution(8, 16, (5, 5), groups=8),
-        FactorizedReduction(16, 16, nn.BatchNorm2d),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        Linear(16, 10),
-    )
-
-
 def parametrized() -> nn.Sequential:
     return nn.Sequential(parametrizations.weight_norm(nn.Linear(8, 8)), nn.ReLU(), nn.Linear(8, 8))
 
@@ -125,8 +108,6 @@ class Case:
 
 CASES = {
     "convolutions": Case(convolutions, IMAGES, 7),
-    "volumes": Case(volumes, (BoundaryTensor((0, 5, 3, 4, 4), (1, 0, 0, 0, 0), torch.float32, True),), 2),
-    "of the repository": Case(own, IMAGES, 5),
     "rows": Case(linears, ROWS, 3),
     "sentences": Case(linears, SENTENCES, 3),
     "transposed": Case(Transposing, SENTENCES, 2),
