@@ -31,7 +31,7 @@ def schedule_of_file(config: TrainConfig) -> Schedule:
         found = read_schedule(config.schedule, config.partitions, config.micro_batches)
     except ScheduleError as error:
         raise RefusedError("schedule", config.schedule, error.what, error.drawn) from None
-    if config.compile and found.splits:
+    if config.compile and found.split:
         why = f"schedule={config.schedule} cuts backwards in two, and compiled code cannot be cut"
         raise RefusedError("compile", True, f"{why}; use compile=false")
     return found

@@ -38,13 +38,10 @@ class Breakdown:
 
 
 def breakdown(timeline: Timeline, micro_batches: int, step_seconds: float | None = None) -> Breakdown:
-    """Tell apart what the devices did during a step.
+    """Tell apart what the devices did during a step of M `micro_batches`, which was measured or simulated.
 
-    Args:
-        timeline: measured or simulated.
-        micro_batches: M.
-        step_seconds: from the beginning of the step to its end, whatever it does besides; if left out, from the first
-            action's beginning to the end of the last action or update.
+    `step_seconds` last from the beginning of the step to its end, whatever it does besides; if left out, from the first
+    action's beginning to the end of the last action or update.
     """
     assert timeline.stages
     assert micro_batches > 0
@@ -66,7 +63,7 @@ def breakdown(timeline: Timeline, micro_batches: int, step_seconds: float | None
         for event in between:
             if event.what is EventKind.WAITING:
                 continue
-            within = _inside(event, begin, end)
+            within = max(0.0, min(event.end_seconds, end) - max(event.start_seconds, begin))
             counted = event.seconds if event.action is None else within
             inside += within
             outside += counted - within
@@ -91,8 +88,3 @@ def breakdown(timeline: Timeline, micro_batches: int, step_seconds: float | None
         update=update * scale,
         set_up=set_up * scale,
     )
-
-
-def _inside(event: Event, begin_seconds: float, end_seconds: float) -> float:
-    """How long an event lasts within a window."""
-    return max(0.0, min(event.end_seconds, end_seconds) - max(event.start_seconds, begin_seconds))

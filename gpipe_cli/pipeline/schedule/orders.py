@@ -43,8 +43,7 @@ def order(name: str, partitions: int, micro_batches: int, devices: int | None = 
     ``zero_bubble``: ZB-H1 (Qi et al. 2023, section 2.2): as 1f1b, with the gradients of weights held back to fill the
     waits; at most K micro-batches in flight on every stage, as on the first one of 1f1b.
 
-    Raises:
-        ValueError: an unknown name, fewer than one partition or micro-batch.
+    Raises ValueError for an unknown name, and for fewer than one partition or micro-batch.
     """
     for setting, value in (("partitions", partitions), ("micro_batches", micro_batches)):
         if value < 1:

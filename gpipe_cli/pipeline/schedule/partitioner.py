@@ -47,18 +47,13 @@ def partition(
     Among cuts that are equal in both, each cut from the last to the first is as early as possible. That choice leaves
     more layers to the later stages, which have fewer micro-batches in flight under ``1f1b``.
 
-    Args:
-        costs: of each layer, in any unit, finite and not negative.
-        partitions: K, at most the number of layers.
-        forward_sends: of each of the L - 1 places between layers, the cost of sending activations over it, in the
-            unit of ``costs``. The partition that ends there pays. Free if left out.
-        backward_sends: likewise of sending gradients back. The partition that begins there pays.
-        furthest: ``furthest[k][i]`` is the furthest end (exclusive) that partition k can have in its memory if it
-            begins with layer i; i or less: not even one layer fits. Rows may be one object. No limit if left out.
+    `costs` of layers are finite and not negative, in any unit. Sending activations over one of the L - 1 places between
+    layers costs the partition that ends there `forward_sends`, sending gradients back costs the one that begins there
+    `backward_sends`, in the same unit. ``furthest[k][i]`` is the furthest end (exclusive) that partition k can have in
+    its memory if it begins with layer i; i or less: not even one layer fits. Rows may be one object.
 
-    Raises:
-        NoCutFitsError: ``furthest`` leaves no cut.
-        InputError: fewer than one partition, more partitions than layers.
+    Raises NoCutFitsError where `furthest` leaves no cut, and InputError for fewer than one partition or more than
+    layers.
     """
     layers = len(costs)
     _require_partitions(layers, partitions)
@@ -131,24 +126,14 @@ def imbalance(
     """
     ends = [0, *accumulate(balance)]
     assert ends[-1] == len(costs), "the cut is of these layers"
-    stages = []
-    for first, end in pairwise(ends):
-        cost = math.fsum(costs[first:end])
-        if forward_sends is not None and end < len(costs):
-            cost += forward_sends[end - 1]
-        if backward_sends is not None and first > 0:
-            cost += backward_sends[first - 1]
-        stages.append(cost)
+    on, back = [*(forward_sends or [0.0] * ends[-1]), 0.0], [0.0, *(backward_sends or [0.0] * ends[-1])]
+    stages = [math.fsum(costs[first:end]) + on[end - 1] + back[first] for first, end in pairwise(ends)]
     mean = math.fsum(stages) / len(stages)
     return max(stages) / mean - 1 if mean > 0 else 0.0
 
 
 def check_balance(balance: Sequence[int], layers: int, partitions: int) -> None:
-    """Refuse a balance (layers of each partition) given by hand that does not fit the model.
-
-    Raises:
-        InputError: another length than ``partitions``, an empty partition, another sum than ``layers``.
-    """
+    """Refuse, by an InputError, a balance (layers of each partition) given by hand that does not fit the model."""
     _require_partitions(layers, partitions)
     even = [layers // partitions + (k < layers % partitions) for k in range(partitions)]
     remedy = f"give {partitions} positive numbers that add up to {layers}, such as {_written(even)}, or leave it out"

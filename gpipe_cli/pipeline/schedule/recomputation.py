@@ -32,8 +32,7 @@ class DoesNotFitError(InputError):
     def __init__(self, stage: int, missing_bytes: int) -> None:
         # Both as arguments, so that a pickled error is made again as it was.
         super().__init__(stage, missing_bytes)
-        self.stage = stage
-        self.missing_bytes = missing_bytes
+        self.stage, self.missing_bytes = stage, missing_bytes
 
     def __str__(self) -> str:
         return f"stage {self.stage} lacks {self.missing_bytes} bytes for activations even if it recomputes all it can"
@@ -44,14 +43,11 @@ def fewest_recomputations(
 ) -> tuple[frozenset[int], ...]:
     """For each stage, the fewest micro-batches to recompute such that its activations stay within a limit.
 
-    What :func:`with_recomputation` takes; ``peak_bytes`` of that schedule is at most ``limit_bytes``. A micro-batch
-    whose backward directly follows its forward is never recomputed: nothing would be gained. Which ones are: under
-    ``gpipe`` those that came first, under ``1f1b`` those that came last before the memory was full.
-
-    Args:
-        order: without recomputations.
-        sizes: per stage, the bytes of one micro-batch in each way to hold it; an input is not more than its graph.
-        limit_bytes: per stage, what there is room for.
+    What :func:`with_recomputation` takes; ``peak_bytes`` of that schedule is at most ``limit_bytes``, which each stage
+    has room for. `order` is without recomputations; `sizes` are the bytes of one micro-batch in each way to hold it, an
+    input no more than its graph. A micro-batch whose backward directly follows its forward is never recomputed: nothing
+    would be gained. Which ones are: under ``gpipe`` those that came first, under ``1f1b`` those that came last before
+    the memory was full.
 
     Raises DoesNotFitError, which names the stage that lacks most.
     """

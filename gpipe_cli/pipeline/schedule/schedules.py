@@ -113,13 +113,9 @@ class Schedule(tuple[Row, ...]):
         return any(a.kind is not Kind.F for row in self for a in row)
 
     @cached_property
-    def _split(self) -> frozenset[Action]:
+    def split(self) -> frozenset[Action]:
+        """The first halves of all backwards that are cut in two."""
         return frozenset(a for row in self for a in row if a.kind is Kind.I)
-
-    @property
-    def splits(self) -> bool:
-        """Whether any backward is cut in two."""
-        return bool(self._split)
 
     def source(self, action: Action) -> Action | None:
         """The action of another stage whose result ``action`` waits for, if any. The only place that says so.
@@ -133,7 +129,7 @@ class Schedule(tuple[Row, ...]):
             return Action(kind, stage - 1, micro_batch)
         if kind in RETURNS and stage < len(self.stages) - 1:
             split = Action(Kind.I, stage + 1, micro_batch)
-            return split if split in self._split else Action(Kind.B, stage + 1, micro_batch)
+            return split if split in self.split else Action(Kind.B, stage + 1, micro_batch)
         return None
 
     def first(self, micro_batches: int) -> "Schedule":

@@ -91,38 +91,28 @@ def simulate(
     The timeline's events are the waiting, the transfers that nothing hides and the updates of each stage; a device
     that waits for its first action has been free since 0.
 
-    Args:
-        stages: K of them. The micro-batches are taken to be of equal size.
-        edges: K - 1 of them; transfers take no time if left out, and within a device. They occupy no stage;
-            over one edge and in one direction they come one after another, each with its whole latency.
-        slowdown: ``slowdown[n - 1]`` is by which factor everything that a device computes, updates included, takes
-            longer while n devices compute; the last value also counts for more of them. None if left out.
-        device_of_stage: the number of each stage's device, from 0 on. Stages of one device take turns, in the order of
-            :func:`linearize`, which a process keeps to even if the next action of another stage could start earlier.
-            Each row has a device of its own if left out.
-
-    Raises:
-        InputError: the schedule deadlocks.
+    `stages` has K costs, for micro-batches of equal size, and `edges` K - 1: transfers occupy no stage, and come one
+    after another over one edge in one direction; within a device, and without `edges`, they take no time.
+    ``slowdown[n - 1]`` is by which factor everything that a device computes takes longer while n devices compute; the
+    last value counts for more of them, too. Stages with the same number in `device_of_stage` take turns in the order of
+    :func:`linearize`, even if another stage's next action could start earlier; without it each row has a device of its
+    own. Raises InputError if the schedule deadlocks.
     """
     assert len(stages) == len(schedule.stages), "one cost per stage"
     assert not edges or len(edges) == len(stages) - 1, "one cost per edge"
     assert min(slowdown, default=1.0) > 0, "a factor is positive"
     assert not device_of_stage or len(device_of_stage) == len(stages), "one device per stage"
-    run = _Run(schedule, stages, edges, slowdown, tuple(device_of_stage) or schedule.row_of_stage)
+    devices = tuple(device_of_stage) or schedule.row_of_stage
+    run = _Run(schedule, stages, edges, slowdown, devices)
     run.perform()
-    return Timeline(tuple(map(tuple, run.spans)), tuple(map(tuple, run.events)), _shared(run.device_of_stage))
-
-
-def _shared(device_of_stage: Sequence[int]) -> tuple[int, ...]:
-    """The device of each stage as a timeline has it: () where every stage has a device of its own."""
-    return () if len(set(device_of_stage)) == len(device_of_stage) else tuple(device_of_stage)
+    shared = len(set(devices)) < len(devices)
+    return Timeline(tuple(map(tuple, run.spans)), tuple(map(tuple, run.events)), devices if shared else ())
 
 
 def _performed(schedule: Schedule, device_of_stage: Sequence[int]) -> Iterable[tuple[Action, Retain]]:
     """All actions, those of each device in its order, with what their stages retain after them."""
-    if (
-        len({*zip(schedule.row_of_stage, device_of_stage, strict=True)}) == len(set(device_of_stage)) == len(schedule)
-    ):  # a row each
+    pairs = {*zip(schedule.row_of_stage, device_of_stage, strict=True)}
+    if len(pairs) == len(set(device_of_stage)) == len(schedule):  # every row has a device of its own
         of_stages = [stage_retained(actions) for actions in schedule.stages]
         return (next(of_stages[action.stage]) for row in schedule for action in row)
     return linearize_retained(schedule, device_of_stage)
@@ -147,20 +137,18 @@ class _Run:
     ) -> None:
         self.spans: list[list[Span]] = [[] for _ in stages]
         self.events: list[list[Event]] = [[] for _ in stages]
-        self._stages, self._slowdown, self.device_of_stage = stages, slowdown, device_of_stage
+        self._stages, self._slowdown, self._device_of_stage = stages, slowdown, device_of_stage
         self._schedule = schedule
-        self._of_stage = list(map(len, schedule.stages))  # actions that are left
+        self._of_stage = list(map(len, schedule.stages))  # how many actions are left
         devices = 1 + max(device_of_stage)
         # per device: actions, what they wait for, and their seconds; the first may be running
         self._left: list[deque[tuple[Action, Action | None, float]]] = [deque() for _ in range(devices)]
         for action, retain in _performed(schedule, device_of_stage):
             seconds = stages[action.stage].seconds(action.kind, retain)
             self._left[device_of_stage[action.stage]].append((action, schedule.source(action), seconds))
-        self._updates: list[deque[int]] = [deque() for _ in range(devices)]  # stages, likewise
+        updated = [stage for stage, cost in enumerate(stages) if cost.update_seconds > 0]
+        self._updates = [deque(k for k in updated if device_of_stage[k] == device) for device in range(devices)]
         self._added_up = [0.0] * devices  # when the gradients of its stages that have ended are those of all replicas
-        for stage, cost in enumerate(stages):
-            if cost.update_seconds > 0:
-                self._updates[device_of_stage[stage]].append(stage)
         self._now = self._virtual = 0.0  # one and the same without slowdown
         self._free = [0.0] * devices  # since when
         self._started = [0.0] * devices
@@ -189,17 +177,14 @@ class _Run:
             self._now = arrival
             self._begin(device)
         if any(self._left):
-            linearize(
-                self._schedule, self.device_of_stage
-            )  # a deadlock: it raises the error that says what waits for what
+            linearize(self._schedule, self._device_of_stage)  # raises the error that says what waits for what
 
     def _begin(self, device: int) -> None:
         """Start what comes next on a device that is free, now or when it is woken up again."""
         if not self._left[device]:
             if (added_up := self._added_up[device]) > self._now:
-                self.events[self.device_of_stage.index(device)].append(
-                    Event(EventKind.TRANSFER, self._now, added_up, None)
-                )
+                first = self._device_of_stage.index(device)
+                self.events[first].append(Event(EventKind.TRANSFER, self._now, added_up, None))
                 heappush(self._arriving, (added_up, device))
             elif self._updates[device]:
                 self._compute(device, self._stages[self._updates[device][0]].update_seconds)

@@ -116,7 +116,7 @@ def test_equals_a_simulation_without_events(name: str, recompute: str) -> None:
     for number in range(30):
         k, m = random_.randint(1, 6), random_.randint(1, 8)
         schedule = build(name, k, m, recompute)
-        if schedule.splits and number % 2:
+        if schedule.split and number % 2:
             schedule = some_whole(schedule, random_)
         stages = [StageCost(*(random_.randint(1, 9) for _ in range(5))) for _ in range(k)]
         edges = [EdgeCost(random_.randint(0, 6), random_.randint(0, 6)) for _ in range(k - 1)]
