@@ -32,9 +32,6 @@ class KeptMemory:
     per_sample_bytes: int = 0
     same_memory: tuple[int | None, ...] = ()
 
-    def inside_bytes(self, samples: int) -> int:
-        return self.base_bytes + self.per_sample_bytes * samples
-
 
 class OperationKind(StrEnum):
     """Kernels by what their speed depends on: a device has a rate for each."""
@@ -67,8 +64,7 @@ class Work:
     by_kind: Mapping[OperationKind, Operations] = field(default_factory=dict)
 
     @property
-    def flops(self) -> float:
-        """FLOPs for one sample."""
+    def flops(self) -> float:  # for one sample
         return sum(each.flops for each in self.by_kind.values())
 
 
@@ -161,7 +157,7 @@ class _KeptBytes:
         self, sizes: Sequence[Sequence[int]], kept: Sequence[KeptMemory], samples: int, *, with_inputs: bool = False
     ) -> None:
         never = len(kept)
-        charged = [saved.inside_bytes(samples) for saved in kept]
+        charged = [saved.base_bytes + saved.per_sample_bytes * samples for saved in kept]
         # for each boundary: bytes to add for a stage that begins there, if it has the layer of this number
         crossing: list[list[tuple[int, int]]] = [[] for _ in sizes]
         keepers = [never] * len(sizes[-1])  # per tensor that crosses a boundary, the first layer that keeps it

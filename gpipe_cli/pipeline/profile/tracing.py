@@ -65,16 +65,16 @@ def trace_layers(
     splits: bool = False,
     kinds: Sequence[Hashable] = (),
 ) -> tuple[LayerCost, ...]:
-    """The cost and the boundary of every layer of a model on the meta device.
+    """The cost and the boundary of every layer of a model on the meta device; without `training` no backward.
 
-    `inputs` describe what the first layer gets; with `training=False` the backward is left out. `lengths` are the
-    greatest ones that sentences are padded to: costs are those of such a sample. What is frozen costs no more than is
-    done: no gradients of weights, and no backward at all where nothing before it is trained. `loss` of the last
-    layer's outputs, on the meta device and of any number of samples, counts as part of the last layer. Images and the
-    model's weights lie in `memory_format`, as in the training: a layer that flattens images copies them channels last.
-    The weights stay so: initial values would be drawn in another order. Layers compute with numbers of the type
-    `computed_in` where autocast has it so on `device`, `cpu` or `cuda`; `fuses` says when attention is one kernel.
-    `splits`: the backward is traced in its two halves, too. `kinds` are those of `layer_kinds`, if they are known.
+    `inputs` describe what the first layer gets, `lengths` are the greatest ones that sentences are padded to: costs are
+    those of such a sample. What is frozen costs no more than is done: no gradients of weights, and no backward at all
+    where nothing before it is trained. `loss` of the last layer's outputs, on the meta device and of any number of
+    samples, counts as part of the last layer. Images and the model's weights lie in `memory_format`, as in the
+    training: a layer that flattens images copies them channels last. The weights stay so: initial values would be drawn
+    in another order. Layers compute with numbers of the type `computed_in` where autocast has it so on `device`, `cpu`
+    or `cuda`; `fuses` says when attention is one kernel. `splits`: the backward is traced in its two halves, too.
+    `kinds` are those of `layer_kinds`, if they are known.
 
     Raises InputError if a layer does not accept what the one before it returns, has a batch norm that is not known or
     reads what would not be trained, and ChangedInputError if in training it changes its input in place.
@@ -223,17 +223,16 @@ def _without_memory(model: nn.Module, device: str) -> Iterator[str]:
             if isinstance(value, torch.Tensor):
                 raise InputError(f"{name}.{key}: is a tensor and {_NEITHER}")
     fakes: dict[int, torch.Tensor] = {}  # id of a weight -> its fake: a weight may be used in several places
-    groups: list[dict[str, Any]] = [
-        group for module in model.modules() for group in (module._parameters, module._buffers)
-    ]
+    groups: list[dict[str, Any]] = [own for module in model.modules() for own in (module._parameters, module._buffers)]
     before = [dict(group) for group in groups]
     with FakeTensorMode():
         for group in groups:
             for name, tensor in group.items():
                 if tensor is not None and id(tensor) not in fakes:
                     fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-                    is_parameter = isinstance(tensor, nn.Parameter)
-                    fakes[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
+                    if isinstance(tensor, nn.Parameter):
+                        fake = nn.Parameter(fake, tensor.requires_grad)
+                    fakes[id(tensor)] = fake
                 group[name] = fakes.get(id(tensor))
         try:
             with _StandIns(fakes):
@@ -255,12 +254,10 @@ def _kinds(model: nn.Sequential) -> tuple[Hashable, ...]:
 
 
 def _described(model: nn.Sequential, kinds: Sequence[Hashable]) -> list[_Layer]:
-    own = [list(map(id, layer.parameters())) for layer in model.children()]
-    owners = Counter(chain.from_iterable(own))
+    owners = Counter(id(parameter) for layer in model.children() for parameter in layer.parameters())
     described = []
-    kinds = kinds or _kinds(model)
-    for (name, layer), kind, parameters in zip(model.named_children(), kinds, own, strict=True):
-        tied = tuple(at for at, parameter in enumerate(parameters) if owners[parameter] > 1)
+    for (name, layer), kind in zip(model.named_children(), kinds or _kinds(model), strict=True):
+        tied = tuple(at for at, parameter in enumerate(layer.parameters()) if owners[id(parameter)] > 1)
         described.append(_Layer(name, layer, kind, tied))
     return described
 
@@ -382,17 +379,9 @@ class _Tracer:
 def _described_inputs(value: Tensors) -> Hashable:
     """Shapes, types, whether they want gradients, and how they lie in memory to each other."""
     storages: dict[int, int] = {}
-    return tuple(
-        (
-            tensor.shape,
-            tensor.stride(),
-            tensor.dtype,
-            tensor.requires_grad,
-            tensor.storage_offset(),
-            storages.setdefault(storage_of(tensor), len(storages)),
-        )
-        for tensor in value
-    )
+    numbers = [storages.setdefault(storage_of(tensor), len(storages)) for tensor in value]
+    lying = [(tensor.shape, tensor.stride(), tensor.storage_offset()) for tensor in value]
+    return *numbers, *lying, *((tensor.dtype, tensor.requires_grad) for tensor in value)
 
 
 def _described_memory(kept: StorageBytes, spans: Sequence[ByteRange | None], given: int) -> KeptMemory:

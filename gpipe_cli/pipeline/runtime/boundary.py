@@ -63,6 +63,11 @@ def as_value(tensors: Tensors, in_tuple: bool = False) -> torch.Tensor | Tensors
     return tensors[0] if len(tensors) == 1 and not in_tuple else tensors
 
 
+def without_graph(tensors: Tensors) -> Tensors:
+    """The same memory, as leaves that want a gradient where the tensors have one."""
+    return tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors)
+
+
 def in_layout(tensor: torch.Tensor, memory_format: torch.memory_format) -> torch.Tensor:
     """`tensor` with the strides that tensors have between layers: images (N, C, H, W) lie in `memory_format`."""
     strides = layout_strides(tensor.shape, memory_format)

@@ -147,9 +147,11 @@ class Executor:
 
     @staticmethod
     def _compute(stage: Stage, action: Action, given: OptionalTensors, keep: Retain) -> OptionalTensors:
+        if action.kind is Kind.F:
+            return stage.forward(action.micro_batch, tuple(t for t in given if t is not None), keep)
+        if not stage.needs_backward:
+            return (None,) * len(stage.inputs)
         match action.kind:
-            case Kind.F:
-                return stage.forward(action.micro_batch, tuple(t for t in given if t is not None), keep)
             case Kind.R:
                 stage.recompute(action.micro_batch)
                 return ()

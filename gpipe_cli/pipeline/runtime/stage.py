@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from gpipe_cli.pipeline.runtime.boundary import Boundary, Tensors, as_tuple, as_value, in_layout
+from gpipe_cli.pipeline.runtime.boundary import Boundary, Tensors, as_tuple, as_value, in_layout, without_graph
 from gpipe_cli.pipeline.runtime.compilation import compile_layers, naming_layer, refuse_missing
 from gpipe_cli.pipeline.runtime.deferred_batch_norm import BatchStatistics, OfReplicas, alone, defer_batch_norms
 from gpipe_cli.pipeline.runtime.deferred_weights import DeferredWeight, backward_inputs, backward_weights
@@ -61,7 +61,7 @@ class Stage:
     `module` holds its layers under their global names, already on `device`; its batch norms become deferred ones.
     `inputs` describes what comes over the boundary from the stage before; it is empty on the first stage.
     `evaluation_inputs` do so in evaluation, where that may be something else. A stage that has nothing to train, and
-    nothing before it has either, only ever runs forward: it keeps nothing, and its R and B do no work. Layers compute
+    nothing before it has either, only ever runs forward: it keeps nothing, and has no R, B, I or W. Layers compute
     with numbers of the type `computed_in` where autocast has it so, and `compiled` in code that torch.compile makes.
 
     Raises RefusedError where that has no compiler.
@@ -81,15 +81,11 @@ class Stage:
         computed_in: torch.dtype | None = None,
         compiled: bool = False,
     ) -> None:
-        self.index = index
-        self.module = module
-        self.device = device
+        self.index, self.module, self.device, self.inputs, self.compiled = index, module, device, inputs, compiled
         self.layer_name = self.layer_shapes = ""  # the running layer, for the message if it fails
-        self._inputs = inputs
         in_evaluation = inputs if evaluation_inputs is None else evaluation_inputs
         self._in_tuple = [any(tensor.in_tuple for tensor in boundary) for boundary in (in_evaluation, inputs)]
-        self._first_layer = first_layer
-        self._memory_format = memory_format
+        self._first_layer, self._memory_format = first_layer, memory_format
         self._autocast = partial(autocast, device, computed_in)
         self.statistics = BatchStatistics()
         self._run_seed, self._step, self._first_micro_batch = run_seed, 0, 0
@@ -97,7 +93,6 @@ class Stage:
         self._saved: dict[int, _InFlight] = {}
         self._deferred: dict[int, list[DeferredWeight]] = {}
         self.counter = ActivationCounter()
-        self.compiled = compiled
         if compiled:
             refuse_missing(device)
             compile_layers(module, self.statistics)
@@ -143,8 +138,6 @@ class Stage:
 
     def recompute(self, micro_batch: int) -> None:
         """R: run the forward again from the kept inputs, now keeping every activation; waits for nothing."""
-        if not self.needs_backward:
-            return
         saved = self._saved[micro_batch]
         assert saved.roots is None, f"micro-batch {micro_batch} needs no recomputation"
         with torch.enable_grad(), self._recording(micro_batch, Retain.GRAPH, saved.inputs), self._autocast():
@@ -157,8 +150,6 @@ class Stage:
 
         `gradients` match the outputs; on the last stage they are not looked at, the loss is where the backward starts.
         """
-        if not self.needs_backward:
-            return (None,) * len(self._inputs)
         saved, roots, given = self._begin_backward(micro_batch, gradients)
         if roots:
             torch.autograd.backward(roots, given)
@@ -169,8 +160,6 @@ class Stage:
         self, micro_batch: int, gradients: Sequence[torch.Tensor | None]
     ) -> tuple[torch.Tensor | None, ...]:
         """I: as B, but the gradients of weights that can wait do; what they need is kept until W."""
-        if not self.needs_backward:
-            return (None,) * len(self._inputs)
         saved, roots, given = self._begin_backward(micro_batch, gradients)
         keeps = partial(self.counter.hold_gradient, micro_batch)
         deferred = self._deferred[micro_batch] = backward_inputs(roots, given, keeps) if roots else []
@@ -180,8 +169,6 @@ class Stage:
 
     def backward_weights(self, micro_batch: int) -> None:
         """W: parameters accumulate in `.grad` the gradients that waited."""
-        if not self.needs_backward:
-            return
         backward_weights(self._deferred.pop(micro_batch))
         self.counter.drop(micro_batch)
 
@@ -205,20 +192,19 @@ class Stage:
 
         `inputs` describes what the first layer gets. Raises RefusedError, which names a layer that cannot be compiled.
         """
-        shapes = [described.shape(samples, lengths) for described in inputs]
-        zeros = [torch.zeros(s, dtype=d.dtype, device=self.device) for s, d in zip(shapes, inputs, strict=True)]
-        given = tuple(in_layout(tensor, self._memory_format) for tensor in zeros)
-        for tensor, described in zip(given, inputs, strict=True):
-            tensor.requires_grad_(described.has_gradient)
+        zeros = [torch.zeros(one.shape(samples, lengths), dtype=one.dtype, device=self.device) for one in inputs]
+        given = tuple(
+            in_layout(tensor, self._memory_format).requires_grad_(described.has_gradient)
+            for tensor, described in zip(zeros, inputs, strict=True)
+        )
         in_tuple = self._in_tuple[True]
         for name, layer in self._layers:
             with torch.enable_grad(), self._autocast():
-                returned = call(name, layer, given, in_tuple)
-                outputs, in_tuple = self._hand_over(as_tuple(returned)), not isinstance(returned, torch.Tensor)
+                outputs, in_tuple = self._call(name, layer, given, in_tuple)
             made = [tensor for tensor in outputs if tensor.grad_fn is not None]
             with naming_layer(name):
                 torch.autograd.backward(made, [torch.zeros_like(tensor) for tensor in made])
-            given = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in outputs)
+            given = without_graph(outputs)
         self.module.zero_grad(set_to_none=True)
 
     def finish_step(self, of_replicas: OfReplicas = alone) -> None:
@@ -239,12 +225,10 @@ class Stage:
         return self.counter.recording(micro_batch, inputs, self.statistics.slots)
 
     def _leaves(self, inputs: Tensors) -> Tensors:
-        if not self._inputs:
+        if not self.inputs:
             return inputs
-        return tuple(
-            tensor.detach().requires_grad_(described.has_gradient)
-            for tensor, described in zip(inputs, self._inputs, strict=True)
-        )
+        pairs = zip(inputs, self.inputs, strict=True)
+        return tuple(tensor.detach().requires_grad_(described.has_gradient) for tensor, described in pairs)
 
     def _run(self, micro_batch: int, inputs: Tensors, *, drop: bool = False) -> Tensors:
         """`drop`: of the graphs that layers record nothing is kept."""
@@ -253,35 +237,31 @@ class Stage:
         for offset, (name, layer) in enumerate(self._layers):
             self.layer_name = name
             if training:
-                layer_number = self._first_layer + offset
                 place = self._first_micro_batch + micro_batch
-                seed_layer(self.device, self._run_seed, self._step, place, layer_number)
+                seed_layer(self.device, self._run_seed, self._step, place, self._first_layer + offset)
             try:
-                # evaluation keeps nothing, so a layer may change its input
-                returned = call(name, layer, inputs, in_tuple) if training else layer(as_value(inputs, in_tuple))
-                inputs, in_tuple = self._hand_over(as_tuple(returned)), not isinstance(returned, torch.Tensor)
+                inputs, in_tuple = self._call(name, layer, inputs, in_tuple)
                 if drop:
-                    inputs = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in inputs)
+                    inputs = without_graph(inputs)
             except Exception:
                 self.layer_shapes = shapes_of(inputs)
                 raise
         self.layer_name = ""
         return inputs
 
-    def _hand_over(self, outputs: Tensors) -> Tensors:
-        """What is done to the outputs of every layer, whether or not a cut follows."""
+    def _call(self, name: str, layer: nn.Module, inputs: Tensors, in_tuple: bool) -> tuple[Tensors, bool]:
+        """The outputs of a layer as they are handed over, whether or not a cut follows, and whether in a tuple."""
+        # evaluation keeps nothing, so a layer may change its input
+        returned = call(name, layer, inputs, in_tuple) if self.module.training else layer(as_value(inputs, in_tuple))
         handed: list[torch.Tensor] = []
-        for tensor in outputs:
+        for tensor in as_tuple(returned):
             tensor = in_layout(tensor, self._memory_format)
             if tensor.requires_grad:
                 if any(tensor is other for other in handed):
                     tensor = tensor.view_as(tensor)
-                tensor.register_hook(self._layout_of_gradient)
+                tensor.register_hook(partial(in_layout, memory_format=self._memory_format))
             handed.append(tensor)
-        return tuple(handed)
-
-    def _layout_of_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        return in_layout(gradient, self._memory_format)
+        return tuple(handed), not isinstance(returned, torch.Tensor)
 
     def _close(self, micro_batch: int, outputs: Tensors, *, observe: bool) -> Tensors:
         """On the last stage the loss takes the place of the outputs."""
