@@ -32,7 +32,6 @@ from gpipe_cli.pipeline.runtime.deferred_batch_norm import BatchStatistics, put_
 _UNLIMITED = 1 << 30  # torch would otherwise give up after eight kinds of layers, and run the others as they are
 _MOST_AGAIN = 4  # how often one layer may be compiled again, such as for inputs that need no gradient
 _REASON_CHARACTERS = 200
-_SETTING = "compile"
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,7 @@ class _CompiledForward:
         for norm in norms:
             assert norm.running_mean is not None
             # zeros, as what was there before counts with weight 0, which does not make up for a NaN
-            self._moments[norm] = (torch.zeros_like(norm.running_mean), torch.zeros_like(norm.running_mean))
+            self._moments[norm] = torch.zeros_like(norm.running_mean), torch.zeros_like(norm.running_mean)
         # how many values per channel each norm gets that runs, by the shapes of the layer's input
         self._values: dict[tuple[torch.Size, ...], dict[_BatchNorm, int]] = {}
         self._again = 0  # how often the layer was compiled for shapes that it had been compiled for before
@@ -117,7 +116,8 @@ class _CompiledForward:
     def __call__(self, value: Any) -> Any:
         if not self._module.training:
             return _forward(self._layer, value)
-        with self._tracking_apart():
+        before = {norm: redirect(norm, *self._moments[norm]) for norm in self._norms if norm.training}
+        try:
             shapes = tuple(tensor.shape for tensor in as_tuple(value))
             known, graphs = shapes in self._values, Compiled.so_far().graphs
             if not known:
@@ -128,19 +128,11 @@ class _CompiledForward:
             if self._again > _MOST_AGAIN:
                 why = f"layer {self._name} is compiled again and again, as something in it changes from step to step"
                 raise _refused(why)
-        self._track(self._values[shapes])
-        return returned
-
-    @contextmanager
-    def _tracking_apart(self) -> Iterator[None]:
-        """Inside, norms in training mode write mean and unbiased variance of the micro-batch into memory of their
-        own."""
-        before = {norm: redirect(norm, *self._moments[norm]) for norm in self._norms if norm.training}
-        try:
-            yield
         finally:
             for norm, tracked in before.items():
                 put_back(norm, tracked)
+        self._track(self._values[shapes])
+        return returned
 
     @torch.no_grad()
     def _look(self, value: Any) -> dict[_BatchNorm, int]:
@@ -195,17 +187,12 @@ def _is_of_compiler(error: BaseException) -> bool:
     from torch._dynamo import exc as of_tracing
     from torch._inductor import exc as of_code
 
-    kinds = (
-        of_tracing.TorchDynamoException,
-        of_tracing.FailOnRecompileLimitHit,
-        of_code.CppCompileError,
-        of_code.InvalidCxxCompiler,
-    )
-    return isinstance(error, kinds)
+    tracing = of_tracing.TorchDynamoException, of_tracing.FailOnRecompileLimitHit
+    return isinstance(error, (*tracing, of_code.CppCompileError, of_code.InvalidCxxCompiler))
 
 
 def _refused(why: str) -> RefusedError:
-    return RefusedError(_SETTING, True, f"{why}; or use compile=false")
+    return RefusedError("compile", True, f"{why}; or use compile=false")
 
 
 def _forward(layer: nn.Module, value: Any) -> Any:

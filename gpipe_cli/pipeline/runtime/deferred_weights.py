@@ -137,30 +137,17 @@ def _convolution(node: Any, weights: Sequence[Node | None]) -> _Product | None:
     if weights[1] is None or (bias and weights[2] is None):
         return None
     weight = node._saved_weight
-    compute = partial(
-        _convolution_weights,
-        # its numbers are not read, and with autocast they are a copy
-        partial(torch.empty_strided, weight.shape, weight.stride(), dtype=weight.dtype, device=weight.device),
-        (
-            node._saved_bias_sym_sizes_opt,
-            node._saved_stride,
-            node._saved_padding,
-            node._saved_dilation,
-            node._saved_transposed,
-            node._saved_output_padding,
-            node._saved_groups,
-        ),
-        bias,
-    )
-    return (1, 2) if bias else (1,), node._saved_input.detach(), compute
+    # its numbers are not read, and with autocast they are a copy
+    like = partial(torch.empty_strided, weight.shape, weight.stride(), dtype=weight.dtype, device=weight.device)
+    names = ("bias_sym_sizes_opt", "stride", "padding", "dilation", "transposed", "output_padding", "groups")
+    settings = [getattr(node, f"_saved_{name}") for name in names]
+    places = (1, 2) if bias else (1,)
 
+    def compute(input: torch.Tensor, gradient: torch.Tensor) -> Sequence[torch.Tensor]:
+        found = torch.ops.aten.convolution_backward(gradient, input, like(), *settings, (False, True, bias))
+        return [found[place] for place in places]
 
-def _convolution_weights(
-    weight: Callable[[], torch.Tensor], settings: Sequence[Any], bias: bool, input: torch.Tensor, gradient: torch.Tensor
-) -> Sequence[torch.Tensor]:
-    mask = (False, True, bias)
-    found = torch.ops.aten.convolution_backward(gradient, input, weight(), *settings, mask)
-    return found[1:] if bias else found[1:2]
+    return places, node._saved_input.detach(), compute
 
 
 def _product_and_sum(node: Any, weights: Sequence[Node | None]) -> _Product | None:
@@ -168,32 +155,27 @@ def _product_and_sum(node: Any, weights: Sequence[Node | None]) -> _Product | No
     if weights[2] is None or node._saved_alpha != 1 or node._saved_beta != 1:
         return None
     shape = None if weights[0] is None else node.next_functions[0][0]._input_metadata[0].shape
-    compute = partial(_product_weights, node._saved_mat2_sym_sizes, node._saved_mat2_sym_strides, shape)
-    return (2,) if shape is None else (2, 0), node._saved_mat1.detach(), compute
+    return (2,) if shape is None else (2, 0), node._saved_mat1.detach(), _product_weights(node, shape)
 
 
 def _product(node: Any, weights: Sequence[Node | None]) -> _Product | None:
     """The product of input and weight."""
     if weights[1] is None:
         return None
-    compute = partial(_product_weights, node._saved_mat2_sym_sizes, node._saved_mat2_sym_strides, None)
-    return (1,), node._saved_self.detach(), compute
+    return (1,), node._saved_self.detach(), _product_weights(node, None)
 
 
-def _product_weights(
-    sizes: Sequence[int],
-    strides: Sequence[int],
-    bias: Sequence[int] | None,
-    input: torch.Tensor,
-    gradient: torch.Tensor,
-) -> Sequence[torch.Tensor]:
-    """The gradients of weight and bias. Factors are in the order that torch takes for a weight that lies so in memory
-    (`mm_mat2_grad` in torch/csrc/autograd/FunctionsManual.cpp)."""
-    if strides[0] == 1 and strides[1] == sizes[0]:
-        weight = gradient.t().mm(input.conj()).t()
-    else:
-        weight = input.t().conj().mm(gradient)
-    return (weight,) if bias is None else (weight, gradient.sum_to_size(bias))
+def _product_weights(node: Any, bias: Sequence[int] | None) -> Compute:
+    """How the gradients of weight and bias are computed. Factors are in the order that torch takes for a weight that
+    lies so in memory (`mm_mat2_grad` in torch/csrc/autograd/FunctionsManual.cpp)."""
+    sizes, strides = node._saved_mat2_sym_sizes, node._saved_mat2_sym_strides
+    transposed = strides[0] == 1 and strides[1] == sizes[0]
+
+    def compute(input: torch.Tensor, gradient: torch.Tensor) -> Sequence[torch.Tensor]:
+        weight = gradient.t().mm(input.conj()).t() if transposed else input.t().conj().mm(gradient)
+        return (weight,) if bias is None else (weight, gradient.sum_to_size(bias))
+
+    return compute
 
 
 _PRODUCTS: dict[str, Callable[[Any, Sequence[Node | None]], _Product | None]] = {

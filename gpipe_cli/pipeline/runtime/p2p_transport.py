@@ -23,14 +23,6 @@ from gpipe_cli.pipeline.schedule.prefetched_receives import PrefetchedReceive, p
 from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Schedule
 
 
-@dataclass(frozen=True, eq=False)
-class _Sending:
-    """Tensors on their way; they must live until they have been sent."""
-
-    tensors: Sequence[torch.Tensor]
-    works: Sequence[Work]
-
-
 @dataclass(frozen=True)
 class Boundaries:
     """What crosses from each stage to the next; in evaluation a model may hand on something else. Images lie in
@@ -64,7 +56,8 @@ class P2PTransport:
         self._early = device.type == "cpu" if early is None else early
         self._timeout, self._waits = datetime.timedelta(seconds=links.timeout_seconds), links.waits
         self._local = LocalTransport([device] * len(process_of_stage))  # between neighbours that are both here
-        self._sends: deque[_Sending] = deque()
+        # tensors on their way, which must live until they have been sent, and their sends
+        self._sends: deque[tuple[Sequence[torch.Tensor], Sequence[Work]]] = deque()
         self._buffers: dict[tuple[Edge, int, int], torch.Tensor] = {}  # edge, place, tensor: memory, which only grows
         self._to_post: deque[PrefetchedReceive] = deque()
         self._posted: dict[Action, tuple[Sequence[Work], list[torch.Tensor]]] = {}
@@ -110,10 +103,10 @@ class P2PTransport:
                     "traced: which type a layer returns must not depend on the data"
                 )
             sent.append(as_sent(tensor.detach(), self._memory_format))
-        while self._sends and all(work.is_completed() for work in self._sends[0].works):
+        while self._sends and all(work.is_completed() for work in self._sends[0][1]):
             self._sends.popleft()
         with self._waiting(f"send to process {link.peer}"):
-            self._sends.append(_Sending(sent, link.send(sent)))
+            self._sends.append((sent, link.send(sent)))
 
     def receive(self, action: Action) -> OptionalTensors:
         edge = (action.kind.direction, action.stage)
@@ -140,7 +133,7 @@ class P2PTransport:
 
     def settle(self) -> None:
         while self._sends:
-            self._finish(self._sends.popleft())
+            self._finish(self._sends.popleft()[1])
 
     def _post(self) -> None:
         """The receives that may be posted by now."""
@@ -162,11 +155,12 @@ class P2PTransport:
     def _let_leave(self, storages: set[int]) -> None:
         """Wait for sends from this memory: a layer may have passed its input, or a part of it, on, which is then
         received over."""
-        for sending in [s for s in self._sends if any(storage_of(tensor) in storages for tensor in s.tensors)]:
+        for sending in [one for one in self._sends if not storages.isdisjoint(map(storage_of, one[0]))]:
             if self._receiving is None:
-                self._sends.remove(sending)  # Gloo's wait consumes the completion: a second one would never return
+                # Gloo's wait consumes the completion: a second one would never return
+                self._sends = deque(one for one in self._sends if one is not sending)
             # on a GPU only this stream waits: what else was sent along must live until it has left
-            self._finish(sending)
+            self._finish(sending[1])
 
     def _boundary(self, kind: Kind, receiver: int) -> Boundary:
         return self._boundaries[receiver - 1 if kind is Kind.F else receiver]
@@ -191,9 +185,9 @@ class P2PTransport:
                 self._wait(works)
                 self._arrive(works, seconds)
 
-    def _finish(self, sending: _Sending) -> None:
+    def _finish(self, works: Sequence[Work]) -> None:
         with self._waiting("finish a send"):
-            self._wait(sending.works)
+            self._wait(works)
 
     def _wait(self, works: Sequence[Work]) -> None:
         for work in works:
