@@ -40,7 +40,7 @@ class Figures:
     def of(cls, schedule: Schedule) -> "Figures":
         timeline = simulate(schedule, [COST] * len(schedule.stages))
         shares = breakdown(timeline, schedule.micro_batches)
-        stages = live(schedule)
+        stages = [list(live(actions)) for actions in schedule.stages]
         return cls(
             timeline.step_seconds,
             1 - shares.compute - shares.recompute,

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.data.micro_batches import share_of
 from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory
-from gpipe_cli.pipeline.schedule.held import Held, live_on_stage, peak_bytes
+from gpipe_cli.pipeline.schedule.held import Held, live, peak_bytes
 from gpipe_cli.pipeline.schedule.recomputation import fewest_recomputations
 from gpipe_cli.pipeline.schedule.schedules import Action, Recompute, Schedule
 from gpipe_cli.planner.model_profile import ModelProfile
@@ -107,7 +107,7 @@ class MemoryModel:
         workspace = _Maxima(self._workspace)
 
         def row(actions: Sequence[Action]) -> list[int]:
-            fullest = np.array(_fullest(list(live_on_stage(actions))))
+            fullest = np.array(_fullest(list(live(actions))))
             firsts = np.arange(len(self._workspace))  # all are searched at once
             fits, most = firsts, np.full_like(firsts, len(firsts))  # ends: one that fits, and the furthest that may
             while (fits < most).any():

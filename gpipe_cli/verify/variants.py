@@ -33,7 +33,7 @@ from gpipe_cli.pipeline.profile.layer_probes import Finding, probing
 from gpipe_cli.pipeline.runtime.boundary import as_tuple, as_value, digest, split_all
 from gpipe_cli.pipeline.runtime.executor import ActionFailedError, OnAction
 from gpipe_cli.pipeline.runtime.frozen import freeze, set_training
-from gpipe_cli.pipeline.runtime.initial_weights import built_whole, materialize
+from gpipe_cli.pipeline.runtime.initial_weights import materialize
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
 from gpipe_cli.pipeline.runtime.precision import autocast
 from gpipe_cli.pipeline.runtime.randomness import seed_layer
@@ -280,12 +280,8 @@ class _Runs:
         engine = self._engine(variant)
         config = engine.config
         device, current = engine.first_device, 0
-        whole = real_model(config, pretrained=config.init_from is None)
-        if whole is None:
-            model = build_model(config)
-            model = materialize(model, 0, len(model), run_seed=config.seed, device=device)
-        else:
-            model = built_whole(whole, config.seed).to(device)
+        model, whole = build_model(config), real_model(config, pretrained=config.init_from is None)
+        model = materialize(model, 0, len(model), run_seed=config.seed, device=device, whole=whole)
         freeze(model, engine.placement.frozen)
         model.to(memory_format=engine.memory_format)
         set_training(model, True)
@@ -335,13 +331,11 @@ class _Runs:
         modules = [stage.module for stage in engine.stages.values()]
         for module in modules:
             self._observe(module, digests, output)
-
-        batches = self.reading.batches
-        total = config.epochs * batches.steps_per_epoch
-        rate = learning_rate(config.learning_rate, 0, batches.steps_per_epoch, config.batch_size, total)
+        steps = self.reading.batches.steps_per_epoch
+        rate = learning_rate(config.learning_rate, 0, steps, config.batch_size, config.epochs * steps)
         numbers = compute_gradients(engine, self._first_mini_batch(config), step=0)
         for module in modules:
-            gradients.update(_gradients(module))
+            gradients |= _gradients(module)
         update_weights(engine, numbers, rate)
         engine.executor.settle()
         for module in modules:
@@ -441,11 +435,9 @@ def _gradients(module: nn.Module) -> dict[str, torch.Tensor]:
 
 def first_difference(own: Digests, reference: Digests) -> Place | None:
     """The first place in this process's stages where a variant is not its reference; None: nowhere."""
-
-    def referred(place: Place) -> Place:
-        return place._replace(what=What.OUTPUT) if place.what is What.RECOMPUTED_OUTPUT else place
-
-    return min((place for place, value in own.items() if value != reference.get(referred(place))), default=None)
+    same = {What.RECOMPUTED_OUTPUT: What.OUTPUT}
+    referred = {place: place._replace(what=same.get(place.what, place.what)) for place in own}
+    return min((place for place, value in own.items() if value != reference.get(referred[place])), default=None)
 
 
 def within(variant: Variant, difference: float, tolerance: float) -> Row:

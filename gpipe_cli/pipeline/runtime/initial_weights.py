@@ -39,7 +39,8 @@ def materialize(
     InputError for a layer that cannot initialise itself, or was not built anew.
     """
     if whole is not None:
-        model = built_whole(whole, run_seed)
+        seed_generator(torch.device("cpu"), mix(run_seed))
+        model = whole()
     stage = nn.Sequential()
     for name, layer in list(model.named_children())[first_layer : first_layer + layers]:
         if whole is None:
@@ -51,12 +52,6 @@ def materialize(
                 raise InputError(f"model.target: {name}.{path} {NO_VALUES}")
         stage.add_module(name, layer.to(device))
     return stage
-
-
-def built_whole(whole: Callable[[], nn.Sequential], run_seed: int) -> nn.Sequential:
-    """The model that `whole` builds with all of its values, drawn on the CPU from the run's seed."""
-    seed_generator(torch.device("cpu"), mix(run_seed))
-    return whole()
 
 
 @torch.no_grad()

@@ -105,14 +105,13 @@ def check(schedule: Schedule) -> None:
                              "put all actions of a stage into one row", [a])  # fmt: skip
     for stage, actions in enumerate(schedule.stages):
         _check_stage(schedule, stage, actions)
-    forwards = [[a for a in actions if a.kind is Kind.F] for actions in schedule.stages]
-    backwards = [[a for a in actions if a.kind in RETURNS] for actions in schedule.stages]
     for stage in range(len(schedule.stages) - 1):
-        for direction, of_stages, sender, receiver in (
-            (Kind.F, forwards, stage, stage + 1),
-            (Kind.B, backwards, stage + 1, stage),
+        for direction, kinds, sender, receiver in (
+            (Kind.F, (Kind.F,), stage, stage + 1),
+            (Kind.B, RETURNS, stage + 1, stage),
         ):
-            for s, r in zip(of_stages[sender], of_stages[receiver], strict=True):
+            sent, received = ([a for a in schedule.stages[k] if a.kind in kinds] for k in (sender, receiver))
+            for s, r in zip(sent, received, strict=True):
                 if s.micro_batch != r.micro_batch:
                     raise _fault(schedule, f"stage {sender} sends after {s} when stage {receiver} receives for {r}; "
                                  f"give both stages the same order of {direction.value}", [s, r])  # fmt: skip
@@ -178,9 +177,8 @@ def grid(
     columns = max(1, (width - len(labels[0]) + 1) // (cell + 1)) if labels else 1
     blocks = []
     for first in range(0, max(map(len, rows), default=0), columns):
-        lines = (label + " ".join(f"{text:<{cell}}" for text in row[first : first + columns])
-                 for label, row in zip(labels, rows, strict=True))  # fmt: skip
-        blocks.append("\n".join(line.rstrip() for line in lines))
+        cells = (" ".join(f"{text:<{cell}}" for text in row[first : first + columns]) for row in rows)
+        blocks.append("\n".join((label + row).rstrip() for label, row in zip(labels, cells, strict=True)))
     return "\n\n".join(blocks)
 
 

@@ -38,13 +38,8 @@ def changed_bytes(size: Held) -> Changes:
     return {key: (_bytes(begin, size), _bytes(end, size)) for key, (begin, end) in HOLDS.items()}
 
 
-def live(schedule: Schedule) -> tuple[tuple[Held, ...], ...]:
-    """For each stage, how many micro-batches it holds in each way while each of its actions runs."""
-    return tuple(tuple(live_on_stage(actions)) for actions in schedule.stages)
-
-
-def live_on_stage(actions: Sequence[Action]) -> Iterator[Held]:
-    """`live` of one stage."""
+def live(actions: Sequence[Action]) -> Iterator[Held]:
+    """How many micro-batches a stage holds in each way while each of its actions runs."""
     now = _SAME
     for action, retain in stage_retained(actions):
         begin, end = HOLDS[action.kind, retain]

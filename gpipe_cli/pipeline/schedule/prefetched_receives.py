@@ -42,10 +42,8 @@ def prefetched_receives(
     A buffer is free again when nothing is kept of its micro-batch any more, in the stages that follow in this process
     too: a layer may hand on what it has received, in the same memory. Raises InputError if the schedule deadlocks.
     """
-    own = [
-        action for stage, owner in enumerate(process_of_stage) if owner == process for action in schedule.stages[stage]
-    ]
-    receivers = {schedule.source(action): action for action in own}
+    own = (actions for actions, owner in zip(schedule.stages, process_of_stage, strict=True) if owner == process)
+    receivers = {schedule.source(action): action for actions in own for action in actions}
     # Of each edge the buffers that are free: after how many launches, and their numbers.
     free: dict[tuple[Kind, int], deque[tuple[int, int]]] = defaultdict(deque)
     held: dict[int, dict[Action, int]] = defaultdict(dict)  # micro-batch -> the buffer of each receiving action

@@ -10,7 +10,7 @@ import pytest
 from schedule_runs import build
 
 from gpipe_cli.pipeline.schedule.dependencies import linearize
-from gpipe_cli.pipeline.schedule.held import live_on_stage
+from gpipe_cli.pipeline.schedule.held import live
 from gpipe_cli.pipeline.schedule.orders import SCHEDULES, forward_only
 from gpipe_cli.pipeline.schedule.prefetched_receives import prefetched_receives
 from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Schedule
@@ -71,7 +71,7 @@ def test_a_buffer_is_free_before_it_is_received_into(early: bool) -> None:
                                        and min(stage, reached) <= a.stage <= max(stage, reached))  # fmt: skip
             for direction, stage, number in held:  # no more than are in flight, one that arrives, and one more
                 actions = schedule.stages[stage]
-                kept = max(held.graph + held.input + held.weights for held in live_on_stage(actions))
+                kept = max(held.graph + held.input + held.weights for held in live(actions))
                 assert number < 2 + (max(1, kept) if direction is Kind.F else gradients_kept(actions))
 
 

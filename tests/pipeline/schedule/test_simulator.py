@@ -210,7 +210,8 @@ def test_a_schedule_that_deadlocks_is_refused() -> None:
 
 def peak_live(schedule: Schedule) -> tuple[tuple[int, int], ...]:
     """For each stage, the most graphs and the most inputs held, at whatever moments."""
-    return tuple((max(held.graph for held in stage), max(held.input for held in stage)) for stage in live(schedule))
+    stages = [list(live(actions)) for actions in schedule.stages]
+    return tuple((max(held.graph for held in stage), max(held.input for held in stage)) for stage in stages)
 
 
 def test_peak_of_kept_micro_batches() -> None:
@@ -253,7 +254,7 @@ def test_what_is_held_while_each_action_runs(name: str) -> None:
         schedule = some_whole(build(name, k, m, chosen), random_)
         sizes = [[Held(*(random_.randint(0, 9) for _ in range(4))) for _ in range(m)] for _ in range(k)]
         again = [replayed(actions, of) for actions, of in zip(schedule.stages, sizes, strict=True)]
-        assert live(schedule) == tuple(tuple(held for held, _ in stage) for stage in again)
+        assert [list(live(actions)) for actions in schedule.stages] == [[held for held, _ in stage] for stage in again]
         assert peak_bytes(schedule, sizes) == tuple(max(of for _, of in stage) for stage in again)
         for actions, of, stage in zip(schedule.stages, sizes, again, strict=True):
             assert list(bytes_held(actions, of)) == [held for _, held in stage]
