@@ -24,8 +24,7 @@ MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.
 
 
 def build_model(config: TrainConfig) -> nn.Sequential:
-    """The whole model on the meta device: layers with names and shapes, no memory. Raises InputError for bad
-    settings."""
+    """The whole model on the meta device: layers with names and shapes, no memory. Raises InputError."""
     with torch.device("meta"):
         return _model(config, weights=False)
 
@@ -110,10 +109,7 @@ def outputs_of(config: TrainConfig) -> int:
 
 
 def open_data(config: TrainConfig, pieces: bytes | None = None) -> tuple[Split, Split]:
-    """The training and the test split; `pieces` is the vocabulary of an earlier run, for text.
-
-    Raises InputError, one line, for a folder that is missing, empty or different.
-    """
+    """The training and the test split; `pieces` is the vocabulary of an earlier run, for text. Raises InputError."""
     if isinstance(config.dataset, groups.ImagesConfig):
         return open_images(config.dataset, config.seed)
     length, pairs = greatest_lengths(config)[0], config.task == "translation"

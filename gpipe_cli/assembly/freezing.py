@@ -12,17 +12,13 @@ from torch import nn
 from gpipe_cli.assembly.build import build_model
 from gpipe_cli.config.groups import CustomConfig, ImagesConfig
 from gpipe_cli.config.settings import TAKEN, TrainConfig
-from gpipe_cli.config.typed import nearest, show
-from gpipe_cli.errors import InputError
+from gpipe_cli.config.typed import RefusedError, nearest
 from gpipe_cli.pipeline.runtime.frozen import Frozen
 
 
 def find_frozen(config: TrainConfig, model: nn.Sequential) -> Frozen:
-    """What `config.freeze` names in `model`.
-
-    Raises InputError, one line, for a pattern that matches nothing (with the nearest name), or if nothing is left to
-    train.
-    """
+    """What `config.freeze` names in `model`. Raises InputError, one line, for a pattern that matches nothing (with the
+    nearest name), or if nothing is left to train."""
     patterns = config.freeze
     if not patterns:
         return Frozen()
@@ -40,16 +36,16 @@ def find_frozen(config: TrainConfig, model: nn.Sequential) -> Frozen:
         if not whole and not single:
             names = [name for names in every for name in names]
             hint = nearest(pattern, names) or f"; the layers are {', '.join(dict(model.named_children()))}"
-            raise InputError(f"freeze={show(patterns)}: no layer, module or parameter is called {pattern}{hint}")
+            raise RefusedError("freeze", patterns, f"no layer, module or parameter is called {pattern}{hint}")
         modules |= {*whole}
         parameters |= {*single}
     outermost = tuple(name for name in every[0] if name in modules and modules.isdisjoint(_holders(name)))
     alone = tuple(name for name in every[1] if name in parameters and modules.isdisjoint(_holders(name)))
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad and name not in alone}
     if not any(modules.isdisjoint(_holders(name)) for name in trained):
-        layers = [name for name, _ in model.named_children()]
-        raise InputError(
-            f"freeze={show(patterns)}: nothing is left to train; leave some layers out, at least {layers[-1]}, the last"
+        *_, last = (name for name, _ in model.named_children())
+        raise RefusedError(
+            "freeze", patterns, f"nothing is left to train; leave out some layers, at least {last}, the last"
         )
     return Frozen(outermost, alone)
 

@@ -3,9 +3,8 @@
 Each stage averages what it owns, after the optimizer and after batch norm's commit; nothing crosses stages.
 
 Departs from the reference: it averages running statistics, which are averages themselves and lag 1 / momentum steps
-behind the weights. In the reference's epochs of thousands of steps that hardly matters. Where an epoch has 45 steps the
-statistics no longer fit the weights: the default training then had top-1 10.3 % and a loss of 260, in place of 50.6 %.
-Here each mini-batch's own statistics are averaged, so that they lag as much as the weights do.
+behind the weights. Where an epoch has 45 steps, and not thousands, they no longer fit the weights: the default training
+then had top-1 10.3 % in place of 50.6 %. Here each mini-batch's own statistics are averaged, which lag as the weights.
 """
 
 from collections.abc import Iterable, Iterator
@@ -24,9 +23,8 @@ class WeightAverage:
 
     def __init__(self, module: nn.Module, decay: float) -> None:
         self._decay, self.updates = decay, 0
-        named = {
-            name: tensor for name, tensor in module.state_dict(keep_vars=True).items() if tensor.is_floating_point()
-        }
+        owned = module.state_dict(keep_vars=True)
+        named = {name: tensor for name, tensor in owned.items() if tensor.is_floating_point()}
         self._pairs = {tensor: tensor.detach().clone() for tensor in named.values()}  # layers may share a tensor
         self.average = {name: self._pairs[tensor] for name, tensor in named.items()}
 

@@ -7,10 +7,11 @@ Workers are forked, which takes milliseconds, before the process has threads, co
 threads may hold locks, and an open CUDA context does not survive a fork.
 """
 
-import multiprocessing
+import os
 import signal
 import sys
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -56,7 +57,7 @@ class LoadedBatches:
             ),
             num_workers=workers,
             multiprocessing_context="fork" if workers else None,
-            worker_init_fn=_set_up_worker,
+            worker_init_fn=partial(_set_up_worker, os.getpid()),
             pin_memory=pin_memory,
             generator=torch.Generator(),  # otherwise the loader draws a number from the run's default generator
         )
@@ -119,15 +120,12 @@ class _Batches:
             return str(error)
 
 
-def _set_up_worker(worker: int) -> None:
+def _set_up_worker(served: int, _worker: int) -> None:
     """In each worker, before its first batch: one thread, Ctrl-C ignored, killed when the process it serves ends."""
     torch.set_num_threads(1)  # the other cores are for other workers and the pipeline
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process it serves gets it too, and ends its workers
     sys.excepthook = _print_unless_connection_lost
-    served = multiprocessing.parent_process()
-    assert served is not None
-    assert served.pid is not None
-    end_with_parent(served.pid)
+    end_with_parent(served)
 
 
 def _print_unless_connection_lost(kind: type[BaseException], error: BaseException, traceback: Any) -> None:

@@ -22,13 +22,12 @@ _TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 
 def build_custom(target: str, arguments: Mapping[str, object]) -> nn.Sequential:
-    """Call the function that `target` names, `package.module:function`, with `arguments`; returns its layers.
+    """The layers that the function `target`, `package.module:function`, returns for `arguments`.
 
     The current directory is put in front of Python's search path and stays there, for modules imported later.
 
-    Raises RefusedError if there is no such function, if the arguments are not its own, or if what it returns is not a
-    sequence of layers or has nothing to train, or if it fails on the meta device, on which the layers are described.
-    What it raises elsewhere is not touched.
+    Raises RefusedError if there is no such function, if the arguments are not its own, if what it returns cannot be a
+    pipeline, or if it fails on the meta device. What it raises elsewhere is not touched.
     """
     function = _find(target)
     signature = inspect.signature(function)
@@ -84,16 +83,12 @@ def _fault(model: Any) -> str:
     if any((model._forward_pre_hooks, model._forward_hooks, model._backward_pre_hooks, model._backward_hooks)):
         own.append("hooks")
     if own:
-        return (
-            f"the {kind} that it returns has {own[0]} of its own, and a pipeline runs the layers only; "
-            "put that into one of the layers"
-        )
+        why = f"the {kind} that it returns has {own[0]} of its own, and a pipeline runs the layers only"
+        return f"{why}; put that into one of the layers"
     for name, module in model.named_modules():
         if any(map(is_lazy, (*module.parameters(recurse=False), *module.buffers(recurse=False)))):
-            return (
-                f"layer {name} ({type(module).__name__}) has no shapes before its first forward, and the cut is made "
-                "from them; give its shapes, as of nn.Linear(in_features, out_features)"
-            )
+            lazy = f"layer {name} ({type(module).__name__}) has no shapes before its first forward"
+            return f"{lazy}, and the cut is made from them; give them, as in nn.Linear(in_features, out_features)"
     if not any(parameter.requires_grad for parameter in model.parameters()):
         return "its layers have no parameters, there is nothing to train"
     return ""

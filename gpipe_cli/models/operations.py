@@ -1,11 +1,9 @@
 """The operations that an AmoebaNet cell adds up, and how their weights start, after the TPU reference
 (amoeba_net/network_utils.py).
 
-Padding is TensorFlow's SAME everywhere: the output is ceil(input / stride) long and an odd padding puts the extra pixel
-right and at the bottom. It follows the input's size at run time.
-
-A model is built on the meta device and each process initialises only its own layers, so every module that owns
-parameters can fill them in alone: that is what `reset_parameters` does here, from torch's default generator.
+Padding is TensorFlow's SAME: the output is ceil(input / stride) long and an odd padding puts the extra pixel right and
+at the bottom. A model is built on the meta device and each process initialises only its own layers, by the
+`reset_parameters` of every module, from torch's default generator.
 """
 
 import math
@@ -42,8 +40,8 @@ def convolve(x: Tensor, weight: Tensor, stride: tuple[int, ...], padding: tuple[
 class Convolution(nn.Conv2d):
     """A convolution without bias and without padding (TensorFlow's VALID), from (N, C, H, W).
 
-    Its fan-out counts the outputs that one input value reaches: kernel area times output channels *per group*. For a
-    depth-wise kernel that is the area alone, as in TensorFlow, where such weights are (height, width, channels, 1).
+    Its fan-out is kernel area times output channels *per group*: for a depth-wise kernel the area alone, as in
+    TensorFlow, where such weights are (height, width, channels, 1).
     """
 
     def __init__(
