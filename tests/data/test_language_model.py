@@ -145,24 +145,17 @@ def make(seed: int = 0, *, pairs: bool = False) -> tuple[SyntheticText, Syntheti
     return open_text(config, length=16, pairs=pairs, seed=seed)  # type: ignore[return-value]
 
 
-def test_targets_are_the_next_tokens() -> None:
-    train, test = make()
+@pytest.mark.parametrize("pairs", [False, True])
+def test_targets_are_the_next_tokens(pairs: bool) -> None:
+    train, test = make(pairs=pairs)
     assert (train.catalogue.samples, test.catalogue.samples) == (40, 3)
-    (inputs,) = train.inputs(0, range(40), (16,))
-    targets = train.targets_of(torch.arange(40), (16,))
+    *sources, inputs = train.inputs(0, range(40), (16, 16))
+    targets = train.targets_of(torch.arange(40), (16, 16))
     assert inputs.shape == targets.shape == (40, 16)
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
-    assert (int(inputs.min()), int(inputs.max())) == (UNKNOWN + 1, 49)
-
-
-def test_pairs_begin_with_begin() -> None:
-    train, _ = make(pairs=True)
-    sources, so_far = train.inputs(0, [4, 2], (16, 16))
-    targets = train.targets_of(torch.tensor([4, 2]), (16, 16))
-    assert sources.shape == so_far.shape == targets.shape == (2, 16)
-    assert so_far[:, 0].tolist() == [BEGIN, BEGIN]
-    assert torch.equal(so_far[:, 1:], targets[:, :-1])
-    assert not torch.equal(sources, targets)
+    assert (int(targets.min()), int(targets.max())) == (UNKNOWN + 1, 49)
+    assert not pairs or (inputs[:, 0] == BEGIN).all()
+    assert [source.shape for source in sources] == [(40, 16)] * pairs
 
 
 def test_made_from_seed_and_index() -> None:

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import scipy.io
 import torch
-import yaml
 from image_files import opened, pack, served, write_images
 from PIL import Image
 from torchvision import datasets
@@ -185,8 +184,6 @@ def test_images_that_are_listed_but_missing(tmp_path: Path, name: str) -> None:
 def test_the_table_is_the_configuration() -> None:
     assert set(DECODED) == {"image_folder", *WRITERS}
     for name, photographs in PHOTOGRAPHS.items():
-        written = yaml.safe_load((CONF / f"{name}.yaml").read_text())
-        assert written["name"] == name
         for count in (photographs.train, photographs.test):
             assert f"{count:,}" in (CONF / f"{name}.yaml").read_text()
 
@@ -204,9 +201,8 @@ def test_broken_annotations_are_one_line(tmp_path: Path, name: str, place: str) 
     WRITERS[name](tmp_path)
     path = tmp_path / place
     whole = path.read_bytes()
-    for damaged in (whole[: len(whole) // 3], b"<html>\n404\n</html>\n"):
-        path.write_bytes(damaged)
-        assert PHOTOGRAPHS[name].contents in refusal(name, tmp_path)
+    path.write_bytes(whole[: len(whole) // 3])
+    assert PHOTOGRAPHS[name].contents in refusal(name, tmp_path)
 
 
 def test_annotations_that_contradict_each_other(tmp_path: Path) -> None:

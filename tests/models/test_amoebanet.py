@@ -63,13 +63,10 @@ def test_pool_that_changes_channels_projects_without_relu() -> None:
     assert torch.equal(apply(torch.full((1, 1, 3, 3), -2.0)), -2 * weight.view(1, 4, 1, 1).expand(1, 4, 3, 3))
 
 
-@pytest.mark.parametrize(
-    ("size", "kernel", "stride"),
-    [((6, 7), (3, 3), (2, 2)), ((7, 6), (1, 7), (1, 2)), ((6, 7), (7, 1), (2, 1)), ((7, 6), (3, 3), (1, 1))],
-)
-def test_same_convolution(size: tuple[int, int], kernel: tuple[int, int], stride: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("kernel", "stride"), [((3, 3), (2, 2)), ((1, 7), (1, 2)), ((3, 3), (1, 1))])
+def test_same_convolution(kernel: tuple[int, int], stride: tuple[int, int]) -> None:
     apply = SameConvolution(2, 3, kernel, stride)
-    x = torch.randn(2, 2, *size)
+    x = torch.randn(2, 2, 7, 6)
     torch.testing.assert_close(apply(x), F.conv2d(same(x, kernel, stride), apply.weight, stride=stride))
 
 

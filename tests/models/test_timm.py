@@ -121,9 +121,9 @@ def test_a_model_without_memory() -> None:
 
 
 def test_settings_arrive() -> None:
-    model = build("vit_tiny_patch16_224", dropout=0.25, drop_path=0.5, image_size=48)
-    probabilities = [getattr(module, "drop_prob", None) for module in model.modules()]
-    assert max(value for value in probabilities if value) == 0.5
+    with torch.device("meta"):
+        model = build("vit_tiny_patch16_224", dropout=0.25, drop_path=0.5, image_size=48)
+    assert max(getattr(module, "drop_prob", None) or 0 for module in model.modules()) == 0.5
     assert model.get_submodule("head.head_drop").p == 0.25
     assert model.get_submodule("stem").pos_embed.shape == (1, 10, 192)
     assert model.get_submodule("head.head").out_features == 7
@@ -160,24 +160,20 @@ def test_positions_are_stretched_to_another_image_size(tmp_path: Path) -> None:
 
 
 class Evil:
-    """Unpickling it would write a file."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
+    """Unpickling it would fail the test."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self.file,)
+        return pytest.fail, ("code of a file was run",)
 
 
 def test_files_that_are_not_the_models_weights(tmp_path: Path) -> None:
     own = timm.create_model(SMALL, num_classes=7).state_dict()
-    trace = tmp_path / "trace"
     (tmp_path / "text.safetensors").write_text("no tensors")
     os.mkfifo(tmp_path / "pipe.pth")
     for name, content, message in (
         ("pipe.pth", None, r"cannot be read as weights .*is not a regular file"),
         ("text.safetensors", None, "cannot be read as weights"),
-        ("evil.pth", {"fc.weight": Evil(trace)}, "cannot be read as weights"),
+        ("evil.pth", {"fc.weight": Evil()}, "cannot be read as weights"),
         ("numbers.pth", {"fc.weight": 3}, "does not hold a dictionary of tensors"),
         ("absent.pth", None, r"cannot be read as weights \(FileNotFoundError: .*No such file"),
         ("less.pth", {name: own[name] for name in own if "layer1.0.conv" not in name}, r"file lacks layer1.* \d more"),
@@ -189,7 +185,6 @@ def test_files_that_are_not_the_models_weights(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=message) as caught:
             build(weights=str(tmp_path / name))
         assert str(caught.value).startswith(f"model.weights={tmp_path / name}: ")
-    assert not trace.exists()
 
 
 def test_pretrained_weights_out_of_reach(

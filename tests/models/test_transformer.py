@@ -172,9 +172,8 @@ def test_depth_scales_feed_forward_only() -> None:
     plain = small_transformer(KINDS[1], layers=5).state_dict()
     torch.manual_seed(0)
     scaled = small_transformer(KINDS[1], layers=5, depth_scaled=True).state_dict()
-    divided = [name for name in plain if not torch.equal(plain[name], scaled[name])]
-    assert divided == [name for name in plain if ".feed_forward." in name and name.endswith("weight")]
+    divided = {name for name in plain if ".feed_forward." in name and name.endswith("weight")}
     assert len(divided) == 2 * 2 * 5
-    for name in divided:
-        torch.testing.assert_close(scaled[name], plain[name] / 5)
+    for name, tensor in plain.items():
+        torch.testing.assert_close(scaled[name], tensor / 5 if name in divided else tensor)
     assert small_transformer(KINDS[1], logit_clip=0.25)[-1].clip == 0.25  # the other remedy against divergence
