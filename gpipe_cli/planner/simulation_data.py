@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from gpipe_cli.config.settings import TrainConfig
-from gpipe_cli.pipeline.profile.layer_cost import KeptMemory, LayerCost
+from gpipe_cli.pipeline.profile.layer_cost import Halves, KeptMemory, LayerCost
 from gpipe_cli.pipeline.runtime.boundary import Boundary
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost
 from gpipe_cli.planner.cost_model import LayerSeconds, StepCosts, predicted_costs
@@ -169,8 +169,5 @@ def _saved(saved: KeptMemory) -> list[Any]:
 
 def _kept(cost: LayerCost) -> list[Any]:
     """Inputs and gradients between the two halves of a backward."""
-    none = KeptMemory()
-    halves = cost.halves
-    return (
-        [_saved(none), _saved(none)] if halves is None else [_saved(halves.kept_inputs), _saved(halves.kept_gradients)]
-    )
+    halves = cost.halves or Halves()
+    return [_saved(halves.kept_inputs), _saved(halves.kept_gradients)]

@@ -41,7 +41,7 @@ def simulating(configure: Configure) -> Simulate:
     def simulate(settings: Sequence[str]) -> Simulated:
         config, auto = configure(settings)
         profile = profile_model(config)
-        chosen, plan, _ = choose(config, auto, profile, predicted_costs)
+        chosen, plan, _ = choose(config, auto, profile, predicted_costs, elsewhere=True)
         return Simulated(chosen, profile, plan, mini_batch_samples(chosen, profile.lengths))
 
     return simulate

@@ -1,12 +1,15 @@
 """Seconds of layers: by a data sheet, by fitted rates, measured, or shared out as a user says."""
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 
 import pytest
 import torch
 from plan_runs import CUSTOM, EVEN, plan_of, traced
+from torch import nn
 from training_runs import configure
 
 from gpipe_cli.benchmark import reference_layers
@@ -204,12 +207,17 @@ def test_costs_that_mean_nothing_are_refused(settings: str, message: str) -> Non
         plan_of(configure(*CUSTOM, *settings.split()), traced(*CUSTOM, *settings.split()))
 
 
+@cache
+def forwards_of(layers: Callable[[], nn.Sequential]) -> list[Work]:
+    with torch.device("meta"):
+        model = layers()
+    image = torch.empty(1, 3, reference_layers.IMAGE_SIZE, reference_layers.IMAGE_SIZE, device="meta")
+    return [cost.forward for cost in trace_layers(model, as_boundary((image,)), training=True)]
+
+
 def test_the_reference_layers_tell_all_rates_of_a_device() -> None:
     """Seconds made of known rates lead back to these rates: no two of them stand for each other in all layers."""
-    with torch.device("meta"):
-        model = reference_layers.layers()
-    image = torch.empty(1, 3, reference_layers.IMAGE_SIZE, reference_layers.IMAGE_SIZE, device="meta")
-    works = [cost.forward for cost in trace_layers(model, as_boundary((image,)), training=True)]
+    works = forwards_of(reference_layers.layers)
     samples = reference_layers.samples_for(None)
     draw = random.Random(1)
     for _ in range(5):
@@ -238,10 +246,7 @@ def test_the_reference_layers_tell_all_rates_of_a_device() -> None:
 def test_the_rates_of_a_device_that_works_while_its_host_launches(figures: Figures, gpu_bytes: int) -> None:
     """Of each layer alone only what takes longer is seen: what waits for the host, and what waits for the device, is
     predicted of other layers all the same, though kinds of operations differ by half from single ones."""
-    with torch.device("meta"):
-        model = reference_layers.layers_for_gpu()
-    image = torch.empty(1, 3, reference_layers.IMAGE_SIZE, reference_layers.IMAGE_SIZE, device="meta")
-    works = [cost.forward for cost in trace_layers(model, as_boundary((image,)), training=True)]
+    works = forwards_of(reference_layers.layers_for_gpu)
     samples = reference_layers.samples_for(gpu_bytes)
     draw = random.Random(1)
     for _ in range(3):
