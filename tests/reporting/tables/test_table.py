@@ -3,7 +3,6 @@
 import csv
 import io
 import json
-from dataclasses import replace
 from math import nan
 
 import pytest
@@ -27,14 +26,6 @@ RUNS = Table(
     names=3,
 )
 
-NOTES = [
-    "",
-    *(
-        f"{left_out} format=csv, or a wider terminal"
-        for left_out in ("1 more column:", "2 more columns:", "3 more columns:")
-    ),
-]
-
 
 def shown(table: Table, elsewhere: str = "format=csv", **options: object) -> list[str]:
     console, file = log(**options)
@@ -42,14 +33,10 @@ def shown(table: Table, elsewhere: str = "format=csv", **options: object) -> lis
     return file.getvalue().splitlines()
 
 
-def test_a_terminal_of_any_width_gets_one_table_without_a_broken_word() -> None:
+@pytest.mark.parametrize("width", range(36, 130, 3))
+def test_a_terminal_of_any_width_gets_one_table_without_a_broken_word(width: int) -> None:
     """It broke into as many tables as it had columns, of which each had the names of the runs again; and `completed`
     into `complete` and `d`."""
-    for width in range(36, 130):
-        check_width(width)
-
-
-def check_width(width: int) -> None:
     lines = shown(RUNS, width=width, force_terminal=True)
     assert max(map(len, lines)) <= width
     (ruler,) = (at for at, line in enumerate(lines) if set(line) == {"\u2500"})
@@ -58,7 +45,8 @@ def check_width(width: int) -> None:
     words = {word for column in RUNS.columns for cell in (*column.cells, column.heading) for word in cell.split()}
     assert found <= words, "no word and no number is broken"
     assert {"completed", "(1)", "16", "outputs/mine"} <= found, "what names a row is never left out"
-    assert " ".join(lines[note:]) == NOTES[sum(word not in found for word in ("159.3", "98.6", "digits"))]
+    left_out = sum(word not in found for word in ("159.3", "98.6", "digits"))
+    assert " ".join(lines[note:]).startswith(f"{left_out} more column" if left_out else "")
 
 
 def test_the_middle_of_a_name_is_left_out_only_where_it_has_no_room() -> None:
@@ -97,6 +85,3 @@ def test_programs_get_every_column_and_every_digit() -> None:
     one, other = csv.DictReader(io.StringIO(formatted(RUNS, "csv")))
     assert (one["samples_per_second"], one["what it is"], one["folder"]) == ("159.2714285714286", "[1,2]", "a,b")
     assert (other["samples_per_second"], other["what it is"], other["folder"]) == ("", "true", 'c "d"')
-    nothing = replace(RUNS, columns=[replace(column, cells=(), values=()) for column in RUNS.columns])
-    assert formatted(nothing, "json") == "[]\n"
-    assert formatted(nothing, "csv").count("\n") == 1
