@@ -117,8 +117,8 @@ class Training:
 
     def __post_init__(self) -> None:
         self._first_step, self._counted = self.progress.step, False  # whether saved activations were
-        report = self.process.report if self.engine.control.leads else None
-        self._reports = _StepReports(self.engine, self.training.batches, report)
+        self._launched: _LaunchedStep | None = None  # the step of which nothing has been reported yet
+        self._freed = self._ended = -math.inf  # when the step before was done: by the first stage, and by all
 
     def run(self) -> None:
         """All steps, with the evaluations and checkpoints that are due after them."""
@@ -132,7 +132,7 @@ class Training:
             ends = step == self.milestones.end_step
             stops = not ends and self.engine.control.stops()
             if tests or saves or stops or ends:
-                self._reports.gather()()
+                self._gather()()
             best = tests and self._evaluate()
             # a checkpoint is written while the next steps are done
             self.progress = self.checkpoints.after_step(self.progress, save=best or saves or stops)
@@ -154,12 +154,35 @@ class Training:
         self._counted = self._counted or counts
         mini_batch = MiniBatch(self.training, epoch, position)
         numbers = compute_gradients(engine, mini_batch, step, self.begun_bytes if counts else None)
-        report_step_before = self._reports.gather()
+        report_step_before = self._gather()
         update_weights(engine, numbers, rate)
         report_step_before()
         updates = next((average.updates for average in engine.averages.values()), 0)
         self.progress = replace(self.progress, step=step + 1, epoch=epoch, position=position + 1, ema_updates=updates)
-        self._reports.add(_LaunchedStep(numbers, self.progress, rate, began, counts))
+        self._launched = _LaunchedStep(numbers, self.progress, rate, began, counts)
+
+    def _gather(self) -> Callable[[], None]:
+        """Begin to gather what the processes know of the newest step, if it has not been reported. What is returned
+        waits for them and reports it; it raises DivergedError for numbers that are none.
+
+        A step is reported once the next one is launched, so that no GPU is waited for.
+        """
+        step, self._launched = self._launched, None
+        if step is None:
+            return lambda: None
+        metrics = gather_metrics(self.engine, step.numbers)
+        return lambda: self._report(step, metrics()) if self.engine.control.leads else None
+
+    def _report(self, step: "_LaunchedStep", metrics: StepMetrics) -> None:
+        config, progress = self.engine.config, step.progress
+        refuse_nonsense(
+            config, metrics.totals.loss, metrics.gradient_norm, progress.step, progress.epoch + 1, step.rate
+        )
+        # a GPU begins when it is done with the step before, whenever that was launched
+        began, begins = max(step.began, self._freed), max(step.began, self._ended)
+        self._freed, self._ended = metrics.seconds[0][-1], max(seconds[-1] for seconds in metrics.seconds)
+        self.process.report(_step_done(config, self.training.batches, step, metrics, self._ended - begins))
+        self.process.report(events.StepRecorded(metrics.seconds, began))
 
     def _evaluate(self) -> bool:
         """Run the test set, on the averaged weights if there are any; returns whether these are the best so far."""
@@ -200,7 +223,11 @@ def evaluate_checkpoint(
     engine = build_engine(config, placement, control, groups, on_action=process.on_action, pretrained=False)
     restore(engine, checkpoint, optimizer=False)
     facts = data.facts() if control.leads else events.DataFacts()
-    report = process.report if control.leads else _unreported
+
+    def report(message: object) -> None:
+        if control.leads:
+            process.report(message)
+
     report(events.EvaluationReady())
     averaged = bool(engine.averages)
     began = time.perf_counter()
@@ -217,10 +244,6 @@ def evaluate_checkpoint(
     engine.finish()
 
 
-def _unreported(message: object) -> None:
-    pass
-
-
 @dataclass(frozen=True)
 class _LaunchedStep:
     """A step that a GPU may still be at, and the progress that it leads to."""
@@ -230,39 +253,6 @@ class _LaunchedStep:
     rate: float
     began: float  # when its launch began, on the clock of the recordings
     counted: bool  # whether saved activations were
-
-
-class _StepReports:
-    """Steps as the parent hears of them, from the process that has `report`; each of them once the next is launched,
-    so that no GPU is waited for."""
-
-    def __init__(self, engine: Engine, batches: MiniBatches, report: Callable[[object], None] | None) -> None:
-        self._engine, self._batches, self._report = engine, batches, report
-        self._launched: _LaunchedStep | None = None  # the step of which nothing has been reported yet
-        self._freed = self._ended = -math.inf  # when the step before was done: by the first stage, and by all
-
-    def add(self, step: _LaunchedStep) -> None:
-        self._launched = step
-
-    def gather(self) -> Callable[[], None]:
-        """Begin to gather what the processes know of the newest step, if it has not been reported. What is returned
-        waits for them and reports it; it raises DivergedError for numbers that are none."""
-        step, self._launched = self._launched, None
-        if step is None:
-            return lambda: None
-        metrics = gather_metrics(self._engine, step.numbers)
-        return lambda: None if self._report is None else self._send(step, metrics(), self._report)
-
-    def _send(self, step: _LaunchedStep, metrics: StepMetrics, report: Callable[[object], None]) -> None:
-        config, progress = self._engine.config, step.progress
-        refuse_nonsense(
-            config, metrics.totals.loss, metrics.gradient_norm, progress.step, progress.epoch + 1, step.rate
-        )
-        # a GPU begins when it is done with the step before, whenever that was launched
-        began, begins = max(step.began, self._freed), max(step.began, self._ended)
-        self._freed, self._ended = metrics.seconds[0][-1], max(seconds[-1] for seconds in metrics.seconds)
-        report(_step_done(config, self._batches, step, metrics, self._ended - begins))
-        report(events.StepRecorded(metrics.seconds, began))
 
 
 def _step_done(

@@ -75,14 +75,6 @@ class WrittenFile:
 
 
 @dataclass(frozen=True)
-class Part:
-    """What one process has written of a checkpoint."""
-
-    files: tuple[WrittenFile, ...]
-    without_state: tuple[str, ...]  # parameters
-
-
-@dataclass(frozen=True)
 class Index:
     """What index.json says of a checkpoint."""
 
@@ -224,23 +216,19 @@ def safetensors_parts(
     return [len(head).to_bytes(8, "little"), head, *content]
 
 
-def write_part(draft: Path, process: int, part: Part) -> None:
+def write_part(draft: Path, process: int, files: Sequence[WrittenFile]) -> None:
     """Say what a process has written, when it has. Raises CheckpointError."""
     with writing(draft):
-        write_whole(_part_file(draft, process), json.dumps(asdict(part)))
+        write_whole(draft / f"part_{process}.json", json.dumps([asdict(file) for file in files]))
 
 
-def read_part(draft: Path, process: int) -> Part | None:
+def read_part(draft: Path, process: int) -> list[WrittenFile] | None:
     """None as long as there is none. Raises CheckpointError."""
     with writing(draft):
         try:
-            return typed(Part, read_json(_part_file(draft, process)))
+            return [typed(WrittenFile, file) for file in read_json(draft / f"part_{process}.json")]
         except FileNotFoundError:
             return None
-
-
-def _part_file(draft: Path, process: int) -> Path:
-    return draft / f"part_{process}.json"
 
 
 def finish_checkpoint(draft: Path, index: Index, *, config: str, keep: int) -> Path:

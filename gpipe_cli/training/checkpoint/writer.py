@@ -117,12 +117,6 @@ class CheckpointWriter:
         placement = self.engine.placement
         writes = placement.layout.replica_of(self.control.rank) == 0  # all replicas have the same
         states = {k: state_of_stage(self.engine, k) for k in (self.engine.stages if writes else ())}
-        without_state = [
-            name
-            for k, state in states.items()
-            for name in self.engine.parameters[k]
-            if not any(key.startswith(f"optimizer/{name}/") for key in state)
-        ]
         snapshots = {k: self._snapshots[k].take(state) for k, state in states.items()}
         draft = store.draft_of(self.folder, progress.step)
         self._given_up.clear()
@@ -134,14 +128,15 @@ class CheckpointWriter:
                 arrived()
                 files.append(store.write_stage(draft, k, copies))
             if writes:
-                store.write_part(draft, self.control.rank, store.Part(tuple(files), tuple(without_state)))
+                store.write_part(draft, self.control.rank, files)
 
         def complete() -> None:
-            parts = [self._part(draft, process) for process in range(placement.layout.of_pipeline)]
+            files = [file for process in range(placement.layout.of_pipeline) for file in self._part(draft, process)]
             layers = tuple(name for names in placement.layer_names for name in names)
-            files = tuple(file for part in parts for file in part.files)
-            stateless = tuple(name for part in parts for name in part.without_state)
-            index = store.Index(store.FORMAT, progress, layers, files, stateless)
+            with_state = {name.rpartition("/")[0] for file in files for name in file.tensors}
+            parameters = (name for name, _ in self.engine.model.named_parameters())
+            stateless = tuple(name for name in parameters if f"optimizer/{name}" not in with_state)
+            index = store.Index(store.FORMAT, progress, layers, tuple(files), stateless)
             store.finish_checkpoint(draft, index, config=self.config_yaml, keep=self.keep)
 
         self._written = progress
@@ -149,7 +144,7 @@ class CheckpointWriter:
         if self.control.leads:
             self._work = self._thread.submit(_why_not, complete)
 
-    def _part(self, draft: Path, process: int) -> store.Part:
+    def _part(self, draft: Path, process: int) -> list[store.WrittenFile]:
         """Wait for what a process writes, and return it. Raises CheckpointError if a process cannot write its part."""
         while (part := store.read_part(draft, process)) is None:
             if self._writing.result() is not None or self._given_up.wait(_LOOKS_SECONDS):
