@@ -13,7 +13,7 @@ import torch
 from image_files import EVERYTHING, PLAIN, md5, opened, pack, served, write_image, write_images
 from PIL import Image
 from sklearn.datasets import load_digits
-from torchvision.datasets import CIFAR10
+from torchvision.datasets import CIFAR10, CIFAR100
 from torchvision.transforms import v2
 
 from gpipe_cli.data.images import ImageSplit, build_transform, cutout
@@ -176,35 +176,39 @@ def test_folders_that_are_not_data(tmp_path: Path) -> None:
     refused(r"1 differ \(owl\); ")
 
 
-# --- CIFAR: torchvision knows the files by their MD5, so its reader, told that of tiny files, reads the real format
+# --- CIFAR: torchvision knows the files by their MD5, so its readers, told those of tiny files, read the real formats
 
 
-def write_cifar(root: Path) -> type[CIFAR10]:
-    """Write tiny files of 4 images in CIFAR-10's format below `root`; return a reader that knows them."""
-    folder = root / CIFAR10.base_folder
+def write_cifar(root: Path, reader: type[CIFAR10] = CIFAR10) -> type[CIFAR10]:
+    """Write tiny files of 4 images in the format of `reader` below `root`; return a reader that knows them."""
+    folder = root / reader.base_folder
     folder.mkdir(parents=True)
+    labels, classes = ("fine_labels", 100) if reader is CIFAR100 else ("labels", 10)
     rng = np.random.default_rng(0)
 
     def write(name: str, content: dict[str, object]) -> str:
-        (folder / name).write_bytes(data := pickle.dumps(content, protocol=2))
-        return md5(data)
+        (folder / name).write_bytes(pickle.dumps(content))
+        return md5(pickle.dumps(content))
 
     def batch(name: str) -> list[str]:
         data = rng.integers(0, 256, (4, 3072), dtype=np.uint8)
-        return [name, write(name, {"data": data, "labels": rng.integers(0, 10, 4).tolist()})]
+        return [name, write(name, {"data": data, labels: rng.integers(0, classes, 4).tolist()})]
 
-    names = {"label_names": [f"name {number}" for number in range(10)]}
+    names = {reader.meta["key"]: [f"name {number}" for number in range(classes)]}
 
-    class Tiny(CIFAR10):
-        train_list = [batch(name) for name, _ in CIFAR10.train_list]  # noqa: RUF012
-        test_list = [batch(name) for name, _ in CIFAR10.test_list]  # noqa: RUF012
-        meta = {**CIFAR10.meta, "md5": write(CIFAR10.meta["filename"], names)}  # noqa: RUF012
+    class Tiny(reader):
+        train_list = [batch(name) for name, _ in reader.train_list]  # noqa: RUF012
+        test_list = [batch(name) for name, _ in reader.test_list]  # noqa: RUF012
+        meta = {**reader.meta, "md5": write(reader.meta["filename"], names)}  # noqa: RUF012
 
     return Tiny
 
 
-def test_cifar_is_downloaded_when_asked_and_read(tmp_path: Path) -> None:
-    tiny = write_cifar(tmp_path / "server")
+@pytest.mark.parametrize(("reader", "train_images", "classes"), [(CIFAR10, 20, 10), (CIFAR100, 4, 100)])
+def test_cifar_is_downloaded_when_asked_and_read(
+    tmp_path: Path, reader: type[CIFAR10], train_images: int, classes: int
+) -> None:
+    tiny = write_cifar(tmp_path / "server", reader)
     folder, archive = tmp_path / "server" / tiny.base_folder, tmp_path / "server" / tiny.filename
     tiny.tgz_md5 = pack(archive, **{tiny.base_folder: folder})
     tiny.url = (tmp_path / "not there.tar.gz").as_uri()
@@ -214,12 +218,12 @@ def test_cifar_is_downloaded_when_asked_and_read(tmp_path: Path) -> None:
         tiny.url = f"{address}/{archive.name}"
         read_cifar(tiny, tmp_path / "new" / "data", download=True)
     train, test = read_cifar(tiny, tmp_path / "new" / "data", download=True)  # what is there is not downloaded again
-    assert (len(train.targets), len(test.targets)) == (20, 4)
-    assert train.class_names == test.class_names == tuple(f"name {number}" for number in range(10))
+    assert (len(train.targets), len(test.targets)) == (train_images, 4)
+    assert train.class_names == test.class_names == tuple(f"name {number}" for number in range(classes))
     # A row holds the red plane, then green, then blue, each row by row.
-    content = pickle.loads((folder / "test_batch").read_bytes())
+    content = pickle.loads((folder / tiny.test_list[0][0]).read_bytes())
     assert all(np.array_equal(test.pixels[index].flatten(), content["data"][index]) for index in range(4))
-    assert test.targets.tolist() == content["labels"]
+    assert test.targets.tolist() == content["fine_labels" if reader is CIFAR100 else "labels"]
 
 
 def test_cifar_missing_or_damaged(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 from image_files import opened, pack, served, write_images
 from PIL import Image
 from torchvision import datasets
+from torchvision.datasets import imagenet as torchvision_imagenet
 
 from gpipe_cli.data.images import ImageSplit
 from gpipe_cli.data.photographs import DECODED, PHOTOGRAPHS
@@ -134,13 +135,49 @@ def test_targets_classes_and_pixels(tmp_path: Path, name: str) -> None:
 
 
 def test_imagenet_has_the_names_of_its_synsets(tmp_path: Path) -> None:
-    """torchvision writes them as it unpacks the archives; two classes share their first word."""
+    """Two classes share their first word."""
     write_imagenet(tmp_path)
     torch.save(({"n01440764": ("crane",), "n02012849": ("crane", "bird")}, []), tmp_path / "meta.bin")
     for split in open_tiny("imagenet", tmp_path):
         assert split.samples.class_names == ("crane", "crane, bird")
     (tmp_path / "meta.bin").write_bytes(b"<html>\n404\n</html>\n")
     assert "'meta.bin' of imagenet are missing or damaged" in refusal("imagenet", tmp_path)
+
+
+def test_imagenet_is_unpacked_from_its_archives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, root = tmp_path / "source", tmp_path / "root"
+    for folder in (source / "devkit/data", root):
+        folder.mkdir(parents=True)
+    wnids = ["n01440764", "n02012849"]
+    columns = [(name, object) for name in ("ILSVRC2012_ID", "WNID", "words", "gloss", "num_children")]
+    synsets = [
+        (1, wnids[0], "tench, Tinca tinca", "a", 0),
+        (2, wnids[1], "crane", "b", 0),
+        (3, "n00000001", "animal", "c", 2),  # a synset with children is no class
+    ]
+    scipy.io.savemat(source / "devkit/data/meta.mat", {"synsets": np.array(synsets, dtype=columns)})
+    (source / "devkit/data/ILSVRC2012_validation_ground_truth.txt").write_text("2\n1\n")
+    write_images(source / "val", "ILSVRC2012_val_00000001.JPEG", "ILSVRC2012_val_00000002.JPEG")
+
+    # torchvision knows the archives by their MD5.
+    def archive(key: str, **content: Path) -> None:
+        name, _ = torchvision_imagenet.ARCHIVE_META[key]
+        monkeypatch.setitem(torchvision_imagenet.ARCHIVE_META, key, (name, pack(root / name, **content)))
+
+    for wnid in wnids:
+        write_images(source / wnid, f"{wnid}_1.JPEG")
+        pack(source / f"{wnid}.tar", **{f"{wnid}_1.JPEG": source / wnid / f"{wnid}_1.JPEG"})
+    archive("train", **{f"{wnid}.tar": source / f"{wnid}.tar" for wnid in wnids})
+    archive("val", **{path.name: path for path in (source / "val").iterdir()})
+    archive("devkit", ILSVRC2012_devkit_t12=source / "devkit")
+
+    for _ in range(2):  # unpacked, and found unpacked
+        train, test = open_tiny("imagenet", root)
+        assert train.samples.class_names == ("tench, Tinca tinca", "crane")
+        assert train.samples.targets.tolist() == [0, 1]
+        # The first validation image belongs to the second class.
+        paths = test.samples.pixels.paths  # type: ignore[attr-defined]
+        assert [Path(path).stem[-1] for path in paths] == ["2", "1"]
 
 
 def test_imagenet_without_an_archive(tmp_path: Path) -> None:
