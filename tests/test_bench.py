@@ -93,7 +93,7 @@ def test_text_is_measured_in_real_tokens(tmp_path: Path, capsys: pytest.CaptureF
         ("+dry_run.x=null", "dry_run.x=null: a measurement of nothing"),
         ("resume=nowhere", "resume=nowhere: a measurement begins anew, and this is no sweep"),
         ("rounds=2", "rounds=2: one configuration has nothing to take turns with; add -m"),
-        ("-m rounds=1,2", "rounds=1,2: all rows of a table have the same rounds; give one number"),
+        ("-m rounds=1,2", "rounds=1,2: all rows of a table have the same; give one number"),
     ],
 )
 def test_what_a_measurement_has_no_use_for_is_refused(

@@ -16,7 +16,7 @@ import pytest
 from hydra import compose, initialize_config_module
 from training_runs import command, start_program, wait_until
 
-from gpipe_cli.commands import composing, sweep_folder
+from gpipe_cli.commands import composing, folders
 from gpipe_cli.commands.command_line import read
 from gpipe_cli.commands.composing import TRAINING_KEYS, Trees, combinations
 from gpipe_cli.commands.outcome import Outcome, ended, fork_command
@@ -262,7 +262,7 @@ def test_a_sweep_under_torchrun_is_refused(
 
 def test_a_sweep_at_work_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two that went on with one sweep measured everything twice, at the same time."""
-    monkeypatch.setattr(sweep_folder, "_ENDING_SECONDS", 0)
+    monkeypatch.setattr(folders, "ENDING_SECONDS", 0)
     path = tmp_path / "12-00-00_sweep"
     first = SweepFolder("bench", ["-m"])
     assert first.choose(path) == path

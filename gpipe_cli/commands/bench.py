@@ -12,8 +12,7 @@ from gpipe_cli.config.settings import BenchSettings
 from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.errors import InputError
 from gpipe_cli.launch.job import Bench
-from gpipe_cli.reporting.run.lines import show_facts
-from gpipe_cli.reporting.tables.sweep import bench_status, bench_table, show_bench, show_rest, write_bench
+from gpipe_cli.reporting.tables.sweep import bench_status, bench_table, show_bench, write_bench
 
 # What a measurement has no use for, and what to do instead.
 REFUSED = {
@@ -32,14 +31,8 @@ def main(arguments: Sequence[str]) -> int:
     line = sweep.line
     line.refuse(REFUSED)
     if "rounds" in line.swept:
-        why = "all rows of a table have the same rounds; give one number"
-        raise RefusedError("rounds", line.overrides["rounds"], why)
-    try:
-        tree = sweep.compose(line)
-    finally:  # Ctrl-C comes here, too
-        sweep.end()
-        if sweep.runs:
-            _show(sweep)
+        raise RefusedError("rounds", line.overrides["rounds"], "all rows of a table have the same; give one number")
+    tree = sweep.compose(line, lambda: _show(sweep))
     if tree is None:
         statuses = {bench_status(run) for run in sweep.runs}
         return 1 if sweep.runs and ("failed" in statuses or "measured" not in statuses) else 0
@@ -65,7 +58,4 @@ def _show(sweep: Sweep) -> None:
         write_bench(sweep.path, table)
     finally:  # a table that cannot be written is shown all the same
         show_bench(Console(), table, sweep.path)
-        show_facts(Console(), [("best", sweep.best)] if sweep.best else [])
-    unfinished = {"failed", "interrupted"} & {bench_status(run) for run in sweep.runs}
-    if unfinished or len(sweep.runs) < sweep.planned:
-        show_rest(sweep.planned, sweep.runs, sweep.go_on_with)
+        sweep.show_rest()

@@ -2,7 +2,6 @@
 the paper draws one, and its figures. Both come from the schedules themselves; no number is typed here but K and M."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from gpipe_cli.pipeline.schedule.breakdown import breakdown
 from gpipe_cli.pipeline.schedule.dependencies import grid
@@ -11,6 +10,7 @@ from gpipe_cli.pipeline.schedule.orders import ORDERS, build
 from gpipe_cli.pipeline.schedule.schedules import RECOMPUTE, Kind, Schedule
 from gpipe_cli.pipeline.schedule.search import Problem, find
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost, StageCost, ideal_bubble, simulate
+from gpipe_cli.pipeline.schedule.timeline import Timeline
 from gpipe_cli.reporting.run.lines import aligned, wrapped
 from gpipe_cli.units import percent, plural
 
@@ -25,28 +25,6 @@ WORDS = {
     Kind.I: "I its half that the stage before waits for",
     Kind.W: "W the other half",
 }
-
-
-@dataclass(frozen=True)
-class Figures:
-    """A step of equal stages whose transfers take no time."""
-
-    seconds: float  # a forward takes 1
-    idle: float  # share of the devices' time
-    in_flight: Sequence[int]  # per stage, the most micro-batches of which it keeps something at once
-    graphs: Sequence[int]  # per stage, the most micro-batches of which it keeps all activations
-
-    @classmethod
-    def of(cls, schedule: Schedule) -> "Figures":
-        timeline = simulate(schedule, [COST] * len(schedule.stages))
-        shares = breakdown(timeline, schedule.micro_batches)
-        stages = [list(live(actions)) for actions in schedule.stages]
-        return cls(
-            timeline.step_seconds,
-            1 - shares.compute - shares.recompute,
-            [max(held.graph + held.input + held.weights for held in stage) for stage in stages],
-            [max(held.graph for held in stage) for stage in stages],
-        )
 
 
 def drawn(topic: str, width: int) -> Iterator[str]:
@@ -71,16 +49,16 @@ def drawn(topic: str, width: int) -> Iterator[str]:
 
 
 def _step(name: str, schedule: Schedule, width: int, recompute: str = "never") -> Iterator[str]:
-    found = Figures.of(schedule)
+    shares = breakdown(_simulated(schedule), schedule.micro_batches)
     kinds = [kind for kind in Kind if any(action.kind is kind for row in schedule for action in row)]
     devices = "" if len(schedule) == len(schedule.stages) else f" on {len(schedule)} devices"
     yield f"schedule={name} recompute={recompute}: K = {len(schedule.stages)} stages{devices}, M = {MICRO_BATCHES}"
     yield from grid(schedule, width=width).splitlines()
     yield from wrapped(f"{', '.join(WORDS[kind] for kind in kinds)}; each drawn as long", width)
-    yield from wrapped(
-        f"idle: {percent(found.idle)} of the time if all stages are equal; a backward takes two forwards", width
-    )
-    yield from wrapped(f"in flight: at most {_of_stages(found.in_flight)}", width)
+    idle = percent(1 - shares.compute - shares.recompute)
+    yield from wrapped(f"idle: {idle} of the time if all stages are equal; a backward takes two forwards", width)
+    kept = [max(held.graph + held.input + held.weights for held in live(actions)) for actions in schedule.stages]
+    yield from wrapped(f"in flight: at most {_of_stages(kept)}", width)
 
 
 def _auto(width: int) -> Iterator[str]:
@@ -96,11 +74,17 @@ def _auto(width: int) -> Iterator[str]:
 
 def _recomputed(mode: str, width: int) -> Iterator[str]:
     schedule, kept = (build("gpipe", STAGES, MICRO_BATCHES, one) for one in (mode, "never"))
-    found, without = Figures.of(schedule), Figures.of(kept)
     yield from _step("gpipe", schedule, width, mode)
-    yield f"with all their activations: at most {_of_stages(found.graphs)}"
+    graphs = [max(held.graph for held in live(actions)) for actions in schedule.stages]
+    yield f"with all their activations: at most {_of_stages(graphs)}"
     if mode != "never":
-        yield f"a step takes {found.seconds / without.seconds:.2f} times as long as with recompute=never"
+        times = _simulated(schedule).step_seconds / _simulated(kept).step_seconds
+        yield f"a step takes {times:.2f} times as long as with recompute=never"
+
+
+def _simulated(schedule: Schedule) -> Timeline:
+    """A step of equal stages, of which a forward takes 1 s, and whose transfers take no time."""
+    return simulate(schedule, [COST] * len(schedule.stages))
 
 
 def _bubbles() -> Iterator[str]:

@@ -14,7 +14,7 @@ from gpipe_cli.errors import InputError
 from gpipe_cli.system.files import LOCK, PARTIAL, FolderInUseError, FolderLock, remove_partial_files
 
 _BEFORE_CONFIG = {"checkpoints", "vocabulary.model", "failure.txt"}  # files that a run writes before its configuration
-_ENDING_SECONDS = 6.0  # a run that was killed ends within these
+ENDING_SECONDS = 6.0  # a run that was killed, or whose sweep was, ends within these
 
 
 def numbered(path: Path) -> Iterator[Path]:
@@ -32,8 +32,8 @@ def refuse_file(key: str, file: Path, *, taken: str, overwrite: bool = False) ->
 
 
 def make_new(path: Path) -> Path:
-    """Makes the first of `numbered(path)` that is not there: folders are named by time, which two commands of one
-    second must not share. Raises OSError if it cannot be made."""
+    """Makes the first of `numbered(path)` that is not there: two commands of one second must not share a folder that is
+    named by the time. Raises OSError if it cannot be made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     for folder in numbered(path):
         with suppress(FileExistsError):
@@ -59,11 +59,8 @@ def run_folder(
     `run_folder` may be of an earlier start of this run, which may be ending. Inside, no other run may work there.
     Refused or interrupted before anything was written, nothing is left behind.
 
-    Under torchrun only process 0 makes it; what the others get does not exist, and is not theirs to write to.
-
-    Raises:
-        InputError: the folder cannot be made, another process is at work there, or `run_folder` holds something and is
-            not the run that goes on.
+    Under torchrun only process 0 makes it; what the others get does not exist, and is not theirs to write to. Raises
+    InputError if it cannot be made, another process is at work there, or it holds something and no run that goes on.
     """
     chosen = new_run(config, now, auto, what) if config.run_folder is None else Path(config.run_folder)
     if not leads():
@@ -71,7 +68,7 @@ def run_folder(
         return
     goes_on = config.resume is not None and chosen.resolve() == Path(config.resume).resolve()
     setting = f"output={config.output}" if config.run_folder is None else f"run_folder={config.run_folder}"
-    patience = _ENDING_SECONDS if again else 0.0
+    patience = ENDING_SECONDS if again else 0.0
     with locked_folder(chosen, setting, new=config.run_folder is None, patience_seconds=patience) as folder:
         if not goes_on:
             refuse_content(folder, again=again)
@@ -95,10 +92,8 @@ def locked_folder(chosen: Path, setting: str, *, new: bool, patience_seconds: fl
     """The folder `chosen`, made if need be, and if it must be `new` one beside it; no other command may work there.
 
     Afterwards it is removed if it is empty, with those above that were made for it. Errors begin with `setting`;
-    `patience_seconds`: how long to wait for a command that may be ending.
-
-    Raises:
-        InputError: it cannot be made, or another process is at work there.
+    `patience_seconds`: how long to wait for a command that may be ending. Raises InputError if it cannot be made, or
+    another process is at work there.
     """
     above = [parent for parent in chosen.parents if not parent.exists()]  # the lowest comes first
     try:

@@ -44,9 +44,7 @@ def prepare(
     """Choose what is `auto`, plan the step, cut the model.
 
     `log` gets a line before what takes seconds; `started`: this process, if torchrun started it; `elsewhere`: the
-    devices here do not count.
-
-    Raises InputError, one line, for what cannot be built, cut, placed or does not fit.
+    devices here do not count. Raises InputError for what cannot be built, cut, placed or does not fit.
     """
     phase("building the model")
     profile = profile_model(config)
@@ -62,22 +60,16 @@ def prepare(
         refuse_single_samples(config, config.batch_size, profile)
     config = replace(config, threads=plan.layout.threads)
     placement = placed(config, profile, plan)
-    chosen = [("chosen", _words(comparison)) for comparison in comparisons]
-    if plan.costs.weighted_by:
-        chosen.insert(0, ("layer costs", f"given by {plan.costs.weighted_by}"))
+    notes = [("layer costs", f"given by {plan.costs.weighted_by}")] if plan.costs.weighted_by else []
+    notes += [("chosen", _words(comparison)) for comparison in comparisons]
     if config.compile:
-        chosen.append(("planned", not_compiled(config)))
+        notes.append(("planned", not_compiled(config)))
     if config.schedule == "interleaved" and placement.layout.of_pipeline == placement.partitions > 1:
         use = f"partitions={2 * config.partitions} stages_per_process=2 interleaves"
-        chosen.append(("schedule", f"interleaved is 1f1b where a process has one stage; {use}"))
-    notes = (
-        *chosen,
-        *threads,
-        *_resumed_threads(config, placement.layout.processes),
-        *_turns(placement.layout),
-        *_uneven(config, placement),
-    )
-    return Prepared(config, profile, plan, placement, comparisons, notes)
+        notes.append(("schedule", f"interleaved is 1f1b where a process has one stage; {use}"))
+    notes += [*threads, *_resumed_threads(config, placement.layout.processes)]
+    notes += [*_turns(placement.layout), *_uneven(config, placement)]
+    return Prepared(config, profile, plan, placement, comparisons, tuple(notes))
 
 
 def _fewest_threads(
@@ -153,11 +145,7 @@ def _words(comparison: Choice) -> str:
     chosen = comparison.chosen
     assert chosen is not None
     assert chosen.plan is not None
-    others = ", ".join(
-        f"{tried.value}: {tried.reason if tried.plan is None else f'{tried.plan.step_seconds:.3g} s'}"
-        for tried in comparison.candidates
-        if tried is not chosen
-    )
-    names = comparison.setting.replace(", ", " and ")
-    step = f"{chosen.plan.step_seconds:.3g} s a step predicted"
-    return f"{names} {chosen.value}: {step}; compared {others or 'with nothing'}"
+    others = [tried for tried in comparison.candidates if tried is not chosen]
+    found = [f"{one.value}: {one.reason if one.plan is None else f'{one.plan.step_seconds:.3g} s'}" for one in others]
+    names, step = comparison.setting.replace(", ", " and "), f"{chosen.plan.step_seconds:.3g} s a step predicted"
+    return f"{names} {chosen.value}: {step}; compared {', '.join(found) or 'with nothing'}"

@@ -28,14 +28,15 @@ from gpipe_cli.config.typed import RefusedError, SettingError, quoted
 from gpipe_cli.distributed.torchrun import refuse_torchrun
 from gpipe_cli.errors import InputError
 from gpipe_cli.launch.fork_server import fork_server
-from gpipe_cli.reporting.run.lines import override
-from gpipe_cli.reporting.tables.sweep import HOPELESS, Run, bench_status
+from gpipe_cli.reporting.run.lines import override, show_facts
+from gpipe_cli.reporting.tables.sweep import HOPELESS, Run, bench_status, show_rest
 from gpipe_cli.results.run import run_result_or_none
 from gpipe_cli.system.interrupts import Stopped
 
 # What a tree and the settings that were typed ask for; raises InputError for a wrong setting.
 Requested = Callable[[DictConfig, Mapping[str, object]], RunRequest]
 
+_DONE = ("completed", "dry_run")  # statuses of a result
 _UNFINISHED = (None, outcome.INTERRUPTED, outcome.STOPPED, outcome.UNREAD)  # exit codes
 
 
@@ -66,25 +67,27 @@ class Sweep:
         assert self._folder.path is not None
         return self._folder.path
 
-    @property
-    def go_on_with(self) -> str:
-        """The command that does what is left."""
-        return f"gpipe {self.line.command} {override('resume', str(self.path))}"
-
-    @property
-    def best(self) -> str:
-        """What a search has found; "" where nothing was searched."""
-        return "" if self._folder.path is None else best_of(self.path)
-
-    def compose(self, line: CommandLine) -> DictConfig | None:
+    def compose(self, line: CommandLine, show: Callable[[], None]) -> DictConfig | None:
         """The tree of a single run; None where an answer was printed, or the runs of a sweep have ended. `line` may
-        have more settings than `self.line`. Raises InputError for what the user can mend."""
+        have more settings than `self.line`; `show` is called once some have ended. Raises InputError."""
         if not line.options["multirun"] or line.is_question:
             return compose(line, TRAINING_KEYS)
-        refuse_torchrun(
-            f"each of its processes would run the whole sweep; call gpipe {line.command} -m on one machine without it, "
-            "or torchrun once for each configuration"
-        )
+        try:
+            self._perform_all(line)
+        finally:  # Ctrl-C comes here, too
+            self._folder.release()
+            if self.runs:
+                show()
+        return None
+
+    def show_rest(self) -> None:
+        """Say what a search has found, and by which command what is left is done."""
+        show_facts(Console(), [("best", best)] if (best := best_of(self.path)) else [])
+        if len(self.runs) < self.planned or not all(map(self._is_final, self.runs)):
+            show_rest(self.planned, self.runs, f"gpipe {self.line.command} {override('resume', str(self.path))}")
+
+    def _perform_all(self, line: CommandLine) -> None:
+        refuse_torchrun("each of its processes would run the whole sweep; call gpipe without it, or it for each run")
         trees = Trees(line, TRAINING_KEYS)
         whole = trees.whole(line.fixed)
         search = search_of(line, whole)
@@ -92,7 +95,7 @@ class Sweep:
         self._folder.choose(Path(whole.hydra.sweep.dir))
         if search is None:
             self._perform_jobs(trees, jobs, 0, len(jobs))
-            return None
+            return
         try:
             for index in range(search.n_trials):
                 trial, job = search.ask()
@@ -100,11 +103,6 @@ class Sweep:
                 search.tell(trial, objective(line.command, last.result))
         finally:
             search.write_best(self.path)
-        return None
-
-    def end(self) -> None:
-        """Allow others into the folder again; nothing is left of a sweep that never began."""
-        self._folder.release()
 
     def _perform_jobs(self, trees: Trees, jobs: Sequence[Sequence[str]], first: int, of: int) -> list[Run]:
         """Runs jobs `first`, `first` + 1, ..., counted from 0, of the sweep's `of`; returns the last run of each."""
@@ -148,8 +146,7 @@ class Sweep:
         """One run of a cell; None if the sweep ended before it began."""
         title = f"run {cell.number} of {of}{f', round {turn} of {self.rounds}' if self.rounds > 1 else ''}: {cell.name}"
         before = self._folder.attempts.get((cell.number, turn))
-        if before is not None and before.name != cell.name:
-            before = None
+        before = before if before is not None and before.name == cell.name else None
         if before is not None and self._is_final(run := self._run(before, cell)):
             self._say(Text(f"{title}: {self._status(run)} before, skipped"))
             return run
@@ -183,10 +180,8 @@ class Sweep:
                 now = outcome.ended(outcome.fork_command(lambda: begun(folder).perform(*typed)))
         except KeyboardInterrupt as asked:
             self._ended, now = type(asked), outcome.Outcome(outcome.INTERRUPTED)
-        if now.exit_code == outcome.STOPPED:  # the signal was sent to the fork
-            self._ended = Stopped
-        if now.exit_code == outcome.UNREAD:
-            self._ended = BrokenPipeError
+        endings = {outcome.STOPPED: Stopped, outcome.UNREAD: BrokenPipeError}  # a signal was sent to the fork
+        self._ended = endings.get(now.exit_code, self._ended)
         if now.exit_code < 0 or now.exit_code in _UNFINISHED:
             fork_server.kill()  # ends the workers of a run that was killed before it could
         result = run_result_or_none(folder)
@@ -202,26 +197,19 @@ class Sweep:
     def _run(self, attempt: Attempt, cell: Cell) -> Run:
         folder = self.path / attempt.folder
         result = run_result_or_none(folder)
-        # even if it was interrupted while it drew pictures
-        done = result is not None and result.status in ("completed", "dry_run")
-        return Run(
-            attempt.name,
-            folder,
-            0 if done else outcome.INTERRUPTED if attempt.exit_code in _UNFINISHED else attempt.exit_code,
-            attempt.seconds or (result and result.seconds) or 0.0,
-            result,
-            number=attempt.run,
-            round=attempt.round,
-            settings=cell.varied,
-            error=attempt.error,
-        )
+        code = outcome.INTERRUPTED if attempt.exit_code in _UNFINISHED else attempt.exit_code
+        if result is not None and result.status in _DONE:  # even if it was interrupted while it drew pictures
+            code = 0
+        seconds = attempt.seconds or (result and result.seconds) or 0.0
+        return Run(attempt.name, folder, code, seconds, result, attempt.run, attempt.round, cell.varied, attempt.error)
 
     def _is_final(self, run: Run) -> bool:
         """Whether another attempt would give the same."""
         if self.line.command == "bench":
-            measured = bench_status(run) == "measured" and run.result is not None and run.result.status == "completed"
-            return measured or bench_status(run) in HOPELESS
-        return run.result is not None and run.result.status in ("completed", "dry_run")
+            if bench_status(run) in HOPELESS:
+                return True
+            return bench_status(run) == "measured" and run.result is not None and run.result.status == "completed"
+        return run.result is not None and run.result.status in _DONE
 
     def _status(self, run: Run) -> str:
         return bench_status(run).replace("_", " ") if self.line.command == "bench" else run.status
@@ -258,10 +246,9 @@ def refuse_without_effect(line: CommandLine) -> None:
     for key, value in line.overrides.items():
         if key.startswith((SWEEPER, SWEEPER.replace("/", "."))) and not (line.options["multirun"] or line.is_question):
             raise RefusedError(key, value, "a search is a sweep of several runs; add -m, or leave it out")
+    what, given_by, other = "a run", "run_folder", "hydra.sweep.dir"
     if line.options["multirun"]:
-        what, given_by, other = "a sweep, in which those of its runs lie,", "hydra.sweep.dir", "run_folder"
-    else:
-        what, given_by, other = "a run", "run_folder", "hydra.sweep.dir"
+        what, given_by, other = "a sweep, in which those of its runs lie,", other, given_by
     for key in (other, "hydra.run.dir"):
         if (value := line.overrides.get(key)) is not None:
             raise RefusedError(key, value, f"the folder of {what} is given by {override(given_by, str(value))}")
@@ -277,9 +264,7 @@ def _resumed_folder(line: CommandLine) -> SweepFolder | None:
     named = {"config_name": "-cn", "config_dir": "-cd", "config_path": "-cp", "cfg": "--cfg", "info": "--info"}
     more += [f"{flag} {value}" for key, flag in named.items() if (value := line.options.get(key)) is not None]
     if more:
-        raise InputError(
-            f"{more[0]}: resume={given} is a sweep, whose runs would then differ in more than it says; leave it out"
-        )
+        raise InputError(f"{more[0]}: resume={given} is a sweep, whose runs would then differ in more; leave it out")
     folder = SweepFolder.read(Path(given))
     if folder.command != line.command:
         go_on = f"gpipe {folder.command} {override('resume', given)}"

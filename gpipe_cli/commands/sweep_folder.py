@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from gpipe_cli.commands.folders import locked_folder
+from gpipe_cli.commands import folders
 from gpipe_cli.config.settings import CONFIG
+from gpipe_cli.config.typed import with_type
 from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.run.lines import override
 from gpipe_cli.results.files import read_result, write_result
@@ -20,7 +21,6 @@ from gpipe_cli.results.run import run_result_or_none
 
 SWEEP = "sweep.json"
 PLACE = "hydra.sweep.dir="
-_ENDING_SECONDS = 6.0  # a run whose sweep was killed ends within these
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ class SweepFolder:
         self.resumes = path is not None
         self.attempts: dict[tuple[int, int], Attempt] = {}  # the last one of each run and round
         self._lock = contextlib.ExitStack()
+        self.release = self._lock.close  # others may come in again; of a sweep that never began nothing is left
 
     @classmethod
     def read(cls, path: Path) -> "SweepFolder":
@@ -56,7 +57,7 @@ class SweepFolder:
             sweep.attempts = {(attempt.run, attempt.round): attempt for attempt in attempts}
         except (KeyError, TypeError) as error:
             raise InputError(
-                f"{path / SWEEP}: cannot be read as a sweep ({type(error).__name__}: {error}); begin it again"
+                f"{path / SWEEP}: cannot be read as a sweep ({with_type(error)}); begin it again"
             ) from error
         return sweep
 
@@ -65,24 +66,18 @@ class SweepFolder:
 
         Two that go on with one sweep would run everything twice, and remove what the other is about to do. A run whose
         sweep was killed may still be ending: a sweep that goes on waits for it. Forks of this process hold the lock.
-
-        Raises:
-            InputError: a sweep lies where this one was told to, or is at work there, or no folder can be made there.
+        Raises InputError if a sweep lies where this one was told to, or is at work there, or it cannot be made.
         """
         typed = any(argument.startswith(PLACE) for argument in self.arguments)
         setting = override("resume", str(path)) if self.resumes else f"{PLACE}{path}"
-        patience = _ENDING_SECONDS if self.resumes else 0.0
-        lock = locked_folder(path, setting, new=not typed and not self.resumes, patience_seconds=patience)
+        patience = folders.ENDING_SECONDS if self.resumes else 0.0
+        lock = folders.locked_folder(path, setting, new=not typed and not self.resumes, patience_seconds=patience)
         folder = self._lock.enter_context(lock)
         if typed and (folder / SWEEP).exists():
-            self._lock.close()
+            self.release()
             raise InputError(f"{setting}: a sweep lies there already; go on with it by resume={path} or choose another")
         self.path = folder
         return folder
-
-    def release(self) -> None:
-        """Allow others in again; of a sweep that never began nothing is left."""
-        self._lock.close()
 
     def record(self, *attempts: Attempt) -> None:
         """Writes sweep.json."""
@@ -113,17 +108,17 @@ class SweepFolder:
 def left_out(folder: Path) -> list[str]:
     """What a comparison does not find in `folder`, a sweep or one with sweeps: a line for each run that was refused
     (more partitions than layers: only sweep.json has a record of it), and for each sweep.json that cannot be read."""
-    lines: dict[tuple[Path, str], str] = {}
+    lines: list[str] = []
     for path in (folder, *sorted(file.parent for file in folder.glob(f"*/{SWEEP}"))):
         if not (path / SWEEP).is_file():
             continue
         try:
             sweep = SweepFolder.read(path)
         except (OSError, ValueError) as error:
-            lines[path, ""] = str(error)
+            lines.append(str(error))
             continue
         for attempt in sweep.attempts.values():
             if attempt.exit_code and not (path / attempt.folder / CONFIG).is_file():
                 why = attempt.error or f"exit code {attempt.exit_code}"
-                lines[path, attempt.name] = f"{path}: {attempt.name} ended before its first step: {why}"
-    return list(lines.values())
+                lines.append(f"{path}: {attempt.name} ended before its first step: {why}")
+    return list(dict.fromkeys(lines))  # once for all rounds

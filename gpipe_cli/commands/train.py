@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
-from rich.console import Console
 
 from gpipe_cli.commands.composing import take_auto, training, with_given
 from gpipe_cli.commands.run_request import OF_INVOCATION, RunRequest
@@ -14,8 +13,7 @@ from gpipe_cli.config.comments import GROUPS
 from gpipe_cli.config.groups import choice_of
 from gpipe_cli.config.settings import AUTO_BATCH, GO_ON, TrainConfig, find_run, has_checkpoint, load
 from gpipe_cli.config.typed import RefusedError
-from gpipe_cli.reporting.run.lines import show_facts
-from gpipe_cli.reporting.tables.sweep import show_rest, show_sweep
+from gpipe_cli.reporting.tables.sweep import show_sweep
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -30,14 +28,12 @@ def main(arguments: Sequence[str]) -> int:
         # The run's own choices, so that `dataset.root=...` is known where the run's dataset has a root.
         chosen = {group: choice_of(getattr(saved, group)) for group in GROUPS if group not in line.overrides}
         line = replace(line, typed=(*line.typed, *(f"{group}={name}" for group, name in chosen.items())))
-    try:
-        tree = sweep.compose(line)
-    finally:  # Ctrl-C comes here, too
-        sweep.end()
-        if sweep.runs:
-            show_sweep(sweep.runs)
-            show_facts(Console(), [("best", sweep.best)] if sweep.best else [])
-            show_rest(sweep.planned, sweep.runs, sweep.go_on_with)
+
+    def show() -> None:
+        show_sweep(sweep.runs)
+        sweep.show_rest()
+
+    tree = sweep.compose(line, show)
     if tree is None:
         return 1 if any(run.failed for run in sweep.runs) else 0
     return requested(tree, line.overrides).perform("train", *arguments)
