@@ -307,22 +307,26 @@ def test_what_begins_again_leaves_nothing_that_is_of_no_use(tmp_path: Path) -> N
 
 
 @contextlib.contextmanager
-def one_line_is_read(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Inside, stdout is a pipe as in `gpipe ... | head -1`."""
+def unread(monkeypatch: pytest.MonkeyPatch, after_lines: int) -> Iterator[None]:
+    """Inside, stdout is a pipe whose reader ends, as in `gpipe ... | head -1`."""
     reading, writing = os.pipe()
 
     def read() -> None:
         with open(reading) as file:
-            file.readline()
+            for _ in range(after_lines):
+                file.readline()
 
-    threading.Thread(target=read, daemon=True).start()
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    if after_lines == 0:
+        reader.join()
     with open(writing, "w", buffering=1) as stdout, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", stdout)
         yield
 
 
 def test_a_run_that_nobody_reads_any_more_ends_its_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with one_line_is_read(monkeypatch):
+    with unread(monkeypatch, after_lines=1):
         assert command("train", "-m", *ODD, "dry_run=true", "seed=1,2", f"hydra.sweep.dir={tmp_path}") == 141
     (run,) = read_result(tmp_path, SWEEP)["runs"]
     # 0: all that the first one prints went into the pipe before its reader had gone, on a busy machine
@@ -341,7 +345,7 @@ def test_a_table_that_nobody_reads_any_more_is_written(tmp_path: Path, monkeypat
     write_result(tmp_path, {"command": "bench", "arguments": given, "runs": runs}, SWEEP)
     (tmp_path / "seed=2").mkdir()
     write_result(tmp_path / "seed=2", {"status": "completed", "samples_per_second": 5.0, "config": {"seed": 2}})
-    with one_line_is_read(monkeypatch):
+    with unread(monkeypatch, after_lines=0):
         assert command("bench", f"resume={tmp_path}") == 141
     rows = read_result(tmp_path, "bench.json")["rows"]
     assert ("measured", 5.0) in [(row["status"], row["samples_per_second"]) for row in rows]
