@@ -5,7 +5,7 @@ largest model that fits a memory, `gpipe plan solve=max_model`. The candidates a
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -62,6 +62,9 @@ class Choice:
     chosen: Candidate | None  # None: not even the smallest model fits
 
 
+_Change = tuple[tuple[str, Any], ...]  # settings and their new values
+
+
 def choose(
     config: TrainConfig,
     auto: Collection[str],
@@ -81,151 +84,194 @@ def choose(
         NothingFitsError: no candidate fits the memory limit; one line with the smallest change that would fit.
         InputError: there is nothing to choose from, or no candidate can be run; one line.
     """
-    found: tuple[Choice, ...] = ()
+    planner, comparisons = _Planner(profile, costs_of, started), list[Choice]()
     if of_batch := [key for key in AUTO_BATCH if key in auto]:
         if others := [key for key in AUTO if key in auto]:
             raise InputError(f"{of_batch[0]}=auto: {others[0]}=auto cannot be chosen at the same time; give a number")
-        found = (_largest_mini_batch(config, profile, of_batch[0], costs_of, started),)
+        comparisons.append(planner.largest_mini_batch(config, of_batch[0]))
     elif auto:
-        found = (_fastest(config, auto, profile, costs_of, started, elsewhere),)
-    if found:
-        assert found[0].chosen is not None
-        config, plan = found[0].chosen.config, found[0].chosen.made
-    else:
-        try:
-            plan = plan_step(config, profile, costs_of, started)
-        except TooLargeError as error:
-            raise _refusal(config, profile, error, "", started) from None
-    return config, plan, (*found, *_orders(config, profile, plan), *_recomputation(config, profile, plan))
-
-
-def _fastest(
-    config: TrainConfig,
-    auto: Collection[str],
-    profile: ModelProfile,
-    costs_of: CostsOf,
-    started: Torchrun | None,
-    elsewhere: bool,
-) -> Choice:
-    """The candidate with the shortest step. Raises NothingFitsError or InputError as `choose` does."""
-    keys = [key for key in AUTO if key in auto]
-    tried: list[Candidate] = []
-    for one in _candidates(config, frozenset(auto), len(profile.costs), started, elsewhere):
-        value = ", ".join(str(getattr(one, key)) for key in keys)
-        try:
-            refuse_single_samples(one, mini_batch_samples(one, profile.lengths), profile)
-            tried.append(_try(value, one, profile, costs_of, started))
-        except InputError as error:
-            tried.append(Candidate(value, one, profile, None, str(error)))
-    fitting = [candidate for candidate in tried if candidate.plan is not None]
-    if not fitting:
-        prefix = f"{', '.join(keys)}=auto: none of {len(tried)} candidates "
-        over = [(candidate.over.missing_bytes, candidate) for candidate in tried if candidate.over is not None]
-        if not over:
-            reason = tried[0].reason if tried else f"the model has only {len(profile.costs)} layers"
-            raise InputError(f"{prefix}will do; {reason}")
-        _, nearest = min(over, key=itemgetter(0))
-        assert nearest.over is not None
-        raise _refusal(nearest.config, profile, nearest.over, f"{prefix}fits; ", started)
-    shortest = min(candidate.made.step_seconds for candidate in fitting)
-    best = next(candidate for candidate in fitting if candidate.made.step_seconds <= shortest * _AS_GOOD)
-    return Choice(", ".join(keys), _SHORTEST, tuple(tried), best)
-
-
-def _orders(config: TrainConfig, profile: ModelProfile, plan: Plan) -> tuple[Choice, ...]:
-    """The orders that `schedule=auto` compared: the fastest of those made for the model, and those with a name."""
-    if not plan.compared:
-        return ()
-    candidates = {
-        name: Candidate(name, config, profile, other, "" if other else "does not fit")
-        for name, other in plan.compared.items()
-    }
-    chosen = candidates[plan.chosen_order]
-    rule = _SHORTEST
-    if 1 < len(set(plan.device_of_stage)) < len(plan.device_of_stage):
-        rule += f", stage k on device k mod {len(set(plan.device_of_stage))}"
-    return (Choice("schedule", rule, tuple(candidates.values()), chosen),)
-
-
-def _recomputation(config: TrainConfig, profile: ModelProfile, plan: Plan) -> tuple[Choice, ...]:
-    """How `recompute=auto` compares with modes that the user could have given."""
-    if config.recompute != "auto" or config.schedule == AUTO_SCHEDULE:  # schedule=auto has no such modes
-        return ()
-    of_stages = ", ".join(map(str, plan.recomputed))
-    chosen = Candidate(f"auto: {of_stages} of {plan.micro_batches} per stage", config, profile, plan)
-    cut = replace(config, partition=config.partition.by_hand(plan.balance))
-    never, most = (
-        _try(mode, replace(cut, recompute=mode), profile, lambda *_: plan.costs, plan.layout.started)
-        for mode in ("never", "except_last")
-    )
-    return (Choice("recompute", "as few as fit the memory", (never, chosen, most), chosen),)
-
-
-def _try(
-    value: str, config: TrainConfig, profile: ModelProfile, costs_of: CostsOf, started: Torchrun | None
-) -> Candidate:
-    """The plan of `config` as a candidate that is shown as `value`."""
-    try:
-        return Candidate(value, config, profile, plan_step(config, profile, costs_of, started))
-    except TooLargeError as error:
-        reason = f"stage {error.stage} is {size(error.missing_bytes)} over"
-        return Candidate(value, config, profile, None, reason, error)
-
-
-def _fits(config: TrainConfig, profile: ModelProfile, started: Torchrun | None) -> bool:
-    """Whether a cut fits the memory. That does not depend on the seconds of layers, so a data sheet is enough. A step
-    is simulated only for `schedule=auto`, which may find an order that needs less memory than any with a name."""
-    layout = layout_of(config, started)
-    costs = predicted_costs(config, profile, layout)
-    try:
-        if config.schedule == AUTO_SCHEDULE:
-            make_plan(config, profile, costs, layout)
-        else:
-            cut = find_cut(config, profile, costs, layout, layout.limit_bytes)
-            cut.held(cut.order, cut.recompute(config, layout.limit_bytes), layout.memory)
-    except InputError:
-        return False
-    return True
-
-
-def _largest_mini_batch(
-    config: TrainConfig, profile: ModelProfile, key: str, costs_of: CostsOf, started: Torchrun | None
-) -> Choice:
-    """The largest mini-batch, M R times a number of samples, with which a cut fits the memory, and the next larger one.
-    `key` is `batch_size`, or `batch_tokens` for as many sentences of the greatest length. A mini-batch has no more
-    samples than the training set.
-
-    The chosen configuration has the memory limit, so that its stages are cut for it.
-
-    Raises:
-        NothingFitsError: not even one sample a micro-batch fits; one line with the smallest change that would fit.
-        InputError: the memory of the devices is not known.
-    """
-    with_limit = layout_of(replace(config, recompute="auto"), started)  # without a limit, the devices' memory
-    if resolved(config.hardware, with_limit.devices).memory_gib is None:
-        use = "give hardware.memory_gib=8, or hardware=... with a memory of its own"
-        raise InputError(f"{key}=auto: needs a limit to the memory of a stage; {use}")
-    if config.hardware.memory_gib is None:
-        assert with_limit.limit_bytes is not None
-        config = replace(config, hardware=replace(config.hardware, memory_gib=with_limit.limit_bytes / 2**30))
-    most = max(1, _training_samples(config) // (config.micro_batches * config.replicas))  # samples of a micro-batch
-    sized = partial(with_samples, config, profile, key)
-
-    def planned(samples: int, costs_of: CostsOf) -> Candidate:
-        one = sized(samples)
-        return _try(str(getattr(one, key)), one, profile, costs_of, started)
-
-    found = bisect_left(range(1, most + 1), True, key=lambda samples: not _fits(sized(samples), profile, started))
-    chosen = planned(max(1, found), costs_of)
-    while chosen.over is not None and found > 1:  # schedule=auto finds another order by other seconds of layers
-        found -= 1
-        chosen = planned(found, costs_of)
+        comparisons.append(planner.fastest(config, frozenset(auto), elsewhere))
+    chosen = comparisons[0].chosen if comparisons else planner.candidate("", config)
+    assert chosen is not None
     if chosen.over is not None:
-        prefix = f"{key}=auto: not even one sample a micro-batch fits; "
-        raise _refusal(chosen.config, profile, chosen.over, prefix, started)
-    if found == most:
-        return Choice(key, "the most samples that there may be, which fit the memory", (chosen,), chosen)
-    return Choice(key, "the largest that fits the memory", (chosen, planned(found + 1, predicted_costs)), chosen)
+        raise planner.refusal(chosen, "")
+    return chosen.config, chosen.made, (*comparisons, *_orders(chosen), *_recomputation(chosen))
+
+
+@dataclass(frozen=True)
+class _Planner:
+    """Plans a model with different settings."""
+
+    profile: ModelProfile
+    costs_of: CostsOf
+    started: Torchrun | None  # this process, if torchrun started it
+
+    def candidate(self, value: str, config: TrainConfig) -> Candidate:
+        """The plan of `config` as a candidate that is shown as `value`."""
+        try:
+            return Candidate(value, config, self.profile, plan_step(config, self.profile, self.costs_of, self.started))
+        except TooLargeError as error:
+            reason = f"stage {error.stage} is {size(error.missing_bytes)} over"
+            return Candidate(value, config, self.profile, None, reason, error)
+
+    def fits(self, config: TrainConfig) -> bool:
+        """Whether a cut fits the memory. That does not depend on the seconds of layers, so a data sheet is enough. A
+        step is simulated only for `schedule=auto`, which may find an order that needs less memory than any with a name.
+        """
+        layout = layout_of(config, self.started)
+        costs = predicted_costs(config, self.profile, layout)
+        try:
+            if config.schedule == AUTO_SCHEDULE:
+                make_plan(config, self.profile, costs, layout)
+            else:
+                cut = find_cut(config, self.profile, costs, layout, layout.limit_bytes)
+                cut.held(cut.order, cut.recompute(config, layout.limit_bytes), layout.memory)
+        except InputError:
+            return False
+        return True
+
+    def fastest(self, config: TrainConfig, auto: frozenset[str], elsewhere: bool) -> Choice:
+        """The candidate with the shortest step. Raises NothingFitsError or InputError as `choose` does."""
+        keys = [key for key in AUTO if key in auto]
+        tried: list[Candidate] = []
+        for one in _candidates(config, auto, len(self.profile.costs), self.started, elsewhere):
+            value = ", ".join(str(getattr(one, key)) for key in keys)
+            try:
+                refuse_single_samples(one, mini_batch_samples(one, self.profile.lengths), self.profile)
+                tried.append(self.candidate(value, one))
+            except InputError as error:
+                tried.append(Candidate(value, one, self.profile, None, str(error)))
+        fitting = [candidate for candidate in tried if candidate.plan is not None]
+        if not fitting:
+            prefix = f"{', '.join(keys)}=auto: none of {len(tried)} candidates "
+            over = [(candidate.over.missing_bytes, candidate) for candidate in tried if candidate.over is not None]
+            if not over:
+                reason = tried[0].reason if tried else f"the model has only {len(self.profile.costs)} layers"
+                raise InputError(f"{prefix}will do; {reason}")
+            raise self.refusal(min(over, key=itemgetter(0))[1], f"{prefix}fits; ")
+        shortest = min(candidate.made.step_seconds for candidate in fitting)
+        best = next(candidate for candidate in fitting if candidate.made.step_seconds <= shortest * _AS_GOOD)
+        return Choice(", ".join(keys), _SHORTEST, tuple(tried), best)
+
+    def largest_mini_batch(self, config: TrainConfig, key: str) -> Choice:
+        """The largest mini-batch, M R times a number of samples, with which a cut fits the memory, and the next larger
+        one. `key` is `batch_size`, or `batch_tokens` for as many sentences of the greatest length. A mini-batch has no
+        more samples than the training set.
+
+        The chosen configuration has the memory limit, so that its stages are cut for it.
+
+        Raises:
+            NothingFitsError: not even one sample a micro-batch fits; one line with the smallest change that would fit.
+            InputError: the memory of the devices is not known.
+        """
+        with_limit = layout_of(replace(config, recompute="auto"), self.started)  # without a limit, the devices' memory
+        if resolved(config.hardware, with_limit.devices).memory_gib is None:
+            use = "give hardware.memory_gib=8, or hardware=... with a memory of its own"
+            raise InputError(f"{key}=auto: needs a limit to the memory of a stage; {use}")
+        if config.hardware.memory_gib is None:
+            assert with_limit.limit_bytes is not None
+            config = replace(config, hardware=replace(config.hardware, memory_gib=with_limit.limit_bytes / 2**30))
+        most = max(1, _training_samples(config) // (config.micro_batches * config.replicas))  # samples of a micro-batch
+        sized = partial(with_samples, config, self.profile, key)
+
+        def planned(planner: _Planner, samples: int) -> Candidate:
+            one = sized(samples)
+            return planner.candidate(str(getattr(one, key)), one)
+
+        found = bisect_left(range(1, most + 1), True, key=lambda samples: not self.fits(sized(samples)))
+        chosen = planned(self, max(1, found))
+        while chosen.over is not None and found > 1:  # schedule=auto finds another order by other seconds of layers
+            found -= 1
+            chosen = planned(self, found)
+        if chosen.over is not None:
+            raise self.refusal(chosen, f"{key}=auto: not even one sample a micro-batch fits; ")
+        if found == most:
+            return Choice(key, "the most samples that there may be, which fit the memory", (chosen,), chosen)
+        larger = planned(replace(self, costs_of=predicted_costs), found + 1)
+        return Choice(key, "the largest that fits the memory", (chosen, larger), chosen)
+
+    def refusal(self, unfit: Candidate, prefix: str) -> NothingFitsError:
+        """The error that says which stage exceeds the limit by how much, and what to change: settings rather than the
+        model, and both rather than the memory."""
+        config, error = unfit.config, unfit.over
+        assert error is not None
+        given, balance = config.hardware.memory_gib, config.partition.balance
+        here = f"recompute=auto: {size(error.memory.limit_bytes)} are here for a stage"
+        what = here if given is None else f"hardware.memory_gib={given:g}"
+        cut = "no cut fits; in the best one" if balance is None else f"partition.balance={show(balance)} does not fit;"
+        if config.partition.method == "lingvo":
+            cut = "the cut of partition.method=lingvo does not fit;"
+        remedies = [self.remedy(config) or "a smaller model"]
+        if given is not None:
+            enough = (error.memory.limit_bytes + error.missing_bytes) * error.memory.stages
+            remedies.append(f"hardware.memory_gib={math.ceil(enough / 2**30 * 1e4) / 1e4:.10g}")
+        elif remedies == ["a smaller model"]:
+            remedies.append("a machine with more memory")
+        where = f"{cut} stage {error.stage} of {config.partitions}"
+        advice = f"use {' or '.join(remedies)}"
+        return NothingFitsError(f"{prefix}{what}: {where} needs {size(error.missing_bytes)} more; {advice}")
+
+    def remedy(self, config: TrainConfig) -> str:
+        """The mildest change with which a cut fits, as a user types it; "" if none was found.
+
+        A single kind of change, if one is enough, and no more of it than needed. The further a change goes, the more
+        memory it saves, so a kind that does not help in full is not tried in part. Steps are simulated for
+        `schedule=auto` only.
+        """
+
+        @cache
+        def fits(changes: tuple[_Change, ...]) -> bool:
+            settings = dict(chain(*changes))
+            parts = {key.partition(".")[2]: settings.pop(key) for key in list(settings) if key.startswith("partition.")}
+            settings["partition"] = replace(config.partition, **parts)
+            try:
+                return self.fits(replace(config, **settings))
+            except InputError:  # two settings that do not go together
+                return False
+
+        def in_full(kinds: Sequence[Sequence[_Change]]) -> tuple[_Change, ...]:
+            return tuple(kind[-1] for kind in kinds)
+
+        kinds = _changes(config, self.profile)
+        needed = next(([kind] for kind in kinds if fits(in_full([kind]))), [])
+        if not needed and kinds and fits(in_full(kinds)):
+            needed = kinds
+            for kind in reversed(kinds):
+                fewer = [other for other in needed if other is not kind]
+                needed = fewer if fits(in_full(fewer)) else needed
+        if not needed and (smaller := _smaller_mini_batches(config, self.profile)) and fits(in_full([smaller])):
+            needed = [smaller]
+        least = in_full(needed)
+        for at, kind in enumerate(needed):
+            milder = [(*least[:at], change, *least[at + 1 :]) for change in kind[:-1]]
+            least = (*milder, least)[bisect_left(milder, True, key=fits)]
+        return " ".join(f"{key}={show(value)}" for key, value in dict(chain(*least)).items())
+
+
+def _orders(chosen: Candidate) -> Iterator[Choice]:
+    """The orders that `schedule=auto` compared: the fastest of those made for the model, and those with a name."""
+    plan = chosen.made
+    if plan.compared:
+        tried = {
+            name: replace(chosen, value=name, plan=other, reason="" if other else "does not fit")
+            for name, other in plan.compared.items()
+        }
+        rule, devices = _SHORTEST, len(set(plan.device_of_stage))
+        if 1 < devices < len(plan.device_of_stage):
+            rule += f", stage k on device k mod {devices}"
+        yield Choice("schedule", rule, tuple(tried.values()), tried[plan.chosen_order])
+
+
+def _recomputation(chosen: Candidate) -> Iterator[Choice]:
+    """How `recompute=auto` compares with modes that the user could have given; `schedule=auto` has no such modes."""
+    config, plan = chosen.config, chosen.made
+    if config.recompute == "auto" and config.schedule != AUTO_SCHEDULE:
+        of_stages = ", ".join(map(str, plan.recomputed))
+        auto = replace(chosen, value=f"auto: {of_stages} of {plan.micro_batches} per stage")
+        planner = _Planner(chosen.profile, lambda *_: plan.costs, plan.layout.started)
+        cut = replace(config, partition=config.partition.by_hand(plan.balance))
+        never, most = (planner.candidate(mode, replace(cut, recompute=mode)) for mode in ("never", "except_last"))
+        yield Choice("recompute", "as few as fit the memory", (never, auto, most), auto)
 
 
 def with_samples(config: TrainConfig, profile: ModelProfile, key: str, samples: int) -> TrainConfig:
@@ -285,67 +331,6 @@ def _candidates(
         if not (unfit and not auto.isdisjoint(("partitions", "replicas"))) and r * m <= (config.batch_size or r * m):
             found.append(replace(config, partitions=k, replicas=r, micro_batches=m))
     return found
-
-
-def _refusal(
-    config: TrainConfig, profile: ModelProfile, error: TooLargeError, prefix: str, started: Torchrun | None
-) -> NothingFitsError:
-    """The error that says which stage exceeds the limit by how much, and what to change: settings rather than the
-    model, and both rather than the memory."""
-    given, balance = config.hardware.memory_gib, config.partition.balance
-    here = f"recompute=auto: {size(error.memory.limit_bytes)} are here for a stage"
-    what = here if given is None else f"hardware.memory_gib={given:g}"
-    cut = "no cut fits; in the best one" if balance is None else f"partition.balance={show(balance)} does not fit;"
-    if config.partition.method == "lingvo":
-        cut = "the cut of partition.method=lingvo does not fit;"
-    remedies = [_remedy(config, profile, started) or "a smaller model"]
-    if given is not None:
-        enough = (error.memory.limit_bytes + error.missing_bytes) * error.memory.stages
-        remedies.append(f"hardware.memory_gib={math.ceil(enough / 2**30 * 1e4) / 1e4:.10g}")
-    elif remedies == ["a smaller model"]:
-        remedies.append("a machine with more memory")
-    where = f"{cut} stage {error.stage} of {config.partitions}"
-    advice = f"use {' or '.join(remedies)}"
-    return NothingFitsError(f"{prefix}{what}: {where} needs {size(error.missing_bytes)} more; {advice}")
-
-
-_Change = tuple[tuple[str, Any], ...]  # settings and their new values
-
-
-def _remedy(config: TrainConfig, profile: ModelProfile, started: Torchrun | None) -> str:
-    """The mildest change with which a cut fits, as a user types it; "" if none was found.
-
-    A single kind of change, if one is enough, and no more of it than needed. The further a change goes, the more memory
-    it saves, so a kind that does not help in full is not tried in part. Steps are simulated for `schedule=auto` only.
-    """
-
-    @cache
-    def fits(changes: tuple[_Change, ...]) -> bool:
-        settings = dict(chain(*changes))
-        parts = {key.partition(".")[2]: settings.pop(key) for key in list(settings) if key.startswith("partition.")}
-        settings["partition"] = replace(config.partition, **parts)
-        try:
-            return _fits(replace(config, **settings), profile, started)
-        except InputError:  # two settings that do not go together
-            return False
-
-    def in_full(kinds: Sequence[Sequence[_Change]]) -> tuple[_Change, ...]:
-        return tuple(kind[-1] for kind in kinds)
-
-    kinds = _changes(config, profile)
-    needed = next(([kind] for kind in kinds if fits(in_full([kind]))), [])
-    if not needed and kinds and fits(in_full(kinds)):
-        needed = kinds
-        for kind in reversed(kinds):
-            fewer = [other for other in needed if other is not kind]
-            needed = fewer if fits(in_full(fewer)) else needed
-    if not needed and (smaller := _smaller_mini_batches(config, profile)) and fits(in_full([smaller])):
-        needed = [smaller]
-    least = in_full(needed)
-    for at, kind in enumerate(needed):
-        milder = [(*least[:at], change, *least[at + 1 :]) for change in kind[:-1]]
-        least = (*milder, least)[bisect_left(milder, True, key=fits)]
-    return " ".join(f"{key}={show(value)}" for key, value in dict(chain(*least)).items())
 
 
 def _changes(config: TrainConfig, profile: ModelProfile) -> list[list[_Change]]:
@@ -409,7 +394,7 @@ def solve_max_model(
         while high - low > step:
             grown = replace(config, model=replace(config.model, **{key: guess}))
             profile = profile_model(grown)
-            tried[guess] = _try(str(guess), grown, profile, costs_of, None)
+            tried[guess] = _Planner(profile, costs_of, None).candidate(str(guess), grown)
             fits = tried[guess].plan is not None
             if time.monotonic() - began > _SILENT_SECONDS:
                 log(f"model.{key}={guess} {'fits' if fits else 'does not fit'}")
