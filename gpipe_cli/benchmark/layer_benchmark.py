@@ -10,6 +10,7 @@ alone, and by all of them at the same time.
 import itertools
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from typing import Any
@@ -42,22 +43,21 @@ _LINK_ROUNDS = 15
 _LAUNCHES = 200
 
 
-def measure(
-    config: TrainConfig,
-    placement: Placement,
-    segments: Placement,
-    samples: int,
-    seconds: float,
-    apart: bool,
-    splits: bool,
-    process: WorkerProcess,
-) -> None:
-    """Time every layer for a micro-batch of `samples`, as one process of those that `placement` has.
+@dataclass(frozen=True)
+class Timing:
+    """How every layer of a model is timed."""
 
-    Process 0 reports what was measured (LayerTimes). `segments` cuts the model into parts that fit the device one after
-    another; each is timed for about `seconds`. `apart`: no layer begins before the device is done with the one before.
-    `splits`: the two halves of the backward are timed, too.
-    """
+    config: TrainConfig
+    segments: Placement  # cuts the model into parts that fit the device one after another
+    samples: int  # samples of the micro-batch
+    seconds: float  # passes over each segment are repeated for about so long
+    apart: bool  # no layer begins before the device is done with the one before
+    splits: bool  # the two halves of backwards are timed, too
+
+
+def measure(timing: Timing, placement: Placement, process: WorkerProcess) -> None:
+    """Time every layer, as one process of those that `placement` has. Process 0 reports LayerTimes."""
+    config, segments = timing.config, timing.segments
     control, groups = process.connect()
     own = placement.layout.device_of(process.number)
     segments = segments.on(((own,) * segments.partitions,))  # every process times all segments, one after another
@@ -69,7 +69,7 @@ def measure(
     set_up = 0.0
     for index in range(segments.partitions):
         stage = build_stage(config, segments, index, build_model(config), whole)
-        timer = _Timer(config, segments, stage, samples, seconds, apart=apart, splits=splits)
+        timer = _Timer(timing, stage)
         if control.leads:
             passes, spread = timer.passes()
             alone, spreads = alone + passes, [*spreads, spread]
@@ -93,18 +93,9 @@ def measure(
 class _Timer:
     """Runs one segment repeatedly, and reads the clock at every boundary between layers."""
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        placement: Placement,
-        stage: Stage,
-        samples: int,
-        seconds: float,
-        *,
-        apart: bool,
-        splits: bool,
-    ) -> None:
-        self._config, self._stage, self._seconds, self._apart, self._splits = config, stage, seconds, apart, splits
+    def __init__(self, timing: Timing, stage: Stage) -> None:
+        self._timing, self._config, self._stage = timing, timing.config, stage
+        placement, config, samples, splits = timing.segments, timing.config, timing.samples, timing.splits
         self._layers = list(stage.module.children())
         device = stage.device
         self._clock = Recorder({stage.index: device}).clocks[stage.index]
@@ -130,7 +121,6 @@ class _Timer:
             boundary = placement.training_boundaries[stage.index]
             gradients = drawn(boundary, 1)
             self._gradients = [g if t.has_gradient else None for g, t in zip(gradients, boundary, strict=True)]
-        self._samples = samples
         self._finishing: list[float] = []
         self._forward: list[Any] = []
         self._backward: dict[int, Any] = {}
@@ -143,7 +133,7 @@ class _Timer:
             layer.register_forward_hook(partial(self._await_gradient, number))
 
     def _mark(self) -> Any:
-        if self._apart:
+        if self._timing.apart:
             _finish(self._stage.device)
         return self._clock.now()
 
@@ -168,13 +158,13 @@ class _Timer:
         began = time.perf_counter()
         for _ in range(_WARM_UP):
             self._one_pass()
-            if time.perf_counter() - began > self._seconds:
+            if time.perf_counter() - began > self._timing.seconds:
                 break  # passes so long are not changed by a first one
         taken: list[Pass] = []
         began = time.perf_counter()
         while not taken or (
             len(taken) < _MOST
-            and time.perf_counter() - began < self._seconds * (_PATIENCE if len(taken) < _LEAST else 1)
+            and time.perf_counter() - began < self._timing.seconds * (_PATIENCE if len(taken) < _LEAST else 1)
         ):
             taken.append(self._one_pass())
         passes = sorted(sum(map(sum, one)) for one in taken)
@@ -203,13 +193,13 @@ class _Timer:
         if not stage.needs_backward:  # it is frozen, as is everything before it
             stage.finish_step()
             self._finishing.append(0.0)
-            return [(seconds, seconds, *[0.0] * (3 if self._splits else 1)) for seconds in forward]
+            return [(seconds, seconds, *[0.0] * (3 if self._timing.splits else 1)) for seconds in forward]
         graph = layers_of(lambda: stage.recompute(0))
         columns = [forward, graph, self._backward_seconds(reader, stage.backward)]
         ended = clock.now()
         stage.finish_step()
         self._finishing.append(reader(clock.now()) - reader(ended))
-        if self._splits:
+        if self._timing.splits:
             self._begin_step()
             stage.forward(0, self._inputs, Retain.GRAPH)
             columns.append(self._backward_seconds(reader, stage.backward_inputs))
@@ -218,7 +208,7 @@ class _Timer:
         return list(zip(*columns, strict=True))
 
     def _begin_step(self) -> None:
-        sizes, smoothing = [self._samples], self._config.label_smoothing
+        sizes, smoothing = [self._timing.samples], self._config.label_smoothing
         targets = None if self._targets is None else (self._targets, 0)
         self._stage.begin_step(0, objective_of(self._config, targets, sizes, smoothing, self._stage.device))
 

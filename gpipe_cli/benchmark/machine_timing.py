@@ -25,7 +25,7 @@ import torch
 
 from gpipe_cli.assembly.build import memory_format_of
 from gpipe_cli.benchmark import reference_layers
-from gpipe_cli.benchmark.layer_benchmark import measure
+from gpipe_cli.benchmark.layer_benchmark import Timing, measure
 from gpipe_cli.config.groups import AugmentationConfig, CustomConfig, ImagesConfig, SGDConfig
 from gpipe_cli.config.settings import PartitionConfig, TrainConfig, load_hardware
 from gpipe_cli.config.typed import one_line
@@ -289,10 +289,10 @@ def _measure(
     partition = config.partition.by_hand(parts)
     one = replace(_without_limit(config), partitions=len(parts), partition=partition, executor="in_process")
     segments = make_placement(one, profile)
+    timing = Timing(config, segments, samples, seconds, apart, profile.splits)
     found: list[object] = []
     for placed in _each_kind_first(placement):
-        task = partial(measure, config, placed, segments, samples, seconds, apart, profile.splits)
-        failure = run_task(task, placed, config.timeout_seconds, found.append)
+        failure = run_task(partial(measure, timing, placed), placed, config.timeout_seconds, found.append)
         if failure is not None:
             raise InputError(failure.text)
     times = [one for one in found if isinstance(one, LayerTimes)]

@@ -135,7 +135,7 @@ class OrderedLink:
 class Stage:
     """Adds its number to the value of a micro-batch, and hands gradients back."""
 
-    device, layer_name = CPU, ""
+    device, layer_name, needs_backward = CPU, "", True
 
     def __init__(self, index: int) -> None:
         self.index = index

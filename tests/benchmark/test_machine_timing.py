@@ -235,13 +235,14 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[Gpu]:
     here = [H100, H100]
 
     def report(task: Any, placement: Placement, timeout_seconds: float, on_message: Callable[[object], None]) -> None:
-        config, placed, segments, samples, _, apart, splits = task.args
-        assert apart
-        assert not splits
+        one, placed = task.args
+        samples = one.samples
+        assert one.apart
+        assert not one.splits
         assert placed == placement
-        profile, gpu = profile_model(config), data_sheet.gpu_of(placement.layout.devices[0])
+        profile, gpu = profile_model(one.config), data_sheet.gpu_of(placement.layout.devices[0])
         assert gpu is not None
-        assert sum(map(len, segments.layer_names)) == len(profile.costs)
+        assert sum(map(len, one.segments.layer_names)) == len(profile.costs)
         forward = [rates_of(gpu).seconds(cost.forward, samples) + 1e-5 for cost in profile.costs]
         backward = [rates_of(gpu).seconds(cost.backward, samples) + 1e-5 for cost in profile.costs]
         alone = list(zip(forward, forward, backward, strict=True))
