@@ -222,12 +222,9 @@ def test_what_auto_became_and_what_differs_without_being_asked_for_are_shown(tmp
 
 def test_ends_of_a_cell() -> None:
     for exit_code, error, status in (
-        (0, "", "measured"),
-        (2, "hardware.memory_gib=1.0: stage 0 needs more", "impossible"),
         (1, "0F0 failed (stage 0): OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", "out_of_memory"),
         (1, "stage 1 was killed by signal 9 (SIGKILL) in 1F0", "out_of_memory"),
         (1, "stage 1 was killed by signal 11 (SIGSEGV) in 1F0", "failed"),
-        (-9, "exit code -9", "out_of_memory"),
         (130, "exit code 130", "interrupted"),
     ):
         assert bench_status(Run("seed=1", Path("seed=1"), exit_code, 1.0, None, error=error)) == status, error

@@ -186,6 +186,18 @@ def test_what_torchrun_never_sets_is_refused(variables: str, line: str, monkeypa
         run_command("train", ["dry_run=true"])
 
 
+@pytest.mark.parametrize(
+    "line", ["train -m seed=1,2", "plan", "check init_from=null", "launch slurm", "reproduce consistency"]
+)
+def test_what_is_one_process_is_refused_under_torchrun(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of its processes once ran the whole sweep, all in the same folder."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InputError, match="torchrun"):
+        run_command(line.split()[0], line.split()[1:])
+    assert list(Path().rglob("*.json")) == []
+
+
 # a few lines that stand for 9^9 values
 BOMB = "a0: &a0 x\n" + "\n".join(f"a{n}: &a{n} [{','.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 10))
 

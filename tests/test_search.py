@@ -51,7 +51,6 @@ def test_the_best_of_two_runs(tmp_path: Path, capfd: pytest.CaptureFixture[str])
     [
         (["ema_decay=interval(0.9,0.5)"], "ema_decay=interval(0.9,0.5): `low <= high` must hold"),
         (["seed=1,2", "hydra.sweeper.n_trials=0"], "hydra.sweeper.n_trials=0: must be 1 or more"),
-        (["seed=1,2", "hydra.sweeper.direction=up"], "hydra.sweeper.direction=up: must be one of maximize, minimize"),
         (["seed=1,2", "hydra.sweeper.storage=nowhere"], "hydra.sweeper.storage=nowhere: Optuna cannot use it"),
         (["seed=1,2", "dry_run=true"], "dry_run=true: a search needs the results of its runs; leave it out"),
     ],

@@ -1,14 +1,17 @@
 """Tiny trainings for the tests of the whole program: in this process, by the command, or as a process of their own."""
 
+import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pytest
 import torch
 from omegaconf import DictConfig
 
@@ -119,6 +122,25 @@ def start_program(*arguments: str) -> "subprocess.Popen[str]":
         text=True,
         start_new_session=True,
     )
+
+
+@contextmanager
+def unread(monkeypatch: pytest.MonkeyPatch, after_lines: int) -> Iterator[None]:
+    """Inside, stdout is a pipe whose reader ends, as in `gpipe ... | head -1`."""
+    reading, writing = os.pipe()
+
+    def read() -> None:
+        with open(reading) as file:
+            for _ in range(after_lines):
+                file.readline()
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    if after_lines == 0:
+        reader.join()
+    with open(writing, "w", buffering=1) as stdout, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", stdout)
+        yield
 
 
 def final_tensors(folder: Path) -> dict[str, torch.Tensor]:

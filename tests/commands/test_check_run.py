@@ -52,7 +52,6 @@ def watched(model: nn.Sequential) -> Probed:
         (custom_models.draws_elsewhere("generator"), "state", "a source that torch's seed does not rule"),
         (with_layers(custom_models.Remembers()), "state", "keeps something between calls"),
         (with_layers(custom_models.asks()), "state", "asks whether gradients are recorded"),
-        (custom_models.tracks(), "state", "changes its own seen"),
         (with_layers(custom_models.Tracking(inplace=False)), "state", "changes its own seen"),
         (with_layers(parametrizations.spectral_norm(nn.Conv2d(4, 4, 1))), "state", "changes its own parametrizations"),
     ],
@@ -79,9 +78,7 @@ class Attends(nn.Module):
         custom_models.CountsCalls,
         Attends,
         lambda: parametrizations.weight_norm(nn.Conv2d(4, 4, 1)),
-        lambda: nn.utils.weight_norm(nn.Conv2d(4, 4, 1)),
         lambda: parametrizations.spectral_norm(nn.Conv2d(4, 4, 1)).eval(),
-        lambda: nn.RReLU(),
         lambda: custom_models.odd()[4],
     ],
 )
