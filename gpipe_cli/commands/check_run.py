@@ -41,10 +41,7 @@ _FEWER: tuple[RecomputeMode, ...] = ("never", "always")  # modes tried with sche
 
 def run_check(config: TrainConfig, folder: Path) -> int:
     """Check the configuration; leaves check.json in `folder`. Returns the exit code: 0 identical, 1 it differs or
-    failed, 130 interrupted.
-
-    Raises InputError, one line, for what the user can mend.
-    """
+    failed. Raises InputError for what the user can mend."""
     refuse_torchrun("gpipe check starts its own processes; call it without torchrun")
     # the same bits need the same number of threads, however many processes share the cores
     threads = config.threads or max(1, usable_cores() // config.partitions)
@@ -71,9 +68,8 @@ def run_check(config: TrainConfig, folder: Path) -> int:
             waiting = checked.worth_running(variants)
             if waiting:
                 placement = placements[max(placements)]
-                own = replace(
-                    config, replicas=placement.layout.replicas, micro_batches=all_of_them // placement.layout.replicas
-                )
+                there = placement.layout.replicas
+                own = replace(config, replicas=there, micro_batches=all_of_them // there)
                 task = partial(verify.check, own, placements, variants=waiting, earlier=checked.references,
                                folder=Path(gradients), source=source)  # fmt: skip
                 failure = run_task(task, placement, config.timeout_seconds, on_message)
@@ -113,9 +109,9 @@ class _Checked:
         self._config, self._replicas = config, replicas
         self.rows: dict[verify.Variant, verify.Row] = {}
         self.references: dict[str, verify.ReferenceDone] = {}  # schedule -> its reference
-        # The variants, with their placements, that the same processes run one after another; what others
-        # are compared with comes first.
-        self.runs: list[tuple[dict[tuple[int, str], Placement], list[verify.Variant]]] = []
+        # The replicas and the processes of their stages, to the placements and the variants that they run one after
+        # another; what others are compared with comes first.
+        self._groups: dict[tuple[int, ...], tuple[dict[tuple[int, str], Placement], list[verify.Variant]]] = {}
         self._findings: list[Finding] = []
         self._watched: verify.LayersProbed | None = None
         self._together: dict[int, Placement] = {}  # partitions -> the placement with all stages in one process
@@ -128,6 +124,7 @@ class _Checked:
         else:
             self._shared = tuple(shared.text for shared in profile.shared)
             self._place(profile)
+        self.runs = list(self._groups.values())
         self.expected = len(self.rows) + sum(len(variants) for _, variants in self.runs)
 
     def _place(self, profile: ModelProfile) -> None:
@@ -158,14 +155,15 @@ class _Checked:
             together.insert(1, together[0]._replace(executor="pytorch"))
         if whole > 1:
             together.append(together[0]._replace(micro_batches=1))
-        self.runs.append((_of_schedules(self._together.values()), together))
-        self.runs += [(_of_schedules([apart[k]]), self._ways(k, "distributed")) for k in sorted(apart)]
+        self._run(_of_schedules(self._together.values()), together)
+        for k in sorted(apart):
+            self._run(_of_schedules([apart[k]]), self._ways(k, "distributed"))
         for config, modes in self._further(usual):
             if config.partitions in self._together:
                 self._place_further(config, modes, profile)
         for k in sorted(self._together) if self._replicas > 1 else ():
             several = replace(_cut(usual, k), replicas=self._replicas, micro_batches=whole // self._replicas)
-            self.runs.append((_of_schedules([_placed(several, profile)]), self._ways(k, "replicas")))
+            self._run(_of_schedules([_placed(several, profile)]), self._ways(k, "replicas"))
 
     def _further(self, usual: TrainConfig) -> Iterator[tuple[TrainConfig, tuple[RecomputeMode, ...]]]:
         """Variants with other schedules and modes of recomputation: named schedules for as many partitions as they can
@@ -184,24 +182,22 @@ class _Checked:
             yield config, (mode,)
 
     def _place_further(self, config: TrainConfig, modes: Sequence[RecomputeMode], profile: ModelProfile) -> None:
-        """In one process, and in several, if these have other stages than those that run already."""
-        key = config.partitions, config.schedule
+        """In one process, and in several, if there can be several."""
+        k, name = config.partitions, config.schedule
         executors: tuple[Literal["in_process", "distributed"], ...] = ("in_process", "distributed")
         for executor in executors[:1] if config.executor == "in_process" else executors:
             placement = _placed(replace(config, executor=executor), profile)
-            if executor == "distributed" and not placement.layout.distributed:
-                continue
-            variants = [verify.Variant(key[0], config.micro_batches, key[1], mode, executor) for mode in modes]
-            same = (
-                run
-                for run in self.runs
-                if next(iter(run[0].values())).layout.process_of_stage == placement.layout.process_of_stage
-            )
-            placements, there = self.runs[0] if executor == "in_process" else next(same, ({}, []))
-            if not there:
-                self.runs.append((placements, there))
-            placements[key] = placement
-            there += variants
+            if placement.layout.distributed == (executor == "distributed"):
+                variants = [verify.Variant(k, config.micro_batches, name, mode, executor) for mode in modes]
+                self._run({(k, name): placement}, variants)
+
+    def _run(self, placements: dict[tuple[int, str], Placement], variants: Sequence[verify.Variant]) -> None:
+        """These variants are run by the processes that run others of the same stages."""
+        layout = next(iter(placements.values())).layout
+        key = (layout.replicas, *(layout.process_of_stage if layout.distributed else ()))
+        known, there = self._groups.setdefault(key, ({}, []))
+        known |= placements
+        there += variants
 
     def _ways(self, partitions: int, executor: verify.Executor) -> list[verify.Variant]:
         """Every recomputation, in both orders of sums."""

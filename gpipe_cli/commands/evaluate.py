@@ -10,15 +10,7 @@ from gpipe_cli.commands.command_line import read
 from gpipe_cli.commands.composing import compose, with_given
 from gpipe_cli.commands.outcome import preparing
 from gpipe_cli.config.groups import choice_of
-from gpipe_cli.config.settings import (
-    EvaluateConfig,
-    EvaluateSettings,
-    ExportSettings,
-    TrainConfig,
-    container,
-    find_run,
-    load,
-)
+from gpipe_cli.config.settings import EvaluateSettings, ExportSettings, TrainConfig, container, find_run, load
 from gpipe_cli.config.typed import RefusedError, typed, unknown
 from gpipe_cli.config.typed import settings as settings_of
 from gpipe_cli.launch.fork_server import fork_server
@@ -41,24 +33,18 @@ def main(arguments: Sequence[str]) -> int:
     tree = compose(line, KEYS)
     if tree is None:
         return 0
-    config = evaluation(tree)
+    settings, training = of_run(EvaluateSettings, tree)
     for key in line.overrides:
-        if key.partition(".")[0] == "decode" and config.training.task != "translation":
-            why = f"nothing is translated by a run of model={choice_of(config.training.model)}; leave it out"
+        if key.partition(".")[0] == "decode" and training.task != "translation":
+            why = f"nothing is translated by a run of model={choice_of(training.model)}; leave it out"
             raise RefusedError(key, line.overrides[key], why)
 
-    fork_server.start(config.training)  # it imports torch while this process does the same
+    fork_server.start(training)  # it imports torch while this process does the same
     with preparing():
         with interruptible_import():
             from gpipe_cli.commands.training_run import evaluate  # torch comes with it
 
-        return evaluate(config)
-
-
-def evaluation(tree: DictConfig) -> EvaluateConfig:
-    """The configuration of the run to evaluate, with what was given on the command line in its place."""
-    settings, training = of_run(EvaluateSettings, tree)
-    return EvaluateConfig(settings.run, settings.checkpoint, settings.decode, settings.output, training)
+        return evaluate(settings, training)
 
 
 def of_run(kind: type[Settings], tree: DictConfig) -> tuple[Settings, TrainConfig]:

@@ -12,7 +12,7 @@ from gpipe_cli.assembly.build import build_model
 from gpipe_cli.assembly.freezing import find_frozen
 from gpipe_cli.commands.prepare import prepare
 from gpipe_cli.commands.run_report import EvaluationReport, NoReport, Report, RunReport, show_dry_run
-from gpipe_cli.config.settings import EvaluateConfig, TrainConfig, going_on, load, to_yaml
+from gpipe_cli.config.settings import EvaluateSettings, TrainConfig, going_on, load, to_yaml
 from gpipe_cli.config.typed import RefusedError, one_line
 from gpipe_cli.distributed.rendezvous import Decision, agree
 from gpipe_cli.distributed.torchrun import leads, torchrun
@@ -73,15 +73,15 @@ def launch(
         show_text(Console(), f"restart {len(restarts)} of {now.max_restarts}: {ended.why}; {on}{fewer}", "yellow")
 
 
-def evaluate(config: EvaluateConfig) -> int:
-    """Evaluate a checkpoint; returns the exit code, and raises InputError, as `launch`."""
-    folder = Path(config.run)
-    training = for_evaluation(config.training)
+def evaluate(settings: EvaluateSettings, config: TrainConfig) -> int:
+    """Evaluate a checkpoint of a run, whose own settings with those given in their place are `config`; returns the exit
+    code, and raises InputError, as `launch`."""
+    folder, training = Path(settings.run), for_evaluation(config)
     placement = make_placement(training, started=torchrun())
-    source = partial(fitting_checkpoint, training, folder, config.checkpoint, "run", optimizer=False)
+    source = partial(fitting_checkpoint, training, folder, settings.checkpoint, "run", optimizer=False)
     decision = agree(lambda: Decision(folder, None, source()))
     assert decision.source is not None
-    task = partial(evaluate_checkpoint, training, config.decode, decision.source, placement)
+    task = partial(evaluate_checkpoint, training, settings.decode, decision.source, placement)
     show = EvaluationReport(training, decision.source, folder) if leads() else NoReport()
     return run_and_report(task, placement, training.timeout_seconds, show, folder, decision.start)
 

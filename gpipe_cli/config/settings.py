@@ -268,13 +268,6 @@ class EvaluateSettings:
     output: str
 
 
-@dataclass(frozen=True, slots=True)
-class EvaluateConfig(EvaluateSettings):
-    """The settings of `gpipe evaluate`: `training` is the run's own configuration with the given settings replaced."""
-
-    training: TrainConfig
-
-
 Format = Literal["safetensors", "torch", "onnx"]
 
 

@@ -14,7 +14,7 @@ import yaml
 from training_runs import composed as tree
 from training_runs import configure as train
 
-from gpipe_cli.commands.evaluate import evaluation
+from gpipe_cli.commands.evaluate import of_run
 from gpipe_cli.commands.folders import run_folder
 from gpipe_cli.commands.train import requested, resumed
 from gpipe_cli.config.settings import BenchSettings, EvaluateSettings, TrainConfig, find_run, load, to_yaml
@@ -210,22 +210,21 @@ def test_resume_with_other_partitions_drops_the_balance() -> None:
 
 
 def evaluate(run: Path, *overrides: str) -> Any:
-    return evaluation(tree(f"run='{run}'", *overrides, command="evaluate"))
+    return of_run(EvaluateSettings, tree(f"run='{run}'", *overrides, command="evaluate"))[1]
 
 
 def test_evaluate_is_the_run_with_what_is_given(tmp_path: Path) -> None:
     saved = train("partitions=2", "partition.balance=[4,8]", "dataset=cifar10", "executor=in_process")
     run = save(saved, tmp_path / "run")
-    assert evaluate(run).training == replace(saved, schedule="1f1b")  # which any number of partitions has
-    assert evaluate(run).checkpoint == "best"
-    config = evaluate(run, "partitions=5", "dataset.root=/y", "checkpoint=last").training
+    assert evaluate(run) == replace(saved, schedule="1f1b")  # which any number of partitions has
+    config = evaluate(run, "partitions=5", "dataset.root=/y", "checkpoint=last")
     assert config.partition.balance is None  # it was for two partitions
     assert (config.partitions, config.dataset.root, config.executor) == (5, "/y", "in_process")
     three = save(train("partitions=3", "stages_per_process=3"), tmp_path / "three")  # for other processes than now
-    assert evaluate(three).training.stages_per_process is None
-    assert evaluate(three, "stages_per_process=2").training.stages_per_process == 2
+    assert evaluate(three).stages_per_process is None
+    assert evaluate(three, "stages_per_process=2").stages_per_process == 2
     text = save(train("model=transformer_nmt"), tmp_path / "text")
-    config = evaluate(text, "batch_size=16").training
+    config = evaluate(text, "batch_size=16")
     assert (config.batch_size, config.batch_tokens) == (16, None)
 
 
