@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Iterable, Mapping
+from itertools import groupby
 
 GIB, MIB = 2**30, 2**20
 
@@ -69,12 +70,8 @@ def rate(per_second: float | None) -> str:
 
 def spans(numbers: Iterable[int], to: str) -> list[str]:
     """Rising numbers: `1 to 4`, `7`, `9`, `10`."""
-    found: list[list[int]] = []
-    for number in numbers:
-        if found and found[-1][-1] == number - 1:
-            found[-1].append(number)
-        else:
-            found.append([number])
+    groups = groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])
+    found = [[number for _, number in group] for _, group in groups]
     return [part for span in found for part in ([f"{span[0]}{to}{span[-1]}"] if len(span) > 2 else map(str, span))]
 
 

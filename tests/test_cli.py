@@ -112,7 +112,7 @@ def test_help_and_configuration_import_no_torch() -> None:
         ("train micro_batches=1,4", "gpipe train: micro_batches=1,4: several values are a sweep; add -m"),
         ("train partitions", "gpipe train: partitions: a setting without a value; write partitions=VALUE"),
         ("train schedule=[a", "gpipe train: schedule=[a: cannot be read"),
-        ("train +=output", "+=output: a value without a setting; write SETTING=output"),
+        ("train +=output", "+=output: a value without a setting; write SETTING=VALUE"),
         ("train presets=x", "presets=x: the model and the data set choose it; leave it out, or give ~presets"),
         ("bench -m seed=range(0,-5)", "seed=range(0,-5): has no values; give one or more"),
         (f"train freeze={'[' * 3000}{']' * 3000}", "a setting is nested too deeply"),

@@ -65,11 +65,6 @@ class CommandLine:
         return frozenset(o.key_or_group for o in self.parsed if o.is_sweep_override())
 
     @property
-    def searched(self) -> tuple[str, ...]:
-        """The swept settings between whose bounds a search chooses, `seed=interval(0,9)`."""
-        return tuple(o.key_or_group for o in self.parsed if o.is_sweep_override() and not o.is_discrete_sweep())
-
-    @property
     def same(self) -> frozenset[str]:
         """The settings that have one value."""
         return frozenset(self.overrides) - self.swept
@@ -91,15 +86,17 @@ class CommandLine:
         return tuple(str(o.input_line) for o in self.parsed if not o.is_sweep_override())
 
     def refuse_search(self, why: str) -> None:
-        """Raises RefusedError for bounds, where the command takes values; `why` includes the remedy."""
-        for key in self.searched:
-            raise RefusedError(key, self.overrides[key], why)
+        """Raises RefusedError for bounds, `seed=interval(0,9)`, where the command takes values; `why` includes the
+        remedy."""
+        for o in self.parsed:
+            if o.is_sweep_override() and not o.is_discrete_sweep():
+                raise RefusedError(o.key_or_group, o.get_value_string(), why)
 
     def refuse(self, remedies: Mapping[str, str]) -> None:
         """Raises InputError for a setting that the command has no use for (its key, and what to do instead), and for a
         group that is set to something else than the name of a choice."""
-        presets = {"presets": "the model and the data set choose it; leave it out, or give ~presets"}
-        remedies = presets | dict(remedies)  # Hydra ignores a choice that it lacks
+        presets = "the model and the data set choose it; leave it out, or give ~presets"  # Hydra ignores others
+        remedies = {"presets": presets, **remedies}
         for key, value in self.overrides.items():
             remedy = remedies.get(key) or remedies.get(key.partition(".")[0])
             if remedy is not None and ("." in key or value not in (None, False)):
@@ -115,11 +112,8 @@ class CommandLine:
 
 
 def read(command: str, given: Sequence[str], no_sweeps: str = "") -> CommandLine:
-    """Reads the arguments without composing anything. `no_sweeps`: why the command has none.
-
-    Raises InputError for an option that there is not, for a setting that is not of the form key=value, and for several
-    values without -m.
-    """
+    """Reads the arguments without composing anything. `no_sweeps`: why the command has none. Raises InputError for an
+    option that there is not, a setting that is not of the form key=value, and several values without -m."""
     options = vars(_Options(command).parse_intermixed_args(list(given)))
     for flag, key in (("-cd", "config_dir"), ("-cp", "config_path")):
         if (folder := options[key]) is not None and not Path(folder).is_dir():
@@ -129,9 +123,7 @@ def read(command: str, given: Sequence[str], no_sweeps: str = "") -> CommandLine
         parsed = parsed_settings(typed)
         for o in parsed:
             if not o.key_or_group:
-                raise InputError(
-                    f"{o.input_line}: a value without a setting; write SETTING={str(o.input_line).lstrip('+=')}"
-                )
+                raise InputError(f"{o.input_line}: a value without a setting; write SETTING=VALUE")
             if o.is_range_sweep() and next(o.sweep_string_iterator(), None) is None:
                 raise InputError(f"{o.input_line}: has no values; give one or more")
         values = values_of(parsed)

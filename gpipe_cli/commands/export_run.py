@@ -30,33 +30,22 @@ _NOT_DECODED = DecodeConfig(1, 0, 0.0)
 
 def run_export(config: ExportConfig, file: Path) -> int:
     """Export and evaluate; returns the exit code: 0, 1 it failed or the file gives other results, 130 interrupted.
-
-    Raises InputError, one line, for what the user can mend before anything was written.
-    """
+    Raises InputError for what the user can mend before anything was written."""
     refuse_torchrun("gpipe export starts its own processes; call it without torchrun")
     run = Path(config.run)
     training = for_evaluation(config.training)
     placement = make_placement(training)
     checkpoint = fitting_checkpoint(training, run, config.checkpoint, "run", optimizer=False)
-    # the same threads, on which the last bits of sums depend
-    whole = replace(
-        training,
-        partitions=1,
-        partition=PartitionConfig(None),
-        stages_per_process=None,
-        threads=placement.layout.threads,
-    )
+    threads = placement.layout.threads  # the last bits of sums depend on them
+    whole = replace(training, partitions=1, partition=PartitionConfig(None), stages_per_process=None, threads=threads)
     alone = make_placement(whole)
     tasks: list[tuple[Task, Placement]] = [
-        (partial(write_model, replace(config, training=whole), checkpoint, file, placement.layout.threads), alone)
+        (partial(write_model, replace(config, training=whole), checkpoint, file, threads), alone),
+        (partial(evaluate_checkpoint, training, _NOT_DECODED, checkpoint, placement), placement),
+        (partial(evaluate_file, whole, config.format, file, run, alone), alone),
     ]
-    if config.evaluate:
-        tasks += [
-            (partial(evaluate_checkpoint, training, _NOT_DECODED, checkpoint, placement), placement),
-            (partial(evaluate_file, whole, config.format, file, run, alone), alone),
-        ]
     show = _ExportReport(config, checkpoint, file)
-    for task, where in tasks:
+    for task, where in tasks if config.evaluate else tasks[:1]:
         if exit_code := run_and_report(task, where, training.timeout_seconds, show, run):
             return exit_code
     return show.compare() if config.evaluate else 0
@@ -108,12 +97,10 @@ class _ExportReport(NoReport):
         assert self._after is not None
         before, after = self._before.loss, self._after.loss
         apart = abs(before - after)
-        if before == after:
-            show_facts(Console(), [("", "the same loss, bit for bit")])
-            return 0
-        show_facts(Console(), [("", f"the losses differ by {apart:.1g}")])
+        how = f"the losses differ by {apart:.1g}" if before != after else "the same loss, bit for bit"
+        show_facts(Console(), [("", how)])
         tolerance = TOLERANCE if self._config.training.precision == "float32" else ROUNDED_TOLERANCE
-        if apart <= tolerance * max(before, after):
+        if before == after or apart <= tolerance * max(before, after):
             return 0
         show_error(f"{self._file} does not compute what the checkpoint does: its loss is {after:.4g}, not {before:.4g}")
         return 1

@@ -38,24 +38,18 @@ def main(arguments: Sequence[str]) -> int:
         compose(line, TRAINING_KEYS)
         return 0
     trees, elements = Trees(line, TRAINING_KEYS), _elements(line)
-    jobs, requests = [], []
-    for typed in elements:
-        tree = trees.tree(typed)
-        jobs.append(own(LaunchSettings, "launch", tree))
-        requests.append(training(tree, values_of(typed)))
+    composed = [trees.tree(typed) for typed in elements]
+    job, *_ = [own(LaunchSettings, "launch", tree) for tree in composed]  # all elements of an array have the same
+    requests = [training(tree, values_of(typed)) for tree, typed in zip(composed, elements, strict=True)]
     if not named:
         raise InputError("slurm is missing; write gpipe launch slurm [setting=value ...]")
     refuse_torchrun("one process writes the script; call gpipe launch slurm")
-    job, (config, auto) = jobs[0], requests[0]  # all jobs of an array need the same resources
+    config, auto = requests[0]
     for one_config, _ in requests:
         _refuse(job, one_config)
     if line.options["multirun"]:
-        place = Path(
-            str(
-                line.overrides.get(SWEEP_DIR)
-                or _unused(Path(config.output) / f"{datetime.now():%Y-%m-%d_%H-%M-%S}_sweep")
-            )
-        )
+        given = line.overrides.get(SWEEP_DIR)
+        place = Path(str(given or _unused(Path(config.output) / f"{datetime.now():%Y-%m-%d_%H-%M-%S}_sweep")))
         folders = _below(place, line, elements)
     else:
         place = _unused(new_run(config, datetime.now(), auto)) if config.run_folder is None else Path(config.run_folder)
@@ -76,9 +70,8 @@ def main(arguments: Sequence[str]) -> int:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, text)
     except OSError as error:
-        raise InputError(
-            f"{path}: cannot be written ({error.strerror}); give another output=... or run_folder=..."
-        ) from error
+        why = f"cannot be written ({error.strerror}); give another output=... or run_folder=..."
+        raise InputError(f"{path}: {why}") from error
     sys.stdout.write(f"{text}\n")
     how = f"submitted as job {submit(path)}" if job.submit else f"submit it by: sbatch {shlex.quote(str(path))}"
     sys.stdout.write(f"written to {path}; {how}\n")
@@ -108,18 +101,15 @@ def _refuse(job: LaunchSettings, config: TrainConfig) -> None:
     if config.device == "cuda" and not job.gpus_per_node:
         raise RefusedError("device", config.device, "the job has gpus_per_node=0; give its GPUs, or use device=cpu")
     if config.device == "cpu" and job.gpus_per_node:
-        raise RefusedError(
-            "device", config.device, f"gpus_per_node={job.gpus_per_node} would idle; use gpus_per_node=0"
-        )
+        why = f"gpus_per_node={job.gpus_per_node} would idle; use gpus_per_node=0"
+        raise RefusedError("device", config.device, why)
     if config.init_from is not None:
         find_run("init_from", config.init_from, config.output)
 
 
 def _refuse_places(place: Path, folders: Sequence[Path]) -> None:
-    """Raises InputError for a folder in which `gpipe train resume=auto` would neither begin a run nor go on with one.
-
-    `place` is the run's folder or, of a sweep, the one above `folders`.
-    """
+    """Raises InputError for a folder in which `gpipe train resume=auto` would neither begin a run nor go on with one;
+    `place` is the run's folder or, of a sweep, the one above `folders`."""
     if not is_one_line(str(Path.cwd())):
         raise InputError(f"the current folder, {show(Path.cwd())}: sbatch cannot read its name; work in another one")
     if not is_one_line(str(place)):

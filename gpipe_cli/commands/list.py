@@ -53,7 +53,8 @@ def main(arguments: Sequence[str]) -> int:
     words, settings = words_and_settings(arguments, "format")
     match words:
         case []:
-            table, line = _topics()
+            commands, lines = [f"gpipe list {name}" for name in TOPICS], [line for line, _ in TOPICS.values()]
+            table, line = Table("", [Column("list", cells=commands, key="command"), Column("of", cells=lines)]), ""
         case [("models" | "datasets" | "hardware" | "recipes" | "runs") as what]:
             table, line = TOPICS[what][1]()
         case ["models", pattern]:
@@ -78,14 +79,8 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _topics() -> Listed:
-    rows = [(f"gpipe list {name}", line) for name, (line, _) in TOPICS.items()]
-    return Table.of_rows("", [Column("list", key="command"), Column("of")], rows), ""
-
-
 def _models() -> Listed:
-    line = "gpipe list models 'resnet*' lists those of timm with such names that are chains (model=timm)"
-    return _choices("model", []), line
+    return _choices("model", []), "gpipe list models 'resnet*' lists timm's of such names that are chains (model=timm)"
 
 
 def _datasets() -> Listed:
@@ -109,9 +104,7 @@ def _hardware() -> Listed:
         column("memory\nGB/s", "memory_gb_per_second", printed=False),
         column("link\nGB/s", "link_gb_per_second"),
     ]
-    line = (
-        "TFLOP/s: peaks by data sheet; assumed: what a plan expects in float32, and the same share of the other peaks"
-    )
+    line = "TFLOP/s: peaks by data sheet; assumed: what a plan expects in float32, and that share of the other peaks"
     return _choices("hardware", columns, until=": "), line
 
 
@@ -157,21 +150,12 @@ def _runs(folder: Path = Path("outputs")) -> Listed:
         return Column.measured(measure, values, printed=any(value is not None for value in values))
 
     above = "" if folder in (Path(), *found) else f"{folder}/"  # the folder that all runs share is the heading
+    paths = list(map(str, found))
     columns = [
-        Column(
-            above or "run",
-            cells=[str(run).removeprefix(above) for run in found],
-            key="run",
-            values=list(map(str, found)),
-        ),
+        Column(above or "run", cells=[path.removeprefix(above) for path in paths], key="run", values=paths),
         *(cut(key, symbol) for key, symbol in SYMBOLS.items()),
         text("status", [result.status for result in results]),
-        Column(
-            "started",
-            cells=[f"{one:%Y-%m-%d %H:%M}" for one in begun],
-            values=[one.isoformat() for one in begun],
-            number=True,
-        ),
+        Column.of("started", "started", [one.isoformat() for one in begun], lambda time: time[:16].replace("T", " ")),
         *map(number, chosen("test_top1", "test_perplexity", *SPEEDS)),
         text("dataset", [result.dataset for result in results]),
         text("model", [result.model for result in results]),

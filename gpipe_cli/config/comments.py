@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib import resources
+from itertools import takewhile
 from pathlib import Path
 
 FOLDER = Path(str(resources.files("gpipe_cli.conf")))
@@ -29,10 +30,9 @@ def of_choices(group: str) -> dict[str, str]:
 
 def all_settings() -> list[Comment]:
     """Every setting of every command and every choice, in the order in which the files explain them."""
-    found = list(_settings(FOLDER / "train.yaml", "train"))
-    for file in sorted(FOLDER.glob("*.yaml")):
-        if file.stem != "train":
-            found += _settings(file, file.stem)
+    found: list[Comment] = []
+    for file in sorted(FOLDER.glob("*.yaml"), key=lambda file: (file.stem != "train", file)):
+        found += _settings(file, file.stem)
     for group in GROUPS:
         for file in sorted((FOLDER / group).glob("*.yaml")):
             for one in _settings(file, f"{group}={file.stem}"):
@@ -44,15 +44,8 @@ def all_settings() -> list[Comment]:
 
 
 def _head(file: Path) -> str:
-    lines = file.read_text(encoding="utf-8").splitlines()
-    words = []
-    for line in lines:
-        if line.startswith("# @"):
-            continue
-        if not line.startswith("# "):
-            break
-        words.append(line.removeprefix("# "))
-    return " ".join(words)
+    lines = (line for line in file.read_text(encoding="utf-8").splitlines() if not line.startswith("# @"))
+    return " ".join(line.removeprefix("# ") for line in takewhile(lambda line: line.startswith("# "), lines))
 
 
 def _settings(file: Path, place: str) -> Iterator[Comment]:

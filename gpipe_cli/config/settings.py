@@ -71,7 +71,6 @@ class PartitionConfig:
             raise RefusedError("partition.costs", self.costs, "at least one must be above 0; use null for our own")
 
     def by_hand(self, balance: tuple[int, ...]) -> "PartitionConfig":
-        """The configuration with this cut."""
         return replace(self, balance=balance, method="exact")
 
 
@@ -163,13 +162,15 @@ class TrainConfig:
 
     def _check_compile(self) -> None:
         """Raises InputError for what would be compiled anew in every step, or cannot be compiled."""
-        if self.compile and self.schedule in SPLITTING and self.schedule != AUTO_SCHEDULE:
+        if not self.compile:
+            return
+        if self.schedule in SPLITTING and self.schedule != AUTO_SCHEDULE:
             why = f"schedule={self.schedule} cuts backwards in two, and compiled code cannot be cut"
             raise RefusedError("compile", True, f"{why}; use compile=false or schedule=1f1b")
-        if self.compile and groups.has_pairs(self.dataset):
+        if groups.has_pairs(self.dataset):
             why = f"every length of a sentence is compiled by itself, and dataset={self.dataset.name} has many"
             raise RefusedError("compile", True, f"{why}; use compile=false")
-        if self.compile and isinstance(self.model, groups.AmoebaNetConfig) and self.model.drop_path:
+        if isinstance(self.model, groups.AmoebaNetConfig) and self.model.drop_path:
             why = f"model.drop_path={self.model.drop_path:g} grows in every step, which would be compiled anew"
             raise RefusedError("compile", True, f"{why}; use model.drop_path=0 or compile=false")
 
@@ -178,9 +179,8 @@ class TrainConfig:
         if self.init_from is not None:
             return
         if self.init_head != "auto":
-            raise RefusedError(
-                "init_head", self.init_head, "no weights are taken, as init_from=null; give init_from=..."
-            )
+            why = "no weights are taken, as init_from=null; give init_from=..."
+            raise RefusedError("init_head", self.init_head, why)
         model = self.model
         has_weights = isinstance(model, groups.TimmConfig) and (model.pretrained or model.weights is not None)
         if TAKEN in (self.freeze or ()) and not has_weights:
@@ -219,17 +219,14 @@ class TrainConfig:
 
     def _check_mini_batch(self) -> None:
         """Raises InputError for a mini-batch whose size is not given, or does not suit the other settings."""
-        tokens, samples, k, m = self.batch_tokens, self.batch_size, self.partitions, self.micro_batches
-        r = self.replicas
+        tokens, samples = self.batch_tokens, self.batch_size
+        k, m, r = self.partitions, self.micro_batches, self.replicas
         if tokens is not None and self.task == "classification":
             raise RefusedError("batch_tokens", tokens, "images have no tokens; leave it out and use batch_size")
         if (samples is None) == (tokens is None):
-            both = "both are given" if samples else "neither is given"
-            remedy = "batch_tokens=null or batch_size=null" if samples else "batch_size=32"
-            raise InputError(
-                f"batch_size={show(samples)}, batch_tokens={show(tokens)}: {both}, and one of them says how large a "
-                f"mini-batch is; add {remedy}"
-            )
+            why = "both are given; add batch_tokens=null or batch_size=null"
+            why = why if samples else "neither is given, which says how large a mini-batch is; add batch_size=32"
+            raise InputError(f"batch_size={show(samples)}, batch_tokens={show(tokens)}: {why}")
         if tokens is not None and self.dataset.drop_last:
             why = f"mini-batches of batch_tokens={tokens} differ in size, and none is short; leave it out"
             raise RefusedError("dataset.drop_last", True, why)
@@ -396,10 +393,8 @@ def load_yaml(file: Path) -> DictConfig:
 
 
 def load(path: Path) -> TrainConfig:
-    """Reads what `to_yaml` wrote; `path` is the file, or the run folder that holds it as `config.yaml`.
-
-    Raises InputError if the file is not there, is not YAML, or holds settings that this version does not have.
-    """
+    """Reads what `to_yaml` wrote; `path` is the file, or the run folder that holds it as `config.yaml`. Raises
+    InputError if the file is not there, is not YAML, or holds settings that this version does not have."""
     file = path / CONFIG if path.is_dir() else path
     tree = load_yaml(file)
     try:
@@ -431,15 +426,13 @@ def find_run(key: str, run: str, output: str) -> Path:
     if (folder / CONFIG).is_file():
         return folder
     below = newest_runs(folder) if run else []
-    newest = ", ".join(str(found) for found in below or newest_runs(Path(output)))
-    remedy = (
-        f"the newest runs {'in it ' if below else ''}are {newest}" if newest else f"there is no run in {output} either"
-    )
+    newest = ", ".join(map(str, below or newest_runs(Path(output))))
+    remedy = f"the newest runs {'in it ' if below else ''}are {newest}"
+    remedy = remedy if newest else f"there is no run in {output} either"
     raise InputError(f"{key}={run}: no run there (looked for {folder / CONFIG}); {remedy}")
 
 
 def has_checkpoint(run: Path) -> bool:
-    """Whether there is one to go on from."""
     return any((run / "checkpoints").glob("step_*/index.json"))
 
 

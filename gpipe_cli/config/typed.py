@@ -66,9 +66,8 @@ class SettingError(RefusedError):
 def typed(kind: type[T], values: Any, place: str = "") -> T:
     """The dataclass `kind` made of nested dictionaries, at every level; `place` is the key of the group that they are.
 
-    Raises:
-        SettingError: an unknown key (with the nearest known one), a missing value, a wrong type, a value out of range.
-        InputError: two settings that do not go together.
+    Raises SettingError for an unknown key (with the nearest known one), a missing value, a wrong type or a value out of
+    range, and InputError for two settings that do not go together.
     """
     made: T = _convert(kind, values, place, settings(kind))
     return made
@@ -87,9 +86,8 @@ def settings(kind: type) -> list[str]:
 def choices(kind: type, key: str) -> list[str]:
     """The words that a setting, `model.variant`, takes: those of all choices of its group; [] where it takes others."""
     first, _, inner = key.partition(".")
-    hint = get_type_hints(kind).get(first)
     found: list[str] = []
-    for option in get_args(hint) if get_origin(hint) in (UnionType, Union) else (hint,):
+    for option in _options(get_type_hints(kind).get(first)):
         if inner:
             found += choices(option, inner) if _is_group(option) else []
         elif get_origin(option) is Literal:
@@ -260,10 +258,14 @@ def _group(kind: Any, values: dict[str, Any], path: str, keys: Sequence[str]) ->
     return kind(**{name: _convert(hints[name], value, prefix + name, keys) for name, value in values.items()})
 
 
+def _options(kind: Any) -> tuple[Any, ...]:
+    """The members of a union; of another type that type."""
+    return get_args(kind) if get_origin(kind) in (UnionType, Union) else (kind,)
+
+
 def _groups(kind: Any) -> list[Any]:
     """The dataclasses among which a setting chooses: none for a plain value, several for a union of them."""
-    options = get_args(kind) if get_origin(kind) in (UnionType, Union) else (kind,)
-    return [option for option in options if _is_group(option)]
+    return [option for option in _options(kind) if _is_group(option)]
 
 
 def _option(options: Sequence[Any], value: Any) -> Any:

@@ -94,7 +94,7 @@ def test_types_survive_yaml(tmp_path: Path) -> None:
         ("model=custom model.target=a:b dataset=python_docs", "model.length=null: text needs the most tokens"),
         ("batch_size=null batch_tokens=64", "batch_tokens=64: images have no tokens; leave it out and use batch_size"),
         # (the command itself replaces the preset's batch_tokens)
-        ("model=transformer_nmt batch_size=64", "batch_size=64, batch_tokens=2048: both are given, and one of them"),
+        ("model=transformer_nmt batch_size=64", "batch_size=64, batch_tokens=2048: both are given; add"),
         ("batch_size=null", "batch_size=null, batch_tokens=null: neither is given"),
         ("model=transformer_nmt learning_rate=paper", "learning_rate=paper: is so much per sample"),
     ],
