@@ -15,7 +15,6 @@ from pathlib import Path
 from gpipe_cli.config.settings import key_of, load_recipe, owner
 from gpipe_cli.config.typed import RefusedError, nearest, show, typed
 from gpipe_cli.errors import InputError
-from gpipe_cli.reporting.run.measurement import hardware
 from gpipe_cli.reporting.tables.recipe import Reproduction
 from gpipe_cli.reproduction.breakdown import Breakdown
 from gpipe_cli.reproduction.consistency import Consistency
@@ -28,6 +27,7 @@ from gpipe_cli.reproduction.simulated import Simulate
 from gpipe_cli.reproduction.throughput import Throughput
 from gpipe_cli.reproduction.training import Classification, FineTuning, Size, Translation
 from gpipe_cli.results.files import flattened
+from gpipe_cli.system.machine import cpu_model, usable_cores
 from gpipe_cli.units import plural, size
 
 # Prefixes of recipe names in the order of the paper: its tables, section 4, section 5.
@@ -182,8 +182,7 @@ class Recipe:
             notes.append(("counted", f"from the paper's configuration with {smaller}, dry_run=true"))
         if not found.comparable:
             notes.append(("differences", "none where data or sizes are not the paper's"))
-        host = hardware((), 1)
-        machine = f"{host['cores']} cores of {host['cpu']}"
+        machine = f"{usable_cores()} cores of {cpu_model()}"
         if runner.gpus:
             machine = f"{plural(len(gpus), 'GPU')} ({gpus[0].name}), {machine}"
         return Reproduction(

@@ -24,6 +24,7 @@ from gpipe_cli.reporting.tables.table import NONE, Column, Origin, Table
 from gpipe_cli.reproduction.simulated import Simulate, Simulated
 from gpipe_cli.results.files import RESULT, read_result
 from gpipe_cli.system.gpus import Gpu
+from gpipe_cli.system.machine import usable_cores
 from gpipe_cli.units import count, duration
 
 FOLDER = Path(str(resources.files("gpipe_cli.recipes")))
@@ -91,6 +92,11 @@ class Runner:
     def gpus(self) -> Sequence[Gpu]:
         """The GPUs that commands may use."""
         return () if self.given("device") == "cpu" else self.machine
+
+    @property
+    def devices(self) -> int:
+        """The number of GPUs or else cores, as each stage is to have one of its own."""
+        return len(self.gpus) or usable_cores()
 
     def given(self, key: str) -> str | None:
         """The value of a setting that applies to every command; None if each command has its own."""

@@ -11,7 +11,6 @@ from typing import Any, Self
 from gpipe_cli.pipeline.schedule.orders import order
 from gpipe_cli.pipeline.schedule.simulator import StageCost, simulate
 from gpipe_cli.reporting.plots.timeline_values import idle
-from gpipe_cli.reporting.run.measurement import hardware
 from gpipe_cli.reporting.run.summary import speed_kind
 from gpipe_cli.reporting.tables.table import Column, Origin, Table
 from gpipe_cli.reproduction.runner import Findings, Runner, number
@@ -52,9 +51,7 @@ class Schedules:
 
     def reproduce(self, runner: Runner) -> Findings:
         runner.refuse()
-        cores = hardware((), 1)["cores"]
-        assert isinstance(cores, int)
-        here = [devices for devices in self.devices if devices <= (len(runner.gpus) or cores)][-1:]
+        here = [devices for devices in self.devices if devices <= runner.devices][-1:]
         measured = {row: found for devices in here for row, found in _measured(runner, devices)}
         planned = {
             row: runner.plan(f"{row.devices}_{row.schedule}_{row.each}", *row.settings, f"schedule={row.schedule}")

@@ -15,7 +15,6 @@ from typing import Any, Final, Self
 from gpipe_cli.config.typed import NothingFitsError
 from gpipe_cli.errors import InputError
 from gpipe_cli.launch.fork_server import fork_server
-from gpipe_cli.reporting.run.measurement import hardware
 from gpipe_cli.reporting.run.summary import speed_kind
 from gpipe_cli.reporting.tables.table import NONE, Column, Origin, Table
 from gpipe_cli.reproduction.runner import THROUGH_HOST, Findings, Runner, differences, number, numbers
@@ -79,7 +78,8 @@ class Throughput:
         Raises InputError for bad input, as the commands do, and if the user sets what the rows differ in.
         """
         runner.refuse()
-        stages = self._stages(runner)
+        unfit = self.slow_links and (runner.desk or len(runner.gpus) < 2)
+        stages = 0 if unfit else runner.devices  # so many get a device of their own here; 0: nothing is measured
         tables: list[Table] = []
         notes = list(self._notes(runner, stages))
         for index, model in enumerate(self.models, start=1):
@@ -98,14 +98,6 @@ class Throughput:
 
     def smallest(self) -> Self:
         return replace(self, models=tuple(replace(one, rows=(one.rows[0], one.rows[-1])) for one in self.models))
-
-    def _stages(self, runner: Runner) -> int:
-        """The largest number of stages that each get a device or a core of their own here; 0: nothing is measured."""
-        if self.slow_links and (runner.desk or len(runner.gpus) < 2):
-            return 0
-        cores = hardware((), 1)["cores"]
-        assert isinstance(cores, int)
-        return len(runner.gpus) or cores
 
     def _notes(self, runner: Runner, stages: int) -> Iterator[tuple[str, str]]:
         """Where the numbers of each column come from."""

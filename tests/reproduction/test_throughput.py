@@ -14,7 +14,7 @@ from gpipe_cli.commands.recipe_run import simulating_recipe
 from gpipe_cli.config.typed import NothingFitsError
 from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.schedule.simulator import ideal_bubble
-from gpipe_cli.reproduction import throughput
+from gpipe_cli.reproduction import runner, throughput
 from gpipe_cli.reproduction.recipe import load
 from gpipe_cli.reproduction.throughput import Model, Row, Throughput
 
@@ -64,7 +64,7 @@ class Machine:
 
 @pytest.fixture(autouse=True)
 def _two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(throughput, "hardware", lambda gpus, threads: {"cores": 2})
+    monkeypatch.setattr(runner, "usable_cores", lambda: 2)
 
 
 def test_each_kind_of_number_has_its_column(tmp_path: Path) -> None:
