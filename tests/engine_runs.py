@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from networks import as_boundary
 from torch import nn
 from torch.nn import functional as F
 
@@ -26,7 +27,7 @@ from gpipe_cli.data.micro_batches import micro_batch_sizes
 from gpipe_cli.distributed.process_groups import edge_links
 from gpipe_cli.pipeline.profile.layer_cost import LayerCost
 from gpipe_cli.pipeline.profile.tracing import trace_layers
-from gpipe_cli.pipeline.runtime.boundary import Tensors, as_boundary
+from gpipe_cli.pipeline.runtime.boundary import Tensors
 from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.frozen import Frozen, freeze
 from gpipe_cli.pipeline.runtime.initial_weights import materialize

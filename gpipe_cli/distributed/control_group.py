@@ -9,8 +9,8 @@ step.
 """
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, fields
 from enum import IntEnum
 from functools import cache
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gpipe_cli.pipeline.runtime.transport import PeerLostError
+from gpipe_cli.pipeline.runtime.transport import waiting_for_peers
 
 
 class Awaited(IntEnum):
@@ -112,14 +112,8 @@ class ControlGroup:
             with self._waiting():
                 dist.barrier(group=self._group)
 
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        """What Gloo raises as a plain RuntimeError is a consequence of another process's failure, and not its cause."""
-        try:
-            with self.waits(Awaited.PROCESS):
-                yield
-        except RuntimeError as error:
-            raise PeerLostError(f"another process of the run is gone or silent: {error}") from error
+    def _waiting(self) -> AbstractContextManager[None]:
+        return waiting_for_peers(self.waits(Awaited.PROCESS), "another process of the run is gone or silent")
 
     def _clock_offset(self) -> float:
         """How far this process's monotonic clock is ahead of process 0's: 0 on the same machine.

@@ -11,6 +11,7 @@ import pytest
 import timm
 import torch
 from huggingface_hub import constants
+from networks import as_boundary
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from training_runs import assert_same_tensors
@@ -18,7 +19,6 @@ from training_runs import assert_same_tensors
 from gpipe_cli.errors import InputError
 from gpipe_cli.models.timm_models import build_timm, chain
 from gpipe_cli.pipeline.profile.tracing import trace_layers
-from gpipe_cli.pipeline.runtime.boundary import as_boundary
 
 ONE_BLOCK = {"layers": (1, 1, 1, 1), "channels": (16, 32, 32, 32)}
 SHORT = {"depths": (1, 2, 1, 1), "dims": (16, 16, 24, 24)}

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from networks import KINDS, VOCABULARY, sentences, small_transformer
+from networks import KINDS, VOCABULARY, as_boundary, sentences, small_transformer
 
 from gpipe_cli.errors import InputError
 from gpipe_cli.models.transformer import (
@@ -17,7 +17,7 @@ from gpipe_cli.models.transformer import (
     transformer_lm,
 )
 from gpipe_cli.pipeline.profile.tracing import trace_layers
-from gpipe_cli.pipeline.runtime.boundary import as_boundary, as_value
+from gpipe_cli.pipeline.runtime.boundary import as_value
 
 # The parts.
 

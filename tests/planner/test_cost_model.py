@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from networks import as_boundary
 from plan_runs import CUSTOM, EVEN, plan_of, traced
 from torch import nn
 from training_runs import configure
@@ -18,7 +19,6 @@ from gpipe_cli.config.typed import show
 from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.profile.layer_cost import OperationKind, Operations, Work
 from gpipe_cli.pipeline.profile.tracing import trace_layers
-from gpipe_cli.pipeline.runtime.boundary import as_boundary
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost
 from gpipe_cli.planner import cost_model
 from gpipe_cli.planner.cost_model import (

@@ -10,6 +10,7 @@ import custom_models
 import pytest
 import torch
 from custom_models import READERS
+from networks import as_boundary
 from torch import nn
 from training_runs import TINY, configure, placement_of, train_here
 
@@ -17,7 +18,6 @@ from gpipe_cli.commands.check_run import _Checked
 from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.profile.tracing import trace_layers
-from gpipe_cli.pipeline.runtime.boundary import as_boundary
 from gpipe_cli.pipeline.schedule.partitioner import NoCutFitsError, partition
 from gpipe_cli.planner.shared_layers import SeparatedError, Shared, check_cut, find_read, find_shared, keeping_together
 from gpipe_cli.training.checkpoint.store import find_checkpoint

@@ -20,11 +20,12 @@ Layers: TypeAlias = int | NDArray[np.int64]  # the number of a layer, or of many
 
 @dataclass(frozen=True)
 class KeptMemory:
-    """The memory that the backward of a layer needs, described so that no tensor counts twice where layers meet.
+    """The memory that the backward of a layer needs, described so that no tensor counts twice where layers meet;
+    parameters and buffers are not counted.
 
     `tensors` are positions among the tensors that come in, followed by those that go out; what else is saved is
     `base_bytes + per_sample_bytes * samples`, at the lengths that were traced. `same_memory` says of each output whose
-    memory it is, as a position of that kind; None if it is new. Parameters and buffers are not counted.
+    memory it is, as a position of that kind; None if it is new.
     """
 
     tensors: tuple[int, ...] = ()

@@ -20,9 +20,8 @@ Tensors: TypeAlias = tuple[torch.Tensor, ...]
 class BoundaryTensor:
     """One tensor that a layer hands to the next one: its shape for any micro-batch, and whether a gradient returns.
 
-    Sentences of a mini-batch are padded to lengths that differ from one mini-batch to the next, so a dimension may grow
-    with them too: `per_length[i]` says how each one does with length number i. `in_tuple`: the layer returns it in a
-    tuple, and the next one gets it so, even if there is no other.
+    Sentences are padded anew in each mini-batch: `per_length[i]` says how each dimension grows with length number i.
+    `in_tuple`: the layer returns it in a tuple, and the next one gets it so, even if there is no other.
     """
 
     base: tuple[int, ...]
@@ -43,14 +42,6 @@ class BoundaryTensor:
 
 
 Boundary = tuple[BoundaryTensor, ...]
-
-
-def as_boundary(examples: Tensors) -> Boundary:
-    """What a model is given, described by examples (1, ...): only their first dimension varies."""
-    return tuple(
-        BoundaryTensor((0, *tensor.shape[1:]), (1, *(0 for _ in tensor.shape[1:])), tensor.dtype, False)
-        for tensor in examples
-    )
 
 
 def as_tuple(value: torch.Tensor | Sequence[torch.Tensor]) -> Tensors:
@@ -83,8 +74,7 @@ def in_layout(tensor: torch.Tensor, memory_format: torch.memory_format) -> torch
 
 @lru_cache(maxsize=4096)
 def layout_strides(shape: tuple[int, ...], memory_format: torch.memory_format) -> tuple[int, ...]:
-    """The strides of a dense tensor of this shape, channels last where that is asked for and there are four
-    dimensions."""
+    """The strides of a dense tensor of this shape; only one of four dimensions can be channels last."""
     if len(shape) != 4:
         memory_format = torch.contiguous_format
     return torch.empty(shape, device="meta", memory_format=memory_format).stride()

@@ -62,7 +62,7 @@ class Executor:
         first_micro_batch: int = 0,
         replicas: Replicas | None = None,
     ) -> Recording:
-        """One mini-batch: every action of the schedule on the stages of this process. Returns when each of them ran.
+        """One mini-batch: every action of the schedule on the stages of this process.
 
         `sizes` are the samples of each micro-batch, `lengths` what sentences are padded to in this mini-batch;
         `inputs` (N, ...) each are needed where the first stage lives, `objective` where the last one does. A training
@@ -82,8 +82,8 @@ class Executor:
             left[action.stage] -= 1
             if replicas is not None and not left[action.stage]:  # while other stages still compute
                 replicas.begin(self._stages[action.stage].module.parameters(), empty=False)
-        for index in sorted(self._stages, reverse=True):  # the order in which stages end
-            if replicas is not None and not sizes:
+        if replicas is not None and not sizes:
+            for index in sorted(self._stages, reverse=True):  # the order in which stages end
                 replicas.begin(self._stages[index].module.parameters(), empty=True)
         for stage in self._stages.values():
             stage.finish_step(alone if replicas is None else replicas.gather)
@@ -169,6 +169,4 @@ def _actions_of(
     schedule: Schedule, device_of_stage: tuple[int, ...], stages: frozenset[int]
 ) -> tuple[tuple[Action, Retain], ...]:
     """The actions of some stages in the order in which one process performs them, each with what its stage keeps."""
-    return tuple(
-        (action, keep) for action, keep in linearize_retained(schedule, device_of_stage) if action.stage in stages
-    )
+    return tuple(pair for pair in linearize_retained(schedule, device_of_stage) if pair[0].stage in stages)

@@ -8,8 +8,8 @@ go straight from the tensor, while the stage computes on.
 import datetime
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import prod
 
@@ -18,7 +18,7 @@ import torch
 from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor, as_sent, layout_strides
 from gpipe_cli.pipeline.runtime.link import Edge, Links, Work
 from gpipe_cli.pipeline.runtime.saved_activations import storage_of
-from gpipe_cli.pipeline.runtime.transport import LocalTransport, OptionalTensors, PeerLostError
+from gpipe_cli.pipeline.runtime.transport import LocalTransport, OptionalTensors, waiting_for_peers
 from gpipe_cli.pipeline.schedule.prefetched_receives import PrefetchedReceive, prefetched_receives
 from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Schedule
 
@@ -207,11 +207,6 @@ class P2PTransport:
                 )
             time.sleep(0.001)
 
-    @contextmanager
-    def _waiting(self, what: str) -> Iterator[None]:
-        try:
-            with self._waits():
-                yield
-        except RuntimeError as error:
-            more = "; NCCL_DEBUG=WARN says more" if self._device.type == "cuda" else ""
-            raise PeerLostError(f"process {self._process} could not {what}: {error}{more}") from error
+    def _waiting(self, what: str) -> AbstractContextManager[None]:
+        hint = "; NCCL_DEBUG=WARN says more" if self._device.type == "cuda" else ""
+        return waiting_for_peers(self._waits(), f"process {self._process} could not {what}", hint)

@@ -7,7 +7,7 @@ whatever the cut and however often it is repeated (law 7).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gpipe_cli.pipeline.runtime.transport import PeerLostError
+from gpipe_cli.pipeline.runtime.transport import waiting_for_peers
 
 _BUCKET_BYTES = 25 << 20
 
@@ -86,13 +86,8 @@ class Replicas:
             ])  # fmt: skip
         self._buckets.clear()
 
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        try:
-            with self._waits():
-                yield
-        except RuntimeError as error:
-            raise PeerLostError(f"the gradients of another replica did not come: {error}") from error
+    def _waiting(self) -> AbstractContextManager[None]:
+        return waiting_for_peers(self._waits(), "the gradients of another replica did not come")
 
 
 def _buckets(gradients: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

@@ -5,7 +5,8 @@ Schedules do not list communication (paper section 2.2: primitives are inserted 
 what the F on the stage before returned, a B what the B on the next stage returned.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol, TypeAlias
 
 import torch
@@ -18,6 +19,17 @@ OptionalTensors: TypeAlias = tuple[torch.Tensor | None, ...]
 
 class PeerLostError(RuntimeError):
     """The process at the other end has died or does not answer; the cause lies there."""
+
+
+@contextmanager
+def waiting_for_peers(waits: AbstractContextManager[object], failure: str, hint: str = "") -> Iterator[None]:
+    """Inside, and inside `waits`, this process waits for others. What torch then raises as a plain RuntimeError is a
+    consequence of another process's failure, and not its cause: it becomes a PeerLostError with these words."""
+    try:
+        with waits:
+            yield
+    except RuntimeError as error:
+        raise PeerLostError(f"{failure}: {error}{hint}") from error
 
 
 class Transport(Protocol):

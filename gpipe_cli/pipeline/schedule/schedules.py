@@ -16,10 +16,10 @@ A backward may be cut in two: ``I`` computes the gradients of the inputs, which 
 those of the weights, for which nobody waits until the step ends (Qi et al. 2023, "Zero Bubble Pipeline Parallelism").
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Literal, NamedTuple, Self, get_args
 
 RecomputeMode = Literal["always", "except_last", "never"]
@@ -120,9 +120,8 @@ class Schedule(tuple[Row, ...]):
     def source(self, action: Action) -> Action | None:
         """The action of another stage whose result ``action`` waits for, if any. The only place that says so.
 
-        A forward waits for the stage before, a backward (``B`` or ``I``) for that of the stage after. A recomputation
-        waits for nothing outside its stage, which is why it may start before the gradient arrives (section 2.3), and
-        so does ``W``. Beyond that, a row's actions are performed in its order.
+        A recomputation waits for nothing outside its stage, which is why it may start before the gradient arrives
+        (section 2.3), and neither does ``W``.
         """
         kind, stage, micro_batch = action
         if kind is Kind.F and stage > 0:
@@ -150,12 +149,9 @@ def recomputes(recompute: Recompute) -> bool:
 def with_recomputation(order: Schedule, recompute: Recompute) -> Schedule:
     """The order, with an ``R`` directly before each backward that needs one: there it fills the wait for the gradient.
 
-    ``recompute`` is ``always`` (what the paper describes), ``never`` or ``except_last``: a micro-batch keeps its
-    activations exactly when its backward directly follows its forward on that stage, because then nothing would be
-    gained by dropping them. Or it is, for each stage, the set of micro-batches that are recomputed there. An order
-    that has recomputations of its own stays as it is.
-
-    Raises ValueError for an unknown mode.
+    ``except_last``: a micro-batch keeps its activations exactly when its backward directly follows its forward on that
+    stage, because then nothing would be gained by dropping them. The paper describes ``always``. An order that has
+    recomputations of its own stays as it is. Raises ValueError for an unknown mode.
     """
     if any(a.kind is Kind.R for row in order for a in row):
         return order
@@ -164,15 +160,17 @@ def with_recomputation(order: Schedule, recompute: Recompute) -> Schedule:
     else:
         assert len(recompute) == len(order.stages), "one set of micro-batches per stage"
         recomputed = [chosen & {a.micro_batch for a in of} for chosen, of in zip(recompute, order.stages, strict=True)]
-    return Schedule((tuple(_with_recomputation(row, recomputed)) for row in order), order.row_of_stage)
+
+    def with_its_own(a: Action) -> Row:
+        again = a.kind in RETURNS and a.micro_batch in recomputed[a.stage]
+        return (Action(Kind.R, a.stage, a.micro_batch), a) if again else (a,)
+
+    return Schedule((tuple(chain.from_iterable(map(with_its_own, row))) for row in order), order.row_of_stage)
 
 
 def stage_retained(stage_actions: Sequence[Action]) -> Iterator[tuple[Action, Retain]]:
-    """The actions of one stage in order, with what it retains of the micro-batch after each, read off the schedule.
-
-    After a forward with no backward nothing, with an ``R`` the input, else the graph. After a recomputation the graph,
-    after an ``I`` what its ``W`` needs, after a ``B`` or a ``W`` nothing.
-    """
+    """The actions of one stage in order, with what it retains of the micro-batch after each, read off the schedule: of
+    a forward without a backward nothing, of one with an ``R`` the input."""
     backward = {a.micro_batch for a in stage_actions if a.kind in RETURNS}
     recomputed = {a.micro_batch for a in stage_actions if a.kind is Kind.R}
     for a in stage_actions:
@@ -187,21 +185,10 @@ def stage_retained(stage_actions: Sequence[Action]) -> Iterator[tuple[Action, Re
 def backward_follows_forward(stage_actions: Sequence[Action]) -> frozenset[int]:
     """The micro-batches of one stage whose backward directly follows their forward: recomputing them gains nothing.
 
-    A recomputation does not count as standing between. The last one under ``gpipe``; all of the last stage under
-    ``1f1b``.
+    The last one under ``gpipe``; all of the last stage under ``1f1b``. A recomputation does not stand between.
     """
-    order = [a for a in stage_actions if a.kind is not Kind.R]
-    # In a list without R, the F just before a backward of the same micro-batch can only be its own forward.
-    return frozenset(
-        b.micro_batch for a, b in pairwise(order) if b.kind in RETURNS and a == (Kind.F, b.stage, b.micro_batch)
-    )
-
-
-def _with_recomputation(actions: Sequence[Action], recomputed: Sequence[Collection[int]]) -> Iterator[Action]:
-    for a in actions:
-        if a.kind in RETURNS and a.micro_batch in recomputed[a.stage]:
-            yield Action(Kind.R, a.stage, a.micro_batch)
-        yield a
+    pairs = pairwise(a for a in stage_actions if a.kind is not Kind.R)
+    return frozenset(b.micro_batch for a, b in pairs if b.kind in RETURNS and a == (Kind.F, b.stage, b.micro_batch))
 
 
 def _recomputed(actions: Sequence[Action], mode: str) -> frozenset[int]:

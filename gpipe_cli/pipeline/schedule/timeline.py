@@ -48,7 +48,7 @@ def gap(action: Action, free_seconds: float, start_seconds: float, sent_seconds:
     """What lies before an action that starts when its stage had been free for a while.
 
     Until the neighbour ended what the action needs (at ``sent_seconds``; None if it needs nothing from a neighbour)
-    it is waiting, from then on it is a transfer that nothing hides. The same rule serves simulation and measurement.
+    it is waiting, from then on it is a transfer that nothing hides.
     """
     came = start_seconds if sent_seconds is None else max(free_seconds, min(sent_seconds, start_seconds))
     parts = ((EventKind.WAITING, free_seconds, came), (EventKind.TRANSFER, came, start_seconds))
@@ -57,12 +57,8 @@ def gap(action: Action, free_seconds: float, start_seconds: float, sent_seconds:
 
 @dataclass(frozen=True)
 class Timeline:
-    """``stages[k]`` is what stage k did, in order of time; ``events[k]`` what was between; ``device_of_stage[k]``
-    the number of its device. It has one of its own if ``device_of_stage`` is empty.
-
-    Spans of a device do not overlap. A Timeline's own numbers are about actions: its window reaches from the first
-    action's beginning to the last one's end.
-    """
+    """``stages[k]`` is what stage k did, in order of time; ``events[k]`` what was between; ``device_of_stage[k]`` the
+    number of its device, which it has for itself if ``device_of_stage`` is empty. Spans of a device do not overlap."""
 
     stages: tuple[tuple[Span, ...], ...]
     events: tuple[tuple[Event, ...], ...]
@@ -80,7 +76,7 @@ class Timeline:
 
     @property
     def step_end_seconds(self) -> float:
-        """When the last action or event of any stage ended: updates and sums over replicas come after the actions."""
+        """When the last action or event of any stage ended."""
         return max([self.end_seconds, *(event.end_seconds for events in self.events for event in events)])
 
     @property
