@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from gpipe_cli.pipeline.profile.layer_cost import OperationKind, Operations
-from gpipe_cli.pipeline.profile.reads import Reads
+from gpipe_cli.pipeline.profile.reads import Reads, tensors_in
 
 
 class OperationCounter(Reads):
@@ -139,9 +139,7 @@ def _attention(
 
 
 def _bytes_of(values: Any) -> int:
-    if isinstance(values, torch.Tensor):
-        return values.numel() * values.dtype.itemsize
-    return sum(map(_bytes_of, values)) if isinstance(values, (tuple, list)) else 0
+    return sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors_in(values))
 
 
 def _batch_norm_shapes(x: torch.Tensor, in_training: bool = True) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -34,9 +34,9 @@ class Reads(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func not in _READ_NOTHING:
-            self.add(_tensors_in((args, *(kwargs or {}).values())))
+            self.add(tensors_in((args, *(kwargs or {}).values())))
         result = self.perform(func, args, kwargs or {})
-        for tensor in _tensors_in(result):
+        for tensor in tensors_in(result):
             if (storage := storage_of(tensor)) not in self.tensors:
                 self._made.add(storage)
         return result
@@ -51,11 +51,11 @@ class Reads(TorchDispatchMode):
                 self.tensors.setdefault(storage, tensor)
 
 
-def _tensors_in(values: Any) -> Iterator[torch.Tensor]:
+def tensors_in(values: Any) -> Iterator[torch.Tensor]:
     """The tensors in nested tuples and lists; sparse ones are left out, as they have no storage."""
     if isinstance(values, torch.Tensor):
         if values.layout is torch.strided:
             yield values
     elif isinstance(values, (tuple, list)):
         for value in values:
-            yield from _tensors_in(value)
+            yield from tensors_in(value)

@@ -194,11 +194,9 @@ def _values_of_channels(
 
 
 def defer_batch_norms(module: nn.Module, statistics: BatchStatistics) -> list[_BatchNorm]:
-    """Have every batch norm below `module` that tracks statistics write them to `statistics`; returns these norms.
-
-    A norm stays the object that it is, with its parameters, hooks and whatever its class does besides normalizing: only
-    where its forward reads and writes statistics is changed. Raises InputError as `tracking_norms` does.
-    """
+    """Have every batch norm below `module` that tracks statistics write them to `statistics`; returns these norms,
+    which stay the objects that they are, with parameters, hooks and whatever their classes do besides normalizing.
+    Raises InputError as `tracking_norms` does."""
     norms = tracking_norms(module)
     for norm in norms:
         vars(norm)["forward"] = _deferred(norm, statistics)
@@ -206,11 +204,8 @@ def defer_batch_norms(module: nn.Module, statistics: BatchStatistics) -> list[_B
 
 
 def tracking_norms(module: nn.Module) -> list[_BatchNorm]:
-    """The batch norms below `module` that track statistics.
-
-    To redirect these needs a forward whose use of statistics is known. Raises InputError, one line, for a norm with any
-    other forward, and for two that track the same statistics.
-    """
+    """The batch norms below `module` that track statistics. Raises InputError for a norm whose forward is not known to
+    use them so that they can be redirected, and for two that track the same statistics."""
     norms: list[_BatchNorm] = []
     owners: dict[int, str] = {}
     for path, norm in module.named_modules():
@@ -230,8 +225,8 @@ def tracking_norms(module: nn.Module) -> list[_BatchNorm]:
 
 @contextmanager
 def deferring(module: nn.Module) -> Iterator[None]:
-    """Inside, the batch norms below `module` normalize as in a pipeline, and track nothing. Raises InputError as
-    `defer_batch_norms` does."""
+    """Inside, the batch norms below `module` normalize as in a pipeline, and track nothing. Raises as
+    `tracking_norms`."""
     norms = defer_batch_norms(module, BatchStatistics())
     try:
         yield
@@ -254,11 +249,10 @@ def _is_known(norm: _BatchNorm) -> bool:
 def redirect(norm: _BatchNorm, mean: torch.Tensor | None, variance: torch.Tensor | None) -> tuple[Any, ...]:
     """Have a norm in training mode write the mean and the unbiased variance of what it is given next to these, (C,)
     each, or with None nowhere. Returns what `put_back` takes."""
-    buffers, attributes = norm._buffers, vars(norm)
-    before = buffers["running_mean"], buffers["running_var"], buffers["num_batches_tracked"], attributes["momentum"]
-    buffers["running_mean"], buffers["running_var"], buffers["num_batches_tracked"] = mean, variance, None
-    # makes the kernel that normalizes also store the moments of this micro-batch, for free
-    attributes["momentum"] = 1.0
+    buffers = norm._buffers
+    before = buffers["running_mean"], buffers["running_var"], buffers["num_batches_tracked"], norm.momentum
+    # with a momentum of 1 the kernel that normalizes also stores the moments of this micro-batch, for free
+    put_back(norm, (mean, variance, None, 1.0))
     return before
 
 
@@ -269,7 +263,7 @@ def put_back(norm: _BatchNorm, before: tuple[Any, ...]) -> None:
 
 
 def _deferred(norm: _BatchNorm, statistics: BatchStatistics) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The norm's own forward (N, C, ...) -> the same shape; in training normalized by the micro-batch's moments."""
+    """The norm's own forward; in training normalized by the micro-batch's moments."""
     forward, index = type(norm).forward, statistics.register(norm)
     attributes, channels = vars(norm), norm.num_features
 

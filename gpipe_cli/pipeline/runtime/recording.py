@@ -187,8 +187,7 @@ def measured_timeline(
     `device_of_stage[k]` is the number of its device.
 
     It begins at `began_seconds`: a stage that is done with the step before waits for its first micro-batch already
-    while stage 0 still ends that one. While a stage waits for its neighbour to compute it is idle; what it still waits
-    after that is the transfer, as is the time that it takes to hand on what it has computed.
+    while stage 0 still ends that one. The time that a stage takes to hand on what it has computed is a transfer, too.
     """
     ends = {
         action: numbers[at * MARKS + 2]
@@ -208,10 +207,7 @@ def measured_timeline(
             if handed_on > computed:
                 beside.append(Event(EventKind.TRANSFER, computed, handed_on, action))
         adding, added, begun, ended = numbers[len(actions) * MARKS :][:ENDS]
-        if added > adding:
-            beside.append(Event(EventKind.TRANSFER, adding, added, None))
-        if ended > begun:
-            beside.append(Event(EventKind.UPDATE, begun, ended, None))
+        after = Event(EventKind.TRANSFER, adding, added, None), Event(EventKind.UPDATE, begun, ended, None)
         stages.append(tuple(spans))
-        events.append(tuple(beside))
+        events.append((*beside, *(event for event in after if event.seconds > 0)))
     return Timeline(tuple(stages), tuple(events), tuple(device_of_stage))

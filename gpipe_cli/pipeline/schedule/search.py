@@ -205,8 +205,7 @@ class _Greedy:
     def __init__(self, problem: Problem, most: int, split: bool, patience: float) -> None:
         stages, devices = range(len(problem.stages)), range(1 + max(problem.device_of_stage))
         self._problem, self._split, self._patience = problem, split, patience
-        per_device = len(stages) // len(devices)
-        as_1f1b = len(stages) + (per_device - 1) * len(devices)
+        as_1f1b = len(stages) + (len(stages) // len(devices) - 1) * len(devices)
         self._most = [most or min(problem.micro_batches, as_1f1b - k) for k in stages]
         self._of_device = [[k for k in stages if problem.device_of_stage[k] == device] for device in devices]
         self._rows: list[list[Action]] = [[] for _ in devices]
@@ -260,13 +259,11 @@ class _Greedy:
     def _has_room(self, stage: int) -> bool:
         """For one more micro-batch in flight."""
         begun, size, room = self._next[Kind.F][stage], self._problem.sizes[stage], self._problem.room
-        if begun >= self._problem.micro_batches:
-            return False
         flying = begun - self._next[Kind.B][stage]
         late = begun - self._next[Kind.W][stage] if self._split else 0
         if flying >= self._most[stage] or late >= 2 * max(self._most):
             return False
-        return room is None or begun == 0 or flying == 0 or self._held[stage] + size.graph <= room[stage]
+        return room is None or flying == 0 or self._held[stage] + size.graph <= room[stage]
 
     def _take(self, now: float, device: int, kind: Kind, stage: int) -> None:
         action = Action(Kind.I if kind is Kind.B and self._split else kind, stage, self._next[kind][stage])

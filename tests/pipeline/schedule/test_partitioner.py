@@ -1,4 +1,4 @@
-"""The partitioner is optimal: it equals brute force, and it is exact where floats would round."""
+"""The partitioner is optimal: it equals brute force, and is exact where floats would round. Lingvo has its own rule."""
 
 import itertools
 import random
@@ -8,6 +8,7 @@ from fractions import Fraction
 import pytest
 
 from gpipe_cli.errors import InputError
+from gpipe_cli.pipeline.schedule.lingvo_partitioner import cut_by_share, cut_stack
 from gpipe_cli.pipeline.schedule.partitioner import NoCutFitsError, check_balance, imbalance, partition
 
 
@@ -18,17 +19,13 @@ def quality(
     back: Sequence[float] | None = None,
 ) -> tuple[Fraction, Fraction]:
     """(maximum, sum of squares) of the partitions' costs, exactly; with what they send on and back."""
-    assert sum(balance) == len(costs)
+    sums = []
+    for first, end in itertools.pairwise(itertools.accumulate(balance, initial=0)):
+        sent = [on[end - 1]] if on is not None and end < len(costs) else []
+        sent += [back[first - 1]] if back is not None and first > 0 else []
+        sums.append(sum(map(Fraction, [*costs[first:end], *sent]), Fraction(0)))
+    assert end == len(costs)
     assert min(balance) >= 1
-    sums, end = [], 0
-    for size in balance:
-        first, end = end, end + size
-        cost = sum((Fraction(c) for c in costs[first:end]), Fraction(0))
-        if on is not None and end < len(costs):
-            cost += Fraction(on[end - 1])
-        if back is not None and first > 0:
-            cost += Fraction(back[first - 1])
-        sums.append(cost)
     return max(sums), sum((s * s for s in sums), Fraction(0))
 
 
@@ -109,22 +106,43 @@ def test_costs_that_cannot_be_written_in_31_bits() -> None:
     assert ends[-1] < len(costs)
 
 
-def test_a_number_of_partitions_that_does_not_fit() -> None:
+def test_numbers_that_do_not_fit() -> None:
     with pytest.raises(InputError, match="partitions=9: the model has only 8 layers; use partitions=8 or fewer"):
         partition([1.0] * 8, 9)
     with pytest.raises(InputError, match="partitions=0: must be at least 1"):
         partition([1.0] * 8, 0)
+    for balance, layers, partitions, message in (
+        ([4, 8], 12, 3, r"\[4,8\]: has 2 entries, but partitions=3; .*\[4,4,4\]"),
+        ([12, 0], 12, 2, r"\[12,0\]: every partition needs at least one layer; .*\[6,6\]"),
+        ([4, 7], 13, 2, r"\[4,7\]: adds up to 11, but the model has 13 layers; .*\[7,6\]"),
+    ):
+        with pytest.raises(InputError, match=f"partition.balance={message}"):
+            check_balance(balance, layers, partitions)
+
+
+def test_a_layer_goes_where_its_share_of_the_cost_says() -> None:
+    """Layer i goes to partition floor(K * share of layers 0 to i), but to K - 1 at most."""
+    assert cut_by_share([1, 2, 1, 2, 1, 9], 3) == (3, 2, 1)  # 3 * share: 0.2 0.6 0.8, 1.1 1.3, 3
+    assert cut_by_share([2, 3, 3, 2, 2, 4], 3) == (2, 2, 2)  # 3 * share: 0.4 0.9, 1.5 1.9, 2.3 3
+    with pytest.raises(InputError, match=r"leaves partition 1 of 3 without a layer; use .*partitions=2$"):
+        cut_by_share([1, 1, 1, 9], 3)
+    assert cut_by_share([1, 1, 1, 9], 2) == (3, 1)
 
 
 @pytest.mark.parametrize(
-    ("balance", "layers", "partitions", "message"),
+    ("blocks", "partitions", "sizes"),
     [
-        ([4, 8], 12, 3, r"partition.balance=\[4,8\]: has 2 entries, but partitions=3; .*\[4,4,4\]"),
-        ([12, 0], 12, 2, r"partition.balance=\[12,0\]: every partition needs at least one layer; .*\[6,6\]"),
-        ([4, 7], 13, 2, r"partition.balance=\[4,7\]: adds up to 11, but the model has 13 layers; .*\[7,6\]"),
+        ("e" + 12 * "b" + "s", 4, (4, 3, 3, 4)),
+        ("e" + 10 * "b" + "s", 4, (4, 3, 3, 2)),  # rounded up: one is left for the last
+        ("e" + 3 * "b" + "n" + "e" + 3 * "b" + "s", 2, (6, 4)),  # a norm and an embedding stay behind their encoder
+        ("e" + 2 * "b" + "s", 1, (4,)),
     ],
 )
-def test_a_balance_that_does_not_fit(balance: list[int], layers: int, partitions: int, message: str) -> None:
-    with pytest.raises(InputError, match=message) as error:
-        check_balance(balance, layers, partitions)
-    assert "\n" not in str(error.value)
+def test_a_stack_is_cut_by_the_number_of_its_layers(blocks: str, partitions: int, sizes: tuple[int, ...]) -> None:
+    assert cut_stack([kind == "b" for kind in blocks], partitions) == sizes
+
+
+def test_a_stack_too_short_for_its_rounding_names_a_number_that_works() -> None:
+    with pytest.raises(InputError, match=r"leaves partition 5 of 8 without a layer; use .*partitions=5$"):
+        cut_stack([True] * 10, 8)
+    assert cut_stack([True] * 10, 5) == (2,) * 5

@@ -130,50 +130,38 @@ def test_equals_a_simulation_without_events(name: str, recompute: str) -> None:
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 def test_stages_of_one_device_take_as_long_as_one_large_stage(name: str) -> None:
-    """n equal stages on each of D devices: (M + D - 1) n (f + b), so that `ideal_bubble` of D devices is reached. All
-    stages on one device, whatever they cost: the sum of all actions, and the updates one after another."""
-    random_ = random.Random(name)
-    for (devices, micro_batches), n, (f, b) in itertools.product(SHAPES, (2, 3), COSTS):
-        schedule = build(name, n * devices, micro_batches, "never")
-        device_of_stage = [stage // n for stage in range(n * devices)]
-        found = simulate(schedule, equal(n * devices, f, b), device_of_stage=device_of_stage)
+    """n equal stages on each of D devices: (M + D - 1) n (f + b), so that `ideal_bubble` of D devices is reached."""
+    for (devices, m), n, (f, b) in itertools.product(SHAPES, (2, 3), COSTS):
         if name == "gpipe" or n * devices <= 4:  # 1f1b lets fewer micro-batches in than many large stages have
-            assert found.step_seconds == (micro_batches + devices - 1) * n * (f + b)
-            assert breakdown(found, micro_batches).bubble == pytest.approx(ideal_bubble(devices, micro_batches))
-        numbers = [[random_.randint(1, 9) for _ in range(4)] for _ in range(n)]
-        stages = [StageCost(*costs, update_seconds=update) for *costs, update in numbers]
-        schedule = build(name, n, micro_batches, "always")
-        alone = simulate(schedule, stages, [EdgeCost(5, 5)] * (n - 1), device_of_stage=[0] * n)
-        work = sum(cost.forward_seconds + cost.graph_seconds + cost.backward_seconds for cost in stages)
-        assert alone.step_seconds == micro_batches * work
-        updates = [(event.start_seconds, event.end_seconds) for (*_, event) in alone.events]
-        assert updates == list(itertools.pairwise(itertools.accumulate(
-            (cost.update_seconds for cost in stages), initial=micro_batches * work)))  # fmt: skip
-        found_shares = breakdown(alone, micro_batches)
-        assert found_shares.bubble == found_shares.imbalance == found_shares.transfer == 0
+            schedule, device_of_stage = build(name, n * devices, m, "never"), [k // n for k in range(n * devices)]
+            found = simulate(schedule, equal(n * devices, f, b), device_of_stage=device_of_stage)
+            assert found.step_seconds == (m + devices - 1) * n * (f + b)
+            assert breakdown(found, m).bubble == pytest.approx(ideal_bubble(devices, m))
+
+
+def test_all_stages_on_one_device_take_the_sum_of_all_actions() -> None:
+    stages = [StageCost(1, 2, 3, update_seconds=4), StageCost(5, 6, 7, update_seconds=8)]
+    alone = simulate(build("1f1b", 2, 5, "always"), stages, [EdgeCost(5, 5)], device_of_stage=[0, 0])
+    work = 5 * (1 + 2 + 3 + 5 + 6 + 7)
+    assert alone.step_seconds == work
+    assert [event[1:3] for (*_, event) in alone.events] == [(work, work + 4), (work + 4, work + 12)]
+    shares = breakdown(alone, 5)
+    assert shares.bubble == shares.imbalance == shares.transfer == 0
 
 
 def test_stages_that_compute_at_the_same_time_slow_each_other_down() -> None:
-    """By hand: 0F0 alone until 1; then 0F1 and 1F0 share until 3 (factor 2), then 1F1 alone, and back likewise. A third
-    one at once is slowed down as two are: the last factor holds for all more."""
+    """By hand: 0F0 alone until 1; then 0F1 and 1F0 share until 3 (factor 2), then 1F1 alone, and back likewise. The
+    last factor holds for all more. With factor n while n compute, work is done at the pace of one, whoever does it."""
     timeline = simulate(build("gpipe", 2, 2, "never"), equal(2, 1, 1), slowdown=[1, 2])
     ends = {str(s.action): s.end_seconds for spans in timeline.stages for s in spans}
     assert ends == {"0F0": 1, "0F1": 3, "1F0": 3, "1F1": 4, "1B1": 5, "1B0": 7, "0B1": 7, "0B0": 8}
-    three = [
-        simulate(build("gpipe", 3, 4, "never"), equal(3, 1, 1), slowdown=factors) for factors in ([1, 2], [1, 2, 2])
-    ]
+    three = [simulate(build("gpipe", 3, 4, "never"), equal(3, 1, 1), slowdown=of) for of in ([1, 2], [1, 2, 2])]
     assert three[0].step_seconds == three[1].step_seconds
-
-
-def test_two_stages_that_share_one_core_take_turns_without_loss() -> None:
-    """Factor n while n compute: work is done at the pace of one, whoever does it, as long as somebody computes."""
-    random_ = random.Random(0)
-    for _ in range(30):
-        k, m = random_.randint(2, 5), random_.randint(1, 6)
-        stages = [StageCost(f, f, b) for f, b in [(random_.random(), random_.random()) for _ in range(k)]]
+    for k, m in SHAPES:
+        stages = [StageCost(1 / (1 + n), 1 / (1 + n), n / 7) for n in range(k)]
         work = m * sum(stage.forward_seconds + stage.backward_seconds for stage in stages)
-        timeline = simulate(build("gpipe", k, m, "never"), stages, slowdown=range(1, k + 1))
-        assert timeline.step_seconds == pytest.approx(work, rel=1e-12)
+        shared = simulate(build("gpipe", k, m, "never"), stages, slowdown=range(1, k + 1))
+        assert shared.step_seconds == pytest.approx(work, rel=1e-12)
 
 
 def test_updates_follow_a_stages_last_action_and_share_the_machine() -> None:
