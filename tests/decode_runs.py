@@ -9,7 +9,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
 from types import MappingProxyType
 
 import torch
@@ -147,21 +146,6 @@ def by_length(score: float, length: int, penalty: float) -> float:
 
 def most_tokens(case: Case, index: int) -> int:
     return min(case.limit, 2 * len(source_tokens(index)) + 10)
-
-
-def best_of_all(case: Case, index: int) -> list[int]:
-    """Every translation that ends, scored one by one."""
-    known = {
-        tokens: log_probabilities(case.seed, index, tokens)
-        for length in range(most_tokens(case, index))
-        for tokens in product(PIECES, repeat=length)
-    }
-
-    def score(tokens: tuple[int, ...]) -> float:
-        parts = [known[tokens[:at]][token] for at, token in enumerate((*tokens, END))]
-        return by_length(sum(parts), len(parts), case.length_penalty)
-
-    return list(max(known, key=score))
 
 
 def patient(case: Case, index: int) -> list[int]:

@@ -146,14 +146,6 @@ def test_the_device_is_timed_once_for_each_precision(tmp_path: Path, monkeypatch
     assert products[1] > products[0] or not torch.cuda.is_bf16_supported(including_emulation=False)
 
 
-def test_layers_are_timed_on_the_device(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert command("plan", *SETTINGS, "cost=measured", f"output={tmp_path / 'plans'}") == 0
-    assert "layers measured on this machine" in capsys.readouterr().out
-
-
 def test_a_snapshot_has_what_was_there_before_later_kernels() -> None:
     """Taken while the GPU is still busy with earlier ones, without waiting for it."""
     weight = torch.ones(64, 64, 32, 32, device="cuda").to(memory_format=torch.channels_last)

@@ -33,10 +33,8 @@ VERSION_1 = "5:cpu,cpuacct:/job\n4:memory:/job/step\n1:name=systemd:/"
         ("0::/", {"cpu.max": "max 100000", "memory.max": "max"}, 8, MACHINE_BYTES),
         ("0::/", {"cpu.max": "250000 100000", "memory.max": "268435456"}, 2, GIB // 4),
         ("0::/", {"cpu.max": "50000 100000"}, 1, MACHINE_BYTES),
-        ("0::/", {"cpu.max": "9900000 100000", "memory.max": str(2 * MACHINE_BYTES)}, 8, MACHINE_BYTES),
         # the smallest limit on the way to the root
         ("0::/a/b", {"a/b/cpu.max": "600000 100000", "a/cpu.max": "300000 100000", "a/memory.max": "4096"}, 3, 4096),
-        ("0::/a/b", {"a/b/memory.max": "4096", "a/memory.max": "8192", "c/cpu.max": "100000 100000"}, 8, 4096),
         (
             VERSION_1,
             {

@@ -8,13 +8,12 @@ from training_runs import TINY, assert_same_tensors, configure, final_tensors, p
 
 MODELS = {
     "resnet": ["model=resnet", "model.depth=18", "model.dropout=0.2", "model.drop_path=0.2"],
-    "vit": ["model=timm", "model.name=vit_tiny_patch16_224", "dataset.image_size=32", "model.drop_path=0.2"],
     "odd": ["model=custom", "model.target=custom_models:odd"],
 }
 COMMON = [*TINY[2:], "max_steps=2", "executor=in_process", "ema_decay=0.9", "gradient_clipping=1"]
 
 
-@pytest.mark.parametrize(("model", "partitions"), [("resnet", 3), ("vit", 3), ("odd", 15)])
+@pytest.mark.parametrize(("model", "partitions"), [("resnet", 3), ("odd", 15)])
 def test_partitions_do_not_matter(model: str, partitions: int, tmp_path: Path) -> None:
     """`odd`, each layer a stage of its own: tuples of one, integers that travel along, a norm that is applied twice and
     averages all mini-batches, one with a hook, a parametrization."""

@@ -73,9 +73,9 @@ def test_replicas_without_samples(tmp_path: Path) -> None:
         assert tested == pytest.approx(read_result(folder, "evaluate.json")["loss"], rel=1e-5)
 
 
-@pytest.mark.parametrize("samples", [1, 2, 5, 7, 22])
+@pytest.mark.parametrize("samples", [1, 5, 22])
 def test_shares_are_the_pieces_of_one_pipeline(samples: int) -> None:
-    for replicas, micro_batches in ((1, 3), (2, 1), (2, 3), (3, 4)):
+    for replicas, micro_batches in ((2, 1), (3, 4)):
         shares = [share_of(samples, micro_batches, replicas, replica) for replica in range(replicas)]
         pieces = [size for share in shares for size in share.sizes]
         assert tuple(pieces) == micro_batch_sizes(samples, replicas * micro_batches)

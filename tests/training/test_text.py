@@ -81,14 +81,6 @@ def test_what_is_compared_has_everything_in_it(whole: Whole) -> None:
     assert all(row.reference == row.source[::-1] for row in first.translations)
 
 
-def test_separate_embeddings_make_the_same_run(corpora: Path, tmp_path: Path) -> None:
-    separate = ["model.shared_embedding=false", "model.depth_scaled=false", "max_steps=1", "executor=in_process"]
-    for partitions in (1, 3):
-        settings = [*settings_of("translation", corpora), *separate, f"partitions={partitions}", "recompute=never"]
-        train_here(configure(*settings), tmp_path / str(partitions))
-    assert_same_tensors(final_tensors(tmp_path / "1"), final_tensors(tmp_path / "3"))
-
-
 def test_a_process_for_each_partition_makes_the_same_run(whole: Whole, tmp_path: Path) -> None:
     """The stage in the middle never sees a sentence and must still know how long they are."""
     settings, folder, messages = whole

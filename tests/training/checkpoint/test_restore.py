@@ -112,8 +112,8 @@ def change_file(change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tens
     return edit
 
 
-def without(kind: str) -> Callable[[Path], None]:
-    return change_file(lambda tensors: {name: value for name, value in tensors.items() if not name.startswith(kind)})
+def without_state(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in tensors.items() if not name.startswith("optimizer/")}
 
 
 def doubled(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -151,15 +151,13 @@ DAMAGE = {
     "no format": (index_with(format=None), "it has format null, this version of gpipe reads format 2"),
     "a text as a step": (index_with(step="two"), "step=two: must be a whole number"),
     "beyond the epoch": (index_with(position=4, steps_per_epoch=3), "step=2: is not mini-batch 4 of epoch 0, of 3"),
-    "another step": (index_with(step=3), "step=3: the folder is step_00000002"),
     "a file elsewhere": (move_out, "files: a name is not that of a stage's file"),
     "a pipe as the index": (pipe("index.json"), "index.json: is not the index of a checkpoint (is not a regular file)"),
     "a pipe as a file": (pipe("stage_0.safetensors"), "stage_0.safetensors: part of the checkpoint cannot be read"),
     "a file that is cut off": (cut_off("stage_0.safetensors"), "stage_0.safetensors: damaged ("),
     "a flipped bit": (flip, "stage_0.safetensors: damaged (checksum"),
     "float64": (change_file(doubled), "is ('F64', "),
-    "no optimizer": (without("optimizer/stem"), "optimizer/stem.0.weight/step is missing"),
-    "no averages": (without("ema/stem"), "ema/stem.0.weight is missing"),
+    "no optimizer": (change_file(without_state), "optimizer/stem.0.weight/step is missing"),
 }
 
 
