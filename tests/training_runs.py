@@ -1,11 +1,13 @@
 """Tiny trainings for the tests of the whole program: in this process, by the command, or as a process of their own."""
 
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
@@ -111,6 +113,23 @@ def command(*arguments: str) -> int:
     from gpipe_cli.cli import main
 
     return main(list(arguments))
+
+
+def command_struck(strike: Callable[[], object], *arguments: str) -> int:
+    """`gpipe ...` called from this process, while another thread does something to it, or ends it if it cannot."""
+
+    def strike_or_end() -> None:
+        try:
+            strike()
+        except BaseException:
+            os.kill(os.getpid(), signal.SIGINT)
+            raise
+
+    with ThreadPoolExecutor(1) as pool:
+        struck = pool.submit(strike_or_end)
+        code = command(*arguments)
+        struck.result()
+    return code
 
 
 def start_program(*arguments: str) -> "subprocess.Popen[str]":

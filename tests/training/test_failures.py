@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from training_runs import (
     TINY,
     children,
     command,
+    command_struck,
     configure,
     final_tensors,
     session_members,
@@ -64,10 +64,7 @@ def test_a_process_that_is_killed_or_stopped_ends_the_run_and_is_named(
             loaders.extend(children(workers[0]))
         os.kill(loaders[0] if of_loader else workers[1], number)
 
-    with ThreadPoolExecutor(1) as pool:
-        struck = pool.submit(strike)
-        assert command("train", *ENDLESS, *settings, f"run_folder={tmp_path}") == 1
-        struck.result()
+    assert command_struck(strike, "train", *ENDLESS, *settings, f"run_folder={tmp_path}") == 1
     wait_until(lambda: not workers_of(os.getpid()), BOUND, "the end of every worker")
     wait_until(lambda: not any(Path("/proc", str(one)).exists() for one in loaders), BOUND, "the end of the loaders")
     result = read_result(tmp_path)
@@ -110,10 +107,7 @@ def test_an_interrupt_while_workers_start_ends_everything(number: int, code: int
         wait_until(lambda: workers_of(os.getpid()), 60, "the worker")
         os.kill(os.getpid(), number)
 
-    with ThreadPoolExecutor(1) as pool:
-        interrupted = pool.submit(interrupt)
-        assert command("train", *ENDLESS, f"run_folder={tmp_path / 'run'}") == code
-        interrupted.result()
+    assert command_struck(interrupt, "train", *ENDLESS, f"run_folder={tmp_path / 'run'}") == code
     wait_until(lambda: not workers_of(os.getpid()), BOUND, "the end of every worker")
 
 

@@ -13,10 +13,9 @@ from training_runs import (
     TINY,
     assert_same_tensors,
     command,
+    command_struck,
     configure,
     final_tensors,
-    session_members,
-    start_program,
     train_here,
     wait_until,
     workers_of,
@@ -24,7 +23,7 @@ from training_runs import (
 
 from gpipe_cli.commands import training_run
 from gpipe_cli.config.settings import TrainConfig
-from gpipe_cli.results.files import read_result, write_result
+from gpipe_cli.results.files import RESULT, read_result, write_result
 from gpipe_cli.training.checkpoint import store
 from gpipe_cli.training.checkpoint.store import checkpoints_in, step_of
 
@@ -38,10 +37,7 @@ IN_PROCESS = ["partitions=1", "executor=in_process"]
 
 @pytest.fixture(autouse=True)
 def custom_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where they are, for this process and for those that a test starts."""
-    folder = str(Path(__file__).parent.parent)
-    monkeypatch.syspath_prepend(folder)
-    monkeypatch.setenv("PYTHONPATH", folder)
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent))  # where they are
 
 
 FAILING = """
@@ -104,18 +100,19 @@ def test_a_run_whose_stage_is_killed_restarts_and_when_asked_to_stop_goes_on_wit
     """The signal reaches the workers too, as SLURM and torchrun send it."""
     run = tmp_path / "run"
     line = ["train", *RUN, "resume=auto", f"run_folder={run}"]
-    program = start_program(*line, "partitions=2", "max_restarts=1")
-    try:
-        wait_until(lambda: checkpoints_in(run) or program.poll() is not None, 120, "the first checkpoint")
-        os.kill(workers_of(program.pid)[1], signal.SIGKILL)
-        wait_until(lambda: read_result(run)["restarts"] or program.poll() is not None, 60, "another start")
+
+    def strike() -> None:
+        wait_until(lambda: checkpoints_in(run) and (run / RESULT).exists(), 60, "the first checkpoint")
+        os.kill(workers_of(os.getpid())[1], signal.SIGKILL)
+        wait_until(lambda: read_result(run)["restarts"], 60, "another start")
         begun = step_of(checkpoints_in(run)[-1])
-        wait_until(lambda: step_of(checkpoints_in(run)[-1]) > begun or program.poll() is not None, 60, "a step")
-        os.killpg(program.pid, signal.SIGUSR1)
-        said, errors = program.communicate(timeout=60)
-    finally:
-        program.kill()
-    assert (program.returncode, errors) == (3, "")
+        wait_until(lambda: step_of(checkpoints_in(run)[-1]) > begun, 60, "a step")
+        for process in (os.getpid(), *workers_of(os.getpid())):
+            os.kill(process, signal.SIGUSR1)
+
+    assert command_struck(strike, *line, "partitions=2", "max_restarts=1") == 3
+    said, errors = capsys.readouterr()
+    assert errors == ""
     result = read_result(run)
     (restart,) = result["restarts"]
     assert re.match(r"stage 1 was killed by signal 9 \(SIGKILL\) .*; the machine may be out of memory", restart["why"])
@@ -126,7 +123,7 @@ def test_a_run_whose_stage_is_killed_restarts_and_when_asked_to_stop_goes_on_wit
     assert datetime.fromisoformat(start["started"]) <= datetime.fromisoformat(start["ended"])
     assert start["first_step"] == 0, "that of the command, not of its restart"
     assert f"  restart 1 of 1: {restart['why']}; goes on" in (run / "log.txt").read_text()
-    wait_until(lambda: not session_members(program.pid), 20, "the end of every process")
+    wait_until(lambda: not workers_of(os.getpid()), 20, "the end of every worker")
 
     steps = result["steps"] + 2
     line = [*line, *IN_PROCESS, f"max_steps={steps}"]
@@ -140,7 +137,7 @@ def test_a_run_whose_stage_is_killed_restarts_and_when_asked_to_stop_goes_on_wit
     result = read_result(run)
     assert result["status"] == "completed"
     assert [one["command"] for one in result["starts"]] == [start["command"], shlex.join(["gpipe", *line])]
-    assert (result["starts"][0], result["starts"][1]["first_step"] > begun) == (start, True)
+    assert (result["starts"][0], result["starts"][1]["first_step"]) == (start, steps - 2)
 
 
 def test_a_result_has_the_tests_of_which_a_killed_parent_did_not_hear(tmp_path: Path) -> None:

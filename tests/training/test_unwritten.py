@@ -1,11 +1,10 @@
 """A run that cannot write: what it can do without is left out, what it cannot do without ends it in one line."""
 
 import re
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from training_runs import TINY, command, configure, final_tensors, train_here, wait_until
+from training_runs import TINY, command, command_struck, configure, final_tensors, train_here, wait_until
 
 from gpipe_cli.results.files import read_result
 from gpipe_cli.system.forked_call import Fork
@@ -66,11 +65,8 @@ def test_a_run_whose_folder_has_gone_ends_with_the_cause(tmp_path: Path, capsys:
         wait_until((run / "checkpoints" / "last").exists, 60, "the first checkpoint")
         run.rename(tmp_path / "elsewhere")
 
-    with ThreadPoolExecutor(1) as pool:
-        taken = pool.submit(take_away)
-        settings = [*RUN, "epochs=10000", "checkpoint.every_steps=1"]
-        assert command("train", *settings, f"run_folder={run}") == 1
-        taken.result()
+    settings = [*RUN, "epochs=10000", "checkpoint.every_steps=1"]
+    assert command_struck(take_away, "train", *settings, f"run_folder={run}") == 1
     said = capsys.readouterr().err.splitlines()
     assert re.fullmatch(rf"{run}: the run folder was deleted or moved; begin .* resume=FOLDER, to go on", said[-1])
     assert "Traceback" not in "".join(said)
