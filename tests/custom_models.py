@@ -93,24 +93,6 @@ def reads_values() -> nn.Sequential:
     return nn.Sequential(*(nn.Dropout(rate) for rate in rates), nn.Flatten(), nn.LazyLinear(10))
 
 
-class Noise(nn.Module):
-    """Adds noise from a source that torch's seed does not rule."""
-
-    def __init__(self, source: str) -> None:
-        super().__init__()
-        generator = np.random.default_rng(0)
-        self.draw = {"random": random.random, "numpy": np.random.rand, "generator": generator.random}[source]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + 0 if x.is_meta else x + float(self.draw())
-
-
-def halves_in_place(x: torch.Tensor) -> torch.Tensor:
-    """Autograd does not see it."""
-    x.detach().mul_(0.5)
-    return x + 0
-
-
 def refuses_values(x: torch.Tensor) -> torch.Tensor:
     """Works as long as there is nothing to work on."""
     if not x.is_meta:
@@ -155,12 +137,6 @@ class Remembers(nn.Module):
 def asks() -> nn.Module:
     """Gives something else where gradients are recorded."""
     return Does(lambda x: x * 2 if torch.is_grad_enabled() else x * 3)
-
-
-def halves_data(x: torch.Tensor) -> torch.Tensor:
-    """In place, where neither autograd nor torch's count of changes sees it."""
-    x.data.mul_(0.5)
-    return x + 0
 
 
 def marks(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -257,8 +233,9 @@ def network_with(layer: Callable[[], nn.Module]) -> Callable[[], nn.Sequential]:
 
 
 works_in_place = network_with(lambda: nn.ReLU(inplace=True))
-scales_in_place = network_with(lambda: Does(halves_in_place))
-halves_unseen = network_with(lambda: Does(halves_data))
+scales_in_place = network_with(lambda: Does(lambda x: (x.detach().mul_(0.5), x + 0)[1]))  # autograd does not see it
+# nor does torch's count of changes see this one
+halves_unseen = network_with(lambda: Does(lambda x: (x.data.mul_(0.5), x + 0)[1]))
 wants_no_values = network_with(lambda: Does(refuses_values))
 is_lonely = network_with(lambda: Does(refuses_company))
 tracks = network_with(Tracking)
@@ -296,7 +273,12 @@ def blocks() -> nn.Sequential:
 
 
 def draws_elsewhere(source: str) -> nn.Sequential:
-    return with_layers(Noise(source))
+    """One layer adds noise from a source that torch's seed does not rule."""
+    generator = np.random.default_rng(0)
+    draw: Callable[[], float] = {"random": random.random, "numpy": np.random.rand, "generator": generator.random}[
+        source
+    ]
+    return with_layers(Does(lambda x: x + 0 if x.is_meta else x + float(draw())))
 
 
 def shares() -> nn.Sequential:

@@ -229,28 +229,3 @@ def test_hooks_see_what_they_see_otherwise() -> None:
     assert_same(halves, whole)
     assert len(seen) == 4
     assert all(map(torch.equal, seen, expected))
-
-
-def test_what_is_held_until_the_weights_have_their_gradients() -> None:
-    """By hand: while I runs the graph and the gradients of outputs; then these and the inputs of products."""
-    made = stage_of(CASES["rows"], torch.contiguous_format, None)
-    made.counter.on = True
-    made.begin_step(0, None)
-    x, gradient = torch.randn(4, 8), torch.randn(4, 1)
-    for m in (0, 1):
-        made.forward(m, (x.clone(),), Retain.GRAPH)
-    inputs = 4 * (4 * 8 + 4 * 8 + 4 * 24)  # of the three products: the second one's is what the activation left
-    graph, gradients = inputs, 4 * (4 * 8 + 4 * 24 + 4 * 1)
-    assert made.counter.bytes == made.counter.peak_bytes == 2 * graph
-    made.backward_inputs(0, (gradient,))
-    assert made.counter.peak_bytes == 2 * graph + gradients
-    assert made.counter.bytes == inputs + gradients + graph
-    made.backward_inputs(1, (gradient,))
-    made.backward_weights(0)
-    assert made.counter.bytes == inputs + gradients
-    assert made.counter.peak_bytes == max(2 * graph + gradients, inputs + graph + 2 * gradients)
-    with pytest.raises(AssertionError, match=r"still holds micro-batches \[1\]"):
-        made.finish_step()
-    made.backward_weights(1)
-    made.finish_step()
-    assert made.counter.bytes == 0

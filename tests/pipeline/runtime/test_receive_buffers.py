@@ -9,7 +9,6 @@ import torch
 from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor, in_layout
 from gpipe_cli.pipeline.runtime.link import Links
 from gpipe_cli.pipeline.runtime.p2p_transport import Boundaries, P2PTransport
-from gpipe_cli.pipeline.schedule.dependencies import linearize
 from gpipe_cli.pipeline.schedule.orders import forward_only
 from gpipe_cli.pipeline.schedule.schedules import Action, Kind
 
@@ -70,25 +69,3 @@ def test_a_part_of_the_input_that_is_handed_on_has_left_before_the_next_input_co
         transport.send(action, (in_layout(received.chunk(2, dim=1)[1], torch.contiguous_format),))
         transport.launched()
     assert [message.left for message in after.sent[1:]] == [True, True, False, False]
-
-
-def test_what_the_next_stage_of_the_process_is_handed_is_not_received_over() -> None:
-    """A stage that hands its input on unchanged (a mask) gave the next one of its process the buffer itself: in
-    evaluation the next micro-batch was received into it before that stage had run, and scores were wrong."""
-    described = (BoundaryTensor((0, 2), (1, 0), torch.float32, True),)
-    transport = P2PTransport(
-        1, (0, 1, 1), Links({(Kind.F, 1): SlowLink(0)}, 1, 1), Boundaries([described] * 2, [described] * 2),
-        torch.device("cpu"),
-    )  # fmt: skip
-    schedule, first = forward_only(3, 4), 2.0  # 1 was the message that connects
-    transport.begin_step(schedule, [1] * 4)
-    for action in linearize(schedule, (0, 1, 1)):
-        if action.stage == 0:
-            continue
-        (tensor,) = transport.receive(action)
-        assert tensor is not None
-        assert tensor.tolist() == [[first + action.micro_batch] * 2]
-        if action.stage == 1:
-            transport.send(action, (tensor,))
-        transport.launched()
-    transport.finish_step()

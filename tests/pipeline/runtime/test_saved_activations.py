@@ -1,6 +1,5 @@
 """What real stages hold, and that it was known before."""
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
@@ -75,33 +74,6 @@ def stage(layers: nn.Sequential, inputs: Boundary) -> Stage:
     made.counter.on = True
     made.begin_step(0, None)
     return made
-
-
-INPUT, INSIDE, MOMENTS = 3 * 4 * 4, 3 * 5 * 4, 2 * 5 * 4
-GRAPH = INPUT + INSIDE + MOMENTS  # and not the output: nothing inside needs it
-
-
-def test_bytes_of_a_stage_by_hand() -> None:
-    """Neither weights nor running statistics count; what a recomputation brings back does, until its backward."""
-    layers = OrderedDict(linear=nn.Linear(4, 5), tanh=nn.Tanh(), norm=nn.BatchNorm1d(5))
-    made = stage(nn.Sequential(layers), (tensor(4),))
-    made.forward(2, (torch.rand(3, 4),), Retain.NOTHING)
-    assert made.counter.peak_bytes == 0
-    for m in (0, 1):
-        made.forward(m, (torch.rand(3, 4),), Retain.INPUT)
-    assert made.counter.peak_bytes == 2 * INPUT
-    made.recompute(1)
-    assert made.counter.peak_bytes == INPUT + GRAPH
-    made.backward(1, (torch.ones(3, 5),))
-    made.recompute(0)
-    made.backward(0, (torch.ones(3, 5),))
-    assert made.counter.peak_bytes == INPUT + GRAPH
-    made.finish_step()
-    made.begin_step(1, None)
-    assert made.counter.peak_bytes == 0
-    for m in (0, 1):
-        made.forward(m, (torch.rand(3, 4),), Retain.GRAPH)
-    assert made.counter.peak_bytes == 2 * GRAPH
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
