@@ -229,12 +229,7 @@ _ALL = (
 )  # fmt: skip
 MEASURES: Mapping[str, Measure] = {measure.key: measure for measure in _ALL}
 
-TRAIN_LOSS = MEASURES["train_loss"].tag
-TEST_LOSS = MEASURES["test_loss"].tag
-TEST_TOP1 = MEASURES["test_top1"].tag
-TEST_PERPLEXITY = MEASURES["test_perplexity"].tag
-SAMPLES_PER_SECOND = MEASURES["samples_per_second"].tag
-TOKENS_PER_SECOND = MEASURES["tokens_per_second"].tag
+TRAIN_LOSS, TEST_TOP1 = MEASURES["train_loss"].tag, MEASURES["test_top1"].tag
 
 
 def chosen(*keys: str) -> list[Measure]:

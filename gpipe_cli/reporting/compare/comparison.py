@@ -78,8 +78,7 @@ def differing(runs: Sequence[RunRecord]) -> list[str]:
 def names(runs: Sequence[RunRecord]) -> list[str]:
     """A different name for each run: `partitions=2`, or a piece of its folder's name."""
     keys = differing(runs)
-    by_folders = not _by_settings(keys)
-    found = _folders([run.folder.resolve().parts for run in runs]) if by_folders else _settings(runs, keys)
+    found = _settings(runs, keys) if _by_settings(keys) else _folders([run.folder.resolve().parts for run in runs])
     return [
         name if found.count(name) == 1 and name else f"{name} #{number}".strip()
         for number, name in enumerate(found, start=1)
@@ -113,8 +112,7 @@ def _folders(folders: Sequence[tuple[str, ...]]) -> list[str]:
 
     The time that begins a run folder's name is kept where nothing else differs, and the date where runs are of several.
     """
-    most = max(map(len, folders))
-    endings = (["/".join(folder[-n:]) for folder in folders] for n in range(1, most + 1))
+    endings = (["/".join(folder[-n:]) for folder in folders] for n in range(1, max(map(len, folders)) + 1))
     ends = next((found for found in endings if len(set(found)) == len(found)), [folder[-1] for folder in folders])
     for begin in (r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_", r"\d{4}-\d\d-\d\d_"):
         found = [re.sub(rf"(^|/){begin}", r"\1", end) for end in ends]
@@ -173,34 +171,32 @@ def _results(runs: Sequence[RunRecord]) -> list[Column]:
         efficiencies = [None] * len(runs)  # the efficiency of the base says nothing
     known = {"speed_up": [one and one.speed_up for one in scaled], "efficiency": efficiencies}
     kinds = [result.samples_per_second_kind for result in results]
-    shown = [None if kind is None else kind.removeprefix("measured_").replace("_", " ") for kind in kinds]
+    shown = [NONE if kind is None else kind.removeprefix("measured_").replace("_", " ") for kind in kinds]
 
-    def fact(
-        key: str, heading: str, values: Sequence[str | None], cells: Sequence[str | None] = (), *, printed: bool = False
-    ) -> Column:
-        words = [cell or NONE for cell in cells or values]
-        return Column(heading, cells=words, key=key, values=values, printed=printed)
+    def fact(key: str, values: Sequence[str | None], *, heading: str = "", printed: bool = False) -> Column:
+        words = [value or NONE for value in values]
+        return Column(heading or key, cells=words, key=key, values=values, printed=printed)
 
     columns = []
     for key in _COLUMNS:
         if key == "speed_kind":  # there is no room for `measured_one_device`
-            columns.append(fact(key, "speed", kinds, shown, printed=any(run.shared for run in runs)))
+            shared = any(run.shared for run in runs)
+            columns.append(Column("speed", cells=shown, key=key, values=kinds, printed=shared))
         else:
             measure = MEASURES[key]
             values = known.get(key) or [measure.value(result) for result in results]
             columns.append(Column.measured(measure, values, _alike(measure, results), printed=key not in left_out))
-    starts = [result.starts[-1].started if result.starts else None for result in results]
     return [
-        fact("command", "command", [result.command for result in results], printed=len(commands) > 1),
-        fact("status", "status", [result.status for result in results], printed=True),
-        fact("started", "started", starts),
+        fact("command", [result.command for result in results], printed=len(commands) > 1),
+        fact("status", [result.status for result in results], printed=True),
+        fact("started", [result.starts[-1].started if result.starts else None for result in results]),
         *columns,
-        fact("machine", "machine", [run.machine for run in runs]),
-        fact("torch", "torch", [result.versions.get("torch") for result in results]),
-        fact("model", "model", [result.model for result in results]),
-        fact("dataset", "data set", [result.dataset for result in results]),
-        fact("error", "error", [run.error for run in runs]),
-        fact("folder", "folder", [str(run.folder) for run in runs]),
+        fact("machine", [run.machine for run in runs]),
+        fact("torch", [result.versions.get("torch") for result in results]),
+        fact("model", [result.model for result in results]),
+        fact("dataset", [result.dataset for result in results], heading="data set"),
+        fact("error", [run.error for run in runs]),
+        fact("folder", [str(run.folder) for run in runs]),
     ]
 
 

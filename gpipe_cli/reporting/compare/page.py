@@ -58,7 +58,8 @@ def _page(folder: Path, comparison: Comparison, notes: Sequence[str], tags: Sequ
     unit = "K =" if all(devices(run) == run.settings["partitions"] for run in runs) else "devices:"
     data = {
         "runs": [{"label": label, "colour": colour} for label, colour in zip(comparison.labels, colours, strict=True)],
-        "bars": [at + 1 for at, column in enumerate(table.columns) if _has_bars(column)],  # behind the links
+        # numbers of which more or less is better have bars; the links are a column, too
+        "bars": [at + 1 for at, one in enumerate(table.columns) if one.key in MEASURES and MEASURES[one.key].better],
         "curves": _curves(comparison, tags),
         "scaling": scaled,
         "scaling_unit": unit,
@@ -76,7 +77,7 @@ def _page(folder: Path, comparison: Comparison, notes: Sequence[str], tags: Sequ
     yield '<span id="scrolled" hidden> There are more columns at the right: scroll the table.</span></p>'
     yield f'<div class="wide">{to_html(table, colours, [_links(folder, run.folder) for run in runs])}</div>'
     if tags:
-        logs = escape(_logs(comparison))
+        logs = escape(os.path.commonpath([run.folder.resolve() for run in runs]))
         yield f'<p class="pale">All of it in TensorBoard: <code>tensorboard --logdir {logs}</code></p>'
     yield "</section>"
     if scaled:
@@ -93,21 +94,14 @@ def _page(folder: Path, comparison: Comparison, notes: Sequence[str], tags: Sequ
     yield f"<script>{_part('../theme.js')}</script><script>{_part('comparison.js')}</script></body></html>"
 
 
-def _has_bars(column: Column) -> bool:
-    """Whether people compare the column's lengths: those of numbers that are better if larger, or if smaller."""
-    return column.key in MEASURES and MEASURES[column.key].better != ""
-
-
 def _part(name: str) -> str:
     return (_HERE / name).read_text(encoding="utf-8")
 
 
 def _in_common(comparison: Comparison) -> str:
     """Model, data set and machine, where all runs have the same."""
-    values = ([str(of(run)) for run in comparison.runs] for of in (
-        lambda run: run.result.model, lambda run: run.result.dataset, lambda run: run.machine,
-    ))  # fmt: skip
-    return ", ".join(found[0] for found in values if len(set(found)) == 1)
+    facts = [(run.result.model, run.result.dataset, run.machine) for run in comparison.runs]
+    return ", ".join(str(values[0]) for values in zip(*facts, strict=True) if len(set(values)) == 1)
 
 
 def _links(page: Path, run: Path) -> str:
@@ -117,15 +111,10 @@ def _links(page: Path, run: Path) -> str:
     return "".join(f'<a href="{escape(quote(os.path.join(there, name)))}">{words}</a>' for name, words in found)
 
 
-def _logs(comparison: Comparison) -> str:
-    """The folder that all runs lie below."""
-    return os.path.commonpath([run.folder.resolve() for run in comparison.runs])
-
-
 def _curves(comparison: Comparison, tags: Sequence[str]) -> list[dict[str, Any]]:
     """A chart for each tag, all over the same steps."""
-    known = [curve for run in comparison.runs for tag in tags if (curve := run.curves.get(tag)) is not None]
-    ends = {min(curve.steps[0] for curve in known), max(curve.steps[-1] for curve in known)} if known else set()
+    known = [run.curves[tag].steps for run in comparison.runs for tag in tags if tag in run.curves]
+    ends = {min(steps[0] for steps in known), max(steps[-1] for steps in known)} if known else set()
     return [_chart(comparison, tag, ends) for tag in tags]
 
 
@@ -145,18 +134,14 @@ def _chart(comparison: Comparison, tag: str, ends: Collection[int]) -> dict[str,
     notes += [f"identical to the last bit: {comparison.referred(group)}" for group in groups[:3]]
     lines = [
         {
-            "run": at,
-            "label": comparison.labels[at],
-            "at": [places[step] for step in points],
-            "values": list(points.values()),
+            "run": at, "label": comparison.labels[at], "width": width, "dash": dash,
+            "at": [places[step] for step in points], "values": list(points.values()),
             "colour": run_colour(at, len(curves)) + ("80" if width > THIN else ""),
-            "width": width,
-            "dash": dash,
             "points": len(points) <= MARKED_POINTS,
         }
         for at, (width, dash) in enumerate(styles(len(curves), groups))
         if (points := shown.get(at)) is not None
-    ]
+    ]  # fmt: skip
     percent = tag.endswith(("top1", "top5", "accuracy"))
     title = tag.replace("/", ": ").replace("_per_second", "/s").replace("_", " ")
     return {"title": title, "note": "; ".join(notes), "x": steps, "lines": lines, "percent": percent,
@@ -164,8 +149,7 @@ def _chart(comparison: Comparison, tag: str, ends: Collection[int]) -> dict[str,
 
 
 def styles(count: int, groups: Sequence[Sequence[int]]) -> list[tuple[float, list[int]]]:
-    """The width and the dashes of each of ``count`` lines. The lines of a group lie over each other: the first one is
-    the widest, so that all are seen."""
+    """The width and the dashes of each line. Those of a group lie over each other: the first one is the widest."""
     made = [(THIN, DASHES[n % len(DASHES)] if count >= DASHED_FROM else []) for n in range(count)]
     for group in groups:
         for rank, position in enumerate(group):
@@ -220,10 +204,10 @@ def _scaling(comparison: Comparison) -> list[dict[str, Any]]:
     often = Counter(name for name, _ in of_line)
 
     def chart(
-        title: str, note: str, ideal: Mapping[int, float], values: Mapping[int, float | None], percent: bool
+        title: str, note: str, ideal: Sequence[float], values: Mapping[int, float | None], percent: bool
     ) -> dict[str, Any]:
-        line = {"run": None, "label": "ideal", "values": list(ideal.values()), "width": 1.2, "dash": [5, 5]}
-        lines: list[dict[str, Any]] = [line | {"points": False}] if ideal else []
+        line = {"run": None, "label": "ideal", "values": ideal, "width": 1.2, "dash": [5, 5], "points": False}
+        lines: list[dict[str, Any]] = [line] if ideal else []
         for number, ((name, _), members) in enumerate(of_line.items()):
             points: dict[int, list[float]] = {}
             for at in members:
@@ -241,21 +225,19 @@ def _scaling(comparison: Comparison) -> list[dict[str, Any]]:
     share = {at: one.efficiency for at, one in known.items()}
     # lines that begin at different numbers of devices have no ideal in common
     common = len({devices(runs[one.base]) for one in known.values()}) == 1
-    charts = [chart("speed-up", "times as fast", {n: n / x[0] for n in x if common}, speed, percent=False)]
+    charts = [chart("speed-up", "times as fast", [n / x[0] for n in x if common], speed, percent=False)]
     if any(value is not None and devices(runs[at]) > x[0] for at, value in share.items()):
-        charts.append(chart("efficiency", "speed-up by device", dict.fromkeys(x, 1.0), share, percent=True))
+        charts.append(chart("efficiency", "speed-up by device", [1.0] * len(x), share, percent=True))
     return charts
 
 
 def _about_scaling(comparison: Comparison) -> str:
     """What speeds are divided by."""
-    bases = Counter(one.base for one in scalings(comparison.runs) if one is not None)
+    bases = {one.base for one in scalings(comparison.runs) if one is not None}
     text = f"How many times as fast as {comparison.referred(sorted(bases))}, at the same work on the same machine."
     kinds = {run.result.samples_per_second_kind for run in comparison.runs}
     if "measured_one_device" in kinds:
-        text += (
-            " No efficiency where stages shared a device or cores: it is not known of how many devices that would be."
-        )
+        text += " No efficiency where stages shared a device or cores: of how many devices would it be?"
     if "measured_contended" in kinds:
         text += " Runs whose cores other programs had at times are left out."
     return text

@@ -17,19 +17,13 @@ from gpipe_cli.config.settings import CONFIG, runs_below
 from gpipe_cli.config.typed import show
 from gpipe_cli.errors import InputError
 from gpipe_cli.results.files import RESULT, flattened
-from gpipe_cli.results.measures import (
-    SAMPLES_PER_SECOND,
-    TEST_PERPLEXITY,
-    TEST_TOP1,
-    TOKENS_PER_SECOND,
-    TRAIN_LOSS,
-)
+from gpipe_cli.results.measures import MEASURES, TEST_TOP1, TRAIN_LOSS
 from gpipe_cli.results.run import RunResult, read_run_result
 
 MOST_POINTS = 100_000  # points of a curve; TensorBoard's reader samples longer ones, always in the same way
 # Curves whose single steps wait for data, disks and other programs; they are drawn as running medians.
-SPEEDS = (SAMPLES_PER_SECOND, TOKENS_PER_SECOND)
-COMPARED = (TRAIN_LOSS, TEST_TOP1, TEST_PERPLEXITY, *SPEEDS)
+SPEEDS = (MEASURES["samples_per_second"].tag, MEASURES["tokens_per_second"].tag)
+COMPARED = (TRAIN_LOSS, TEST_TOP1, MEASURES["test_perplexity"].tag, *SPEEDS)
 
 # Groups and settings that mean nothing to a measurement: gpipe bench sets them by itself, and refuses them.
 NOT_OF_A_BENCH = frozenset({"epochs", "max_steps", "evaluate_every_epochs", "check_layers", "checkpoint"})
@@ -73,10 +67,8 @@ class RunRecord:
     @cached_property
     def curves(self) -> Mapping[str, Curve]:
         """The scalars of its events by tag. A speed in samples is none of text: sentences differ in length."""
-        found = read_curves(self.folder)
-        if TOKENS_PER_SECOND in found:
-            found.pop(SAMPLES_PER_SECOND, None)
-        return found
+        found, (samples, tokens) = read_curves(self.folder), SPEEDS
+        return {tag: curve for tag, curve in found.items() if tag != samples or tokens not in found}
 
 
 def read_run(folder: Path) -> RunRecord:
@@ -110,16 +102,14 @@ def read_curves(folder: Path) -> dict[str, Curve]:
     found = {}
     for tag in accumulator.Tags()["scalars"]:
         events = accumulator.Scalars(tag)
-        steps = tuple(event.step for event in events)
-        found[tag] = Curve(steps, tuple(event.value for event in events), len(events) < MOST_POINTS)
+        steps, values = (tuple(getattr(event, name) for event in events) for name in ("step", "value"))
+        found[tag] = Curve(steps, values, len(events) < MOST_POINTS)
     return found
 
 
 def same_curves(curves: Sequence[Curve | None]) -> list[list[int]]:
-    """Positions of two curves or more whose points are the same bits at the same steps: NaN is like NaN, 0 unlike -0.
-
-    Where there is no curve, or only a sample of it, it is in no group.
-    """
+    """Positions of two curves or more whose points are the same bits at the same steps: NaN is like NaN, 0 unlike -0. A
+    sample of a curve is in no group."""
     groups: dict[bytes, list[int]] = {}
     for position, curve in enumerate(curves):
         if curve is not None and curve.complete:
@@ -134,13 +124,10 @@ def find_runs(folder: Path) -> list[Path]:
 
     Raises InputError if there is no such folder, or no run in it.
     """
-    if folder.is_file():
-        raise InputError(f"{folder}: is a file; give the folder of a run")
     if not folder.is_dir():
-        raise InputError(f"{folder}: there is no such folder")
-    if (folder / CONFIG).is_file():
-        return [folder]
-    found = runs_below(folder)
+        why = "is a file; give the folder of a run" if folder.is_file() else "there is no such folder"
+        raise InputError(f"{folder}: {why}")
+    found = [folder] if (folder / CONFIG).is_file() else runs_below(folder)
     if not found:
         raise InputError(f"{folder}: no run there (looked for {CONFIG} in it and up to two levels below)")
     return sorted(found, key=_counted)

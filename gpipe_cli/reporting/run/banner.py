@@ -73,11 +73,10 @@ def _learning_rate(run: RunDescription) -> str:
     """`0.04`, or `0.04, after a warm-up of 45 steps from 0.000889`."""
     config, epoch = run.config, run.steps_per_epoch or 1
     warm_up = warm_up_steps(config.learning_rate, epoch) if run.steps_per_epoch is not None else 0
+    total = config.epochs * epoch
 
     def rate(step: int) -> str:
-        return shown_rate(
-            learning_rate(config.learning_rate, step, epoch, config.batch_size, total_steps=config.epochs * epoch)
-        )
+        return shown_rate(learning_rate(config.learning_rate, step, epoch, config.batch_size, total_steps=total))
 
     if run.first_step >= warm_up:
         return rate(run.first_step)
@@ -105,8 +104,7 @@ def _samples_of_data(run: RunDescription) -> str:
 
 
 def _global_batch(run: RunDescription, micro_batches: str) -> str:
-    """`32 = 1 replica x 4 micro-batches x 8 samples`, `x 6 or 5 samples` where they are uneven, or
-    `4,096 tokens = 1 replica x 4 micro-batches`."""
+    """`32 = 1 replica x 4 micro-batches x 8 samples`, or `4,096 tokens = 1 replica x 4 micro-batches`."""
     replicas, batch_size = run.config.replicas, run.config.batch_size
     factors = f"{plural(replicas, 'replica')} x {micro_batches}"
     if batch_size is None:

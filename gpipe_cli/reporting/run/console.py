@@ -33,9 +33,7 @@ class RunConsole:
 
     def __init__(self, console: Console, run: RunDescription, line_seconds: float = LINE_SECONDS) -> None:
         self.console = console
-        self._run = run
-        self._words = words_of(run.config.task)
-        self._line_seconds = line_seconds
+        self._run, self._words, self._line_seconds = run, words_of(run.config.task), line_seconds
         self._bar: Progress | None = None
         self._epoch = 0  # the epoch of the sums: samples (text: tokens), part of the loss and the accuracy
         self._sums = (0, 0.0, 0.0)
@@ -53,14 +51,20 @@ class RunConsole:
             return
         assert run.steps_per_epoch is not None
         epoch = min(run.first_step // run.steps_per_epoch + 1, run.config.epochs)
-        self._bar.add_task(
-            "",
-            total=run.total_steps,
-            completed=run.first_step,
-            epoch=self._of_epochs(epoch),
-            state=("waiting", "for the first step"),
-        )
+        self._bar.add_task("", total=run.total_steps, epoch=f"{epoch}/{run.config.epochs}")
+        self._show_bar(run.first_step, "waiting", "for the first step")
         self._bar.start()
+
+    def _show_bar(self, done: int, *state: str) -> bool:
+        """Shows the state if there is a bar; returns whether there is one."""
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=done, state=state)
+        return self._bar is not None
+
+    @property
+    def _line_is_due(self) -> bool:
+        """Whether a log should show a sign of life."""
+        return time.monotonic() - self._last_line >= self._line_seconds
 
     def step(self, message: StepDone, speed: float | None) -> None:
         """A step was done; ``speed`` is the recent one, in samples or for text in tokens a second."""
@@ -74,25 +78,15 @@ class RunConsole:
         self._sums = counted + elements, losses + elements * message.cross_entropy, right + elements * message.top1
         self._speed, self._learning_rate = speed, message.learning_rate
         self._line_waits = message.position == self._run.steps_per_epoch
-        if self._bar is not None:
-            mean_loss, accuracy = self._means()
-            state = (
-                f"loss {mean_loss}",
-                f"{self._words.accuracy} {accuracy}",
-                f"{rate(speed)} {self._words.speed}",
-                f"lr {learning_rate(message.learning_rate)}",
-            )
-            epoch = self._of_epochs(self._epoch)
-            self._bar.update(self._bar.task_ids[0], completed=message.step, epoch=epoch, state=state)
-        elif not self._line_waits and time.monotonic() - self._last_line >= self._line_seconds:
-            share = 100 * message.position // (self._run.steps_per_epoch or 1)
-            self._line(f"{self._of_epochs(self._epoch)} {share}%")
+        mean_loss, accuracy = self._means()
+        state = f"loss {mean_loss}", f"{self._words.accuracy} {accuracy}", f"{rate(speed)} {self._words.speed}"
+        shown = self._show_bar(message.step, *state, f"lr {learning_rate(message.learning_rate)}")
+        if not shown and not self._line_waits and self._line_is_due:
+            self._line(f" {100 * message.position // (self._run.steps_per_epoch or 1)}%")
 
     def _measured(self, message: StepDone, speed: float | None) -> None:
         state = f"{rate(speed)} {self._words.speed}" if message.step > self._run.warm_up_steps else "warm-up"
-        if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=message.step, state=(state,))
-        elif time.monotonic() - self._last_line >= self._line_seconds:
+        if not self._show_bar(message.step, state) and self._line_is_due:
             show_line(self.console, f"step {message.step:,} of {self._run.total_steps:,}, {state}")
             self._last_line = time.monotonic()
 
@@ -100,7 +94,7 @@ class RunConsole:
         """The line of the epoch, with the test set."""
         self._turn_to(message.epoch)
         self._line_waits = False
-        self._line(self._of_epochs(self._epoch), message)
+        self._line(test=message)
 
     def stop(self) -> None:
         """Takes the bar away and shows the line that still waits; harmless when repeated."""
@@ -109,17 +103,16 @@ class RunConsole:
             self._bar = None
         self._show_waiting()
 
-    def _of_epochs(self, epoch: int) -> str:
-        return f"{epoch}/{self._run.config.epochs}"
-
     def _turn_to(self, epoch: int) -> None:
         if epoch != self._epoch:
             self._show_waiting()
             self._epoch, self._sums = epoch, (0, 0.0, 0.0)
+            if self._bar is not None:
+                self._bar.update(self._bar.task_ids[0], epoch=f"{epoch}/{self._run.config.epochs}")
 
     def _show_waiting(self) -> None:
         if self._line_waits:
-            self._line(self._of_epochs(self._epoch))
+            self._line()
         self._line_waits = False
 
     def _means(self) -> tuple[str, str]:
@@ -127,7 +120,7 @@ class RunConsole:
         counted, losses, right = self._sums
         return (loss(losses / counted), percent(right / counted)) if counted else (loss(None), percent(None))
 
-    def _line(self, epoch: str, test: Evaluated | None = None) -> None:
+    def _line(self, share: str = "", test: Evaluated | None = None) -> None:
         if not self._header_shown:
             words = self._words
             headings = "epoch", "train loss", words.accuracy, *words.scores, words.speed, "lr"
@@ -137,6 +130,7 @@ class RunConsole:
         if test is not None:
             test_loss, second, third = scores_of(self._run.config.task, test.scores).values()
             tested = loss(test_loss), perplexity(second) if self._words.text else percent(second), percent(third)
+        epoch = f"{self._epoch}/{self._run.config.epochs}{share}"
         line = self._columns(epoch, *self._means(), *tested, rate(self._speed), learning_rate(self._learning_rate))
         show_line(self.console, f"{line} best" if test is not None and test.is_best else line)
         self._last_line = time.monotonic()
@@ -168,10 +162,8 @@ def progress_bar(console: Console, counted: str) -> Progress | None:
         BarColumn(bar_width=None),
         _State(console, counted),
         TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True)),
-        console=console,
-        expand=True,
-        transient=True,
-    )
+        console=console, expand=True, transient=True,
+    )  # fmt: skip
 
 
 @contextmanager

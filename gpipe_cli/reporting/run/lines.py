@@ -40,15 +40,12 @@ def show_text(console: Console, text: str, style: str = "") -> None:
 
 
 def wrapped(text: str, width: int) -> list[str]:
-    """The lines of a text, which is broken at blanks only, and behind a number, as in `40.5 samples/s`, only if it must
-    be."""
-    if cell_len(text) <= width:
-        return [text]
-    lines: list[str] = []
+    """The lines of a text, broken at blanks only; behind a number, as in `40.5 samples/s`, only if it must be."""
+    lines = [text]
     for broken in (re.sub(r"(?<=\d) (?=[^\W\d]|%)", "\xa0", text), text):
-        lines = textwrap.wrap(broken, max(1, width), break_long_words=False, break_on_hyphens=False)
-        if max(map(cell_len, lines)) <= width:
+        if max(map(cell_len, lines), default=0) <= width:
             break
+        lines = textwrap.wrap(broken, max(1, width), break_long_words=False, break_on_hyphens=False)
     return [line.replace("\xa0", " ") for line in lines]
 
 
@@ -114,8 +111,7 @@ _LOG: ContextVar[_Log | None] = ContextVar("log", default=None)
 
 @contextmanager
 def logging_to(folder: Path | None) -> Iterator[None]:
-    """Inside, what is shown stands in the log of the run in ``folder``, too, each line behind the time; with None in no
-    log."""
+    """Inside, what is shown stands in the log of the run in ``folder``, too, behind the time; with None in no log."""
     before = _LOG.set(None if folder is None else _Log(folder))
     try:
         yield

@@ -61,19 +61,18 @@ def show_summary(
         show_facts(console, in_columns(console, memory_rows(result.memory)))
     if bench:
         show_facts(console, _flops(result, peak))
-    show_facts(console, [("run folder", str(folder))])
+    facts = [("run folder", str(folder))]
     if (folder / PAGE).exists():
-        show_facts(console, [("page", str(folder / PAGE))])
-    if bench:
-        return
-    if failed := result.failed_checkpoints:
-        show_facts(console, [("not written", f"{plural(failed, 'checkpoint')} of those that were due")])
-    if status in ("interrupted", "failed"):
-        show_facts(console, [("checkpoint", checkpoint)])
-        if resume is not None:
-            show_facts(console, [("go on with", f"gpipe train {override('resume', resume)}")])
-    if result.steps and "tensorboard" in result.config["logger"] and folder.is_dir():
-        show_facts(console, [("curves", f"tensorboard --logdir {shlex.quote(str(folder))}")])
+        facts.append(("page", str(folder / PAGE)))
+    if not bench:
+        if failed := result.failed_checkpoints:
+            facts.append(("not written", f"{plural(failed, 'checkpoint')} of those that were due"))
+        if status in ("interrupted", "failed"):
+            facts.append(("checkpoint", checkpoint))
+            facts += [] if resume is None else [("go on with", f"gpipe train {override('resume', resume)}")]
+        if result.steps and "tensorboard" in result.config["logger"] and folder.is_dir():
+            facts.append(("curves", f"tensorboard --logdir {shlex.quote(str(folder))}"))
+    show_facts(console, facts)
 
 
 def show_evaluation(console: Console, folder: Path, checkpoint: str, task: Task, message: EvaluationDone) -> None:
@@ -97,8 +96,7 @@ def show_evaluation(console: Console, folder: Path, checkpoint: str, task: Task,
         tokens = "" if message.scores.tokens is None else f" with {plural(message.scores.tokens, 'token')}"
         seen = f"{message.samples:,}{tokens} in {duration(message.seconds)}"
         said = outcome_of_test(task, tested, message.unigram_perplexity)
-        facts = [("checkpoint", checkpoint), ("test", said)]
-        facts.append((f"{words.sample}s", seen))
+        facts = [("checkpoint", checkpoint), ("test", said), (f"{words.sample}s", seen)]
         if translation is not None:
             facts += outcome_of_translation(translation)
         show_facts(console, [*facts, ("written to", str(folder / EVALUATION))])
@@ -144,12 +142,10 @@ def _outcome(result: RunResult) -> Iterable[tuple[str, str]]:
     speeds = [(TOKENS, f"{TOKENS.text(result)} tokens/s")] if result.text else []
     speeds.append((SAMPLES, f"{SAMPLES.text(result)} {sample}s/s"))
     if result.command == "bench":
-        label = "speed"
         for measure, speed in speeds:
             first, third = (MEASURES[f"{measure.key}_{quartile}"].text(result) for quartile in ("q1", "q3"))
             spread = f"quartiles {first} and {third}, {plural(result.speed_steps, 'step')}"
-            yield label, f"{speed} (median; {spread})"
-            label = ""
+            yield "speed" if measure is speeds[0][0] else "", f"{speed} (median; {spread})"
         yield "", f"{step}, warm-up included" if result.speed_includes_warm_up else step
     else:
         steps = f"after the first {plural(result.warm_up_steps, 'step')}"

@@ -33,12 +33,12 @@ class Writer:
         self._size = 0  # size of the file in bytes
         self._last = run.first_step  # the last step of the file
         with naming(self._path):
-            if run.first_step and self._path.exists():
+            if not run.first_step:
+                self._path.unlink(missing_ok=True)
+            elif self._path.exists():
                 with self._path.open(newline="", encoding="utf-8") as file:
                     self._tags = next(csv.reader(file), [""])[1:]
                 self._write_anew()
-            else:
-                self._path.unlink(missing_ok=True)
 
     def settings(self, values: Mapping[str, Value]) -> None: ...
 

@@ -153,11 +153,8 @@ def charts(text: bool, predicted: bool) -> dict[str, dict[str, list[Any]]]:
     }
     if predicted:  # a margin has three tags: the line, the band's lower and its upper edge
         layout["measured and predicted"] = {
-            "idle; band: to what was predicted": ["Margin", ["idle/measured", "idle/predicted", "idle/measured"]],
-            "bubble; band: from ideal to predicted": [
-                "Margin",
-                ["bubble/measured", "bubble/ideal", "bubble/predicted"],
-            ],
+            "idle; band: to predicted": ["Margin", ["idle/measured", "idle/predicted", "idle/measured"]],
+            "bubble; band: ideal to predicted": ["Margin", ["bubble/measured", "bubble/ideal", "bubble/predicted"]],
             "step: how many times as long as predicted": ["Multiline", ["speed/step_over_predicted"]],
         }
     return layout

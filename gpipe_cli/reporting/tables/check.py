@@ -75,11 +75,9 @@ def show_check(console: Console, folder: Path, report: CheckReport) -> None:
         tolerance = f"{TOLERANCE[report.config['precision']]:.0e} of the gradients' norm"
         notes.append(("tolerance", f"{tolerance}, where they are summed in another order"))
     unusual = {row.text: row.verdict for row in report.rows if row.bad or row.verdict == "left out"}
-    notes += [
-        (verdict, text)
-        for text, verdict in unusual.items()
-        if text and not any(text in other and text != other for other in unusual)
-    ]
+    for text, verdict in unusual.items():
+        if text and not any(text in other and text != other for other in unusual):
+            notes.append((verdict, text))
     shown = " ".join(row.text for row in report.rows)
     notes += [("refused", finding.text) for finding in report.findings if finding.text not in shown]
     notes += [("shared", text) for text in report.shared if text not in shown]

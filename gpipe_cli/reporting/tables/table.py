@@ -175,11 +175,10 @@ def to_markdown(table: Table) -> str:
 def to_html(table: Table, colours: Sequence[str] = (), links: Sequence[str] = ()) -> str:
     """The table as a `table` element: ``colours`` are squares before the rows' names, and ``links``, in HTML, follow
     the names. Scripts can sort rows by `data-value`, which is empty where there is no value."""
-    heads = [
-        f'<th scope="col"{_class(column)}>{escape(column.heading)}'
-        f"{f'<small>{column.origin_line}</small>' if column.origin_line else ''}</th>"
-        for column in table.columns
-    ]
+    heads = []
+    for column in table.columns:
+        origin = f"<small>{column.origin_line}</small>" if column.origin_line else ""
+        heads.append(f'<th scope="col"{_class(column)}>{escape(column.heading)}{origin}</th>')
     heads[1:1] = ['<th scope="col" class="text plain">see</th>'] if links else []
     lines = [f"<table><thead><tr>{''.join(heads)}</tr></thead><tbody>"]
     for row, (name, *cells) in enumerate(table.rows):
@@ -207,23 +206,19 @@ def _is_failure(column: Column, cell: str) -> bool:
 def _lines(columns: Sequence[Column], widths: Sequence[int], gap: int, rule: str) -> Iterator[tuple[str, str]]:
     """The lines of a table, and their styles."""
     origins = any(column.origin_line for column in columns)
-    headings = [
-        [line for part in _heading(column, origins) for line in _shortened(part, width)]
-        for column, width in zip(columns, widths, strict=True)
-    ]
+    headings = []
+    for column, width in zip(columns, widths, strict=True):
+        parts = [*column.heading.split("\n"), *([column.origin_line] if origins else [])]  # the last: the source
+        headings.append([line for part in parts for line in _shortened(part, width)])
     most = max(map(len, headings))
     headings = [[""] * (most - len(lines)) + lines for lines in headings]  # the last line of each stands above the rule
 
     def line(cells: Iterable[str]) -> str:
-        pads = (" " * (width - cell_len(cell)) for width, cell in zip(widths, cells, strict=True))
-        return (
-            (" " * gap)
-            .join(
-                f"{pad}{cell}" if column.right else f"{cell}{pad}"
-                for column, cell, pad in zip(columns, cells, pads, strict=True)
-            )
-            .rstrip()
-        )
+        padded = []
+        for column, width, cell in zip(columns, widths, cells, strict=True):
+            pad = " " * (width - cell_len(cell))
+            padded.append(f"{pad}{cell}" if column.right else f"{cell}{pad}")
+        return (" " * gap).join(padded).rstrip()
 
     for cells in zip(*headings, strict=True):
         yield line(cells), "bold"
@@ -233,11 +228,6 @@ def _lines(columns: Sequence[Column], widths: Sequence[int], gap: int, rule: str
         wrapped = (_shortened(cell, width) for cell, width in zip(row, widths, strict=True))
         for cells in zip_longest(*wrapped, fillvalue=""):
             yield line(cells), "red" if failed else ""
-
-
-def _heading(column: Column, origins: bool) -> Sequence[str]:
-    """The lines of a heading; in a table with `origins` the last one says where the numbers come from."""
-    return [*column.heading.split("\n"), *([column.origin_line] if origins else [])]
 
 
 def _shortened(text: str, width: int) -> Sequence[str]:
