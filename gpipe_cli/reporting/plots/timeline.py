@@ -7,12 +7,16 @@ micro-batches have 196,608) would take minutes so; they are plain.
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.collections import PathCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from matplotlib.path import Path as Outline
+from matplotlib.ticker import MaxNLocator
 
 from gpipe_cli.reporting.plots import palette, picture
-from gpipe_cli.reporting.plots.palette import INK, PALE_INK
+from gpipe_cli.reporting.plots.palette import GRID, INK, PALE_INK
 from gpipe_cli.reporting.plots.timeline_values import ACTIONS, BarKind, TimelineView, axis_unit, in_percent
 from gpipe_cli.units import duration
 
@@ -22,6 +26,10 @@ TITLE_INCHES, AXIS_INCHES, LEGEND_INCHES = 0.42, 0.5, 0.82
 LEGEND_TOP_INCHES, LEGEND_LINES = 0.57, 3  # a legend of up to 3 kinds of actions; more make it higher
 ROW_INCHES, PANEL_INCHES = 0.4, 4.8  # a row is lower where this would make the panel higher
 HATCHES: dict[BarKind, str] = {"R": "////", "waiting": "\\\\\\\\", "transfer": "xxxxx"}
+SHOWN_STAGES = 16  # with more stages than these only some are named
+BAR_HEIGHT = 0.86  # height of a bar, where a row has height 1
+MARGIN = 1.004  # length of an axis, where the longest bar has length 1
+LEGEND_LINE_INCHES = 0.16
 CHARACTER_INCHES = 0.068  # width of a character in a bar's name
 # Inches of the paper, of what is left and right of the bars, and of the titles above them.
 WIDE = (picture.WIDTH_INCHES, LEFT_INCHES, RIGHT_INCHES, TITLE_INCHES)
@@ -34,7 +42,7 @@ def draw(views: Sequence[TimelineView], *, narrow: bool = False) -> picture.Pict
     across, left, right, title = WIDE if not narrow else NARROW
     heights = [min(ROW_INCHES * len(view.stages), PANEL_INCHES) for view in views]
     seen = {bar.what for view in views for bars in view.stages for bar in bars}
-    lines = picture.LEGEND_LINE_INCHES * max(0, sum(what in seen for what in ACTIONS) - LEGEND_LINES)
+    lines = LEGEND_LINE_INCHES * max(0, sum(what in seen for what in ACTIONS) - LEGEND_LINES)
     top = sum(heights) + title * len(views) + AXIS_INCHES + LEGEND_INCHES + lines
     figure = picture.new_figure(top, across)
     end = max(view.end_seconds for view in views) or 1.0
@@ -44,17 +52,17 @@ def draw(views: Sequence[TimelineView], *, narrow: bool = False) -> picture.Pict
     width = across - left - right
     for view, height in zip(views, heights, strict=True):
         top -= title + height
-        axes = picture.add_axes(figure, left, top, width, height)
-        picture.name_stages(axes, len(view.stages))
-        picture.show_axis(axes, end, unit, f"time since the step began, {name}" if view is views[-1] else "")
+        axes = _add_axes(figure, left, top, width, height)
+        _name_stages(axes, len(view.stages))
+        _show_axis(axes, end, unit, f"time since the step began, {name}" if view is views[-1] else "")
         shares = in_percent(view.breakdown)
         idle = f"idle {shares['idle']:.1f} %, of it bubble {shares['bubble']:.1f} %"
         numbers = f"step {duration(view.step_seconds)}{', ' if narrow else '   '}{idle}"
         note = f", {view.note}" if view.note and not narrow else ""
-        picture.put_titles(axes, f"{view.kind}  ·  {view.title}{note}", numbers, narrow)
+        _put_titles(axes, f"{view.kind}  ·  {view.title}{note}", numbers, narrow)
         _bars(axes, view, micro_batches, single)
         if single:
-            _names(axes, view, micro_batches, width / (end * picture.MARGIN), height / len(view.stages))
+            _names(axes, view, micro_batches, width / (end * MARGIN), height / len(view.stages))
     _legend(figure, micro_batches, seen, single, LEGEND_TOP_INCHES + lines, narrow)
     return picture.pixels(figure)
 
@@ -68,17 +76,17 @@ def _bars(axes: Axes, view: TimelineView, micro_batches: int, hatched: bool) -> 
     idle = {"edgecolors": palette.IDLE_LINE, "hatch": HATCHES["waiting"]} if hatched else {}
     outline = {"edgecolors": "white", "linewidths": 0.7} if hatched else {"linewidths": 0.0}
     whole_step = [(stage, 0.0, view.step_seconds) for stage in range(len(view.stages))]
-    picture.add_bars(axes, whole_step, facecolors=palette.IDLE, linewidths=0.0, **idle)
+    _add_bars(axes, whole_step, facecolors=palette.IDLE, linewidths=0.0, **idle)
     for (what, micro_batch), placed in groups.items():
         face = palette.colour(what, micro_batch, micro_batches)
         if what == "waiting":
-            picture.add_bars(axes, placed, facecolors=face, linewidths=0.0, **idle)
+            _add_bars(axes, placed, facecolors=face, linewidths=0.0, **idle)
         elif what == "R" and hatched:
             forward = palette.colour("F", micro_batch, micro_batches)
-            picture.add_bars(axes, placed, facecolors=face, edgecolors=forward, hatch=HATCHES["R"], linewidths=0.0)
-            picture.add_bars(axes, placed, facecolors="none", **outline)
+            _add_bars(axes, placed, facecolors=face, edgecolors=forward, hatch=HATCHES["R"], linewidths=0.0)
+            _add_bars(axes, placed, facecolors="none", **outline)
         else:
-            picture.add_bars(axes, placed, facecolors=face, hatch=HATCHES.get(what) if hatched else None, **outline)
+            _add_bars(axes, placed, facecolors=face, hatch=HATCHES.get(what) if hatched else None, **outline)
 
 
 def _names(axes: Axes, view: TimelineView, micro_batches: int, inches: float, row: float) -> None:
@@ -105,7 +113,11 @@ def _legend(figure: Figure, micro_batches: int, seen: set[BarKind], hatched: boo
         if what in seen
     }
     if rows:
-        axes = picture.add_colour_table(figure, rows, left + 0.95, top, table)
+        height = LEGEND_LINE_INCHES * len(rows)
+        axes = _add_axes(figure, left + 0.95, top - height, table, height)
+        colours = [[palette.rgb(colour) for colour in row] for row in rows.values()]
+        axes.imshow(np.array(colours, np.uint8), aspect="auto", interpolation="nearest")
+        axes.set_yticks(range(len(rows)), list(rows), fontsize=8, color=INK)
         axes.xaxis.tick_top()
         axes.set_xticks(sorted({0, micro_batches - 1}))
         axes.tick_params(axis="x", pad=2, labelsize=8, labelcolor=INK)
@@ -123,6 +135,56 @@ def _legend(figure: Figure, micro_batches: int, seen: set[BarKind], hatched: boo
         for name, (face, edge, hatch, there) in marks.items()
         if there
     ]
-    look: dict[str, Any] = {"ncols": 1, "handlelength": 2.0, "labelspacing": 0.25} if narrow else {"handlelength": 3.0}
-    bottom = 0.06 if narrow else 0.22
-    picture.add_legend(figure, patches, left, bottom, **{"handleheight": 1.4, "columnspacing": 3.0} | look)
+    across, up = figure.get_size_inches()
+    columns, length, spacing, bottom = (1, 2.0, 0.25, 0.06) if narrow else (len(patches), 3.0, 0.5, 0.22)
+    figure.legend(
+        handles=patches, loc="lower left", bbox_to_anchor=(left / across, bottom / up), borderpad=0, borderaxespad=0,
+        frameon=False, labelcolor=INK, fontsize=8, ncols=columns, handlelength=length, labelspacing=spacing,
+        handleheight=1.4, columnspacing=3.0,
+    )  # fmt: skip
+
+
+def _add_axes(figure: Figure, left: float, bottom: float, width: float, height: float) -> Axes:
+    """Axes without a frame, placed in inches."""
+    across, up = figure.get_size_inches()
+    axes = figure.add_axes((left / across, bottom / up, width / across, height / up))
+    picture.without_frame(axes)
+    return axes
+
+
+def _put_titles(axes: Axes, left: str, right: str, narrow: bool) -> None:
+    """Above a panel: in bold what it shows, and beside that, or on narrow paper below it, numbers."""
+    look: dict[str, Any] = {"fontsize": 11, "color": INK, "y": 1.0}
+    axes.set_title(left, loc="left", fontweight="bold", **look, pad=21 if narrow else 7)
+    if narrow:
+        below: dict[str, Any] = {"xytext": (0, 7), "textcoords": "offset points", "fontsize": 9, "color": INK}
+        axes.annotate(right, (0, 1), xycoords="axes fraction", **below)
+    else:
+        axes.set_title(right, loc="right", **look, pad=7)
+
+
+def _name_stages(axes: Axes, stages: int) -> None:
+    """A row for each stage, the first at the top, of which at most SHOWN_STAGES are named."""
+    step = next(n for n in (1, 2, 4, 8, 16, 32, 64, stages) if stages / n <= SHOWN_STAGES)
+    shown = range(0, stages, step)
+    axes.set_ylim(stages - 0.5, -0.5)
+    axes.set_yticks(list(shown), [f"stage {stage}" for stage in shown], color=INK)
+
+
+def _show_axis(axes: Axes, end: float, unit: float, words: str) -> None:
+    """The axis below bars, in units of so much; without numbers if there are no `words`."""
+    axes.set_xlim(0, end * MARGIN)
+    axes.xaxis.set_major_locator(MaxNLocator(10, steps=[1, 2, 5, 10]))
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value / unit:g}")
+    axes.tick_params(labelbottom=bool(words))
+    axes.grid(axis="x", color=GRID, linewidth=0.6)
+    axes.set_xlabel(words, fontsize=9, color=PALE_INK, loc="right", labelpad=3)
+
+
+def _add_bars(axes: Axes, bars: Sequence[tuple[int, float, float]], **look: Any) -> None:
+    """Bars as (row, start, end). They are one path, as a hatching is drawn anew for each path."""
+    half = BAR_HEIGHT / 2
+    corners = [
+        ((start, row - half), (end, row - half), (end, row + half), (start, row + half)) for row, start, end in bars
+    ]
+    axes.add_collection(PathCollection([Outline.make_compound_path_from_polys(np.array(corners))], **look))

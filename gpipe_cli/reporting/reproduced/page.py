@@ -11,11 +11,15 @@ from pathlib import Path
 
 from gpipe_cli.reporting.reproduced.verdict import verdict
 from gpipe_cli.reporting.tables.recipe import Reproduction
-from gpipe_cli.reporting.tables.table import NONE, to_html
+from gpipe_cli.reporting.tables.table import NONE, Column, Table, to_html
 from gpipe_cli.system.files import write_whole
 from gpipe_cli.units import duration, plural
 
 REPORT = "report.html"
+_CLAIMS = [
+    Column(name, number=name in ("paper", "ours", "difference", "min"))
+    for name in ("the paper", "number", "paper", "ours", "ours is", "difference", "min")
+]
 KINDS = {
     "measured": "was run here and timed, or evaluated",
     "counted": "was run here, and is exact whatever the machine is",
@@ -46,12 +50,10 @@ def _page(reproductions: Sequence[Reproduction], failed: Mapping[str, str], styl
         yield '<section><h2>Not reproduced</h2><ul class="failed">'
         yield from (f"<li><code>{escape(name)}</code> failed: {escape(why)}</li>" for name, why in failed.items())
         yield "</ul></section>"
-    yield '<section><h2>Claims</h2><div class="wide"><table class="claims"><thead><tr><th class="text">The paper</th>'
-    yield '<th class="text">number</th><th>paper</th><th>ours</th><th class="text">ours is</th><th>difference</th>'
-    yield "<th>min</th></tr></thead>"
-    for one in reproductions:
-        yield from _claims(one)
-    yield "</table></div></section>"
+    rows = [(row, f'<a href="#{one.name}">{one.name}</a>') for one in reproductions for row in _claims(one)]
+    claims = Table.of_rows("claims", _CLAIMS, (row for row, _ in rows))
+    yield f'<section><h2>Claims</h2><div class="wide claims">{to_html(claims, links=[link for _, link in rows])}</div>'
+    yield "</section>"
     yield '<section><h2>How a number was obtained</h2><dl class="kinds">'
     yield from (f"<dt>{kind}</dt><dd>{escape(words)}</dd>" for kind, words in KINDS.items())
     yield "</dl></section>"
@@ -60,22 +62,17 @@ def _page(reproductions: Sequence[Reproduction], failed: Mapping[str, str], styl
     yield "</main></body></html>"
 
 
-def _claims(one: Reproduction) -> Iterator[str]:
+def _claims(one: Reproduction) -> Iterator[tuple[str, ...]]:
     """A row for each table that has a number of the paper beside one of ours; one with a note if none has."""
-    found = [said for table in one.tables if (said := verdict(table)) is not None]
-    rows = [
-        f'<td class="text">{escape(said.what)}</td><td>{escape(said.paper)}</td><td>{escape(said.ours)}</td>'
-        f'<td class="text"><span class="tag {said.origin}">{said.origin}</span></td>'
-        f"<td>{escape(said.difference) if said.difference != NONE else 'other data or size'}</td>"
-        for said in found
-    ]
     words = next((line for label, line in one.notes if label in ("weights", "found")), "no number in the paper")
-    rows = rows or [f'<td class="text" colspan="5">{escape(words)}</td>']
-    span = f' rowspan="{len(rows)}"'
-    yield f'<tbody><tr><th scope="row"{span}><a href="#{one.name}">{escape(one.claim)}</a></th>'
-    yield f"{rows[0]}<td{span}>{one.seconds / 60:.1f}</td></tr>"
-    yield from (f"<tr>{row}</tr>" for row in rows[1:])
-    yield "</tbody>"
+    claim, minutes = one.claim, f"{one.seconds / 60:.1f}"
+    for said in [verdict(table) for table in one.tables]:
+        if said is not None:
+            difference = said.difference if said.difference != NONE else "other data or size"
+            yield claim, said.what, said.paper, said.ours, said.origin, difference, minutes
+            claim = minutes = ""
+    if claim:
+        yield claim, words, "", "", "", "", minutes
 
 
 def _section(one: Reproduction, folder: Path) -> Iterator[str]:

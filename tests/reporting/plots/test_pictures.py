@@ -8,7 +8,7 @@ from reporting_runs import shares, timeline
 
 from gpipe_cli.reporting.plots import palette
 from gpipe_cli.reporting.plots import timeline as drawing
-from gpipe_cli.reporting.plots.picture import DPI, MARGIN, WIDTH_INCHES
+from gpipe_cli.reporting.plots.picture import DPI, WIDTH_INCHES
 from gpipe_cli.reporting.plots.timeline import draw
 from gpipe_cli.reporting.plots.timeline_values import Bar, TimelineView
 
@@ -34,7 +34,7 @@ def colour_at(
     height = min(drawing.ROW_INCHES * stages, drawing.PANEL_INCHES)
     top = panel * (drawing.TITLE_INCHES + height) + drawing.TITLE_INCHES
     room = WIDTH_INCHES - drawing.LEFT_INCHES - drawing.RIGHT_INCHES
-    end = max(view.end_seconds for view in views) * MARGIN
+    end = max(view.end_seconds for view in views) * drawing.MARGIN
     row = (top + height * (stage + down) / stages) * DPI
     return tuple(map(int, picture[round(row), round((drawing.LEFT_INCHES + room * seconds / end) * DPI)]))
 
