@@ -73,10 +73,8 @@ class Measure:
     narrow: str = ""  # the heading in a table of many columns, where `heading` has no room
 
     def value(self, result: Any) -> Any:
-        """The number in a result, None where there is none; of numbers of each stage the largest one.
-
-        In a plan and in a row of bench.json the path ends at its first part, as `bubble`: they have one kind of it.
-        """
+        """The number in a result, None where there is none; of numbers of each stage the largest one. In a plan and in
+        a row of bench.json the path ends at its first part, as `bubble`: they have one kind of it."""
         found = result
         for part in self.of.split("."):
             if isinstance(found, tuple | list):

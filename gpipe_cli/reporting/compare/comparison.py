@@ -108,10 +108,7 @@ def _settings(runs: Sequence[RunRecord], keys: Sequence[str]) -> list[str]:
 
 
 def _folders(folders: Sequence[tuple[str, ...]]) -> list[str]:
-    """The last parts of paths, as many as tell them apart.
-
-    The time that begins a run folder's name is kept where nothing else differs, and the date where runs are of several.
-    """
+    """The last parts of paths, as many as tell them apart; the date and the time in a name only where they must."""
     endings = (["/".join(folder[-n:]) for folder in folders] for n in range(1, max(map(len, folders)) + 1))
     ends = next((found for found in endings if len(set(found)) == len(found)), [folder[-1] for folder in folders])
     for begin in (r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_", r"\d{4}-\d\d-\d\d_"):
@@ -126,11 +123,11 @@ def _setting(key: str, runs: Sequence[RunRecord]) -> Column:
     values = [run.settings.get(key) for run in runs]
     number = all(value is None or (isinstance(value, int | float) and not isinstance(value, bool)) for value in values)
     cells = [show(run.settings[key]) if key in run.settings else "-" for run in runs]
-    heading = SYMBOLS.get(key) or _folded(key.removesuffix(".name"))  # `model`, as one types it
+    heading = SYMBOLS.get(key) or _folded(key.removesuffix(".name"), width=9)  # `model`, as one types it
     return Column(heading, cells=cells, number=number, key=key, values=values)
 
 
-def _folded(key: str, width: int = 9) -> str:
+def _folded(key: str, width: int) -> str:
     """A key over several lines, each as near to ``width`` as its parts allow: `micro_` above `batches`."""
     lines = [""]
     for part in re.findall(r"[^._]+[._]?|[._]", key):

@@ -119,8 +119,7 @@ def _curves(comparison: Comparison, tags: Sequence[str]) -> list[dict[str, Any]]
 
 
 def _chart(comparison: Comparison, tag: str, ends: Collection[int]) -> dict[str, Any]:
-    """The curves of a tag over the steps that any of them has, and `ends`; `at` are the places of their own. Of those
-    that are the same bits the first one is wide and pale, so that all are seen."""
+    """The curves of a tag over the steps that any of them has, and `ends`; `at` are the places of their own."""
     curves = [run.curves.get(tag) for run in comparison.runs]
     groups = same_curves(curves)
     smoothed = tag in SPEEDS and any(curve is not None and len(curve.values) > LONG for curve in curves)
@@ -157,9 +156,9 @@ def styles(count: int, groups: Sequence[Sequence[int]]) -> list[tuple[float, lis
     return made
 
 
-def running_median(values: Sequence[float], width: int = MEDIAN_STEPS) -> list[float]:
-    """The median of ``width`` values around each, of fewer at both ends."""
-    half = width // 2
+def running_median(values: Sequence[float]) -> list[float]:
+    """The median of the MEDIAN_STEPS values around each, of fewer at both ends."""
+    half = MEDIAN_STEPS // 2
     return [median(values[max(0, n - half) : n + half + 1]) for n in range(len(values))]
 
 
@@ -169,8 +168,8 @@ def logarithmic(values: Sequence[float]) -> bool:
 
 
 def _points(curve: Curve, speed: bool, most: int) -> dict[int, float | None]:
-    """What is drawn of a curve, by step; None for what is no number. Of one with more than ``most`` points, in each of
-    many equal parts the least and the greatest value, so that no peak is lost."""
+    """What is drawn of a curve, by step; None for what is no number. Of a long one, in each of many equal parts the
+    least and the greatest value, so that no peak is lost."""
     values: Sequence[float] = curve.values
     if speed and len(values) > LONG and all(map(math.isfinite, values)):
         values = running_median(values)
@@ -188,8 +187,7 @@ def _points(curve: Curve, speed: bool, most: int) -> dict[int, float | None]:
 
 
 def _scaling(comparison: Comparison) -> list[dict[str, Any]]:
-    """Speed-up and efficiency over the number of devices: a line for runs that do the same work in the same way, with
-    the median of those that differ in nothing that counts. No charts where nothing can be said."""
+    """Speed-up and efficiency over the number of devices: a line for runs that do the same work in the same way."""
     runs = comparison.runs
     known: dict[int, Scaling] = {at: one for at, one in enumerate(scalings(runs)) if one is not None}
     x = sorted({devices(runs[at]) for at in known})

@@ -27,8 +27,7 @@ def devices(run: RunRecord) -> int:
 
 
 def scalings(runs: Sequence[RunRecord]) -> list[Scaling | None]:
-    """The scaling of each run; None without a speed of its own, or with no other number of devices on the same machine
-    for the same work."""
+    """The scaling of each run; None where there is nothing to compare it with."""
     groups: dict[str, list[int]] = {}
     for at, run in enumerate(runs):
         if _speed(run):

@@ -38,9 +38,8 @@ def write_page(
 ) -> None:
     """Writes the page about what `title` says: the newest of `steps`, as far as there is room for their bars.
 
-    Of a newest step that has too many bars a picture is shown. `commands`: what was typed, by which the run began and
-    then went on; `run`: its folder, if it is one; `contended`: the share of the time in which other programs used its
-    cores, if that was enough to slow it down.
+    Of a newest step that has too many bars a picture is shown. `commands`: what was typed; `run`: its folder, if it is
+    one; `contended`: the share of the time in which other programs used its cores, if that slowed it down.
     """
     drawn_from = {
         "colours": {what: [colour(what, n, HUES) for n in range(HUES)] for what in ACTIONS},

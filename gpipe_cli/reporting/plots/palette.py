@@ -40,9 +40,9 @@ def colour(what: BarKind, micro_batch: int | None, micro_batches: int) -> Colour
     return _blue_to_yellow(*_LIGHTNESS_AND_CHROMA[what], micro_batch or 0, micro_batches)
 
 
-def run_colour(position: int, count: int, lightness: float = 0.58) -> Colour:
+def run_colour(position: int, count: int) -> Colour:
     """The colour of a run among ``count``, as micro-batches have them."""
-    return _blue_to_yellow(lightness, 0.15 if lightness < 0.7 else 0.1, position, count)
+    return _blue_to_yellow(0.58, 0.15, position, count)
 
 
 def _blue_to_yellow(lightness: float, chroma: float, position: int, count: int) -> Colour:
@@ -63,7 +63,9 @@ def oklch(lightness: float, chroma: float, hue_degrees: float) -> Colour:
     while True:
         linear = _linear(lightness, chroma * math.cos(hue), chroma * math.sin(hue))
         if all(-1e-4 <= part <= 1 + 1e-4 for part in linear) or chroma < 1e-3:
-            return "#" + bytes(round(255 * _gamma(min(1.0, max(0.0, part)))) for part in linear).hex()
+            shown = (min(1.0, max(0.0, part)) for part in linear)
+            gamma = (12.92 * part if part <= 0.0031308 else 1.055 * part ** (1 / 2.4) - 0.055 for part in shown)
+            return "#" + bytes(round(255 * part) for part in gamma).hex()
         chroma *= 0.97
 
 
@@ -77,7 +79,3 @@ def _linear(lightness: float, a: float, b: float) -> tuple[float, float, float]:
         -1.2684380046 * long + 2.6097574011 * medium - 0.3413193965 * short,
         -0.0041960863 * long - 0.7034186147 * medium + 1.7076147010 * short,
     )
-
-
-def _gamma(part: float) -> float:
-    return 12.92 * part if part <= 0.0031308 else 1.055 * part ** (1 / 2.4) - 0.055

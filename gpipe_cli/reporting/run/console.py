@@ -151,10 +151,8 @@ class RunConsole:
 
 
 def progress_bar(console: Console, counted: str) -> Progress | None:
-    """A bar to which one task is to be added; None outside a terminal. It goes away at the end: lines and summary stay.
-
-    The task's field `state` is what goes on, after `counted`: phrases, the most important first.
-    """
+    """A bar to which one task is to be added, which goes away at the end; None outside a terminal. The task's field
+    `state` is what goes on, after `counted`: phrases, the most important first."""
     if not console.is_terminal or console.is_dumb_terminal:
         return None
     return Progress(

@@ -56,7 +56,8 @@ class Dashboard:
 
     def end(self, status: Status, step: int, result: RunResult) -> None:
         """What became of the run."""
-        self._draw(step, _final(result))
+        values = {f"final/{one.final}": (one.value(result), one.unit.curve_size) for one in finals(result.task)}
+        self._draw(step, {tag: None if value is None else value / size for tag, (value, size) in values.items()})
         files = [path for name in _KEPT if (path := self._folder / name).is_file()]
         self._sinks.each(lambda sink: sink.end(status, files))
 
@@ -122,17 +123,15 @@ def _tagged(values: Mapping[str, float | None]) -> dict[str, float | None]:
 
 
 def _training(message: StepDone) -> dict[str, float | None]:
-    return _tagged(
-        {
-            "train_loss": message.loss,
-            "train_cross_entropy": message.cross_entropy,
-            "train_learning_rate": message.learning_rate,
-            "train_gradient_norm": message.gradient_norm,
-            "samples_per_second": message.samples / message.seconds,
-            "tokens_per_second": None if message.tokens is None else message.tokens / message.seconds,
-            "step_seconds": message.seconds,
-        }
-    )
+    return _tagged({
+        "train_loss": message.loss,
+        "train_cross_entropy": message.cross_entropy,
+        "train_learning_rate": message.learning_rate,
+        "train_gradient_norm": message.gradient_norm,
+        "samples_per_second": message.samples / message.seconds,
+        "tokens_per_second": None if message.tokens is None else message.tokens / message.seconds,
+        "step_seconds": message.seconds,
+    })  # fmt: skip
 
 
 def _memory(message: StepDone, device_of_stage: Sequence[int]) -> dict[str, float | None]:
@@ -146,17 +145,12 @@ def _memory(message: StepDone, device_of_stage: Sequence[int]) -> dict[str, floa
     return _tagged({"memory_bytes_fullest": max(message.memory_bytes) / GIB}) | of_stages
 
 
-def _final(result: RunResult) -> dict[str, float | None]:
-    values = {f"final/{one.final}": (one.value(result), one.unit.curve_size) for one in finals(result.task)}
-    return {tag: None if value is None else value / size for tag, (value, size) in values.items()}
-
-
 def _translation_table(translations: Iterable[Translation]) -> str:
     """Sentences as a Markdown table; what Markdown or HTML would take for its own is shown as it is."""
-    rows = [[*map(_escaped, astuple(shown))] for shown in translations]
+
+    def escaped(text: str) -> str:
+        return re.sub(r"([\\`*_{}\[\]])", r"\\\1", html.escape(" ".join(text.split()), quote=False))
+
+    rows = [[*map(escaped, astuple(shown))] for shown in translations]
     headings = ("pair", "source", "reference", "translation")
     return to_markdown(Table.of_rows("", map(Column, headings), rows))
-
-
-def _escaped(text: str) -> str:
-    return re.sub(r"([\\`*_{}\[\]])", r"\\\1", html.escape(" ".join(text.split()), quote=False))

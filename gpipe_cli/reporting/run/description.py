@@ -151,10 +151,7 @@ def evaluation_of(task: Task, scores: Scores, step: int = 0, epoch: int = 0) -> 
 
 
 def perplexity(cross_entropy: float) -> float:
-    """exp of the mean cross-entropy of a token in nats: among how many equally likely tokens the model wavers.
-
-    Infinite where a float cannot hold it, as in a run that diverges.
-    """
+    """exp of the mean cross-entropy of a token in nats; infinite where a float cannot hold it."""
     try:
         return math.exp(cross_entropy)
     except OverflowError:

@@ -70,10 +70,8 @@ def show_facts(console: Console, facts: Iterable[tuple[str, str]]) -> None:
 
 
 def in_columns(console: Console, rows: Sequence[tuple[str, Sequence[str]]]) -> Iterable[tuple[str, str]]:
-    """Labelled lines whose cells stand one below the other. The first row is the heading; a column may be of `=` only.
-
-    On a terminal that is too narrow for that, columns become lines.
-    """
+    """Labelled lines whose cells stand one below the other, the first row as heading; a column may be of `=` only. On a
+    terminal that is too narrow for that, columns become lines."""
     lines = aligned(rows)
     if not console.is_terminal or max(len(line) for _, line in lines) < console.width - LABEL_WIDTH:
         return lines

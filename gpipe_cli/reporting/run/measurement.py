@@ -31,11 +31,8 @@ TEXT_PACKAGES = ("sentencepiece", "Babel", "sacrebleu")  # the tokens, the sente
 
 
 class StepMedians:
-    """Medians over the steps of a run, because single steps wait for data, disks and other programs.
-
-    The first ``warm_up_steps`` do not count: they allocate memory and choose algorithms. While there are no others,
-    they are what there is.
-    """
+    """Medians over the steps of a run, because single steps wait for data, disks and other programs. The first
+    ``warm_up_steps`` count only while there are no others: they allocate memory and choose algorithms."""
 
     def __init__(self, warm_up_steps: int) -> None:
         self.warm_up_steps = warm_up_steps
@@ -65,10 +62,7 @@ class StepMedians:
 
 
 def kind_of_speed(one_device: bool, without_core: float | None) -> SpeedKind | None:
-    """What kind of a number a speed is; None without one.
-
-    ``without_core``: the share of its computing time in which the stage that was worst off had no core.
-    """
+    """What kind of a number a speed is; None without one. ``without_core`` is a share of the computing time."""
     if without_core is None:
         return None
     return "measured_one_device" if one_device else "measured_contended" if without_core > CONTENDED else "measured"
@@ -81,10 +75,8 @@ def stage_memory(
     counted: Sequence[int] | None,
     libraries: Sequence[int] | None,
 ) -> tuple[StageMemory, ...]:
-    """The parts of each peak, which add up to it. Stages that share a device, or a process on a CPU, share the peak.
-
-    Peaks were measured, () before the first step; activations are those planned if they were not counted.
-    """
+    """The parts of each measured peak, which add up to it. Stages that share a device, or a process on a CPU, share it.
+    Activations are those planned if they were not counted."""
     found = []
     for stages in stages_together(placement.layout.device_of_stage) if peaks else ():
         parts = {

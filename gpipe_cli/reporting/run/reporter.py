@@ -45,7 +45,7 @@ from gpipe_cli.training.checkpoint.store import GONE, Progress, checkpoints_in, 
 from gpipe_cli.training.events import CheckpointAwaited, Evaluated, StepDone, Tested
 
 if TYPE_CHECKING:  # it imports torch
-    from gpipe_cli.planner.plan import Plan
+    pass
 
 RECENT_STEPS = 20  # a displayed speed is the median over so many steps
 
@@ -122,8 +122,7 @@ class Reporter:
         self._dashboard.recorded(step, breakdown)
 
     def timeline(self, picture: StepPicture) -> None:
-        """The step to show of an epoch, instead of an earlier one of it: pipeline.html has those of the last epochs,
-        timeline.png the last one, and sinks all, with the parts of the memory of each process."""
+        """The step to show of an epoch, instead of an earlier one of it, and the parts of the memory."""
         from gpipe_cli.reporting.plots.picture import write_picture
         from gpipe_cli.reporting.plots.timeline import draw
 
@@ -245,8 +244,7 @@ class Reporter:
 
     @property
     def undisturbed_step_seconds(self) -> float | None:
-        """The median that later predictions are based on; None after few steps, or where stages shared a device or
-        other programs used the cores."""
+        """The median that later predictions are based on; None after few steps, or where cores were shared."""
         lost = [self._medians.median(share) or 0.0 for share in ("without_core", "set_up")]  # data are set-up
         few = self._steps - self._run.first_step < COMPARED_STEPS
         unfit = few or self._one_device or max(lost) > measurement.DISTURBED
@@ -266,7 +264,11 @@ class Reporter:
         run, config, placement, of = self._run, self._run.config, self._run.placement, self._medians.median
         speeds = of("samples_per_second"), of("tokens_per_second")
         flops, peak = run.flops.per_second(*speeds), run.flops.peak_per_second
-        predicted = None if run.prediction is None else asdict(run.prediction.breakdown)
+        predicted = prediction = None
+        if (plan := run.prediction) is not None:
+            predicted, measured = asdict(plan.breakdown), plan.costs.basis == "timed_layers"
+            bytes_held = tuple(stage.total_bytes for stage in plan.memory), plan.saved_bytes
+            prediction = Prediction(plan.costs.source, measured, plan.step_seconds, plan.step_range, *bytes_held)
         kinds = measured_breakdown(self._medians), predicted
         kind, without_core = self._kind_of_speed
         return RunResult(
@@ -302,7 +304,7 @@ class Reporter:
             breakdown=Breakdowns(*kinds),
             idle=IdleShares(*(None if shares is None else idle(shares) for shares in kinds)),
             bubble=BubbleShares(run.ideal_bubble, *(None if shares is None else shares["bubble"] for shares in kinds)),
-            prediction=None if run.prediction is None else _prediction(run.prediction),
+            prediction=prediction,
             activation_bytes=self._counted[0],
             predicted_activation_bytes=self._predicted_activation_bytes,
             partitions=tuple(map(Partition, placement.layout.process_of_stage, placement.layout.devices,
@@ -321,23 +323,10 @@ class Reporter:
         )  # fmt: skip
 
 
-def _prediction(plan: "Plan") -> Prediction:
-    return Prediction(
-        source=plan.costs.source,
-        measured=plan.costs.basis == "timed_layers",
-        step_seconds=plan.step_seconds,
-        step_seconds_range=plan.step_range,
-        memory_bytes=tuple(stage.total_bytes for stage in plan.memory),
-        activation_bytes=plan.saved_bytes,
-    )
-
-
 def _starts(folder: Path, run: RunDescription) -> list[Start]:
-    """The restarts of the run that goes on, or that begins in ``folder`` again, and this one."""
-    found: list[Start] = []
-    for earlier in (run.config.resume, folder):
-        if earlier is not None and (result := run_result_or_none(Path(earlier))) is not None:
-            found = list(result.starts)
+    """The starts of the run that goes on, or that begins in ``folder`` again, and this one."""
+    earlier = [run_result_or_none(Path(one)) for one in (folder, run.config.resume) if one is not None]
+    found = next((list(result.starts) for result in earlier if result is not None), [])
     if run.start is None or (found and found[-1].started == run.start.started):  # it is there: max_restarts
         return found
     return [*found, replace(run.start, first_step=run.first_step, code=measurement.code(run.config.model))]

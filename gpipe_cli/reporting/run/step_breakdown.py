@@ -26,8 +26,7 @@ def measured_breakdown(medians: StepMedians) -> dict[str, float] | None:
 
 
 def show_shares(console: Console, kinds: Mapping[str, Mapping[str, float] | None], ideal_bubble: float) -> None:
-    """A small table: a heading, a line for each kind of breakdown that is known, `measured` or `predicted`, and what
-    their bubble is compared with.
+    """A small table: a line for each kind of breakdown that is known, and what their bubble is compared with.
 
     % of a step  compute recompute  update    idle =  bubble imbalance transfer set-up
     measured        58.0      18.3     2.2    21.5 =    14.2       1.5     2.3    3.5
@@ -53,8 +52,8 @@ def comparison(
     predicted_bytes: Sequence[int] | None,
     counted_bytes: Sequence[int] | None,
 ) -> Iterable[tuple[str, str]]:
-    """Labelled lines: the prediction of a run against the median over its steps without warm-up, and the saved
-    activations of one mini-batch, per stage, if they were counted."""
+    """Labelled lines: the prediction of a run against what was measured, and the saved activations of one mini-batch,
+    per stage, if they were counted."""
     least, most = prediction.step_range
     varied = f", {duration(least)} to {duration(most)} as the machine varies;" if least < most else ","
     times = f"{duration(prediction.step_seconds)} a step{varied} measured {duration(step_seconds)}"

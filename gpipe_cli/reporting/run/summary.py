@@ -29,11 +29,10 @@ EXAMPLES = 5  # translations that the console shows; evaluate.json has all
 def show_summary(
     console: Console, result: RunResult, folder: Path, peak: str, checkpoint: str, resume: str | None
 ) -> None:
-    """Shows what became of a training or of a measurement, as result.json has it.
+    """Shows what became of a training or of a measurement.
 
-    Args:
-        peak: where the peak that the MFU is a share of comes from, or why it is not known.
-        checkpoint: where the last checkpoint is, and the run folder to ``resume``; for a training that was stopped.
+    `peak`: where the peak that the MFU is a share of comes from, or why it is not known; `checkpoint`: where the last
+    one is of a training that was stopped, and the run folder to `resume`.
     """
     status, seconds, bench = result.status, MEASURES["seconds"].text(result), result.command == "bench"
     epochs = f"{plural(result.epochs, 'epoch')}, " if result.epochs and not bench else ""

@@ -131,12 +131,9 @@ def record(event: "Event") -> bytes:
 
 
 def charts(text: bool, predicted: bool) -> dict[str, dict[str, list[Any]]]:
-    """The tab Custom Scalars: its charts show all runs that are ticked.
-
-    TensorBoard has a colour for each run, so every chart has one line for each, and what belongs to that line is a band
-    around it. It merges the layouts of all runs by the titles of categories, and drops charts that are equal: so a
-    chart does not depend on K, and runs of images and of text add to each other.
-    """
+    """The tab Custom Scalars. TensorBoard has a colour for each run, so every chart has one line for each, and what
+    belongs to that line is a band around it. It merges the layouts of all runs by the titles of categories, and drops
+    charts that are equal: so a chart does not depend on K, and runs of images and of text add to each other."""
     score, speed = ("perplexity", "tokens_per_second") if text else ("top1", "samples_per_second")
     of_test, trained = MEASURES[f"test_{score}"], MEASURES[f"train_{score}"]
     runs = {
@@ -215,9 +212,9 @@ def _hparams(tag: str, **data: Any) -> "Summary":
 
 
 def typed_text(value: Value) -> bool | str:
-    """A setting as it was typed; switches stay switches. TensorBoard would show a number with five digits, K = 4 as
-    4.0000. It shows all of a text but the blanks at its beginning, and sorts texts by their characters. So all numbers
-    have their points at the same place, and none has an exponent: then both orders are the same."""
+    """A setting as it was typed; switches stay switches. TensorBoard would show K = 4 as 4.0000. It shows all of a text
+    but the blanks at its beginning, and sorts texts by their characters: so all numbers have their points at the same
+    place, and none has an exponent."""
     if isinstance(value, str | bool):
         return value
     whole, point, fraction = f"{Decimal(repr(value)):f}".removesuffix(".0").partition(".")

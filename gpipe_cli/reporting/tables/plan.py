@@ -56,17 +56,13 @@ def plans_of(plans: Sequence[SweptPlan]) -> Table:
 
     def column(key: str, heading: str, form: Callable[[Any], str], of: Callable[[PlanResult], Any]) -> Column:
         """A number of each plan; of what cannot be planned, what was asked for."""
-        return Column.of(
-            key, heading, [one.settings.get(key) if one.plan is None else of(one.plan) for one in plans], form
-        )
-
-    def asked(key: str) -> Column:
-        return Column.of(key, key, [one.settings[key] for one in plans], show)
+        values = [one.settings.get(key) if one.plan is None else of(one.plan) for one in plans]
+        return Column.of(key, heading, values, form)
 
     columns = [
         column("partitions", "K", show, lambda plan: len(plan.stages)),
         column("micro_batches", "M", show, attrgetter("micro_batches")),
-        *map(asked, varied),
+        *(Column.of(key, key, [one.settings[key] for one in plans], show) for key in varied),
         column("step_seconds", "step", _step, attrgetter("step_seconds")),
         column("samples_per_second", "samples/s", rate, attrgetter("samples_per_second")),
         column("bubble", "bubble", percent, attrgetter("bubble")),
@@ -105,15 +101,13 @@ def _what(plan: PlanResult) -> Iterator[tuple[str, str]]:
     if (assumed := hardware.flops_per_second) is not None:
         precision = "float32" if hardware.computes_in == "float32" else hardware.precision
         yield "", f"assumed: {operations(assumed)}FLOP/s{f' in {precision}' if 'float32' in peaks else ''}"
-    figures = []
-    if hardware.memory_bytes is not None:
-        figures.append(f"{size(hardware.memory_bytes)} of memory{shared}")
+    known = [] if hardware.memory_bytes is None else [f"{size(hardware.memory_bytes)} of memory{shared}"]
     if hardware.link_bytes_per_second is not None:
-        figures.append(f"links {operations(hardware.link_bytes_per_second)}B/s")
+        known.append(f"links {operations(hardware.link_bytes_per_second)}B/s")
     if hardware.link_latency_seconds is not None:
-        figures.append(f"latency {1e6 * hardware.link_latency_seconds:.3g} us")
-    if figures:
-        yield "", ", ".join(figures)
+        known.append(f"latency {1e6 * hardware.link_latency_seconds:.3g} us")
+    if known:
+        yield "", ", ".join(known)
     yield "costs from", hardware.source
     if (timed := hardware.timed) is not None:
         products, convolutions = (operations(timed[f"{each}_flops_per_second"]) for each in ("product", "convolution"))
@@ -160,17 +154,9 @@ def _show_stages(console: Console, stages: Sequence[PlannedStage], micro_batches
         sends = "-" if stage.boundary_bytes is None else size(stage.boundary_bytes)
         times = [duration(stage.forward_seconds), duration(stage.backward_seconds)]
         recomputed = [str(stage.recomputed)] if uneven else []
-        layers = str(len(stage.layers))
         process = [str(stage.process)] if several else []
-        return [
-            *process,
-            layers,
-            count(stage.parameters),
-            operations(stage.forward_flops),
-            *times,
-            sends,
-            *recomputed,
-        ]
+        work = [count(stage.parameters), operations(stage.forward_flops), *times, sends]
+        return [*process, str(len(stage.layers)), *work, *recomputed]
 
     rows = []
     for numbers, label, same in _alike(stages, cells):

@@ -177,8 +177,7 @@ def show_bench(console: Console, table: BenchTable, folder: Path) -> None:
 
 
 def _row(cell: Sequence[Run], measured: Sequence[Run], first: Sequence[Run], resolved: dict[str, Any]) -> BenchRow:
-    """A row of the runs of one cell, one for each round; numbers are medians over those that were measured, and
-    compared with the first cell of which some were."""
+    """A row of the runs of one cell, one for each round: medians over those that were measured."""
     statuses = {bench_status(run): run for run in reversed(cell)}
     order = ("failed", "out_of_memory", "impossible", "measured", "interrupted")
     status = next(status for status in order if status in statuses)
@@ -252,7 +251,13 @@ def _relative(cell: Sequence[Run], first: Sequence[Run]) -> float | None:
 
 def _differing(cells: Sequence[Sequence[Run]], asked: set[str], auto: Sequence[str]) -> list[dict[str, Any]]:
     """Per row, what differs between rows without being asked for; and the values that settings in `auto` got there."""
-    flat = [_flat(cell[0].result) if cell and cell[0].result else {} for cell in cells]
+    flat: list[dict[str, Any]] = []
+    for cell in cells:
+        result = cell[0].result if cell else None
+        flat.append({} if result is None else dict(flattened(result.config)) | {
+            "devices": len({partition.device for partition in result.partitions}),
+            "executor": result.executor, "threads": result.threads, "kind": result.samples_per_second_kind,
+        })  # fmt: skip
     known = [row for row in flat if row]
     left_out = tuple(f"{key}." for key in (*asked, *_NOT_COMPARED))
 
@@ -264,16 +269,6 @@ def _differing(cells: Sequence[Sequence[Run]], asked: set[str], auto: Sequence[s
 
     keys = [key for key in dict.fromkeys(key for row in known for key in row) if kept(key)]
     return [{key: row.get(key) for key in keys} if row else {} for row in flat]
-
-
-def _flat(result: RunResult) -> dict[str, Any]:
-    """The settings of a run by their dotted keys, and what the run made of them."""
-    return dict(flattened(result.config)) | {
-        "devices": len({partition.device for partition in result.partitions}),
-        "executor": result.executor,
-        "threads": result.threads,
-        "kind": result.samples_per_second_kind,
-    }
 
 
 def _median(values: Iterable[float | None]) -> float | None:

@@ -59,8 +59,7 @@ class Column:
     def measured(
         cls, measure: Measure, values: Sequence[Any], alike: Sequence[Any] | None = None, *, printed: bool = True
     ) -> Self:
-        """A column of a measure: bare numbers below their unit, one for the column and for ``alike``; without the
-        latter each number with its own unit."""
+        """A column of a measure: numbers below their unit, one for all of ``alike``, or each with its own unit."""
         if alike is None:
             return cls.of(measure.key, measure.heading, values, measure.unit.full, printed=printed)
         unit, bare = measure.unit.scale(alike)
@@ -118,11 +117,8 @@ def show_table(console: Console, table: Table, gap: int = 2, elsewhere: str = ""
     """Print a table in lines that fit the terminal and break no word and no number.
 
     A narrow terminal gets the columns that name the rows, and as many others as have room, the first ones first; a line
-    below the table says where all columns are: `elsewhere`, such as `format=csv`. If that is empty, no column is left
-    out. Texts wrap, and a single word that is too long loses its middle.
-
-    A pipe or a file gets every column, and each row as one line, however long, as with ps, kubectl and systemctl, so
-    that grep and awk can read it.
+    below says where all are: `elsewhere`, such as `format=csv`. If that is empty, no column is left out. A pipe or a
+    file gets every column, and each row as one line, as with ps and kubectl, so that grep and awk can read it.
     """
     columns = shown = [column for column in table.columns if column.printed]
     width = console.width if console.is_terminal else None
@@ -242,10 +238,8 @@ def _shortened(text: str, width: int) -> Sequence[str]:
 
 
 def _widths(columns: Sequence[Column], width: int | None, gap: int) -> list[int]:
-    """The width of each column in characters, in a table of at most ``width``; None: no limit.
-
-    Spare room goes first to columns of numbers, then to texts; missing room is taken from the widest texts.
-    """
+    """The width of each column in characters, in a table of at most ``width``. Spare room goes first to columns of
+    numbers, then to texts; missing room is taken from the widest texts."""
     if width is None:
         return [_most(column) for column in columns]
     widths = [_least(column) for column in columns]

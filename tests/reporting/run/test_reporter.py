@@ -37,8 +37,7 @@ def test_a_whole_run(tmp_path: Path) -> None:
             assert read_result(folder)["test"]["step"] == number
             reporter.checkpointed(number)
             # nothing does the steps before a checkpoint again: a run that is killed now needs their events
-            losses = events(folder).Scalars("train/loss")
-            assert [event.step for event in losses] == list(range(1, number + 1))
+            assert [event.step for event in events(folder).Scalars("train/loss")] == list(range(1, number + 1))
     reporter.finish("completed")
     result = read_result(folder)
     assert (result["status"], result["error"]) == ("completed", None)

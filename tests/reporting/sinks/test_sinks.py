@@ -4,6 +4,7 @@ import csv
 import json
 import resource
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -130,14 +131,16 @@ def test_weights_and_biases_offline_has_what_the_events_have(tmp_path: Path, mon
     folder = tmp_path / "run"
     report(folder, "logger=[tensorboard,wandb]")
     (written,) = folder.glob("wandb/offline-run-*/run-*.wandb")
-    found, ended = dict[str, list[Any]](), []
-    for record in map(Record.FromString, leveldb_records(written.read_bytes()[7:], first=7)):
-        if record.WhichOneof("record_type") == "exit":
-            ended.append(record.exit.exit_code)
+    deadline, records = time.monotonic() + 10, list[Any]()
+    while not any(record.HasField("exit") for record in records) and time.monotonic() < deadline:
+        time.sleep(0.05)  # W&B's process may write the end a moment after the run has ended
+        records = [*map(Record.FromString, leveldb_records(written.read_bytes()[7:], first=7))]
+    assert [record.exit.exit_code for record in records if record.HasField("exit")] == [0]
+    found = dict[str, list[Any]]()
+    for record in records:
         items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
         for tag, value in items.items():
             found.setdefault(tag, []).append((items["step"], value))
-    assert ended == [0]
     assert found["pictures/timeline/_type"] == [(4, "image-file")]
     for tag, expected in points(folder).items():
         assert [(step, np.float32(value)) for step, value in found[tag]] == expected, tag
