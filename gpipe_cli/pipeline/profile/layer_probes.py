@@ -3,7 +3,8 @@
 
 A stage keeps its input and runs its layers again. That gives the same bits only if a layer leaves its input alone,
 draws from torch's generator alone, and remembers nothing between calls. Running variants shows where bits differ; this
-shows why. It also finds what a single step does not show: statistics in buffers that a recomputation counts twice.
+shows why. It also finds what a single step does not show: statistics that a recomputation counts twice, in buffers or
+in attributes that only an evaluation looks at.
 """
 
 import pickle
@@ -17,11 +18,13 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten, tree_map
 
 from gpipe_cli.pipeline.profile.reads import Reads
-from gpipe_cli.pipeline.runtime.boundary import Tensors, as_tuple, same_bits
+from gpipe_cli.pipeline.runtime.boundary import Tensors, as_tuple, as_value, same_bits
 from gpipe_cli.pipeline.runtime.initial_weights import NO_VALUES
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
+from gpipe_cli.pipeline.runtime.randomness import seed_generator
 from gpipe_cli.pipeline.runtime.saved_activations import storage_of
 from gpipe_cli.pipeline.runtime.stage import Stage
 
@@ -81,7 +84,7 @@ class _Seen:
     """The layers of one stage: each is compared with itself before it was run, and with its first run."""
 
     def __init__(self, probed: Probed, stage: Stage) -> None:
-        self._probed, self._stage = probed, stage
+        self._probed, self._stage, self._device = probed, stage, stage.device
         self.running = ExitStack()  # contexts that are active while a layer runs
         self._reads: Mapping[int, torch.Tensor] = {}  # by storage, what the running layer has read
         # storages of the stage's tensors, and of what layers were given
@@ -98,7 +101,7 @@ class _Seen:
         held = {key: (tensor, tensor.detach().clone(), tensor._version) for key, tensor in _tensors(layer).items()}
         given = [(tensor, tensor.detach().clone()) for tensor in as_tuple(inputs[0])]
         self._known.update(storage_of(tensor) for tensor, _ in given)
-        self._before = held, given, self._generators(), _other_generators()
+        self._before = held, given, self._generators(), _other_generators(), _attributes(layer)
         if not self._stage.compiled:  # torch refuses to run compiled code under a mode
             self._reads = self.running.enter_context(Reads()).tensors
 
@@ -107,7 +110,7 @@ class _Seen:
         if self._depth:
             return
         self.running.close()
-        held, given, generators, others = self._before
+        held, given, generators, others, attributes = self._before
         self._before = ()
 
         def found(kind: FindingKind, what: str) -> None:
@@ -143,6 +146,15 @@ class _Seen:
                 f"changes its own {', '.join(changed[:3])} when it is run: micro-batches and recomputations each "
                 "count; leave that out, or use nn.BatchNorm, whose statistics are deferred",
             )
+        after = _attributes(layer)
+        set_anew = [key for key in {**attributes, **after} if not _same(attributes.get(key), after.get(key))]
+        if set_anew and self._evaluates_otherwise(layer, inputs[0], attributes, after):
+            found(
+                "state",
+                f"changes its attribute {', '.join(set_anew[:3])} when it is run, and evaluates with it: micro-batches "
+                "and recomputations each count, and no checkpoint keeps it; leave that out, or use nn.BatchNorm, whose "
+                "statistics are deferred",
+            )
         outputs, first = as_tuple(output), self._outputs.pop(name, None)
         if first is None:
             self._outputs[name] = tuple(tensor.detach() for tensor in outputs)
@@ -167,9 +179,37 @@ class _Seen:
                 )
         return None
 
+    def _evaluates_otherwise(
+        self, layer: nn.Module, given: Any, before: Mapping[str, Any], after: Mapping[str, Any]
+    ) -> bool:
+        """Whether an evaluation depends on which of these attributes the layer has; False if it cannot be seen."""
+        self._depth += 1  # these runs are not watched
+        module = self._stage.module
+        training, module.training = module.training, False  # then compiled layers run as they are
+        try:
+            return not all(map(same_bits, *(self._evaluate(layer, given, one) for one in (before, after))))
+        except Exception:  # behind other layers, or without what a training run has left, it may raise anything
+            return False
+        finally:
+            module.training = training
+            self._depth -= 1
+
+    def _evaluate(self, layer: nn.Module, given: Any, attributes: Mapping[str, Any]) -> Tensors:
+        with _put_back(layer), torch.no_grad(), torch.random.fork_rng(_gpus([self._device])):
+            seed_generator(self._device, 0)
+            for module in layer.modules():
+                for name in vars(module).keys() - _OF_EVERY_MODULE:
+                    del vars(module)[name]
+            for path, value in attributes.items():
+                inside, _, name = path.rpartition(".")
+                vars(layer.get_submodule(inside))[name] = value
+            inputs = tuple(tensor.detach().clone() for tensor in as_tuple(given))
+            returned = layer.eval()(as_value(inputs, not isinstance(given, torch.Tensor)))
+            return tuple(tensor.clone() for tensor in as_tuple(returned))
+
     def _generators(self) -> torch.Tensor:
         """The states of torch's own generators: a layer on a GPU may draw on the CPU, too."""
-        return torch.cat([torch.get_rng_state(), *map(torch.cuda.get_rng_state, _gpus([self._stage.device]))])
+        return torch.cat([torch.get_rng_state(), *map(torch.cuda.get_rng_state, _gpus([self._device]))])
 
 
 def _gpus(devices: Iterable[torch.device]) -> list[torch.device]:
@@ -205,6 +245,50 @@ def _write_back(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 def _tensors(layer: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
+
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
+def _attributes(layer: nn.Module) -> dict[str, Any]:
+    """What the modules of a layer hold beside parameters, buffers and modules: copies of it, as far as it is data."""
+    return {
+        f"{path}.{name}" if path else name: tree_map(_copied, value)
+        for path, module in layer.named_modules()
+        for name, value in vars(module).items()
+        if name not in _OF_EVERY_MODULE
+    }
+
+
+def _copied(leaf: Any) -> Any:
+    """A copy of a tensor, an array or a set; any other object is returned as it is."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf.detach().clone() if _is_plain(leaf) else leaf
+    return leaf.copy() if type(leaf) in (np.ndarray, set) else leaf
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two attributes, or nested containers, have the same data. What is no data is equal if it is one
+    object."""
+    (ours, structure), (theirs, other_structure) = tree_flatten(one), tree_flatten(other)
+    return bool(structure == other_structure) and all(map(_same_leaf, ours, theirs))
+
+
+def _same_leaf(one: Any, other: Any) -> bool:
+    if one is other or type(one) is not type(other):
+        return one is other
+    match one:
+        case torch.Tensor():
+            return _is_plain(one) and one.device == other.device and same_bits(one, other)
+        case np.ndarray():
+            return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+        case str() | bytes() | int() | float() | complex() | np.generic() | set() | frozenset():
+            return bool(one == other)
+    return False
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta
 
 
 def _other_generators() -> dict[str, bytes]:
