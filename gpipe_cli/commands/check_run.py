@@ -224,9 +224,7 @@ class _Checked:
 
     def end(self, variants: Sequence[verify.Variant], failure: Failure | None, *, alone: bool) -> None:
         """Workers, or one that was `alone`, have run these variants, or failed; what they did not come to is left out.
-
-        Raises InputError for what the user can mend.
-        """
+        Raises InputError for what the user can mend."""
         if failure is None:
             return
         if failure.reason is Reason.USER and not self.rows:

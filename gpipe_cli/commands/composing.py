@@ -78,10 +78,7 @@ def _values(o: Override) -> list[str]:
 
 def compose(line: CommandLine, keys: Sequence[str]) -> DictConfig | None:
     """The tree of `conf/COMMAND.yaml` with what was typed; it has these `keys` and the command's own. None where the
-    answer was printed instead (`--help`, `--cfg`, `--info`, completion).
-
-    Raises InputError if it cannot be composed.
-    """
+    answer was printed instead (`--help`, `--cfg`, `--info`, completion). Raises InputError if it cannot be composed."""
     options = line.options
     if line.is_question and not (options["help"] or options["cfg"]):
         _hydras_own_program(line)

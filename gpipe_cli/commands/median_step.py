@@ -2,19 +2,10 @@
 least. Single steps wait for data, disks and other programs, and the first ones for memory."""
 
 from bisect import insort
-from dataclasses import dataclass
 
 from gpipe_cli.training.events import StepDone, StepRecorded
 
 KEPT = 32  # recordings: one may have thousands of numbers, and an epoch tens of thousands of steps
-
-
-@dataclass(frozen=True)
-class RecordedStep:
-    """A step, and when its stages did what."""
-
-    done: StepDone
-    recorded: StepRecorded
 
 
 class MedianStep:
@@ -27,7 +18,7 @@ class MedianStep:
 
     def __init__(self) -> None:
         self._seconds: list[float] = []  # ascending
-        self._kept: list[RecordedStep] = []
+        self._kept: list[tuple[StepDone, StepRecorded]] = []
         self._every = 1  # one recording is kept for this many steps
         self.counted = 0  # steps added that count
 
@@ -38,7 +29,7 @@ class MedianStep:
             return
         self.counted += counts
         if len(self._seconds) % self._every == 0:
-            self._kept.append(RecordedStep(done, recorded))
+            self._kept.append((done, recorded))
         insort(self._seconds, done.seconds)
         if len(self._kept) > KEPT:
             self._kept, self._every = self._kept[::2], 2 * self._every
@@ -49,7 +40,8 @@ class MedianStep:
         return len(self._seconds)
 
     @property
-    def nearest(self) -> RecordedStep | None:
-        """None before the first step. Of an even number of steps the median is the lower one of the middle."""
+    def nearest(self) -> tuple[StepDone, StepRecorded] | None:
+        """The step, and when its stages did what; None before the first step. Of an even number of steps the median is
+        the lower one of the middle."""
         middle = (len(self._seconds) - 1) // 2
-        return min(self._kept, key=lambda step: abs(step.done.seconds - self._seconds[middle]), default=None)
+        return min(self._kept, key=lambda step: abs(step[0].seconds - self._seconds[middle]), default=None)

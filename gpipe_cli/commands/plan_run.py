@@ -47,9 +47,8 @@ def plan(
 ) -> PlanResult:
     """Plan `config`, and write it into `folder`. Returns its numbers.
 
-    `console` gets a line before what takes seconds, and the plan if it is to be `shown`.
-
-    Raises InputError for what cannot be planned or does not fit.
+    `console` gets a line before what takes seconds, and the plan if it is to be `shown`. Raises InputError for what
+    cannot be planned or does not fit.
     """
     gc.disable()  # a large plan is a million small objects, and collecting takes seconds; the process ends after it
     try:

@@ -174,15 +174,16 @@ class RunReport:
         """Make the median step of those that were added so far the one to draw, beside what was predicted of it."""
         if (chosen := self._median.nearest) is None:
             return
-        plan, step, began = self._prepared.plan, chosen.done, chosen.recorded.began_seconds
-        timeline, micro_batches = self._timeline(step, chosen.recorded)
+        (step, recorded), plan = chosen, self._prepared.plan
+        timeline, micro_batches = self._timeline(step, recorded)
         shares = breakdown(timeline, micro_batches, step.seconds)
         title, steps = f"epoch {step.epoch}, step {step.step:,}", self._median.steps
         note = f"the median of {steps:,} steps" if steps > 1 else ""
-        views = [replace(timeline_view(title, "measured", timeline, shares, step.seconds, began), note=note)]
+        measured = timeline_view(title, "measured", timeline, shares, step.seconds, recorded.began_seconds)
+        views = [replace(measured, note=note)]
         if same := micro_batches == plan.micro_batches and plan.costs.basis != "other_device":
             views.append(predicted_view(title, plan))
-        traced = [TracedStep("measured", timeline, began)]
+        traced = [TracedStep("measured", timeline, recorded.began_seconds)]
         traced += [TracedStep("predicted", plan.timeline, plan.timeline.start_seconds)] if same else []
 
         def draw() -> None:
@@ -249,10 +250,8 @@ Report = RunReport | NoReport
 
 
 def show_dry_run(prepared: Prepared, folder: Path, start: Start | None) -> None:
-    """The banner and result.json of a run that is not started: shapes, and of images that are here how many.
-
-    Raises InputError for what the training would refuse.
-    """
+    """The banner and result.json of a run that is not started: shapes, and of images that are here how many. Raises
+    InputError for what the training would refuse."""
     config, data, steps_per_epoch = prepared.config, events.DataFacts(), None
     if isinstance(config.dataset, ImagesConfig):  # text is not read: its vocabulary may take minutes to learn
         try:

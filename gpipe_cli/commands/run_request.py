@@ -40,9 +40,7 @@ class RunRequest:
 
     def resuming(self, folder: Path) -> "RunRequest":
         """The run in this folder from its last checkpoint on, with its own settings but for those of an invocation.
-
-        Raises InputError if they cannot be read.
-        """
+        Raises InputError if they cannot be read."""
         now = {key: getattr(self.config, key) for key in OF_INVOCATION} | {"resume": str(folder)}
         return replace(self, config=replace(load(folder), **now), auto=()).into(folder)
 

@@ -22,10 +22,8 @@ _OF_THE_RUN = (
 
 
 def check(job: LaunchSettings, requests: Sequence[tuple[TrainConfig, Collection[str]]]) -> None:
-    """Check the trainings of a job, each with the settings that are to be chosen: equal models are traced once.
-
-    Raises InputError, one line, for what `gpipe train dry_run=true` would refuse in the job on any devices.
-    """
+    """Check the trainings of a job, each with the settings that are to be chosen: equal models are traced once. Raises
+    InputError, one line, for what `gpipe train dry_run=true` would refuse in the job on any devices."""
     profiles: list[tuple[TrainConfig, ModelProfile]] = []
     for config, auto in requests:
         first = requests[0][0]

@@ -167,10 +167,8 @@ def _with_gpus_left(config: TrainConfig) -> tuple[TrainConfig, str]:
 
 
 def find_source(config: TrainConfig) -> Path | None:
-    """The checkpoint that a training goes on from, or takes weights of; None: it begins anew.
-
-    Raises InputError, one line, for one that does not fit the run.
-    """
+    """The checkpoint that a training goes on from, or takes weights of; None: it begins anew. Raises InputError, one
+    line, for one that does not fit the run."""
     if config.resume is not None:
         refuse_other_optimizer(config, load(Path(config.resume)))
         return fitting_checkpoint(config, Path(config.resume), "last", "resume", optimizer=True)
@@ -179,9 +177,7 @@ def find_source(config: TrainConfig) -> Path | None:
 
 def fitting_checkpoint(config: TrainConfig, run: Path, which: str, setting: str, *, optimizer: bool) -> Path:
     """The last or the best checkpoint of a run; if it is damaged the newest one that is not, with a warning on stderr.
-
-    Raises InputError, one line, if there is none, or they are of another model.
-    """
+    Raises InputError, one line, if there is none, or they are of another model."""
     model = build_model(config)
     freeze(model, find_frozen(config, model))
 
@@ -207,11 +203,8 @@ def run_and_report(
     goes_on: bool = False,
 ) -> int:
     """Have the workers do the task, and `show` what they report and how it ended; returns the exit code. What failed is
-    told in `folder`.
-
-    Raises InputError for what the user can mend before anything was shown, and _LostError for a failure after which a
-    run that `goes_on` may do so.
-    """
+    told in `folder`. Raises InputError for what the user can mend before anything was shown, and _LostError for a
+    failure after which a run that `goes_on` may do so."""
     stopped = False
 
     def on_message(message: object) -> None:

@@ -190,11 +190,8 @@ class ImagesConfig:
 
     def __post_init__(self) -> None:
         has = IMAGES[self.name]
-        _check_needed(self, root=has.root, train_samples=has.synthetic, test_samples=has.synthetic)
-        if self.download and not has.download:
-            raise RefusedError("dataset.download", True, f"dataset={self.name} cannot be downloaded; leave it out")
-        if self.partial and not has.partial:
-            raise RefusedError("dataset.partial", True, f"dataset={self.name} has no such setting; leave it out")
+        needed = {"root": has.root, "train_samples": has.synthetic, "test_samples": has.synthetic}
+        _check_settings(self, needed, {"download": has.download, "partial": has.partial})
 
     @property
     def model_classes(self) -> int:
@@ -219,10 +216,9 @@ class TextConfig:
 
     def __post_init__(self) -> None:
         has = TEXTS[self.name]
-        _check_needed(self, root=has.root, train_samples=has.synthetic, test_samples=has.synthetic)
-        _check_needed(self, temperature=has.pairs, direction=has.direction)
-        if self.drop_long and not has.pairs:
-            raise RefusedError("dataset.drop_long", True, f"dataset={self.name} has no such setting; leave it out")
+        needed = {"root": has.root, "train_samples": has.synthetic, "test_samples": has.synthetic}
+        needed |= {"temperature": has.pairs, "direction": has.direction}
+        _check_settings(self, needed, {"drop_long": has.pairs})
 
 
 DatasetConfig = ImagesConfig | TextConfig
@@ -233,13 +229,13 @@ def has_pairs(dataset: DatasetConfig) -> bool:
     return isinstance(dataset, TextConfig) and TEXTS[dataset.name].pairs
 
 
-def _check_needed(config: DatasetConfig, **needed: bool) -> None:
-    """Raises InputError for a setting that the data set needs and does not have, or has and does not need."""
-    for key, is_needed in needed.items():
+def _check_settings(config: DatasetConfig, needed: dict[str, bool], optional: dict[str, bool]) -> None:
+    """Raises RefusedError for a setting that the data set does not have, or needs and was not given."""
+    for key, has in (needed | optional).items():
         value = getattr(config, key)
-        if value is None and is_needed:
+        if has and value is None and key in needed:
             raise RefusedError(f"dataset.{key}", None, f"dataset={config.name} needs a value; give dataset.{key}=...")
-        if value is not None and not is_needed:
+        if not has and value not in (None, False):
             raise RefusedError(f"dataset.{key}", value, f"dataset={config.name} has no such setting; leave it out")
 
 

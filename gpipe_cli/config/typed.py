@@ -65,10 +65,8 @@ class SettingError(RefusedError):
 
 def typed(kind: type[T], values: Any, place: str = "") -> T:
     """The dataclass `kind` made of nested dictionaries, at every level; `place` is the key of the group that they are.
-
     Raises SettingError for an unknown key (with the nearest known one), a missing value, a wrong type or a value out of
-    range, and InputError for two settings that do not go together.
-    """
+    range, and InputError for two settings that do not go together."""
     made: T = _convert(kind, values, place, settings(kind))
     return made
 

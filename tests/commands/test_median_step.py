@@ -20,8 +20,9 @@ def chosen(steps: MedianStep) -> float:
     """The duration of the step that is shown, whose recording is its own."""
     nearest = steps.nearest
     assert nearest is not None
-    assert nearest.recorded.began_seconds == nearest.done.step
-    return nearest.done.seconds
+    done, recorded = nearest
+    assert recorded.began_seconds == done.step
+    return done.seconds
 
 
 def test_of_few_steps_it_is_the_median_itself() -> None:

@@ -88,7 +88,7 @@ def test_types_survive_yaml(tmp_path: Path) -> None:
         ("dataset.augmentation.random_resized_crop=[1,0.5]", "random_resized_crop=[1.0,0.5]: must be two ascending"),
         ("+dataset.root=x", "dataset.root=x: dataset=digits has no such setting"),
         ("dataset=cifar10 dataset.root=null", "dataset.root=null: dataset=cifar10 needs a value"),
-        ("+dataset.download=true", "dataset.download=true: dataset=digits cannot be downloaded"),
+        ("+dataset.download=true", "dataset.download=true: dataset=digits has no such setting"),
         ("dataset=cldr", "model=amoebanet: takes images, and dataset=cldr is text; use model=transformer_nmt"),
         ("model=transformer_nmt dataset=python_docs", "has no pairs; use model=transformer_lm, or dataset=cldr"),
         ("model=custom model.target=a:b dataset=python_docs", "model.length=null: text needs the most tokens"),
