@@ -131,21 +131,3 @@ def test_a_layer_that_cannot_be_pipelined_is_named(
     assert len(rows(found, verdict="left out")) == left_out
     assert words.rpartition("; ")[2] in " ".join(captured.out.split())
     assert "Traceback" not in captured.out + captured.err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        ("-m partitions=1,2", "gpipe check: -m: check has no sweeps"),
-        ("partitions=auto", "gpipe check: partitions=auto: "),
-        ("resume=outputs/x", "gpipe check: resume=outputs/x: a check runs the first mini-batch of a training"),
-        ("batch_size=32", "gpipe check: batch_size=32: the training set has only 22 samples"),
-    ],
-)
-def test_bad_input_is_one_line(arguments: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    given = [setting for setting in TINY if not setting.startswith(arguments.partition("=")[0])]
-    assert command("check", *arguments.split(), *given) == 2
-    captured = capsys.readouterr()
-    assert captured.err.startswith(line)
-    assert len(captured.err.splitlines()) == 1
-    assert not list(Path().glob("outputs/*")), "nothing is left behind"

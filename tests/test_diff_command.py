@@ -64,15 +64,3 @@ def test_what_differs_and_nothing_else(
     assert rows["torch"][0] == "2.9.0"
     assert rows["commit of gpipe"][0] == "0123456789ab, changed"
     assert rows["test top-1"][2] == "-12.50 points"
-
-
-def test_what_is_no_pair_of_runs_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for arguments, line in (
-        (["x"], "gpipe diff: x: give the folders of two runs, gpipe diff RUN RUN\n"),
-        (["x", "y"], "gpipe diff: RUN=x: no run there"),
-    ):
-        assert command("diff", *arguments) == 2
-        assert capsys.readouterr().err.startswith(line)

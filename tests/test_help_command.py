@@ -70,11 +70,6 @@ def test_pictures_have_figures_of_the_schedules_themselves(
     assert max(map(len, shown.splitlines())) <= 80
 
 
-def test_a_topic_that_is_none_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command("help", "recompte") == 2
-    assert capsys.readouterr().err == "gpipe help: recompte: there is no such topic; did you mean recompute?\n"
-
-
 def test_words_are_those_of_the_readme() -> None:
     """As they were when gpipe was installed."""
     known, readme = glossary(), (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")

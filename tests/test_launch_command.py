@@ -115,46 +115,6 @@ def test_a_sweep_is_an_array_of_jobs(capsys: pytest.CaptureFixture[str]) -> None
         assert settings["run_folder"] == f"s/freeze=[{freeze.replace('*', '_')}],partitions={partitions}"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        ("partitions=2", "slurm is missing; write gpipe launch slurm"),
-        ("slurm time=1:2:3:4", "time=1:2:3:4: must be [days-]hours:minutes[:seconds], minutes"),
-        ("slurm time=0:00", "time=0:00: must be above 0"),
-        ("slurm time=0:04", "time=0:04: SLURM warns a job 120 to 180 s before"),
-        ("slurm sbatch.signal=B:USR1@300", "sbatch.signal=B:USR1@300: must be USR1 or TERM"),
-        ("slurm sbatch.partion=gpu", "sbatch.partion=gpu: sbatch has no such option; did you mean partition?"),
-        ("slurm sbatch.wrap=ls", "sbatch.wrap=ls: belongs on the command line"),
-        ("slurm sbatch.nodelist=[[a],[b]]", "sbatch.nodelist=[[a],[b]]: must be"),
-        ("slurm run_folder=/etc/passwd", "run_folder=/etc/passwd: no folder can be made there"),
-        ("slurm run_folder=/", "run_folder=/: the folder is not empty and holds no run"),
-        ("slurm -m seed=1,2 hydra.sweep.dir=/etc/passwd", "run_folder=/etc/passwd/seed=1: no folder can be made there"),
-        ("slurm sbatch.ntasks_per_node=2", "sbatch.ntasks_per_node=2: gpipe has a setting for it; give processes_per"),
-        ("slurm sbatch.Mem=2", "sbatch.Mem=2: must be the long name of an option of sbatch"),
-        ("slurm processes_per_node=2", "processes_per_node=2: each needs a GPU, and a node has gpus_per_node=1"),
-        ("slurm device=cpu", "device=cpu: gpus_per_node=1 would idle; use gpus_per_node=0"),
-        ("slurm resume=outputs/a", "resume=outputs/a: a job begins a run"),
-        ("slurm init_from=outputs/a", "init_from=outputs/a: no run there"),
-        ("slurm -m nodes=1,2", "nodes=1,2: all elements of a job array have the same; give one value"),
-        ("slurm -m nodes=2", "-m: no setting has several values"),
-        ("slurm -m partitions=1,2 run_folder=a", "run_folder=a: the folder of a sweep"),
-        # what a training would refuse in the job
-        ("slurm -m partitions=2,20", "partitions=20: the model has only 10 layers; use partitions=10 or fewer"),
-        ("slurm nodes=2 gpus_per_node=4 partitions=8 cost=measured", "cost=measured: layers are not timed under"),
-    ],
-)
-def test_what_a_job_cannot_do_is_refused(arguments: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """And before it waits in a queue; nothing is written, and the environment is as it was."""
-    environment = os.environ.copy()
-    assert main(["launch", *arguments.split()]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith(f"gpipe launch: {line}")
-    assert len(captured.err.splitlines()) == 1
-    assert list(Path().iterdir()) == []
-    assert os.environ == environment
-
-
 def test_hours_and_minutes_are_none_to_slurm() -> None:
     """It takes 24:00 for 24 minutes; of three numbers the first are hours in any case."""
     for given, written in (("24:00", "24:00:00"), ("1:30:15", "1:30:15"), ("2-00:00", "2-00:00:00")):

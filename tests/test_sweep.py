@@ -31,6 +31,7 @@ ODD = [
     "model=custom", "model.target=custom_models:told", "dataset=synthetic_images", "dataset.image_size=8",
     "dataset.num_classes=4", "dataset.train_samples=16", "dataset.test_samples=4", "batch_size=4", "hardware=cpu",
     "data_workers=0", "threads=1", "device=cpu", "partitions=1", "checkpoint.every_steps=1", "recompute=never",
+    "logger=[]",
 ]  # fmt: skip
 TARGET = Path(__file__).parent / "custom_models.py"
 
