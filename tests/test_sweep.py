@@ -1,9 +1,8 @@
 """Sweeps: names, forks, failures, going on, the table."""
 
 import re
-import signal
+import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import NoReturn
 
 import pytest
 from hydra import compose, initialize_config_module
-from training_runs import command, start_program, unread, wait_until
+from training_runs import command, unread
 
 from gpipe_cli.commands import composing, folders
 from gpipe_cli.commands.command_line import read
@@ -172,21 +171,25 @@ def test_a_sweep_in_which_nothing_can_run_is_one_line(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_interrupted_sweep_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+INTERRUPT = """
+import glob, os, signal, sys, time
+while not glob.glob(sys.argv[1]):
+    time.sleep(0.05)
+time.sleep(0.5)  # until the run is held in its third step
+os.kill(os.getppid(), signal.SIGINT)
+"""
+
+
+def test_an_interrupted_sweep_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Ctrl-C comes when its second run is under way."""
     arguments = ["-m", *ODD, "+model.arguments.way=held", f"+model.arguments.until={tmp_path}/go"]
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
-    with start_program("train", *arguments, "micro_batches=1,2,8", "max_steps=4", f"output={tmp_path}") as process:
-        held_run = "*_sweep/micro_batches=2/checkpoints/step_00000002/index.json"
-        wait_until(lambda: list(tmp_path.glob(held_run)) or process.poll() is not None, 120, "the second run")
-        time.sleep(1)  # until it is held in its third step
-        process.send_signal(signal.SIGINT)
-        printed, _ = process.communicate(timeout=60)
+    held_run = f"{tmp_path}/*_sweep/micro_batches=2/checkpoints/step_00000002/index.json"
+    with subprocess.Popen([sys.executable, "-c", INTERRUPT, held_run]) as interrupts:
+        code = command("train", *arguments, "micro_batches=1,2,8", "max_steps=4", f"output={tmp_path}")
+        interrupts.kill()
     (folder,) = tmp_path.glob("*_sweep")
-    assert process.returncode == 130
-    assert f"1 of 3 not run; go on with  gpipe train resume={folder}\n" in printed
+    assert code == 130
+    assert f"1 of 3 not run; go on with  gpipe train resume={folder}\n" in capfd.readouterr().out
     first, held = folder / "micro_batches=1", folder / "micro_batches=2"
     assert read_result(first)["status"] == "completed"
     assert read_result(held)["status"] == "interrupted"
