@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from training_runs import TINY, command, command_struck, configure, final_tensors, train_here, wait_until
 
-from gpipe_cli.results.files import read_result
+from gpipe_cli.results.files import RESULT, read_result
 from gpipe_cli.system.forked_call import Fork
 
 RUN = [
@@ -62,7 +62,8 @@ def test_a_run_whose_folder_has_gone_ends_with_the_cause(tmp_path: Path, capsys:
     run = tmp_path / "run"
 
     def take_away() -> None:
-        wait_until((run / "checkpoints" / "last").exists, 60, "the first checkpoint")
+        there = "checkpoints/last", RESULT  # the workers may be ahead of their parent
+        wait_until(lambda: all((run / name).exists() for name in there), 60, "the first checkpoint, and result.json")
         run.rename(tmp_path / "elsewhere")
 
     settings = [*RUN, "epochs=10000", "checkpoint.every_steps=1"]
