@@ -364,14 +364,13 @@ def test_cuts_keep_together_what_layers_share(page: "Page") -> None:
 
 def test_what_cannot_be_is_said(page: "Page") -> None:
     data, _ = planned(*LIMITED)
-    said = page.evaluate(
-        "([data, all]) => all.map(controls => gpipe.configured(data, controls).problem)",
-        [data, [
-            {"partitions": 6, "micro_batches": 3, "schedule": "interleaved", "stages_per_process": 2},
-            {"partitions": 8}, {"micro_batches": 23}, {"partitions": 5, "schedule": "interleaved",
-            "stages_per_process": 2}, {"rows": [["0F0", "0B0"], ["1B0", "1F0"]]},
-        ]],
-    )  # fmt: skip
+    interleaved = {"schedule": "interleaved", "stages_per_process": 2}
+    settings = [
+        {"partitions": 6, "micro_batches": 3, **interleaved}, {"partitions": 8}, {"micro_batches": 23},
+        {"partitions": 5, **interleaved}, {"rows": [["0F0", "0B0"], ["1B0", "1F0"]]},
+    ]  # fmt: skip
+    ask = "([data, all]) => all.map(controls => gpipe.configured(data, controls).problem)"
+    said = page.evaluate(ask, [data, settings])
     with pytest.raises(TooLargeError) as over:
         planned(*LIMITED, *TOO_LARGE, "recompute=auto")
     assert f"stage {over.value.stage} lacks {over.value.missing_bytes / 2**20:.1f} MiB" in said[0]

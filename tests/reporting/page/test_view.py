@@ -353,7 +353,6 @@ def test_keys_reach_every_action_and_move_in_time(page: "Page") -> None:
     assert key.startswith("1")
     assert page.evaluate(focused) == key
     assert key in page.locator("#live").inner_text()
-    assert "micro-batch" in (action(page, key).get_attribute("aria-label") or "")
     width = "document.activeElement.getBoundingClientRect().width"
     before = page.evaluate(width)
     page.keyboard.press("w")
