@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from training_runs import command
+from training_runs import TINY, command
 
 import gpipe_cli
 from gpipe_cli.results.files import as_json
@@ -38,6 +38,20 @@ def test_an_older_run_is_listed_compared_and_diffed(
     found = {entry["name"]: entry for entry in json.loads(capsys.readouterr().out)}
     assert [found[key]["difference"] for key in ("test.top1", "bubble.measured", "memory_bytes")] == [0, 0, 0]
     assert found["memory_bytes"]["first"] == 2**21, "of the fullest stage"
+
+
+def test_an_older_run_is_resumed_and_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    short = [*TINY, "executor=in_process", "checkpoint.every_steps=1"]
+    assert command("train", *short, "max_steps=1", "run_folder=run") == 0
+    written = json.loads(Path("run/result.json").read_text(encoding="utf-8"))
+    Path("run/result.json").write_text(json.dumps(json.loads(OLDER) | {"config": written["config"]}), encoding="utf-8")
+    assert command("train", *short, "max_steps=2", "resume=run", "run_folder=further") == 0
+    assert read_run_result(Path("further")).steps == 2
+    assert command("export", "run=run") == 0
+    assert Path("run/model.safetensors").exists()
 
 
 def test_a_result_is_written_as_it_was_read(older: Path, tmp_path: Path) -> None:

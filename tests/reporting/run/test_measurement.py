@@ -7,7 +7,7 @@ from reporting_runs import placement
 
 from gpipe_cli.planner.stage_memory import StageMemory as PlannedMemory
 from gpipe_cli.reporting.plots.timeline_values import IDLE, SHARES, in_percent
-from gpipe_cli.reporting.run.measurement import StepMedians, process_seconds, stage_memory
+from gpipe_cli.reporting.run.measurement import StepMedians, kind_of_speed, process_seconds, stage_memory
 from gpipe_cli.reporting.run.step_breakdown import difference, measured_breakdown
 from gpipe_cli.results.run import StageMemory
 
@@ -23,6 +23,13 @@ def test_medians_are_over_the_steps_without_the_warm_up_and_while_there_are_no_o
     assert (medians.median("tokens"), medians.median("tokens", last=2)) == (600.0, 450.0)
     assert medians.quartiles("tokens") == (450.0, 800.0)
     assert StepMedians(warm_up_steps=0).median("tokens") is None
+
+
+def test_a_speed_is_a_pipelines_only_where_every_stage_had_its_cores() -> None:
+    assert kind_of_speed(False, None) is None
+    assert kind_of_speed(False, 0.04) == "measured"
+    assert kind_of_speed(False, 0.3) == "measured_contended"
+    assert kind_of_speed(True, 0.3) == "measured_one_device"
 
 
 def test_parts_of_the_memory_add_up_to_the_peak() -> None:
