@@ -11,7 +11,6 @@ from gpipe_cli.commands.sweep import Sweep, sweep_of
 from gpipe_cli.config.settings import BenchSettings
 from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.errors import InputError
-from gpipe_cli.launch.job import Bench
 from gpipe_cli.reporting.tables.sweep import bench_status, bench_table, show_bench, write_bench
 
 # What a measurement has no use for, and what to do instead.
@@ -37,8 +36,8 @@ def main(arguments: Sequence[str]) -> int:
         statuses = {bench_status(run) for run in sweep.runs}
         return 1 if sweep.runs and ("failed" in statuses or "measured" not in statuses) else 0
     request = _requested(tree, line.overrides)
-    if "rounds" in line.overrides and request.rounds > 1:  # a recipe's is for when it is swept
-        raise InputError(f"rounds={request.rounds}: one configuration has nothing to take turns with; add -m")
+    if line.overrides.get("rounds", 1) != 1:  # a recipe's is for when it is swept
+        raise InputError(f"rounds={line.overrides['rounds']}: one configuration has nothing to take turns with; add -m")
     return request.perform("bench", *arguments)
 
 
@@ -49,7 +48,7 @@ def _requested(tree: DictConfig, given: Mapping[str, object]) -> RunRequest:
     # An epoch has at least one step: there are enough of them.
     for key, value in {"epochs": steps, "max_steps": steps, "dry_run": False, "resume": None}.items():
         OmegaConf.update(tree, key, value, force_add=True)
-    return RunRequest(*training(tree, given), Bench(settings.warm_up_steps, settings.steps), settings.rounds)
+    return RunRequest(*training(tree, given), settings)
 
 
 def _show(sweep: Sweep) -> None:

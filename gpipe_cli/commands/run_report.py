@@ -13,11 +13,10 @@ from gpipe_cli.benchmark.machine_timing import remember_run
 from gpipe_cli.commands.median_step import MedianStep
 from gpipe_cli.commands.prepare import Prepared
 from gpipe_cli.config.groups import ImagesConfig
-from gpipe_cli.config.settings import CONFIG, TrainConfig, to_yaml
+from gpipe_cli.config.settings import CONFIG, BenchSettings, TrainConfig, to_yaml
 from gpipe_cli.config.typed import one_line
 from gpipe_cli.data.micro_batches import share_of
 from gpipe_cli.errors import InputError
-from gpipe_cli.launch.job import Bench
 from gpipe_cli.pipeline.runtime.recording import measured_timeline
 from gpipe_cli.pipeline.schedule.breakdown import breakdown
 from gpipe_cli.pipeline.schedule.timeline import Timeline
@@ -54,7 +53,7 @@ class RunReport:
         prepared: Prepared,
         folder: Path,
         start: Start | None,
-        bench: Bench | None = None,
+        bench: BenchSettings | None = None,
         restarts: tuple[Restart, ...] = (),
     ) -> None:
         self._prepared, self._folder, self._bench = prepared, folder, bench

@@ -7,10 +7,9 @@ from pathlib import Path
 
 from gpipe_cli.commands.folders import run_folder
 from gpipe_cli.commands.outcome import preparing
-from gpipe_cli.config.settings import GO_ON, TrainConfig, find_run, going_on, load
+from gpipe_cli.config.settings import GO_ON, BenchSettings, TrainConfig, find_run, going_on, load
 from gpipe_cli.distributed.torchrun import leads, may_restart
 from gpipe_cli.launch.fork_server import fork_server
-from gpipe_cli.launch.job import Bench
 from gpipe_cli.reporting.run.description import model_name
 from gpipe_cli.reporting.run.lines import log, logging_to
 from gpipe_cli.reporting.sinks.sink import refuse_missing
@@ -28,8 +27,7 @@ class RunRequest:
 
     config: TrainConfig
     auto: tuple[str, ...]  # settings that are to be chosen
-    bench: Bench | None = None
-    rounds: int = 1  # how often a sweep measures each of its configurations
+    bench: BenchSettings | None = None
 
     def __post_init__(self) -> None:
         refuse_missing(self.config.logger)
@@ -69,7 +67,7 @@ class RunRequest:
             with interruptible_import():
                 from gpipe_cli.commands.training_run import launch  # torch comes with it
 
-            return launch(config, folder, self.auto, self.bench, start, again=again)
+            return launch(replace(self, config=config), folder, start, again=again)
 
 
 def _named(config: TrainConfig, auto: tuple[str, ...]) -> str:

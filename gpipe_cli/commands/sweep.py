@@ -115,7 +115,9 @@ class Sweep:
         named = zip(differences(jobs, self.line.same), requests, strict=True)
         cells = [Cell(number, *name, request) for number, (name, request) in enumerate(named, first + 1)]
         self._folder.record()
-        self.rounds = max((one.rounds for one in requests if isinstance(one, RunRequest)), default=1)
+        self.rounds = max(
+            (one.bench.rounds for one in requests if isinstance(one, RunRequest) and one.bench), default=1
+        )
         if first == 0:
             self.planned = of * self.rounds
         last: dict[int, Run] = {}

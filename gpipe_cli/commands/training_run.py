@@ -1,6 +1,5 @@
 """A run or an evaluation from beginning to end, in its parent process: prepare, start, watch, report."""
 
-from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,13 +11,14 @@ from gpipe_cli.assembly.build import build_model
 from gpipe_cli.assembly.freezing import find_frozen
 from gpipe_cli.commands.prepare import prepare
 from gpipe_cli.commands.run_report import EvaluationReport, NoReport, Report, RunReport, show_dry_run
+from gpipe_cli.commands.run_request import RunRequest
 from gpipe_cli.config.settings import EvaluateSettings, TrainConfig, going_on, load, to_yaml
 from gpipe_cli.config.typed import RefusedError, one_line
 from gpipe_cli.distributed.rendezvous import Decision, agree
 from gpipe_cli.distributed.torchrun import leads, torchrun
 from gpipe_cli.errors import InputError
 from gpipe_cli.launch.fork_server import fork_server
-from gpipe_cli.launch.job import Bench, Reason, Task
+from gpipe_cli.launch.job import Reason, Task
 from gpipe_cli.launch.supervisor import run_task
 from gpipe_cli.pipeline.runtime.frozen import freeze
 from gpipe_cli.planner.data_sheet import number_of_gpus
@@ -39,38 +39,39 @@ from gpipe_cli.training.train_loop import evaluate_checkpoint, train
 from gpipe_cli.units import plural
 
 
-def launch(
-    config: TrainConfig, folder: Path, auto: Collection[str], bench: Bench | None, start: Start, *, again: bool
-) -> int:
+def launch(request: RunRequest, folder: Path, start: Start, *, again: bool) -> int:
     """Run the training to its end; returns the exit code (0, 1 failed, 2 bad input, 3 stopped by SIGTERM or SIGUSR1,
     130 interrupted).
 
-    The settings in `auto` are chosen first; with `bench` the training is measured and does nothing else; result.json
-    gets `start`; `again`: the folder may hold the same run, which goes on then, or is complete.
-    Raises InputError for what the user can mend before anything has run.
+    result.json gets `start`; `again`: the folder may hold the same run, which goes on then, or is complete. Raises
+    InputError for what the user can mend before anything has run.
     """
+    config = request.config
     if config.max_restarts and torchrun() is not None:
         why = f"torchrun itself starts processes again, by --max-restarts={config.max_restarts}; leave this out"
         raise RefusedError("max_restarts", config.max_restarts, why)
-    now, restarts = config, tuple[Restart, ...]()
+    restarts: tuple[Restart, ...] = ()
     while True:
         here = (again or restarts) and leads() and not config.dry_run
-        if here and (progress := progress_if_complete(now, folder)) is not None:
-            find_source(now)  # refuses settings with which the run could not go on
+        if here and (progress := progress_if_complete(request.config, folder)) is not None:
+            find_source(request.config)  # refuses settings with which the run could not go on
             agree(lambda: Decision(folder, config.resume, None, complete=True))
             complete_result(folder, config.task, progress)
             done = f"the run that lies there is complete, with {plural(progress.step, 'step')}; nothing is left to do"
             show_text(Console(), f"{folder}: {done}")
             return 0
-        ended = _train(now, folder, start, auto, bench, again, restarts)
-        if isinstance(ended, int):
-            return ended
+        try:
+            return _train(request, folder, start, again, restarts)
+        except _LostError as error:
+            lost = error
         fork_server.kill()  # whatever has become of it
-        auto, (now, fewer) = (), _with_gpus_left(going_on(ended.config, folder))
+        assert lost.config is not None
+        now, fewer = _with_gpus_left(going_on(lost.config, folder))
+        request = replace(request, config=now, auto=())
         step = step_of(checkpoints_in(folder)[-1]) if now.resume == str(folder) else 0
-        restarts = (*restarts, Restart(ended.why, step, now.partitions))
+        restarts = (*restarts, Restart(lost.why, step, now.partitions))
         on = f"goes on after step {step:,}" if step else "begins again"
-        show_text(Console(), f"restart {len(restarts)} of {now.max_restarts}: {ended.why}; {on}{fewer}", "yellow")
+        show_text(Console(), f"restart {len(restarts)} of {now.max_restarts}: {lost.why}; {on}{fewer}", "yellow")
 
 
 def evaluate(settings: EvaluateSettings, config: TrainConfig) -> int:
@@ -93,25 +94,18 @@ def for_evaluation(config: TrainConfig) -> TrainConfig:
     return replace(config, recompute="never", cost="figures", compile=False, hardware=hardware)
 
 
-@dataclass(frozen=True)
-class _Lost:
-    """A start of a run that a process has left, where another start may follow."""
+@dataclass
+class _LostError(Exception):
+    """A process was lost, and another start of the run may follow."""
 
-    config: TrainConfig  # `auto` has been replaced by the values chosen
     why: str  # one line
+    config: TrainConfig | None = None  # with the values chosen for `auto`
 
 
-def _train(
-    config: TrainConfig,
-    folder: Path,
-    start: Start,
-    auto: Collection[str],
-    bench: Bench | None,
-    again: bool,
-    restarts: tuple[Restart, ...],
-) -> int | _Lost:
+def _train(request: RunRequest, folder: Path, start: Start, again: bool, restarts: tuple[Restart, ...]) -> int:
     """One start of a training, from `prepare` to its end."""
-    prepared = prepare(config, auto, lambda line: show_text(Console(), line) if leads() else None, torchrun())
+    config, is_run = request.config, request.bench is None
+    prepared = prepare(config, request.auto, lambda line: show_text(Console(), line) if leads() else None, torchrun())
     training, placement, text = prepared.config, prepared.placement, to_yaml(prepared.config)
     if training.dry_run:
         if leads():
@@ -127,25 +121,17 @@ def _train(
         why = "process 0 sees another run there than this process; give the absolute path of a folder that all share"
         raise RefusedError("run_folder", config.run_folder, why)
     training = replace(training, resume=decision.resume)
-    task = partial(
-        train, training, text, placement, decision.folder, source=decision.source, only_steps=bench is not None
-    )
-    show = RunReport(prepared, folder, start, bench, restarts) if leads() else NoReport()
-    left = bench is None and len(restarts) < config.max_restarts
+    task = partial(train, training, text, placement, decision.folder, source=decision.source, only_steps=not is_run)
+    show = RunReport(prepared, folder, start, request.bench, restarts) if leads() else NoReport()
+    left = is_run and len(restarts) < config.max_restarts
     try:
         return run_and_report(
-            task,
-            placement,
-            training.timeout_seconds,
-            show,
-            folder,
-            decision.start,
-            stoppable=bench is None,
-            goes_on=left,
+            task, placement, training.timeout_seconds, show, folder, decision.start, stoppable=is_run, goes_on=left
         )
     except _LostError as lost:
         show.break_off()
-        return _Lost(training, str(lost))
+        lost.config = training
+        raise
 
 
 def _with_gpus_left(config: TrainConfig) -> tuple[TrainConfig, str]:
@@ -185,10 +171,6 @@ def fitting_checkpoint(config: TrainConfig, run: Path, which: str, setting: str,
         check_restorable(CheckpointMatch.of(setting, run, checkpoint, config, model), model, optimizer=optimizer)
 
     return find_checkpoint(run, which, setting, check, show_error)
-
-
-class _LostError(Exception):
-    """A process was lost, and the run may go on."""
 
 
 def run_and_report(

@@ -11,15 +11,6 @@ if TYPE_CHECKING:
     from gpipe_cli.training.engine import WorkerProcess
 
 
-@dataclass(frozen=True)
-class Bench:
-    """What is measured of a training: so many steps, after so many that do not count. Nothing is evaluated, and no
-    checkpoint is written."""
-
-    warm_up_steps: int
-    steps: int
-
-
 Task = Callable[["WorkerProcess"], None]  # a function of a module, or a `partial` of one: it is pickled
 
 
