@@ -67,7 +67,7 @@ class RunRequest:
             with interruptible_import():
                 from gpipe_cli.commands.training_run import launch  # torch comes with it
 
-            return launch(replace(self, config=config), folder, start, again=again)
+            return launch(config, self.auto, self.bench, folder, start, again=again)
 
 
 def _named(config: TrainConfig, auto: tuple[str, ...]) -> str:

@@ -1,5 +1,6 @@
 """A run or an evaluation from beginning to end, in its parent process: prepare, start, watch, report."""
 
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,8 +12,7 @@ from gpipe_cli.assembly.build import build_model
 from gpipe_cli.assembly.freezing import find_frozen
 from gpipe_cli.commands.prepare import prepare
 from gpipe_cli.commands.run_report import EvaluationReport, NoReport, Report, RunReport, show_dry_run
-from gpipe_cli.commands.run_request import RunRequest
-from gpipe_cli.config.settings import EvaluateSettings, TrainConfig, going_on, load, to_yaml
+from gpipe_cli.config.settings import BenchSettings, EvaluateSettings, TrainConfig, going_on, load, to_yaml
 from gpipe_cli.config.typed import RefusedError, one_line
 from gpipe_cli.distributed.rendezvous import Decision, agree
 from gpipe_cli.distributed.torchrun import leads, torchrun
@@ -39,35 +39,36 @@ from gpipe_cli.training.train_loop import evaluate_checkpoint, train
 from gpipe_cli.units import plural
 
 
-def launch(request: RunRequest, folder: Path, start: Start, *, again: bool) -> int:
+def launch(
+    config: TrainConfig, auto: Collection[str], bench: BenchSettings | None, folder: Path, start: Start, *, again: bool
+) -> int:
     """Run the training to its end; returns the exit code (0, 1 failed, 2 bad input, 3 stopped by SIGTERM or SIGUSR1,
     130 interrupted).
 
-    result.json gets `start`; `again`: the folder may hold the same run, which goes on then, or is complete. Raises
-    InputError for what the user can mend before anything has run.
+    The settings in `auto` are chosen first; with `bench` the training is measured and does nothing else; result.json
+    gets `start`; `again`: the folder may hold the same run, which goes on then, or is complete. Raises InputError for
+    what the user can mend before anything has run.
     """
-    config = request.config
     if config.max_restarts and torchrun() is not None:
         why = f"torchrun itself starts processes again, by --max-restarts={config.max_restarts}; leave this out"
         raise RefusedError("max_restarts", config.max_restarts, why)
-    restarts: tuple[Restart, ...] = ()
+    now, restarts = config, tuple[Restart, ...]()
     while True:
         here = (again or restarts) and leads() and not config.dry_run
-        if here and (progress := progress_if_complete(request.config, folder)) is not None:
-            find_source(request.config)  # refuses settings with which the run could not go on
+        if here and (progress := progress_if_complete(now, folder)) is not None:
+            find_source(now)  # refuses settings with which the run could not go on
             agree(lambda: Decision(folder, config.resume, None, complete=True))
             complete_result(folder, config.task, progress)
             done = f"the run that lies there is complete, with {plural(progress.step, 'step')}; nothing is left to do"
             show_text(Console(), f"{folder}: {done}")
             return 0
         try:
-            return _train(request, folder, start, again, restarts)
+            return _train(now, auto, bench, folder, start, again, restarts)
         except _LostError as error:
             lost = error
         fork_server.kill()  # whatever has become of it
         assert lost.config is not None
-        now, fewer = _with_gpus_left(going_on(lost.config, folder))
-        request = replace(request, config=now, auto=())
+        auto, (now, fewer) = (), _with_gpus_left(going_on(lost.config, folder))
         step = step_of(checkpoints_in(folder)[-1]) if now.resume == str(folder) else 0
         restarts = (*restarts, Restart(lost.why, step, now.partitions))
         on = f"goes on after step {step:,}" if step else "begins again"
@@ -102,10 +103,18 @@ class _LostError(Exception):
     config: TrainConfig | None = None  # with the values chosen for `auto`
 
 
-def _train(request: RunRequest, folder: Path, start: Start, again: bool, restarts: tuple[Restart, ...]) -> int:
+def _train(
+    config: TrainConfig,
+    auto: Collection[str],
+    bench: BenchSettings | None,
+    folder: Path,
+    start: Start,
+    again: bool,
+    restarts: tuple[Restart, ...],
+) -> int:
     """One start of a training, from `prepare` to its end."""
-    config, is_run = request.config, request.bench is None
-    prepared = prepare(config, request.auto, lambda line: show_text(Console(), line) if leads() else None, torchrun())
+    is_run = bench is None
+    prepared = prepare(config, auto, lambda line: show_text(Console(), line) if leads() else None, torchrun())
     training, placement, text = prepared.config, prepared.placement, to_yaml(prepared.config)
     if training.dry_run:
         if leads():
@@ -122,7 +131,7 @@ def _train(request: RunRequest, folder: Path, start: Start, again: bool, restart
         raise RefusedError("run_folder", config.run_folder, why)
     training = replace(training, resume=decision.resume)
     task = partial(train, training, text, placement, decision.folder, source=decision.source, only_steps=not is_run)
-    show = RunReport(prepared, folder, start, request.bench, restarts) if leads() else NoReport()
+    show = RunReport(prepared, folder, start, bench, restarts) if leads() else NoReport()
     left = is_run and len(restarts) < config.max_restarts
     try:
         return run_and_report(
