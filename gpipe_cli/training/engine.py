@@ -97,20 +97,15 @@ class Engine:
             if averages:
                 for average in self.averages.values():
                     stack.enter_context(average.applied())
-            self._switch(training=False)
-            try:
-                yield
-            finally:
-                self._switch(training=True)
+            for stage in self.stages.values():
+                stage.set_training(False)
+                stack.callback(stage.set_training, True)
+            yield
 
     def finish(self) -> None:
         """At the end of a run: waits until everything is sent and all processes are here, before one disconnects."""
         self.executor.settle()
         self.control.barrier()
-
-    def _switch(self, *, training: bool) -> None:
-        for stage in self.stages.values():
-            stage.set_training(training)
 
 
 def build_engine(
@@ -171,8 +166,7 @@ def build_stage(
 ) -> Stage:
     """Stage `index`, in training mode; `model` stands on the meta device, `whole` is what `real_model` says."""
     memory_format, device = MEMORY_FORMATS[placement.memory_format], torch.device(placement.layout.devices[index])
-    first = placement.first_layers[index]
-    layers = len(placement.layer_names[index])
+    first, layers = placement.first_layers[index], len(placement.layer_names[index])
     module = materialize(model, first, layers, run_seed=config.seed, device=device, whole=whole)
     freeze(module, placement.frozen)
     stage = Stage(

@@ -78,7 +78,6 @@ class WrittenFile:
 class Index:
     """What index.json says of a checkpoint."""
 
-    format: int
     progress: Progress
     layers: tuple[str, ...]
     files: tuple[WrittenFile, ...]
@@ -238,7 +237,7 @@ def finish_checkpoint(draft: Path, index: Index, *, config: str, keep: int) -> P
     Raises CheckpointError.
     """
     progress, values = index.progress, asdict(index)
-    values = {"format": values.pop("format"), **values.pop("progress"), **values, "config": config}
+    values = {"format": FORMAT, **values.pop("progress"), **values, "config": config}
     final = draft.parent / folder_name(progress.step)
     best = final.name if progress.best_step is None else folder_name(progress.best_step)
     with writing(draft):
@@ -310,8 +309,8 @@ def read_index(checkpoint: Path) -> Index:
         values = read_json(file)
         if not isinstance(values, dict):
             raise ValueError(f"it holds {type(values).__name__}")
-        if values.get("format") != FORMAT:
-            raise ValueError(f"it has format {show(values.get('format'))}, this version of gpipe reads format {FORMAT}")
+        if (written := values.pop("format", None)) != FORMAT:
+            raise ValueError(f"it has format {show(written)}, this version of gpipe reads format {FORMAT}")
         if not isinstance(values.pop("config", None), str):  # it is for people, and has several lines, unlike settings
             raise ValueError("config: must be a text")
         progress = {key: values.pop(key) for key in Progress.__dataclass_fields__ if key in values}

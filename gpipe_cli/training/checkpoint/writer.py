@@ -136,7 +136,7 @@ class CheckpointWriter:
             with_state = {name.rpartition("/")[0] for file in files for name in file.tensors}
             parameters = (name for name, _ in self.engine.model.named_parameters())
             stateless = tuple(name for name in parameters if f"optimizer/{name}" not in with_state)
-            index = store.Index(store.FORMAT, progress, layers, tuple(files), stateless)
+            index = store.Index(progress, layers, tuple(files), stateless)
             store.finish_checkpoint(draft, index, config=self.config_yaml, keep=self.keep)
 
         self._written = progress

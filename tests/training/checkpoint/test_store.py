@@ -37,7 +37,7 @@ def write(run: Path, step: int, *, best: int | None = None, keep: int = 9) -> Pa
     draft = store.draft_of(run, step)
     snapshots = [Snapshot().take(named)[0] for named in tensors(step)]
     files = [store.write_stage(draft, stage, copies) for stage, copies in enumerate(snapshots)]
-    index = store.Index(store.FORMAT, progress(step, best), ("stem", "head"), tuple(files))
+    index = store.Index(progress(step, best), ("stem", "head"), tuple(files))
     return store.finish_checkpoint(draft, index, config="partitions: 2\n", keep=keep)
 
 
