@@ -157,7 +157,6 @@ def test_what_one_worker_of_two_refuses_is_one_line(
 ) -> None:
     """The second one has a layer that cannot be pipelined."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent))  # where custom_models.py is
     model = ["model=custom", "model.target=custom_models:tracks", "partition.balance=[1,4]"]
     assert command("train", *TINY[2:], "dataset.image_size=8", *model, "partitions=2") == 2
     refused_in_one_line(capsys, tmp_path, "model=custom")

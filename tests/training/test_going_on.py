@@ -35,11 +35,6 @@ RUN = [
 IN_PROCESS = ["partitions=1", "executor=in_process"]
 
 
-@pytest.fixture(autouse=True)
-def custom_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent))  # where they are
-
-
 FAILING = """
 import time
 

@@ -113,7 +113,6 @@ def test_a_run_goes_on_when_torchrun_starts_it_again_and_writes_a_checkpoint_whe
 
 def test_a_run_that_left_no_checkpoint_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It ended in "the folder is not empty", as it still does for a run of another torchrun."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent))  # where custom_models.py is
     folder = tmp_path / "run"
     folder.mkdir()
     settings = [*SETTINGS, "model.target=custom_models:small", "partitions=1", "max_steps=1"]

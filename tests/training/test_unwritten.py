@@ -15,11 +15,6 @@ RUN = [
 ]  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def custom_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent))  # where they are
-
-
 def test_a_run_goes_on_without_its_pictures_and_not_without_its_checkpoints_and_result(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

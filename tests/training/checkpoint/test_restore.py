@@ -107,7 +107,7 @@ def change_file(change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tens
         save_file(tensors, file)
         digest = hashlib.sha256(file.read_bytes()).hexdigest()
         index["files"][0] |= {"bytes": file.stat().st_size, "sha256": digest, "tensors": list(tensors)}
-        (checkpoint / "index.json").write_text(json.dumps(index))
+        index_with(files=index["files"])(checkpoint)
 
     return edit
 
@@ -128,14 +128,6 @@ def pipe(name: str) -> Callable[[Path], None]:
     return edit
 
 
-def move_out(checkpoint: Path) -> None:
-    """A file that lies elsewhere, as the index says."""
-    index = json.loads((checkpoint / "index.json").read_text())
-    shutil.move(checkpoint / "stage_0.safetensors", checkpoint.parent / "evil.safetensors")
-    index["files"][0]["name"] = "../evil.safetensors"
-    (checkpoint / "index.json").write_text(json.dumps(index))
-
-
 def flip(checkpoint: Path) -> None:
     content = bytearray((checkpoint / "stage_0.safetensors").read_bytes())
     content[-1] ^= 64
@@ -146,12 +138,13 @@ def cut_off(name: str) -> Callable[[Path], None]:
     return lambda checkpoint: os.truncate(checkpoint / name, (checkpoint / name).stat().st_size - 4)
 
 
+EVIL = {"name": "../evil.safetensors", "bytes": 1, "sha256": "0", "tensors": []}
 DAMAGE = {
     "not JSON": (cut_off("index.json"), "index.json: is not the index of a checkpoint"),
     "no format": (index_with(format=None), "it has format null, this version of gpipe reads format 2"),
     "a text as a step": (index_with(step="two"), "step=two: must be a whole number"),
     "beyond the epoch": (index_with(position=4, steps_per_epoch=3), "step=2: is not mini-batch 4 of epoch 0, of 3"),
-    "a file elsewhere": (move_out, "files: a name is not that of a stage's file"),
+    "a file elsewhere": (index_with(files=[EVIL]), "files: a name is not that of a stage's file"),
     "a pipe as the index": (pipe("index.json"), "index.json: is not the index of a checkpoint (is not a regular file)"),
     "a pipe as a file": (pipe("stage_0.safetensors"), "stage_0.safetensors: part of the checkpoint cannot be read"),
     "a file that is cut off": (cut_off("stage_0.safetensors"), "stage_0.safetensors: damaged ("),

@@ -23,11 +23,6 @@ RUN = [
 ]  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def custom_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent.parent))  # where they are
-
-
 def odd_file(run: Path, step: int, name: str) -> Path:
     """Where a file of the checkpoint of `step` will be written to, if something else lies there before.
 
