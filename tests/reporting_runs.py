@@ -16,9 +16,10 @@ from training_runs import configure
 from gpipe_cli.pipeline.schedule.breakdown import Breakdown
 from gpipe_cli.planner.cost_model import LayerSeconds, StepCosts
 from gpipe_cli.planner.layout import Layout
-from gpipe_cli.planner.placement import Placement, StepFlops
+from gpipe_cli.planner.placement import Placement
 from gpipe_cli.planner.plan import Plan
 from gpipe_cli.planner.stage_memory import StageMemory
+from gpipe_cli.planner.step_flops import StepFlops
 from gpipe_cli.reporting.plots.timeline_values import Bar, BarKind, TimelineView
 from gpipe_cli.reporting.run.description import RunDescription
 from gpipe_cli.reporting.run.reporter import Reporter

@@ -16,7 +16,7 @@ from gpipe_cli.commands import bench
 from gpipe_cli.planner.cost_model import predicted_costs
 from gpipe_cli.planner.layout import layout_of
 from gpipe_cli.planner.model_profile import profile_model
-from gpipe_cli.planner.placement import step_flops
+from gpipe_cli.planner.step_flops import step_flops
 from gpipe_cli.reporting.tables.sweep import Run, bench_status, bench_table, show_bench, write_bench
 from gpipe_cli.results.bench import BenchTable
 from gpipe_cli.results.files import read_result, write_result

@@ -1,11 +1,10 @@
-"""The optimizer of each stage, its state under parameter names, and its learning rate.
+"""The optimizer of each stage, and its state under parameter names.
 
 TensorFlow's RMSProp, which AmoebaNet is trained with, is not torch's: epsilon stands under the root, the squared
 average starts at one, and the learning rate enters the momentum buffer. With AmoebaNet's epsilon of 1.0 these are two
 different optimizers; timm has TensorFlow's (`timm/optim/rmsprop_tf.py`).
 """
 
-import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
@@ -121,40 +120,3 @@ def state_of(config: groups.OptimizerConfig, shape: tuple[int, ...], dtype: torc
 
 def gradients_of(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
-
-
-def learning_rate(
-    config: groups.LearningRateConfig, step: int, steps_per_epoch: int, batch_size: int | None, total_steps: int = 1
-) -> float:
-    """The learning rate of step number `step`, counted from 0 over the whole run of `total_steps`.
-
-    The paper's decay (v4, "Training and results on ImageNet"): 0.00125 x mini-batch size, times 0.97 every 3 epochs, in
-    steps. Warm-ups rise linearly. Departs from the paper: TensorFlow's warm-up begins at exactly zero, which wastes a
-    step; here step 0 has 1/n of it.
-    """
-    warm_up = warm_up_steps(config, steps_per_epoch)
-    match config:
-        case groups.PaperLearningRateConfig():
-            assert batch_size is not None  # nothing per sample where mini-batches are counted in tokens
-            initial = config.per_sample * batch_size
-            # whole steps: 3 epochs are exactly 3 * steps_per_epoch steps; a quotient of floats could fall just short
-            decay_steps = max(1, round(config.every_epochs * steps_per_epoch))
-            after = float(initial * config.decay ** (step // decay_steps))
-        case groups.InverseSqrtLearningRateConfig():
-            initial = config.peak
-            after = initial * math.sqrt(warm_up / (step + 1))
-        case groups.CosineLearningRateConfig():
-            initial = config.peak
-            done = min(1.0, (step - warm_up) / max(1, total_steps - warm_up))
-            cosine = 0.5 * (1 + math.cos(math.pi * done))
-            after = initial * (config.final_share + (1 - config.final_share) * cosine)
-        case groups.ConstantLearningRateConfig():
-            initial = after = config.peak
-    return initial * (step + 1) / warm_up if step < warm_up else after
-
-
-def warm_up_steps(config: groups.LearningRateConfig, steps_per_epoch: int) -> int:
-    """How many steps the learning rate rises for."""
-    if isinstance(config, groups.InverseSqrtLearningRateConfig):
-        return config.warmup_steps
-    return round(config.warmup_epochs * steps_per_epoch)

@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, metadata
 from rich.console import Console
 
 from gpipe_cli.commands import list as lists
-from gpipe_cli.commands.drawn import drawn
+from gpipe_cli.commands.help_pictures import drawn
 from gpipe_cli.config.comments import GROUPS, all_settings, of_choices
 from gpipe_cli.config.settings import SCHEDULES, TrainConfig
 from gpipe_cli.config.typed import choices, nearest

@@ -21,9 +21,9 @@ from gpipe_cli.pipeline.runtime.recording import measured_timeline
 from gpipe_cli.pipeline.schedule.breakdown import breakdown
 from gpipe_cli.pipeline.schedule.timeline import Timeline
 from gpipe_cli.planner.model_profile import profile_model
-from gpipe_cli.planner.placement import step_flops
 from gpipe_cli.planner.simulation_data import simulation_data
 from gpipe_cli.planner.stage_memory import saved_bytes
+from gpipe_cli.planner.step_flops import step_flops
 from gpipe_cli.reporting.plots.chrome_trace import TracedStep, write_trace
 from gpipe_cli.reporting.plots.timeline_values import StepPicture, predicted_view, timeline_view
 from gpipe_cli.reporting.run.console import LINE_SECONDS

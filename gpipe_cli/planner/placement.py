@@ -1,4 +1,4 @@
-"""The parts of a model that is cut by a plan and placed by its layout, and what the devices could do.
+"""The parts of a model that is cut by a plan and placed by its layout.
 
 The parent makes the placement from shapes alone and hands it to every worker, so that none of them traces the model
 again and all of them agree.
@@ -13,13 +13,12 @@ from gpipe_cli.distributed.torchrun import Torchrun
 from gpipe_cli.pipeline.runtime.boundary import Boundary
 from gpipe_cli.pipeline.runtime.frozen import Frozen
 from gpipe_cli.pipeline.schedule.schedules import Recompute, Schedule
-from gpipe_cli.planner.cost_model import StepCosts
 from gpipe_cli.planner.data_sheet import resolved
-from gpipe_cli.planner.device_rates import Figures, computes_in
+from gpipe_cli.planner.device_rates import computes_in
 from gpipe_cli.planner.layout import Layout
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
 from gpipe_cli.planner.plan import Plan, plan_step
-from gpipe_cli.planner.step_schedule import checked_schedule, mini_batch_samples
+from gpipe_cli.planner.step_schedule import checked_schedule
 
 
 @dataclass(frozen=True)
@@ -106,60 +105,3 @@ def placed(config: TrainConfig, profile: ModelProfile, plan: Plan) -> Placement:
         deterministic=config.deterministic,
         compile=config.compile,
     )
-
-
-@dataclass(frozen=True)
-class StepFlops:
-    """The operations that the model itself needs in a step, as the plan counts them, and what the devices could do."""
-
-    step: float  # operations of every layer's forward and backward for a full mini-batch, without recomputation
-    samples: int  # samples of that mini-batch
-    tokens: int | None  # tokens of that mini-batch, all sentences as long as the longest; None for images
-    peak_per_second: float | None  # the data sheet's peak of all devices in use together; None: not known
-    peak_source: str  # the source of the peak, or why it is not known
-
-    def per_second(self, samples_per_second: float | None, tokens_per_second: float | None) -> float | None:
-        """Operations a second at a speed in real samples, or for text in real tokens, as padding is no work; None
-        without a speed."""
-        rate, planned = (samples_per_second, self.samples) if self.tokens is None else (tokens_per_second, self.tokens)
-        return None if rate is None else self.step / planned * rate
-
-
-def step_flops(config: TrainConfig, profile: ModelProfile, placement: Placement, costs: StepCosts) -> StepFlops:
-    """What the model needs of a full mini-batch, and what the devices that it runs on could do."""
-    samples = mini_batch_samples(config, profile.lengths)
-    peak, source = _peak(config, placement, costs.figures)
-    return StepFlops(
-        step=sum(cost.flops for cost in profile.costs) * samples,
-        samples=samples,
-        tokens=samples * max(profile.lengths) if config.task != "classification" else None,
-        peak_per_second=peak,
-        peak_source=source,
-    )
-
-
-def _peak(config: TrainConfig, placement: Placement, figures: Figures | None) -> tuple[float | None, str]:
-    """Operations a second of all devices in use, and where the figure comes from; or None, and why it is not known.
-
-    Of a GPU without a data sheet it is the speed of products that was timed. The peak of a machine that the settings
-    name but that is not here says nothing of what ran here.
-    """
-    hardware, layout = config.hardware, placement.layout
-    on_cpu = layout.on_cpu
-    here = resolved(load_hardware("auto"), layout.devices).name  # auto: a GPU without a file
-    sheet = resolved(hardware, layout.devices)
-    if hardware.name not in ("auto", here) and (here != "auto" or on_cpu):
-        return None, f"hardware={hardware.name} is not what it ran on, so its peak says nothing; leave it out"
-    key, peak = sheet.peak(config.precision)
-    if peak is not None:
-        of_sheet = f"{sheet.name} in {'float32' if key == 'peak_tflops' else config.precision}"
-        source = of_sheet if (key, peak) == load_hardware(sheet.name).peak(config.precision) else f"hardware.{key}"
-    elif figures is not None and not on_cpu:
-        peak, source = figures.product_flops_per_second / 1e12, "the measured product rate"
-    else:
-        return None, f"the peak of this {'CPU' if on_cpu else 'GPU'} is not known; hardware.peak_tflops=... says it"
-    # under torchrun machines count their GPUs from 0, each
-    devices = layout.of_pipeline if layout.distributed and not on_cpu else len(set(layout.devices))
-    devices *= layout.replicas
-    each = f"{peak:.4g} TFLOP/s"
-    return peak * 1e12 * devices, f"{each} ({source})" if devices == 1 else f"{devices} x {each} ({source})"

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
+from gpipe_cli.assembly.learning_rate import learning_rate
 from gpipe_cli.assembly.loss import Totals
-from gpipe_cli.assembly.optimizer import learning_rate
 from gpipe_cli.config.groups import CustomConfig, TimmConfig, choice_of
 from gpipe_cli.config.settings import DecodeConfig, TrainConfig
 from gpipe_cli.data.batches import MiniBatches

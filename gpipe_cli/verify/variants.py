@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from gpipe_cli.assembly.build import COMPUTED_IN, build_model, real_model
-from gpipe_cli.assembly.optimizer import learning_rate
+from gpipe_cli.assembly.learning_rate import learning_rate
 from gpipe_cli.config.groups import Precision
 from gpipe_cli.config.settings import PartitionConfig, TrainConfig
 from gpipe_cli.config.typed import with_type

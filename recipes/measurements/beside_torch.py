@@ -36,7 +36,8 @@ from torch.distributed.pipelining import schedules
 from torch.nn import functional as F
 
 from gpipe_cli.assembly.build import MEMORY_FORMATS, build_model, open_data
-from gpipe_cli.assembly.optimizer import build_optimizer, learning_rate, set_learning_rate
+from gpipe_cli.assembly.learning_rate import learning_rate
+from gpipe_cli.assembly.optimizer import build_optimizer, set_learning_rate
 from gpipe_cli.data.loading import LoadedBatches
 from gpipe_cli.launch.worker import keep_freed_memory
 from gpipe_cli.pipeline.runtime.boundary import as_value

@@ -7,14 +7,13 @@ import torch
 from torch import nn
 
 from gpipe_cli.assembly.adafactor import Adafactor
+from gpipe_cli.assembly.learning_rate import learning_rate, warm_up_steps
 from gpipe_cli.assembly.optimizer import (
     build_optimizer,
-    learning_rate,
     load_optimizer_state,
     optimizer_state,
     set_learning_rate,
     state_bytes,
-    warm_up_steps,
 )
 from gpipe_cli.config import groups
 

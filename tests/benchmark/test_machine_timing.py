@@ -26,8 +26,9 @@ from gpipe_cli.planner.cost_model import LayerTimes, StepCosts
 from gpipe_cli.planner.device_rates import Figures, Rates
 from gpipe_cli.planner.layout import layout_of
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
-from gpipe_cli.planner.placement import Placement, step_flops
+from gpipe_cli.planner.placement import Placement
 from gpipe_cli.planner.plan import make_plan
+from gpipe_cli.planner.step_flops import step_flops
 from gpipe_cli.system.gpus import Gpu
 from gpipe_cli.system.machine import usable_cores
 

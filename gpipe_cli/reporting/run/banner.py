@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from gpipe_cli.assembly.optimizer import learning_rate, warm_up_steps
+from gpipe_cli.assembly.learning_rate import learning_rate, warm_up_steps
 from gpipe_cli.config.groups import ImagesConfig
 from gpipe_cli.data.micro_batches import micro_batch_sizes
 from gpipe_cli.reporting.run.description import RunDescription, precision_facts, words_of

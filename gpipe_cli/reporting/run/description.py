@@ -15,8 +15,9 @@ from gpipe_cli.results.run import Evaluation, Restart, Start
 from gpipe_cli.training.events import DataFacts, LayersCompiled, Notes, Scores, Tested
 
 if TYPE_CHECKING:  # they import torch, which takes seconds: tables of runs do without
-    from gpipe_cli.planner.placement import Placement, StepFlops
+    from gpipe_cli.planner.placement import Placement
     from gpipe_cli.planner.plan import Plan
+    from gpipe_cli.planner.step_flops import StepFlops
 
 
 WARM_UP_STEPS = 3  # the first steps of a training allocate memory and choose algorithms
