@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 import torch
 from torch import nn
-from training_runs import configure, placement_of
+from training_runs import configure, spec_of
 
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.data.corpora import Pairs
@@ -21,7 +21,7 @@ from gpipe_cli.data.translation import PairSplit, Sequences
 from gpipe_cli.data.vocabulary import BEGIN, END, PAD, UNKNOWN, Vocabulary
 from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.pipeline.runtime.executor import OnAction, ignore_action
-from gpipe_cli.planner.placement import Placement
+from gpipe_cli.planner.pipeline_spec import PipelineSpec
 from gpipe_cli.training.engine import Engine, build_engine
 from gpipe_cli.training.translation import Search, decode
 
@@ -84,7 +84,7 @@ def tiny_split() -> PairSplit:
 
 
 @lru_cache
-def plan(partitions: int, seed: int) -> tuple[TrainConfig, Placement]:
+def plan(partitions: int, seed: int) -> tuple[TrainConfig, PipelineSpec]:
     """What the parent of a run decides."""
     config = configure(
         "model=transformer_nmt", "dataset=parallel_text", "dataset.root=nowhere", "dataset.vocabulary=8",
@@ -92,13 +92,13 @@ def plan(partitions: int, seed: int) -> tuple[TrainConfig, Placement]:
         f"partitions={partitions}", "executor=in_process",
         f"seed={seed}", "ema_decay=0", "device=cpu", "threads=1",
     )  # fmt: skip
-    return config, placement_of(config)
+    return config, spec_of(config)
 
 
-def engine_of(planned: tuple[TrainConfig, Placement], on_action: OnAction = ignore_action) -> Engine:
+def engine_of(planned: tuple[TrainConfig, PipelineSpec], on_action: OnAction = ignore_action) -> Engine:
     """All stages, with the weights they begin with, but larger."""
-    config, placement = planned
-    engine = build_engine(config, placement, ControlGroup(0, 1), on_action=on_action)
+    config, spec = planned
+    engine = build_engine(config, spec, ControlGroup(0, 1), on_action=on_action)
     with torch.no_grad():  # opinions strong enough that translations depend on their sources, and most of them end
         for parameters in engine.parameters.values():
             for name, parameter in parameters.items():

@@ -35,8 +35,8 @@ from gpipe_cli.pipeline.runtime.link import Edge, Link, Links
 from gpipe_cli.pipeline.runtime.p2p_transport import Boundaries, P2PTransport
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.runtime.transport import LocalTransport
-from gpipe_cli.pipeline.schedule.orders import build, forward_only
-from gpipe_cli.pipeline.schedule.schedules import Kind, Schedule
+from gpipe_cli.pipeline.schedule.named_schedules import build, forward_only
+from gpipe_cli.pipeline.schedule.schedule import Kind, Schedule
 
 CLASSES, SIZE = 5, 8
 CPU = torch.device("cpu")

@@ -16,10 +16,10 @@ from training_runs import configure
 from gpipe_cli.pipeline.schedule.breakdown import Breakdown
 from gpipe_cli.planner.cost_model import LayerSeconds, StepCosts
 from gpipe_cli.planner.layout import Layout
-from gpipe_cli.planner.placement import Placement
+from gpipe_cli.planner.mfu import StepFlops
+from gpipe_cli.planner.pipeline_spec import PipelineSpec
 from gpipe_cli.planner.plan import Plan
 from gpipe_cli.planner.stage_memory import StageMemory
-from gpipe_cli.planner.step_flops import StepFlops
 from gpipe_cli.reporting.plots.timeline_values import Bar, BarKind, TimelineView
 from gpipe_cli.reporting.run.description import RunDescription
 from gpipe_cli.reporting.run.reporter import Reporter
@@ -43,7 +43,7 @@ def description(*settings: str, **changes: Any) -> RunDescription:
     values: dict[str, Any] = {
         "config": config,
         "plan": plan("other_device"),
-        "placement": placement(lengths=() if config.task == "classification" else (128,)),
+        "spec": spec(lengths=() if config.task == "classification" else (128,)),
         "flops": StepFlops(1e9, 32, None if config.task == "classification" else 4096, None, "the peak is not known"),
         "data": data[config.task],
         "notes": (),
@@ -52,9 +52,9 @@ def description(*settings: str, **changes: Any) -> RunDescription:
     return RunDescription(**(values | changes))
 
 
-def placement(**changes: Any) -> Placement:
+def spec(**changes: Any) -> PipelineSpec:
     """Two stages of three and two layers, in a process each."""
-    unread = dict.fromkeys((field.name for field in fields(Placement)), None)
+    unread = dict.fromkeys((field.name for field in fields(PipelineSpec)), None)
     values: dict[str, Any] = {
         "layer_names": (("stem", "normal_1", "normal_2"), ("normal_3", "classifier")),
         "parameters": (432_100, 812_300),
@@ -66,7 +66,7 @@ def placement(**changes: Any) -> Placement:
     devices = (changes.pop("devices", ("cuda:0", "cuda:1")),)
     process_of_stage = tuple(changes.pop("process_of_stage", (0, 1)))
     layout = Layout(devices, process_of_stage, process_of_stage, threads=1, at_once=2, here=True, started=None)
-    return Placement(**(unread | values | {"layout": layout} | changes))
+    return PipelineSpec(**(unread | values | {"layout": layout} | changes))
 
 
 def plan(basis: Any = "timed_layers", layers: Sequence[tuple[float, float]] = ((0, 0),) * 5, **changes: Any) -> Plan:

@@ -1,13 +1,13 @@
 """The schedules that have a name, for the tests of what holds for all of them."""
 
-from gpipe_cli.pipeline.schedule import orders
-from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Recompute, Schedule
+from gpipe_cli.pipeline.schedule import named_schedules
+from gpipe_cli.pipeline.schedule.schedule import Action, Kind, Recompute, Schedule
 
 
 def build(name: str, partitions: int, micro_batches: int, recompute: Recompute) -> Schedule:
     """`interleaved` with two stages on each device where the number is even, and one where it is odd."""
     devices = partitions // 2 if name == "interleaved" and partitions % 2 == 0 else None
-    return orders.build(name, partitions, micro_batches, recompute, devices)
+    return named_schedules.build(name, partitions, micro_batches, recompute, devices)
 
 
 def parse(text: str) -> Schedule:

@@ -19,7 +19,7 @@ from gpipe_cli.commands.export_run import _ExportReport
 from gpipe_cli.commands.outcome import run_command
 from gpipe_cli.config.settings import ExportConfig
 from gpipe_cli.errors import InputError
-from gpipe_cli.training.checkpoint.store import checkpoints_in, select
+from gpipe_cli.training.checkpoint.files import checkpoints_in, select
 from gpipe_cli.training.checkpoint.whole_model import new_model, whole_model
 from gpipe_cli.training.events import EvaluationDone, FileEvaluated, ModelWritten, Scores
 

@@ -19,11 +19,11 @@ from gpipe_cli.data.micro_batches import micro_batch_sizes
 from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.runtime.transport import LocalTransport
-from gpipe_cli.pipeline.schedule.orders import SCHEDULES, build
-from gpipe_cli.pipeline.schedule.schedules import RECOMPUTE
+from gpipe_cli.pipeline.schedule.named_schedules import SCHEDULES, build
+from gpipe_cli.pipeline.schedule.schedule import RECOMPUTE
 from gpipe_cli.planner.layout import layout_of
 from gpipe_cli.results.files import read_result
-from gpipe_cli.training.checkpoint.writer import Snapshot
+from gpipe_cli.training.checkpoint.background_writer import Snapshot
 
 SETTINGS = [*(setting for setting in TINY if not setting.startswith("device=")), "device=cuda"]
 

@@ -23,11 +23,11 @@ from gpipe_cli.commands.training_run import find_source
 from gpipe_cli.config.settings import TrainConfig, from_tree, to_yaml
 from gpipe_cli.distributed.control_group import ControlGroup, Waits
 from gpipe_cli.pipeline.runtime.executor import OnAction, ignore_action
-from gpipe_cli.pipeline.schedule.schedules import Action, Kind
+from gpipe_cli.pipeline.schedule.schedule import Action, Kind
 from gpipe_cli.planner.model_profile import ModelProfile
-from gpipe_cli.planner.placement import Placement, make_placement
+from gpipe_cli.planner.pipeline_spec import PipelineSpec, make_pipeline_spec
+from gpipe_cli.training.checkpoint.files import find_checkpoint, read_index, read_tensors
 from gpipe_cli.training.checkpoint.restore import state_of_stage
-from gpipe_cli.training.checkpoint.store import find_checkpoint, read_index, read_tensors
 from gpipe_cli.training.engine import Engine, WorkerProcess, build_engine
 from gpipe_cli.training.train_loop import train
 
@@ -66,9 +66,9 @@ def configure(*settings: str) -> TrainConfig:
     return from_tree(TrainConfig, composed(*settings))
 
 
-def placement_of(config: TrainConfig, profile: ModelProfile | None = None) -> Placement:
+def spec_of(config: TrainConfig, profile: ModelProfile | None = None) -> PipelineSpec:
     """The parts of a model that is cut by the data sheet, placed by this machine."""
-    return make_placement(config, profile)
+    return make_pipeline_spec(config, profile)
 
 
 def train_here(
@@ -80,12 +80,12 @@ def train_here(
     """Train in this process, all stages of it; returns the messages for the parent."""
     folder.mkdir(parents=True, exist_ok=True)
     messages: list[object] = []
-    placement = placement_of(config)
-    assert not placement.layout.distributed, "executor=in_process is needed here"
+    spec = spec_of(config)
+    assert not spec.layout.distributed, "executor=in_process is needed here"
     train(
         config,
         to_yaml(config),
-        placement,
+        spec,
         folder,
         WorkerProcess(0, lambda: (ControlGroup(0, 1, waits=waits), None), messages.append, on_action),
         source=find_source(config),
@@ -96,7 +96,7 @@ def train_here(
 
 def pipeline_of(config: TrainConfig, on_action: OnAction = ignore_action) -> Engine:
     """All stages of a run before its first step, in this process."""
-    return build_engine(config, placement_of(config), ControlGroup(0, 1), on_action=on_action)
+    return build_engine(config, spec_of(config), ControlGroup(0, 1), on_action=on_action)
 
 
 def state_of(engine: Engine) -> dict[str, torch.Tensor]:

@@ -28,10 +28,10 @@ from gpipe_cli.distributed.process_groups import ProcessGroups
 from gpipe_cli.pipeline.runtime.boundary import Boundary, Tensors, as_tuple, in_layout
 from gpipe_cli.pipeline.runtime.recording import Recorder
 from gpipe_cli.pipeline.runtime.stage import Stage
-from gpipe_cli.pipeline.schedule.schedules import Kind, Retain
+from gpipe_cli.pipeline.schedule.schedule import Kind, Retain
 from gpipe_cli.planner.cost_model import LayerTimes, Pass
 from gpipe_cli.planner.device_rates import Figures
-from gpipe_cli.planner.placement import Placement
+from gpipe_cli.planner.pipeline_spec import PipelineSpec
 from gpipe_cli.training.engine import WorkerProcess, build_stage
 from gpipe_cli.training.step import norms_of, objective_of
 
@@ -48,18 +48,18 @@ class Timing:
     """How every layer of a model is timed."""
 
     config: TrainConfig
-    segments: Placement  # cuts the model into parts that fit the device one after another
+    segments: PipelineSpec  # cuts the model into parts that fit the device one after another
     samples: int  # samples of the micro-batch
     seconds: float  # passes over each segment are repeated for about so long
     apart: bool  # no layer begins before the device is done with the one before
     splits: bool  # the two halves of backwards are timed, too
 
 
-def measure(timing: Timing, placement: Placement, process: WorkerProcess) -> None:
-    """Time every layer, as one process of those that `placement` has. Process 0 reports LayerTimes."""
+def measure(timing: Timing, spec: PipelineSpec, process: WorkerProcess) -> None:
+    """Time every layer, as one process of those that `spec` has. Process 0 reports LayerTimes."""
     config, segments = timing.config, timing.segments
     control, groups = process.connect()
-    own = placement.layout.device_of(process.number)
+    own = spec.layout.device_of(process.number)
     segments = segments.on(((own,) * segments.partitions,))  # every process times all segments, one after another
     whole = real_model(config, pretrained=False)
     alone: Pass = []
@@ -81,9 +81,9 @@ def measure(timing: Timing, placement: Placement, process: WorkerProcess) -> Non
             updates += timer.updates()
             set_up += timer.set_up()
         control.barrier()
-    link = _slowest_link(placement, process.number, control, groups)
+    link = _slowest_link(spec, process.number, control, groups)
     if control.leads:
-        figures = device_figures(torch.device(own), placement.precision, placement.memory_format)
+        figures = device_figures(torch.device(own), spec.precision, spec.memory_format)
         least, most = zip(*spreads, strict=True)
         times = LayerTimes(alone, together or None, updates, set_up, link, figures, (min(least), max(most)))
         process.report(times)
@@ -95,30 +95,30 @@ class _Timer:
 
     def __init__(self, timing: Timing, stage: Stage) -> None:
         self._timing, self._config, self._stage = timing, timing.config, stage
-        placement, config, samples, splits = timing.segments, timing.config, timing.samples, timing.splits
+        spec, config, samples, splits = timing.segments, timing.config, timing.samples, timing.splits
         self._layers = list(stage.module.children())
         device = stage.device
         self._clock = Recorder({stage.index: device}).clocks[stage.index]
         generator = torch.Generator().manual_seed(0)
-        memory_format = MEMORY_FORMATS[placement.memory_format]
+        memory_format = MEMORY_FORMATS[spec.memory_format]
 
         def drawn(boundary: Boundary, highest: int) -> Tensors:
             made = []
             for described in boundary:
                 draw = torch.randn if described.dtype.is_floating_point else partial(torch.randint, highest)
-                shape = described.shape(samples, placement.lengths)
+                shape = described.shape(samples, spec.lengths)
                 made.append(draw(shape, generator=generator, dtype=described.dtype))
             return tuple(in_layout(tensor.to(device), memory_format) for tensor in made)
 
         outputs = outputs_of(config)
-        inputs = placement.training_boundaries[stage.index - 1] if stage.index else placement.inputs
+        inputs = spec.training_boundaries[stage.index - 1] if stage.index else spec.inputs
         self._inputs = drawn(inputs, outputs)
         self._gradients: Sequence[torch.Tensor | None] = ()
         self._targets: torch.Tensor | None = None  # only for the segment with the last layer
-        if stage.index == placement.partitions - 1:
-            self._targets = torch.randint(outputs, (samples, *placement.lengths[-1:]), generator=generator)
+        if stage.index == spec.partitions - 1:
+            self._targets = torch.randint(outputs, (samples, *spec.lengths[-1:]), generator=generator)
         else:
-            boundary = placement.training_boundaries[stage.index]
+            boundary = spec.training_boundaries[stage.index]
             gradients = drawn(boundary, 1)
             self._gradients = [g if t.has_gradient else None for g, t in zip(gradients, boundary, strict=True)]
         self._finishing: list[float] = []
@@ -308,23 +308,19 @@ def _finish(device: torch.device) -> None:
 Link = tuple[float, float]  # latency in seconds, and bytes a second
 
 
-def _slowest_link(
-    placement: Placement, process: int, control: ControlGroup, groups: ProcessGroups | None
-) -> Link | None:
+def _slowest_link(spec: PipelineSpec, process: int, control: ControlGroup, groups: ProcessGroups | None) -> Link | None:
     """The slowest link between neighbouring stages, the only links that a pipeline has; None for a CPU on its own.
 
     Several processes send over the groups of a run, one after another. One that drives several GPUs copies, and from a
     GPU on its own what is sent goes through the host.
     """
-    device = torch.device(placement.layout.device_of(process))
+    device = torch.device(spec.layout.device_of(process))
     if groups is None:
-        return (
-            None if device.type == "cpu" else slowest_copies([torch.device(name) for name in placement.layout.devices])
-        )
+        return None if device.type == "cpu" else slowest_copies([torch.device(name) for name in spec.layout.devices])
     found = []
     for sender in range(control.size - 1):
         if process in (sender, sender + 1):
-            seconds = [_message_seconds(placement, process, sender, groups, size) for size in _LINK_BYTES[device.type]]
+            seconds = [_message_seconds(spec, process, sender, groups, size) for size in _LINK_BYTES[device.type]]
             found.append(_link(device, seconds))
         control.barrier()
     return max((link for of_process in control.collect(found) for link in of_process), key=_large_seconds)
@@ -346,11 +342,11 @@ def slowest_copies(devices: Sequence[torch.device]) -> Link:
     return max(links, key=_large_seconds)
 
 
-def _message_seconds(placement: Placement, process: int, sender: int, groups: ProcessGroups, size: int) -> float:
+def _message_seconds(spec: PipelineSpec, process: int, sender: int, groups: ProcessGroups, size: int) -> float:
     """The seconds of a message from process `sender` to the next one, from messages there and back."""
-    receiver, device = sender + 1, torch.device(placement.layout.device_of(process))
-    there = groups.links.of_edge[Kind.F, placement.layout.stages_of(receiver)[0]]
-    back = groups.links.of_edge[Kind.B, placement.layout.stages_of(sender)[-1]]
+    receiver, device = sender + 1, torch.device(spec.layout.device_of(process))
+    there = groups.links.of_edge[Kind.F, spec.layout.stages_of(receiver)[0]]
+    back = groups.links.of_edge[Kind.B, spec.layout.stages_of(sender)[-1]]
     message = [torch.zeros(size, dtype=torch.uint8, device=device)]
     taken = []
     for _ in range(_LINK_ROUNDS):

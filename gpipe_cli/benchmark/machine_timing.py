@@ -39,7 +39,7 @@ from gpipe_cli.planner.data_sheet import gpu_of, resolved
 from gpipe_cli.planner.device_rates import DeviceRates, Figures, Rates, fit_rates, rates_of_sheet
 from gpipe_cli.planner.layout import Layout, layout_of
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
-from gpipe_cli.planner.placement import Placement, make_placement
+from gpipe_cli.planner.pipeline_spec import PipelineSpec, make_pipeline_spec
 from gpipe_cli.planner.plan import Plan
 from gpipe_cli.planner.step_schedule import mean_micro_batch
 from gpipe_cli.system.files import read_json, write_whole
@@ -51,7 +51,7 @@ from gpipe_cli.units import duration, percent, plural
 Log = Callable[[str], None]
 
 _VERSION = 11  # raised whenever what is remembered, or how it is measured, changes
-# The settings that how long a layer takes depends on, but for those that the placement holds.
+# The settings that how long a layer takes depends on, but for those that the spec holds.
 _DECISIVE = ("model", "dataset", "optimizer", "label_smoothing", "ema_decay", "freeze")
 _LAYER_SECONDS, _REFERENCE_SECONDS = 2.5, 0.4  # for which passes over the layers are repeated
 _PROBE_SECONDS = 0.02
@@ -83,10 +83,10 @@ def step_costs(config: TrainConfig, profile: ModelProfile, layout: Layout, log: 
     samples = ceil(mean)
     # any cut of one pipeline serves to start the workers; the layers are timed whole
     one = replace(_without_limit(config), replicas=1, threads=layout.threads)
-    placement = make_placement(one, profile)
+    spec = make_pipeline_spec(one, profile)
 
     def work() -> dict[str, Any]:
-        return asdict(_measure(config, profile, placement, samples, _LAYER_SECONDS, apart=False))
+        return asdict(_measure(config, profile, spec, samples, _LAYER_SECONDS, apart=False))
 
     line = f"timing each of {len(profile.costs)} layers for micro-batches of {samples} (cost={config.cost})"
     facts = _layer_facts(config, profile, layout, samples)
@@ -98,7 +98,7 @@ def step_costs(config: TrainConfig, profile: ModelProfile, layout: Layout, log: 
             "micro_batches"
         ) from None
     times = LayerTimes(**_read(found))
-    at_once = placement.layout.processes if placement.layout.distributed and config.replicas == 1 else layout.at_once
+    at_once = spec.layout.processes if spec.layout.distributed and config.replicas == 1 else layout.at_once
     sheet = rates_of_sheet(resolved(config.hardware, layout.devices), 1)  # for the link, if one process was timed alone
     per_byte = sheet.link_byte_seconds if times.link is None else 1 / times.link[1]
     costs = measured_costs(profile, mean, at_once, times, config.replicas, per_byte)
@@ -192,10 +192,10 @@ def _time_machine(reference: TrainConfig) -> dict[str, Any]:
     samples = reference.batch_size
     assert samples is not None
     profile = profile_model(reference)
-    placement = make_placement(reference, profile)
-    times = _measure(reference, profile, placement, samples, _REFERENCE_SECONDS, apart=True)
+    spec = make_pipeline_spec(reference, profile)
+    times = _measure(reference, profile, spec, samples, _REFERENCE_SECONDS, apart=True)
     works = ([cost.forward for cost in profile.costs],) * 2 + ([cost.backward for cost in profile.costs],)
-    figures = None if placement.layout.on_cpu else times.figures
+    figures = None if spec.layout.on_cpu else times.figures
     forward, graph, backward = (
         fit_rates(work, [layer[direction] for layer in times.alone], samples, figures)
         for direction, work in enumerate(works)
@@ -212,7 +212,7 @@ def _time_machine(reference: TrainConfig) -> dict[str, Any]:
         link_byte_seconds=1 / bandwidth,
         tensor_seconds=times.set_up / sum(weights.tensors for weights in profile.weights),
         slowdown=times.slowdown,
-        together=placement.layout.processes,
+        together=spec.layout.processes,
         figures=times.figures,
         spread=times.spread,
     )
@@ -281,17 +281,17 @@ def _probe() -> float:
 
 
 def _measure(
-    config: TrainConfig, profile: ModelProfile, placement: Placement, samples: int, seconds: float, *, apart: bool
+    config: TrainConfig, profile: ModelProfile, spec: PipelineSpec, samples: int, seconds: float, *, apart: bool
 ) -> LayerTimes:
-    """The times that the workers of `placement` report (`layer_benchmark.measure`): those of the slowest kind of GPU,
+    """The times that the workers of `spec` report (`layer_benchmark.measure`): those of the slowest kind of GPU,
     as a step waits for all of them."""
-    parts = _segments(config, profile, samples, placement)
+    parts = _segments(config, profile, samples, spec)
     partition = config.partition.by_hand(parts)
     one = replace(_without_limit(config), partitions=len(parts), partition=partition, executor="in_process")
-    segments = make_placement(one, profile)
+    segments = make_pipeline_spec(one, profile)
     timing = Timing(config, segments, samples, seconds, apart, profile.splits)
     found: list[object] = []
-    for placed in _each_kind_first(placement):
+    for placed in _each_kind_first(spec):
         failure = run_task(partial(measure, timing, placed), placed, config.timeout_seconds, found.append)
         if failure is not None:
             raise InputError(failure.text)
@@ -299,21 +299,21 @@ def _measure(
     return max(times, key=lambda one: sum(map(sum, one.alone)))
 
 
-def _each_kind_first(placement: Placement) -> Iterator[Placement]:
-    """The placement once for each kind of GPU, with one of that kind in the first place, where layers are timed."""
-    devices = placement.layout.devices
+def _each_kind_first(spec: PipelineSpec) -> Iterator[PipelineSpec]:
+    """The spec once for each kind of GPU, with one of that kind in the first place, where layers are timed."""
+    devices = spec.layout.devices
     first, kinds = devices[0], {gpu_of(device): device for device in reversed(devices)}
     for device in reversed(kinds.values()):
         swapped = {first: device, device: first}
-        yield placement.on((tuple(swapped.get(one, one) for one in devices),))
+        yield spec.on((tuple(swapped.get(one, one) for one in devices),))
 
 
-def _segments(config: TrainConfig, profile: ModelProfile, samples: int, placement: Placement) -> tuple[int, ...]:
+def _segments(config: TrainConfig, profile: ModelProfile, samples: int, spec: PipelineSpec) -> tuple[int, ...]:
     """How many consecutive layers are timed at a time, at least one: those that half of a device's memory holds, as
     more than one process may measure."""
     memory = ActivationMemory(profile.costs, profile.inputs, samples, profile.lengths)
-    limit = resolved(config.hardware, placement.layout.devices).memory_gib
-    available = int(limit * 2**30) if limit else usable_memory_bytes() // placement.layout.processes_here
+    limit = resolved(config.hardware, spec.layout.devices).memory_gib
+    available = int(limit * 2**30) if limit else usable_memory_bytes() // spec.layout.processes_here
     segments, held = [0], 0
     for at, w in enumerate(profile.weights):
         needed = memory.held(at, at + 1).graph + w.weight_bytes + w.gradient_bytes + w.optimizer_bytes

@@ -24,10 +24,10 @@ from gpipe_cli.launch.job import Failure, Reason
 from gpipe_cli.launch.supervisor import run_task
 from gpipe_cli.pipeline.profile.layer_probes import Finding
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
-from gpipe_cli.pipeline.schedule.orders import SCHEDULES, order
-from gpipe_cli.pipeline.schedule.schedules import RecomputeMode
+from gpipe_cli.pipeline.schedule.named_schedules import SCHEDULES, order
+from gpipe_cli.pipeline.schedule.schedule import RecomputeMode
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
-from gpipe_cli.planner.placement import Placement, make_placement
+from gpipe_cli.planner.pipeline_spec import PipelineSpec, make_pipeline_spec
 from gpipe_cli.planner.shared_layers import SeparatedError
 from gpipe_cli.reporting.run.lines import show_error, show_facts
 from gpipe_cli.reporting.tables.check import CheckReport, show_check, write_check
@@ -64,16 +64,16 @@ def run_check(config: TrainConfig, folder: Path) -> int:
                 show_facts(console, checked.facts(message))
             status.update(f"{len(checked.rows)} of {checked.expected} runs")
 
-        for placements, variants in checked.runs:
+        for specs, variants in checked.runs:
             waiting = checked.worth_running(variants)
             if waiting:
-                placement = placements[max(placements)]
-                there = placement.layout.replicas
+                spec = specs[max(specs)]
+                there = spec.layout.replicas
                 own = replace(config, replicas=there, micro_batches=all_of_them // there)
-                task = partial(verify.check, own, placements, variants=waiting, earlier=checked.references,
+                task = partial(verify.check, own, specs, variants=waiting, earlier=checked.references,
                                folder=Path(gradients), source=source)  # fmt: skip
-                failure = run_task(task, placement, config.timeout_seconds, on_message)
-                checked.end(waiting, failure, alone=placement.layout.processes == 1)
+                failure = run_task(task, spec, config.timeout_seconds, on_message)
+                checked.end(waiting, failure, alone=spec.layout.processes == 1)
     report = checked.report()
     try:
         write_check(folder, report)
@@ -82,8 +82,8 @@ def run_check(config: TrainConfig, folder: Path) -> int:
     return 0 if report.identical else 1
 
 
-def _placed(config: TrainConfig, profile: ModelProfile) -> Placement:
-    return make_placement(config, profile)
+def _placed(config: TrainConfig, profile: ModelProfile) -> PipelineSpec:
+    return make_pipeline_spec(config, profile)
 
 
 def _cut(config: TrainConfig, partitions: int) -> TrainConfig:
@@ -93,11 +93,11 @@ def _cut(config: TrainConfig, partitions: int) -> TrainConfig:
     return replace(config, partitions=partitions, partition=PartitionConfig(None))
 
 
-def _of_schedules(placements: Iterable[Placement]) -> dict[tuple[int, str], Placement]:
-    """For each placement and each of the two reference schedules, the placement with that schedule's order."""
+def _of_schedules(specs: Iterable[PipelineSpec]) -> dict[tuple[int, str], PipelineSpec]:
+    """For each spec and each of the two reference schedules, the spec with that schedule's order."""
     return {
         (one.partitions, name): replace(one, order=order(name, one.partitions, one.order.micro_batches))
-        for one, name in product(placements, verify.REFERENCES)
+        for one, name in product(specs, verify.REFERENCES)
     }
 
 
@@ -109,12 +109,12 @@ class _Checked:
         self._config, self._replicas = config, replicas
         self.rows: dict[verify.Variant, verify.Row] = {}
         self.references: dict[str, verify.ReferenceDone] = {}  # schedule -> its reference
-        # The replicas and the processes of their stages, to the placements and the variants that they run one after
+        # The replicas and the processes of their stages, to the specs and the variants that they run one after
         # another; what others are compared with comes first.
-        self._groups: dict[tuple[int, ...], tuple[dict[tuple[int, str], Placement], list[verify.Variant]]] = {}
+        self._groups: dict[tuple[int, ...], tuple[dict[tuple[int, str], PipelineSpec], list[verify.Variant]]] = {}
         self._findings: list[Finding] = []
         self._watched: verify.LayersProbed | None = None
-        self._together: dict[int, Placement] = {}  # partitions -> the placement with all stages in one process
+        self._together: dict[int, PipelineSpec] = {}  # partitions -> the spec with all stages in one process
         self._shared: tuple[str, ...] = ()
         try:
             profile = profile_model(config)
@@ -129,7 +129,7 @@ class _Checked:
 
     def _place(self, profile: ModelProfile) -> None:
         """Every number of partitions, the greatest first: what is wrong with it is bad input."""
-        apart: dict[int, Placement] = {}  # partitions -> the placement with a process per stage
+        apart: dict[int, PipelineSpec] = {}  # partitions -> the spec with a process per stage
         usual = replace(self._config, schedule=verify.REFERENCES[0], stages_per_process=None)
         for partitions in range(usual.partitions, 0, -1):
             config = _cut(usual, partitions)
@@ -139,9 +139,9 @@ class _Checked:
                 self._add(self._ways(partitions, "in_process"), "fails", str(error))
                 continue
             if partitions > 1 and config.executor != "in_process":
-                placement = _placed(config, profile)
-                if placement.layout.distributed:
-                    apart[partitions] = placement
+                spec = _placed(config, profile)
+                if spec.layout.distributed:
+                    apart[partitions] = spec
                 else:
                     text = f"executor=distributed: {plural(partitions, 'stage')} would be in one process"
                     self._add(self._ways(partitions, "distributed"), "left out", text)
@@ -186,17 +186,17 @@ class _Checked:
         k, name = config.partitions, config.schedule
         executors: tuple[Literal["in_process", "distributed"], ...] = ("in_process", "distributed")
         for executor in executors[:1] if config.executor == "in_process" else executors:
-            placement = _placed(replace(config, executor=executor), profile)
-            if placement.layout.distributed == (executor == "distributed"):
+            spec = _placed(replace(config, executor=executor), profile)
+            if spec.layout.distributed == (executor == "distributed"):
                 variants = [verify.Variant(k, config.micro_batches, name, mode, executor) for mode in modes]
-                self._run({(k, name): placement}, variants)
+                self._run({(k, name): spec}, variants)
 
-    def _run(self, placements: dict[tuple[int, str], Placement], variants: Sequence[verify.Variant]) -> None:
+    def _run(self, specs: dict[tuple[int, str], PipelineSpec], variants: Sequence[verify.Variant]) -> None:
         """These variants are run by the processes that run others of the same stages."""
-        layout = next(iter(placements.values())).layout
+        layout = next(iter(specs.values())).layout
         key = (layout.replicas, *(layout.process_of_stage if layout.distributed else ()))
         known, there = self._groups.setdefault(key, ({}, []))
-        known |= placements
+        known |= specs
         there += variants
 
     def _ways(self, partitions: int, executor: verify.Executor) -> list[verify.Variant]:

@@ -14,7 +14,7 @@ from gpipe_cli.config.settings import DecodeConfig, ExportConfig, PartitionConfi
 from gpipe_cli.data.images import MEAN, STD
 from gpipe_cli.distributed.torchrun import refuse_torchrun
 from gpipe_cli.launch.job import Task
-from gpipe_cli.planner.placement import Placement, make_placement
+from gpipe_cli.planner.pipeline_spec import PipelineSpec, make_pipeline_spec
 from gpipe_cli.reporting.run.description import evaluation_of
 from gpipe_cli.reporting.run.lines import show_error, show_facts, show_line
 from gpipe_cli.reporting.run.summary import outcome_of_test
@@ -34,14 +34,14 @@ def run_export(config: ExportConfig, file: Path) -> int:
     refuse_torchrun("gpipe export starts its own processes; call it without torchrun")
     run = Path(config.run)
     training = for_evaluation(config.training)
-    placement = make_placement(training)
+    spec = make_pipeline_spec(training)
     checkpoint = fitting_checkpoint(training, run, config.checkpoint, "run", optimizer=False)
-    threads = placement.layout.threads  # the last bits of sums depend on them
+    threads = spec.layout.threads  # the last bits of sums depend on them
     whole = replace(training, partitions=1, partition=PartitionConfig(None), stages_per_process=None, threads=threads)
-    alone = make_placement(whole)
-    tasks: list[tuple[Task, Placement]] = [
+    alone = make_pipeline_spec(whole)
+    tasks: list[tuple[Task, PipelineSpec]] = [
         (partial(write_model, replace(config, training=whole), checkpoint, file, threads), alone),
-        (partial(evaluate_checkpoint, training, _NOT_DECODED, checkpoint, placement), placement),
+        (partial(evaluate_checkpoint, training, _NOT_DECODED, checkpoint, spec), spec),
         (partial(evaluate_file, whole, config.format, file, run, alone), alone),
     ]
     show = _ExportReport(config, checkpoint, file)

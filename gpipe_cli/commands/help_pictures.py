@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from gpipe_cli.pipeline.schedule.breakdown import breakdown
 from gpipe_cli.pipeline.schedule.dependencies import grid
 from gpipe_cli.pipeline.schedule.held import Held, live
-from gpipe_cli.pipeline.schedule.orders import ORDERS, build
-from gpipe_cli.pipeline.schedule.schedules import RECOMPUTE, Kind, Schedule
+from gpipe_cli.pipeline.schedule.named_schedules import ORDERS, build
+from gpipe_cli.pipeline.schedule.schedule import RECOMPUTE, Kind, Schedule
 from gpipe_cli.pipeline.schedule.search import Problem, find
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost, StageCost, ideal_bubble, simulate
 from gpipe_cli.pipeline.schedule.timeline import Timeline

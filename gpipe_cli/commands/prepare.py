@@ -1,4 +1,4 @@
-"""What a command decides before anything runs: the settings that were left open, the plan, the placement."""
+"""What a command decides before anything runs: the settings that were left open, the plan, the pipeline's spec."""
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from gpipe_cli.distributed.torchrun import Torchrun
 from gpipe_cli.planner.auto_settings import Choice, choose
 from gpipe_cli.planner.layout import Layout, own_threads
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model, refuse_single_samples
-from gpipe_cli.planner.placement import Placement, placed
+from gpipe_cli.planner.pipeline_spec import PipelineSpec, placed
 from gpipe_cli.planner.plan import Plan
 from gpipe_cli.system.machine import usable_cores
 from gpipe_cli.system.phase import phase
@@ -28,7 +28,7 @@ class Prepared:
     config: TrainConfig
     profile: ModelProfile
     plan: Plan
-    placement: Placement
+    spec: PipelineSpec
     comparisons: tuple[Choice, ...]
     notes: tuple[tuple[str, str], ...]  # lines of a banner: what gave the costs, was chosen, is kept, or takes turns
 
@@ -59,17 +59,17 @@ def prepare(
     if config.batch_size is not None:
         refuse_single_samples(config, config.batch_size, profile)
     config = replace(config, threads=plan.layout.threads)
-    placement = placed(config, profile, plan)
+    spec = placed(config, profile, plan)
     notes = [("layer costs", f"given by {plan.costs.weighted_by}")] if plan.costs.weighted_by else []
     notes += [("chosen", _words(comparison)) for comparison in comparisons]
     if config.compile:
         notes.append(("planned", not_compiled(config)))
-    if config.schedule == "interleaved" and placement.layout.of_pipeline == placement.partitions > 1:
+    if config.schedule == "interleaved" and spec.layout.of_pipeline == spec.partitions > 1:
         use = f"partitions={2 * config.partitions} stages_per_process=2 interleaves"
         notes.append(("schedule", f"interleaved is 1f1b where a process has one stage; {use}"))
-    notes += [*threads, *_resumed_threads(config, placement.layout.processes)]
-    notes += [*_turns(placement.layout), *_uneven(config, placement)]
-    return Prepared(config, profile, plan, placement, comparisons, tuple(notes))
+    notes += [*threads, *_resumed_threads(config, spec.layout.processes)]
+    notes += [*_turns(spec.layout), *_uneven(config, spec)]
+    return Prepared(config, profile, plan, spec, comparisons, tuple(notes))
 
 
 def _fewest_threads(
@@ -121,12 +121,12 @@ def _turns(layout: Layout) -> Iterator[tuple[str, str]]:
         yield "devices", f"{len(layout.devices)} stages take turns on {layout.devices[0]}: not a pipeline's speed"
 
 
-def _uneven(config: TrainConfig, placement: Placement) -> Iterator[tuple[str, str]]:
+def _uneven(config: TrainConfig, spec: PipelineSpec) -> Iterator[tuple[str, str]]:
     """A line if processes have different work as they have different numbers of stages: the cut evens out stages."""
-    layout, partitions = placement.layout, placement.partitions
+    layout, partitions = spec.layout, spec.partitions
     processes = layout.processes
     stages = [len(layout.stages_of(process)) for process in range(processes)]
-    work = [sum(placement.cost[k] for k in layout.stages_of(process)) for process in range(processes)]
+    work = [sum(spec.cost[k] for k in layout.stages_of(process)) for process in range(processes)]
     most = max(range(processes), key=work.__getitem__)
     if stages[most] == min(stages) or work[most] * processes <= _UNEVEN * sum(work):
         return
@@ -134,7 +134,7 @@ def _uneven(config: TrainConfig, placement: Placement) -> Iterator[tuple[str, st
     use = ""
     if config.stages_per_process not in (None, each):
         use = f"; stages_per_process={each} is more even"
-    elif each * processes <= sum(map(len, placement.layer_names)):
+    elif each * processes <= sum(map(len, spec.layer_names)):
         use = f"; partitions={each * processes} is more even"
     share = f"process {most} has {percent(work[most] / sum(work))} of the work"
     yield "processes", f"{' + '.join(map(str, stages))} stages: {share}{use}"

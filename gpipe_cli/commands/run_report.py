@@ -20,10 +20,10 @@ from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.runtime.recording import measured_timeline
 from gpipe_cli.pipeline.schedule.breakdown import breakdown
 from gpipe_cli.pipeline.schedule.timeline import Timeline
+from gpipe_cli.planner.mfu import step_flops
 from gpipe_cli.planner.model_profile import profile_model
 from gpipe_cli.planner.simulation_data import simulation_data
 from gpipe_cli.planner.stage_memory import saved_bytes
-from gpipe_cli.planner.step_flops import step_flops
 from gpipe_cli.reporting.plots.chrome_trace import TracedStep, write_trace
 from gpipe_cli.reporting.plots.timeline_values import StepPicture, predicted_view, timeline_view
 from gpipe_cli.reporting.run.console import LINE_SECONDS
@@ -35,7 +35,7 @@ from gpipe_cli.results.run import Restart, Start
 from gpipe_cli.system.files import write_whole
 from gpipe_cli.system.streams import lost_output
 from gpipe_cli.training import events
-from gpipe_cli.training.checkpoint.store import remove_drafts
+from gpipe_cli.training.checkpoint.files import remove_drafts
 from gpipe_cli.training.data_feed import mini_batches, refuse_short_last
 from gpipe_cli.training.fine_tuning import frozen_facts
 
@@ -164,9 +164,9 @@ class RunReport:
 
     def _timeline(self, step: events.StepDone, recorded: events.StepRecorded) -> tuple[Timeline, int]:
         """The timeline of a recorded step, and its number of micro-batches M."""
-        config, placement = self._prepared.config, self._prepared.placement
+        config, spec = self._prepared.config, self._prepared.spec
         micro_batches = len(share_of(step.samples, config.micro_batches, config.replicas).sizes)
-        schedule, devices = placement.schedule(micro_batches), placement.layout.device_of_stage
+        schedule, devices = spec.schedule(micro_batches), spec.layout.device_of_stage
         return measured_timeline(schedule, recorded.seconds, recorded.began_seconds, devices), micro_batches
 
     def _choose(self) -> None:
@@ -265,7 +265,7 @@ def show_dry_run(prepared: Prepared, folder: Path, start: Start | None) -> None:
                 batches.steps_per_epoch,
             )
     write_whole(folder / CONFIG, to_yaml(config))
-    run = _described(prepared, data, frozen_facts(prepared.placement), steps_per_epoch, start=start)
+    run = _described(prepared, data, frozen_facts(prepared.spec), steps_per_epoch, start=start)
     reporter = Reporter(folder, run)
     reporter.banner()
     reporter.finish("dry_run")
@@ -274,12 +274,12 @@ def show_dry_run(prepared: Prepared, folder: Path, start: Start | None) -> None:
 def _described(
     prepared: Prepared, data: events.DataFacts, notes: events.Notes, steps_per_epoch: int | None, **more: Any
 ) -> RunDescription:
-    config, placement = prepared.config, prepared.placement
+    config, spec = prepared.config, prepared.spec
     return RunDescription(
         config=config,
         plan=prepared.plan,
-        placement=placement,
-        flops=step_flops(config, prepared.profile, placement, prepared.plan.costs),
+        spec=spec,
+        flops=step_flops(config, prepared.profile, spec, prepared.plan.costs),
         data=data,
         notes=(*data.notes, *notes, *prepared.notes),
         steps_per_epoch=steps_per_epoch,

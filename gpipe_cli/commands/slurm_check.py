@@ -12,7 +12,7 @@ from gpipe_cli.distributed.torchrun import Torchrun
 from gpipe_cli.planner.auto_settings import choose, with_samples
 from gpipe_cli.planner.cost_model import predicted_costs
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model, refuse_single_samples
-from gpipe_cli.planner.placement import placed
+from gpipe_cli.planner.pipeline_spec import placed
 
 # What the profile of a model does not depend on.
 _OF_THE_RUN = (

@@ -22,7 +22,7 @@ from gpipe_cli.launch.job import Reason, Task
 from gpipe_cli.launch.supervisor import run_task
 from gpipe_cli.pipeline.runtime.frozen import freeze
 from gpipe_cli.planner.data_sheet import number_of_gpus
-from gpipe_cli.planner.placement import Placement, make_placement
+from gpipe_cli.planner.pipeline_spec import PipelineSpec, make_pipeline_spec
 from gpipe_cli.reporting.run.lines import show_error, show_text
 from gpipe_cli.reporting.run.reporter import complete_result
 from gpipe_cli.results.run import Restart, Start
@@ -30,8 +30,8 @@ from gpipe_cli.system.files import write_whole
 from gpipe_cli.system.gpus import look_again
 from gpipe_cli.system.interrupts import STOPPED, Stopped
 from gpipe_cli.system.phase import phase
+from gpipe_cli.training.checkpoint.files import GONE, checkpoints_in, find_checkpoint, step_of
 from gpipe_cli.training.checkpoint.restore import CheckpointMatch, check_restorable, refuse_other_optimizer
-from gpipe_cli.training.checkpoint.store import GONE, checkpoints_in, find_checkpoint, step_of
 from gpipe_cli.training.events import TrainingStopped
 from gpipe_cli.training.fine_tuning import find_weights
 from gpipe_cli.training.milestones import progress_if_complete
@@ -79,13 +79,13 @@ def evaluate(settings: EvaluateSettings, config: TrainConfig) -> int:
     """Evaluate a checkpoint of a run, whose own settings with those given in their place are `config`; returns the exit
     code, and raises InputError, as `launch`."""
     folder, training = Path(settings.run), for_evaluation(config)
-    placement = make_placement(training, started=torchrun())
+    spec = make_pipeline_spec(training, started=torchrun())
     source = partial(fitting_checkpoint, training, folder, settings.checkpoint, "run", optimizer=False)
     decision = agree(lambda: Decision(folder, None, source()))
     assert decision.source is not None
-    task = partial(evaluate_checkpoint, training, settings.decode, decision.source, placement)
+    task = partial(evaluate_checkpoint, training, settings.decode, decision.source, spec)
     show = EvaluationReport(training, decision.source, folder) if leads() else NoReport()
-    return run_and_report(task, placement, training.timeout_seconds, show, folder, decision.start)
+    return run_and_report(task, spec, training.timeout_seconds, show, folder, decision.start)
 
 
 def for_evaluation(config: TrainConfig) -> TrainConfig:
@@ -115,7 +115,7 @@ def _train(
     """One start of a training, from `prepare` to its end."""
     is_run = bench is None
     prepared = prepare(config, auto, lambda line: show_text(Console(), line) if leads() else None, torchrun())
-    training, placement, text = prepared.config, prepared.placement, to_yaml(prepared.config)
+    training, spec, text = prepared.config, prepared.spec, to_yaml(prepared.config)
     if training.dry_run:
         if leads():
             find_source(training)
@@ -130,12 +130,12 @@ def _train(
         why = "process 0 sees another run there than this process; give the absolute path of a folder that all share"
         raise RefusedError("run_folder", config.run_folder, why)
     training = replace(training, resume=decision.resume)
-    task = partial(train, training, text, placement, decision.folder, source=decision.source, only_steps=not is_run)
+    task = partial(train, training, text, spec, decision.folder, source=decision.source, only_steps=not is_run)
     show = RunReport(prepared, folder, start, bench, restarts) if leads() else NoReport()
     left = is_run and len(restarts) < config.max_restarts
     try:
         return run_and_report(
-            task, placement, training.timeout_seconds, show, folder, decision.start, stoppable=is_run, goes_on=left
+            task, spec, training.timeout_seconds, show, folder, decision.start, stoppable=is_run, goes_on=left
         )
     except _LostError as lost:
         show.break_off()
@@ -184,7 +184,7 @@ def fitting_checkpoint(config: TrainConfig, run: Path, which: str, setting: str,
 
 def run_and_report(
     task: Task,
-    placement: Placement,
+    spec: PipelineSpec,
     timeout_seconds: float,
     show: Report,
     folder: Path,
@@ -203,10 +203,10 @@ def run_and_report(
         stopped = stopped or isinstance(message, TrainingStopped)
         show.on_message(message)
 
-    processes = plural(placement.layout.processes_here, "process")
+    processes = plural(spec.layout.processes_here, "process")
     phase(f"starting {processes}, reading data")
     try:
-        failure = run_task(task, placement, timeout_seconds, on_message, start, stoppable=stoppable)
+        failure = run_task(task, spec, timeout_seconds, on_message, start, stoppable=stoppable)
     except KeyboardInterrupt as asked:
         if not show.started:
             raise

@@ -22,9 +22,9 @@ from gpipe_cli.config import groups
 from gpipe_cli.config.slurm import LaunchSettings
 from gpipe_cli.config.typed import Count, NotNegative, RefusedError, Share, Within, one_line, show, typed, with_type
 from gpipe_cli.errors import InputError
-from gpipe_cli.pipeline.schedule import orders
-from gpipe_cli.pipeline.schedule.orders import AUTO_SCHEDULE, SPLITTING
-from gpipe_cli.pipeline.schedule.schedules import RecomputeMode
+from gpipe_cli.pipeline.schedule import named_schedules
+from gpipe_cli.pipeline.schedule.named_schedules import AUTO_SCHEDULE, SPLITTING
+from gpipe_cli.pipeline.schedule.schedule import RecomputeMode
 from gpipe_cli.system.files import folders_in, read_text
 from gpipe_cli.units import plural
 
@@ -52,7 +52,7 @@ MaxRestarts = Annotated[int, Within(0, 1000)]
 TimeoutSeconds = Annotated[float, Within(0.1, 604_800, why="which is a week")]
 AUTO = ("partitions", "replicas", "micro_batches")  # settings that may be `auto` in place of a number: the fastest
 AUTO_BATCH = ("batch_size", "batch_tokens")  # settings whose `auto` is the largest value that fits the memory
-SCHEDULES = (*orders.SCHEDULES, AUTO_SCHEDULE)
+SCHEDULES = (*named_schedules.SCHEDULES, AUTO_SCHEDULE)
 SCHEDULE_FILE = ".csv"  # how the name of a file with a schedule ends
 MOST_ACTIONS = 5_000_000  # actions of a schedule; the paper's largest has 200,000
 

@@ -14,7 +14,7 @@ from gpipe_cli.distributed.control_group import Awaited, ControlGroup, Waits
 from gpipe_cli.distributed.rendezvous import store
 from gpipe_cli.pipeline.runtime.link import Edge, GroupLink, Link, Links, ThreadedLink
 from gpipe_cli.pipeline.runtime.replicas import Replicas
-from gpipe_cli.pipeline.schedule.schedules import Kind
+from gpipe_cli.pipeline.schedule.schedule import Kind
 
 # The stages that read data may prepare it for long (a vocabulary is learned, a data set fetched) while those in between
 # wait for them. Should one of them die, the parent ends the others.

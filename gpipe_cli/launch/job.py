@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from gpipe_cli.config.typed import RefusedError
-    from gpipe_cli.planner.placement import Placement
+    from gpipe_cli.planner.pipeline_spec import PipelineSpec
     from gpipe_cli.training.engine import WorkerProcess
 
 
@@ -19,7 +19,7 @@ class Job:
     """What a worker is sent: the task, which is the same for all of them, and its number."""
 
     task: Task
-    placement: "Placement"
+    spec: "PipelineSpec"
     process: int
     rendezvous: str  # a file for those of this machine; under torchrun, the name of this start
     timeout_seconds: float

@@ -17,8 +17,8 @@ from gpipe_cli.distributed.control_group import ACTIVITY_NUMBERS, Activity, Awai
 from gpipe_cli.distributed.heartbeat import Heartbeat
 from gpipe_cli.launch.fork_server import Worker, fork_server, temporary_folder
 from gpipe_cli.launch.job import Done, Failure, Job, Reason, Task
-from gpipe_cli.pipeline.schedule.schedules import Kind
-from gpipe_cli.planner.placement import Placement
+from gpipe_cli.pipeline.schedule.schedule import Kind
+from gpipe_cli.planner.pipeline_spec import PipelineSpec
 from gpipe_cli.system.interrupts import Interrupt, Stopped, interruptible
 from gpipe_cli.units import spans
 
@@ -32,14 +32,14 @@ _MOST_SECONDS = 2.0  # longer gaps between two looks count as this: after Ctrl-Z
 
 def run_task(
     task: Task,
-    placement: Placement,
+    spec: PipelineSpec,
     timeout_seconds: float,
     on_message: OnMessage,
     start: str = "",
     *,
     stoppable: bool = False,
 ) -> Failure | None:
-    """Start as many workers as the placement has processes, and wait until they have done the task; returns why they
+    """Start as many workers as the spec has processes, and wait until they have done the task; returns why they
     failed, None if they did not.
 
     `on_message` is called with every message of theirs; one that is silent for `timeout_seconds` fails; `start` is the
@@ -48,10 +48,10 @@ def run_task(
 
     Raises KeyboardInterrupt if asked to end, and whatever `on_message` raises.
     """
-    supervisor = Supervisor(placement, timeout_seconds)
+    supervisor = Supervisor(spec, timeout_seconds)
     on_stop = supervisor.ask_to_stop if stoppable else None
     with interruptible(on_stop=on_stop) as interrupt, tempfile.TemporaryDirectory(dir=temporary_folder()) as folder:
-        started = placement.layout.started
+        started = spec.layout.started
         heartbeat = None if started is None else Heartbeat(started, start, timeout_seconds)
         failed = True
         try:
@@ -71,20 +71,20 @@ def run_task(
 class Supervisor:
     """The workers of this parent."""
 
-    def __init__(self, placement: Placement, timeout_seconds: float) -> None:
-        self._placement, self._layout, self._timeout_seconds = placement, placement.layout, timeout_seconds
+    def __init__(self, spec: PipelineSpec, timeout_seconds: float) -> None:
+        self._spec, self._layout, self._timeout_seconds = spec, spec.layout, timeout_seconds
         self._workers: dict[int, Worker] = {}
         self._running: dict[int, Worker] = {}  # workers that may still send something
         self._failures: list[Failure] = []
         self._activity_file = os.memfd_create("gpipe_activity")
-        os.truncate(self._activity_file, 8 * (ACTIVITY_NUMBERS * placement.layout.processes + 1))
+        os.truncate(self._activity_file, 8 * (ACTIVITY_NUMBERS * spec.layout.processes + 1))
         self._activity = memoryview(mmap.mmap(self._activity_file, 0)).cast("q")
 
     def start(self, task: Task, rendezvous: str, interrupt: Interrupt) -> None:
         """Start the workers; interrupted half-way, `stop` ends those that there are."""
         started = self._layout.started
         for process in range(self._layout.processes) if started is None else (started.rank,):
-            job = Job(task, self._placement, process, rendezvous, self._timeout_seconds)
+            job = Job(task, self._spec, process, rendezvous, self._timeout_seconds)
             self._workers[process] = fork_server.fork(job, self._activity_file)
             interrupt.check()
         self._running = dict(self._workers)
@@ -218,15 +218,15 @@ class Supervisor:
 
     def _where(self, process: int) -> str:
         """What it was doing: `in 1F3 (input (8, 3, 8, 8))`."""
-        doing, placement = self._doing(process), self._placement
+        doing, spec = self._doing(process), self._spec
         if doing.awaited == Awaited.DATA:
             return "waiting for a mini-batch"
         if doing.awaited == Awaited.DISK:
             return "waiting for a checkpoint to be written"
         if not doing.kind:
             return "before its first action"
-        inputs = placement.training_boundaries[doing.stage - 1] if doing.stage > 0 else placement.inputs
-        lengths = (doing.length_0, doing.length_1)[: len(placement.lengths)]
+        inputs = spec.training_boundaries[doing.stage - 1] if doing.stage > 0 else spec.inputs
+        lengths = (doing.length_0, doing.length_1)[: len(spec.lengths)]
         shapes = ", ".join(str(tensor.shape(doing.samples, lengths)) for tensor in inputs)
         action = f"{doing.stage}{tuple(Kind)[doing.kind - 1].value}{doing.micro_batch}"
         return f"in {action} (input {shapes})"

@@ -22,9 +22,9 @@ from gpipe_cli.errors import InputError
 from gpipe_cli.launch.job import Done, Failure, Job, Reason
 from gpipe_cli.pipeline.runtime.executor import ActionFailedError
 from gpipe_cli.pipeline.runtime.transport import PeerLostError
-from gpipe_cli.pipeline.schedule.schedules import Action, Kind
-from gpipe_cli.planner.placement import Placement
-from gpipe_cli.training.checkpoint.store import CheckpointError
+from gpipe_cli.pipeline.schedule.schedule import Action, Kind
+from gpipe_cli.planner.pipeline_spec import PipelineSpec
+from gpipe_cli.training.checkpoint.files import CheckpointError
 from gpipe_cli.training.engine import WorkerProcess
 from gpipe_cli.training.milestones import DivergedError
 
@@ -33,7 +33,7 @@ _KIND_NUMBERS = {kind: number for number, kind in enumerate(Kind, start=1)}
 
 def main(job: Job, connection: Connection, activity: "memoryview[int]") -> None:
     """The program of a worker process; it writes what it is doing (`Activity`) into `activity`, for its parent."""
-    _set_up(job.placement)
+    _set_up(job.spec)
     base = ACTIVITY_NUMBERS * job.process
 
     def on_action(action: Action, samples: int, lengths: Sequence[int]) -> None:
@@ -51,7 +51,7 @@ def main(job: Job, connection: Connection, activity: "memoryview[int]") -> None:
             activity[base] += 1
 
     def connect() -> tuple[ControlGroup, ProcessGroups | None]:
-        layout = job.placement.layout
+        layout = job.spec.layout
         device, here = torch.device(layout.device_of(job.process)), layout.started is None
         control, groups = connect_processes(
             job.process, layout.process_of_stage, layout.replicas, device, job.rendezvous, job.timeout_seconds, waits,
@@ -106,14 +106,14 @@ def _failure(process: int, error: Exception) -> Failure:
     return Failure(process, text, time.time(), reason, trace, refused)
 
 
-def _set_up(placement: Placement) -> None:
+def _set_up(spec: PipelineSpec) -> None:
     keep_freed_memory()
     gc.freeze()  # the fork server's imports are never garbage, and collecting them would interrupt steps
-    torch.set_num_threads(placement.layout.threads)
-    if placement.compile:
+    torch.set_num_threads(spec.layout.threads)
+    if spec.compile:
         _set_up_compiler()
-    if set(placement.layout.devices) != {"cpu"}:
-        _set_up_gpu(placement.precision, placement.deterministic)
+    if set(spec.layout.devices) != {"cpu"}:
+        _set_up_gpu(spec.precision, spec.deterministic)
 
 
 def _set_up_compiler() -> None:

@@ -1,1 +1,1 @@
-"""What a run will take, before anything is allocated: costs, placement, memory of stages, and the search."""
+"""What a run will take, before anything is allocated: costs, cut, memory of stages, time of a step, and the search."""

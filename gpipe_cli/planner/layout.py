@@ -13,7 +13,7 @@ from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.distributed.torchrun import Torchrun
 from gpipe_cli.errors import InputError
-from gpipe_cli.pipeline.schedule.orders import LOOPED
+from gpipe_cli.pipeline.schedule.named_schedules import LOOPED
 from gpipe_cli.planner.data_sheet import number_of_gpus, resolved
 from gpipe_cli.planner.step_schedule import schedule_of_file
 from gpipe_cli.system.machine import usable_cores, usable_memory_bytes

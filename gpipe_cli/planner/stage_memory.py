@@ -17,7 +17,7 @@ from gpipe_cli.data.micro_batches import share_of
 from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory
 from gpipe_cli.pipeline.schedule.held import Held, live, peak_bytes
 from gpipe_cli.pipeline.schedule.recomputation import fewest_recomputations
-from gpipe_cli.pipeline.schedule.schedules import Action, Recompute, Schedule
+from gpipe_cli.pipeline.schedule.schedule import Action, Recompute, Schedule
 from gpipe_cli.planner.model_profile import ModelProfile
 from gpipe_cli.planner.step_schedule import checked_schedule, unchecked_schedule
 

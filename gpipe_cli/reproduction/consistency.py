@@ -135,7 +135,7 @@ def _listed(runs: Sequence[Trained]) -> str:
 
 def last_tensors(run: Path) -> "dict[str, Tensor]":
     """All tensors of the last checkpoint of a run by name: weights, averaged weights, optimizer state."""
-    from gpipe_cli.training.checkpoint.store import find_checkpoint, read_index, read_tensors
+    from gpipe_cli.training.checkpoint.files import find_checkpoint, read_index, read_tensors
 
     checkpoint = find_checkpoint(run, "last", "run")
     return read_tensors(checkpoint, read_index(checkpoint).layers, ("model", "optimizer", "ema"))

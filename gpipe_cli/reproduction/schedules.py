@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self
 
-from gpipe_cli.pipeline.schedule.orders import order
+from gpipe_cli.pipeline.schedule.named_schedules import order
 from gpipe_cli.pipeline.schedule.simulator import StageCost, simulate
 from gpipe_cli.reporting.plots.timeline_values import idle
 from gpipe_cli.reporting.run.summary import speed_kind

@@ -23,10 +23,10 @@ from gpipe_cli.data.vocabulary import IGNORED
 from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.errors import InputError
 from gpipe_cli.planner.model_profile import refuse_single_samples
-from gpipe_cli.planner.placement import Placement
+from gpipe_cli.planner.pipeline_spec import PipelineSpec
 from gpipe_cli.system.files import read_bytes, write_whole
 from gpipe_cli.system.machine import usable_cores
-from gpipe_cli.training.checkpoint.store import Progress
+from gpipe_cli.training.checkpoint.files import Progress
 from gpipe_cli.training.events import DataFacts, Notes
 from gpipe_cli.units import plural
 
@@ -99,7 +99,7 @@ class Data:
     """What a process has opened before the processes are connected, and what it reads afterwards."""
 
     def __init__(
-        self, config: TrainConfig, placement: Placement, process: int, start: Progress | None, source: Path | None
+        self, config: TrainConfig, spec: PipelineSpec, process: int, start: Progress | None, source: Path | None
     ) -> None:
         """Open the data where the first or the last stage is, and start loading: training from `start` on, or the
         test set alone. `source` is the folder of the run whose weights there will be; text is read with its vocabulary.
@@ -107,18 +107,18 @@ class Data:
         Loader processes are forked here, before this process has threads, connections or a CUDA context. Raises
         InputError if an epoch of the run that is resumed had another number of steps.
         """
-        stages = placement.layout.stages_of(process)
-        self._config, self._first, self._replica = config, 0 in stages, placement.layout.replica_of(process)
+        stages = spec.layout.stages_of(process)
+        self._config, self._first, self._replica = config, 0 in stages, spec.layout.replica_of(process)
         self._splits: tuple[Split, Split] | None = None
         # of the training set (True) and the test set, where the first stage is
         self._readings: dict[bool, Reading] = {}
-        if self._first or placement.partitions - 1 in stages:  # stages in between never see a sample
+        if self._first or spec.partitions - 1 in stages:  # stages in between never see a sample
             saved = None if source is None or config.task == "classification" else saved_vocabulary(source)
             self._splits = open_data(config, saved)
         if self._splits is None or not self._first:
             return
         # Last the only loader that pins memory: it starts a thread that opens a CUDA context.
-        pin = placement.layout.device_of(process) != "cpu"
+        pin = spec.layout.device_of(process) != "cpu"
         for training, split in zip((False, True), reversed(self._splits), strict=True):
             if training and start is None:
                 continue

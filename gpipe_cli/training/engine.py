@@ -23,7 +23,7 @@ from gpipe_cli.pipeline.runtime.p2p_transport import Boundaries, P2PTransport
 from gpipe_cli.pipeline.runtime.replicas import Replicas
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.runtime.transport import LocalTransport, Transport
-from gpipe_cli.planner.placement import Placement
+from gpipe_cli.planner.pipeline_spec import PipelineSpec
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Engine:
     schedules on them, and the group over which the processes agree."""
 
     config: TrainConfig
-    placement: Placement
+    spec: PipelineSpec
     model: nn.Sequential  # the whole one, on the meta device
     control: ControlGroup
     stages: dict[int, Stage]
@@ -59,19 +59,19 @@ class Engine:
 
     @property
     def has_last(self) -> bool:
-        return self.placement.partitions - 1 in self.stages
+        return self.spec.partitions - 1 in self.stages
 
     @property
     def first_device(self) -> torch.device:
-        return torch.device(self.placement.layout.devices[0])
+        return torch.device(self.spec.layout.devices[0])
 
     @property
     def last_device(self) -> torch.device:
-        return torch.device(self.placement.layout.devices[-1])
+        return torch.device(self.spec.layout.devices[-1])
 
     @property
     def memory_format(self) -> torch.memory_format:
-        return MEMORY_FORMATS[self.placement.memory_format]
+        return MEMORY_FORMATS[self.spec.memory_format]
 
     def gradients(self) -> list[torch.Tensor]:
         """Global names of this process's parameters, in global order."""
@@ -86,8 +86,8 @@ class Engine:
         """Have all layers of this process compiled for micro-batches of these sizes; returns what that took."""
         before = Compiled.so_far()
         for samples, (k, stage) in product(sizes, self.stages.items()):
-            inputs = self.placement.training_boundaries[k - 1] if k else self.placement.inputs
-            stage.compile(inputs, samples, self.placement.lengths)
+            inputs = self.spec.training_boundaries[k - 1] if k else self.spec.inputs
+            stage.compile(inputs, samples, self.spec.lengths)
         return Compiled.so_far() - before
 
     @contextmanager
@@ -110,7 +110,7 @@ class Engine:
 
 def build_engine(
     config: TrainConfig,
-    placement: Placement,
+    spec: PipelineSpec,
     control: ControlGroup,
     groups: ProcessGroups | None = None,
     *,
@@ -121,35 +121,33 @@ def build_engine(
 
     `pretrained`: with the pretrained weights that the settings ask for; False where a checkpoint will give others.
 
-    What the placement says is frozen gets no optimizer; a stage that is frozen as a whole has none.
+    What the spec says is frozen gets no optimizer; a stage that is frozen as a whole has none.
     """
     process = control.rank
-    placement = placement.of_replica(placement.layout.replica_of(process))
+    spec = spec.of_replica(spec.layout.replica_of(process))
     model, whole = build_model(config), real_model(config, pretrained=pretrained)
-    freeze(model, placement.frozen)
-    stages = {
-        index: build_stage(config, placement, index, model, whole) for index in placement.layout.stages_of(process)
-    }
+    freeze(model, spec.frozen)
+    stages = {index: build_stage(config, spec, index, model, whole) for index in spec.layout.stages_of(process)}
     transport: Transport
-    if groups is None or not placement.layout.distributed:
-        transport = LocalTransport([torch.device(device) for device in placement.layout.devices])
+    if groups is None or not spec.layout.distributed:
+        transport = LocalTransport([torch.device(device) for device in spec.layout.devices])
     else:
-        memory_format = MEMORY_FORMATS[placement.memory_format]
+        memory_format = MEMORY_FORMATS[spec.memory_format]
         transport = P2PTransport(
-            process % placement.layout.of_pipeline,
-            placement.layout.process_of_stage,
+            process % spec.layout.of_pipeline,
+            spec.layout.process_of_stage,
             groups.links,
-            Boundaries(placement.training_boundaries, placement.evaluation_boundaries, memory_format),
-            torch.device(placement.layout.device_of(process)),
+            Boundaries(spec.training_boundaries, spec.evaluation_boundaries, memory_format),
+            torch.device(spec.layout.device_of(process)),
         )
     parameters = {k: dict(stage.module.named_parameters()) for k, stage in stages.items()}
     return Engine(
         config,
-        placement,
+        spec,
         model,
         control,
         stages,
-        Executor(stages, placement.layout.device_of_stage, transport, on_action),
+        Executor(stages, spec.layout.device_of_stage, transport, on_action),
         optimizers={k: build_optimizer(config.optimizer, own) for k, own in parameters.items()},
         averages={k: WeightAverage(s.module, config.ema_decay) for k, s in stages.items()} if config.ema_decay else {},
         parameters=parameters,
@@ -159,27 +157,27 @@ def build_engine(
 
 def build_stage(
     config: TrainConfig,
-    placement: Placement,
+    spec: PipelineSpec,
     index: int,
     model: nn.Sequential,
     whole: Callable[[], nn.Sequential] | None,
 ) -> Stage:
     """Stage `index`, in training mode; `model` stands on the meta device, `whole` is what `real_model` says."""
-    memory_format, device = MEMORY_FORMATS[placement.memory_format], torch.device(placement.layout.devices[index])
-    first, layers = placement.first_layers[index], len(placement.layer_names[index])
+    memory_format, device = MEMORY_FORMATS[spec.memory_format], torch.device(spec.layout.devices[index])
+    first, layers = spec.first_layers[index], len(spec.layer_names[index])
     module = materialize(model, first, layers, run_seed=config.seed, device=device, whole=whole)
-    freeze(module, placement.frozen)
+    freeze(module, spec.frozen)
     stage = Stage(
         index,
         module.to(memory_format=memory_format),
         first_layer=first,
-        inputs=placement.training_boundaries[index - 1] if index else (),
-        evaluation_inputs=placement.evaluation_boundaries[index - 1] if index else (),
+        inputs=spec.training_boundaries[index - 1] if index else (),
+        evaluation_inputs=spec.evaluation_boundaries[index - 1] if index else (),
         device=device,
         run_seed=config.seed,
         memory_format=memory_format,
-        computed_in=COMPUTED_IN[placement.precision],
-        compiled=placement.compile,
+        computed_in=COMPUTED_IN[spec.precision],
+        compiled=spec.compile,
     )
     stage.set_training(True)
     return stage

@@ -32,10 +32,10 @@ from gpipe_cli.errors import InputError
 from gpipe_cli.models.timm_models import timm_arguments
 from gpipe_cli.pipeline.runtime.boundary import Tensors, as_tuple, as_value, in_layout, split_all
 from gpipe_cli.pipeline.runtime.host_copies import to_device
-from gpipe_cli.planner.placement import Placement
+from gpipe_cli.planner.pipeline_spec import PipelineSpec
 from gpipe_cli.system.files import write_whole
 from gpipe_cli.training import events
-from gpipe_cli.training.checkpoint.store import read_index, safetensors_parts
+from gpipe_cli.training.checkpoint.files import read_index, safetensors_parts
 from gpipe_cli.training.checkpoint.whole_model import new_model, whole_model
 from gpipe_cli.training.data_feed import Data, MiniBatch, saved_vocabulary
 from gpipe_cli.training.engine import WorkerProcess
@@ -130,17 +130,17 @@ def _call(config: ExportConfig, file: Path) -> str:
 
 
 def evaluate_file(
-    config: TrainConfig, form: Format, file: Path, run: Path, placement: Placement, process: WorkerProcess
+    config: TrainConfig, form: Format, file: Path, run: Path, spec: PipelineSpec, process: WorkerProcess
 ) -> None:
     """Run the test set once through what another program reads from an exported file, and report the scores.
 
-    `config` are the settings of the run in the folder `run`, `placement` has a single process.
+    `config` are the settings of the run in the folder `run`, `spec` has a single process.
     """
-    data = Data(config, placement, process.number, None, run)
+    data = Data(config, spec, process.number, None, run)
     control, _ = process.connect()
     test = data.reading(control, training=False)
-    device = torch.device("cpu" if form == "onnx" else placement.layout.devices[0])
-    by, logits_of = _program(config, form, file, placement, device)
+    device = torch.device("cpu" if form == "onnx" else spec.layout.devices[0])
+    by, logits_of = _program(config, form, file, spec, device)
     total = Totals(0, 0.0, 0.0, 0.0, 0.0)
     for position in range(test.batches.steps_per_epoch):
         sizes = micro_batch_sizes(test.batches.size(0, position), config.micro_batches)
@@ -159,11 +159,11 @@ def evaluate_file(
 
 
 def _program(
-    config: TrainConfig, form: Format, file: Path, placement: Placement, device: torch.device
+    config: TrainConfig, form: Format, file: Path, spec: PipelineSpec, device: torch.device
 ) -> tuple[str, Callable[[Tensors], Tensors]]:
     """The name of the program that has read the file, and a function from inputs to its logits."""
     if form == "onnx":
-        return onnx_program(file, placement.layout.threads)
+        return onnx_program(file, spec.layout.threads)
     arguments = _timm_arguments(config)
     if arguments is None:
         tensors = load_file(file) if form == "safetensors" else torch.load(file, weights_only=True)["state_dict"]
@@ -174,7 +174,7 @@ def _program(
         import timm
 
         model, by = timm.create_model(**arguments, checkpoint_path=str(file)), f"timm {timm.__version__}"
-    memory_format = MEMORY_FORMATS[placement.memory_format]
+    memory_format = MEMORY_FORMATS[spec.memory_format]
     model.eval().to(device).to(memory_format=memory_format)
 
     @torch.no_grad()

@@ -16,9 +16,9 @@ from gpipe_cli.assembly.freezing import classifier_of
 from gpipe_cli.config.groups import CustomConfig, DatasetConfig, ImagesConfig
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.errors import InputError
-from gpipe_cli.planner.placement import Placement
+from gpipe_cli.planner.pipeline_spec import PipelineSpec
+from gpipe_cli.training.checkpoint.files import find_checkpoint, read_tensors, select
 from gpipe_cli.training.checkpoint.restore import CheckpointMatch
-from gpipe_cli.training.checkpoint.store import find_checkpoint, read_tensors, select
 from gpipe_cli.training.engine import Engine
 from gpipe_cli.training.events import Notes
 from gpipe_cli.units import count, plural
@@ -28,12 +28,12 @@ def fine_tune(engine: Engine, checkpoint: Path | None) -> Notes:
     """Put the weights of a checkpoint of `init_from` into the stages of this process, unless the run is resumed and has
     its weights. Returns what the banner says of what was taken and of what is frozen. Raises as `find_taking` does.
     """
-    config, frozen = engine.config, frozen_facts(engine.placement)
+    config, frozen = engine.config, frozen_facts(engine.spec)
     if config.init_from is None or config.resume is not None or checkpoint is None:
         return frozen
     both, new = find_taking(config, engine.model, checkpoint)
     for k, stage in engine.stages.items():
-        tensors = read_tensors(checkpoint, engine.placement.layer_names[k], ("model", "ema"))
+        tensors = read_tensors(checkpoint, engine.spec.layer_names[k], ("model", "ema"))
         values = select(tensors, "model") | select(tensors, "ema")  # averages are of what is floating-point only
         state = stage.module.state_dict()
         with torch.no_grad():
@@ -42,7 +42,7 @@ def fine_tune(engine: Engine, checkpoint: Path | None) -> Notes:
             if k in engine.averages:
                 for name, average in engine.averages[k].average.items():
                     average.copy_(state[name])
-    return (*_taken_facts(both, new, engine.placement), *frozen)
+    return (*_taken_facts(both, new, engine.spec), *frozen)
 
 
 def find_weights(config: TrainConfig, warn: Callable[[str], None]) -> Path:
@@ -86,27 +86,27 @@ def find_taking(config: TrainConfig, model: nn.Sequential, checkpoint: Path) -> 
     return both, new
 
 
-def frozen_facts(placement: Placement) -> Notes:
+def frozen_facts(spec: PipelineSpec) -> Notes:
     """The banner's line about what is not trained, if anything is not."""
-    frozen = placement.frozen
+    frozen = spec.frozen
     if not frozen.modules and not frozen.parameters:
         return ()
-    layers = [name for names in placement.layer_names for name in names]
+    layers = [name for names in spec.layer_names for name in names]
     whole = sum(name in frozen.modules for name in layers)
-    every = sum(placement.parameters)
+    every = sum(spec.parameters)
     fact = f"{whole} of {plural(len(layers), 'layer')}, "
-    fact += f"{count(every - sum(placement.trained))} of {count(every)} parameters"
-    idle = [str(k) for k, trained in enumerate(placement.trained) if not trained]
+    fact += f"{count(every - sum(spec.trained))} of {count(every)} parameters"
+    idle = [str(k) for k, trained in enumerate(spec.trained) if not trained]
     if idle:
         fact += f"; {'stage' if len(idle) == 1 else 'stages'} {', '.join(idle)} {'has' if len(idle) == 1 else 'have'} "
         fact += "nothing to train"
     return (("frozen", fact),)
 
 
-def _taken_facts(both: CheckpointMatch, new: frozenset[str], placement: Placement) -> Notes:
+def _taken_facts(both: CheckpointMatch, new: frozenset[str], spec: PipelineSpec) -> Notes:
     """The banner's lines about what was taken and what was not."""
     taken_layers, new_layers = _layers_of(both.here.keys() - new), _layers_of(new)
-    layers = [name for names in placement.layer_names for name in names]
+    layers = [name for names in spec.layer_names for name in names]
     parts = [layer for layer in layers if layer in taken_layers & new_layers]
     fact = plural(len(taken_layers - new_layers), "layer") + (f" and part of {', '.join(parts)}" if parts else "")
     progress = both.index.progress

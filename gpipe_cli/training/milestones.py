@@ -11,7 +11,13 @@ from gpipe_cli.assembly.loss import Totals
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.config.typed import show
 from gpipe_cli.errors import InputError
-from gpipe_cli.training.checkpoint.store import DamagedError, Progress, check_files, checkpoints_in, read_index
+from gpipe_cli.training.checkpoint.files import (
+    DamagedError,
+    Progress,
+    check_files,
+    checkpoints_in,
+    read_index,
+)
 
 
 def starting_point(config: TrainConfig, source: Path | None) -> Progress:

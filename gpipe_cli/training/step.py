@@ -28,8 +28,8 @@ from gpipe_cli.pipeline.runtime.boundary import Tensors, in_layout
 from gpipe_cli.pipeline.runtime.host_copies import to_device, to_host
 from gpipe_cli.pipeline.runtime.recording import ENDS, MARKS, Recording, room
 from gpipe_cli.pipeline.runtime.replicas import Replicas
-from gpipe_cli.pipeline.schedule.orders import build, forward_only
-from gpipe_cli.pipeline.schedule.schedules import Schedule
+from gpipe_cli.pipeline.schedule.named_schedules import build, forward_only
+from gpipe_cli.pipeline.schedule.schedule import Schedule
 from gpipe_cli.system.process_memory import library_bytes, peak_memory_bytes
 from gpipe_cli.training.data_feed import MiniBatch, Reading
 from gpipe_cli.training.engine import Engine
@@ -75,7 +75,7 @@ def rehearse(engine: Engine, mini_batch: MiniBatch) -> None:
     if not mini_batch.share.sizes:  # the other replicas have all of it
         return
     samples = mini_batch.share.sizes[0]
-    schedule = build("gpipe", engine.placement.partitions, 1, "always")
+    schedule = build("gpipe", engine.spec.partitions, 1, "always")
     inputs, targets = None, mini_batch.targets() if engine.has_last else None
     if (loaded := mini_batch.reading.loaded) is not None:
         with engine.control.waits(Awaited.DATA):
@@ -97,7 +97,7 @@ def compute_gradients(engine: Engine, mini_batch: MiniBatch, step: int, begun_by
     for stage in engine.stages.values():
         stage.counter.on = counts
     smoothing, replicas = engine.config.label_smoothing, engine.replicas
-    recording, objective = _run(engine, mini_batch, engine.placement.schedule, step, smoothing, replicas)
+    recording, objective = _run(engine, mini_batch, engine.spec.schedule, step, smoothing, replicas)
     if replicas is not None:
         clocks = engine.executor.recorder.clocks
         waits = {k: clocks[k].now() for k in engine.stages}
@@ -106,7 +106,7 @@ def compute_gradients(engine: Engine, mini_batch: MiniBatch, step: int, begun_by
             recording.added_up(k, waits[k], clocks[k].now())
     stages = {}
     for k, stage in engine.stages.items():
-        device = torch.device(engine.placement.layout.devices[k])
+        device = torch.device(engine.spec.layout.devices[k])
         counted = (0, 0) if begun_bytes is None else (stage.counter.peak_bytes, library_bytes(device, begun_bytes))
         stages[k] = StageMetrics(peak_memory_bytes(device), *counted, recording.without_core(k))
     norms = norms_of(engine.gradients())
@@ -122,8 +122,8 @@ def update_weights(engine: Engine, numbers: StepNumbers, rate: float) -> None:
         norms = numbers.norms
         if control.size > 1:
             with control.waits(Awaited.PROCESS):  # see `gather_metrics`
-                padded = _padded(numbers.read_norms(), engine.placement.most_parameter_tensors)
-            norms = _known(control.gather(padded)()[: engine.placement.layout.of_pipeline]).to(norms.device)
+                padded = _padded(numbers.read_norms(), engine.spec.most_parameter_tensors)
+            norms = _known(control.gather(padded)()[: engine.spec.layout.of_pipeline]).to(norms.device)
         clip(engine.gradients(), norms, largest)
     for k, optimizer in engine.optimizers.items():
         now = engine.executor.recorder.clocks[k].now
@@ -140,7 +140,7 @@ def update_weights(engine: Engine, numbers: StepNumbers, rate: float) -> None:
 def evaluate(engine: Engine, test: Reading) -> Totals:
     """Sums over the test set: forwards only, through the same executor. The loss is the plain cross entropy."""
     total = Totals(0, 0.0, 0.0, 0.0, 0.0)
-    schedule_of = partial(forward_only, engine.placement.partitions)
+    schedule_of = partial(forward_only, engine.spec.partitions)
     for position in range(test.batches.steps_per_epoch):
         _, objective = _run(engine, MiniBatch(test, 0, position), schedule_of, step=0, label_smoothing=0.0)
         if objective is not None:
@@ -203,13 +203,13 @@ def _run(
 def gather_metrics(engine: Engine, numbers: StepNumbers) -> Callable[[], StepMetrics]:
     """Share what this process knows of a step (its recording on the clock of process 0); what is returned waits for the
     other processes."""
-    placement, control = engine.placement, engine.control
-    sizes = len(fields(Totals)), placement.partitions * len(fields(StageMetrics)), placement.most_parameter_tensors
-    stages_here = max(len(placement.layout.stages_of(process)) for process in range(placement.layout.of_pipeline))
+    spec, control = engine.spec, engine.control
+    sizes = len(fields(Totals)), spec.partitions * len(fields(StageMetrics)), spec.most_parameter_tensors
+    stages_here = max(len(spec.layout.stages_of(process)) for process in range(spec.layout.of_pipeline))
 
     def parts(vector: torch.Tensor) -> tuple[torch.Tensor, ...]:
         sums, of_stages, of_gradients, recorded = vector.split([*sizes, len(vector) - sum(sizes)])
-        return sums, of_stages.view(placement.partitions, -1), of_gradients, recorded
+        return sums, of_stages.view(spec.partitions, -1), of_gradients, recorded
 
     vector = torch.zeros(sum(sizes) + stages_here * room(engine.config.micro_batches), dtype=torch.float64)
     to_sums, to_stages, to_norms, to_recording = parts(vector)
@@ -220,7 +220,7 @@ def gather_metrics(engine: Engine, numbers: StepNumbers) -> Callable[[], StepMet
             to_sums.copy_(torch.tensor(astuple(numbers.totals()), dtype=torch.float64))
         to_norms.copy_(_padded(numbers.read_norms(), len(to_norms)))
         seconds = [value for _, values in sorted(numbers.recording.seconds().items()) for value in values]
-    if placement.layout.replica_of(control.rank) == 0:  # the timeline drawn is that of replica 0
+    if spec.layout.replica_of(control.rank) == 0:  # the timeline drawn is that of replica 0
         to_recording[: len(seconds)] = torch.tensor(seconds, dtype=torch.float64) - control.clock_offset_seconds
     gathered = control.gather(vector)
     schedule = numbers.recording.schedule
@@ -228,13 +228,13 @@ def gather_metrics(engine: Engine, numbers: StepNumbers) -> Callable[[], StepMet
     @cache
     def metrics() -> StepMetrics:
         all_sums, all_stages, all_norms, recordings = zip(*map(parts, gathered()), strict=True)
-        recorded: list[list[float]] = [[]] * placement.partitions
-        for process in range(placement.layout.of_pipeline):
+        recorded: list[list[float]] = [[]] * spec.partitions
+        for process in range(spec.layout.of_pipeline):
             values = iter(recordings[process].tolist())
-            for stage in placement.layout.stages_of(process):
+            for stage in spec.layout.stages_of(process):
                 recorded[stage] = list(islice(values, MARKS * len(schedule.stages[stage]) + ENDS))
         of_stages = torch.stack(all_stages).amax(dim=0).tolist()  # the largest over replicas
-        norm = float(global_norm(_known(all_norms[: placement.layout.of_pipeline])))
+        norm = float(global_norm(_known(all_norms[: spec.layout.of_pipeline])))
         return StepMetrics(_sum(all_sums), norm, tuple(StageMetrics(*of) for of in of_stages), recorded)
 
     return metrics

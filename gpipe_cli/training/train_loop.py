@@ -20,12 +20,12 @@ from gpipe_cli.data.batches import MiniBatches
 from gpipe_cli.distributed.control_group import Awaited, ControlGroup
 from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.profile.layer_probes import probing
-from gpipe_cli.planner.placement import Placement
+from gpipe_cli.planner.pipeline_spec import PipelineSpec
 from gpipe_cli.system.process_memory import own_bytes
 from gpipe_cli.training import events
+from gpipe_cli.training.checkpoint.background_writer import CheckpointWriter
+from gpipe_cli.training.checkpoint.files import Progress, adopt, remove_drafts
 from gpipe_cli.training.checkpoint.restore import restore
-from gpipe_cli.training.checkpoint.store import Progress, adopt, remove_drafts
-from gpipe_cli.training.checkpoint.writer import CheckpointWriter
 from gpipe_cli.training.data_feed import Data, MiniBatch, Reading, refuse_short_last
 from gpipe_cli.training.engine import Engine, WorkerProcess, build_engine
 from gpipe_cli.training.fine_tuning import fine_tune
@@ -45,7 +45,7 @@ from gpipe_cli.training.translation import WATCHED, score_translations, translat
 def train(
     config: TrainConfig,
     config_yaml: str,
-    placement: Placement,
+    spec: PipelineSpec,
     folder: Path,
     process: WorkerProcess,
     *,
@@ -67,11 +67,11 @@ def train(
     # --- 1. Where to begin; open the data, start its loaders -----------------------------------------------------
     begun_bytes = own_bytes()
     start = starting_point(config, source)
-    data = Data(config, placement, process.number, start, None if source is None else source.parent.parent)
+    data = Data(config, spec, process.number, start, None if source is None else source.parent.parent)
 
     # --- 2. Connect the processes; the mini-batches are the same in all of them ----------------------------------
     control, groups = process.connect()
-    _refuse_other_cuts(control, placement)
+    _refuse_other_cuts(control, spec)
     training, test = (data.reading(control, training=which) for which in (True, False))
     if only_steps:
         test.close()  # loading it would take time from the steps
@@ -79,7 +79,7 @@ def train(
     milestones = Milestones(config, training.batches.steps_per_epoch, only_steps)
 
     # --- 3. This process's part of the pipeline, with its first weights or those of a checkpoint -----------------
-    engine = build_engine(config, placement, control, groups, on_action=process.on_action, pretrained=source is None)
+    engine = build_engine(config, spec, control, groups, on_action=process.on_action, pretrained=source is None)
     resume_from = None if config.resume is None else source
     if resume_from is not None:
         restore(engine, resume_from, optimizer=True)
@@ -214,13 +214,13 @@ class Training:
 
 
 def evaluate_checkpoint(
-    config: TrainConfig, decode: DecodeConfig, checkpoint: Path, placement: Placement, process: WorkerProcess
+    config: TrainConfig, decode: DecodeConfig, checkpoint: Path, spec: PipelineSpec, process: WorkerProcess
 ) -> None:
     """`gpipe evaluate`: restore a checkpoint, run the test set through the pipeline once, report the scores."""
-    data = Data(config, placement, process.number, None, checkpoint.parent.parent)
+    data = Data(config, spec, process.number, None, checkpoint.parent.parent)
     control, groups = process.connect()
     test = data.reading(control, training=False)
-    engine = build_engine(config, placement, control, groups, on_action=process.on_action, pretrained=False)
+    engine = build_engine(config, spec, control, groups, on_action=process.on_action, pretrained=False)
     restore(engine, checkpoint, optimizer=False)
     facts = data.facts() if control.leads else events.DataFacts()
 
@@ -292,9 +292,9 @@ def scores_of(config: TrainConfig, totals: Totals, *, averaged: bool) -> events.
     return events.Scores(tokens, loss, top1, None if text else top5, averaged)
 
 
-def _refuse_other_cuts(control: ControlGroup, placement: Placement) -> None:
+def _refuse_other_cuts(control: ControlGroup, spec: PipelineSpec) -> None:
     """Under torchrun every process plans for itself. Raises InputError if machines that differ came to other plans."""
-    plans = control.collect((placement.layer_names, placement.recompute))
+    plans = control.collect((spec.layer_names, spec.recompute))
     if any(plan != plans[0] for plan in plans):
         cuts = " and ".join(sorted({str([len(names) for names in cut]).replace(" ", "") for cut, _ in plans}))
         raise InputError(
@@ -312,7 +312,7 @@ def _ready(
 ) -> events.TrainingReady:
     """What the banner says, in the order in which it says it."""
     # asked here and not in the parent, where it would open a CUDA context
-    devices = dict.fromkeys(device for replica in engine.placement.layout.replica_devices for device in replica)
+    devices = dict.fromkeys(device for replica in engine.spec.layout.replica_devices for device in replica)
     gpus = tuple(torch.cuda.get_device_name(device) for device in devices if device != "cpu")
     step, steps_per_epoch = progress.step, progress.steps_per_epoch
     return events.TrainingReady(facts, notes, step, steps_per_epoch, gpus, compiled, progress.test, progress.best)
@@ -328,7 +328,7 @@ def _compile(engine: Engine, batches: MiniBatches) -> events.LayersCompiled:
         done = engine.compile(sizes)
     parts = engine.control.collect((done, time.perf_counter() - began), patient=True)
     return events.LayersCompiled(
-        layers=sum(map(len, engine.placement.layer_names)),
+        layers=sum(map(len, engine.spec.layer_names)),
         sizes=tuple(sizes),
         graphs=sum(part.graphs for part, _ in parts),
         made=sum(part.made for part, _ in parts),

@@ -25,7 +25,7 @@ from gpipe_cli.data.translation import PairSplit
 from gpipe_cli.data.vocabulary import BEGIN, END, PAD, UNKNOWN
 from gpipe_cli.distributed.control_group import Awaited
 from gpipe_cli.pipeline.runtime.boundary import Tensors
-from gpipe_cli.pipeline.schedule.orders import forward_only
+from gpipe_cli.pipeline.schedule.named_schedules import forward_only
 from gpipe_cli.planner.step_schedule import mini_batch_samples
 from gpipe_cli.training.data_feed import Reading
 from gpipe_cli.training.engine import Engine
@@ -200,14 +200,14 @@ def decode(
             objective = None if forbidden is None else Candidates(forbidden, wanted, vocabulary)
             rows = [(at, hypothesis.tokens) for at in growing for hypothesis in beams[at].growing]
             longest = lengths[chosen[growing[0]]]
-            replica = engine.placement.layout.replica_of(control.rank)
-            share = share_of(len(rows), search.micro_batches, engine.placement.layout.replicas, replica)
+            replica = engine.spec.layout.replica_of(control.rank)
+            share = share_of(len(rows), search.micro_batches, engine.spec.layout.replicas, replica)
             own, inputs = rows[share.samples], None
             if sources is not None and own:
                 where = torch.tensor([at for at, _ in own], device=sources.device)
                 so_far = torch.tensor([[BEGIN, *tokens] for _, tokens in own], device=sources.device)
                 inputs = sources[where, :longest].contiguous(), so_far
-            schedule = forward_only(engine.placement.partitions, len(share.sizes))
+            schedule = forward_only(engine.spec.partitions, len(share.sizes))
             engine.executor.run(schedule, 0, share.sizes, inputs, objective, (longest, 1 + len(rows[0][1])))
             shape = len(rows), 1 + wanted, 2
             known = torch.zeros(shape, dtype=torch.float64)

@@ -37,9 +37,9 @@ from gpipe_cli.pipeline.runtime.initial_weights import materialize
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
 from gpipe_cli.pipeline.runtime.precision import autocast
 from gpipe_cli.pipeline.runtime.randomness import seed_layer
-from gpipe_cli.pipeline.schedule.schedules import RECOMPUTE, Action, Kind, RecomputeMode, Schedule
+from gpipe_cli.pipeline.schedule.schedule import RECOMPUTE, Action, Kind, RecomputeMode, Schedule
 from gpipe_cli.planner.model_profile import refuse_single_samples
-from gpipe_cli.planner.placement import Placement
+from gpipe_cli.planner.pipeline_spec import PipelineSpec
 from gpipe_cli.training.data_feed import Data, MiniBatch, Reading
 from gpipe_cli.training.engine import Engine, WorkerProcess, build_engine
 from gpipe_cli.training.fine_tuning import fine_tune
@@ -137,13 +137,13 @@ class ReferenceDone:
     digests: Digests
 
 
-Placements = Mapping[tuple[int, str], Placement]  # keys: partitions, schedule
+PipelineSpecs = Mapping[tuple[int, str], PipelineSpec]  # keys: partitions, schedule
 Step = tuple[float, Digests, dict[str, torch.Tensor]]  # the loss, what a step leaves, this process's gradients
 
 
 def check(
     config: TrainConfig,
-    placements: Placements,
+    specs: PipelineSpecs,
     process: WorkerProcess,
     *,
     variants: Sequence[Variant],
@@ -151,7 +151,7 @@ def check(
     folder: Path,
     source: Path | None,
 ) -> None:
-    """Run the variants as one process of those that their placements have; report a `Row` for each, in
+    """Run the variants as one process of those that their specs have; report a `Row` for each, in
     order.
 
     The variants with one partition of which nothing is recomputed are references; they come before what they are
@@ -161,10 +161,10 @@ def check(
     Raises InputError for what the user can mend, and, where it is not alone, what a variant raises.
     """
     run = None if config.init_from is None else Path(config.init_from)
-    placement = placements[max(placements)]
-    data = Data(replace(config, data_workers=0), placement, process.number, starting_point(config, None), run)
+    spec = specs[max(specs)]
+    data = Data(replace(config, data_workers=0), spec, process.number, starting_point(config, None), run)
     control, groups = process.connect()
-    runs = _Runs(config, placements, process, control, groups, data.reading(control, training=True), folder, source)
+    runs = _Runs(config, specs, process, control, groups, data.reading(control, training=True), folder, source)
     if not earlier:
         process.report(runs.probe_layers(variants[0]))
     references = dict(earlier)
@@ -208,7 +208,7 @@ class _Runs:
     """Runs variants in one process."""
 
     base: TrainConfig
-    placements: Placements
+    specs: PipelineSpecs
     process: WorkerProcess
     control: ControlGroup
     groups: ProcessGroups | None
@@ -219,7 +219,7 @@ class _Runs:
     @cached_property
     def layers(self) -> list[str]:
         """The names of all layers of the model, in order."""
-        return [name for names in self.placements[max(self.placements)].layer_names for name in names]
+        return [name for names in self.specs[max(self.specs)].layer_names for name in names]
 
     def probe_layers(self, variant: Variant) -> LayersProbed:
         """Before the first variant: refuse a mini-batch that cannot be trained on, and probe each layer."""
@@ -241,10 +241,10 @@ class _Runs:
 
     def reference_of(self, variant: Variant) -> str:
         """The schedule of the reference that it is compared with."""
-        return summed_as(self._placement(variant).order) or REFERENCES[-1]
+        return summed_as(self._spec(variant).order) or REFERENCES[-1]
 
-    def _placement(self, variant: Variant) -> Placement:
-        return self.placements[variant.partitions, variant.schedule]
+    def _spec(self, variant: Variant) -> PipelineSpec:
+        return self.specs[variant.partitions, variant.schedule]
 
     def compare(self, variant: Variant, references: Mapping[str, ReferenceDone]) -> tuple[Row, ReferenceDone | None]:
         """The row of a variant, and what it leaves if it is a reference."""
@@ -266,10 +266,10 @@ class _Runs:
         distance = self._distance(gradients, reference)
         row = within(variant, distance, tolerance)
         other_sums = variant.executor == "replicas" or variant.micro_batches != self.base.micro_batches
-        other_sums |= summed_as(self._placement(variant).order) is None
+        other_sums |= summed_as(self._spec(variant).order) is None
         if other_sums or (plain and row.verdict == "within tolerance"):
             return row, None
-        return differs(variant, self._placement(variant), least, distance), None
+        return differs(variant, self._spec(variant), least, distance), None
 
     def _run_plain(self, variant: Variant) -> Step:
         """As `_run`, in plain PyTorch, and no weight is changed: all pipelines could be wrong in the same way.
@@ -282,7 +282,7 @@ class _Runs:
         device, current = engine.first_device, 0
         model, whole = build_model(config), real_model(config, pretrained=config.init_from is None)
         model = materialize(model, 0, len(model), run_seed=config.seed, device=device, whole=whole)
-        freeze(model, engine.placement.frozen)
+        freeze(model, engine.spec.frozen)
         model.to(memory_format=engine.memory_format)
         set_training(model, True)
         set_progress(model, 1.0)
@@ -367,18 +367,18 @@ class _Runs:
 
     def _engine(self, variant: Variant, on_action: OnAction | None = None) -> Engine:
         """The pipeline of a variant, with the weights that all of them begin with."""
-        placement = replace(self._placement(variant), recompute=variant.recompute)
+        spec = replace(self._spec(variant), recompute=variant.recompute)
         config = replace(
             self.base,
             partitions=variant.partitions,
-            partition=PartitionConfig(tuple(map(len, placement.layer_names))),
+            partition=PartitionConfig(tuple(map(len, spec.layer_names))),
             micro_batches=variant.micro_batches // self.base.replicas,
             schedule=variant.schedule,
             recompute=variant.recompute,
-            executor="distributed" if placement.layout.distributed else "in_process",
+            executor="distributed" if spec.layout.distributed else "in_process",
         )
         engine = build_engine(
-            config, placement, self.control, self.groups,
+            config, spec, self.control, self.groups,
             on_action=on_action or self.process.on_action, pretrained=config.init_from is None,
         )  # fmt: skip
         fine_tune(engine, self.source)
@@ -406,7 +406,7 @@ class _Runs:
                 if name in left:
                     difference += float((left.pop(name).double() - reference).square().sum())
         difference += sum(float(gradient.double().square().sum()) for gradient in left.values())
-        if self.placements[max(self.placements)].layout.replica_of(self.control.rank):
+        if self.specs[max(self.specs)].layout.replica_of(self.control.rank):
             difference = 0.0  # the first replica has it
         difference = sum(self.control.collect(difference))
         return float((difference / norm) ** 0.5) if norm else float(difference > 0)
@@ -449,7 +449,7 @@ def within(variant: Variant, difference: float, tolerance: float) -> Row:
     return Row(*variant, "within tolerance" if difference <= tolerance else "differs", difference)
 
 
-def differs(variant: Variant, placement: Placement, first: Place, distance: float) -> Row:
+def differs(variant: Variant, spec: PipelineSpec, first: Place, distance: float) -> Row:
     match first.what:
         case What.OUTPUT:
             text = f"micro-batch {first.micro_batch} leaves layer {first.layer} with other values"
@@ -466,7 +466,7 @@ def differs(variant: Variant, placement: Placement, first: Place, distance: floa
         "differs",
         difference=distance if math.isfinite(distance) else None,
         layer=first.layer,
-        stage=next(k for k, names in enumerate(placement.layer_names) if first.layer in names),
+        stage=next(k for k, names in enumerate(spec.layer_names) if first.layer in names),
         micro_batch=first.micro_batch if first.what in (What.OUTPUT, What.RECOMPUTED_OUTPUT) else None,
         text=text,
     )

@@ -42,7 +42,7 @@ from gpipe_cli.data.loading import LoadedBatches
 from gpipe_cli.launch.worker import keep_freed_memory
 from gpipe_cli.pipeline.runtime.boundary import as_value
 from gpipe_cli.pipeline.runtime.initial_weights import materialize
-from gpipe_cli.planner.placement import make_placement
+from gpipe_cli.planner.pipeline_spec import make_pipeline_spec
 from gpipe_cli.reproduction.consistency import last_tensors
 from gpipe_cli.system.forked_call import Fork
 from gpipe_cli.training.data_feed import MiniBatch, Reading, mini_batches
@@ -158,7 +158,7 @@ def train_by_torch(
 
 
 def balance_of(settings: Sequence[str]) -> str:
-    layers = [len(names) for names in make_placement(config_of(settings)).layer_names]
+    layers = [len(names) for names in make_pipeline_spec(config_of(settings)).layer_names]
     return f"partition.balance={layers}".replace(" ", "")
 
 

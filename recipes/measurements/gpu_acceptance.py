@@ -43,7 +43,7 @@ from gpipe_cli.config.settings import load_hardware
 from gpipe_cli.launch.supervisor import run_task
 from gpipe_cli.planner.data_sheet import sheet_of
 from gpipe_cli.planner.layout import layout_of
-from gpipe_cli.planner.placement import make_placement
+from gpipe_cli.planner.pipeline_spec import make_pipeline_spec
 from gpipe_cli.reproduction.consistency import last_tensors
 from gpipe_cli.system.gpus import usable_gpus
 from gpipe_cli.system.machine import cpu_model, usable_cores
@@ -123,12 +123,12 @@ class Setting:
         folder = self.new_folder(name)
         folder.mkdir()
         config = config_of([*settings, f"device={self.device}", "hardware=cpu", "threads=1"])
-        placement = make_placement(replace(config, executor="in_process"))
+        spec = make_pipeline_spec(replace(config, executor="in_process"))
         if processes > 1:
-            stages = range(placement.partitions)
-            process_of_stage = tuple(k * processes // placement.partitions for k in stages)
-            placement = replace(placement, layout=replace(placement.layout, process_of_stage=process_of_stage))
-        failure = run_task(partial(task, config, placement, folder), placement, 60.0, lambda message: None)
+            stages = range(spec.partitions)
+            process_of_stage = tuple(k * processes // spec.partitions for k in stages)
+            spec = replace(spec, layout=replace(spec.layout, process_of_stage=process_of_stage))
+        failure = run_task(partial(task, config, spec, folder), spec, 60.0, lambda message: None)
         if failure is not None:
             raise RuntimeError(failure.text)
         return folder

@@ -21,7 +21,7 @@ from gpipe_cli.launch import worker
 from gpipe_cli.pipeline.runtime.boundary import Tensors, as_value, in_layout
 from gpipe_cli.pipeline.runtime.initial_weights import materialize
 from gpipe_cli.pipeline.runtime.precision import autocast
-from gpipe_cli.planner.placement import Placement, make_placement
+from gpipe_cli.planner.pipeline_spec import PipelineSpec, make_pipeline_spec
 
 # Rows: what was measured, None as nothing must hold, the figures, and torchgpipe's published speed on P40s.
 Found = Iterator[tuple[str, bool | None, str, str]]
@@ -108,7 +108,7 @@ def figures_of_peer(config: TrainConfig, chunks: int | None, device: str) -> str
 
 def plain(config: TrainConfig, chunks: int | None) -> Step:
     """A training step of the same model and optimizer without a pipeline, or by torchgpipe if ``chunks`` is given."""
-    placement, device, model, inputs = built(config)
+    spec, device, model, inputs = built(config)
     optimizer = build_optimizer(config.optimizer, dict(model.named_parameters()))
     assert optimizer is not None
     set_learning_rate(optimizer, 1e-4)
@@ -116,7 +116,7 @@ def plain(config: TrainConfig, chunks: int | None) -> Step:
         from torchgpipe import GPipe
 
         model = GPipe(model, [len(model)], devices=[device], chunks=chunks, checkpoint=config.recompute)
-    targets = torch.randint(outputs_of(config), (config.batch_size or 0, *placement.lengths[:1]), device=device)
+    targets = torch.randint(outputs_of(config), (config.batch_size or 0, *spec.lengths[:1]), device=device)
 
     def step() -> None:
         with autocast(device, COMPUTED_IN[config.precision]):
@@ -128,24 +128,24 @@ def plain(config: TrainConfig, chunks: int | None) -> Step:
     return step
 
 
-def built(config: TrainConfig) -> tuple[Placement, torch.device, nn.Sequential, Tensors]:
+def built(config: TrainConfig) -> tuple[PipelineSpec, torch.device, nn.Sequential, Tensors]:
     """The model of a training with one partition, with its initial weights, and random inputs for it."""
     if config.device != "cpu":
         worker._set_up_gpu(config.precision, config.deterministic)
-    placement, device = make_placement(config), torch.device(config.device)
-    layout = MEMORY_FORMATS[placement.memory_format]
+    spec, device = make_pipeline_spec(config), torch.device(config.device)
+    layout = MEMORY_FORMATS[spec.memory_format]
     model = materialize(
-        build_model(config), 0, len(placement.layer_names[0]), run_seed=0, device=device,
+        build_model(config), 0, len(spec.layer_names[0]), run_seed=0, device=device,
         whole=real_model(config, pretrained=False),
     ).to(memory_format=layout).train()  # fmt: skip
     made = []
-    for one in placement.inputs:
-        shape = one.shape(config.batch_size or 0, placement.lengths)
+    for one in spec.inputs:
+        shape = one.shape(config.batch_size or 0, spec.lengths)
         if one.dtype.is_floating_point:
             made.append(in_layout(torch.randn(shape, device=device).to(one.dtype), layout))
         else:
             made.append(torch.randint(outputs_of(config), shape, device=device))
-    return placement, device, model, tuple(made)
+    return spec, device, model, tuple(made)
 
 
 def seconds_of(step: Step, device: str, steps: int) -> float:

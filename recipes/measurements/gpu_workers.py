@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from gpipe_cli.config.settings import TrainConfig
-from gpipe_cli.pipeline.schedule.schedules import Action, Kind
-from gpipe_cli.planner.placement import Placement
+from gpipe_cli.pipeline.schedule.schedule import Action, Kind
+from gpipe_cli.planner.pipeline_spec import PipelineSpec
 from gpipe_cli.training.engine import WorkerProcess
 from gpipe_cli.training.train_loop import train
 
@@ -41,15 +41,15 @@ def shares_gpu(name: str) -> dict[str, str]:
     return own | {"NCCL_HOSTID": name}
 
 
-def train_on_one_gpu(config: TrainConfig, placement: Placement, folder: Path, process: WorkerProcess) -> None:
-    if placement.layout.device_of(process.number) != "cpu":
+def train_on_one_gpu(config: TrainConfig, spec: PipelineSpec, folder: Path, process: WorkerProcess) -> None:
+    if spec.layout.device_of(process.number) != "cpu":
         os.environ |= shares_gpu(f"process-{process.number}")
-    train(config, "", placement, folder, process)
+    train(config, "", spec, folder, process)
 
 
-def train_watched(config: TrainConfig, placement: Placement, folder: Path, process: WorkerProcess) -> None:
+def train_watched(config: TrainConfig, spec: PipelineSpec, folder: Path, process: WorkerProcess) -> None:
     """Train; write to ``folder``/watched.json how often each line of code waited for the GPU in steps WATCHED."""
-    on_gpu = placement.layout.device_of(0) != "cpu"
+    on_gpu = spec.layout.device_of(0) != "cpu"
     waits: Counter[str] = Counter()
     step = 0
 
@@ -73,6 +73,6 @@ def train_watched(config: TrainConfig, placement: Placement, folder: Path, proce
                 torch.cuda.set_sync_debug_mode("warn" if step in WATCHED else "default")
 
     try:
-        train(config, "", placement, folder, replace(process, on_action=watch))
+        train(config, "", spec, folder, replace(process, on_action=watch))
     finally:  # also of a run that fails
         (folder / "watched.json").write_text(json.dumps(waits))

@@ -24,8 +24,8 @@ from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor, Tensors
 from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.link import Edge, Links
 from gpipe_cli.pipeline.runtime.p2p_transport import Boundaries, P2PTransport
-from gpipe_cli.pipeline.schedule.orders import SCHEDULES, build, forward_only
-from gpipe_cli.pipeline.schedule.schedules import RECOMPUTE, Action, Kind, Schedule
+from gpipe_cli.pipeline.schedule.named_schedules import SCHEDULES, build, forward_only
+from gpipe_cli.pipeline.schedule.schedule import RECOMPUTE, Action, Kind, Schedule
 from gpipe_cli.reporting.tables.table import Column, Table, to_markdown
 
 CPU = torch.device("cpu")

@@ -33,7 +33,7 @@ from gpipe_cli.reporting.compare.run_record import read_curves
 from gpipe_cli.reporting.run.measurement import hardware, versions
 from gpipe_cli.reproduction.consistency import last_tensors
 from gpipe_cli.results.files import read_result
-from gpipe_cli.training.checkpoint.store import checkpoints_in
+from gpipe_cli.training.checkpoint.files import checkpoints_in
 
 SETTINGS = ["epochs=2", "checkpoint.every_steps=15"]
 CURVES = ("train/", "test/")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from plan_runs import plan_of, traced
-from training_runs import TINY, configure, placement_of
+from training_runs import TINY, configure, spec_of
 
 from gpipe_cli.benchmark import machine_timing as timing
 from gpipe_cli.benchmark.layer_benchmark import slowest_copies
@@ -25,10 +25,10 @@ from gpipe_cli.planner import data_sheet
 from gpipe_cli.planner.cost_model import LayerTimes, StepCosts
 from gpipe_cli.planner.device_rates import Figures, Rates
 from gpipe_cli.planner.layout import layout_of
+from gpipe_cli.planner.mfu import step_flops
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
-from gpipe_cli.planner.placement import Placement
+from gpipe_cli.planner.pipeline_spec import PipelineSpec
 from gpipe_cli.planner.plan import make_plan
-from gpipe_cli.planner.step_flops import step_flops
 from gpipe_cli.system.gpus import Gpu
 from gpipe_cli.system.machine import usable_cores
 
@@ -97,8 +97,8 @@ def test_text_is_timed_and_a_model_that_no_device_holds_in_segments(monkeypatch:
     )  # fmt: skip
     profile = profile_model(config)
     monkeypatch.setattr(timing, "usable_memory_bytes", lambda: 10**5)
-    placement = placement_of(replace(config, cost="figures"), profile)
-    segments = timing._segments(config, profile, 4, placement)
+    spec = spec_of(replace(config, cost="figures"), profile)
+    segments = timing._segments(config, profile, 4, spec)
     assert (len(segments) > 1, sum(segments)) == (True, len(profile.costs))
     costs, _ = timed(config, profile)
     assert len(costs.layers) == len(costs.updates) == len(profile.costs)
@@ -235,13 +235,13 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[Gpu]:
     """GPUs that there are not: only what workers on them would report is made up, by known rates."""
     here = [H100, H100]
 
-    def report(task: Any, placement: Placement, timeout_seconds: float, on_message: Callable[[object], None]) -> None:
+    def report(task: Any, spec: PipelineSpec, timeout_seconds: float, on_message: Callable[[object], None]) -> None:
         one, placed = task.args
         samples = one.samples
         assert one.apart
         assert not one.splits
-        assert placed == placement
-        profile, gpu = profile_model(one.config), data_sheet.gpu_of(placement.layout.devices[0])
+        assert placed == spec
+        profile, gpu = profile_model(one.config), data_sheet.gpu_of(spec.layout.devices[0])
         assert gpu is not None
         assert sum(map(len, one.segments.layer_names)) == len(profile.costs)
         forward = [rates_of(gpu).seconds(cost.forward, samples) + 1e-5 for cost in profile.costs]
@@ -291,6 +291,6 @@ def test_of_different_gpus_the_slowest_counts(gpus: list[Gpu]) -> None:
     assert costs.figures == FIGURES[OTHER]
     assert costs.source.startswith(f"hardware=auto: the slowest of {H100.name}, {OTHER.name}, timed")
     assert layout_of(config).limit_bytes == OTHER.memory_bytes - 2**30
-    flops = step_flops(config, profile, placement_of(config, profile), costs)
+    flops = step_flops(config, profile, spec_of(config, profile), costs)
     assert flops.peak_per_second == 2 * 6e13
     assert flops.peak_source == "2 x 60 TFLOP/s (the measured product rate)"

@@ -24,7 +24,7 @@ from gpipe_cli.pipeline.runtime.executor import ActionFailedError, Executor
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.runtime.transport import LocalTransport
-from gpipe_cli.pipeline.schedule.orders import build
+from gpipe_cli.pipeline.schedule.named_schedules import build
 from gpipe_cli.training.engine import WorkerProcess
 from gpipe_cli.training.events import TrainingReady
 from gpipe_cli.verify.variants import LayersProbed, Place, Row, Variant, What, check, first_difference, within
@@ -197,10 +197,10 @@ def test_a_pipeline_is_compared_with_plain_pytorch(
 ) -> None:
     """All variants could be wrong in the same way, as they were where each lost the forward of a batch norm."""
     config = configure(*CUSTOM, *settings, "partitions=1")
-    placements, (first, untouched, *_) = _Checked(config).runs[0]
+    specs, (first, untouched, *_) = _Checked(config).runs[0]
     messages: list[object] = []
     process = WorkerProcess(0, lambda: (ControlGroup(0, 1), None), messages.append, lambda *action: None)
-    check(config, placements, process, variants=(first, untouched), earlier={}, folder=tmp_path, source=None)
+    check(config, specs, process, variants=(first, untouched), earlier={}, folder=tmp_path, source=None)
     watched, row = messages[0], messages[-1]
     assert isinstance(watched, LayersProbed)
     assert isinstance(row, Row)

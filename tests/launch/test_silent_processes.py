@@ -4,7 +4,7 @@ import signal
 from dataclasses import replace
 
 import pytest
-from reporting_runs import placement
+from reporting_runs import spec
 
 from gpipe_cli.distributed.control_group import Activity, Awaited
 from gpipe_cli.launch import supervisor
@@ -21,7 +21,7 @@ PREPARES = Activity(0, Awaited.NOTHING, 0, 0, 0, 0, 0, 0)
 def test_a_process_that_nccl_has_ended_lost_another_one() -> None:
     """Which sends its own failure later, or is found silent. On CPUs nothing aborts a process but a fault of it."""
     on_gpus, on_cpus = (
-        Supervisor(placement(devices=(device,) * 3, process_of_stage=(0, 0, 1)), 5)._killed(0, -signal.SIGABRT)
+        Supervisor(spec(devices=(device,) * 3, process_of_stage=(0, 0, 1)), 5)._killed(0, -signal.SIGABRT)
         for device in ("cuda:0", "cpu")
     )
     later = Failure(1, "the cause", on_gpus.seconds + 1)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from plan_runs import traced
-from training_runs import TINY, children, configure, placement_of, until_asked
+from training_runs import TINY, children, configure, spec_of, until_asked
 
 from gpipe_cli.launch.supervisor import run_task
 
@@ -20,7 +20,7 @@ def test_workers_that_end_as_they_were_asked_to_have_done_their_task() -> None:
     Nor does a run need its fork server once it has begun: for one that was stopped, and could not say how the workers
     ended, it waited for ever.
     """
-    placement = placement_of(configure(*TINY), traced(*TINY))
+    spec = spec_of(configure(*TINY), traced(*TINY))
     servers: list[int] = []
 
     def on_message(message: object) -> None:
@@ -29,6 +29,6 @@ def test_workers_that_end_as_they_were_asked_to_have_done_their_task() -> None:
             os.kill(servers[0], signal.SIGSTOP)
             os.kill(os.getpid(), signal.SIGTERM)
 
-    assert run_task(until_asked, placement, 60.0, on_message, stoppable=True) is None
+    assert run_task(until_asked, spec, 60.0, on_message, stoppable=True) is None
     (server,) = servers
     assert not Path("/proc", str(server)).exists()

@@ -12,8 +12,8 @@ from training_runs import assert_same_tensors
 
 from gpipe_cli.pipeline.runtime.frozen import Frozen
 from gpipe_cli.pipeline.runtime.initial_weights import materialize
-from gpipe_cli.pipeline.schedule.orders import SCHEDULES
-from gpipe_cli.pipeline.schedule.schedules import RECOMPUTE
+from gpipe_cli.pipeline.schedule.named_schedules import SCHEDULES
+from gpipe_cli.pipeline.schedule.schedule import RECOMPUTE
 
 # of the six layers: the first two; one in the middle; batch norms inside layers and weights, but no whole layer
 FROZEN = {

@@ -6,12 +6,12 @@ import pytest
 from plan_runs import CUSTOM, EVEN, plan_of, traced
 from training_runs import configure
 
-from gpipe_cli.pipeline.schedule.schedules import Kind
+from gpipe_cli.pipeline.schedule.schedule import Kind
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost
 from gpipe_cli.planner.cost_model import LayerSeconds, StepCosts
 from gpipe_cli.planner.layout import layout_of
 from gpipe_cli.planner.model_profile import ModelProfile
-from gpipe_cli.planner.placement import placed
+from gpipe_cli.planner.pipeline_spec import placed
 from gpipe_cli.planner.plan import Plan, TooLargeError, make_plan
 
 MIB = 2**20
@@ -83,7 +83,7 @@ def test_an_error_names_stage_and_bytes_if_no_cut_fits() -> None:
     assert (error.value.missing_bytes, error.value.stage) == max((bytes_, k) for k, bytes_ in enumerate(missing))
 
 
-def test_a_placement_is_the_plans() -> None:
+def test_a_spec_is_the_plans() -> None:
     config = configure(*EVEN, "partitions=2", "recompute=auto", "hardware.memory_gib=0.002")
     plan = plan_of(config, traced())
     made = placed(config, traced(), plan)

@@ -12,7 +12,7 @@ import torch
 from custom_models import READERS
 from networks import as_boundary
 from torch import nn
-from training_runs import TINY, configure, placement_of, train_here
+from training_runs import TINY, configure, spec_of, train_here
 
 from gpipe_cli.commands.check_run import _Checked
 from gpipe_cli.distributed.control_group import ControlGroup
@@ -20,7 +20,7 @@ from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.profile.tracing import trace_layers
 from gpipe_cli.pipeline.schedule.partitioner import NoCutFitsError, partition
 from gpipe_cli.planner.shared_layers import SeparatedError, Shared, check_cut, find_read, find_shared, keeping_together
-from gpipe_cli.training.checkpoint.store import find_checkpoint
+from gpipe_cli.training.checkpoint.files import find_checkpoint
 from gpipe_cli.training.checkpoint.whole_model import whole_model
 from gpipe_cli.training.engine import WorkerProcess
 from gpipe_cli.verify.variants import Row, check
@@ -100,7 +100,7 @@ def test_whatever_two_layers_share_stays_in_one_partition(
 
 def test_a_module_has_one_place() -> None:
     with pytest.raises(InputError, match="layers 2 and 4 are the same module"):
-        placement_of(configure(*CUSTOM, "model.target=custom_models:repeats_a_module", "partitions=1"))
+        spec_of(configure(*CUSTOM, "model.target=custom_models:repeats_a_module", "partitions=1"))
 
 
 def balances(layers: int, partitions: int) -> Iterator[tuple[int, ...]]:
@@ -144,13 +144,13 @@ def test_layers_of_which_one_reads_the_others_weight_stay_in_one_stage(way: str)
         settings = [*reads_another(way, **more), CONTIGUOUS, "partitions=2"]
         owner = 4 if "before" in more else 2
         with pytest.raises(SeparatedError, match=rf"layers 2 and 4 share {owner}\.weight: ") as refused:
-            placement_of(configure(*settings, "partition.balance=[3,6]"))
+            spec_of(configure(*settings, "partition.balance=[3,6]"))
         remedy = str(refused.value).rpartition("=")[2]
-        assert len(placement_of(configure(*settings, f"partition.balance={remedy}")).layer_names) == 2
-        for names in placement_of(configure(*settings)).layer_names:
+        assert len(spec_of(configure(*settings, f"partition.balance={remedy}")).layer_names) == 2
+        for names in spec_of(configure(*settings)).layer_names:
             assert ("2" in names) == ("4" in names)
     with pytest.raises(SeparatedError, match="use partitions=7 or fewer"):
-        placement_of(configure(*settings, "partitions=8"))
+        spec_of(configure(*settings, "partitions=8"))
 
 
 class Mixes(nn.Module):
@@ -183,18 +183,18 @@ def test_weights_without_memory_are_told_apart_too(way: str) -> None:
     """In 16 bits layers are traced with stand-ins of their weights, also where a function holds the weight itself."""
     settings = [*reads_another(way), "precision=bfloat16", "partitions=2"]
     with pytest.raises(SeparatedError, match=r"layers 2 and 4 share 2\."):
-        placement_of(configure(*settings, "partition.balance=[3,6]"))
+        spec_of(configure(*settings, "partition.balance=[3,6]"))
 
 
 def test_on_one_stage_they_are_what_plain_pytorch_makes_of_them(tmp_path: Path) -> None:
     """The weight that is trained is the one that they read: bit by bit, also in two halves and recomputed."""
     config = configure(*reads_another(*READERS), CONTIGUOUS, "partitions=3")
-    placements, variants = _Checked(config).runs[0]
+    specs, variants = _Checked(config).runs[0]
     ways = [("gpipe", "never", 1), ("1f1b", "never", 1), ("gpipe", "always", 3), ("zero_bubble", "always", 3)]
     chosen = [v for v in variants if (v.schedule, v.recompute, v.partitions) in ways and v.micro_batches > 1]
     messages: list[object] = []
     process = WorkerProcess(0, lambda: (ControlGroup(0, 1), None), messages.append, lambda *action: None)
-    check(config, placements, process, variants=chosen, earlier={}, folder=tmp_path, source=None)
+    check(config, specs, process, variants=chosen, earlier={}, folder=tmp_path, source=None)
     verdicts = {(row.executor, row.schedule, row.partitions): row.verdict for row in messages if isinstance(row, Row)}
     assert verdicts == {
         ("in_process", "gpipe", 1): "reference",
@@ -217,9 +217,9 @@ def test_a_trained_model_that_is_loaded_reads_its_weights_too(tmp_path: Path) ->
 def test_a_tensor_that_would_keep_the_first_values_is_refused(way: str) -> None:
     """Channels last, a stage gives a kernel other memory: what was taken from it before was never trained."""
     with pytest.raises(InputError, match=r"layer 4 reads 2\.weight through a tensor .* take it from 2\.weight"):
-        placement_of(configure(*reads_another(way), "partitions=1"))
+        spec_of(configure(*reads_another(way), "partitions=1"))
     with pytest.raises(InputError, match=r"4\.tensor: .*precision=float32"):
-        placement_of(configure(*reads_another(way), "partitions=1", "precision=bfloat16"))
+        spec_of(configure(*reads_another(way), "partitions=1", "precision=bfloat16"))
 
 
 @pytest.mark.parametrize("registered", ["buffer", "parameter"])
@@ -227,7 +227,7 @@ def test_two_tensors_in_the_same_memory_are_refused(registered: str) -> None:
     """Torch knows both, and not that they are one: a stage would move them apart, and a moving average mix them up."""
     settings = ["model.target=custom_models:same_memory", f"model.arguments={{registered: {registered}}}"]
     with pytest.raises(InputError, match=r"1\.weight and 2\.tensor are two .* same memory.*; let them be one"):
-        placement_of(configure(*CUSTOM, *settings, "partitions=1"))
+        spec_of(configure(*CUSTOM, *settings, "partitions=1"))
 
 
 OF_NO_LAYER = [*CUSTOM, "model.target=custom_models:reads_what_no_layer_has", "partitions=1"]
@@ -238,16 +238,16 @@ def test_a_parameter_that_no_layer_has_is_refused(what: str) -> None:
     """Nothing would train it, and no checkpoint keep it."""
     for precision, remedy in (("float32", "make it, or its module, an attribute"), ("bfloat16", "")):
         with pytest.raises(InputError, match=rf"layer 1 reads a .*; .*{remedy}"):
-            placement_of(configure(*OF_NO_LAYER, f"model.arguments={{what: {what}}}", f"precision={precision}"))
+            spec_of(configure(*OF_NO_LAYER, f"model.arguments={{what: {what}}}", f"precision={precision}"))
 
 
 @pytest.mark.parametrize("what", ["frozen", "constant", "made"])
 def test_a_constant_may_belong_to_no_layer(what: str) -> None:
-    placement_of(configure(*OF_NO_LAYER, f"model.arguments={{what: {what}}}"))
+    spec_of(configure(*OF_NO_LAYER, f"model.arguments={{what: {what}}}"))
 
 
 def test_an_activation_that_is_passed_aside_is_no_parameter() -> None:
-    placement_of(configure(*CUSTOM, "model.target=custom_models:passes_aside", "partitions=1"))
+    spec_of(configure(*CUSTOM, "model.target=custom_models:passes_aside", "partitions=1"))
 
 
 def test_what_was_kept_from_the_meta_device_is_refused(tmp_path: Path) -> None:

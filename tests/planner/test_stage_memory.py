@@ -11,7 +11,7 @@ from training_runs import TINY, configure, of_type, train_here
 
 from gpipe_cli.assembly.build import build_model
 from gpipe_cli.assembly.optimizer import build_optimizer
-from gpipe_cli.pipeline.schedule.orders import build, order
+from gpipe_cli.pipeline.schedule.named_schedules import build, order
 from gpipe_cli.planner.model_profile import profile_model
 from gpipe_cli.planner.plan import make_plan
 from gpipe_cli.planner.stage_memory import MemoryModel

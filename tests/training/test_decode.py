@@ -19,7 +19,7 @@ from decode_runs import (
 )
 
 from gpipe_cli.data.vocabulary import END
-from gpipe_cli.pipeline.schedule.schedules import Action
+from gpipe_cli.pipeline.schedule.schedule import Action
 from gpipe_cli.training.translation import Beam, Candidates
 
 

@@ -24,8 +24,8 @@ from training_runs import (
 from gpipe_cli.commands import training_run
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.results.files import RESULT, read_result, write_result
-from gpipe_cli.training.checkpoint import store
-from gpipe_cli.training.checkpoint.store import checkpoints_in, step_of
+from gpipe_cli.training.checkpoint import files
+from gpipe_cli.training.checkpoint.files import checkpoints_in, step_of
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
 RUN = [
@@ -40,9 +40,9 @@ import time
 
 import custom_models
 from torch import nn
-from gpipe_cli.training.checkpoint import store
+from gpipe_cli.training.checkpoint import files
 
-write = store.write_stage
+write = files.write_stage
 
 
 def slowly(*what):
@@ -50,7 +50,7 @@ def slowly(*what):
     return write(*what)
 
 
-store.write_stage = slowly
+files.write_stage = slowly
 
 
 class Fails(nn.Module):
@@ -72,9 +72,9 @@ import os
 import signal
 
 import custom_models
-from gpipe_cli.training.checkpoint import store
+from gpipe_cli.training.checkpoint import files
 
-finish = store.finish_checkpoint
+finish = files.finish_checkpoint
 
 
 def be_killed(draft, index, **options):
@@ -83,7 +83,7 @@ def be_killed(draft, index, **options):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-store.finish_checkpoint = be_killed
+files.finish_checkpoint = be_killed
 build = custom_models.small
 """
 
@@ -155,7 +155,7 @@ def test_a_process_that_is_killed_after_the_last_checkpoint_is_not_missed(
 ) -> None:
     (tmp_path / "killed.py").write_text(KILLED)
     # the parent imports it too: without this it would be killed itself, by the next test that writes a checkpoint
-    monkeypatch.setattr(store, "finish_checkpoint", store.finish_checkpoint)
+    monkeypatch.setattr(files, "finish_checkpoint", files.finish_checkpoint)
     monkeypatch.syspath_prepend(str(tmp_path))
     settings = [*RUN, "model.target=killed:build", "max_restarts=1", "max_steps=2"]
     assert command("train", *settings, "partitions=1", f"run_folder={tmp_path / 'run'}") == 0
@@ -200,7 +200,7 @@ def test_a_run_that_fails_completes_the_checkpoint_that_it_writes(
 ) -> None:
     """Both processes take longer to write the one of step 1 than the last stage to fail in step 2."""
     (tmp_path / "failing.py").write_text(FAILING)
-    monkeypatch.setattr(store, "write_stage", store.write_stage)  # as it was when this ends
+    monkeypatch.setattr(files, "write_stage", files.write_stage)  # as it was when this ends
     monkeypatch.syspath_prepend(str(tmp_path))
     run = tmp_path / "run"
     settings = [*RUN, "model.target=failing:build", "partitions=2"]

@@ -16,7 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import GradientEdge
 from torch.utils._python_dispatch import TorchDispatchMode
-from training_runs import LIVELY, TINY, configure, placement_of
+from training_runs import LIVELY, TINY, configure, spec_of
 
 from gpipe_cli.assembly.build import build_model, open_data
 from gpipe_cli.assembly.optimizer import build_optimizer, set_learning_rate
@@ -131,7 +131,7 @@ def materialize(model: nn.Sequential, first: int, layers: int, **others: Any) ->
 def test_a_step_waits_for_nothing_of_its_own(settings: list[str]) -> None:
     """Batch norms with and without momentum, clipping, averages; the numbers of the step before are read meanwhile."""
     config = configure(*settings, "partitions=2", "executor=in_process")
-    placement = placement_of(config).on(((GPU, GPU),))
+    spec = spec_of(config).on(((GPU, GPU),))
     train, _ = open_data(config)
     batches = mini_batches(config, train.catalogue, training=True)
     inputs, targets = train.inputs(0, list(range(8)), batches.lengths(0, 0)), train.targets_of(torch.arange(8), ())
@@ -142,7 +142,7 @@ def test_a_step_waits_for_nothing_of_its_own(settings: list[str]) -> None:
     control, made = ControlGroup(0, 1), []
     before: StepNumbers | None = None
     with FakeTensorMode(allow_non_fake_inputs=True), Watched():
-        engine = engines.build_engine(config, placement, control)
+        engine = engines.build_engine(config, spec, control)
         mini_batch: Any = SimpleNamespace(
             share=batches.share(0, 0),
             lengths=batches.lengths(0, 0),
@@ -180,6 +180,6 @@ def test_the_loader_that_pins_memory_starts_last(monkeypatch: pytest.MonkeyPatch
     pins: list[bool] = []
     monkeypatch.setattr(data_feed, "LoadedBatches", lambda *arguments: pins.append(arguments[-1]))
     config = configure(*TINY)
-    placement = placement_of(config).on(((GPU, GPU),))
-    data_feed.Data(config, placement, 0, starting_point(config, None), None)
+    spec = spec_of(config).on(((GPU, GPU),))
+    data_feed.Data(config, spec, 0, starting_point(config, None), None)
     assert pins == [False, True]

@@ -10,7 +10,7 @@ from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.data.batches import Catalogue, MiniBatches
 from gpipe_cli.data.micro_batches import micro_batch_sizes, share_of
 from gpipe_cli.results.files import read_result
-from gpipe_cli.training.checkpoint.store import read_index, read_tensors
+from gpipe_cli.training.checkpoint.files import read_index, read_tensors
 
 # mini-batches of 8, 8 and 6 samples in pieces of 2, 2 | 2, 2 and 2, 2 | 1, 1
 SETTINGS = [

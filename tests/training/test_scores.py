@@ -80,8 +80,8 @@ def test_scores_are_those_of_the_library() -> None:
 
 def test_sentences_of_the_test_set_are_decoded() -> None:
     case, split = Case(beam=3, seed=11, length_penalty=2.0, indices=(0, 2, 4, 7, 9)), tiny_split()
-    config, placement = plan(case.partitions, case.seed)
-    engine, done = engine_of((config, placement)), []
+    config, spec = plan(case.partitions, case.seed)
+    engine, done = engine_of((config, spec)), []
     test = Reading(split, mini_batches(config, split.catalogue, training=False), None)
     settings = DecodeConfig(case.beam, len(case.indices), case.length_penalty)
     with engine.evaluating(averages=False):

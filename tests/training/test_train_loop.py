@@ -24,7 +24,7 @@ from gpipe_cli.config.settings import load
 from gpipe_cli.reporting.run.measurement import CONTENDED
 from gpipe_cli.results.files import read_result
 from gpipe_cli.system.machine import usable_cores
-from gpipe_cli.training.checkpoint.store import find_checkpoint, read_index
+from gpipe_cli.training.checkpoint.files import find_checkpoint, read_index
 from gpipe_cli.training.events import Evaluated, StepDone
 from gpipe_cli.training.milestones import Milestones, is_best, score_of, starting_point
 

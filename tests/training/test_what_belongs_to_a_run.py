@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import timm
 from safetensors.torch import save_file
-from training_runs import TINY, command, configure, placement_of
+from training_runs import TINY, command, configure, spec_of
 
 from gpipe_cli.config.groups import TextConfig
 from gpipe_cli.data.text import open_text
@@ -103,5 +103,5 @@ def test_a_stage_in_the_middle_waits_while_text_is_prepared(text: Path, tmp_path
 )
 def test_a_strange_model_of_ones_own_is_one_line(function: str, line: str) -> None:
     with pytest.raises(InputError, match=line) as refused:
-        placement_of(configure("model=custom", f"model.target=custom_models:{function}"))
+        spec_of(configure("model=custom", f"model.target=custom_models:{function}"))
     assert "\n" not in str(refused.value)

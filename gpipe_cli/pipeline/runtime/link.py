@@ -14,7 +14,7 @@ from typing import Protocol, TypeAlias
 import torch
 import torch.distributed as dist
 
-from gpipe_cli.pipeline.schedule.schedules import Kind
+from gpipe_cli.pipeline.schedule.schedule import Kind
 
 Edge: TypeAlias = tuple[Kind, int]
 """What travels, activations for an F or gradients for a B, and the stage that receives it."""

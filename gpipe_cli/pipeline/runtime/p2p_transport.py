@@ -20,7 +20,7 @@ from gpipe_cli.pipeline.runtime.link import Edge, Links, Work
 from gpipe_cli.pipeline.runtime.saved_activations import storage_of
 from gpipe_cli.pipeline.runtime.transport import LocalTransport, OptionalTensors, waiting_for_peers
 from gpipe_cli.pipeline.schedule.prefetched_receives import PrefetchedReceive, prefetched_receives
-from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Schedule
+from gpipe_cli.pipeline.schedule.schedule import Action, Kind, Schedule
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from gpipe_cli.pipeline.schedule.schedules import Schedule
+from gpipe_cli.pipeline.schedule.schedule import Schedule
 from gpipe_cli.pipeline.schedule.timeline import Event, EventKind, Span, Timeline, gap
 
 Mark: TypeAlias = Any  # a float on the host, an event on a GPU: what the clock that made it can read

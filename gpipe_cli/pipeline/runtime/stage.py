@@ -31,7 +31,7 @@ from gpipe_cli.pipeline.runtime.layer_call import call, shapes_of
 from gpipe_cli.pipeline.runtime.precision import autocast
 from gpipe_cli.pipeline.runtime.randomness import seed_layer
 from gpipe_cli.pipeline.runtime.saved_activations import ActivationCounter
-from gpipe_cli.pipeline.schedule.schedules import Retain
+from gpipe_cli.pipeline.schedule.schedule import Retain
 
 
 class Objective(Protocol):

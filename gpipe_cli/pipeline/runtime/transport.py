@@ -11,7 +11,7 @@ from typing import Protocol, TypeAlias
 
 import torch
 
-from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Schedule
+from gpipe_cli.pipeline.schedule.schedule import Action, Kind, Schedule
 
 OptionalTensors: TypeAlias = tuple[torch.Tensor | None, ...]
 """The outputs of a stage, all of them tensors, or gradients, None for a tensor that needs no gradient."""

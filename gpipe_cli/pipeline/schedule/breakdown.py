@@ -20,7 +20,7 @@ Stages that take turns on one device are one in all of this: while one of them c
 
 from dataclasses import dataclass
 
-from gpipe_cli.pipeline.schedule.schedules import Kind
+from gpipe_cli.pipeline.schedule.schedule import Kind
 from gpipe_cli.pipeline.schedule.timeline import Event, EventKind, Span, Timeline
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from operator import add, mul
 from typing import NamedTuple
 
-from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Retain, Schedule, stage_retained
+from gpipe_cli.pipeline.schedule.schedule import Action, Kind, Retain, Schedule, stage_retained
 
 
 class Held(NamedTuple):

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from gpipe_cli.pipeline.schedule.dependencies import linearize_retained
-from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Retain, Schedule
+from gpipe_cli.pipeline.schedule.schedule import Action, Kind, Retain, Schedule
 
 
 @dataclass(frozen=True, slots=True)

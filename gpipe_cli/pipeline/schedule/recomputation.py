@@ -15,7 +15,7 @@ from heapq import heappop, heappush
 
 from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.schedule.held import Held, changed_bytes
-from gpipe_cli.pipeline.schedule.schedules import (
+from gpipe_cli.pipeline.schedule.schedule import (
     RETURNS,
     Action,
     Kind,

@@ -13,7 +13,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from gpipe_cli.pipeline.schedule.dependencies import ScheduleError, check, clock, linearize
-from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Row, Schedule
+from gpipe_cli.pipeline.schedule.schedule import Action, Kind, Row, Schedule
 from gpipe_cli.system.files import read_text
 
 _CELL = re.compile(r"([0-9]{1,6})([FRBIW])([0-9]{1,6})")

@@ -18,9 +18,9 @@ from heapq import heappop, heappush
 from itertools import product
 
 from gpipe_cli.pipeline.schedule.held import Held, changed_bytes, peak_bytes
-from gpipe_cli.pipeline.schedule.orders import SCHEDULES, order
+from gpipe_cli.pipeline.schedule.named_schedules import SCHEDULES, order
 from gpipe_cli.pipeline.schedule.recomputation import DoesNotFitError, fewest_recomputations
-from gpipe_cli.pipeline.schedule.schedules import (
+from gpipe_cli.pipeline.schedule.schedule import (
     RETURNS,
     Action,
     Kind,

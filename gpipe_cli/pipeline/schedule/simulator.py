@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from gpipe_cli.pipeline.schedule.dependencies import linearize, linearize_retained
-from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Retain, Schedule, stage_retained
+from gpipe_cli.pipeline.schedule.schedule import Action, Kind, Retain, Schedule, stage_retained
 from gpipe_cli.pipeline.schedule.timeline import Event, EventKind, Span, Timeline, gap
 
 

@@ -14,7 +14,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gpipe_cli.pipeline.schedule.schedules import Schedule
+from gpipe_cli.pipeline.schedule.schedule import Schedule
 from gpipe_cli.pipeline.schedule.timeline import Event, EventKind, Span, Timeline
 from gpipe_cli.system.files import write_whole
 

@@ -19,7 +19,7 @@ from gpipe_cli.units import learning_rate as shown_rate
 
 def show_banner(console: Console, run: RunDescription, folder: Path) -> None:
     show_facts(console, _banner(run, folder))
-    stages = run.placement
+    stages = run.spec
     several = 1 < stages.layout.processes < stages.partitions  # then some have more than one stage
     columns = (
         Column("stage", cells=[str(stage) for stage in range(stages.partitions)], number=True),
@@ -35,20 +35,20 @@ def show_banner(console: Console, run: RunDescription, folder: Path) -> None:
 
 
 def _banner(run: RunDescription, folder: Path) -> Iterable[tuple[str, str]]:
-    config, placement = run.config, run.placement
+    config, spec = run.config, run.spec
     micro_batches = plural(config.micro_batches, "micro-batch")
-    parameters = count(sum(placement.parameters))
+    parameters = count(sum(spec.parameters))
     yield "model", f"{run.model_name}: {plural(run.layers, 'layer')}, {parameters} parameters"
     yield "dataset", config.dataset.name + _samples_of_data(run)
     if run.data.vocabulary is not None:
         yield "vocabulary", plural(run.data.vocabulary, "token")
     if config.preset is not None:
         yield "preset", f"{config.preset}: settings that suit this model and data set; what is given wins"
-    replicas = f", R = {placement.layout.replicas} replicas" if placement.layout.replicas > 1 else ""
-    yield "pipeline", f"K = {plural(placement.partitions, 'partition')}, M = {micro_batches}{replicas}"
+    replicas = f", R = {spec.layout.replicas} replicas" if spec.layout.replicas > 1 else ""
+    yield "pipeline", f"K = {plural(spec.partitions, 'partition')}, M = {micro_batches}{replicas}"
     yield "schedule", f"{config.schedule}, recompute {config.recompute}"
-    yield "executor", f"{run.executor}, {plural(placement.layout.threads, 'thread')} for each process"
-    yield from precision_facts(config.precision, placement.computes_in)
+    yield "executor", f"{run.executor}, {plural(spec.layout.threads, 'thread')} for each process"
+    yield from precision_facts(config.precision, spec.computes_in)
     yield "ideal bubble", f"{percent(run.ideal_bubble)} of the devices' time"
     yield "mini-batch", _global_batch(run, micro_batches)
     if run.bench:
@@ -99,7 +99,7 @@ def _samples_of_data(run: RunDescription) -> str:
     if isinstance(run.config.dataset, ImagesConfig):
         samples += f" of {plural(run.config.dataset.model_classes, 'class')}"
     if task == "language_model":
-        samples += f" of {plural(run.placement.lengths[0], 'token')}"
+        samples += f" of {plural(run.spec.lengths[0], 'token')}"
     return samples if data.languages is None else f"{samples}, {plural(data.languages, 'language')}"
 
 

@@ -68,7 +68,7 @@ class Dashboard:
         whole = message.samples == (self._run.config.batch_size or message.samples)  # the last of an epoch may be short
         if (plan := self._run.prediction) is not None and whole:
             named |= _tagged({"step_over_predicted": message.seconds / plan.step_seconds})
-        memory = _memory(message, self._run.placement.layout.device_of_stage)
+        memory = _memory(message, self._run.spec.layout.device_of_stage)
         self._draw(message.step, named | _training(message) | memory)
 
     def recorded(self, step: int, breakdown: Mapping[str, float]) -> None:

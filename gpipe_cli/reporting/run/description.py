@@ -15,9 +15,9 @@ from gpipe_cli.results.run import Evaluation, Restart, Start
 from gpipe_cli.training.events import DataFacts, LayersCompiled, Notes, Scores, Tested
 
 if TYPE_CHECKING:  # they import torch, which takes seconds: tables of runs do without
-    from gpipe_cli.planner.placement import Placement
+    from gpipe_cli.planner.mfu import StepFlops
+    from gpipe_cli.planner.pipeline_spec import PipelineSpec
     from gpipe_cli.planner.plan import Plan
-    from gpipe_cli.planner.step_flops import StepFlops
 
 
 WARM_UP_STEPS = 3  # the first steps of a training allocate memory and choose algorithms
@@ -29,7 +29,7 @@ class RunDescription:
 
     config: TrainConfig
     plan: "Plan"
-    placement: "Placement"
+    spec: "PipelineSpec"
     flops: "StepFlops"
     data: DataFacts
     notes: Notes  # more lines of the banner
@@ -52,22 +52,22 @@ class RunDescription:
     @property
     def layers(self) -> int:
         """L."""
-        return sum(map(len, self.placement.layer_names))
+        return sum(map(len, self.spec.layer_names))
 
     @property
     def cost_shares(self) -> list[float | None]:
         """Each partition's share of the model's computation, 0 to 1; None where nothing costs anything."""
-        costs = self.placement.cost
+        costs = self.spec.cost
         return [cost / sum(costs) if sum(costs) else None for cost in costs]
 
     @property
     def executor(self) -> str:
-        return "distributed" if self.placement.layout.distributed else "in_process"
+        return "distributed" if self.spec.layout.distributed else "in_process"
 
     @property
     def ideal_bubble(self) -> float:
         """Share of the devices' time, 0 to 1."""
-        return ideal_bubble(len(set(self.placement.layout.device_of_stage)), self.config.micro_batches)
+        return ideal_bubble(len(set(self.spec.layout.device_of_stage)), self.config.micro_batches)
 
     @property
     def prediction(self) -> "Plan | None":

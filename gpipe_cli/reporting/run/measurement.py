@@ -18,7 +18,7 @@ from gpipe_cli.system.source_code import Commit, commit_of
 from gpipe_cli.units import spans
 
 if TYPE_CHECKING:  # they import torch
-    from gpipe_cli.planner.placement import Placement
+    from gpipe_cli.planner.pipeline_spec import PipelineSpec
     from gpipe_cli.planner.stage_memory import StageMemory as PlannedMemory
 
 # contended: other programs used the cores of the stages; one_device: stages shared a device or cores with each other
@@ -69,7 +69,7 @@ def kind_of_speed(one_device: bool, without_core: float | None) -> SpeedKind | N
 
 
 def stage_memory(
-    placement: "Placement",
+    spec: "PipelineSpec",
     planned: "Sequence[PlannedMemory]",
     peaks: Sequence[int],
     counted: Sequence[int] | None,
@@ -78,7 +78,7 @@ def stage_memory(
     """The parts of each measured peak, which add up to it. Stages that share a device, or a process on a CPU, share it.
     Activations are those planned if they were not counted."""
     found = []
-    for stages in stages_together(placement.layout.device_of_stage) if peaks else ():
+    for stages in stages_together(spec.layout.device_of_stage) if peaks else ():
         parts = {
             "libraries": libraries[stages[0]] if libraries else 0,
             "weights": sum(planned[k].weights_bytes for k in stages),

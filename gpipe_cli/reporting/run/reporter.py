@@ -41,7 +41,7 @@ from gpipe_cli.results.run import (
     to_the_second,
     write_run,
 )
-from gpipe_cli.training.checkpoint.store import GONE, Progress, checkpoints_in, step_of
+from gpipe_cli.training.checkpoint.files import GONE, Progress, checkpoints_in, step_of
 from gpipe_cli.training.events import CheckpointAwaited, Evaluated, StepDone, Tested
 
 if TYPE_CHECKING:  # it imports torch
@@ -61,7 +61,7 @@ class Reporter:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder, self._run = folder, run
         self._text = words_of(run.config.task).text
-        self._one_device = run.placement.layout.one_device
+        self._one_device = run.spec.layout.one_device
         self._begin = time.monotonic() - measurement.process_seconds()
         self._steps = run.first_step
         self._memory_bytes: tuple[int, ...] = ()
@@ -73,7 +73,7 @@ class Reporter:
         self._predicted_activation_bytes: tuple[int, ...] | None = None
         self._compared = False
         self._pictures: list[StepPicture] = []
-        hardware = measurement.hardware(run.gpu_names, run.placement.layout.threads)
+        hardware = measurement.hardware(run.gpu_names, run.spec.layout.threads)
         self._machine: dict[str, Any] = {"versions": measurement.versions(self._text), "hardware": hardware}
         self._test, self._best = _tested(run.config.task, run.test), _tested(run.config.task, run.best)
         self._starts = _starts(folder, run)
@@ -258,10 +258,10 @@ class Reporter:
 
     def _memory(self) -> tuple[StageMemory, ...]:
         run = self._run
-        return measurement.stage_memory(run.placement, run.plan.memory, self._memory_bytes, *self._counted)
+        return measurement.stage_memory(run.spec, run.plan.memory, self._memory_bytes, *self._counted)
 
     def _result(self, status: Status, error: str | None = None) -> RunResult:
-        run, config, placement, of = self._run, self._run.config, self._run.placement, self._medians.median
+        run, config, spec, of = self._run, self._run.config, self._run.spec, self._medians.median
         speeds = of("samples_per_second"), of("tokens_per_second")
         flops, peak = run.flops.per_second(*speeds), run.flops.peak_per_second
         predicted = prediction = None
@@ -278,7 +278,7 @@ class Reporter:
             task=config.task,
             model=run.model_name,
             dataset=config.dataset.name,
-            model_parameters=sum(placement.parameters),
+            model_parameters=sum(spec.parameters),
             epochs=self._steps // (run.steps_per_epoch or 1),
             steps=self._steps,
             seconds=time.monotonic() - self._begin,
@@ -307,8 +307,8 @@ class Reporter:
             prediction=prediction,
             activation_bytes=self._counted[0],
             predicted_activation_bytes=self._predicted_activation_bytes,
-            partitions=tuple(map(Partition, placement.layout.process_of_stage, placement.layout.devices,
-                                 placement.layer_names, placement.parameters, run.cost_shares)),
+            partitions=tuple(map(Partition, spec.layout.process_of_stage, spec.layout.devices,
+                                 spec.layer_names, spec.parameters, run.cost_shares)),
             failed_checkpoints=self._failed_checkpoints,
             compiled=None if run.compiled is None else asdict(run.compiled),
             resumed_from=config.resume,

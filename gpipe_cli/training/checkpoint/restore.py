@@ -14,7 +14,7 @@ from gpipe_cli.config.groups import ImagesConfig, TextConfig, choice_of
 from gpipe_cli.config.settings import TrainConfig, load
 from gpipe_cli.config.typed import show
 from gpipe_cli.errors import InputError
-from gpipe_cli.training.checkpoint import store
+from gpipe_cli.training.checkpoint import files
 from gpipe_cli.training.engine import Engine
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -32,8 +32,8 @@ class CheckpointMatch:
     checkpoint: Path
     config: TrainConfig
     source: TrainConfig
-    index: store.Index
-    heads: Mapping[str, store.Head]  # name -> dtype and shape, for everything in the checkpoint
+    index: files.Index
+    heads: Mapping[str, files.Head]  # name -> dtype and shape, for everything in the checkpoint
     here: Shapes  # shapes in the model
     there: Shapes
 
@@ -42,8 +42,8 @@ class CheckpointMatch:
         cls, setting: str, run: Path, checkpoint: Path, config: TrainConfig, model: nn.Sequential
     ) -> "CheckpointMatch":
         """`model` is on the meta device. Raises DamagedError if the checkpoint cannot be read."""
-        index = store.read_index(checkpoint)
-        found = store.heads(checkpoint, index.files)
+        index = files.read_index(checkpoint)
+        found = files.heads(checkpoint, index.files)
         here = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         there = {name.removeprefix("model/"): shape for name, (_, shape) in found.items() if name.startswith("model/")}
         return cls(f"{setting}={run}", checkpoint, config, load(run), index, found, here, there)
@@ -79,9 +79,9 @@ class CheckpointMatch:
     def refuse_damaged(self, wanted: Mapping[str, torch.Tensor]) -> None:
         """If the checkpoint lacks one of these tensors, or has it with another type or shape: as DamagedError."""
         for name, tensor in wanted.items():
-            head = store.DTYPES.get(tensor.dtype), tuple(tensor.shape)
+            head = files.DTYPES.get(tensor.dtype), tuple(tensor.shape)
             if (found := self.heads.get(name, "missing")) != head:
-                raise store.DamagedError(f"{self.checkpoint}: {name} is {found}, the run needs {head}")
+                raise files.DamagedError(f"{self.checkpoint}: {name} is {found}, the run needs {head}")
 
     def _as_there(self) -> str:
         """Which settings of the model, or of the classes that it tells apart, make it that of `source`."""
@@ -149,18 +149,18 @@ def restore(engine: Engine, checkpoint: Path, *, optimizer: bool) -> None:
 
     Raises DamagedError if it has been damaged since it was checked.
     """
-    updates = store.read_index(checkpoint).progress.ema_updates
+    updates = files.read_index(checkpoint).progress.ema_updates
     for k, stage in engine.stages.items():
-        own = engine.placement.layer_names[k]
-        tensors = store.read_tensors(checkpoint, own, ("model", "optimizer", "ema") if optimizer else ("model", "ema"))
-        _copy(stage.module.state_dict(), store.select(tensors, "model"))
+        own = engine.spec.layer_names[k]
+        tensors = files.read_tensors(checkpoint, own, ("model", "optimizer", "ema") if optimizer else ("model", "ema"))
+        _copy(stage.module.state_dict(), files.select(tensors, "model"))
         if k in engine.averages:
             average = engine.averages[k]
             average.updates = updates
             # a run that had no average until now starts one from the weights it has
-            _copy(average.average, store.select(tensors, "ema") if updates else stage.module.state_dict())
+            _copy(average.average, files.select(tensors, "ema") if updates else stage.module.state_dict())
         if optimizer:
-            load_optimizer_state(engine.optimizers[k], engine.parameters[k], store.select(tensors, "optimizer"))
+            load_optimizer_state(engine.optimizers[k], engine.parameters[k], files.select(tensors, "optimizer"))
 
 
 def _copy(targets: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:

@@ -11,8 +11,8 @@ from gpipe_cli.assembly.build import build_model, real_model
 from gpipe_cli.config.settings import TrainConfig, find_run, load
 from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.pipeline.runtime.initial_weights import materialize
+from gpipe_cli.training.checkpoint.files import find_checkpoint, read_index, read_tensors, select
 from gpipe_cli.training.checkpoint.restore import CheckpointMatch, check_restorable
-from gpipe_cli.training.checkpoint.store import find_checkpoint, read_index, read_tensors, select
 
 
 def load_run(run: str, averaged: bool | None, which: str) -> nn.Sequential:

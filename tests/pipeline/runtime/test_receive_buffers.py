@@ -9,8 +9,8 @@ import torch
 from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor, in_layout
 from gpipe_cli.pipeline.runtime.link import Links
 from gpipe_cli.pipeline.runtime.p2p_transport import Boundaries, P2PTransport
-from gpipe_cli.pipeline.schedule.orders import forward_only
-from gpipe_cli.pipeline.schedule.schedules import Action, Kind
+from gpipe_cli.pipeline.schedule.named_schedules import forward_only
+from gpipe_cli.pipeline.schedule.schedule import Action, Kind
 
 
 @dataclass

@@ -21,8 +21,8 @@ from gpipe_cli.pipeline.profile.tracing import trace_layers
 from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor
 from gpipe_cli.pipeline.runtime.saved_activations import StorageBytes, byte_range, storage_of
 from gpipe_cli.pipeline.runtime.stage import Stage
-from gpipe_cli.pipeline.schedule.orders import SCHEDULES
-from gpipe_cli.pipeline.schedule.schedules import RECOMPUTE, Retain
+from gpipe_cli.pipeline.schedule.named_schedules import SCHEDULES
+from gpipe_cli.pipeline.schedule.schedule import RECOMPUTE, Retain
 
 WAYS = covering(
     name=tuple(SAMPLES),

@@ -8,8 +8,8 @@ import pytest
 from schedule_runs import build
 
 from gpipe_cli.pipeline.schedule.breakdown import Breakdown, breakdown
-from gpipe_cli.pipeline.schedule.orders import SCHEDULES
-from gpipe_cli.pipeline.schedule.schedules import RECOMPUTE, Action, Kind
+from gpipe_cli.pipeline.schedule.named_schedules import SCHEDULES
+from gpipe_cli.pipeline.schedule.schedule import RECOMPUTE, Action, Kind
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost, StageCost, ideal_bubble, simulate
 from gpipe_cli.pipeline.schedule.timeline import Event, EventKind, Span, Timeline
 

@@ -11,9 +11,9 @@ from schedule_runs import build
 
 from gpipe_cli.pipeline.schedule.dependencies import linearize
 from gpipe_cli.pipeline.schedule.held import live
-from gpipe_cli.pipeline.schedule.orders import SCHEDULES, forward_only
+from gpipe_cli.pipeline.schedule.named_schedules import SCHEDULES, forward_only
 from gpipe_cli.pipeline.schedule.prefetched_receives import prefetched_receives
-from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Schedule
+from gpipe_cli.pipeline.schedule.schedule import Action, Kind, Schedule
 
 OWNERS = [(0, 1), (0, 1, 2), (0, 0, 1, 1), (0, 1, 2, 3), (0, 1, 0, 1)]  # the last one: as in `interleaved`
 PASSES = [*((name, mode) for name in SCHEDULES for mode in ("always", "except_last", "never")), ("evaluation", "")]

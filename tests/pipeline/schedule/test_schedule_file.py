@@ -16,9 +16,9 @@ from torch.distributed.pipelining import schedules as theirs
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from gpipe_cli.pipeline.schedule.dependencies import ScheduleError, check, linearize
-from gpipe_cli.pipeline.schedule.orders import SCHEDULES
+from gpipe_cli.pipeline.schedule.named_schedules import SCHEDULES
+from gpipe_cli.pipeline.schedule.schedule import RECOMPUTE, Schedule
 from gpipe_cli.pipeline.schedule.schedule_file import csv_of, read_schedule
-from gpipe_cli.pipeline.schedule.schedules import RECOMPUTE, Schedule
 
 
 def read(file: Path, partitions: int, micro_batches: int) -> Schedule:

@@ -7,10 +7,10 @@ import re
 import pytest
 from schedule_runs import build, parse
 
-from gpipe_cli.pipeline.schedule import orders
+from gpipe_cli.pipeline.schedule import named_schedules
 from gpipe_cli.pipeline.schedule.dependencies import check, grid, linearize
-from gpipe_cli.pipeline.schedule.orders import SCHEDULES, forward_only
-from gpipe_cli.pipeline.schedule.schedules import (
+from gpipe_cli.pipeline.schedule.named_schedules import SCHEDULES, forward_only
+from gpipe_cli.pipeline.schedule.schedule import (
     RECOMPUTE,
     RETURNS,
     Kind,
@@ -96,7 +96,7 @@ def test_every_schedule_passes_its_own_check() -> None:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_schedule_without_micro_batches_has_stages(name: str) -> None:
     """It is what a replica without samples performs, and does not know its stages from its actions."""
-    for order in (orders.order(name, 4, 3, 2 if name == "interleaved" else 4), forward_only(4, 3)):
+    for order in (named_schedules.order(name, 4, 3, 2 if name == "interleaved" else 4), forward_only(4, 3)):
         empty = with_recomputation(order.first(0), "always")
         check(empty)
         assert (empty.stages, empty.micro_batches, linearize(empty)) == (((),) * 4, 0, ())
@@ -107,7 +107,7 @@ def test_a_schedule_without_micro_batches_has_stages(name: str) -> None:
 def test_a_device_gets_stages_that_are_not_neighbours() -> None:
     """And no number of them leads to a deadlock, with fewer micro-batches than devices, or any other number."""
     for devices, each, micro_batches in itertools.product((1, 2, 3, 5, 8), (2, 3), range(1, 20)):
-        order = orders.order("interleaved", devices * each, micro_batches, devices)
+        order = named_schedules.order("interleaved", devices * each, micro_batches, devices)
         assert order.row_of_stage == tuple(stage % devices for stage in range(devices * each))
         check(order)
 

@@ -7,8 +7,8 @@ import pytest
 
 from gpipe_cli.pipeline.schedule.dependencies import check
 from gpipe_cli.pipeline.schedule.held import Held, peak_bytes
-from gpipe_cli.pipeline.schedule.orders import order
-from gpipe_cli.pipeline.schedule.schedules import RECOMPUTE, Kind, Schedule, with_recomputation
+from gpipe_cli.pipeline.schedule.named_schedules import order
+from gpipe_cli.pipeline.schedule.schedule import RECOMPUTE, Kind, Schedule, with_recomputation
 from gpipe_cli.pipeline.schedule.search import Problem, find
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost, StageCost, simulate
 

@@ -9,12 +9,12 @@ import pytest
 from schedule_runs import build, parse
 
 from gpipe_cli.errors import InputError
-from gpipe_cli.pipeline.schedule import orders
+from gpipe_cli.pipeline.schedule import named_schedules
 from gpipe_cli.pipeline.schedule.breakdown import breakdown
 from gpipe_cli.pipeline.schedule.dependencies import linearize
 from gpipe_cli.pipeline.schedule.held import Held, bytes_held, live, peak_bytes
-from gpipe_cli.pipeline.schedule.orders import SCHEDULES, forward_only
-from gpipe_cli.pipeline.schedule.schedules import RECOMPUTE, Action, Kind, Schedule
+from gpipe_cli.pipeline.schedule.named_schedules import SCHEDULES, forward_only
+from gpipe_cli.pipeline.schedule.schedule import RECOMPUTE, Action, Kind, Schedule
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost, StageCost, ideal_bubble, simulate
 from gpipe_cli.pipeline.schedule.timeline import Event, EventKind
 
@@ -34,7 +34,7 @@ def test_a_step_of_interleaved() -> None:
     """v stages on each of P devices work M v (f + b), and fill and drain like one small stage: P - 1 of them. With
     fewer than P micro-batches each further stage of a device waits for the P - M that are not there."""
     for (devices, micro_batches), each, (f, b) in itertools.product(SHAPES, (2, 3), COSTS):
-        schedule = orders.order("interleaved", devices * each, micro_batches, devices)
+        schedule = named_schedules.order("interleaved", devices * each, micro_batches, devices)
         waits = devices - 1 + (each - 1) * max(0, devices - micro_batches)
         assert step(schedule, f, b) == (micro_batches * each + waits) * (f + b)
 

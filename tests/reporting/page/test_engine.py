@@ -17,9 +17,9 @@ from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory
 from gpipe_cli.pipeline.schedule.breakdown import breakdown
 from gpipe_cli.pipeline.schedule.dependencies import ScheduleError, check
 from gpipe_cli.pipeline.schedule.held import Held, bytes_held
-from gpipe_cli.pipeline.schedule.orders import SCHEDULES, order
+from gpipe_cli.pipeline.schedule.named_schedules import SCHEDULES, order
+from gpipe_cli.pipeline.schedule.schedule import RECOMPUTE, Schedule, with_recomputation
 from gpipe_cli.pipeline.schedule.schedule_file import csv_of, read_schedule
-from gpipe_cli.pipeline.schedule.schedules import RECOMPUTE, Schedule, with_recomputation
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost, StageCost, ideal_bubble, simulate
 from gpipe_cli.planner.cost_model import predicted_costs
 from gpipe_cli.planner.data_sheet import resolved

@@ -12,7 +12,7 @@ from browser import NEEDED, opened_page
 from plan_runs import EVEN, plan_of, traced
 from training_runs import configure
 
-from gpipe_cli.pipeline.schedule.orders import build
+from gpipe_cli.pipeline.schedule.named_schedules import build
 from gpipe_cli.pipeline.schedule.schedule_file import read_schedule
 from gpipe_cli.planner.simulation_data import simulation_data
 from gpipe_cli.reporting.page.page import write_page

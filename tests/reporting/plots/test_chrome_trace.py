@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from gpipe_cli.pipeline.schedule.orders import build
-from gpipe_cli.pipeline.schedule.schedules import Action, Kind
+from gpipe_cli.pipeline.schedule.named_schedules import build
+from gpipe_cli.pipeline.schedule.schedule import Action, Kind
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost, StageCost, simulate
 from gpipe_cli.pipeline.schedule.timeline import Event, EventKind, Span, Timeline
 from gpipe_cli.reporting.plots import chrome_trace

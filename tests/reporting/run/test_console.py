@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from reporting_runs import LANGUAGE_MODEL, TRANSLATION, description, evaluation, log, placement, step
+from reporting_runs import LANGUAGE_MODEL, TRANSLATION, description, evaluation, log, spec, step
 from rich.console import Console
 
-from gpipe_cli.planner.placement import Placement
+from gpipe_cli.planner.pipeline_spec import PipelineSpec
 from gpipe_cli.reporting.run.banner import show_banner
 from gpipe_cli.reporting.run.console import RunConsole, following
 from gpipe_cli.reporting.run.lines import show_line
@@ -89,18 +89,18 @@ def test_lines_of_the_banner(settings: tuple[str, ...], line: str) -> None:
     assert "dataset      digits\n" in banner(steps_per_epoch=None, data=DataFacts()), "of a run without its data"
 
 
-def large(name: str) -> Placement:
+def large(name: str) -> PipelineSpec:
     """Eight stages of 36 layers."""
     names = (tuple(f"{name}_{number:03d}" for number in range(36)),) * 8
     sizes: dict[str, Any] = {"parameters": (155_300_000,) * 8, "cost": (0.1,) * 8}
     sizes |= {"devices": ("cuda:7",) * 8, "process_of_stage": range(8)}
-    return placement(layer_names=names, lengths=(128,), **sizes)
+    return spec(layer_names=names, lengths=(128,), **sizes)
 
 
 def test_big_numbers_fit_80_columns_and_stay_apart() -> None:
     console, file = log(force_terminal=True, _environ={"TERM": "dumb"})
     settings = (*TRANSLATION, "epochs=100", "preset=null", "model.width=1024")
-    run = description(*settings, placement=large("a_rather_long_layer_name"))
+    run = description(*settings, spec=large("a_rather_long_layer_name"))
     screen = RunConsole(console, run, line_seconds=0)
     show_banner(console, run, Path("outputs/run"))
     worst = {"epoch": 100, "top1": 1.0, "learning_rate": 0.000012345}
@@ -162,7 +162,7 @@ def test_a_narrow_terminal_breaks_no_word_and_keeps_numbers_and_units_together(s
 def test_a_terminal_shows_a_bar_of_one_line_and_keeps_the_epochs(width: int) -> None:
     """A narrow one breaks no word, and shows the time left."""
     console, file = log(width=width, force_terminal=True, _environ={"TERM": "xterm"})
-    run = description("epochs=100", placement=large("layer"))
+    run = description("epochs=100", spec=large("layer"))
     screen = RunConsole(console, run)
     show_banner(console, run, Path("outputs/run"))
     screen.start()

@@ -3,7 +3,7 @@ import sys
 from dataclasses import astuple
 
 import pytest
-from reporting_runs import placement
+from reporting_runs import spec
 
 from gpipe_cli.planner.stage_memory import StageMemory as PlannedMemory
 from gpipe_cli.reporting.plots.timeline_values import IDLE, SHARES, in_percent
@@ -34,12 +34,12 @@ def test_a_speed_is_a_pipelines_only_where_every_stage_had_its_cores() -> None:
 
 def test_parts_of_the_memory_add_up_to_the_peak() -> None:
     planned = [PlannedMemory(10, 20, 30, 400, 7)] * 2
-    apart = stage_memory(placement(), planned, [1500, 460], [401, 402], [1000, 0])
+    apart = stage_memory(spec(), planned, [1500, 460], [401, 402], [1000, 0])
     assert apart == (
         StageMemory(0, 1000, 10, 20, 30, 401, 39, 1500),
         StageMemory(1, 0, 10, 20, 30, 402, -2, 460),  # not all of it at once
     )
-    one_process = placement(process_of_stage=(0, 0), devices=("cpu", "cpu"))
+    one_process = spec(process_of_stage=(0, 0), devices=("cpu", "cpu"))
     (together,) = stage_memory(one_process, planned, [2000, 2000], None, [1000, 1000])
     assert (together.stage, together.weights, together.activations, together.peak) == (None, 20, 800, 2000)
     assert sum(astuple(together)[1:-1]) == together.peak
@@ -58,7 +58,7 @@ def test_stages_that_share_a_peak_share_a_row(
     devices: str, process_of_stage: tuple[int, ...], stages: list[object]
 ) -> None:
     """An allocator, or the system, tells what all of them needed: it is not there once for each."""
-    placed = placement(layer_names=(("a",),) * 4, devices=tuple(devices.split()), process_of_stage=process_of_stage)
+    placed = spec(layer_names=(("a",),) * 4, devices=tuple(devices.split()), process_of_stage=process_of_stage)
     found = stage_memory(placed, [PlannedMemory(1, 0, 0, 2, 0)] * 4, [100] * 4, None, None)
     assert [entry.stage for entry in found] == stages
     assert sum(entry.peak for entry in found) == 100 * len(stages)

@@ -10,10 +10,10 @@ from reporting_runs import (
     events,
     log,
     page_data,
-    placement,
     plan,
     reporter_in,
     shares,
+    spec,
     step,
     timeline,
 )
@@ -210,10 +210,10 @@ def test_the_picture_of_a_step_is_in_the_folder_and_in_tensorboard(tmp_path: Pat
 
 def test_the_page_says_with_the_summary_that_other_programs_used_the_cores(tmp_path: Path) -> None:
     """A run whose stages had no core for a third of the time was shown beside the prediction without a word."""
-    together = placement(devices=("cuda:0", "cuda:0"), process_of_stage=(0, 0))
-    for places, kind in ((placement(), "measured_contended"), (together, "measured_one_device")):
+    together = spec(devices=("cuda:0", "cuda:0"), process_of_stage=(0, 0))
+    for places, kind in ((spec(), "measured_contended"), (together, "measured_one_device")):
         folder = tmp_path / kind
-        reporter, file = reporter_in(folder, placement=places)
+        reporter, file = reporter_in(folder, spec=places)
         for number in range(1, 9):
             if number == 6:  # drawn before it is over
                 reporter.timeline(StepPicture(1, 5, (timeline(),)))

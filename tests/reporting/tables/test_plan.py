@@ -10,7 +10,7 @@ from plan_runs import EVEN, plan_of, traced
 from reporting_runs import log, shares
 from training_runs import configure
 
-from gpipe_cli.planner.placement import placed
+from gpipe_cli.planner.pipeline_spec import placed
 from gpipe_cli.reporting.run.description import precision_facts
 from gpipe_cli.reporting.tables.plan import show_plan
 from gpipe_cli.reporting.tables.plan_result import plan_result
@@ -180,8 +180,8 @@ def test_a_plan_says_of_which_precision_its_flops_are(settings: str, lines: list
     said = "\n".join(shown(plan_result(config, traced(), made, (), {}), tmp_path, width=120))
     assert all(line in said for line in lines), said
     if config.hardware.name == "cpu":  # a run says the same
-        placement = placed(config, traced(), made)
-        ((label, fact),) = precision_facts(placement.precision, placement.computes_in)
+        spec = placed(config, traced(), made)
+        ((label, fact),) = precision_facts(spec.precision, spec.computes_in)
         assert f"{label:<12} {fact}" in said
 
 

@@ -26,8 +26,8 @@ from training_runs import (
 from gpipe_cli.commands.training_run import find_source
 from gpipe_cli.errors import InputError
 from gpipe_cli.results.files import read_result
+from gpipe_cli.training.checkpoint.files import checkpoints_in, find_checkpoint
 from gpipe_cli.training.checkpoint.restore import restore
-from gpipe_cli.training.checkpoint.store import checkpoints_in, find_checkpoint
 from gpipe_cli.training.engine import Engine
 
 SETTINGS = [*TINY, "executor=in_process", "epochs=1", "ema_decay=0.9", "max_steps=1"]

@@ -1,6 +1,6 @@
-"""The parts of a model that is cut by a plan and placed by its layout.
+"""The parts of a model that is cut by a plan, and where they run: all that a worker needs to know of its pipeline.
 
-The parent makes the placement from shapes alone and hands it to every worker, so that none of them traces the model
+The parent makes the spec from shapes alone and hands it to every worker, so that none of them traces the model
 again and all of them agree.
 """
 
@@ -12,7 +12,7 @@ from gpipe_cli.config.settings import TrainConfig, load_hardware
 from gpipe_cli.distributed.torchrun import Torchrun
 from gpipe_cli.pipeline.runtime.boundary import Boundary
 from gpipe_cli.pipeline.runtime.frozen import Frozen
-from gpipe_cli.pipeline.schedule.schedules import Recompute, Schedule
+from gpipe_cli.pipeline.schedule.schedule import Recompute, Schedule
 from gpipe_cli.planner.data_sheet import resolved
 from gpipe_cli.planner.device_rates import computes_in
 from gpipe_cli.planner.layout import Layout
@@ -22,8 +22,9 @@ from gpipe_cli.planner.step_schedule import checked_schedule
 
 
 @dataclass(frozen=True)
-class Placement:
-    """The cut and its placement. Lists have one entry per partition, `boundaries` one per edge between partitions."""
+class PipelineSpec:
+    """A pipeline's cut, order, layout and precision. Lists have one entry per partition, `boundaries` one per edge
+    between partitions."""
 
     layer_names: tuple[tuple[str, ...], ...]
     parameters: tuple[int, ...]
@@ -59,33 +60,33 @@ class Placement:
             sum(self.parameter_tensors[k] for k in self.layout.stages_of(p)) for p in range(self.layout.of_pipeline)
         )
 
-    def on(self, replica_devices: tuple[tuple[str, ...], ...]) -> "Placement":
-        """This placement on other devices."""
+    def on(self, replica_devices: tuple[tuple[str, ...], ...]) -> "PipelineSpec":
+        """This spec on other devices."""
         return replace(self, layout=replace(self.layout, replica_devices=replica_devices))
 
     def schedule(self, micro_batches: int) -> Schedule:
         """The schedule of a training step with so many micro-batches."""
         return checked_schedule(self.order, micro_batches, self.recompute)
 
-    def of_replica(self, replica: int) -> "Placement":
-        """This placement as another of the R pipelines sees it."""
+    def of_replica(self, replica: int) -> "PipelineSpec":
+        """This spec as another of the R pipelines sees it."""
         return replace(self, layout=replace(self.layout, replica=replica))
 
 
-def make_placement(
+def make_pipeline_spec(
     config: TrainConfig, profile: ModelProfile | None = None, started: Torchrun | None = None
-) -> Placement:
+) -> PipelineSpec:
     """Cut the model as the data sheet of the hardware has it, and place the parts; `started`: this process, if
     torchrun started it. Raises InputError, one line, for what cannot be cut."""
     profile = profile_model(config) if profile is None else profile
     return placed(config, profile, plan_step(config, profile, started=started))
 
 
-def placed(config: TrainConfig, profile: ModelProfile, plan: Plan) -> Placement:
+def placed(config: TrainConfig, profile: ModelProfile, plan: Plan) -> PipelineSpec:
     """Cut the model as planned, and place the parts on this machine, whichever the plan was for."""
     layout = replace(plan.layout, here=True)
     costs, bounds = profile.costs, plan.bounds
-    return Placement(
+    return PipelineSpec(
         layer_names=tuple(tuple(cost.name for cost in costs[first:end]) for first, end in bounds),
         parameters=tuple(sum(cost.parameters for cost in costs[first:end]) for first, end in bounds),
         trained=tuple(sum(w.trained for w in profile.weights[first:end]) for first, end in bounds),

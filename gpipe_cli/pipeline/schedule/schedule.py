@@ -1,8 +1,8 @@
 """The schedule of one training step as data (section 2.2 and Figure 2(c) of the paper).
 
 Everything that runs, predicts, checks or draws a step reads the value built here; none of it knows where the order
-came from (`orders.py`, a search, a file). A schedule says which actions each device performs and in which order.
-``2F0`` is the forward of micro-batch 0 on stage 2. GPipe with K = 3 partitions and M = 4 micro-batches, without
+came from (`named_schedules.py`, a search, a file). A schedule says which actions each device performs and in which
+order. ``2F0`` is the forward of micro-batch 0 on stage 2. GPipe with K = 3 partitions and M = 4 micro-batches, without
 recomputation, on a unit clock:
 
     stage 0 | F0 F1 F2 F3 .  .  .  .  B3 B2 B1 B0

@@ -15,8 +15,8 @@ from training_runs import TINY, assert_same_tensors, command, configure, final_t
 from gpipe_cli.distributed.control_group import Awaited
 from gpipe_cli.results.files import read_result
 from gpipe_cli.training import events
-from gpipe_cli.training.checkpoint.store import checkpoints_in, draft_of, read_index
-from gpipe_cli.training.checkpoint.writer import Snapshot
+from gpipe_cli.training.checkpoint.background_writer import Snapshot
+from gpipe_cli.training.checkpoint.files import checkpoints_in, draft_of, read_index
 
 RUN = [
     *TINY[2:], "model=custom", "model.target=custom_models:small", "check_layers=false", "checkpoint.keep=9",

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from gpipe_cli.errors import InputError
-from gpipe_cli.training.checkpoint import store
-from gpipe_cli.training.checkpoint.writer import Snapshot
+from gpipe_cli.training.checkpoint import files
+from gpipe_cli.training.checkpoint.background_writer import Snapshot
 
 KINDS = ("model", "optimizer", "ema")
 
@@ -29,32 +29,32 @@ def tensors(step: int) -> list[dict[str, torch.Tensor]]:
     ]
 
 
-def progress(step: int, best: int | None = None) -> store.Progress:
-    return store.Progress(step, step // 3, step % 3, 7, 8, None, 3, step, None if best is None else 0.5, best)
+def progress(step: int, best: int | None = None) -> files.Progress:
+    return files.Progress(step, step // 3, step % 3, 7, 8, None, 3, step, None if best is None else 0.5, best)
 
 
 def write(run: Path, step: int, *, best: int | None = None, keep: int = 9) -> Path:
-    draft = store.draft_of(run, step)
+    draft = files.draft_of(run, step)
     snapshots = [Snapshot().take(named)[0] for named in tensors(step)]
-    files = [store.write_stage(draft, stage, copies) for stage, copies in enumerate(snapshots)]
-    index = store.Index(progress(step, best), ("stem", "head"), tuple(files))
-    return store.finish_checkpoint(draft, index, config="partitions: 2\n", keep=keep)
+    written = [files.write_stage(draft, stage, copies) for stage, copies in enumerate(snapshots)]
+    index = files.Index(progress(step, best), ("stem", "head"), tuple(written))
+    return files.finish_checkpoint(draft, index, config="partitions: 2\n", keep=keep)
 
 
 def test_strides_shared_memory_and_types_come_back(tmp_path: Path) -> None:
     checkpoint = write(tmp_path, 5, best=5)
-    found, expected = store.read_tensors(checkpoint, ("stem", "head"), KINDS), tensors(5)[0] | tensors(5)[1]
+    found, expected = files.read_tensors(checkpoint, ("stem", "head"), KINDS), tensors(5)[0] | tensors(5)[1]
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert found[name].dtype == tensor.dtype
         assert torch.equal(found[name], tensor), name
-    assert store.read_index(checkpoint).progress == progress(5, 5)
+    assert files.read_index(checkpoint).progress == progress(5, 5)
 
 
 def test_files_are_what_safetensors_reads(tmp_path: Path) -> None:
-    every = {f'"{number}\u00e9': torch.ones(3).to(dtype) for number, dtype in enumerate(store.DTYPES)}
+    every = {f'"{number}\u00e9': torch.ones(3).to(dtype) for number, dtype in enumerate(files.DTYPES)}
     for stage, named in enumerate(({**every, "none": torch.empty(0, 2), "one": torch.tensor(7.0)}, {})):
-        written = store.write_stage(tmp_path / "checkpoints" / "draft", stage, named)
+        written = files.write_stage(tmp_path / "checkpoints" / "draft", stage, named)
         file = tmp_path / "checkpoints" / "draft" / written.name
         found = load_file(file)
         assert found.keys() == named.keys()
@@ -67,22 +67,22 @@ def test_files_are_what_safetensors_reads(tmp_path: Path) -> None:
 
 def test_only_what_is_asked_for(tmp_path: Path) -> None:
     checkpoint = write(tmp_path, 1)
-    assert set(store.read_tensors(checkpoint, ("stem",), ("model",))) == {"model/stem.weight"}
+    assert set(files.read_tensors(checkpoint, ("stem",), ("model",))) == {"model/stem.weight"}
     (checkpoint / "stage_0.safetensors").unlink()  # nobody who needs only the head looks at it
-    assert len(store.read_tensors(checkpoint, ("head",), KINDS)) == 3
+    assert len(files.read_tensors(checkpoint, ("head",), KINDS)) == 3
     with pytest.raises(InputError, match=r"stage_0.safetensors: part of the checkpoint cannot be read"):
-        store.read_tensors(checkpoint, ("stem",), KINDS)
+        files.read_tensors(checkpoint, ("stem",), KINDS)
 
 
 def test_a_killed_writer_leaves_nothing_that_is_seen(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=f"resume={tmp_path}: the run has written no checkpoint"):
-        store.find_checkpoint(tmp_path, "last", "resume")
+        files.find_checkpoint(tmp_path, "last", "resume")
     write(tmp_path, 1)
-    draft = store.draft_of(tmp_path, 2)
-    store.write_stage(draft, 0, Snapshot().take(tensors(2)[0])[0])  # and then it was killed
-    assert [folder.name for folder in store.checkpoints_in(tmp_path)] == ["step_00000001"]
-    assert store.find_checkpoint(tmp_path, "last", "run").name == "step_00000001"
-    store.remove_drafts(tmp_path)  # as the next start does
+    draft = files.draft_of(tmp_path, 2)
+    files.write_stage(draft, 0, Snapshot().take(tensors(2)[0])[0])  # and then it was killed
+    assert [folder.name for folder in files.checkpoints_in(tmp_path)] == ["step_00000001"]
+    assert files.find_checkpoint(tmp_path, "last", "run").name == "step_00000001"
+    files.remove_drafts(tmp_path)  # as the next start does
     write(tmp_path, 3)
     assert sorted(path.name for path in draft.parent.iterdir() if not path.is_symlink()) == [
         "step_00000001",
@@ -95,33 +95,33 @@ def test_a_step_that_is_done_again_replaces_its_checkpoint(tmp_path: Path) -> No
     first = write(tmp_path, 1)
     shutil.copytree(first, first.with_name(f".{first.name}.replaced"))
     again = write(tmp_path, 1, best=1)
-    assert store.read_index(again).progress.best_step == 1
-    assert len(store.read_tensors(again, ("stem", "head"), KINDS)) == 6
+    assert files.read_index(again).progress.best_step == 1
+    assert len(files.read_tensors(again, ("stem", "head"), KINDS)) == 6
     assert sorted(path.name for path in first.parent.iterdir()) == ["best", "last", "step_00000001"]
 
 
 def test_a_folder_may_go_right_after_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The list of what is there was searched for the one just written: a ValueError, as of a bad setting."""
-    run, point = tmp_path / "run", store._point
-    monkeypatch.setattr(store, "_point", lambda *names: (point(*names), run.rename(tmp_path / "elsewhere")))
-    monkeypatch.setattr(store, "_sync_folder", lambda folder: None)
+    run, point = tmp_path / "run", files._point
+    monkeypatch.setattr(files, "_point", lambda *names: (point(*names), run.rename(tmp_path / "elsewhere")))
+    monkeypatch.setattr(files, "_sync_folder", lambda folder: None)
     run.mkdir()
     write(run, 1)
-    assert [found.name for found in store.checkpoints_in(tmp_path / "elsewhere")] == ["step_00000001"]
+    assert [found.name for found in files.checkpoints_in(tmp_path / "elsewhere")] == ["step_00000001"]
 
 
 def test_links_and_what_stays(tmp_path: Path) -> None:
     for step, best in ((1, 1), (2, 2), (3, 2), (4, 2), (5, 2)):
         write(tmp_path, step, best=best, keep=2)
     folder = tmp_path / "checkpoints"
-    assert [found.name for found in store.checkpoints_in(tmp_path)] == [
+    assert [found.name for found in files.checkpoints_in(tmp_path)] == [
         "step_00000002",
         "step_00000004",
         "step_00000005",
     ]
     assert (folder / "last").readlink() == Path("step_00000005")
     assert (folder / "best").readlink() == Path("step_00000002")
-    assert store.find_checkpoint(tmp_path, "best", "run").name == "step_00000002"
+    assert files.find_checkpoint(tmp_path, "best", "run").name == "step_00000002"
     write(tmp_path, 6, best=6, keep=1)
-    assert [found.name for found in store.checkpoints_in(tmp_path)] == ["step_00000006"]
+    assert [found.name for found in files.checkpoints_in(tmp_path)] == ["step_00000006"]
     assert (folder / "best").resolve() == (folder / "last").resolve() == (folder / "step_00000006").resolve()

@@ -18,7 +18,7 @@ import torch
 
 from gpipe_cli.distributed.control_group import Awaited
 from gpipe_cli.training import events
-from gpipe_cli.training.checkpoint import store
+from gpipe_cli.training.checkpoint import files
 from gpipe_cli.training.checkpoint.restore import state_of_stage
 from gpipe_cli.training.engine import Engine
 
@@ -69,20 +69,20 @@ class CheckpointWriter:
     folder: Path  # the run's folder
     config_yaml: str
     report: Callable[[object], None]  # called in process 0, with `events` of checkpoints
-    last: store.Progress  # the newest checkpoint that is complete; at first, where the run begins
+    last: files.Progress  # the newest checkpoint that is complete; at first, where the run begins
 
     def __post_init__(self) -> None:
         self.control, self.keep = self.engine.control, self.engine.config.checkpoint.keep
         self._snapshots = {k: Snapshot() for k in self.engine.stages}
         self._thread = ThreadPoolExecutor(1, "gpipe-checkpoint")
-        self._written: store.Progress | None = None  # the checkpoint that is being written
+        self._written: files.Progress | None = None  # the checkpoint that is being written
         # Of this process for it: its part, and in process 0, then, the whole. A text: why it cannot.
         self._writing: Future[str | None]
         self._work: Future[str | None]
         self._given_up = threading.Event()  # another process cannot write its part
         self._parts_written: float | None = None  # since when those of all processes are, on the monotonic clock
 
-    def after_step(self, progress: store.Progress, *, save: bool) -> store.Progress:
+    def after_step(self, progress: files.Progress, *, save: bool) -> files.Progress:
         """Begin a checkpoint if `save`, once the one before is complete. Returns `progress`, whose best step is one
         that has a checkpoint: of a best one that could not be written, the one before is the best again.
 
@@ -113,45 +113,45 @@ class CheckpointWriter:
         if self.control.leads and self._work.done() and self._work.result() is None:
             self.report(events.CheckpointWritten(self._written.step))
 
-    def _begin(self, progress: store.Progress) -> None:
-        placement = self.engine.placement
-        writes = placement.layout.replica_of(self.control.rank) == 0  # all replicas have the same
+    def _begin(self, progress: files.Progress) -> None:
+        spec = self.engine.spec
+        writes = spec.layout.replica_of(self.control.rank) == 0  # all replicas have the same
         states = {k: state_of_stage(self.engine, k) for k in (self.engine.stages if writes else ())}
         snapshots = {k: self._snapshots[k].take(state) for k, state in states.items()}
-        draft = store.draft_of(self.folder, progress.step)
+        draft = files.draft_of(self.folder, progress.step)
         self._given_up.clear()
         self._parts_written = None
 
         def write() -> None:
-            files = []
+            written = []
             for k, (copies, arrived) in snapshots.items():
                 arrived()
-                files.append(store.write_stage(draft, k, copies))
+                written.append(files.write_stage(draft, k, copies))
             if writes:
-                store.write_part(draft, self.control.rank, files)
+                files.write_part(draft, self.control.rank, written)
 
         def complete() -> None:
-            files = [file for process in range(placement.layout.of_pipeline) for file in self._part(draft, process)]
-            layers = tuple(name for names in placement.layer_names for name in names)
-            with_state = {name.rpartition("/")[0] for file in files for name in file.tensors}
+            written = [file for process in range(spec.layout.of_pipeline) for file in self._part(draft, process)]
+            layers = tuple(name for names in spec.layer_names for name in names)
+            with_state = {name.rpartition("/")[0] for file in written for name in file.tensors}
             parameters = (name for name, _ in self.engine.model.named_parameters())
             stateless = tuple(name for name in parameters if f"optimizer/{name}" not in with_state)
-            index = store.Index(progress, layers, tuple(files), stateless)
-            store.finish_checkpoint(draft, index, config=self.config_yaml, keep=self.keep)
+            index = files.Index(progress, layers, tuple(written), stateless)
+            files.finish_checkpoint(draft, index, config=self.config_yaml, keep=self.keep)
 
         self._written = progress
         self._writing = self._work = self._thread.submit(_why_not, write)
         if self.control.leads:
             self._work = self._thread.submit(_why_not, complete)
 
-    def _part(self, draft: Path, process: int) -> list[store.WrittenFile]:
+    def _part(self, draft: Path, process: int) -> list[files.WrittenFile]:
         """Wait for what a process writes, and return it. Raises CheckpointError if a process cannot write its part."""
-        while (part := store.read_part(draft, process)) is None:
+        while (part := files.read_part(draft, process)) is None:
             if self._writing.result() is not None or self._given_up.wait(_LOOKS_SECONDS):
-                raise store.CheckpointError("a part of it is missing")
+                raise files.CheckpointError("a part of it is missing")
             if self._parts_written is not None and time.monotonic() - self._parts_written > _VISIBLE_SECONDS:
                 why = f"what process {process} has written is not in {self.folder} here; use a folder of a shared disk"
-                raise store.CheckpointError(why)
+                raise files.CheckpointError(why)
         return part
 
     def _finish(self, step: int, *, last: bool) -> None:
@@ -189,11 +189,11 @@ class CheckpointWriter:
             message: object = events.CheckpointWritten(progress.step)
         else:
             if self.control.leads:
-                shutil.rmtree(store.draft_of(self.folder, progress.step), ignore_errors=True)  # its room may be needed
+                shutil.rmtree(files.draft_of(self.folder, progress.step), ignore_errors=True)  # its room may be needed
             if self.control.leads and not self.folder.is_dir():
-                raise store.CheckpointError(f"{self.folder}: {store.GONE}")
+                raise files.CheckpointError(f"{self.folder}: {files.GONE}")
             if last:
-                raise store.CheckpointError(why)
+                raise files.CheckpointError(why)
             message = events.CheckpointFailed(progress.step, why)
         if self.control.leads:
             self.report(message)
@@ -202,6 +202,6 @@ class CheckpointWriter:
 def _why_not(write: Callable[[], None]) -> str | None:
     try:
         write()
-    except store.CheckpointError as error:
+    except files.CheckpointError as error:
         return str(error)
     return None

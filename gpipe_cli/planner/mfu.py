@@ -7,7 +7,7 @@ from gpipe_cli.planner.cost_model import StepCosts
 from gpipe_cli.planner.data_sheet import resolved
 from gpipe_cli.planner.device_rates import Figures
 from gpipe_cli.planner.model_profile import ModelProfile
-from gpipe_cli.planner.placement import Placement
+from gpipe_cli.planner.pipeline_spec import PipelineSpec
 from gpipe_cli.planner.step_schedule import mini_batch_samples
 
 
@@ -28,10 +28,10 @@ class StepFlops:
         return None if rate is None else self.step / planned * rate
 
 
-def step_flops(config: TrainConfig, profile: ModelProfile, placement: Placement, costs: StepCosts) -> StepFlops:
+def step_flops(config: TrainConfig, profile: ModelProfile, spec: PipelineSpec, costs: StepCosts) -> StepFlops:
     """What the model needs of a full mini-batch, and what the devices that it runs on could do."""
     samples = mini_batch_samples(config, profile.lengths)
-    peak, source = _peak(config, placement, costs.figures)
+    peak, source = _peak(config, spec, costs.figures)
     return StepFlops(
         step=sum(cost.flops for cost in profile.costs) * samples,
         samples=samples,
@@ -41,13 +41,13 @@ def step_flops(config: TrainConfig, profile: ModelProfile, placement: Placement,
     )
 
 
-def _peak(config: TrainConfig, placement: Placement, figures: Figures | None) -> tuple[float | None, str]:
+def _peak(config: TrainConfig, spec: PipelineSpec, figures: Figures | None) -> tuple[float | None, str]:
     """Operations a second of all devices in use, and where the figure comes from; or None, and why it is not known.
 
     Of a GPU without a data sheet it is the speed of products that was timed. The peak of a machine that the settings
     name but that is not here says nothing of what ran here.
     """
-    hardware, layout = config.hardware, placement.layout
+    hardware, layout = config.hardware, spec.layout
     on_cpu = layout.on_cpu
     here = resolved(load_hardware("auto"), layout.devices).name  # auto: a GPU without a file
     sheet = resolved(hardware, layout.devices)

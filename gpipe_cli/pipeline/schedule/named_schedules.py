@@ -13,7 +13,7 @@ from functools import lru_cache
 from importlib import import_module
 from itertools import chain, pairwise
 
-from gpipe_cli.pipeline.schedule.schedules import Action, Kind, Recompute, Schedule, with_recomputation
+from gpipe_cli.pipeline.schedule.schedule import Action, Kind, Recompute, Schedule, with_recomputation
 
 Rows = list[list[Action]]
 PlaceActions = Callable[[int, int, int], Rows]  # (K partitions, M micro-batches, P devices) -> rows

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from plan_runs import traced
-from training_runs import TINY, command, configure, placement_of
+from training_runs import TINY, command, configure, spec_of
 
 from gpipe_cli.benchmark.machine_timing import step_costs
 from gpipe_cli.commands import prepare
@@ -19,12 +19,12 @@ from gpipe_cli.planner import layout
 from gpipe_cli.planner.cost_model import StepCosts
 from gpipe_cli.planner.layout import Layout, layout_of
 from gpipe_cli.planner.model_profile import ModelProfile
-from gpipe_cli.planner.placement import Placement
+from gpipe_cli.planner.pipeline_spec import PipelineSpec
 from gpipe_cli.results.files import read_result
 
 
-def placed(*settings: str) -> Placement:
-    return placement_of(configure(*TINY, *settings), traced(*TINY))
+def placed(*settings: str) -> PipelineSpec:
+    return spec_of(configure(*TINY, *settings), traced(*TINY))
 
 
 def test_processes_follow_the_executor() -> None:
@@ -115,13 +115,13 @@ def test_a_note_before_the_run_says_that_stages_take_turns(
 def test_a_note_says_that_processes_have_uneven_work(settings: str, stages: str, use: str) -> None:
     """The cut does not know of processes: one with three of four stages had 72 % of the work, and nothing said so."""
     config = configure(*TINY, *settings.split())
-    notes = dict(prepare._uneven(config, placement_of(config, traced(*TINY))))
+    notes = dict(prepare._uneven(config, spec_of(config, traced(*TINY))))
     assert notes.get("processes", "").startswith(stages)
     assert ("; " in notes.get("processes", "")) == bool(use)
     if use:
         assert use in notes["processes"]
         better = configure(*TINY, *settings.split(), use.split()[0])
-        assert not list(prepare._uneven(better, placement_of(better, traced(*TINY))))
+        assert not list(prepare._uneven(better, spec_of(better, traced(*TINY))))
 
 
 def test_a_note_says_what_a_plan_of_compiled_layers_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,5 +172,5 @@ def test_the_order_made_for_text_has_all_micro_batches() -> None:
         "model=transformer_lm", "model.width=8", "model.hidden=8", "model.heads=2", "model.length=64", "hardware=h200",
         "dataset=synthetic_text", "dataset.vocabulary=50", "batch_size=null", "batch_tokens=64", "schedule=auto",
     )  # fmt: skip
-    found = placement_of(config)
+    found = spec_of(config)
     assert [found.schedule(micro_batches).micro_batches for micro_batches in (1, 3, 4)] == [1, 3, 4]
