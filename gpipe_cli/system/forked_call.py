@@ -12,7 +12,7 @@ from functools import partial
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Generic, NoReturn, TypeVar
 
-from gpipe_cli.system.interrupts import Stopped
+from gpipe_cli.system.interrupts import Stopped, held_back
 from gpipe_cli.system.machine import usable_cores
 from gpipe_cli.system.streams import prepare_streams
 
@@ -27,7 +27,8 @@ class Fork(Generic[T]):
     of its processes can be killed together. It gets SIGINT when this process ends."""
 
     def __init__(self, work: Callable[[], T], output: int | None = None) -> None:
-        """Begin. `output`: the file descriptor that stdout and stderr go to, if not those of this process.
+        """Begin. `output`: the file descriptor that stdout and stderr go to, if not those of this process. Raises
+        KeyboardInterrupt if this process is interrupted; the fork has ended all the same.
 
         No other thread of this process may be at work, and nothing may have used CUDA.
         """
@@ -35,10 +36,16 @@ class Fork(Generic[T]):
         sys.stderr.flush()
         parent = os.getpid()
         self._received, sent = Pipe(duplex=False)
-        self._number = os.fork()
-        if self._number == 0:
-            _be_fork(parent, work, output, sent)
-        sent.close()
+        with held_back() as let_in:
+            self._number = os.fork()
+            if self._number == 0:
+                _be_fork(parent, work, output, sent, let_in)
+            sent.close()
+            try:
+                let_in()
+            except KeyboardInterrupt:
+                self._end()
+                raise
 
     def wait(self, meanwhile: AbstractContextManager[None] | None = None) -> tuple[T | None, int]:
         """What `work` returned, and 0; if it has not returned None and the exit code: minus the signal that killed it.
@@ -62,12 +69,16 @@ class Fork(Generic[T]):
                     wait([self._received], _GRACE_SECONDS)
                 raise
             finally:
-                for kill in (os.kill, os.killpg):  # before it has a session of its own the second one finds nothing
-                    with contextlib.suppress(ProcessLookupError):
-                        kill(self._number, signal.SIGKILL)
-                code = os.waitstatus_to_exitcode(os.waitpid(self._number, 0)[1])
-                self._received.close()
+                code = self._end()
         return (None, code) if value is None else (value, 0)
+
+    def _end(self) -> int:
+        """Kill what still runs of it; returns its exit code."""
+        for kill in (os.kill, os.killpg):  # before it has a session of its own the second one finds nothing
+            with contextlib.suppress(ProcessLookupError):
+                kill(self._number, signal.SIGKILL)
+        self._received.close()
+        return os.waitstatus_to_exitcode(os.waitpid(self._number, 0)[1])
 
     def _ask_to_stop(self) -> None:
         """Until it has ended, or this process gets Ctrl-C."""
@@ -97,9 +108,12 @@ def in_forks(call: Callable[[Sequence[Item]], Sequence[T]], items: Sequence[Item
     return [found[at] for at in range(len(items))]
 
 
-def _be_fork(parent: int, work: Callable[[], object], output: int | None, sent: Connection) -> NoReturn:
+def _be_fork(
+    parent: int, work: Callable[[], object], output: int | None, sent: Connection, let_in: Callable[[], object]
+) -> NoReturn:
     code = 1
     try:
+        let_in()
         os.setsid()
         if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # set by a shell without job control
             signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -61,6 +61,31 @@ def interruptible(*, at_once: bool = True, on_stop: Callable[[], None] | None = 
 
 
 @contextmanager
+def held_back() -> Iterator[Callable[[], object]]:
+    """Around a fork: signals are handled at its end. What a handler raises in a callback of the fork (logging has one)
+    is printed and lost. Yields what lets them in again, for the forked process, which begins inside.
+
+    A mask would not do: it is one thread's, and NumPy has others, which would take the signal.
+    """
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP, *STOPS)}
+    ours = {number: handler for number, handler in handlers.items() if callable(handler)}
+    waiting: list[int] = []
+
+    def let_in() -> None:
+        for number, handler in ours.items():
+            signal.signal(number, handler)
+        while waiting:
+            signal.raise_signal(waiting.pop(0))
+
+    for number in ours:
+        signal.signal(number, lambda number, frame: waiting.append(number))
+    try:
+        yield let_in
+    finally:
+        let_in()
+
+
+@contextmanager
 def interruptible_import() -> Iterator[None]:
     """Around the import of torch: an interrupt takes effect at its end, after a second or two.
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from training_runs import wait_until
+from training_runs import children, wait_until
 
 from gpipe_cli.system import forked_call
 from gpipe_cli.system.forked_call import Fork
@@ -77,6 +77,27 @@ def test_an_interrupt_ends_all_of_its_processes(tmp_path: Path, monkeypatch: pyt
         finally:
             signal.signal(signal.SIGINT, before)
         wait_until(lambda: not _lives((tmp_path / "child").read_text()), 10, f"the end of an interrupt {where}")
+
+
+def test_an_interrupt_within_a_fork_is_not_lost() -> None:
+    """logging has a callback at the end of every fork: Ctrl-C in it was printed as "Exception ignored in", and `gpipe
+    reproduce` went on."""
+    interrupting = [signal.SIGINT]
+
+    def callback() -> None:
+        if interrupting:
+            os.kill(os.getpid(), interrupting.pop())
+
+    os.register_at_fork(after_in_parent=callback)  # it stays
+    others = children(os.getpid())
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            Fork(lambda: time.sleep(60))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert children(os.getpid()) == others
+    assert Fork(lambda: signal.getsignal(signal.SIGINT) is before).wait() == (True, 0)
 
 
 def _lives(process: str) -> bool:

@@ -23,6 +23,7 @@ from training_runs import (
     steps_of,
     train_here,
     wait_until,
+    workers_of,
 )
 
 from gpipe_cli.config.settings import to_yaml
@@ -160,7 +161,9 @@ def test_no_process_outlives_a_torchrun_that_is_killed(tmp_path: Path) -> None:
             ours |= processes_of(program.pid)
             assert list(Path(name).glob("gpipe_*/pymp-*")), "the data loader's"
             (parent,) = children(program.pid)
-            for process in ours - {parent, *children(parent, "rm -rf")}:
+            workers = workers_of(parent)
+            loaders = [one for worker in workers for one in children(worker)]
+            for process in [*children(parent, "fork_server"), *workers, *loaders]:
                 os.kill(process, signal.SIGSTOP)
             program.kill()
             wait_until(lambda: have_ended(ours), 30, "the end of every process")
