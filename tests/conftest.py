@@ -1,6 +1,7 @@
 """What holds for all tests."""
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -35,6 +36,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def same_random_numbers() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture(autouse=True)

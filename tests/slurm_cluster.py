@@ -6,9 +6,10 @@ import shutil
 import socket
 import subprocess
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+
+from training_runs import wait_until
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "unshare")
 PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"  # where Debian has the daemons
@@ -75,26 +76,19 @@ def _cluster(folder: Path) -> Iterator[dict[str, str]]:
             stack.callback(started.wait, 20)
             stack.callback(started.terminate)
             if number == 0:
-                wait_until((folder / "munge.socket").exists, "munged listens")
-        wait_until(lambda: asked(environment, "sinfo", "-h", "-o", "%t %D") == "idle 2", "two nodes are idle")
+                wait_until((folder / "munge.socket").exists, 120, "munged listens")
+        wait_until(lambda: asked(environment, "sinfo", "-h", "-o", "%t %D") == "idle 2", 120, "two nodes are idle")
         try:
             yield environment
         finally:
             asked(environment, "scancel", "--user=root", "--signal=KILL", "--full")
             asked(environment, "scancel", "--user=root")
-            wait_until(lambda: asked(environment, "squeue", "-h") == "", "no job is left")
+            wait_until(lambda: asked(environment, "squeue", "-h") == "", 120, "no job is left")
 
 
 def asked(environment: dict[str, str], *command: str) -> str:
     """What a command of SLURM's answers."""
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False).stdout.strip()
-
-
-def wait_until(true: Callable[[], bool], what: str, seconds: float = 120.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
-        time.sleep(0.1)
 
 
 def _free_ports(number: int) -> list[int]:

@@ -41,11 +41,6 @@ sys.exit(main())
 """
 
 
-@pytest.fixture(autouse=True)
-def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """The one line on stderr with which `gpipe` refuses the arguments."""
     assert main(list(arguments)) == 2

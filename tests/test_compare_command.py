@@ -102,14 +102,14 @@ def test_files_are_written_for_who_reads_nothing(
 
 
 def test_all_of_outputs_and_what_is_wrong_with_it(
-    compare: Compare, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    compare: Compare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torn = tmp_path / "outputs" / "torn"
     shutil.copytree("outputs", torn.parent, symlinks=True)
+    monkeypatch.chdir(tmp_path)
     torn.mkdir()
     (torn / "config.yaml").touch()
     (torn / "result.json").write_text('{"status": ', encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
     for output in ("first", "second"):  # of a comparison nothing is compared again
         code, shown, wrong = compare("outputs", "nowhere", f"output=outputs/{output}")
         named = [line.partition(": left out: ")[2].partition(":")[0] for line in wrong.splitlines()]

@@ -67,7 +67,7 @@ def test_timm_reads_a_resnet(resnet: Path, tmp_path: Path, capfd: pytest.Capture
     assert len(facts["classes"]) == 4
 
 
-def test_python_loads_the_model_of_a_run(resnet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_loads_the_model_of_a_run(resnet: Path, tmp_path: Path) -> None:
     """From a folder of any K: averages if there are some, weights if they are asked for; in evaluation mode, and with
     plain batch norm, which tracks what it sees in training, as torch's does."""
     saved = final_tensors(resnet)
@@ -88,7 +88,6 @@ def test_python_loads_the_model_of_a_run(resnet: Path, tmp_path: Path, monkeypat
     with pytest.warns(UserWarning, match="step_00000001 is taken, the newest checkpoint that is intact") as told:
         load(damaged, checkpoint="last")
     assert [one.filename for one in told] == [__file__], "the line that asked for it"
-    monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match="run_folder=damage: no run there"):
         load("damage")
     with pytest.raises(InputError, match="checkpoint=first: must be one of best, last"):
@@ -121,9 +120,8 @@ def test_a_model_of_ones_own_has_ones_own_names(tmp_path: Path, capfd: pytest.Ca
         (["file=new.safetensors", "partitions=99"], "partitions=99: the model has only"),
     ],
 )
-def test_refused(resnet: Path, settings: list[str], line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused(resnet: Path, settings: list[str], line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpipe_cli.commands.export.ONNX_PACKAGES", ("no_such_package",))
-    monkeypatch.chdir(tmp_path)
     Path("there.safetensors").write_text("mine")
     with pytest.raises(InputError, match=re.escape(line)):
         run_command("export", [f"run={resnet}", *settings])

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import slurm_cluster
 import yaml
-from slurm_cluster import wait_until
-from training_runs import TINY, assert_same_tensors, configure, final_tensors, train_here
+from training_runs import TINY, assert_same_tensors, configure, final_tensors, train_here, wait_until
 
 from gpipe_cli.cli import main
 from gpipe_cli.config.slurm import LaunchSettings
@@ -35,11 +34,6 @@ SCONTROL = """\
 #!/bin/bash
 case $1 in show) echo node7; echo node8 ;; *) echo "$*" >&2 ;; esac
 """
-
-
-@pytest.fixture(autouse=True)
-def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def perform(script: Path, **variables: str) -> tuple[int, str, list[str], str]:
@@ -175,9 +169,9 @@ def test_a_job_that_is_stopped_is_queued_again_and_goes_on() -> None:
         assert main(["launch", "slurm", *job, *settings, f"run_folder={run}"]) == 0
         assert asked("sbatch", "run.sbatch") == "Submitted batch job 1"
         assert "TimeLimit=1-00:00:00 " in asked("scontrol", "show", "job", "1")
-        wait_until(lambda: log.exists() and "\n1/20 " in log.read_text(), "the first epoch is done")
+        wait_until(lambda: log.exists() and "\n1/20 " in log.read_text(), 120, "the first epoch is done")
         asked("scancel", "--signal=USR1", "1")
-        wait_until(lambda: "JobState=COMPLETED" in asked("scontrol", "show", "job", "1"), "the job has ended")
+        wait_until(lambda: "JobState=COMPLETED" in asked("scontrol", "show", "job", "1"), 120, "the job has ended")
         assert "Restarts=1 " in asked("scontrol", "show", "job", "1")
     assert "resumed from" in log.read_text()
     assert read_result(run)["status"] == "completed"

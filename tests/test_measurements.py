@@ -69,16 +69,11 @@ def test_every_program_is_run() -> None:
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_measurement_runs(
-    name: str,
-    load: Callable[[str], Any],
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    tmp_path: Path,
+    name: str, load: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     arguments, table = PROGRAMS[name]
     if name == "gpu_acceptance" and usable_gpus():
         pytest.skip("the part would not die")
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(machine_timing, "_LAYER_SECONDS", 0.1)
     monkeypatch.setattr(sys, "argv", [name])  # Hydra reads it
     code = load(name).main(arguments)

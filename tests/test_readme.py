@@ -5,7 +5,6 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -82,7 +81,7 @@ def composed() -> list[str]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what the README speaks of: its model, a configuration, recipes, a run."""
     folder = tmp_path_factory.mktemp("readme")
     (model,) = blocks("python")
@@ -94,7 +93,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.chdir(folder)
         for line, settings in FIRST.items():
             assert run(line, settings) == 0
-        yield folder
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def own_folder(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
 
 
 def run(line: str, settings: list[str]) -> int:

@@ -82,9 +82,8 @@ def test_what_is_maximized() -> None:
 
 
 def test_without_the_sweeper_it_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "optuna", None)
     assert command("train", "-m", "hydra/sweeper=optuna", "seed=choice(1,2)") == 2
     line = "gpipe train: hydra/sweeper=optuna: needs Optuna 4 or newer, which is not installed; pip"

@@ -160,10 +160,9 @@ def test_failing_runs_do_not_stop_the_others(
     ],
 )
 def test_a_sweep_in_which_nothing_can_run_is_one_line(
-    arguments: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    arguments: str, line: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Nor one with a value that is wrong whatever the others are; the last one is known to the runs only."""
-    monkeypatch.chdir(tmp_path)
     assert command(*arguments.split()) == 2
     captured = capfd.readouterr()
     assert len(captured.err.splitlines()) == 1
@@ -224,10 +223,7 @@ def sweep(arguments: str) -> Sweep:
         ("train hydra.sweep.dir=foo", "", "hydra.sweep.dir=foo: the folder of a run is given by run_folder=foo"),
     ],
 )
-def test_a_sweep_that_cannot_go_on_or_a_folder_without_effect_is_refused(
-    arguments: str, text: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_sweep_that_cannot_go_on_or_a_folder_without_effect_is_refused(arguments: str, text: str, line: str) -> None:
     Path("sweep").mkdir()
     Path("sweep", SWEEP).write_text(text or '{"command": "train", "arguments": ["-m", "seed=1,2"], "runs": []}')
     with pytest.raises(InputError, match=re.escape(line)):

@@ -1,7 +1,6 @@
 """A user's own function: found from the current directory, called with its arguments, refused in one line."""
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -49,18 +48,21 @@ def lazy():
 """
 
 
-@pytest.fixture(scope="module", autouse=True)
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The current directory, with modules whose names nothing else has."""
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Modules whose names nothing else has."""
     folder = tmp_path_factory.mktemp("zoo")
     (folder / "zoo_for_tests").mkdir()
     (folder / "zoo_for_tests" / "nets.py").write_text(SOURCE)
     (folder / "lacking_for_tests.py").write_text("import a_module_that_nobody_has\n")
     (folder / "leaving_for_tests.py").write_text("raise SystemExit(7)\n")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        patch.setattr(sys, "path", list(sys.path))
-        yield folder
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def own_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", list(sys.path))
 
 
 def test_a_function_of_the_current_directory() -> None:

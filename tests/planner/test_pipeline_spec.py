@@ -36,6 +36,12 @@ def test_processes_follow_the_executor() -> None:
     assert spread.most_parameter_tensors == max(spread.parameter_tensors)
 
 
+def test_a_cut_by_hand_is_the_cut() -> None:
+    layers = len(traced(*TINY).costs)
+    spec = placed("partitions=2", f"partition.balance=[1,{layers - 1}]")
+    assert [len(names) for names in spec.layer_names] == [1, layers - 1]
+
+
 def test_more_stages_in_a_process_than_there_are_are_refused() -> None:
     with pytest.raises(RefusedError, match=r"^stages_per_process=4: .* use stages_per_process=2, or partitions=4 or"):
         layout_of(configure(*TINY, "partitions=2", "stages_per_process=4"))

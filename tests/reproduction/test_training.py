@@ -121,10 +121,7 @@ def test_a_translation(tmp_path: Path) -> None:
     assert "of at most 200 tokens" in dict(found.notes)["trained"]
 
 
-def test_without_imagenet_one_line_says_how_to_get_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_without_imagenet_one_line_says_how_to_get_it(capsys: pytest.CaptureFixture[str]) -> None:
     small = (*TINY, "micro_batches=4")
     assert command("reproduce", "imagenet_amoebanet_b", "scale=paper", "output=out", *small) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()

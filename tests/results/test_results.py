@@ -40,10 +40,7 @@ def test_an_older_run_is_listed_compared_and_diffed(
     assert found["memory_bytes"]["first"] == 2**21, "of the fullest stage"
 
 
-def test_an_older_run_is_resumed_and_exported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_an_older_run_is_resumed_and_exported() -> None:
     short = [*TINY, "executor=in_process", "checkpoint.every_steps=1"]
     assert command("train", *short, "max_steps=1", "run_folder=run") == 0
     written = json.loads(Path("run/result.json").read_text(encoding="utf-8"))

@@ -6,7 +6,6 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 import pytest
 from training_runs import TINY, command
@@ -44,10 +43,9 @@ def seen(written: str) -> list[str]:
 
 
 def test_phases_are_named_on_one_line_that_nothing_is_left_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """For many seconds a terminal said `starting ...`."""
-    monkeypatch.chdir(tmp_path)
     assert command("train", *DRY, "run_folder=piped") == 0
     piped = capsys.readouterr().out.replace("piped", "shown").splitlines()
     with terminal(monkeypatch, 100) as written:
@@ -61,10 +59,7 @@ def test_phases_are_named_on_one_line_that_nothing_is_left_of(
     assert [line for line in seen(written[0]) if line] == [line.rstrip() for line in piped if line.strip()]
 
 
-def test_what_is_refused_stands_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_what_is_refused_stands_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     with terminal(monkeypatch, 40) as written:
         assert command("train", *DRY, "partitions=20") == 2
     assert "building the model ...\r" in written[0], "without the title, which has no room"

@@ -152,20 +152,14 @@ def refused_in_one_line(capsys: pytest.CaptureFixture[str], folder: Path, line: 
     assert not list(folder.glob("outputs/*"))
 
 
-def test_what_one_worker_of_two_refuses_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_one_worker_of_two_refuses_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The second one has a layer that cannot be pipelined."""
-    monkeypatch.chdir(tmp_path)
     model = ["model=custom", "model.target=custom_models:tracks", "partition.balance=[1,4]"]
     assert command("train", *TINY[2:], "dataset.image_size=8", *model, "partitions=2") == 2
     refused_in_one_line(capsys, tmp_path, "model=custom")
 
 
-def test_a_finished_run_is_not_resumed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_finished_run_is_not_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = [*TINY[2:], "model=custom", "model.target=custom_models:small"]
     train_here(configure(*settings, "partitions=1", "executor=in_process", "epochs=1"), tmp_path / "done")
     assert command("train", "resume=done", "partitions=2") == 2

@@ -235,20 +235,8 @@ def test_a_run_remembers_no_more_than_where_it_came_from(
     """It says what it takes. Evaluated or resumed, it does not look at the other run again, which may be gone. Where it
     goes on, what was frozen can be trained, and what is frozen now has no optimizer state any more."""
     run = tmp_path / "run"
-    assert (
-        command(
-            "train",
-            *DIGITS,
-            SECOND,
-            HERE,
-            f"run_folder={run}",
-            f"init_from={source}",
-            "freeze=[taken]",
-            "partitions=2",
-            "max_steps=1",
-        )
-        == 0
-    )
+    settings = [*DIGITS, SECOND, HERE, f"init_from={source}", "freeze=[taken]", "partitions=2", "max_steps=1"]
+    assert command("train", *settings, f"run_folder={run}") == 0
     said = capsys.readouterr().out
     assert f"\ntaken        6 layers from {source} (best, step 3, averaged weights)\n" in said
     assert "\nnew          1 layer: classifier\n" in said

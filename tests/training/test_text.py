@@ -126,7 +126,7 @@ def test_micro_batches_hardly_matter(corpora: Path, tmp_path: Path) -> None:
     torch.testing.assert_close(seven, one, rtol=1e-4, atol=1e-5)
 
 
-def test_an_evaluation_depends_neither_on_micro_batches_nor_on_partitions(whole: Whole, tmp_path: Path) -> None:
+def test_an_evaluation_depends_neither_on_micro_batches_nor_on_partitions(whole: Whole) -> None:
     settings, folder, messages = whole
     translates = "model=transformer_nmt" in settings
     trained, found = of_type(messages, Evaluated)[-1].scores, []

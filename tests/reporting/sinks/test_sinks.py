@@ -179,7 +179,6 @@ def test_a_server_that_is_not_there_ends_no_run(
 def test_what_is_not_installed_is_refused_before_anything_runs(
     given: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     for module in ("mlflow", "wandb"):
         monkeypatch.setitem(sys.modules, module, None)  # Python's own way to say so
     assert command("train", given) == 2
