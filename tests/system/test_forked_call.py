@@ -94,10 +94,10 @@ def test_an_interrupt_within_a_fork_is_not_lost() -> None:
     try:
         with pytest.raises(KeyboardInterrupt):
             Fork(lambda: time.sleep(60))
+        assert children(os.getpid()) == others
+        assert Fork(lambda: signal.getsignal(signal.SIGINT) is signal.default_int_handler).wait() == (True, 0)
     finally:
         signal.signal(signal.SIGINT, before)
-    assert children(os.getpid()) == others
-    assert Fork(lambda: signal.getsignal(signal.SIGINT) is before).wait() == (True, 0)
 
 
 def _lives(process: str) -> bool:
