@@ -316,7 +316,7 @@ def test_output_that_is_lost_is_one_line(arguments: str) -> None:
 
 
 def test_the_folder_of_a_sweeps_run_needs_no_quotes(capsys: pytest.CaptureFixture[str]) -> None:
-    name = "partition.balance=[4,8],it's (1)"
+    name = "partition.balance=[4,8],it's (1) \\"
     Path(name).mkdir()
     assert main(["evaluate", f"run={name}", "--cfg", "job"]) == 0
     assert yaml.safe_load(capsys.readouterr().out)["run"] == name

@@ -128,7 +128,9 @@ def unknown(key: str, value: object, choices: Sequence[str]) -> RefusedError:
 
 def quoted(value: object) -> str:
     """A text as Hydra reads it whatever it has in it, such as the folder of a run, `micro_batches=4`."""
-    return "'" + str(value).replace("\\", "\\\\").replace("'", "\\'") + "'"
+    from hydra.core.override_parser.types import Quote, QuotedString
+
+    return QuotedString(str(value), Quote.single).with_quotes()
 
 
 def show(value: object) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
+from uuid import uuid4
 
 LOCK = ".lock"  # a file in the folder of a run or a sweep while a process works there
 PARTIAL = ".*.partial"  # names of what is being written
@@ -32,8 +33,9 @@ def write_whole(path: Path, content: str | bytes | Iterable[bytes | memoryview])
     Raises:
         OSError: it cannot be written; then all is as it was.
     """
-    # several processes may write the same file, such as a cache; no reader looks for a name like this one
-    beside = path.with_name(f".{os.getpid()}.partial")
+    # Several processes may write in one folder, also on machines that give them the same number; no reader looks for
+    # a name like this one.
+    beside = path.with_name(f".{uuid4().hex}.partial")
     with naming(path):
         try:
             with beside.open("wb") as file:

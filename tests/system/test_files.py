@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,17 @@ def test_what_cannot_be_written_leaves_all_as_it_was(tmp_path: Path) -> None:
     (tmp_path / ".1.partial").write_text("half")  # of a process that was killed
     remove_partial_files(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "taken"]
+
+
+def test_two_files_can_be_written_at_once(tmp_path: Path) -> None:
+    """Two processes of the same number, on two machines with a common folder, wrote to one temporary file."""
+
+    def pieces() -> Iterator[bytes]:
+        yield b"one"
+        write_whole(tmp_path / "second", "two")
+
+    write_whole(tmp_path / "first", pieces())
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {"first": "one", "second": "two"}
 
 
 def test_a_file_of_a_user_is_regular_text_of_some_size(tmp_path: Path) -> None:

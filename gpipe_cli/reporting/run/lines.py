@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from gpipe_cli.config.settings import CONFIG
+from gpipe_cli.config.typed import quoted
 from gpipe_cli.system.phase import end_phase
 
 LOG = "log.txt"
@@ -127,5 +128,5 @@ def override(key: str, value: str) -> str:
     """`key=value` as one types it: Hydra takes commas and brackets for its own, the shell takes blanks."""
     if re.fullmatch(r"[\w./-]+", value):
         return f"{key}={value}"
-    override = f"{key}='" + value.replace("'", "\\'") + "'"
+    override = f"{key}={quoted(value)}"
     return shlex.quote(override) if re.search(r'["$`!\\]', override) else f'"{override}"'

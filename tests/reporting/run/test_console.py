@@ -210,7 +210,7 @@ def test_parts_of_the_memory_add_up_as_they_are_shown(summary: Callable[..., str
     assert "memory, GiB " in summary(memory=[replace(stage, peak=2**34, stage=None)])
 
 
-@pytest.mark.parametrize("folder", ["outputs/a_K2", "sweep/a=4,b=[2]", "it's $HOME \\slash"])
+@pytest.mark.parametrize("folder", ["outputs/a_K2", "sweep/a=4,b=[2]", "it's $HOME \\slash", "a\\b=\\"])
 def test_the_command_to_go_on_survives_shell_and_hydra(summary: Callable[..., str], folder: str) -> None:
     lines = summary(resume=folder, status="interrupted").splitlines()
     assert "interrupted after 2 min 13 s: 3 epochs, 12 steps done" in lines
