@@ -1,4 +1,4 @@
-"""Where the program begins: `gpipe`, and `python -m gpipe_cli`, which torchrun and the runs of a sweep start."""
+"""The entry point of the program: `gpipe`, or `python -m gpipe_cli`, which torchrun and SLURM jobs start."""
 
 import atexit
 import os
@@ -18,8 +18,8 @@ def main() -> int:
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
     for number in numbers:
-        signal.signal(number, leave)  # while modules are imported there is nothing to clean up
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun has started this process, and cannot end it once it is killed
+        signal.signal(number, leave)  # while modules are still being imported, nothing needs cleaning up
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's child: it would outlive a killed torchrun
         from gpipe_cli.system.forked_call import end_with_parent
 
         end_with_parent(os.getppid())
@@ -27,21 +27,21 @@ def main() -> int:
 
     code = main()
     for number in numbers:
-        signal.signal(number, signal.SIG_IGN)  # it ends in any case
+        signal.signal(number, signal.SIG_IGN)  # the process is about to exit anyway
     return code
 
 
 def run() -> NoReturn:
     """Runs `gpipe` and ends this process with its exit code.
 
-    What is registered for the end is done, and the rest ends at once: Python would take torch and its libraries apart,
-    module by module, which takes longer than a second and is of use to nobody.
+    Exit handlers run, but the interpreter is not finalized: tearing down torch and its libraries module by module takes
+    over a second, to no purpose.
     """
     code = main()
     if "torch" not in sys.modules or threading.active_count() > 1 or "TORCHELASTIC_RUN_ID" in os.environ:
         sys.exit(code)
     atexit._run_exitfuncs()
-    with suppress(OSError, ValueError):  # closed, or nobody reads it: `gpipe_cli.cli` has said so
+    with suppress(OSError, ValueError):  # closed, or a pipe without a reader: `gpipe_cli.cli` has handled that
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)

@@ -1,7 +1,6 @@
-"""`gpipe COMMAND`: runs the command; what the user got wrong ends as one line.
+"""The entry point of `gpipe COMMAND`: runs one command, and reports a user's mistake as one line.
 
-Only the command that runs is imported, and no command imports torch before it knows that there is something to train:
-help must answer at once.
+Only the chosen command is imported, and torch only once there is something to train, so that help answers at once.
 """
 
 import importlib
@@ -47,7 +46,7 @@ USAGE = "\n".join(
         "",
     ]
 )
-LEADER_SECONDS = 5.0  # before another process than rank 0 reports an error: torchrun ends all when one has ended
+LEADER_SECONDS = 5.0  # how long other ranks wait before they report an error, which rank 0 usually has too
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -58,12 +57,12 @@ def main(arguments: list[str] | None = None) -> int:
     name = f"gpipe {given[0]}" if given and given[0] in COMMANDS else "gpipe"
     ended = outcome(lambda: _main(given))
     if ended.exit_code == UNREAD:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python's flush at exit would raise again
     elif ended.error and leads():
         drawn = getattr(ended.refusal, "drawn", "")
         sys.stderr.write(f"{name}: {ended.error}\n" + (f"{drawn}\n" if drawn else ""))
     elif ended.error and ended.exit_code not in (INTERRUPTED, STOPPED):
-        time.sleep(LEADER_SECONDS)  # rank 0 mostly has the same error, and torchrun ends this process with it
+        time.sleep(LEADER_SECONDS)  # if rank 0 has the same error, torchrun ends this process as soon as rank 0 exits
         started = torchrun()
         assert started is not None
         sys.stderr.write(f"{name}: process {started.rank}: {ended.error}\n")

@@ -1,4 +1,4 @@
-"""Numbers in short forms with units; ASCII, because logs are read in places without UTF-8."""
+"""Formats numbers in short form with units, in ASCII, because logs are also read where UTF-8 is not available."""
 
 import math
 import re
@@ -9,7 +9,7 @@ GIB, MIB = 2**30, 2**20
 
 
 def count(number: int) -> str:
-    """`1.2 M`; small numbers as they are."""
+    """`1.20 M`, `12.3 M`; numbers below 1000 as they are."""
     for size, unit in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k")):
         if number >= size * 0.99995:
             value = number / size
@@ -18,7 +18,7 @@ def count(number: int) -> str:
 
 
 def operations(number: float) -> str:
-    """`12.3 G` floating point operations; small numbers as they are."""
+    """`12.3 G` for 1.23e10 floating-point operations; numbers below 1000 without a prefix."""
     for size, unit in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= size * 0.99995:
             return f"{number / size:.1f} {unit}" if number < size * 999.95 else f"{number / size:,.0f} {unit}"
@@ -26,7 +26,7 @@ def operations(number: float) -> str:
 
 
 def percent(share: float | None, digits: int = 1) -> str:
-    """`98.6 %` for 0.986; `-` if there is none."""
+    """`98.6 %` for 0.986; `-` for None."""
     return "-" if share is None else f"{100 * share:.{digits}f} %"
 
 
@@ -51,7 +51,7 @@ def duration(seconds: float) -> str:
 
 
 def rounded(parts: Mapping[str, float]) -> dict[str, float]:
-    """To one decimal, and so that what is shown adds up: to the sum of all parts, rounded."""
+    """Round each part to one decimal so that the rounded parts add up to the rounded sum (largest remainders)."""
     tenths = {name: math.floor(10 * value) for name, value in parts.items()}
     missing = round(10 * sum(parts.values())) - sum(tenths.values())
     for name in sorted(parts, key=lambda name: tenths[name] - 10 * parts[name])[:missing]:
@@ -60,16 +60,16 @@ def rounded(parts: Mapping[str, float]) -> dict[str, float]:
 
 
 def rate(per_second: float | None) -> str:
-    """`512.3`, `12,345`, `1.23 M`; `-` if there is none."""
+    """`512.3`, `12,345`, `1.23 M`; `-` for None."""
     if per_second is None:
         return "-"
-    if per_second >= 999_999.5:  # tokens; more digits would not fit a column
+    if per_second >= 999_999.5:  # tokens per second; more digits would not fit in a column
         return count(round(per_second))
     return f"{per_second:,.0f}" if per_second >= 999.95 else f"{per_second:.1f}"
 
 
 def spans(numbers: Iterable[int], to: str) -> list[str]:
-    """Rising numbers: `1 to 4`, `7`, `9`, `10`."""
+    """Ascending numbers, with three or more in sequence joined by `to`: `1 to 4`, `7`, `9`, `10`."""
     groups = groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])
     found = [[number for _, number in group] for _, group in groups]
     return [part for span in found for part in ([f"{span[0]}{to}{span[-1]}"] if len(span) > 2 else map(str, span))]
@@ -84,14 +84,14 @@ def plural(number: int, noun: str) -> str:
 
 
 def loss(value: float | None) -> str:
-    """`2.1034`; `-` if there is none."""
+    """`2.1034`; `-` for None."""
     if value is None:
         return "-"
     return f"{value:.4f}" if not abs(value) >= 1000 else f"{value:.3e}"  # `not` lets NaN through as nan
 
 
 def perplexity(value: float | None) -> str:
-    """`41.3`, `12,345`; `>1e+06` for all that a model which guesses would not reach; `-` if there is none."""
+    """`41.3`, `12,345`; `>1e+06` for values beyond those of a model that guesses; `-` for None."""
     if value is None:
         return "-"
     if value >= 999_999.5:
@@ -102,5 +102,5 @@ def perplexity(value: float | None) -> str:
 
 
 def learning_rate(value: float | None) -> str:
-    """`0.04`, `1.23e-05`; `-` if there is none."""
+    """`0.04`, `1.23e-05`; `-` for None."""
     return "-" if value is None else f"{value:.3g}"

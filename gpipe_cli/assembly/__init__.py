@@ -1,1 +1,1 @@
-"""Makes objects of settings: model and data, loss, optimizer, learning rate, weight average, frozen layers."""
+"""Builds objects from settings: model and data, loss, optimizer, learning rate, weight average, frozen layers."""

@@ -1,6 +1,6 @@
-"""Adafactor (Shazeer and Stern, arXiv 1804.04235) without a host that waits for its device.
+"""Adafactor (Shazeer and Stern, arXiv 1804.04235) without synchronizing the host with the device.
 
-torch's own reads two norms of each parameter on the host. Here they stay tensors; on a CPU the bits are torch's.
+torch's own reads two norms of every parameter on the host; here they stay on the device. On a CPU the bits are torch's.
 """
 
 from collections.abc import Sequence
@@ -10,10 +10,10 @@ import torch
 
 
 class Adafactor(torch.optim.Adafactor):
-    """Settings and state are torch's; parameters are real numbers on one device."""
+    """`torch.optim.Adafactor` with the same settings and state; parameters must be real and on one device."""
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # a closure is nowhere given
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no caller passes a closure
         for group in self.param_groups:
             lists: list[list[torch.Tensor]] = [[] for _ in range(6)]
             self._init_group(group, *lists)
@@ -29,10 +29,10 @@ def _update(
     averages: Sequence[tuple[torch.Tensor | None, ...]],
     steps: list[torch.Tensor],
 ) -> None:
-    """`averages` of squared gradients: of rows (..., R, 1) and columns (..., 1, C), or of all elements of a vector."""
+    """`averages` of each squared gradient: row (..., R, 1), column (..., 1, C), None; of a vector None, None, (C,)."""
     rate, (epsilon, least_scale) = group["lr"], group["eps"]
     torch._foreach_add_(steps, 1.0)
-    done = [step.item() for step in steps]  # the counters lie on the host
+    done = [step.item() for step in steps]  # no synchronization: the counters are on the host
     shares = [number ** group["beta2_decay"] for number in done]
     roots = [parameter.numel() ** 0.5 for parameter in parameters]
     least = [torch.finfo(p.dtype).eps if epsilon is None else epsilon for p in parameters]
@@ -55,7 +55,7 @@ def _update(
 def _second_moment(
     gradient: torch.Tensor, averages: tuple[torch.Tensor | None, ...], share: float, least: float
 ) -> torch.Tensor:
-    """Move the averages by `share`; returns what they say of the squares of all elements."""
+    """Move the averages by `share` towards the squared gradient; returns their estimate of every element's square."""
     row, column, vector = averages
     if vector is not None:
         return vector.lerp_(gradient * gradient, share).clone()
@@ -68,7 +68,7 @@ def _second_moment(
 
 
 def _at_least(least: float, norms: Sequence[torch.Tensor], roots: Sequence[float]) -> list[torch.Tensor]:
-    """Norms by the roots of the numbers of elements, so root mean squares; each a float64 of its own."""
+    """Root mean squares, at least `least`: norms over the roots of the numbers of elements; each (), float64."""
     means = list(torch.stack(list(norms)).double().unbind())
     torch._foreach_div_(means, roots)
     torch._foreach_clamp_min_(means, least)

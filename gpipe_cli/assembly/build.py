@@ -1,4 +1,4 @@
-"""Builds the model and the data that settings describe: the one place that knows every kind of model by name."""
+"""Builds the model and the data that settings describe: the only module that knows every kind of model by name."""
 
 from collections.abc import Callable
 from dataclasses import fields
@@ -24,16 +24,16 @@ MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.
 
 
 def build_model(config: TrainConfig) -> nn.Sequential:
-    """The whole model on the meta device: layers with names and shapes, no memory. Raises InputError."""
+    """The whole model on the meta device: names and shapes of its layers without memory. Raises InputError."""
     with torch.device("meta"):
         return _model(config, weights=False)
 
 
 def real_model(config: TrainConfig, *, pretrained: bool) -> Callable[[], nn.Sequential] | None:
-    """How to build the whole model with values, where its layers cannot be initialised one by one; or None.
+    """A function that builds the whole model with its initial values; None if layers can be initialised one by one.
 
-    timm's models, and those of users, set their initial values while they are built: every process builds the whole
-    model once, from the same seed, and keeps the layers of its stages. pretrained: load the weights that are asked for.
+    Models of timm and of users set their initial values while they are built, so every process builds the whole model
+    once, from the same seed, and keeps the layers of its stages. `pretrained`: load the weights that the settings name.
     """
     if isinstance(config.model, (groups.AmoebaNetConfig, groups.TransformerLMConfig, groups.TransformerNMTConfig)):
         return None
@@ -41,7 +41,7 @@ def real_model(config: TrainConfig, *, pretrained: bool) -> Callable[[], nn.Sequ
 
 
 def _model(config: TrainConfig, *, weights: bool) -> nn.Sequential:
-    """Every setting of a model is an argument of its function."""
+    """Call the model's function with the model's settings as arguments; `weights`: those of timm may be pretrained."""
     model, dataset = config.model, config.dataset
     settings = {field.name: getattr(model, field.name) for field in fields(model)}
     name = settings.pop("name")
@@ -49,7 +49,7 @@ def _model(config: TrainConfig, *, weights: bool) -> nn.Sequential:
         case groups.CustomConfig(), _:
             return build_custom(model.target, model.arguments or {})
         case groups.AmoebaNetConfig(), groups.ImagesConfig():
-            del settings["auxiliary_weight"]  # it is the loss's
+            del settings["auxiliary_weight"]  # a setting of the loss
             return amoebanet(image_size=dataset.image_size, num_classes=dataset.model_classes, **settings)
         case (groups.ResNetConfig() | groups.TimmConfig(), groups.ImagesConfig()):
             if isinstance(model, groups.ResNetConfig):
@@ -66,50 +66,50 @@ def _model(config: TrainConfig, *, weights: bool) -> nn.Sequential:
 
 
 def timm_name(model: groups.ResNetConfig | groups.TimmConfig) -> str:
-    """timm's name for a model that is built by timm."""
+    """The name under which timm knows the model."""
     return f"resnet{model.depth}" if isinstance(model, groups.ResNetConfig) else model.name
 
 
 def model_inputs(config: TrainConfig) -> Boundary:
-    """What the first layer gets: images (N, 3, S, S), tokens (N, S), or sources (N, S) and targets so far (N, T)."""
+    """The first layer's inputs: images (N, 3, S, S), tokens (N, S), or source (N, S) and target tokens (N, T)."""
     if isinstance(config.dataset, groups.ImagesConfig):
         size = config.dataset.image_size
         return (BoundaryTensor((0, 3, size, size), (1, 0, 0, 0), torch.float32, False),)
     dimensions = len(greatest_lengths(config))
-    # number i is as long as length number i says, and does not depend on the others
+    # the second dimension of input i is length i
     grows = [tuple((0, int(other == own)) for other in range(dimensions)) for own in range(dimensions)]
     return tuple(BoundaryTensor((0, 0), (1, 0), torch.int64, False, per_length) for per_length in grows)
 
 
 def greatest_lengths(config: TrainConfig) -> tuple[int, ...]:
-    """The most tokens of each input of the first layer; () for images."""
+    """The greatest length, in tokens, of each of the first layer's inputs; () for images."""
     if isinstance(config.dataset, groups.ImagesConfig):
         return ()
-    length = config.model.length  # type: ignore[union-attr]  # models of images were refused
+    length = config.model.length  # type: ignore[union-attr]  # the settings were checked: a text model
     assert length is not None
     return (length,) * (2 if config.task == "translation" else 1)
 
 
-# What autocast computes in, for each `precision`; tf32 is how a GPU multiplies float32.
+# `precision` -> dtype of autocast, None without autocast; tf32 only changes how a GPU multiplies float32.
 COMPUTED_IN: dict[str, torch.dtype | None] = {"float32": None, "tf32": None, "bfloat16": torch.bfloat16}
 
 
 def memory_format_of(config: TrainConfig) -> Literal["contiguous", "channels_last"]:
-    """How images, and the weights of a model of images, lie in memory: a key of MEMORY_FORMATS."""
+    """The memory format of images and of an image model's weights: a key of MEMORY_FORMATS."""
     if config.memory_format != "auto":
         return config.memory_format
-    # convolutions are faster channels last, on GPUs as on CPUs (there by half: recipes/measurements/beside_torch.py)
+    # convolutions are faster in channels_last, on CPUs too (by half: recipes/measurements/beside_torch.py)
     return "channels_last" if config.task == "classification" else "contiguous"
 
 
 def outputs_of(config: TrainConfig) -> int:
-    """The number of logits: classes, or tokens of the vocabulary."""
+    """The number of logits per element: classes, or tokens of the vocabulary."""
     dataset = config.dataset
     return dataset.model_classes if isinstance(dataset, groups.ImagesConfig) else dataset.vocabulary
 
 
 def open_data(config: TrainConfig, pieces: bytes | None = None) -> tuple[Split, Split]:
-    """The training and the test split; `pieces` is the vocabulary of an earlier run, for text. Raises InputError."""
+    """The training and the test split. `pieces`: for text, the vocabulary of an earlier run. Raises InputError."""
     if isinstance(config.dataset, groups.ImagesConfig):
         return open_images(config.dataset, config.seed)
     length, pairs = greatest_lengths(config)[0], config.task == "translation"

@@ -1,7 +1,7 @@
 """Finds the layers and parameters that `freeze=...` names. Paper section 4 fine-tunes everything; freezing is cheaper.
 
-Patterns name layers, modules inside them or parameters. What is frozen is decided once, before the workers start, so
-that every process freezes the same and every boundary knows whether gradients come back over it.
+Patterns match names of layers, of modules inside them, or of parameters. They are resolved once, before the workers
+start, so that all processes freeze the same parameters and know which boundaries gradients cross.
 """
 
 from dataclasses import replace
@@ -17,8 +17,8 @@ from gpipe_cli.pipeline.runtime.frozen import Frozen
 
 
 def find_frozen(config: TrainConfig, model: nn.Sequential) -> Frozen:
-    """What `config.freeze` names in `model`. Raises InputError, one line, for a pattern that matches nothing (with the
-    nearest name), or if nothing is left to train."""
+    """The modules and parameters of `model` that `config.freeze` names. Raises InputError, one line, if a pattern
+    matches nothing (with the nearest name), or if nothing is left to train."""
     patterns = config.freeze
     if not patterns:
         return Frozen()
@@ -53,13 +53,13 @@ def find_frozen(config: TrainConfig, model: nn.Sequential) -> Frozen:
 def classifier_of(config: TrainConfig, model: nn.Sequential) -> frozenset[str]:
     """The names of the classifier's tensors in `model`, which was built for `config`.
 
-    The paper (section 4) takes "all but the last softmax layer" from a trained model. Our layers are not cut like that:
-    AmoebaNet has a second classifier in the middle, and the last layer of an EfficientNet also has a convolution that
-    is worth taking. So the classifier is the tensors whose shape depends on the number of classes.
+    The paper (section 4) takes "all but the last softmax layer" from a trained model. Our layers are cut differently:
+    AmoebaNet has an auxiliary classifier in the middle, and the last layer of an EfficientNet also has a convolution
+    worth taking. So the classifier consists of the tensors whose shapes depend on the number of classes.
 
-    Found by building the model for one class, or token, more. An embedding changes with the vocabulary too, so of a
-    model of text only the last layer is searched. Which argument of a user's function is the number of classes is not
-    known: of a user's model it is the last module that has parameters.
+    To find them, the model is built again with one more class or token. In a text model only the last layer is
+    searched, as embeddings change with the vocabulary too. A user's function may take the number of classes by any
+    argument, so the classifier of a user's model is the last module with parameters.
     """
     if isinstance(config.model, CustomConfig):
         *_, last = (name.rpartition(".")[0] for name, _ in model.named_parameters())
@@ -77,6 +77,6 @@ def classifier_of(config: TrainConfig, model: nn.Sequential) -> frozenset[str]:
 
 
 def _holders(name: str) -> list[str]:
-    """The modules that a module or a tensor is inside of."""
+    """The names of all modules that contain the module or tensor `name`, outermost first."""
     parts = name.split(".")
     return [".".join(parts[:depth]) for depth in range(1, len(parts))]

@@ -1,4 +1,4 @@
-"""The learning rate of each step: a pure function of its number."""
+"""The learning rate of each step, as a pure function of the step's number."""
 
 import math
 
@@ -10,14 +10,14 @@ def learning_rate(
 ) -> float:
     """The learning rate of step number `step`, counted from 0 over the whole run of `total_steps`.
 
-    The paper's decay (v4, "Training and results on ImageNet"): 0.00125 x mini-batch size, times 0.97 every 3 epochs, in
-    steps. Warm-ups rise linearly. Departs from the paper: TensorFlow's warm-up begins at exactly zero, which wastes a
-    step; here step 0 has 1/n of it.
+    The paper's decay (v4, "Training and results on ImageNet"): 0.00125 x mini-batch size, times 0.97 every 3 epochs (a
+    staircase). Warm-ups are linear. Departs from the paper: TensorFlow's warm-up begins at exactly zero, which wastes a
+    step; with n warm-up steps, step 0 here has 1/n of the full rate.
     """
     warm_up = warm_up_steps(config, steps_per_epoch)
     match config:
         case groups.PaperLearningRateConfig():
-            assert batch_size is not None  # nothing per sample where mini-batches are counted in tokens
+            assert batch_size is not None  # None: counted in tokens, where no rate is per sample
             initial = config.per_sample * batch_size
             # whole steps: 3 epochs are exactly 3 * steps_per_epoch steps; a quotient of floats could fall just short
             decay_steps = max(1, round(config.every_epochs * steps_per_epoch))
@@ -36,7 +36,7 @@ def learning_rate(
 
 
 def warm_up_steps(config: groups.LearningRateConfig, steps_per_epoch: int) -> int:
-    """How many steps the learning rate rises for."""
+    """The number of steps over which the learning rate rises."""
     if isinstance(config, groups.InverseSqrtLearningRateConfig):
         return config.warmup_steps
     return round(config.warmup_epochs * steps_per_epoch)

@@ -1,9 +1,9 @@
-"""What the last stage computes from the model's outputs: the loss that is minimised, and the counts of a step.
+"""The loss that the last stage minimises, and the sums of loss and correct predictions that a step reports.
 
 A micro-batch's loss is a sum over its elements (images, or tokens) divided by the *mini-batch's* number of elements.
-Uneven micro-batches and padding then weigh exactly as in one big batch, the gradients need no scaling afterwards, and
-the denominator is known before the first action. Averages of averages, as other programs take them, are wrong if two
-micro-batches differ in size.
+Uneven micro-batches and padding then weigh exactly as in one big batch, gradients need no rescaling, and the
+denominator is known before the first action. Averaging the averages of micro-batches, as other programs do, is wrong
+if two micro-batches differ in size.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ from gpipe_cli.pipeline.runtime.host_copies import to_device, to_host
 class Totals:
     """Sums over elements, so that they add up over micro-batches and mini-batches in any grouping."""
 
-    elements: int  # images; or tokens that were to be predicted, without padding
+    elements: int  # images; or target tokens, without padding
     loss: float
     cross_entropy: float
     top1: float
@@ -33,7 +33,7 @@ class Totals:
 
     @property
     def means(self) -> tuple[float, float, float, float]:
-        """Loss, cross-entropy, top-1 and top-5 of an element."""
+        """Loss, cross-entropy, top-1 and top-5 per element."""
         n = self.elements
         return self.loss / n, self.cross_entropy / n, self.top1 / n, self.top5 / n
 
@@ -41,10 +41,10 @@ class Totals:
 class CrossEntropy:
     """Cross entropy with label smoothing, plus `auxiliary_weight` times that of the auxiliary head's logits, if any.
 
-    `targets` are the classes (N,) of the mini-batch, or its tokens (N, T) with IGNORED where there is nothing to
-    predict; logits have the classes behind those dimensions. `sizes` are its micro-batches; they may be a part of a
-    mini-batch that has `elements` in all. `device` is where the logits will be. Smoothing spreads over all classes, as
-    TensorFlow and torch do it (paper v4: 0.1; the auxiliary head's weight of 0.4: TPU code, Real et al.).
+    `targets` are the mini-batch's classes (N,), or its tokens (N, T) with IGNORED where there is nothing to predict;
+    logits are (N, C) or (N, T, C). `sizes`: samples of each micro-batch. `elements`: those of the whole mini-batch, if
+    `targets` is only a part of it. `device`: that of the logits. Smoothing is uniform over all classes, as in
+    TensorFlow and torch (paper v4: 0.1; the auxiliary head's weight of 0.4: TPU code, Real et al.).
     """
 
     def __init__(
@@ -60,11 +60,11 @@ class CrossEntropy:
         self._elements = int((targets != IGNORED).sum())  # counted on the CPU: nothing waits for a GPU
         self._of_all = elements or self._elements
         pieces = to_device(targets, device or targets.device).split(list(sizes))
-        self._targets = [piece.clone() for piece in pieces]  # a slice would keep the targets of the whole mini-batch
+        self._targets = [piece.clone() for piece in pieces]  # a view would keep the whole mini-batch's alive
         self._ranks = 1 if targets.ndim > 1 else 5  # top-5 is for images only
         self._smoothing, self._auxiliary_weight = label_smoothing, auxiliary_weight
         self._counted: list[torch.Tensor] = []
-        self._plain = torch.zeros(())  # cross entropy without smoothing, of the last micro-batch
+        self._plain = torch.zeros(())  # the last micro-batch's cross entropy without smoothing
 
     def loss(self, micro_batch: int, outputs: Tensors) -> torch.Tensor:
         loss, self._plain = _weighted(outputs, self._targets[micro_batch], self._smoothing, self._auxiliary_weight)
@@ -81,11 +81,11 @@ class CrossEntropy:
         self._counted.append(torch.stack(counted))
 
     def totals(self) -> Totals:
-        """The sums over the mini-batch; on a GPU this waits for it."""
+        """The sums over the mini-batch; on a GPU this waits for the device."""
         return self.begin_totals()()
 
     def begin_totals(self) -> Callable[[], Totals]:
-        """After the last micro-batch: `totals`, for which what is returned waits."""
+        """Called after the last micro-batch: starts copying the sums to the host; the returned function awaits them."""
         if not self._counted:  # this replica had no sample
             return lambda: Totals(0, 0.0, 0.0, 0.0, 0.0)
         counted = to_host(torch.stack(self._counted))
@@ -98,7 +98,7 @@ class CrossEntropy:
 
 
 def loss_of_shapes(label_smoothing: float, auxiliary_weight: float) -> Callable[[Tensors], torch.Tensor]:
-    """The loss of logits on the meta device, to count what it costs."""
+    """A loss for outputs on the meta device, from which the planner counts its cost."""
 
     def loss(outputs: Tensors) -> torch.Tensor:
         targets = torch.empty(outputs[0].shape[:-1], dtype=torch.int64, device=outputs[0].device)
@@ -110,7 +110,7 @@ def loss_of_shapes(label_smoothing: float, auxiliary_weight: float) -> Callable[
 def _weighted(
     outputs: Tensors, targets: torch.Tensor, smoothing: float, auxiliary_weight: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum that is minimised, and that of the plain cross entropy of the main logits."""
+    """The sum that is minimised, and the sum of the main logits' cross entropy without smoothing; both ()."""
     logits, *auxiliary = outputs
     loss, plain = _summed(logits, targets, smoothing)
     for other in auxiliary:
@@ -119,7 +119,7 @@ def _weighted(
 
 
 def _summed(logits: torch.Tensor, targets: torch.Tensor, smoothing: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cross entropy smoothed and plain, of one pass over the vocabulary; the operations are those of torch's own."""
+    """Summed cross entropy, smoothed and plain, from one log-softmax; computed as `F.cross_entropy` computes it."""
     logits, targets = logits.float().flatten(0, -2), targets.flatten()
     if not smoothing:
         plain = F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED)

@@ -1,8 +1,8 @@
-"""The optimizer of each stage, and its state under parameter names.
+"""The optimizer of each stage, and its state by parameter names.
 
-TensorFlow's RMSProp, which AmoebaNet is trained with, is not torch's: epsilon stands under the root, the squared
-average starts at one, and the learning rate enters the momentum buffer. With AmoebaNet's epsilon of 1.0 these are two
-different optimizers; timm has TensorFlow's (`timm/optim/rmsprop_tf.py`).
+AmoebaNet is trained with TensorFlow's RMSProp, which differs from torch's: epsilon is added inside the root, the
+squared average starts at one, and the momentum buffer includes the learning rate. With AmoebaNet's epsilon of 1.0
+these are two different optimizers; timm has TensorFlow's (`timm/optim/rmsprop_tf.py`).
 """
 
 import sys
@@ -24,10 +24,10 @@ Named = Mapping[str, nn.Parameter]
 
 
 def build_optimizer(config: groups.OptimizerConfig, parameters: Named) -> torch.optim.Optimizer | None:
-    """The optimizer of one stage; None if nothing of it can be trained.
+    """The optimizer of one stage; None if the stage has no trainable parameter.
 
-    The L2 penalty is added to the gradient, and spares biases and batch norm (all that is a vector), as the reference's
-    regularizer sits on convolution and dense kernels only.
+    Weight decay, an L2 penalty in the gradient but for AdamW and Adafactor, spares vectors (biases and batch norm), as
+    the reference's regularizer applies to convolution and dense kernels only.
     """
     trainable = [parameter for parameter in parameters.values() if parameter.requires_grad]
     if not trainable:
@@ -37,7 +37,7 @@ def build_optimizer(config: groups.OptimizerConfig, parameters: Named) -> torch.
         {"params": [p for p in trainable if p.ndim <= 1], "weight_decay": 0.0},
     ]
     parts = [group for group in parts if group["params"]]
-    fused = trainable[0].device.type == "cuda"  # one kernel for all; timm's RMSProp and Adafactor have a few
+    fused = trainable[0].device.type == "cuda"  # one kernel for all parameters; not in timm's RMSProp and Adafactor
     match config:  # the learning rate is set before every step
         case groups.RMSPropConfig():
             settings = {"alpha": config.decay, "momentum": config.momentum, "eps": config.epsilon}
@@ -49,14 +49,14 @@ def build_optimizer(config: groups.OptimizerConfig, parameters: Named) -> torch.
             kind = torch.optim.AdamW if config.decoupled else torch.optim.Adam
             return kind(parts, lr=0.0, betas=(config.beta1, config.beta2), eps=config.epsilon, fused=fused)
         case groups.AdafactorConfig():
-            # eps=(None, ...): the machine's epsilon for the square, and no scale below 1e-3 for small parameters
+            # torch's default eps=(None, 1e-3): the dtype's epsilon for the squares, and the least scale of a parameter
             return Adafactor(parts, lr=0.0, beta2_decay=config.beta2_decay, d=config.clipping)
 
 
 @cache
 def _timms_rmsprop() -> Any:
-    """timm.optim.rmsprop_tf in a package of ours: timm itself imports all its models and torchvision, which takes most
-    of a second."""
+    """timm.optim.rmsprop_tf, imported as part of a package of ours: `import timm` would import all of timm's models and
+    torchvision, which takes most of a second."""
     found = find_spec("timm")
     assert found is not None
     package = sys.modules["gpipe_timm_optim"] = ModuleType("gpipe_timm_optim")
@@ -70,7 +70,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer | None, parameters: Named) -> dict[str, torch.Tensor]:
-    """`parameter name/key` -> tensor. torch keys state by position, which means nothing once the cut is another one."""
+    """`parameter name/key` -> tensor. torch keys state by position, which means nothing after another partitioning."""
     if optimizer is None:
         return {}
     return {
@@ -84,7 +84,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer | None, parameters: Named) 
 def load_optimizer_state(
     optimizer: torch.optim.Optimizer | None, parameters: Named, saved: Mapping[str, torch.Tensor]
 ) -> None:
-    """Put back what `optimizer_state` gave; a parameter without saved state starts fresh, a frozen one has none."""
+    """Restore what `optimizer_state` returned; parameters without saved state start fresh, frozen ones are skipped."""
     if optimizer is None:
         return
     for path, tensor in saved.items():
@@ -92,7 +92,7 @@ def load_optimizer_state(
         parameter = parameters.get(name)
         if parameter is None or not parameter.requires_grad:
             continue
-        if key == "step":  # on the CPU, but where the optimizer is fused
+        if key == "step":  # on the CPU unless the optimizer is fused
             value = tensor.to(parameter.device if optimizer.defaults.get("fused") else "cpu", copy=True)
         elif tensor.shape != parameter.shape:  # Adafactor's rows and columns
             value = tensor.to(parameter.device, copy=True)
@@ -102,14 +102,14 @@ def load_optimizer_state(
 
 
 def state_bytes(config: groups.OptimizerConfig, parameters: Sequence[nn.Parameter]) -> int:
-    """The bytes that the optimizer keeps for these parameters from its first step on; nothing is allocated."""
+    """The bytes of optimizer state for these parameters after the first step; nothing is allocated."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     return sum(tensor.nbytes for p in trained for tensor in state_of(config, tuple(p.shape), p.dtype).values())
 
 
 @cache
 def state_of(config: groups.OptimizerConfig, shape: tuple[int, ...], dtype: torch.dtype) -> Mapping[str, torch.Tensor]:
-    """What the optimizer keeps for a parameter from its first step on, by key; tensors without values."""
+    """The optimizer state of one parameter after the first step: key -> tensor without values."""
     parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
     parameter.grad = torch.empty_like(parameter)
     optimizer = build_optimizer(config, {"": parameter})

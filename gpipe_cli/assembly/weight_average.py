@@ -1,10 +1,11 @@
-"""A moving average of the weights and of batch norm's statistics, to evaluate on (TPU code: 0.9999).
+"""An exponential moving average of the weights and of batch norm's statistics, for evaluation (TPU code: 0.9999).
 
-Each stage averages what it owns, after the optimizer and after batch norm's commit; nothing crosses stages.
+Each stage averages its own tensors, after the optimizer's step and batch norm's commit; nothing crosses stages.
 
-Departs from the reference: it averages running statistics, which are averages themselves and lag 1 / momentum steps
-behind the weights. Where an epoch has 45 steps, and not thousands, they no longer fit the weights: the default training
-then had top-1 10.3 % in place of 50.6 %. Here each mini-batch's own statistics are averaged, which lag as the weights.
+Departs from the reference, which averages the running statistics: these are averages themselves and lag 1 / momentum
+steps behind the weights. With 45 steps per epoch instead of thousands they no longer fit the weights: the default
+training reached a top-1 of 10.3 % instead of 50.6 %. Here each mini-batch's own statistics are averaged, which lag no
+more than the averaged weights.
 """
 
 from collections.abc import Iterable, Iterator
@@ -15,10 +16,9 @@ from torch import nn
 
 
 class WeightAverage:
-    """Averages every floating-point parameter and buffer of `module`, kept under its global name.
-
-    Like TensorFlow's `ExponentialMovingAverage(decay, num_updates)`: after n updates the decay is
-    min(decay, (1 + n) / (10 + n)), so that the first steps are forgotten quickly.
+    """Averages of every floating-point parameter and buffer of `module`, by global name. As in TensorFlow's
+    `ExponentialMovingAverage(decay, num_updates)`, the decay after n updates is min(decay, (1 + n) / (10 + n)), so that
+    the first steps are forgotten quickly.
     """
 
     def __init__(self, module: nn.Module, decay: float) -> None:
@@ -30,7 +30,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, statistics: Iterable[tuple[torch.Tensor, torch.Tensor]] = ()) -> None:
-        """Follow the weights. `statistics`: buffers of the module, and what is averaged in place of their values."""
+        """Move the averages towards the current values. `statistics`: buffers, and values to average in their place."""
         self.updates += 1
         if not self._pairs:  # a stage of activations and pools
             return
@@ -41,7 +41,7 @@ class WeightAverage:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Inside, the module has the averages; afterwards its own values again, bit for bit."""
+        """Inside, the module holds the averages; afterwards its own values again, bit for bit."""
         self._swap()
         try:
             yield

@@ -1,10 +1,9 @@
-"""How long each layer takes on the device at hand, for one micro-batch (paper section 2.1: c_i), and the device itself
-for a product, a convolution, a copy, a launch and a message.
+"""Times each layer for one micro-batch on the device at hand (c_i in section 2.1 of the paper), and the device itself:
+a matrix product, a convolution, a copy, a launch and a message.
 
-Layers are timed inside a stage, one after another and forwards before backwards, as they run in a training: a layer
-that is run alone, again and again, finds its input in the cache. A model that is too large for one device is timed in
-segments. Processes that share a machine share its memory and caches too, so everything is timed twice: by one process
-alone, and by all of them at the same time.
+Layers are timed inside a stage, all forwards before all backwards, as in training: a layer that runs alone, again and
+again, finds its input in the cache. A model that is too large for one device is timed in segments. As processes of one
+machine share its memory and caches, layers are timed twice: by one process alone, and by all of them at the same time.
 """
 
 import itertools
@@ -36,9 +35,9 @@ from gpipe_cli.training.engine import WorkerProcess, build_stage
 from gpipe_cli.training.step import norms_of, objective_of
 
 _WARM_UP, _LEAST, _MOST = 3, 5, 40  # passes over a segment
-_PATIENCE = 5  # times the seconds for passes that the least number of them may take
-_LONG_SECONDS = 0.5  # work that takes longer is done twice
-_LINK_BYTES = {"cpu": (1 << 10, 1 << 22), "cuda": (1 << 10, 1 << 26)}  # two messages show latency and bandwidth
+_PATIENCE = 5  # the first _LEAST passes may take this many times `Timing.seconds`
+_LONG_SECONDS = 0.5  # work that takes longer runs only twice
+_LINK_BYTES = {"cpu": (1 << 10, 1 << 22), "cuda": (1 << 10, 1 << 26)}  # two sizes give latency and bandwidth
 _LINK_ROUNDS = 15
 _LAUNCHES = 200
 
@@ -48,15 +47,15 @@ class Timing:
     """How every layer of a model is timed."""
 
     config: TrainConfig
-    segments: PipelineSpec  # cuts the model into parts that fit the device one after another
+    segments: PipelineSpec  # the model cut into segments, each of which fits the device
     samples: int  # samples of the micro-batch
-    seconds: float  # passes over each segment are repeated for about so long
-    apart: bool  # no layer begins before the device is done with the one before
-    splits: bool  # the two halves of backwards are timed, too
+    seconds: float  # about how long passes over each segment are repeated
+    apart: bool  # wait for the device after each layer, so that no two layers overlap
+    splits: bool  # also time the two halves of each backward: gradients of inputs, and of weights
 
 
 def measure(timing: Timing, spec: PipelineSpec, process: WorkerProcess) -> None:
-    """Time every layer, as one process of those that `spec` has. Process 0 reports LayerTimes."""
+    """Time every layer. All processes of `spec` call this at the same time; process 0 reports LayerTimes."""
     config, segments = timing.config, timing.segments
     control, groups = process.connect()
     own = spec.layout.device_of(process.number)
@@ -124,7 +123,7 @@ class _Timer:
         self._finishing: list[float] = []
         self._forward: list[Any] = []
         self._backward: dict[int, Any] = {}
-        self._weights: list[tuple[int, Any]] = []  # layers whose weights have got a gradient, and when
+        self._weights: list[tuple[int, Any]] = []  # number of the layer and mark of each weight gradient
         for number, layer in enumerate(self._layers):
             for weight in layer.parameters() if splits else ():
                 if weight.requires_grad:
@@ -143,7 +142,7 @@ class _Timer:
 
         given = [tensor for value in inputs for tensor in as_tuple(value)]
         for tensor in as_tuple(outputs):
-            # an input that is passed on has its gradient only when other layers have run backward too
+            # the gradient of an input that is passed on is complete only after the backward of other layers
             if tensor.requires_grad and not any(tensor is other for other in given):
                 tensor.register_hook(gradient_is_there)
 
@@ -151,15 +150,15 @@ class _Timer:
         self._weights.append((number, self._mark()))
 
     def passes(self) -> tuple[Pass, tuple[float, float]]:
-        """The median seconds of each layer over as many passes as there is time for, all longer by one factor, so that
-        their sum is that of a mean pass: what interrupts a layer now and then is in no median, but in every step. And
-        how long a short and a long pass take, without the tenth of them on either side, over a mean one.
+        """The median seconds of each layer, and the durations of a short and a long pass (10th and 90th percentile)
+        relative to a mean pass. All medians are scaled by one factor so that they sum to a mean pass: occasional
+        interruptions show in no layer's median, but slow down every step.
         """
         began = time.perf_counter()
         for _ in range(_WARM_UP):
             self._one_pass()
             if time.perf_counter() - began > self._timing.seconds:
-                break  # passes so long are not changed by a first one
+                break  # passes this long need no more warm-up
         taken: list[Pass] = []
         began = time.perf_counter()
         while not taken or (
@@ -190,7 +189,7 @@ class _Timer:
             return [b - a for a, b in itertools.pairwise(marks)]
 
         forward = layers_of(lambda: stage.forward(0, self._inputs, Retain.INPUT))
-        if not stage.needs_backward:  # it is frozen, as is everything before it
+        if not stage.needs_backward:  # this segment and all before it are frozen
             stage.finish_step()
             self._finishing.append(0.0)
             return [(seconds, seconds, *[0.0] * (3 if self._timing.splits else 1)) for seconds in forward]
@@ -215,21 +214,21 @@ class _Timer:
     def _backward_seconds(
         self, reader: Callable[[Any], float], run: Callable[[int, Sequence[torch.Tensor | None]], object]
     ) -> list[float]:
-        """A layer's backward lasts from the gradient of its outputs to that of the outputs before it."""
+        """Seconds of each layer's backward: from the gradient of its outputs to that of the layer before it."""
         self._backward.clear()
         begun = self._clock.now()
         run(0, self._gradients)
         ended = self._clock.now()
         seconds, at = [], reader(begun)
         for number in reversed(range(len(self._layers))):
-            # where nothing trained lies before it no gradient reaches its inputs: all that is left is this layer's
+            # with no trained layer before this one, its inputs get no gradient: it takes all the time that is left
             until = reader(self._backward.get(number - 1, ended))
             seconds.append(max(0.0, until - at))
             at = max(at, until)
         return seconds[::-1]
 
     def _weights_seconds(self, reader: Callable[[Any], float]) -> list[float]:
-        """The gradients of weights are computed one after another; each lasts from the one before it."""
+        """Seconds of each layer's weight gradients: each counts from the end of the one before it."""
         self._weights.clear()
         begun = self._clock.now()
         self._stage.backward_weights(0)
@@ -252,14 +251,14 @@ class _Timer:
         return seconds
 
     def set_up(self) -> float:
-        """The median seconds of what comes once a step beside updates: batch norm's commit, the norms of gradients."""
+        """The median seconds of work once per step beside updates: batch norm's commit, the norms of gradients."""
         gradients = gradients_of(self._stage.module.parameters())
         return median_seconds(self._stage.device, partial(norms_of, gradients)) + median(self._finishing)
 
 
 def device_figures(device: torch.device, precision: str, memory_format: str) -> Figures:
-    """What a device reaches in products, convolutions of images in `memory_format`, copies, and operations that do
-    next to nothing."""
+    """Speeds that the device reaches: FLOP/s of products and of convolutions in `memory_format`, bytes/s of copies
+    (read and written), and seconds per launch of an operation that does next to nothing."""
     dtype, large = COMPUTED_IN[precision] or torch.float32, device.type != "cpu"
     side, images, channels = (8192, 32, 256) if large else (1024, 4, 64)
     drawn = partial(torch.randn, device=device)
@@ -283,8 +282,8 @@ def device_figures(device: torch.device, precision: str, memory_format: str) -> 
 
 
 def median_seconds(device: torch.device, *work: Callable[[], object]) -> float:
-    """The seconds that the device takes for all of `work` when it has been done before; work that takes longer than
-    half a second is done twice, as a CPU without units for bfloat16 takes seconds for a product."""
+    """The median seconds that the device takes for all of `work`, after warm-up. Work that takes longer than half a
+    second runs only twice, as a CPU without units for bfloat16 takes seconds for one product."""
     clock = Recorder({0: device}).clocks[0]
     taken = []
     for _ in range(_WARM_UP + _LEAST):
@@ -300,19 +299,19 @@ def median_seconds(device: torch.device, *work: Callable[[], object]) -> float:
 
 
 def _finish(device: torch.device) -> None:
-    """Wait until the device has done all that was launched; on a CPU it has."""
+    """Wait until the device has done all launched work; a CPU always has."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-Link = tuple[float, float]  # latency in seconds, and bytes a second
+Link = tuple[float, float]  # latency in seconds, bandwidth in bytes per second
 
 
 def _slowest_link(spec: PipelineSpec, process: int, control: ControlGroup, groups: ProcessGroups | None) -> Link | None:
-    """The slowest link between neighbouring stages, the only links that a pipeline has; None for a CPU on its own.
+    """The slowest link between neighbouring stages, the only links of a pipeline; None for a single process on a CPU.
 
-    Several processes send over the groups of a run, one after another. One that drives several GPUs copies, and from a
-    GPU on its own what is sent goes through the host.
+    Several processes send messages over a run's process groups, one pair of neighbours after another. A single process
+    copies from GPU to GPU or, if it has only one, to the host and back.
     """
     device = torch.device(spec.layout.device_of(process))
     if groups is None:
@@ -327,7 +326,7 @@ def _slowest_link(spec: PipelineSpec, process: int, control: ControlGroup, group
 
 
 def slowest_copies(devices: Sequence[torch.device]) -> Link:
-    """The slowest link from one device to the next within a process; of a single one, to the host and back."""
+    """The slowest link from one of a process's `devices` to the next; for a single device, to the host and back."""
     pairs = [pair for pair in itertools.pairwise(devices) if pair[0] != pair[1]]
     links = []
     for device, other in pairs or [(devices[0], torch.device("cpu"))]:
@@ -343,7 +342,7 @@ def slowest_copies(devices: Sequence[torch.device]) -> Link:
 
 
 def _message_seconds(spec: PipelineSpec, process: int, sender: int, groups: ProcessGroups, size: int) -> float:
-    """The seconds of a message from process `sender` to the next one, from messages there and back."""
+    """The seconds of a message of `size` bytes from process `sender` to the next: half the median round trip."""
     receiver, device = sender + 1, torch.device(spec.layout.device_of(process))
     there = groups.links.of_edge[Kind.F, spec.layout.stages_of(receiver)[0]]
     back = groups.links.of_edge[Kind.B, spec.layout.stages_of(sender)[-1]]

@@ -1,10 +1,9 @@
-"""How fast the machine at hand is: its layers timed (`cost=measured`), or the machine itself (`hardware=auto`).
+"""Times the layers of a model on the machine at hand (`cost=measured`), or the machine itself (`hardware=auto`).
 
-Workers that start like those of a run do the timing, and the result is remembered in a file. The file's name is a
-digest of all that the seconds depend on, so what was timed for other settings, on another machine or with another
-version of torch is never taken for it. The machine is timed for a few seconds, with a few layers of each kind
-(`reference_layers.py`): a CPU again when a short probe shows that it has become faster or slower since, a GPU again if
-another program was at work on it.
+Workers that start like those of a run do the timing. The result is cached in a file, named by a digest of everything
+that the seconds depend on, such as settings, machine and version of torch. The machine is timed for a few seconds, with
+a few layers of each kind (`reference_layers.py`). A CPU is timed again when a short probe shows that its speed has
+changed; the result for a GPU is not cached if another program was using it.
 """
 
 import json
@@ -50,10 +49,10 @@ from gpipe_cli.units import duration, percent, plural
 
 Log = Callable[[str], None]
 
-_VERSION = 11  # raised whenever what is remembered, or how it is measured, changes
-# The settings that how long a layer takes depends on, but for those that the spec holds.
+_VERSION = 11  # raise this whenever the cached values, or how they are measured, change
+# The settings that a layer's seconds depend on, beside `compile` and those in `_machine_facts`.
 _DECISIVE = ("model", "dataset", "optimizer", "label_smoothing", "ema_decay", "freeze")
-_LAYER_SECONDS, _REFERENCE_SECONDS = 2.5, 0.4  # for which passes over the layers are repeated
+_LAYER_SECONDS, _REFERENCE_SECONDS = 2.5, 0.4  # how long passes over each segment are repeated
 _PROBE_SECONDS = 0.02
 _DRIFT = 0.2  # relative change of the probe beyond which the machine is timed again
 _PROBES, _PROBES_APART_SECONDS = 3, 0.3  # readings that must all have changed
@@ -65,11 +64,11 @@ _DAY = 86400
 
 
 def step_costs(config: TrainConfig, profile: ModelProfile, layout: Layout, log: Log) -> StepCosts:
-    """What the layers cost for the micro-batches of `config`: predicted, or measured if `cost` says so; where runs of
-    the same model have shown on this machine what a step takes, by that.
+    """The costs of all layers for a mean micro-batch of `config`, predicted or measured as `cost` says. Costs timed on
+    this machine are calibrated by earlier runs of the same model, except with `cost=measured_anew`.
 
-    `log` gets a line before seconds go by, where a terminal does not show it as a phase. Raises InputError for what
-    cannot be placed, or measured.
+    `log` gets a line before anything is timed, unless a terminal shows it as a phase. Raises InputError if the stages
+    cannot be placed, or the layers not timed.
     """
     if config.cost == "figures":
         costs = predicted_costs(config, profile, layout, machine_rates(config, layout, log))
@@ -81,7 +80,7 @@ def step_costs(config: TrainConfig, profile: ModelProfile, layout: Layout, log: 
         )
     mean = mean_micro_batch(config, profile.lengths)
     samples = ceil(mean)
-    # any cut of one pipeline serves to start the workers; the layers are timed whole
+    # any cut of a single pipeline will do to start the workers: each of them times all layers
     one = replace(_without_limit(config), replicas=1, threads=layout.threads)
     spec = make_pipeline_spec(one, profile)
 
@@ -106,16 +105,16 @@ def step_costs(config: TrainConfig, profile: ModelProfile, layout: Layout, log: 
 
 
 def remember_run(config: TrainConfig, plan: Plan, step_seconds: float) -> None:
-    """Keeps how many times as long as predicted a step of a run took, for later plans of the same model.
+    """Remember the ratio of a run's step time to its prediction, to calibrate later plans of the same model.
 
-    On shared CPUs a step took a fifth to a third longer than a timing of some seconds had predicted. There is one
-    factor for all K, M and schedules, so that it changes no choice between them: the median of the last runs. Nothing
-    is kept of GPUs, where predictions have not been compared with runs yet.
+    On shared CPUs a step took a fifth to a third longer than a timing of a few seconds had predicted. All K, M and
+    schedules share one factor, the median of the last runs, so that it changes no choice between them. Runs on GPUs are
+    not remembered: predictions for GPUs have not been compared with runs yet.
     """
     if plan.costs.basis not in ("timed_machine", "timed_layers") or _gpus(plan.layout):
         return
     factor, file = step_seconds / plan.step_seconds * plan.costs.calibration, _calibration_file(config, plan.layout)
-    with suppress(OSError), locked(file.with_suffix(".lock")):  # else predictions stay as they are
+    with suppress(OSError), locked(file.with_suffix(".lock")):  # without the file predictions stay as they are
         known = [*(_remembered(file) or [])[1 - _RUNS :], factor]
         write_whole(file, json.dumps([known, digest_of("what was timed", known)]))
 
@@ -142,10 +141,10 @@ def _calibration_file(config: TrainConfig, layout: Layout) -> Path:
 
 
 def machine_rates(config: TrainConfig, layout: Layout, log: Log) -> DeviceRates | None:
-    """How fast the processes of `config` compute on this machine; None where `hardware` says it, or a data sheet.
+    """The rates of this machine, timed with as many processes as `config` has; None where `hardware` or a data sheet
+    gives them. With different GPUs or links the slowest counts.
 
-    Of different GPUs the slowest counts, and of the links between them. Departs from the paper: its estimate of a layer
-    is FLOPs alone.
+    Departs from the paper, which estimates a layer by its FLOPs alone.
     """
     hardware = config.hardware
     if not times_machine(config, layout) or (rates := _timed_machine(_reference(config, layout), log)) is None:
@@ -158,7 +157,7 @@ def machine_rates(config: TrainConfig, layout: Layout, log: Log) -> DeviceRates 
 
 
 def times_machine(config: TrainConfig, layout: Layout) -> bool:
-    """Whether a plan of `config` by figures is one by those of this machine."""
+    """Whether a plan of `config` with `cost=figures` uses rates timed on this machine."""
     hardware = config.hardware
     given = {hardware.tflops, hardware.memory_gb_per_second, hardware.operation_microseconds} != {None}
     return layout.here and not given and layout.started is None and not config.dry_run
@@ -166,7 +165,7 @@ def times_machine(config: TrainConfig, layout: Layout) -> bool:
 
 @lru_cache
 def _timed_machine(reference: TrainConfig, log: Log) -> DeviceRates | None:
-    """How fast the processes of `reference` are, if that can be timed; looked up once for each command."""
+    """The timed rates of `reference`, looked up once for each command; None if this machine cannot be timed."""
     facts = _machine_facts(reference, layout_of(reference))
     line = "timing this machine for a few seconds (hardware=auto)"
     try:
@@ -183,12 +182,12 @@ def _timed_machine(reference: TrainConfig, log: Log) -> DeviceRates | None:
 
 
 def _read(found: dict[str, Any]) -> dict[str, Any]:
-    """The fields of LayerTimes or DeviceRates that JSON has in another form."""
+    """The fields of LayerTimes or DeviceRates, with those restored that JSON holds in another form."""
     return found | {"figures": Figures(**found["figures"]), "spread": tuple(found["spread"])}
 
 
 def _time_machine(reference: TrainConfig) -> dict[str, Any]:
-    """Times the reference layers and fits rates to them, as values that JSON can hold."""
+    """Time the reference layers and fit rates to them; returns the fields of DeviceRates as JSON can hold them."""
     samples = reference.batch_size
     assert samples is not None
     profile = profile_model(reference)
@@ -203,7 +202,7 @@ def _time_machine(reference: TrainConfig) -> dict[str, Any]:
     sheet = rates_of_sheet(load_hardware("cpu"), 1)  # for the link, if one process was timed alone
     latency, bandwidth = times.link or (sheet.link_seconds, 1 / sheet.link_byte_seconds)
     rates = DeviceRates(
-        source="",  # completed when it is read: it tells how long ago this was
+        source="",  # filled in by `_timed_machine`: it says how long ago this was
         basis="timed_machine",
         forward=forward,
         graph=graph,
@@ -220,9 +219,9 @@ def _time_machine(reference: TrainConfig) -> dict[str, Any]:
 
 
 def _reference(config: TrainConfig, layout: Layout) -> TrainConfig:
-    """The settings with which a machine is timed for `config`: as many processes with as many threads as compute at the
-    same time, or one process with as many GPUs; everything else is the same for all configurations. There are at most
-    16 processes, and on a CPU a power of two: between these the slowdown is interpolated."""
+    """The settings that time the machine for `config`: as many processes and threads as compute at the same time, or
+    one process with as many GPUs. Model and data do not depend on `config`. There are at most 16 processes, and on a
+    CPU a power of two; between these the slowdown is interpolated."""
     processes = min(layout.processes, _MOST_PROCESSES)
     if gpus := _gpus(layout):
         partitions, made = processes if layout.processes > 1 else len(gpus), reference_layers.layers_for_gpu
@@ -248,7 +247,7 @@ def _reference(config: TrainConfig, layout: Layout) -> TrainConfig:
 
 
 def _drifted(before: float) -> bool:
-    """Whether the probe differs from what it was, time and again: it may meet a process that is just starting."""
+    """Whether the probe differs from `before` every time: a single one may meet a process that is just starting."""
     for _ in range(_PROBES):
         if abs(_probe() / before - 1) <= _DRIFT:
             return False
@@ -257,7 +256,7 @@ def _drifted(before: float) -> bool:
 
 
 def _probe() -> float:
-    """Seconds of a small product, while as many run as there are cores: larger if other programs take them."""
+    """Seconds of a small matrix product while every core computes one: longer if other programs take cores."""
     threads_before = torch.get_num_threads()
     torch.set_num_threads(1)
     matrix = torch.ones(256, 256)
@@ -283,8 +282,8 @@ def _probe() -> float:
 def _measure(
     config: TrainConfig, profile: ModelProfile, spec: PipelineSpec, samples: int, seconds: float, *, apart: bool
 ) -> LayerTimes:
-    """The times that the workers of `spec` report (`layer_benchmark.measure`): those of the slowest kind of GPU,
-    as a step waits for all of them."""
+    """The times that the workers of `spec` report (`layer_benchmark.measure`), for the slowest kind of GPU, as a step
+    waits for all GPUs. Raises InputError if a worker fails."""
     parts = _segments(config, profile, samples, spec)
     partition = config.partition.by_hand(parts)
     one = replace(_without_limit(config), partitions=len(parts), partition=partition, executor="in_process")
@@ -300,7 +299,7 @@ def _measure(
 
 
 def _each_kind_first(spec: PipelineSpec) -> Iterator[PipelineSpec]:
-    """The spec once for each kind of GPU, with one of that kind in the first place, where layers are timed."""
+    """`spec` once for each kind of GPU, with one of that kind first: the times of the first device are reported."""
     devices = spec.layout.devices
     first, kinds = devices[0], {gpu_of(device): device for device in reversed(devices)}
     for device in reversed(kinds.values()):
@@ -309,8 +308,8 @@ def _each_kind_first(spec: PipelineSpec) -> Iterator[PipelineSpec]:
 
 
 def _segments(config: TrainConfig, profile: ModelProfile, samples: int, spec: PipelineSpec) -> tuple[int, ...]:
-    """How many consecutive layers are timed at a time, at least one: those that half of a device's memory holds, as
-    more than one process may measure."""
+    """The number of consecutive layers in each segment, at least one: as many as fit in half of a device's memory, as
+    several processes may measure at once."""
     memory = ActivationMemory(profile.costs, profile.inputs, samples, profile.lengths)
     limit = resolved(config.hardware, spec.layout.devices).memory_gib
     available = int(limit * 2**30) if limit else usable_memory_bytes() // spec.layout.processes_here
@@ -326,7 +325,7 @@ def _segments(config: TrainConfig, profile: ModelProfile, samples: int, spec: Pi
 
 
 def _without_limit(config: TrainConfig) -> TrainConfig:
-    """The settings without a limit to the memory."""
+    """The settings without recomputation and without a memory limit."""
     return replace(config, recompute="never", hardware=replace(config.hardware, memory_gib=None))
 
 
@@ -339,7 +338,7 @@ def _machine_facts(config: TrainConfig, layout: Layout) -> dict[str, Any]:
         "machine": [cpu_model(), usable_cores()],
         "gpus": [asdict(gpu) for gpu in gpus.values()],
         "driver": driver_version() if gpus else None,
-        "deterministic": config.deterministic if gpus else None,  # this decides which of their algorithms are used
+        "deterministic": config.deterministic if gpus else None,  # decides which algorithms GPUs use
         "processes": layout.processes,
         "threads": layout.threads,
         "memory_format": memory_format_of(config),
@@ -369,10 +368,10 @@ def _layer_facts(config: TrainConfig, profile: ModelProfile, layout: Layout, sam
 def _timed(
     kind: str, facts: Mapping[str, Any], line: str, log: Log, work: Callable[[], dict[str, Any]], *, anew: bool = False
 ) -> tuple[dict[str, Any], float]:
-    """What `work` finds, and the time.time() of it; or what a file remembers: of layers always, so that a plan and the
-    training after it have one cut, of a CPU if it is as fast as it was, of GPUs if nobody else used them.
+    """The result of `work` and the time.time() of it. A cached result is used: of layers always, so that a plan and the
+    training after it have the same cut; of a CPU if its speed has not changed. Rates of busy GPUs are not cached.
 
-    The file's name is a digest of `facts`; `log` gets the line before anything is timed. Raises what `work` raises.
+    The file's name is a digest of `facts`; `log` gets `line` before anything is timed. Raises what `work` raises.
     """
     file = _folder() / kind / f"{digest_of('layer seconds', facts)}.json"
     remembered = None if anew else _remembered(file)
@@ -399,12 +398,12 @@ def _timed(
 def _folder() -> Path:
     try:
         return cache_folder(None)
-    except InputError:  # this user has none, as in a container: it is remembered until this command ends
+    except InputError:  # this user has none, as in a container: results are cached until this command ends
         return temporary_folder()
 
 
 def _remembered(file: Path) -> Any:
-    """What was written into the file; None if there is none, or it is damaged."""
+    """The content of a cache file; None if it is missing or damaged."""
     try:
         remembered, digest = read_json(file)
     except (OSError, ValueError, TypeError):

@@ -1,8 +1,8 @@
-"""Layers that a device is timed with: blocks of the models that come with gpipe, and each kind of operation alone, on
-much data and on little.
+"""Reference layers for timing a device: blocks of the models that come with gpipe, and each kind of operation alone, on
+large and on small tensors.
 
-They are small enough to be timed in a few seconds, and on a GPU large enough to keep it busy. What a device takes for
-an operation, for a FLOP and for a byte follows from the seconds of all of them (`device_rates.py`).
+Timing all of them takes a few seconds, and on a GPU they are large enough to keep it busy. `device_rates.py` fits the
+device's seconds per operation, per FLOP and per byte to their times.
 """
 
 import math
@@ -20,7 +20,7 @@ IMAGE_SIZE, CLASSES = 32, 10
 
 
 def samples_for(gpu_bytes: int | None) -> int:
-    """The samples of a micro-batch: on a GPU the more, the more memory and so usually speed it has."""
+    """The samples of a micro-batch: 8 on a CPU, 64 to 256 on a GPU, as more memory usually means more speed."""
     return 8 if gpu_bytes is None else min(256, max(64, 2 ** round(math.log2(gpu_bytes / 2**28))))
 
 
@@ -41,8 +41,8 @@ class _Apply(nn.Module):
 
 
 def layers(wide: int = 48, width: int = 128) -> nn.Sequential:
-    """For images (N, 3, 32, 32), a tenth of a GFLOP a sample, and more with more channels than `wide` or numbers of a
-    token than `width`; returns logits (N, 10)."""
+    """The reference layers, from images (N, 3, 32, 32) to logits (N, 10): 0.1 GFLOP per sample by default, more with
+    more channels (`wide`) or larger tokens (`width`)."""
     narrow, few = 16, 4
 
     def several(make: Callable[[], nn.Module], count: int = 4) -> nn.Sequential:

@@ -1,4 +1,4 @@
-"""`gpipe bench`: how fast one configuration is, or with -m a table of them (the paper's tables 2 and 3)."""
+"""`gpipe bench`: measures the speed of a configuration or, with -m, of several (the paper's Tables 2 and 3)."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,7 +13,7 @@ from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.tables.sweep import bench_status, bench_table, show_bench, write_bench
 
-# What a measurement has no use for, and what to do instead.
+# Settings that `gpipe bench` refuses, with the reason and the remedy.
 REFUSED = {
     "resume": "a measurement begins anew, and this is no sweep (no sweep.json lies there); leave it out",
     "dry_run": "a measurement of nothing; leave it out, or use gpipe train or gpipe plan",
@@ -36,16 +36,16 @@ def main(arguments: Sequence[str]) -> int:
         statuses = {bench_status(run) for run in sweep.runs}
         return 1 if sweep.runs and ("failed" in statuses or "measured" not in statuses) else 0
     request = _requested(tree, line.overrides)
-    if line.overrides.get("rounds", 1) != 1:  # a recipe's is for when it is swept
+    if line.overrides.get("rounds", 1) != 1:  # typed; a recipe's own rounds apply when it is swept
         raise InputError(f"rounds={line.overrides['rounds']}: one configuration has nothing to take turns with; add -m")
     return request.perform("bench", *arguments)
 
 
 def _requested(tree: DictConfig, given: Mapping[str, object]) -> RunRequest:
-    """The measurement that `tree` describes, of which `given` was typed. Raises InputError for a wrong setting."""
+    """The measurement that `tree` describes; `given`: the typed settings. Raises InputError for a wrong setting."""
     settings = own(BenchSettings, "bench", tree)
     steps = settings.warm_up_steps + settings.steps
-    # An epoch has at least one step: there are enough of them.
+    # As many epochs as steps: an epoch has at least one step, so max_steps ends the measurement.
     for key, value in {"epochs": steps, "max_steps": steps, "dry_run": False, "resume": None}.items():
         OmegaConf.update(tree, key, value, force_add=True)
     return RunRequest(*training(tree, given), settings)
@@ -55,6 +55,6 @@ def _show(sweep: Sweep) -> None:
     table = bench_table(sweep.runs, sweep.rounds)
     try:
         write_bench(sweep.path, table)
-    finally:  # a table that cannot be written is shown all the same
+    finally:  # show the table even if it cannot be written
         show_bench(Console(), table, sweep.path)
         sweep.show_rest()

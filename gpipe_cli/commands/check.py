@@ -1,4 +1,4 @@
-"""`gpipe check`: proves on one's own model, data and machine what the paper promises: partitions change nothing."""
+"""`gpipe check`: verifies the paper's promise, partitions change nothing, on the user's model, data and machine."""
 
 from collections.abc import Sequence
 from datetime import datetime
@@ -12,7 +12,7 @@ from gpipe_cli.errors import InputError
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.system.interrupts import interruptible_import
 
-# What a check has no use for, and what to do instead.
+# Settings that `gpipe check` refuses, with the reason and the remedy.
 REFUSED = {
     "resume": "a check runs the first mini-batch of a training; leave it out, or take its weights by init_from=...",
     "dry_run": "a check trains nothing in any case; leave it out",
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
     if config.init_from is not None:
         find_run("init_from", config.init_from, config.output)
     with preparing(), run_folder(config, datetime.now(), what="check") as folder:
-        fork_server.start(config)  # it imports torch while this process does the same
+        fork_server.start(config)  # the server imports torch in parallel with this process
         with interruptible_import():
             from gpipe_cli.commands.check_run import run_check
 

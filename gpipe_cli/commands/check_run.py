@@ -1,8 +1,8 @@
-"""`gpipe check`: one real mini-batch in every way that there is to run it, and whether that changes anything.
+"""The parent's side of `gpipe check`: one real mini-batch, run in every supported way, and whether any result differs.
 
-The paper promises that it does not (sections 1 and 2.2), and the laws of this program that no bit changes. Tests prove
-that for the models that come with it; here the user's own model, data and machine are proven. This is the parent's
-side: which variants there are, who runs them, and what their rows mean together with what the probes found.
+The paper promises that none does (sections 1 and 2.2), and this program that no bit does. Its tests prove that for the
+bundled models; `gpipe check` does so for the user's own model, data and machine. This module decides which variants
+there are and which processes run them, and explains failures by what the layer probes found.
 """
 
 import tempfile
@@ -36,16 +36,16 @@ from gpipe_cli.training.fine_tuning import find_weights
 from gpipe_cli.units import plural
 from gpipe_cli.verify import variants as verify
 
-_FEWER: tuple[RecomputeMode, ...] = ("never", "always")  # modes tried with schedules that fit one K only
+_FEWER: tuple[RecomputeMode, ...] = ("never", "always")  # recompute modes tried with zero_bubble and interleaved
 
 
 def run_check(config: TrainConfig, folder: Path) -> int:
-    """Check the configuration; leaves check.json in `folder`. Returns the exit code: 0 identical, 1 it differs or
-    failed. Raises InputError for what the user can mend."""
+    """Check the configuration and write check.json into `folder`. Returns the exit code: 0 identical, 1 a variant
+    differs or fails. Raises InputError for what the user can fix."""
     refuse_torchrun("gpipe check starts its own processes; call it without torchrun")
-    # the same bits need the same number of threads, however many processes share the cores
+    # identical bits need the same number of threads in every variant, however many processes share the cores
     threads = config.threads or max(1, usable_cores() // config.partitions)
-    # every mode is tried, whatever there is memory for
+    # without a memory limit every recompute mode can be planned, and is tried
     hardware = replace(config.hardware, memory_gib=None)
     mode = "except_last" if config.recompute == "auto" else config.recompute
     replicas, all_of_them = config.replicas, config.replicas * config.micro_batches
@@ -77,7 +77,7 @@ def run_check(config: TrainConfig, folder: Path) -> int:
     report = checked.report()
     try:
         write_check(folder, report)
-    finally:  # a verdict that cannot be written is shown all the same
+    finally:  # show the verdict even if it cannot be written
         show_check(console, folder, report)
     return 0 if report.identical else 1
 
@@ -87,7 +87,7 @@ def _placed(config: TrainConfig, profile: ModelProfile) -> PipelineSpec:
 
 
 def _cut(config: TrainConfig, partitions: int) -> TrainConfig:
-    """The configuration with the model cut into `partitions`; a cut that was given is for K partitions."""
+    """The configuration with the model cut into `partitions`; a given balance is for the configured K only."""
     if partitions == config.partitions:
         return config
     return replace(config, partitions=partitions, partition=PartitionConfig(None))
@@ -102,15 +102,15 @@ def _of_schedules(specs: Iterable[PipelineSpec]) -> dict[tuple[int, str], Pipeli
 
 
 class _Checked:
-    """The variants, and what is known of them so far."""
+    """The variants of a check, and their results so far."""
 
     def __init__(self, config: TrainConfig, replicas: int = 1) -> None:
-        """One pipeline of `config` is what as many `replicas`, if several, are compared with."""
+        """`config` has one pipeline, with which runs of as many `replicas` are compared if there are several."""
         self._config, self._replicas = config, replicas
         self.rows: dict[verify.Variant, verify.Row] = {}
         self.references: dict[str, verify.ReferenceDone] = {}  # schedule -> its reference
-        # The replicas and the processes of their stages, to the specs and the variants that they run one after
-        # another; what others are compared with comes first.
+        # (replicas, *process of each stage) -> the specs and variants that such processes run one after another; the
+        # group with the references comes first.
         self._groups: dict[tuple[int, ...], tuple[dict[tuple[int, str], PipelineSpec], list[verify.Variant]]] = {}
         self._findings: list[Finding] = []
         self._watched: verify.LayersProbed | None = None
@@ -128,7 +128,7 @@ class _Checked:
         self.expected = len(self.rows) + sum(len(variants) for _, variants in self.runs)
 
     def _place(self, profile: ModelProfile) -> None:
-        """Every number of partitions, the greatest first: what is wrong with it is bad input."""
+        """Place every number of partitions from K down, so that what is wrong with K itself is raised as bad input."""
         apart: dict[int, PipelineSpec] = {}  # partitions -> the spec with a process per stage
         usual = replace(self._config, schedule=verify.REFERENCES[0], stages_per_process=None)
         for partitions in range(usual.partitions, 0, -1):
@@ -151,7 +151,7 @@ class _Checked:
             for schedule, mode in product(verify.REFERENCES, verify.MODES)
             for partitions in sorted(self._together)
         ]
-        if not usual.compile:  # compiled code has other last digits, which batch norm amplifies
+        if not usual.compile:  # compiled code differs in the last digits, which batch norm amplifies
             together.insert(1, together[0]._replace(executor="pytorch"))
         if whole > 1:
             together.append(together[0]._replace(micro_batches=1))
@@ -166,8 +166,8 @@ class _Checked:
             self._run(_of_schedules([_placed(several, profile)]), self._ways(k, "replicas"))
 
     def _further(self, usual: TrainConfig) -> Iterator[tuple[TrainConfig, tuple[RecomputeMode, ...]]]:
-        """Variants with other schedules and modes of recomputation: named schedules for as many partitions as they can
-        have, and the one that was given if it has none."""
+        """Configurations with further schedules, and the recompute modes to try: zero_bubble, interleaved with the most
+        partitions that stages_per_process divides, and the given schedule if it is not a named one."""
         config = self._config
         if config.partitions == 1:
             return
@@ -177,12 +177,12 @@ class _Checked:
         if partitions := config.partitions - config.partitions % each:
             interleaved = replace(_cut(usual, partitions), schedule="interleaved", stages_per_process=each)
             yield interleaved, _FEWER
-        if config.schedule not in SCHEDULES and self._replicas == 1:  # the M of a schedule file is that of one pipeline
+        if config.schedule not in SCHEDULES and self._replicas == 1:  # a schedule file has the M of a single pipeline
             mode = next(mode for mode in verify.MODES if mode == config.recompute)
             yield config, (mode,)
 
     def _place_further(self, config: TrainConfig, modes: Sequence[RecomputeMode], profile: ModelProfile) -> None:
-        """In one process, and in several, if there can be several."""
+        """Add these variants in one process and, if the layout can be distributed, in several."""
         k, name = config.partitions, config.schedule
         executors: tuple[Literal["in_process", "distributed"], ...] = ("in_process", "distributed")
         for executor in executors[:1] if config.executor == "in_process" else executors:
@@ -192,7 +192,7 @@ class _Checked:
                 self._run({(k, name): spec}, variants)
 
     def _run(self, specs: dict[tuple[int, str], PipelineSpec], variants: Sequence[verify.Variant]) -> None:
-        """These variants are run by the processes that run others of the same stages."""
+        """Add variants to the group whose processes have the same stages."""
         layout = next(iter(specs.values())).layout
         key = (layout.replicas, *(layout.process_of_stage if layout.distributed else ()))
         known, there = self._groups.setdefault(key, ({}, []))
@@ -200,12 +200,12 @@ class _Checked:
         there += variants
 
     def _ways(self, partitions: int, executor: verify.Executor) -> list[verify.Variant]:
-        """Every recomputation, in both orders of sums."""
+        """A variant for each recompute mode and each order of summation (`REFERENCES`)."""
         whole = self._config.micro_batches
         return [verify.Variant(partitions, whole, *way, executor) for way in product(verify.REFERENCES, verify.MODES)]
 
     def on_message(self, message: object) -> None:
-        """Take a worker's message."""
+        """Handle a worker's message."""
         match message:
             case verify.LayersProbed():
                 self._findings += message.findings
@@ -216,15 +216,15 @@ class _Checked:
                 self.rows.setdefault(message.variant, message)  # where several stages fail, the first one is reported
 
     def worth_running(self, variants: Sequence[verify.Variant]) -> list[verify.Variant]:
-        """Leaves out what has failed in one process already, or could not be compared there with anything."""
+        """The variants to run. Those that failed, or were left out, in one process get the row `left out` instead."""
         in_process = {variant: self.rows.get(variant._replace(executor="in_process")) for variant in variants}
         without = [v for v, alone in in_process.items() if alone is not None and alone.verdict in ("fails", "left out")]
         self._add(without, "left out", "what has no result in one process is not run in several")
         return [variant for variant in variants if variant not in self.rows]
 
     def end(self, variants: Sequence[verify.Variant], failure: Failure | None, *, alone: bool) -> None:
-        """Workers, or one that was `alone`, have run these variants, or failed; what they did not come to is left out.
-        Raises InputError for what the user can mend."""
+        """Record that the workers of these variants have ended; after a failure the variants not reached are left out.
+        `alone`: there was one worker. Raises InputError for what the user can fix."""
         if failure is None:
             return
         if failure.reason is Reason.USER and not self.rows:
@@ -232,7 +232,7 @@ class _Checked:
         missing = [variant for variant in variants if variant not in self.rows]
         told = any(self.rows[variant].verdict == "fails" for variant in variants if variant in self.rows)
         if missing and (alone or not told):
-            self._add([missing.pop(0)], "fails", failure.text)  # it was killed, or could not report it itself
+            self._add([missing.pop(0)], "fails", failure.text)  # the worker was killed, or could not report the failure
         self._add(missing, "left out", "not run: processes that work together ended with the failure before")
 
     def _add(
@@ -241,7 +241,7 @@ class _Checked:
         self.rows |= {variant: verify.Row(*variant, verdict, layer=layer, text=text) for variant in variants}
 
     def facts(self, found: verify.LayersProbed) -> list[tuple[str, str]]:
-        """What is checked, in labelled lines."""
+        """What is checked, as lines (label, text)."""
         config = self._config
         layers = sum(len(names) for names in self._together[1].layer_names)
         pieces = plural(len(found.micro_batch_sizes), "micro-batch")
@@ -263,7 +263,7 @@ class _Checked:
         )
 
     def _explained(self, row: verify.Row) -> verify.Row:
-        """The failure, with its reason where a probe has found it."""
+        """`row`; a failure with its reason, where a probe found one."""
         if not row.bad:
             return row
         if row.micro_batches != self._config.micro_batches and row.verdict == "differs":
@@ -276,7 +276,7 @@ class _Checked:
             if why:
                 return replace(row, verdict="differs, as it must", text=why)
         own = [finding for finding in self._findings if finding.layer == row.layer]
-        if row.verdict == "differs" and row.layer is None:  # its sums have another order: no layer can be named
+        if row.verdict == "differs" and row.layer is None:  # compared across orders of summation: no layer can be named
             own = [finding for finding in self._findings if finding.kind in ("random", "state")]
         if not own and row.verdict == "fails" and row.partitions in self._together:
             begin = {names[0] for names in self._together[row.partitions].layer_names[1:]}
@@ -286,7 +286,7 @@ class _Checked:
 
 
 def _order(row: verify.Row) -> tuple[int, ...]:
-    """The rows in the table's order: by schedule, partitions, mode and executor; other micro-batches come last."""
+    """Sort key of the rows: schedule, partitions, recompute mode, executor; other micro-batches come last."""
     return (
         -row.micro_batches,
         (*SCHEDULES, row.schedule).index(row.schedule),

@@ -1,6 +1,6 @@
-"""Reads the arguments of a command by Hydra's grammar: the settings as they were typed.
+"""Parses the arguments of a command by Hydra's grammar, and turns Hydra's errors into one line.
 
-Nothing is composed here: `composing` does that. Errors of Hydra's become one line here.
+Nothing is composed here; `composing` does that.
 """
 
 import argparse
@@ -26,7 +26,7 @@ SWEEPER = "hydra/sweeper"
 
 
 class _Options(argparse.ArgumentParser):
-    """The options that Hydra's programs have, anywhere among the settings."""
+    """The options of Hydra applications, accepted anywhere among the settings."""
 
     def __init__(self, command: str) -> None:
         super().__init__(add_help=False)
@@ -56,8 +56,8 @@ class CommandLine:
     command: str
     options: Mapping[str, Any]  # multirun, config_name, config_dir, ...
     typed: tuple[str, ...]  # the settings among the arguments
-    parsed: tuple[Override, ...]  # the same as Hydra reads them
-    overrides: Mapping[str, object]  # key or group, without +, to its value (in a sweep: to the text typed)
+    parsed: tuple[Override, ...]  # `typed`, as Hydra parses it
+    overrides: Mapping[str, object]  # key or group, without + -> its value; if it is swept, the text of its values
 
     @property
     def swept(self) -> frozenset[str]:
@@ -71,31 +71,30 @@ class CommandLine:
 
     @property
     def searches(self) -> bool:
-        """Whether Optuna chooses the settings of a sweep's runs. Its settings are ours, and not Hydra's."""
+        """Whether Optuna chooses the settings of a sweep's runs; then gpipe reads hydra.sweeper.*, not Hydra."""
         return self.overrides.get(SWEEPER) == "optuna"
 
     @property
     def is_question(self) -> bool:
-        """Whether an answer is printed, and nothing runs."""
+        """Whether an option only asks for something to be printed, such as --help or --cfg."""
         names = ("help", "cfg", "info", "hydra_help", "version", "shell_completion")
         return any(self.options[name] for name in names)
 
     @property
     def fixed(self) -> tuple[str, ...]:
-        """The settings that all runs of a sweep have."""
+        """The settings, as typed, that all runs of a sweep share."""
         return tuple(str(o.input_line) for o in self.parsed if not o.is_sweep_override())
 
     def refuse_search(self, why: str) -> None:
-        """Raises RefusedError for bounds, `seed=interval(0,9)`, where the command takes values; `why` includes the
-        remedy."""
+        """Raises RefusedError for bounds, `seed=interval(0,9)`, which only a search takes; `why` has the remedy."""
         for o in self.parsed:
             if o.is_sweep_override() and not o.is_discrete_sweep():
                 raise RefusedError(o.key_or_group, o.get_value_string(), why)
 
     def refuse(self, remedies: Mapping[str, str]) -> None:
-        """Raises InputError for a setting that the command has no use for (its key, and what to do instead), and for a
-        group that is set to something else than the name of a choice."""
-        presets = "the model and the data set choose it; leave it out, or give ~presets"  # Hydra ignores others
+        """Raises InputError for a setting in `remedies` (key or group -> what to do instead), and for a group that is
+        set to anything but the name of a choice."""
+        presets = "the model and the data set choose it; leave it out, or give ~presets"  # Hydra ignores a missing one
         remedies = {"presets": presets, **remedies}
         for key, value in self.overrides.items():
             remedy = remedies.get(key) or remedies.get(key.partition(".")[0])
@@ -112,8 +111,8 @@ class CommandLine:
 
 
 def read(command: str, given: Sequence[str], no_sweeps: str = "") -> CommandLine:
-    """Reads the arguments without composing anything. `no_sweeps`: why the command has none. Raises InputError for an
-    option that there is not, a setting that is not of the form key=value, and several values without -m."""
+    """Parse the arguments without composing anything. `no_sweeps`: what to do instead, if the command has no sweeps.
+    Raises InputError for an unknown option, a setting that is not key=value, and several values without -m."""
     options = vars(_Options(command).parse_intermixed_args(list(given)))
     for flag, key in (("-cd", "config_dir"), ("-cp", "config_path")):
         if (folder := options[key]) is not None and not Path(folder).is_dir():
@@ -142,8 +141,8 @@ def read(command: str, given: Sequence[str], no_sweeps: str = "") -> CommandLine
 
 
 def _readable(argument: str) -> str:
-    """A setting with quotes around a folder that needs them: the run of a sweep lies in `micro_batches=4`, and
-    `run=.../micro_batches=4`, which one types or completes, is not of Hydra's grammar."""
+    """The argument, with quotes around an existing path that Hydra's grammar does not take: a run of a sweep lies in
+    `micro_batches=4`, so users type or complete `run=.../micro_batches=4`."""
     key, _, value = argument.partition("=")
     if key not in FOLDERS or re.fullmatch(r"[\w./-]*", value) or not os.path.exists(value):
         return argument
@@ -151,7 +150,7 @@ def _readable(argument: str) -> str:
 
 
 def parsed_settings(typed: Sequence[str]) -> list[Override]:
-    """Raises HydraException, and SettingError for a number that Python refuses to read because of its length."""
+    """Settings, parsed by Hydra. Raises HydraException, and SettingError for a number that is too long for Python."""
     parser, parsed = OverridesParser.create(), list[Override]()
     for one in typed:
         try:
@@ -163,7 +162,7 @@ def parsed_settings(typed: Sequence[str]) -> list[Override]:
 
 
 def values_of(settings_typed: Sequence[Override] | Sequence[str]) -> dict[str, object]:
-    """Settings and their values; of one that is swept the text of its values."""
+    """Key or group -> value of each setting; if it is swept, the text of its values."""
     parsed = [o if isinstance(o, Override) else parsed_settings([o])[0] for o in settings_typed]
     return {
         o.key_or_group: o.get_value_string() if o.is_sweep_override() else o.value()
@@ -173,7 +172,7 @@ def values_of(settings_typed: Sequence[Override] | Sequence[str]) -> dict[str, o
 
 
 def translated(error: Exception) -> InputError:
-    """An error of Hydra's in one line, with what to write instead."""
+    """Hydra's error as one line, with what to write instead."""
     match error:
         case OverrideParseException(override=given):
             if not str(given).strip():

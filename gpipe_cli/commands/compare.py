@@ -1,4 +1,4 @@
-"""`gpipe compare`: a table of runs, of the settings in which they differ and of their results; their curves."""
+"""`gpipe compare`: a table of runs with the settings that differ and the results, and a page with their curves."""
 
 import sys
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ Exit codes: 0 something could be shown, 2 nothing could.
 
 
 def main(arguments: Sequence[str]) -> int:
-    if arguments[:1] == ["-sc"]:  # tab completion asks for settings; runs are folders, which shells know by themselves
+    if arguments[:1] == ["-sc"]:  # tab completion: arguments are folders, which shells complete by themselves
         return 0
     if any(argument in ("-h", "--help") for argument in arguments):
         sys.stdout.write(HELP)
@@ -70,7 +70,7 @@ def _compare(folders: Sequence[Path], form: str, output: Path | None) -> int:
     from gpipe_cli.reporting.compare.run_record import RunRecord, find_runs, read_run
 
     problems: list[str] = []
-    found: dict[Path, RunRecord | None] = {}  # by its absolute path: a run that is named twice is here once
+    found: dict[Path, RunRecord | None] = {}  # by absolute path, as a run may be named twice; None: unreadable
     for folder in folders:
         problems += left_out(folder)
         try:
@@ -113,6 +113,6 @@ def _compare(folders: Sequence[Path], form: str, output: Path | None) -> int:
 
 
 def _newest() -> str:
-    """`; the newest runs are outputs/a, outputs/b`, if there are any."""
+    """`; the newest runs are outputs/a, outputs/b`, or that there is none."""
     newest = [str(run) for run in newest_runs(OUTPUT)]
     return f"; the newest runs are {', '.join(newest)}" if newest else f"; there is no run in {OUTPUT} either"

@@ -1,6 +1,6 @@
-"""Tab completion of what Hydra's own does not know: commands, recipes, runs, topics, and the words of a setting.
+"""Tab completion beyond Hydra's own: commands, recipes, runs, help topics, and the values of a setting.
 
-Hydra's script for a shell calls the bare `gpipe`, with what was typed in COMP_LINE.
+Hydra's script for a shell calls `gpipe -sc query=SHELL`, without a command, and passes the typed line in COMP_LINE.
 """
 
 import os
@@ -26,9 +26,9 @@ _RUNS = ("run", "resume", "init_from")
 
 
 def complete(shell: Sequence[str], commands: Sequence[str]) -> list[str] | None:
-    """The arguments with which the command's own completion, by Hydra, is to be called; None: all has been offered.
+    """Print the completions and return None, or return the arguments with which to call Hydra's completion.
 
-    `shell` is what Hydra's script gave: `query=bash`, or `install=bash` and no COMP_LINE.
+    `shell`: the arguments of Hydra's script, `query=bash`, or `install=bash` without COMP_LINE.
     """
     words = os.environ.get("COMP_LINE", "gpipe train ").split(" ")
     separator = "\n" if "query=fish" in shell else " "
@@ -48,7 +48,7 @@ def complete(shell: Sequence[str], commands: Sequence[str]) -> list[str] | None:
     if command == "launch" and len(words) == 2:
         offer(["slurm"])
         return None
-    if command == "launch" and words[1] == "slurm":  # no setting
+    if command == "launch" and words[1] == "slurm":  # which is not a setting
         del words[1]
     last, key = words[-1], words[-1].partition("=")[0].lstrip("+")
     if command in ("list", "help", "reproduce") or words[-2] in ("-cn", "--config-name"):
@@ -62,7 +62,7 @@ def complete(shell: Sequence[str], commands: Sequence[str]) -> list[str] | None:
 
 
 def _names(command: str, *, first: bool) -> Sequence[str]:
-    """What stands behind a command in place of settings; of all others, recipes behind -cn."""
+    """The words that follow `command` (`first`: directly) in place of settings; else recipes, for -cn."""
     if command == "list":
         from gpipe_cli.commands.list import TOPICS
 
@@ -81,7 +81,7 @@ def _names(command: str, *, first: bool) -> Sequence[str]:
 
 
 def _values(command: str, key: str, begun: str) -> list[str]:
-    """What a setting may be, where that is a few words, or runs; of a path that begins with . or / all is Hydra's."""
+    """The values of a setting that takes a word or a run; [] leaves it to Hydra, as with paths like ./a, /a."""
     if key in _RUNS:
         if begun.startswith((".", "/")):
             return []

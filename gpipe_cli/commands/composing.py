@@ -1,9 +1,9 @@
-"""Trees of settings: Hydra composes `conf/COMMAND.yaml`, the files of the user and what was typed; and what a tree
-asks for, as dataclasses.
+"""Composes trees of settings from `conf/COMMAND.yaml`, the user's files and what was typed, and turns a tree into
+dataclasses.
 
-Everything goes through Hydra's public functions: `initialize_config_module`, `compose` and the parser of overrides.
-Hydra chooses the files; values are set in the tree that it composed from them. So an error in a value is ours to word,
-and the runs of a sweep share a tree. `_hydras_own_program` is the one place where there is no function to call.
+Everything goes through Hydra's public functions: `initialize_config_dir`, `compose` and the parser of overrides. Hydra
+only chooses and composes files; values are set in the composed tree, so that gpipe words the errors in values, and the
+runs of a sweep share what was composed. Only what `_hydras_own_program` does has no public function.
 """
 
 import copy
@@ -50,12 +50,12 @@ TRAINING_KEYS = tuple(settings(TrainConfig))
 
 
 def sweep_values(line: CommandLine, more: Mapping[str, str] | None = None) -> dict[str, tuple[Override, list[str]]]:
-    """Each setting of a sweep with its values: `seed` with `["1", "2"]`, without any if it has bounds. A setting that
-    has one value comes as it was typed, `["seed=1"]`. `more` are settings that a file sweeps, `hydra.sweeper.params`,
-    unless they were typed."""
+    """Key -> override and values of each setting of a sweep: `["1", "2"]`; [] for bounds; for a setting with one value
+    the setting as typed, `["seed=1"]`. `more`: settings that a file sweeps (`hydra.sweeper.params`); typed ones win.
+    Raises InputError."""
     typed = [*(f"{key}={value}" for key, value in (more or {}).items()), *line.typed]
     try:
-        with _initialized(line):  # glob(*) asks which choices there are
+        with _initialized(line):  # glob(*) looks up the choices of a group
             parsed = OverridesParser.create(GlobalHydra.instance().config_loader()).parse_overrides(typed)
             return {o.get_key_element(): (o, _values(o)) for o in parsed}
     except HydraException as error:
@@ -63,22 +63,22 @@ def sweep_values(line: CommandLine, more: Mapping[str, str] | None = None) -> di
 
 
 def combinations(line: CommandLine, more: Mapping[str, str] | None = None) -> list[tuple[str, ...]]:
-    """The settings of each run of a sweep: all combinations, in which what was typed last varies fastest."""
+    """The settings of each run of a sweep: all combinations; the setting typed last varies fastest."""
     each = [[f"{key}={value}" for value in values] if o.is_sweep_override() else values
             for key, (o, values) in sweep_values(line, more).items()]  # fmt: skip
     return list(itertools.product(*each))
 
 
 def _values(o: Override) -> list[str]:
-    """The values of a setting that is swept; of another one the setting itself."""
+    """The values of a swept setting, [] for bounds; for any other setting, the setting itself."""
     if not o.is_sweep_override():
         return [str(o.input_line)]
     return list(o.sweep_string_iterator()) if o.is_discrete_sweep() else []
 
 
 def compose(line: CommandLine, keys: Sequence[str]) -> DictConfig | None:
-    """The tree of `conf/COMMAND.yaml` with what was typed; it has these `keys` and the command's own. None where the
-    answer was printed instead (`--help`, `--cfg`, `--info`, completion). Raises InputError if it cannot be composed."""
+    """The tree of `conf/COMMAND.yaml` with what was typed; for `keys` see `Trees`. None if something was printed
+    instead (`--help`, `--cfg`, `--info`, completion). Raises InputError if it cannot be composed."""
     options = line.options
     if line.is_question and not (options["help"] or options["cfg"]):
         _hydras_own_program(line)
@@ -107,8 +107,8 @@ def _shown(tree: DictConfig, options: Mapping[str, Any]) -> str:
 
 
 def _groups_shown(line: CommandLine, tree: DictConfig) -> str:
-    """Each group with its choices, which are the files of that folder in `conf/` and in the user's own folders, and in
-    brackets the one that is chosen."""
+    """Each group with its choices, the files of its folder in `conf/` and in the user's own folders, and in parentheses
+    the chosen one."""
     shown, chosen = list[str](), tree.hydra.runtime.choices
     for group in (group for group in GROUPS if group in chosen):
         files = [file for folder in (FOLDER, *_user_folders(line)) for file in (folder / group).glob("*.yaml")]
@@ -118,10 +118,10 @@ def _groups_shown(line: CommandLine, tree: DictConfig) -> str:
 
 
 def _hydras_own_program(line: CommandLine) -> None:
-    """Lets Hydra print what it alone knows: `--info`, `--hydra-help`, and completion for shells.
+    """Let Hydra print what only it knows: `--info`, `--hydra-help`, and completion for shells.
 
-    There is no function for these: they are options of the program that `hydra.main` makes, which reads `sys.argv`.
-    Completion installs itself under the program's name, `gpipe`.
+    Hydra has no function for these, only options of the program that `hydra.main` makes, which reads `sys.argv`.
+    Completion is installed under the program's name, `gpipe`.
     """
     flags = [f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}")
              for name, value in line.options.items() if value]  # fmt: skip
@@ -136,10 +136,10 @@ def _hydras_own_program(line: CommandLine) -> None:
 
 
 class Trees:
-    """The trees of one command line or of a sweep's runs. To compose one takes Hydra a tenth of a second or two: each
-    choice of groups is composed once, and the other settings are set in a copy of that.
+    """The trees of one command line or of a sweep's runs. Composing a tree takes Hydra 0.1 to 0.2 s, so each choice of
+    groups is composed once, and the other settings are set in a copy.
 
-    `keys` are the settings that the command has beside its own.
+    `keys`: the settings that the command takes beside those that belong to it alone (`OWNERS`).
     """
 
     def __init__(self, line: CommandLine, keys: Sequence[str]) -> None:
@@ -149,7 +149,7 @@ class Trees:
         self._composed: dict[tuple[str, ...], DictConfig] = {}
 
     def tree(self, typed: Sequence[str]) -> DictConfig:
-        """The tree with these settings, without Hydra's part and what a recipe has for other commands. Raises
+        """The tree with these settings, without Hydra's part and without a recipe's settings for other commands. Raises
         InputError."""
         return _own_part(self._line.command, self.whole(typed))
 
@@ -158,7 +158,7 @@ class Trees:
         parsed = parsed_settings(typed)
         if self._line.searches:
             parsed = [o for o in parsed if not o.key_or_group.startswith((SWEEPER, "hydra.sweeper"))]
-        for o in parsed:  # a recipe may have keys for other commands; one that is typed is refused
+        for o in parsed:  # a recipe may have keys of other commands; typing one is an error
             whose, key = owner(o.key_or_group), o.key_or_group
             if not o.is_delete() and whose not in (None, self._line.command):
                 why = f"gpipe {self._line.command} has no such setting, gpipe {whose} has"
@@ -173,14 +173,14 @@ class Trees:
         return tree
 
     def _chooses(self, o: Override) -> bool:
-        """Whether a setting chooses files, or removes something: Hydra composes by it."""
+        """Whether a setting chooses files or removes something, so that Hydra has to compose with it."""
         key = o.key_or_group
         group = "/" in key or any((folder / key).is_dir() for folder in self._folders)
         return group or o.is_delete() or o.package is not None or key == "hydra.searchpath"
 
     def _set(self, tree: DictConfig, o: Override) -> None:
         key, value = o.key_or_group, o.value()
-        # `++` sets what is there and adds what is not: a recipe for another command lacks what only this one has
+        # a missing key of this command is added: a recipe for another command lacks it
         added = o.is_add() or o.is_force_add() or owner(key) is not None
         try:
             merged = isinstance(value, dict) or not isinstance(OmegaConf.select(tree, key), DictConfig)
@@ -199,11 +199,11 @@ def _composed(line: CommandLine, chosen: Sequence[str]) -> DictConfig:
         search_path = _search_path(line, _check_files(line, chosen))
         kept = [one for one in chosen if not search_path or key_of(one) != "hydra.searchpath"]
         with warnings.catch_warnings(), _initialized(line):
-            warnings.simplefilter("error", UserWarning)  # a part of hydra.searchpath is not there
+            warnings.simplefilter("error", UserWarning)  # of a missing entry in hydra.searchpath
             return hydra.compose(line.options["config_name"] or line.command, [*kept, *search_path], True)
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise translated(error) from error
-    except RecursionError as error:  # its list of defaults includes itself
+    except RecursionError as error:
         raise InputError("configuration: a file includes itself in its defaults; leave that line out") from error
     except InputError:
         raise
@@ -216,26 +216,26 @@ def _composed(line: CommandLine, chosen: Sequence[str]) -> DictConfig:
 
 
 def _user_folders(line: CommandLine) -> list[Path]:
-    """Where files of the user lie, beside `conf/`."""
+    """The user's own folders of configuration files, beside `conf/`."""
     given = line.overrides.get("hydra.searchpath")
     more = [one for one in given if isinstance(one, str) and "://" not in one] if isinstance(given, list) else []
     return [Path(one) for one in (line.options["config_path"], line.options["config_dir"], *more) if one is not None]
 
 
 def _main_folder(line: CommandLine) -> Path:
-    """The folder of the file with which composing begins: Hydra looks for that in one place only."""
+    """The folder of the primary configuration file, which Hydra looks for in one place only."""
     file = f"{(line.options['config_name'] or line.command).removesuffix('.yaml')}.yaml"
     return next((folder for folder in (FOLDER, *_user_folders(line)) if (folder / file).is_file()), FOLDER)
 
 
 def _initialized(line: CommandLine) -> AbstractContextManager[None]:
-    """Inside, Hydra can compose."""
+    """A context in which Hydra can compose."""
     return hydra.initialize_config_dir(str(_main_folder(line).absolute()), version_base="1.3")
 
 
 def _search_path(line: CommandLine, primary: DictConfig | None) -> list[str]:
-    """The setting that tells Hydra of all folders but the main one, if there are others; `primary` is the user's file,
-    which may name more of them."""
+    """The setting that adds all folders but the main one to Hydra's search path; [] if there are no others. `primary`:
+    the user's primary file, which may name more of them."""
     given = line.overrides.get("hydra.searchpath")
     if given is None and primary is not None:
         found = OmegaConf.select(primary, "hydra.searchpath")
@@ -248,8 +248,8 @@ def _search_path(line: CommandLine, primary: DictConfig | None) -> list[str]:
 
 
 def _check_files(line: CommandLine, chosen: Sequence[str]) -> DictConfig | None:
-    """Returns the user's file with which composing begins, if there is one. Raises InputError for a file of the user
-    that holds no settings: Hydra's errors do not name it."""
+    """The user's primary configuration file, if there is one. Raises InputError for a user's file that holds no
+    settings, because Hydra's errors do not name the file."""
     name = line.options["config_name"] or line.command
     primary = None
     waiting, seen = [name.removesuffix(".yaml"), *(one.lstrip("+").replace("=", "/", 1) for one in chosen)], set[Path]()
@@ -276,15 +276,15 @@ def _own_part(command: str, tree: DictConfig) -> DictConfig:
 
 
 def drop_others(command: str, tree: DictConfig) -> None:
-    """Removes from `tree` what a recipe's file has for other commands."""
+    """Remove from `tree` what a recipe's file has for other commands."""
     with open_dict(tree):
         for key in [key for key, whose in OWNERS.items() if whose != command]:
             tree.pop(key, None)
 
 
 def own(kind: type[T], command: str, tree: DictConfig) -> T:
-    """What `command` has beside the settings of a training, taken out of `tree`. What a recipe does not have is as in
-    `conf/COMMAND.yaml`. Raises InputError, as `typed`."""
+    """The settings of `command` beside those of a training, taken out of `tree`; any that a recipe lacks are as in
+    `conf/COMMAND.yaml`. Raises InputError, as `from_tree`."""
     text = resources.files("gpipe_cli.conf").joinpath(f"{command}.yaml").read_text(encoding="utf-8")
     defaults = OmegaConf.create(text.partition("\nhydra:")[0])
     with open_dict(tree):
@@ -293,31 +293,30 @@ def own(kind: type[T], command: str, tree: DictConfig) -> T:
 
 
 def training(tree: DictConfig, given: Mapping[str, object]) -> tuple[TrainConfig, tuple[str, ...]]:
-    """The training that `tree` describes, and its settings that are to be chosen, where a 1 stands for them.
+    """The training that `tree` describes, and the keys of its `auto` settings, for which `take_auto` has set numbers.
 
-    `given` is what was typed. Raises InputError, as `from_tree`.
+    `given`: the typed settings. Raises InputError, as `from_tree`.
     """
-    if (key := replaced_batch(given)) is not None:  # a default, or a preset's
+    if (key := replaced_batch(given)) is not None:  # the value replaced is a default or a preset's
         OmegaConf.update(tree, key, None, force_add=True)
     auto = take_auto(tree)
     return from_tree(TrainConfig, tree), auto
 
 
 def with_given(saved: TrainConfig, given: Mapping[str, Any]) -> TrainConfig:
-    """The configuration of a run with what is given in the place of its own.
+    """The configuration of a run, with the settings in `given` in place of its own.
 
-    A group that is given with the choice that the run has already keeps the run's settings. Raises InputError, as
-    `from_tree`.
+    A group given as the choice that the run already has keeps the run's settings. Raises InputError, as `from_tree`.
     """
     base = OmegaConf.create(asdict(saved))
     if (partitions := given.get("partitions", saved.partitions)) != saved.partitions:
-        OmegaConf.update(base, "partition.balance", None)  # it was made for another number of partitions
+        OmegaConf.update(base, "partition.balance", None)  # the balance is for another number of partitions
         if isinstance(partitions, int) and partitions < (saved.stages_per_process or 0):
-            OmegaConf.update(base, "stages_per_process", None)  # more than there are now
+            OmegaConf.update(base, "stages_per_process", None)  # more stages than there are now
     if (replaced := replaced_batch(given)) is not None:
         OmegaConf.update(base, replaced, None)
     if given.get("partition.balance") is not None:
-        OmegaConf.update(base, "partition.method", "exact")  # the run's, which the cut by hand takes the place of
+        OmegaConf.update(base, "partition.method", "exact")  # the given balance replaces the run's method
     if given.get("partition.method", "exact") != "exact":
         OmegaConf.update(base, "partition.balance", None)
     for key, value in given.items():
@@ -327,12 +326,12 @@ def with_given(saved: TrainConfig, given: Mapping[str, Any]) -> TrainConfig:
 
 
 def take_auto(tree: DictConfig) -> tuple[str, ...]:
-    """The settings that are to be chosen; in `tree` they become 1, and a mini-batch one sample per micro-batch."""
+    """The keys of the `auto` settings. In `tree` each becomes 1, but batch_size one sample per micro-batch."""
     auto = tuple(key for key in (*AUTO, *AUTO_BATCH) if OmegaConf.select(tree, key) == "auto")
     for key in auto:
         OmegaConf.update(tree, key, 1)
     if "batch_size" in auto:
         pieces = [OmegaConf.select(tree, key) for key in ("micro_batches", "replicas")]
-        if all(isinstance(number, int) and number > 0 for number in pieces):  # others are refused as they are typed
+        if all(isinstance(number, int) and number > 0 for number in pieces):  # anything else is refused later, as typed
             OmegaConf.update(tree, "batch_size", math.prod(pieces))
     return auto

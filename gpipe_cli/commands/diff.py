@@ -1,4 +1,4 @@
-"""`gpipe diff`: two runs side by side: what was set, what ran it, and what became of it."""
+"""`gpipe diff`: two runs side by side: settings, versions, code and hardware, and results."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _differing(heading: str, first: Mapping[str, Any], second: Mapping[str, Any]) -> Table:
-    """What has other values in one than in the other; None stands for what one of them does not have, too."""
+    """A row for each key whose values differ; None is also the value of a key that one of the two lacks."""
     keys = [key for key in dict.fromkeys((*first, *second)) if first.get(key, NONE) != second.get(key, NONE)]
 
     def column(name: str, of: Mapping[str, Any]) -> Column:
@@ -90,7 +90,7 @@ def _differing(heading: str, first: Mapping[str, Any], second: Mapping[str, Any]
 
 
 def _ran_on(run: RunRecord) -> dict[str, Any]:
-    """Versions, hardware and, of the last start, commits; `a1b2c3d4e5f6, changed` of code that was not committed."""
+    """Versions, hardware and the last start's commits: `a1b2c3d4e5f6, changed` if the code had uncommitted changes."""
     found = {**run.result.versions, **dict(flattened(run.result.hardware))}
     for whose, commit in (run.result.starts[-1].code if run.result.starts else {}).items():
         changed = {None: ", perhaps changed", True: ", changed", False: ""}
@@ -100,7 +100,7 @@ def _ran_on(run: RunRecord) -> dict[str, Any]:
 
 
 def _results(first: RunRecord, second: RunRecord) -> Table:
-    """Every result that one of them has."""
+    """A row for each result that at least one of the runs has."""
     statuses = (first.result.status, second.result.status)
     rows: list[tuple[str, str, Sequence[str], Sequence[Any]]] = [
         ("status", "status", (*statuses, _difference(*statuses, points=False)), (*statuses, None))
@@ -129,7 +129,7 @@ def _difference(first: Any, second: Any, *, points: bool) -> str:
 
 
 def _apart(one: Curve | None, other: Curve | None) -> int | None:
-    """The first step whose train loss is another one; None: there is none among those that both have."""
+    """The first step at which the train losses differ; None if there is none among the steps that both runs have."""
     if one is None or other is None or same_curves([one, other]):
         return None
     pairs = zip(one.steps, one.values, other.steps, other.values, strict=False)
@@ -137,7 +137,7 @@ def _apart(one: Curve | None, other: Curve | None) -> int | None:
 
 
 def _losses(one: Curve | None, other: Curve | None) -> str:
-    """Whether both took the same steps, as the curves have them."""
+    """Whether both runs have the same train loss in every step, and if not, from which step on they differ."""
     if one is None or other is None:
         return "not known, as a run has no curves"
     if same_curves([one, other]):

@@ -1,4 +1,4 @@
-"""`gpipe evaluate`: a checkpoint of a run on its test set; K and M need not be those of the training."""
+"""`gpipe evaluate`: evaluates a checkpoint of a run on its test set; K and M may differ from the training's."""
 
 from collections.abc import Sequence
 from dataclasses import fields
@@ -17,8 +17,8 @@ from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.results.files import flattened
 from gpipe_cli.system.interrupts import interruptible_import
 
-# Settings that take the place of the run's own; null: as the run was trained, but for stages_per_process, which is for
-# the processes of this command: null is then what it is for a training.
+# Settings that replace the run's own. null keeps the run's value, except for stages_per_process, which is about the
+# processes of this command: there null means what it means for a training.
 OF_THE_RUN = (
     "partitions", "micro_batches", "batch_size", "batch_tokens", "executor", "stages_per_process", "device",
     "precision", "deterministic", "memory_format", "threads", "data_workers", "timeout_seconds", "partition.balance",
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
             why = f"nothing is translated by a run of model={choice_of(training.model)}; leave it out"
             raise RefusedError(key, line.overrides[key], why)
 
-    fork_server.start(training)  # it imports torch while this process does the same
+    fork_server.start(training)  # the server imports torch in parallel with this process
     with preparing():
         with interruptible_import():
             from gpipe_cli.commands.training_run import evaluate  # torch comes with it
@@ -48,8 +48,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def of_run(kind: type[Settings], tree: DictConfig) -> tuple[Settings, TrainConfig]:
-    """A command's own settings, of a `kind` that has `run` and `output`, and the run's with those given in their
-    place."""
+    """The command's own settings, of a `kind` that has `run` and `output`, and the run's configuration with the given
+    settings in place of its own. Raises InputError."""
     values = container(tree)
     settings = typed(kind, {field.name: values.pop(field.name) for field in fields(kind) if field.name in values})
     given = dict(flattened(values))
@@ -58,5 +58,5 @@ def of_run(kind: type[Settings], tree: DictConfig) -> tuple[Settings, TrainConfi
             raise unknown(key, value, (*settings_of(kind), *OF_THE_RUN))
     saved = load(find_run("run", settings.run, settings.output))
     replaced = {key: value for key, value in given.items() if value is not None or key == "stages_per_process"}
-    replaced["schedule"] = "1f1b"  # nothing is trained: a file may be gone, and be for another number of partitions
+    replaced["schedule"] = "1f1b"  # nothing is trained, and a schedule file may be gone, or for another K
     return settings, with_given(saved, replaced)

@@ -1,4 +1,4 @@
-"""`gpipe export`: the model of a run as one plain file that needs no gpipe to be read."""
+"""`gpipe export`: writes the model of a run as one plain file that can be read without gpipe."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.system.interrupts import interruptible_import
 
 KEYS = (*settings_of(ExportSettings), *OF_THE_RUN)
-# Programs choose by it how to read a file.
+# Programs choose by a file's suffix how to read it.
 SUFFIXES = {"safetensors": (".safetensors",), "torch": (".pt", ".pth"), "onnx": (".onnx",)}
 ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")  # the extra `onnx`
 
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
         raise RefusedError("format", "onnx", f"{why}; pip install {' '.join(missing)}, or use format=safetensors")
     file = file_of(config)
 
-    fork_server.start(config.training)  # it imports torch while this process does the same
+    fork_server.start(config.training)  # the server imports torch in parallel with this process
     with preparing():
         with interruptible_import():
             from gpipe_cli.commands.export_run import run_export  # torch comes with it
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def exported(tree: DictConfig) -> ExportConfig:
-    """What to export. Raises InputError for averages that the run has not kept."""
+    """The export that `tree` describes. Raises InputError for averages that the run did not keep."""
     settings, training = of_run(ExportSettings, tree)
     if settings.averages and not training.ema_decay:
         why = "the run kept no average of its weights, as ema_decay=0; leave it out"
@@ -55,7 +55,7 @@ def exported(tree: DictConfig) -> ExportConfig:
 
 
 def file_of(config: ExportConfig) -> Path:
-    """Where the file goes. Raises InputError for a place that is taken, or is none."""
+    """The file to write. Raises InputError for a wrong suffix, a missing folder, or a file that already exists."""
     suffixes = SUFFIXES[config.format]
     file = Path(config.file or Path(config.run) / f"model{suffixes[0]}")
     if file.suffix not in suffixes:

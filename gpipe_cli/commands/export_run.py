@@ -1,4 +1,4 @@
-"""`gpipe export` in its parent process: a file is written, the checkpoint and the file are evaluated and compared."""
+"""The parent's side of `gpipe export`: writes the file, evaluates checkpoint and file, and compares their losses."""
 
 from dataclasses import replace
 from functools import partial
@@ -23,20 +23,20 @@ from gpipe_cli.training.export import evaluate_file, write_model
 from gpipe_cli.training.train_loop import evaluate_checkpoint
 from gpipe_cli.units import size
 
-# Of the greater loss: what another order of summation may come to, and products of 16 bits in the pipeline.
+# Allowed differences, as shares of the greater loss: from the order of summation, and with a precision below float32.
 TOLERANCE, ROUNDED_TOLERANCE = 1e-3, 5e-2
 _NOT_DECODED = DecodeConfig(1, 0, 0.0)
 
 
 def run_export(config: ExportConfig, file: Path) -> int:
-    """Export and evaluate; returns the exit code: 0, 1 it failed or the file gives other results, 130 interrupted.
-    Raises InputError for what the user can mend before anything was written."""
+    """Export and evaluate; returns the exit code: 0, 1 failed or the file gives another loss, 3 or 130 interrupted.
+    Raises InputError for what the user can fix before anything was written."""
     refuse_torchrun("gpipe export starts its own processes; call it without torchrun")
     run = Path(config.run)
     training = for_evaluation(config.training)
     spec = make_pipeline_spec(training)
     checkpoint = fitting_checkpoint(training, run, config.checkpoint, "run", optimizer=False)
-    threads = spec.layout.threads  # the last bits of sums depend on them
+    threads = spec.layout.threads  # the last bits of sums depend on their number
     whole = replace(training, partitions=1, partition=PartitionConfig(None), stages_per_process=None, threads=threads)
     alone = make_pipeline_spec(whole)
     tasks: list[tuple[Task, PipelineSpec]] = [
@@ -52,7 +52,7 @@ def run_export(config: ExportConfig, file: Path) -> int:
 
 
 class _ExportReport(NoReport):
-    """Facts as they become known."""
+    """Shows facts about an export as they become known, and keeps both scores."""
 
     def __init__(self, config: ExportConfig, checkpoint: Path, file: Path) -> None:
         self._config, self._checkpoint, self._file = config, checkpoint, file
@@ -92,7 +92,7 @@ class _ExportReport(NoReport):
         return outcome_of_test(task, replace(evaluation_of(task, scores), averaged=False))
 
     def compare(self) -> int:
-        """Say how far apart the two losses are; returns 1 if that is too far."""
+        """Show how far apart the two losses are; returns 1 if they differ by more than the tolerance, else 0."""
         assert self._before is not None
         assert self._after is not None
         before, after = self._before.loss, self._after.loss

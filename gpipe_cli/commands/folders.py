@@ -1,4 +1,4 @@
-"""The folders that commands write to: made for one command, kept from others while it is at work, never left empty."""
+"""The folders that commands write to: created if need be, locked while the command runs, and never left empty."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ from gpipe_cli.errors import InputError
 from gpipe_cli.system.files import LOCK, PARTIAL, FolderInUseError, FolderLock, remove_partial_files
 
 _BEFORE_CONFIG = {"checkpoints", "vocabulary.model", "failure.txt"}  # files that a run writes before its configuration
-ENDING_SECONDS = 6.0  # a run that was killed, or whose sweep was, ends within these
+ENDING_SECONDS = 6.0  # within which a run ends after it or its sweep was killed
 
 
 def numbered(path: Path) -> Iterator[Path]:
@@ -24,7 +24,7 @@ def numbered(path: Path) -> Iterator[Path]:
 
 
 def refuse_file(key: str, file: Path, *, taken: str, overwrite: bool = False) -> None:
-    """Raises RefusedError for a place where no file can be written; `taken` says what to give where one lies."""
+    """Raises RefusedError if `file` cannot be written; `taken`: what to give instead of a file that already exists."""
     if not file.parent.is_dir():
         raise RefusedError(key, file, f"there is no folder {file.parent}; make it, or give another")
     if os.path.lexists(file) and not (overwrite and file.is_file()):
@@ -32,8 +32,8 @@ def refuse_file(key: str, file: Path, *, taken: str, overwrite: bool = False) ->
 
 
 def make_new(path: Path) -> Path:
-    """Makes the first of `numbered(path)` that is not there: two commands of one second must not share a folder that is
-    named by the time. Raises OSError if it cannot be made."""
+    """Create the first of `numbered(path)` that does not exist: two commands started in the same second must not share
+    a folder named by the time. Raises OSError if it cannot be created."""
     path.parent.mkdir(parents=True, exist_ok=True)
     for folder in numbered(path):
         with suppress(FileExistsError):
@@ -43,7 +43,7 @@ def make_new(path: Path) -> Path:
 
 
 def new_run(config: TrainConfig, now: datetime, auto: Sequence[str] = (), what: str = "") -> Path:
-    """A folder in `output`, named by time, model, dataset, K, M and R; `what` is it, if it is not a training."""
+    """A path in `output`, named by time, `what` (`bench`, ...; "" for a training), model, dataset, K, M and R."""
     stem = f"{now:%Y-%m-%d_%H-%M-%S}_{f'{what}_' if what else ''}{config.model.name}_{config.dataset.name}"
     k, m, r = ("auto" if key in auto else getattr(config, key) for key in ("partitions", "micro_batches", "replicas"))
     return Path(config.output) / f"{stem}_K{k}_M{m}{'' if r == 1 else f'_R{r}'}"
@@ -53,14 +53,13 @@ def new_run(config: TrainConfig, now: datetime, auto: Sequence[str] = (), what: 
 def run_folder(
     config: TrainConfig, now: datetime, auto: Sequence[str] = (), what: str = "", *, again: bool = False
 ) -> Iterator[Path]:
-    """The folder of a run: `run_folder`, or a `new_run`.
+    """The folder of a run, `config.run_folder` or a `new_run`, locked inside the context and removed after it if empty.
 
-    `auto` are settings that will be chosen later; `what` is it, if it is not a training; `again`: what lies in
-    `run_folder` may be of an earlier start of this run, which may be ending. Inside, no other run may work there.
-    Refused or interrupted before anything was written, nothing is left behind.
+    `auto`: settings that will be chosen later; `what`: "" for a training; `again`: `run_folder` may hold an earlier
+    start of this run, which may still be ending.
 
-    Under torchrun only process 0 makes it; what the others get does not exist, and is not theirs to write to. Raises
-    InputError if it cannot be made, another process is at work there, or it holds something and no run that goes on.
+    Under torchrun only process 0 creates the folder; the other processes get a path that they must not write to. Raises
+    InputError if it cannot be created, another process is at work there, or it is not empty and no run there goes on.
     """
     chosen = new_run(config, now, auto, what) if config.run_folder is None else Path(config.run_folder)
     if not leads():
@@ -77,8 +76,8 @@ def run_folder(
 
 
 def refuse_content(folder: Path, *, again: bool) -> None:
-    """Raises InputError for a folder that is not empty; it may hold an earlier start of the run that begins `again`.
-    Raises OSError for what is no folder."""
+    """Raises InputError for a folder that is not empty; with `again` it may hold an earlier start of the run. Raises
+    OSError if it is not a folder."""
     left = {path.name for path in folder.iterdir() if not path.match(PARTIAL)} - {LOCK}
     is_run = CONFIG in left or left <= _BEFORE_CONFIG
     if left and not (again and is_run):
@@ -89,13 +88,13 @@ def refuse_content(folder: Path, *, again: bool) -> None:
 
 @contextmanager
 def locked_folder(chosen: Path, setting: str, *, new: bool, patience_seconds: float = 0.0) -> Iterator[Path]:
-    """The folder `chosen`, made if need be, and if it must be `new` one beside it; no other command may work there.
+    """The folder `chosen`, created if need be (if it must be `new` but exists, a numbered one beside it), and locked.
 
-    Afterwards it is removed if it is empty, with those above that were made for it. Errors begin with `setting`;
-    `patience_seconds`: how long to wait for a command that may be ending. Raises InputError if it cannot be made, or
-    another process is at work there.
+    Afterwards it is removed if it is empty, with the folders above that were created for it. Errors begin with
+    `setting`; `patience_seconds`: how long to wait for a command that may be ending. Raises InputError if the folder
+    cannot be created, or another process is at work there.
     """
-    above = [parent for parent in chosen.parents if not parent.exists()]  # the lowest comes first
+    above = [parent for parent in chosen.parents if not parent.exists()]  # innermost first
     try:
         folder = make_new(chosen) if new else chosen
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,5 @@
-"""`gpipe help TOPIC`: what the files in `conf/`, the README's glossary and the recipes say of a setting, a choice, a
-word, what measures say of themselves, and of what a schedule shows a picture; nothing is written for it alone."""
+"""`gpipe help TOPIC`: explains a setting, a choice, a word, a measure or a recipe, and draws pictures of schedules. All
+texts come from `conf/`, the README's glossary, the recipes and `results.measures`; none is written for it alone."""
 
 import re
 import sys
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
     if topic in lists.TOPICS:
         return lists.main([topic])
     key, _, value = topic.partition("=")
-    found = [entry for entry in known.get(value, []) if entry[0].partition("  ")[0] == topic]  # so headings begin
+    found = [entry for entry in known.get(value, []) if entry[0].partition("  ")[0] == topic]  # as headings begin
     found = found or [entry for name, said in known.items() if _plain(name) == _plain(key) for entry in said]
     if not found:
         hint = nearest(topic, list(known)) or "; gpipe help says what topics are"
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def topics() -> dict[str, list[tuple[str, str]]]:
-    """Heading and text of everything there is to say, by what one may ask for, as it is written elsewhere."""
+    """Topic -> heading and text of each entry about it, with topics spelled as in the sources."""
     found: dict[str, list[tuple[str, str]]] = defaultdict(list)
     for word, text in glossary().items():
         found[word].append((word, text))
@@ -76,7 +76,7 @@ def topics() -> dict[str, list[tuple[str, str]]]:
         entry = f"{one.key}={one.value}  ({place})", one.text
         for name in dict.fromkeys((one.key, one.key.rpartition(".")[2])):
             found[name].append(entry)
-        if symbol := re.match(r"[A-Z](?=,)", one.text):  # the paper's, `K`
+        if symbol := re.match(r"[A-Z](?=,)", one.text):  # the paper's symbol, `K`
             found[symbol[0]].append(entry)
         if one.place == "train":
             found["settings"].append((f"{one.key}={one.value}", one.text))
@@ -97,14 +97,14 @@ def topics() -> dict[str, list[tuple[str, str]]]:
 
 
 def _of_recipe(heading: str) -> str:
-    """What a recipe says of itself; the YAML of all recipes takes a second to read."""
+    """The text about one recipe, read only when it is shown: reading all of them takes a second."""
     recipe = load(heading.removeprefix("gpipe reproduce "))
     return f"{recipe.title} ({recipe.source}). At a desk: {recipe.desk.scaled}; {recipe.desk.duration}."
 
 
 def glossary() -> dict[str, str]:
-    """The words of the README, which every installation carries, and their meanings, with symbols in brackets; none
-    where gpipe is not installed."""
+    """The README's glossary, word -> meaning with the symbol in parentheses, from the installed package's metadata; {}
+    if gpipe is not installed."""
     try:
         about = metadata("gpipe-cli")
     except PackageNotFoundError:
@@ -116,7 +116,7 @@ def glossary() -> dict[str, str]:
 
 
 def _plain(topic: str) -> str:
-    """The topic in its one spelling: `micro-batches`, `micro_batch` and `Micro batch` are the same."""
+    """The topic, normalized: `micro-batches`, `micro_batch` and `Micro batch` are the same."""
     return re.sub(r"(?:(?<=ch)es|(?<=[^s])s)$", "", topic.lower().replace("_", " ").replace("-", " "))
 
 

@@ -1,5 +1,5 @@
-"""What `gpipe help` draws of K, M, the bubble, a schedule and recomputation: a step of a few stages, as Figure 2(c) of
-the paper draws one, and its figures. Both come from the schedules themselves; no number is typed here but K and M."""
+"""The pictures of `gpipe help` for K, M, the bubble, schedules and recomputation: a step of a few stages, drawn as in
+the paper's Figure 2(c), and its figures. Both are computed from the schedules, given K, M and the costs of a stage."""
 
 from collections.abc import Iterator, Sequence
 
@@ -16,7 +16,7 @@ from gpipe_cli.units import percent, plural
 
 STAGES, MICRO_BATCHES = 3, 4
 OVER_STAGES, OVER_MICRO_BATCHES = (2, 3, 4, 8), (1, 2, 4, 8, 16, 32)  # rows and columns of the table of bubbles
-# Equal stages, whose backward takes as long as two forwards, and half of it for the gradients of inputs.
+# Equal stages: a backward takes as long as two forwards, half of it for the gradients of the inputs.
 COST = StageCost(1, 1, 2, inputs_seconds=1, weights_seconds=1)
 WORDS = {
     Kind.F: "F a forward",
@@ -28,7 +28,7 @@ WORDS = {
 
 
 def drawn(topic: str, width: int) -> Iterator[str]:
-    """The lines for a topic, in small letters and with blanks, of this width; none for a topic without a picture."""
+    """The lines of the picture of `topic` (as `help._plain` spells it), for a terminal of `width`; none without one."""
     match topic:
         case "k" | "partition" | "stage" | "m" | "micro batch" | "bubble":
             yield from _step("gpipe", build("gpipe", STAGES, MICRO_BATCHES, "never"), width)
@@ -43,7 +43,7 @@ def drawn(topic: str, width: int) -> Iterator[str]:
         case "recomputation" | "recompute":
             for mode in RECOMPUTE:
                 yield from _recomputed(mode, width)
-        case "alway" | "except last" | "never":  # a plural's s is not part of a topic
+        case "alway" | "except last" | "never":  # `help._plain` removes a final s
             mode = next(mode for mode in RECOMPUTE if mode.startswith(topic.replace(" ", "_")))
             yield from _recomputed(mode, width)
 
@@ -83,7 +83,7 @@ def _recomputed(mode: str, width: int) -> Iterator[str]:
 
 
 def _simulated(schedule: Schedule) -> Timeline:
-    """A step of equal stages, of which a forward takes 1 s, and whose transfers take no time."""
+    """A step of equal stages: a forward takes 1 s, transfers take no time."""
     return simulate(schedule, [COST] * len(schedule.stages))
 
 

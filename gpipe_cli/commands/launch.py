@@ -1,4 +1,4 @@
-"""`gpipe launch slurm`: the script of a job that trains, with -m of an array of them, checked before it is queued."""
+"""`gpipe launch slurm`: writes the script of a training job, with -m of a job array, checked before it is queued."""
 
 import re
 import shlex
@@ -21,12 +21,12 @@ from gpipe_cli.launch.slurm import script, submit
 from gpipe_cli.system.files import write_whole
 from gpipe_cli.system.interrupts import interruptible_import
 
-# What a job has no use for, and what to do instead.
+# Settings that `gpipe launch` refuses, with the reason and the remedy.
 REFUSED = {
     "resume": "a job begins a run, or goes on with the one that lies in its run_folder; give that",
     "dry_run": "everything is checked in any case; leave it out",
 }
-FILES = ("config_path", "config_dir", "config_name")  # options that gpipe train gets, too
+FILES = ("config_path", "config_dir", "config_name")  # options passed on to gpipe train
 SWEEP_DIR = "hydra.sweep.dir"
 
 
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     trees, elements = Trees(line, TRAINING_KEYS), _elements(line)
     composed = [trees.tree(typed) for typed in elements]
-    job, *_ = [own(LaunchSettings, "launch", tree) for tree in composed]  # all elements of an array have the same
+    job, *_ = [own(LaunchSettings, "launch", tree) for tree in composed]  # the same in all elements of an array
     requests = [training(tree, values_of(typed)) for tree, typed in zip(composed, elements, strict=True)]
     if not named:
         raise InputError("slurm is missing; write gpipe launch slurm [setting=value ...]")
@@ -79,8 +79,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _elements(line: CommandLine) -> list[tuple[str, ...]]:
-    """The settings of each training: of a sweep one for each combination. Raises InputError for what an array cannot
-    have."""
+    """The typed settings of each training: one, or one per combination of a sweep. Raises InputError for what an array
+    cannot have."""
     refuse_without_effect(line)
     for key, value in line.overrides.items():
         if key.startswith("hydra") and key != SWEEP_DIR:
@@ -97,7 +97,7 @@ def _elements(line: CommandLine) -> list[tuple[str, ...]]:
 
 
 def _refuse(job: LaunchSettings, config: TrainConfig) -> None:
-    """Raises InputError for devices that the job does not have or would not use, and weights that are not there."""
+    """Raises InputError for a device that the job lacks or would leave idle, and if there is no run init_from."""
     if config.device == "cuda" and not job.gpus_per_node:
         raise RefusedError("device", config.device, "the job has gpus_per_node=0; give its GPUs, or use device=cpu")
     if config.device == "cpu" and job.gpus_per_node:
@@ -108,8 +108,8 @@ def _refuse(job: LaunchSettings, config: TrainConfig) -> None:
 
 
 def _refuse_places(place: Path, folders: Sequence[Path]) -> None:
-    """Raises InputError for a folder in which `gpipe train resume=auto` would neither begin a run nor go on with one;
-    `place` is the run's folder or, of a sweep, the one above `folders`."""
+    """Raises InputError for a folder in which `gpipe train resume=auto` can neither begin nor resume a run; `place`:
+    the run's folder or, for a sweep, the folder above `folders`."""
     if not is_one_line(str(Path.cwd())):
         raise InputError(f"the current folder, {show(Path.cwd())}: sbatch cannot read its name; work in another one")
     if not is_one_line(str(place)):
@@ -127,7 +127,7 @@ def _refuse_places(place: Path, folders: Sequence[Path]) -> None:
 
 
 def _settings(line: CommandLine, typed: Sequence[str]) -> list[str]:
-    """What `gpipe train` gets of the settings of a training."""
+    """The arguments that `gpipe train` gets for a training with the settings `typed`."""
     files = [f"--{key.replace('_', '-')}={value}" for key in FILES if (value := line.options[key]) is not None]
     return files + [one for one in typed if owner(one) != "launch" and key_of(one) != "run_folder"]
 
@@ -141,16 +141,16 @@ def _below(place: Path, line: CommandLine, elements: Sequence[Sequence[str]]) ->
 
 
 def _unused(path: Path) -> Path:
-    """A folder that is not there, nor a script of it."""
+    """The first of `numbered(path)` that does not exist and has no script."""
     return next(one for one in numbered(path) if not one.exists() and not _script_of(one).exists())
 
 
 def _script_of(folder: Path) -> Path:
-    """Beside the folder; `.` has no name."""
+    """The path of a folder's script, beside it; `.` and `..` are resolved, as they have no name."""
     named = folder if folder.name not in ("", "..") else folder.resolve()
     return named.with_name(f"{named.name}.sbatch")
 
 
 def _hydra(key: str, folder: Path) -> str:
-    """The setting as Hydra reads it, whatever the folder has in its name."""
+    """The setting `key=folder`, quoted if Hydra's grammar needs it."""
     return f"{key}={folder}" if re.fullmatch(r"[\w./-]+", str(folder)) else f"{key}={quoted(folder)}"

@@ -1,4 +1,4 @@
-"""`gpipe list`: what there is to choose among, and what has been run; a table each."""
+"""`gpipe list`: tables of the models, datasets, hardware and recipes to choose among, and of past runs."""
 
 import re
 import sys
@@ -109,7 +109,7 @@ def _hardware() -> Listed:
 
 
 def _choices(group: str, columns: Sequence[Column], until: str = r"(?<=\.) (?=[A-Z])") -> Table:
-    """A row for each choice of a group, with what its file says of it, up to `until`: by default the first sentence."""
+    """A row per choice of a group, with its file's description up to the pattern `until`: by default one sentence."""
     choices = of_choices(group)
     sentences = [re.split(until, text)[0] for text in choices.values()]
     what = Column("what it is", cells=sentences, key="what", values=list(choices.values()))
@@ -164,7 +164,7 @@ def _runs(folder: Path = Path("outputs")) -> Listed:
 
 
 def _begun_and_result(run: Path) -> tuple[datetime, RunResult]:
-    """What is known of a run. One with a result.json that cannot be read is listed too, and so are those after it."""
+    """When a run began, and its result. If result.json is missing or damaged, the run is listed with that as status."""
     begun = datetime.fromtimestamp((run / CONFIG).stat().st_mtime)
     try:
         result = read_run_result(run)

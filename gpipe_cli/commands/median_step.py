@@ -1,19 +1,19 @@
-"""Which recorded step of a run is shown: one that took as long as half of the others at most, and half of them at
-least. Single steps wait for data, disks and other programs, and the first ones for memory."""
+"""The recorded step of a run that is shown: the one of median duration. Other steps may have waited for data, disks or
+other programs, and the first ones for memory."""
 
 from bisect import insort
 
 from gpipe_cli.training.events import StepDone, StepRecorded
 
-KEPT = 32  # recordings: one may have thousands of numbers, and an epoch tens of thousands of steps
+KEPT = 32  # recordings at most: one may hold thousands of numbers, and an epoch tens of thousands of steps
 
 
 class MedianStep:
     """The step, among those added, whose duration is nearest to their median.
 
-    Durations are kept of all of them; recordings of all as long as these are few, later of every second, fourth, ...
-    step, so that they are spread over all of the time. Steps that do not count (warm-up, a short mini-batch) stand in
-    for want of others only: the first one that counts drops them.
+    All durations are kept, but recordings of all steps only up to KEPT, later of every second, fourth, ... step, so
+    that they spread over the whole time. Steps that do not count (warm-up, a short mini-batch) are used only until the
+    first one that counts, which drops them.
     """
 
     def __init__(self) -> None:
@@ -36,12 +36,12 @@ class MedianStep:
 
     @property
     def steps(self) -> int:
-        """How many steps the median is of."""
+        """Number of steps that the median is taken over."""
         return len(self._seconds)
 
     @property
     def nearest(self) -> tuple[StepDone, StepRecorded] | None:
-        """The step, and when its stages did what; None before the first step. Of an even number of steps the median is
-        the lower one of the middle."""
+        """The kept step nearest to the median duration, with its recording; None before the first step. Of an even
+        number of steps, the median is the lower of the two in the middle."""
         middle = (len(self._seconds) - 1) // 2
         return min(self._kept, key=lambda step: abs(step[0].seconds - self._seconds[middle]), default=None)

@@ -1,8 +1,8 @@
 """How a command runs and ends: in this process, or in a fork of it.
 
-Sweeps (the tables of the paper) and recipes run many trainings. Each runs in a fork of a process that has imported
-torch and done nothing with it: it starts in milliseconds, and when it ends, however it ends, nothing of it stays, be
-that memory, a CUDA context, or what a user's own model code has changed. A crash ends one run, and not the sweep.
+Sweeps (the tables of the paper) and recipes run many trainings, each in a fork of a process that has imported torch
+but not used it: a fork starts in milliseconds, and leaves nothing behind however it ends, be it memory, a CUDA context,
+or what a user's own model code has changed. A crash ends one run, not the sweep.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from gpipe_cli.system.streams import lost_output
 FAILED, BAD_INPUT = 1, 2
 COMPOSED = ("train", "bench", "plan", "check", "evaluate", "export")  # commands whose settings Hydra composes
 INTERRUPTED = 128 + signal.SIGINT  # the exit code with which shells report a process ended by a signal
-UNREAD = 128 + signal.SIGPIPE  # likewise: the reader of stdout has ended, `gpipe ... | head`
+UNREAD = 128 + signal.SIGPIPE  # likewise: nobody reads stdout any more, `gpipe ... | head`
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class Outcome:
 
 
 def outcome(work: Callable[[], int]) -> Outcome:
-    """Call `work`, which returns an exit code. What the user or the system caused becomes an outcome; anything else,
-    and with GPIPE_FULL_ERROR=1 all of it, is raised."""
+    """Call `work`, which returns an exit code. Interrupts, and errors of the user or the system, become an Outcome;
+    other exceptions are raised, and with GPIPE_FULL_ERROR=1 those errors too."""
     try:
         exit_code = work()
         sys.stdout.flush()
@@ -68,9 +68,9 @@ def outcome(work: Callable[[], int]) -> Outcome:
 
 def run_command(name: str, arguments: Sequence[str]) -> int:
     """Run `gpipe NAME` with its arguments in this process; returns its exit code, and raises what it raises."""
-    torchrun()  # refuses what torchrun would never set
+    torchrun()  # raises InputError for variables that torchrun would never set
     with phases() if leads() else contextlib.nullcontext(), interruptible():
-        if name in COMPOSED and not any(argument.startswith("-") for argument in arguments):  # flags show something
+        if name in COMPOSED and not any(argument.startswith("-") for argument in arguments):  # options only print
             phase("reading the settings")
         exit_code: int = importlib.import_module(f"gpipe_cli.commands.{name}").main(arguments)
     return exit_code
@@ -78,13 +78,13 @@ def run_command(name: str, arguments: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def preparing(what: str = "") -> Iterator[None]:
-    """Around what takes seconds before its first line: torch is imported, workers start. `what` is prepared."""
+    """Around slow work before any output: importing torch, starting workers. `what`: what is prepared, for `phase`."""
     if (lost := lost_output()) is not None:
         raise lost
     phase("importing torch", what)
     try:
         yield
-    finally:  # if nothing came after it
+    finally:  # in case no output has replaced the line
         end_phase()
 
 
@@ -93,16 +93,16 @@ def import_torch() -> None:
     if "gpipe_cli.commands.training_run" in sys.modules:
         return
     with preparing(), interruptible_import():
-        # the last two are imported by a training's first steps, which is two seconds of every fork
+        # a training's first steps would import the last two, which would cost every fork two seconds
         for name in ("gpipe_cli.commands.training_run", "torch._dynamo", "gpipe_cli.reporting.plots.timeline"):
             importlib.import_module(name)
 
 
 def fork_command(work: Callable[[], int], output: int | None = None) -> Fork[Outcome]:
-    """A fork of this process that does what a command does; `output`: the file descriptor that it writes to."""
+    """A fork of this process that calls `work` as a command; `output`: file descriptor for its stdout and stderr."""
 
     def contained() -> Outcome:
-        # torchrun may have started our parent, as one process; it did not start us, and will not start us again
+        # torchrun may have started the parent, as its only process, but will not start this fork again
         for name in [name for name in os.environ if name.startswith("TORCHELASTIC_")]:
             del os.environ[name]
         try:
@@ -118,6 +118,6 @@ def fork_command(work: Callable[[], int], output: int | None = None) -> Fork[Out
 
 
 def ended(fork: Fork[Outcome], meanwhile: contextlib.AbstractContextManager[None] | None = None) -> Outcome:
-    """How the fork of a command ended, once it has. Raises KeyboardInterrupt if this process is interrupted."""
+    """Wait for a command's fork, inside `meanwhile`; returns how it ended. Raises KeyboardInterrupt if interrupted."""
     result, code = fork.wait(meanwhile)
     return result or Outcome(code, f"exit code {code}")

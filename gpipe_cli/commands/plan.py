@@ -1,4 +1,4 @@
-"""`gpipe plan`: what a step would take, on this machine or another one (the paper's Tables 1 to 3, unrun)."""
+"""`gpipe plan`: predicts a step on this machine or another one without running it (the paper's Tables 1 to 3)."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ from gpipe_cli.system.interrupts import interruptible_import
 
 @dataclass(frozen=True)
 class _Request:
-    """What is to be planned."""
+    """A configuration to plan."""
 
     config: TrainConfig
     auto: tuple[str, ...]  # settings that are to be chosen
@@ -71,10 +71,10 @@ def _requested(tree: DictConfig, given: Mapping[str, object]) -> _Request:
 
 def _plan(request: _Request, form: str, *, shown: bool) -> PlanResult:
     config, auto = request.config, request.auto
-    console = Console(stderr=form != TABLE)  # the document alone is on stdout
+    console = Console(stderr=form != TABLE)  # only the JSON or CSV document goes to stdout
     with run_folder(config, datetime.now(), auto, "plan") as folder, preparing():
         if config.cost != "figures":
-            fork_server.start()  # it imports torch while this process does the same
+            fork_server.start()  # the server imports torch in parallel with this process
         with interruptible_import():
             from gpipe_cli.commands.plan_run import plan
 
@@ -82,7 +82,7 @@ def _plan(request: _Request, form: str, *, shown: bool) -> PlanResult:
 
 
 def _sweep(line: CommandLine, form: str) -> int:
-    """A plan for each combination of settings: a table of them, or all their documents."""
+    """Plan each combination of settings; print a table of the plans, or all of them as one JSON or CSV document."""
     for key, why in (
         ("run_folder", "each plan of a sweep has a folder of its own; give output=FOLDER"),
         ("write_schedule", "each plan of a sweep has a schedule of its own; plan one of them without -m"),

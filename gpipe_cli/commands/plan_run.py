@@ -1,4 +1,4 @@
-"""What `gpipe plan` does: profile the model, choose what is auto, simulate; then write the plan, and show it."""
+"""The work of `gpipe plan`: profile the model, choose the `auto` settings, simulate, and write and show the plan."""
 
 import gc
 import shlex
@@ -33,7 +33,7 @@ from gpipe_cli.results.plan import PLAN, PlanResult
 from gpipe_cli.system.files import write_whole
 
 PICTURE = "timeline.png"
-SETTINGS = "settings.yaml"  # not config.yaml: this is no run
+SETTINGS = "settings.yaml"  # not config.yaml, which would make the folder a run's
 
 
 def plan(
@@ -45,12 +45,12 @@ def plan(
     *,
     shown: bool,
 ) -> PlanResult:
-    """Plan `config`, and write it into `folder`. Returns its numbers.
+    """Plan `config`, write the plan into `folder`, and return its numbers.
 
-    `console` gets a line before what takes seconds, and the plan if it is to be `shown`. Raises InputError for what
-    cannot be planned or does not fit.
+    `console` gets a line before each slow part, and the plan if `shown`. Raises InputError for what cannot be planned
+    or does not fit the memory.
     """
-    gc.disable()  # a large plan is a million small objects, and collecting takes seconds; the process ends after it
+    gc.disable()  # a large plan has a million small objects, and garbage collections would take seconds
     try:
         log = partial(show_text, console)
         _require_figures(config, several=config.partitions > 1 or "partitions" in auto)
@@ -85,12 +85,12 @@ def plan(
         return result
     finally:
         gc.freeze()
-        gc.unfreeze()  # all that there is counts as old now, so that the next collection does not look through it
+        gc.unfreeze()  # moves all objects to the oldest generation, which the next collection skips
         gc.enable()
 
 
 def _require_figures(config: TrainConfig, *, several: bool) -> None:
-    """Raises InputError if a plan by figures cannot be made, for want of one."""
+    """Raises InputError if cost=figures lacks a figure of the hardware; `several` partitions need the link's too."""
     layout = layout_of(config)
     hardware = resolved(config.hardware, layout.devices)
     wanted = ["tflops", "memory_gb_per_second", *(["link_gb_per_second"] if several else [])]

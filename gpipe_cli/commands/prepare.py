@@ -1,4 +1,4 @@
-"""What a command decides before anything runs: the settings that were left open, the plan, the pipeline's spec."""
+"""What a command decides before anything runs: the `auto` settings, the plan, and the pipeline's spec."""
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
@@ -17,20 +17,20 @@ from gpipe_cli.system.machine import usable_cores
 from gpipe_cli.system.phase import phase
 from gpipe_cli.units import duration, percent, plural
 
-_WORTH_THREADS = 1.3  # times the step of more threads, up to which one is chosen: a busy machine slows it less
-_UNEVEN = 1.1  # the work of a process over the mean of all, that is worth a line; the choice is ours
+_WORTH_THREADS = 1.3  # slowdown of a step at which one thread is still chosen: a busy machine slows one thread less
+_UNEVEN = 1.1  # ratio of the largest to the mean work of a process above which a line says so; our choice
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run that could begin: every setting has its value, `threads` too, as sums depend on it in their last bits."""
+    """A run ready to begin: every setting has its value, also `threads`, on which the last bits of sums depend."""
 
     config: TrainConfig
     profile: ModelProfile
     plan: Plan
     spec: PipelineSpec
     comparisons: tuple[Choice, ...]
-    notes: tuple[tuple[str, str], ...]  # lines of a banner: what gave the costs, was chosen, is kept, or takes turns
+    notes: tuple[tuple[str, str], ...]  # lines of the banner: label, text
 
 
 def prepare(
@@ -41,10 +41,10 @@ def prepare(
     *,
     elsewhere: bool = False,
 ) -> Prepared:
-    """Choose what is `auto`, plan the step, cut the model.
+    """Choose the settings in `auto`, plan the step, and partition the model.
 
-    `log` gets a line before what takes seconds; `started`: this process, if torchrun started it; `elsewhere`: the
-    devices here do not count. Raises InputError for what cannot be built, cut, placed or does not fit.
+    `log` gets a line before each slow part; `started`: this process, if torchrun started it; `elsewhere`: the plan is
+    for another machine. Raises InputError for what cannot be built, partitioned or placed, or does not fit the memory.
     """
     phase("building the model")
     profile = profile_model(config)
@@ -52,7 +52,7 @@ def prepare(
     costs_of = partial(step_costs, log=log)
     config, plan, comparisons = choose(config, auto, profile, costs_of, started, elsewhere=elsewhere)
     threads: tuple[tuple[str, str], ...] = ()
-    if not auto:  # candidates of `auto` were compared at the threads that they get
+    if not auto:  # candidates for `auto` were compared with the threads that each would get
         config, plan, comparisons, threads = _fewest_threads(
             config, plan, comparisons, lambda one: choose(one, (), profile, costs_of, started, elsewhere=elsewhere)
         )
@@ -78,9 +78,9 @@ def _fewest_threads(
     comparisons: tuple[Choice, ...],
     plan_of: Callable[[TrainConfig], tuple[TrainConfig, Plan, tuple[Choice, ...]]],
 ) -> tuple[TrainConfig, Plan, tuple[Choice, ...], tuple[tuple[str, str], ...]]:
-    """The settings, plan and comparisons of one thread for each process where more threads gain little, and a line of
-    the banner that says so; else those given. Threads of small operations wait for each other, the longer the busier
-    the machine is."""
+    """The settings, plan and comparisons with one thread per process, and a line of the banner about it, where more
+    threads gain little; else those given. With small operations threads wait for each other, on a busy machine longer.
+    """
     threads = plan.layout.threads
     if config.threads is not None or threads == 1 or not plan.layout.on_cpu or not times_machine(config, plan.layout):
         return config, plan, comparisons, ()
@@ -92,13 +92,13 @@ def _fewest_threads(
 
 
 def not_compiled(config: TrainConfig) -> str:
-    """What a plan of compiled layers does not know of them; those that are timed are compiled."""
+    """What a plan with compile=true leaves out, as text; layers that are timed are compiled."""
     times = ", and take other times" if config.cost == "figures" else ""
     return f"as with compile=false: compiled layers keep other activations{times}"
 
 
 def _resumed_threads(config: TrainConfig, processes: int) -> Iterator[tuple[str, str]]:
-    """A resumed run keeps its threads, whatever its new K would get; a line if that makes a difference."""
+    """A line of the banner if a resumed run's threads differ from before, or from those that its K would get now."""
     if config.resume is None:
         return
     threads, before = config.threads, load(Path(config.resume)).threads
@@ -110,7 +110,7 @@ def _resumed_threads(config: TrainConfig, processes: int) -> Iterator[tuple[str,
 
 
 def _turns(layout: Layout) -> Iterator[tuple[str, str]]:
-    """A line if stages or threads take turns: what is measured will not be the speed of a pipeline."""
+    """A line of the banner if stages or threads take turns, so that a measurement is not a pipeline's speed."""
     processes = layout.processes_here
     threads, cores = plural(layout.threads, "thread"), plural(usable_cores(), "core")
     if layout.short_of_cores and processes == 1:
@@ -122,7 +122,7 @@ def _turns(layout: Layout) -> Iterator[tuple[str, str]]:
 
 
 def _uneven(config: TrainConfig, spec: PipelineSpec) -> Iterator[tuple[str, str]]:
-    """A line if processes have different work as they have different numbers of stages: the cut evens out stages."""
+    """A line if processes' numbers of stages make their work uneven: the partitioner balances stages only."""
     layout, partitions = spec.layout, spec.partitions
     processes = layout.processes
     stages = [len(layout.stages_of(process)) for process in range(processes)]

@@ -59,9 +59,9 @@ class Machine:
         if command[0] != "plan":
             fork_server.start()  # shared by all forks
         fork = fork_command(lambda: run_command(command[0], command[1:]), log.fileno())
-        result = ended(fork, following(self.console, Path(log.name)))  # starts a thread: after the fork
+        result = ended(fork, following(self.console, Path(log.name)))  # starts a thread, so after the fork
         if result.exit_code < 0:
-            fork_server.kill()  # ends the workers of a command that was killed before it could
+            fork_server.kill()  # ends the workers of a command that was killed before it could end them
         if result.error:
             log.write(f"gpipe {command[0]}: {result.error}\n")
         if result.exit_code == BAD_INPUT:

@@ -1,8 +1,8 @@
 """`gpipe reproduce`: tables, figures and results of the paper, at the scale that the machine allows.
 
-Several recipes lie in one folder, each in a folder of its own below it. One that is done does not run again, as the
-whole paper takes over an hour at a desk and may be interrupted. The results become one page and, once all recipes are
-done, part of the recipes' README.
+Several recipes share a folder, with a subfolder each. A recipe that is done does not run again, as the whole paper
+takes over an hour at desk scale and may be interrupted. The results become one page and, once all recipes are done,
+part of the recipes' README.
 """
 
 import shlex
@@ -168,7 +168,7 @@ def _several(recipes: Sequence[Recipe], whole: ReproduceSettings, given: tuple[s
         show_facts(console, [("recipes", str(len(recipes))), ("folder", str(folder)), ("continue with", go_on)])
         failed: dict[str, str] = {}
         begin = time.monotonic()
-        took = stated = 0.0  # seconds of the recipes that have run here, and what their files state for a desk
+        took = stated = 0.0  # seconds that the recipes run so far took, and that their files state for a desk
         for at, recipe in enumerate(recipes, start=1):
             below = folder / recipe.name
             which = f"{at} of {len(recipes)}"
@@ -231,7 +231,7 @@ def _write_report(folder: Path, failed: dict[str, str]) -> None:
 
 
 def recipes() -> Table:
-    """What there is to reproduce."""
+    """A table of the recipes."""
     found = {name: load(name) for name in names()}
     minutes = [recipe.desk.duration for recipe in found.values()]
     columns = [

@@ -39,14 +39,14 @@ from gpipe_cli.training.checkpoint.files import remove_drafts
 from gpipe_cli.training.data_feed import mini_batches, refuse_short_last
 from gpipe_cli.training.fine_tuning import frozen_facts
 
-_FIRST_DRAWN = 5  # steps that count when the first picture is drawn, so that one need not wait for the first epoch
-_DRAWING_APART = 50  # times as long as a drawing took: it takes a core, which the stages may want
+_FIRST_DRAWN = 5  # counted steps after which the first picture is drawn, before the first epoch ends
+_DRAWING_APART = 50  # pause between drawings, in durations of the last one: drawing takes a core from the stages
 
 Ending = Literal["completed", "failed", "interrupted"]
 
 
 class RunReport:
-    """A training: console, TensorBoard and result.json, from the moment the workers are ready."""
+    """Reports a training on the console, in TensorBoard and in result.json, from when the workers are ready."""
 
     def __init__(
         self,
@@ -59,17 +59,17 @@ class RunReport:
         self._prepared, self._folder, self._bench = prepared, folder, bench
         self._start_of_run, self._restarts = start, restarts
         self.started = False
-        self._reporter: Reporter  # once it has started
+        self._reporter: Reporter  # set once the training has started
         self._last: events.StepDone | None = None  # the step whose recording comes next
         self._steps_per_epoch = 1
-        self._warmed_up = 0  # the last step that no median counts
+        self._warmed_up = 0  # the last warm-up step; the median leaves out steps up to it
         self._median = MedianStep()  # over the current epoch; in a measurement, over all steps
-        self._epoch_shown = False  # whether an epoch was complete, and its median step is the one to show
+        self._epoch_shown = False  # whether an epoch has ended, whose median step is the one to draw
         self._next_drawing = 0.0  # time.monotonic(): before it no picture is drawn
         self._undrawn: Callable[[], None] | None = None  # draws the last step that was chosen
 
     def on_message(self, message: object) -> None:
-        """Take a worker's message. Before TrainingReady there is nothing to show, and nothing is written."""
+        """Handle a worker's message. Before TrainingReady nothing is shown or written."""
         match message:
             case events.TrainingReady():
                 self._start(message)
@@ -94,7 +94,7 @@ class RunReport:
                 raise AssertionError(message)
 
     def break_off(self) -> None:
-        """The run goes on by itself; another report follows."""
+        """End this report, as the run restarts; another report follows."""
         if self.started:
             self._reporter.break_off()
 
@@ -102,7 +102,7 @@ class RunReport:
         if ending != "completed":
             remove_drafts(self._folder)  # there must be room for result.json
         if self.started:
-            # Interrupted, it ends at once: a drawing takes seconds on a busy machine, and a sweep kills it after 3.5 s.
+            # An interrupted run draws nothing: that can take seconds, and a sweep kills the run 3.5 s after Ctrl-C.
             if ending == "completed" or (ending == "failed" and self._next_drawing == 0):
                 if not self._epoch_shown:
                     self._choose()
@@ -116,7 +116,7 @@ class RunReport:
                 lost = unwritten
             if ending != "failed" and (seconds := self._reporter.undisturbed_step_seconds) is not None:
                 remember_run(self._prepared.config, self._prepared.plan, seconds)
-            if error is not None and lost is not None:  # the summary or result.json does not have it
+            if error is not None and lost is not None:  # the summary or result.json may lack it
                 show_error(error)
         elif error is not None:
             show_error(f"failed before the first step: {error}")
@@ -138,20 +138,20 @@ class RunReport:
         self._reporter.start()
 
     def _predicted_activations(self, step: events.StepDone) -> tuple[int, ...]:
-        """What the plan's rules say of the very mini-batch whose activations were counted."""
+        """Predicted bytes per stage for the very mini-batch whose activations were counted."""
         config, profile, plan = self._prepared.config, self._prepared.profile, self._prepared.plan
         if step.lengths != profile.lengths:  # padded to other lengths
             profile = profile_model(config, lengths=step.lengths)
         return saved_bytes(config, profile, plan.bounds, plan.order, plan.recompute, step.samples)
 
     def _recorded(self, step: events.StepDone, recorded: events.StepRecorded) -> None:
-        """When the stages did what in a step; at the end of an epoch a picture of its median step."""
+        """Report a step's recording; at the end of an epoch, draw its median step."""
         timeline, micro_batches = self._timeline(step, recorded)
         self._reporter.recorded(step.step, asdict(breakdown(timeline, micro_batches, step.seconds)))
         whole = step.samples == (self._prepared.config.batch_size or step.samples)  # the last of an epoch may be short
         self._median.add(step, recorded, counts=whole and step.step > self._warmed_up)
         if self._bench is not None:
-            return  # to draw takes a core for a second: not before the measurement is over
+            return  # drawing takes a core for a second, so it waits for the end of the measurement
         counted = self._median.counted
         ends = step.position == self._steps_per_epoch and counted > 0
         if not (ends or (counted == _FIRST_DRAWN and not self._next_drawing)):
@@ -170,7 +170,7 @@ class RunReport:
         return measured_timeline(schedule, recorded.seconds, recorded.began_seconds, devices), micro_batches
 
     def _choose(self) -> None:
-        """Make the median step of those that were added so far the one to draw, beside what was predicted of it."""
+        """Choose the median step so far as the one to draw, beside the prediction."""
         if (chosen := self._median.nearest) is None:
             return
         (step, recorded), plan = chosen, self._prepared.plan
@@ -193,7 +193,7 @@ class RunReport:
         self._undrawn = draw
 
     def _draw(self) -> None:
-        """Draw the chosen step, if there is one that is not drawn yet."""
+        """Draw the chosen step, unless it is drawn already."""
         if self._undrawn is not None:
             began = time.monotonic()
             self._undrawn()
@@ -202,7 +202,7 @@ class RunReport:
 
 
 class NoReport:
-    """Under torchrun process 0 reports; the parents of the others only say why they failed."""
+    """The report of every process under torchrun but process 0: only why it failed."""
 
     started = True
 
@@ -218,7 +218,7 @@ class NoReport:
 
 
 class EvaluationReport(NoReport):
-    """An evaluation: one answer."""
+    """Reports an evaluation: progress while sentences are translated, and the scores."""
 
     def __init__(self, config: TrainConfig, checkpoint: Path, folder: Path) -> None:
         self._config, self._checkpoint, self._folder = config, checkpoint, folder
@@ -249,7 +249,7 @@ Report = RunReport | NoReport
 
 
 def show_dry_run(prepared: Prepared, folder: Path, start: Start | None) -> None:
-    """The banner and result.json of a run that is not started: shapes, and of images that are here how many. Raises
+    """Show the banner and write result.json of a run that is not started; images are counted if they are here. Raises
     InputError for what the training would refuse."""
     config, data, steps_per_epoch = prepared.config, events.DataFacts(), None
     if isinstance(config.dataset, ImagesConfig):  # text is not read: its vocabulary may take minutes to learn

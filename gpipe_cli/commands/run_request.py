@@ -1,4 +1,4 @@
-"""A training, or the measurement of one, from its settings to its end."""
+"""Requests for a training or a measurement, and how they are performed."""
 
 import shlex
 from dataclasses import dataclass, replace
@@ -17,13 +17,13 @@ from gpipe_cli.reporting.tables.table import SYMBOLS
 from gpipe_cli.results.run import Start, to_the_second
 from gpipe_cli.system.interrupts import interruptible_import
 
-# Settings that belong to one invocation of the command and not to the run that it goes on with.
+# Settings of one invocation of the command, not of the run that it resumes.
 OF_INVOCATION = ("resume", "max_restarts", "run_folder", "output", "dry_run", "max_steps")
 
 
 @dataclass(frozen=True)
 class RunRequest:
-    """What is to be trained, or with `bench` measured."""
+    """A configuration to train or, with `bench`, to measure."""
 
     config: TrainConfig
     auto: tuple[str, ...]  # settings that are to be chosen
@@ -37,14 +37,14 @@ class RunRequest:
         return replace(self, config=replace(self.config, run_folder=str(folder)))
 
     def resuming(self, folder: Path) -> "RunRequest":
-        """The run in this folder from its last checkpoint on, with its own settings but for those of an invocation.
-        Raises InputError if they cannot be read."""
+        """A request to resume the run in `folder`, with the run's own settings except those in OF_INVOCATION. Raises
+        InputError if they cannot be read."""
         now = {key: getattr(self.config, key) for key in OF_INVOCATION} | {"resume": str(folder)}
         return replace(self, config=replace(load(folder), **now), auto=()).into(folder)
 
     def perform(self, *typed: str) -> int:
-        """`typed` is the command line, `gpipe` left out. Returns the exit code; raises InputError for what the user can
-        mend."""
+        """Train or measure; `typed`: the command line without `gpipe`. Returns the exit code; raises InputError for
+        what the user can fix."""
         now = datetime.now().astimezone()
         start = Start(to_the_second(now), shlex.join(["gpipe", *typed]))
         config, again = self.config, self.config.resume == GO_ON
@@ -63,7 +63,7 @@ class RunRequest:
         ):
             log(f"$ {start.command}")
             if not config.dry_run:
-                fork_server.start(config)  # it imports torch while this process does the same
+                fork_server.start(config)  # the server imports torch in parallel with this process
             with interruptible_import():
                 from gpipe_cli.commands.training_run import launch  # torch comes with it
 

@@ -1,7 +1,7 @@
 """`-m hydra/sweeper=optuna`: Optuna chooses the settings of each run of a sweep by the results of those before it.
 
-Optuna is asked for settings and told what they resulted in (`study.ask`, `study.tell`); the sweep does the rest. With a
-seed the same results lead to the same choices: a search that was interrupted goes on by being asked again.
+Optuna only proposes settings and is told their results (`study.ask`, `study.tell`); the sweep does the rest. With a
+seed, equal results lead to equal choices, so an interrupted search resumes by asking for all its settings again.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ class SamplerSettings:
     """How settings are chosen: by tpe, a Parzen estimator that learns from the runs before, or at random."""
 
     name: Literal["tpe", "random"] = "tpe"
-    seed: int | None = 0  # None: another search every time, which cannot go on
+    seed: int | None = 0  # None: other choices every time, so that a search cannot be resumed
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ class SearchSettings:
 
 
 class Search:
-    """The search that a sweep makes."""
+    """A sweep's search: an Optuna study and the settings that it chooses."""
 
     def __init__(self, settings: SearchSettings, line: CommandLine, more: Mapping[str, str] | None) -> None:
-        """`more` is searched beside what was typed. Raises RefusedError if Optuna is not installed, or for what it
-        cannot search."""
+        """`more`: settings of a file, searched beside the typed ones. Raises RefusedError if Optuna is not installed or
+        cannot search them."""
         if line.overrides.get("dry_run") is True:
             raise RefusedError("dry_run", True, "a search needs the results of its runs; leave it out")
         try:
@@ -86,14 +86,14 @@ class Search:
         return trial, (*self._fixed, *(f"{key}={value}" for key, value in trial.params.items()))
 
     def tell(self, trial: Any, objective: float | None) -> None:
-        """What a trial resulted in; None: its run failed, or has no such number."""
+        """Tell Optuna the result of a trial; None: its run failed, or has no objective."""
         if objective is None:
             self._study.tell(trial, state=self._failed)
         else:
             self._study.tell(trial, objective)
 
     def write_best(self, folder: Path) -> None:
-        """Writes FOUND, once a run has an objective."""
+        """Write FOUND, if any run has an objective."""
         if self._study.get_trials(states=[type(self._failed).COMPLETE]):
             best = self._study.best_trial
             params = values_of([f"{key}={value}" for key, value in best.params.items()])
@@ -102,8 +102,8 @@ class Search:
 
 
 def search_of(line: CommandLine, tree: DictConfig) -> Search | None:
-    """The search that the sweep makes, where Hydra's part of its `tree` may have more to search; None if it runs all
-    combinations. Raises RefusedError for bounds where nothing is searched."""
+    """The search of a sweep, None if it runs all combinations; Hydra's part of `tree` may name more settings to search.
+    Raises RefusedError for bounds where nothing is searched."""
     more = tree.hydra.sweeper.get("params")
     if not line.searches:
         line.refuse_search(f"bounds are for a search; add {SWEEPER}=optuna, or give the values one by one")
@@ -119,8 +119,7 @@ def search_of(line: CommandLine, tree: DictConfig) -> Search | None:
 
 
 def _distribution(o: Override, values: Sequence[str]) -> Any:
-    """Where Optuna looks for the values of a setting: between bounds, with steps, or among some. Raises
-    RefusedError."""
+    """Optuna's distribution for a setting: an interval, a range with a step, or some values. Raises RefusedError."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     value: Any = o.value()
@@ -142,7 +141,7 @@ def _distribution(o: Override, values: Sequence[str]) -> Any:
 
 
 def best_of(folder: Path) -> str:
-    """What a search has found: the settings of its best run, and their objective; "" where nothing was searched."""
+    """The settings of a search's best run and their objective, as text; "" where nothing was searched."""
     if not (file := folder / FOUND).is_file():
         return ""
     found = OmegaConf.load(file)
@@ -151,8 +150,8 @@ def best_of(folder: Path) -> str:
 
 
 def objective(command: str, result: RunResult | None) -> float | None:
-    """What a search maximizes: the measured speed, or accuracy on the test set, of text the loss with a minus; None
-    where a run has none."""
+    """The objective of a search: the measured speed for bench, else top-1 accuracy on the test set or, for text, minus
+    the test loss; None where a run has none."""
     if command == "bench":
         return None if result is None else result.speed
     top1, loss = (MEASURES[key].value(result) for key in ("test_top1", "test_loss"))

@@ -1,4 +1,4 @@
-"""What can be checked of a SLURM job before it is queued, on a machine that need not be like those of the job."""
+"""Checks a SLURM job before it is queued, on a machine that may differ from those of the job."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -14,7 +14,7 @@ from gpipe_cli.planner.cost_model import predicted_costs
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model, refuse_single_samples
 from gpipe_cli.planner.pipeline_spec import placed
 
-# What the profile of a model does not depend on.
+# Settings that the profile of a model does not depend on.
 _OF_THE_RUN = (
     "partitions", "micro_batches", "replicas", "partition", "recompute", "batch_size", "epochs", "max_steps", "seed",
     "gradient_clipping", "learning_rate", "output", "run_folder", "checkpoint", "data_workers",
@@ -22,8 +22,8 @@ _OF_THE_RUN = (
 
 
 def check(job: LaunchSettings, requests: Sequence[tuple[TrainConfig, Collection[str]]]) -> None:
-    """Check the trainings of a job, each with the settings that are to be chosen: equal models are traced once. Raises
-    InputError, one line, for what `gpipe train dry_run=true` would refuse in the job on any devices."""
+    """Check the trainings of a job, each with its `auto` settings; equal models are traced once. Raises InputError,
+    one line, for what `gpipe train dry_run=true` would refuse in the job on any devices."""
     profiles: list[tuple[TrainConfig, ModelProfile]] = []
     for config, auto in requests:
         first = requests[0][0]
@@ -46,7 +46,7 @@ def _check(job: LaunchSettings, config: TrainConfig, auto: Collection[str], prof
                 auto = [one for one in auto if one != key]
                 config = with_samples(config, profile, key, 1)
     config = replace(config, device="cpu")
-    timed = config.cost != "figures" and job.processes > 1  # refused for several processes; this machine is not timed
+    timed = config.cost != "figures" and job.processes > 1  # step_costs refuses that; this machine is not timed
     costs_of = partial(step_costs, log=lambda line: None) if timed else predicted_costs
     started = Torchrun(0, job.processes, job.processes_here, 0) if job.processes > 1 else None
     config, plan, _ = choose(config, auto, profile, costs_of, started, elsewhere=job.gpus_per_node > 0)

@@ -1,8 +1,8 @@
 """A sweep, `gpipe train -m micro_batches=1,4,8`: its runs one after the other, each in a fork of this process.
 
-The grammar is Hydra's. Hydra's own launcher would run all jobs in one process, where what a failed job leaves (tensors,
-process groups, a CUDA context) stays for the next one. A failing run is reported at once and the others go on. What has
-ended is written down: a sweep can be resumed.
+The grammar is Hydra's, but not the launcher: that would run all jobs in one process, where what a failed job leaves
+behind (tensors, process groups, a CUDA context) affects the next one. A failed run is reported at once and the others
+go on. sweep.json records the runs that have ended, so that a sweep can be resumed.
 """
 
 import itertools
@@ -33,7 +33,7 @@ from gpipe_cli.reporting.tables.sweep import HOPELESS, Run, bench_status, show_r
 from gpipe_cli.results.run import run_result_or_none
 from gpipe_cli.system.interrupts import Stopped
 
-# What a tree and the settings that were typed ask for; raises InputError for a wrong setting.
+# Turns a tree and the typed settings into a request; raises InputError for a wrong setting.
 Requested = Callable[[DictConfig, Mapping[str, object]], RunRequest]
 
 _DONE = ("completed", "dry_run")  # statuses of a result
@@ -47,20 +47,20 @@ class Cell:
     number: int  # within the sweep; the first is 1
     name: str  # the settings that differ: `micro_batches=4`
     varied: dict[str, object]  # the same as settings and values, in the order in which they were typed
-    request: RunRequest | InputError  # why it cannot run
+    request: RunRequest | InputError  # InputError: why it cannot run
 
 
 class Sweep:
-    """What `-m` asks for, or a single run, for which it has nothing to do."""
+    """The sweep that `-m` asks for; without -m it only composes the tree of a single run."""
 
     def __init__(self, line: CommandLine, folder: SweepFolder, requested: Requested, typed: Sequence[str] = ()) -> None:
-        """`typed` are the arguments of this start of the sweep, those of `line` of its first one."""
+        """`typed`: the arguments of this start of the sweep; `line`: those of its first start."""
         self.line, self._typed = line, typed
         self.planned = 0  # runs in all, of all rounds; known once the sweep has begun
         self.rounds = 1
         self.runs: list[Run] = []  # runs that have ended, in an earlier start of this sweep or in this one
         self._folder, self._requested = folder, requested
-        self._ended: type[BaseException] | None = None  # why it ends before all was run
+        self._ended: type[BaseException] | None = None  # the exception that ends the sweep early
 
     @property
     def path(self) -> Path:
@@ -68,8 +68,8 @@ class Sweep:
         return self._folder.path
 
     def compose(self, line: CommandLine, show: Callable[[], None]) -> DictConfig | None:
-        """The tree of a single run; None where an answer was printed, or the runs of a sweep have ended. `line` may
-        have more settings than `self.line`; `show` is called once some have ended. Raises InputError."""
+        """The tree of a single run; None if something was printed instead, or after a sweep. `line`: `self.line`,
+        perhaps with more settings; `show` is called at the end of a sweep if a run has ended. Raises InputError."""
         if not line.options["multirun"] or line.is_question:
             return compose(line, TRAINING_KEYS)
         try:
@@ -81,7 +81,7 @@ class Sweep:
         return None
 
     def show_rest(self) -> None:
-        """Say what a search has found, and by which command what is left is done."""
+        """Show the best run of a search, and the command that completes an incomplete sweep."""
         show_facts(Console(), [("best", best)] if (best := best_of(self.path)) else [])
         if len(self.runs) < self.planned or not all(map(self._is_final, self.runs)):
             show_rest(self.planned, self.runs, f"gpipe {self.line.command} {override('resume', str(self.path))}")
@@ -105,7 +105,7 @@ class Sweep:
             search.write_best(self.path)
 
     def _perform_jobs(self, trees: Trees, jobs: Sequence[Sequence[str]], first: int, of: int) -> list[Run]:
-        """Runs jobs `first`, `first` + 1, ..., counted from 0, of the sweep's `of`; returns the last run of each."""
+        """Run `jobs`, numbers `first`, `first` + 1, ... (from 0) of the sweep's `of`; returns the last run of each."""
         begins = first == 0 and not self._folder.resumes
         requests = [self._request(trees, job) for job in jobs]
         refusals = [request for request in requests if isinstance(request, InputError)]
@@ -126,7 +126,7 @@ class Sweep:
                 self.planned -= 1  # another round would give the same
                 continue
             run = self._turn(cell, turn, of)
-            if run is not None:  # once the sweep has ended, those that ended before it went on
+            if run is not None:  # None: the sweep is ending, and this run had not ended earlier
                 last[cell.number] = run
                 self.runs.append(run)
         if self._ended is not None:
@@ -167,7 +167,7 @@ class Sweep:
         return self._perform(cell, Attempt(cell.number, turn, cell.name, ""), free_folder(self.path, cell.name))
 
     def _perform(self, cell: Cell, attempt: Attempt, folder: Path, *, goes_on: bool = False) -> Run:
-        """Run a cell in a fork of this process; `goes_on`: from the last checkpoint that its folder has."""
+        """Run a cell in a fork of this process; `goes_on`: from the last checkpoint in `folder`."""
         attempt = replace(attempt, folder=folder.name, exit_code=None, error="")
         self._folder.record(attempt)
         begin = time.monotonic()
@@ -182,10 +182,10 @@ class Sweep:
                 now = outcome.ended(outcome.fork_command(lambda: begun(folder).perform(*typed)))
         except KeyboardInterrupt as asked:
             self._ended, now = type(asked), outcome.Outcome(outcome.INTERRUPTED)
-        endings = {outcome.STOPPED: Stopped, outcome.UNREAD: BrokenPipeError}  # a signal was sent to the fork
+        endings = {outcome.STOPPED: Stopped, outcome.UNREAD: BrokenPipeError}  # what ended the fork ends the sweep
         self._ended = endings.get(now.exit_code, self._ended)
         if now.exit_code < 0 or now.exit_code in _UNFINISHED:
-            fork_server.kill()  # ends the workers of a run that was killed before it could
+            fork_server.kill()  # ends the workers of a run that was killed before it could end them
         result = run_result_or_none(folder)
         error = ((result and result.error) or now.error) if now.exit_code else ""
         attempt = replace(attempt, exit_code=now.exit_code, seconds=time.monotonic() - begin, error=error)
@@ -231,7 +231,7 @@ class Sweep:
 
 
 def sweep_of(command: str, arguments: Sequence[str], requested: Requested) -> Sweep:
-    """The sweep that the arguments begin or go on with. Raises InputError for what the user can mend."""
+    """The sweep that the arguments begin or resume. Raises InputError for what the user can fix."""
     line = read(command, arguments)
     folder = _resumed_folder(line)
     if folder is None:
@@ -243,8 +243,8 @@ def sweep_of(command: str, arguments: Sequence[str], requested: Requested) -> Sw
 
 
 def refuse_without_effect(line: CommandLine) -> None:
-    """Raises InputError for a setting that would have no effect: the folder of a run, or of a sweep, is given by the
-    setting of the other one, or one run is told how to search."""
+    """Raises InputError for a setting without effect: a run's folder given to a sweep, a sweep's folder given to a run,
+    or a search without -m."""
     for key, value in line.overrides.items():
         if key.startswith((SWEEPER, SWEEPER.replace("/", "."))) and not (line.options["multirun"] or line.is_question):
             raise RefusedError(key, value, "a search is a sweep of several runs; add -m, or leave it out")
@@ -257,8 +257,8 @@ def refuse_without_effect(line: CommandLine) -> None:
 
 
 def _resumed_folder(line: CommandLine) -> SweepFolder | None:
-    """The sweep that `resume` names; None if it names none. Raises InputError if more is given than that, or it is the
-    sweep of another command."""
+    """The sweep that `resume` names; None if it names none. Raises InputError if other settings are given too, or the
+    sweep is another command's."""
     given = line.overrides.get("resume")
     if not isinstance(given, str) or "resume" in line.swept or not (Path(given) / SWEEP).is_file():
         return None
@@ -292,5 +292,5 @@ def free_folder(parent: Path, name: str) -> Path:
 
 
 def folder_name(name: str) -> str:
-    """The name of a run as one that every file system takes."""
+    """The folder name of the run `name`, of characters that every file system accepts."""
     return re.sub(r"[^\w.,=+\[\]-]", "_", name.replace("'", "").replace('"', ""))[:150].strip(".") or "run"

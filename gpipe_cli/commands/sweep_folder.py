@@ -1,8 +1,7 @@
-"""The folder of a sweep and its sweep.json: what was asked for, and what became of each run.
+"""The folder of a sweep and its sweep.json: the sweep's arguments, and how each run ended.
 
-Tables of the paper take hours. A sweep that was interrupted goes on from sweep.json, in the same folder:
-what has ended stays as it is, and the command line need not be remembered. Of a run that was refused only sweep.json
-has a record: comparisons read it, too.
+Tables of the paper take hours, so an interrupted sweep resumes from sweep.json in the same folder: runs that have ended
+stay, and the command line need not be repeated. Refused runs are recorded there only, so comparisons read it too.
 """
 
 import contextlib
@@ -25,12 +24,12 @@ PLACE = "hydra.sweep.dir="
 
 @dataclass(frozen=True)
 class Attempt:
-    """A run of the sweep that was begun; of those with the same number and round the last one counts."""
+    """An attempt at a run of the sweep; of several with the same run and round, the last one counts."""
 
     run: int  # the first is 1
     round: int  # likewise
     name: str  # the settings that differ
-    folder: str  # within that of the sweep
+    folder: str  # its name within the sweep's folder
     exit_code: int | None = None  # None: it has not ended, or the sweep was killed before it did
     seconds: float = 0.0
     error: str = ""
@@ -40,12 +39,12 @@ class SweepFolder:
     """The folder of one sweep, and what its sweep.json holds."""
 
     def __init__(self, command: str, arguments: Sequence[str], path: Path | None = None) -> None:
-        """`path` is that of a sweep that goes on."""
+        """`path`: the folder of a sweep to resume; None for a new sweep."""
         self.command, self.arguments, self.path = command, list(arguments), path
         self.resumes = path is not None
         self.attempts: dict[tuple[int, int], Attempt] = {}  # the last one of each run and round
         self._lock = contextlib.ExitStack()
-        self.release = self._lock.close  # others may come in again; of a sweep that never began nothing is left
+        self.release = self._lock.close  # unlocks the folder, and removes it if it is empty
 
     @classmethod
     def read(cls, path: Path) -> "SweepFolder":
@@ -62,11 +61,11 @@ class SweepFolder:
         return sweep
 
     def choose(self, path: Path) -> Path:
-        """Where the sweep will lie, locked: at `path`, or beside it if that is taken and was not typed.
+        """Lock and return the sweep's folder: `path`, or a numbered one beside it if that exists and was not typed.
 
-        Two that go on with one sweep would run everything twice, and remove what the other is about to do. A run whose
-        sweep was killed may still be ending: a sweep that goes on waits for it. Forks of this process hold the lock.
-        Raises InputError if a sweep lies where this one was told to, or is at work there, or it cannot be made.
+        Two processes resuming one sweep would run everything twice, and remove each other's folders. A run whose sweep
+        was killed may still be ending, so a resumed sweep waits for it. Forks of this process hold the lock. Raises
+        InputError if a sweep lies at the typed path or is at work there, or the folder cannot be created.
         """
         typed = any(argument.startswith(PLACE) for argument in self.arguments)
         setting = override("resume", str(path)) if self.resumes else f"{PLACE}{path}"
@@ -80,24 +79,24 @@ class SweepFolder:
         return folder
 
     def record(self, *attempts: Attempt) -> None:
-        """Writes sweep.json."""
+        """Write sweep.json, with these attempts added."""
         assert self.path is not None
         self.attempts |= {(attempt.run, attempt.round): attempt for attempt in attempts}
         runs = [asdict(attempt) for _, attempt in sorted(self.attempts.items())]
         write_result(self.path, {"command": self.command, "arguments": self.arguments, "runs": runs}, SWEEP)
 
     def give_up(self, attempt: Attempt) -> None:
-        """The run will begin again in a new folder; the old one goes, where it holds nothing to go on from.
+        """Remove the folder of an attempt that begins again in a new folder, unless there is a reason to keep it.
 
-        Comparisons and TensorBoard would show a run that was stopped half-way beside the one that took its place. A
-        failed run may hold the reason, and a checkpoint may be of use: these stay, and are compared too.
+        Comparisons and TensorBoard would show an interrupted run beside the one that replaces it. A failed run's folder
+        may hold the reason, and a checkpoint may be of use: these folders stay, and are compared too.
         """
         assert self.path is not None
         folder = self.path / attempt.folder
         if not attempt.folder or folder.parent != self.path or folder.name == "..":  # sweep.json was edited
             return
         if not (folder / CONFIG).is_file():  # it never became a run, and the files there are not ours
-            with contextlib.suppress(OSError):  # something does, or not even a folder
+            with contextlib.suppress(OSError):  # it is not empty, or not there
                 folder.rmdir()
         elif not (folder / "checkpoints").exists():
             result = run_result_or_none(folder)
@@ -106,8 +105,8 @@ class SweepFolder:
 
 
 def left_out(folder: Path) -> list[str]:
-    """What a comparison does not find in `folder`, a sweep or one with sweeps: a line for each run that was refused
-    (more partitions than layers: only sweep.json has a record of it), and for each sweep.json that cannot be read."""
+    """What a comparison leaves out of `folder`, a sweep or a folder of sweeps: a line for each run that failed before
+    its first step and is only in sweep.json (more partitions than layers), and for each unreadable sweep.json."""
     lines: list[str] = []
     for path in (folder, *sorted(file.parent for file in folder.glob(f"*/{SWEEP}"))):
         if not (path / SWEEP).is_file():

@@ -40,8 +40,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def requested(tree: DictConfig, given: Mapping[str, object]) -> RunRequest:
-    """The run that `tree` describes, of which `given` was typed. Raises InputError for a wrong setting, and where there
-    is no run to go on with."""
+    """The run that `tree` describes; `given`: the typed settings. Raises InputError for a wrong setting, or if there is
+    no run to resume."""
     run = _to_go_on_with(OmegaConf.select(tree, "resume"), OmegaConf.select(tree, "run_folder"))
     if run is None:
         return RunRequest(*training(tree, given))
@@ -51,20 +51,20 @@ def requested(tree: DictConfig, given: Mapping[str, object]) -> RunRequest:
         if given.get(key) is not None and not (key in begun and given[key] == getattr(saved, key)):
             raise RefusedError(key, given[key], f"the run that is resumed has its weights already; leave {key} out")
     auto = take_auto(tree)
-    kept = [*begun, *(key for key in auto if key in AUTO_BATCH)]  # choices of the run's first start stay
+    kept = [*begun, *(key for key in auto if key in AUTO_BATCH)]  # values chosen at the run's first start are kept
     auto = tuple(key for key in auto if key not in AUTO_BATCH)
     return RunRequest(resumed(saved, tree, [key for key in given if key not in kept], auto), auto)
 
 
 def _to_go_on_with(resume: object, run_folder: object) -> str | None:
-    """The run that is to go on; None: one begins."""
+    """The folder of the run to resume; None if a new one begins."""
     if resume == GO_ON:
         return str(run_folder) if run_folder is not None and has_checkpoint(Path(str(run_folder))) else None
     return resume if isinstance(resume, str) else None
 
 
 def resumed(saved: TrainConfig, tree: DictConfig, given: Sequence[str], auto: Sequence[str] = ()) -> TrainConfig:
-    """The configuration of the run to go on with, where the keys and groups in `given` are as `tree` has them."""
-    values = {"partition.balance": None} if "partitions" in auto else {}  # it was made for another number of partitions
+    """The configuration of the resumed run `saved`, with the keys and groups in `given` as in `tree`."""
+    values = {"partition.balance": None} if "partitions" in auto else {}  # the balance is for another K
     values |= {key: OmegaConf.select(tree, key) for key in (*OF_INVOCATION, *given)}
     return with_given(saved, values)

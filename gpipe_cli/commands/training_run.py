@@ -1,4 +1,4 @@
-"""A run or an evaluation from beginning to end, in its parent process: prepare, start, watch, report."""
+"""The parent's side of a training or an evaluation: prepare, start the workers, watch them, report."""
 
 from collections.abc import Collection
 from contextlib import suppress
@@ -45,9 +45,9 @@ def launch(
     """Run the training to its end; returns the exit code (0, 1 failed, 2 bad input, 3 stopped by SIGTERM or SIGUSR1,
     130 interrupted).
 
-    The settings in `auto` are chosen first; with `bench` the training is measured and does nothing else; result.json
-    gets `start`; `again`: the folder may hold the same run, which goes on then, or is complete. Raises InputError for
-    what the user can mend before anything has run.
+    The settings in `auto` are chosen first; with `bench` the training is only measured; result.json records `start`;
+    `again`: `folder` may hold an earlier start of this run, to be resumed or complete already. Raises InputError for
+    what the user can fix before anything has run.
     """
     if config.max_restarts and torchrun() is not None:
         why = f"torchrun itself starts processes again, by --max-restarts={config.max_restarts}; leave this out"
@@ -66,7 +66,7 @@ def launch(
             return _train(now, auto, bench, folder, start, again, restarts)
         except _LostError as error:
             lost = error
-        fork_server.kill()  # whatever has become of it
+        fork_server.kill()  # whatever state it is in
         assert lost.config is not None
         auto, (now, fewer) = (), _with_gpus_left(going_on(lost.config, folder))
         step = step_of(checkpoints_in(folder)[-1]) if now.resume == str(folder) else 0
@@ -76,8 +76,8 @@ def launch(
 
 
 def evaluate(settings: EvaluateSettings, config: TrainConfig) -> int:
-    """Evaluate a checkpoint of a run, whose own settings with those given in their place are `config`; returns the exit
-    code, and raises InputError, as `launch`."""
+    """Evaluate a checkpoint of a run; `config`: its settings, with the given ones in their place. Returns the exit code
+    and raises InputError, as `launch`."""
     folder, training = Path(settings.run), for_evaluation(config)
     spec = make_pipeline_spec(training, started=torchrun())
     source = partial(fitting_checkpoint, training, folder, settings.checkpoint, "run", optimizer=False)
@@ -89,15 +89,15 @@ def evaluate(settings: EvaluateSettings, config: TrainConfig) -> int:
 
 
 def for_evaluation(config: TrainConfig) -> TrainConfig:
-    """The settings of a run as its evaluation takes them: nothing is kept for a backward, so that what was planned for
-    the memory of the training does not matter."""
+    """The settings for an evaluation of a run: nothing is kept for a backward, so what was planned for the memory of
+    the training does not matter."""
     hardware = replace(config.hardware, memory_gib=None)
     return replace(config, recompute="never", cost="figures", compile=False, hardware=hardware)
 
 
 @dataclass
 class _LostError(Exception):
-    """A process was lost, and another start of the run may follow."""
+    """A process was lost; the run may be started again."""
 
     why: str  # one line
     config: TrainConfig | None = None  # with the values chosen for `auto`
@@ -144,13 +144,13 @@ def _train(
 
 
 def _with_gpus_left(config: TrainConfig) -> tuple[TrainConfig, str]:
-    """The request with as many partitions per GPU as before on those that are left, and in words what has changed."""
+    """The configuration with as many partitions per GPU as before on the GPUs left, and a phrase about the change."""
     before = number_of_gpus(config)
     if before == 0:
         return config, ""
     look_again()
     now = number_of_gpus(config)
-    if now in (0, before):  # 0: `layout_of` says so, or the processors take over
+    if now in (0, before):  # 0: `layout_of` refuses that, or takes the CPU
         return config, ""
     fewer = replace(
         config,
@@ -162,8 +162,8 @@ def _with_gpus_left(config: TrainConfig) -> tuple[TrainConfig, str]:
 
 
 def find_source(config: TrainConfig) -> Path | None:
-    """The checkpoint that a training goes on from, or takes weights of; None: it begins anew. Raises InputError, one
-    line, for one that does not fit the run."""
+    """The checkpoint that a training resumes from, or takes weights from; None if it begins anew. Raises InputError,
+    one line, if it does not fit the run."""
     if config.resume is not None:
         refuse_other_optimizer(config, load(Path(config.resume)))
         return fitting_checkpoint(config, Path(config.resume), "last", "resume", optimizer=True)
@@ -171,8 +171,8 @@ def find_source(config: TrainConfig) -> Path | None:
 
 
 def fitting_checkpoint(config: TrainConfig, run: Path, which: str, setting: str, *, optimizer: bool) -> Path:
-    """The last or the best checkpoint of a run; if it is damaged the newest one that is not, with a warning on stderr.
-    Raises InputError, one line, if there is none, or they are of another model."""
+    """The checkpoint `which` ("last" or "best") of a run; if it is damaged, the newest intact one, with a warning on
+    stderr. Raises InputError, one line, if there is none, or it is another model's."""
     model = build_model(config)
     freeze(model, find_frozen(config, model))
 
@@ -193,9 +193,9 @@ def run_and_report(
     stoppable: bool = False,
     goes_on: bool = False,
 ) -> int:
-    """Have the workers do the task, and `show` what they report and how it ended; returns the exit code. What failed is
-    told in `folder`. Raises InputError for what the user can mend before anything was shown, and _LostError for a
-    failure after which a run that `goes_on` may do so."""
+    """Have the workers do `task`, and `show` what they report and how it ended; returns the exit code. The traceback of
+    a failure goes into `folder`. Raises InputError for what the user can fix before anything was shown and, if the run
+    `goes_on` after the loss of a process, _LostError for that."""
     stopped = False
 
     def on_message(message: object) -> None:
@@ -229,7 +229,7 @@ def run_and_report(
         raise failure.refused or InputError(failure.text)
     text, details = failure.text, folder / "failure.txt"
     if failure.traceback:
-        with suppress(OSError):  # no folder, no room: more important is why the run failed
+        with suppress(OSError):  # no folder, or a full disk: why the run failed matters more
             write_whole(details, failure.traceback)
             text += f" (traceback in {details})"
     show.finish("failed", text)

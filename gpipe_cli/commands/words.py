@@ -1,4 +1,4 @@
-"""The arguments of commands that Hydra does not read: words, such as folders, and settings, `format=json`."""
+"""Parses the arguments of commands without Hydra: words, such as folders, and settings, such as `format=json`."""
 
 import os
 from collections.abc import Sequence
@@ -9,10 +9,10 @@ from gpipe_cli.reporting.tables.table import FORMATS
 
 
 def words_and_settings(arguments: Sequence[str], *keys: str) -> tuple[list[str], dict[str, str]]:
-    """The arguments that set none of `keys`, and what those that do set them to.
+    """The words among the arguments, and the settings in `keys` with their values; `format` has a default.
 
-    `keys` are all that the command has: the folder of a sweep's run, `micro_batches=4`, is a word. Raises InputError
-    for an empty one, for a `format` that there is not, and for a key that is one of `keys` but for a slip.
+    Any other argument is a word, such as `micro_batches=4`, the folder of a sweep's run. Raises InputError for an empty
+    argument, an unknown `format`, and a misspelt key.
     """
     given = {key: value for key, equals, value in (one.partition("=") for one in arguments) if equals and key in keys}
     words = [one for one in arguments if "=" not in one or one.partition("=")[0] not in keys]

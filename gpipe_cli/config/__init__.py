@@ -1,1 +1,1 @@
-"""Typed settings and their checks: beside the commands the only place that imports Hydra and OmegaConf."""
+"""Typed settings and their checks. Only this package and the commands import Hydra and OmegaConf."""

@@ -1,4 +1,4 @@
-"""What the files in `conf/` say of each setting and of each choice, as `gpipe help` and `gpipe list` show it."""
+"""The comments in `conf/` on each setting and each choice, which `gpipe help` and `gpipe list` show."""
 
 import re
 from collections.abc import Iterator
@@ -10,21 +10,21 @@ from pathlib import Path
 FOLDER = Path(str(resources.files("gpipe_cli.conf")))
 GROUPS = ("model", "dataset", "optimizer", "learning_rate", "hardware")
 _SETTING = re.compile(r"( *)([a-z]\w*):(?: +([^#]*[^# ]))? *(?:# (.*))?")
-_GOES_ON = re.compile(r" {20,}# ?(.*)")  # below a comment that stands behind a setting
+_GOES_ON = re.compile(r" {20,}# ?(.*)")  # continues the comment of the setting above
 
 
 @dataclass(frozen=True)
 class Comment:
-    """A setting in a file of `conf/`."""
+    """A setting in a file of `conf/`, with its comment."""
 
     key: str  # dotted: `model.filters`
-    value: str  # there: the default, or that of a choice
-    text: str  # one line; "" if the file has no comment
-    place: str  # `train`, `model=amoebanet`
+    value: str  # the default that the file sets
+    text: str  # the comment, on one line; "" if there is none
+    place: str  # the file: `train`, `model=amoebanet`
 
 
 def of_choices(group: str) -> dict[str, str]:
-    """What each choice of a group is, by its name: the comment that its file begins with."""
+    """Name of each choice of a group -> its description: the comment that its file begins with."""
     return {file.stem: _head(file) for file in sorted((FOLDER / group).glob("*.yaml"))}
 
 
@@ -49,8 +49,8 @@ def _head(file: Path) -> str:
 
 
 def _settings(file: Path, place: str) -> Iterator[Comment]:
-    """The settings in a file, without Hydra's own."""
-    groups: list[tuple[int, str]] = []  # indentation and name of those that the line is in
+    """The settings in a file up to Hydra's own."""
+    groups: list[tuple[int, str]] = []  # indentation and name of the groups around the line
     waiting: Comment | None = None
     for line in file.read_text(encoding="utf-8").splitlines():
         if line == "hydra:":

@@ -1,9 +1,9 @@
-"""The settings of the groups that one chooses among: model=, dataset=, optimizer=, learning_rate=, hardware=.
+"""The settings of the groups that offer choices: model=, dataset=, optimizer=, learning_rate=, hardware=.
 
-In each, `name` identifies the choice. Models are those of the paper's sections 3 to 5, timm's, and one's own; data sets
-the paper's images (section 4) and text (sections 2.2 and 5), and one's own; weights are updated by the paper's RMSProp
-and decay, or as its Transformers and today's models are trained; the figures of hardware are all that a plan needs of
-an accelerator and of the link to the next (the paper's: TPUs, and GPUs without a fast interconnect, 3 and 3.2).
+In each group, `name` identifies the choice. Models: those of the paper's sections 3 to 5, timm's, and the user's own.
+Data sets: the paper's images (section 4) and text (sections 2.2 and 5), and the user's own. Optimizers and learning
+rates: the paper's RMSProp with its decay, and those of its Transformers and of today's models. Hardware: what a plan
+needs of an accelerator and its link to the next (the paper's: TPUs, and GPUs without a fast interconnect, 3 and 3.2).
 """
 
 from dataclasses import dataclass
@@ -44,17 +44,17 @@ class ResNetConfig:
 
 @dataclass(frozen=True, slots=True)
 class CustomConfig:
-    """A function of one's own."""
+    """A function of the user's that returns the layers."""
 
     name: Literal["custom"]
     target: str  # package.module:function
     arguments: dict[str, Any] | None
-    length: Tokens | None  # tokens, for text
+    length: Tokens | None  # tokens of a sequence at most; for text only
 
 
 @dataclass(frozen=True, slots=True)
 class TimmConfig:
-    """Any of timm's models that is a chain; its `name` is timm's."""
+    """Any of timm's models that is a chain of layers; `name` is timm's name for it."""
 
     name: str
     pretrained: bool
@@ -65,7 +65,7 @@ class TimmConfig:
 
 @dataclass(frozen=True, slots=True)
 class TransformerLMConfig:
-    """Table 1's Transformer-L."""
+    """The Transformer-L of the paper's Table 1."""
 
     name: Literal["transformer_lm"]
     layers: Layers
@@ -79,7 +79,7 @@ class TransformerLMConfig:
 
 @dataclass(frozen=True, slots=True)
 class TransformerNMTConfig:
-    """Section 5's T(L, H, A)."""
+    """T(L, H, A) of the paper's section 5: L is `layers`, H `hidden` and A `heads`."""
 
     name: Literal["transformer_nmt"]
     layers: Layers
@@ -99,7 +99,7 @@ ModelConfig = AmoebaNetConfig | ResNetConfig | TransformerLMConfig | Transformer
 
 
 def choice_of(config: Any) -> str:
-    """The file in `conf/` that a group's settings came from."""
+    """The choice, a file name in `conf/GROUP/` without its suffix, that a group's settings came from."""
     return "timm" if isinstance(config, TimmConfig) else str(config.name)
 
 
@@ -113,10 +113,10 @@ _Area = Annotated[float, Within(SMALLEST, 1)]
 
 @dataclass(frozen=True, slots=True)
 class AugmentationConfig:
-    random_resized_crop: tuple[_Area, _Area] | None  # least and most share of the area
+    random_resized_crop: tuple[_Area, _Area] | None  # least and greatest share of the image's area
     horizontal_flip: bool
-    cutout: Pixels  # side of the square that is masked
-    shift: Pixels
+    cutout: Pixels  # side of the masked square; 0: off
+    shift: Pixels  # most pixels up, down, left or right; 0: off
 
     def __post_init__(self) -> None:
         key, crop = "dataset.augmentation.random_resized_crop", self.random_resized_crop
@@ -126,18 +126,18 @@ class AugmentationConfig:
 
 @dataclass(frozen=True)
 class Images:
-    """Which settings a set of images has beside those of all. One that `data/images.py` does not know by name is read
-    by `read(dataset, seed)` in a file of its own, `data/NAME.py`, which returns its training and its test samples."""
+    """Which optional settings an image data set has. A set that `data/images.py` does not know by name is read by
+    `read(dataset, seed)` in `data/NAME.py`, which returns the training and the test `Samples`."""
 
-    root: bool = True  # it is read from there
-    synthetic: bool = False  # it has as many samples as one likes
+    root: bool = True  # the images are read from dataset.root
+    synthetic: bool = False  # the settings give the number of samples
     download: bool = False
     partial: bool = False
 
 
 @dataclass(frozen=True)
 class Texts:
-    """What belongs to a text data set: `read(dataset)` returns the training and the test documents, or `Pairs`."""
+    """As `Images`, for text; `read(dataset)` returns the training and the test documents, or `Pairs`."""
 
     pairs: bool = False  # documents are pairs of sentences, for translation
     root: bool = False
@@ -174,10 +174,10 @@ else:
 
 @dataclass(frozen=True, slots=True)
 class ImagesConfig:
-    """A set of images. The settings with a default are those that only some sets have; their YAML says which."""
+    """An image data set. Fields with a default are settings that only some sets have; a set's YAML says which."""
 
     name: ImagesName
-    image_size: Annotated[int, Within(8, 16_384)]  # pixels of a side
+    image_size: Annotated[int, Within(8, 16_384)]  # pixels of each side
     num_classes: Annotated[int, Within(2, 10_000_000)]
     augmentation: AugmentationConfig
     root: str | None = None
@@ -195,7 +195,7 @@ class ImagesConfig:
 
     @property
     def model_classes(self) -> int:
-        """The classes that a model distinguishes."""
+        """The number of classes that a model distinguishes."""
         return self.num_classes if self.classes is None else len(self.classes)
 
 
@@ -204,7 +204,7 @@ class TextConfig:
     """Text for a language model, or pairs of sentences for translation."""
 
     name: TextName
-    vocabulary: Vocabulary  # ids
+    vocabulary: Vocabulary  # number of token ids
     cache: str | None = None
     root: str | None = None
     direction: Literal["to_english", "from_english", "both"] | None = None
@@ -225,12 +225,12 @@ DatasetConfig = ImagesConfig | TextConfig
 
 
 def has_pairs(dataset: DatasetConfig) -> bool:
-    """Whether a data set has pairs of sentences whatever model learns from it."""
+    """Whether a data set always has sentence pairs; synthetic_text has them only for a translation model."""
     return isinstance(dataset, TextConfig) and TEXTS[dataset.name].pairs
 
 
 def _check_settings(config: DatasetConfig, needed: dict[str, bool], optional: dict[str, bool]) -> None:
-    """Raises RefusedError for a setting that the data set does not have, or needs and was not given."""
+    """Raises RefusedError for a setting that the data set does not have, and for a missing one that it needs."""
     for key, has in (needed | optional).items():
         value = getattr(config, key)
         if has and value is None and key in needed:
@@ -327,16 +327,16 @@ Precision = Literal["float32", "tf32", "bfloat16"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareConfig:
-    """One device and one link; None: unknown, or with `auto` read from the device at hand. Defaults: as TrainConfig."""
+    """One device and one link. None: unknown; with `auto` read from the device at hand. Defaults as in TrainConfig."""
 
     name: Literal[
         "auto", "cpu", "a100_40", "a100_80", "gh200", "h100", "h200", "l4", "l40s", "p40", "p100_pcie", "rtx_4090",
         "t4", "v100", "tpu_v2", "tpu_v3",
     ]  # fmt: skip
-    tflops: Positive | None  # 10^12 floating-point operations a second that layers reach (CPU: on one thread)
+    tflops: Positive | None  # 10^12 floating-point operations per second that layers reach (CPU: on one thread)
     peak_tflops: Positive | None  # the data sheet's peak for one device (CPU: for all its cores)
     tf32_tflops: Positive | None = None  # the peak with precision=tf32; None: as in float32
-    bfloat16_tflops: Positive | None = None  # the same with precision=bfloat16
+    bfloat16_tflops: Positive | None = None  # the peak with precision=bfloat16; None: as in float32
     memory_gib: Positive | None  # memory of a device, which its stages must fit into
     memory_gb_per_second: Positive | None
     operation_microseconds: NotNegative | None  # shortest time from one operation to the next
@@ -345,10 +345,10 @@ class HardwareConfig:
 
     @property
     def here(self) -> bool:
-        """Whether it stands for the devices of this machine."""
+        """Whether the figures are those of this machine's devices."""
         return self.name == "auto"
 
     def peak(self, precision: Precision) -> tuple[str, float | None]:
-        """The setting that holds the peak of products and convolutions, and the peak: in float32 where it has none."""
+        """The setting that holds the peak of products and convolutions, and its value; else those of float32."""
         own = {"tf32": self.tf32_tflops, "bfloat16": self.bfloat16_tflops}.get(precision)
         return ("peak_tflops", self.peak_tflops) if own is None else (f"{precision}_tflops", own)

@@ -1,7 +1,7 @@
 """The settings of an experiment: K, M and the schedule (section 2 of the paper) and what is trained (sections 3 to 5).
 
-The YAML in `conf/` holds every default; the dataclasses here hold types and checks. Hydra's tree becomes dataclasses
-in this file and nowhere else, so that no code below checks whether a key exists. No torch here: `--help` and
+The YAML in `conf/` holds every default; the dataclasses here hold types and checks. Only this module converts Hydra's
+tree into dataclasses, so that no other code has to check whether a key exists. It does not import torch: `--help` and
 `--cfg job` must answer at once.
 """
 
@@ -30,12 +30,12 @@ from gpipe_cli.units import plural
 
 T = TypeVar("T")
 
-_MOST_YAML_BYTES = 2**20  # a hundred times what a run writes; the parser takes seconds for so much
-_MOST_ALIASES = 20  # aliases in a configuration file; each can double or triple the text
-_LONG_NUMBER = re.compile(r"\b[0-9.][0-9a-fA-FxX_.:]{300}")  # 0x... and 1:30:00, too; a float has up to 309 digits
-CONFIG = "config.yaml"  # a folder that holds it is a run
-GO_ON = "auto"  # resume=auto: go on with the run in `run_folder` if there is one
-TAKEN = "taken"  # freeze=taken: all layers that `init_from` sets, which is all but the classifier
+_MOST_YAML_BYTES = 2**20  # a hundred times a run's own file; PyYAML takes seconds to parse this much
+_MOST_ALIASES = 20  # in a configuration file; each alias can double or triple the expanded text
+_LONG_NUMBER = re.compile(r"\b[0-9.][0-9a-fA-FxX_.:]{300}")  # also as 0x... or 1:30:00; a float has up to 309 digits
+CONFIG = "config.yaml"  # a folder that holds this file is a run folder
+GO_ON = "auto"  # resume=auto: resume the run in `run_folder`, or start one if there is none
+TAKEN = "taken"  # freeze=[taken]: all layers whose weights are loaded, which is all but the classifier
 
 Task = Literal["classification", "language_model", "translation"]
 Executor = Literal["auto", "in_process", "distributed"]
@@ -50,16 +50,16 @@ Threads = Annotated[int, Within(1, 1024, why="as no machine has more cores")]
 DataWorkers = Annotated[int, Within(0, 64, use=8, why="as each is a process")]
 MaxRestarts = Annotated[int, Within(0, 1000)]
 TimeoutSeconds = Annotated[float, Within(0.1, 604_800, why="which is a week")]
-AUTO = ("partitions", "replicas", "micro_batches")  # settings that may be `auto` in place of a number: the fastest
+AUTO = ("partitions", "replicas", "micro_batches")  # settings that may be `auto`: the value predicted to be fastest
 AUTO_BATCH = ("batch_size", "batch_tokens")  # settings whose `auto` is the largest value that fits the memory
 SCHEDULES = (*named_schedules.SCHEDULES, AUTO_SCHEDULE)
-SCHEDULE_FILE = ".csv"  # how the name of a file with a schedule ends
+SCHEDULE_FILE = ".csv"  # suffix of a schedule file
 MOST_ACTIONS = 5_000_000  # actions of a schedule; the paper's largest has 200,000
 
 
 @dataclass(frozen=True, slots=True)
 class PartitionConfig:
-    balance: tuple[Partitions, ...] | None  # layers of each partition; what fits is checked against the model's layers
+    balance: tuple[Partitions, ...] | None  # layers of each partition; checked later against the model's layers
     costs: tuple[NotNegative, ...] | None = None  # cost of each layer, in any unit (the paper's c_i)
     method: Literal["exact", "lingvo"] = "exact"
 
@@ -83,9 +83,9 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """The settings of `gpipe train`; `conf/train.yaml` explains them. Raises InputError where two do not fit.
+    """The settings of `gpipe train`; `conf/train.yaml` explains them. Raises InputError if two contradict each other.
 
-    One with a default is what the runs of an older version do not have, and is as if they had not had it.
+    A field with a default is missing from `config.yaml` of older runs; the default reproduces their behaviour.
     """
 
     partitions: Partitions  # K
@@ -97,8 +97,8 @@ class TrainConfig:
     stages_per_process: Partitions | None = None
     partition: PartitionConfig
     preset: str | None
-    batch_size: BatchSize | None  # N, the whole mini-batch
-    batch_tokens: Count | None  # takes the place of batch_size for text
+    batch_size: BatchSize | None  # N, samples of the whole mini-batch
+    batch_tokens: Count | None  # tokens of a mini-batch at most; for text, in place of batch_size
     epochs: Count
     max_steps: Count | None
     seed: Annotated[int, Within(0, 2**32 - 1)]
@@ -107,7 +107,7 @@ class TrainConfig:
     ema_decay: Share  # 0: off
     init_from: str | None
     init_head: Literal["auto", "keep", "new"]
-    freeze: tuple[str, ...] | None  # shell patterns; which names there are is checked against the model
+    freeze: tuple[str, ...] | None  # shell patterns of names in the model; checked later against the model
     evaluate_every_epochs: Count
     check_layers: bool
     device: Device
@@ -147,7 +147,7 @@ class TrainConfig:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether the schedule may cut a backward in two."""
+        """Whether the schedule may split a backward into that of the inputs and that of the weights (zero bubble)."""
         return not self.compile and (self.schedule in SPLITTING or self.schedule_is_file)
 
     @property
@@ -161,7 +161,7 @@ class TrainConfig:
             raise RefusedError("schedule", self.schedule, f"{allowed}; for example schedule={SCHEDULES[0]}")
 
     def _check_compile(self) -> None:
-        """Raises InputError for what would be compiled anew in every step, or cannot be compiled."""
+        """Raises InputError for settings that cannot be compiled, or would trigger recompilation again and again."""
         if not self.compile:
             return
         if self.schedule in SPLITTING and self.schedule != AUTO_SCHEDULE:
@@ -189,7 +189,7 @@ class TrainConfig:
 
     @property
     def task(self) -> Task:
-        """What is learned: the model and the data set agree on it."""
+        """The task that the model and the data set imply; `_check_task` ensures that they agree."""
         if isinstance(self.dataset, groups.ImagesConfig):
             return "classification"
         if isinstance(self.model, groups.TransformerNMTConfig) or groups.has_pairs(self.dataset):
@@ -218,7 +218,7 @@ class TrainConfig:
         raise RefusedError("model", self.model.name, why)
 
     def _check_mini_batch(self) -> None:
-        """Raises InputError for a mini-batch whose size is not given, or does not suit the other settings."""
+        """Raises InputError if the mini-batch size is missing, given twice, or incompatible with other settings."""
         tokens, samples = self.batch_tokens, self.batch_size
         k, m, r = self.partitions, self.micro_batches, self.replicas
         if tokens is not None and self.task == "classification":
@@ -248,7 +248,7 @@ class TrainConfig:
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    """How a test set is translated."""
+    """How `gpipe evaluate` translates a test set."""
 
     beam: Annotated[int, Within(1, 1000)]
     sentences: Annotated[int, Within(0, 10**9)] | None
@@ -257,7 +257,7 @@ class DecodeConfig:
 
 @dataclass(frozen=True, slots=True)
 class EvaluateSettings:
-    """The keys of `conf/evaluate.yaml` that are not in place of the run's own settings."""
+    """The keys of `conf/evaluate.yaml` that do not override a setting of the run."""
 
     run: str
     checkpoint: Literal["best", "last"]
@@ -270,7 +270,7 @@ Format = Literal["safetensors", "torch", "onnx"]
 
 @dataclass(frozen=True, slots=True)
 class ExportSettings:
-    """The keys of `conf/export.yaml` that are not in place of the run's own settings."""
+    """The keys of `conf/export.yaml` that do not override a setting of the run."""
 
     run: str
     checkpoint: Literal["best", "last"]
@@ -284,14 +284,14 @@ class ExportSettings:
 
 @dataclass(frozen=True, slots=True)
 class ExportConfig(ExportSettings):
-    """The settings of `gpipe export`; `training` as for an evaluation, without averages if they are not exported."""
+    """The settings of `gpipe export`. training: the run's, as for an evaluation; ema_decay=0 if averages=false."""
 
     training: TrainConfig
 
 
 @dataclass(frozen=True, slots=True)
 class BenchSettings:
-    """What `conf/bench.yaml` adds to the settings of a training."""
+    """What `conf/bench.yaml` adds to the settings of `gpipe train`."""
 
     warm_up_steps: Annotated[int, Within(0, 1_000_000)]
     steps: Annotated[int, Within(1, 1_000_000)]
@@ -300,14 +300,14 @@ class BenchSettings:
 
 @dataclass(frozen=True, slots=True)
 class PlanSettings:
-    """What `conf/plan.yaml` adds to the settings of a training."""
+    """What `conf/plan.yaml` adds to the settings of `gpipe train`."""
 
     solve: Literal["max_model"] | None
-    write_schedule: str | None  # a new file
+    write_schedule: str | None  # a file that does not exist yet
 
 
-# What one command has beside the settings of a training: the others ignore it in a recipe, which is one file for bench,
-# plan and train, so that all three run the same job, and refuse it on the command line. Key, and the command.
+# Key -> the only command that takes it; the others refuse it on the command line. In a recipe they ignore it: one file
+# serves bench, plan and train, so that all three run the same job.
 OWNERS = {
     "recipe": "reproduce",
     **{field.name: "plan" for field in fields(PlanSettings)},
@@ -317,24 +317,24 @@ OWNERS = {
 
 
 def key_of(setting: str) -> str:
-    """`model.filters` of `++model.filters=16`."""
+    """The key of a command-line setting: `model.filters` of `++model.filters=16`."""
     return setting.lstrip("+~").partition("=")[0]
 
 
 def owner(setting: str) -> str | None:
-    """The command that `setting`, `steps=5` or `sbatch.mem=64G`, belongs to; None: to several."""
+    """The only command that takes `setting`, such as `steps=5` or `sbatch.mem=64G`; None if several take it."""
     return OWNERS.get(key_of(setting).partition(".")[0])
 
 
 def replaced_batch(given: Mapping[str, object]) -> str | None:
-    """Which of `batch_size` and `batch_tokens` has no effect, as the other one was given; None if both or none were."""
+    """Which of `batch_size` and `batch_tokens` is overridden by the other; None if both or neither were given."""
     size, tokens = (given.get(key) is not None for key in ("batch_size", "batch_tokens"))
     return None if size == tokens else "batch_tokens" if size else "batch_size"
 
 
 def from_tree(kind: type[T], tree: DictConfig) -> T:
-    """Turns Hydra's tree into the dataclass `kind`, at every level; here class folders are counted, once for a run.
-    Raises InputError, as `typed` and `container`."""
+    """Converts Hydra's tree into the dataclass `kind` and those nested in it. Counts the class folders of
+    dataset=image_folder, once per run. Raises InputError, as `typed` and `container` do."""
     values = container(tree)
     if isinstance(dataset := values.get("dataset"), dict) and dataset.get("name") == "image_folder":
         _count_classes(dataset)
@@ -342,11 +342,11 @@ def from_tree(kind: type[T], tree: DictConfig) -> T:
 
 
 def _count_classes(dataset: dict[str, Any]) -> None:
-    """Sets `num_classes`, where it is null, to the number of class folders. Raises RefusedError if they cannot be
-    counted."""
+    """Sets `num_classes`, if null, to the number of class folders. Raises RefusedError if they cannot be read or there
+    are fewer than two."""
     root = dataset.get("root")
     if dataset.get("num_classes", 0) is not None or not isinstance(root, str) or root == "???":
-        return  # it is given; or `typed` refuses the root
+        return  # num_classes is given, or `typed` will refuse the root
     train = Path(root) / "train"
     try:
         found = len(folders_in(train))
@@ -360,7 +360,7 @@ def _count_classes(dataset: dict[str, Any]) -> None:
 
 
 def container(tree: DictConfig | ListConfig) -> dict[str, Any]:
-    """The plain values in Hydra's tree. Raises InputError where one refers to what is not there."""
+    """Hydra's tree as plain values. Raises InputError if an interpolation such as `${output}` cannot be resolved."""
     try:
         values: Any = OmegaConf.to_container(tree, resolve=True)
     except OmegaConfBaseException as error:
@@ -369,16 +369,16 @@ def container(tree: DictConfig | ListConfig) -> dict[str, Any]:
 
 
 def to_yaml(config: TrainConfig) -> str:
-    """The configuration as YAML, every setting with its value; `load` reads it back."""
+    """The configuration as YAML, with every setting; `load` reads it back."""
     return OmegaConf.to_yaml(OmegaConf.create(asdict(config)))
 
 
 def load_yaml(file: Path) -> DictConfig:
-    """The settings in a file. Raises InputError for one that cannot be read, has more than 1 MiB, holds no settings,
-    or has so many aliases that a few lines can stand for more than a machine holds."""
+    """The settings in a YAML file. Raises InputError if it cannot be read, has more than 1 MiB, holds no settings, or
+    has more than 20 aliases: a few lines of them can expand to more than fits in memory."""
     try:
         text = read_text(file, _MOST_YAML_BYTES)
-        yaml.compose(text)  # RecursionError at once; events of a deep file take minutes
+        yaml.compose(text)  # RecursionError at once for deep nesting, which `parse` takes minutes for
         if sum(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)) > _MOST_ALIASES:
             raise yaml.YAMLError(f"more than {_MOST_ALIASES} aliases, *name; write the values in their place")
         if _LONG_NUMBER.search(text):
@@ -386,7 +386,7 @@ def load_yaml(file: Path) -> DictConfig:
         tree = OmegaConf.load(io.StringIO(text))
         if not isinstance(tree, DictConfig):
             raise yaml.YAMLError("a list")
-    except Exception as error:  # for tags PyYAML raises whatever Python does
+    except Exception as error:  # PyYAML evaluates tags, which can raise any exception
         why = (isinstance(error, OSError) and error.strerror) or with_type(error)
         raise InputError(f"{file}: holds no settings ({why}); write lines key: value, in UTF-8") from error
     return tree
@@ -394,7 +394,7 @@ def load_yaml(file: Path) -> DictConfig:
 
 def load(path: Path) -> TrainConfig:
     """Reads what `to_yaml` wrote; `path` is the file, or the run folder that holds it as `config.yaml`. Raises
-    InputError if the file is not there, is not YAML, or holds settings that this version does not have."""
+    InputError if the file is missing, is not YAML, or holds settings that this version does not have."""
     file = path / CONFIG if path.is_dir() else path
     tree = load_yaml(file)
     try:
@@ -404,7 +404,7 @@ def load(path: Path) -> TrainConfig:
 
 
 def load_recipe(file: Path) -> dict[str, Any]:
-    """A recipe's own settings, merged into the files of `family/` that its defaults name; gpipe's are not in it."""
+    """A recipe's own settings, merged over the `family/` files that its defaults list; without gpipe's defaults."""
     own = OmegaConf.load(file)
     assert isinstance(own, DictConfig)
     families = [entry for entry in own.pop("defaults") if isinstance(entry, str) and entry.startswith("family/")]
@@ -420,8 +420,8 @@ def load_hardware(name: str) -> groups.HardwareConfig:
 
 
 def find_run(key: str, run: str, output: str) -> Path:
-    """The folder of a run, given as setting `key`. Raises InputError, which names the newest runs below `output`, if
-    there is none."""
+    """The folder `run`, the value of setting `key`. Raises InputError if it holds no run; the message names the newest
+    runs in it, or else those in `output`."""
     folder = Path(run)
     if (folder / CONFIG).is_file():
         return folder
@@ -437,16 +437,16 @@ def has_checkpoint(run: Path) -> bool:
 
 
 def going_on(config: TrainConfig, folder: Path) -> TrainConfig:
-    """The configuration of the run in `folder`, resumed from its last checkpoint, or begun again if there is none."""
+    """`config` set to resume the run in `folder` from its last checkpoint, or to restart it if it has none."""
     begun = None if config.resume == GO_ON else config.resume
     return replace(config, run_folder=str(folder), resume=str(folder) if has_checkpoint(folder) else begun)
 
 
 def runs_below(folder: Path) -> list[Path]:
-    """The runs in an output folder, and those of the sweeps in it, which lie one level deeper."""
+    """The run folders in an output folder, including those of its sweeps, which lie one level deeper."""
     return [file.parent for depth in ("*", "*/*") for file in folder.glob(f"{depth}/{CONFIG}")]
 
 
 def newest_runs(folder: Path) -> list[Path]:
-    """The three runs in an output folder or a sweep that were begun last."""
+    """The three most recently started runs in an output folder or a sweep, newest first."""
     return sorted(runs_below(folder), key=lambda run: (run / CONFIG).stat().st_mtime, reverse=True)[:3]

@@ -23,8 +23,8 @@ _OPTIONS = (
     "threads-per-core", "time", "time-min", "tmp", "tres-bind", "tres-per-task", "uid", "usage", "use-min-nodes",
     "verbose", "version", "wait", "wait-all-nodes", "wckey", "wrap",
 )  # fmt: skip
-_TYPO = 0.85  # how alike a mistyped option is; pyxis' container-image is 0.81 like container-id
-# What sbatch may not be told twice, and which setting says it.
+_TYPO = 0.85  # similarity that makes an unknown option a typo; pyxis' container-image has 0.81 to container-id
+# Options that gpipe writes itself -> the setting that determines them.
 _SAID = {
     "nodes": "nodes",
     "ntasks": "processes_per_node",
@@ -35,27 +35,27 @@ _SAID = {
     "no-requeue": "requeue",
     "array": "-m",
 }
-# What sbatch is to do instead of queueing a script, or, with wait, before it returns.
+# Options that make sbatch do something other than queue a script, or, as wait does, return later.
 _OF_SBATCH_ALONE = ("wrap", "test-only", "help", "usage", "version", "wait")
 _TIME = re.compile(r"(?:([0-9]{1,3})-)?([0-9]{1,4}):([0-5][0-9])(?::([0-5][0-9]))?")
-_WARNING = "USR1@120"  # the signal, and how many seconds before a job's time ends
-# gpipe writes a checkpoint on these two; with B: the shell alone would get them
+_WARNING = "USR1@120"  # signal@seconds before the job's time limit
+# USR1 and TERM make gpipe write a checkpoint. Not with the prefix B:, which sends them to the batch shell only.
 _SIGNAL = re.compile(r"(?:R:)?(?:(?:SIG)?(?:USR1|TERM)|10|15)(?:@([0-9]{1,5}))?", re.IGNORECASE)
-_SIGNAL_SECONDS = 60  # how long before the end SLURM sends a signal given without a time
-_BEFORE_WARNING = 180  # seconds: SLURM may warn 60 s too early, and to begin takes one or two minutes
+_SIGNAL_SECONDS = 60  # SLURM's default lead of a signal before the time limit
+_BEFORE_WARNING = 180  # seconds: SLURM may send the signal 60 s early, and a run takes 1 to 2 minutes to start
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchSettings:
-    """What `conf/launch.yaml` adds to the settings of a training. Raises InputError where two do not fit."""
+    """What `conf/launch.yaml` adds to the settings of `gpipe train`. Raises InputError if two contradict each other."""
 
     nodes: Annotated[int, Within(1, 10_000)]
     gpus_per_node: Annotated[int, Within(0, 64)]
     processes_per_node: Annotated[int, Within(1, 1024)] | None
-    time: str | None  # hours:minutes, which SLURM would read as minutes:seconds: `time_limit` is for SLURM
+    time: str | None  # may be hours:minutes, which SLURM reads as minutes:seconds: it gets `time_limit`
     requeue: bool
     submit: bool
-    sbatch: dict[Any, Any]  # option, in place of a dash an underscore if need be, and value
+    sbatch: dict[Any, Any]  # option (underscores stand for dashes) -> value
 
     def __post_init__(self) -> None:
         if self.gpus_per_node and self.processes_here > self.gpus_per_node:
@@ -66,7 +66,7 @@ class LaunchSettings:
         self._check_time()
 
     def _check_time(self) -> None:
-        """Raises InputError for a time that is none, or ends before a run that is warned of its end has begun."""
+        """Raises InputError for an invalid time or signal, and if the signal would come before the run's first step."""
         warned = 0
         if self.requeue and self.signal not in (None, False):
             found = _SIGNAL.fullmatch(show(self.signal))
@@ -94,7 +94,7 @@ class LaunchSettings:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What is given in `sbatch`, as sbatch calls it."""
+        """`sbatch` with the options' names as sbatch spells them."""
         return {_long(str(key)): value for key, value in self.sbatch.items()}
 
     @property
@@ -104,12 +104,12 @@ class LaunchSettings:
 
     @property
     def signal(self) -> object:
-        """What SLURM sends before the time of the job ends, as sbatch reads it; None or False: nothing."""
+        """The value of sbatch's --signal: what SLURM sends before the time limit; None or False: nothing."""
         return self.options.get("signal", _WARNING if self.requeue else None)
 
     @property
     def processes_here(self) -> int:
-        """On each node."""
+        """Processes on each node."""
         return self.processes_per_node or self.gpus_per_node or 1
 
     @property
@@ -118,10 +118,10 @@ class LaunchSettings:
 
 
 def _check_option(key: str, value: object) -> None:
-    """Raises InputError for what is no option of sbatch's, that a job's script cannot have, or no value of one.
+    """Raises InputError for an option that sbatch does not have or a script must not set, and for an invalid value.
 
-    An option that is like none of the table may be of a newer SLURM or of a plugin of the cluster (SPANK): sbatch
-    itself knows, and refuses it before anything is queued.
+    An option unlike all in the table is accepted: it may come from a newer SLURM or a plugin of the cluster (SPANK),
+    and sbatch refuses an unknown one before it queues anything.
     """
     option, setting = _long(key), f"sbatch.{key}"
     if option in _SAID:

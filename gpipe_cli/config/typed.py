@@ -1,8 +1,8 @@
-"""Plain trees of settings become typed dataclasses; each error is one line.
+"""Converts plain trees of settings into typed dataclasses; each error is one line.
 
 A dataclass declares what a setting may be; an error names the setting, its value, what is allowed and the remedy.
-Values arrive as YAML and the command line read them: nothing is converted silently but a whole number where a fraction
-is wanted.
+Values keep the type that YAML or the command line gave them, except that an int is accepted for a float, and a single
+value for a list of one.
 """
 
 import sys
@@ -20,36 +20,36 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Within:
-    """The bounds of a number, both allowed: `Annotated[int, Within(1, 1024)]`.
+    """The bounds of a number, both inclusive: `Annotated[int, Within(1, 1024)]`.
 
-    Every number of a configuration has some, so that what is computed from it does not overflow, and one zero too many
-    starts no hundred thousand processes.
+    Every number in a configuration has bounds, so that values computed from it do not overflow, and a zero too many
+    does not start a hundred thousand processes.
     """
 
     least: float
     most: float
-    below: bool = False  # most itself is too much
-    use: float | None = None  # the remedy, where it is not the bound that was missed
-    why: str = ""  # there is a bound, where it is not obvious
+    below: bool = False  # `most` itself is excluded
+    use: float | None = None  # value that the error proposes; None: the violated bound
+    why: str = ""  # reason for the bound, shown in the error; "": it is obvious
 
 
-SMALLEST, LARGEST = 1e-30, 1e30  # limits of floats: products and quotients of two are finite
+SMALLEST, LARGEST = 1e-30, 1e30  # bounds of floats, so that products and quotients of two are finite
 Count = Annotated[int, Within(1, 10**9)]
-Share = Annotated[float, Within(0, 1, below=True, use=0)]  # a share below the whole
+Share = Annotated[float, Within(0, 1, below=True, use=0)]  # a fraction, 0 to below 1
 Positive = Annotated[float, Within(SMALLEST, LARGEST, use=1)]
 NotNegative = Annotated[float, Within(0, LARGEST)]
 
 
-# Names that other programs use, too far from ours for `nearest`.
+# Name of a setting in other programs -> ours, where they are too different for `nearest`.
 ELSEWHERE = {"lr": "learning_rate=constant learning_rate.peak"}
 
 
 class NothingFitsError(InputError):
-    """No cut of any candidate fits the memory limit; the message says by how much, and what would fit."""
+    """No candidate fits the memory limit, however it is cut; the message says by how much, and what would fit."""
 
 
 class RefusedError(InputError):
-    """The value of a setting that cannot be: `model.filters=0: why; remedy`. What is `drawn` is shown below that."""
+    """A setting has an invalid value: `model.filters=0: why; remedy`. `drawn`: lines to print below the message."""
 
     def __init__(self, key: str, value: object, why: str, drawn: str = "") -> None:
         super().__init__(key, value, why, drawn)
@@ -60,19 +60,19 @@ class RefusedError(InputError):
 
 
 class SettingError(RefusedError):
-    """It is wrong whatever the other settings are: of a sweep no run should begin."""
+    """A value that is invalid whatever the other settings are: a sweep that has it must not start any run."""
 
 
 def typed(kind: type[T], values: Any, place: str = "") -> T:
-    """The dataclass `kind` made of nested dictionaries, at every level; `place` is the key of the group that they are.
-    Raises SettingError for an unknown key (with the nearest known one), a missing value, a wrong type or a value out of
-    range, and InputError for two settings that do not go together."""
+    """Converts nested dictionaries into the dataclass `kind` and those nested in it; `place`: the key of `values`.
+    Raises SettingError for an unknown key (naming the nearest known one), a value still to be given (`???`), a wrong
+    type or a value out of range, and InputError for a missing key or two settings that contradict each other."""
     made: T = _convert(kind, values, place, settings(kind))
     return made
 
 
 def settings(kind: type) -> list[str]:
-    """Every key of a configuration in dotted form, `model.filters`, groups themselves included."""
+    """Every key of the dataclass `kind` in dotted form, `model.filters`, including the groups themselves."""
     keys: list[str] = []
     for name, hint in get_type_hints(kind).items():
         keys.append(name)
@@ -82,7 +82,7 @@ def settings(kind: type) -> list[str]:
 
 
 def choices(kind: type, key: str) -> list[str]:
-    """The words that a setting, `model.variant`, takes: those of all choices of its group; [] where it takes others."""
+    """The words that the setting `key`, `model.variant`, accepts in any choice of its group; [] for other types."""
     first, _, inner = key.partition(".")
     found: list[str] = []
     for option in _options(get_type_hints(kind).get(first)):
@@ -98,12 +98,11 @@ def choices(kind: type, key: str) -> list[str]:
 
 
 def nearest(key: str, choices: Sequence[str], least: float = 0.68) -> str:
-    """`; did you mean model.filters?` for `filters`, and nothing for what is far from all of them; `least` is how alike
-    two names are then, of 1."""
+    """`; did you mean model.filters?` for `filters`; "" if no choice is more similar than `least` (1: equal)."""
     typed_last = key.rpartition(".")[2]
 
     def likeness(choice: str) -> float:
-        # The last part counts as a name of its own; of equally good names the one least deep is the likeliest.
+        # The last part is also compared alone; of equally similar names the least nested one wins.
         last = choice.rpartition(".")[2]
         initials = "".join(word[:1] for word in last.split("_")) if "_" in last else None
         ratios = [SequenceMatcher(None, *pair).ratio() for pair in ((key, choice), (typed_last, last))]
@@ -116,7 +115,7 @@ def nearest(key: str, choices: Sequence[str], least: float = 0.68) -> str:
 
 
 def unknown(key: str, value: object, choices: Sequence[str]) -> RefusedError:
-    """The error for a key that no configuration has."""
+    """The error for a key that the given configuration does not have."""
     if key in choices and "." not in key:
         own = "the given configuration is not based on gpipe's own"
         return SettingError(key, value, f"{own}; begin it with defaults: [train, _self_]")
@@ -127,7 +126,7 @@ def unknown(key: str, value: object, choices: Sequence[str]) -> RefusedError:
 
 
 def quoted(value: object) -> str:
-    """A text as Hydra reads it whatever it has in it, such as the folder of a run, `micro_batches=4`."""
+    """Quotes a text so that Hydra reads it verbatim, even a run folder named `micro_batches=4`."""
     from hydra.core.override_parser.types import Quote, QuotedString
 
     return QuotedString(str(value), Quote.single).with_quotes()
@@ -149,17 +148,17 @@ def show(value: object) -> str:
 
 
 def shortened(text: str) -> str:
-    """A text that may be of any length, such as a number with thousands of digits, as an error shows it."""
+    """A text for an error message, cut if it is long, such as a number with thousands of digits."""
     return text if len(text) <= 60 else f"{text[:20]}..."
 
 
 def is_one_line(text: str) -> bool:
-    """Whether a text is neither empty nor has control characters, or bytes that are not UTF-8, in it."""
+    """Whether a text is not empty and has neither control characters nor bytes that are not UTF-8."""
     return text != "" and not any(unicodedata.category(character) in ("Cc", "Cs") for character in text)
 
 
 def one_line(error: BaseException) -> str:
-    """The message of a library's exception without its line breaks; of an OSError: which file, and why."""
+    """The message of a library's exception on one line; of an OSError the file and the reason."""
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return "; ".join(line.strip() for line in str(error).splitlines() if line.strip()) or type(error).__name__
@@ -171,7 +170,7 @@ def with_type(error: BaseException) -> str:
 
 
 def _convert(kind: Any, value: Any, key: str, keys: Sequence[str], *, listed: bool = False) -> Any:
-    """`value` as `kind`; `key` is where it stands, in a list if `listed`; `keys` are all that could have been meant."""
+    """`value` converted to `kind`. key: its setting; listed: it is an item of a list; keys: suggestions for typos."""
     if value == "???":
         raise SettingError(key, value, f"a value is required; give {key}=...")
     if len(options := _groups(kind)) > 1:
@@ -181,7 +180,7 @@ def _convert(kind: Any, value: Any, key: str, keys: Sequence[str], *, listed: bo
         number = _convert(bare, value, key, keys)
         _check_bounds(key, number, bounds)
         return number
-    if get_origin(kind) in (UnionType, Union):  # only `... | None` occurs; with a Literal it is a Union
+    if get_origin(kind) in (UnionType, Union):  # only `X | None` occurs; of a Literal X it is a Union
         (present,) = (option for option in get_args(kind) if option is not NoneType)
         return None if value is None else _convert(present, value, key, keys)
     if _is_group(kind):
@@ -227,8 +226,7 @@ def _convert(kind: Any, value: Any, key: str, keys: Sequence[str], *, listed: bo
 
 
 def _may_be(kind: Any, value: Any) -> bool:
-    """Whether one value, as in `logger=wandb`, may stand for a list of it: if it has the type of a member, or is a word
-    where a member is one of several."""
+    """Whether a single value, `logger=wandb`, may stand for a list of one whose items are of type `kind`."""
     if get_origin(kind) is Annotated:
         kind = get_args(kind)[0]
     return type(value) in {int: (int,), float: (int, float), str: (str,)}.get(kind, (str,))
@@ -259,18 +257,17 @@ def _group(kind: Any, values: dict[str, Any], path: str, keys: Sequence[str]) ->
 
 
 def _options(kind: Any) -> tuple[Any, ...]:
-    """The members of a union; of another type that type."""
+    """The members of a union type; for any other type, that type alone."""
     return get_args(kind) if get_origin(kind) in (UnionType, Union) else (kind,)
 
 
 def _groups(kind: Any) -> list[Any]:
-    """The dataclasses among which a setting chooses: none for a plain value, several for a union of them."""
+    """The dataclasses that a setting's type allows: none for a plain value, several for a union of them."""
     return [option for option in _options(kind) if _is_group(option)]
 
 
 def _option(options: Sequence[Any], value: Any) -> Any:
-    """The one of several dataclasses whose first setting, a Literal, is what `value` has there; or the one that takes
-    any text."""
+    """The dataclass whose `name`, a Literal, allows that of `value`; else the one whose `name` is any text."""
     name = value.get("name") if isinstance(value, dict) else None
     hints = {option: get_type_hints(option)["name"] for option in options}
     named = [option for option, hint in hints.items() if name in get_args(hint)]

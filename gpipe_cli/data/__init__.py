@@ -1,1 +1,1 @@
-"""The data of a run: images and text. Nothing here knows that a model will be cut into partitions."""
+"""The data of a run: images and text. Nothing here depends on partitions."""

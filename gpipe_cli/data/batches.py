@@ -1,12 +1,12 @@
 """Which samples make up which mini-batch (the paper's N, Section 2.2), and what they are padded to.
 
-A function of (seed, epoch) and the catalogue and nothing else, so that the process with the first stage (inputs) and
-the one with the last stage (targets) agree without a message, and a resumed run goes on with exactly the samples it had
-not seen. For the same reason every random number of the data comes from `seed_of` what identifies it, never from a
-running generator.
+Mini-batches depend on (seed, epoch) and the catalogue only, so that the process with the first stage (inputs) and the
+one with the last stage (targets) agree without a message, and a resumed run continues with exactly the samples it had
+not seen. For the same reason every random number of the data is drawn from a seed that `seed_of` makes of its purpose
+and indices, never from a running generator.
 
-The paper's translation batches are counted in tokens (Section 5: 260K to 4M), and its small languages are seen more
-often than their share: p ~ share^(1/T), T = 5 in its supplement; T = 1 is by share, infinity is equal shares.
+The paper counts its translation batches in tokens (Section 5: 260K to 4M) and samples small languages more often than
+their share of the data: p ~ share^(1/T), T = 5 in its supplement; T = 1 is by share, infinity is equal shares.
 """
 
 import hashlib
@@ -33,15 +33,15 @@ def seed_of(purpose: str, *numbers: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Catalogue:
-    """What every process of a run must know of a split to agree on its mini-batches: not the samples themselves."""
+    """What every process of a run must know of a split's samples to agree on its mini-batches."""
 
     samples: int
-    lengths: Tensor | None = None  # int32 (n, d): tokens of each sample along each dimension; None: images
-    groups: Tensor | None = None  # int32 (n,): the language of each sample, for temperature sampling
+    lengths: Tensor | None = None  # int32 (n, 1): tokens of each window, (n, 2): of source and target; None: images
+    groups: Tensor | None = None  # int32 (n,): language pair of each sample, for temperature sampling
 
     @classmethod
     def of_windows(cls, samples: int, lengths: tuple[int, ...]) -> "Catalogue":
-        """Mini-batches of samples that all have the same lengths."""
+        """The catalogue of samples that all have the same lengths."""
         return cls(samples, torch.tensor([lengths], dtype=torch.int32).expand(samples, -1))
 
 
@@ -60,7 +60,7 @@ class Split(Protocol):
         ...
 
     def targets_of(self, indices: Tensor, lengths: tuple[int, ...]) -> Tensor:
-        """int64 (n,) classes, or (n, last of lengths) tokens, IGNORED where there is nothing to predict."""
+        """int64 (n,) classes, or (n, lengths[-1]) tokens, IGNORED where there is nothing to predict."""
         ...
 
 
@@ -69,12 +69,12 @@ class MiniBatches:
     """The samples of `catalogue` in mini-batches of `batch_size` samples, or of at most `batch_tokens` tokens; exactly
     one of the two is given. Epochs and positions count from 0.
 
-    shuffle: images come in a new order each epoch. Others are sorted by length, ties in a new order; cut; and the
-    mini-batches are shuffled. Without it they are sorted by length, or stay in order, the same each epoch.
+    shuffle: each epoch, images come in a new order; text is sorted by length, with ties in a new order, and cut into
+    mini-batches, which are shuffled. Otherwise images stay in order and text is sorted by length, in every epoch alike.
 
-    temperature: None or 1 gives every sample once an epoch. T > 1 draws as many samples an epoch, each language its
-    quota by share^(1/T). With batch_tokens the number of mini-batches can then differ a little from epoch to epoch;
-    epoch 0 decides: the last ones of a later epoch (in their random order) are left out, or its first ones repeated.
+    temperature: None or 1 gives every sample once per epoch. T > 1 draws as many samples per epoch, of each language a
+    quota by share^(1/T). With batch_tokens the number of mini-batches then varies a little between epochs; epoch 0
+    decides: of a later epoch the last ones (in their random order) are left out, or the first ones repeated.
 
     Raises InputError for a sample longer than batch_tokens.
     """
@@ -87,10 +87,10 @@ class MiniBatches:
     seed: int
     shuffle: bool
     temperature: float | None = None
-    drop_last: bool = False  # with batch_size: as many samples as do not fill one are left out, others each epoch
-    micro_batches: int = 1  # of each replica
+    drop_last: bool = False  # with batch_size: leave out the samples that do not fill one, different ones each epoch
+    micro_batches: int = 1  # M, of each replica
     replicas: int = 1
-    replica: int = 0  # whose share of each mini-batch is read here
+    replica: int = 0  # the replica whose share of each mini-batch is read here
     steps_per_epoch: int = field(default=0, init=False)  # 0 until epoch 0 is cut
 
     def __post_init__(self) -> None:
@@ -100,7 +100,7 @@ class MiniBatches:
             if self.batch_tokens < longest:
                 why = f"the longest sentence has {longest} tokens; use {longest} or more"
                 raise RefusedError("batch_tokens", self.batch_tokens, why)
-        # Two are kept: loading runs ahead into the next epoch while the loss still needs the targets of this one.
+        # Two epochs are kept: loading runs into the next epoch while the loss still needs the targets of this one.
         self._batches_of = lru_cache(maxsize=2)(self._cut_epoch)
         self.steps_per_epoch = len(self._batches_of(0))
 
@@ -112,11 +112,11 @@ class MiniBatches:
         return len(self.indices(epoch, position))
 
     def share(self, epoch: int, position: int) -> Share:
-        """What this replica gets of the mini-batch."""
+        """The part of the mini-batch that this replica gets."""
         return share_of(self.size(epoch, position), self.micro_batches, self.replicas, self.replica)
 
     def lengths(self, epoch: int, position: int) -> tuple[int, ...]:
-        """What its samples are padded to: the longest along each dimension that varies; () for images."""
+        """Tokens that the mini-batch is padded to: those of its longest window, or source and target; () for images."""
         return self._batches_of(epoch if self.shuffle else 0)[position][1]
 
     def stream(self, start_epoch: int, start_position: int, epochs: int) -> Iterator[tuple[int, int]]:
@@ -127,7 +127,7 @@ class MiniBatches:
                 yield epoch, position
 
     def _cut_epoch(self, epoch: int) -> list[tuple[Tensor, tuple[int, ...]]]:
-        """The samples of each mini-batch of an epoch, and what they are padded to."""
+        """The indices and the padded lengths of the samples of each mini-batch of an epoch."""
         lengths = self.catalogue.lengths
         purpose = "order" if lengths is None else "token order"
         generator = torch.Generator().manual_seed(seed_of(purpose, self.seed, epoch))
@@ -137,12 +137,12 @@ class MiniBatches:
             order = temperature_draws(self.catalogue.groups, self.temperature, self.seed, epoch)
         if self.shuffle:
             order = order[torch.randperm(len(order), generator=generator)]
-        if self.drop_last and self.batch_size is not None:  # before they are sorted, or it would be the longest ones
+        if self.drop_last and self.batch_size is not None:  # before sorting, which would always drop the longest ones
             order = order[: len(order) // self.batch_size * self.batch_size]
         if lengths is None:
             assert self.batch_size is not None, "images have no tokens"
             return [(part, ()) for part in order.split(self.batch_size)]
-        # The last key counts first: the larger length, then each length in turn; ties stay as they are.
+        # lexsort's last key counts first: the larger length, then each length in turn; ties keep their order.
         keys = (*lengths[order].numpy().T[::-1], lengths[order].amax(dim=1).numpy())
         order = order[torch.from_numpy(np.lexsort(keys))]
         parts = order.split(self.batch_size or self._sizes(lengths[order].amax(dim=1).tolist()))
@@ -164,7 +164,7 @@ class MiniBatches:
 
 
 def language_quotas(counts: list[int], temperature: float) -> list[int]:
-    """How many of sum(counts) draws each language gets: by share^(1/T), rounded to the largest remainders."""
+    """How many of sum(counts) draws each language gets: by share^(1/T), rounded up at the largest remainders."""
     samples = sum(counts)
     weights = [(count / samples) ** (1 / temperature) if count else 0.0 for count in counts]
     exact = [samples * weight / sum(weights) for weight in weights]
@@ -176,12 +176,12 @@ def language_quotas(counts: list[int], temperature: float) -> list[int]:
 
 
 def temperature_draws(groups: Tensor, temperature: float, seed: int, epoch: int) -> Tensor:
-    """int64 (samples,): what an epoch draws of samples whose languages are `groups`, language by language.
+    """int64 (samples,): the samples that an epoch draws, language by language. groups: each sample's language.
 
-    A language's samples are one endless sequence of permutations, and epoch e takes its quota from place e * quota on:
-    no sample comes again before all others of its language have come, and an epoch needs none before it. The order of a
-    permutation is by a hash of (seed, language, its number, sample): all are sorted at once, which takes less than a
-    generator for each.
+    Each language has an endless sequence of permutations of its samples, and epoch e takes its quota from place
+    e * quota on: no sample recurs before all others of its language were drawn, and an epoch does not depend on earlier
+    ones. A permutation sorts its samples by a hash of (seed, language, number of the permutation, sample): one sort
+    makes all permutations, which is faster than a generator for each.
     """
     of = groups.numpy()
     counts = np.bincount(of)
@@ -194,7 +194,7 @@ def temperature_draws(groups: Tensor, temperature: float, seed: int, epoch: int)
     number = np.repeat(first, rows) + _count_up(rows)
     seeds = _mixed(language.astype(np.uint64) + np.uint64(seed_of("languages", seed)))
     seeds = _mixed(seeds ^ number.astype(np.uint64))
-    # Each row has all samples of its language.
+    # Expand each row to all samples of its language.
     sizes = counts[language]
     row, place = np.repeat(np.arange(len(language)), sizes), _count_up(sizes)
     members = np.argsort(of, kind="stable")  # the samples, language by language

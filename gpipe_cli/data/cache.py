@@ -1,7 +1,7 @@
-"""What text data costs once and is kept for the next process and the next run: vocabularies and encoded corpora.
+"""The cache of text data, for all processes of a run and for later runs: vocabularies and encoded corpora.
 
 Every process of a run opens the same text; the first one trains the vocabulary and encodes, the others wait and read. A
-file's name is a digest of everything its content depends on, so nothing is ever out of date; its first bytes are a
+file's name is a digest of everything its content depends on, so no file is ever stale; its first bytes are a
 digest of the content, so a damaged file is noticed and made anew.
 """
 
@@ -24,7 +24,7 @@ _DIGEST_BYTES = 16
 
 
 def cache_folder(setting: str | None) -> Path:
-    """The folder of the cache: dataset.cache, or `$XDG_CACHE_HOME/gpipe`, or `~/.cache/gpipe`. It need not exist.
+    """The folder of the cache: dataset.cache, or `$XDG_CACHE_HOME/gpipe`, or `~/.cache/gpipe`; it need not exist.
 
     Raises InputError where none is set and the user has no home.
     """
@@ -39,7 +39,7 @@ def cache_folder(setting: str | None) -> Path:
 
 
 def digest_of(purpose: str, facts: object, texts: Iterable[str | bytes] = ()) -> str:
-    """32 hexadecimal digits of a purpose, facts (anything JSON can write) and texts, in order."""
+    """A digest, 32 hexadecimal digits, of a purpose, facts (anything JSON can write) and texts, in order."""
     digest = hashlib.blake2b(json.dumps([purpose, facts], sort_keys=True).encode(), digest_size=_DIGEST_BYTES)
     for text in texts:
         content = text if isinstance(text, bytes) else text.encode()
@@ -74,15 +74,15 @@ def cached_tensors(folder: Path, name: str, make: Callable[[], dict[str, Tensor]
 
 @contextmanager
 def locked(file: Path) -> Iterator[None]:
-    """Inside there is one process at a time; the system ends it if that dies."""
+    """Holds the lock `file`, which one process at a time can have; the system releases it if the process dies."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # ends when the file is closed
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed
         yield
 
 
 def _read(path: Path) -> bytes | None:
-    """The content without its digest; None where there is no such file, or not the one that was written."""
+    """The content without its digest; None if the file is missing, unreadable or damaged."""
     try:
         stored = path.read_bytes()
     except OSError:

@@ -1,8 +1,8 @@
-"""The texts themselves: documents for a language model, sentence pairs for translation, each with a test split.
+"""Text corpora: documents for a language model, sentence pairs for translation, each with a test split.
 
-The paper's Transformer-L is measured without a named text, and its translation model learns 102 languages from a corpus
-that is not public (Section 5). A user's own files replace them, and for a first run without a download: the text that
-comes with every Python, and names in 234 languages out of Unicode's Common Locale Data Repository.
+The paper does not name the text that its Transformer-L is measured on, and its translation corpus of 102 languages is
+not public (Section 5). In their place come a user's own files or, for a first run without a download, the text that
+comes with every Python and names in 234 languages from Unicode's Common Locale Data Repository.
 """
 
 import json
@@ -22,19 +22,19 @@ from gpipe_cli.errors import InputError
 from gpipe_cli.system.files import read_text
 
 _SECTION_CHARACTERS = 2000
-_TEST_EVERY = 10  # every tenth document is test text
-_TEST_ONE_IN = 20  # and one pair in 20
+_TEST_EVERY = 10  # every tenth section, or a file's last tenth, is test text
+_TEST_ONE_IN = 20  # about one pair in 20 is a test pair
 _MOST_BYTES = 2**32  # bytes of one file, which is held in memory several times
 Documents = tuple[str, ...]
 
 
 def read_python_docs() -> tuple[Documents, Documents]:
-    """The language reference that Python's `help()` shows: about 370,000 characters, and not the same in each version.
+    """The language reference that Python's `help()` shows: about 370,000 characters, varying with its version.
 
-    The topics overlap: "compound statements" contains "function definitions". So a paragraph that has appeared before
-    is left out; otherwise the test text would be in the training text. The split is fixed, whatever the seed.
+    The topics overlap: "compound statements" contains "function definitions". Repeated paragraphs are left out, as test
+    text would otherwise be in the training text. The split is fixed, whatever the seed.
 
-    Raises InputError where Python was installed without them.
+    Raises InputError if this Python was installed without the topics.
     """
     try:
         from pydoc_data.topics import topics
@@ -45,8 +45,8 @@ def read_python_docs() -> tuple[Documents, Documents]:
 
 
 def split_sections(documents: Iterable[str]) -> tuple[Documents, Documents]:
-    """Leave out repeated paragraphs (white space aside), cut at paragraphs into sections of about 2,000 characters, and
-    give every tenth to the test text."""
+    """The training and the test sections: repeated paragraphs (white space aside) are left out, documents are cut at
+    paragraphs into sections of about 2,000 characters, and every tenth section is test text."""
     seen: set[str] = set()
     sections: list[str] = []
     for document in documents:
@@ -68,8 +68,8 @@ def split_sections(documents: Iterable[str]) -> tuple[Documents, Documents]:
 
 
 def read_text_files(root: Path) -> tuple[Documents, Documents]:
-    """Every *.txt below root/train and root/test; where root has neither folder, every *.txt below root, of which the
-    last tenth is test text, from the next line on. Each file is a document; order is by path; root may be one file.
+    """The texts of all *.txt files below root/train and root/test. Without these folders: of all below root, or of the
+    file root; the last tenth of each text, from a line's start, is test text. A file is a document; order is by path.
 
     Raises InputError for a folder that is missing or holds no text, and for a file that is not UTF-8.
     """
@@ -94,7 +94,7 @@ def _read_folder(root: Path, folder: Path) -> Documents:
 
 
 def read_utf8(path: Path) -> str:
-    """The text of a file, whose lines end in a line feed. Raises InputError if it cannot be read, is larger than 4 GiB,
+    """The text of a file, with line feeds as line ends. Raises InputError if it cannot be read, is larger than 4 GiB,
     or is not UTF-8."""
     try:
         return read_text(path, _MOST_BYTES).replace("\r\n", "\n")
@@ -104,7 +104,7 @@ def read_utf8(path: Path) -> str:
 
 
 def _cut_last_tenth(text: str) -> tuple[str, str]:
-    """Cut after the first line that ends in the last tenth, or within a line where none does."""
+    """Cut after the first line that ends in the last tenth, or within a line if none does."""
     position = len(text) * (_TEST_EVERY - 1) // _TEST_EVERY
     line_end = text.rstrip().find("\n", position)
     if line_end >= 0:
@@ -113,7 +113,7 @@ def _cut_last_tenth(text: str) -> tuple[str, str]:
 
 
 _KINDS = ("territories", "languages", "scripts", "currency_names")  # kinds of names in CLDR
-_LEAST_NAMES = 100  # a language with three names would see them thousands of times under temperature sampling
+_LEAST_NAMES = 100  # of a language; temperature sampling would repeat three names thousands of times
 _LANGUAGES = re.compile(r"[A-Za-z0-9_]+-[A-Za-z0-9_]+")
 
 
@@ -123,10 +123,10 @@ class Pairs:
 
     sources: Sequence[str]
     references: Sequence[str]
-    groups: Tensor  # int32 (n,): numbers of `languages`
+    groups: Tensor  # int32 (n,): index of each pair's languages in `languages`
     languages: tuple[str, ...]  # such as `de-en`, the same for both splits
-    file: Path | None = None  # where the pairs were read,
-    lines: Sequence[int] | None = None  # and each of them
+    file: Path | None = None  # file that the pairs were read from
+    lines: Sequence[int] | None = None  # line of each pair in `file`, from 1
 
     def __len__(self) -> int:
         return len(self.groups)
@@ -150,20 +150,20 @@ class Pairs:
 
 
 def target_language(languages: str) -> str:
-    """`en` of `de-en`."""
+    """The language that a pair translates into: `en` of `de-en`."""
     return languages.rpartition("-")[2]
 
 
 def languages_of(pairs: Sequence[str]) -> int:
-    """How many languages are in pairs such as `hi_Latn-en`; scripts do not make another one."""
+    """The number of languages in `pairs`, such as `hi_Latn-en`; a language counts once for all its scripts."""
     return len({code.partition("_")[0] for pair in pairs for code in pair.split("-")})
 
 
 def read_parallel_text(root: Path) -> tuple[Pairs, Pairs]:
-    """Lines `source TAB target TAB languages` (such as `de-en`), UTF-8, without a heading; empty lines are skipped.
+    """Reads lines `source TAB target TAB languages` (such as `de-en`) in UTF-8, without a header; skips empty ones.
 
-    root: a folder with train.tsv and test.tsv, or one file: then a line is test text where a hash of its target says
-    so, about 1 in 20, so that no target is in both splits. Raises InputError.
+    root: a folder with train.tsv and test.tsv, or one file. Of one file a hash of the target selects about 1 line in
+    20 for the test split, so that no target is in both. Raises InputError for a bad line, a bad file or an empty split.
     """
     if root.is_dir():
         files = (root / "train.tsv", root / "test.tsv")
@@ -189,7 +189,7 @@ def read_parallel_text(root: Path) -> tuple[Pairs, Pairs]:
 
 
 def _read_rows(file: Path) -> list[tuple[str, str, str, int]]:
-    """Source, target, languages and number (from 1) of the lines of a file that are not empty, at least one."""
+    """Source, target, languages and line number (from 1) of each non-empty line; at least one."""
     rows = []
     # Not splitlines(): U+2028 and its like may be part of a sentence.
     for number, line in enumerate(read_utf8(file).split("\n"), 1):
@@ -206,19 +206,19 @@ def _read_rows(file: Path) -> list[tuple[str, str, str, int]]:
 
 
 def read_cldr(direction: str, cache: Path) -> tuple[Pairs, Pairs]:
-    """About 200,000 pairs of a name and its English name (Babel 2.18: 201,203); kept in `cache`, as reading takes long.
+    """About 200,000 pairs of a name and its English name (Babel 2.18: 201,203); kept in `cache`, as reading is slow.
 
-    Names of territories, languages, scripts and currencies: short, but many scripts, many languages, one model. It
-    shows how the parts work together; it is no measure of translation.
+    The names of territories, languages, scripts and currencies are short, but in many scripts and languages for one
+    model. They show that all parts work together; they do not measure translation quality.
 
-    Languages are those without a territory (`de`, `zh`), and their other scripts (`zh_Hant`) with the names that are
-    written otherwise there. A name that is missing or only a code is left out, and a language with fewer than 100
-    names. One English name in 20 is for the test, in all languages alike, so that no name of the test, nor its code,
-    occurs in training. The split is fixed, whatever the seed.
+    Locales with a territory (`de_AT`) are left out; those with a script (`zh_Hant`) have only the names that differ
+    from the language's own. Names that are missing or equal their code are left out, and so are locales with fewer
+    than 100 names. One English name in 20 is for the test, in all languages alike, so that no name of the test, nor
+    its code, occurs in training. The split is fixed, whatever the seed.
     """
     import babel
 
-    # Whatever changes below changes the file's name.
+    # The digest covers this file's source: a change of the code below must not read what the old code cached.
     name = digest_of("cldr", babel.__version__, [Path(__file__).read_bytes()])
     content = json.loads(cached(cache, f"cldr-{name}", lambda: json.dumps(_read_names()).encode()))
     train, test = (_directed(content[split], content["codes"], direction) for split in ("train", "test"))
@@ -226,7 +226,7 @@ def read_cldr(direction: str, cache: Path) -> tuple[Pairs, Pairs]:
 
 
 def _names_of(locale: str) -> dict[tuple[str, str], str]:
-    """(kind, code) -> name, as far as the locale has one that is more than the code."""
+    """(kind, code) -> name in `locale`, without names that are empty or equal their code."""
     from babel import localedata
 
     return {
@@ -238,7 +238,7 @@ def _names_of(locale: str) -> dict[tuple[str, str], str]:
 
 
 def _read_names() -> dict[str, Any]:
-    """The codes of the languages, and of each split: names, English names, and numbers of codes."""
+    """`codes`: those of the languages. `train`, `test`: columns of names, English names and indices into `codes`."""
     from babel import localedata
 
     english = _names_of("en")

@@ -1,4 +1,4 @@
-"""Image data sets, opened by name, and the way from their pixels to the tensor a model sees (paper, Section 4).
+"""Image data sets, opened by name, and the transforms from their pixels to a model's input (paper, Section 4).
 
 The ImageNet runs used Inception preprocessing, which in the authors' TPU code is a random crop of 10-100 % of the area,
 a random flip and values scaled to [-1, 1]; evaluation is on one central 87.5 % crop. The transfer runs used a random
@@ -43,9 +43,9 @@ def build_transform(
 ) -> Callable[[Tensor], Tensor]:
     """The steps from (3, H, W), uint8 or float32 in [0, 1], to float32 (3, image_size, image_size) in [-1, 1].
 
-    centre_share: see there. augmentation: None for evaluation. Random steps draw from torch's default generator.
+    centre_share: see that function. augmentation: None for evaluation. Random steps use torch's default generator.
 
-    Raises InputError where a length of the augmentation does not fit images of this size.
+    Raises InputError if cutout or shift, in pixels, is not below `image_size`.
     """
     from torchvision.transforms import v2
 
@@ -63,7 +63,7 @@ def build_transform(
     if vary.horizontal_flip:
         steps.append(v2.RandomHorizontalFlip())
     if vary.shift > 0:
-        steps.append(v2.RandomCrop(image_size, padding=vary.shift))  # black where nothing was
+        steps.append(v2.RandomCrop(image_size, padding=vary.shift))  # the padding is black
     steps += [v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean=MEAN, std=STD)]
     if vary.cutout > 0:
         steps.append(partial(cutout, side=vary.cutout))
@@ -74,7 +74,7 @@ def build_transform(
 class ImageSplit:
     """The training or the test split, a `Split`.
 
-    `split[epoch, index]`: float32 (3, image_size, image_size) in [-1, 1]; in the test split the epoch changes nothing.
+    `split[epoch, index]`: float32 (3, image_size, image_size) in [-1, 1]; the test split ignores the epoch.
     """
 
     samples: Samples
@@ -86,7 +86,7 @@ class ImageSplit:
         return Catalogue(len(self.samples.targets))
 
     def inputs(self, epoch: int, indices: Sequence[int], lengths: tuple[int, ...] = ()) -> tuple[Tensor, ...]:
-        """One float32 (n, 3, S, S)."""
+        """A single tensor: float32 (n, 3, image_size, image_size)."""
         return (torch.stack([self[epoch, index] for index in indices]),)
 
     def targets_of(self, indices: Tensor, lengths: tuple[int, ...] = ()) -> Tensor:
@@ -97,7 +97,7 @@ class ImageSplit:
         image = self.samples.pixels[index]
         if self.seed is None:
             return self.transform(image)
-        # torchvision's transforms draw from the default generator only; it goes on afterwards as if nothing had been.
+        # torchvision's transforms draw from the default generator only; its state is restored afterwards.
         with torch.random.fork_rng(devices=[]):
             # `torch.manual_seed` would seed every accelerator, too
             torch.default_generator.manual_seed(seed_of("augmentation", self.seed, epoch, index))
@@ -105,12 +105,12 @@ class ImageSplit:
 
 
 def open_images(dataset: ImagesConfig, seed: int) -> tuple[ImageSplit, ImageSplit]:
-    """The training and the test split of a data set. `seed` is of synthetic images and of the augmentation, which is
-    for the training split only.
+    """The training and the test split of a data set. `seed` determines synthetic images and the augmentation, which
+    applies to the training split only.
 
     Raises InputError (one line) for missing, empty or damaged data, and a wrong number of classes.
     """
-    name, root = dataset.name, Path(dataset.root or "")  # whatever is read from disk has one
+    name, root = dataset.name, Path(dataset.root or "")  # every set that is read from disk has a root
     match name:
         case "digits":
             train, test = read_digits()
@@ -145,17 +145,17 @@ def open_images(dataset: ImagesConfig, seed: int) -> tuple[ImageSplit, ImageSpli
 
 
 def centre_share(dataset: ImagesConfig) -> float:
-    """The share of the shorter side that the single centre crop of test images keeps: the TPU code's for ImageNet and
-    for folders; all of it for the transfer sets, which are "resized to 480x480".
+    """The share of a test image's shorter side that its centre crop keeps: 0.875 for ImageNet and folders, as in the
+    TPU code; 1 for all other sets, as the paper's transfer images are "resized to 480x480".
 
     Departs from the paper: the aspect ratio is kept, so the ends of the longer side are lost (the paper does not say
-    whether it squeezes).
+    whether it distorts images).
     """
     return 0.875 if dataset.name in ("image_folder", "imagenet") else 1.0
 
 
 def _choose(classes: tuple[int, ...], name: str, *splits: Samples) -> Iterator[Samples]:
-    """Only the samples of `classes`, in their old order; class classes[i] gets the number i. Raises InputError."""
+    """The samples of `classes` in each split, in their old order; classes[i] becomes class i. Raises InputError."""
     names = splits[0].class_names
     if len(set(classes)) < max(2, len(classes)) or not all(0 <= number < len(names) for number in classes):
         why = f"must be 2 or more different classes of {name}, from 0 to {len(names) - 1}"

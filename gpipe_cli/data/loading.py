@@ -1,7 +1,7 @@
 """Loading overlapped with the step: workers decode and augment the next mini-batches while the pipeline computes.
 
 The paper's throughput assumes that the accelerators never wait for images. One DataLoader serves the whole run, across
-epochs: with a loader per epoch the queue would be empty, and the first step would wait, at the start of each.
+epochs: a loader per epoch would start each epoch with an empty queue, and its first step would wait.
 
 Workers are forked, which takes milliseconds, before the process has threads, connections or a CUDA context: Gloo's
 threads may hold locks, and an open CUDA context does not survive a fork.
@@ -28,8 +28,8 @@ class LoaderDiedError(RuntimeError):
 
 
 class LoadedBatches:
-    """Iterator over the first stage's inputs, a tuple of (N, ...) each of this replica's share of every mini-batch of
-    which it has one. `next` raises InputError where an image cannot be read; loading then has ended."""
+    """Iterator over the first stage's inputs: a tuple of tensors (n, ...) for each mini-batch of which this replica has
+    n samples. `next` raises InputError if an image cannot be read and LoaderDiedError if a worker died."""
 
     def __init__(
         self,
@@ -43,12 +43,12 @@ class LoadedBatches:
     ) -> None:
         """Start loading the mini-batches of `mini_batches.stream(start_epoch, start_position, epochs)`, in that order.
 
-        workers: processes, forked here; 0 loads in this process, each batch when it is asked for. pin_memory:
+        workers: number of processes, forked here; 0: this process loads each batch when it is requested. pin_memory:
         page-locked batches, for asynchronous copies to a GPU.
         """
         loader: DataLoader[Any] = DataLoader(
             _Batches(split),  # type: ignore[arg-type]  # any object with __getitem__ is a map-style data set
-            batch_size=None,  # a key stands for a whole mini-batch
+            batch_size=None,  # a key of the sampler stands for a whole mini-batch
             sampler=(
                 (epoch, indices[share.samples].tolist(), mini_batches.lengths(epoch, position))
                 for epoch, position in mini_batches.stream(start_epoch, start_position, epochs)
@@ -61,8 +61,8 @@ class LoadedBatches:
             pin_memory=pin_memory,
             generator=torch.Generator(),  # otherwise the loader draws a number from the run's default generator
         )
-        # torch's handler of SIGCHLD raises that a worker died wherever this process is, be it in a step; without it
-        # the next request for a batch does.
+        # torch's SIGCHLD handler would raise the death of a worker anywhere, even within a step; without the handler
+        # the next request for a batch raises it.
         before = signal.getsignal(signal.SIGCHLD)
         self._batches: Any = iter(loader)
         signal.signal(signal.SIGCHLD, before)
@@ -72,7 +72,7 @@ class LoadedBatches:
         return self
 
     def peek(self) -> tuple[Tensor, ...]:
-        """What `next` will return."""
+        """The batch that `next` will return; it is not consumed."""
         self._peeked = next(self)
         return self._peeked
 
@@ -84,10 +84,10 @@ class LoadedBatches:
             raise StopIteration
         try:
             batch = next(self._batches)
-        except BaseException as error:  # the end, a worker that died, Ctrl-C: in any case nothing more comes
+        except BaseException as error:  # the end, a dead worker, Ctrl-C: no batch comes after any of them
             died = any(worker.exitcode for worker in getattr(self._batches, "_workers", ()))
             self.close()
-            if died or isinstance(error, ConnectionError | EOFError):  # perhaps while it sent a batch
+            if died or isinstance(error, ConnectionError | EOFError):  # died, perhaps while it sent a batch
                 text = "a data loading process died; is the machine out of memory or shared memory?"
                 raise LoaderDiedError(text) from error
             raise
@@ -108,8 +108,8 @@ class LoadedBatches:
 
 @dataclass(frozen=True, eq=False)
 class _Batches:
-    """The arguments of `Split.inputs` in, a mini-batch out, or why there is none: an exception raised in a worker would
-    arrive as the text of its traceback."""
+    """Maps arguments of `Split.inputs` to a mini-batch, or to the message of an InputError: raised in a worker, the
+    exception would arrive as the text of its traceback."""
 
     split: Split
 
@@ -121,7 +121,7 @@ class _Batches:
 
 
 def _set_up_worker(served: int, _worker: int) -> None:
-    """In each worker, before its first batch: one thread, Ctrl-C ignored, killed when the process it serves ends."""
+    """Run in each worker before its first batch: one thread, Ctrl-C ignored, killed when the process it serves ends."""
     torch.set_num_threads(1)  # the other cores are for other workers and the pipeline
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process it serves gets it too, and ends its workers
     sys.excepthook = _print_unless_connection_lost
@@ -129,6 +129,6 @@ def _set_up_worker(served: int, _worker: int) -> None:
 
 
 def _print_unless_connection_lost(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
-    """No traceback of a batch that could not be sent because the trainer was interrupted and has printed why."""
+    """Print no traceback if a batch could not be sent: the trainer was interrupted and has printed why."""
     if not issubclass(kind, (ConnectionError, EOFError)):
         sys.__excepthook__(kind, error, traceback)

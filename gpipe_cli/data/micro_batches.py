@@ -1,13 +1,13 @@
-"""The pieces of a mini-batch: sizes of micro-batches, and which of them a pipeline gets."""
+"""How a mini-batch is cut: the sizes of its micro-batches, and which of them each pipeline gets."""
 
 from dataclasses import dataclass
 
 
 def micro_batch_sizes(samples: int, micro_batches: int) -> tuple[int, ...]:
-    """The sizes of M pieces that differ by at most one, larger ones first; of fewer samples than M one piece a sample.
+    """Samples of each of M micro-batches: equal up to one, larger first; with fewer samples than M, one in each.
 
-    Departs from the paper (section 2.2): N need not be a multiple of M. `torch.chunk` may return fewer pieces than
-    asked for; counting them wrongly is what broke deferred batch norm in torchgpipe.
+    Departs from the paper (section 2.2): N need not be a multiple of M. `torch.chunk`, which is not used here, may
+    return fewer chunks than asked for; miscounting them broke deferred batch norm in torchgpipe.
 
     >>> micro_batch_sizes(7, 3)
     (3, 2, 2)
@@ -21,11 +21,11 @@ def micro_batch_sizes(samples: int, micro_batches: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Share:
-    """What one of R pipelines gets of a mini-batch: consecutive micro-batches of the R x M of all of them."""
+    """One pipeline's share of a mini-batch: consecutive micro-batches of the R x M of all R pipelines."""
 
     first_sample: int
     first_micro_batch: int
-    sizes: tuple[int, ...]  # samples of each micro-batch; () if there are fewer samples than pipelines
+    sizes: tuple[int, ...]  # samples of each micro-batch; () if there are too few samples for this pipeline
 
     @property
     def samples(self) -> slice:
@@ -33,8 +33,8 @@ class Share:
 
 
 def share_of(samples: int, micro_batches: int, replicas: int = 1, replica: int = 0) -> Share:
-    """The share of pipeline `replica`, of `micro_batches` at most: the micro-batches of all are those of one pipeline
-    with R x M of them (law 7).
+    """The share of pipeline `replica`: at most `micro_batches`, M, of them. All R shares together are the micro-batches
+    of a single pipeline with R x M (law 7 of the README).
 
     >>> share_of(7, 2, replicas=2, replica=1)
     Share(first_sample=4, first_micro_batch=2, sizes=(2, 1))

@@ -1,7 +1,7 @@
 """The six sets of photographs of the paper (Table 4 of v5): ImageNet and five that it transfers to.
 
-An accuracy compares with the paper's only on the paper's splits, so this file holds their sizes and checks the files on
-disk against them before the first step. torchvision reads the annotations, each set has its own format.
+An accuracy is comparable with the paper's only on the paper's splits, so this file holds their sizes and checks the
+files on disk against them before the first step. torchvision reads the annotations, whose formats differ.
 """
 
 import os
@@ -27,8 +27,8 @@ class PhotographSet:
     contents: str  # what the folder must hold
     get: str = _DOWNLOAD  # how a user gets the data
     folder: str = ""  # below dataset.root
-    reader: str | None = None  # torchvision's, where annotations list the images
-    train_split: str = "train"  # the name of that split at torchvision
+    reader: str | None = None  # torchvision's class, if annotations list the images
+    train_split: str = "train"  # torchvision's name of the training split
 
 
 PHOTOGRAPHS = {
@@ -81,8 +81,8 @@ DECODED = ("image_folder", *PHOTOGRAPHS)
 def read_photographs(name: str, root: Path, *, download: bool, partial: bool) -> tuple[Samples, Samples]:
     """The training and the test split of the set `name`, a key of PHOTOGRAPHS, from the files below `root`.
 
-    download: fetch what is missing; the settings allow it where torchvision can. partial: accept fewer images than the
-    paper used; those that are listed but have no file are left out.
+    download: fetch what is missing; the settings allow it if torchvision can. partial: accept fewer images than the
+    paper used; images that are listed but have no file are left out.
 
     Raises InputError (one line) for files that are missing or damaged, and for sizes that are not the paper's.
     """
@@ -110,17 +110,17 @@ def read_photographs(name: str, root: Path, *, download: bool, partial: bool) ->
 
 
 def _read_imagenet(root: Path, expected: str) -> tuple[Samples, Samples]:
-    """ImageNet-2012 from its class folders; classes are in the order of their WordNet numbers.
+    """ImageNet-2012 from its class folders; classes are sorted by WordNet id.
 
     torchvision's ImageNet unpacks the archives into these folders and writes the names of the classes to meta.bin. Most
-    people have the folders only; then the WordNet numbers are the names.
+    people have the folders only; then the WordNet ids are the names.
     """
     from torchvision.datasets import ImageNet
     from torchvision.datasets.imagenet import ARCHIVE_META, META_FILE, load_meta_file
 
     meta, devkit = root / META_FILE, root / ARCHIVE_META["devkit"][0]
     try:
-        # Unpacking needs a disk that can be written to; reading must not.
+        # Only unpacking may need a writable disk.
         if (meta.is_file() or devkit.is_file()) and os.access(root, os.W_OK):
             with locked(root / ".download.lock"):
                 if not (meta.is_file() and (root / "train").is_dir() and (root / "val").is_dir()):
@@ -130,9 +130,9 @@ def _read_imagenet(root: Path, expected: str) -> tuple[Samples, Samples]:
     except Exception as error:  # archives and pickles fail in many ways
         why = f"the archives or '{META_FILE}' of imagenet are missing or damaged ({with_type(error)}); {expected}"
         raise RefusedError("dataset.root", root, why) from error
-    # A folder 'test', which the challenge has too, holds images without classes.
+    # Not the folder 'test': the challenge's test images have no labels.
     train, test = (
-        # All words of a synset: two classes share the first one ("crane").
+        # All words of a synset, as two classes share their first one ("crane").
         replace(split, class_names=tuple(", ".join(words.get(wnid, (wnid,))) for wnid in split.class_names))
         for split in read_folders(root, expected, test_names=("val",))
     )
@@ -166,7 +166,7 @@ def _read_listed(name: str, root: Path, expected: str, split: str, *, download: 
             raise RefusedError("dataset.download", True, f"{why}; {use}") from error
         found = f"is damaged or incomplete ({with_type(error)})" if folder.is_dir() else "is missing"
         raise RefusedError("dataset.root", root, f"'{folder}' {found}; {expected}") from error
-    # Folders are listed: asking for each of 75,750 files is slow on a network disk.
+    # Listing the folders is faster on a network disk than asking for each of 75,750 files.
     folders = {os.path.dirname(path) for path, _ in listed}
     there = {entry.path for folder in folders if os.path.isdir(folder) for entry in os.scandir(folder)}
     kept = [(path, target) for path, target in listed if path in there]

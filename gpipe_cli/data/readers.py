@@ -1,7 +1,7 @@
-"""The image data sets themselves: what is on disk (or in a library) becomes samples of a training and a test split.
+"""Readers of image data sets: files, or a library's data, become samples of a training and a test split.
 
-The paper trains on ImageNet and transfers to CIFAR-10, CIFAR-100 and five sets of photographs (Table 4). Each reader
-checks what a user can get wrong before the first step, without decoding an image.
+The paper trains on ImageNet and transfers to CIFAR-10, CIFAR-100 and five sets of photographs (Table 4). Before the
+first step, each reader checks what a user can get wrong, without decoding an image.
 """
 
 import math
@@ -33,7 +33,7 @@ class Pixels(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """One split: pixels, targets int64 (n,), and the name of each class; targets are numbers of these."""
+    """One split: pixels, targets int64 (n,), and class names, which the targets index."""
 
     pixels: Pixels
     targets: Tensor
@@ -41,7 +41,7 @@ class Samples:
 
     @classmethod
     def of_files(cls, listed: Sequence[tuple[str, int]], class_names: tuple[str, ...]) -> "Samples":
-        """Of paths with their targets."""
+        """Samples from (path, target) of each image file."""
         targets = torch.tensor([target for _, target in listed], dtype=torch.int64)
         return cls(Files(tuple(path for path, _ in listed)), targets, class_names)
 
@@ -53,7 +53,7 @@ class Files:
     paths: tuple[str, ...]
 
     def __getitem__(self, index: int) -> Tensor:
-        """uint8 (3, H, W) of file `index`; InputError naming the file if it cannot be decoded."""
+        """uint8 (3, H, W) of file `index`. Raises InputError, naming the file, if it cannot be decoded."""
         from PIL import Image
         from torchvision.transforms.v2.functional import pil_to_tensor
 
@@ -68,7 +68,7 @@ class Files:
 
 @dataclass(frozen=True)
 class Noise:
-    """Random bytes made from (seed, index)."""
+    """Random images, each a function of (seed, index)."""
 
     seed: int
     image_size: int
@@ -100,7 +100,7 @@ def read_digits() -> tuple[Samples, Samples]:
 
 def read_cifar(reader: "type[CIFAR10]", root: Path, *, download: bool) -> tuple[Samples, Samples]:
     """CIFAR-10 or CIFAR-100 (50,000 / 10,000 images, 32x32) through torchvision's reader, which checks each file's MD5.
-    Raises InputError."""
+    Raises InputError if files are missing or damaged."""
     try:
         with locked(root / ".download.lock") if download else nullcontext():
             splits = [reader(str(root), train=train, download=download) for train in (True, False)]
@@ -134,9 +134,9 @@ def read_noise(dataset: ImagesConfig, seed: int) -> tuple[Samples, Samples]:
 
 
 def read_folders(root: Path, expected: str, test_names: tuple[str, ...] = ("test", "val")) -> tuple[Samples, Samples]:
-    """Photographs as root/train/<class>/* and the first of `test_names` that exists; classes in alphabetical order.
+    """Images in root/train/<class>/ and in the first folder of `test_names` that exists; classes in alphabetical order.
 
-    Raises InputError, which says what is `expected`, for a folder that is missing or a class without an image.
+    Raises InputError, with the text `expected`, for a missing folder or a class without an image.
     """
     from torchvision.datasets.folder import is_image_file, make_dataset
 

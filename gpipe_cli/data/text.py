@@ -22,10 +22,10 @@ from gpipe_cli.data.vocabulary import BEGIN, END, IGNORED, PAD, UNKNOWN, Vocabul
 
 @dataclass(frozen=True, eq=False)
 class TextSplit:
-    """The training or the test text, cut into windows that do not overlap; the epoch changes nothing.
+    """The training or the test text, cut into windows that do not overlap, the same in every epoch.
 
-    tokens: int32 (stream,), the documents one after the other, each with an end token. Every token but the first of the
-    stream is predicted exactly once; the last window is padded.
+    tokens: int32 (stream,), all documents concatenated, each with an end token. length: tokens of a window. Every token
+    but the first of the stream is predicted exactly once; the last window is padded.
     """
 
     tokens: Tensor
@@ -37,20 +37,20 @@ class TextSplit:
         return Catalogue.of_windows(-(-(len(self.tokens) - 1) // self.length), (self.length,))
 
     def inputs(self, epoch: int, indices: Sequence[int], lengths: tuple[int, ...]) -> tuple[Tensor, ...]:
-        """One int64 (n, length)."""
+        """A single tensor: int64 (n, length)."""
         return (self._windows(torch.tensor(indices), first=0, padding=PAD),)
 
     def targets_of(self, indices: Tensor, lengths: tuple[int, ...]) -> Tensor:
-        """int64 (n, length): the token after each input."""
+        """int64 (n, length): the token that follows each input token; IGNORED where there is none."""
         return self._windows(indices, first=1, padding=IGNORED)
 
     def predicted(self) -> Tensor:
-        """int64 (tokens,): all targets that count, in order."""
+        """int64 (tokens,): all target tokens in order, without padding."""
         return self.tokens[1:].long()
 
     def _windows(self, indices: Tensor, first: int, padding: int) -> Tensor:
         positions = indices[:, None] * self.length + torch.arange(self.length)
-        beyond = positions >= len(self.tokens) - 1  # nothing comes after the last token
+        beyond = positions >= len(self.tokens) - 1  # no token follows the last one
         return self.tokens[(positions + first).masked_fill_(beyond, 0)].long().masked_fill_(beyond, padding)
 
 
@@ -59,7 +59,7 @@ def open_documents(
 ) -> tuple[TextSplit, TextSplit]:
     """Learn the vocabulary from the training documents, or take that of `pieces`; encode both. Raises InputError."""
     cache = cache_folder(dataset.cache)
-    # A line's end is a byte of its own and need not be learned.
+    # A line end is encoded as its byte and need not be learned.
     lines = [line for document in train for line in document.split("\n") if line.strip()]
     vocabulary = make_vocabulary(lines, dataset.vocabulary, cache, word_prefix=False, pieces=pieces)
     splits = [TextSplit(_encoded(documents, vocabulary, cache), length, vocabulary) for documents in (train, test)]
@@ -72,7 +72,7 @@ def open_documents(
 
 
 def _encoded(documents: Sequence[str], vocabulary: Vocabulary, cache: Path) -> Tensor:
-    """int32 (stream,), kept in `cache`."""
+    """The tokens of all documents, int32 (stream,), kept in `cache`."""
 
     def encode() -> dict[str, Tensor]:
         parts = [np.array([*ids, END], dtype=np.int32) for ids in vocabulary.encode(documents)]
@@ -98,7 +98,7 @@ class SyntheticText:
         return Catalogue.of_windows(self.samples, (self.length,) * (2 if self.pairs else 1))
 
     def inputs(self, epoch: int, indices: Sequence[int], lengths: tuple[int, ...]) -> tuple[Tensor, ...]:
-        """int64 (n, length): tokens; or sources and targets so far, each of that shape."""
+        """int64 (n, length): windows; for pairs two of that shape, encoder and decoder input."""
         sequences = self._sequences(indices)
         tokens = sequences[:, : self.length]
         if not self.pairs:
@@ -106,11 +106,11 @@ class SyntheticText:
         return tokens, torch.cat([torch.full((len(indices), 1), BEGIN), sequences[:, self.length : -1]], dim=1)
 
     def targets_of(self, indices: Tensor, lengths: tuple[int, ...]) -> Tensor:
-        """int64 (n, length): the next tokens; all of them count."""
+        """int64 (n, length): the token that follows each token of the (decoder) input; none is IGNORED."""
         return self._sequences(indices.tolist())[:, -self.length :]
 
     def _sequences(self, indices: Sequence[int]) -> Tensor:
-        """Uniform over the ids that are not special: a window and the token after it, or a source and its target."""
+        """(n, tokens), uniform over the ids that are not special: a window and its next token, or source and target."""
         tokens = 2 * self.length if self.pairs else self.length + 1
         sequences = torch.empty((len(indices), tokens), dtype=torch.int64)
         for row, index in zip(sequences, indices, strict=True):
@@ -127,7 +127,7 @@ def open_text(
 ) -> TextSplits:
     """The training and the test split of a data set.
 
-    length: tokens of a window, or the most of a source or a target. seed and pairs (whether it has them): of
+    length: tokens of a window, or at most of a source or a target. seed, and pairs (whether to make pairs): for
     `synthetic_text` only. pieces: the vocabulary of an earlier run, as SentencePiece stores it, in place of a new one.
 
     Raises InputError (one line) for missing, empty or damaged data, and settings that do not fit it.
@@ -160,8 +160,8 @@ def open_text(
 
 
 def unigram_perplexity(train: TextSplit | PairSplit, test: TextSplit | PairSplit) -> float:
-    """The test perplexity of a model that knows only how often each token is predicted in training (plus one): what a
-    model must beat to have learned anything from the order."""
+    """The test perplexity of a model that knows only the tokens' counts in training (plus one): the baseline that a
+    model must beat to have learned anything from their order."""
     counts = torch.bincount(train.predicted(), minlength=train.vocabulary.size).double() + 1
     surprise = -(counts / counts.sum()).log()[test.predicted()]
     return float(surprise.mean().exp())

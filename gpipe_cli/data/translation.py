@@ -1,7 +1,7 @@
 """Sentence pairs for a translation model (paper, Section 5): tokens for the encoder, the decoder and the loss.
 
 One vocabulary serves all languages and both sides. The first token of a source names the language to translate into,
-as the group's multilingual papers do it; the GPipe paper itself does not say.
+as in the group's multilingual papers; the GPipe paper itself does not say.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from gpipe_cli.data.vocabulary import BEGIN, END, IGNORED, PAD, Vocabulary, make
 
 @dataclass(frozen=True, eq=False)
 class Sequences:
-    """Tokens of sequences of every length, one after the other: a list of lists would cost a Python object for each."""
+    """Token sequences of any length, concatenated: a list of lists would need a Python object for each token."""
 
     values: Tensor  # int32 (tokens,)
     lengths: Tensor  # int64 (sequences,)
@@ -39,20 +39,20 @@ class Sequences:
         return cls(torch.from_numpy(values), torch.tensor(list(map(len, sequences)), dtype=torch.int64))
 
     def padded(self, indices: Tensor, width: int, padding: int) -> Tensor:
-        """int64 (n, width): the sequences `indices` (int64 (n,)), each no longer than `width`."""
+        """int64 (n, width): the sequences `indices` (int64 (n,)), none longer than `width`, then `padding`."""
         lengths, columns = self.lengths[indices, None], torch.arange(width)
         assert bool((lengths <= width).all()), (lengths, width)
         positions = (self._starts[indices, None] + columns).clamp_(max=len(self.values) - 1)
         return self.values[positions].long().masked_fill_(columns >= lengths, padding)
 
     def where(self, kept: Tensor) -> "Sequences":
-        """Those for which `kept`, bool (sequences,), is true."""
+        """The sequences for which `kept`, bool (sequences,), is true."""
         return Sequences(self.values[kept.repeat_interleave(self.lengths)], self.lengths[kept])
 
 
 @dataclass(frozen=True, eq=False)
 class PairSplit:
-    """The training or the test pairs; the epoch changes nothing."""
+    """The tokens of the training or the test pairs, a `Split`; they are the same in every epoch."""
 
     pairs: Pairs
     sources: Sequences  # [target language] + pieces + [end]
@@ -67,23 +67,23 @@ class PairSplit:
 
     @property
     def longer(self) -> Tensor:
-        """int64 (n,): the larger of source's and target's length, special tokens included."""
+        """int64 (n,): tokens of the longer side of each pair, special tokens included."""
         return torch.maximum(self.sources.lengths, self.answers.lengths)
 
     def inputs(self, epoch: int, indices: Sequence[int], lengths: tuple[int, ...]) -> tuple[Tensor, ...]:
-        """Two int64: sources (n, S) and targets so far (n, T)."""
+        """Encoder input (n, S) and decoder input (n, T), both int64; `lengths` is (S, T)."""
         chosen = torch.tensor(indices)
         answers = self.answers.padded(chosen, lengths[1], PAD)
         so_far = torch.cat([torch.full((len(indices), 1), BEGIN), answers[:, :-1]], dim=1)
-        # The end is there to be predicted; nothing comes after it. No text encodes to its id.
+        # END is only predicted, never an input, as nothing follows it. No text encodes to its id.
         return self.sources.padded(chosen, lengths[0], PAD), so_far.masked_fill_(so_far == END, PAD)
 
     def targets_of(self, indices: Tensor, lengths: tuple[int, ...]) -> Tensor:
-        """int64 (n, T): the token after each of the targets so far."""
+        """int64 (n, T): the token that follows each token of the decoder input; IGNORED where there is none."""
         return self.answers.padded(indices, lengths[1], IGNORED)
 
     def predicted(self) -> Tensor:
-        """int64 (tokens,): all targets that count, in order."""
+        """int64 (tokens,): all target tokens in order, without padding."""
         return self.answers.values.long()
 
 
@@ -92,11 +92,11 @@ def open_pairs(
 ) -> tuple[PairSplit, PairSplit]:
     """Learn the vocabulary from both sides of the training pairs, or take that of `pieces`, and encode both splits.
 
-    length: the most tokens of a source or a target that the model takes, special ones included. Longer pairs are
-    refused, or left out with `dataset.drop_long`. Raises InputError.
+    length: the most tokens of a source or a target that the model takes, special ones included. Raises InputError for
+    longer pairs, or with `dataset.drop_long` leaves them out and raises InputError if none is left.
     """
     cache = cache_folder(dataset.cache)
-    # Every text once: in a corpus with many languages the same English sentence comes back for each.
+    # Each text once: in a corpus of many languages the same English sentence occurs once per language.
     texts = dict.fromkeys(chain(train.sources, train.references))
     symbols = sorted({_symbol(pair) for pair in train.languages})
     vocabulary = make_vocabulary(texts, dataset.vocabulary, cache, symbols=symbols, word_prefix=True, pieces=pieces)
@@ -116,7 +116,7 @@ def _symbol(languages: str) -> str:
 
 
 def _encoded(pairs: Pairs, vocabulary: Vocabulary, cache: Path) -> PairSplit:
-    """The tokens of both sides, kept in `cache`."""
+    """The tokens of both sides of `pairs`, kept in `cache`."""
 
     def encode() -> dict[str, Tensor]:
         into = [vocabulary.symbol(_symbol(name)) for name in pairs.languages]
@@ -138,7 +138,7 @@ def _encoded(pairs: Pairs, vocabulary: Vocabulary, cache: Path) -> PairSplit:
 
 
 def _check_lengths(splits: list[PairSplit], length: int) -> None:
-    """InputError that names the longest pair of all where it is too long."""
+    """Raises InputError, naming the longest pair, if it has more than `length` tokens on a side."""
     split = max(splits, key=lambda split: int(split.longer.max()))
     longest = int(split.longer.max())
     if longest > length:

@@ -5,9 +5,9 @@ part of the model: the embedding and the softmax have a row for each piece.
 
 * ids 0 to 3 are padding, begin, end and unknown; symbols such as `<2en>` follow; then 256 bytes, then the pieces.
 * Byte pieces cost 256 ids and make unknown tokens impossible: with some 300 languages, some character is always new,
-  and a perplexity that counts unknown tokens compares with nothing.
-* Text is not normalized, so that decoding gives back what was encoded, letter for letter (U+2581 alone, SentencePiece's
-  own mark of a space, comes back as a space).
+  and a perplexity that counts unknown tokens is comparable with no other.
+* Text is not normalized, so that decoding restores it exactly (only U+2581, SentencePiece's own mark of a space, comes
+  back as a space).
 """
 
 import io
@@ -25,12 +25,12 @@ PAD, BEGIN, END, UNKNOWN = 0, 1, 2, 3
 IGNORED = -100
 """In targets: nothing to predict here. The number is the default of torch's cross-entropy."""
 
-_MOST_LINES = 1_000_000  # more teach the pieces nothing new; evenly spaced ones are used
-_MOST_CHARACTERS = 1000  # SentencePiece silently leaves out what is longer than 4192 bytes
+_MOST_LINES = 1_000_000  # lines to learn from, evenly spaced; more teach the pieces nothing new
+_MOST_CHARACTERS = 1000  # of a line; SentencePiece silently skips lines of more than 4192 bytes
 
 
 class Vocabulary:
-    """Pieces with their ids."""
+    """The mapping between text and token ids. model: the content of SentencePiece's model file."""
 
     def __init__(self, model: bytes) -> None:
         self.model = model
@@ -46,16 +46,16 @@ class Vocabulary:
         return int(self._processor.vocab_size())
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text, without begin or end; a symbol is never made out of text."""
+        """The ids of each text, without begin or end; no text encodes to a symbol."""
         ids: list[list[int]] = self._processor.encode(list(texts), num_threads=1)  # every process of a run does this
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids; padding, begin, end and symbols have none."""
+        """The text of `ids`; padding, begin, end and symbols decode to nothing."""
         return str(self._processor.decode(list(ids)))
 
     def symbol(self, name: str) -> int:
-        """The id of one of the symbols it was trained with; UNKNOWN where it was not."""
+        """The id of a symbol that the vocabulary was trained with; UNKNOWN for any other."""
         return int(self._processor.piece_to_id(name))
 
 
@@ -68,15 +68,15 @@ def make_vocabulary(
     word_prefix: bool,
     pieces: bytes | None = None,
 ) -> Vocabulary:
-    """Learn `size` ids, or as many as there can be, from texts (lines or sentences) with SentencePiece's unigram model;
-    kept in `cache`. The same arguments give the same bytes. Or take `pieces`, the vocabulary of an earlier run: with
-    one learned anew from other text every token would mean something else.
+    """Learn `size` ids, or fewer if the texts (lines or sentences) yield no more, with SentencePiece's unigram model;
+    kept in `cache`. The same arguments give the same bytes. Or take `pieces`, the vocabulary of an earlier run: in a
+    new one, learned from other text, every id would mean something else.
 
-    symbols: ids of their own that no text produces. word_prefix: a space is put before each text, so that its first
-    word is the same piece as in the middle; wrong for lines of a longer text, whose spaces are to be predicted.
+    symbols: such as `<2en>`, with ids that no text encodes to. word_prefix: put a space before each text, so that its
+    first word is the same piece as elsewhere; wrong for lines of a longer text, whose spaces are to be predicted.
 
-    Raises InputError for a size that is too small for the texts, for `pieces` with more ids or without a symbol, and
-    where the cache cannot be written.
+    Raises InputError for a size that is too small for the texts, for `pieces` that are damaged, have more ids or lack a
+    symbol, and if the cache cannot be written.
     """
     if pieces is not None:
         vocabulary = Vocabulary(pieces)
@@ -102,7 +102,7 @@ def make_vocabulary(
     lines = lines[:: -(-len(lines) // _MOST_LINES) or 1]
     options: dict[str, Any] = {
         "vocab_size": size,
-        "hard_vocab_limit": False,  # a short text has no more than so many pieces
+        "hard_vocab_limit": False,  # a short text may yield fewer pieces
         "model_type": "unigram",
         "pad_id": PAD,
         "bos_id": BEGIN,
@@ -122,7 +122,7 @@ def make_vocabulary(
 
 
 def _train(lines: list[str], options: dict[str, Any]) -> bytes:
-    """SentencePiece's model file; its errors about the size are raised as ours."""
+    """SentencePiece's model file. Raises RefusedError where SentencePiece refuses the size."""
     from sentencepiece import SentencePieceTrainer
 
     model = io.BytesIO()
@@ -130,8 +130,8 @@ def _train(lines: list[str], options: dict[str, Any]) -> bytes:
         SentencePieceTrainer.train(
             sentence_iterator=iter(lines),
             model_writer=model,
-            num_threads=1,  # float sums of several threads come in any order
-            minloglevel=2,  # or its progress is printed on stderr
+            num_threads=1,  # several threads would add floats in any order
+            minloglevel=2,  # errors only: no progress on stderr
             **options,
         )
     except RuntimeError as error:

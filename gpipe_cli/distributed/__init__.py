@@ -1,1 +1,1 @@
-"""Between the processes of a run, outside the pipeline: torchrun, process groups, control messages."""
+"""Connects the processes of a run: torchrun's variables, rendezvous, process groups, control messages, heartbeat."""

@@ -1,11 +1,11 @@
-"""What the processes of one run send each other outside the pipeline: a few numbers per step, over the CPU.
+"""Messages between the processes of a run outside the pipeline: a few numbers per step, over Gloo on the CPU.
 
-One gather per step carries everything: the parts of the gradient norm, the loss that only the last stage knows, memory.
-Where gradients are clipped, another one carries those parts before the update; and one follows as long as a checkpoint
-is being written. In a run of one process the same calls return at once.
+One all-gather per step carries everything: the gradient norms, the loss (known to the last stage only), memory. With
+gradient clipping another one carries the norms before the update; while a checkpoint is being written, one more
+follows each step. In a run of one process the same calls return at once.
 
-Whether a process was asked to stop travels with every gather: as all begin the same gathers, all stop after the same
-step.
+Every gather also carries whether its process was asked to stop: as all processes begin the same gathers, all stop
+after the same step.
 """
 
 import time
@@ -26,20 +26,20 @@ from gpipe_cli.pipeline.runtime.transport import waiting_for_peers
 
 class Awaited(IntEnum):
     NOTHING = 0
-    PROCESS = 1  # another one of the run
-    DATA = 2
-    DISK = 3  # a checkpoint
+    PROCESS = 1  # another process of the run
+    DATA = 2  # a mini-batch
+    DISK = 3  # a checkpoint to be written
     COMPILER = 4  # torch.compile, which may take minutes for a layer
     LAST_CHECKPOINT = 5  # the last checkpoint of a process that has failed
 
 
 @dataclass(frozen=True)
 class Activity:
-    """What a process is doing, as numbers in memory that its parent reads: how a process that hangs is found."""
+    """What a process is doing: int64 numbers in memory that it shares with its supervisor, which so detects a hang."""
 
-    changes: int  # how often it has begun something
-    awaited: int  # Awaited
-    # its last action; then its samples, and what they are padded to along up to two dimensions
+    changes: int  # incremented when an action begins, a wait ends or a message is sent
+    awaited: int  # an Awaited
+    # the last action begun, the samples of its micro-batch, and up to two lengths that these are padded to
     kind: int  # 1 F, 2 R, 3 B, 0 none yet
     stage: int
     micro_batch: int
@@ -48,16 +48,16 @@ class Activity:
     length_1: int
 
 
-ACTIVITY_NUMBERS = len(fields(Activity))  # per process; one more number at the end is not 0 once the run is to stop
+ACTIVITY_NUMBERS = len(fields(Activity))  # per process; one last number, of the run, is nonzero once it is to stop
 
 Waits = Callable[[Awaited], AbstractContextManager[object]]
-Gathered = Callable[[], list[torch.Tensor]]  # waits: a vector of each process, in the order of the stages
+Gathered = Callable[[], list[torch.Tensor]]  # waits, and returns the vector of every process by rank
 
 
 class ControlGroup:
-    """The processes of a run. `group` is a Gloo group of all of them, or None for a process on its own.
+    """The processes of a run. `group`: a Gloo group of all of them; None for a run of one process.
 
-    Inside of `waits` this process waits.
+    The context `waits` is entered for every wait. A wait raises PeerLostError if another process is gone or silent.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class ControlGroup:
         return self.rank == 0
 
     def gather(self, vector: torch.Tensor) -> Gathered:
-        """Begin to collect one float64 vector, of the same length everywhere, from every process to every process."""
+        """Begin an all-gather of one float64 vector (D,), with the same D in every process."""
         vector = torch.cat([vector, vector.new_tensor([self.asked()])])
         parts = [vector] if self._group is None else [torch.empty_like(vector) for _ in range(self.size)]
         work = None
@@ -94,12 +94,12 @@ class ControlGroup:
         return lambda: [part[:-1] for part in wait()]
 
     def stops(self) -> bool:
-        """Whether a process was asked to stop before it began the last gather; waits for that, and is the same in all
-        processes."""
+        """Whether any process had been asked to stop when it began the last gather. Waits for that gather; all
+        processes get the same answer."""
         return self._last is not None and any(bool(part[-1]) for part in self._last())
 
     def collect(self, value: Any, *, patient: bool = False) -> list[Any]:
-        """One small object of each process, everywhere; waits for all of them, `patient`: however long one takes."""
+        """One small object from each process, by rank. `patient`: waits however long a process takes."""
         if self._group is None:
             return [value]
         values: list[Any] = [None] * self.size
@@ -116,12 +116,12 @@ class ControlGroup:
         return waiting_for_peers(self.waits(Awaited.PROCESS), "another process of the run is gone or silent")
 
     def _clock_offset(self) -> float:
-        """How far this process's monotonic clock is ahead of process 0's: 0 on the same machine.
+        """Seconds by which this process's monotonic clock is ahead of process 0's: 0 if all run on one machine.
 
-        On another one it is what their looks at the clock after a barrier differ by: to a fraction of a millisecond,
-        enough to draw both in one timeline.
+        Otherwise the median difference of readings after a barrier: exact to a fraction of a millisecond, enough to
+        draw all processes in one timeline.
         """
-        boot = ""  # names the start of a machine, which its clock counts from; untold, machines count as one
+        boot = ""  # identifies the boot that the clock counts from; if unknown, all machines count as one
         with suppress(OSError):
             boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
         if len(set(self.collect(boot))) == 1:
@@ -135,8 +135,8 @@ class ControlGroup:
 
 
 def global_norm(norms: torch.Tensor) -> torch.Tensor:
-    """The norm of all parameters together, (), from their norms in global order, float64 (P,): on a CPU in
-    that order of summation, whatever the cut."""
+    """The norm () of all parameters' gradients together, from each one's, float64 (P,) in global order. On a CPU they
+    are summed in that order, so that the partitioning changes no bit."""
     squares = norms.square()
-    # one after another on a CPU; on a GPU, whose scans are not repeatable, as `sum` does it
+    # cumsum adds one after another on a CPU; on a GPU scans are not deterministic, but `sum` is
     return (squares.sum() if squares.is_cuda else squares.cumsum(0)[-1:].sum()).sqrt()

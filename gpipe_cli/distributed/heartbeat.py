@@ -1,7 +1,7 @@
-"""Under torchrun: whether the processes on other machines are still there, also in the middle of a step.
+"""Detects, under torchrun, that processes on other machines are lost, even in the middle of a step.
 
-A lost machine says nothing, and a GPU waits for it without end. So the supervisor of each process counts on in
-torchrun's store, in a thread, and looks whether the others do.
+A lost machine sends nothing, and a GPU waits for it forever. So the supervisor of each process increments a counter in
+torchrun's store, in a thread, and checks that the others' counters change.
 """
 
 import threading
@@ -12,24 +12,24 @@ import torch.distributed as dist
 
 from gpipe_cli.distributed.torchrun import Torchrun, store_address
 
-_MOST_SECONDS = 5.0  # between two looks
+_MOST_SECONDS = 5.0  # between two beats
 _SLICE_SECONDS = 0.5  # the longest sleep within a wait
-_MOST_ASLEEP = 2.0  # longer gaps between two questions count as this: after Ctrl-Z and fg nobody was lost
+_MOST_ASLEEP = 2.0  # longer gaps between two calls of `lost` count as this: after Ctrl-Z and fg nobody is lost
 _ENDED, _FAILED = "ended", "failed"
-_NOTHING = b""  # the count of a process that has not counted yet
+_NOTHING = b""  # the counter of a process without a beat yet
 
 
 class Heartbeat:
-    """Count until `stop`; `start` names this start of all processes."""
+    """Beats until `stop`. `start`: names this start of all processes; a process silent for `limit_seconds` is lost."""
 
     def __init__(self, started: Torchrun, start: str, limit_seconds: float) -> None:
         self._keys = [f"{start}/heartbeat/{process}" for process in range(started.processes)]
         self._rank, self._limit = started.rank, limit_seconds
         self._interval = min(_MOST_SECONDS, limit_seconds / 4)
-        self._silent = dict.fromkeys(range(started.processes), 0.0)  # seconds without news, as far as this was awake
+        self._silent = dict.fromkeys(range(started.processes), 0.0)  # seconds without a beat while this one ran
         self._failed: int | None = None
-        self._answered = self._asked = time.monotonic()  # the store, and `lost`
-        self._unanswered = 0.0  # seconds
+        self._answered = self._asked = time.monotonic()  # when the store last answered, `lost` was last called
+        self._unanswered = 0.0  # seconds for which the store has not answered
         self._hurried = False
         self._ending = threading.Event()
         self._last = _ENDED
@@ -37,8 +37,8 @@ class Heartbeat:
         self._thread.start()
 
     def lost(self) -> tuple[int, float | None] | None:
-        """A process that has said that it failed, None for the seconds; or one that has been silent for too long, and
-        its seconds. It is process 0 where the store does not answer."""
+        """The rank of a lost process, and its seconds of silence, None if it has reported its failure itself. If the
+        store does not answer: rank 0. None: no process is lost."""
         now, answered = time.monotonic(), self._answered
         if answered > self._asked:
             self._unanswered = 0.0
@@ -52,8 +52,8 @@ class Heartbeat:
         return (process, self._silent[process]) if self._silent[process] > self._limit else None
 
     def hurry(self) -> float:
-        """Another process is known to be lost, and not which: look more often, and wait for two beats of each at most.
-        Returns the seconds after which nothing more will be found."""
+        """Called when some process is known to be lost, but not which: beats more often, and allows for two missed
+        beats. Returns the seconds after which nothing more will be found."""
         self._hurried = True
         self._limit = min(self._limit, 2.2 * self._interval)
         return self._limit + _MOST_ASLEEP
@@ -61,13 +61,13 @@ class Heartbeat:
     def stop(self, *, failed: bool) -> None:
         self._last = _FAILED if failed else _ENDED
         self._ending.set()
-        self._thread.join(_MOST_ASLEEP)  # a thread that is in the store when Python ends aborts the process
+        self._thread.join(_MOST_ASLEEP)  # a thread in a call of the store when Python ends aborts the process
 
     def _run(self) -> None:
         seen = [_NOTHING] * len(self._keys)
         beat, looked = 0, time.monotonic()
         try:
-            # a connection of its own: a call that waits holds up the others of its connection
+            # a connection of its own: a call that blocks holds up all others on the same connection
             store = dist.TCPStore(*store_address(), is_master=False, wait_for_workers=False,
                                   timeout=timedelta(seconds=self._limit))  # fmt: skip
             while not self._ending.wait(min(_SLICE_SECONDS, self._interval)):
@@ -88,5 +88,5 @@ class Heartbeat:
                         self._failed = process
                 seen = values
             store.set(self._keys[self._rank], self._last)
-        except dist.DistError:  # the store does not answer: `lost` says so in time
+        except dist.DistError:  # the store does not answer: `lost` will report it
             return

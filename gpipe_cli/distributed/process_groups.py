@@ -16,20 +16,19 @@ from gpipe_cli.pipeline.runtime.link import Edge, GroupLink, Link, Links, Thread
 from gpipe_cli.pipeline.runtime.replicas import Replicas
 from gpipe_cli.pipeline.schedule.schedule import Kind
 
-# The stages that read data may prepare it for long (a vocabulary is learned, a data set fetched) while those in between
-# wait for them. Should one of them die, the parent ends the others.
+# The processes that read data may prepare it for long (learn a vocabulary, fetch a data set) while the others wait.
+# Should a process die meanwhile, the supervisor ends the rest.
 _PREPARING = datetime.timedelta(days=1)
-_LONGER_SECONDS = 10.0
-_LINK_BLOCKS = 4  # blocks of a GPU that a waiting send or receive occupies
+_LONGER_SECONDS = 10.0  # added to the timeout under torchrun
+_LINK_BLOCKS = 4  # thread blocks of a GPU that a waiting send or receive occupies at most
 
 
 @dataclass(frozen=True)
 class ProcessGroups:
-    """How this process reaches those of neighbouring stages, each over a group of two, and those that have the same
-    stages as it has."""
+    """The links of this process to neighbouring stages, each a group of two, and the group of its replicas."""
 
     links: Links
-    replicas: Replicas | None = None  # the group of replicas of this process's stages; None without replicas
+    replicas: Replicas | None = None  # the processes with the same stages; None without replicas
 
 
 def connect_processes(
@@ -43,25 +42,24 @@ def connect_processes(
     *,
     here: bool,
 ) -> tuple[ControlGroup, ProcessGroups | None]:
-    """Connect the processes of the run, this one of which computes on `device`; one on its own needs no connection.
+    """Connect the processes of the run; this one computes on `device`. A run of one process needs no connection.
 
-    `process_of_stage` gives the process of each stage of a pipeline; each of the `replicas` has as many processes.
-    If this command has started all of them, they are `here`, and `rendezvous` is a file; under torchrun it is the name
-    of this start.
+    `process_of_stage`: the process of each stage of one pipeline; each of the `replicas` has as many processes. `here`:
+    this command has started all processes, and `rendezvous` is a file; under torchrun it is the name of this start.
     """
     of_pipeline = 1 + max(process_of_stage)
     processes = of_pipeline * replicas
     if processes == 1:
         return ControlGroup(0, 1, waits=waits), None
-    # The parent sees all processes of this machine, and which of them is silent. On other machines there may be one
-    # that it does not see; that one's own parent is to report first.
+    # A supervisor sees which process of this machine is silent, and ends the run. Under torchrun the silent process may
+    # be another supervisor's: waiting for longer than that one's timeout lets it report first.
     timeout = _PREPARING if here else datetime.timedelta(seconds=timeout_seconds + _LONGER_SECONDS)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if here:
-        # all on this machine: the loopback device is always there, a host name may resolve to nothing reachable
+        # the loopback device always exists; the host name may resolve to an unreachable address
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform.startswith("linux") else "lo0")
-    # With keys of this start alone: torchrun's store has the addresses of processes that it has started before, too.
+    # Keys get the name of this start as a prefix: torchrun's store also holds the addresses of earlier starts.
     own_store = dist.FileStore(rendezvous, processes) if here else dist.PrefixStore(rendezvous, store())
     dist.init_process_group("gloo", store=own_store, rank=process, world_size=processes, timeout=_PREPARING)
     control = dist.new_group(backend="gloo", timeout=timeout)
@@ -81,8 +79,8 @@ def connect_processes(
 def edge_links(
     process: int, process_of_stage: Sequence[int], device: torch.device, timeout: datetime.timedelta
 ) -> dict[Edge, Link]:
-    """A link for every edge of the pipeline that begins or ends in this process and not both; called in all processes,
-    as all of them have to make all groups in the same order."""
+    """A link for every edge of the pipeline that has exactly one end in this process. Called in all processes, as all
+    of them must create all groups in the same order."""
     forward = [(Kind.F, stage, stage + 1) for stage in range(len(process_of_stage) - 1)]
     backward = [(Kind.B, receiver, sender) for _, sender, receiver in forward]
     links: dict[Edge, Link] = {}
@@ -100,13 +98,13 @@ def edge_links(
 def new_group(
     process: int, members: Sequence[int], device: torch.device, timeout: datetime.timedelta
 ) -> dist.ProcessGroup | None:
-    """A group over which tensors of the model travel; called in all processes. None in those that are not members."""
+    """A group for tensors of the model, NCCL's on GPUs; None if this process is no member. Called in all processes."""
     on_gpu = device.type == "cuda"
     options = None
     if on_gpu:
-        options = dist.ProcessGroupNCCL.Options()  # not shared, as each group writes its name into it
+        options = dist.ProcessGroupNCCL.Options()  # not shared: each group writes its name into them
         options.config.max_ctas, options._timeout = _LINK_BLOCKS, timeout
-    # NCCL's group is bound to this device, and not to one that torch derives from the rank
+    # bind NCCL's group to this device; torch would derive one from the rank
     bound = device if on_gpu and process in members else None
     group = dist.new_group(list(members), timeout, "nccl" if on_gpu else "gloo", options, device_id=bound)
     return group if isinstance(group, dist.ProcessGroup) and process in members else None

@@ -1,8 +1,8 @@
 """What the processes that torchrun has started agree on before they are connected: process 0 decides for all.
 
-They may have been started in different folders and on different machines, and use torchrun's store of keys and values.
-It exists as long as torchrun: when a process has failed and all are started again, keys of the earlier start must not
-be taken for this start's. (TORCHELASTIC_RESTART_COUNT does not help: each machine counts its own failures.)
+They may run in different folders and on different machines, so they use torchrun's key-value store. The store lives as
+long as torchrun: when a process has failed and all are started again, keys of the earlier start must not be taken for
+this start's. (TORCHELASTIC_RESTART_COUNT does not help: each machine counts its own failures.)
 """
 
 import json
@@ -23,18 +23,18 @@ from gpipe_cli.distributed.torchrun import Torchrun, leads, may_restart, store_a
 _FOLDER = "gpipe/run_folder"
 _START = "gpipe/start"
 _PATIENCE = timedelta(minutes=15)  # for the slowest process to import its libraries
-_STORE_PATIENCE = timedelta(minutes=1)  # for torchrun's own store, which is there before torchrun starts a process
+_STORE_PATIENCE = timedelta(minutes=1)  # for torchrun's own store, which exists before torchrun starts a process
 _POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
 class Decision:
-    """Where a run writes to and what it goes on from."""
+    """Where a run writes to, and what it resumes from."""
 
     folder: Path
-    resume: str | None  # the setting of that name
+    resume: str | None  # the setting `resume`
     source: Path | None  # the checkpoint that the weights come from
-    complete: bool = False  # the run that lies there: nothing is left to do
+    complete: bool = False  # whether the run in `folder` is complete, with nothing left to do
     start: str = ""  # under torchrun: names this start of all processes
 
 
@@ -46,9 +46,8 @@ def earlier_folder() -> Path | None:
 
 
 def agree(decide: Callable[[], Decision]) -> Decision:
-    """What process 0 decides, with absolute paths; the others wait for it. The next start will find its run folder.
-
-    Raises ConnectionError or TimeoutError, one line, if a process does not come.
+    """What process 0 decides, with absolute paths; the other processes wait for it. After a restart by torchrun,
+    `earlier_folder` finds its run folder. Raises ConnectionError or TimeoutError, one line, if a process does not come.
     """
     started = torchrun()
     if not leads():
@@ -79,7 +78,7 @@ def _receive(started: Torchrun) -> Decision:
         nonlocal start
         if not shared.check([_START]):
             return False
-        # Of an earlier start, perhaps: its process 0 has ended, and does not answer.
+        # Perhaps that of an earlier start, whose process 0 has ended and never answers: read again at every call.
         start = shared.get(_START).decode()
         shared.set(f"{start}/{started.rank}", me)
         return shared.check([f"{start}/{me}"])
@@ -94,7 +93,7 @@ def _read(decided: str | bytes, start: str) -> Decision:
 
 
 def _wait(until: Callable[[], bool], whom: str, patience: timedelta = _PATIENCE) -> None:
-    """Interruptible, as waiting in the store is not."""
+    """Poll until `until()` is true: signals can interrupt it, unlike the store's own wait. Raises TimeoutError."""
     deadline = time.monotonic() + patience.total_seconds()
     while not until():
         if time.monotonic() > deadline:
@@ -104,12 +103,12 @@ def _wait(until: Callable[[], bool], whom: str, patience: timedelta = _PATIENCE)
 
 @cache
 def store(*, hosts: bool = False) -> dist.TCPStore:
-    """The store of all processes: torchrun's or, where something else has started them, one that process 0 `hosts`.
+    """The store of all processes: torchrun's or, if something else has started them, one that process 0 `hosts`.
 
-    Raises ConnectionError, one line, if there is none.
+    Raises ConnectionError or TimeoutError, one line, if there is none.
     """
     address, port = store_address()
-    if not hosts:  # no signal ends the store's own wait for its host, which is in C++
+    if not hosts:  # the store's own wait for its host is in C++, where no signal ends it
         whom, patience = ("its store", _STORE_PATIENCE) if may_restart() else ("process 0", _PATIENCE)
         _wait(partial(_listens, address, port), whom, patience)
     try:

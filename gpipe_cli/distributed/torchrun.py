@@ -1,5 +1,5 @@
-"""The environment variables of the processes that torchrun starts, or SLURM's srun: in a script that sets WORLD_SIZE,
-LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT for all.
+"""Reads the environment variables that torchrun sets for its processes, or SLURM's srun in a script that sets
+WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 """
 
 import os
@@ -9,24 +9,24 @@ from dataclasses import dataclass
 from gpipe_cli.config.typed import shortened
 from gpipe_cli.errors import InputError
 
-_MOST = 10_000  # processes: a partition each
+_MOST = 10_000  # limit of processes, each with a partition
 
 
 @dataclass(frozen=True)
 class Torchrun:
-    """This process among several that were started from outside."""
+    """This process's place among several that torchrun or srun has started."""
 
     rank: int
     processes: int
     here: int  # processes on this machine
-    local_rank: int  # number of this one on its machine, and of its GPU
+    local_rank: int  # number of this process on its machine, and of its GPU
 
 
 def torchrun() -> Torchrun | None:
-    """None: the command starts its own processes.
+    """This process's place among those that torchrun or srun has started; None: the command starts its own.
 
     Raises:
-        InputError: the variables do not fit each other, or one is no number.
+        InputError: the variables contradict each other, or one is not a number.
     """
     processes = _number("WORLD_SIZE", 1, _MOST, 1)
     names = "RANK", "LOCAL_RANK"
@@ -46,18 +46,18 @@ def torchrun() -> Torchrun | None:
 
 
 def refuse_torchrun(why: str) -> None:
-    """Raises InputError with the reason and the remedy, for a command that is one process, under torchrun."""
+    """Under torchrun, raise InputError with `why` (reason and remedy): for commands that run in one process."""
     if torchrun() is not None:
         raise InputError(f"torchrun: {why}")
 
 
 def store_address() -> tuple[str, int]:
-    """Where the store is through which the processes find each other. Raises InputError for a port that is none."""
+    """Host and port of the store through which the processes find each other. Raises InputError for an invalid port."""
     return os.environ.get("MASTER_ADDR", "localhost"), _number("MASTER_PORT", 1, 65535, 29500)
 
 
 def may_restart() -> bool:
-    """Whether the store is torchrun's own, which outlives this process: torchrun may start it again."""
+    """Whether the store is torchrun's own, which outlives this process: torchrun may start the process again."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -65,7 +65,7 @@ def leads() -> bool:
     """Whether this is process 0, the one that reports."""
     try:
         started = torchrun()
-    except InputError:  # it is then reported by every process
+    except InputError:  # every process then reports it
         return True
     return started is None or started.rank == 0
 

@@ -1,1 +1,1 @@
-"""Processes: the supervisor starts workers out of a fork server, watches them and stops them together; SLURM."""
+"""Starts workers from a fork server, watches them and stops them together; writes scripts for SLURM."""

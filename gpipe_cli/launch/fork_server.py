@@ -1,10 +1,10 @@
-"""Starts workers out of a process that has imported everything once and holds no threads and no CUDA context.
+"""Starts workers from a process that has imported everything once and holds no threads and no CUDA context.
 
 The eighth worker starts as fast as the first, and the server imports while the parent still reads the command line.
 
-Not multiprocessing's fork server: its socket stays in the temporary directory when its parent is killed; one that is
-stopped outlives its parent, with all that it has forked; and a parent that asks it for a process, or for how one ended,
-then waits for ever. Here the parent never waits for the server, and as soon as the parent ends the kernel kills the
+Not multiprocessing's fork server: its socket stays in the temporary directory when its parent is killed; a stopped
+server outlives its parent, with all that it has forked; and a parent that asks it for a process, or for an exit code,
+then waits forever. Here the parent never waits for the server, and as soon as the parent ends, the kernel kills the
 server, with it the workers, and with these their data loaders.
 """
 
@@ -34,8 +34,8 @@ from gpipe_cli.system.interrupts import STOPS, held_back
 if TYPE_CHECKING:
     from gpipe_cli.launch.job import Job
 
-_IMPORTED = ["gpipe_cli.launch.worker", "torch._dynamo"]  # torch imports the second with the first optimizer
-_PATIENCE_SECONDS = 2.0  # when this process ends: until all that it has started has ended too
+_IMPORTED = ["gpipe_cli.launch.worker", "torch._dynamo"]  # the first optimizer would import torch._dynamo
+_PATIENCE_SECONDS = 2.0  # at the exit of this process: for all that it has started to end, too
 _SERVE = "import sys; sys.path[:] = sys.argv[1:]; from gpipe_cli.launch.fork_server import serve; serve({})"
 
 
@@ -44,15 +44,15 @@ class Worker:
 
     def __init__(self, connection: Connection, status: Connection, server: int) -> None:
         self.connection = connection  # to the worker itself
-        self.status = status  # receives its number, then its exit code
+        self.status = status  # from the server: the worker's process id, then its exit code
         self._server = server
-        self.number: int | None = None
+        self.number: int | None = None  # process id; None: not known yet
         self.exit_code: int | None = None  # minus the signal's number if a signal ended it
 
     def read_status(self) -> None:
         try:
             number = self.status.recv()
-        except (EOFError, OSError):  # the server has ended, and the kernel its workers
+        except (EOFError, OSError):  # the server has ended, so the kernel has killed its workers
             self.exit_code = -signal.SIGKILL
             return
         if self.number is None:
@@ -61,7 +61,7 @@ class Worker:
             self.exit_code = number
 
     def is_stopped(self) -> bool:
-        """Whether it, or the server that is to fork it, was stopped (SIGSTOP) and does nothing until SIGCONT."""
+        """Whether the worker, or the server that is to fork it, is stopped (SIGSTOP) until it gets SIGCONT."""
         try:
             stat = Path(f"/proc/{self.number or self._server}/stat").read_text(encoding="utf-8")
         except OSError:  # it has ended
@@ -75,17 +75,17 @@ class Worker:
 
 
 class ForkServer:
-    """The parent's end of a server."""
+    """The parent's handle of a server process."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._imported = _IMPORTED
-        self._starter = 0  # the process that has started the server; its forks use it, too
+        self._starter = 0  # id of the process that has started the server, which its forks use, too
 
     def start(self, config: TrainConfig | None = None) -> tuple[int, socket.socket]:
-        """Start it, if it does not run yet, with the libraries of this run; returns at once: its number, and the socket
-        to it."""
+        """Start the server, with the libraries of this run, unless it runs already. Returns its process id and the
+        socket to it, without waiting for the imports."""
         if config is not None:
             self._imported = [*_IMPORTED, *_libraries(config)]
         parent = os.getpid()
@@ -95,7 +95,7 @@ class ForkServer:
             self._starter = parent
 
             def before_exec() -> None:
-                for number in (signal.SIGINT, *STOPS):  # Ctrl-C reaches the parent, too, which ends its workers
+                for number in (signal.SIGINT, *STOPS):  # the parent gets them, too, and ends its workers
                     signal.signal(number, signal.SIG_IGN)
                 end_with_parent(parent)
 
@@ -103,7 +103,7 @@ class ForkServer:
                 self._process = subprocess.Popen(
                     [sys.executable, "-c", _SERVE.format(self._imported), *sys.path],
                     stdin=theirs.fileno(),
-                    # GPUs are counted as system/gpus.py does
+                    # CUDA is to number GPUs as system/gpus.py does
                     env={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
                     | os.environ
                     | {"TMPDIR": str(temporary_folder()), "GLIBC_TUNABLES": _tunables()},
@@ -113,7 +113,7 @@ class ForkServer:
         return self._process.pid, self._control
 
     def fork(self, job: "Job", activity: int) -> Worker:
-        """Have it fork a worker that does the job; `activity` is a file that parent and worker both map."""
+        """Have the server fork a worker that does `job`. `activity`: descriptor of a file that both parties map."""
         connection, workers_end = Pipe()
         status, servers_end = Pipe(duplex=False)
         with workers_end, servers_end, open(os.memfd_create("gpipe_job"), "wb") as file:
@@ -125,7 +125,7 @@ class ForkServer:
         return Worker(connection, status, number)
 
     def kill(self) -> None:
-        """End it, in whatever state it is, and with it all that it has forked."""
+        """Kill the server, in whatever state it is, and with it all workers that it has forked."""
         if self._process is not None:
             with suppress(ProcessLookupError):
                 os.kill(self._process.pid, signal.SIGKILL)
@@ -134,28 +134,28 @@ class ForkServer:
             self._process = None
 
 
-fork_server = ForkServer()  # the one of this process
+fork_server = ForkServer()  # the server of this process
 
 
 def temporary_folder() -> Path:
-    """A folder for all that the processes of this command leave in the temporary directory; it goes when the last of
-    them does."""
+    """The folder for all that this command's processes leave in the temporary directory; removed when the last of them
+    has ended."""
     return _temporary()[0]
 
 
 @cache
 def _temporary() -> tuple[Path, int]:
-    """The folder, and the descriptor that each of the processes has.
+    """The temporary folder, and a descriptor that all processes of this command hold open.
 
-    A parent that is killed cannot remove anything, so a shell does: it waits until no process has the descriptor any
-    more. A loader that is about to end may look for its sockets in the folder after the end of the parent.
+    A killed parent cannot remove the folder, so a shell does, once no process holds the descriptor any more: a data
+    loader that is about to end may look for its sockets in the folder after the parent has ended.
     """
-    # Loaders have sockets in it, whose whole path is 107 characters at most.
+    # Data loaders create sockets in it, whose whole path may have 107 characters at most.
     folder = tempfile.mkdtemp(prefix="gpipe_", dir=None if len(tempfile.gettempdir()) < 60 else "/tmp")
     nothing = subprocess.DEVNULL
     ending, held = os.pipe()
     remover = subprocess.Popen(
-        ["sh", "-c", 'trap "" TERM USR1; read -r _; rm -rf "$0"', folder],  # SLURM sends them to all processes
+        ["sh", "-c", 'trap "" TERM USR1; read -r _; rm -rf "$0"', folder],  # SLURM signals all processes
         stdin=ending,
         stdout=nothing,
         stderr=nothing,
@@ -174,17 +174,17 @@ def _temporary() -> tuple[Path, int]:
 
 
 def _tunables() -> str:
-    """Has glibc ask for huge pages (2 MiB) for what it allocates, unless the user has decided about that.
+    """GLIBC_TUNABLES that make glibc ask for huge pages (2 MiB) when it allocates, unless the user has set that.
 
     On pages of 4 KiB, whose places in memory are up to chance, one process in four took 20 to 40 % longer for every
-    layer, from its beginning to its end.
+    layer throughout its life.
     """
     given = os.environ.get("GLIBC_TUNABLES", "")
     return given if "glibc.malloc.hugetlb" in given else ":".join(filter(None, (given, "glibc.malloc.hugetlb=1")))
 
 
 def _libraries(config: TrainConfig) -> list[str]:
-    """What its workers need besides ours: what is not imported here, every worker imports for itself."""
+    """The libraries that this run's workers need besides ours; else every worker would import them for itself."""
     found = ["timm"] if isinstance(config.model, TimmConfig) else []
     if isinstance(config.dataset, ImagesConfig):
         found.append("torchvision.transforms.v2")
@@ -194,12 +194,12 @@ def _libraries(config: TrainConfig) -> list[str]:
 
 
 def serve(imported: Sequence[str]) -> None:
-    """What the server does, until its parent ends."""
+    """The program of the server, until its parent ends. `imported`: modules that it imports before it forks."""
     control = socket.socket(fileno=os.dup(0))
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)  # the workers have no input
     for name in imported:
-        with suppress(ImportError):  # then the worker fails with it
+        with suppress(ImportError):  # the worker will report it
             importlib.import_module(name)
     ended, wake = os.pipe()
     os.set_blocking(wake, False)
@@ -211,7 +211,7 @@ def serve(imported: Sequence[str]) -> None:
         ready = wait([control, ended])
         if ended in ready:
             os.read(ended, 4096)
-            with suppress(ChildProcessError):  # there is none
+            with suppress(ChildProcessError):  # there are no children
                 while (found := os.waitpid(-1, os.WNOHANG)) != (0, 0):
                     with statuses.pop(found[0]) as status, suppress(OSError):
                         status.send(os.waitstatus_to_exitcode(found[1]))
@@ -251,4 +251,4 @@ def _be_worker(server: int, job_file: int, connection: int, activity: int) -> No
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(exit_code)  # exit handlers here are the server's
+        os._exit(exit_code)  # without exit handlers, which are the server's

@@ -1,4 +1,4 @@
-"""What a parent sends to its workers, and their last messages; light, so that a start costs no imports."""
+"""What a parent sends to its workers, and their last messages. Imports nothing slow, so that a command starts fast."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,18 +11,18 @@ if TYPE_CHECKING:
     from gpipe_cli.training.engine import WorkerProcess
 
 
-Task = Callable[["WorkerProcess"], None]  # a function of a module, or a `partial` of one: it is pickled
+Task = Callable[["WorkerProcess"], None]  # a module-level function, or a `partial` of one: it is pickled
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker is sent: the task, which is the same for all of them, and its number."""
+    """What a worker is sent: the task and the spec, which are the same for all workers, and its own number."""
 
     task: Task
     spec: "PipelineSpec"
     process: int
-    rendezvous: str  # a file for those of this machine; under torchrun, the name of this start
-    timeout_seconds: float
+    rendezvous: str  # path of a file; under torchrun, the name of this start
+    timeout_seconds: float  # the longest silence of a process
 
 
 @dataclass(frozen=True)
@@ -31,21 +31,21 @@ class Done:
 
 
 class Reason(StrEnum):
-    """Why a process ended before its task was done, as far as it matters."""
+    """Why a process ended before its task was done, as far as callers act on it."""
 
-    USER = "user"  # other settings would mend it
+    USER = "user"  # the user can mend it by other settings
     PEER = "peer"  # another process of the run has ended
-    LOST = "lost"  # it was killed or stopped, or its device fails: started again, the run may go on
+    LOST = "lost"  # the process was killed or stopped, or its device failed: a restart of the run may succeed
     OTHER = "other"
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a process ended; a worker's last message, or what its parent has seen."""
+    """Why a process failed: a worker's last message, or what its parent has observed."""
 
     process: int
     text: str  # one line
-    seconds: float  # time.time() of it
+    seconds: float  # time.time() of the failure
     reason: Reason = Reason.OTHER
     traceback: str = ""  # "" if the line says enough
-    refused: "RefusedError | None" = None  # the setting that would mend it, where it is known
+    refused: "RefusedError | None" = None  # names the setting that would mend it, if one is known

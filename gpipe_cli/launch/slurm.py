@@ -1,8 +1,8 @@
-"""The script of a SLURM job that trains, and is queued again until the training is complete.
+"""Writes the script of a SLURM job that trains, and is queued again until the training is complete.
 
-srun starts every process of gpipe; torchrun is not used: it ends with exit code 1 whatever code its processes end with,
-and SIGUSR1, which SLURM sends to all processes of a job step, ends it at once. Options and variables are those of
-SLURM's manual pages of sbatch, srun and scontrol.
+srun starts every process of gpipe. torchrun is not used: its exit code is 1 whatever those of its processes are, and
+SIGUSR1, which SLURM sends to all processes of a job step, ends torchrun at once. Options and variables are those of
+the manual pages of sbatch, srun and scontrol.
 """
 
 import re
@@ -17,9 +17,9 @@ from gpipe_cli.config.typed import RefusedError, is_one_line, show
 
 
 def script(job: LaunchSettings, trainings: Sequence[Sequence[str]], written_by: Sequence[str], path: Path) -> str:
-    """`trainings`: the arguments of `gpipe train` of each; several are the elements of an array.
+    """The text of the script. `trainings`: the arguments of each `gpipe train`; several become a job array.
 
-    `written_by`: the command line, as a comment; `path`: where the script will lie, and the output of the job.
+    `written_by`: the command line, for a comment; `path`: where the script will be, with the job's output beside it.
     """
     first, *others = trainings
     common = [argument for argument in first if all(argument in other for other in others)]
@@ -64,7 +64,7 @@ def script(job: LaunchSettings, trainings: Sequence[Sequence[str]], written_by: 
 
 
 def _options(job: LaunchSettings, path: Path, trainings: int) -> list[str]:
-    """The lines that sbatch reads. What is given in `sbatch` takes the place of what would be there."""
+    """The #SBATCH lines. The user's `job.options` replace those that are set here."""
     log = str(path.with_suffix("")).replace("%", "%%") + ("_%a" if trainings > 1 else "") + ".log"
     options: dict[str, object] = {
         "job-name": "gpipe",
@@ -75,7 +75,7 @@ def _options(job: LaunchSettings, path: Path, trainings: int) -> list[str]:
         "time": job.time_limit,
         "chdir": Path.cwd(),
         "output": log,
-        "open-mode": "append",  # to the output of the job before it was queued again
+        "open-mode": "append",  # keeps the output from before the job was queued again
         "requeue" if job.requeue else "no-requeue": True,
         "signal": job.signal,
     } | job.options
@@ -88,12 +88,12 @@ def _options(job: LaunchSettings, path: Path, trainings: int) -> list[str]:
 
 
 def _words(arguments: Sequence[str]) -> str:
-    """The arguments as one line for a shell."""
+    """The arguments, quoted, as one line of shell."""
     return " ".join(map(_word, arguments))
 
 
 def _word(text: str) -> str:
-    """In double quotes what has single ones in it, as the texts of Hydra have; in escapes what has a line break."""
+    """Quote an argument: double quotes around single ones, as Hydra's strings have; escapes for control characters."""
     if text and not is_one_line(text):
         plain = {*range(ord(" "), ord("~") + 1)} - {ord("'"), ord("\\")}
         escaped = (chr(c) if c in plain else f"\\x{c:02x}" for c in text.encode(errors="surrogateescape"))
@@ -102,11 +102,11 @@ def _word(text: str) -> str:
 
 
 def submit(path: Path) -> str:
-    """Gives the script to sbatch; returns the number of the job.
+    """Submits the script with sbatch; returns the job's id.
 
     Raises:
-        RefusedError: there is no sbatch here.
-        OSError: sbatch refuses it; with its words.
+        RefusedError: there is no sbatch on this machine.
+        OSError: sbatch has refused the script; the text is its message.
     """
     try:
         ended = subprocess.run(["sbatch", "--parsable", path], capture_output=True, text=True, check=False)
@@ -115,4 +115,4 @@ def submit(path: Path) -> str:
         raise RefusedError("submit", True, why) from None
     if ended.returncode:
         raise OSError(f"sbatch {path}: {' '.join(ended.stderr.split())}")
-    return ended.stdout.strip().partition(";")[0]  # behind it may be the name of the cluster
+    return ended.stdout.strip().partition(";")[0]  # the cluster's name may follow

@@ -1,8 +1,8 @@
-"""The processes of a run are started together, watched together and stopped together (law 8: nothing hangs).
+"""Starts, watches and stops all processes of a run together, so that no failure makes it hang.
 
 The parent computes nothing. It starts one worker per partition (or one for all), passes on their messages, and ends the
-run when one of them fails: it names the first failure and stops the rest. Under torchrun, where every process is
-started from outside, each is the parent of a single worker.
+run when a worker fails: it names the first failure and stops the rest. Under torchrun, which starts several processes
+of gpipe, each is the parent of a single worker.
 """
 
 import mmap
@@ -27,7 +27,7 @@ OnMessage = Callable[[object], None]
 _GRACE_SECONDS = 1.0  # after the first sign of trouble: how long the process that caused it has to send its failure
 _LAST_SECONDS = 7.0  # the same while a process that has failed waits for its checkpoint to be written
 _PATIENCE_SECONDS = 2.0  # for the server to report that workers have ended
-_MOST_SECONDS = 2.0  # longer gaps between two looks count as this: after Ctrl-Z and fg, or sleep, all were silent
+_MOST_SECONDS = 2.0  # longer gaps between two looks count as this: during Ctrl-Z, or sleep, all were silent
 
 
 def run_task(
@@ -39,12 +39,12 @@ def run_task(
     *,
     stoppable: bool = False,
 ) -> Failure | None:
-    """Start as many workers as the spec has processes, and wait until they have done the task; returns why they
-    failed, None if they did not.
+    """Start the workers of this spec (under torchrun: one of them), and wait until they have done the task; returns why
+    the run failed, None if it did not.
 
-    `on_message` is called with every message of theirs; one that is silent for `timeout_seconds` fails; `start` is the
-    name of this start, under torchrun. A task that is `stoppable` is told of SIGTERM and SIGUSR1 once it has begun its
-    first action, and ends by itself. However this ends, by Ctrl-C too, no worker is left.
+    `on_message` is called with every message of the workers. A worker that is silent for `timeout_seconds` has failed.
+    `start`: the name of this start, under torchrun. SIGTERM and SIGUSR1 are passed on to a task that is `stoppable` and
+    has begun its first action; it then ends by itself. However this ends, even by Ctrl-C, no worker is left.
 
     Raises KeyboardInterrupt if asked to end, and whatever `on_message` raises.
     """
@@ -60,7 +60,7 @@ def run_task(
             failed = failure is not None
             return failure
         except KeyboardInterrupt:
-            supervisor.stop()  # once more below: a second Ctrl-C may come in the middle of this
+            supervisor.stop()  # and again below: a second Ctrl-C may interrupt this call
             raise
         finally:
             if heartbeat is not None:
@@ -69,7 +69,7 @@ def run_task(
 
 
 class Supervisor:
-    """The workers of this parent."""
+    """The workers of this parent, from their start to their end."""
 
     def __init__(self, spec: PipelineSpec, timeout_seconds: float) -> None:
         self._spec, self._layout, self._timeout_seconds = spec, spec.layout, timeout_seconds
@@ -81,7 +81,7 @@ class Supervisor:
         self._activity = memoryview(mmap.mmap(self._activity_file, 0)).cast("q")
 
     def start(self, task: Task, rendezvous: str, interrupt: Interrupt) -> None:
-        """Start the workers; interrupted half-way, `stop` ends those that there are."""
+        """Start the workers; if this is interrupted, `stop` ends those started so far."""
         started = self._layout.started
         for process in range(self._layout.processes) if started is None else (started.rank,):
             job = Job(task, self._spec, process, rendezvous, self._timeout_seconds)
@@ -90,11 +90,11 @@ class Supervisor:
         self._running = dict(self._workers)
 
     def ask_to_stop(self) -> None:
-        """Tell the workers, which end after the step that runs."""
+        """Ask the workers to end after the current step."""
         self._activity[-1] = 1
 
     def watch(self, on_message: OnMessage, interrupt: Interrupt, heartbeat: Heartbeat | None) -> Failure | None:
-        """Pass on the messages of the workers until all have done their task (None) or the run has failed."""
+        """Pass on the workers' messages until all have done their task (returns None) or the run has failed."""
         deadline, failed = float("inf"), 0.0
         silence = SilenceTimer(self._timeout_seconds, whole=self._layout.started is None)
         while self._running and time.monotonic() < deadline:
@@ -108,7 +108,7 @@ class Supervisor:
             elif not self._failures and heartbeat is not None and (lost := heartbeat.lost()):
                 self._failures.append(self._lost(*lost))
             if self._activity[-1] and not self._failures and doing and all(one.kind == 0 for one in doing.values()):
-                raise Stopped  # no step has begun
+                raise Stopped  # no step has begun, at whose end a worker would stop
             if self._failures:
                 writing = any(one.awaited == Awaited.LAST_CHECKPOINT for one in doing.values())
                 failed = failed or time.monotonic()
@@ -119,9 +119,9 @@ class Supervisor:
         return cause
 
     def _find_lost(self, heartbeat: Heartbeat, interrupt: Interrupt) -> Failure | None:
-        """Which process is lost, where the worker only knows that another one is, which is not a child of this one."""
+        """The failure of the lost process, of another supervisor; this worker only knows that some process is lost."""
         until = time.monotonic() + heartbeat.hurry()
-        while time.monotonic() < until and not self._activity[-1]:  # torchrun is ending all of them
+        while time.monotonic() < until and not self._activity[-1]:  # else torchrun is ending all processes
             interrupt.check()
             if lost := heartbeat.lost():
                 return self._lost(*lost)
@@ -129,7 +129,7 @@ class Supervisor:
         return None
 
     def _receive(self, timeout: float, on_message: OnMessage) -> None:
-        """Wait for messages and for the ends of processes, and take those that are there."""
+        """Wait for messages and exit codes of the workers, and take those that have arrived."""
         running = list(self._running.items())
         statuses = [worker.status for _, worker in running if worker.exit_code is None]
         connections = [worker.connection for _, worker in running if not worker.connection.closed]
@@ -147,22 +147,22 @@ class Supervisor:
             match message:
                 case Failure():
                     self._failures.append(message)
-                case Done():  # how it ends does not matter any more
+                case Done():  # how the worker exits does not matter any more
                     del self._running[process]
                 case _:
                     on_message(message)
 
     def _note_ended(self) -> None:
-        """Processes that have ended before they had done their task, and whose messages have all been read."""
+        """Record the failure of workers that ended before their task was done, once all their messages are read."""
         for process, worker in list(self._running.items()):
             if worker.exit_code is None or (not worker.connection.closed and worker.connection.poll()):
-                continue  # its end of the connection may stay open in a loader process that it started
+                continue  # there may be no EOF: a data loader of the worker may hold the connection open
             del self._running[process]
             if not any(failure.process == process for failure in self._failures):
                 self._failures.append(self._killed(process, worker.exit_code))
 
     def stop(self) -> None:
-        """End every worker that still runs; the kernel ends their data loaders with them."""
+        """Kill every worker that still runs; the kernel ends their data loaders with them."""
         running = [worker for worker in self._workers.values() if worker.exit_code is None]
         until = time.monotonic() + _PATIENCE_SECONDS
         for worker in running:
@@ -172,7 +172,7 @@ class Supervisor:
             for worker in running:
                 if worker.status in ready:
                     worker.read_status()
-                    worker.kill()  # one whose number was not known yet
+                    worker.kill()  # its process id may have come only now
             running = [worker for worker in running if worker.exit_code is None]
         if running:  # not forked yet; or the server is stopped, and cannot report how they ended
             fork_server.kill()
@@ -181,13 +181,13 @@ class Supervisor:
         return Activity(*self._activity[ACTIVITY_NUMBERS * process : ACTIVITY_NUMBERS * (process + 1)])
 
     def _silent(self, process: int, seconds: float) -> Failure:
-        """The failure of a process that does nothing any more."""
+        """The failure of a process that has been silent for too long."""
         limit = f"longer than timeout_seconds={self._timeout_seconds:g}; if it is only slow, use a larger one"
         text = f"{self._who(process)} has been silent for {seconds:.0f} s {self._where(process)}, {limit}"
         return Failure(process, text, time.time(), Reason.LOST)
 
     def _lost(self, process: int, seconds: float | None) -> Failure:
-        """The failure of a process of another parent; `seconds` of silence, None if that has said so itself."""
+        """The failure of another supervisor's process; `seconds` of silence, None if that one has reported it."""
         if seconds is None:
             text = f"{self._who(process)} has failed, and says itself why"
         else:
@@ -217,7 +217,7 @@ class Supervisor:
         return f"{who} of replica {self._layout.replica_of(process)}" if self._layout.replicas > 1 else who
 
     def _where(self, process: int) -> str:
-        """What it was doing: `in 1F3 (input (8, 3, 8, 8))`."""
+        """What the process was doing: `in 1F3 (input (8, 3, 8, 8))`."""
         doing, spec = self._doing(process), self._spec
         if doing.awaited == Awaited.DATA:
             return "waiting for a mini-batch"
@@ -233,30 +233,30 @@ class Supervisor:
 
 
 def cause_of(failures: Sequence[Failure]) -> Failure | None:
-    """Never a lost peer if there is another; then the earliest."""
+    """The earliest failure that is not the loss of a peer; if there is none, the earliest; None without failures."""
     return min(failures, key=lambda failure: (failure.reason is Reason.PEER, failure.seconds), default=None)
 
 
 class SilenceTimer:
-    """For how long processes have changed nothing, as far as this one was awake to see it.
+    """Measures for how long processes have done nothing, counting only the time in which this process ran.
 
-    Of one that was stopped, that hangs, or whose data does not come, the others soon wait without end: the cause is the
-    one that does not wait for another process.
+    When one process is stopped, hangs or gets no data, the others soon wait for it forever: the cause is the process
+    that does not wait for another one.
     """
 
     def __init__(self, limit_seconds: float, whole: bool) -> None:
-        """`whole`: all processes of the run are looked at. What one waits for may else be elsewhere."""
+        """`whole`: all processes of the run are watched; otherwise one may wait for a process that is not."""
         self._limit, self._whole = limit_seconds, whole
         self._seen: dict[int, Activity] = {}
         self._seconds: dict[int, float] = {}
         self._looked = time.monotonic()
 
     def find(self, processes: Mapping[int, Activity], stopped: Collection[int]) -> tuple[int, float] | None:
-        """The process that holds up the run, and its seconds, if one has been silent for too long; `stopped` are those
-        that were stopped by a signal.
+        """The process that holds up the run and its seconds of silence, if these exceed the limit. `stopped`: processes
+        stopped by a signal.
 
-        There is no limit before the first mini-batch is loaded, when a vocabulary is learned or a data set fetched, and
-        none to compiling.
+        For the others there is no limit before the first mini-batch is asked for (a vocabulary may be learned, a data
+        set fetched), and none while they compile.
         """
         now = time.monotonic()
         passed, self._looked = min(now - self._looked, _MOST_SECONDS), now

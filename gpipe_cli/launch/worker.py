@@ -32,7 +32,7 @@ _KIND_NUMBERS = {kind: number for number, kind in enumerate(Kind, start=1)}
 
 
 def main(job: Job, connection: Connection, activity: "memoryview[int]") -> None:
-    """The program of a worker process; it writes what it is doing (`Activity`) into `activity`, for its parent."""
+    """The program of a worker process; it writes its `Activity` into `activity`, memory that its parent reads."""
     _set_up(job.spec)
     base = ACTIVITY_NUMBERS * job.process
 
@@ -117,39 +117,39 @@ def _set_up(spec: PipelineSpec) -> None:
 
 
 def _set_up_compiler() -> None:
-    """What is compiled is kept for other processes and later runs, in a folder of ours if the user has named none."""
+    """Keep compiled code for other processes and later runs, in a folder of ours unless the user has named one."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     key = "TORCHINDUCTOR_CACHE_DIR"
-    if os.environ.get(key, default_cache_dir()) == default_cache_dir():  # torch sets it too
-        with contextlib.suppress(InputError):  # this user has no folder; torch's is a temporary one
+    if os.environ.get(key, default_cache_dir()) == default_cache_dir():  # torch may have set its default
+        with contextlib.suppress(InputError):  # without a cache folder, torch's temporary one is used
             os.environ[key] = str(cache_folder(None) / "compiled")
 
 
 def _set_up_gpu(precision: str, deterministic: bool) -> None:
-    # micro-batches of two sizes leave gaps that neither fits; read when the first memory of a GPU is asked for
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the same, which this one goes before
+    # micro-batches of two sizes fragment memory; torch reads this variable at the first allocation on a GPU
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its older name, which has lower priority
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    # the older names: where the newer ones are set, reading these raises, and Inductor does so
+    # torch's older settings: once the newer ones are set, reading the older raises, and Inductor reads them
     torch.set_float32_matmul_precision("highest" if precision == "float32" else "high")
     torch.backends.cudnn.allow_tf32 = precision != "float32"
-    # the same bits again: no algorithm that is chosen by timing, or that sums in the order in which threads finish
+    # bitwise reproducible: no algorithm that is chosen by timing, or that sums in the order in which threads finish
     torch.backends.cudnn.benchmark = not deterministic
     torch.backends.cudnn.deterministic = deterministic
     torch.use_deterministic_algorithms(deterministic, warn_only=True)
-    # nothing here reads what was not written
+    # no code here reads uninitialized memory
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    # attention's fused kernels sum their backward as threads finish (flash's, too, as long as torch only warns);
-    # without them the weights of all pairs of positions exist at once
+    # fused attention kernels sum their backward in the order in which threads finish (flash too, while torch only
+    # warns); without them the attention weights of all pairs of positions are in memory at once
     torch.backends.cuda.enable_flash_sdp(not deterministic)
     torch.backends.cuda.enable_mem_efficient_sdp(not deterministic)
     torch.backends.cuda.enable_cudnn_sdp(not deterministic)
 
 
 def keep_freed_memory() -> None:
-    """Ask glibc to keep what is freed instead of giving it back to the system after every tensor.
+    """Make glibc keep freed memory instead of returning it to the system after every tensor.
 
     A step frees and allocates the same tensors again; each return costs the page faults of touching new memory.
     """

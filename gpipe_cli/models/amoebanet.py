@@ -7,9 +7,9 @@ the cells). With it, B (18, 512) has the 557M parameters that the paper reports.
 
     stem  stem_reduction_0  stem_reduction_1  cell_00 ... reduction_0 ... reduction_1 ... classifier
 
-The reductions stand before the normal cells L // 3 and 2 L // 3; each doubles the filters. Between cells passes the
-tuple (current, previous): the output of the last cell and that of the one before it. Behind the auxiliary head its
-logits are a third tensor.
+The reductions stand before the normal cells L // 3 and 2 L // 3; each doubles the filters. Each cell passes on the
+tuple (current, previous): its own output and that of the cell before it. After the auxiliary head the tuple has a third
+element, the head's logits.
 """
 
 from collections import OrderedDict
@@ -28,13 +28,13 @@ from gpipe_cli.models import operations
 class ScheduledDropPath(nn.Module):
     """Sets the result of an operation to zero for some examples and scales up the rest, (N, C, H, W) -> the same.
 
-    The probability to keep an example is `1 - progress * drop_probability`; where it is 1 nothing is drawn.
+    The probability of keeping an example is `1 - progress * drop_probability`; if it is 1, nothing is drawn.
     """
 
     def __init__(self, drop_probability: float) -> None:
         super().__init__()
         self.drop_probability = drop_probability  # at the end of the training
-        self.progress = 0.0  # share of all training steps that is done; `set_progress` sets it
+        self.progress = 0.0  # fraction of all training steps that are done; see `set_progress`
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.drop_probability == 0:  # compiled code then does not depend on the progress
@@ -47,14 +47,14 @@ class ScheduledDropPath(nn.Module):
 
 
 def set_progress(module: nn.Module, progress: float) -> None:
-    """Set the share of all training steps that is done, 0 to 1, in every `ScheduledDropPath` of `module`."""
+    """Set the fraction of all training steps that are done, 0 to 1, in every `ScheduledDropPath` of `module`."""
     for child in module.modules():
         if isinstance(child, ScheduledDropPath):
             child.progress = progress
 
 
 Variant = Literal["b", "d"]
-Step = tuple[str, int]  # (operation, the state that it reads)
+Step = tuple[str, int]  # (operation, number of the state that it reads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,8 @@ class CellGenotype:
     output: tuple[int, ...]  # the states that are concatenated as the cell's output
 
 
-# The cells that keep the resolution. The drawing of D's that its authors published joins three states, their code four.
-# Four it is: with three, B (18, 512) would have 498M parameters instead of the 557M that the paper reports.
+# Cells that keep the resolution. The authors' drawing of D's cell concatenates three states, their code four. We follow
+# the code: with three, B (18, 512) would have 498M parameters instead of the 557M that the paper reports.
 NORMAL: dict[Variant, CellGenotype] = {
     "b": CellGenotype(
         pairs=(
@@ -91,7 +91,7 @@ NORMAL: dict[Variant, CellGenotype] = {
     ),
 }
 
-# Those that halve it: there the operations that read states 0 and 1 have stride 2.
+# Cells that halve the resolution: the operations that read states 0 and 1 have stride 2.
 REDUCTION: dict[Variant, CellGenotype] = {
     # The reference calls the 5x5 "dilated", but builds it without dilation; so do we.
     "b": CellGenotype(
@@ -127,7 +127,7 @@ class FeatureMap(NamedTuple):
 class Cell(nn.Module):
     """Takes (current, previous[, auxiliary logits]), returns (output, current[, auxiliary logits]).
 
-    The first cell of a network takes one tensor (N, C, H, W) alone, which is then both; its `previous` is None.
+    The first cell takes a single tensor (N, C, H, W) as current and previous, and is built with previous=None.
     filters: channels of every state. stride: 2 for a reduction cell. output: the shape of the result.
     """
 
@@ -175,7 +175,7 @@ class Cell(nn.Module):
 
 
 def _match(previous: FeatureMap | None, filters: int, size: int, norm: operations.Norm) -> nn.Module:
-    """Changes the predecessor to `filters` channels and `size` pixels; where it does anything, ReLU comes first."""
+    """Brings `previous` to `filters` channels of `size` x `size` pixels; starts with ReLU unless it is the identity."""
     if previous is None or previous == (filters, size):  # the first cell reads the stem, whatever its channels
         return nn.Identity()
     if previous.size != size:
@@ -190,7 +190,7 @@ AUXILIARY_CHANNELS = 51, 307  # int(128 s) and int(768 s) for the reference's de
 
 
 class AuxiliaryHead(nn.Module):
-    """A second classifier in the middle of the network: adds its logits (N, classes) to (x, skip) in training.
+    """A second classifier in the middle of the network: in training, appends its logits (N, classes) to (x, skip).
 
     ReLU, 5x5 average pool of stride 3, 1x1 convolution, then one convolution as large as the whole remaining map: the
     head fits only the image size it was built for. Its second batch norm sees one value per example and channel, so
@@ -248,22 +248,22 @@ def amoebanet(
     drop_path: float = 0.0,
     stem: Literal["auto", "imagenet", "small"] = "auto",
 ) -> nn.Sequential:
-    """The network: images (N, 3, S, S) -> logits (N, classes); in training with an auxiliary head its logits, too.
+    """The network: images (N, 3, S, S) -> logits (N, classes); in training with `auxiliary_head`, both logits.
 
     Args:
         normal_cells: L, without the reduction cells; at least 3.
         filters: D, the filters of the first stack.
         num_classes: the reference has 1001 for ImageNet: 0 is "background".
-        auxiliary_head: behind the normal cell before the second reduction; its loss counts 0.4 in the reference.
+        auxiliary_head: behind the normal cell before the second reduction; its loss has weight 0.4 in the reference.
         batch_norm_momentum: weight of the *new* statistics (torch's meaning: 1 - TensorFlow's decay).
         batch_norm_epsilon: 1e-3 is the default of the reference's network.
-        drop_path: probability to drop an operation's result at the end of the training.
+        drop_path: probability of dropping an operation's result for an example, at the end of training.
         stem: "imagenet" divides the resolution by 8 before the first normal cell, "small" keeps it.
 
-    Raises InputError for filters that do not divide, and a map too small for the auxiliary head.
+    Raises InputError if `filters` is not a multiple of 16 (small stem: 4) or a map is too small for the auxiliary head.
     """
     small = image_size <= SMALL_IMAGE if stem == "auto" else stem == "small"
-    # Narrowest cell: F = D / 4 in the ImageNet stem, else D. It needs F / 4 channels for its bottlenecks.
+    # The narrowest cell has F = D / 4 filters (ImageNet stem), else D; its bottlenecks have F / 4 channels.
     divisor = 4 if small else 16
     if filters % divisor:
         below = max(filters // divisor, 1) * divisor
@@ -278,7 +278,7 @@ def amoebanet(
         nonlocal current, previous
         genotype = NORMAL[variant] if stride == 1 else REDUCTION[variant]
         layers[name] = cell = Cell(genotype, width, stride, current, previous, norm, drop_path)
-        # the first cell's predecessor is the stem, which its successor reads as any other
+        # the second cell reads the output of the stem as its `previous`
         current, previous = cell.output, current
 
     if not small:
@@ -301,7 +301,7 @@ def amoebanet(
 
 
 def _stem(image_size: int, norm: operations.Norm, *, small: bool) -> tuple[nn.Module, FeatureMap]:
-    """3x3 convolution to 32 channels and batch norm, without ReLU.
+    """3x3 convolution (stride 2; small: 1) to 32 channels and batch norm, without ReLU.
 
     Departs from the reference: its stem for small images, which the paper never trains on, does not pad (32 pixels
     become 30); ours does, so that 32 and 64 pixels halve evenly.

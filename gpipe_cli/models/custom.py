@@ -26,13 +26,13 @@ def build_custom(target: str, arguments: Mapping[str, object]) -> nn.Sequential:
 
     The current directory is put in front of Python's search path and stays there, for modules imported later.
 
-    Raises RefusedError if there is no such function, if the arguments are not its own, if what it returns cannot be a
-    pipeline, or if it fails on the meta device. What it raises elsewhere is not touched.
+    Raises RefusedError if there is no such function, if it does not take the arguments, if what it returns cannot be a
+    pipeline, or if it fails on the meta device. Its exceptions on other devices are passed on.
     """
     function = _find(target)
     signature = inspect.signature(function)
     try:
-        signature.bind(**arguments)  # before the call, whose own TypeError could come from within the function
+        signature.bind(**arguments)  # the call itself could also raise a TypeError from within the function
     except TypeError as error:
         takes = ", ".join(map(str, signature.parameters.values()))
         raise RefusedError(_KEY, target, f"the arguments do not fit, {error}; it takes ({takes})") from error
@@ -55,7 +55,7 @@ def _find(target: str) -> Any:
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
-    importlib.invalidate_caches()  # it may have been written a moment ago
+    importlib.invalidate_caches()  # or a module written a moment ago may not be found
     try:
         with torch.device("cpu"):  # tensors made by its import are not part of the model
             module = importlib.import_module(module_name)
@@ -73,7 +73,7 @@ def _find(target: str) -> Any:
 
 
 def _fault(model: Any) -> str:
-    """Why a model cannot be a pipeline: it is not only a sequence, has no shapes yet, or has nothing to train."""
+    """Why a model cannot be a pipeline: it is no plain sequence, has no shapes yet, or nothing to train; else ""."""
     kind = type(model).__name__
     if not isinstance(model, nn.Sequential):
         return f"returned an object of type {kind}; return an nn.Sequential, whose children are the layers"

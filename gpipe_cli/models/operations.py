@@ -1,8 +1,8 @@
-"""The operations that an AmoebaNet cell adds up, and how their weights start, after the TPU reference
+"""The operations whose results an AmoebaNet cell adds up, with their weight initialisation, after the TPU reference
 (amoeba_net/network_utils.py).
 
-Padding is TensorFlow's SAME: the output is ceil(input / stride) long and an odd padding puts the extra pixel right and
-at the bottom. A model is built on the meta device and each process initialises only its own layers, by the
+Padding is TensorFlow's SAME: the output is ceil(input / stride) long, and an odd padding has its extra pixel on the
+right and at the bottom. A model is built on the meta device, and each process initialises only its own layers, by the
 `reset_parameters` of every module, from torch's default generator.
 """
 
@@ -16,22 +16,22 @@ from torch import Tensor, nn
 
 Norm = Callable[[int], nn.Module]  # number of channels -> batch normalisation
 
-_ONEDNN = torch.backends.mkldnn.is_available()  # asked here, as torch.compile cannot ask inside of a layer
+_ONEDNN = torch.backends.mkldnn.is_available()  # evaluated here, as torch.compile cannot trace the call in a layer
 
 
 def variance_scaling_(weight: Tensor, fan_out: int) -> None:
-    """Fill `weight` from a normal distribution cut at two standard deviations, of variance about 2 / `fan_out`: that
-    of `variance_scaling_initializer` of tf.contrib.layers. The cut leaves 0.774 of a variance, hence its 1.3."""
+    """Fill `weight` from a normal distribution truncated at two standard deviations, with variance about 2 / `fan_out`,
+    as tf.contrib.layers' `variance_scaling_initializer`; truncation leaves 0.774 of the variance, hence its 1.3."""
     deviation = math.sqrt(1.3 * 2.0 / fan_out)
     nn.init.trunc_normal_(weight, std=deviation, a=-2 * deviation, b=2 * deviation)
 
 
 def convolve(x: Tensor, weight: Tensor, stride: tuple[int, ...], padding: tuple[int, int], groups: int) -> Tensor:
-    """A convolution with zeros as padding, (N, C, H, W) -> (N, C', H', W')."""
+    """A convolution with zero padding and without bias, (N, C, H, W) -> (N, C', H', W')."""
     # On one CPU thread, torch runs a 1x1 convolution of fewer than 16 samples (a micro-batch, in short) by a general
-    # routine that takes up to twice as long as oneDNN, which it uses for strided or dilated ones. To a 1x1 kernel
-    # dilation means nothing, so we say "dilated": D (6, 128) at 224 pixels, 8 samples, takes 0.67 s instead of 0.92 s.
-    # An exported graph is for others: onnxruntime takes a tenth longer for one with it.
+    # routine that takes up to twice as long as oneDNN, which it uses for strided or dilated ones. Dilation does
+    # not change a 1x1 kernel, so we ask for it: D (6, 128) at 224 pixels, 8 samples, takes 0.67 s instead of 0.92 s.
+    # Not in an exported graph, where onnxruntime would take a tenth longer for it.
     pointwise = weight.shape[2:] == (1, 1) and not torch.compiler.is_exporting()
     dilation = 2 if pointwise and x.device.type == "cpu" and _ONEDNN else 1
     return F.conv2d(x, weight, None, stride, padding, dilation, groups)
@@ -70,7 +70,7 @@ class Linear(nn.Linear):
 
 
 def same_padding(length: int, kernel: int, stride: int) -> tuple[int, int]:
-    """Pixels that TensorFlow's SAME rule adds before and behind a line of `length` pixels."""
+    """Pixels that TensorFlow's SAME rule adds before and after a line of `length` pixels."""
     windows = -(-length // stride)
     total = max((windows - 1) * stride + kernel - length, 0)
     return total // 2, total - total // 2
@@ -110,7 +110,7 @@ class FactorizedReduction(nn.Module):
     """ReLU, then half the resolution without losing every second pixel, (N, C, H, W) -> (N, C', ceil(H/2), ceil(W/2)).
 
     One 1x1 convolution reads the pixels (0, 0), (0, 2), ..., the other those one step down and to the right, and zeros
-    where an odd size leaves none. They are picked before the convolutions: the backward of a 1x1 convolution with a
+    where an odd size leaves none. Pixels are picked before the convolutions: the backward of a 1x1 convolution with a
     stride writes past its memory on CPUs for some sizes (torch 2.15: 12 channels of 56 x 56, channels last).
     """
 
@@ -170,7 +170,7 @@ def operation(name: str, in_channels: int, out_channels: int, stride: int, norm:
     match name:
         case "identity" if in_channels == out_channels:
             return nn.Identity()
-        case "identity" | "1x1":  # no cell halves the resolution by these, nor by 1x7_7x1
+        case "identity" | "1x1":  # no genotype uses these, or 1x7_7x1, with stride 2
             return convolution(in_channels, out_channels, norm)
         case "3x3":
             return _bottleneck(in_channels, out_channels, stride, norm, (3, 3))

@@ -1,15 +1,15 @@
 """Networks of timm by name, as chains: what the paper's fine-tuning (Section 4, Table 4) needs besides AmoebaNet.
 
 timm's networks are trees whose forward is written by hand, one way for each family. Here each family is a list of the
-model's own modules in the order in which they run, cut where a single tensor passes: the chain computes what the model
-computes, bit for bit.
+model's own modules in execution order, cut where a single tensor passes from one to the next: the chain computes what
+the model computes, bit for bit.
 
     resnet18:  stem  layer1_0  layer1_1  layer2_0 ... layer4_1  head
 
-Inside a layer every module keeps the path that it has in timm's model: the tensor `layer1_0.layer1.0.conv1.weight` of
-the chain is timm's `layer1.0.conv1.weight`, and files of weights fit in both directions.
+Inside a layer every module keeps its path in timm's model: the tensor `layer1_0.layer1.0.conv1.weight` of
+the chain is timm's `layer1.0.conv1.weight`, so files of weights can be exchanged in both directions.
 
-timm's initialisation is written for whole models: unlike our own, such a model is built with memory.
+timm initialises a model only as a whole: every process builds it in memory and keeps the layers of its own stages.
 """
 
 import inspect
@@ -41,20 +41,20 @@ def build_timm(
 ) -> nn.Sequential:
     """A network of timm as a chain of layers: images (N, 3, S, S) -> logits (N, num_classes).
 
-    Initial values come from torch's default generator, as those of timm's own model. Ask for no weights on the meta
-    device.
+    Initial values come from torch's default generator, as in timm. On the meta device, `pretrained` and `weights` must
+    not be given.
 
     Args:
         name: timm's name, with or without the tag of its weights: "resnet50", "resnet50.a1_in1k".
-        num_classes: a loaded classifier for another number is left out and starts anew.
+        num_classes: a loaded classifier for another number is ignored, and the new one keeps its initial values.
         image_size: S, pixels; vision Transformers and MLP-Mixers are built for this size only.
-        dropout: probability to drop a feature before the classifier.
-        drop_path: probability to drop the last block's branch; earlier blocks less, in timm's way.
-        pretrained: load timm's weights (from its cache or the network). `weights` comes first.
+        dropout: probability of dropping a feature before the classifier.
+        drop_path: probability of dropping the last block's residual branch; lower in earlier blocks, as in timm.
+        pretrained: load timm's weights (from its cache or the network); `weights` takes precedence.
         weights: a file with tensors under timm's names, .safetensors or what torch.save writes.
 
     Raises InputError for an unknown name, a family without a chain, a setting that the model does not have, and weights
-    that do not fit or cannot be had.
+    that do not fit or cannot be loaded.
     """
     import timm
 
@@ -80,7 +80,7 @@ def timm_arguments(name: str, *, num_classes: int, image_size: int) -> dict[str,
 
 
 def _settings(name: str, num_classes: int, image_size: int, dropout: float, drop_path: float) -> dict[str, Any]:
-    """The settings as this model's class takes them."""
+    """The arguments of `timm.create_model` that this model's class takes. Raises RefusedError."""
     import timm
 
     architecture, _, tag = name.partition(".")
@@ -88,7 +88,7 @@ def _settings(name: str, num_classes: int, image_size: int, dropout: float, drop
         near = get_close_matches(name, [*timm.list_models(), *timm.list_pretrained()], n=3)
         remedy = f"did you mean {' or '.join(near)}?" if near else "timm.list_models() has them all"
         raise RefusedError("model.name", name, f"timm has no model of this name; {remedy}")
-    # Shapes alone tell the class, and what it can do, before a large model is given memory.
+    # The class and its signature are all that is needed: no memory is allocated for a large model.
     with torch.device("meta"):
         model = timm.create_model(name, num_classes=num_classes)
     chain(model)
@@ -109,15 +109,15 @@ def _settings(name: str, num_classes: int, image_size: int, dropout: float, drop
 
 
 def _load(model: Any, file: Path) -> None:
-    """Fill `model` with the tensors of `file`; InputError if it cannot be read or they are not those of the model."""
+    """Load the tensors of `file` into `model`. Raises InputError if it cannot be read or they do not fit the model."""
     tensors, own = _read(model, file), model.state_dict()
-    # A classifier is left out whole: one tensor for another number of classes tells that all are.
+    # If one tensor of the classifier is for another number of classes, so is the whole classifier: leave it out.
     classifier = f"{model.pretrained_cfg['classifier']}."
     shared = [name for name in own if name.startswith(classifier) and name in tensors]
     if any(tensors[name].shape[:1] != own[name].shape[:1] for name in shared):
         tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(classifier)}
         own = {name: tensor for name, tensor in own.items() if not name.startswith(classifier)}
-    # Old files have no batch norm's count of mini-batches; only an average over all of them would need the number.
+    # Old files lack batch norm's num_batches_tracked, which only a cumulative average (momentum=None) would need.
     missing = [name for name in own if name not in tensors and not name.endswith("num_batches_tracked")]
     unknown = [name for name in tensors if name not in own]
     other = [name for name in tensors if name in own and tensors[name].shape != own[name].shape]
@@ -130,16 +130,16 @@ def _load(model: Any, file: Path) -> None:
 
 
 def _read(model: Any, file: Path) -> dict[str, Tensor]:
-    """The tensors in `file`, read without running code; a vision Transformer's positions are stretched to fit."""
+    """The tensors in `file`, read without running its code; a vision Transformer's positions are resized to fit."""
     from timm.models import VisionTransformer, load_state_dict
     from timm.models.vision_transformer import checkpoint_filter_fn
 
     try:
-        regular_size(file)  # or it waits for a pipe
+        regular_size(file)  # a named pipe would block
         tensors: Any = load_state_dict(str(file), device="cpu", weights_only=True)
         if isinstance(model, VisionTransformer):
             tensors = checkpoint_filter_fn(tensors, model)
-    except Exception as error:  # no such file; of two formats each has its own exceptions
+    except Exception as error:  # a missing file, or whatever the reader of either format raises
         use = "use a .safetensors file or a dictionary of tensors that torch.save wrote"
         why = f"cannot be read as weights ({with_type(error).partition('; ')[0]})"
         raise RefusedError("model.weights", file, f"{why}; {use}") from error
@@ -148,7 +148,7 @@ def _read(model: Any, file: Path) -> dict[str, Tensor]:
     return dict(tensors)
 
 
-# The modules of the stem, the modules whose children are a layer each (`*`: of every child), the modules of the head.
+# Family -> modules of the stem, modules whose children are a layer each (`*`: of every child), modules of the head.
 FAMILIES = {
     "ResNet": ("conv1 bn1 act1 maxpool", "layer1 layer2 layer3 layer4", "global_pool dropout fc"),
     "ConvNeXt": ("stem", "stages.*.blocks", "norm_pre head"),
@@ -164,12 +164,12 @@ FAMILIES = {
 def chain(model: Any) -> nn.Sequential:
     """The layers of a model of timm as a sequence.
 
-    Raises RefusedError for a model whose class is none of the families, or that is built in a way unknown here.
+    Raises RefusedError for a model of no known family, or of an unknown variant of one.
     """
     from timm import models
 
     kind, name = type(model).__name__, model.pretrained_cfg["architecture"]
-    # A class by itself and not its subclasses: what these change is not known here.
+    # No subclasses: what they change in the forward is not known here.
     if kind not in FAMILIES or type(model) is not getattr(models, kind):
         use = f"use one of {', '.join(FAMILIES)}"
         raise RefusedError("model.name", name, f"timm's class {kind} has no chain of layers; {use}")
@@ -199,20 +199,20 @@ def chain(model: Any) -> nn.Sequential:
 
 
 def _children(model: nn.Module, path: str) -> list[str]:
-    """The paths of a module's children; `.*` in its path stands for every child of what is before."""
+    """The paths of a module's children; `a.*` in `path` stands for every child of `a`."""
     before, star, after = path.partition(".*")
     parents = [child + after for child in _children(model, before)] if star else [path]
     return [f"{parent}.{name}" for parent in parents for name, _ in model.get_submodule(parent).named_children()]
 
 
 def _tensors(model: nn.Module) -> set[str]:
-    """The names of all parameters and buffers, of those too that no file of weights holds."""
+    """The names of all parameters and buffers, including the buffers that no file of weights holds."""
     return {name for tensors in (model.named_parameters(), model.named_buffers()) for name, _ in tensors}
 
 
 def chains(pattern: str) -> tuple[list[tuple[str, str, int, int]], int]:
-    """timm's models whose names fit a shell pattern and that are chains: name, family, layers, parameters; and how many
-    other names fit. Each is built without memory, in about a tenth of a second.
+    """(name, family, layers, parameters) of timm's models that match a shell pattern and are chains, and how many other
+    names match. Each is built without memory, in about a tenth of a second.
 
     Raises InputError if none fits.
     """
@@ -234,9 +234,9 @@ def chains(pattern: str) -> tuple[list[tuple[str, str, int, int]], int]:
 
 
 class Piece(nn.Module):
-    """Some modules of a model, applied one after the other: the layer of a chain.
+    """A layer of a chain: some modules of timm's model, applied one after the other.
 
-    steps: their paths in the model; `dropout` and `pool` are none of its modules, but functions that it applies.
+    steps: paths of the modules; `dropout` and `pool` stand for functions that the model's forward calls.
     """
 
     def __init__(self, model: Any, steps: list[str]) -> None:
@@ -263,12 +263,12 @@ class Piece(nn.Module):
 
     @property
     def compiled_as(self) -> nn.Module:
-        """A single module without its path, which differs between blocks that are otherwise equal."""
+        """The module to compile: a single one without its path, which differs between otherwise equal blocks."""
         return self.get_submodule(self.steps[0]) if type(self) is Piece and len(self.steps) == 1 else self
 
 
 class TokenStem(Piece):
-    """The beginning of a vision Transformer: images (N, 3, H, W) -> class and register tokens, where there are any, and
+    """The stem of a vision Transformer: images (N, 3, H, W) -> class and register tokens, where there are any, and
     patches with their positions (N, S, width)."""
 
     def __init__(self, model: Any, steps: list[str]) -> None:

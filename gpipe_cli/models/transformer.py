@@ -2,7 +2,7 @@
 
 The paper calls its language model sequence-to-sequence, but the parameters that it prints are those of one stack of L
 layers, with separate matrices for embedding and softmax and with biases everywhere: 282.2M, 785.8M, 5.3B, 21.0B and
-83.9B for L = 3, 13, 103, 415 and 1663. Lingvo's own language model for GPipe is built the same way.
+83.9B for L = 3, 13, 103, 415 and 1663. Lingvo's own language model for GPipe is built like this, too.
 
     embedding  layer_000 ... layer_{L-1}  softmax
 
@@ -10,20 +10,20 @@ The translation Transformers T(L, H, A) are L encoder and L decoder layers as on
 
     embedding  encoder_00 ... encoder_norm [target_embedding]  decoder_00 ... softmax
 
-A pipeline runs its stages one after the other, so the target passes through the encoder, as the decoder needs it, and
-the encoded source through the decoder, as every layer of it does. Between layers is always the tuple
+A pipeline is one sequence, so the encoder passes on the target, which the decoder needs, and each decoder layer passes
+on the encoded source, which the next one needs. Layers always exchange the tuple
 
     source (N, S, width), source mask (N, S) bool, target (N, T, width) -- or (N, T) int64 while it is not yet embedded
 
-With `shared_embedding`, one matrix embeds both languages in the first layer. Otherwise the target's own matrix stands
-where the decoder begins and only token numbers pass the encoder. Either way no parameter belongs to two layers.
+With `shared_embedding`, one matrix embeds source and target in the first layer. Otherwise the target has its own matrix
+at the start of the decoder, and only its token ids pass through the encoder. In both cases no layers share parameters.
 
-The paper prints 400M, 1.3B, 1.3B, 3B and 6B parameters. The width of the attention grows with the heads (64 channels
-each): with 1024 channels for all, T(64, 16384, 32) would have 5.2B.
+The paper reports 400M, 1.3B, 1.3B, 3B and 6B parameters. The width of the attention grows with the heads (64 channels
+each): with 1024 channels for any number of heads, T(64, 16384, 32) would have 5.2B.
 
-The paper describes no more than the sizes; the rest follows Lingvo, its code base: a normalisation before each part,
-dropout only on the attention weights and on what a part adds to its input, sinusoidal positions, an embedding drawn
-from N(0, 1 / width) and multiplied by sqrt(width). Weights start after Glorot, biases at zero.
+The paper gives only the sizes; the rest follows Lingvo, its code base: layer normalisation before each sublayer,
+dropout only on attention weights and sublayer outputs, sinusoidal positions, an embedding drawn from N(0, 1 / width)
+and multiplied by sqrt(width), Glorot-uniform weights, zero biases.
 """
 
 import math
@@ -35,25 +35,25 @@ from torch import Tensor, nn
 
 from gpipe_cli.config.typed import RefusedError
 
-LONGEST_WAVE = 10_000.0  # times 2 pi tokens, of the positions (Vaswani et al. 2017, Section 3.5)
+LONGEST_WAVE = 10_000.0  # of the positions, in units of 2 pi tokens (Vaswani et al. 2017, Section 3.5)
 
 
 class Projection(nn.Linear):
-    """A linear map with bias, (..., inputs) -> (..., outputs); its weights start after Glorot, times `scale`."""
+    """A linear map with bias, (..., inputs) -> (..., outputs); initial weights: Glorot-uniform times `scale`."""
 
     def __init__(self, inputs: int, outputs: int, scale: float = 1.0) -> None:
-        self.scale = scale  # before the base class, which draws the weights at once
+        self.scale = scale  # set first: the base class's constructor draws the weights
         super().__init__(inputs, outputs)
 
     def reset_parameters(self) -> None:
-        if self.weight.is_meta:  # nothing to fill in, and of thousands of layers torch takes a second to do so
+        if self.weight.is_meta:  # nothing to fill in, but for thousands of layers torch takes a second
             return
         nn.init.xavier_uniform_(self.weight, gain=self.scale)
         nn.init.zeros_(self.bias)
 
 
 class Embedding(nn.Embedding):
-    """Vectors of tokens with their positions added, (N, S) integers -> (N, S, width); `length`: the most tokens.
+    """Scaled token embeddings plus positions, (N, S) integers -> (N, S, width); `length`: the largest S.
 
     Raises InputError for an odd width.
     """
@@ -72,7 +72,7 @@ class Embedding(nn.Embedding):
         return self.with_positions(super().forward(tokens))
 
     def with_positions(self, vectors: Tensor) -> Tensor:
-        """Vectors (N, S, width) as they stand in the table, scaled, and with positions from 0 to S - 1.
+        """Rows of the embedding matrix, (N, S, width), times sqrt(width) plus positions 0 to S - 1.
 
         Raises InputError for a sequence longer than the model's length.
         """
@@ -83,10 +83,10 @@ class Embedding(nn.Embedding):
 
 
 def sinusoids(length: int, like: Tensor) -> Tensor:
-    """Positions p from 0 to length - 1 as waves, (length, width) of the width, type and device of `like`.
+    """Sinusoidal encoding of positions p = 0 to length - 1: (length, width), width, dtype and device as `like`.
 
-    Column i of the first half is sin(p / 10000^(2 i / width)), of the second half the cosine, as Lingvo has them;
-    Vaswani et al. let them alternate, which makes no difference to a Transformer.
+    Column i of the first half is sin(p / 10000^(2 i / width)), of the second half the cosine, as in Lingvo; Vaswani
+    et al. interleave the two, which makes no difference to a Transformer.
     """
     half = like.shape[-1] // 2
     waves = torch.arange(half, device=like.device, dtype=torch.float32) * (-math.log(LONGEST_WAVE) / half)
@@ -95,9 +95,9 @@ def sinusoids(length: int, like: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Multi-head attention with four matrices and their biases; `heads * head_width` need not be `width`.
+    """Multi-head attention with four projections with bias; `heads * head_width` need not be `width`.
 
-    dropout: probability to drop an attention weight.
+    dropout: probability of dropping an attention weight.
     """
 
     def __init__(self, width: int, heads: int, head_width: int, dropout: float) -> None:
@@ -143,10 +143,10 @@ class FeedForward(nn.Module):
 
 
 class SelfAttentionLayer(nn.Module):
-    """x plus attention of x to itself, then, with `cross`, attention to the source, then feed-forward, each of what is
-    normalised: (N, S, width) -> the same.
+    """Residual self-attention, with `cross` attention to the source, and feed-forward, each after layer normalisation:
+    (N, S, width) -> the same.
 
-    A layer of the language model (causal), of the encoder (with a mask) and of the decoder (causal and cross).
+    Serves the language model (causal), the encoder (with a mask) and the decoder (causal and cross).
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class SelfAttentionLayer(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, source: Tensor | None = None) -> Tensor:
-        """mask: (N, S), False where a position of the source, or of x where there is none, must not be seen."""
+        """mask: bool (N, S), False at positions of `source`, or of x without a source, that must not be seen."""
         normalised = self.attention_norm(x)
         own_mask = mask if source is None else None
         x = x + self.dropout(self.attention(normalised, normalised, own_mask, causal=self.causal))
@@ -184,7 +184,7 @@ class SelfAttentionLayer(nn.Module):
 
 
 class Softmax(nn.Module):
-    """Normalisation and a linear map, (N, S, width) -> logits (N, S, vocabulary); the loss has the softmax itself.
+    """Layer normalisation and a linear map, (N, S, width) -> logits (N, S, vocabulary); the loss has the softmax.
 
     clip: the largest magnitude of a logit; 0 is off.
     """
@@ -211,12 +211,12 @@ def transformer_lm(
     dropout: float = 0.1,
     attention_dropout: float = 0.1,
 ) -> nn.Sequential:
-    """The network: tokens (N, S), int64, S up to `length` -> logits (N, S, vocabulary) for the token after each.
+    """The network: tokens (N, S), int64, S up to `length` -> logits (N, S, vocabulary) of the next token.
 
-    The defaults are Table 1's; the paper gives no dropout, 0.1 is Lingvo's. hidden: entries between the two maps of a
-    feed-forward part. dropout: probability to drop an entry of what a part of a layer adds.
+    The defaults are Table 1's; the paper gives no dropout, 0.1 is Lingvo's. hidden: width between the two maps of a
+    feed-forward sublayer. dropout: probability of dropping an entry of a sublayer's output.
 
-    Raises InputError for an odd width, and heads that do not divide it.
+    Raises InputError for an odd width, and if `heads` does not divide the width.
     """
     if width % heads:
         raise RefusedError("model.width", width, f"is no multiple of model.heads={heads}; use one that is")
@@ -231,7 +231,7 @@ def transformer_lm(
 
 
 class SourceEmbedding(Embedding):
-    """Takes (source (N, S), target (N, T)) and embeds the source and, if `shared`, the target, too."""
+    """(source (N, S), target (N, T)) -> (source, mask, target), the source embedded, the target only if `shared`."""
 
     def __init__(self, vocabulary: int, width: int, length: int, pad: int, *, shared: bool) -> None:
         super().__init__(vocabulary, width, length)
@@ -241,14 +241,14 @@ class SourceEmbedding(Embedding):
         source, target = inputs
         if not self.shared:
             return super().forward(source), source != self.pad, target
-        # One look-up for both: two would each bring a gradient as large as the matrix.
+        # One look-up for both: each look-up has a gradient as large as the matrix.
         vectors = nn.Embedding.forward(self, torch.cat([source, target], dim=1))
         source_vectors, target_vectors = vectors.split([source.shape[1], target.shape[1]], dim=1)
         return self.with_positions(source_vectors), source != self.pad, self.with_positions(target_vectors)
 
 
 class TargetEmbedding(Embedding):
-    """Takes (source, mask, target (N, T) int64) and embeds the target."""
+    """(source, mask, target (N, T) int64) -> the same with the target embedded."""
 
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:  # type: ignore[override]  # takes a tuple
         source, mask, target = inputs
@@ -256,7 +256,7 @@ class TargetEmbedding(Embedding):
 
 
 class EncoderLayer(SelfAttentionLayer):
-    """Self-attention over the real tokens of the source, and feed-forward; the target is passed on."""
+    """Self-attention over the source's tokens, padding masked, and feed-forward; passes on the target."""
 
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:  # type: ignore[override]  # takes a tuple
         source, mask, target = inputs
@@ -272,7 +272,7 @@ class EncoderNorm(nn.LayerNorm):
 
 
 class DecoderLayer(SelfAttentionLayer):
-    """The target attends to what is before it, then to the source, then feed-forward; the source is passed on.
+    """Causal self-attention of the target, attention to the source, feed-forward; passes on the source.
 
     Padding at the end of a target needs no mask: no real token comes after it. The last layer returns the target alone,
     (N, T, width): no later layer needs the source.
@@ -304,14 +304,14 @@ def transformer_nmt(
 ) -> nn.Sequential:
     """The network: (source (N, S), target so far (N, T)), both int64 -> logits (N, T, vocabulary).
 
-    Logits at t are for the target's token behind the given tokens 0 to t. S and T are at most `length`.
+    Logits at position t are for the token that follows target tokens 0 to t. S and T are at most `length`.
 
     Args as those of `transformer_lm` (hidden is H, heads is A), and:
-        layers: L, of the encoder and again of the decoder.
-        depth_scaled: divide the initial weights of feed-forward parts by L (the paper's first remedy against
+        layers: L, of the encoder and of the decoder each.
+        depth_scaled: divide the initial weights of feed-forward sublayers by L (the paper's first remedy against
             divergence, after Fixup).
         logit_clip: the largest magnitude of a logit (its second remedy; Lingvo's `logits_abs_max`); 0 is off.
-        pad: the token that fills up sentences; padded positions of the source are masked.
+        pad: id of the padding token; padded positions of the source are masked.
 
     Raises InputError for an odd width.
     """

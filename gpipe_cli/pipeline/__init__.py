@@ -1,1 +1,1 @@
-"""GPipe itself (section 2 of the paper): plain arguments in, no settings, no printing; `schedule/` needs no torch."""
+"""The GPipe library (paper section 2): takes plain arguments, prints nothing; `schedule/` does not need torch."""

@@ -1,1 +1,1 @@
-"""What a run will take, before anything is allocated: costs, cut, memory of stages, time of a step, and the search."""
+"""Plans a run before anything is allocated: layer costs, cut, memory of stages, step time, choice of settings."""

@@ -1,5 +1,5 @@
 """Settings that the plan chooses: `partitions=auto`, `micro_batches=auto`, `recompute=auto`, `batch_size=auto`; and the
-largest model that fits a memory, `gpipe plan solve=max_model`. The candidates are kept, to be shown and checked.
+largest model that fits the memory, `gpipe plan solve=max_model`. All candidates are kept, to be shown and checked.
 """
 
 import math
@@ -29,7 +29,7 @@ from gpipe_cli.planner.step_schedule import mini_batch_samples
 from gpipe_cli.system.machine import usable_cores
 from gpipe_cli.units import size
 
-_AS_GOOD = 1.01  # predictions are no more exact than this: among candidates so close the first wins, which needs least
+_AS_GOOD = 1.01  # accuracy of predictions: among candidates this close the first wins, which has the smallest settings
 _MOST_SAMPLES = 10_000_000  # the largest mini-batch that the settings allow
 _MOST_LAYERS = 3000  # the deepest model tried: deeper ones take minutes to plan, and the paper's are not as deep
 _SILENT_SECONDS = 5.0
@@ -49,7 +49,7 @@ class Candidate:
 
     @property
     def made(self) -> Plan:
-        """The plan of a candidate that was chosen."""
+        """The plan of a candidate that fits."""
         assert self.plan is not None
         return self.plan
 
@@ -116,7 +116,7 @@ class _Planner:
 
     def fits(self, config: TrainConfig) -> bool:
         """Whether a cut fits the memory. That does not depend on the seconds of layers, so a data sheet is enough. A
-        step is simulated only for `schedule=auto`, which may find an order that needs less memory than any with a name.
+        step is simulated only for `schedule=auto`, which may find an order that needs less memory than any named one.
         """
         layout = layout_of(config, self.started)
         costs = predicted_costs(config, self.profile, layout)
@@ -154,11 +154,11 @@ class _Planner:
         return Choice(", ".join(keys), _SHORTEST, tuple(tried), best)
 
     def largest_mini_batch(self, config: TrainConfig, key: str) -> Choice:
-        """The largest mini-batch, M R times a number of samples, with which a cut fits the memory, and the next larger
-        one. `key` is `batch_size`, or `batch_tokens` for as many sentences of the greatest length. A mini-batch has no
-        more samples than the training set.
+        """The largest mini-batch with which a cut fits the memory, and the next larger one. Its number of samples is a
+        multiple of M R and at most that of the training set. `key`: `batch_size`, or `batch_tokens`, where all
+        sentences have the greatest length.
 
-        The chosen configuration has the memory limit, so that its stages are cut for it.
+        The chosen configuration includes the memory limit, so that its stages are cut for it.
 
         Raises:
             NothingFitsError: not even one sample a micro-batch fits; one line with the smallest change that would fit.
@@ -180,7 +180,7 @@ class _Planner:
 
         found = bisect_left(range(1, most + 1), True, key=lambda samples: not self.fits(sized(samples)))
         chosen = planned(self, max(1, found))
-        while chosen.over is not None and found > 1:  # schedule=auto finds another order by other seconds of layers
+        while chosen.over is not None and found > 1:  # schedule=auto may find another order by `costs_of`
             found -= 1
             chosen = planned(self, found)
         if chosen.over is not None:
@@ -249,7 +249,7 @@ class _Planner:
 
 
 def _orders(chosen: Candidate) -> Iterator[Choice]:
-    """The orders that `schedule=auto` compared: the fastest of those made for the model, and those with a name."""
+    """The orders that `schedule=auto` compared: the fastest of those made for the model, and the named ones."""
     plan = chosen.made
     if plan.compared:
         tried = {
@@ -275,15 +275,15 @@ def _recomputation(chosen: Candidate) -> Iterator[Choice]:
 
 
 def with_samples(config: TrainConfig, profile: ModelProfile, key: str, samples: int) -> TrainConfig:
-    """The configuration with micro-batches of so many `samples` of the greatest length; `key`: one of AUTO_BATCH."""
+    """The configuration with micro-batches of `samples` of the greatest length; `key`: one of AUTO_BATCH."""
     units = 1 if key == "batch_size" else max(profile.lengths)
     size: dict[str, Any] = {key: samples * config.micro_batches * config.replicas * units}
     return replace(config, **size)
 
 
 def _training_samples(config: TrainConfig) -> int:
-    """The most samples that the training set may have: its number, of noise and of images that are here. Text is not
-    read, as its vocabulary may take minutes to learn."""
+    """An upper bound of the number of training samples, exact for noise and for images on this machine. Text is not
+    read, as learning its vocabulary may take minutes."""
     dataset = config.dataset
     if dataset.train_samples is not None:
         return dataset.train_samples
@@ -297,7 +297,7 @@ def _training_samples(config: TrainConfig) -> int:
 def _candidates(
     config: TrainConfig, auto: frozenset[str], layers: int, started: Torchrun | None, elsewhere: bool
 ) -> list[TrainConfig]:
-    """The configurations to try, for which there are devices, and samples for every micro-batch.
+    """The configurations to try: those with enough devices, and with a sample for every micro-batch.
 
     Raises InputError if there is no choice of `micro_batches`.
     """
@@ -362,7 +362,7 @@ def _smaller_mini_batches(config: TrainConfig, profile: ModelProfile) -> list[_C
     if config.batch_tokens is not None:
         tokens = [config.batch_tokens >> power for power in halves]
         return [(("batch_tokens", number),) for number in tokens if number >= replicas * max(profile.lengths)]
-    least = min(2, samples // (replicas * m))  # samples of a micro-batch: one that has two may need both
+    least = min(2, samples // (replicas * m))  # samples of a micro-batch: batch norm may need two
     most = {samples >> power: (samples >> power) // (replicas * least) for power in halves}
     return [
         (("batch_size", number), *((("micro_batches", fit),) if fit < m else ())) for number, fit in most.items() if fit

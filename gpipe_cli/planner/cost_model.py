@@ -1,4 +1,4 @@
-"""What the layers of a model cost on a machine, by the rates of a device or measured (c_i in section 2.1 of the paper).
+"""What layers cost on a machine (c_i in section 2.1 of the paper), predicted by a device's rates or measured.
 All predictions read these `StepCosts`: the cut, `gpipe plan`, and the line that a run prints after 20 steps.
 """
 
@@ -26,13 +26,13 @@ class LayerSeconds:
     forward: float  # a forward that keeps nothing
     graph: float  # a forward that keeps what the backward needs, such as a recomputation
     backward: float
-    inputs: float = 0.0  # the half of a backward that the stage before waits for; 0 where backwards are not split
-    weights: float = 0.0  # the other half
+    inputs: float = 0.0  # gradients of inputs, which the previous stage waits for; 0 if backwards are not split
+    weights: float = 0.0  # gradients of weights
 
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Seconds of every layer for one micro-batch, and of what is sent between layers."""
+    """Seconds of every layer and of every transfer between layers, for one micro-batch unless noted."""
 
     source: str  # one phrase: `hardware=cpu figures`
     basis: Basis
@@ -43,11 +43,11 @@ class StepCosts:
     set_up: float = 0.0  # seconds once a step, over all layers: batch norm's commit, the norms of gradients
     sums: tuple[float, ...] = ()  # seconds per step to sum each layer's gradients over replicas; (): one replica
     figures: Figures | None = None  # the device's measured figures, if it was timed
-    weighted_by: str = ""  # the user's setting that says how layers differ, if any: `partition.costs`
+    weighted_by: str = ""  # where the user gives the relative costs of layers, if at all: `partition.costs`
     rates: DeviceRates | None = None  # rates that predicted the costs; None: the costs were measured
-    together: tuple[float, int] = (1.0, 1)  # factor by which everything is slower while so many processes compute
+    together: tuple[float, int] = (1.0, 1)  # (f, n): everything is slower by the factor f while n processes compute
     calibration: float = 1.0  # measured over predicted in earlier runs of the model here; a factor of all seconds
-    spread: tuple[float, float] = (1.0, 1.0)  # lowest and highest factor of the seconds, where they varied
+    spread: tuple[float, float] = (1.0, 1.0)  # lowest and highest factor by which the seconds varied
 
     def calibrated(self, factor: float) -> "StepCosts":
         """These costs with all seconds times `factor`, which leaves the cut and the shares of a step as they are."""
@@ -75,8 +75,8 @@ def predicted_costs(
     samples: float | None = None,
     linked: bool = False,
 ) -> StepCosts:
-    """The costs of a micro-batch of `samples`, by default a mean one, by `rates`, or else by the data sheet of the
-    hardware; the user may say how layers differ from each other. `linked`: as if stages were on several devices.
+    """The costs of a micro-batch of `samples` (default: a mean one) by `rates` (default: the hardware's data sheet),
+    divided among layers by the user's costs, if given. `linked`: as if stages were on several devices.
 
     Raises InputError if the user gives more or fewer costs than there are layers.
     """
@@ -140,7 +140,7 @@ def _weighted(costs: StepCosts, given: Sequence[float], setting: str) -> StepCos
 def slowdowns(
     at_once: int, stages: int, slowdown: float = 1.0, together: int = 1, replicas: int = 1
 ) -> tuple[float, ...]:
-    """How much slower a device is while 1, 2, ... devices of its pipeline compute, and as many of each of `replicas`.
+    """How much slower a device is while 1, 2, ... devices of each of the `replicas` compute; (): no slowdown.
     Only `at_once` of all devices can compute at the same time, and `together` of them slow each other down by
     `slowdown`, as they share memory; fewer do so in proportion."""
     if at_once >= stages * replicas and slowdown == 1.0:
@@ -170,7 +170,7 @@ Pass = list[tuple[float, ...]]
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """The measured seconds of the layers for one micro-batch (`launch/layer_benchmark.py`)."""
+    """The measured seconds of the layers for one micro-batch (`benchmark/layer_benchmark.py`)."""
 
     alone: Pass  # while one process computes
     together: Pass | None  # while all processes compute; None if there is only one
@@ -178,7 +178,7 @@ class LayerTimes:
     set_up: float  # once a step
     link: tuple[float, float] | None  # latency in seconds, bandwidth in bytes per second; None: nothing is sent
     figures: Figures | None = None  # the device's measured figures
-    spread: tuple[float, float] = (1.0, 1.0)  # short and long passes over the layers, relative to a mean one
+    spread: tuple[float, float] = (1.0, 1.0)  # shortest and longest pass over the layers, relative to the mean
 
     @property
     def slowdown(self) -> float:
@@ -196,8 +196,8 @@ def measured_costs(
 ) -> StepCosts:
     """The costs of a mean micro-batch of `samples`, from what workers measured with `samples` rounded up.
 
-    `at_once`: the number of workers or, if there is one, of its stages that compute at the same time;
-    `sum_byte_seconds`: seconds per byte that is sent to another replica.
+    `at_once`: how many workers, or stages of the only worker, compute at the same time; `sum_byte_seconds`: seconds per
+    byte sent to another replica.
     """
     timed = math.ceil(samples)
     layers = tuple(LayerSeconds(*(seconds * (samples / timed) for seconds in layer)) for layer in times.alone)

@@ -1,4 +1,4 @@
-"""Which data sheet holds for the devices at hand."""
+"""Finds the data sheet, a file in conf/hardware, of the devices of this machine."""
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -9,8 +9,8 @@ from gpipe_cli.config.groups import HardwareConfig
 from gpipe_cli.config.settings import TrainConfig, load_hardware
 from gpipe_cli.system.gpus import Gpu, usable_gpus
 
-# Words in the name that the driver gives a GPU, its least memory in GB, and its file in conf/hardware. Several products
-# share most of these names; a name with one of the words in _OTHERS is another product, unless the row has it, too.
+# Words in a GPU's name as the driver gives it, its least memory in GB, and its file in conf/hardware. Several products
+# share most of these names; a name with a word of _OTHERS that the row does not list is another product.
 _OTHERS = {"PCIE", "NVL", "MIG", "LAPTOP", "D", "144G"}
 _SHEETS = (
     ("A100", 60, "a100_80"),
@@ -26,15 +26,15 @@ _SHEETS = (
     ("T4", 0, "t4"),
     ("V100", 0, "v100"),
 )
-# The memory of a GPU that CUDA's context and the code and workspaces of its libraries take; the choice is ours.
+# GPU memory reserved for CUDA's context and for the code and workspaces of its libraries; the value is our choice.
 _LIBRARIES_GIB = 1.0
 
 
 def resolved(hardware: HardwareConfig, devices: Sequence[str]) -> HardwareConfig:
-    """`auto` becomes the data sheet of the devices at hand, if there is one; what is given stays.
+    """`hardware` with `auto` replaced by the data sheet of `devices`, if there is one; values given by the user stay.
 
-    `devices` are `cpu` or CUDA devices: of different GPUs the slowest, and the smallest memory, as a step waits for all
-    of them. Of a GPU that has no file everything but its memory that was not given stays None.
+    `devices` are `cpu` or CUDA devices. Of different GPUs, the slowest one's sheet and the smallest memory count, as a
+    step waits for all of them. For a GPU without a file, only the memory is filled in.
     """
     if not hardware.here:
         return hardware
@@ -61,8 +61,8 @@ def sheet_of(gpu: Gpu) -> str | None:
 
 
 def gpu_of(device: str) -> Gpu | None:
-    """The GPU behind the name of a device; None for `cpu`, and where there is no driver. Devices of other machines are
-    taken for those here, as all machines of a run have equally many."""
+    """The GPU that a device name stands for; None for `cpu`, and without a driver. Devices of other machines count as
+    those of this one, as all machines of a run have equally many GPUs."""
     gpus = usable_gpus() if device != "cpu" else ()
     return gpus[int(device.partition(":")[2]) % len(gpus)] if gpus else None
 

@@ -1,9 +1,8 @@
 """How fast a device is at each kind of operation: by its data sheet, or fitted to layers that were timed on it.
 
 The paper's cost estimate c_i of a layer (section 2.1) is its FLOPs. On real devices an operation also takes time to
-launch, and one that computes little takes as long as moving its bytes. With a data sheet a device computes and moves
-bytes at the same time, as in the roofline model (Williams et al., CACM 2009); with rates that were fitted to timed
-layers the two times add up.
+launch, and one that computes little takes as long as moving its bytes. Rates from a data sheet overlap computing with
+moving bytes, as in the roofline model (Williams et al., CACM 2009); with fitted rates the two times add up.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,44 +17,44 @@ from gpipe_cli.pipeline.profile.layer_cost import OperationKind, Operations, Wor
 
 COMPUTING = (OperationKind.PRODUCT, OperationKind.CONVOLUTION, OperationKind.NARROW, OperationKind.DEPTHWISE)
 CONVOLUTIONS = COMPUTING[1:]
-# The error of a layer that the fit minimises: 1 is the relative error, 0 that in seconds. In between, layers that take
-# long count more, and the short ones, which tell the time of a launch, still count.
+# Which errors of layers the fit minimises: relative ones at 1, those in seconds at 0. In between, long layers weigh
+# more, while short ones, which determine the time of a launch, still count.
 _RELATIVE = 0.75
 _LEAST_SECONDS = 2e-6  # anything shorter is noise of the clock
-_ROUNDS = 10  # rounds in which a fit finds out which layers wait for the host to launch them
-# The share of the tensor cores' peak (TF32, 16 bits) that convolutions reach: they gather their matrices from
-# overlapping windows, as narrow as they have channels. From ResNet-50 on A100 and V100 in the recipe `published`.
+_ROUNDS = 10  # iterations of a fit, in which it finds out which layers are bound by launches
+# The share of the tensor cores' peak (TF32, 16 bits) that convolutions reach, as their matrices are gathered from
+# overlapping windows and only as wide as the channels. From ResNet-50 on A100 and V100 in the recipe `published`.
 _CONVOLUTIONS_REACH = 0.46
-_TRUST = 0.003  # weight of a device's figures in a fit, relative to the rate that the layers tell most about
+_TRUST = 0.003  # weight of a device's figures in a fit, relative to the rate that the layers determine best
 _LAUNCHES, _WORKS = slice(1, 1 + len(OperationKind)), slice(1 + len(OperationKind), None)  # columns of `_features`
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What a device reaches when it repeats one operation at the precision of a run: a data sheet of its own."""
+    """Measured rates of a device that repeats one operation at the precision of a run: a data sheet of its own."""
 
     product_flops_per_second: float
     convolution_flops_per_second: float
-    copied_bytes_per_second: float  # read and written
-    launch_seconds: float  # per operation, of many in a row that do next to nothing
+    copied_bytes_per_second: float  # bytes read plus bytes written
+    launch_seconds: float  # per operation, in a row of many tiny ones
 
 
-# Where seconds come from: the data sheet of the device; that of another device for want of one (then only the ratios of
-# layers count); a few reference layers timed on this machine; or the layers of the model, timed here.
+# Where seconds come from: the device's data sheet; another device's, if it has none (then only the ratios of layers are
+# meaningful); a few reference layers timed on this machine; or the layers of the model, timed here.
 Basis = Literal["data_sheet", "other_device", "timed_machine", "timed_layers"]
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Seconds of forwards or of backwards, by kind of operation. A missing kind takes none."""
+    """Seconds per layer, operation, FLOP and byte of forwards or of backwards; a missing kind takes none."""
 
     layer: float = 0.0  # per layer, whatever it does
     operation: Mapping[OperationKind, float] = field(default_factory=dict)
     flop: Mapping[OperationKind, float] = field(default_factory=dict)
     byte: Mapping[OperationKind, float] = field(default_factory=dict)
-    weight_byte: Mapping[OperationKind, float] = field(default_factory=dict)  # a missing kind: as any byte
+    weight_byte: Mapping[OperationKind, float] = field(default_factory=dict)  # a missing kind: as in `byte`
     overlap: bool = False  # the device computes and moves bytes at the same time
-    launched: bool = False  # it works while the host launches what comes next: the longer of both counts
+    launched: bool = False  # the device works while the host launches ahead: the longer of the two counts
 
     def seconds(self, work: Work, samples: float) -> float:
         """The seconds of ``work`` for a micro-batch of ``samples``."""
@@ -81,17 +80,17 @@ class DeviceRates:
     backward: Rates  # backwards, and updates of the weights
     link_seconds: float  # latency: until the first byte of a message has arrived
     link_byte_seconds: float
-    tensor_seconds: float = 0.0  # once a step for each trained tensor, beside its update
+    tensor_seconds: float = 0.0  # per step and trained tensor, in addition to its update
     slowdown: float = 1.0  # factor of all seconds while `together` processes compute on one machine
     together: int = 1
     figures: Figures | None = None  # the device's measured figures, if it was timed
-    spread: tuple[float, float] = (1.0, 1.0)  # the shortest and the longest timed pass over the mean one
+    spread: tuple[float, float] = (1.0, 1.0)  # the shortest and the longest timed pass, relative to the mean
 
 
 def rates_of_sheet(hardware: HardwareConfig, threads: int, precision: Precision = "float32") -> DeviceRates:
-    """The rates of a data sheet (of one thread, for a CPU), or of an H200 if there is none. In another precision than
-    float32 products reach the same share of the peak. Convolutions, which are no products of large matrices, reach
-    less, and with few channels no more than in float32."""
+    """The rates by a data sheet (per thread, for a CPU), or by an H200's if `hardware` has none. At a precision other
+    than float32, matrix products are assumed to reach the same share of the peak, convolutions less, and those with
+    few channels no more than in float32."""
     basis: Basis = "data_sheet"
     if hardware.tflops is None or hardware.memory_gb_per_second is None:
         hardware, basis = load_hardware("h200"), "other_device"
@@ -112,7 +111,7 @@ def rates_of_sheet(hardware: HardwareConfig, threads: int, precision: Precision 
         dict.fromkeys(OperationKind, each),
         flop | few,
         dict.fromkeys(OperationKind, 1 / (hardware.memory_gb_per_second * 1e9 * speed)),
-        overlap=hardware.name != "cpu",  # a CPU's figures were fitted
+        overlap=hardware.name != "cpu",  # the figures of CPUs were fitted without overlap
     )
     return DeviceRates(
         f"hardware={hardware.name} figures",
@@ -127,16 +126,16 @@ def rates_of_sheet(hardware: HardwareConfig, threads: int, precision: Precision 
 
 def reached_tflops(hardware: HardwareConfig, precision: Precision) -> float:
     """The TFLOP/s that products of large matrices reach; the float32 figure must be known."""
-    sheet = load_hardware(hardware.name)  # peaks that the user gives are for the MFU alone
+    sheet = load_hardware(hardware.name)  # peaks that the user gives affect the MFU alone
     (_, peak), (_, in_float32) = sheet.peak(precision), sheet.peak("float32")
     assert hardware.tflops is not None
     return hardware.tflops if peak is None or in_float32 is None else hardware.tflops * peak / in_float32
 
 
 def computes_in(name: str, precision: Precision) -> str:
-    """What products and convolutions are computed in on the device of a data sheet, if `precision` is requested: that;
-    `float32`; or `emulated`, which is that precision at no more than the speed of float32. `auto` is a GPU without a
-    sheet, which is assumed to support any precision.
+    """The precision in which the device of data sheet `name` computes products and convolutions if `precision` is
+    requested: `precision` itself; `float32`; or `emulated`, which is `precision` at float32's speed or less. A device
+    called `auto` is a GPU without a data sheet, which is assumed to support any precision.
 
     torch.autocast casts to bfloat16 on every device, also on GPUs before compute capability 8.0, which have no units
     for it (torch.cuda.is_bf16_supported); TF32 is how later ones may multiply float32.
@@ -149,10 +148,10 @@ def computes_in(name: str, precision: Precision) -> str:
 
 
 def fit_rates(works: Iterable[Work], seconds: Sequence[float], samples: int, figures: Figures | None = None) -> Rates:
-    """The rates, none below zero, that come closest to the seconds of layers.
+    """Fit rates, none below zero, to the measured `seconds` of layers by least squares.
 
-    `figures`: of a device that works while its host launches what comes next, here timed with a wait after each layer.
-    A layer then tells only of the longer one, launching or working, and the figures give rates that no layer tells of.
+    `figures`: those of a device that works while its host launches ahead, where layers were timed with a wait after
+    each. Then a layer only determines the longer of the two, launching or working; `figures` supply the other rates.
     """
     from scipy.optimize import nnls  # here, as importing it takes a fifth of a second
 
@@ -191,7 +190,7 @@ def fit_rates(works: Iterable[Work], seconds: Sequence[float], samples: int, fig
 
 
 def _features(work: Work, samples: int) -> list[float]:
-    """The factor of each rate of `fit_rates`, those of launching first."""
+    """The coefficient of each rate in the seconds of a layer, those of launching first."""
     of = {kind: work.by_kind.get(kind, Operations()) for kind in OperationKind}
     moved = [each.bytes * samples + (0.0 if kind in COMPUTING else each.fixed_bytes) for kind, each in of.items()]
     weights = sum(of[kind].fixed_bytes for kind in CONVOLUTIONS), of[OperationKind.PRODUCT].fixed_bytes
@@ -200,7 +199,7 @@ def _features(work: Work, samples: int) -> list[float]:
 
 
 def _expected(figures: Figures) -> list[float]:
-    """The rates in the order of `_features`, by the figures of single operations."""
+    """The rates by `figures`, in the order of `_features`."""
     flops = [figures.product_flops_per_second, *[figures.convolution_flops_per_second] * len(CONVOLUTIONS)]
     bytes_moved = len(OperationKind) + 2
     return [

@@ -1,8 +1,8 @@
 """The layout of a run: on which devices, in which processes and with how many threads its K stages compute, and how
 much memory each of them may use.
 
-It is resolved once for a configuration, from the settings, from torchrun's part of the environment and from what this
-machine has, before anything is allocated. Plans, workers and reports take the `Layout` and ask nothing again.
+It is resolved once per configuration, before anything is allocated, from the settings, torchrun's environment variables
+and this machine's devices. Plans, workers and reports only read the `Layout`.
 """
 
 import os
@@ -22,7 +22,7 @@ from gpipe_cli.units import plural
 
 @dataclass(frozen=True)
 class Memory:
-    """What the stages of a device may use."""
+    """The memory that the stages of a device may use."""
 
     device_bytes: int
     stages: int  # number of stages that share these bytes
@@ -35,18 +35,18 @@ class Memory:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the stages of all R pipelines are. Process p of pipeline r is process r P + p of the run, so that a
-    pipeline stays on a machine; every pipeline has its stages in the same processes."""
+    """Where the stages of all R pipelines run. Process p of pipeline r has rank r P + p, so that a pipeline stays on a
+    machine; every pipeline distributes its stages over its P processes in the same way."""
 
     replica_devices: tuple[tuple[str, ...], ...]  # per pipeline, the device of each stage: `cpu`, `cuda:0`
     process_of_stage: tuple[int, ...]  # the process of each stage, among the P processes of its pipeline
     row_of_stage: tuple[int, ...]  # the row of each stage, in a schedule that has a row for each device
-    threads: int  # threads of each process: its share of the cores unless the settings say it
-    at_once: int  # how many devices of all pipelines can compute at the same time, as CPUs share cores
-    here: bool  # whether a plan is for this machine; `hardware` may name another one, with as many devices as asked for
+    threads: int  # threads of each process: by default its share of the cores
+    at_once: int  # how many devices of all pipelines can compute at once: CPU processes share cores
+    here: bool  # whether the plan is for this machine; another one named by `hardware` has as many devices as needed
     started: Torchrun | None  # this process, if torchrun started it
     memory: Memory | None = None  # None: there is no limit
-    replica: int = 0  # the pipeline that this is looked at from
+    replica: int = 0  # index of the pipeline whose view this is
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -109,29 +109,29 @@ class Layout:
 
     @property
     def one_device(self) -> bool:
-        """Whether several stages take turns on one device, or threads on too few cores: what is measured then is not a
-        pipeline's speed."""
+        """Whether all stages take turns on one device, or there are too few cores for the threads, so that a
+        measurement does not show a pipeline's speed."""
         in_turns = not self.distributed and len(self.devices) > 1 and len(set(self.devices)) == 1
         return in_turns or self.short_of_cores
 
     def device_of(self, process: int) -> str:
-        """The device of a process, numbered among those of the run."""
+        """The device of a process, given by its rank in the run."""
         return self.replica_devices[self.replica_of(process)][self.stages_of(process)[0]]
 
     def replica_of(self, process: int) -> int:
-        """The pipeline that a process belongs to."""
+        """The pipeline that a process belongs to, given by its rank in the run."""
         return process // self.of_pipeline
 
     def stages_of(self, process: int) -> tuple[int, ...]:
-        """The stages that a process has, of its pipeline."""
+        """The stages of a process, given by its rank in the run or its number in the pipeline."""
         return tuple(stage for stage, owner in enumerate(self.process_of_stage) if owner == process % self.of_pipeline)
 
 
 def layout_of(config: TrainConfig, started: Torchrun | None = None) -> Layout:
-    """The layout of a configuration, in a process that torchrun `started` or that the user did.
+    """The layout of a configuration; `started`: this process, if torchrun started it.
 
-    Raises InputError, one line, for devices that are not there, processes that do not fit them, and a limit to the
-    memory that has to be known and is not.
+    Raises InputError, one line, for missing devices, a number of processes that does not fit the settings, and a
+    `recompute=auto` without a known device memory.
     """
     partitions, gpus = config.partitions, number_of_gpus(config)
     if config.device == "cuda" and gpus == 0:
@@ -160,14 +160,14 @@ def layout_of(config: TrainConfig, started: Torchrun | None = None) -> Layout:
 
 
 def own_threads(processes: int) -> int:
-    """The threads of each of so many processes that share the cores of this machine."""
+    """The threads of each process if `processes` share the cores of this machine."""
     return max(1, usable_cores() // processes)
 
 
 def _memory(config: TrainConfig, layout: Layout) -> Memory | None:
     """The memory that the settings give or, for recompute=auto, the memory of the device."""
     memory_gib, stages = config.hardware.memory_gib, 1
-    if memory_gib is not None and not layout.here:  # a device's, and not a stage's
+    if memory_gib is not None and not layout.here:  # for other machines the setting is per device, not per stage
         stages = max(map(layout.row_of_stage.count, layout.row_of_stage))
     if memory_gib is None and config.recompute == "auto":
         memory_gib = resolved(config.hardware, layout.devices).memory_gib
@@ -190,11 +190,10 @@ def _stages_of_a_device(layout: Layout) -> int:
 
 
 def _rows(config: TrainConfig, places: int | None) -> tuple[int, ...]:
-    """The place of each stage, if a pipeline has so many `places`, or as many as `stages_per_process` makes: neighbours
-    together; or dealt out, where the schedule wants a device to have stages that are not neighbours; or as the
-    schedule's file says.
+    """The row of each stage, in a pipeline of `places` rows (None: as many as `stages_per_process` gives): neighbouring
+    stages together, round-robin for a looped schedule, or as in the schedule's file.
 
-    Raises InputError for stages that cannot be dealt out.
+    Raises RefusedError if `interleaved` cannot give all rows equally many stages.
     """
     partitions, each = config.partitions, config.stages_per_process
     if config.schedule_is_file:
@@ -264,7 +263,7 @@ _Devices = tuple[tuple[str, ...], ...]  # per pipeline, the device of each stage
 
 
 def _gpus_of_one_process(config: TrainConfig, rows: Sequence[int], own: int) -> tuple[tuple[int, ...], _Devices]:
-    """The row and the devices of each stage, if one process drives `own` GPUs of each pipeline."""
+    """The row and the devices of each stage, if one process drives all pipelines, with `own` GPUs each."""
     if config.stages_per_process is None and not config.schedule_is_file:
         rows = _rows(config, min(own, config.partitions))
     used = min(own, 1 + max(rows))
@@ -290,7 +289,7 @@ def _gpu_of_each_process(
             f"partitions={partitions}: {needs}; use "
             f"{fewer if started is None else f'--nproc-per-node={gpus}'} or device=cpu"
         )
-    # under torchrun this process knows its own GPU; each machine, or process that sees one, counts them from 0
+    # under torchrun a process knows only its own GPU, numbered from 0 per machine, or per process that sees one
     local = {} if started is None else {started.rank: started.local_rank}
 
     def device(process: int) -> str:

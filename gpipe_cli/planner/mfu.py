@@ -1,4 +1,4 @@
-"""What a model needs of a step, and what the devices that it runs on could do: the two sides of its MFU."""
+"""The FLOPs that a model needs for a step, and its devices' peak FLOP/s: the two sides of the MFU."""
 
 from dataclasses import dataclass
 
@@ -13,23 +13,23 @@ from gpipe_cli.planner.step_schedule import mini_batch_samples
 
 @dataclass(frozen=True)
 class StepFlops:
-    """The operations that the model itself needs in a step, as the plan counts them, and what the devices could do."""
+    """FLOPs that the model itself needs for a step, as counted by the plan, and the peak of the devices."""
 
-    step: float  # operations of every layer's forward and backward for a full mini-batch, without recomputation
+    step: float  # FLOPs of all forwards and backwards of a full mini-batch, without recomputation
     samples: int  # samples of that mini-batch
     tokens: int | None  # tokens of that mini-batch, all sentences as long as the longest; None for images
-    peak_per_second: float | None  # the data sheet's peak of all devices in use together; None: not known
+    peak_per_second: float | None  # peak FLOP/s of all devices in use together; None: not known
     peak_source: str  # the source of the peak, or why it is not known
 
     def per_second(self, samples_per_second: float | None, tokens_per_second: float | None) -> float | None:
-        """Operations a second at a speed in real samples, or for text in real tokens, as padding is no work; None
-        without a speed."""
+        """Achieved FLOP/s at a speed in real samples or, for text, in real tokens, as padding does not count; None if
+        that speed is None."""
         rate, planned = (samples_per_second, self.samples) if self.tokens is None else (tokens_per_second, self.tokens)
         return None if rate is None else self.step / planned * rate
 
 
 def step_flops(config: TrainConfig, profile: ModelProfile, spec: PipelineSpec, costs: StepCosts) -> StepFlops:
-    """What the model needs of a full mini-batch, and what the devices that it runs on could do."""
+    """The FLOPs of a full mini-batch and the peak of the devices in use."""
     samples = mini_batch_samples(config, profile.lengths)
     peak, source = _peak(config, spec, costs.figures)
     return StepFlops(
@@ -42,10 +42,10 @@ def step_flops(config: TrainConfig, profile: ModelProfile, spec: PipelineSpec, c
 
 
 def _peak(config: TrainConfig, spec: PipelineSpec, figures: Figures | None) -> tuple[float | None, str]:
-    """Operations a second of all devices in use, and where the figure comes from; or None, and why it is not known.
+    """The peak FLOP/s of all devices in use and the source of this figure; or None and why it is not known.
 
-    Of a GPU without a data sheet it is the speed of products that was timed. The peak of a machine that the settings
-    name but that is not here says nothing of what ran here.
+    For a GPU without a data sheet, the peak is the measured rate of matrix products. If the settings name a machine
+    other than this one, its peak says nothing about what ran here.
     """
     hardware, layout = config.hardware, spec.layout
     on_cpu = layout.on_cpu
@@ -61,7 +61,7 @@ def _peak(config: TrainConfig, spec: PipelineSpec, figures: Figures | None) -> t
         peak, source = figures.product_flops_per_second / 1e12, "the measured product rate"
     else:
         return None, f"the peak of this {'CPU' if on_cpu else 'GPU'} is not known; hardware.peak_tflops=... says it"
-    # under torchrun machines count their GPUs from 0, each
+    # under torchrun each machine numbers its GPUs from 0
     devices = layout.of_pipeline if layout.distributed and not on_cpu else len(set(layout.devices))
     devices *= layout.replicas
     each = f"{peak:.4g} TFLOP/s"

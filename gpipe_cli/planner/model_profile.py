@@ -1,7 +1,7 @@
-"""What a model costs, known from shapes alone: the basis of the cut, of every plan and of every memory limit.
+"""What a model costs, from shapes alone: the basis of cuts, plans and memory limits.
 
-A profile does not depend on K or M, and on the schedule only in whether backwards are split, so one is made however
-many of them are compared.
+A profile does not depend on K or M, and on the schedule only in whether backwards are split, so one profile serves all
+plans that are compared.
 """
 
 import math
@@ -30,21 +30,21 @@ from gpipe_cli.units import plural
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """What a layer stores, whatever the size of a micro-batch: two counts, and bytes."""
+    """What a layer stores, whatever the size of a micro-batch: two counts, then bytes."""
 
     trained: int  # number of trained parameters
     tensors: int  # number of parameter tensors
     weight_bytes: int  # parameters and buffers
     gradient_bytes: int
-    optimizer_bytes: int  # its state, and the moving average of the weights
+    optimizer_bytes: int  # the optimizer's state, and the moving average of the weights
 
 
 @dataclass(frozen=True)
 class ModelProfile:
-    """A model as it is traced on the meta device. Sequences have an entry per layer."""
+    """A model as traced on the meta device. Sequences have an entry per layer unless noted."""
 
     costs: tuple[LayerCost, ...]  # the cost of each layer in training; the loss belongs to the last layer
-    evaluation: tuple[LayerCost, ...]  # only their boundaries matter
+    evaluation: tuple[LayerCost, ...]  # the same in evaluation; only the boundaries are used
     weights: tuple[LayerWeights, ...]
     inputs: Boundary  # tensors given to the first layer
     lengths: tuple[int, ...]  # the lengths that sentences are padded to
@@ -71,15 +71,15 @@ _WITHOUT_SHAPES = {
 
 @dataclass(frozen=True)
 class _Traced:
-    """A configuration that is equal to all others with the same profile."""
+    """A cache key: a configuration that equals all others with the same profile."""
 
     facts: tuple[str, ...]
     config: TrainConfig = field(compare=False)
 
 
 def profile_model(config: TrainConfig, lengths: tuple[int, ...] | None = None) -> ModelProfile:
-    """Trace the model for sentences of `lengths`, by default the greatest there may be, and the two halves of backwards
-    if the schedule may split them. The last few profiles are kept: the cells of a table mostly share one.
+    """Trace the model for sentences of `lengths` (default: the greatest possible), with the two halves of backwards if
+    the schedule may split them. The last few profiles are cached, as the cells of a table mostly share one.
 
     Raises InputError, one line, if the model does not fit the data set, or its layers do not fit each other.
     """
@@ -142,8 +142,8 @@ def refuse_single_samples(
 ) -> None:
     """Refuse micro-batches of one sample for a model whose batch norm would train on one value per channel (1x1 maps).
 
-    The model is that of `profile`, or else is built. Raises InputError if a mini-batch of `samples`, the short `last`
-    one of an epoch or any other, would have such a micro-batch.
+    Raises InputError if a mini-batch of `samples` would have such a micro-batch; `last`: it is the short last one of an
+    epoch. Without `profile` the model is built.
     """
     micro_batches, replicas = config.micro_batches, config.replicas
     if micro_batch_sizes(samples, replicas * micro_batches)[-1] > 1:

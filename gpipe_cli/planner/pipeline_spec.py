@@ -1,7 +1,7 @@
-"""The parts of a model that is cut by a plan, and where they run: all that a worker needs to know of its pipeline.
+"""The stages of a planned model and where they run: all that a worker needs to know about its pipeline.
 
-The parent makes the spec from shapes alone and hands it to every worker, so that none of them traces the model
-again and all of them agree.
+The parent process makes the spec from shapes alone and passes it to every worker, so that all of them agree and none
+traces the model again.
 """
 
 from dataclasses import dataclass, replace
@@ -23,8 +23,8 @@ from gpipe_cli.planner.step_schedule import checked_schedule
 
 @dataclass(frozen=True)
 class PipelineSpec:
-    """A pipeline's cut, order, layout and precision. Lists have one entry per partition, `boundaries` one per edge
-    between partitions."""
+    """A pipeline's cut, order, layout and precision. Costs and counts have one entry per partition, boundaries one per
+    edge between partitions."""
 
     layer_names: tuple[tuple[str, ...], ...]
     parameters: tuple[int, ...]
@@ -37,7 +37,7 @@ class PipelineSpec:
     evaluation_boundaries: tuple[Boundary, ...]
     parameter_tensors: tuple[int, ...]
     order: Schedule  # the actions of a training step with all M micro-batches
-    recompute: Recompute  # recomputed micro-batches, as far as `order` does not say it
+    recompute: Recompute  # micro-batches to recompute, unless `order` has recomputations of its own
     layout: Layout
     memory_format: str
     precision: str
@@ -55,7 +55,7 @@ class PipelineSpec:
 
     @property
     def most_parameter_tensors(self) -> int:
-        """The most parameter tensors of any process: the length of a vector with a number for each of them."""
+        """The most parameter tensors of any process: the length of a vector with a number for each tensor."""
         return max(
             sum(self.parameter_tensors[k] for k in self.layout.stages_of(p)) for p in range(self.layout.of_pipeline)
         )
@@ -65,25 +65,25 @@ class PipelineSpec:
         return replace(self, layout=replace(self.layout, replica_devices=replica_devices))
 
     def schedule(self, micro_batches: int) -> Schedule:
-        """The schedule of a training step with so many micro-batches."""
+        """The schedule of a training step of `micro_batches`. Raises ScheduleError if it cannot be performed."""
         return checked_schedule(self.order, micro_batches, self.recompute)
 
     def of_replica(self, replica: int) -> "PipelineSpec":
-        """This spec as another of the R pipelines sees it."""
+        """This spec for another of the R pipelines."""
         return replace(self, layout=replace(self.layout, replica=replica))
 
 
 def make_pipeline_spec(
     config: TrainConfig, profile: ModelProfile | None = None, started: Torchrun | None = None
 ) -> PipelineSpec:
-    """Cut the model as the data sheet of the hardware has it, and place the parts; `started`: this process, if
-    torchrun started it. Raises InputError, one line, for what cannot be cut."""
+    """Plan a step by the hardware's data sheet, cut the model and place its stages; `started`: this process, if
+    torchrun started it. Raises InputError, one line, if the model cannot be cut."""
     profile = profile_model(config) if profile is None else profile
     return placed(config, profile, plan_step(config, profile, started=started))
 
 
 def placed(config: TrainConfig, profile: ModelProfile, plan: Plan) -> PipelineSpec:
-    """Cut the model as planned, and place the parts on this machine, whichever the plan was for."""
+    """Cut the model as planned and place its stages on this machine, even if the plan was for another one."""
     layout = replace(plan.layout, here=True)
     costs, bounds = profile.costs, plan.bounds
     return PipelineSpec(

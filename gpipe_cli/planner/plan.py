@@ -48,9 +48,9 @@ class Plan:
     step_seconds: float  # updates and set-up included
     breakdown: Breakdown
     memory: tuple[StageMemory, ...]
-    imbalance: float  # slowest stage over the mean, less 1
+    imbalance: float  # cost of the slowest stage over the mean, minus 1
     chosen_order: str = ""  # the name of the order that schedule=auto chose
-    compared: "Mapping[str, Plan | None]" = field(default_factory=dict)  # plans by order; None: does not fit
+    compared: "Mapping[str, Plan | None]" = field(default_factory=dict)  # order's name -> its plan; None: does not fit
 
     @property
     def device_of_stage(self) -> tuple[int, ...]:
@@ -59,18 +59,18 @@ class Plan:
 
     @property
     def step_range(self) -> tuple[float, float]:
-        """Seconds of a step, the least and the most, as the machine varied while it was timed or in earlier runs."""
+        """The least and the most seconds of a step, by how much timings of the machine, or earlier runs, varied."""
         least, most = self.costs.spread
         return self.step_seconds * least, self.step_seconds * most
 
     @property
     def saved_bytes(self) -> tuple[int, ...]:
-        """The most bytes of activations held at once."""
+        """The most bytes of activations that each stage holds at once."""
         return tuple(stage.activations_bytes for stage in self.memory)
 
     @property
     def bounds(self) -> tuple[tuple[int, int], ...]:
-        """The first layer of each stage, and the one after its last."""
+        """The first layer of each stage and its end (exclusive)."""
         return _bounds(self.balance)
 
 
@@ -147,7 +147,7 @@ def find_cut(
 
     Raises:
         NoCutFitsError: no cut stays below `limit_bytes` on every stage.
-        InputError: a balance that was given does not fit the model, or Lingvo's rule leaves a stage without layers.
+        InputError: the user's balance does not fit the model, or Lingvo's rule leaves a stage without layers.
     """
     sizes = share_of(mini_batch_samples(config, profile.lengths), config.micro_batches, config.replicas).sizes
     memory = MemoryModel(config, profile, sizes)
@@ -177,7 +177,7 @@ def find_cut(
 def _lingvo_cut(config: TrainConfig, profile: ModelProfile) -> tuple[int, ...]:
     """The cut by Lingvo's rule: by forward FLOPs or the user's costs; for Transformers by the number of layers.
 
-    Raises RefusedError if a stage would have no layers.
+    Raises InputError if a stage would have no layers.
     """
     blocks = [isinstance(layer, SelfAttentionLayer) for layer in profile.model]
     if any(blocks):
@@ -192,7 +192,7 @@ CostsOf = Callable[[TrainConfig, ModelProfile, Layout], StepCosts]
 def plan_step(
     config: TrainConfig, profile: ModelProfile, costs_of: CostsOf = predicted_costs, started: Torchrun | None = None
 ) -> Plan:
-    """The plan of `config` for the layout that it gets, in a process that torchrun `started` or that the user did.
+    """The plan of `config` for its own layout; `started`: this process, if torchrun started it.
 
     Raises what `layout_of`, `costs_of` and `make_plan` raise.
     """
@@ -205,7 +205,7 @@ def make_plan(config: TrainConfig, profile: ModelProfile, costs: StepCosts, layo
 
     Raises:
         TooLargeError: no cut stays below the layout's limit to the memory on every stage.
-        InputError: a balance that was given does not fit the model.
+        InputError: as in `find_cut`.
     """
     try:
         cut = find_cut(config, profile, costs, layout, layout.limit_bytes)
@@ -217,7 +217,7 @@ def make_plan(config: TrainConfig, profile: ModelProfile, costs: StepCosts, layo
 
 
 def _fastest_order(config: TrainConfig, cut: Cut, costs: StepCosts, layout: Layout) -> Plan | None:
-    """The plan with the fastest order that a search finds, beside those with a name; None if no order fits."""
+    """The plan with the fastest order, found by search or named; None if no order fits."""
     stages, edges = _stages_and_edges(cut, costs)
     room = None if layout.limit_bytes is None else cut.memory.room(cut.bounds, layout.limit_bytes)
     split = config.splits_backward and any(stage.weights_seconds for stage in stages)
@@ -267,7 +267,7 @@ def _simulated(cut: Cut, costs: StepCosts, layout: Layout, order: Schedule, reco
 
 
 def _stages_and_edges(cut: Cut, costs: StepCosts) -> tuple[tuple[StageCost, ...], list[EdgeCost]]:
-    """What each stage costs, and each edge between two of them."""
+    """The cost of each stage and of each edge between two stages."""
     stages = tuple(_stage_cost(costs, first, end) for first, end in cut.bounds)
     return stages, [costs.edges[end - 1] for _, end in cut.bounds[:-1]]
 

@@ -1,10 +1,10 @@
-"""What layers share: a stage owns its layers, so what they have in common must not be cut apart (paper section 2.1).
+"""Finds layers that share something and must stay in one stage, as a stage owns its layers (paper section 2.1).
 
-Every process allocates its own layers. Of a parameter, a buffer or a module that two layers share, two processes would
-each have a copy and train it separately, without an error.
+Every process allocates its own layers. If two layers in different processes shared a parameter, a buffer or a module,
+each process would train a copy of its own, without an error.
 
-Layers share what torch knows to be part of both, whether or not a forward touches it: a module may count its calls. In
-all other ways (functions, hooks, lists, other objects) they share what a layer is seen to read as it is traced.
+Layers share what torch registers as part of both, whether or not a forward uses it: a module may count its calls. They
+also share what one of them is seen to read while it is traced, by functions, hooks, lists or other objects.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ class SeparatedError(InputError):
 
 @dataclass(frozen=True)
 class Shared:
-    """Layer number `second` has something in common with number `first`, before it."""
+    """Layer number `second` shares something with the earlier layer number `first`; `text` says what."""
 
     first: int
     second: int
@@ -32,13 +32,13 @@ class Shared:
 
 
 def find_shared(model: nn.Sequential) -> tuple[Shared, ...]:
-    """The layers of `model` that have a part in common, in order, with the first part of each two.
+    """The pairs of layers of `model` that share a part, in order, with the first part of each pair.
 
-    Raises InputError for a module that stands at two places of the model: only the first of them would be run. And for
-    a parameter in whose memory another tensor begins: on a GPU, or in another memory format, each has its own.
+    Raises InputError for a module at two places of the model, as only the first of them would be run; and for a
+    parameter in whose memory another tensor begins, as a move to a GPU or another memory format separates the two.
     """
     places: dict[int, str] = {}
-    for name, module in model._modules.items():  # `named_children` leaves out what it has seen before
+    for name, module in model._modules.items():  # `named_children` skips duplicates
         if id(module) in places:
             raise InputError(
                 f"model.target: layers {places[id(module)]} and {name} are the same module, and a layer has one place; "
@@ -65,7 +65,7 @@ def _parts(layer: nn.Module) -> Iterator[tuple[str, object]]:
             for name, tensor in own.items()
             if tensor is not None
         ]
-        # one of torch's own without tensors is a function: a copy of it is as good
+        # a module of torch or timm without tensors is a function, and a copy of it is as good
         if tensors or not type(module).__module__.startswith(("torch.nn.", "timm.layers.")):
             yield path and f"module {path}", module
         yield from tensors
@@ -86,7 +86,7 @@ def _refuse_same_memory(model: nn.Sequential) -> None:
 
 
 def find_read(*traced: Sequence[LayerCost]) -> Iterator[Shared]:
-    """The layers of which one was seen to read what belongs to the other, in training or evaluation."""
+    """The pairs of layers of which one reads a tensor of the other, in training or evaluation."""
     for costs in traced:
         numbers = {cost.name: number for number, cost in enumerate(costs)}
         for reader, cost in enumerate(costs):
@@ -100,15 +100,15 @@ def _text(first: str, second: str, what: str) -> str:
 
 
 def _places_of_cuts(shared: Sequence[Shared], layers: int) -> list[int]:
-    """After how many of the layers a cut keeps together what is shared."""
+    """The numbers of layers after which a cut keeps together what is shared."""
     return [end for end in range(1, layers) if not any(one.first < end <= one.second for one in shared)]
 
 
 def keeping_together(
     shared: Sequence[Shared], layers: int, partitions: int, furthest: Sequence[Sequence[int]] | None
 ) -> Sequence[Sequence[int]] | None:
-    """`furthest` as the partitioner takes it, None for no limit, for partitions that share nothing: none begins with a
-    layer that shares something with one before it."""
+    """`furthest` of :func:`partition` (None: no limit), restricted so that no partition begins between two layers that
+    share something."""
     if not shared:
         return furthest
     begins = {0, *_places_of_cuts(shared, layers)}
@@ -117,7 +117,7 @@ def keeping_together(
 
 
 def check_cut(shared: Sequence[Shared], balance: Sequence[int]) -> None:
-    """Raises SeparatedError if the stages, of so many layers each, would share something."""
+    """Raises SeparatedError if stages with the numbers of layers in `balance` would share something."""
     partitions, layers = len(balance), sum(balance)
     places = _places_of_cuts(shared, layers)
     for end in list(accumulate(balance))[:-1]:

@@ -1,5 +1,5 @@
-"""All that a step is simulated from, for any K, M and schedule, as a value that JSON can hold: the page beside a plan
-or a run lets one try other settings, and simulates by itself.
+"""All data for simulating a step with any K, M and schedule, as a JSON value: the page beside a plan or a run simulates
+other settings by itself.
 
 `cost_model.py`, `ActivationMemory` and `stage_memory.py` define these seconds and bytes.
 """
@@ -22,7 +22,7 @@ from gpipe_cli.system.machine import usable_cores
 SimulationData = dict[str, Any]
 
 _MOST_MICRO_BATCHES = 64
-_MOST_COSTS = 4000  # layers times numbers of micro-batches: more take longer to predict than a plan takes
+_MOST_COSTS = 4000  # layers times numbers of micro-batches: predicting more takes longer than planning
 
 
 def simulation_data(config: TrainConfig, profile: ModelProfile, plan: Plan) -> SimulationData:
@@ -81,8 +81,8 @@ def simulation_data(config: TrainConfig, profile: ModelProfile, plan: Plan) -> S
 
 
 def _costs_of_micro_batches(config: TrainConfig, profile: ModelProfile, plan: Plan, most: int) -> dict[str, Any]:
-    """What a mean micro-batch costs, for each number of micro-batches that the page offers. Layers whose costs are
-    equal for all of them are of one kind."""
+    """The costs of a mean micro-batch for each number of micro-batches that the page offers. Layers whose costs are
+    equal for all these numbers are of one kind."""
     layers = len(profile.costs)
     offered = [*range(1, 17), *range(20, 33, 4), *range(40, _MOST_MICRO_BATCHES + 1, 8)]
     if len(offered) * layers > _MOST_COSTS:
@@ -114,7 +114,7 @@ def _seconds(layer: LayerSeconds, split: bool) -> list[float]:
 
 
 def _costs(config: TrainConfig, profile: ModelProfile, plan: Plan, micro_batches: int) -> StepCosts:
-    """Costs with links between all stages. Costs measured for one size of micro-batches are scaled to another size."""
+    """Costs for M = `micro_batches`, with links between all stages; measured costs are scaled to that size."""
     costs = plan.costs
     if costs.rates is not None:
         samples = mini_batch_samples(config, profile.lengths)
@@ -134,12 +134,12 @@ def _at_once(plan: Plan) -> int | None:
     if not layout.shares_cores:
         return None
     if plan.costs.basis == "timed_layers" and layout.distributed and layout.replicas == 1:
-        return None  # they were timed together
+        return None  # layers were timed while all processes computed
     return max(1, usable_cores() // layout.threads)
 
 
 def _limit(config: TrainConfig, layout: Layout, memory: Memory) -> dict[str, Any]:
-    """The memory that stages share: those of a device, all of the machine, or none, if each stage has its own."""
+    """The memory limit, in bytes, and what it is for: a device, the whole machine, or each stage."""
     of = "device"
     if layout.here:
         own = config.hardware.memory_gib is not None
@@ -148,7 +148,7 @@ def _limit(config: TrainConfig, layout: Layout, memory: Memory) -> dict[str, Any
 
 
 def _memory(profile: ModelProfile) -> dict[str, Any]:
-    """What `ActivationMemory` is made from; `a + b n` bytes of a tensor for n samples."""
+    """The arguments of `ActivationMemory`; a tensor takes `a + b n` bytes for n samples."""
     return {
         "boundaries": [_tensors(of, profile.lengths) for of in (profile.inputs, *(c.outputs for c in profile.costs))],
         "trained": [cost.trained for cost in profile.costs],
@@ -168,6 +168,6 @@ def _saved(saved: KeptMemory) -> list[Any]:
 
 
 def _kept(cost: LayerCost) -> list[Any]:
-    """Inputs and gradients between the two halves of a backward."""
+    """Inputs and gradients that are kept between the two halves of a backward."""
     halves = cost.halves or Halves()
     return [_saved(halves.kept_inputs), _saved(halves.kept_gradients)]

@@ -1,8 +1,8 @@
-"""What a stage holds at its fullest moment, before anything is allocated (paper section 2.3, Table 1).
+"""The peak memory of each stage, predicted before anything is allocated (paper section 2.3, Table 1).
 
-Weights, gradients and the optimizer's state are there all the time. Activations come and go with the schedule: the
-graph of a micro-batch from its forward, or its recomputation, to its backward; the input alone of one that is still to
-be recomputed.
+Weights, gradients and the optimizer's state are held all the time. Activations come and go with the schedule: a stage
+holds the graph of a micro-batch from its forward, or its recomputation, to its backward, and before its recomputation
+only the input.
 """
 
 from collections.abc import Sequence
@@ -21,18 +21,18 @@ from gpipe_cli.pipeline.schedule.schedule import Action, Recompute, Schedule
 from gpipe_cli.planner.model_profile import ModelProfile
 from gpipe_cli.planner.step_schedule import checked_schedule, unchecked_schedule
 
-Bounds = Sequence[tuple[int, int]]  # first layer of each stage, and the one behind its last
+Bounds = Sequence[tuple[int, int]]  # first layer of each stage and its end (exclusive)
 
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
-    """The bytes that a stage holds at its fullest moment."""
+    """The bytes that a stage holds at its peak."""
 
     weights_bytes: int  # parameters and buffers
     gradients_bytes: int
     optimizer_bytes: int  # the optimizer's state, and the moving average of the weights
-    activations_bytes: int  # the most held at once for backwards, with those of a recomputed micro-batch
-    workspace_bytes: int  # memory that one layer's backward needs beside all else
+    activations_bytes: int  # the most held at once, those of a recomputed micro-batch included
+    workspace_bytes: int  # the most that one layer's backward needs in addition
 
     @property
     def total_bytes(self) -> int:
@@ -42,7 +42,7 @@ class StageMemory:
 def saved_bytes(
     config: TrainConfig, profile: ModelProfile, bounds: Bounds, order: Schedule, recompute: Recompute, samples: int
 ) -> tuple[int, ...]:
-    """The most activations held at once on each stage, in a mini-batch of `samples` padded to the lengths of
+    """The most bytes of activations held at once on each stage, for a mini-batch of `samples` padded to the lengths of
     `profile`."""
     sizes = share_of(samples, config.micro_batches, config.replicas).sizes
     schedule = checked_schedule(order, len(sizes), recompute)
@@ -57,7 +57,7 @@ class MemoryModel:
         self._of_size = {n: ActivationMemory(profile.costs, profile.inputs, n, profile.lengths) for n in set(sizes)}
         self._largest = self._of_size[sizes[0]]
         layers = np.arange(len(profile.costs))
-        # while a layer runs backward, the gradients of what it has kept come into being
+        # the backward of a layer allocates gradients of all that the layer has kept
         self._workspace = self._largest.of_stages(layers, layers + 1)[0]
         stored = (w.weight_bytes + w.gradient_bytes + w.optimizer_bytes for w in profile.weights)
         self._stored = np.array([0, *accumulate(stored)])
@@ -75,16 +75,16 @@ class MemoryModel:
         )
 
     def saved(self, schedule: Schedule, bounds: Bounds) -> tuple[int, ...]:
-        """The most activations held at once on each stage."""
+        """The most bytes of activations held at once on each stage."""
         of_stages = [{n: of.held(*span) for n, of in self._of_size.items()} for span in bounds]
         return peak_bytes(schedule, [[held[n] for n in self._sizes] for held in of_stages])
 
     def largest(self, bounds: Bounds) -> list[Held]:
-        """What the largest micro-batch makes each stage hold."""
+        """For each stage, the bytes of the largest micro-batch in each way to hold it."""
         return [self._largest.held(*span) for span in bounds]
 
     def room(self, bounds: Bounds, limit_bytes: int) -> list[int]:
-        """What the limit leaves each stage for activations."""
+        """The bytes that the limit leaves each stage for activations."""
         return [
             limit_bytes - int(self._stored[end] - self._stored[first]) - int(self._workspace[first:end].max())
             for first, end in bounds
@@ -97,8 +97,8 @@ class MemoryModel:
         return fewest_recomputations(order, self.largest(bounds), self.room(bounds, limit_bytes))
 
     def furthest(self, order: Schedule, limit_bytes: int | None) -> list[list[int]] | None:
-        """For each stage and each layer that it may begin with, how far it can reach within the limit, as if all
-        micro-batches were as large as the largest."""
+        """For each stage and each first layer, the furthest end (exclusive) within the limit, if all micro-batches were
+        as large as the largest; None without a limit."""
         if limit_bytes is None:
             return None
         # recompute=auto never keeps more than this mode needs
@@ -108,8 +108,8 @@ class MemoryModel:
 
         def row(actions: Sequence[Action]) -> list[int]:
             fullest = np.array(_fullest(list(live(actions))))
-            firsts = np.arange(len(self._workspace))  # all are searched at once
-            fits, most = firsts, np.full_like(firsts, len(firsts))  # ends: one that fits, and the furthest that may
+            firsts = np.arange(len(self._workspace))  # one binary search for all of them
+            fits, most = firsts, np.full_like(firsts, len(firsts))  # ends: one that fits, and the furthest that may fit
             while (fits < most).any():
                 ends = np.maximum((fits + most + 1) // 2, firsts + 1)
                 held = (fullest @ self._largest.of_stages(firsts, ends)).max(axis=0)
@@ -142,7 +142,7 @@ class _Maxima:
 
 
 def _fullest(moments: Sequence[Held]) -> tuple[Held, ...]:
-    """The moments that can be the fullest: those for which no other moment holds as much of everything."""
+    """The moments that can be the peak: those for which no other moment holds as much of everything."""
     most: list[Held] = []
     for moment in sorted(set(moments), reverse=True):
         if not any(all(more >= less for more, less in zip(other, moment, strict=True)) for other in most):

@@ -1,4 +1,4 @@
-"""The mini-batch of a step and its schedule, from the settings: N samples, M micro-batches, who does what when."""
+"""The mini-batch and the schedule of a step by the settings: N samples, M micro-batches, the order of actions."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -11,7 +11,7 @@ from gpipe_cli.pipeline.schedule.schedule_file import read_schedule
 
 
 def mini_batch_samples(config: TrainConfig, lengths: Sequence[int]) -> int:
-    """N; where mini-batches are cut by tokens, of the longest sentences."""
+    """N, the samples of a mini-batch; with `batch_tokens`, the number of sentences of the greatest length."""
     if config.batch_size is not None:
         return config.batch_size
     assert config.batch_tokens is not None
@@ -19,14 +19,14 @@ def mini_batch_samples(config: TrainConfig, lengths: Sequence[int]) -> int:
 
 
 def mean_micro_batch(config: TrainConfig, lengths: Sequence[int]) -> float:
-    """The mean samples of a micro-batch. Cut by tokens, a mini-batch of short sentences has more samples than are
-    planned for, and so all M micro-batches."""
+    """The mean number of samples of a micro-batch. With `batch_tokens` it may be below 1, as mini-batches of shorter
+    sentences have more samples than N, and so all M micro-batches."""
     whole, pieces = mini_batch_samples(config, lengths), config.replicas * config.micro_batches
     return whole / (pieces if config.batch_size is None else min(pieces, whole))
 
 
 def schedule_of_file(config: TrainConfig) -> Schedule:
-    """What the file has that `schedule` names. Raises RefusedError if it is no schedule of this training."""
+    """The schedule in the file that `schedule` names. Raises RefusedError if it does not fit the other settings."""
     try:
         found = read_schedule(config.schedule, config.partitions, config.micro_batches)
     except ScheduleError as error:
@@ -39,14 +39,14 @@ def schedule_of_file(config: TrainConfig) -> Schedule:
 
 @lru_cache(maxsize=16)  # they can be large
 def unchecked_schedule(order: Schedule, micro_batches: int, recompute: Recompute) -> Schedule:
-    """The schedule of a step; a short last mini-batch may have fewer micro-batches than the others. It is enough to
-    know what its stages hold, which follows from the actions of each alone."""
+    """The schedule of a step of `micro_batches`, of which a short last mini-batch may have fewer than M. It need not be
+    checked to know what a stage holds, which follows from the stage's own actions."""
     return with_recomputation(order.first(micro_batches), recompute)
 
 
 @lru_cache(maxsize=16)
 def checked_schedule(order: Schedule, micro_batches: int, recompute: Recompute) -> Schedule:
-    """The same, once it is known that it can be performed. Raises ScheduleError if it cannot."""
+    """`unchecked_schedule`, checked. Raises ScheduleError if it cannot be performed."""
     schedule = unchecked_schedule(order, micro_batches, recompute)
     check(schedule)
     return schedule

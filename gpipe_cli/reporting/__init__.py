@@ -1,1 +1,1 @@
-"""What a person and later commands learn of a run, in the one process that is the parent of its workers."""
+"""Reports on runs and plans for people and for later commands, made in the parent process of the workers."""

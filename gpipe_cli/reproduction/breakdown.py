@@ -35,7 +35,7 @@ class Breakdown:
             raise CommandFailedError(row["reason"] or "no step was recorded")
         planned = runner.without("cost").plan("simulated", "cost=measured")
         measured, simulated, paper = row["breakdown"], planned["breakdown"], asdict(self)
-        # even at a desk, as the paper's model is not known
+        # comparable even at a desk, as the paper does not name its model
         comparable = not runner.changed() and runner.scale != "smoke"
         off = [
             difference(100 * measured[name], 100 * paper[name], comparable, 1) if name in paper else NONE

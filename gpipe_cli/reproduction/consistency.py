@@ -1,7 +1,7 @@
-"""Trains the same with 1, 2, 4 and 8 partitions (consistent training, supplement of the NeurIPS paper).
+"""Trains the same model with 1, 2, 4 and 8 partitions (consistent training, supplement of the NeurIPS paper).
 
-Synchronous updates do not depend on the number of partitions: the paper's results differ by less than the deviation of
-repeated runs. Ours are identical bit for bit, and the deviation between seeds is shown for comparison.
+Synchronous updates do not depend on the number of partitions: the paper's results differ by less than the deviation
+between repeated runs. Ours are bit-identical, and the deviation between seeds is shown for comparison.
 """
 
 import hashlib
@@ -44,7 +44,7 @@ class Trained:
 
 @dataclass(frozen=True, slots=True)
 class Consistency:
-    """The runs: every number of partitions with the first seed, the first number with every other seed."""
+    """Runs every number of partitions with the first seed, and the first number with every other seed."""
 
     partitions: tuple[int, ...]
     seeds: tuple[int, ...]
@@ -83,7 +83,7 @@ def as_the_first(runs: Sequence[Trained]) -> list[bool]:
 
 
 def notes(same: Sequence[Trained]) -> Iterator[tuple[str, str]]:
-    """Whether runs with different numbers of partitions are identical, or how far they are apart."""
+    """Yields (label, line): whether runs that differ in the number of partitions are identical, or how far apart."""
     first = same[0]
     curve = first.record.curves.get(TRAIN_LOSS)
     steps = plural(len(curve.steps) if curve is not None else 0, "step")
@@ -142,7 +142,7 @@ def last_tensors(run: Path) -> "dict[str, Tensor]":
 
 
 def digest(tensors: "dict[str, Tensor]") -> str:
-    """SHA-256 of the names, types, shapes and bits of ``tensors``, in hexadecimal."""
+    """SHA-256 of the names, dtypes, shapes and bits of ``tensors``, in hexadecimal."""
     from torch import uint8
 
     sha = hashlib.sha256()

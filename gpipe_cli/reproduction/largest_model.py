@@ -1,8 +1,8 @@
 """The largest models that can be trained: the paper's Table 1.
 
-First come plans for the paper's hardware: the memory that its models would take there, and the largest model that would
-fit. Then, on the device at hand, a plan finds the largest model of a family below a memory limit, and it is trained.
-Planned and counted numbers never share a column.
+Plans for the paper's hardware show the memory that its models would take there, and the largest model that would fit.
+On the device at hand, a plan finds the largest model of a family below a memory limit, which is then trained. Planned
+and counted numbers never share a column.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ BYTES = {"GB": 10**9, "GiB": 2**30}
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A column of Table 1: a model and, by the paper, its memory on all accelerators together."""
+    """A column of Table 1: a model, and the paper's figures for its memory, summed over all accelerators."""
 
     name: str  # `Pipeline-2`
     shown: str  # `(18, 544)`, as the paper writes it
@@ -36,7 +36,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Planned:
-    """A model of the paper on the paper's hardware."""
+    """One of the paper's models, planned for the paper's hardware."""
 
     size: Size
     plan: Mapping[str, Any]
@@ -44,13 +44,13 @@ class Planned:
     largest: Mapping[str, Any] | None  # the plan of the largest model that fits; None: not even the smallest does
 
     def bytes(self, *parts: str) -> float:
-        """The bytes of these parts of the memory, of all stages together."""
+        """Bytes of these parts of the memory, such as `weights`, summed over all stages."""
         return float(sum(stage["memory"][f"{part}_bytes"] for stage in self.plan["stages"] for part in parts))
 
 
 @dataclass(frozen=True)
 class Naive:
-    """The memory that the naive model would keep for its backward under an assumption that the paper does not state."""
+    """Activations of the naive model, if it was trained in this precision with this N; the paper states neither."""
 
     precision: str
     samples: int  # N
@@ -78,7 +78,7 @@ class LargestModel:
     micro_batches: int  # M of the pipelines
     sizes: tuple[Size, ...]  # the first is naive: one partition, one micro-batch, nothing recomputed
     measured: tuple[int, ...]  # numbers of partitions of the pipelines that are trained on the device at hand
-    grown: str  # the size that grows until the trained model fills the device: `filters`
+    grown: str  # the model setting that grows until the model fills the device: `filters`
     precisions: tuple[str, ...] = ("float32", "bfloat16")  # precisions for which the naive model is planned
 
     def reproduce(self, runner: Runner) -> Findings:
@@ -125,7 +125,7 @@ class LargestModel:
         return Trained(name, plan, predicted and predicted["activation_bytes"], row["activation_bytes"])
 
     def plan(self, at: int, runner: Runner) -> Planned:
-        """The plan of one of the paper's models, without a memory limit if it does not fit."""
+        """The plan of the paper's model ``sizes[at]``, without a memory limit if it does not fit."""
         one = self.sizes[at]
         settings = *one.settings, *self._cell(one.partitions, naive=at == 0)
         folder = f"planned_{at + 1}"
@@ -138,7 +138,7 @@ class LargestModel:
         None if not even one sample fits."""
         from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory  # imports torch; listing recipes does not
 
-        halves = "schedule=zero_bubble"  # makes the profile say what the gradients of weights need
+        halves = "schedule=zero_bubble"  # so that the profile includes what the gradients of weights need
         settings = *self.sizes[0].settings, *self._cell(1, naive=True), halves, f"precision={precision}", more
         try:
             found = runner.without(key_of(more)).simulated(*settings)
@@ -291,7 +291,7 @@ def naive_tables(size: Size, rows: Sequence[Naive], unit: str, comparable: bool)
 
 
 def _times(heading: str, origin: Origin, parameters: Sequence[float | None], base: float | None) -> Column:
-    """Parameters relative to ``base``."""
+    """A column of parameter counts, relative to ``base``."""
     return numbers(heading, origin, [one / base if one is not None and base else None for one in parameters], 1)
 
 

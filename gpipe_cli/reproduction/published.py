@@ -1,6 +1,6 @@
-"""The simulator compared with speeds that others have published: torchgpipe, zero bubble, FSDP and more.
+"""Compares the simulator with speeds that others have published: torchgpipe, zero bubble, FSDP and more.
 
-The paper's own tables leave the batch size and more to be guessed. These sources say what ran: hardware, model, batch
+The paper's own tables leave the batch size and more to guesswork. These sources say what ran: hardware, model, batch
 size, K, M and schedule are settings of `gpipe plan`. No figure is fitted to a single cell, but three were set by these
 tables: the FLOP/s of an A100 and of convolutions on tensor cores, and the memory bandwidth of a P40.
 """
@@ -15,22 +15,22 @@ from gpipe_cli.reproduction.runner import Findings, Runner, number
 from gpipe_cli.reproduction.simulated import Simulated
 from gpipe_cli.units import plural
 
-_ALL = "all"  # the row of all sources together
+_ALL = "all"  # name of the summary row of all sources
 Unit = Literal["samples/s", "samples/s per GPU", "tokens/s per GPU", "s per step"]
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A number of a table."""
+    """One published speed."""
 
     name: str
     published: float
-    settings: str  # settings in which the cell differs from others of its table: `partitions=2 micro_batches=4`
+    settings: str  # settings of this cell that its table does not share: `partitions=2 micro_batches=4`
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A table, or the part of one that is about one model."""
+    """A published table, or the part of one that is about one model."""
 
     model: str
     unit: Unit

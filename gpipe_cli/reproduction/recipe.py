@@ -1,4 +1,4 @@
-"""A recipe: one table, figure or result of the paper as a configuration of ours, with the paper's numbers.
+"""A recipe: one table, figure or result of the paper as a configuration of gpipe, with the paper's numbers.
 
 The files in recipes/ are complete configurations of `gpipe bench`, `gpipe plan` or `gpipe train`; settings that several
 of them share are in recipes/family/. This module reads their node `recipe`: the source of the paper's numbers, the
@@ -90,7 +90,7 @@ class Recipe:
     hardware: str  # the hardware that the paper used
     needs: Needs
     desk: Desk
-    smoke: tuple[str, ...]  # settings that, on top of the desk's, make it run within seconds
+    smoke: tuple[str, ...]  # settings added to the desk's, so that the recipe runs within seconds
     choices: tuple[str, ...]  # values that we chose where the paper gives none, and why
     size: Size | None = None  # the parameters of the full model
     largest_model: LargestModel | None = None
@@ -123,8 +123,8 @@ class Recipe:
                 return last_wins((*self.desk.settings, *self.smoke))
 
     def check(self, given: Sequence[str]) -> None:
-        """Raises InputError for a setting without effect: one of a single command, such as `steps` of `gpipe bench`,
-        that the recipe does not set itself, and any key below `recipe`."""
+        """Raises InputError for a setting without effect: any key below `recipe`, and a setting of a single command,
+        such as `steps` of `gpipe bench`, that the recipe does not set itself."""
         for setting in given:
             key = key_of(setting)
             if key.partition(".")[0] == "recipe":
@@ -224,8 +224,8 @@ def load(name: str) -> Recipe:
 
 
 def explained(error: RefusedError, users: Sequence[str], desk: Sequence[str], own: Sequence[str]) -> str:
-    """The refusal of a setting, with its origin if the user did not give it: ``desk`` are the recipe's settings at this
-    scale, ``own`` the keys of its file and of a row of its table."""
+    """The message of a refused setting, with the setting's origin if the user did not give it. ``desk``: the recipe's
+    settings at this scale; ``own``: the keys of its file and of the last command."""
     key, at_desk = error.key, error.key in map(key_of, desk)
     if key in map(key_of, users) or not (at_desk or key in own):
         return str(error)

@@ -1,4 +1,4 @@
-"""What experiments share: they run `gpipe` commands, read the files that these write, and compare numbers.
+"""What experiments share: running `gpipe` commands, reading the files that these write, and comparing numbers.
 
 Each command runs in a process of its own and prints to a log file, as a recipe runs dozens of commands and prints one
 report. A difference from the paper is taken only where data and sizes are the paper's: not at a desk (except in
@@ -58,7 +58,7 @@ class Experiment(Protocol):
     def reproduce(self, runner: "Runner") -> Findings: ...
 
     def smallest(self) -> Self:
-        """The smallest one that still runs all of its code, for `scale=smoke`."""
+        """The smallest experiment that still runs all of the code, for `scale=smoke`."""
 
 
 class CommandFailedError(RuntimeError):
@@ -81,7 +81,7 @@ class Runner:
     scale: Scale
     users: tuple[str, ...] = ()  # the part of ``settings`` that the user gave
     machine: Sequence[Gpu] = ()  # the GPUs of this machine
-    commands: list[str] = field(default_factory=list)  # all that were run, as a user types them
+    commands: list[str] = field(default_factory=list)  # all commands run so far, as a user types them
 
     @property
     def desk(self) -> bool:
@@ -95,11 +95,11 @@ class Runner:
 
     @property
     def devices(self) -> int:
-        """The number of GPUs or else cores, as each stage is to have one of its own."""
+        """The number of GPUs, or of cores if there are none: each stage is to have one of its own."""
         return len(self.gpus) or usable_cores()
 
     def given(self, key: str) -> str | None:
-        """The value of a setting that applies to every command; None if each command has its own."""
+        """The value of a setting that applies to every command; None if it does not."""
         return next((one.partition("=")[2] for one in self.settings if key_of(one) == key), None)
 
     def refuse(self, *keys: str) -> None:
@@ -157,7 +157,7 @@ class Runner:
         return self._run(["train"], self.folder / name, RESULT, *settings)
 
     def evaluate(self, name: str, *settings: str) -> dict[str, Any]:
-        """Run `gpipe evaluate`, which takes no settings of a training; returns the content of evaluate.json."""
+        """Evaluate the run in ``folder / name`` without training settings; returns the content of evaluate.json."""
         folder = self.folder / name
         self._perform(["evaluate", f"run={quoted(folder)}", *settings], folder)
         return read_result(folder, "evaluate.json")
@@ -203,12 +203,12 @@ def with_users(settings: Sequence[str], users: Sequence[str]) -> tuple[str, ...]
 
 
 def _failure(folder: Path) -> str:
-    """Why a run failed by its result.json, or the first failed row of a table by bench.json; "" if neither says."""
+    """Why a run (result.json) or the first failed row of a sweep (bench.json) failed; "" if neither file says."""
     try:
         if (folder / RESULT).is_file():
             return str(read_result(folder, RESULT).get("error") or "")
         rows = read_result(folder, "bench.json")["rows"]
-    except (OSError, ValueError):  # it failed before it wrote anything
+    except (OSError, ValueError):  # the command failed before it wrote anything
         return ""
     return next((str(row["reason"] or "") for row in rows if row["status"] == "failed"), "")
 

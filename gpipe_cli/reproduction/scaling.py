@@ -1,6 +1,6 @@
 """Weak and strong scaling over K partitions and R replicas, simulated: the paper's largest models on 2,048 devices.
 
-Weak: the mini-batch grows with the number of replicas, and M of each replica stays. Strong: the mini-batch stays, so
+Weak: the mini-batch grows with the number of replicas, and M per replica is fixed. Strong: the mini-batch is fixed, so
 with more replicas each has fewer micro-batches, and the bubble grows (section 2.3 of the paper).
 """
 
@@ -50,7 +50,7 @@ class Cell:
     missing_bytes: int = 0  # bytes that the fullest stage needs beyond its memory
     samples_per_second: float = 0.0  # 0 if the model does not fit
     idle: float = 0.0  # share of stage time, 0 to 1
-    sums: float = 0.0  # largest share of a step in which a stage sums its gradients over the replicas
+    sums: float = 0.0  # largest share of a step that a stage spends on summing its gradients over the replicas
 
     @property
     def devices(self) -> int:
@@ -70,7 +70,7 @@ class Scaling:
         work: list[tuple[TrainConfig, ModelProfile, Cell]] = []
         for model in self.models:
             runner.progress(f"traces       {model.name}")
-            # a profile does not depend on K, M and N; with the most partitions one micro-batch fits
+            # the profile depends on none of K, M and N; K is the largest one so that a micro-batch fits
             sizes = f"partitions={model.grid[-1].partitions}", "micro_batches=1", f"batch_size={model.samples}"
             found = runner.simulated(*self.settings, *model.settings, *sizes)
             work += [(found.config, found.profile, cell) for cell in _cells(model)]
@@ -130,7 +130,7 @@ def _efficiencies(cells: Sequence[Cell]) -> dict[Cell, float]:
 
 
 def _lines(cells: Sequence[Cell], scaling: str) -> dict[str, list[tuple[int, float]]]:
-    """Per model and K, its points: number of devices, efficiency."""
+    """Lines of the picture, one per model and K, as points (number of devices, efficiency)."""
     lines: dict[str, list[tuple[int, float]]] = {}
     for cell, efficiency in _efficiencies(cells).items():
         if cell.scaling == scaling:

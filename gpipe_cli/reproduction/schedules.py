@@ -1,5 +1,5 @@
 """Schedules side by side: `gpipe plan` simulates each on 2, 4 and 8 devices, and `gpipe bench` measures each on as many
-as this machine has. Not in the paper, which has one schedule: it shows what later ones gain.
+as this machine has. The paper, which has one schedule, has no such table; it shows what later schedules gain.
 """
 
 from collections import Counter
@@ -118,7 +118,7 @@ def _table(devices: int, planned: _Results, measured: _Results) -> Table:
 
 
 def _fullest(plan: Mapping[str, Any], measured: Mapping[str, Any] | None = None) -> int | None:
-    """Bytes of activations on the fullest device, as planned or as ``measured``; None if they were not."""
+    """Bytes of activations on the fullest device, as planned or as ``measured``; None if they were not measured."""
     held = [stage["memory"]["activations_bytes"] for stage in plan["stages"]]
     if measured is not None:
         held = measured["activation_bytes"]
@@ -129,7 +129,7 @@ def _fullest(plan: Mapping[str, Any], measured: Mapping[str, Any] | None = None)
 
 
 def _unit_clock(row: Row, micro_batches: int) -> float | None:
-    """The speed relative to gpipe's; None for `auto`, whose order depends on costs."""
+    """The simulated speed relative to gpipe's by a unit clock; None for `auto`, whose order depends on costs."""
     if row.schedule == "auto":
         return None
     tick = StageCost(1.0, 1.0, 2.0, 1.0, 1.0)

@@ -1,4 +1,4 @@
-"""Plans of a table's cells, made in this process, so that a model, which takes seconds to trace, is traced once."""
+"""Plans the cells of a table in this process, so that a model, which takes seconds to trace, is traced only once."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,14 +25,14 @@ class Simulated:
         return self.samples / self.plan.step_seconds
 
 
-# The configuration of `gpipe plan` with these settings, and those that the plan is to choose. Raises InputError.
+# Takes settings of `gpipe plan`; returns its configuration and the keys that the plan chooses. Raises InputError.
 Configure = Callable[[Sequence[str]], tuple[TrainConfig, Sequence[str]]]
-# The plan of these settings. Raises InputError as `gpipe plan` does.
+# Takes settings of `gpipe plan`; returns its plan. Raises InputError as the command does.
 Simulate = Callable[[Sequence[str]], Simulated]
 
 
 def simulating(configure: Configure) -> Simulate:
-    """A function that plans the configuration that ``configure`` makes of settings."""
+    """A function from settings to a plan; ``configure`` turns the settings into a configuration."""
     from gpipe_cli.planner.auto_settings import choose
     from gpipe_cli.planner.cost_model import predicted_costs
     from gpipe_cli.planner.model_profile import profile_model

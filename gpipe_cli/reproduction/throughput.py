@@ -1,7 +1,7 @@
 """Throughput over K and M, relative to one cell: the paper's Tables 2 and 3, and Figure 3 of its first versions.
 
 Two kinds of our numbers stand beside the paper's, in separate columns: simulated at the paper's size from the figures
-of its hardware, and measured by `gpipe bench` as far as there are devices. One rule of the recipe chooses N in all
+of its hardware, and measured by `gpipe bench` as far as there are devices. One rule of the recipe chooses N for all
 cells of a table. Every cell is simulated twice: cut as Lingvo cuts, and by our own partitioner.
 """
 
@@ -73,13 +73,13 @@ class Throughput:
     slow_links: bool = False  # GPUs exchange tensors through the host's memory; without GPUs nothing is measured
 
     def reproduce(self, runner: Runner) -> Findings:
-        """Run the recipe. An impossible cell says so, and the measured ones stay.
+        """Run the recipe. A cell that is impossible says so; the others are still measured.
 
         Raises InputError for bad input, as the commands do, and if the user sets what the rows differ in.
         """
         runner.refuse()
         unfit = self.slow_links and (runner.desk or len(runner.gpus) < 2)
-        stages = 0 if unfit else runner.devices  # so many get a device of their own here; 0: nothing is measured
+        stages = 0 if unfit else runner.devices  # stages that get a device of their own here; 0: nothing is measured
         tables: list[Table] = []
         notes = list(self._notes(runner, stages))
         for index, model in enumerate(self.models, start=1):
@@ -118,7 +118,7 @@ class Throughput:
             yield "difference", "none where measured: the models differ in size"
 
 
-# --- results by the number of their row in the table, with the keys of a row of bench.json
+# --- results: number of a row in the table -> its result, with the keys of a row of bench.json
 
 
 def _measured(model: Model, runner: Runner, stages: int, folder: str, slow_links: bool) -> dict[int, dict[str, Any]]:
@@ -154,8 +154,8 @@ def _measured(model: Model, runner: Runner, stages: int, folder: str, slow_links
 
 @contextlib.contextmanager
 def _through_host() -> Iterator[None]:
-    """Keep the GPUs of commands from reaching each other directly: children inherit the environment, and workers get
-    that of their fork server, which therefore starts anew."""
+    """Make the GPUs of commands exchange tensors through host memory. Commands inherit the environment variable;
+    workers inherit that of their fork server, which is therefore restarted."""
     before = os.environ.get(THROUGH_HOST)
     fork_server.kill()
     os.environ[THROUGH_HOST] = "1"
@@ -189,7 +189,7 @@ def _simulated(model: Model, runner: Runner, method: str, *, first: bool) -> dic
 
 
 def _speeds(model: Model, came: Mapping[int, Mapping[str, Any]]) -> list[Speed]:
-    """The speeds of all rows, compared round by round within a sweep, and by their medians between two sweeps."""
+    """The relative speeds of all rows: compared round by round within a sweep, by their medians between sweeps."""
 
     def speed(at: int) -> Speed:
         if 0 not in came or at not in came:
@@ -214,8 +214,8 @@ def _table(
     exact: Mapping[int, Mapping[str, Any]],
     runner: Runner,
 ) -> Table:
-    """The table of a model: `speeds` by the origin of their column, and the plans with either cut. Columns that are
-    empty in every row are left out."""
+    """The table of a model, from `speeds` by origin and the plans with either cut, without columns that would be empty
+    in every row."""
     rows, comparable = model.rows, not runner.changed()
 
     def samples(heading: str, plans: Mapping[int, Mapping[str, Any]]) -> Column:

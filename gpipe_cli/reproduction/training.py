@@ -1,7 +1,7 @@
 """The paper's trained models beside ours: ImageNet and fine-tuning (section 4), translation (section 5).
 
 A model is trained once and evaluated on its test set. The paper fine-tunes five times and reports the mean (Table 4 of
-v5); at its scale the user gives the pretrained run, which takes weeks, and at a desk the recipe trains it first.
+v5). At the paper's scale the user provides the pretrained run, which takes weeks; at a desk the recipe makes it.
 """
 
 from dataclasses import dataclass, replace
@@ -19,14 +19,14 @@ RUN = "trained"  # folder of the run
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The parameters of the full model, counted at every scale, as that takes neither data nor accelerators."""
+    """The parameter count of the full model, shown at every scale, as counting takes neither data nor accelerators."""
 
     model: str  # the model in the paper's words
-    parameters: int  # the paper's
-    settings: tuple[str, ...]  # settings that make it possible to count parameters without the paper's data
+    parameters: int  # the paper's count
+    settings: tuple[str, ...]  # settings that allow counting without the paper's data
 
     def table(self, runner: Runner) -> Table:
-        """Count at the paper's size, whatever the scale of the runs and the settings of the user."""
+        """Count the parameters at the paper's size, whatever the scale and the user's settings."""
         counted = replace(runner, settings=()).train("counted", "dry_run=true", *self.settings)["model_parameters"]
         columns = (
             Column("model", cells=[self.model]),
@@ -64,8 +64,8 @@ class Translation:
     """The paper's scores of a translation model, and how much of the test set is translated here."""
 
     sentences: int | None  # how many sentences of the test set are translated; None: all
-    desk_sentences: int  # sentences in a run on a desk
-    nll: float | None = None  # nats a token
+    desk_sentences: int  # the same at a desk
+    nll: float | None = None  # nats per token
     bleu: float | None = None
 
     def reproduce(self, runner: Runner) -> Findings:
@@ -104,10 +104,10 @@ class FineTuning:
     pretraining: tuple[str, ...]  # settings of the pretrained run at a desk
     fine_tuning: tuple[str, ...]  # settings of the fine-tuned runs at a desk
     desk_runs: int | None = None  # number of fine-tunings at a desk; None: `runs`
-    from_scratch: bool = True  # on a desk: also train without pretrained weights
+    from_scratch: bool = True  # at a desk: also train without pretrained weights
 
     def reproduce(self, runner: Runner) -> Findings:
-        """Fine-tune with every seed."""
+        """Fine-tune with every seed. Raises InputError if `seed` is set, or no `init_from` at the paper's scale."""
         number_of_runs = (runner.desk and self.desk_runs) or self.runs
         if (seed := runner.given("seed")) is not None:
             seeds = f"0 to {number_of_runs - 1}"
@@ -121,7 +121,7 @@ class FineTuning:
                 f"reproduce {self.begins_with} scale=paper and give init_from=FOLDER of its run; "
                 "scale=desk makes its own"
             )
-        others: list[tuple[str, dict[str, Any]]] = []  # name of their row, and result.json
+        others: list[tuple[str, dict[str, Any]]] = []  # (name of a row, content of result.json)
         anew = ("init_from=null", "seed=0")
         if makes_its_own := begins_with is None:
             others.append(("pretrained run, on its own classes", runner.train("pretrained", *anew, *self.pretraining)))

@@ -1,4 +1,4 @@
-"""What bench.json says of a sweep of measurements: a row for each cell, as in the paper's tables 2 and 3."""
+"""The content of bench.json, the result of a sweep of measurements: one row per cell, as in the paper's tables 2, 3."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +10,7 @@ BENCH = "bench.json"
 
 @dataclass(frozen=True)
 class BenchRow:
-    """A cell: medians over the rounds in which it was measured, which have a path in each result (`measures.py`)."""
+    """A cell: medians over the rounds in which it was measured. `measures.py` says what most of them are."""
 
     settings: dict[str, Any]  # settings that the table varies
     partitions: int | str | None
@@ -20,18 +20,18 @@ class BenchRow:
     samples_per_second: float | None
     samples_per_second_quartiles: tuple[float, ...] | None
     rounds_measured: int
-    range_over_rounds: tuple[float, float] | None  # samples, or of text tokens, a second
-    relative: float | None
+    range_over_rounds: tuple[float, float] | None  # least and greatest samples/s or, of text, tokens/s
+    relative: float | None  # speed over that of the first measured row
     step_seconds: float | None
-    breakdown: dict[str, float] | None
+    breakdown: dict[str, float] | None  # shares of the stage-time of a step, which add up to 1
     idle: float | None
     bubble: float | None
     ideal_bubble: float | None
     memory_bytes: tuple[int, ...] | None  # per stage, the most in any round
-    activation_bytes: tuple[int, ...] | None  # likewise
+    activation_bytes: tuple[int, ...] | None  # per stage, the most in any round
     model_flops_per_second: float | None
     mfu: float | None
-    without_core: float | None  # the most in any round
+    without_core: float | None  # share of the computing time, the most in any round
     kind: str | None  # a SpeedKind
     executor: str | None
     threads: int | None  # threads per process
@@ -42,12 +42,12 @@ class BenchRow:
 
     @property
     def text(self) -> bool:
-        """Whether it is judged by tokens."""
+        """Whether the row is one of a text model, whose speed is counted in tokens."""
         return self.tokens_per_second is not None
 
     @property
     def quartiles(self) -> tuple[float, ...] | None:
-        """The unit of the speed: text counts in tokens a second."""
+        """The quartiles of the speed: tokens/s of text, samples/s of images."""
         return self.tokens_per_second_quartiles if self.text else self.samples_per_second_quartiles
 
     def tree(self) -> dict[str, Any]:

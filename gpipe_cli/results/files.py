@@ -1,6 +1,6 @@
-"""result.json: what became of a run, for programs (sweeps, comparisons, the tables of the paper).
+"""Reads and writes result.json, the outcome of a run, for programs (sweeps, comparisons, the tables of the paper).
 
-It is written whole or not at all, so that whoever reads it while the run goes on, or after it was killed, finds JSON.
+The file is written atomically: a reader finds complete JSON while the run goes on, and after it was killed.
 """
 
 import json
@@ -16,17 +16,17 @@ RESULT = "result.json"
 
 
 def write_result(folder: Path, result: Mapping[str, Any], name: str = RESULT) -> None:
-    """Writes it to ``folder / name``, as `as_json`. Raises OSError if it cannot be written."""
+    """Writes `result` to ``folder / name`` in the format of `as_json`. Raises OSError if it cannot be written."""
     write_whole(folder / name, as_json(result))
 
 
 def as_json(value: Any) -> str:
-    """A document with all digits of its numbers; NaN and infinities become null."""
+    """`value` as an indented JSON document, its numbers with all digits; NaN and infinities become null."""
     return json.dumps(_plain(value), indent=2, allow_nan=False) + "\n"
 
 
 def read_result(folder: Path, name: str = RESULT) -> dict[str, Any]:
-    """What ``write_result`` wrote. Raises FileNotFoundError, and InputError if it is not the JSON of a result."""
+    """What `write_result` wrote. Raises OSError if it cannot be read, and InputError if it is not a JSON object."""
     path = folder / name
     try:
         result = read_json(path)
@@ -38,7 +38,7 @@ def read_result(folder: Path, name: str = RESULT) -> dict[str, Any]:
 
 
 def flattened(tree: Mapping[str, Any], prefix: str = "", whole: Container[str] = ()) -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values of nested settings; an empty group stays a value, and so does one that is in ``whole``."""
+    """Dotted keys and values of nested settings; empty groups, and those whose keys are in `whole`, stay values."""
     for name, value in tree.items():
         key = f"{prefix}{name}"
         if isinstance(value, Mapping) and value and key not in whole:
@@ -48,7 +48,7 @@ def flattened(tree: Mapping[str, Any], prefix: str = "", whole: Container[str] =
 
 
 def _plain(value: Any) -> Any:
-    """``value`` as JSON has it: the standard has no NaN, and strict readers refuse Python's."""
+    """`value` in types of JSON, whose standard has no NaN: strict readers refuse Python's."""
     match value:
         case float():
             return value if math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""Every number that a run is judged by, in one line each: what it is called, its unit, where results have it.
+"""The measures that runs are judged by, one entry each: name, unit, meaning, and path in the results.
 
 Tables, summaries, comparisons, curves and `gpipe help` choose measures by their keys: none of them knows a path, a
 heading or a format.
@@ -22,12 +22,12 @@ class Unit:
     name: str  # text in headings; "" where a number has no unit
     full: Callable[[Any], str]  # `98.6 %`
     bare: Callable[[float], str]  # `98.6`
-    sizes: Sequence[tuple[str, float]] = ()  # units that a column chooses from, the smallest first
-    below: float = 0.0  # the smallest size is taken in which the largest value is below this
+    sizes: Sequence[tuple[str, float]] = ()  # names and sizes that a column chooses from, the smallest first
+    below: float = 0.0  # a column takes the smallest size in which its largest value is below this
     curve_size: float = 1.0  # divisor of the numbers in TensorBoard's curves
 
     def scale(self, values: Iterable[float | None]) -> tuple[str, Callable[[float], str]]:
-        """One size for all values of a column: its name for the heading, and how a bare value is written in it."""
+        """The size for all values of a column: its name for the heading, and the function that writes a bare value."""
         if not self.sizes:
             return self.name, self.bare
         largest = max((abs(value) for value in values if value is not None), default=0.0)
@@ -36,7 +36,7 @@ class Unit:
 
 
 def _short(value: float) -> str:
-    """Losses and perplexities with four digits: `1.234`, `103.3`, `12,345`, `1.2e+08`."""
+    """Losses and perplexities with about four significant digits: `1.234`, `103.3`, `12,345`, `1.2e+08`."""
     if value >= 999_999.5:
         return f"{value:.1e}"
     return f"{value:,.0f}" if value >= 999.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.3f}"
@@ -65,16 +65,16 @@ class Measure:
     heading: str  # the heading of a column
     unit: Unit
     what: str  # meaning, and how it is measured
-    of: str = ""  # dotted path in result.json; "": no entry of it
-    tag: str = ""  # tag of its curve in TensorBoard; "": it has none
-    final: str = ""  # its name behind `final/` in TensorBoard's tab HParams; "": it is not there
+    of: str = ""  # dotted path in result.json; "": not there
+    tag: str = ""  # tag of its curve in TensorBoard; "": no curve
+    final: str = ""  # its name after `final/` in TensorBoard's tab HParams; "": not there
     better: Literal["more", "less", ""] = ""  # the direction in which a run is better
     tasks: tuple[Task, ...] = IMAGES + TEXT
     narrow: str = ""  # the heading in a table of many columns, where `heading` has no room
 
     def value(self, result: Any) -> Any:
-        """The number in a result, None where there is none; of numbers of each stage the largest one. In a plan and in
-        a row of bench.json the path ends at its first part, as `bubble`: they have one kind of it."""
+        """The number in a result, the largest if there is one per stage; None if there is none. In plans and rows of
+        bench.json a path such as `bubble.measured` ends at its first part, as they hold only one kind of it."""
         found = result
         for part in self.of.split("."):
             if isinstance(found, tuple | list):
@@ -86,20 +86,20 @@ class Measure:
         return max(found, default=None) if isinstance(found, tuple | list) else found
 
     def shown(self, value: Any) -> str:
-        """A value of it with its unit, `-` for None."""
+        """`value` with the unit of this measure; `-` for None."""
         return "-" if value is None else self.unit.full(value)
 
     def text(self, result: Any) -> str:
-        """The number in a result with its unit, `-` where there is none."""
+        """The number in a result with its unit; `-` if there is none."""
         return self.shown(self.value(result))
 
     def wide(self, unit: str) -> str:
-        """The heading of a column of bare values in a unit."""
+        """The heading of a column of bare values in `unit`, in a table of many columns."""
         heading = self.narrow or self.heading
         return heading if unit in heading else f"{heading}\n{unit}"
 
 
-# In the order in which TensorBoard's tab HParams shows those that are there.
+# In the order in which TensorBoard's tab HParams shows those with a `final`.
 _ALL = (
     Measure("test_top1", "test top-1", "top-1", SHARE,
             "Share of the test set's images of which the most likely class is the right one, at the last evaluation, "
@@ -236,13 +236,13 @@ def chosen(*keys: str) -> list[Measure]:
 
 
 def finals(task: Task) -> list[Measure]:
-    """What TensorBoard's tab HParams shows of a run: first the measures of its task, then those of the others."""
+    """The measures in TensorBoard's tab HParams: first those of `task`, then those of other tasks."""
     known = [measure for measure in _ALL if measure.final]
     return sorted(known, key=lambda measure: task not in measure.tasks)
 
 
 def explained(measure: Measure) -> str:
-    """What `gpipe help KEY` says: what the measure is, how it is measured, its unit, and where it stands."""
+    """The text of `gpipe help KEY`: the measure's meaning, unit, better direction, and where it is found."""
     unit = {SHARE: "a share from 0 to 1", STEP: "seconds", SECONDS: "seconds", BYTES: "bytes", RATE: "per second"}
     places = [f"result.json: {measure.of}"] * bool(measure.of) + [f"TensorBoard: {measure.tag}"] * bool(measure.tag)
     said = [measure.what, f"Unit: {unit[measure.unit]}." if measure.unit in unit else ""]

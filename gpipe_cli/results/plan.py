@@ -1,6 +1,6 @@
-"""What plan.json says of a plan. Everything in it is predicted: times by a simulation, bytes from shapes.
+"""The content of plan.json. Everything in it is predicted: times by a simulation, bytes from shapes.
 
-With ``cost=measured`` the seconds of single layers are measured. Units stand in the names; None is what is not known.
+With `cost=measured` the seconds of single layers are measured. Units are part of the names; None means unknown.
 """
 
 from collections.abc import Mapping
@@ -12,14 +12,14 @@ PLAN = "plan.json"
 
 @dataclass(frozen=True)
 class PlannedLayer:
-    """A layer, for the largest micro-batch."""
+    """A layer; operations, bytes and seconds are those of the largest micro-batch."""
 
     name: str
     stage: int
     parameters: int
     forward_flops: int
     saved_bytes: int  # bytes that autograd keeps for the layer's backward
-    boundary_bytes: int  # bytes that would be sent if the model were cut behind the layer
+    boundary_bytes: int  # bytes that would be sent if a stage ended with the layer
     forward_seconds: float
     backward_seconds: float
 
@@ -32,7 +32,7 @@ class PlannedMemory:
     gradients_bytes: int
     optimizer_bytes: int  # the optimizer's state, and the moving average of the weights
     activations_bytes: int
-    workspace_bytes: int  # memory that one layer's backward needs beside all else
+    workspace_bytes: int  # memory that one layer's backward needs in addition
     total_bytes: int
     limit_bytes: int | None
 
@@ -54,7 +54,7 @@ class PlannedStage:
 
 @dataclass(frozen=True)
 class PlannedHardware:
-    """One device, and its link to the next, of the machine that is planned for."""
+    """One device of the machine that is planned for, and its link to the next device."""
 
     name: str
     source: str  # source of the layers' seconds: `hardware=h100 figures`
@@ -62,7 +62,7 @@ class PlannedHardware:
     computes_in: str  # the type in which products and convolutions are computed
     peak_flops_per_second: dict[str, float | None]  # precision -> peak of the data sheet
     flops_per_second: float | None  # assumed in the plan; None: the layers or the machine were timed
-    timed: dict[str, float] | None  # what the machine reaches when it repeats one operation, if it was timed
+    timed: dict[str, float] | None  # what the machine reaches when it repeats one operation; None: not timed
     memory_bytes: int | None
     memory_stages: int | None  # number of stages that share the memory
     link_bytes_per_second: float | None
@@ -70,7 +70,7 @@ class PlannedHardware:
 
     @property
     def limit_bytes(self) -> int | None:
-        """The bytes that each stage must stay below."""
+        """The memory limit of each stage in bytes; None: unknown."""
         return self.memory_bytes and self.memory_bytes // (self.memory_stages or 1)
 
 
@@ -82,7 +82,7 @@ class PlannedCandidate:
     step_seconds: float | None  # None: no plan
     memory_bytes: int | None  # memory of the fullest stage
     chosen: bool
-    reason: str  # why it was not planned: `stage 2 is 1.5 GiB over`
+    reason: str  # why there is no plan: `stage 2 is 1.5 GiB over`
 
 
 @dataclass(frozen=True)
@@ -122,8 +122,8 @@ class PlanResult:
     imbalance: float  # the slowest stage's seconds over the mean of all stages, less 1
     step_flops: int  # forwards and backwards of all micro-batches, without recomputation
     recomputed_flops: int
-    # Of what all devices could do; recomputation is not counted as useful, as in "model FLOPs utilization"
-    # (Chowdhery et al., 2022, PaLM, section 4.1).
+    # `step_flops` as a share of what all devices could do; recomputation does not count, as in "model FLOPs
+    # utilization" (Chowdhery et al., 2022, PaLM, section 4.1).
     utilisation: float | None
     comparisons: tuple[PlannedChoice, ...]
     grid: tuple[str, ...] | None  # lines of the schedule's grid; None: too large
@@ -131,7 +131,7 @@ class PlanResult:
 
     @property
     def held_bytes(self) -> tuple[int, ...]:
-        """The bytes of each stage at its fullest moment."""
+        """The memory of each stage in bytes at its fullest moment."""
         return tuple(stage.memory.total_bytes for stage in self.stages)
 
 
@@ -144,5 +144,5 @@ class SweptPlan:
     plan: PlanResult | None
 
     def tree(self) -> dict[str, Any]:
-        """The plan as plan.json has it, beside the settings and the error."""
+        """The entries of the plan as in plan.json, together with the settings and the error."""
         return {"settings": self.settings, "error": self.error} | (asdict(self.plan) if self.plan else {})

@@ -1,4 +1,4 @@
-"""What result.json says of a training or of a measurement; also of one that an earlier version of gpipe has written."""
+"""The content of result.json, the result of a training or a measurement, perhaps of an earlier version of gpipe."""
 
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -18,7 +18,7 @@ class Evaluation:
     """One evaluation on the test set."""
 
     step: int = 0  # optimizer steps done
-    epoch: int = 0  # the first is 1
+    epoch: int = 0  # counted from 1
     loss: float | None = None  # mean cross-entropy in nats; None: not finite
     top1: float | None = field(default=None, metadata=IMAGES)
     top5: float | None = field(default=None, metadata=IMAGES)
@@ -30,7 +30,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Peak memory in bytes of a stage, or of several stages that share a device or a process on a CPU."""
+    """Peak memory, and its parts, in bytes, of a stage, or of stages that share a device or a process on a CPU."""
 
     stage: int | str | None  # 1, `0,1`, `0-2`; None: all stages
     libraries: int
@@ -38,7 +38,7 @@ class StageMemory:
     gradients: int
     optimizer: int
     activations: int
-    other: int  # the rest of the peak; below 0 where not all parts were there at once
+    other: int  # the rest of the peak; negative if not all parts were in memory at once
     peak: int
 
 
@@ -69,7 +69,7 @@ class BubbleShares:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the plan of the run said of a step."""
+    """A step as the plan of the run predicted it."""
 
     source: str  # source of the layers' costs
     measured: bool  # whether the seconds of the layers themselves were measured
@@ -92,32 +92,32 @@ class Partition:
 
 @dataclass(frozen=True)
 class Start:
-    """A command has begun the run or gone on with it."""
+    """A command that has begun or resumed the run."""
 
     started: str  # ISO 8601, to the second
     command: str = ""  # the command as it was typed
-    ended: str | None = None  # None: it runs, or was killed
-    first_step: int = 0  # optimizer steps done before
-    code: dict[str, Any] = field(default_factory=dict)  # gpipe, model -> commit, and whether the code was changed
+    ended: str | None = None  # None: the command runs, or was killed
+    first_step: int = 0  # optimizer steps done before the command
+    code: dict[str, Any] = field(default_factory=dict)  # gpipe, model -> commit, and whether files differ from it
 
 
 def to_the_second(moment: datetime) -> str:
-    """ISO 8601."""
+    """`moment` in ISO 8601, to the second."""
     return moment.isoformat(timespec="seconds")
 
 
 @dataclass(frozen=True)
 class Restart:
-    """A run has gone on by itself (max_restarts)."""
+    """An automatic restart of the run after a failure (max_restarts)."""
 
     why: str  # one line
-    step: int  # done by the checkpoint that it goes on from; 0: it began anew
-    partitions: int  # since then
+    step: int  # optimizer steps done in the checkpoint that was resumed; 0: the run began anew
+    partitions: int  # number of partitions since the restart
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """A run. All but the status has a default, as a run that an earlier version has written may lack it."""
+    """The result of a run. All fields but the status have defaults, as results of earlier versions may lack them."""
 
     status: str  # a Status
     command: str = "train"  # train, bench
@@ -126,8 +126,8 @@ class RunResult:
     model: str | None = None
     dataset: str | None = None
     model_parameters: int | None = None
-    epochs: int = 0  # whole ones done, those before a resume included
-    steps: int = 0  # likewise
+    epochs: int = 0  # whole epochs done, those before a resume included
+    steps: int = 0  # optimizer steps done, likewise
     seconds: float | None = None  # since the process started
     test: Evaluation | None = None  # the last evaluation
     best: Evaluation | None = None
@@ -170,12 +170,12 @@ class RunResult:
 
     @property
     def text(self) -> bool:
-        """Whether it is judged by tokens."""
+        """Whether the run trained on text, so that its speed is counted in tokens."""
         return self.task != "classification"
 
     @property
     def speed(self) -> float | None:
-        """Tokens a second of text, samples a second of images."""
+        """Tokens/s of text, samples/s of images."""
         return self.tokens_per_second if self.text else self.samples_per_second
 
     @property
@@ -191,7 +191,7 @@ def write_run(folder: Path, result: RunResult) -> None:
 
 
 def read_run_result(folder: Path) -> RunResult:
-    """Reads result.json. Raises FileNotFoundError, and InputError, one line, for what is no result of a run."""
+    """Reads result.json. Raises OSError, and InputError, one line, if it is not the result of a run."""
     tree = read_result(folder)
     try:
         return from_tree(RunResult, tree)
@@ -200,7 +200,7 @@ def read_run_result(folder: Path) -> RunResult:
 
 
 def run_result_or_none(folder: Path) -> RunResult | None:
-    """The result of a run; None where there is none that can be read."""
+    """The result of a run; None if it is missing or cannot be read."""
     try:
         return read_run_result(folder)
     except (OSError, ValueError):

@@ -1,7 +1,7 @@
-"""Dataclasses of results as trees that JSON holds, and back.
+"""Converts dataclasses of results to trees of JSON values, and back.
 
-Unlike settings, which `config.typed` reads, results were written by a program, perhaps by another version of it: what
-a tree lacks takes its default, and what no field has a name for is left out.
+Unlike settings, which `config.typed` reads, results were written by a program, perhaps by another version of it: fields
+that a tree lacks take their defaults, and keys without a field are ignored.
 """
 
 from collections.abc import Mapping
@@ -11,13 +11,13 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 T = TypeVar("T")
 
-# Metadata of a field that only results of images, or of text, have.
+# Metadata of fields that only results of images, or only results of text, have.
 IMAGES: Mapping[str, bool] = {"text": False}
 TEXT: Mapping[str, bool] = {"text": True}
 
 
 def to_tree(value: Any, text: bool) -> Any:
-    """A dataclass as nested dictionaries, without the fields that only results of the other kind of data have."""
+    """`value`, its dataclasses as dictionaries, without fields for images only if `text`, else those for text only."""
     match value:
         case list() | tuple():
             return [to_tree(item, text) for item in value]
@@ -30,7 +30,7 @@ def to_tree(value: Any, text: bool) -> Any:
 
 
 def from_tree(kind: type[T], tree: Any) -> T:
-    """The dataclass `kind` from nested dictionaries. Raises TypeError, which says what is wrong and where."""
+    """The dataclass `kind` from nested dictionaries. Raises TypeError, which names the key and the value at fault."""
     made: T = _made(kind, tree, "")
     return made
 

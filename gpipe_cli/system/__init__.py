@@ -1,1 +1,1 @@
-"""What the operating system gives: files, streams, signals, memory, and an end with the parent."""
+"""What the operating system provides: files, streams, signals, forks, and the machine's cores, memory and GPUs."""

@@ -1,6 +1,6 @@
-"""Files as the whole program reads and writes them: whole or not at all, in folders that one run at a time writes to.
+"""Reads and writes the program's files: whole or not at all, in folders that one run at a time writes to.
 
-A run leaves a dozen files that others read while it goes on, or after it was killed: none of them is ever half a file.
+A run leaves a dozen files that other programs read while it runs, or after it was killed: none is ever half a file.
 """
 
 import errno
@@ -18,8 +18,8 @@ from typing import Any, BinaryIO
 from uuid import uuid4
 
 LOCK = ".lock"  # a file in the folder of a run or a sweep while a process works there
-PARTIAL = ".*.partial"  # names of what is being written
-MOST_BYTES = 2**24  # limit of a file written by a person or for a program: a thousand times what is usual
+PARTIAL = ".*.partial"  # names of files that are being written
+MOST_BYTES = 2**24  # limit of a text file that is read whole: a thousand times the usual size
 
 
 class FolderInUseError(Exception):
@@ -27,11 +27,10 @@ class FolderInUseError(Exception):
 
 
 def write_whole(path: Path, content: str | bytes | Iterable[bytes | memoryview]) -> None:
-    """Write a file in place of what was there, a large one in pieces; whoever reads it finds the old content or the
-    new.
+    """Write or replace a file atomically: a reader finds the old content or the new. Large content comes in pieces.
 
     Raises:
-        OSError: it cannot be written; then all is as it was.
+        OSError: the file cannot be written; the old content is still there.
     """
     # Several processes may write in one folder, also on machines that give them the same number; no reader looks for
     # a name like this one.
@@ -50,7 +49,7 @@ def write_whole(path: Path, content: str | bytes | Iterable[bytes | memoryview])
 
 @contextmanager
 def open_regular(path: Path) -> Iterator[BinaryIO]:
-    """A regular file, to be read. Raises OSError if it is none: a pipe or a device might never end, or never begin."""
+    """Open a regular file to read it. Raises OSError for other ones: a pipe or a device may block, or never end."""
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK | os.O_NOCTTY)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "is not a regular file", str(path))
@@ -58,16 +57,16 @@ def open_regular(path: Path) -> Iterator[BinaryIO]:
 
 
 def regular_size(path: Path) -> int:
-    """The bytes of a regular file. Raises OSError if it is none, or cannot be read."""
+    """The size of a regular file in bytes. Raises OSError if it is not one, or cannot be read."""
     with open_regular(path) as file:
         return os.fstat(file.fileno()).st_size
 
 
 def read_bytes(path: Path, most_bytes: int) -> bytes:
-    """What a file of a user holds. Raises OSError, also if it is not a regular file or has more than `most_bytes`."""
+    """The content of a file. Raises OSError, also if it is not a regular file or has more than `most_bytes`."""
     with naming(path), open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        # those below /proc say that they have none, and some of them have nothing yet
+        # files below /proc report a size of 0, and reading one that has nothing yet returns None
         content = (file.read(most_bytes + 1) or b"") if size <= most_bytes else b""
     if max(size, len(content)) > most_bytes:
         raise OSError(errno.EFBIG, f"has more than {most_bytes >> 20} MiB", str(path))
@@ -75,7 +74,7 @@ def read_bytes(path: Path, most_bytes: int) -> bytes:
 
 
 def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
-    """The file's text without a byte-order mark. Raises OSError, also with the line that is not UTF-8."""
+    """The file's text without a byte-order mark. Raises OSError, also if a line, which it names, is not UTF-8."""
     content = read_bytes(path, most_bytes)
     try:
         return content.decode("utf-8-sig")
@@ -85,11 +84,11 @@ def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
 
 
 def read_json(path: Path, most_bytes: int = 2**28) -> Any:
-    """What a JSON file holds.
+    """The content of a JSON file.
 
     Raises:
         OSError: as `read_bytes`.
-        ValueError: it is not JSON, is too deep, or has a number that is longer than Python reads.
+        ValueError: it is not JSON, is nested too deeply, or has a number of more digits than Python reads.
     """
     try:
         return json.loads(read_bytes(path, most_bytes))
@@ -103,7 +102,7 @@ def read_json(path: Path, most_bytes: int = 2**28) -> Any:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Inside, an OSError is about `path`: what a full disk raises names no file, or the one beside it."""
+    """Inside, every OSError names `path`: that of a full disk names no file, or the partial one."""
     try:
         yield
     except OSError as error:
@@ -111,28 +110,28 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def folders_in(folder: Path) -> list[str]:
-    """The names of the folders in it, in alphabetical order, without hidden ones such as .ipynb_checkpoints. Raises
-    OSError if it cannot be read."""
+    """The names of the folders in `folder`, sorted, without hidden ones such as .ipynb_checkpoints. Raises OSError if
+    it cannot be read."""
     return sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
 
 
 def remove_partial_files(folder: Path) -> None:
-    """Remove what a process that was killed has left of files that it was writing."""
+    """Remove the partial files that a killed process has left."""
     for left in folder.glob(PARTIAL):
         left.unlink(missing_ok=True)
 
 
 class FolderLock:
-    """A folder that no other process may work in, until `release` or the end of this process.
+    """An exclusive lock on a folder, until `release` or the end of this process.
 
-    The kernel holds the lock, so a process that was killed holds none; the file names the process that has it.
+    The kernel keeps the lock, so a killed process holds none; the lock file names the process that holds it.
     """
 
     def __init__(self, folder: Path, patience_seconds: float = 0.0) -> None:
-        """Take the lock of a folder that exists, waiting for one that may be ending.
+        """Lock an existing folder, waiting up to `patience_seconds` for a holder that may be ending.
 
         Raises:
-            FolderInUseError: another process has it.
+            FolderInUseError: another process holds the lock.
             OSError: the folder cannot be written to.
         """
         self._path = folder / LOCK
@@ -153,7 +152,7 @@ class FolderLock:
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(descriptor), self._path.stat()):
                     break
-            os.close(descriptor)  # the one before us has released it meanwhile, and removed this file
+            os.close(descriptor)  # the last holder has released the lock meanwhile, and removed this file
         self.descriptor = descriptor  # a child that inherits it holds the lock, too
         os.truncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)

@@ -1,4 +1,4 @@
-"""Forks of this process that do one thing and end, whatever becomes of them."""
+"""Calls functions in forks of this process, none of which outlives its call or its parent."""
 
 import contextlib
 import ctypes
@@ -18,19 +18,19 @@ from gpipe_cli.system.streams import prepare_streams
 
 T = TypeVar("T")
 Item = TypeVar("Item")
-_GRACE_SECONDS = 3.5  # a fork is killed so long after Ctrl-C; a command ends within 5 s
+_GRACE_SECONDS = 3.5  # from Ctrl-C until a fork is killed; a command ends within 5 s
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class Fork(Generic[T]):
     """A fork of this process that calls `work`, in a session of its own: Ctrl-C reaches it through `wait` only, and all
-    of its processes can be killed together. It gets SIGINT when this process ends."""
+    its processes can be killed together. The fork gets SIGINT when this process ends."""
 
     def __init__(self, work: Callable[[], T], output: int | None = None) -> None:
-        """Begin. `output`: the file descriptor that stdout and stderr go to, if not those of this process. Raises
-        KeyboardInterrupt if this process is interrupted; the fork has ended all the same.
+        """Fork, and begin. `output`: the file descriptor of the fork's stdout and stderr, if not this process's. Raises
+        KeyboardInterrupt if this process is interrupted; the fork has then been ended.
 
-        No other thread of this process may be at work, and nothing may have used CUDA.
+        No other thread of this process may be running, and nothing may have used CUDA.
         """
         sys.stdout.flush()
         sys.stderr.flush()
@@ -48,9 +48,9 @@ class Fork(Generic[T]):
                 raise
 
     def wait(self, meanwhile: AbstractContextManager[None] | None = None) -> tuple[T | None, int]:
-        """What `work` returned, and 0; if it has not returned None and the exit code: minus the signal that killed it.
+        """What `work` returned, and 0; without a value, None and the exit code (minus the signal that killed the fork).
 
-        Raises KeyboardInterrupt if this process is interrupted; the fork has ended all the same. `meanwhile` is entered
+        Raises KeyboardInterrupt if this process is interrupted; the fork has then been ended. `meanwhile` is entered
         here and not by the caller, so that an interrupt while it begins (it may start a thread) ends the fork too.
         """
         value = None
@@ -59,10 +59,10 @@ class Fork(Generic[T]):
                 if meanwhile is not None:
                     entered.enter_context(meanwhile)
                 value = self._received.recv()
-            except EOFError:  # it did not live to send one
+            except EOFError:  # the fork has ended without sending a value
                 pass
             except KeyboardInterrupt as asked:
-                if isinstance(asked, Stopped):  # it may have something to write
+                if isinstance(asked, Stopped):  # the fork may have something to write
                     self._ask_to_stop()
                 os.kill(self._number, signal.SIGINT)
                 with contextlib.suppress(KeyboardInterrupt):
@@ -73,15 +73,15 @@ class Fork(Generic[T]):
         return (None, code) if value is None else (value, 0)
 
     def _end(self) -> int:
-        """Kill what still runs of it; returns its exit code."""
-        for kill in (os.kill, os.killpg):  # before it has a session of its own the second one finds nothing
+        """Kill the fork and all its processes that still run; returns the exit code."""
+        for kill in (os.kill, os.killpg):  # killpg finds nothing before the fork has a session of its own
             with contextlib.suppress(ProcessLookupError):
                 kill(self._number, signal.SIGKILL)
         self._received.close()
         return os.waitstatus_to_exitcode(os.waitpid(self._number, 0)[1])
 
     def _ask_to_stop(self) -> None:
-        """Until it has ended, or this process gets Ctrl-C."""
+        """Send SIGTERM to the fork, and wait until it ends or this process gets Ctrl-C."""
         os.kill(self._number, signal.SIGTERM)
         while True:
             try:
@@ -94,9 +94,9 @@ class Fork(Generic[T]):
 
 
 def in_forks(call: Callable[[Sequence[Item]], Sequence[T]], items: Sequence[Item]) -> list[T]:
-    """What `call` returns for `items`, one value for each: they are shared out among forks, one for each core.
+    """What `call` returns for `items`, one value per item, with the items divided among forks, one per core.
 
-    Raises RuntimeError if a fork has failed; it has printed why.
+    Raises RuntimeError if a fork has failed, which has then printed why.
     """
     cores = usable_cores()
     forks = [Fork(partial(call, items[at::cores])) for at in range(cores)]
@@ -123,7 +123,7 @@ def _be_fork(
             os.dup2(output, 2)
             prepare_streams()
         value = work()
-        _flush()  # first: our parent ends us as soon as it has the value
+        _flush()  # first: the parent kills this process as soon as it has the value
         sent.send(value)
         code = 0
     except KeyboardInterrupt:  # the parent reports it
@@ -132,7 +132,7 @@ def _be_fork(
         traceback.print_exc()
     finally:
         _flush()
-        os._exit(code)  # exit handlers are the parent's
+        os._exit(code)  # without exit handlers, which are the parent's
 
 
 def _flush() -> None:
@@ -142,14 +142,12 @@ def _flush() -> None:
 
 
 def end_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
-    """This process gets signal `number` when `parent`, which forked it, ends, however that ends (Linux).
+    """Have the kernel send signal `number` to this process when its `parent` ends, for whatever reason (Linux only).
 
-    The kernel sends it: a process that is stopped could not end itself, and one that is killed could not end anything.
-    It already does so when the thread of `parent` that forked this process ends.
-
-    The signal is forgotten in processes that it forks, and kept by a program that it executes.
+    Only the kernel can: a stopped process could not end itself, nor a killed parent its children. The signal also comes
+    when the thread of `parent` that forked this process ends. Forks do not inherit this; it survives an exec.
     """
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent:  # it ended before
+    if os.getppid() != parent:  # the parent ended before the call
         os._exit(1)

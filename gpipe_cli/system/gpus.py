@@ -1,4 +1,4 @@
-"""The GPUs that this process may use, by the driver's management library: asking CUDA would open a context on one."""
+"""Looks up the GPUs that this process may use with NVML, the driver's library: CUDA would open a context on one."""
 
 import json
 import os
@@ -20,25 +20,25 @@ class Gpu:
 
 @cache
 def usable_gpus() -> tuple[Gpu, ...]:
-    """The usable GPUs in CUDA's order; () without a driver. CUDA itself is asked where the library misses some."""
+    """The usable GPUs in CUDA's order; () without a driver. CUDA itself is asked where NVML does not see them all."""
     import pynvml
 
     try:
         handles = _handles()
         if "CUDA_VISIBLE_DEVICES" not in os.environ and any(map(_is_divided, handles)):
-            return _gpus_of_cuda()  # CUDA counts the parts, not the whole
+            return _gpus_of_cuda()  # CUDA counts MIG instances, not whole GPUs
         return tuple(
             Gpu(pynvml.nvmlDeviceGetName(handle), int(pynvml.nvmlDeviceGetMemoryInfo(handle).total))
             for handle in handles
         )
     except pynvml.NVMLError as error:
         no_driver = (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
-        # a container without the library, a device that others have, memory that is shared with the CPU
+        # no NVML in a container, a device of other users, memory shared with the CPU: CUDA may still work
         return () if error.value in no_driver and not os.path.exists("/dev/nvidiactl") else _gpus_of_cuda()
 
 
 def look_again() -> None:
-    """`usable_gpus` was to find the same for ever; one of them may have failed since."""
+    """Clear the cache of `usable_gpus`: a GPU may have failed since."""
     import pynvml
 
     usable_gpus.cache_clear()
@@ -48,17 +48,17 @@ def look_again() -> None:
 
 
 def _is_divided(handle: Any) -> bool:
-    """Whether a GPU is cut into parts (MIG)."""
+    """Whether the GPU is divided into MIG instances."""
     import pynvml
 
     try:
         return bool(pynvml.nvmlDeviceGetMigMode(handle)[0] == pynvml.NVML_DEVICE_MIG_ENABLE)
-    except pynvml.NVMLError:  # most cannot be
+    except pynvml.NVMLError:  # most GPUs have no MIG
         return False
 
 
 def _gpus_of_cuda() -> tuple[Gpu, ...]:
-    """Asked in a process of its own: one that has opened CUDA can fork no workers."""
+    """The GPUs as CUDA lists them, asked in a subprocess: a process that has initialized CUDA can fork no workers."""
     program = (
         "import json, torch\n"
         "each = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))\n"
@@ -69,7 +69,7 @@ def _gpus_of_cuda() -> tuple[Gpu, ...]:
 
 
 def driver_version() -> str:
-    """Where there are GPUs; "" if the driver's library does not say."""
+    """The version of the GPUs' driver; "" if NVML does not say."""
     import pynvml
 
     try:
@@ -79,8 +79,8 @@ def driver_version() -> str:
 
 
 def busy_share(number: int) -> float:
-    """For how much of the last second, or less, this one of `usable_gpus` had work, 0 to 1; 0 where its driver does not
-    say, as of a part of a GPU (MIG)."""
+    """The share, 0 to 1, of the last second or less in which GPU `number` of `usable_gpus` was busy; 0 where the driver
+    does not say, as for MIG instances."""
     import pynvml
 
     try:
@@ -91,10 +91,10 @@ def busy_share(number: int) -> float:
 
 @cache
 def _handles() -> tuple[Any, ...]:
-    """The library's, of the GPUs that CUDA shows, in its order."""
+    """NVML's handles of the GPUs that CUDA shows, in CUDA's order."""
     import pynvml
 
-    # CUDA counts the fastest first otherwise, and the library always by the bus
+    # by default CUDA puts the fastest first; NVML always orders by PCI bus
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     pynvml.nvmlInit()
     handles = [pynvml.nvmlDeviceGetHandleByIndex(number) for number in range(pynvml.nvmlDeviceGetCount())]
@@ -106,9 +106,9 @@ def _handles() -> tuple[Any, ...]:
 
 
 def visible(setting: str | None, uuids: Sequence[str]) -> list[int | str]:
-    """Which GPUs CUDA_VISIBLE_DEVICES leaves, by number or, for a part of one (MIG), by name.
+    """The GPUs that CUDA_VISIBLE_DEVICES leaves, by number or, for MIG instances, by UUID.
 
-    As CUDA does: numbers and beginnings of names, up to the first that there is not.
+    As in CUDA, entries are numbers or prefixes of UUIDs, and end at the first that is unknown, ambiguous or repeated.
     """
     if setting is None:
         return list(range(len(uuids)))

@@ -1,5 +1,5 @@
-"""Ctrl-C and SIGHUP (a closed terminal), SIGTERM and SIGUSR1 (SLURM, torchrun): each ends a command as soon as it can
-clean up; a training that SIGTERM or SIGUSR1 ends writes a checkpoint first.
+"""The signals that end a command as soon as it has cleaned up: Ctrl-C and SIGHUP (a closed terminal), SIGTERM and
+SIGUSR1 (SLURM, torchrun). A training that SIGTERM or SIGUSR1 ends writes a checkpoint first.
 """
 
 import gc
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 STOPS = (signal.SIGTERM, signal.SIGUSR1)
-STOPPED = 3  # the exit code of a command that one of them has ended
+STOPPED = 3  # the exit code of a command that one of STOPS has ended
 
 
 class Stopped(KeyboardInterrupt):
@@ -17,7 +17,7 @@ class Stopped(KeyboardInterrupt):
 
 
 class Interrupt:
-    """Whether the command was asked to end; remembered: an exception can be lost in the callback of a library."""
+    """Remembers whether the command was asked to end, as an exception can be lost in a library's callback."""
 
     def __init__(self, at_once: bool, on_stop: Callable[[], None] | None) -> None:
         self._asked: type[KeyboardInterrupt] | None = None
@@ -32,20 +32,19 @@ class Interrupt:
             raise self._asked
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt if the command was asked to end, whatever became of the first one."""
+        """Raise KeyboardInterrupt if the command was asked to end, even if an earlier one was lost."""
         if self._asked is not None:
             raise self._asked
 
 
 @contextmanager
 def interruptible(*, at_once: bool = True, on_stop: Callable[[], None] | None = None) -> Iterator[Interrupt]:
-    """Inside, each is a KeyboardInterrupt, whatever a library makes of it; if not `at_once` by `check` only.
-
-    SIGTERM and SIGUSR1 are Stopped or, with `on_stop`, a call of that.
+    """Inside, each signal raises KeyboardInterrupt: at once (even if a library turns it into another exception), or
+    only in `check`. SIGTERM and SIGUSR1 raise its subclass Stopped or, with `on_stop`, call that instead.
     """
     interrupt = Interrupt(at_once, on_stop)
-    # A shell without job control starts `gpipe ... &` with SIGINT ignored; `kill -INT` is to end it all the same. But
-    # nohup has SIGHUP ignored so that the command goes on.
+    # A shell without job control starts `gpipe ... &` with SIGINT ignored; `kill -INT` must still end it. nohup, which
+    # ignores SIGHUP so that the command goes on, is respected.
     numbers = [signal.SIGINT, *STOPS]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         numbers.append(signal.SIGHUP)
@@ -62,10 +61,10 @@ def interruptible(*, at_once: bool = True, on_stop: Callable[[], None] | None = 
 
 @contextmanager
 def held_back() -> Iterator[Callable[[], object]]:
-    """Around a fork: signals are handled at its end. What a handler raises in a callback of the fork (logging has one)
-    is printed and lost. Yields what lets them in again, for the forked process, which begins inside.
+    """Around a fork: defers signals to its end. An exception raised by a handler in an at-fork callback (logging has
+    one) would be printed and lost. Yields a function that ends the deferral, for the child, which begins inside.
 
-    A mask would not do: it is one thread's, and NumPy has others, which would take the signal.
+    A signal mask would not do: it covers one thread, and NumPy has others, which would take the signal.
     """
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP, *STOPS)}
     ours = {number: handler for number, handler in handlers.items() if callable(handler)}
@@ -90,8 +89,8 @@ def interruptible_import() -> Iterator[None]:
     """Around the import of torch: an interrupt takes effect at its end, after a second or two.
 
     Raised inside, a KeyboardInterrupt can end in an abort of torch's C++ with pages of traceback, become an ImportError
-    of NumPy's, or a warning of torch's after which the run begins. Nothing that is imported is garbage, and it would be
-    looked through some hundred times.
+    of NumPy's, or a warning of torch's after which the run begins. The garbage collector is off inside: it would scan
+    imported objects, which are never garbage, some hundred times.
     """
     gc.disable()
     try:
@@ -100,5 +99,5 @@ def interruptible_import() -> Iterator[None]:
             interrupt.check()
     finally:
         gc.freeze()
-        gc.unfreeze()  # all that there is counts as old now
+        gc.unfreeze()  # moves all objects to the oldest generation
         gc.enable()

@@ -1,8 +1,7 @@
 """The processor of this machine, and the cores and the memory that this process may use.
 
-Containers and batch systems limit a process by control groups (Linux cgroups, version 1 or 2), and pin it to cores. The
-limits of a group hold for all groups inside it, so the smallest on the way from the process's own group to the root is
-what counts.
+Containers and batch systems limit a process by control groups (Linux cgroups, version 1 or 2), and pin it to cores. A
+group's limits also hold for the groups inside it: the smallest limit from the process's own group to the root counts.
 """
 
 import os
@@ -15,21 +14,19 @@ _ROOT = Path("/")
 
 
 def usable_cores(root: Path = _ROOT) -> int:
-    """The cores that this process may compute on at the same time, at least 1: those that it is pinned to, and no more
-    than its control groups pay for.
-
-    `root` is where /proc and /sys are.
+    """The number of cores that this process may use at the same time, at least 1: those that it is pinned to, within
+    the quotas of its control groups. `root`: the folder of /proc and /sys.
     """
     pinned = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quotas = [text.split() for text in _values(root, "cpu", "cpu.max", "cpu.cfs_quota_us cpu.cfs_period_us")]
-    # microseconds of computing in each period of so many; `max`, or -1: no limit
+    # microseconds of computing per period, and the period in microseconds; `max` or -1: no limit
     limits = [[int(word) for word in words] for words in quotas if all(map(str.isdecimal, words))]
     shares = [limit[0] / limit[1] for limit in limits if len(limit) == 2 and limit[1] > 0]
     return max(1, int(min([pinned, *shares])))
 
 
 def usable_memory_bytes(root: Path = _ROOT) -> int:
-    """The memory of this machine, or what the control groups of this process may have of it."""
+    """The bytes of memory that this process may use: the machine's, or its control groups' limit if that is smaller."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limits = [int(text) for text in _values(root, "memory", "memory.max", "memory.limit_in_bytes") if text.isdecimal()]
     return min([machine, *limits])
@@ -46,9 +43,8 @@ def cpu_model() -> str:
 
 
 def _values(root: Path, controller: str, file: str, files_of_version_1: str) -> Iterator[str]:
-    """What the files say in each of this process's groups for `controller`, own first; of several, side by side.
-
-    Lines of the file that names the groups are `4:memory:/a/b`, or `0::/a/b` of version 2.
+    """The content of the limit files in each of this process's groups for `controller`, innermost group first; that of
+    several files is joined by spaces. Lines of /proc/self/cgroup are `4:memory:/a/b` or, in version 2, `0::/a/b`.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8", errors="replace").splitlines()
@@ -64,6 +60,6 @@ def _values(root: Path, controller: str, file: str, files_of_version_1: str) -> 
             continue
         inner = Path(path.lstrip("/"))
         for folder in (inner, *inner.parents):
-            # the root has no limits; a container does not see the groups that it is in
+            # the root has no limits; a container does not see the groups around it
             with suppress(OSError, ValueError):
                 yield " ".join((mounted / folder / name).read_text(encoding="ascii").strip() for name in names)

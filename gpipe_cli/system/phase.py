@@ -1,6 +1,6 @@
-"""The line of a terminal that names what a command is doing, before it has anything to show.
+"""The terminal line that names what a command is doing, before it has anything to show.
 
-It has no end: what is shown next takes its place, and so does the next phase. Outside a terminal there is none.
+The line has no line feed, so that the next phase, or what is shown next, replaces it. Only terminals get it.
 """
 
 import shutil
@@ -11,11 +11,11 @@ from contextvars import ContextVar
 
 
 class _Line:
-    """What stands on the terminal."""
+    """The state of the terminal line."""
 
     def __init__(self) -> None:
-        self.title = ""  # the phase of the preparation
-        self.shown = 0  # characters
+        self.title = ""  # the last one given
+        self.shown = 0  # characters on the line
 
 
 _LINE: ContextVar[_Line | None] = ContextVar("phase", default=None)
@@ -23,7 +23,7 @@ _LINE: ContextVar[_Line | None] = ContextVar("phase", default=None)
 
 @contextmanager
 def phases() -> Iterator[None]:
-    """Inside, phases are shown; afterwards none is left."""
+    """Inside, phases are shown; afterwards the line is cleared."""
     before = _LINE.set(_Line())
     try:
         yield
@@ -33,8 +33,7 @@ def phases() -> Iterator[None]:
 
 
 def phase(doing: str, title: str | None = None) -> bool:
-    """Shows what is being done, behind the title that was given last if there is room for it. False where nothing is
-    shown."""
+    """Show `doing`, after the last `title` given if there is room for both. Returns whether anything is shown."""
     line = _LINE.get()
     if line is None or not sys.stdout.isatty():
         return False
@@ -46,13 +45,13 @@ def phase(doing: str, title: str | None = None) -> bool:
 
 
 def end_phase() -> None:
-    """Takes the line away, as something else is shown."""
+    """Clear the line, before something else is shown."""
     if (line := _LINE.get()) is not None and line.shown:
         _write(line, "")
 
 
 def _write(line: _Line, text: str) -> None:
-    """The title in the place of what is shown, the cursor at its beginning, with no escape codes."""
+    """Replace the line by `text`, without escape codes, and put the cursor at its beginning."""
     blanks = " " * (line.shown - len(text))
     sys.stdout.write(f"{text}{blanks}\r")
     sys.stdout.flush()

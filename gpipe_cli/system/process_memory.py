@@ -1,4 +1,4 @@
-"""What a stage needs of a device's memory: on a GPU the allocator's, on a CPU its process's, libraries included."""
+"""The memory of a stage: on a GPU what torch's allocator holds, on a CPU that of its process, libraries included."""
 
 import resource
 import sys
@@ -15,14 +15,14 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def own_bytes() -> int:
-    """What this process has in memory now that is of no file: of a worker that begins, all that its imports left."""
+    """The anonymous memory (RssAnon) of this process in bytes; in a worker that begins, all that its imports left."""
     return _resident_bytes("RssAnon")
 
 
 def library_bytes(device: torch.device, begun_bytes: int) -> int:
-    """How much of a stage's memory is that of libraries: what importing them left, and their code that has run so far.
+    """The bytes of libraries in a stage's memory: `begun_bytes`, which importing them left, and code that has run.
 
-    0 on a GPU, whose allocator holds tensors only, and where the system does not tell (other than Linux).
+    0 on a GPU, whose allocator holds tensors only, and on systems that do not tell (other than Linux).
     """
     return begun_bytes + _resident_bytes("RssFile") if device.type == "cpu" and begun_bytes else 0
 

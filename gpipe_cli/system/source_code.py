@@ -1,32 +1,32 @@
-"""Which version of its source code a program runs: asked of git, where the file lies in a working tree of git's."""
+"""Looks up which commit a source file is at, if it lies in a working tree of git."""
 
 import os
 import subprocess
 from pathlib import Path
 from typing import TypedDict
 
-_PATIENCE_SECONDS = 1.0  # limit of one call: a working tree may lie on a slow disk, and no run waits for this
+_PATIENCE_SECONDS = 1.0  # limit of one call of git: the disk may be slow, and no run is to wait for this
 
 
 class Commit(TypedDict):
     commit: str
-    changed: bool | None  # whether files that git knows differ from it; None: git took too long to say
+    changed: bool | None  # whether tracked files differ from the commit; None: git took too long to say
 
 
 def commit_of(file: Path) -> Commit | None:
-    """The commit that is checked out where `file` lies; None where git does not know the file (an installed package, a
-    folder without git), or there is no git."""
+    """The commit that is checked out where `file` lies; None if git does not track the file (an installed package, a
+    folder without git), or is not installed."""
     if _git(file, "ls-files", "--error-unmatch", file.name) is None:
         return None
     commit = _git(file, "rev-parse", "HEAD")
-    if not commit:  # there is none yet
+    if not commit:  # the repository has no commit yet
         return None
     changes = _git(file, "status", "--porcelain", "--untracked-files=no")
     return {"commit": commit, "changed": None if changes is None else changes != ""}
 
 
 def _git(file: Path, *arguments: str) -> str | None:
-    """What git prints about the working tree of `file`; None: it failed, or took too long."""
+    """What git prints about the working tree of `file`; None: git failed, or took too long."""
     # GIT_DIR and others, which a hook sets, would lead to another working tree
     environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
     try:

@@ -1,7 +1,7 @@
-"""The program's stdout and stderr: when they cannot be written (a full disk, closed) a run need not die of it.
+"""The program's stdout and stderr, such that a run goes on when they cannot be written (a full disk, closed).
 
-What cannot be written is dropped, and remembered: the command finishes, reports in one line that output was lost, and
-ends with exit code 1. A pipe whose reader has ended (`| head`) still raises BrokenPipeError.
+Output that cannot be written is dropped; the command finishes, reports in one line that output was lost, and ends with
+exit code 1. A pipe whose reader has ended (`| head`) still raises BrokenPipeError.
 """
 
 import io
@@ -10,7 +10,7 @@ import sys
 
 
 class _Stream(io.FileIO):
-    """Raises no error but BrokenPipeError when it writes; `error` is the first failure."""
+    """A file whose writes raise no error but BrokenPipeError; `error` is the first other one."""
 
     error: OSError | None = None
 
@@ -25,7 +25,7 @@ class _Stream(io.FileIO):
 
 
 def prepare_streams() -> None:
-    """Replace stdout and stderr. One that is closed is opened on nothing, or the next file would take its number."""
+    """Replace stdout and stderr. Closed ones are opened on /dev/null, or the next file would get their descriptors."""
     closed = [_open_if_closed(number) for number in (0, 1, 2)]
     for number, name in ((1, "stdout"), (2, "stderr")):
         before = getattr(sys, name)
@@ -36,7 +36,7 @@ def prepare_streams() -> None:
 
 
 def lost_output() -> OSError | None:
-    """Why something that was written to stdout was lost; None: nothing was."""
+    """The first error that lost output to stdout; None: nothing was lost."""
     stream = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
     if not isinstance(stream, _Stream) or stream.error is None:
         return None
@@ -47,6 +47,6 @@ def _open_if_closed(number: int) -> OSError | None:
     try:
         os.fstat(number)
     except OSError as error:
-        os.open(os.devnull, os.O_RDWR)  # takes the smallest number that is free
+        os.open(os.devnull, os.O_RDWR)  # gets the smallest free descriptor, this one
         return error
     return None

@@ -1,1 +1,1 @@
-"""Training inside a worker: the train loop, its step, its data feed, checkpoints."""
+"""Training inside a worker process: the training loop, its steps, its data feed, checkpoints."""

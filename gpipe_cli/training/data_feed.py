@@ -1,7 +1,7 @@
-"""What a process reads: inputs where the first stage is, targets where the last one is, the catalogue everywhere.
+"""The data that a process reads: inputs for the first stage, targets for the last one, the catalogue in every process.
 
-A catalogue has how many samples a split has and how long they are. From it, the seed and the settings every process
-makes the same mini-batches, so that their sizes need not be sent.
+A catalogue says how many samples a split has and how long they are. From it, the seed and the settings, every process
+cuts the same mini-batches, so that their sizes need not be sent.
 """
 
 from dataclasses import dataclass, replace
@@ -31,16 +31,16 @@ from gpipe_cli.training.events import DataFacts, Notes
 from gpipe_cli.units import plural
 
 VOCABULARY = "vocabulary.model"  # SentencePiece's file, in the run folder
-_MOST_VOCABULARY_BYTES = 2**28  # a million pieces take a tenth of it
+_MOST_VOCABULARY_BYTES = 2**28  # ten times the size of a million pieces
 
 
 @dataclass(frozen=True)
 class Reading:
-    """A split as one process needs it."""
+    """The training set or the test set as one process reads it."""
 
-    split: Split | None  # only in processes with the first or the last stage
+    split: Split | None  # None in processes without the first or the last stage
     batches: MiniBatches
-    loaded: LoadedBatches | None  # the first stage's inputs, in its process
+    loaded: LoadedBatches | None  # the inputs of the first stage; None in processes without it
 
     def close(self) -> None:
         if self.loaded is not None:
@@ -49,8 +49,8 @@ class Reading:
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """Mini-batch `position` of `epoch`, as one process needs it: its pipeline's share. Mini-batches are asked for their
-    inputs in the order in which they are loaded."""
+    """Mini-batch `position` of `epoch` as one process reads it: the share of its pipeline. `inputs` must be called for
+    mini-batches in the order in which they are loaded."""
 
     reading: Reading
     epoch: int
@@ -58,21 +58,21 @@ class MiniBatch:
 
     @property
     def share(self) -> Share:
-        """Which of its samples are this pipeline's, in which micro-batches."""
+        """The samples of this mini-batch for this pipeline, and their micro-batches."""
         return self.reading.batches.share(self.epoch, self.position)
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """What its sentences are padded to; empty for images."""
+        """The lengths, in tokens, to which its sentences are padded; () for images."""
         return self.reading.batches.lengths(self.epoch, self.position)
 
     def inputs(self) -> tuple[torch.Tensor, ...] | None:
-        """The share's inputs, in the process of the first stage. The next call is that of the next mini-batch."""
+        """The share's inputs, (N, ...) each; call it once. None in processes without the first stage."""
         return None if self.reading.loaded is None else next(self.reading.loaded)
 
     def targets(self) -> tuple[torch.Tensor, int] | None:
-        """The share's targets, in processes of the first or the last stage; and the elements to predict in the whole
-        mini-batch: the denominator of its loss."""
+        """The share's targets, int64 (n,) or (n, T), and the number of elements to predict in the whole mini-batch, the
+        denominator of its loss. None in processes without the first or the last stage."""
         if self.reading.split is None:
             return None
         indices, share = self.reading.batches.indices(self.epoch, self.position), self.share
@@ -83,7 +83,7 @@ class MiniBatch:
 
 
 def saved_vocabulary(run: Path) -> bytes | None:
-    """The content of the SentencePiece model in the folder of a run; None where there is none.
+    """The content of the SentencePiece model in the folder of a run; None if there is none.
 
     Raises InputError if it cannot be read.
     """
@@ -96,28 +96,28 @@ def saved_vocabulary(run: Path) -> bytes | None:
 
 
 class Data:
-    """What a process has opened before the processes are connected, and what it reads afterwards."""
+    """The data that a process opens before the processes are connected, and reads afterwards."""
 
     def __init__(
         self, config: TrainConfig, spec: PipelineSpec, process: int, start: Progress | None, source: Path | None
     ) -> None:
-        """Open the data where the first or the last stage is, and start loading: training from `start` on, or the
-        test set alone. `source` is the folder of the run whose weights there will be; text is read with its vocabulary.
+        """Open the data with the first or the last stage; with the first, start loading the test set and, unless
+        `start` is None, the training set from there. Text is read with the vocabulary of the run in folder `source`.
 
         Loader processes are forked here, before this process has threads, connections or a CUDA context. Raises
-        InputError if an epoch of the run that is resumed had another number of steps.
+        InputError if an epoch of the resumed run had another number of steps.
         """
         stages = spec.layout.stages_of(process)
         self._config, self._first, self._replica = config, 0 in stages, spec.layout.replica_of(process)
         self._splits: tuple[Split, Split] | None = None
-        # of the training set (True) and the test set, where the first stage is
+        # keys: True for the training set, False for the test set; empty without the first stage
         self._readings: dict[bool, Reading] = {}
         if self._first or spec.partitions - 1 in stages:  # stages in between never see a sample
             saved = None if source is None or config.task == "classification" else saved_vocabulary(source)
             self._splits = open_data(config, saved)
         if self._splits is None or not self._first:
             return
-        # Last the only loader that pins memory: it starts a thread that opens a CUDA context.
+        # The training set is last, as its loader alone pins memory: that starts a thread which opens a CUDA context.
         pin = spec.layout.device_of(process) != "cpu"
         for training, split in zip((False, True), reversed(self._splits), strict=True):
             if training and start is None:
@@ -136,8 +136,8 @@ class Data:
             self._readings[training] = Reading(split, batches, loaded)
 
     def reading(self, control: ControlGroup, *, training: bool) -> Reading:
-        """The training set or the test set as this process reads it. Called in every process once they are connected:
-        those without samples are sent the catalogue."""
+        """The training set or the test set as this process reads it. Call it in every process once they are connected:
+        those without samples receive the catalogue."""
         split = None if self._splits is None else self._splits[0 if training else 1]
         known = split.catalogue if split is not None and self._first else None
         catalogue = next(catalogue for catalogue in control.collect(known) if catalogue is not None)
@@ -147,7 +147,7 @@ class Data:
         return Reading(split, batches, None)
 
     def facts(self) -> DataFacts:
-        """What the banner says of the data; called where the first stage is."""
+        """What the banner says about the data. Call it only in the process of the first stage."""
         assert self._splits is not None
         train, test = self._splits
         facts = DataFacts(train.catalogue.samples, test.catalogue.samples)
@@ -166,15 +166,15 @@ class Data:
         return replace(facts, notes=notes)
 
     def save_vocabulary(self, folder: Path) -> None:
-        """Write what the tokens mean into the run's folder; called where the first stage is."""
+        """Write the vocabulary of text into the run's folder. Call it only in the process of the first stage."""
         assert self._splits is not None
         if isinstance(self._splits[0], TextSplit | PairSplit):
             write_whole(folder / VOCABULARY, self._splits[0].vocabulary.model)
 
 
 def mini_batches(config: TrainConfig, catalogue: Catalogue, *, training: bool, replica: int = 0) -> MiniBatches:
-    """The mini-batches of a training set, or of a test set: there every sample once, and in the same order each time.
-    `replica` gets a share of each mini-batch.
+    """The mini-batches of a training set, or of a test set: all of its samples, in the same order each time. `replica`
+    is the pipeline whose share of each mini-batch is read.
 
     Raises InputError for a training set that is smaller than one mini-batch.
     """
@@ -198,8 +198,8 @@ def mini_batches(config: TrainConfig, catalogue: Catalogue, *, training: bool, r
 
 
 def refuse_short_last(config: TrainConfig, batches: MiniBatches) -> None:
-    """Raises InputError if the model, or one of the replicas, cannot train on the last mini-batch of an epoch, which
-    may be short."""
+    """Raises InputError if the model or one of the replicas cannot train on the last mini-batch of an epoch, which may
+    have fewer samples than the others."""
     if config.batch_size is not None:
         smallest = min(batches.size(0, position) for position in range(batches.steps_per_epoch))
         if smallest < config.replicas:
@@ -209,11 +209,11 @@ def refuse_short_last(config: TrainConfig, batches: MiniBatches) -> None:
 
 
 def workers_of(config: TrainConfig) -> int:
-    """The number of loader processes: as the settings say, or what suits the data set."""
+    """The number of loader processes: `data_workers`, or if that is None what suits the data set."""
     if config.data_workers is not None:
         return config.data_workers
     if config.task != "classification":
-        return 0  # a batch of text is a few look-ups, less than it takes to hand it over
-    # Decoding files takes several cores at full speed; more than 8 rarely help one accelerator's host. Images in memory
-    # need one process, enough to overlap with the step.
+        return 0  # a batch of text is a few look-ups, cheaper than sending it between processes
+    # Decoding image files keeps several cores busy; more than 8 rarely help the host of one accelerator. For images in
+    # memory one process is enough to overlap loading with the step.
     return min(usable_cores(), 8) if config.dataset.name in DECODED else 1

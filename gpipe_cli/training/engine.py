@@ -1,4 +1,4 @@
-"""The part of the pipeline that is in this process, with what training adds to it: optimizers and averages."""
+"""The stages of the pipeline in this process, with what training adds to them: optimizers and weight averages."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -28,30 +28,30 @@ from gpipe_cli.planner.pipeline_spec import PipelineSpec
 
 @dataclass(frozen=True)
 class WorkerProcess:
-    """What a task is given of the process that does it."""
+    """What a task is given by the worker process that runs it."""
 
     number: int
     connect: Callable[[], tuple[ControlGroup, ProcessGroups | None]]  # connects to the other processes of the run
     report: Callable[[object], None]  # sends a message, a frozen dataclass, to the parent
-    on_action: OnAction = ignore_action  # called before every action
-    before_failing: list[Callable[[], None]] = field(default_factory=list)  # called once the task has raised
+    on_action: OnAction = ignore_action  # called before every action of the pipeline
+    before_failing: list[Callable[[], None]] = field(default_factory=list)  # called after the task has raised
 
 
 @dataclass(frozen=True)
 class Engine:
-    """This process's part of a run: the stages (by index) with their optimizers and averages, the executor that runs
-    schedules on them, and the group over which the processes agree."""
+    """This process's part of a run: its stages (by index) with their optimizers and weight averages, the executor that
+    runs schedules on them, and the control group of all processes."""
 
     config: TrainConfig
     spec: PipelineSpec
-    model: nn.Sequential  # the whole one, on the meta device
+    model: nn.Sequential  # the whole model, on the meta device
     control: ControlGroup
     stages: dict[int, Stage]
     executor: Executor
     optimizers: dict[int, torch.optim.Optimizer | None]
     averages: dict[int, WeightAverage]
     parameters: dict[int, dict[str, nn.Parameter]]  # stage -> global name -> parameter, in global order
-    replicas: Replicas | None  # None: there is one pipeline
+    replicas: Replicas | None  # None: there is only one pipeline
 
     @property
     def has_first(self) -> bool:
@@ -74,16 +74,16 @@ class Engine:
         return MEMORY_FORMATS[self.spec.memory_format]
 
     def gradients(self) -> list[torch.Tensor]:
-        """Global names of this process's parameters, in global order."""
+        """The gradients of this process's parameters in global order, without parameters that have none."""
         return [gradient for k in self.stages for gradient in gradients_of(self.parameters[k].values())]
 
     def set_progress(self, share: float) -> None:
-        """Tell the model how much of the training is done (scheduled drop-path)."""
+        """Set the share of all training steps that is done, 0 to 1, in every stage (for scheduled drop-path)."""
         for stage in self.stages.values():
             set_progress(stage.module, share)
 
     def compile(self, sizes: Iterable[int]) -> Compiled:
-        """Have all layers of this process compiled for micro-batches of these sizes; returns what that took."""
+        """Compile all layers of this process for micro-batches of `sizes` samples; returns what was compiled."""
         before = Compiled.so_far()
         for samples, (k, stage) in product(sizes, self.stages.items()):
             inputs = self.spec.training_boundaries[k - 1] if k else self.spec.inputs
@@ -92,7 +92,7 @@ class Engine:
 
     @contextmanager
     def evaluating(self, *, averages: bool) -> Iterator[None]:
-        """Inside, the model is in evaluation mode, on the averages if asked for."""
+        """Inside, all stages are in evaluation mode; with `averages`, they have the averaged weights."""
         with ExitStack() as stack:
             if averages:
                 for average in self.averages.values():
@@ -103,7 +103,7 @@ class Engine:
             yield
 
     def finish(self) -> None:
-        """At the end of a run: waits until everything is sent and all processes are here, before one disconnects."""
+        """At the end of a run: wait until all tensors are sent and all processes are here, before one disconnects."""
         self.executor.settle()
         self.control.barrier()
 
@@ -117,11 +117,10 @@ def build_engine(
     on_action: OnAction = ignore_action,
     pretrained: bool = True,
 ) -> Engine:
-    """Make the stages of this process real, with their first weights.
+    """Build the stages of this process, with their initial weights.
 
-    `pretrained`: with the pretrained weights that the settings ask for; False where a checkpoint will give others.
-
-    What the spec says is frozen gets no optimizer; a stage that is frozen as a whole has none.
+    `pretrained`: load the pretrained weights that the settings name; False if a checkpoint's weights replace them.
+    Frozen parameters are in no optimizer; the optimizer of a stage without trainable parameters is None.
     """
     process = control.rank
     spec = spec.of_replica(spec.layout.replica_of(process))
@@ -162,7 +161,7 @@ def build_stage(
     model: nn.Sequential,
     whole: Callable[[], nn.Sequential] | None,
 ) -> Stage:
-    """Stage `index`, in training mode; `model` stands on the meta device, `whole` is what `real_model` says."""
+    """Stage `index`, in training mode; `model` is the whole model on the meta device, `whole` is from `real_model`."""
     memory_format, device = MEMORY_FORMATS[spec.memory_format], torch.device(spec.layout.devices[index])
     first, layers = spec.first_layers[index], len(spec.layer_names[index])
     module = materialize(model, first, layers, run_seed=config.seed, device=device, whole=whole)

@@ -1,5 +1,5 @@
-"""What the workers of a training or an evaluation send to the parent while they run. Process 0 alone sends them,
-but for the message that it was stopped."""
+"""Messages that workers send to the parent during a training, an evaluation or an export. Only process 0 sends them,
+except `TrainingStopped`, which every process sends."""
 
 from dataclasses import dataclass
 
@@ -8,42 +8,42 @@ Notes = tuple[tuple[str, str], ...]  # lines of the banner: label, fact
 
 @dataclass(frozen=True)
 class DataFacts:
-    """What the banner says of the data."""
+    """What the banner says about the data."""
 
-    train_samples: int | None = None  # None, as of the next one: not opened, as in a dry run
-    test_samples: int | None = None
-    vocabulary: int | None = None  # tokens in it; text only, as all that follows
-    languages: int | None = None  # languages of a translation
-    unigram_perplexity: float | None = None  # the test set's, if a model knows only how frequent tokens are
+    train_samples: int | None = None  # None: the data was not opened, as in a dry run
+    test_samples: int | None = None  # None: as above
+    vocabulary: int | None = None  # number of tokens; None for images
+    languages: int | None = None  # number of languages; None except for translation
+    unigram_perplexity: float | None = None  # of the test set, by token frequencies alone; None for images
     notes: Notes = ()
 
 
 @dataclass(frozen=True)
 class LayersCompiled:
-    """What compile=true has done, in all processes together."""
+    """What compile=true has compiled, over all processes."""
 
     layers: int
-    sizes: tuple[int, ...]  # samples in each micro-batch
-    graphs: int  # graphs of layers: equal layers in a process share one for each size
-    made: int  # forwards and backwards of these that were compiled
-    found: int  # kernels found on disk
-    seconds: float  # the process that took longest
+    sizes: tuple[int, ...]  # sizes of micro-batches, in samples
+    graphs: int  # graphs of layers: equal layers in a process share one per size
+    made: int  # forwards and backwards of these graphs that were compiled
+    found: int  # those found in torch's cache on disk
+    seconds: float  # time of the slowest process
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores on the test set: as in a step, but the loss is the cross-entropy."""
+    """Scores on the test set, as in `StepDone`, but the loss is the plain cross-entropy in nats."""
 
     tokens: int | None
     loss: float
     top1: float
     top5: float | None
-    averaged: bool  # whether the weights were the moving average
+    averaged: bool  # whether the weights were their moving averages
 
 
 @dataclass(frozen=True)
 class Tested:
-    """The test set after some step."""
+    """The scores on the test set after step `step`."""
 
     step: int
     epoch: int
@@ -60,13 +60,13 @@ class TrainingReady:
     steps_per_epoch: int
     gpu_names: tuple[str, ...]
     compiled: LayersCompiled | None = None
-    test: Tested | None = None  # the last one before the first step, as of the next one
-    best: Tested | None = None
+    test: Tested | None = None  # the last evaluation before the first step, of a resumed run
+    best: Tested | None = None  # the best one before it
 
 
 @dataclass(frozen=True)
 class StepDone:
-    """One optimizer step, sent during the next one. Loss and shares are means over the samples of its mini-batch, for
+    """One optimizer step, sent during the next one. Losses and top-1/top-5 are means over the mini-batch's samples, for
     text over its tokens."""
 
     step: int  # steps done, this one included: the first is 1
@@ -74,35 +74,35 @@ class StepDone:
     position: int  # steps done in this epoch, this one included: the last is steps_per_epoch
     samples: int
     tokens: int | None  # tokens to predict, padding not counted; None for images
-    lengths: tuple[int, ...]  # lengths that its sentences were padded to; () for images
+    lengths: tuple[int, ...]  # lengths, in tokens, to which the sentences were padded; () for images
     seconds: float
     loss: float  # the loss minimized, with label smoothing and the auxiliary head
     cross_entropy: float  # unit: nats
-    top1: float  # share of right predictions, 0 to 1
+    top1: float  # share of correct predictions, 0 to 1
     top5: float | None  # None for text
     learning_rate: float
     gradient_norm: float  # over all stages, before clipping
-    memory_bytes: tuple[int, ...]  # peak of each stage so far
+    memory_bytes: tuple[int, ...]  # peak memory of each stage so far
     without_core: tuple[float, ...]  # per stage, the share of its computing time without a core; 0 on a GPU
-    # Counted in one of the first steps; None in the others.
-    activation_bytes: tuple[int, ...] | None  # per stage, the most that was saved at once
-    library_bytes: tuple[int, ...] | None  # per stage, that of its process at that time; 0 on a GPU
+    # The next two are counted in one of the first steps, and None in all others.
+    activation_bytes: tuple[int, ...] | None  # per stage, the most bytes of activations saved at once
+    library_bytes: tuple[int, ...] | None  # per stage, memory of its process's libraries; 0 on a GPU
 
 
 @dataclass(frozen=True)
 class StepRecorded:
-    """When the stages did what in the step that was sent last."""
+    """The timeline of the step of the last `StepDone`."""
 
-    seconds: list[list[float]]  # per stage, as `Recording.seconds` gives them
-    began_seconds: float  # on the same clock
+    seconds: list[list[float]]  # per stage, as returned by `Recording.seconds`
+    began_seconds: float  # when the step was launched and stage 0 was free, on the same clock
 
 
 @dataclass(frozen=True)
 class Evaluated(Tested):
-    """One evaluation for a step."""
+    """An evaluation during training."""
 
     is_best: bool
-    translations: tuple["Translation", ...]  # some of them; () where there is nothing to translate
+    translations: tuple["Translation", ...]  # of some test sentences; () if the task is not translation
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class CheckpointFailed:
 
 @dataclass(frozen=True)
 class CheckpointAwaited:
-    """The training waited after a step, as the checkpoint of an earlier one, or of the last one, was not complete."""
+    """After `step`, the training waited because the checkpoint of `awaited_step` was not complete."""
 
     step: int
     awaited_step: int
@@ -131,7 +131,7 @@ class CheckpointAwaited:
 
 @dataclass(frozen=True)
 class TrainingStopped:
-    """The training has ended before its last step, as asked, with a checkpoint. Every process sends it."""
+    """The training was asked to stop, and ended before its last step with a checkpoint. Every process sends this."""
 
     step: int
 
@@ -143,7 +143,7 @@ class EvaluationReady:
 
 @dataclass(frozen=True)
 class SentencesDecoded:
-    """`gpipe evaluate`: how many sentences of how many are translated."""
+    """`gpipe evaluate`: `done` sentences out of `of` are translated."""
 
     done: int
     of: int
@@ -151,12 +151,12 @@ class SentencesDecoded:
 
 @dataclass(frozen=True)
 class EvaluationDone:
-    """`gpipe evaluate`: the answer."""
+    """`gpipe evaluate`: the result."""
 
     samples: int
     scores: Scores
-    seconds: float
-    unigram_perplexity: float | None  # text only
+    seconds: float  # of the pass over the test set, without decoding
+    unigram_perplexity: float | None  # None for images
     translation: "TranslationScores | None"  # None: nothing was decoded
 
 
@@ -165,21 +165,21 @@ class ModelWritten:
     """`gpipe export`: the file is complete."""
 
     bytes: int
-    holds: str  # `122 tensors`
-    call: str  # the call of a function that reads it
+    holds: str  # what the file holds, such as `122 tensors`
+    call: str  # the Python expression that reads the file
 
 
 @dataclass(frozen=True)
 class FileEvaluated:
-    """`gpipe export`: the test set, by the file alone."""
+    """`gpipe export`: the scores on the test set of the model in the file."""
 
     scores: Scores
-    by: str  # the program that has read it
+    by: str  # name and version of the program that read the file
 
 
 @dataclass(frozen=True)
 class Translation:
-    """One sentence of the test set, as the model translates it."""
+    """One sentence of the test set, with the model's translation."""
 
     pair: str  # `de-en`
     source: str
@@ -189,16 +189,16 @@ class Translation:
 
 @dataclass(frozen=True)
 class TranslationScores:
-    """How well a test set was translated, by sentences decoded without sight of their references; scores 0 to 100."""
+    """Scores, 0 to 100, of sentences of the test set that were decoded without teacher forcing."""
 
     bleu: float
     chrf: float
-    bleu_copy: float  # BLEU of the sources taken for translations
-    chrf_copy: float
-    sentences: int  # decoded
-    of: int  # sentences of the test set
+    bleu_copy: float  # BLEU of the sources, taken as translations
+    chrf_copy: float  # chrF of the same
+    sentences: int  # sentences decoded
+    of: int  # sentences in the test set
     beam: int
     seconds: float  # time to decode
-    bleu_signature: str  # how it was computed, in the words of the library that did
-    chrf_signature: str
+    bleu_signature: str  # sacreBLEU's description of how `bleu` was computed
+    chrf_signature: str  # and `chrf`
     examples: tuple[Translation, ...]

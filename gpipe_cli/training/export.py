@@ -1,12 +1,11 @@
-"""`gpipe export`: a run's model as one plain file, which other programs read without any code of ours.
+"""`gpipe export`: a run's model as one plain file, which other programs read without this package.
 
-Tensors have the names of timm where timm builds the network, without our layers before them; in other models those of
-the modules, as `nn.Sequential.state_dict` gives them. What the numbers mean comes with them: classes, pixels, the
-settings of the model; of text the vocabulary.
+If timm builds the network, tensors have timm's names, without the names of our layers before them; otherwise those of
+`nn.Sequential.state_dict`. Metadata says what the numbers mean: model settings, classes, normalization of pixels, and
+for text the vocabulary.
 
-The file is evaluated as another program would: read from disk into timm's network, into plain PyTorch, or by
-onnxruntime, and without stages. Micro-batches are those of the pipeline, so that where nothing is lost the bits are the
-same.
+The file is evaluated as another program would do it: read from disk into timm's network, plain PyTorch or onnxruntime,
+without stages. Micro-batches are those of the pipeline, so that the results are bit-identical if nothing was lost.
 """
 
 import base64
@@ -46,9 +45,9 @@ from gpipe_cli.units import plural
 
 
 def write_model(config: ExportConfig, checkpoint: Path, file: Path, threads: int, process: WorkerProcess) -> None:
-    """Write the model of a checkpoint, and report it.
+    """Write the model of a checkpoint to `file`, and report that.
 
-    Raises InputError, one line, for a model that has no such file, and for data that is not here to evaluate it on.
+    Raises InputError, one line, for a model that cannot be exported in this format, and for missing evaluation data.
     """
     control, _ = process.connect()
     with control.waits(Awaited.COMPILER):  # minutes, for a large model
@@ -56,7 +55,7 @@ def write_model(config: ExportConfig, checkpoint: Path, file: Path, threads: int
         texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in facts.items()}
         model = whole_model(config.training, checkpoint)
         of_timm = _timm_arguments(config.training) is not None
-        # a layer of timm's modules has in it what timm's whole network has, under the same names
+        # a layer made of timm's modules holds them under the names that they have in timm's whole network
         tensors = {name.partition(".")[2] if of_timm else name: tensor for name, tensor in model.state_dict().items()}
         holds = plural(len(tensors), "tensor")
         match config.format:
@@ -78,8 +77,8 @@ def _contiguous(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _facts(config: ExportConfig, checkpoint: Path) -> dict[str, Any]:
-    """What stands in the file beside the tensors: texts, numbers, lists and dictionaries. Raises InputError for data
-    that is to be evaluated on and not here; where it is not, the names of classes are not known."""
+    """The file's metadata: texts, numbers, lists and dictionaries; without the names of classes if the data is missing.
+    Raises InputError if it is missing and needed for evaluation."""
     run = config.training
     settings = {key: value for key, value in asdict(run.model).items() if key not in ("pretrained", "weights")}
     arguments = _timm_arguments(run)
@@ -107,7 +106,7 @@ def _facts(config: ExportConfig, checkpoint: Path) -> dict[str, Any]:
 
 
 def _timm_arguments(config: TrainConfig) -> dict[str, Any] | None:
-    """What `timm.create_model` makes the run's network of; None for one that timm does not build."""
+    """The arguments with which `timm.create_model` builds the run's network; None if timm does not build it."""
     model, dataset = config.model, config.dataset
     if not isinstance(model, ResNetConfig | TimmConfig) or not isinstance(dataset, ImagesConfig):
         return None
@@ -116,7 +115,7 @@ def _timm_arguments(config: TrainConfig) -> dict[str, Any] | None:
 
 
 def _call(config: ExportConfig, file: Path) -> str:
-    """The Python expression that reads the file."""
+    """The Python expression that reads the file in its format."""
     arguments = _timm_arguments(config.training)
     match config.format:
         case "onnx":
@@ -132,9 +131,9 @@ def _call(config: ExportConfig, file: Path) -> str:
 def evaluate_file(
     config: TrainConfig, form: Format, file: Path, run: Path, spec: PipelineSpec, process: WorkerProcess
 ) -> None:
-    """Run the test set once through what another program reads from an exported file, and report the scores.
+    """Run the test set once through the model that another program reads from an exported file; report the scores.
 
-    `config` are the settings of the run in the folder `run`, `spec` has a single process.
+    `config` has the settings of the run in the folder `run`; `spec` has a single process.
     """
     data = Data(config, spec, process.number, None, run)
     control, _ = process.connect()
@@ -161,7 +160,7 @@ def evaluate_file(
 def _program(
     config: TrainConfig, form: Format, file: Path, spec: PipelineSpec, device: torch.device
 ) -> tuple[str, Callable[[Tensors], Tensors]]:
-    """The name of the program that has read the file, and a function from inputs to its logits."""
+    """The name and version of the program that reads the file, and a function from inputs on `device` to logits."""
     if form == "onnx":
         return onnx_program(file, spec.layout.threads)
     arguments = _timm_arguments(config)

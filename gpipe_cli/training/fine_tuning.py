@@ -1,7 +1,7 @@
 """A run that begins with the weights of another one (paper section 4: ImageNet's AmoebaNet-B on eight other data sets).
 
-All but the classifier is taken, which is drawn anew where the classes are others; the training begins at its first
-step, with a fresh optimizer. The averaged weights are taken where there are any: that run was evaluated on them.
+All weights are taken but those of the classifier, which are initialized anew if the classes differ. Training begins at
+step 0 with a fresh optimizer. Averaged weights are taken if the other run has any, as it was evaluated with them.
 """
 
 from collections.abc import Callable, Iterable
@@ -25,16 +25,15 @@ from gpipe_cli.units import count, plural
 
 
 def fine_tune(engine: Engine, checkpoint: Path | None) -> Notes:
-    """Put the weights of a checkpoint of `init_from` into the stages of this process, unless the run is resumed and has
-    its weights. Returns what the banner says of what was taken and of what is frozen. Raises as `find_taking` does.
-    """
+    """Copy the weights of the checkpoint that `init_from` led to into this process's stages, unless the run is resumed.
+    Returns the banner's lines about taken and frozen weights. Raises as `find_taking` does."""
     config, frozen = engine.config, frozen_facts(engine.spec)
     if config.init_from is None or config.resume is not None or checkpoint is None:
         return frozen
     both, new = find_taking(config, engine.model, checkpoint)
     for k, stage in engine.stages.items():
         tensors = read_tensors(checkpoint, engine.spec.layer_names[k], ("model", "ema"))
-        values = select(tensors, "model") | select(tensors, "ema")  # averages are of what is floating-point only
+        values = select(tensors, "model") | select(tensors, "ema")  # only floating-point tensors have averages
         state = stage.module.state_dict()
         with torch.no_grad():
             for name in state.keys() - new:
@@ -46,10 +45,9 @@ def fine_tune(engine: Engine, checkpoint: Path | None) -> Notes:
 
 
 def find_weights(config: TrainConfig, warn: Callable[[str], None]) -> Path:
-    """The checkpoint that `init_from` means: its best one, or if that is damaged the newest one that is not; `warn` is
-    called with a line then.
+    """The best checkpoint of the run `init_from`; if that is damaged, the newest intact one, and `warn` gets a line.
 
-    Raises InputError, one line, as `find_taking` does, or if there is none.
+    Raises InputError, one line, as `find_taking` does, or if the run has no checkpoint that can be used.
     """
     assert config.init_from is not None
     check = partial(find_taking, config, build_model(config))
@@ -57,18 +55,18 @@ def find_weights(config: TrainConfig, warn: Callable[[str], None]) -> Path:
 
 
 def find_taking(config: TrainConfig, model: nn.Sequential, checkpoint: Path) -> tuple[CheckpointMatch, frozenset[str]]:
-    """What `init_from` and `init_head` mean for `model`: the names of the tensors that stay new, as all others are
-    taken from the checkpoint.
+    """How a checkpoint matches `model`, and the names of the tensors that stay new under `init_from` and `init_head`;
+    all others are taken from the checkpoint.
 
-    Raises InputError, one line: a checkpoint of another architecture (and which names or shapes differ), or a
-    classifier that shall be kept and does not fit; and DamagedError for one that is not whole.
+    Raises InputError, one line, for a checkpoint of another architecture (naming what differs) and for a classifier
+    that does not fit under init_head=keep; DamagedError for a checkpoint that lacks a tensor or cannot be read.
     """
     assert config.init_from is not None
     both = CheckpointMatch.of("init_from", Path(config.init_from), checkpoint, config, model)
     here, there = both.here, both.there
     classifier = classifier_of(config, model)
     _refuse_other_names(both, classifier)
-    absent = frozenset(name for name in here if _layer(name) not in both.index.layers)  # a second classifier
+    absent = frozenset(name for name in here if _layer(name) not in both.index.layers)  # an auxiliary head
     both.refuse_other_shapes(sorted(here.keys() - classifier - absent))
     unfit = sorted(name for name in classifier - absent if there.get(name) != here[name])
     if unfit and config.init_head == "keep":
@@ -87,7 +85,7 @@ def find_taking(config: TrainConfig, model: nn.Sequential, checkpoint: Path) -> 
 
 
 def frozen_facts(spec: PipelineSpec) -> Notes:
-    """The banner's line about what is not trained, if anything is not."""
+    """The banner's line about frozen layers and parameters; () if nothing is frozen."""
     frozen = spec.frozen
     if not frozen.modules and not frozen.parameters:
         return ()
@@ -104,7 +102,7 @@ def frozen_facts(spec: PipelineSpec) -> Notes:
 
 
 def _taken_facts(both: CheckpointMatch, new: frozenset[str], spec: PipelineSpec) -> Notes:
-    """The banner's lines about what was taken and what was not."""
+    """The banner's lines about the layers that were taken and those that are new."""
     taken_layers, new_layers = _layers_of(both.here.keys() - new), _layers_of(new)
     layers = [name for names in spec.layer_names for name in names]
     parts = [layer for layer in layers if layer in taken_layers & new_layers]
@@ -120,10 +118,8 @@ def _taken_facts(both: CheckpointMatch, new: frozenset[str], spec: PipelineSpec)
 
 
 def _refuse_other_names(both: CheckpointMatch, classifier: frozenset[str]) -> None:
-    """Raises InputError if the layers are others, or the tensors in them.
-
-    What may be on one side only is a second classifier in the middle, AmoebaNet's auxiliary head.
-    """
+    """Raises InputError if the names of layers, or of tensors in them, differ; AmoebaNet's auxiliary head, a second
+    classifier in the middle, may be on one side only."""
     here, there, config, source = both.here, both.there, both.config, both.source
     layers_here, layers_there = (list(dict.fromkeys(map(_layer, names))) for names in (here, there))
     extra = _layers_of(classifier) - {layers_here[-1]}
@@ -132,7 +128,7 @@ def _refuse_other_names(both: CheckpointMatch, classifier: frozenset[str]) -> No
     if only_there and type(source.model) is type(config.model) and not isinstance(source.model, CustomConfig):
         extra = _layers_of(classifier_of(source, build_model(source))) - {layers_there[-1]}
         only_there = [layer for layer in only_there if layer not in extra]
-    if not only_here and not only_there:  # then look inside
+    if not only_here and not only_there:  # the same layers: compare their tensors
         both_have = {*layers_here} & {*layers_there}
         only_here = [n for n in here if _layer(n) in both_have and n not in there and n not in classifier]
         only_there = [n for n in there if _layer(n) in both_have and n not in here]
@@ -140,7 +136,7 @@ def _refuse_other_names(both: CheckpointMatch, classifier: frozenset[str]) -> No
 
 
 def _identity(dataset: DatasetConfig) -> tuple[object, ...]:
-    """Equal for two data sets with the same classes: of one's own files also where they are."""
+    """A key that is equal for data sets with the same classes; for a user's own files it includes their folder."""
     own = dataset.name in ("image_folder", "text_files", "parallel_text")
     place = Path(dataset.root).resolve() if own and dataset.root is not None else None
     classes = (

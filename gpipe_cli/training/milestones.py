@@ -1,5 +1,5 @@
-"""Where a run begins, when it evaluates, saves and ends, and which of its weights are the best: from settings and from
-numbers that every process has, so that they need not be sent.
+"""Where a run begins, when it evaluates, saves and ends, and which weights are the best. All of this follows from
+settings and numbers that every process has, so that no decision needs to be sent.
 """
 
 import math
@@ -21,9 +21,9 @@ from gpipe_cli.training.checkpoint.files import (
 
 
 def starting_point(config: TrainConfig, source: Path | None) -> Progress:
-    """The first mini-batch, or the one that a resumed run, of which `source` is a checkpoint, comes to next.
+    """Where a run begins: the progress in the checkpoint `source` if it is resumed, otherwise step 0.
 
-    Raises InputError if its mini-batches would be others now.
+    Raises InputError if a setting that determines the mini-batches differs from that of the resumed run.
     """
     if config.resume is None or source is None:
         return Progress(0, 0, 0, config.seed, config.batch_size, config.batch_tokens, 0, 0, None, None)
@@ -40,7 +40,7 @@ def starting_point(config: TrainConfig, source: Path | None) -> Progress:
 
 @dataclass(frozen=True)
 class Milestones:
-    """What is due after which step; steps count those that are done, since the beginning of the first run.
+    """What is due after which step. Steps count from 1, including those before the run was resumed.
 
     With `only_steps` nothing is evaluated or saved, not even at the end.
     """
@@ -51,16 +51,16 @@ class Milestones:
 
     @property
     def total_steps(self) -> int:
-        """The steps of all epochs, which the learning rate is made for."""
+        """The steps of all epochs, over which the learning rate is scheduled."""
         return self.config.epochs * self.steps_per_epoch
 
     @property
     def end_step(self) -> int:
-        """The number of the last step."""
+        """The number of the last step: `total_steps`, or `max_steps` if that is less."""
         return min(self.total_steps, self.config.max_steps or self.total_steps)
 
     def refuse_finished(self, step: int) -> None:
-        """Raises InputError if a run that is resumed has done all its steps."""
+        """Raises InputError if a resumed run has done all its steps already."""
         if step < self.end_step:
             return
         epochs, ended = self.config.epochs, self.end_step == self.total_steps
@@ -78,7 +78,7 @@ class Milestones:
         return self._due(step, every.every_epochs * self.steps_per_epoch, every.every_steps)
 
     def _due(self, step: int, *intervals: int) -> bool:
-        """Whether `step` is the last one, or divided by one of these intervals, of which 0 is never."""
+        """Whether `step` is the last one, or a multiple of one of the intervals; an interval of 0 means never."""
         ends = step == self.end_step or any(every > 0 and step % every == 0 for every in intervals)
         return ends and not self.only_steps
 
@@ -94,7 +94,7 @@ def progress_if_complete(config: TrainConfig, folder: Path) -> Progress | None:
 
 
 def score_of(totals: Totals, text: bool) -> float:
-    """What the best checkpoint has the most of: top-1 of the test set, or for text its loss with a minus."""
+    """The score by which the best checkpoint is chosen, greater is better: test top-1, or for text minus test loss."""
     loss, _, top1, _ = totals.means
     return -loss if text else top1
 
@@ -104,7 +104,7 @@ def is_best(score: float, progress: Progress) -> bool:
 
 
 class DivergedError(RuntimeError):
-    """The loss or a gradient is not a number any more."""
+    """The loss or the gradient norm is not finite."""
 
 
 def refuse_nonsense(config: TrainConfig, loss: float, norm: float, step: int, epoch: int, rate: float) -> None:

@@ -1,8 +1,7 @@
-"""A model as an ONNX file by torch's own exporter (`torch.onnx.export`, dynamo), tried with onnxruntime before it is
-written.
+"""A model as an ONNX file, by torch's own exporter (`torch.onnx.export`, dynamo), tested with onnxruntime.
 
-torch.export takes what a model does with Python numbers for constants, and may say of a file that it takes batches of
-any size when it does not. So each file is run on inputs of other sizes than those it was traced with, and compared.
+torch.export turns Python numbers computed by a model into constants, so a file that claims to take batches of any size
+may not do so. Each file is therefore run on inputs of sizes other than those traced, and compared with the model.
 """
 
 import warnings
@@ -20,17 +19,17 @@ from gpipe_cli.config.typed import RefusedError, with_type
 from gpipe_cli.pipeline.runtime.boundary import Tensors, as_tuple, as_value
 from gpipe_cli.units import size
 
-# Of a message of Protocol Buffers, which a file is: https://protobuf.dev/programming-guides/proto-limits
-MOST_BYTES = 2**31 - 2**20  # less what is not tensors
+# A file is one Protocol Buffers message of at most 2 GiB: https://protobuf.dev/programming-guides/proto-limits
+MOST_BYTES = 2**31 - 2**20  # of tensors; 1 MiB is left for the rest of the file
 NAMES = {"classification": ("images",), "language_model": ("tokens",), "translation": ("source", "target")}
-TOLERANCE = 1e-3  # share of the largest logit
-_MOST_SHOWN = 200  # characters of what a library says
+TOLERANCE = 1e-3  # greatest difference of a logit, as a share of the largest logit
+_MOST_SHOWN = 200  # characters of a library's error that are shown
 
 
 def onnx_content(
     config: TrainConfig, model: nn.Sequential, metadata: Mapping[str, str], threads: int
 ) -> tuple[bytes, bool]:
-    """The file of `model`, in evaluation mode on the CPU, and whether it takes batches of any size: else of 1 sample.
+    """The ONNX file of `model` (in evaluation mode, on the CPU), and whether it takes batches of any size or only of 1.
 
     Raises RefusedError for a model that cannot be exported.
     """
@@ -63,9 +62,9 @@ def _exported(config: TrainConfig, model: nn.Sequential, metadata: Mapping[str, 
             if slope
         }
         varying.append({0: "batch", **grows} if any_batch else grows)
-    # torch.export takes a size of 1 for a constant
+    # torch.export treats a size of 1 as a constant
     examples = _examples(config, 2 if any_batch else 1, greatest_lengths(config))
-    with warnings.catch_warnings(action="ignore"):  # it warns of shared names, and of torch's own plans
+    with warnings.catch_warnings(action="ignore"):  # about shared names, and about plans of torch's own
         program = torch.onnx.export(
             model,
             (as_value(examples),),
@@ -81,7 +80,7 @@ def _exported(config: TrainConfig, model: nn.Sequential, metadata: Mapping[str, 
 
 
 def _differs(config: TrainConfig, model: nn.Sequential, content: bytes, threads: int, *, any_batch: bool) -> str:
-    """How onnxruntime's logits differ from the model's, for other sizes than those it was traced with; or nothing."""
+    """How onnxruntime's logits differ from the model's, for sizes other than those traced; "" if they do not."""
     shorter = tuple(length - length // 3 for length in greatest_lengths(config))
     inputs = _examples(config, 3 if any_batch else 1, shorter)
     with torch.no_grad():
@@ -107,11 +106,11 @@ def _examples(config: TrainConfig, samples: int, lengths: tuple[int, ...]) -> Te
 
 
 def onnx_program(file: Path | bytes, threads: int) -> tuple[str, Callable[[Tensors], Tensors]]:
-    """The name and version of onnxruntime, and a function from inputs on the CPU to the model's outputs."""
+    """The name and version of onnxruntime, and a function from inputs on the CPU to the outputs of the file's model."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads, options.log_severity_level = threads, 4  # it raises what it logs
+    options.intra_op_num_threads, options.log_severity_level = threads, 4  # fatal only: it also raises what it logs
     given = str(file) if isinstance(file, Path) else file
     session = onnxruntime.InferenceSession(given, options, providers=["CPUExecutionProvider"])
     names = [described.name for described in session.get_inputs()]

@@ -1,15 +1,15 @@
 """One training step and one pass over the test set, for any number of processes.
 
-Nothing here asks whether the run is distributed: a process works on the stages that it has, and what it does not know
-comes with the one gather of a step. For that each process packs what it knows into a vector, float64, of four parts:
+Nothing here depends on whether the run is distributed: a process works on its own stages, and gets everything else by
+one gather per step. For that gather each process packs its own metrics into a float64 vector of four parts:
 
     sums       (5,)     over the mini-batch: elements, loss, cross-entropy, top-1, top-5
-    stages     (K, 4)   of each stage, the fields of `StageMetrics`
-    norms      (P,)     of the gradients of the process's parameters in global order; P is the most that a process has
-    recording  (S,)     when the process's stages did what in the step before
+    stages     (K, 4)   the fields of `StageMetrics` for each stage
+    norms      (P,)     of its parameters' gradients, in global order, padded with -1; P is the most of any process
+    recording  (S,)     `Recording.seconds` of the process's stages, one after another
 
-What a process does not know is 0 in its vector: the sums of all processes add up, and of a stage the most counts.
-Norms and recordings are those of the first replica.
+Other numbers that it does not know are 0: sums are added up over all processes, and metrics of a stage are maxima over
+them. Norms and recordings are those of the first replica.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -37,42 +37,42 @@ from gpipe_cli.training.engine import Engine
 
 @dataclass(frozen=True)
 class StageMetrics:
-    """What the process of a stage knows of it; of several replicas the most."""
+    """Metrics of one stage, measured in its process; with several replicas, the maximum of each."""
 
-    memory_bytes: float  # the peak so far
-    activation_bytes: float  # the most that was saved at once, if it was counted
-    library_bytes: float  # memory of this process's libraries, if it was counted
-    without_core: float  # the share of its computing time in which it had no core; 0 on a GPU
+    memory_bytes: float  # peak memory so far
+    activation_bytes: float  # most bytes of activations saved at once in this step; 0 if not counted
+    library_bytes: float  # memory of the process's libraries; 0 if not counted, and on a GPU
+    without_core: float  # share of the stage's computing time without a core; 0 on a GPU
 
 
 @dataclass(frozen=True)
 class StepNumbers:
-    """What this process knows of a step that has been launched. To call what is to be called waits for the device."""
+    """What this process knows of a step that it has launched. Calling `totals` or `read_norms` waits for the device."""
 
     recording: Recording
     stages: Mapping[int, StageMetrics]
     totals: Callable[[], Totals] | None  # only in the process of the last stage
-    norms: torch.Tensor  # float64, of each gradient, on the device
-    read_norms: Callable[[], torch.Tensor]  # on the host
+    norms: torch.Tensor  # float64: the norm of each gradient of this process, on the device
+    read_norms: Callable[[], torch.Tensor]  # returns `norms` on the host
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """What all processes know of a step together."""
+    """The metrics of one step, gathered from all processes."""
 
     totals: Totals  # over the mini-batch
-    gradient_norm: float  # global
+    gradient_norm: float  # over all stages, before clipping
     stages: tuple[StageMetrics, ...]
-    seconds: list[list[float]]  # per stage of the first replica, what `Recording.seconds` gives
+    seconds: list[list[float]]  # `Recording.seconds` of each stage of the first replica, on the clock of process 0
 
 
 def rehearse(engine: Engine, mini_batch: MiniBatch) -> None:
-    """Run the first micro-batch of a mini-batch forward, forward again and backward, and change no weight. The next
-    mini-batch that is loaded is this one, and stays the next.
+    """Run a mini-batch's first micro-batch forward, forward again and backward; gradients and statistics are then as
+    after a step, weights as before. The mini-batch must be the next to be loaded, and stays so.
 
-    Gradients and statistics are as after a step. Raises as the executor does.
+    Raises as the executor does.
     """
-    if not mini_batch.share.sizes:  # the other replicas have all of it
+    if not mini_batch.share.sizes:  # fewer samples than replicas: this one has none of them
         return
     samples = mini_batch.share.sizes[0]
     schedule = build("gpipe", engine.spec.partitions, 1, "always")
@@ -88,10 +88,10 @@ def rehearse(engine: Engine, mini_batch: MiniBatch) -> None:
 
 
 def compute_gradients(engine: Engine, mini_batch: MiniBatch, step: int, begun_bytes: int | None = None) -> StepNumbers:
-    """Run a mini-batch forward and backward through the pipeline; of several replicas, the gradients are added up.
+    """Run a mini-batch forward and backward through the pipeline; with replicas, gradients are summed over them.
 
-    With `begun_bytes`, the memory that this process had when it began, saved activations are counted, and the memory
-    that libraries have taken since.
+    With `begun_bytes`, the memory that this process had when it began, saved activations and the memory of libraries
+    are counted too.
     """
     counts = begun_bytes is not None
     for stage in engine.stages.values():
@@ -115,8 +115,8 @@ def compute_gradients(engine: Engine, mini_batch: MiniBatch, step: int, begun_by
 
 
 def update_weights(engine: Engine, numbers: StepNumbers, rate: float) -> None:
-    """Clip the gradients by their global norm, if the settings ask for that, and step every stage's optimizer with
-    learning rate `rate`; moving averages follow. The gradients, whose norms are in `numbers`, are dropped."""
+    """Clip the gradients by their global norm if `gradient_clipping` is set, step every stage's optimizer with learning
+    rate `rate`, drop the gradients, and update the moving averages. `numbers` has the norms of the gradients."""
     control, largest = engine.control, engine.config.gradient_clipping
     if largest:
         norms = numbers.norms
@@ -138,7 +138,7 @@ def update_weights(engine: Engine, numbers: StepNumbers, rate: float) -> None:
 
 
 def evaluate(engine: Engine, test: Reading) -> Totals:
-    """Sums over the test set: forwards only, through the same executor. The loss is the plain cross entropy."""
+    """Sums over the test set, the same in all processes, by forwards in the executor; loss is plain cross entropy."""
     total = Totals(0, 0.0, 0.0, 0.0, 0.0)
     schedule_of = partial(forward_only, engine.spec.partitions)
     for position in range(test.batches.steps_per_epoch):
@@ -156,7 +156,7 @@ def objective_of(
     label_smoothing: float,
     device: torch.device,
 ) -> CrossEntropy | None:
-    """What the last stage, on `device`, minimises; None where there are no targets, as the last stage is elsewhere."""
+    """The loss that the last stage, on `device`, minimises. `targets` are from `MiniBatch.targets`; None gives None."""
     if targets is None:
         return None
     of_share, elements = targets
@@ -171,7 +171,7 @@ def objective_of(
 
 
 def placed(engine: Engine, inputs: Tensors | None) -> Tensors | None:
-    """Inputs from the host as the first stage wants them: on its device, images in its memory format."""
+    """Inputs from the host, copied to the device of the first stage; images in its memory format."""
     if inputs is None:
         return None
     return tuple(in_layout(to_device(tensor, engine.first_device), engine.memory_format) for tensor in inputs)
@@ -185,8 +185,8 @@ def _run(
     label_smoothing: float,
     replicas: Replicas | None = None,
 ) -> tuple[Recording, CrossEntropy | None]:
-    """This pipeline's share of a mini-batch, by the schedule for its number of micro-batches; the objective where the
-    last stage is. With `replicas` the gradients are being added up."""
+    """Run this pipeline's share of a mini-batch, by the schedule for its number of micro-batches. The objective is None
+    without the last stage. With `replicas`, the sums of gradients are still in flight when this returns."""
     share, inputs = mini_batch.share, None
     targets = mini_batch.targets() if engine.has_last else None
     objective = objective_of(engine.config, targets, share.sizes, label_smoothing, engine.last_device)
@@ -201,8 +201,8 @@ def _run(
 
 
 def gather_metrics(engine: Engine, numbers: StepNumbers) -> Callable[[], StepMetrics]:
-    """Share what this process knows of a step (its recording on the clock of process 0); what is returned waits for the
-    other processes."""
+    """Begin to gather the metrics of a step from all processes; the function returned waits for them. Recordings are
+    converted to the clock of process 0."""
     spec, control = engine.spec, engine.control
     sizes = len(fields(Totals)), spec.partitions * len(fields(StageMetrics)), spec.most_parameter_tensors
     stages_here = max(len(spec.layout.stages_of(process)) for process in range(spec.layout.of_pipeline))
@@ -215,12 +215,12 @@ def gather_metrics(engine: Engine, numbers: StepNumbers) -> Callable[[], StepMet
     to_sums, to_stages, to_norms, to_recording = parts(vector)
     for k, of_stage in numbers.stages.items():
         to_stages[k] = torch.tensor(astuple(of_stage), dtype=torch.float64)
-    with control.waits(Awaited.PROCESS):  # a GPU that waits for another process holds up this one here
+    with control.waits(Awaited.PROCESS):  # reading from a GPU blocks while that GPU waits for another process
         if numbers.totals is not None:
             to_sums.copy_(torch.tensor(astuple(numbers.totals()), dtype=torch.float64))
         to_norms.copy_(_padded(numbers.read_norms(), len(to_norms)))
         seconds = [value for _, values in sorted(numbers.recording.seconds().items()) for value in values]
-    if spec.layout.replica_of(control.rank) == 0:  # the timeline drawn is that of replica 0
+    if spec.layout.replica_of(control.rank) == 0:  # the timeline shows replica 0 only
         to_recording[: len(seconds)] = torch.tensor(seconds, dtype=torch.float64) - control.clock_offset_seconds
     gathered = control.gather(vector)
     schedule = numbers.recording.schedule
@@ -246,7 +246,7 @@ def _sum(parts: Sequence[torch.Tensor]) -> Totals:
 
 
 def norms_of(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """The norm of each gradient, float64 (P,), on the device of the first one; no GPU is waited for."""
+    """The norm of each gradient, float64 (P,), on the device of the first one; the host does not wait for a GPU."""
     if not gradients:
         return torch.zeros(0, dtype=torch.float64)
     by_device = groupby(torch._foreach_norm(gradients), key=attrgetter("device"))
@@ -255,7 +255,7 @@ def norms_of(gradients: list[torch.Tensor]) -> torch.Tensor:
 
 
 def clip(gradients: list[torch.Tensor], norms: torch.Tensor, largest: float) -> None:
-    """Scale all gradients of this process so that the global norm, that of all `norms`, is `largest` at most."""
+    """Scale this process's gradients so that the global norm, from the `norms` of all gradients, is <= `largest`."""
     norm = global_norm(norms)
     factor = torch.full_like(norm, largest).div_(norm).clamp_(max=1.0)  # stays on the device
     for (device, dtype), group in groupby(gradients, key=attrgetter("device", "dtype")):
@@ -269,6 +269,6 @@ def _padded(norms: torch.Tensor, length: int) -> torch.Tensor:
 
 
 def _known(padded: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The norms of all processes, in global order."""
+    """The norms of all processes, in global order, without their padding."""
     together = torch.cat(list(padded))
     return together[together != -1]

@@ -1,7 +1,7 @@
-"""A training as each of its processes runs it, from top to bottom: data, pipeline, steps, evaluations, checkpoints.
+"""The training loop that every process of a run executes: data, pipeline, steps, evaluations, checkpoints.
 
-Every process runs the same lines. Decisions (which mini-batch, is it the best, is it over) follow from numbers that all
-processes have; see `milestones.py`.
+All processes run the same code and take the same decisions (which mini-batch is next, whether the weights are the best
+so far, whether the run is over), because these depend only on numbers that every process has; see `milestones.py`.
 """
 
 import math
@@ -52,19 +52,18 @@ def train(
     source: Path | None = None,
     only_steps: bool = False,
 ) -> None:
-    """Train as one process of the run, from the checkpoint `source` on if the run is resumed, or with its weights.
+    """Train as one process of the run. `source` is the checkpoint that is resumed, or whose weights `init_from` takes.
 
     With `only_steps`, for a measurement, nothing is evaluated and no checkpoint is written.
 
-    Raises InputError for what the user can mend, ActionFailedError and PeerLostError as the executor does,
+    Raises InputError for errors that the user can fix, ActionFailedError and PeerLostError as the executor does,
     CheckpointError and DivergedError.
     """
-    # Why in this order: data loaders must be forked while this process has no threads, connections or CUDA context (1);
-    # a process without data gets the lengths of mini-batches from one that has it (2); the weights take memory, and are
-    # made once the data is known to be good (3); nothing is written into the run folder before all that can be refused
-    # has been checked (4).
+    # The order matters: data loaders must be forked while this process has no threads, connections or CUDA context (1);
+    # a process without data gets the lengths of samples from one that has it (2); weights take memory, and are created
+    # once the data is known to be good (3); nothing is written into the run folder before all checks have passed (4).
 
-    # --- 1. Where to begin; open the data, start its loaders -----------------------------------------------------
+    # --- 1. Find the starting point; open the data, start its loaders --------------------------------------------
     begun_bytes = own_bytes()
     start = starting_point(config, source)
     data = Data(config, spec, process.number, start, None if source is None else source.parent.parent)
@@ -78,7 +77,7 @@ def train(
     refuse_short_last(config, training.batches)
     milestones = Milestones(config, training.batches.steps_per_epoch, only_steps)
 
-    # --- 3. This process's part of the pipeline, with its first weights or those of a checkpoint -----------------
+    # --- 3. Build this process's part of the pipeline, with initial weights or those of a checkpoint -------------
     engine = build_engine(config, spec, control, groups, on_action=process.on_action, pretrained=source is None)
     resume_from = None if config.resume is None else source
     if resume_from is not None:
@@ -90,7 +89,7 @@ def train(
     if config.check_layers and not only_steps and isinstance(config.model, CustomConfig | TimmConfig):
         notes = (*notes, _check_layers(engine, training, progress))
 
-    # --- 4. Ready: the run folder gets its first files, the parent shows the banner ------------------------------
+    # --- 4. Write the first files into the run folder; the parent shows the banner -------------------------------
     if control.leads:
         remove_drafts(folder)
         if resume_from is not None:
@@ -104,51 +103,51 @@ def train(
 
 @dataclass
 class Training:
-    """What a process of a training has once its first step may begin, and the steps."""
+    """The steps, evaluations and checkpoints of one process, once everything is set up."""
 
     engine: Engine
     process: WorkerProcess
-    training: Reading  # the training set
+    training: Reading  # the training set as this process reads it
     test: Reading
     milestones: Milestones
     checkpoints: CheckpointWriter
     progress: Progress
-    begun_bytes: int  # the process's memory at the beginning
+    begun_bytes: int  # this process's memory when `train` began
 
     def __post_init__(self) -> None:
-        self._first_step, self._counted = self.progress.step, False  # whether saved activations were
-        self._launched: _LaunchedStep | None = None  # the step of which nothing has been reported yet
-        self._freed = self._ended = -math.inf  # when the step before was done: by the first stage, and by all
+        self._first_step, self._counted = self.progress.step, False  # whether activations were counted
+        self._launched: _LaunchedStep | None = None  # the step that is launched but not reported yet
+        self._freed = self._ended = -math.inf  # end of the last reported step: on stage 0, on all stages
 
     def run(self) -> None:
-        """All steps, with the evaluations and checkpoints that are due after them."""
+        """Run all steps, with the evaluations and checkpoints that are due after them."""
         begun = self.progress
         for epoch, position in self.training.batches.stream(begun.epoch, begun.position, self.engine.config.epochs):
             self._step(epoch, position)
             step = self.progress.step
-            # Reported one step late, so that no step waits for a GPU; but nothing is tested or saved before it is known
-            # that the step was one of numbers.
+            # A step is reported during the next one, so that the host never waits for a GPU; but before an evaluation
+            # or a checkpoint its loss and gradient norm must be known to be finite.
             tests, saves = self.milestones.evaluates_after(step), self.milestones.saves_after(step)
             ends = step == self.milestones.end_step
             stops = not ends and self.engine.control.stops()
             if tests or saves or stops or ends:
                 self._gather()()
             best = tests and self._evaluate()
-            # a checkpoint is written while the next steps are done
+            # a checkpoint is written in the background of the next steps
             self.progress = self.checkpoints.after_step(self.progress, save=best or saves or stops)
             if ends or stops:
                 break
         self._finish()
 
     def _step(self, epoch: int, position: int) -> None:
-        """Train on one mini-batch, and report the step before."""
+        """Train on one mini-batch, and report the previous step."""
         began = time.perf_counter()
         config, engine, batches, step = self.engine.config, self.engine, self.training.batches, self.progress.step
         total_steps = self.milestones.total_steps
         rate = learning_rate(config.learning_rate, step, batches.steps_per_epoch, config.batch_size, total_steps)
         engine.set_progress(step / total_steps)
-        # Activations are counted in one step: with a full mini-batch, and after the first one, when what grows with use
-        # has grown.
+        # Activations are counted in one step only, with a full mini-batch; not in the first step, in which memory that
+        # grows with use has not grown yet.
         full = config.batch_size in (None, batches.size(epoch, position))
         counts = full and not self._counted and step > self._first_step
         self._counted = self._counted or counts
@@ -162,11 +161,8 @@ class Training:
         self._launched = _LaunchedStep(numbers, self.progress, rate, began, counts)
 
     def _gather(self) -> Callable[[], None]:
-        """Begin to gather what the processes know of the newest step, if it has not been reported. What is returned
-        waits for them and reports it; it raises DivergedError for numbers that are none.
-
-        A step is reported once the next one is launched, so that no GPU is waited for.
-        """
+        """Begin to gather the metrics of the launched step, if any. In process 0 the function returned waits for them,
+        reports them, and raises DivergedError if the loss or the gradient norm is not finite."""
         step, self._launched = self._launched, None
         if step is None:
             return lambda: None
@@ -178,14 +174,14 @@ class Training:
         refuse_nonsense(
             config, metrics.totals.loss, metrics.gradient_norm, progress.step, progress.epoch + 1, step.rate
         )
-        # a GPU begins when it is done with the step before, whenever that was launched
+        # a GPU begins a step when it has ended the previous one, however early the step was launched
         began, begins = max(step.began, self._freed), max(step.began, self._ended)
         self._freed, self._ended = metrics.seconds[0][-1], max(seconds[-1] for seconds in metrics.seconds)
         self.process.report(_step_done(config, self.training.batches, step, metrics, self._ended - begins))
         self.process.report(events.StepRecorded(metrics.seconds, began))
 
     def _evaluate(self) -> bool:
-        """Run the test set, on the averaged weights if there are any; returns whether these are the best so far."""
+        """Evaluate, with averaged weights if there are any; returns whether the test score is the best so far."""
         config, engine, progress = self.engine.config, self.engine, self.progress
         averaged = bool(engine.averages)
         with engine.evaluating(averages=averaged):
@@ -204,7 +200,7 @@ class Training:
         return best
 
     def _finish(self) -> None:
-        """The last checkpoint is complete, and all processes finish before one of them disconnects."""
+        """Complete the last checkpoint, and wait for all processes before this one disconnects."""
         self.checkpoints.close(self.progress.step)
         if self.progress.step < self.milestones.end_step:
             self.process.report(events.TrainingStopped(self.progress.step))
@@ -246,19 +242,19 @@ def evaluate_checkpoint(
 
 @dataclass(frozen=True)
 class _LaunchedStep:
-    """A step that a GPU may still be at, and the progress that it leads to."""
+    """A step that a GPU may still be computing, and the progress after it."""
 
     numbers: StepNumbers
     progress: Progress
     rate: float
-    began: float  # when its launch began, on the clock of the recordings
-    counted: bool  # whether saved activations were
+    began: float  # when its launch began, in seconds of the clock of the recordings
+    counted: bool  # whether saved activations were counted in it
 
 
 def _step_done(
     config: TrainConfig, batches: MiniBatches, step: _LaunchedStep, metrics: StepMetrics, seconds: float
 ) -> events.StepDone:
-    """What is reported of a step."""
+    """The message that reports a step."""
     text = config.task != "classification"
     loss, cross_entropy, top1, top5 = metrics.totals.means
     progress = step.progress
@@ -285,7 +281,7 @@ def _step_done(
 
 
 def scores_of(config: TrainConfig, totals: Totals, *, averaged: bool) -> events.Scores:
-    """What is reported of a pass over the test set; `averaged`: with the moving averages of the weights."""
+    """The scores of a pass over the test set; `averaged`: whether it used the moving averages of the weights."""
     text = config.task != "classification"
     loss, _, top1, top5 = totals.means
     tokens = totals.elements if text else None
@@ -293,7 +289,7 @@ def scores_of(config: TrainConfig, totals: Totals, *, averaged: bool) -> events.
 
 
 def _refuse_other_cuts(control: ControlGroup, spec: PipelineSpec) -> None:
-    """Under torchrun every process plans for itself. Raises InputError if machines that differ came to other plans."""
+    """Raises InputError if processes made different plans: under torchrun each plans by itself, on its own machine."""
     plans = control.collect((spec.layer_names, spec.recompute))
     if any(plan != plans[0] for plan in plans):
         cuts = " and ".join(sorted({str([len(names) for names in cut]).replace(" ", "") for cut, _ in plans}))
@@ -310,8 +306,8 @@ def _ready(
     progress: Progress,
     compiled: events.LayersCompiled | None,
 ) -> events.TrainingReady:
-    """What the banner says, in the order in which it says it."""
-    # asked here and not in the parent, where it would open a CUDA context
+    """The message from which the parent shows the banner."""
+    # GPU names are looked up here and not in the parent, where that would open a CUDA context
     devices = dict.fromkeys(device for replica in engine.spec.layout.replica_devices for device in replica)
     gpus = tuple(torch.cuda.get_device_name(device) for device in devices if device != "cpu")
     step, steps_per_epoch = progress.step, progress.steps_per_epoch
@@ -319,8 +315,8 @@ def _ready(
 
 
 def _compile(engine: Engine, batches: MiniBatches) -> events.LayersCompiled:
-    """Compile all layers for all micro-batches that there will be, in all processes at the same time. Raises InputError
-    for a layer that cannot be compiled."""
+    """Compile all layers for all sizes of micro-batches, in all processes at the same time. Raises InputError for a
+    layer that cannot be compiled."""
     positions = range(batches.steps_per_epoch)
     sizes = sorted({size for position in positions for size in batches.share(0, position).sizes})
     began = time.perf_counter()
@@ -338,9 +334,9 @@ def _compile(engine: Engine, batches: MiniBatches) -> events.LayersCompiled:
 
 
 def _check_layers(engine: Engine, training: Reading, progress: Progress) -> tuple[str, str]:
-    """Probe every layer on the first micro-batch of what comes next; returns a line of the banner.
+    """Probe every layer on the first micro-batch of the next mini-batch; returns a line of the banner (label, fact).
 
-    Raises InputError for a layer whose results, or whose state, would depend on what is recomputed.
+    Raises InputError for a layer whose results or state would depend on whether it is recomputed.
     """
     began = time.perf_counter()
     epoch, position = next(training.batches.stream(progress.epoch, progress.position, engine.config.epochs))

@@ -1,14 +1,14 @@
-"""Translating sentences (paper, Section 5 and Figure 3), by greedy and beam search, and how well that was done.
+"""Translating sentences (paper, Section 5 and Figure 3) by greedy and beam search, and scoring the translations.
 
-The paper reports BLEU and does not say how it decoded; beam search with a length penalty is its group's way (Wu et al.
-2016, Section 7). Each step is one mini-batch for the executor that trains and evaluates: the model runs forward over
-every hypothesis that may still grow, and the last stage says which tokens could follow. Keys and values of earlier
-tokens are not kept, as that would be a second way to run a model, for sentences that are short. Every process keeps the
-same hypotheses: the logits, which only the last stage has, are gathered once a step.
+The paper reports BLEU and does not say how it decoded; beam search with a length penalty follows its group (Wu et al.
+2016, Section 7). Each decoding step is one mini-batch of the executor that trains and evaluates: the model runs forward
+over every growing hypothesis, and the last stage finds the tokens that may follow. Keys and values of earlier tokens
+are not cached: that would be a second way to run a model, and sentences are short. Every process has the same
+hypotheses: the candidates, which only the last stage knows, are gathered once per decoding step.
 
-BLEU is the paper's measure, chrF counts letters and suits names and short sentences better. Both come from sacreBLEU,
-whose signatures say exactly how, because BLEU scores of different tokenizations cannot be compared. Beside them is what
-sources score that are taken for translations: between related languages, and for names, that is far from 0.
+BLEU is the paper's metric; chrF counts characters and suits names and short sentences better. Both are sacreBLEU's,
+with its signatures, because BLEU scores of different tokenizations cannot be compared. Beside them are the scores of
+the sources taken as translations: between related languages, and for names, these are far from 0.
 """
 
 import math
@@ -31,19 +31,19 @@ from gpipe_cli.training.data_feed import Reading
 from gpipe_cli.training.engine import Engine
 from gpipe_cli.training.events import Translation, TranslationScores
 
-EXAMPLES = 20  # translations in a result
-WATCHED = DecodeConfig(1, 8, 0.0)  # a few sentences, greedily: at each evaluation of a training, for people to look at
+EXAMPLES = 20  # translations shown in a result
+WATCHED = DecodeConfig(1, 8, 0.0)  # eight sentences, greedily, at each evaluation of a training: for people to read
 
 
 @dataclass(frozen=True)
 class Search:
-    """How to decode: `beam` hypotheses of a sentence grow at a time, 1 is greedy; `batch_sentences` sentences share a
+    """How to decode: `beam` hypotheses of a sentence grow at a time (1: greedy); `batch_sentences` sentences share a
     mini-batch, which is cut into `micro_batches`.
 
-    A translation has at most min(limit, 2 * source + 10) tokens, the end included, where `source` counts all of the
-    source's tokens. Of what has ended, the best one by log-probability / ((5 + length) / 6) ** length_penalty is taken,
-    where the length counts the end (Wu et al. 2016, equation 14, without their penalty for coverage). 0 compares
-    log-probabilities, more favours long ones.
+    A translation has at most min(limit, 2 * source + 10) tokens, the end included, where `source` counts all tokens of
+    the source. The best finished hypothesis has the greatest log-probability / ((5 + length) / 6) ** length_penalty,
+    where `length` includes the end (Wu et al. 2016, equation 14, without their coverage penalty). With length_penalty 0
+    log-probabilities are compared; greater values favour long translations.
     """
 
     beam: int
@@ -55,42 +55,41 @@ class Search:
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """The beginning of a translation: tokens without begin and end, and its log-probability."""
+    """The beginning of a translation: its tokens without begin and end, and its log-probability (`score`)."""
 
     tokens: tuple[int, ...]
     score: float
 
 
 class Beam:
-    """The search for the translation of one sentence, of `most` tokens at most, the end included.
+    """The search for the translation of one sentence, of at most `most` tokens, the end included.
 
-    Candidates rank by log-probability, equal ones by their hypothesis and then
-    their token, the lower first. Of the first `beam` candidates those that end have ended, and the first `beam` others
-    grow on. It is over once `beam` have ended, once nothing that grows can come to beat the best that has ended, or
-    after `most` tokens. With a beam of 1 all this is the greedy search.
+    Candidates are ranked by log-probability; ties by hypothesis, then by token, the lower first. Candidates with the
+    end token are finished if they are among the first `beam`; the first `beam` without it grow on. The search is over
+    once `beam` hypotheses are finished, once no growing one can beat the best finished one, or after `most` tokens.
     """
 
     def __init__(self, search: Search, most: int) -> None:
         self.growing = [Hypothesis((), 0.0)]  # all of the same length, the best first
         self._search, self._most = search, most
         self._length, self._ended = 0, 0
-        self._best: tuple[float, tuple[int, ...]] | None = None  # score by its length, tokens
+        self._best: tuple[float, tuple[int, ...]] | None = None  # of the finished: score by length, tokens
 
     @property
     def over(self) -> bool:
-        """Whether the translation is settled."""
+        """Whether the translation is final."""
         if not self.growing or self._ended >= self._search.beam or self._length == self._most:
             return True
         if self._best is None:
             return False
-        # A log-probability only falls. What divides it only grows with the length, or only shrinks (negative penalty):
-        # the highest score within reach is that of ending at once or as late as possible.
+        # A log-probability only falls, and its divisor only grows with the length, or only shrinks (negative penalty):
+        # the greatest score within reach is that of ending at once or as late as possible.
         ahead = self.growing[0].score
         return self._best[0] >= max(self._by_length(ahead, self._length + 1), self._by_length(ahead, self._most))
 
     def advance(self, candidates: Sequence[Sequence[tuple[float, float]]]) -> None:
-        """One token more. `candidates[h]` are (token, log-probability) of what may follow `growing[h]`: the end, and
-        the `beam` most probable others (all, if there are fewer); minus infinity and NaN make no candidate."""
+        """Add one token. `candidates[h]` are the (token, log-probability) that may follow `growing[h]`: the end, and
+        the `beam` most probable others (all, if there are fewer); those of minus infinity or NaN are ignored."""
         ranked = sorted(
             (-(hypothesis.score + score), rank, int(token))
             for rank, (hypothesis, row) in enumerate(zip(self.growing, candidates, strict=True))
@@ -112,8 +111,8 @@ class Beam:
         self.growing = grown
 
     def translation(self) -> list[int]:
-        """The best that has ended. If none has, the most probable that was cut off; nothing if no token could follow,
-        as when the model returns no numbers."""
+        """The best finished hypothesis, else the most probable one that was cut off; empty if no token could follow,
+        as when the model returns NaN."""
         if self._best is not None:
             return list(self._best[1])
         return list(self.growing[0].tokens) if self.growing else []
@@ -123,12 +122,11 @@ class Beam:
 
 
 class Candidates:
-    """What the last stage makes of the logits (n, T, vocabulary): the end and `wanted` tokens that could follow each
-    row.
+    """The objective of decoding: from logits (n, T, outputs), the end and the `wanted` best tokens to follow each row.
 
-    Only the last position counts, and of the tokens those below `vocabulary`: a model may be made for more than its
-    text has. `forbidden` tokens (int64, where the logits are) have a log-probability of minus infinity; of equally
-    probable tokens the lower come first.
+    Only logits of the last position and of tokens below `vocabulary` are used: a model may have more outputs than its
+    text has tokens. `forbidden` tokens (int64, on the logits' device) get log-probability minus infinity; of equally
+    probable tokens the lower comes first.
     """
 
     def __init__(self, forbidden: torch.Tensor, wanted: int, vocabulary: int) -> None:
@@ -136,7 +134,7 @@ class Candidates:
         self._found: list[torch.Tensor] = []
 
     def loss(self, micro_batch: int, outputs: Tensors) -> torch.Tensor:
-        """There is nothing to compare with."""
+        """Zero: there are no targets."""
         return outputs[0].new_zeros(())
 
     def observe(self, micro_batch: int, outputs: Tensors, loss: torch.Tensor) -> None:
@@ -146,7 +144,7 @@ class Candidates:
         tokens, values = [torch.full_like(scores[:, END], END, dtype=torch.int64)], [scores[:, END].clone()]
         scores[:, END] = -math.inf
         for _ in range(self._wanted):
-            # not topk: which of equal values it finds is not defined, and max finds the first
+            # not topk, which does not define the order of equal values: max returns the first
             value, token = scores.max(dim=1)
             tokens.append(token)
             values.append(value)
@@ -155,7 +153,7 @@ class Candidates:
         self._found.append(torch.stack([torch.stack(tokens, dim=1).double(), torch.stack(values, dim=1).double()], -1))
 
     def table(self) -> torch.Tensor:
-        """float64 (rows, 1 + wanted, 2) on the CPU: token and log-probability, the end first."""
+        """float64 (rows, 1 + wanted, 2) on the CPU: tokens and their log-probabilities, the end first."""
         return torch.cat(self._found).cpu()
 
 
@@ -166,11 +164,10 @@ def decode(
     indices: Sequence[int],
     on_decoded: Callable[[int], None] = lambda done: None,
 ) -> list[list[int]]:
-    """The translations of the pairs `indices`, in that order and the same in every process: tokens without begin and
-    end.
+    """The translations of the pairs `indices`, in that order: tokens without begin and end, the same in every process.
 
-    Called in every process of the run, inside `engine.evaluating`; `on_decoded` is called with how many sentences are
-    done. `split` is needed where the first or the last stage lives. Raises as the executor does.
+    Call it in every process of the run, inside `engine.evaluating`; `split` is needed with the first or the last stage.
+    `on_decoded` gets the number of sentences done so far. Raises as the executor does.
     """
     if not indices:
         return []
@@ -182,10 +179,10 @@ def decode(
     wanted = min(search.beam, vocabulary)
     if engine.has_last:
         assert split is not None
-        # text is never unknown: the vocabulary spells in bytes what it has no piece for
+        # UNKNOWN is never right: the vocabulary spells in bytes what it has no piece for
         languages = {split.vocabulary.symbol(f"<2{target_language(name)}>") for name in split.pairs.languages}
         forbidden = torch.tensor([PAD, BEGIN, UNKNOWN, *sorted(languages)], device=engine.last_device)
-    # sentences of similar lengths need little padding; the longest come first, so that memory runs out soon or never
+    # sentences of similar lengths need little padding; the longest come first, so that memory runs out early or never
     order = sorted(range(len(indices)), key=lambda at: -lengths[at])
     translations: list[list[int]] = [[] for _ in indices]
     for start in range(0, len(order), search.batch_sentences):
@@ -212,9 +209,9 @@ def decode(
             shape = len(rows), 1 + wanted, 2
             known = torch.zeros(shape, dtype=torch.float64)
             if objective is not None and own:
-                with control.waits(Awaited.PROCESS):  # a GPU that waits for another process holds up this one here
+                with control.waits(Awaited.PROCESS):  # reading from a GPU blocks while it waits for another process
                     known[share.samples] = objective.table()
-            # of each row one process has seen the logits, and the others say 0
+            # one process knows the candidates of a row, and all others have 0
             found = iter(torch.stack(control.gather(known.flatten())()).sum(dim=0).view(shape).tolist())
             for at in growing:
                 beams[at].advance([next(found) for _ in beams[at].growing])
@@ -225,7 +222,7 @@ def decode(
 
 
 def choose(samples: int, wanted: int) -> list[int]:
-    """`wanted` of `samples` test sentences, evenly spaced from the first on; all of them if there are no more.
+    """The indices of `wanted` of `samples` sentences, evenly spaced from the first; all, if there are no more.
 
     >>> choose(10, 4)
     [0, 2, 5, 7]
@@ -240,16 +237,15 @@ def translate(
     test: Reading,
     on_decoded: Callable[[int, int], None] = lambda done, of: None,
 ) -> list[Translation]:
-    """Some sentences of the test set, or all; none where there is nothing to translate, and in all processes but the
-    first. Called in every process, inside `engine.evaluating`; `on_decoded` is called with how many sentences of how
-    many are done.
-    """
+    """Translate `settings.sentences` sentences of the test set (None: all). Returns [] in all processes but the first,
+    and where there is nothing to translate. Call it in every process, inside `engine.evaluating`; `on_decoded` gets the
+    number of sentences done and their total."""
     config = engine.config
     if config.task != "translation" or config.dataset.name == "synthetic_text":
         return []
     samples, split, length = test.batches.catalogue.samples, test.split, greatest_lengths(config)[-1]
     assert split is None or isinstance(split, PairSplit)
-    # as many sentences share a mini-batch as a mini-batch of the longest has
+    # a mini-batch gets as many sentences as one of the longest sentences has in training
     sentences = mini_batch_samples(config, (length,))
     search = Search(settings.beam, settings.length_penalty, sentences, config.micro_batches, length)
     indices = choose(samples, samples if settings.sentences is None else settings.sentences)
@@ -258,14 +254,14 @@ def translate(
 
 
 def score_translations(translations: Sequence[Translation], *, of: int, beam: int, seconds: float) -> TranslationScores:
-    """The scores of translations (at least one) of a test set `of` so many pairs, with sacreBLEU's defaults.
+    """The scores of at least one translation from a test set of `of` pairs, decoded in `seconds`; sacreBLEU's defaults.
 
-    BLEU counts up to four words in a row: where no reference has so many, it is 0 whatever the translations.
+    BLEU counts n-grams of up to four words: if no reference has four words, it is 0 whatever the translations.
     """
     from sacrebleu.metrics import BLEU, CHRF
 
     references = [row.reference for row in translations]
-    bleu, chrf = BLEU(force=True), CHRF()  # force: a line that looks tokenized is scored alike, without a warning
+    bleu, chrf = BLEU(force=True), CHRF()  # force: no warning about lines that look tokenized
 
     def score(metric: BLEU | CHRF, texts: list[str]) -> float:
         return float(metric.corpus_score(texts, [references]).score)
@@ -287,7 +283,7 @@ def score_translations(translations: Sequence[Translation], *, of: int, beam: in
 
 
 def shown(split: PairSplit, indices: Sequence[int], decoded: Sequence[Sequence[int]]) -> list[Translation]:
-    """The pairs `indices` as text, with what they were decoded to, in order."""
+    """The pairs `indices` as text, with their translations `decoded`, in order."""
     pairs, rows = split.pairs, []
     for index, tokens in zip(indices, decoded, strict=True):
         languages = pairs.languages[int(pairs.groups[index])]

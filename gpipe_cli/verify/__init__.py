@@ -1,1 +1,1 @@
-"""`gpipe check`: whether pipelines that differ in what must not matter compute the same bits (law 1)."""
+"""`gpipe check`: whether pipelines that must be equivalent compute the same bits (law 1)."""

@@ -1,8 +1,8 @@
-"""One mini-batch, run in every way that there is: the workers' side of `gpipe check`.
+"""The workers' side of `gpipe check`: one mini-batch, run by every variant of the pipeline, and compared.
 
-Paper, sections 1 and 2.2: the number of partitions changes nothing. Here that is looked at layer by layer, with the
-code that trains: each variant begins anew, with the same weights and seeds, does one step, and leaves the digests of
-every layer's outputs, of every gradient, and of what the step makes of weights and statistics.
+Paper, sections 1 and 2.2: the number of partitions changes nothing. This is checked layer by layer, with the code that
+trains: each variant starts from the same weights and seeds, does one step, and records digests of every layer's
+outputs, of every gradient, and of the weights and buffers after the step.
 """
 
 import math
@@ -46,14 +46,14 @@ from gpipe_cli.training.fine_tuning import fine_tune
 from gpipe_cli.training.milestones import starting_point
 from gpipe_cli.training.step import compute_gradients, gather_metrics, objective_of, placed, rehearse, update_weights
 
-Executor = Literal["in_process", "pytorch", "distributed", "replicas"]  # pytorch: no pipeline, the model as it is
-REFERENCES = ("gpipe", "1f1b")  # schedules that add up gradients in the two orders that there are
-MODES = RECOMPUTE[::-1]  # the least recomputation first
+Executor = Literal["in_process", "pytorch", "distributed", "replicas"]  # pytorch: the plain model
+REFERENCES = ("gpipe", "1f1b")  # schedules that sum gradients from the last micro-batch to the first, and vice versa
+MODES = RECOMPUTE[::-1]  # the mode with the least recomputation first
 EXECUTORS: tuple[Executor, ...] = ("in_process", "pytorch", "distributed", "replicas")
 Verdict = Literal["reference", "identical", "within tolerance", "differs", "differs, as it must", "fails", "left out"]
 
-# Of the gradients' norm: more than what another order of sums does, less than what a lost micro-batch does. Last digits
-# that differ are rounded to the fewer digits of a precision: 24 bits, 11 and 8.
+# Norm of the gradients' difference, as a share of their norm: more than another order of summation causes, less than a
+# lost micro-batch does. It depends on the bits of the significand: 24, 11 and 8.
 TOLERANCE: Mapping[Precision, float] = {"float32": 1e-5, "tf32": 1e-3, "bfloat16": 1e-2}
 
 
@@ -61,7 +61,7 @@ class Variant(NamedTuple):
     """One way to run the mini-batch."""
 
     partitions: int
-    micro_batches: int  # micro-batches of all replicas
+    micro_batches: int  # total of all replicas
     schedule: str
     recompute: RecomputeMode
     executor: Executor
@@ -69,9 +69,9 @@ class Variant(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """A variant, and how what it gives compares with a reference: one partition, nothing recomputed, and the one of
-    `REFERENCES` that adds up gradients in the same order. That of `1f1b`, and one with other micro-batches, compare
-    with that of `gpipe`."""
+    """A variant, and how its results compare with those of a reference: one partition, no recomputation, and the one of
+    `REFERENCES` that sums gradients in the same order (`1f1b` if neither does). The reference of `1f1b` is itself
+    compared with that of `gpipe`."""
 
     partitions: int
     micro_batches: int
@@ -80,10 +80,10 @@ class Row:
     executor: Executor
     verdict: Verdict
     difference: float | None = None  # norm of the gradients' difference, as a share of the gradients' norm
-    layer: str | None = None  # the first that differs, or the one that fails
+    layer: str | None = None  # the first layer that differs, or the one that fails
     stage: int | None = None
     micro_batch: int | None = None
-    text: str = ""  # the difference or the failure, where and why, as far as it is known
+    text: str = ""  # the difference or the failure: where and why, as far as known
 
     @property
     def variant(self) -> Variant:
@@ -95,7 +95,7 @@ class Row:
 
 
 class What(IntEnum):
-    """What a step leaves, in the order in which it comes about."""
+    """The kinds of results of a step, in the order in which they are computed."""
 
     OUTPUT = 0
     RECOMPUTED_OUTPUT = 1
@@ -106,39 +106,39 @@ class What(IntEnum):
 
 
 class Place(NamedTuple):
-    """Where something can differ; ordered: the least is the first."""
+    """Where two variants can differ: one result of a step. Sorts in the order of computation."""
 
     what: What
-    order: int  # number of the layer in the model; in the backward, minus that
-    micro_batch: int  # an output's micro-batch
+    order: int  # index of the layer in the model; negated for gradients, as the backward pass runs in reverse
+    micro_batch: int  # for outputs; else 0
     layer: str
-    name: str = ""  # name of a parameter or a buffer
+    name: str = ""  # name of a parameter or buffer; else ""
 
 
-Digests = dict[Place, str]  # what a step leaves in the stages of one process; "": there is no gradient
+Digests = dict[Place, str]  # digests of a step's results in one process; "": the parameter has no gradient
 
 
 @dataclass(frozen=True)
 class LayersProbed:
-    """Message to the parent, before the first variant: the mini-batch, and what its layers do."""
+    """Message to the parent, before the first variant: the results of probing each layer on the mini-batch."""
 
     findings: tuple[Finding, ...]
-    draws: bool  # random numbers, as for dropout
-    batch_norm: bool
+    draws: bool  # whether a layer draws random numbers, as for dropout
+    batch_norm: bool  # whether the model has batch norm in training mode
     micro_batch_sizes: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class ReferenceDone:
-    """Message to the parent: what later variants of a schedule are compared with."""
+    """Message to the parent: the results of a reference, with which later variants are compared."""
 
     schedule: str
-    loss: float  # loss of the mini-batch
+    loss: float  # mean loss of the mini-batch
     digests: Digests
 
 
 PipelineSpecs = Mapping[tuple[int, str], PipelineSpec]  # keys: partitions, schedule
-Step = tuple[float, Digests, dict[str, torch.Tensor]]  # the loss, what a step leaves, this process's gradients
+Step = tuple[float, Digests, dict[str, torch.Tensor]]  # mean loss, digests, this process's gradients on the CPU by name
 
 
 def check(
@@ -151,14 +151,13 @@ def check(
     folder: Path,
     source: Path | None,
 ) -> None:
-    """Run the variants as one process of those that their specs have; report a `Row` for each, in
-    order.
+    """Run the variants, in order, as one process of the layout of their specs; report a `Row` for each.
 
-    The variants with one partition of which nothing is recomputed are references; they come before what they are
-    compared with, and are reported. `earlier` references are those of other processes, by schedule; their gradients
-    lie in `folder`. Weights are taken from the checkpoint `source`, if there is one.
+    References must come before the variants that are compared with them; each is also reported as a `ReferenceDone`.
+    `earlier` are references run by other processes, by schedule. Gradients of references are in `folder`. Weights are
+    taken from the checkpoint `source`, if it is not None.
 
-    Raises InputError for what the user can mend, and, where it is not alone, what a variant raises.
+    Raises InputError for errors that the user can fix, and with several processes any error of a variant.
     """
     run = None if config.init_from is None else Path(config.init_from)
     spec = specs[max(specs)]
@@ -178,7 +177,7 @@ def check(
         except Exception as error:
             process.report(_failed(variant, error))
             if control.size > 1:
-                raise  # its neighbours would wait for it until the timeout
+                raise  # the other processes would wait for this one until the timeout
             continue
         if reference is not None:
             references[variant.schedule] = reference
@@ -189,11 +188,11 @@ def check(
 
 
 def _failed(variant: Variant, error: Exception) -> Row:
-    """The row of a variant whose layers raise `error`; any other error is raised."""
+    """The row of a variant that failed with `error` in its layers or in plain PyTorch; other errors are raised."""
     if isinstance(error, ChangedInputError):
         return Row(*variant, "fails", layer=error.layer, text=str(error))
     if isinstance(error, ActionFailedError):
-        # which micro-batch is the first to fail depends on the schedule; what fails does not
+        # the text does not name the micro-batch: which one fails first depends on the schedule
         action, layer = error.action, error.layer or None
         where = f"layer {layer}" if layer else f"{action.kind.name} of stage {action.stage}"
         text = f"{where} raises {with_type(error.__cause__ or error).rstrip('.')}"
@@ -205,7 +204,7 @@ def _failed(variant: Variant, error: Exception) -> Row:
 
 @dataclass(frozen=True)
 class _Runs:
-    """Runs variants in one process."""
+    """Runs and compares variants in one process."""
 
     base: TrainConfig
     specs: PipelineSpecs
@@ -214,7 +213,7 @@ class _Runs:
     groups: ProcessGroups | None
     reading: Reading
     folder: Path
-    source: Path | None  # where the weights come from
+    source: Path | None  # the checkpoint of `init_from`
 
     @cached_property
     def layers(self) -> list[str]:
@@ -222,12 +221,12 @@ class _Runs:
         return [name for names in self.specs[max(self.specs)].layer_names for name in names]
 
     def probe_layers(self, variant: Variant) -> LayersProbed:
-        """Before the first variant: refuse a mini-batch that cannot be trained on, and probe each layer."""
+        """Before the first variant: refuse a mini-batch that cannot be trained on; probe each layer."""
         samples = self.reading.batches.size(0, 0)
         refuse_single_samples(self.base, samples)
         engine = self._engine(variant)
         config = engine.config
-        # what a layer raises is in the rows of the variants; the probes end there
+        # an error of a layer ends the probes here, and is reported in the rows of the variants
         with suppress(ActionFailedError, ChangedInputError), probing(engine.stages.values()) as probed:
             rehearse(engine, self._first_mini_batch(config))
         inside = engine.stages[0].module.modules()
@@ -240,14 +239,14 @@ class _Runs:
         return usual and plain and variant.schedule in REFERENCES
 
     def reference_of(self, variant: Variant) -> str:
-        """The schedule of the reference that it is compared with."""
+        """The schedule of the reference with which `variant` is compared."""
         return summed_as(self._spec(variant).order) or REFERENCES[-1]
 
     def _spec(self, variant: Variant) -> PipelineSpec:
         return self.specs[variant.partitions, variant.schedule]
 
     def compare(self, variant: Variant, references: Mapping[str, ReferenceDone]) -> tuple[Row, ReferenceDone | None]:
-        """The row of a variant, and what it leaves if it is a reference."""
+        """Run a variant; returns its row, and its results if it is a reference."""
         plain, tolerance = variant.executor == "pytorch", TOLERANCE[self.base.precision]
         loss, digests, gradients = self._run_plain(variant) if plain else self._run(variant)
         digests[Place(What.LOSS, 0, 0, self.layers[-1])] = loss.hex()
@@ -272,10 +271,10 @@ class _Runs:
         return differs(variant, self._spec(variant), least, distance), None
 
     def _run_plain(self, variant: Variant) -> Step:
-        """As `_run`, in plain PyTorch, and no weight is changed: all pipelines could be wrong in the same way.
+        """Like `_run`, in plain PyTorch without a weight update: all pipelines could be wrong in the same way.
 
-        The model is built anew and called as its user would call it, once for each micro-batch. Only the seeds are
-        those of a pipeline, set before each layer, or else dropout would be another.
+        The model is built anew and called as its user would call it, once for each micro-batch. Only seeding is as in a
+        pipeline, before each layer, as dropout would otherwise draw other numbers.
         """
         engine = self._engine(variant)
         config = engine.config
@@ -308,7 +307,7 @@ class _Runs:
                 outputs = as_tuple(model(as_value(piece)))
             losses.append(objective.loss(current, outputs))
             objective.observe(current, outputs, losses[-1].detach())
-        for loss in reversed(losses):  # the order in which schedule gpipe adds up gradients
+        for loss in reversed(losses):  # the order in which schedule gpipe sums gradients
             loss.backward()
         gradients = _gradients(model)
         digests |= self._digests(What.GRADIENT, {name: gradients.get(name) for name, _ in model.named_parameters()})
@@ -346,7 +345,7 @@ class _Runs:
         return gather_metrics(engine, numbers)().totals.means[0], digests, gradients
 
     def _observe(self, model: nn.Module, digests: Digests, output: Callable[[], tuple[What, int]]) -> None:
-        """Have the layers leave digests of their outputs; `output` says which one it is, and its micro-batch."""
+        """Record a digest of every layer's output in `digests`; `output` returns its kind and its micro-batch."""
 
         def ended(number: int, name: str, layer: nn.Module, inputs: Any, outputs: Any) -> None:
             what, micro_batch = output()
@@ -356,7 +355,7 @@ class _Runs:
             layer.register_forward_hook(partial(ended, self.layers.index(name), name))
 
     def _digests(self, what: What, tensors: Mapping[str, torch.Tensor | None]) -> Digests:
-        """The digests of parameters or buffers, whose names begin with those of their layers."""
+        """The digests of parameters, gradients or buffers by name; the name begins with that of the layer."""
         found = {}
         for name, tensor in tensors.items():
             layer = name.partition(".")[0]
@@ -366,7 +365,7 @@ class _Runs:
         return found
 
     def _engine(self, variant: Variant, on_action: OnAction | None = None) -> Engine:
-        """The pipeline of a variant, with the weights that all of them begin with."""
+        """A new engine for a variant, with the weights from which all variants start."""
         spec = replace(self._spec(variant), recompute=variant.recompute)
         config = replace(
             self.base,
@@ -386,7 +385,7 @@ class _Runs:
             samples = self.reading.batches.size(0, 0)
             with self.control.waits(Awaited.COMPILER):
                 engine.compile(sorted(set(micro_batch_sizes(samples, config.micro_batches))))
-        engine.set_progress(1.0)  # drop-path as at the end of the training: at its beginning it drops nothing
+        engine.set_progress(1.0)  # drop-path as at the end of training: at the beginning it drops nothing
         return engine
 
     def _first_mini_batch(self, config: TrainConfig) -> MiniBatch:
@@ -397,7 +396,7 @@ class _Runs:
         return MiniBatch(reading, 0, 0)
 
     def _distance(self, gradients: Mapping[str, torch.Tensor], schedule: str) -> float:
-        """The norm of the difference to a reference's gradients, as a share of their norm; over all processes."""
+        """The norm of the difference from a reference's gradients, over all processes, as a share of their norm."""
         difference, norm, left = 0.0, 0.0, dict(gradients)
         with safe_open(self.folder / f"{schedule}.safetensors", "pt") as file:
             for name in file.keys():  # noqa: SIM118  # not a dictionary
@@ -407,18 +406,18 @@ class _Runs:
                     difference += float((left.pop(name).double() - reference).square().sum())
         difference += sum(float(gradient.double().square().sum()) for gradient in left.values())
         if self.specs[max(self.specs)].layout.replica_of(self.control.rank):
-            difference = 0.0  # the first replica has it
+            difference = 0.0  # counted by the first replica
         difference = sum(self.control.collect(difference))
         return float((difference / norm) ** 0.5) if norm else float(difference > 0)
 
 
 def summed_as(order: Schedule) -> str | None:
-    """The one of `REFERENCES` that adds up the gradients of every weight in the same order; None: neither does."""
+    """The one of `REFERENCES` that sums the gradients of every weight in the same order; None if neither does."""
     for name, downwards in zip(REFERENCES, (True, False), strict=True):
         if all(
             (found := [a.micro_batch for a in actions if a.kind in kinds]) == sorted(found, reverse=downwards)
             for actions in order.stages
-            for kinds in ((Kind.B, Kind.I), (Kind.B, Kind.W))  # weights' gradients at once, and later
+            for kinds in ((Kind.B, Kind.I), (Kind.B, Kind.W))  # gradients of weights: immediate or deferred
         ):
             return name
     return None
@@ -434,14 +433,14 @@ def _gradients(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def first_difference(own: Digests, reference: Digests) -> Place | None:
-    """The first place in this process's stages where a variant is not its reference; None: nowhere."""
+    """The first place in this process's stages where a variant differs from its reference; None if there is none."""
     same = {What.RECOMPUTED_OUTPUT: What.OUTPUT}
     referred = {place: place._replace(what=same.get(place.what, place.what)) for place in own}
     return min((place for place, value in own.items() if value != reference.get(referred[place])), default=None)
 
 
 def within(variant: Variant, difference: float, tolerance: float) -> Row:
-    """The row of a variant whose sums have another order."""
+    """The row of a variant that is compared by tolerance, as its sums have another order than the reference's."""
     if difference == 0:
         return Row(*variant, "identical")
     if not math.isfinite(difference):

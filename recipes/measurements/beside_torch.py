@@ -6,10 +6,10 @@ same weights take one step on the same mini-batch in two processes. The gradient
 torch's `.grad`, and the momentum that one step of SGD leaves in gpipe's checkpoint. The program fails if they differ by
 more than the order of sums can explain (relative 1e-4).
 
-**Speed** of AmoebaNet-D (6, 64), 128 pixels, batch 32, float32, K = 2, one thread for each process. All train the same
-model from the same initial weights on the same mini-batches, which they load themselves, and with our cut. They take
-turns, with new processes in every round, so that a slow minute of the machine hits all of them; ratios are taken
-within a round. gpipe is the command `gpipe bench`, whose steps, unlike the others', include metrics and recordings.
+**Speed** of AmoebaNet-D (6, 64), 128 pixels, batch 32, float32, K = 2, one thread for each process. All contestants
+train the same model from the same initial weights on the same mini-batches, which they load themselves, with gpipe's
+cut. They take turns, with new processes in every round, so that a slow minute of the machine hits all of them; ratios
+are taken within a round. gpipe runs as `gpipe bench`, whose steps, unlike the others', include metrics and recordings.
 torch's stages send contiguous tensors only: with memory_format=channels_last both ends of a boundary convert images.
 
 Usage: python recipes/measurements/beside_torch.py [setting=value ...] [--schedules NAME ...] [--against NAME ...]
@@ -48,12 +48,12 @@ from gpipe_cli.system.forked_call import Fork
 from gpipe_cli.training.data_feed import MiniBatch, Reading, mini_batches
 
 CPU, PROCESSES, WARM_UP, TOLERANCE = torch.device("cpu"), 2, 3, 1e-4
-# The maker of a schedule's file and the number of partitions.
+# Schedules whose files gpipe (OURS) or torch (THEIRS) writes, and their numbers of partitions.
 OURS = {"gpipe": 2, "1f1b": 2, "zero_bubble": 2, "interleaved": 4, "auto": 4}
 THEIRS = {"ScheduleInterleaved1F1B": 4, "ScheduleLoopedBFS": 4, "ScheduleInterleavedZeroBubble": 4}
 COUNTERPART = {"ScheduleGPipe": "gpipe", "Schedule1F1B": "1f1b"}
 PEERS = ("plain", *COUNTERPART)
-# What has no counterpart in torch is switched off.
+# Settings that switch off what has no counterpart in torch.
 COMMON = ["recompute=never", "threads=1", "hardware=cpu", "model.dropout=0", "label_smoothing=0", "ema_decay=0",
           "data_workers=0"]  # fmt: skip
 ONE_STEP = ["micro_batches=4", "memory_format=contiguous", "optimizer=sgd", "optimizer.weight_decay=0", "max_steps=1"]
@@ -73,7 +73,7 @@ class Converted(torch.autograd.Function):
 
 
 class Positional(nn.Module):
-    """torch's stages pass contiguous tensors as separate arguments; our layers take one tensor or one tuple."""
+    """Adapts our layers, which take a tensor or a tuple, to torch's stages, which pass separate contiguous tensors."""
 
     def __init__(self, layers: nn.Module, layout: torch.memory_format, last: bool) -> None:
         super().__init__()
@@ -93,9 +93,9 @@ Trained = tuple[list[float], dict[str, Any]]  # the seconds of each step, the gr
 def train_by_torch(
     name: str, file: Path | None, settings: Sequence[str], steps: int, threads: int, meeting: Path, process: int
 ) -> Trained:
-    """Train as one process of a schedule of torch, of one in ``file``, or alone (`plain`: whole mini-batches).
+    """Train as one process of a schedule of torch, of gpipe's in ``file``, or alone (`plain`: whole mini-batches).
 
-    The stages of process p are those of row p of the schedule. A schedule of torch is written to ``file`` first.
+    Process p runs the stages of row p of the schedule. A schedule of torch is first written to ``file``, if given.
     """
     config = config_of(settings)
     balance, samples, layout = config.partition.balance, config.batch_size, MEMORY_FORMATS[config.memory_format]
@@ -122,7 +122,7 @@ def train_by_torch(
             pipelining.PipelineStage(Positional(part, layout, k == partitions - 1), k, partitions, CPU)
             for k, part in parts.items()
         ]
-        # torch's own schedules are that runtime with an order of their own
+        # the default reads its order from a file; torch's own schedules bring one
         kind: Any = getattr(schedules, name, schedules._PipelineScheduleRuntime)
         of_one = name in COUNTERPART  # a schedule of one stage for each process
         runner = kind(stages[0] if of_one else stages, config.micro_batches, loss_fn=loss_of, scale_grads=False)
@@ -146,7 +146,7 @@ def train_by_torch(
         else:
             last = {"target": targets[0]} if partitions - 1 in parts else {}
             runner.step(*((images,) if 0 in parts else ()), **last)
-        # the update may change them in place
+        # cloned, as the update may change them in place
         gradients = {name: one.grad.clone() for name, one in named.items() if one.grad is not None}
         set_learning_rate(optimizer, learning_rate(config.learning_rate, step, batches.steps_per_epoch, samples))
         optimizer.step()
@@ -174,7 +174,7 @@ def by_torch(
 
 
 def exchange(name: str, settings: Sequence[str], folder: Path) -> bool:
-    """Prints a line; returns whether the gradients are the same but for the order of sums."""
+    """Run one schedule file by torch and by gpipe, and print a row; returns whether the gradients agree."""
     file, partitions = folder / f"{name}.csv", {**OURS, **THEIRS}[name]
     given = [*COMMON, *ONE_STEP, *settings, f"partitions={partitions}"]
     balance, _ = Fork(partial(balance_of, given)).wait()  # a process that has run a backward cannot be forked
@@ -204,7 +204,7 @@ def exchange(name: str, settings: Sequence[str], folder: Path) -> bool:
 def compare_speeds(
     rounds: int, steps: int, micro_batches: int, against: Sequence[str], settings: Sequence[str], folder: Path
 ) -> None:
-    """Prints the samples/s of each contestant, and gpipe's speed relative to its counterpart's in the same round."""
+    """Print the samples/s of each contestant, and gpipe's speed relative to its counterpart's in the same round."""
     common = [*AMOEBANET[:-1], *COMMON, "memory_format=contiguous", *settings]
     pipelined = [*common, "partitions=2", f"micro_batches={micro_batches}"]
     whole = [*common, "partitions=1", "micro_batches=1"]

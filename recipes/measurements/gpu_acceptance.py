@@ -1,8 +1,8 @@
-"""What holds on the GPU at hand, in eleven parts and three calls: --call=1, 2 and 3 take less than nine minutes each,
-for a machine that is lent for ten.
+"""Acceptance tests on the GPU at hand: eleven parts in three calls. --call=1, 2 and 3 take less than nine minutes each,
+to fit a machine that is lent for ten.
 
-Every part is a process with a time limit. At its limit it is killed with everything that it has started, so that a part
-that hangs or dies only loses its own remaining rows. On a GPU, parts whose times do not matter run simultaneously.
+Every part is a process with a time limit, at which it is killed with everything that it has started: a part that hangs
+or dies only loses its own remaining rows. On a GPU, parts whose times do not matter run simultaneously.
 After each part the table FOLDER/gpu_acceptance.md and FOLDER/gpu_acceptance.json are rewritten, so that an interrupted
 call leaves what it has found. With --device=cpu every part runs at a tiny size, without what needs a GPU.
 
@@ -50,14 +50,14 @@ from gpipe_cli.system.machine import cpu_model, usable_cores
 
 HERE = Path(__file__)
 ROOT = HERE.parents[2]
-CALL_SECONDS = 525  # of all parts of a call; the rest of ten minutes is for installation
+CALL_SECONDS = 525  # limit of all parts of a call together; the rest of ten minutes is for installation
 TINY = ["model.normal_cells=3", "model.filters=8", "dataset=synthetic_images", "dataset.image_size=16",
         "dataset.num_classes=4", "dataset.train_samples=32", "dataset.test_samples=8", "batch_size=8",
         "micro_batches=4", "data_workers=0"]  # fmt: skip
 TEXT = ["model=transformer_lm", "model.layers=4", "model.width=64", "model.hidden=128", "model.heads=4",
         "model.length=32", "dataset=synthetic_text", "dataset.vocabulary=1000", "dataset.train_samples=64",
         "dataset.test_samples=8", "batch_tokens=null", "batch_size=16", "data_workers=0"]  # fmt: skip
-TRANSLATION = ["model=transformer_nmt", "batch_tokens=512"]  # of the sentences that come with it
+TRANSLATION = ["model=transformer_nmt", "batch_tokens=512"]  # on CLDR's names, its default data set
 TIMM = ["model=timm", "model.name=convnext_atto", *TINY[2:3], "dataset.image_size=64", *TINY[4:]]
 
 
@@ -65,7 +65,7 @@ TIMM = ["model=timm", "model.name=convnext_atto", *TINY[2:3], "dataset.image_siz
 class Row:
     part: str
     what: str
-    held: bool | None  # None: nothing must hold
+    held: bool | None  # None: the row only reports figures
     figures: str
     published: str = ""  # torchgpipe's published speed
 
@@ -116,7 +116,7 @@ class Setting:
         return rows
 
     def work(self, name: str, task: Callable[..., None], *settings: str, processes: int = 1) -> Path:
-        """Let ``processes`` workers of a training do ``task`` on one device; returns their folder.
+        """Run ``task`` in ``processes`` workers of a training on one device; returns their folder.
 
         Raises RuntimeError with the failure of a worker.
         """
@@ -141,7 +141,7 @@ def environment() -> dict[str, str]:
 
 
 def versions(setting: Setting) -> Found:
-    """1. Versions, missing dependencies, GPUs, and the rates of this machine, timed while nothing else runs."""
+    """Versions, missing dependencies, GPUs, and the rates of this machine, timed while nothing else runs."""
     yield "Python, cores", None, f"{sys.version.split()[0]}, {usable_cores()} cores of {cpu_model()}"
     yield "torch, CUDA, cuDNN", None, f"{torch.__version__}, {torch.version.cuda}, {torch.backends.cudnn.version()}"
     needed = [re.split(r"[<>=\s]", one)[0] for one in metadata.requires("gpipe-cli") or () if "extra ==" not in one]
@@ -166,7 +166,7 @@ def versions(setting: Setting) -> Found:
 
 
 def tests(setting: Setting) -> Found:
-    """2. The tests that need a GPU."""
+    """The tests that need a GPU."""
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests/test_gpu.py"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment(), check=False)
     failed = re.findall(r"^(?:FAILED|ERROR) .*", done.stdout, re.M)
@@ -177,7 +177,7 @@ def tests(setting: Setting) -> Found:
 
 
 def check(setting: Setting) -> Found:
-    """3. Partitions, recomputation and executors give bit-identical results in each precision."""
+    """Partitions, recomputation and executors give bit-identical results in each precision."""
     models = {"amoebanet": TINY, "transformer_lm": TEXT, "transformer_nmt": TRANSLATION, "timm": TIMM}
     cells = [(model, precision) for model in models for precision in ("float32", "bfloat16")]
 
@@ -197,8 +197,8 @@ def check(setting: Setting) -> Found:
 
 
 def links(setting: Setting) -> Found:
-    """4. Processes that share the GPU and communicate by NCCL give the bits of a single process. Boundary tensors are
-    large: NCCL buffers small ones, which hides deadlocks."""
+    """Processes that share the GPU and communicate by NCCL give bit-identical results to a single process. Boundary
+    tensors are large: NCCL buffers small ones, which hides deadlocks."""
     partitions, micro_batches, samples, size = (4, 8, 8, 256) if setting.gpu else (2, 2, 1, 8)
     boundary = samples * 64 * size**2 * 4
     job = [
@@ -220,7 +220,7 @@ def links(setting: Setting) -> Found:
 
 
 def nodes(setting: Setting) -> Found:
-    """5. Of two torchrun agents, which stand for machines, one is killed or stopped, and the other one says so."""
+    """One of two torchrun agents, which stand for machines, is killed or stopped, and the other one reports it."""
     for how, number in (("killed", signal.SIGKILL), ("stopped", signal.SIGSTOP)):
         folder, limit = setting.new_folder(f"nodes_{how}"), 15 if setting.gpu else 10
         settings = [*TINY, "partitions=2", "epochs=100000", f"device={setting.device}", "hardware=cpu", "threads=1",
@@ -262,7 +262,7 @@ def nodes(setting: Setting) -> Found:
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = 120) -> Any:
-    """The first true value that ``condition`` returns, or None after so many seconds."""
+    """The first true value that ``condition`` returns, or None after ``seconds``."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if found := condition():
@@ -272,7 +272,7 @@ def wait_for(condition: Callable[[], Any], seconds: float = 120) -> Any:
 
 
 def synchronisations(setting: Setting) -> Found:
-    """6. The lines of code at which a step waits for the GPU."""
+    """The lines of code at which a step waits for the GPU."""
     text = ["model.length=512", "model.width=512", "model.hidden=2048", "dataset.train_samples=512"]
     jobs = {
         "amoebanet": AMOEBANET if setting.gpu else TINY,
@@ -291,7 +291,7 @@ def synchronisations(setting: Setting) -> Found:
 
 
 def memory(setting: Setting) -> Found:
-    """8. Planned beside counted bytes of activations, and one line of error when memory runs out."""
+    """Planned beside counted bytes of activations, and one line of error when memory runs out."""
     jobs = {"amoebanet": AMOEBANET if setting.gpu else TINY, "transformer_lm": TEXT}
     for (name, size), precision in ((job, p) for job in jobs.items() for p in ("float32", "bfloat16")):
         if not setting.gpu and (name, precision) != ("amoebanet", "bfloat16"):
@@ -319,7 +319,7 @@ def memory(setting: Setting) -> Found:
 
 
 def resumption(setting: Setting) -> Found:
-    """9. With each optimizer, a run with K = 2 resumed with K = 4 ends with the tensors of an uninterrupted run."""
+    """With each optimizer, a run with K = 2 resumed with K = 4 ends with the tensors of an uninterrupted run."""
 
     def resumed(optimizer: str) -> tuple[str, bool, str]:
         common = [*TINY, f"optimizer={optimizer}", "executor=in_process", "checkpoint.every_steps=3", "epochs=3"]
@@ -337,7 +337,7 @@ def resumption(setting: Setting) -> Found:
 
 
 def prediction(setting: Setting) -> Found:
-    """10. The step time predicted from the figures of the device and from timed layers, beside the measured one."""
+    """The step time predicted from the figures of the device and from timed layers, beside the measured one."""
     jobs = {"amoebanet": [*AMOEBANET, "micro_batches=4"], "transformer_lm": [*TEXT, "epochs=9"]}
     for (name, size), cost in ((job, c) for job in jobs.items() for c in ("figures", "measured_anew")):
         if not setting.gpu:
@@ -351,12 +351,12 @@ def prediction(setting: Setting) -> Found:
 
 
 def peers(setting: Setting) -> Found:
-    """11. The speeds of plain PyTorch and torchgpipe beside that of gpipe."""
+    """The speeds of plain PyTorch and torchgpipe beside that of gpipe."""
     return gpu_speed.peers(setting.device, setting.bench)
 
 
 def speeds(setting: Setting) -> Found:
-    """12. The speeds with settings that may change them."""
+    """The speeds with settings that may change them."""
     return gpu_speed.factors(setting.device, setting.bench)
 
 
@@ -374,7 +374,7 @@ PARTS: dict[str, tuple[Callable[[Setting], Found], int]] = {
     "speeds": (speeds, 300),
 }  # the function of each part and its limit in seconds on a GPU
 # The groups of parts of each call; the parts of a group run simultaneously. NCCL kernels of `links` and `nodes` spin
-# while they wait and take turns on the GPU with other processes, whose waits would take 10 to 20 ms beside them.
+# while they wait and take turns on the GPU with other processes: beside them every wait would take 10 to 20 ms.
 CALLS = (
     (("versions",), ("tests", "check", "resumption")),
     (("links", "nodes"), ("synchronisations",), ("memory",), ("prediction",)),
@@ -387,7 +387,7 @@ def last_line(text: str) -> str:
 
 
 def same(what: str, one: Path, other: Mapping[str, torch.Tensor], note: str = "") -> tuple[str, bool, str]:
-    """A row: whether the last checkpoint of run ``one`` holds the tensors ``other``, bit for bit."""
+    """A row without its part: whether the last checkpoint of run ``one`` holds the tensors ``other``, bit for bit."""
     tensors = last_tensors(one)
     equal = same_tensors(tensors, other)
     shown = f"{equal} of {len(tensors)} tensors the same bits"
@@ -398,7 +398,7 @@ def family(process: int) -> list[int]:
     """A process and its descendants, which torchrun starts in sessions of their own."""
     children: dict[int, list[int]] = {}
     for file in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # the process has ended
             parent = int(file.read_text().rpartition(")")[2].split()[1])
             children.setdefault(parent, []).append(int(file.parent.name))
     found = [process]
@@ -414,7 +414,7 @@ def end_all(process: int, how: signal.Signals = signal.SIGKILL) -> None:
 
 
 def perform(name: str, setting: Setting, deadline: float) -> list[Row]:
-    """Run a part as a process; returns its rows, also those of a part that did not end in time."""
+    """Run a part as a process; returns its rows, even if it did not end in time."""
     began = time.monotonic()
     seconds = min(PARTS[name][1], deadline - began) if setting.gpu else 600
     if seconds < 5:
@@ -498,7 +498,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     calls = CALLS if options.call is None else CALLS[options.call - 1 : options.call]
     with tempfile.TemporaryDirectory(prefix="gpu_acceptance_", ignore_cleanup_errors=True) as folder:
-        os.environ.setdefault("XDG_CACHE_HOME", folder)  # one for all parts
+        os.environ.setdefault("XDG_CACHE_HOME", folder)  # one cache for all parts
         setting, deadline = Setting(options.device, Path(folder)), began + CALL_SECONDS * len(calls)
         for group in groups_of(calls, options.parts.split(","), setting.gpu):
             with ThreadPoolExecutor(len(group)) as pool:

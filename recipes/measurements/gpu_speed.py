@@ -1,7 +1,7 @@
-"""Speeds on the device at hand: one setting at a time, plain PyTorch and torchgpipe beside gpipe.
+"""Speeds on the device at hand: gpipe with one setting varied at a time, and beside plain PyTorch and torchgpipe.
 
 gpu_acceptance.py runs these functions. gpipe is always measured by `gpipe bench`; its peers run in this process, on
-random data that are on the device already. On a CPU the models are tiny.
+random data that already are on the device. On a CPU the models are tiny.
 """
 
 import time
@@ -23,7 +23,7 @@ from gpipe_cli.pipeline.runtime.initial_weights import materialize
 from gpipe_cli.pipeline.runtime.precision import autocast
 from gpipe_cli.planner.pipeline_spec import PipelineSpec, make_pipeline_spec
 
-# Rows: what was measured, None as nothing must hold, the figures, and torchgpipe's published speed on P40s.
+# Rows: what was measured, None (nothing must hold), the figures, and torchgpipe's published speed on P40s.
 Found = Iterator[tuple[str, bool | None, str, str]]
 # Runs `gpipe bench` on the device with these settings, which may be a sweep; returns the rows of its table.
 Bench = Callable[..., Sequence[dict[str, Any]]]
@@ -79,7 +79,7 @@ def shown(row: dict[str, Any]) -> str:
 
 
 def peers(device: str, bench: Bench) -> Found:
-    """Plain PyTorch and torchgpipe at K = 1: the same model, settings and sizes."""
+    """Measure gpipe, plain PyTorch and torchgpipe at K = 1: the same model, settings and sizes."""
     for model in SIZES if device == "cuda" else ("amoebanet",):
         for precision in ("float32", "bfloat16"):
             settings = [*settings_of(model, device), "model.dropout=0", f"precision={precision}"]
@@ -101,7 +101,7 @@ def figures_of_peer(config: TrainConfig, chunks: int | None, device: str) -> str
         seconds = median(seconds_of(step, device, 1) for _ in range(5))
     except ModuleNotFoundError:
         return "not installed: pip install --no-deps torchgpipe==0.0.7"
-    except RuntimeError as error:  # such as too little memory
+    except RuntimeError as error:  # such as out of memory
         return first_line(error)
     return f"{1e3 * seconds:.1f} ms, {(config.batch_size or 0) / seconds:.1f} samples/s"
 
@@ -149,7 +149,7 @@ def built(config: TrainConfig) -> tuple[PipelineSpec, torch.device, nn.Sequentia
 
 
 def seconds_of(step: Step, device: str, steps: int) -> float:
-    """Seconds a step takes; on a CPU, CPU seconds of this process, which do not depend on other programs."""
+    """Mean seconds per step; on a CPU, CPU seconds of this process, which do not depend on other programs."""
     clock = time.process_time if device == "cpu" else time.perf_counter
     if device != "cpu":
         torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""What the workers of gpu_acceptance.py do; a module of its own, as workers get their functions by pickle."""
+"""Tasks for the workers of gpu_acceptance.py, in a module of their own, as workers get their tasks by pickle."""
 
 import json
 import os
@@ -31,9 +31,9 @@ def wide(channels: int, layers: int, classes: int) -> nn.Sequential:
 
 
 def shares_gpu(name: str) -> dict[str, str]:
-    """The variables with which NCCL lets several processes share a GPU.
+    """The environment variables with which NCCL lets several processes share a GPU.
 
-    NCCL has a variable for this from version 2.30 on; older ones allow it to processes of different hosts (untested).
+    NCCL has one for this since 2.30; earlier versions need processes of different hosts, here ``name`` (untested).
     """
     own = {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
     if torch.cuda.nccl.version() >= (2, 30):
@@ -74,5 +74,5 @@ def train_watched(config: TrainConfig, spec: PipelineSpec, folder: Path, process
 
     try:
         train(config, "", spec, folder, replace(process, on_action=watch))
-    finally:  # also of a run that fails
+    finally:  # even if the run fails
         (folder / "watched.json").write_text(json.dumps(waits))

@@ -1,10 +1,10 @@
-"""Whether schedules finish over links with NCCL's rule of order, without a GPU: the executor of a training, stages that
-compute nothing, and links that only a simulated device moves.
+"""Checks without a GPU whether schedules deadlock under NCCL's rule of order. A training's executor runs stages that
+compute nothing, over links that a simulated device serves.
 
-The rule: what a process gives to a process group runs one after another, and a send ends only when its receive runs.
-There is a group for each edge and direction. Receives are posted in the order of `schedule/prefetched_receives.py`, as
-in a run on GPUs, or early, as on CPUs. Kernels are launched at once or, as when a kernel is first used, each when the
-device is idle. A process has one stage or two: neighbours or, for `interleaved`, stages that are not.
+The rule: operations of a process in one process group run one after another, and a send ends only when its receive
+runs. There is a group for each edge and direction. Receives are posted in the order of
+`schedule/prefetched_receives.py`, as on GPUs, or early, as on CPUs. Kernels are launched at once or, as when a kernel
+is first used, each when the device is idle. A process has one stage or two, neighbours except for `interleaved`.
 
 Usage: python recipes/measurements/link_order.py [--partitions 8] [--micro-batches 32]      ten minutes
 """
@@ -38,7 +38,7 @@ class StuckError(RuntimeError):
 
 @dataclass(eq=False)
 class Operation:
-    """A send or a receive in the queue of a process and a group."""
+    """A send or a receive in the queue that a process has for a group."""
 
     edge: Edge
     sends: bool
@@ -56,7 +56,7 @@ class Operation:
 
 @dataclass
 class Device:
-    """The queues of all processes, one for each process and group, and the threads that wait for what is in them."""
+    """The simulated device: a queue for each process and group, and the threads that wait for queued operations."""
 
     processes: int
     changed: threading.Condition = field(default_factory=threading.Condition)
@@ -70,7 +70,7 @@ class Device:
             self._move(process, group)
 
     def _move(self, process: int, group: Any) -> None:
-        """Run the heads of two queues that are the two ends of one transfer, and what comes after them."""
+        """Complete transfers as long as the heads of two queues are the two ends of the same one."""
         while queue := self.queues.get((process, group)):
             head = queue[0]
             there = self.queues.get((head.peer, group))
@@ -133,7 +133,7 @@ class OrderedLink:
 
 
 class Stage:
-    """Adds its number to the value of a micro-batch, and hands gradients back."""
+    """Adds its index to the value of a micro-batch, and passes gradients on unchanged."""
 
     device, layer_name, needs_backward = CPU, "", True
 
@@ -164,7 +164,7 @@ class Stage:
 
 
 def finishes(schedule: Schedule, process_of_stage: Sequence[int], *, early: bool, idle: bool) -> bool:
-    """Whether two steps of a schedule end; every process is a thread here. What arrives is checked."""
+    """Whether two steps of a schedule end without a deadlock. Processes are threads; received values are checked."""
     partitions, micro_batches = len(schedule.stages), schedule.micro_batches
     device = Device(1 + max(process_of_stage))
     failed: list[BaseException] = []
@@ -223,7 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = []
     for early, each, idle in product((False, True), (1, 2), (False, True)):
         for name, recompute in (*product(SCHEDULES, RECOMPUTE), ("evaluation", "")):
-            if name == "interleaved" and each == 1:  # it is 1f1b
+            if name == "interleaved" and each == 1:  # the same as 1f1b
                 continue
             stuck, shown = [], [(k, m) for k, m in sizes if name != "interleaved" or k % each == 0]
             for k, m in shown:

@@ -50,7 +50,7 @@ Arguments = tuple[str, ...]
 
 
 def keys_of(kind: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every setting that is no group, with its type."""
+    """Every setting that is not a group, with its type."""
     for name, hint in get_type_hints(kind, include_extras=True).items():
         if hasattr(hint, "__dataclass_fields__"):
             yield from keys_of(hint, f"{prefix}{name}.")
@@ -103,7 +103,7 @@ def control_characters(pick: random.Random) -> Arguments:
     return pick.choice([(command, f"{key}=x{odd}"), (command, f"{odd}={odd}"), (odd,), (command + odd, "seed=1")])
 
 
-# One line of each kind is `words | words | ...`; `<word>` stands for one of WORDS.
+# PHRASES: command lines by kind, separated by `|` or line breaks; `<word>` stands for one of WORDS[word].
 WORDS: dict[str, Sequence[str]] = {
     "command": ("train", "plan", "check", "bench"),
     "any": tuple(COMMANDS),
@@ -161,7 +161,7 @@ KINDS: dict[str, Callable[[random.Random], Arguments]] = {
 
 
 def lines(count: int, seed: int) -> list[tuple[str, Arguments]]:
-    """So many different command lines, of all kinds in turns."""
+    """``count`` different command lines with their kinds, taking turns among all kinds."""
     pick, found = random.Random(seed), dict[Arguments, str]()
     for kind in (kind for _ in range(100 * count) for kind in KINDS):
         found.setdefault(KINDS[kind](pick), kind)
@@ -171,7 +171,7 @@ def lines(count: int, seed: int) -> list[tuple[str, Arguments]]:
 
 
 def gpipe(line: Arguments, place: Path) -> "subprocess.Popen[str]":
-    """A `gpipe` in a session of its own; the first words may be variables of its environment, as in a shell."""
+    """Start `gpipe` in a session of its own; leading words may be environment variables, as in a shell."""
     own = [word for word in line if re.match(r"[A-Z_]+=", word)]
     return subprocess.Popen(
         [sys.executable, "-m", "gpipe_cli", *line[len(own) :]], cwd=place / "place", text=True, errors="replace",
@@ -181,7 +181,7 @@ def gpipe(line: Arguments, place: Path) -> "subprocess.Popen[str]":
 
 
 def fault(line: Arguments, place: Path) -> str:
-    """What is wrong with the answer to a line; nothing if it is as it should be."""
+    """What is wrong with the answer to a command line; "" if nothing is."""
     before = set(place.rglob("*"))
     program = gpipe(line, place)
     try:
@@ -218,7 +218,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             Path(folder, "place", name).write_bytes(content)
         os.mkfifo(Path(folder, "place", "fifo"))
         Path(folder, "place", "loop").symlink_to("loop")
-        runs.gpipe("train", *TINY, run_folder=Path(folder, "place", "run"))  # the lines refer to it
+        runs.gpipe("train", *TINY, run_folder=Path(folder, "place", "run"))  # the command lines refer to this run
         for kind, line in lines(options.lines, options.seed):
             counts[kind] += 1
             if found := fault((*line, *(options.settings if line[0] in TRAIN else [])), Path(folder)):

@@ -1,4 +1,4 @@
-"""Which assumptions about what the paper leaves open explain its Tables 2 and 3 best? A simulation of a grid of them.
+"""Which assumptions about what the paper leaves open explain its Tables 2 and 3 best? Simulates a grid of them.
 
 A set of assumptions holds for all cells of both tables:
 
@@ -114,7 +114,7 @@ def jobs() -> list[Job]:
 
 
 def settings(job: Job, small: Sequence[str]) -> list[str]:
-    """The settings of `gpipe plan`; ``small`` are those by which a test makes AmoebaNet small."""
+    """The settings of `gpipe plan`; ``small``: those with which a test makes AmoebaNet small."""
     common = [f"hardware={job.device}", f"precision={job.precision}", "recompute=always", "ema_decay=0"]
     if job.size is None:
         filters = "128" if "128" in job.model else "256"
@@ -138,7 +138,7 @@ def speeds(job: Job, base: TrainConfig, profile: ModelProfile) -> Speeds:
 
 
 def cell(job: Job, base: TrainConfig, profile: ModelProfile, k: int, m: int) -> dict[str, Speed]:
-    """Speeds by rule for N, without impossible ones: nothing fits, or Lingvo's rule leaves a stage empty."""
+    """Speeds by rule for N, without impossible rules, where nothing fits or Lingvo's cut leaves a stage empty."""
     layers = len(profile.costs)
     equal = tuple(layers // k + (at < layers % k) for at in range(k))
     partition = base.partition.by_hand(equal) if job.cut == "equal" else replace(base.partition, method=job.cut)
@@ -181,11 +181,11 @@ def of_all(wanted: Sequence[Job], small: Sequence[str]) -> dict[Job, Speeds]:
     return dict(zip(wanted, in_forks(some, wanted), strict=True))
 
 
-Cells = dict[tuple[str, int, int], float]  # by model, K and M: the relative speed
+Cells = dict[tuple[str, int, int], float]  # relative speed by model, K and M
 
 
 def simulated(choices: Choices, models: Sequence[str], found: dict[Job, Speeds]) -> Cells | None:
-    """The relative speeds of all cells that count; None if a cell is impossible with these choices."""
+    """The relative speeds of all cells but those that are 1 by definition; None if a cell is impossible."""
     cells: Cells = {}
     for model in models:
         transformer, table3 = "Transformer" in model, "P100" in model
@@ -229,7 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", default="", help="models whose name contains this; settings are then for AmoebaNet")
     options = parser.parse_args(arguments)
     models = [model for model in PAPER if options.only in model]
-    gc.disable()  # large plans are many small objects
+    gc.disable()  # collections would visit the many small objects of large plans
     found = of_all([job for job in jobs() if job.model in models], options.settings)
     grid = [Choices(*one) for one in product(BATCHES, CUTS, DEVICES, PRECISIONS, HALVES, SIZES)]
     possible = {choices: cells for choices in grid if (cells := simulated(choices, models, found)) is not None}

@@ -1,4 +1,4 @@
-"""Random kills: a run that loses processes ends with the bits of one that was left alone.
+"""Random kills: a run that loses processes ends bit-identical to an undisturbed one.
 
 A training of the default job begins at K = 2. At a random moment, or while a checkpoint is being written, one of its
 processes (the parent, a stage, a data loader or the fork server) is killed by SIGKILL. The killed training must leave
@@ -40,7 +40,7 @@ CURVES = ("train/", "test/")
 NOTHING = "nothing"
 ROW = "{:>3}{:>3}  {:<10}{:<16}{:>8}  {:<26}{:<9}{:>9}"
 MOMENTS = ("any", "in training", "while writing")
-PATIENCE_SECONDS = 60.0  # in which a run that has lost a process must end completely
+PATIENCE_SECONDS = 60.0  # within which all processes of a run must end once one was killed
 
 
 class Trial:
@@ -52,7 +52,7 @@ class Trial:
         self._temporary.mkdir(exist_ok=True)
 
     def start(self, partitions: int | None = None) -> "subprocess.Popen[bytes]":
-        """Start the command that begins or resumes the run; None: with the partitions of ``settings``."""
+        """Start the command that begins or resumes the run; None: the K of its settings."""
         settings = [*SETTINGS, *self._settings, "resume=auto", f"run_folder={self.folder}"]
         settings += [] if partitions is None else [f"partitions={partitions}"]
         with self.log.open("ab") as log:
@@ -65,17 +65,17 @@ class Trial:
             )
 
     def processes(self) -> dict[int, tuple[int, str]]:
-        """Parent and command line of each living process of the run, by its number, even if its parent has died."""
+        """Parent and command line of each living process of the run, by process ID, orphans included."""
         mine, found = f"TMPDIR={self._temporary}".encode(), {}
         for folder in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):  # it has ended meanwhile
+            with suppress(OSError):  # the process has ended meanwhile
                 state, parent = (folder / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[:2]
                 if state not in "ZX" and mine in (folder / "environ").read_bytes():
                     found[int(folder.name)] = int(parent), (folder / "cmdline").read_text(encoding="utf-8")
         return found
 
     def targets(self, parent: int) -> dict[str, list[int]]:
-        """The living processes of the run by their roles."""
+        """The process IDs of the run's living processes, by role."""
         living = self.processes()
         servers = [number for number, (above, line) in living.items() if above == parent and "fork_server" in line]
         stages = sorted(number for number, (above, _) in living.items() if above in servers)

@@ -1,1 +1,1 @@
-"""What layers cost and keep, found from shapes before anything is allocated."""
+"""What layers cost and keep in memory, traced from shapes before anything is allocated."""

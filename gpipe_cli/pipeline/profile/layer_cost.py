@@ -1,4 +1,4 @@
-"""What a layer costs, what crosses its boundary (paper section 2.1: the cost estimate c_i), and what a stage keeps.
+"""What a layer costs (paper section 2.1: the cost estimate c_i), what crosses its boundary, and what a stage keeps.
 
 The figures come from shapes alone (`tracing.py`), so that every process arrives at the same ones without a handshake,
 and hold for micro-batches of any size.
@@ -15,17 +15,17 @@ from numpy.typing import NDArray
 from gpipe_cli.pipeline.runtime.boundary import Boundary
 from gpipe_cli.pipeline.schedule.held import Held
 
-Layers: TypeAlias = int | NDArray[np.int64]  # the number of a layer, or of many layers
+Layers: TypeAlias = int | NDArray[np.int64]  # a layer's number, or an array of them
 
 
 @dataclass(frozen=True)
 class KeptMemory:
-    """The memory that the backward of a layer needs, described so that no tensor counts twice where layers meet;
+    """The memory that is kept for a layer's backward, described so that no tensor counts twice where layers meet;
     parameters and buffers are not counted.
 
-    `tensors` are positions among the tensors that come in, followed by those that go out; what else is saved is
-    `base_bytes + per_sample_bytes * samples`, at the lengths that were traced. `same_memory` says of each output whose
-    memory it is, as a position of that kind; None if it is new.
+    `tensors` are positions of kept tensors among those that come in, followed by those that go out; all else takes
+    `base_bytes + per_sample_bytes * samples` bytes, at the lengths that were traced. `same_memory[i]` is the position
+    of the tensor whose memory output i shares; None if its memory is new.
     """
 
     tensors: tuple[int, ...] = ()
@@ -49,8 +49,8 @@ class OperationKind(StrEnum):
 
 @dataclass(slots=True)
 class Operations:
-    """Kernels of one kind: `count` for a micro-batch of any size, `flops * n` and `bytes * n + fixed_bytes` for one of
-    n samples. A multiplication and an addition count as two; weights are fixed bytes."""
+    """Kernels of one kind: `count` of them for a micro-batch of any size; for one of n samples, `flops * n` FLOPs (a
+    multiplication and an addition are two) and `bytes * n + fixed_bytes` bytes moved (weights are fixed bytes)."""
 
     count: int = 0
     flops: float = 0.0
@@ -60,7 +60,7 @@ class Operations:
 
 @dataclass(frozen=True)
 class Work:
-    """What a layer does in one direction."""
+    """A layer's operations in one direction, forward or backward."""
 
     by_kind: Mapping[OperationKind, Operations] = field(default_factory=dict)
 
@@ -71,11 +71,11 @@ class Work:
 
 @dataclass(frozen=True)
 class Halves:
-    """The backward of a layer in two halves. Their sum is more than the whole: a convolution reads the same twice.
+    """A layer's backward in two halves. Their sum is more than the whole: a convolution reads the same data twice.
 
-    Between the first and the second the stage keeps inputs of products and convolutions (`kept_inputs`), and gradients
-    of their outputs (`kept_gradients`). Positions of `kept_gradients` are among the gradients of the layer's outputs,
-    which come in, followed by those of its inputs, which go out; its `same_memory` is about the latter.
+    Between the halves the stage keeps inputs of products and convolutions (`kept_inputs`), and gradients of their
+    outputs (`kept_gradients`). In `kept_gradients` the tensors that come in are the gradients of the layer's outputs,
+    and those that go out are the gradients of its inputs.
     """
 
     inputs: Work = field(default_factory=Work)
@@ -86,9 +86,9 @@ class Halves:
 
 @dataclass(frozen=True)
 class LayerCost:
-    """One layer. `trained` is how many of the parameters are; `saved` says what autograd keeps between forward and
-    backward; `halves` are None where the backward is not split; `foreign` are the parameters and buffers of other
-    layers that it reads, by global name."""
+    """The cost of one layer. `parameters` counts all its parameters, `trained` the trained ones; `saved` is what
+    autograd keeps between forward and backward; `halves` is None if the backward is not split; `foreign` are the
+    parameters and buffers of other layers that it reads, by global name."""
 
     name: str
     parameters: int
@@ -107,12 +107,12 @@ class LayerCost:
 
 
 class ActivationMemory:
-    """The bytes of one micro-batch of `samples` on a stage (the paper's L/K * N/M, section 2.3), for any consecutive
-    layers of a model.
+    """The bytes that a stage of any consecutive layers holds of one micro-batch of `samples` (the paper's L/K * N/M,
+    section 2.3).
 
-    `inputs` describe what the first layer gets, `lengths` are those that the costs were traced with: what a layer keeps
-    inside may grow with their square. Tensors that cross the stage's first boundary count one by one, as they are
-    received: two that are one tensor in the stage before are two here.
+    `inputs` describes what the first layer gets; `lengths` are those that the costs were traced with, as what a layer
+    keeps inside may grow with their square. Tensors that cross the stage's first boundary count one by one, as they are
+    received: two that share memory in the previous stage are two here.
     """
 
     def __init__(self, costs: Sequence[LayerCost], inputs: Boundary, samples: int, lengths: Sequence[int] = ()) -> None:
@@ -124,11 +124,11 @@ class ActivationMemory:
         self._trained = np.cumsum([0, *(cost.trained for cost in costs)])
         self._graph = _KeptBytes(sizes, [cost.saved for cost in costs], samples, with_inputs=True)
         self._kept_inputs = _KeptBytes(sizes, [half.kept_inputs for half in halves], samples)
-        # gradients go the other way
+        # gradients flow from the last layer to the first
         self._kept_gradients = _KeptBytes(sizes[::-1], [half.kept_gradients for half in halves[::-1]], samples)
 
     def held(self, first: int, end: int) -> Held:
-        """The bytes that a stage of layers `first` to `end - 1` holds of a micro-batch in each way.
+        """The bytes that a stage of layers `first` to `end - 1` holds of a micro-batch, in each of the ways of `Held`.
 
         A stage with nothing to train in it or before it has no backward, and keeps nothing. Between the halves of a
         backward it keeps all of a tensor that crosses a boundary of layers, even if a product reads only a part.
@@ -145,13 +145,13 @@ class ActivationMemory:
 
 
 class _KeptBytes:
-    """The bytes that any consecutive layers keep of one micro-batch. `kept` says what each layer keeps, `sizes` are the
-    bytes of the tensors that cross each boundary. `with_inputs`: those that cross the first boundary of a stage are
-    there whether kept or not.
+    """The bytes that any consecutive layers keep of one micro-batch. `kept` is what each layer keeps, `sizes` are the
+    bytes of the tensors that cross each boundary. `with_inputs`: tensors that cross a stage's first boundary count
+    whether kept or not.
 
-    The bytes are no sum over layers: a tensor that two layers keep is there once. So each tensor is charged to the
-    first layer that keeps it. Sums over layers then answer for any stage, but for the few tensors that cross its first
-    boundary.
+    The bytes are not a sum over layers, as a tensor that two layers keep exists once. So each tensor is charged to the
+    first layer that keeps it: sums over layers then hold for any stage, up to the few tensors that cross its first
+    boundary, which are corrected.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class _KeptBytes:
     ) -> None:
         never = len(kept)
         charged = [saved.base_bytes + saved.per_sample_bytes * samples for saved in kept]
-        # for each boundary: bytes to add for a stage that begins there, if it has the layer of this number
+        # for each boundary: (bytes, layer number): add the bytes for a stage that begins there, if it has that layer
         crossing: list[list[tuple[int, int]]] = [[] for _ in sizes]
         keepers = [never] * len(sizes[-1])  # per tensor that crosses a boundary, the first layer that keeps it
         for at in reversed(range(len(kept))):
@@ -174,7 +174,7 @@ class _KeptBytes:
                     keepers[other] = min(keepers[other], keeper)
                 elif keeper < never:
                     charged[keeper] += size
-                    for boundary in range(at + 1, keeper + 1):  # behind these it comes in, which is counted below
+                    for boundary in range(at + 1, keeper + 1):  # stages that begin there receive it, see below
                         crossing[boundary].append((-size, keeper))
             keepers = keepers[:given]
             crossing[at] += zip(sizes[at], [-1] * given if with_inputs else keepers, strict=True)

@@ -1,10 +1,9 @@
-"""Why a layer cannot be pipelined: every layer is watched while one micro-batch is run, and run again (paper section
-2.3).
+"""Finds why a layer cannot be pipelined, by watching all layers as a micro-batch runs twice (paper section 2.3).
 
-A stage keeps its input and runs its layers again. That gives the same bits only if a layer leaves its input alone,
-draws from torch's generator alone, and remembers nothing between calls. Running variants shows where bits differ; this
-shows why. It also finds what a single step does not show: statistics that a recomputation counts twice, in buffers or
-in attributes that only an evaluation looks at.
+A recomputation gives the same bits only if a layer leaves its input unchanged, draws random numbers only from torch's
+generators, and keeps no state between calls. Comparing variants of a run shows where bits differ, these probes show
+why. They also find what a single step does not show: statistics that a recomputation counts twice, in buffers or in
+attributes that are only used in evaluation.
 """
 
 import pickle
@@ -33,7 +32,7 @@ FindingKind = Literal["in_place", "random", "state", "foreign"]
 
 @dataclass(frozen=True)
 class Finding:
-    """Why a layer gives other results in a pipeline than in one piece."""
+    """Why a layer gives other results in a pipeline than without one."""
 
     kind: FindingKind
     layer: str
@@ -42,10 +41,10 @@ class Finding:
 
 @dataclass
 class Probed:
-    """What was found while layers ran."""
+    """What the probes found while layers ran."""
 
     first: dict[str, Finding] = field(default_factory=dict)  # layer name -> the first finding
-    draws: bool = False  # some draw random numbers from torch's generator, as for dropout
+    draws: bool = False  # some layer draws random numbers from torch's generators, as dropout does
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -57,8 +56,8 @@ class Probed:
 
 @contextmanager
 def probing(stages: Iterable[Stage]) -> Iterator[Probed]:
-    """Inside, the layers of `stages` are watched while they are run, once or twice on the same micro-batch; afterwards
-    buffers, gradients, what modules remember as attributes, and generators are as before."""
+    """Inside, the layers of `stages` are watched while they run, once or twice on the same micro-batch; afterwards
+    buffers, gradients, attributes of modules, and random generators are as before."""
     probed = Probed()
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(_gpus(stage.device for stage in stages)))
@@ -81,18 +80,18 @@ def probing(stages: Iterable[Stage]) -> Iterator[Probed]:
 
 
 class _Seen:
-    """The layers of one stage: each is compared with itself before it was run, and with its first run."""
+    """Watches the layers of one stage: compares a layer's state before and after a run, and the outputs of its runs."""
 
     def __init__(self, probed: Probed, stage: Stage) -> None:
         self._probed, self._stage, self._device = probed, stage, stage.device
         self.running = ExitStack()  # contexts that are active while a layer runs
-        self._reads: Mapping[int, torch.Tensor] = {}  # by storage, what the running layer has read
+        self._reads: Mapping[int, torch.Tensor] = {}  # storage -> a tensor that the running layer has read
         # storages of the stage's tensors, and of what layers were given
         self._known = {storage_of(tensor) for tensor in (*stage.module.parameters(), *stage.module.buffers())}
         self._before: tuple[Any, ...] = ()  # the state when the running layer began
         self._outputs: dict[str, Tensors] = {}  # layer name -> the outputs of its first run
-        self._depth = 0  # a layer may run another, which it holds without torch's knowledge
-        self._differs = False  # a layer has given other values: those behind it are given other values
+        self._depth = 0  # of calls: a layer may run another one, which it holds without torch's knowledge
+        self._differs = False  # a layer's second run gave other outputs, so later layers get other inputs
 
     def begins(self, name: str, layer: nn.Module, inputs: Any) -> None:
         self._depth += 1
@@ -102,7 +101,7 @@ class _Seen:
         given = [(tensor, tensor.detach().clone()) for tensor in as_tuple(inputs[0])]
         self._known.update(storage_of(tensor) for tensor, _ in given)
         self._before = held, given, self._generators(), _other_generators(), _attributes(layer)
-        if not self._stage.compiled:  # torch refuses to run compiled code under a mode
+        if not self._stage.compiled:  # torch refuses to run compiled code under a dispatch mode
             self._reads = self.running.enter_context(Reads()).tensors
 
     def ended(self, name: str, layer: nn.Module, inputs: Any, output: Any) -> None:
@@ -120,7 +119,7 @@ class _Seen:
             found("foreign", f"reads a tensor {fault}")
         if not all(same_bits(*pair) for pair in given):
             self._probed.found("in_place", name, str(ChangedInputError(name)))
-            for tensor, value in given:  # it is what the layer before gave
+            for tensor, value in given:  # these are the previous layer's outputs
                 _write_back(tensor, value)
         if sources := [source for source, state in _other_generators().items() if state != others[source]]:
             found(
@@ -133,8 +132,8 @@ class _Seen:
         changed = [
             key
             for key, (tensor, value, version) in held.items()
-            # spectral norm that has converged writes what stood there before, until the weights change; weights
-            # themselves are written to by torch, to bring them together in memory
+            # Buffers by version, too: converged spectral norm writes equal values until the weights change. Parameters
+            # by value only: torch itself writes to them, to bring them together in memory.
             if (tensor._version != version and not isinstance(tensor, nn.Parameter))
             or (key in now and not same_bits(now[key], value))
         ]  # fmt: skip
@@ -168,7 +167,7 @@ class _Seen:
             )
 
     def _foreign(self) -> str | None:
-        """What is wrong with a tensor that a layer has read, in words."""
+        """What is wrong with a tensor that the layer has read, in words; None if nothing is."""
         for storage, tensor in self._reads.items():
             if tensor.is_meta:
                 return f"{tuple(tensor.shape)} that {NO_VALUES}"
@@ -182,13 +181,13 @@ class _Seen:
     def _evaluates_otherwise(
         self, layer: nn.Module, given: Any, before: Mapping[str, Any], after: Mapping[str, Any]
     ) -> bool:
-        """Whether an evaluation depends on which of these attributes the layer has; False if it cannot be seen."""
+        """Whether attributes `before` and `after` give different outputs in evaluation; False if that cannot be run."""
         self._depth += 1  # these runs are not watched
         module = self._stage.module
-        training, module.training = module.training, False  # then compiled layers run as they are
+        training, module.training = module.training, False  # compiled layers then run uncompiled
         try:
             return not all(map(same_bits, *(self._evaluate(layer, given, one) for one in (before, after))))
-        except Exception:  # behind other layers, or without what a training run has left, it may raise anything
+        except Exception:  # evaluation may expect other inputs, or what a training run leaves: it may raise anything
             return False
         finally:
             module.training = training
@@ -218,9 +217,9 @@ def _gpus(devices: Iterable[torch.device]) -> list[torch.device]:
 
 @contextmanager
 def _put_back(module: nn.Module) -> Iterator[None]:
-    """Inside, the module may be run, and its gradients computed."""
+    """Restores the module's buffers, attributes and gradients; inside, gradients begin as None."""
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    # attributes are often replaced rather than changed, buffers too
+    # attributes and buffers are often replaced rather than changed in place
     attributes = [(own, dict(own)) for inner in module.modules() for own in (vars(inner), inner._buffers)]
     gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
     for parameter, _ in gradients:
@@ -238,7 +237,7 @@ def _put_back(module: nn.Module) -> Iterator[None]:
 
 
 def _write_back(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Without autograd, which may need the tensor for a backward. One that has not changed may not be writable."""
+    """Write unseen by autograd, which may need the tensor for a backward. An unchanged one may not be writable."""
     if not same_bits(tensor, value):
         tensor.data.copy_(value)
 
@@ -251,7 +250,7 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 def _attributes(layer: nn.Module) -> dict[str, Any]:
-    """What the modules of a layer hold beside parameters, buffers and modules: copies of it, as far as it is data."""
+    """The attributes of a layer's modules, by path, without parameters, buffers and modules; data are copied."""
     return {
         f"{path}.{name}" if path else name: tree_map(_copied, value)
         for path, module in layer.named_modules()
@@ -268,8 +267,7 @@ def _copied(leaf: Any) -> Any:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two attributes, or nested containers, have the same data. What is no data is equal if it is one
-    object."""
+    """Whether two attributes, or nested containers, have the same data; objects that are no data must be identical."""
     (ours, structure), (theirs, other_structure) = tree_flatten(one), tree_flatten(other)
     return bool(structure == other_structure) and all(map(_same_leaf, ours, theirs))
 

@@ -1,7 +1,7 @@
-"""When two layers are equal, so that one of them need not be traced: a Transformer of 1663 layers has three kinds.
+"""Signatures of layers, so that of equal layers only one is traced: a Transformer of 1663 layers has three kinds.
 
-It must hold for users' own layers. So a layer is described by everything that its forward can read, and where that is
-not plain data, by the identity of the object: a layer that owns an object of an unknown type is equal to no other.
+They must hold for users' own layers, too. So a signature has everything that the layer's forward can read: plain data
+by value, other objects by identity; a layer that owns an object of an unknown type is equal to no other.
 """
 
 import io
@@ -21,11 +21,11 @@ _OFTEN_EMPTY = frozenset((dict, OrderedDict, set))
 
 
 def signature(layer: nn.Module) -> bytes:
-    """Equal for layers that do the same to inputs of the same shapes, as long as both live.
+    """Bytes that are equal only for layers that compute the same on inputs of equal shapes, while both layers live.
 
-    Of every module inside: its type, its attributes, its parameters and buffers (shape, strides, type, whether trained,
-    and which are one object). Numbers, strings and what is made of them compare by value, functions
-    without a closure by identity; tensors that are plain attributes, other functions and objects are equal to none.
+    They describe every module inside: its type, attributes, parameters and buffers (shape, strides, type, whether
+    trained, and which are one object). Numbers, strings and containers of these compare by value, functions without a
+    closure by identity; tensors that are plain attributes, other functions and other objects are equal to none.
     """
     described = io.BytesIO()
     _Describer(described).dump(layer)
@@ -33,13 +33,13 @@ def signature(layer: nn.Module) -> bytes:
 
 
 class _Describer(pickle.Pickler):
-    """Nothing is ever read back: pickle walks through plain data, fast, and asks here about everything else."""
+    """A pickler whose output is never read back: pickle walks plain data fast, and asks here about everything else."""
 
-    _others = count()  # counts the objects of all layers that cannot be compared
+    _others = count()  # numbers the objects, of all layers, that cannot be compared
 
     def __init__(self, described: io.BytesIO) -> None:
         super().__init__(described, protocol=5)
-        self.fast = True  # equal objects are described alike, whether or not they are one
+        self.fast = True  # no memo: equal objects are described alike, whether or not they are one object
         self._seen: dict[int, int] = {}  # modules, parameters and buffers by identity, numbered as they are met
         self._owned: set[int] = set()  # parameters and buffers
 
@@ -58,8 +58,8 @@ class _Describer(pickle.Pickler):
             return f"{type(value)} {value.shape} {value.stride()} {value.dtype} {value.requires_grad} {own}"
         if isinstance(value, torch.dtype | torch.device | torch.memory_format | torch.Size):
             return repr(value)
-        # An object that may hold tensors counts as another one in every layer, even where two layers share it: for one
-        # of them its tensor may be the layer's own weight, for the other the weight of another layer.
+        # An object that may hold tensors is described differently in every layer, even if two layers share it: its
+        # tensor may be the own weight of one of the two, and another layer's weight for the other.
         simple = isinstance(value, type | BuiltinFunctionType) or (
             isinstance(value, FunctionType) and value.__closure__ is None
         )
@@ -69,5 +69,5 @@ class _Describer(pickle.Pickler):
         if not isinstance(value, nn.Module):
             return NotImplemented
         self._owned.update(id(tensor) for group in (value._parameters, value._buffers) for tensor in group.values())
-        # most attributes are empty dictionaries and sets: every module has a dozen for hooks
+        # empty dictionaries and sets are left out: every module has a dozen of them for hooks
         return type(value), (), {name: own for name, own in vars(value).items() if type(own) not in _OFTEN_EMPTY or own}

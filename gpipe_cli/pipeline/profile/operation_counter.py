@@ -1,7 +1,7 @@
-"""What is done while layers run on the meta device: operations by kind, their FLOPs and the bytes that they move.
+"""Counts what layers do while they run on the meta device: operations by kind, their FLOPs and the bytes they move.
 
 FLOPs are those of torch's own formulas. Shapes alone do not say which kernels a device will choose: where that changes
-what is computed or kept for the backward, the choice is made here as a CPU makes it, or for attention a GPU.
+what is computed or kept for the backward, the choice here is that of a CPU or, for attention, of a GPU.
 """
 
 from collections import defaultdict
@@ -21,11 +21,11 @@ from gpipe_cli.pipeline.profile.reads import Reads, tensors_in
 
 
 class OperationCounter(Reads):
-    """FLOPs by torch's registry of formulas, the bytes that every operation reads and writes, and how many there are:
-    of the whole micro-batch, weights included.
+    """Counts, for the whole micro-batch: operations, their FLOPs by torch's registry of formulas, and the bytes that
+    they read and write, weights included.
 
-    Torch's own `FlopCounterMode` also takes every other operation apart, slowly. Views are no operations: they move
-    nothing and take no kernel. What is read is collected, too: one mode is faster than two.
+    Torch's own `FlopCounterMode` also decomposes every other operation, slowly. Views do not count: they move nothing
+    and launch no kernel. What is read is collected here, too: one mode is faster than two.
     """
 
     def __init__(self) -> None:
@@ -78,16 +78,16 @@ def cpu_fuses(dtype: torch.dtype, masked: bool, dropout: float) -> bool:
 
 
 def gpu_fuses(dtype: torch.dtype, masked: bool, dropout: float, *, deterministic: bool) -> bool:
-    """One kernel takes 16 bits and no mask, another one all; both sum their backward as threads finish."""
+    """One fused kernel takes 16-bit types without a mask, another takes all; both sum gradients as threads finish."""
     return not deterministic
 
 
 class AttentionKernels(TorchFunctionMode):
-    """Attention as a device computes it, while the meta device always takes it apart.
+    """Runs attention as a device would; the meta device always decomposes it.
 
-    Fused, it keeps its inputs, its output and a number per row for the backward; taken apart, it also keeps weights of
-    (heads, T, S). A GPU keeps a byte instead of four for each dropped entry elsewhere: there a Transformer that is
-    trained with dropout needs less than is predicted.
+    Fused attention keeps its inputs, its output and a number per row for the backward; decomposed, it also keeps the
+    attention weights, (heads, T, S). For other dropout a GPU keeps one byte per entry instead of four: a Transformer
+    that is trained with dropout needs less there than predicted.
     """
 
     def __init__(self, fuses: Fuses) -> None:
@@ -124,7 +124,7 @@ def _attention(
         and query.shape[-1] == key.shape[-1] == value.shape[-1]
         and query.shape[:2] == key.shape[:2] == value.shape[:2]
         and (attn_mask is None or not attn_mask.requires_grad)
-        and torch.backends.cuda.flash_sdp_enabled()  # says so for CPUs too
+        and torch.backends.cuda.flash_sdp_enabled()  # holds for CPUs, too
     )
     if not fused:
         return F.scaled_dot_product_attention(
@@ -149,7 +149,7 @@ def _batch_norm_shapes(x: torch.Tensor, in_training: bool = True) -> tuple[torch
 
 
 def _convolution_shapes(x: torch.Tensor, weight: torch.Tensor, *more: Any) -> torch.Tensor:
-    """A convolution gives channels last where its input or its weights are so; the meta device, contiguous always."""
+    """A convolution returns channels last if its input or weight is so; on the meta device, always contiguous."""
     result: torch.Tensor = _aten.convolution.default(x, weight, *more)
     if torch.channels_last in (suggest_memory_format(x), suggest_memory_format(weight)):
         return torch.empty_like(result, memory_format=torch.channels_last)
@@ -159,20 +159,18 @@ def _convolution_shapes(x: torch.Tensor, weight: torch.Tensor, *more: Any) -> to
 def _convolution_backward_flops(
     gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *more: Any, **_: Any
 ) -> int:
-    """Operations of a backward: the forward's once for the inputs' gradient and once for the weights', if wanted.
+    """FLOPs of a backward: the forward's once for the input's gradient and once for the weight's, if wanted.
 
-    Torch's formula counts the weights' as if there was one group: for a depthwise convolution too much by a factor of
-    its channels.
+    Torch's formula counts the weight's as if there was one group: C times too much for C depthwise channels.
     """
     transposed, output_mask = more[4], more[7]
     slides_over = x if transposed else gradient
     return 2 * slides_over.numel() * prod(weight.shape[1:]) * (output_mask[0] + output_mask[1])
 
 
-# Batch norm's shapes are computed by torch in Python, a millisecond each: most of the time of tracing an AmoebaNet.
 _aten = torch.ops.aten
-_VECTOR = 16  # numbers of 32 bits in a vector register of 512
-# the last one: where a tensor is, which tensors without memory are asked as if it were an operation
+_VECTOR = 16  # float32 numbers in a vector register of 512 bits
+# the last one: fake tensors dispatch the question for their device as if it were an operation
 _MOVES_NOTHING = (
     _aten.empty.memory_format,
     _aten.empty_like.default,
@@ -190,11 +188,12 @@ _FORMULAS: dict[Any, Callable[..., int]] = {
         *(tensor.shape for tensor in tensors[:4])
     ),
 }
+# Torch computes batch norm's shapes in Python, a millisecond each: most of the time of tracing an AmoebaNet.
 _SHORTCUTS: dict[Any, Callable[..., Any]] = {
     _aten.convolution.default: _convolution_shapes,
     # (input, weight, bias, running mean, running variance, training, ...)
     _aten.native_batch_norm.default: lambda x, *more: _batch_norm_shapes(x, more[4]),
     _aten.native_batch_norm_backward.default: lambda _, x, *__: _batch_norm_shapes(x),
-    # torch 2.9 has none of it for the meta device
+    # torch 2.9 has no such operation for the meta device
     _aten._weight_norm_interface_backward.default: lambda _, v, g, *__: (torch.empty_like(v), torch.empty_like(g)),
 }

@@ -1,7 +1,7 @@
-"""What a layer reads beside its input: the memory that its operations touch and have not made themselves (paper section
-2.1: a stage owns its layers).
+"""The tensors that a layer reads: memory that its operations use but did not allocate (paper section 2.1: a stage owns
+its layers).
 
-It does not matter how a layer has come by a tensor: as a parameter or a view of one, through a function, a hook or any
+It does not matter how a layer got hold of a tensor: as a parameter or a view of one, through a function, a hook or any
 other object.
 """
 
@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpipe_cli.pipeline.runtime.saved_activations import storage_of
 
-# These ask for a shape, a type or a device; `lift_fresh` gets a tensor just made from Python's numbers.
+# Operations that use only a shape, type or device; `lift_fresh` gets a tensor just made from Python's numbers.
 _READ_NOTHING = (
     torch.ops.aten.lift_fresh.default,
     torch.ops.aten.empty_like.default,
@@ -23,12 +23,12 @@ _READ_NOTHING = (
 
 
 class Reads(TorchDispatchMode):
-    """Inside, `tensors` collects one tensor of each storage that operations read and did not make themselves."""
+    """Inside, `tensors` collects one tensor of each storage that operations read but did not allocate."""
 
     def __init__(self) -> None:
         super().__init__()
         self.tensors: dict[int, torch.Tensor] = {}  # storage -> a tensor kept here, so that its storage lives
-        self._made: set[int] = set()  # storages, some of which are gone
+        self._made: set[int] = set()  # storages that operations allocated, some of them freed by now
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -45,7 +45,7 @@ class Reads(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
-        """These tensors are read, too."""
+        """Count these tensors as read, too."""
         for tensor in tensors:
             if (storage := storage_of(tensor)) not in self._made:
                 self.tensors.setdefault(storage, tensor)

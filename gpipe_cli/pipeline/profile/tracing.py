@@ -1,11 +1,11 @@
 """What each layer costs and what crosses each boundary, from shapes alone (paper section 2.1: the cost estimate c_i).
 
 The model is on the meta device: nothing is allocated, nothing is computed, and every process gets the same figures
-without a handshake. FLOPs are counted forward and backward, as Lingvo's `FPropMeta` does for the forward
-(`lingvo/core/gpipe.py`); so is what autograd saves. Shapes are traced at two micro-batch sizes, so that the shape of
-any other size follows. Of layers that are equal and get equal inputs one is traced for all.
+without a handshake. FLOPs are counted forward and backward (as Lingvo's `FPropMeta`, `lingvo/core/gpipe.py`, does for
+the forward), and the bytes that autograd saves. Shapes are traced at two micro-batch sizes, from which those of any
+other size follow. Equal layers with equal inputs are traced once.
 
-What a layer reads is seen, too: also weights of other layers that a function, a hook or an object of it holds, without
+Tracing also finds the weights of other layers that a layer reads through a function, a hook or an object, without
 torch's knowledge.
 """
 
@@ -43,11 +43,10 @@ from gpipe_cli.pipeline.runtime.saved_activations import (
 
 Loss: TypeAlias = Callable[[Tensors], torch.Tensor]
 
-# Two sizes show which dimensions grow with the micro-batch; 2 and 3 because batch norm refuses a single value per
-# channel.
-# Older torch records no graph of a GPU's tensors without a driver: there types are those of a CPU, and a boundary that
-# has another one on a GPU ends the run in one line.
+# Older torch records no graph of a GPU's tensors without a driver. Types are then traced as on a CPU; a boundary whose
+# type differs on the GPU ends the run with a one-line error.
 _RECORDS_WITHOUT_GPU = "2.11"
+# Two sizes show which dimensions grow with the micro-batch; not 1, as batch norm refuses a single value per channel.
 _TRACED_SIZES = (2, 3)
 
 
@@ -67,17 +66,17 @@ def trace_layers(
 ) -> tuple[LayerCost, ...]:
     """The cost and the boundary of every layer of a model on the meta device; without `training` no backward.
 
-    `inputs` describe what the first layer gets, `lengths` are the greatest ones that sentences are padded to: costs are
-    those of such a sample. What is frozen costs no more than is done: no gradients of weights, and no backward at all
-    where nothing before it is trained. `loss` of the last layer's outputs, on the meta device and of any number of
-    samples, counts as part of the last layer. Images and the model's weights lie in `memory_format`, as in the
-    training: a layer that flattens images copies them channels last. The weights stay so: initial values would be drawn
-    in another order. Layers compute with numbers of the type `computed_in` where autocast has it so on `device`, `cpu`
-    or `cuda`; `fuses` says when attention is one kernel. `splits`: the backward is traced in its two halves, too.
-    `kinds` are those of `layer_kinds`, if they are known.
+    `inputs` describes what the first layer gets; `lengths` are the greatest that sentences are padded to, and costs are
+    those of such a sample. Frozen layers cost less: they have no gradients of weights, and no backward if nothing
+    before them is trained. `loss`, computed from the last layer's outputs (on the meta device, of any number of
+    samples), counts as part of the last layer. Images and the model's weights have `memory_format`, as in training: a
+    layer that flattens images copies channels-last ones. Afterwards the weights' format is as before, as the order in
+    which initial values are drawn depends on it. Layers compute in `computed_in` where autocast on `device`, `cpu` or
+    `cuda`, uses it; `fuses` says when attention is one kernel. `splits`: trace the backward in two halves, too. `kinds`
+    are those of `layer_kinds`, if known.
 
-    Raises InputError if a layer does not accept what the one before it returns, has a batch norm that is not known or
-    reads what would not be trained, and ChangedInputError if in training it changes its input in place.
+    Raises InputError if a layer does not accept what the previous one returns, has an unknown batch norm or reads a
+    parameter that would not be trained, and ChangedInputError if it changes its input in place in training.
     """
     set_training(model, training)
     layers = _described(model, kinds)
@@ -94,11 +93,11 @@ def trace_layers(
             ]
             if where != "cuda":
                 backward, backward_of_large = map(trace_backward, both)
-        if where == "cuda":  # a backward there wants a GPU, which may not be here: operations are those of a CPU
+        if where == "cuda":  # its backward needs a GPU, which may not be here: operations are those of a CPU
             with _without_memory(model, "cpu") as where:
                 both = [tracer.trace(where, n, lengths, graph=training, loss=loss) for n in _TRACED_SIZES]
                 backward, backward_of_large = map(trace_backward, both)
-    cost = cache(partial(_cost, lengths))  # layers that are equal share their runs, and so their cost
+    cost = cache(partial(_cost, lengths))  # equal layers share their runs, and so their cost
     runs = zip(backward, backward_of_large, small, large, *shorter, strict=True)
     return tuple(replace(cost(*of_layer), name=layer.name) for layer, of_layer in zip(layers, runs, strict=True))
 
@@ -110,10 +109,9 @@ def run_shapes(
     memory_format: torch.memory_format = torch.contiguous_format,
     kinds: Sequence[Hashable] = (),
 ) -> None:
-    """One forward in training mode of a micro-batch of a single sample, on the meta device; `kinds` as in
-    `trace_layers`.
+    """Run one forward of a single sample in training mode on the meta device; `kinds` as in `trace_layers`.
 
-    Raises InputError, naming the layer, if the model refuses: batch norm does where it has one value per channel.
+    Raises InputError, which names the layer, if one refuses, as batch norm does with a single value per channel.
     """
     set_training(model, True)
     layers = _described(model, kinds)
@@ -126,37 +124,37 @@ class _Layer:
     name: str
     module: nn.Module
     kind: Hashable  # the same for equal layers
-    tied: tuple[int, ...]  # positions of the parameters that other layers have, too
+    tied: tuple[int, ...]  # indices of its parameters that other layers have, too
 
 
 @dataclass(frozen=True, eq=False)
 class _Backward:
-    """Runs of one layer, for one choice of outputs that gradients come back for; all numbers are those of this run."""
+    """One layer's backward, for one choice of outputs that have gradients; figures are those of the traced size."""
 
-    returning: tuple[bool, ...]  # these outputs
-    wanted: tuple[bool, ...]  # the inputs that gradients go on to
+    returning: tuple[bool, ...]  # for each output, whether it has a gradient
+    wanted: tuple[bool, ...]  # for each input, whether it gets a gradient
     work: Work = field(default_factory=Work)
     halves: Halves | None = None
 
 
 @dataclass(eq=False)
 class _Run:
-    """One layer's forward on inputs of its own; all numbers are those of this run."""
+    """One layer's forward on inputs of its own; figures are those of the traced size."""
 
     module: nn.Module
     foreign: Mapping[str, torch.Tensor]  # parameters and buffers of other layers that it reads, by global name
     inputs: Tensors
     outputs: Tensors
-    in_tuple: bool  # the outputs
+    in_tuple: bool  # whether the layer returns a tuple
     loss: torch.Tensor | None
     work: Work
     saved: KeptMemory
-    # keys: the outputs that gradients come back for, and the parameters that other layers have or read, too
+    # keys: for each output whether it has a gradient, and indices of parameters that other layers have or read, too
     backwards: dict[tuple[tuple[bool, ...], tuple[int, ...]], _Backward] = field(default_factory=dict)
 
     @property
     def trained(self) -> list[torch.Tensor]:
-        """The parameters, its own and others', that are trained."""
+        """The trained parameters, the layer's own and foreign ones."""
         return [tensor for tensor in (*self.module.parameters(), *self.foreign.values()) if tensor.requires_grad]
 
 
@@ -164,8 +162,8 @@ class _Run:
 def _placed(model: nn.Module, memory_format: torch.memory_format, device: str) -> Iterator[dict[int, str]]:
     """Inside, the weights lie in `memory_format`, as on a stage.
 
-    Yields the names of parameters that a stage moves in memory, by the storage that they had before. A GPU moves all,
-    but refuses to compute with what stays on the CPU, unless it is a single number.
+    Yields the names of parameters that a stage moves in memory, by the storage that they had before. Of those that move
+    to a GPU only scalars are named, as torch refuses to compute there with any other tensor left on the CPU.
     """
     dimensions = {0} if device == "cuda" else set[int]()
     if memory_format is torch.channels_last:
@@ -184,10 +182,10 @@ def _placed(model: nn.Module, memory_format: torch.memory_format, device: str) -
 
 
 class _StandIns(TorchFunctionMode):
-    """Puts stand-ins in the place of tensors that a function or an object holds."""
+    """Replaces weights that a function or an object holds by their stand-ins."""
 
     def __init__(self, of: Mapping[int, torch.Tensor]) -> None:
-        """`of`: the stand-ins, by identity of the tensor."""
+        """`of`: id of a weight -> its stand-in."""
         super().__init__()
         self._of = of
 
@@ -214,9 +212,9 @@ _NEITHER = (
 
 @contextmanager
 def _without_memory(model: nn.Module, device: str) -> Iterator[str]:
-    """Inside, the weights are tensors of `device` that have no memory: autocast has no rules for the meta device.
+    """Inside, the weights are fake tensors of `device`, without memory: autocast has no rules for the meta device.
 
-    Raises InputError for a module with a tensor that is none of its parameters and buffers.
+    Raises InputError for a module with a tensor that is neither a parameter nor a buffer.
     """
     for name, module in model.named_modules():
         for key, value in vars(module).items():
@@ -243,13 +241,13 @@ def _without_memory(model: nn.Module, device: str) -> Iterator[str]:
 
 
 def layer_kinds(model: nn.Sequential) -> tuple[Hashable, ...]:
-    """A signature of each layer in training mode, the same for equal layers. They are equal in evaluation, too."""
+    """The kind of each layer, the same for equal layers. Puts `model` in training mode; holds in evaluation, too."""
     set_training(model, True)
     return _kinds(model)
 
 
 def _kinds(model: nn.Sequential) -> tuple[Hashable, ...]:
-    short: dict[Hashable, int] = {}  # names for long descriptions: they are hashed once
+    short: dict[Hashable, int] = {}  # numbers for long signatures, so that these are hashed once
     return tuple(short.setdefault(signature(layer), len(short)) for layer in model.children())
 
 
@@ -263,10 +261,10 @@ def _described(model: nn.Sequential, kinds: Sequence[Hashable]) -> list[_Layer]:
 
 
 class _Owners:
-    """Whose memory it is that the layers of a model read."""
+    """Finds the owner of memory that a layer reads."""
 
     def __init__(self, layers: Sequence[_Layer], left: Mapping[int, str]) -> None:
-        """`left`: the names of parameters, by storages that they have left since the model was built."""
+        """`left`: storage that a parameter had when the model was built, and has no longer -> its name."""
         self._layers, self._left = layers, left
         self.between: set[int] = set()  # storages of what layers hand on to each other
 
@@ -281,9 +279,9 @@ class _Owners:
 
     def foreign(self, layer: str, read: Mapping[int, torch.Tensor], known: Collection[int]) -> dict[str, torch.Tensor]:
         """The parameters and buffers of other layers, by global name, among the tensors that a layer has `read`, by
-        storage; those of `known` storages are its own, or were given to it.
+        storage; `known` are the storages of its own tensors and of its inputs.
 
-        Raises InputError for a tensor that would not be trained: it belongs to no layer, or keeps the first values.
+        Raises InputError for a tensor that would not be trained: it belongs to no layer, or keeps its first values.
         """
         foreign = {}
         for storage, tensor in read.items():
@@ -309,12 +307,7 @@ class _Owners:
 
 @dataclass(frozen=True)
 class _Tracer:
-    """Runs all layers of a model forward, without computing anything.
-
-    `inputs` describe what the first layer gets; images lie in `memory_format`; layers compute with numbers of the type
-    `computed_in` where autocast has it so; `fuses` says when attention is one kernel. `left` are the names of
-    parameters, by storages that they have left since the model was built.
-    """
+    """Runs all layers of a model forward, on shapes alone. Fields are as in `trace_layers`, `left` as in `_Owners`."""
 
     layers: Sequence[_Layer]
     inputs: Boundary
@@ -326,8 +319,8 @@ class _Tracer:
     def trace(
         self, device: str, samples: int, lengths: Sequence[int], *, graph: bool = False, loss: Loss | None = None
     ) -> list[_Run]:
-        """The forward of every layer, with its graph or without; equal ones share a run, if it reads nothing of
-        others. `loss` counts as part of the last layer."""
+        """Run every layer forward, with its graph or without; equal layers share a run that reads no other layer's
+        tensors. `loss` counts as part of the last layer."""
         made = (
             torch.empty(tensor.shape(samples, lengths), dtype=tensor.dtype, device=device) for tensor in self.inputs
         )
@@ -358,7 +351,7 @@ class _Tracer:
                 with autocast(inputs[0].device, self.computed_in):
                     returned = traced_call(layer.name, layer.module, inputs, in_tuple, watched=graph)
                 counter.add(as_tuple(returned))
-            finally:  # if both raise, the layer fails because of a tensor that it should not read
+            finally:  # if both raise, this error wins: the tensor it is about is why the layer fails
                 foreign = owners.foreign(layer.name, counter.tensors, own.union(map(storage_of, inputs)))
             outputs = tuple(in_layout(tensor, self.memory_format) for tensor in as_tuple(returned))
             if loss is not None:
@@ -377,7 +370,7 @@ class _Tracer:
 
 
 def _described_inputs(value: Tensors) -> Hashable:
-    """Shapes, types, whether they want gradients, and how they lie in memory to each other."""
+    """Shapes, strides and types of inputs, whether they require gradients, and which of them share memory."""
     storages: dict[int, int] = {}
     numbers = [storages.setdefault(storage_of(tensor), len(storages)) for tensor in value]
     lying = [(tensor.shape, tensor.stride(), tensor.storage_offset()) for tensor in value]
@@ -385,8 +378,8 @@ def _described_inputs(value: Tensors) -> Hashable:
 
 
 def _described_memory(kept: StorageBytes, spans: Sequence[ByteRange | None], given: int) -> KeptMemory:
-    """What is `kept`, with the tensors that come in and go out told apart: `spans` are their memory, of which the first
-    `given` come in; None: one that is not there, or new."""
+    """What is `kept`, with the tensors that come in and go out listed apart: `spans` are their memory, of which the
+    first `given` come in; None: a tensor that is absent, or new."""
     same_memory = [  # per output, the first tensor before it that shares its memory
         next((i for i, other in enumerate(spans[:at]) if span and other and span.meets(other)), None)
         for at, span in enumerate(spans[given:], given)
@@ -401,9 +394,9 @@ def _described_memory(kept: StorageBytes, spans: Sequence[ByteRange | None], giv
 def _trace_backward(
     layers: Sequence[_Layer], runs: Sequence[_Run], halves_in: torch.memory_format | None
 ) -> list[_Backward]:
-    """The backward of each layer, from the last one's outputs on: none where nothing was recorded or is trained.
+    """The backward of each layer, traced from the last layer to the first; empty if nothing is recorded or trained.
 
-    `halves_in`: of each the two halves, too, with images between layers in this format.
+    `halves_in`: trace its two halves, too, with images between layers in this format; None: do not.
     """
     read = {id(tensor) for run in runs for tensor in run.foreign.values()}
     returning = tuple(output.requires_grad for output in runs[-1].outputs)
@@ -423,9 +416,9 @@ def _trace_backward(
 def _backward(
     run: _Run, returning: tuple[bool, ...], tied: Sequence[int], halves_in: torch.memory_format | None
 ) -> _Backward:
-    """Count one layer's backward; the graph stays, for another choice of outputs. `tied` are positions of parameters
-    that other layers have or read, too."""
-    came = {  # positions of outputs, and their gradients
+    """Count one layer's backward; the graph is retained, for another choice of outputs. `tied` are indices of the
+    parameters that other layers have or read, too."""
+    came = {  # index of an output -> its gradient
         at: torch.empty_like(output)
         for at, (output, wanted) in enumerate(zip(run.outputs, returning, strict=True))
         if wanted and output.requires_grad
@@ -440,7 +433,7 @@ def _backward(
         results = torch.autograd.grad(roots, [*wanted, *weights], gradients, retain_graph=True, allow_unused=True)
     got = {id(tensor) for tensor, result in zip(wanted, results, strict=False) if result is not None}
     reached = tuple(id(tensor) in got for tensor in run.inputs)
-    # `.grad` has the sum over earlier micro-batches, which is read, added to and written
+    # accumulation: the gradient and the sum in `.grad` are read, and the new sum is written
     added = counter.by_kind[OperationKind.ELEMENTWISE]
     added.count += len(weights)
     added.bytes += 3 * sum(weight.nbytes for weight in weights)
@@ -464,9 +457,9 @@ def _halves(
     alive: list[Any] = []
 
     def returns(position: int, gradient: torch.Tensor) -> None:
-        alive.append(gradient.untyped_storage())  # the gradient itself would be copied if it was held
+        alive.append(gradient.untyped_storage())  # holding the gradient itself would make autograd copy it
         if gradient.stride() == layout_strides(gradient.shape, memory_format):
-            of_inputs[position] = byte_range(gradient)  # else it is copied before the next layer gets it
+            of_inputs[position] = byte_range(gradient)  # else the layer before gets a copy of it
 
     hooks = [tensor.register_hook(partial(returns, at)) for at, tensor in enumerate(run.inputs) if tensor.requires_grad]
     for weight in run.trained:
@@ -494,7 +487,7 @@ def _halves(
 def _cost(
     lengths: Sequence[int], backward: _Backward, backward_of_large: _Backward, run: _Run, *others: _Run
 ) -> LayerCost:
-    """The cost of a layer, still nameless, from runs of two sizes, and of the first with each length shorter by one."""
+    """A layer's cost, still unnamed, from runs at both sizes, and at the first size with each length shorter by one."""
     outputs = [
         _affine(tensor, [other.outputs[position] for other in others], lengths, backward.returning[position])
         for position, tensor in enumerate(run.outputs)
@@ -531,7 +524,7 @@ def _both_halves(small: Halves | None, large: Halves | None) -> Halves | None:
 
 
 def _work(small: Work, large: Work) -> Work:
-    """Splits counts at two sizes: the bytes that do not grow with the size are those of weights."""
+    """The work per sample, from counts at two sizes; bytes that do not grow with the size are those of weights."""
     first, second = _TRACED_SIZES
     by_kind = {}
     for kind, counted in small.by_kind.items():
@@ -545,7 +538,7 @@ def _work(small: Work, large: Work) -> Work:
 def _affine(
     small: torch.Tensor, others: Sequence[torch.Tensor], lengths: Sequence[int], has_gradient: bool
 ) -> BoundaryTensor:
-    """The shape as a function: `others` have been traced with more samples, then with one of each length less."""
+    """A shape as a function of samples and lengths; `others`: at the larger size, then with each length less by one."""
     first, second = _TRACED_SIZES
     large, *shorter = (tuple(other.shape) for other in others)
     per_sample = tuple((b - a) // (second - first) for a, b in zip(small.shape, large, strict=True))

@@ -1,1 +1,1 @@
-"""What performs a schedule: executor, stages, transports, and what keeps their results independent of the cut."""
+"""Performs schedules: executor, stages, transports, and what makes their results independent of the cut."""

@@ -1,7 +1,7 @@
-"""What crosses the boundary between two layers: tensors whose shapes and strides are known beforehand.
+"""The tensors that cross the boundary between two layers, whose shapes and strides are known beforehand.
 
-Shapes follow from the meta device, so that no step needs a handshake. Strides are the same for every cut, so that
-kernels, which choose by strides, do the same; images lie channels last where the run is in that format.
+Shapes are traced on the meta device, so no step needs a handshake. Strides are the same for every cut, as kernels are
+chosen by strides; images are channels last where the run uses that format.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ class BoundaryTensor:
     """One tensor that a layer hands to the next one: its shape for any micro-batch, and whether a gradient returns.
 
     Sentences are padded anew in each mini-batch: `per_length[i]` says how each dimension grows with length number i.
-    `in_tuple`: the layer returns it in a tuple, and the next one gets it so, even if there is no other.
+    `in_tuple`: the layer returns a tuple, and the next one is called with a tuple, even of a single tensor.
     """
 
     base: tuple[int, ...]
@@ -45,7 +45,7 @@ Boundary = tuple[BoundaryTensor, ...]
 
 
 def as_tuple(value: torch.Tensor | Sequence[torch.Tensor]) -> Tensors:
-    """What travels between layers is a tensor or a tuple of tensors; inside the engine it is always a tuple."""
+    """A layer's input or output, which may be a single tensor, as the tuple that the engine always uses."""
     return (value,) if isinstance(value, torch.Tensor) else tuple(value)
 
 
@@ -55,7 +55,7 @@ def as_value(tensors: Tensors, in_tuple: bool = False) -> torch.Tensor | Tensors
 
 
 def without_graph(tensors: Tensors) -> Tensors:
-    """The same memory, as leaves that want a gradient where the tensors have one."""
+    """The tensors as leaves that share their memory and `requires_grad`."""
     return tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors)
 
 
@@ -74,22 +74,22 @@ def in_layout(tensor: torch.Tensor, memory_format: torch.memory_format) -> torch
 
 @lru_cache(maxsize=4096)
 def layout_strides(shape: tuple[int, ...], memory_format: torch.memory_format) -> tuple[int, ...]:
-    """The strides of a dense tensor of this shape; only one of four dimensions can be channels last."""
+    """The strides of a dense tensor of this shape; only a 4-D tensor can be channels last."""
     if len(shape) != 4:
         memory_format = torch.contiguous_format
     return torch.empty(shape, device="meta", memory_format=memory_format).stride()
 
 
 def as_sent(tensor: torch.Tensor, memory_format: torch.memory_format) -> torch.Tensor:
-    """A contiguous view of the same memory: what is sent has no strides of its own, the receiver knows them."""
+    """A contiguous view of a dense tensor (a copy of any other): strides are not sent, as the receiver knows them."""
     if tensor.dim() == 4 and memory_format is torch.channels_last:
         tensor = tensor.permute(0, 2, 3, 1)
     return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 
 def digest(tensors: Tensors) -> str:
-    """A hash of the shapes, types and bits of tensors, whatever their device and layout: by it runs in different
-    processes are compared (law 1)."""
+    """A hash of the shapes, types and bits of tensors, whatever their device and layout, for comparing runs in
+    different processes (law 1)."""
     found = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
         found.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
@@ -107,5 +107,5 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def split_all(batch: Tensors, sizes: Sequence[int]) -> tuple[Tensors, ...]:
-    """The micro-batches of a mini-batch of several tensors, (N, ...) each."""
+    """Split a mini-batch of tensors, (N, ...) each, into micro-batches of `sizes` samples."""
     return tuple(zip(*(tensor.split(list(sizes)) for tensor in batch), strict=True))

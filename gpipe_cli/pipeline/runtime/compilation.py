@@ -1,13 +1,13 @@
-"""Layers compiled by torch.compile, each by itself, so that compilation knows of no cut (law 1).
+"""Layers compiled by torch.compile, each on its own, so that the compiled code does not depend on the cut (law 1).
 
-All layers are compiled through one function. Torch keeps what it has compiled of it, with the types, shapes and
-settings that it holds for, so layers that are equal are compiled once in a process; its cache on disk serves the other
-processes of the run, and later runs. A layer is compiled whole or refused: nothing falls back to slower code unseen.
+All layers are compiled through one function, whose compiled versions torch caches by types, shapes and settings: equal
+layers are compiled once per process. Torch's cache on disk serves the other processes of the run, and later runs. A
+layer is compiled as a whole or refused: nothing falls back to slower code unnoticed.
 
-A forward that keeps no graph and the recomputation of it must give the same bits, and torch would compile other code
-for each. So a compiled layer always records its graph, and the stage drops it where it is not kept.
+A forward without a graph and its recomputation must give the same bits, but torch would compile different code for the
+two. So a compiled layer always records its graph, and the stage drops it where it is not kept.
 
-In evaluation layers run as they are: mini-batches there have other sizes, and sentences any length.
+In evaluation layers run uncompiled: mini-batches there have other sizes, and sentences any length.
 
 Departs from the paper, where XLA compiles the whole program.
 """
@@ -29,15 +29,15 @@ from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.pipeline.runtime.boundary import as_tuple
 from gpipe_cli.pipeline.runtime.deferred_batch_norm import BatchStatistics, put_back, redirect, tracking_norms
 
-_UNLIMITED = 1 << 30  # torch would otherwise give up after eight kinds of layers, and run the others as they are
-_MOST_AGAIN = 4  # how often one layer may be compiled again, such as for inputs that need no gradient
+_UNLIMITED = 1 << 30  # torch would otherwise give up after eight kinds of layers, and run the others uncompiled
+_MOST_AGAIN = 4  # recompilations allowed per layer, such as for inputs that need no gradient
 _REASON_CHARACTERS = 200
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """How many graphs torch has compiled in a process, one for each kind of layer and size of micro-batch, and how many
-    of their forwards and backwards were made, or found in torch's cache on disk."""
+    """How many `graphs` torch has compiled in a process, one per kind of layer and micro-batch size, and how many of
+    their forwards and backwards were `made`, or `found` in torch's cache on disk."""
 
     graphs: int = 0
     made: int = 0
@@ -48,7 +48,7 @@ class Compiled:
         from torch._dynamo.utils import counters
 
         inductor, aot = counters["inductor"], counters["aot_autograd"]
-        # a layer that is found as a whole counts once, though it has two passes
+        # a layer whose forward and backward are found together counts once
         found = inductor["fxgraph_cache_hit"] + aot["autograd_cache_hit"]
         return cls(counters["stats"]["unique_graphs"], inductor["fxgraph_cache_miss"], found)
 
@@ -57,7 +57,7 @@ class Compiled:
 
 
 def refuse_missing(device: torch.device) -> None:
-    """Raises RefusedError where torch.compile cannot work: this Python, or no compiler for the device."""
+    """Raise RefusedError if torch.compile does not support this Python, or the device's compiler is missing."""
     if not torch._dynamo.is_dynamo_supported():
         version = ".".join(map(str, sys.version_info[:3]))
         raise _refused(f"torch {torch.__version__} does not compile on Python {version}")
@@ -76,8 +76,8 @@ def refuse_missing(device: torch.device) -> None:
 
 
 def compile_layers(module: nn.Sequential, statistics: BatchStatistics) -> None:
-    """Have every layer of `module` run compiled while the module is in training mode; its batch norms write to
-    `statistics`. Raises InputError as `tracking_norms` does."""
+    """Make every layer of `module` run compiled in training mode, its batch norms writing to `statistics`. Raises
+    RefusedError for a layer with a `forward` set on the object, and InputError as `tracking_norms` does."""
     numbers = {norm: statistics.register(norm) for norm in tracking_norms(module)}
     for name, layer in module.named_children():
         if "forward" in vars(layer):
@@ -87,10 +87,10 @@ def compile_layers(module: nn.Sequential, statistics: BatchStatistics) -> None:
 
 
 class _CompiledForward:
-    """The compiled forward of a layer, which stands in for its own.
+    """The compiled forward that replaces a layer's own.
 
-    Batch norms write the moments of a micro-batch into memory of their own, the same in every call, as compiled code
-    knows no micro-batches; from there they are copied to where the statistics want them.
+    Compiled code does not know about micro-batches, so batch norms write their moments into the same memory in every
+    call; from there they are copied into the micro-batch's slot of the statistics.
     """
 
     def __init__(
@@ -107,11 +107,11 @@ class _CompiledForward:
         self._moments: dict[_BatchNorm, tuple[torch.Tensor, torch.Tensor]] = {}
         for norm in norms:
             assert norm.running_mean is not None
-            # zeros, as what was there before counts with weight 0, which does not make up for a NaN
+            # zeros, as the old value counts with weight 0, and 0 * NaN is NaN
             self._moments[norm] = torch.zeros_like(norm.running_mean), torch.zeros_like(norm.running_mean)
-        # how many values per channel each norm gets that runs, by the shapes of the layer's input
+        # shapes of the layer's inputs -> values per channel of each norm that runs
         self._values: dict[tuple[torch.Size, ...], dict[_BatchNorm, int]] = {}
-        self._again = 0  # how often the layer was compiled for shapes that it had been compiled for before
+        self._again = 0  # recompilations for shapes that the layer had been compiled for before
 
     def __call__(self, value: Any) -> Any:
         if not self._module.training:
@@ -136,7 +136,7 @@ class _CompiledForward:
 
     @torch.no_grad()
     def _look(self, value: Any) -> dict[_BatchNorm, int]:
-        """How many values per channel each norm is given: found by running the layer uncompiled."""
+        """The number of values per channel of each norm's input, found by running the layer uncompiled."""
         seen: dict[_BatchNorm, int] = {}
 
         def runs(norm: _BatchNorm, inputs: tuple[torch.Tensor, ...]) -> None:
@@ -172,7 +172,7 @@ class _CompiledForward:
 
 @contextmanager
 def naming_layer(name: str) -> Iterator[None]:
-    """Inside, what torch raises because it cannot compile a layer becomes a RefusedError that names it."""
+    """Inside, an error of torch's compiler becomes a RefusedError that names the layer."""
     try:
         yield
     except Exception as error:
@@ -204,17 +204,17 @@ def _compiled() -> Callable[[nn.Module, Any], Any]:
     """`_forward`, compiled anew for every kind of layer and every shape of its input."""
     from torch import _dynamo, _inductor
 
-    # a line on machines that have the tools of CUDA and no GPU
+    # silences a warning on machines that have the CUDA toolkit but no GPU
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     _dynamo.config.recompile_limit = _dynamo.config.accumulated_recompile_limit = _UNLIMITED
     _dynamo.config.fail_on_recompile_limit_hit = True
-    # dropout draws the numbers that it would draw without compilation, and repeats them from the same seed
+    # dropout draws the same numbers as uncompiled, and repeats them from the same seed
     _inductor.config.fallback_random = True
-    _inductor.config.cpp.threads = torch.get_num_threads()  # said in the code, and in the name that it is kept under
-    if hasattr(_inductor.config, "deterministic"):  # not in torch 2.9, which times GPU code less, too
-        # on GPUs: nothing that is chosen by timing, and sums in an order of its own
+    _inductor.config.cpp.threads = torch.get_num_threads()  # part of the code and of its key in the cache
+    if hasattr(_inductor.config, "deterministic"):  # not in torch 2.9, which also times GPU code less
+        # on GPUs no kernel is then chosen by timing, which also fixes the order of sums
         _inductor.config.deterministic = torch.are_deterministic_algorithms_enabled()
     if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
-        # the processes of a run compile side by side; helpers of theirs would outlive one that is killed
+        # the processes of a run already compile in parallel; a killed one would leave its compile workers behind
         _inductor.config.compile_threads = 1
     return torch.compile(_forward, dynamic=False, fullgraph=True)

@@ -1,10 +1,9 @@
-"""Batch norm under micro-batches: normalize per micro-batch, track statistics per mini-batch (paper sections 2.2 and
-6).
+"""Batch norm under micro-batches: normalize per micro-batch, track per mini-batch (paper sections 2.2 and 6).
 
-Every micro-batch writes its own mean and variance into its own slot; `commit` merges the slots once per mini-batch. A
-recomputation writes nothing, so nothing can be counted twice, and uneven or short mini-batches need no counting of
-calls. The merged variance is the unbiased one of the whole mini-batch, as in `nn.BatchNorm`: with the same inputs the
-running statistics are those of one big batch.
+Every micro-batch writes its mean and variance into a slot of its own; `commit` merges the slots once per mini-batch. A
+recomputation writes nothing, so nothing is counted twice, and uneven or short mini-batches need no counting of calls.
+The merged variance is the unbiased one of the whole mini-batch, as in `nn.BatchNorm`: with the same inputs the running
+statistics are those of one big batch.
 
 Departs from the paper: Lingvo (`core/bn_layers.py`) and torchgpipe keep the biased variance.
 """
@@ -26,18 +25,18 @@ OfReplicas: TypeAlias = Callable[[torch.Tensor], Sequence[torch.Tensor]]
 """Gathers a tensor of this process from all replicas of its stages, in the replicas' order."""
 
 
-_ALIGNED_BYTES = 128  # cuDNN's persistent batch norm stores statistics 16 bytes at a time, and checks no address
+_ALIGNED_BYTES = 128  # cuDNN's persistent batch norm stores statistics 16 bytes at a time, without checking alignment
 
 
 def alone(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    """What `OfReplicas` is where there is one replica."""
+    """The `OfReplicas` of a single replica."""
     return (tensor,)
 
 
 @dataclass
 class _Slot:
-    """What all norms found in one micro-batch: a flat tensor (2, widths of all norms), its views for each norm, and
-    values per channel of the norms that have written to it."""
+    """The moments of one micro-batch in all norms: a flat tensor (2, sum of widths), its views for each norm, and the
+    number of values per channel of each norm that has written to it."""
 
     moments: torch.Tensor
     views: list[tuple[torch.Tensor, torch.Tensor]]  # mean and variance, (C,) each
@@ -45,24 +44,24 @@ class _Slot:
 
 
 class BatchStatistics:
-    """The slots of all batch norms of one stage, one for each micro-batch; all norms share one flat tensor, so that a
-    commit costs a dozen operations a stage and not a dozen a norm.
+    """The slots of one stage's batch norms, one slot per micro-batch. All norms share a slot's flat tensor, so that a
+    commit costs a dozen operations per stage, not per norm.
 
-    In that tensor a norm has a width of its C channels and padding, so that the next one begins at an aligned address.
-    The padding holds zeros, and is computed with like any channel.
+    A norm's width in that tensor is its C channels plus padding, so that the next norm begins at an aligned address.
+    The padding holds zeros, and is computed like any channel.
     """
 
     def __init__(self) -> None:
-        self._norms: list[Any] = []  # batch norms, whose statistics are no longer optional: all of these track them
-        # for each time that a norm is applied in one forward, a slot per micro-batch; kept from step to step
+        self._norms: list[Any] = []  # batch norms that track statistics; Any, as torch types these as optional
+        # [i][m]: for the i-th application of a norm in the forward of micro-batch m; reused in every step
         self._slots: list[list[_Slot]] = [[]]
         self._open: int | None = None
-        # running statistics that the newest mini-batch changed, each with the mini-batch's own value
+        # running statistics changed by the newest mini-batch, each with that mini-batch's own value
         self.newest: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     @property
     def slots(self) -> list[torch.Tensor]:
-        """The memory that norms have written to so far."""
+        """The flat tensors of all slots made so far."""
         return [slot.moments for slots in self._slots for slot in slots]
 
     def register(self, norm: _BatchNorm) -> int:
@@ -82,12 +81,11 @@ class BatchStatistics:
         self._open = None
 
     def slot(self, norm: int, values_per_channel: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Where norm number `norm` writes (mean, variance), each (C,); None while nothing is recorded
-        (recomputation)."""
+        """Where norm number `norm` writes mean and variance, (C,) each; None if it must not (recomputation)."""
         if self._open is None:
             return None, None
         slot = next((slots[self._open] for slots in self._slots if norm not in slots[self._open].counts), None)
-        if slot is None:  # `nn.BatchNorm` would track this application behind those before, as `commit` does
+        if slot is None:  # the norm is applied again: like `nn.BatchNorm`, `commit` tracks that as one more batch
             self._slots.append([])
             self.open(self._open)
             slot = self._slots[-1][self._open]
@@ -96,8 +94,7 @@ class BatchStatistics:
 
     @torch.no_grad()
     def commit(self, of_replicas: OfReplicas = alone) -> None:
-        """Merge the micro-batches of this mini-batch, those `of_replicas` too, into the running statistics, exactly,
-        and empty the slots."""
+        """Merge this mini-batch's slots, on all replicas, exactly into the running statistics; then empty the slots."""
         newest: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
         for slots in self._slots:
             for running, value in self._merge([slot for slot in slots if slot.counts], of_replicas):
@@ -106,10 +103,10 @@ class BatchStatistics:
                        for running, values in newest.values()]  # fmt: skip
 
     def _merge(self, used: Sequence[_Slot], of_replicas: OfReplicas) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The running statistics that these slots have changed, each with the value that the slots come to.
+        """Merge the `used` slots; returns the running statistics changed, each with the merged value.
 
         Chan, Golub and LeVeque's pairwise formula in closed form and float64: the mean of squares minus the square of
-        the mean would cancel. Each product and each sum is an operation of its own, so that a channel gets the same
+        the mean would lose digits. Each product and each sum is a separate operation, so that a channel gets the same
         bits wherever it lies in the flat tensor, hence for any cut.
         """
         if not self._norms or (not used and of_replicas is alone):
@@ -117,7 +114,7 @@ class BatchStatistics:
         dtype = self._norms[0].running_mean.dtype
         seen = [any(norm in slot.counts for slot in used) for norm in range(len(self._norms))]
         parts = of_replicas(self._moments(used))
-        if not used:  # this mini-batch had no sample for this replica
+        if not used:  # this replica has no sample of the mini-batch
             seen = [bool(total[0]) for total in self._of_norms(torch.stack(tuple(parts)).sum(dim=0)[0])]
         total, mean, squares = parts[0]
         if len(parts) > 1:
@@ -155,14 +152,14 @@ class BatchStatistics:
         return tuple(-(-norm.num_features // of) * of for norm, of in zip(self._norms, aligned, strict=True))
 
     def _of_norms(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The channels (C,) of each norm in a tensor of the widths of all norms."""
+        """Each norm's channels, (C,), in a flat tensor (sum of widths,)."""
         parts = zip(flat.split(self._widths), self._norms, strict=True)
         return [part[: norm.num_features] for part, norm in parts]
 
     def _update(
         self, mean: torch.Tensor, variance: torch.Tensor, seen: Sequence[bool]
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Move the running statistics of the norms that were `seen` towards these; returns what `_merge` does."""
+        """Move the running statistics of the norms `seen` towards `mean` and `variance`; returns what `_merge` does."""
         found: list[tuple[torch.Tensor, torch.Tensor]] = []
         by_momentum: dict[float | None, tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]] = {}
         counts = [norm.num_batches_tracked for norm, was in zip(self._norms, seen, strict=True) if was]
@@ -173,8 +170,8 @@ class BatchStatistics:
             running, news, shares = by_momentum.setdefault(norm.momentum, ([], [], []))
             running += norm.running_mean, norm.running_var
             news += new
-            if norm.momentum is None:  # asks nn.BatchNorm for the plain average of all mini-batches
-                # the count is not read: a GPU would have to be waited for
+            if norm.momentum is None:  # as in nn.BatchNorm: the plain average over all mini-batches
+                # computed on the device: reading the count would wait for a GPU
                 shares += [norm.num_batches_tracked.double().reciprocal().to(mean.dtype)] * 2
         for momentum, (running, news, shares) in by_momentum.items():
             torch._foreach_lerp_(running, news, shares if momentum is None else momentum)
@@ -186,7 +183,7 @@ class BatchStatistics:
 def _values_of_channels(
     rows: tuple[tuple[int, ...], ...], widths: tuple[int, ...], device: torch.device
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """For each micro-batch the values that each channel of all norms has, and their sum; from those of each norm."""
+    """The number of values of every channel, (sum of widths,), by micro-batch and in all; `rows` has them by norm."""
     repeats, length = torch.tensor(widths), sum(widths)
     on_host = [torch.tensor(row, dtype=torch.float64).repeat_interleave(repeats, output_size=length) for row in rows]
     values = [to_device(of_channels, device) for of_channels in on_host]
@@ -194,9 +191,9 @@ def _values_of_channels(
 
 
 def defer_batch_norms(module: nn.Module, statistics: BatchStatistics) -> list[_BatchNorm]:
-    """Have every batch norm below `module` that tracks statistics write them to `statistics`; returns these norms,
-    which stay the objects that they are, with parameters, hooks and whatever their classes do besides normalizing.
-    Raises InputError as `tracking_norms` does."""
+    """Make every batch norm below `module` that tracks statistics write them to `statistics`; returns these norms. They
+    stay the same objects, with their parameters, hooks and whatever else their classes do. Raises InputError as
+    `tracking_norms` does."""
     norms = tracking_norms(module)
     for norm in norms:
         vars(norm)["forward"] = _deferred(norm, statistics)
@@ -204,8 +201,8 @@ def defer_batch_norms(module: nn.Module, statistics: BatchStatistics) -> list[_B
 
 
 def tracking_norms(module: nn.Module) -> list[_BatchNorm]:
-    """The batch norms below `module` that track statistics. Raises InputError for a norm whose forward is not known to
-    use them so that they can be redirected, and for two that track the same statistics."""
+    """The batch norms below `module` that track statistics. Raises InputError for a norm with an unknown forward, whose
+    statistics cannot be redirected, and for two norms that share statistics."""
     norms: list[_BatchNorm] = []
     owners: dict[int, str] = {}
     for path, norm in module.named_modules():
@@ -225,8 +222,7 @@ def tracking_norms(module: nn.Module) -> list[_BatchNorm]:
 
 @contextmanager
 def deferring(module: nn.Module) -> Iterator[None]:
-    """Inside, the batch norms below `module` normalize as in a pipeline, and track nothing. Raises as
-    `tracking_norms`."""
+    """Inside, batch norms below `module` normalize as in a pipeline and track nothing. Raises as `tracking_norms`."""
     norms = defer_batch_norms(module, BatchStatistics())
     try:
         yield
@@ -235,7 +231,7 @@ def deferring(module: nn.Module) -> Iterator[None]:
             del vars(norm)["forward"]
 
 
-# By name, so that timm is imported only by who uses it. A subclass that inherits one of them is as good as its parent.
+# Known forwards, by name, so that timm need not be imported. A subclass that inherits one of them is known, too.
 _KNOWN = (("torch.nn.modules.batchnorm", "_BatchNorm.forward"), ("timm.layers.norm_act", "BatchNormAct2d.forward"))
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -247,8 +243,8 @@ def _is_known(norm: _BatchNorm) -> bool:
 
 
 def redirect(norm: _BatchNorm, mean: torch.Tensor | None, variance: torch.Tensor | None) -> tuple[Any, ...]:
-    """Have a norm in training mode write the mean and the unbiased variance of what it is given next to these, (C,)
-    each, or with None nowhere. Returns what `put_back` takes."""
+    """Make a norm in training mode write the mean and unbiased variance of its input to these tensors, (C,) each;
+    None: nowhere. Returns what `put_back` takes."""
     buffers = norm._buffers
     before = buffers["running_mean"], buffers["running_var"], buffers["num_batches_tracked"], norm.momentum
     # with a momentum of 1 the kernel that normalizes also stores the moments of this micro-batch, for free
@@ -263,7 +259,7 @@ def put_back(norm: _BatchNorm, before: tuple[Any, ...]) -> None:
 
 
 def _deferred(norm: _BatchNorm, statistics: BatchStatistics) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The norm's own forward; in training normalized by the micro-batch's moments."""
+    """The norm's own forward, which in training writes the micro-batch's moments to its slot."""
     forward, index = type(norm).forward, statistics.register(norm)
     attributes, channels = vars(norm), norm.num_features
 

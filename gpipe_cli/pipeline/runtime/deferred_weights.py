@@ -1,13 +1,13 @@
-"""The backward of a micro-batch in two halves: gradients of the inputs (I), and later those of weights (W).
+"""The backward of a micro-batch in two halves: the gradients of inputs (I), and later those of weights (W).
 
-The stage before waits for the gradients of the inputs only, so a schedule can do W where it would be idle. Departs from
-the paper, whose backward is one; the split is that of zero-bubble pipelines (Qi et al. 2023, arXiv:2401.10241).
+The previous stage waits only for the gradients of inputs, so a schedule can do W where a stage would be idle. Departs
+from the paper, whose backward is one; the split is that of zero-bubble pipelines (Qi et al. 2023, arXiv:2401.10241).
 
-No layer is changed for this. The graph that autograd has recorded is searched for convolutions and products of
-matrices with a weight that nothing else uses. In I they compute the gradient of their input only; their input and the
-gradient of their output are kept. W computes from these what autograd would have, by the same calls, and hands it to
-autograd, which casts it, calls hooks and adds it to `.grad`: I and W give the bits of B. All else (batch norm,
-embeddings, tied or parametrized weights, compiled layers, functions of users) is done in I, by autograd as ever.
+Layers need no change. The recorded autograd graph is searched for convolutions and matrix products whose weight nothing
+else uses. In I they compute only the gradient of their input; their input and the gradient of their output are kept.
+From these W computes the weight gradients, by the calls that autograd would make, and hands them to autograd, which
+casts them, calls hooks and adds them to `.grad`: I and W give the same bits as B. All else (batch norm, embeddings,
+tied or parametrized weights, compiled layers, users' functions) is computed in I, by autograd as usual.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -22,15 +22,15 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 Compute: TypeAlias = Callable[[torch.Tensor, torch.Tensor], Sequence[torch.Tensor]]
 
 _LEAF = "AccumulateGrad"
-_CHANGES_FORM = ("TBackward0", "ToCopyBackward0")  # between a weight and where it is used: transposed, cast
-_RUNS_A_BACKWARD = "CheckpointFunctionBackward"  # torch refuses this node where only some gradients are wanted
+_CHANGES_FORM = ("TBackward0", "ToCopyBackward0")  # may lie between a weight and its use: transpose, cast
+_RUNS_A_BACKWARD = "CheckpointFunctionBackward"  # torch refuses this node in a backward with `inputs=`
 
 
 @dataclass(eq=False, slots=True)
 class DeferredWeight:
-    """A convolution or a product of matrices; the gradients of its weight and its bias are still to be computed."""
+    """A convolution or matrix product whose weight and bias gradients are still to be computed."""
 
-    edges: Sequence[GradientEdge]  # the edges of the graph at which these gradients enter
+    edges: Sequence[GradientEdge]  # the edges of the graph that these gradients are fed into
     compute: Compute  # computes these gradients from `input` and `gradient`
     input: torch.Tensor
     gradient: torch.Tensor | None = None  # the output's gradient, once I has computed it
@@ -48,10 +48,10 @@ def backward_inputs(
     tied: Collection[torch.Tensor] = (),
     retain_graph: bool = False,
 ) -> list[DeferredWeight]:
-    """I: `torch.autograd.backward`, but for the weights that are returned, in the order in which autograd reaches them.
+    """I: `torch.autograd.backward` except for the weights that can wait, returned in the order autograd reaches them.
 
-    `keeps` is called with the gradient of the output of each of these products, as soon as that is kept. `tied` are
-    weights that are also used outside the graph of `roots`.
+    `keeps` is called with the output gradient of each of these convolutions and products as soon as it is kept. `tied`
+    are weights that are also used outside the graph of `roots`.
     """
     elsewhere = [get_gradient_edge(weight).node for weight in tied]
     found, leaves = _look_through([root.node for root in roots], elsewhere)
@@ -67,7 +67,7 @@ def backward_inputs(
             keeps(given[0])
 
     hooks = [node.register_prehook(partial(reached, weight)) for node, weight in found.items()]
-    # among them the nodes that were found: they are then run even where nothing wants the gradient of their input
+    # with the found nodes, so that they run even where nothing wants the gradient of their input
     wanted = [GradientEdge(node, 0) for node in (*leaves, *found)]
     torch.autograd.backward(roots, gradients, retain_graph, inputs=wanted)
     for hook in hooks:
@@ -87,7 +87,7 @@ def backward_weights(deferred: list[DeferredWeight]) -> None:
 
 
 def _look_through(roots: Sequence[Node], elsewhere: Sequence[Node]) -> tuple[dict[Node, DeferredWeight], list[Node]]:
-    """The nodes of a graph whose weights can wait, and all leaves but these weights."""
+    """The nodes whose weights can wait, and all leaves but these weights; leaves `elsewhere` have other uses, too."""
     uses, products, leaves = dict.fromkeys(roots, 1), list[tuple[Node, Any]](), list[Node]()
     ahead = list(uses)
     while ahead:
@@ -118,7 +118,7 @@ def _look_through(roots: Sequence[Node], elsewhere: Sequence[Node]) -> tuple[dic
 
 
 def _weight_behind(node: Node | None, uses: Mapping[Node, int]) -> Node | None:
-    """The leaf of a parameter that is used here only, if the edge to `node` leads to one."""
+    """The leaf that `node` leads to, if it is a parameter's and nothing else uses it."""
     while node is not None and uses[node] == 1:
         kind = type(node).__name__
         if kind == _LEAF:
@@ -132,12 +132,12 @@ _Product: TypeAlias = tuple[Sequence[int], torch.Tensor, Compute]
 
 
 def _convolution(node: Any, weights: Sequence[Node | None]) -> _Product | None:
-    """A convolution: the gradients of its weight and its bias come from one kernel, so both wait or none."""
+    """One kernel computes the gradients of a convolution's weight and bias, so either both wait or neither does."""
     bias = node.next_functions[2][0] is not None
     if weights[1] is None or (bias and weights[2] is None):
         return None
     weight = node._saved_weight
-    # its numbers are not read, and with autocast they are a copy
+    # its values are not read, and keeping it would keep the copy that autocast made
     like = partial(torch.empty_strided, weight.shape, weight.stride(), dtype=weight.dtype, device=weight.device)
     names = ("bias_sym_sizes_opt", "stride", "padding", "dilation", "transposed", "output_padding", "groups")
     settings = [getattr(node, f"_saved_{name}") for name in names]
@@ -151,7 +151,7 @@ def _convolution(node: Any, weights: Sequence[Node | None]) -> _Product | None:
 
 
 def _product_and_sum(node: Any, weights: Sequence[Node | None]) -> _Product | None:
-    """A bias plus the product of input and weight."""
+    """`addmm`: a bias plus the product of input and weight."""
     if weights[2] is None or node._saved_alpha != 1 or node._saved_beta != 1:
         return None
     shape = None if weights[0] is None else node.next_functions[0][0]._input_metadata[0].shape
@@ -159,15 +159,15 @@ def _product_and_sum(node: Any, weights: Sequence[Node | None]) -> _Product | No
 
 
 def _product(node: Any, weights: Sequence[Node | None]) -> _Product | None:
-    """The product of input and weight."""
+    """`mm`: the product of input and weight."""
     if weights[1] is None:
         return None
     return (1,), node._saved_self.detach(), _product_weights(node, None)
 
 
 def _product_weights(node: Any, bias: Sequence[int] | None) -> Compute:
-    """How the gradients of weight and bias are computed. Factors are in the order that torch takes for a weight that
-    lies so in memory (`mm_mat2_grad` in torch/csrc/autograd/FunctionsManual.cpp)."""
+    """A function for the gradients of weight and bias (`bias` is its shape). It multiplies in the order that torch uses
+    for the weight's strides (`mm_mat2_grad` in torch/csrc/autograd/FunctionsManual.cpp)."""
     sizes, strides = node._saved_mat2_sym_sizes, node._saved_mat2_sym_strides
     transposed = strides[0] == 1 and strides[1] == sizes[0]
 

@@ -27,7 +27,7 @@ def ignore_action(action: Action, samples: int, lengths: Sequence[int]) -> None:
 
 
 class ActionFailedError(RuntimeError):
-    """An action has raised an exception, the chained cause. Names the action, the layer, and its input's shapes."""
+    """An action raised an exception, the chained cause. Names the action, the layer and the shapes it was given."""
 
     def __init__(self, action: Action, layer: str, shapes: str, cause: BaseException) -> None:
         place = f"stage {action.stage}" + (f", layer {layer}" if layer else "")
@@ -36,8 +36,8 @@ class ActionFailedError(RuntimeError):
 
 
 class Executor:
-    """Performs schedules on the `stages` (by index) of this process. `device_of_stage` has the number of the device of
-    every stage of the pipeline; `on_action` tells a supervisor what the process was doing if it is killed."""
+    """Performs schedules on the `stages` (by index) of this process. `device_of_stage[k]` is the number of stage k's
+    device, for the whole pipeline; `on_action` tells a supervisor what the process was doing if it is killed."""
 
     def __init__(
         self,
@@ -62,13 +62,13 @@ class Executor:
         first_micro_batch: int = 0,
         replicas: Replicas | None = None,
     ) -> Recording:
-        """One mini-batch: every action of the schedule on the stages of this process.
+        """Run one mini-batch: all actions of the schedule on the stages of this process.
 
-        `sizes` are the samples of each micro-batch, `lengths` what sentences are padded to in this mini-batch;
-        `inputs` (N, ...) each are needed where the first stage lives, `objective` where the last one does. A training
-        with `replicas` has the micro-batches from `first_micro_batch` on; their gradients are being added up when this
-        returns. Raises ActionFailedError if an action does, ChangedInputError for a layer that changes its input in
-        place, and PeerLostError if a neighbour is gone.
+        `sizes` are the samples of each micro-batch, `lengths` what sentences are padded to in this mini-batch; the
+        process of the first stage needs `inputs`, (N, ...) each, that of the last stage `objective`. With `replicas`,
+        this pipeline's micro-batches are numbered from `first_micro_batch` on, and gradients are still being summed
+        over replicas on return. Raises ActionFailedError if an action fails, ChangedInputError for a layer that changes
+        its input in place, and PeerLostError if a neighbour is lost.
         """
         micro_batches = () if inputs is None else split_all(inputs, sizes)
         self._transport.begin_step(schedule, sizes, lengths)
@@ -91,7 +91,7 @@ class Executor:
         return recording
 
     def settle(self) -> None:
-        """Wait until the last step's tensors have left this process: before the executor is given up."""
+        """Wait until the last step's tensors have left this process; call this before discarding the executor."""
         self._transport.settle()
 
     def _perform(
@@ -109,8 +109,8 @@ class Executor:
         F    outputs of k-1  ---->  run the layers, keep input or graph  ----> outputs   receives of
         R                           run them again, keep the graph                       actions that
         B    gradients of k+1 --->  run the graph backward, drop it      ----> gradients come later
-        I    gradients of k+1 --->  the same, but for gradients of weights --> gradients
-        W                           gradients of weights
+        I    gradients of k+1 --->  as B, but weights' gradients wait    ----> gradients
+        W                           compute the weights' gradients
         """
         stage, clock = self._stages[action.stage], self.recorder.clocks[action.stage]
         given: OptionalTensors = ()
@@ -168,5 +168,5 @@ class Executor:
 def _actions_of(
     schedule: Schedule, device_of_stage: tuple[int, ...], stages: frozenset[int]
 ) -> tuple[tuple[Action, Retain], ...]:
-    """The actions of some stages in the order in which one process performs them, each with what its stage keeps."""
+    """The actions of `stages` in the order in which their process performs them, each with what its stage keeps."""
     return tuple(pair for pair in linearize_retained(schedule, device_of_stage) if pair[0].stage in stages)

@@ -1,9 +1,9 @@
 """Layers that are not trained, as in the fine-tuning of paper section 4.
 
-A frozen module always works as in evaluation: its parameters keep their values, its batch norms use their running
-statistics and do not change them, its dropout drops nothing. Gradients still pass through it to the layers before.
-`nn.Module` has no such state: `train()` on a model puts all of it in training mode. So frozen modules carry a mark, and
-the engine changes modes by `set_training` only.
+A frozen module stays in evaluation mode: its parameters keep their values, its batch norms use their running statistics
+and do not change them, its dropout drops nothing. Gradients still pass through it to the layers before. `nn.Module` has
+no such state: `train()` puts all of a model in training mode. So frozen modules carry a mark, and the engine changes
+modes only by `set_training`.
 """
 
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ _MARK = "is_frozen"
 class Frozen:
     """The modules and parameters that are not trained, by global names."""
 
-    modules: tuple[str, ...] = ()  # layers, or modules inside them, that always work as in evaluation
-    parameters: tuple[str, ...] = ()  # parameters of other modules, which only get no gradient
+    modules: tuple[str, ...] = ()  # layers, or modules inside them, that stay in evaluation mode
+    parameters: tuple[str, ...] = ()  # parameters of other modules, which just get no gradient
 
 
 def freeze(sequence: nn.Sequential, frozen: Frozen) -> None:
-    """Freeze the modules and parameters that `frozen` names, as far as they are in `sequence`, a model or a stage."""
+    """Freeze those modules and parameters named by `frozen` that are in `sequence`, a model or a stage."""
     layers = dict(sequence.named_children())
     for path in frozen.modules:
         if path.partition(".")[0] in layers:

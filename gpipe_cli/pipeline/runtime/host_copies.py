@@ -1,6 +1,6 @@
-"""Copies of samples, targets and a step's numbers between the host and a device, for which the host does not wait.
+"""Asynchronous copies of samples, targets and a step's metrics between the host and a device.
 
-With a GPU this needs page-locked memory on the host; with a CPU there is nothing to copy.
+With a GPU they need page-locked memory on the host; with a CPU nothing is copied.
 """
 
 from collections.abc import Callable
@@ -9,13 +9,13 @@ import torch
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Begin to copy a tensor from the host to `device`; kernels launched there from now on see the copy."""
+    """Start copying a host tensor to `device`; kernels launched later on its current stream see the copy."""
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 def to_host(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Begin to copy a tensor to the host. The function returned waits until the copy is there, and returns it."""
-    copy = tensor.to("cpu", non_blocking=True)  # page-locked memory if it comes from a GPU
+    """Start copying a tensor to the host. The returned function waits for the copy and returns it."""
+    copy = tensor.to("cpu", non_blocking=True)  # torch allocates page-locked memory for a copy from a GPU
     copied = torch.cuda.current_stream(tensor.device).record_event() if tensor.device.type == "cuda" else None
 
     def read() -> torch.Tensor:

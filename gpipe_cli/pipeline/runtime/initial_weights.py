@@ -1,5 +1,5 @@
-"""Initial weights, the same for every cut of the model: those of a layer depend on the run's seed and on the layer's
-global name only. (With one seed per process they would be others for every number of partitions.)
+"""Initial weights that are the same for every cut: a layer's depend only on the run's seed and the layer's global name.
+(With one seed per process, each number of partitions would start from other weights.)
 """
 
 import hashlib
@@ -31,12 +31,12 @@ def materialize(
     device: torch.device,
     whole: Callable[[], nn.Sequential] | None = None,
 ) -> nn.Sequential:
-    """`layers` layers of `model` from number `first_layer` on, initialised, on `device`, under their global names.
+    """Initialise `layers` layers of `model`, from number `first_layer` on, on `device`; they keep their global names.
 
-    `model` is on the meta device: a process gives memory and weights to its own layers only. Initial values are drawn
-    on the CPU, so that they are the same on every kind of device. A model whose layers cannot initialise themselves is
-    built by `whole` instead, with all of its values and from the run's seed, and the layers are taken from that. Raises
-    InputError for a layer that cannot initialise itself, or was not built anew.
+    `model` is on the meta device: a process allocates and initialises only its own layers. Initial values are drawn on
+    the CPU, so that they are the same on every kind of device. If layers cannot initialise themselves, `whole` builds
+    the model instead, with all values and from the run's seed, and the layers are taken from that. Raises InputError
+    for a layer that cannot initialise itself, or that has tensors of an earlier call on the meta device.
     """
     if whole is not None:
         seed_generator(torch.device("cpu"), mix(run_seed))

@@ -1,8 +1,8 @@
-"""One call of one layer, on the meta device or in a stage: passes the input in, and refuses a layer that changes it.
+"""Calls one layer, on the meta device or in a stage, and refuses a layer that changes its input in place.
 
-A stage keeps its input and runs its layers again from that (paper section 2.3). A layer that changes its input in place
-would be run again on other numbers, or be refused by autograd, depending on where the cut lies. So it is refused at any
-place in the model. Torch counts the changes of a tensor (`_version`); comparing these counts is enough.
+A stage keeps its input and recomputes its layers from it (paper section 2.3). A layer that changes its input in place
+would be recomputed from other values, or be refused by autograd, depending on the cut. So it is refused anywhere in the
+model. Torch counts a tensor's in-place changes (`_version`), so comparing these counts is enough.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -26,12 +26,12 @@ class ChangedInputError(InputError):
 
 
 def call(name: str, layer: Callable[[Any], Any], inputs: Tensors, in_tuple: bool) -> Any:
-    """Run a layer, and return what it returns. Raises ChangedInputError, and whatever the layer raises."""
+    """Run a layer and return what it returns. Raises ChangedInputError, and whatever the layer raises."""
     versions = [tensor._version for tensor in inputs]
     try:
         returned = layer(as_value(inputs, in_tuple))
     except RuntimeError as error:
-        # autograd refuses to change a leaf, as a plain RuntimeError
+        # autograd refuses an in-place change of a leaf with a plain RuntimeError
         if type(error) is RuntimeError and _changes(layer, inputs, in_tuple):
             raise ChangedInputError(name) from error
         raise
@@ -43,8 +43,8 @@ def call(name: str, layer: Callable[[Any], Any], inputs: Tensors, in_tuple: bool
 def traced_call(
     name: str, layer: Callable[[Any], Any], inputs: Tensors, in_tuple: bool, *, watched: bool
 ) -> torch.Tensor | Sequence[torch.Tensor]:
-    """What the layer returns on the meta device. Raises InputError, naming the layer and the shapes, if the layer
-    raises, returns anything but tensors, or, where it is `watched`, changes its input."""
+    """Run a layer on the meta device and return what it returns. Raises InputError, with the layer's name, if the layer
+    raises or returns anything but tensors, and ChangedInputError if it is `watched` and changes its input in place."""
     try:
         returned = call(name, layer, inputs, in_tuple) if watched else layer(as_value(inputs, in_tuple))
     except ChangedInputError:
@@ -71,7 +71,7 @@ def shapes_of(tensors: Iterable[torch.Tensor | None]) -> str:
 
 @torch.no_grad()
 def _changes(layer: Callable[[Any], Any], inputs: Tensors, in_tuple: bool) -> bool:
-    """Whether a layer that raises would change its input if autograd did not refuse it."""
+    """Whether a layer that raised would change its input in place if autograd did not refuse that."""
     given = tuple(tensor.clone() for tensor in inputs)
     versions = [tensor._version for tensor in given]
     try:

@@ -1,7 +1,7 @@
-"""A link is one direction of one edge of the pipeline: it takes tensors to the process of the next stage, or back.
+"""A link sends tensors in one direction between the processes of two neighbouring stages.
 
 Each link has a process group of its own. NCCL runs the operations of a group one after another, and a send ends only
-when its receive runs: if several edges shared a group, a waiting receive could hold up the send that would free it.
+when its receive runs: in a shared group, a waiting receive could block the send that would free it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,19 +21,18 @@ Edge: TypeAlias = tuple[Kind, int]
 
 
 class Work(Protocol):
-    """A send or a receive on its way."""
+    """A send or a receive in flight."""
 
     def wait(self, timeout: timedelta = ...) -> object:
-        """Raises RuntimeError if the operation fails, or is not done within `timeout`."""
+        """Raises RuntimeError if the operation fails or takes longer than `timeout`."""
 
     def is_completed(self) -> bool: ...
 
 
 class Link(Protocol):
-    """Tensors arrive in the order in which they are sent; every call of `send` needs one of `receive` at the other end,
-    with as many tensors."""
+    """Tensors arrive in the order they are sent; each `send` needs a `receive` of as many tensors at the other end."""
 
-    peer: int  # the process at the other end
+    peer: int  # the number of the process at the other end
 
     def send(self, tensors: Sequence[torch.Tensor]) -> Sequence[Work]: ...
 
@@ -42,9 +41,8 @@ class Link(Protocol):
 
 @dataclass(frozen=True)
 class Links:
-    """The links of a process to those of neighbouring stages, and how long it waits for their messages:
-    `timeout_seconds` at most. The first message between GPUs, which also connects them, may take `connect_seconds`.
-    The context `waits` is entered for every wait."""
+    """The links of a process, by edge, and how long it waits for a message: at most `timeout_seconds`, or
+    `connect_seconds` for the first message between GPUs, which also connects them. Waits are inside `waits`."""
 
     of_edge: Mapping[Edge, Link]
     timeout_seconds: float
@@ -53,7 +51,7 @@ class Links:
 
 
 class GroupLink:
-    """A link over a process group of two; several tensors are one operation if the backend supports that."""
+    """A link over a process group of two; several tensors are one operation if the backend can batch them."""
 
     def __init__(self, group: dist.ProcessGroup, peer: int) -> None:
         self.peer, self._group = peer, group
@@ -65,13 +63,13 @@ class GroupLink:
         return self._start(dist.irecv, tensors)
 
     def _start(self, operation: Callable[..., dist.Work | None], tensors: Sequence[torch.Tensor]) -> Sequence[Work]:
-        # a single tensor is a batch, too: NCCL would make another communicator for an operation outside a batch
+        # a batch even for a single tensor: NCCL would make another communicator for an unbatched operation
         operations = [dist.P2POp(operation, tensor, self.peer, self._group) for tensor in tensors]
         return dist.batch_isend_irecv(operations) if operations else []
 
 
 class ThreadedLink(GroupLink):
-    """A link with a thread for its sends, as Gloo writes to the socket in the thread that calls it."""
+    """A link that sends in a thread of its own, as Gloo writes to the socket in the calling thread."""
 
     def __init__(self, group: dist.ProcessGroup, peer: int) -> None:
         super().__init__(group, peer)
@@ -82,12 +80,12 @@ class ThreadedLink(GroupLink):
 
 
 class _Sending:
-    """A send that the thread of a link begins."""
+    """A send that the thread of a ThreadedLink starts."""
 
     def __init__(self, works: Future[Sequence[Work]]) -> None:
         self._works = works
 
-    def wait(self, timeout: timedelta = timedelta(0)) -> None:  # 0 is no limit, as for torch
+    def wait(self, timeout: timedelta = timedelta(0)) -> None:  # 0: no limit, as in torch
         for work in self._works.result():
             work.wait(timeout)
 

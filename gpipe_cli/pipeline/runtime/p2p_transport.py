@@ -1,8 +1,8 @@
-"""Stages in several processes, linked over torch.distributed: Gloo on CPUs, NCCL on GPUs.
+"""The transport between processes, over torch.distributed: Gloo on CPUs, NCCL on GPUs.
 
-Three things make it cheap: every shape is known beforehand from the meta device, so nothing is negotiated; receives
-are posted before they are needed (`schedule/prefetched_receives.py`), into buffers that live as long as the run; sends
-go straight from the tensor, while the stage computes on.
+Three things make it cheap: all shapes are known from the meta device, so nothing is negotiated; receives are posted
+before they are needed (`schedule/prefetched_receives.py`), into buffers that live as long as the run; sends go straight
+from the tensor, while the stage computes on.
 """
 
 import datetime
@@ -25,8 +25,7 @@ from gpipe_cli.pipeline.schedule.schedule import Action, Kind, Schedule
 
 @dataclass(frozen=True)
 class Boundaries:
-    """What crosses from each stage to the next; in evaluation a model may hand on something else. Images lie in
-    `memory_format`."""
+    """The tensors that cross from each stage to the next, in training and evaluation; images have `memory_format`."""
 
     training: Sequence[Boundary]
     evaluation: Sequence[Boundary]
@@ -34,11 +33,11 @@ class Boundaries:
 
 
 class P2PTransport:
-    """Moves tensors for the stages of process number `process`, which compute on `device`; `process_of_stage` gives the
-    processes of all stages.
+    """Moves tensors for the stages of process number `process`, which compute on `device`; `process_of_stage` has the
+    process of every stage. Raises PeerLostError if a neighbour does not connect.
 
-    Receives are posted as `early` as buffers are free, or so that launches may wait for the device
-    (`schedule/prefetched_receives.py`); None: as suits the device.
+    `early`: receives are posted as soon as their buffers are free. Otherwise they are posted so that a GPU may block a
+    launch without a deadlock (`schedule/prefetched_receives.py`). None: early on a CPU only.
     """
 
     def __init__(
@@ -56,13 +55,13 @@ class P2PTransport:
         self._early = device.type == "cpu" if early is None else early
         self._timeout, self._waits = datetime.timedelta(seconds=links.timeout_seconds), links.waits
         self._local = LocalTransport([device] * len(process_of_stage))  # between neighbours that are both here
-        # tensors on their way, which must live until they have been sent, and their sends
+        # sends in flight, with their tensors, which must live until they have been sent
         self._sends: deque[tuple[Sequence[torch.Tensor], Sequence[Work]]] = deque()
-        self._buffers: dict[tuple[Edge, int, int], torch.Tensor] = {}  # edge, place, tensor: memory, which only grows
+        self._buffers: dict[tuple[Edge, int, int], torch.Tensor] = {}  # (edge, buffer, tensor) -> memory, only grows
         self._to_post: deque[PrefetchedReceive] = deque()
         self._posted: dict[Action, tuple[Sequence[Work], list[torch.Tensor]]] = {}
         self._launched = 0
-        # NCCL receives after all that the current stream has: on its own stream a receive waits for its buffer only
+        # NCCL starts a receive after all work of the current stream; on this stream it waits for its buffer only
         self._receiving = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._ends: dict[int, torch.cuda.Event] = {}  # number of actions launched -> the end of the last one
         self._sizes: Sequence[int] = ()
@@ -77,7 +76,7 @@ class P2PTransport:
         self._to_post = deque(prefetched_receives(schedule, self._process_of_stage, self._process, early=self._early))
         self._launched = 0
         self._ends.clear()
-        if self._receiving is not None:  # nobody reads what the step before left in the buffers
+        if self._receiving is not None:  # until then the previous step may read its buffers
             self._receiving.wait_stream(torch.cuda.current_stream(self._device))
         self._post()
 
@@ -126,7 +125,7 @@ class P2PTransport:
         self._post()
 
     def finish_step(self) -> None:
-        # sends may go on meanwhile: a stage that is ahead has its optimizer to run
+        # does not wait for sends: a stage that is ahead runs its optimizer meanwhile
         self._local.finish_step()
         assert not self._posted, f"never received: {list(map(str, self._posted))}"
         assert not self._to_post, f"never posted: {[str(receive.action) for receive in self._to_post]}"
@@ -136,7 +135,7 @@ class P2PTransport:
             self._finish(self._sends.popleft()[1])
 
     def _post(self) -> None:
-        """The receives that may be posted by now."""
+        """Post the receives that may be posted by now."""
         while self._to_post and self._to_post[0].after <= self._launched:
             receive = self._to_post.popleft()
             edge = (receive.action.kind.direction, receive.action.stage)
@@ -153,13 +152,13 @@ class P2PTransport:
             self._posted[receive.action] = works, tensors
 
     def _let_leave(self, storages: set[int]) -> None:
-        """Wait for sends from this memory: a layer may have passed its input, or a part of it, on, which is then
-        received over."""
+        """Wait for sends from these storages: a layer may have passed on its input, or a part of it, whose receive
+        buffer is about to be overwritten."""
         for sending in [one for one in self._sends if not storages.isdisjoint(map(storage_of, one[0]))]:
             if self._receiving is None:
-                # Gloo's wait consumes the completion: a second one would never return
+                # Gloo's wait consumes the completion: a second wait would never return
                 self._sends = deque(one for one in self._sends if one is not sending)
-            # on a GPU only this stream waits: what else was sent along must live until it has left
+            # on a GPU only this stream waits: the send stays listed, as its tensors must live until it is done
             self._finish(sending[1])
 
     def _boundary(self, kind: Kind, receiver: int) -> Boundary:
@@ -173,10 +172,10 @@ class P2PTransport:
         return memory.as_strided(shape, layout_strides(shape, self._memory_format))
 
     def _connect(self, seconds: float) -> None:
-        """One message over each edge, in one order for all processes, which cannot deadlock.
+        """Send one message over each link, in the same order in all processes.
 
-        Connections (for NCCL: communicators) may be made at the first message; made in whatever order processes arrive,
-        they can deadlock. It also shows at the start that neighbours agree on their edges.
+        Backends may connect (NCCL: make communicators) at the first message, and deadlock if processes do so in
+        different orders. The messages also show at the start whether neighbours agree on their edges.
         """
         for (_, stage), link in sorted(self._links.items()):
             token = [torch.zeros(1, device=self._device)]
@@ -193,11 +192,11 @@ class P2PTransport:
         for work in works:
             if self._device.type == "cpu":
                 work.wait(self._timeout)
-            else:  # the kernels that follow wait, and this thread does not
+            else:  # makes later kernels of the current stream wait, not this thread
                 work.wait()
 
     def _arrive(self, works: Sequence[Work], seconds: float) -> None:
-        """Wait for a GPU, too. Raises RuntimeError if that takes longer."""
+        """On a GPU, wait until `works` are done. Raises RuntimeError if that takes longer than `seconds`."""
         until = time.monotonic() + seconds
         while self._receiving is not None and not all(work.is_completed() for work in works):
             if time.monotonic() > until:

@@ -1,10 +1,9 @@
-"""The numbers that layers compute with: float32, or bfloat16 where torch's autocast has that; weights stay float32.
+"""The precision that layers compute in: float32, or bfloat16 where torch's autocast uses it; weights stay float32.
 
-Departs from the paper, which says nothing of its numbers; TPUs multiply in bfloat16. Nothing is cast once for several
-uses: such a cast would be shared inside of a stage and not across a cut, and gradients be summed in another order. So
-each micro-batch that keeps its graph keeps a copy of the weights with it, which a plan counts among its activations:
-as many as there are graphs: one with `recompute=always`, and with `except_last` in the schedule gpipe, up to M with
-`never`.
+Departs from the paper, which does not state its precision; TPUs multiply in bfloat16. Autocast's cache of cast weights
+is off: a cast would be shared inside a stage but not across a cut, so gradients would be summed in another order. So
+each graph that is kept has its own copy of the cast weights, which a plan counts among the activations: one copy with
+`recompute=always`, and with `except_last` in the schedule gpipe; up to M with `never`.
 """
 
 from collections.abc import Iterator
@@ -15,9 +14,9 @@ import torch
 
 @contextmanager
 def autocast(device: torch.device, dtype: torch.dtype | None) -> Iterator[None]:
-    """Inside, products and convolutions compute in `dtype`; None: in what they are given.
+    """Inside, products and convolutions compute in `dtype`; None: in the type of their inputs.
 
-    `torch.autocast` does nothing for CUDA where there is no GPU; what is planned here may run elsewhere.
+    Sets autocast's state itself: `torch.autocast` ignores CUDA on a machine without a GPU, where runs may be planned.
     """
     if dtype is None:
         yield

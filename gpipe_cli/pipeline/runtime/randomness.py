@@ -1,10 +1,9 @@
-"""Random numbers that do not know how the model was cut.
+"""Random numbers that do not depend on how the model is cut.
 
 The paper promises that the number of partitions changes nothing (sections 1 and 7). With dropout that holds only if a
 layer draws the same mask wherever it runs and however often its forward is repeated. Lingvo derives its dropout seed
-from step and micro-batch (`lingvo/core/gpipe.py`); here the seed is mixed from (run seed, step, micro-batch among
-those of all replicas, layer), so no generator state is ever saved or restored: a recomputation just starts from the
-same seed again.
+from step and micro-batch (`lingvo/core/gpipe.py`); here the seed is mixed from (run seed, step, micro-batch counted
+over all replicas, layer), so no generator state is ever saved or restored: a recomputation starts from the same seed.
 """
 
 import torch
@@ -13,9 +12,9 @@ _MASK = (1 << 64) - 1
 
 
 def mix(*values: int) -> int:
-    """One well-spread 64-bit number out of any integers (SplitMix64's finaliser, applied after each value).
+    """Hash any integers to a 64-bit number (SplitMix64's finaliser, applied after each value).
 
-    An explicit integer hash and not `hash()`: the result must be the same in every process, Python version and machine.
+    Unlike that of `hash()`, the result is the same in every process and Python version and on every machine.
     """
     state = 0x9E3779B97F4A7C15
     for value in values:
@@ -28,15 +27,14 @@ def mix(*values: int) -> int:
 
 
 def seed_layer(device: torch.device, run_seed: int, step: int, micro_batch: int, layer: int) -> None:
-    """Seed the generators before layer number `layer` runs on a micro-batch, counted over all replicas."""
+    """Seed the generators for layer number `layer`; `micro_batch` is counted over all replicas."""
     seed_generator(device, mix(run_seed, step, 0, micro_batch, layer))
 
 
 def seed_generator(device: torch.device, seed: int) -> None:
-    """Seed the default generators that `F.dropout` and friends draw from on `device` and on the CPU.
+    """Seed the default generators, which `F.dropout` and others draw from, of `device` and of the CPU.
 
-    `torch.manual_seed` would seed every device of the machine; called before each layer of each micro-batch, that
-    costs.
+    `torch.manual_seed` would seed all devices of the machine, too slow before each layer of each micro-batch.
     """
     torch.default_generator.manual_seed(seed)  # a layer on a GPU may draw on the CPU
     if device.type == "cuda":

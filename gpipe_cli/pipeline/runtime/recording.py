@@ -1,9 +1,9 @@
-"""When each stage did what: marks that the executor makes while it performs a schedule, and the timeline made of them.
+"""What each stage did when: clock marks that the executor makes as it performs a schedule, and their timeline.
 
-What the paper sums up in one chart (NeurIPS version, section 3.1: computation, recomputation, bubble, load imbalance,
-weight update), here for every step of every run. A mark costs one reading of a clock: on a CPU of the host's
-monotonic clock, which all processes of a machine share; on a GPU an event in its stream, read a step later, so that
-the host does not wait for it.
+The paper sums this up in one chart (NeurIPS version, section 3.1: computation, recomputation, bubble, load imbalance,
+weight update); here it is recorded for every step of every run. A mark costs one reading of a clock: on a CPU of the
+host's monotonic clock, which all processes of a machine share; on a GPU an event in its stream, read a step later, so
+that the host does not wait for it.
 """
 
 import math
@@ -16,52 +16,52 @@ import torch
 from gpipe_cli.pipeline.schedule.schedule import Schedule
 from gpipe_cli.pipeline.schedule.timeline import Event, EventKind, Span, Timeline, gap
 
-Mark: TypeAlias = Any  # a float on the host, an event on a GPU: what the clock that made it can read
+Mark: TypeAlias = Any  # seconds (float) on the host, an event on a GPU; read by the clock that made it
 MARKS = 4  # marks per action: begun, everything received, computed, handed on
 ENDS = 4  # marks per stage after its actions: begin and end of the wait for replicas' sums, and of its update
-_ANCHOR_STEPS = 50  # a GPU's clock is compared with the host's this often: their drift is parts in a million
+_ANCHOR_STEPS = 50  # steps between comparisons of a GPU's clock with the host's, which drift by parts in a million
 
 
 class HostClock:
-    """Marks moments of a CPU, whose work is done when the call returns."""
+    """The clock of a CPU, whose work is done when a call returns."""
 
     now = staticmethod(time.perf_counter)
-    # How long the calling thread has had a core so far. It computes; with more threads, those of OpenMP wait for each
-    # other within a millisecond, so that a core which one of them misses is missed by all.
+    # CPU time of the calling thread, which computes. OpenMP's threads wait for each other within a millisecond, so a
+    # core that one of them lacks shows in this one, too.
     core_seconds = staticmethod(time.thread_time)
 
     def begin_step(self) -> None:
         pass
 
     def reader(self) -> Callable[[Mark], float]:
-        """How a mark of this step is read: as seconds of the host's monotonic clock."""
+        """A function from a mark of this step to seconds of the host's monotonic clock."""
         return float
 
     def reader_of_all(self) -> Callable[[Sequence[Mark]], list[float]]:
-        """`reader` for the marks of one stage, of which none is later than the last one."""
+        """The same for the marks of one stage, of which the last must be the latest."""
         return list
 
 
 class StreamClock:
-    """Marks moments of a GPU: work is only launched, so events are recorded between its kernels.
+    """The clock of a GPU: calls only launch work, so events are recorded between its kernels.
 
-    Events tell the time since another event, in float32: so each step has an event of its own to count from, and that
-    counts from the step before. The others are used again: marks of a step are read before the next but one begins.
+    An event is read as the time since another one, in float32: so each step counts from an event of its own, which
+    counts from the previous step's. Other events are reused: a step's marks are read before the next but one begins.
     """
 
-    core_seconds = staticmethod(float)  # the work is the device's
+    core_seconds = staticmethod(float)  # always 0: the device does the work
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._steps = 0
         self._reference: _Reference | None = None
-        self._beside = torch.cuda.Stream(device)  # does nothing but tell the time
+        self._beside = torch.cuda.Stream(device)  # a stream without work, for anchors
         self._events: list[torch.cuda.Event] = []  # events of this step and of the one before
         self._events_before: list[torch.cuda.Event] = []
         self._marks = 0  # marks made in this step
 
     def begin_step(self) -> None:
-        if self._steps % _ANCHOR_STEPS == 0:  # on a stream without work, so that the host does not wait for any
+        if self._steps % _ANCHOR_STEPS == 0:  # on an idle stream, so that the host does not wait for kernels
             anchor = torch.cuda.Event(enable_timing=True)
             anchor.record(self._beside)
             anchor.synchronize()
@@ -91,7 +91,7 @@ class StreamClock:
 
 
 class _Reference:
-    """An event that others count from, and when it happened: it is known, or counted from `previous`."""
+    """An event that others count from, and its time on the host's clock: known, or counted from `previous`."""
 
     def __init__(self, event: Any, seconds: float | None, previous: "_Reference | None") -> None:
         self._event, self._known, self._previous = event, seconds, previous
@@ -116,7 +116,7 @@ Clock: TypeAlias = HostClock | StreamClock  # marks moments in the order of a de
 
 
 class Recording:
-    """The marks of one step on the stages of this process; read when there is time for it."""
+    """The marks of one step on the stages of this process, read by `seconds` when there is time for it."""
 
     def __init__(self, schedule: Schedule, readers: Mapping[int, Callable[[Sequence[Mark]], list[float]]]) -> None:
         self.schedule = schedule
@@ -129,19 +129,19 @@ class Recording:
     def action(
         self, stage: int, begun: Mark, received: Mark, computed: Mark, handed_on: Mark, core_seconds: float = 0.0
     ) -> None:
-        """The four marks of an action; `core_seconds` of the time from received to computed it had a core."""
+        """Add the four marks of an action, which had a core for `core_seconds` between `received` and `computed`."""
         self._marks[stage] += (begun, received, computed, handed_on)
         self._core_seconds[stage] += core_seconds
 
     def added_up(self, stage: int, begun: Mark, ended: Mark) -> None:
-        """The wait for the gradients of other replicas."""
+        """Add the marks of the wait for the gradients of other replicas."""
         self._sums[stage] = (begun, ended)
 
     def update(self, stage: int, begun: Mark, ended: Mark) -> None:
         self._updates[stage] = (begun, ended)
 
     def without_core(self, stage: int) -> float:
-        """The share of its actions' time in which the stage had no core, as other processes had them; 0 on a GPU."""
+        """The share of its computing time for which the stage had no core, taken by other processes; 0 on a GPU."""
         had = self._core_seconds[stage]
         if not had:
             return 0.0
@@ -149,8 +149,8 @@ class Recording:
         return max(0.0, 1 - had / sum(marks[at + 2] - marks[at + 1] for at in range(0, len(marks), MARKS)))
 
     def seconds(self) -> dict[int, list[float]]:
-        """For each stage: MARKS numbers per action, in the order of its schedule, then ENDS numbers. On a GPU this
-        waits for the last of them."""
+        """By stage, seconds of the host's clock: MARKS per action, in the schedule's order, then ENDS. On a GPU this
+        waits for the last mark."""
         read: dict[int, list[float]] = {}
         for stage, reader in self._readers.items():
             marks = self._marks[stage]
@@ -173,7 +173,7 @@ class Recorder:
 
 
 def room(micro_batches: int) -> int:
-    """The most numbers that a stage's recording of so many micro-batches has: an F, an R, an I and a W of each."""
+    """The most numbers in a stage's recording of one step: each micro-batch has at most an F, an R, an I and a W."""
     return 4 * micro_batches * MARKS + ENDS
 
 
@@ -186,8 +186,8 @@ def measured_timeline(
     """The timeline of a recorded step; `seconds[k]` are stage k's numbers, as `Recording.seconds` gives them, and
     `device_of_stage[k]` is the number of its device.
 
-    It begins at `began_seconds`: a stage that is done with the step before waits for its first micro-batch already
-    while stage 0 still ends that one. The time that a stage takes to hand on what it has computed is a transfer, too.
+    It begins at `began_seconds`: earlier waiting is left out, as a stage may wait for its first micro-batch while
+    stage 0 is still in the previous step. The time that a stage takes to hand on its results is a transfer, too.
     """
     ends = {
         action: numbers[at * MARKS + 2]

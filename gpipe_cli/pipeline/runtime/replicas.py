@@ -1,9 +1,9 @@
-"""Several pipelines learn from one mini-batch, each from its share: the replicas of a stage add up their gradients.
+"""Data parallelism: several pipelines each take a share of a mini-batch; the replicas of a stage sum their gradients.
 
-That happens once a step, after a stage's last backward, while the stages before it still compute. Gradients travel in
-buckets, each in two steps: every replica is sent the part of the bucket that is its own and adds up what it got, in the
-order of the replicas; then it sends its sums to all. So every replica has the same work, and every sum the same order
-whatever the cut and however often it is repeated (law 7).
+They do so once per step, after the stage's last backward, while earlier stages still compute. Gradients are sent in
+buckets, in two steps: an all-to-all gives each replica its own part of the bucket, which it sums in the order of the
+replicas; an all-gather then sends the sums to all. So all replicas do equal work, and the order of every sum depends
+neither on the cut nor on the run (law 7).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,17 +23,17 @@ _BUCKET_BYTES = 25 << 20
 
 @dataclass(frozen=True)
 class _Bucket:
-    """Gradients on their way to being added up."""
+    """Gradients that are being summed over R replicas."""
 
     gradients: Sequence[torch.Tensor]
-    own: torch.Tensor  # (R, n): all of them in a row, and zeros up to a multiple of R
-    received: torch.Tensor  # (R, n): of each replica, the part that is added up here
+    own: torch.Tensor  # (R, n): these gradients flattened, with zeros up to a multiple of R
+    received: torch.Tensor  # (R, n): from each replica, the part that this one sums
     work: dist.Work
 
 
 class Replicas:
-    """The processes that have the same stages in each of `size` pipelines, in the order of the pipelines; `group` has
-    this one among them. Inside of `waits` this process waits for another one."""
+    """The `size` processes of `group`, which have the same stages, one in each pipeline and in that order. Every wait
+    is inside the context `waits`; methods raise PeerLostError if another replica is lost."""
 
     def __init__(
         self, group: dist.ProcessGroup, size: int, waits: Callable[[], AbstractContextManager[object]] = nullcontext
@@ -49,8 +49,8 @@ class Replicas:
         return parts
 
     def begin(self, parameters: Iterable[torch.nn.Parameter], *, empty: bool) -> None:
-        """Begin to add up the gradients of a stage, to which nothing is added any more. Called for the same stages in
-        the same order by all replicas. `empty`: this one had no samples."""
+        """Start summing the gradients of a stage, which must be final. All replicas call this for the same stages in
+        the same order. `empty`: this replica had no samples."""
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         for parameter in trained if empty else ():
             parameter.grad = torch.zeros_like(parameter)
@@ -65,7 +65,7 @@ class Replicas:
                 self._buckets.append(_Bucket(bucket, own, received, work))
 
     def finish(self) -> None:
-        """Wait until the gradients that `begin` was given are summed over all replicas."""
+        """Wait until all gradients given to `begin` are summed over replicas; `.grad` then has the sums."""
         gathered: list[Any] = []
         for bucket in self._buckets:
             with self._waiting():

@@ -1,11 +1,11 @@
-"""What a stage really holds of the micro-batches in flight, counted while it runs.
+"""The bytes that a stage really holds for the micro-batches in flight, counted while it runs.
 
 The paper's claim about memory (section 2.3, Table 1) is about these bytes: activations kept between forward and
-backward. The peak of an allocator says something else: it also has gradients, workspace and what is cached.
+backward. An allocator's peak is another figure: it includes gradients, workspace and cached memory.
 
-What autograd saves are often views: the same activation flattened for one kernel and transposed for another, or the
-keys of a tensor that has queries, keys and values. A view keeps all of the memory behind it, so all of that is counted,
-once. Only what a stage is given may be a part of more: a slice of the mini-batch, or of a receive buffer.
+Autograd often saves views: the same activation flattened for one kernel and transposed for another, or the keys of a
+tensor that has queries, keys and values. A view keeps its whole storage, so each storage is counted whole, and once.
+A stage's inputs are the exception, as they may be slices of the mini-batch or of a receive buffer.
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -18,15 +18,15 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 class ActivationCounter:
-    """Counts, while it is `on`, the memory behind the inputs of each micro-batch, its outputs and what autograd saved
-    for it. It is switched between steps."""
+    """Counts, while `on`, the memory behind each micro-batch's inputs and behind all that is kept for its backward.
+    Switch it between steps only."""
 
     def __init__(self) -> None:
         self.on = False
         self.peak_bytes = 0  # the most bytes held at once since the step began
         self._static: set[int] = set()
         self._held: dict[int, StorageBytes] = {}
-        # apart, as autograd frees memory while they come, which then may be theirs
+        # apart, as a gradient may get memory that autograd frees during the same backward
         self._gradients: dict[int, StorageBytes] = {}
 
     @property
@@ -35,7 +35,7 @@ class ActivationCounter:
         return sum(held.bytes for held in (*self._held.values(), *self._gradients.values()))
 
     def begin_step(self, module: nn.Module) -> None:
-        """Forget all counts. Parameters and buffers of the module are not counted."""
+        """Reset all counts. The module's parameters and buffers are not counted."""
         self._held.clear()
         self._gradients.clear()
         self.peak_bytes = 0
@@ -46,8 +46,8 @@ class ActivationCounter:
     def recording(
         self, micro_batch: int, given: Iterable[torch.Tensor], static: Iterable[torch.Tensor]
     ) -> Iterator[None]:
-        """Count what is saved in here for a backward of `micro_batch`, which the stage was `given`; `static` tensors,
-        which are known only now, outlive the micro-batch and are not counted."""
+        """Count what autograd saves inside for the backward of `micro_batch`, whose inputs are `given`. `static`
+        tensors, which are known only now, outlive the micro-batch and are not counted."""
         if not self.on:
             yield
             return
@@ -57,11 +57,11 @@ class ActivationCounter:
             yield
 
     def hold(self, micro_batch: int, given: Iterable[torch.Tensor], tensors: Iterable[torch.Tensor]) -> None:
-        """The stage itself keeps `tensors` of this micro-batch, which it was `given`."""
+        """Count `tensors` that the stage itself keeps for a micro-batch, whose inputs are `given`."""
         self._add(self._held, micro_batch, tensors, given)
 
     def hold_gradient(self, micro_batch: int, gradient: torch.Tensor) -> None:
-        """The stage keeps a gradient, in the middle of the backward that computed it."""
+        """Count a gradient that the stage keeps, during the backward that computed it."""
         self._add(self._gradients, micro_batch, (gradient,), ())
 
     def drop(self, micro_batch: int) -> None:
@@ -95,7 +95,7 @@ def counting_saved(counted: "StorageBytes") -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class ByteRange:
-    """Bytes `start` to `end` of the storage number `storage`; the number is good as long as the storage lives."""
+    """Bytes `start` to `end` of a storage, which `storage` identifies as long as it lives."""
 
     storage: int
     start: int
@@ -126,7 +126,7 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 
 class StorageBytes:
-    """The memory behind a set of tensors: whole storages; of those of tensors that were `given`, one range, from the
+    """The memory behind a set of tensors: whole storages, but of a `given` tensor's storage only the range from the
     first byte used to the last."""
 
     def __init__(self, without: Collection[int] = (), given: Iterable[torch.Tensor] = ()) -> None:

@@ -1,9 +1,9 @@
 """A partition at work: its layers, its device, and what it keeps of each micro-batch between forward and backward.
 
-Paper section 2.3: after a forward a stage keeps only what came over its boundary; before the backward it runs its
-layers again. Which micro-batches are treated so is not decided here: the executor reads it off the schedule.
+Paper section 2.3: after a forward a stage keeps only its input; before the backward it runs its layers again. Which
+micro-batches are recomputed is not decided here: the executor reads it off the schedule.
 
-What makes results independent of the cut (law 1), layer by layer and not stage by stage:
+What makes results independent of the cut (law 1), for each layer and not only for each stage:
 
 * the default generator is seeded before each layer, so that dropout repeats in a recomputation and on any stage;
 * the tensors between layers, and the gradients that come back through them, always have the same strides, because
@@ -35,14 +35,14 @@ from gpipe_cli.pipeline.schedule.schedule import Retain
 
 
 class Objective(Protocol):
-    """What the last stage does with the model's output for micro-batch m."""
+    """What the last stage does with the model's outputs for a micro-batch."""
 
     def loss(self, micro_batch: int, outputs: Tensors) -> torch.Tensor:
         """The micro-batch's share of the mini-batch loss: a sum over its elements divided by the mini-batch's
         denominator."""
 
     def observe(self, micro_batch: int, outputs: Tensors, loss: torch.Tensor) -> None:
-        """Called once per micro-batch, after its forward (never after a recomputation), to count what is right."""
+        """Called once per micro-batch, after its forward (never after a recomputation), for metrics."""
 
 
 @dataclass
@@ -50,21 +50,20 @@ class _InFlight:
     """What is kept of a micro-batch between its forward and its backward."""
 
     inputs: Tensors
-    # once there is a graph: the edge at which the backward of each output starts; None: no gradient comes back
+    # once there is a graph: for each output the edge where its backward starts, None if it needs no gradient
     roots: tuple[GradientEdge | None, ...] | None = None
 
 
 class Stage:
-    """Stage `index` of the pipeline: consecutive layers of the model, the first of which is the model's layer
-    `first_layer`.
+    """Stage `index` of the pipeline: consecutive layers of the model, beginning with layer number `first_layer`.
 
-    `module` holds its layers under their global names, already on `device`; its batch norms become deferred ones.
-    `inputs` describes what comes over the boundary from the stage before; it is empty on the first stage.
-    `evaluation_inputs` do so in evaluation, where that may be something else. A stage that has nothing to train, and
-    nothing before it has either, only ever runs forward: it keeps nothing, and has no R, B, I or W. Layers compute
-    with numbers of the type `computed_in` where autocast has it so, and `compiled` in code that torch.compile makes.
+    `module` has these layers under their global names, already on `device`; its batch norms become deferred ones.
+    `inputs` describes what the previous stage sends (empty on the first stage), `evaluation_inputs` what it sends in
+    evaluation, if that differs. If neither this stage nor any before it has something to train, it only runs forward:
+    it keeps nothing, and R, B, I and W do nothing. Layers compute in `computed_in` where autocast uses it; `compiled`:
+    in training they run compiled by torch.compile.
 
-    Raises RefusedError where that has no compiler.
+    Raises RefusedError if layers cannot be compiled here, and InputError as `tracking_norms`.
     """
 
     def __init__(
@@ -104,23 +103,22 @@ class Stage:
         )
 
     def set_training(self, training: bool) -> None:
-        """Training or evaluation mode; what is frozen stays in evaluation mode."""
+        """Set training or evaluation mode; frozen modules stay in evaluation mode."""
         set_training(self.module, training)
 
     def begin_step(self, step: int, objective: Objective | None, first_micro_batch: int = 0) -> None:
-        """Before the first action of a mini-batch; `step` counts mini-batches over the whole run. It enters the seeds,
-        and so does the place of a micro-batch among those of all replicas, of which this pipeline's begin at
-        `first_micro_batch`."""
+        """Called before the first action of a mini-batch. Seeds depend on `step`, which counts mini-batches over the
+        whole run, and on a micro-batch's number over all replicas; this pipeline's begin at `first_micro_batch`."""
         assert not self._saved, "a step begins with nothing saved"
         assert not self._deferred, "a step begins with no gradients to compute"
         self._step, self._first_micro_batch, self._objective = step, first_micro_batch, objective
         self.counter.begin_step(self.module)
 
     def forward(self, micro_batch: int, inputs: Tensors, keep: Retain) -> Tensors:
-        """F: run the layers. What is kept for the backward depends on `keep`. Returns what the next stage needs."""
+        """F: run the layers, and return the outputs for the next stage. `keep`: what to keep for the backward."""
         keep = keep if self.needs_backward else Retain.NOTHING
         graph = keep is Retain.GRAPH
-        # compiled code is that of a recomputation, which records a graph; here each layer's is dropped at once
+        # compiled code is the same as in a recomputation, so it records a graph; each layer's is dropped at once
         drop = self.compiled and self.module.training and not graph
         self.statistics.open(micro_batch)
         try:
@@ -146,9 +144,9 @@ class Stage:
         self._keep(micro_batch, _InFlight(leaves, _roots(outputs)))
 
     def backward(self, micro_batch: int, gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
-        """B: from the gradients of the outputs to those of the inputs; parameters accumulate theirs in `.grad`.
+        """B: return the gradients of the inputs; those of parameters are accumulated in `.grad`.
 
-        `gradients` match the outputs; on the last stage they are not looked at, the loss is where the backward starts.
+        `gradients` are those of the outputs; the last stage ignores them, as its backward starts at the loss.
         """
         saved, roots, given = self._begin_backward(micro_batch, gradients)
         if roots:
@@ -159,7 +157,7 @@ class Stage:
     def backward_inputs(
         self, micro_batch: int, gradients: Sequence[torch.Tensor | None]
     ) -> tuple[torch.Tensor | None, ...]:
-        """I: as B, but the gradients of weights that can wait do; what they need is kept until W."""
+        """I: like B, but the gradients of weights that can wait are left to W; what they need is kept until then."""
         saved, roots, given = self._begin_backward(micro_batch, gradients)
         keeps = partial(self.counter.hold_gradient, micro_batch)
         deferred = self._deferred[micro_batch] = backward_inputs(roots, given, keeps) if roots else []
@@ -168,7 +166,7 @@ class Stage:
         return tuple(tensor.grad for tensor in saved.inputs)
 
     def backward_weights(self, micro_batch: int) -> None:
-        """W: parameters accumulate in `.grad` the gradients that waited."""
+        """W: compute the deferred gradients of weights, and accumulate them in `.grad`."""
         backward_weights(self._deferred.pop(micro_batch))
         self.counter.drop(micro_batch)
 
@@ -188,9 +186,9 @@ class Stage:
         return saved, [root for root, _ in roots], [gradient for _, gradient in roots]
 
     def compile(self, inputs: Boundary, samples: int, lengths: Sequence[int]) -> None:
-        """Have all layers compiled for micro-batches of `samples`: each runs forward and backward once, on zeros.
+        """Compile all layers for micro-batches of `samples`: each runs forward and backward once, on zeros.
 
-        `inputs` describes what the first layer gets. Raises RefusedError, which names a layer that cannot be compiled.
+        `inputs` describes what the first layer gets. Raises RefusedError, which names the layer that does not compile.
         """
         zeros = [torch.zeros(one.shape(samples, lengths), dtype=one.dtype, device=self.device) for one in inputs]
         given = tuple(
@@ -208,7 +206,7 @@ class Stage:
         self.module.zero_grad(set_to_none=True)
 
     def finish_step(self, of_replicas: OfReplicas = alone) -> None:
-        """After the last action: batch norm commits once, with the moments `of_replicas`; nothing is left saved."""
+        """Called after the last action, when nothing may be left saved: commits batch norms, over all replicas."""
         left = sorted({*self._saved, *self._deferred})
         assert not left, f"stage {self.index} still holds micro-batches {left}"
         if self.module.training:
@@ -231,7 +229,7 @@ class Stage:
         return tuple(tensor.detach().requires_grad_(described.has_gradient) for tensor, described in pairs)
 
     def _run(self, micro_batch: int, inputs: Tensors, *, drop: bool = False) -> Tensors:
-        """`drop`: of the graphs that layers record nothing is kept."""
+        """Run all layers; with `drop`, the graph of each layer is dropped at once."""
         training = self.module.training
         in_tuple = self._in_tuple[training]
         for offset, (name, layer) in enumerate(self._layers):
@@ -250,7 +248,7 @@ class Stage:
         return inputs
 
     def _call(self, name: str, layer: nn.Module, inputs: Tensors, in_tuple: bool) -> tuple[Tensors, bool]:
-        """The outputs of a layer as they are handed over, whether or not a cut follows, and whether in a tuple."""
+        """Run a layer: its outputs, in the same form whether or not a cut follows, and whether it returned a tuple."""
         # evaluation keeps nothing, so a layer may change its input
         returned = call(name, layer, inputs, in_tuple) if self.module.training else layer(as_value(inputs, in_tuple))
         handed: list[torch.Tensor] = []
@@ -274,5 +272,5 @@ class Stage:
 
 
 def _roots(outputs: Tensors) -> tuple[GradientEdge | None, ...]:
-    """The places of outputs in their graph: nobody has use for their numbers until the backward."""
+    """The edges where the backward of each output starts; the outputs themselves need not be kept for it."""
     return tuple(get_gradient_edge(output) if output.requires_grad else None for output in outputs)

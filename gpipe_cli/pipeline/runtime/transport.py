@@ -1,8 +1,7 @@
-"""A transport moves tensors from stage to stage; the one here does so inside a process (`p2p_transport.py` has the one
-between processes).
+"""A transport moves tensors between stages: inside one process here, between processes in `p2p_transport.py`.
 
 Schedules do not list communication (paper section 2.2: primitives are inserted at the boundaries): an F receives
-what the F on the stage before returned, a B what the B on the next stage returned.
+what the F on the previous stage returned, a B what the B on the next stage returned.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,8 +22,8 @@ class PeerLostError(RuntimeError):
 
 @contextmanager
 def waiting_for_peers(waits: AbstractContextManager[object], failure: str, hint: str = "") -> Iterator[None]:
-    """Inside, and inside `waits`, this process waits for others. What torch then raises as a plain RuntimeError is a
-    consequence of another process's failure, and not its cause: it becomes a PeerLostError with these words."""
+    """Inside, and inside `waits`, this process waits for others. A RuntimeError of torch there is a consequence of
+    another process's failure: it becomes a PeerLostError that begins with `failure` and ends with `hint`."""
     try:
         with waits:
             yield
@@ -36,41 +35,40 @@ class Transport(Protocol):
     """Moves the results of actions between the stages of this process and their neighbours."""
 
     def begin_step(self, schedule: Schedule, sizes: Sequence[int], lengths: Sequence[int] = ()) -> None:
-        """Called before the first action; `sizes` are the samples of each micro-batch, `lengths` those of sentences."""
+        """Called before the first action; `sizes`: samples per micro-batch, `lengths`: what sentences are padded to."""
 
     def send(self, action: Action, tensors: OptionalTensors) -> None:
-        """Send the outputs of an F to the next stage, the gradients of a B or I to the stage before."""
+        """Send the outputs of an F to the next stage, the gradients of a B or I to the previous one."""
 
     def receive(self, action: Action) -> OptionalTensors:
-        """What `action` needs from a neighbour: outputs of the stage before for an F, gradients of the next one for a
-        B or I."""
+        """What `action` needs: for an F the previous stage's outputs, for a B or I gradients from the next stage."""
 
     def launched(self) -> None:
-        """Called after every action of this process, which may still be running on a GPU."""
+        """Called after each action of this process is launched; on a GPU it may still be running."""
 
     def finish_step(self) -> None:
-        """Called after the last action: everything has been received; tensors sent may still be on their way."""
+        """Called after the last action: everything has been received; sends may still be in flight."""
 
     def settle(self) -> None:
-        """Wait until everything sent has left this process; called before the transport is given up."""
+        """Wait until everything sent has left this process; called before the transport is discarded."""
 
 
 class LocalTransport:
-    """The transport of a process with all stages, on one device or on several GPUs with asynchronous launches.
+    """Moves tensors inside one process, on one device or between several GPUs with asynchronous launches.
 
-    Copies from GPU to GPU have streams of their own at both ends: on the streams that compute they would wait for
-    kernels that the sender has launched since, and hold up the receiver before it needs them.
+    Copies between GPUs run on separate streams at both ends: on the compute streams they would wait for kernels that
+    the sender has launched since, and block the receiver before it needs the tensors.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices = devices
         several = {device for device in devices if device.type == "cuda"} if len(set(devices)) > 1 else set()
         self._copying = {device: torch.cuda.Stream(device) for device in several}
-        self._sent: dict[Action, OptionalTensors] = {}  # by the F or B that receives them (B stands for I, too)
+        self._sent: dict[Action, OptionalTensors] = {}  # by the receiving F or B (B stands for I, too)
         self._copied: dict[Action, torch.cuda.Event] = {}
 
     def begin_step(self, schedule: Schedule, sizes: Sequence[int], lengths: Sequence[int] = ()) -> None:
-        self._sent.clear()  # a failed step may have left something
+        self._sent.clear()  # a failed step may have left tensors
 
     def send(self, action: Action, tensors: OptionalTensors) -> None:
         receiver = action.stage + 1 if action.kind is Kind.F else action.stage - 1
@@ -84,7 +82,7 @@ class LocalTransport:
         with torch.cuda.stream(source), torch.cuda.stream(target):
             moved = tuple(None if t is None else t.detach().to(there, non_blocking=True) for t in tensors)
         for tensor, copy in zip(tensors, moved, strict=True):
-            if tensor is not None and copy is not None:  # neither's memory is free before the other stream is done
+            if tensor is not None and copy is not None:  # do not reuse either's memory before the other stream is done
                 tensor.record_stream(source)
                 copy.record_stream(torch.cuda.current_stream(there))
         self._sent[awaiting], self._copied[awaiting] = moved, target.record_event()

@@ -1,1 +1,1 @@
-"""The schedule as data, and what reads it without a tensor: order, simulator, timeline, partition. No torch."""
+"""The schedule of a step as data, and what works on it without torch: orders, simulator, timeline, partitioner."""

@@ -1,4 +1,4 @@
-"""Where the time of a step goes, in shares: what the paper's authors charted for AmoebaNet-D on 8 accelerators.
+"""Where the time of a step goes, in shares, as the paper's authors charted it for AmoebaNet-D on 8 accelerators.
 
 Section 3.1 of the NeurIPS version: computation 65.6 %, recomputation 22.5 %, bubble 4.1 %, load imbalance 3.2 %, set-up
 2.9 %, weight update 1.7 %. Transfers, which that chart leaves out as negligible, are a share of their own here.
@@ -12,10 +12,10 @@ so that K stages, which work M sum c together, are idle for
 
     K P - M sum c = (K - 1) sum c  +  (M - 1) sum (max c - c_k)
 
-The first part is there if all stages are equal: the bubble, (K-1)/(M+K-1) of K P in that case. The second is there
-because they are not: the load imbalance. For other schedules, and for times that were measured, where c_k is a stage's
-work in its actions divided by M, the same rule tells them apart, the bubble being what the imbalance does not explain.
-Stages that take turns on one device are one in all of this: while one of them computes the others are not idle.
+The first term is the bubble, which remains if all stages are equal: (K-1)/(M+K-1) of K P in that case. The second is
+the load imbalance. For other schedules and for measured times, c_k is the time that stage k computes divided by M, and
+idle time beyond the second term is the bubble. Stages that take turns on one device count as one stage: while one of
+them computes the others are not idle.
 """
 
 from dataclasses import dataclass
@@ -31,17 +31,17 @@ class Breakdown:
     compute: float  # forward and backward
     recompute: float
     bubble: float  # idle, as K equal stages would be too
-    imbalance: float  # idle because stages differ
-    transfer: float  # transfers that no computation hides, gradients of replicas included
+    imbalance: float  # idle because stages differ in cost
+    transfer: float  # exposed transfers, sums of gradients over replicas included
     update: float  # update of the weights
     set_up: float  # the rest of the step, before, after and beside the update
 
 
 def breakdown(timeline: Timeline, micro_batches: int, step_seconds: float | None = None) -> Breakdown:
-    """Tell apart what the devices did during a step of M `micro_batches`, which was measured or simulated.
+    """The breakdown of a measured or simulated step of M `micro_batches`.
 
-    `step_seconds` last from the beginning of the step to its end, whatever it does besides; if left out, from the first
-    action's beginning to the end of the last action or update.
+    `step_seconds`: duration of the whole step; by default, from the start of the first action to the end of the last
+    action or event.
     """
     assert timeline.stages
     assert micro_batches > 0
@@ -76,7 +76,7 @@ def breakdown(timeline: Timeline, micro_batches: int, step_seconds: float | None
     unequal = sum(max(busy) - seconds for seconds in busy) * (micro_batches - 1) / micro_batches
     imbalance = min(idle, unequal)
 
-    # Clocks of several machines may contradict each other a little: of what was found, not of K times the step.
+    # Shares of the sum, not of K times the step: the clocks of several machines may disagree a little.
     total = sum(busy) + transfer + update + idle + set_up
     scale = 1 / total if total > 0 else 0.0
     return Breakdown(

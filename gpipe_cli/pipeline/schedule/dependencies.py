@@ -1,8 +1,8 @@
-"""What an action waits for, and what follows: the order in which one process can perform a schedule, whether it can run
-at all, and its picture on a unit clock.
+"""What follows from the dependencies of actions: an order in which one process can perform a schedule, whether the
+schedule can run at all, and its picture on a unit clock.
 
-The clock is that of Figure 2(c) of the paper: every action takes one tick. The grid drawn on it is the same
-everywhere, in comments, tests, errors and plans.
+The clock is that of Figure 2(c) of the paper: every action takes one tick. Comments, tests, errors and plans draw the
+same grid.
 """
 
 from collections import defaultdict, deque
@@ -14,7 +14,7 @@ from gpipe_cli.pipeline.schedule.schedule import RETURNS, Action, Kind, Retain, 
 
 
 class ScheduleError(InputError):
-    """What is wrong with a schedule, and how to mend it; and its grid, if that shows where."""
+    """An invalid schedule: `what` is wrong and how to mend it, and the grid (`drawn`) if it shows where."""
 
     def __init__(self, what: str, drawn: str = "") -> None:
         super().__init__(what, drawn)
@@ -27,18 +27,18 @@ class ScheduleError(InputError):
 def linearize(schedule: Schedule, device_of_stage: Sequence[int] = ()) -> tuple[Action, ...]:
     """The actions of a checked schedule in an order in which one process can perform them, by a unit clock.
 
-    With a device for each stage `0F0`, `1F0 0F1`, `2F0 1F1 0F2`, ...: what a clock tick holds does not depend on
-    itself, so a process that launches work on several devices in this order keeps all of them busy. Where stages have
-    the same number in `device_of_stage`, their process or device, it performs one action a tick: of those that could be
-    next the one that is nearest to what it sends on, so that neighbours get work as early as from one large stage. Any
-    stages picked out of the order keep one that is safe against deadlock. Raises ScheduleError on a deadlock.
+    With a device for each stage: `0F0`, `1F0 0F1`, `2F0 1F1 0F2`, ... Actions of the same tick do not depend on each
+    other, so a process that launches work on several devices in this order keeps all of them busy. Stages with the same
+    number in `device_of_stage` (their process or device) take turns, one action per tick. The ready action closest to a
+    send to another device goes first, so that neighbours get work as early as from one large stage. The order
+    restricted to any of the stages is also safe against deadlock. Raises ScheduleError on a deadlock.
     """
     ticks, stuck = _clock(schedule, device_of_stage)
     if stuck:
         raise _deadlock(schedule, stuck)
     order: list[Action] = []
     for tick in ticks:
-        # within a tick forwards come first, and senders before their receivers: receives are posted by this order
+        # within a tick forwards come first, and senders before their receivers: receives are posted in this order
         actions = (action for action, _ in tick)
         order += sorted(actions, key=lambda a: (a.kind is not Kind.F, a.stage if a.kind is Kind.F else -a.stage))
     return tuple(order)
@@ -47,14 +47,14 @@ def linearize(schedule: Schedule, device_of_stage: Sequence[int] = ()) -> tuple[
 def _clock(
     schedule: Schedule, device_of_stage: Sequence[int] = ()
 ) -> tuple[list[list[tuple[Action, int]]], dict[Action, Action | None]]:
-    """What runs in each tick, every action with its row; and of each row that cannot go on, its next action and what
-    that needs. Without `device_of_stage` every row has a device of its own."""
+    """The actions that run in each tick, with their rows; and for each row that is stuck, its next action and the
+    action that this waits for. Without `device_of_stage` every row has a device of its own."""
     left = [deque(row) for row in schedule]
-    ready: dict[int, list[tuple[int, int, Action, int]]] = defaultdict(list)  # of each device, the best comes first
+    ready: dict[int, list[tuple[int, int, Action, int]]] = defaultdict(list)  # device -> heap of its ready actions
     waiting: dict[Action, list[int]] = defaultdict(list)  # the action waited for -> the rows that wait
     ended: set[Action] = set()
     ticks = []
-    changed = [*range(len(schedule))]  # rows with another next action, or with one that may begin now
+    changed = [*range(len(schedule))]  # rows whose next action is new, or may have become ready
     while changed:
         for row in changed:
             if left[row]:
@@ -75,8 +75,8 @@ def _clock(
 
 
 def _sooner(action: Action) -> tuple[int, int]:
-    """The sort key of an action that a device could perform next: first the action that ends a micro-batch's way
-    through the device's stages, and a backward before actions that only make room for more."""
+    """The sort key of a device's ready actions: backwards first and W last; among actions of one kind, first the one
+    closest to leaving the device's stages."""
     kinds = (Kind.B, Kind.I, Kind.R, Kind.F, Kind.W)
     return kinds.index(action.kind), -action.stage if action.kind is Kind.F else action.stage
 
@@ -88,10 +88,10 @@ def linearize_retained(schedule: Schedule, device_of_stage: Sequence[int] = ()) 
 
 
 def check(schedule: Schedule) -> None:
-    """Refuse a schedule that could not run or would compute something else; the error ends with the grid.
+    """Check that a schedule can run and computes a whole step.
 
-    Raises ScheduleError for a stage in two rows; an action that is double or missing; a backward before its forward; an
-    edge on which micro-batches are sent in another order than they are received; a deadlock.
+    Raises ScheduleError, which ends with the grid, for a stage in two rows; a duplicate or missing action; a backward
+    before its forward; an edge on which micro-batches are sent and received in different orders; a deadlock.
     """
     if not schedule.stages:
         raise ScheduleError("is empty: it needs at least one stage and one forward")
@@ -119,7 +119,7 @@ def check(schedule: Schedule) -> None:
         raise _deadlock(schedule, stuck)
 
 
-# for each kind of action, which one of the same micro-batch comes before it on its stage
+# for each kind of action, the kind that must precede it on its stage for the same micro-batch
 _NEEDS = {Kind.F: None, Kind.R: Kind.F, Kind.B: Kind.F, Kind.I: Kind.F, Kind.W: Kind.I}
 
 
@@ -150,18 +150,18 @@ def _check_stage(schedule: Schedule, stage: int, actions: Sequence[Action]) -> N
 def grid(
     schedule: Schedule, mark: Collection[Action] = (), width: int = 120, device_of_stage: Sequence[int] = ()
 ) -> str:
-    """The schedule as text: its rows, with a column per tick of a clock on which every action takes one tick. A row is
-    a stage, or a device with several, whose actions are then written in full.
+    """The schedule as text, with a line per row and a column per tick of a clock on which every action takes one tick.
+    A row is a stage, or a device with several stages, whose actions are then written in full (`2F0`).
 
-    Stages with the same number in ``device_of_stage`` take turns, as in `linearize`, which a schedule that
-    deadlocks cannot have. ``!`` points at an action to ``mark``; its row, also that of one which is missing, has ``>``
-    for ``|``. A grid wider than ``width`` characters continues in further blocks of rows.
+    Stages with the same number in ``device_of_stage`` take turns, as in `linearize`; a schedule that deadlocks is drawn
+    all the same. ``!`` follows an action in ``mark``, and ``>`` replaces ``|`` in its row, even if the action is
+    missing there. A grid wider than ``width`` characters continues in further blocks of rows.
     """
     ticks = clock(schedule, device_of_stage)
     marked = set(mark)
     homes = {a.stage: number for number, row in enumerate(schedule) for a in row}
-    absent = {homes.get(a.stage, a.stage) for a in marked.difference(*schedule)}  # the rows of what is missing
-    several = any(stage != number for stage, number in homes.items())  # stages in a row
+    absent = {homes.get(a.stage, a.stage) for a in marked.difference(*schedule)}  # the rows of missing actions
+    several = any(stage != number for stage, number in homes.items())  # rows are devices
     labels, rows = [], []
     for number, actions in enumerate(schedule):
         pointed = number in absent or any(a in marked for a in actions)
@@ -183,7 +183,7 @@ def grid(
 
 
 def clock(schedule: Schedule, device_of_stage: Sequence[int] = ()) -> list[list[int]]:
-    """The earliest tick of each action of each row, every action taking one tick; none for those that can never run."""
+    """The tick of each action of each row, if every action takes one; actions that can never run have none."""
     of_rows: list[list[int]] = [[] for _ in schedule]
     for at, tick in enumerate(_clock(schedule, device_of_stage)[0]):
         for _, row in tick:

@@ -1,7 +1,7 @@
-"""What a stage holds of its micro-batches in flight, action by action: section 2.3 of the paper, O(N + L/K * N/M).
+"""The memory that a stage holds for micro-batches in flight, by action (paper section 2.3: O(N + L/K * N/M)).
 
-One table says which way of holding a micro-batch each action begins and which it ends. Times play no part in it, as a
-stage keeps its order.
+The table `HOLDS` says how each action changes what its stage holds. This does not depend on times, as each stage
+performs its actions in a fixed order.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +12,7 @@ from gpipe_cli.pipeline.schedule.schedule import Action, Kind, Retain, Schedule,
 
 
 class Held(NamedTuple):
-    """How many micro-batches a stage holds in each of four ways; or how many bytes a micro-batch takes in each way."""
+    """Number of micro-batches that a stage holds in each of four ways, or the bytes of one micro-batch in each."""
 
     graph: int = 0  # micro-batches with every activation of the stage kept, its input included
     input: int = 0  # micro-batches with only the stage's input kept
@@ -51,16 +51,16 @@ def live(actions: Sequence[Action]) -> Iterator[Held]:
 
 
 def peak_bytes(schedule: Schedule, sizes: Sequence[Sequence[Held]]) -> tuple[int, ...]:
-    """For each stage, the most bytes that it holds for micro-batches in flight. `sizes` has, for each stage and each
-    micro-batch, the bytes of each way to hold it."""
+    """For each stage, the most bytes held for micro-batches in flight. ``sizes[stage][micro_batch]`` are the bytes of
+    each way to hold the micro-batch."""
     assert len(sizes) == len(schedule.stages), "sizes for each stage"
     held = (bytes_held(actions, of_stage) for actions, of_stage in zip(schedule.stages, sizes, strict=True))
     return tuple(max(stage, default=0) for stage in held)
 
 
 def bytes_held(stage_actions: Sequence[Action], sizes: Sequence[Held]) -> Iterator[int]:
-    """The bytes that a stage holds for micro-batches in flight while each of its actions runs. `sizes` has those of
-    each micro-batch in each way to hold it."""
+    """The bytes that a stage holds for micro-batches in flight while each of its actions runs. ``sizes[micro_batch]``
+    are the bytes of each way to hold the micro-batch."""
     changes = {size: changed_bytes(size) for size in set(sizes)}
     now = 0
     for action, retain in stage_retained(stage_actions):

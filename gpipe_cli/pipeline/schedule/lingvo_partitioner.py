@@ -1,6 +1,6 @@
-"""How Lingvo, the library of the paper's experiments, cuts the layers into partitions: in one pass, without a search.
+"""Lingvo's rules for cutting layers into partitions, in one pass without a search, as in the paper's experiments.
 
-The paper (section 2.2) speaks of the least variance of the partitions' costs. The published code does something
+The paper (section 2.2) minimises the variance of the partitions' costs. The published code of Lingvo does something
 simpler: `PartitionSequentialLayers` in lingvo/core/gpipe.py for any sequence of layers, and a fixed number of layers
 for each partition in lingvo/core/layers_with_gpipe.py for stacks of Transformer layers.
 """
@@ -28,7 +28,7 @@ def cut_stack(blocks: Sequence[bool], partitions: int) -> tuple[int, ...]:
 
     Raises InputError if rounding up leaves no block for the last partitions.
     """
-    last = [max(0, done - 1) for done in accumulate(blocks)]  # per layer: its own block, or the last one before it
+    last = [max(0, done - 1) for done in accumulate(blocks)]  # per layer: its block, or the last block before it
     return _sizes(partitions, lambda k: [block // -(-sum(blocks) // k) for block in last])
 
 

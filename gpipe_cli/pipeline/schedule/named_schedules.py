@@ -1,7 +1,7 @@
-"""The orders of a step's actions that have a name, GPipe's and what came after it; each is a line of `ORDERS`.
+"""The named schedules, GPipe's and its successors; each is an entry of `ORDERS`.
 
-With K = 4 stages, M = 6 micro-batches and F = I = W = 1, B = 2 on the clock, `1f1b` and `zero_bubble` (an idle tick is
-a dot; `gpipe plan` draws any of them):
+Stage 1 under `1f1b` and under `zero_bubble`, with K = 4 stages and M = 6 micro-batches, where F, I and W take one tick
+and B takes two (a dot is an idle tick; `gpipe plan` draws any schedule):
 
     stage 1 | .  F0 F1 F2 .  .  .  .  B0 B0 F3 B1 B1 F4 B2 B2 F5 B3 B3 .  B4 B4 .  B5 B5
     stage 1 | .  F0 F1 F2 .  .  I0 F3 I1 W0 F4 I2 W1 F5 I3 W2 I4 W3 I5 W4 W5
@@ -20,28 +20,28 @@ PlaceActions = Callable[[int, int, int], Rows]  # (K partitions, M micro-batches
 
 
 def build(name: str, partitions: int, micro_batches: int, recompute: Recompute, devices: int | None = None) -> Schedule:
-    """`order` with recomputation; raises as that and `with_recomputation` do."""
+    """`order` with recomputation added. Raises what `order` and `with_recomputation` raise."""
     return with_recomputation(order(name, partitions, micro_batches, devices), recompute)
 
 
 def order(name: str, partitions: int, micro_batches: int, devices: int | None = None) -> Schedule:
     """The training schedule called ``name``, without recomputation.
 
-    ``gpipe``: all forwards, then all backwards from the last micro-batch to the first, as Figure 2(c) draws them.
+    ``gpipe``: all forwards, then all backwards from the last micro-batch to the first, as in Figure 2(c).
 
-    The others depart from the paper, which knows only ``gpipe``. All of their backwards run from micro-batch 0 to
-    M - 1 on every stage, which fixes the order in which gradients are summed: all have the same bits.
+    The others are not in the paper. Their backwards run from micro-batch 0 to M - 1 on every stage, which fixes the
+    order in which gradients are summed: all of them give bitwise equal gradients.
 
-    ``1f1b``: backward as soon as possible, so that stage k never has more than K - k micro-batches in flight. This is
-    the synchronous form of the order of PipeDream (Harlap et al. 2018): the same step time on stages of equal cost
-    (with ``always`` or ``never``), less memory.
+    ``1f1b``: each backward as early as possible, so that stage k has at most K - k micro-batches in flight. This is
+    the synchronous form of PipeDream's schedule (Harlap et al. 2018): the step time of ``gpipe`` on stages of equal
+    cost (with ``always`` or ``never``), with less memory.
 
-    ``interleaved``: 1f1b where each of ``devices`` has several stages that are not neighbours (stage k is on device
-    k mod P), after Megatron-LM (Narayanan et al. 2021, section 2.2): fills and drains in smaller steps, at the price
-    of more transfers and of more micro-batches in flight.
+    ``interleaved``: 1f1b with several stages on each of the P ``devices``, stage k on device k mod P (Megatron-LM,
+    Narayanan et al. 2021, section 2.2): the pipeline fills and drains faster, at the price of more transfers and more
+    micro-batches in flight.
 
-    ``zero_bubble``: ZB-H1 (Qi et al. 2023, section 2.2): as 1f1b, with the gradients of weights held back to fill the
-    waits; at most K micro-batches in flight on every stage, as on the first one of 1f1b.
+    ``zero_bubble``: ZB-H1 (Qi et al. 2023, section 2.2): 1f1b with the gradients of weights delayed to fill the
+    bubble; at most K micro-batches in flight on every stage, as on the first stage of 1f1b.
 
     Raises ValueError for an unknown name, and for fewer than one partition or micro-batch.
     """
@@ -56,7 +56,7 @@ def order(name: str, partitions: int, micro_batches: int, devices: int | None = 
 
 @lru_cache
 def forward_only(partitions: int, micro_batches: int) -> Schedule:
-    """The forwards alone, for evaluation; nothing is kept. A replica without samples has no micro-batch."""
+    """The schedule of evaluation, which retains nothing. A replica without samples has no micro-batches."""
     return Schedule((tuple(_pass(Kind.F, k, micro_batches)) for k in range(partitions)), range(partitions))
 
 
@@ -77,17 +77,17 @@ def _1f1b(partitions: int, micro_batches: int, devices: int) -> Rows:
 
 
 def _in_turns(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int) -> list[Action]:
-    """Some forwards, until the first gradient can have come back, then one forward and one backward in turns."""
+    """`warm_up` forwards, then one forward and one backward in turns, then the remaining backwards."""
     warm_up = min(warm_up, len(forwards))
     pairs = zip(forwards[warm_up:], backwards, strict=False)
     return [*forwards[:warm_up], *chain(*pairs), *backwards[len(forwards) - warm_up :]]
 
 
 def _interleaved(partitions: int, micro_batches: int, devices: int) -> Rows:
-    """For each device its stages' forwards, P micro-batches at a time through one stage, then through the next."""
+    """1f1b on every device, with groups of P micro-batches that pass through one of its stages, then the next."""
     assert partitions % devices == 0, "as many stages on each device"
     of_device = partitions // devices
-    many = max(1, micro_batches // devices)  # groups, of P micro-batches or just more: fewer would not reach the end
+    many = max(1, micro_batches // devices)  # groups of P micro-batches or slightly more: fewer do not fill P devices
     firsts = [-(-group * micro_batches // many) for group in range(many + 1)]  # the larger ones first
     groups = [range(*ends) for ends in pairwise(firsts)]
     rows = []
@@ -106,8 +106,8 @@ def _zero_bubble(partitions: int, micro_batches: int, devices: int) -> Rows:
 
 
 def _zero_bubble_stage(stage: int, partitions: int, micro_batches: int) -> Iterator[Action]:
-    """1f1b's F and I; stage k holds back the W of k micro-batches, and has one in every later wait. Stage 0 holds back
-    none: its backwards stay whole."""
+    """1f1b with split backwards, where stage k delays each W by k micro-batches, to have one for every later wait.
+    Stage 0 would delay none: its backwards stay whole."""
     forwards = _pass(Kind.F, stage, micro_batches)
     backwards = _pass(Kind.I if stage else Kind.B, stage, micro_batches)
     held = 0  # the first micro-batch whose W is to come
@@ -122,11 +122,11 @@ def _zero_bubble_stage(stage: int, partitions: int, micro_batches: int) -> Itera
 
 @dataclass(frozen=True)
 class Order:
-    """How a schedule that has a name places the actions of a step, and what else depends on the name."""
+    """How a named schedule places the actions of a step, and its properties."""
 
-    rows: PlaceActions | None = None  # None: `rows` of a file of its own in this folder, NAME.py
-    looped: bool = False  # whether a device with several stages has stages d, d + P, ... and not neighbours
-    splits: bool = False  # whether it cuts backwards in two
+    rows: PlaceActions | None = None  # None: the function `rows` of NAME.py in this folder
+    looped: bool = False  # whether device d has stages d, d + P, ... rather than neighbouring stages
+    splits: bool = False  # whether backwards are split into I and W
 
 
 ORDERS = {
@@ -135,7 +135,7 @@ ORDERS = {
     "interleaved": Order(_interleaved, looped=True),
     "zero_bubble": Order(_zero_bubble, splits=True),
 }
-AUTO_SCHEDULE = "auto"  # an order that is made for the costs of the layers and the memory: `search.py`
+AUTO_SCHEDULE = "auto"  # an order made for the costs of the layers and the memory: `search.py`
 SCHEDULES = tuple(ORDERS)
 LOOPED = (*(name for name, one in ORDERS.items() if one.looped), AUTO_SCHEDULE)
 SPLITTING = (*(name for name, one in ORDERS.items() if one.splits), AUTO_SCHEDULE)

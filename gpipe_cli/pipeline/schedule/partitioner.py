@@ -1,16 +1,15 @@
 """Where to cut the layers into partitions (section 2.2 of the paper), from an estimated cost of each layer.
 
-The slowest stage sets the pace of a pipeline, so the cut that matters is the one whose most expensive partition is
-as cheap as possible; among those cuts, the one of least variance. A partition costs its layers and what it sends: the
-activations over its end, the gradients back over its beginning. It may have to fit into a memory.
+The slowest stage sets the pace of a pipeline, so the best cut is the one whose most expensive partition is cheapest;
+among such cuts, the one of least variance. The cost of a partition is that of its layers and of its sends: activations
+to the next partition, gradients to the previous one. Partitions may have to fit into a memory limit.
 
 Departs from the paper: the paper minimises the variance of the partitions' costs by a heuristic and says that better
-partitioners could be used. Here the order is maximum first, variance second, and the result is exactly optimal for
-costs in whole numbers. Costs are made whole; where that takes more than 31 bits they are rounded, at most by the
-2^31th part of their sum.
+partitioners could be used. Here the maximum comes first, the variance second, and the result is optimal for integer
+costs. Costs are scaled to integers; where that takes more than 31 bits they are rounded, by at most 2^-31 of their sum.
 
 A dynamic program over the partitions runs twice: first for the least maximum, then, among partitions that cost no more
-than that, for the least sum of squares (hence variance). Of 3,000 layers on 128 partitions that takes a second.
+than that, for the least sum of squares (hence variance). For 3,000 layers and 128 partitions that takes a second.
 """
 
 import math
@@ -25,13 +24,13 @@ from gpipe_cli.errors import InputError
 
 Whole = NDArray[np.int64]
 
-_BITS = 31  # whole costs add up to less than 2^31, and their squares to less than 2^62
-_NEVER = (1 << 62) - 1  # more than any cost or sum of squares; twice as much fits into 63 bits
-_BLOCK = 64  # ends looked at together: as much as fits into a processor's cache
+_BITS = 31  # integer costs add up to less than 2^31, and their squares to less than 2^62
+_NEVER = (1 << 62) - 1  # exceeds any cost or sum of squares; twice this value fits into 63 bits
+_BLOCK = 64  # number of partition ends processed together, to stay within a CPU's cache
 
 
 class NoCutFitsError(InputError):
-    """No cut into this many partitions has only partitions that fit into their memory."""
+    """Every cut into this many partitions has a partition that exceeds its memory limit."""
 
 
 def partition(
@@ -44,16 +43,15 @@ def partition(
 ) -> tuple[int, ...]:
     """Number of layers of each partition: contiguous, none empty, least maximum cost, then least variance.
 
-    Among cuts that are equal in both, each cut from the last to the first is as early as possible. That choice leaves
-    more layers to the later stages, which have fewer micro-batches in flight under ``1f1b``.
+    In a tie, each boundary, from the last to the first, is as early as possible. This gives more layers to the later
+    stages, which have fewer micro-batches in flight under ``1f1b``.
 
-    `costs` of layers are finite and not negative, in any unit. Sending activations over one of the L - 1 places between
-    layers costs the partition that ends there `forward_sends`, sending gradients back costs the one that begins there
-    `backward_sends`, in the same unit. ``furthest[k][i]`` is the furthest end (exclusive) that partition k can have in
-    its memory if it begins with layer i; i or less: not even one layer fits. Rows may be one object.
+    `costs` of the L layers are finite and not negative, in any unit. ``forward_sends[i]`` and ``backward_sends[i]``
+    (L - 1 each, same unit) are the costs of sending activations from layer i to i + 1, for the partition that ends
+    there, and gradients back, for the one that begins there. ``furthest[k][i]`` is the furthest end (exclusive) with
+    which partition k fits its memory if it begins with layer i; i or less: not even one layer fits. Rows may be shared.
 
-    Raises NoCutFitsError where `furthest` leaves no cut, and InputError for fewer than one partition or more than
-    layers.
+    Raises NoCutFitsError if `furthest` permits no cut, InputError for fewer partitions than one or more than layers.
     """
     layers = len(costs)
     _require_partitions(layers, partitions)
@@ -79,11 +77,11 @@ def partition(
 def _best_cut(
     cost: Whole, partitions: int, reach: Sequence[Whole] | None, join: np.ufunc
 ) -> tuple[int, tuple[int, ...]]:
-    """The least that the partitions of a cut come to, joined by ``join`` (maximum or sum), and the sizes of that cut.
+    """The least total that a cut can have, where ``join`` (maximum or sum) totals its costs, and the sizes of that cut.
 
-    ``cost[j, i]`` (L + 1, L + 1) is what a partition of layers i to j - 1 costs, _NEVER if it cannot be. ``least[j]``
-    is the least for the first j layers in k partitions, made from that for k - 1; ``begins[k][j]`` is where partition k
-    then begins, as early as possible. Each partition before and after gets at least one layer.
+    ``cost[j, i]`` (L + 1, L + 1) is the cost of a partition of layers i to j - 1, _NEVER if it is not allowed.
+    ``least[j]`` is the least total of the first j layers in k partitions, computed from that for k - 1;
+    ``begins[k][j]`` is where partition k then begins, as early as possible. No partition is empty.
     """
     layers = len(cost) - 1
     earliest = (cost < _NEVER).argmax(axis=1)  # for each end, where a partition can begin at all
@@ -120,10 +118,7 @@ def imbalance(
     forward_sends: Sequence[float] | None = None,
     backward_sends: Sequence[float] | None = None,
 ) -> float:
-    """How far a cut is from perfect balance: its slowest stage over the mean of its stages, minus 1. 0 is perfect.
-
-    A stage costs its layers and its sends; arguments as of partition().
-    """
+    """The cost of the slowest stage over the mean of all stages, minus 1: 0 is perfect. Arguments as in `partition`."""
     ends = [0, *accumulate(balance)]
     assert ends[-1] == len(costs), "the cut is of these layers"
     on, back = [*(forward_sends or [0.0] * ends[-1]), 0.0], [0.0, *(backward_sends or [0.0] * ends[-1])]
@@ -133,7 +128,7 @@ def imbalance(
 
 
 def check_balance(balance: Sequence[int], layers: int, partitions: int) -> None:
-    """Refuse, by an InputError, a balance (layers of each partition) given by hand that does not fit the model."""
+    """Raises InputError if a `balance` given by hand (layers of each partition) does not fit the model."""
     _require_partitions(layers, partitions)
     even = [layers // partitions + (k < layers % partitions) for k in range(partitions)]
     remedy = f"give {partitions} positive numbers that add up to {layers}, such as {_written(even)}, or leave it out"
@@ -161,7 +156,7 @@ def _require_partitions(layers: int, partitions: int) -> None:
 
 
 def _whole_numbers(costs: Sequence[float]) -> list[int]:
-    """``costs`` times one common factor, below 2^31 in sum; exact if the numbers are simple enough for that."""
+    """``costs`` scaled by a common factor to integers with a sum below 2^31, rounded only if there is no exact one."""
     fractions = [Fraction(cost) for cost in costs]
     factor = math.lcm(*(f.denominator for f in fractions))
     exact = [int(f * factor) for f in fractions]
@@ -169,5 +164,5 @@ def _whole_numbers(costs: Sequence[float]) -> list[int]:
     total = sum(exact) // common
     if total < 1 << _BITS:
         return [number // common for number in exact]
-    room = (1 << _BITS) - 1 - len(costs)  # rounding may add a half for each
+    room = (1 << _BITS) - 1 - len(costs)  # rounding may add 1/2 to each
     return [(2 * (number // common) * room + total) // (2 * total) for number in exact]

@@ -1,16 +1,16 @@
-"""When a process posts the receive of each tensor, and into which buffer: read off the schedule, before it runs.
+"""When a process posts each receive, and into which receive buffer: derived from the schedule before it runs.
 
 On a GPU a posted receive is a kernel that runs until its tensor arrives, and a send is one that runs until its tensor
-is received. Now and then a launch waits until the device is idle: when a kernel is loaded for the first time, or when
-the allocator gives memory back. If the tensors that it then waits for depend on an action that this process or another
-has not launched yet, nothing ever ends.
+is received. Some launches wait until the device is idle: when a kernel is loaded for the first time, or when the
+allocator frees memory. If the transfers in flight then depend on an action that this process or another one has not
+launched yet, there is a deadlock.
 
-So all processes follow one order of all actions, in which each comes after what it needs (`linearize`): a process posts
-the receive of a tensor after those of its own actions that precede the action which makes the tensor. Whatever waits
-then, waits for something earlier in that order, so there is no circle. This costs nothing, as a process launches its
-actions long before the GPU gets to them.
+So all processes follow one order of all actions, in which each action comes after those that it needs (`linearize`): a
+process posts the receive of a tensor after all of its own actions that precede the action which computes the tensor.
+Then everything waits for something earlier in that order, so there is no cycle. This costs nothing, as a process
+launches its actions long before the GPU gets to them.
 
-On a CPU launching is performing, and a posted receive costs nothing: it is posted as soon as its buffer is free.
+On a CPU a launched action runs at once and a posted receive costs nothing: it is posted as soon as its buffer is free.
 """
 
 from collections import Counter, defaultdict, deque
@@ -27,9 +27,9 @@ class PrefetchedReceive:
     """The receive of what `action` needs from another process, posted before the action begins."""
 
     action: Action
-    after: int  # it is posted when the process has launched this many of its actions
-    buffer: int  # its number among the buffers that the stage has for this kind of tensor
-    freed: int  # the buffer is free when this many of the process's actions have ended; 0: it was not used in this step
+    after: int  # posted when the process has launched this many of its actions
+    buffer: int  # index among the receive buffers of the stage for this direction
+    freed: int  # the buffer is free when this many of the process's actions have ended; 0: not used before in this step
 
 
 @lru_cache(maxsize=16)  # mini-batches of text may differ in M, and each M has a schedule of its own
@@ -39,16 +39,16 @@ def prefetched_receives(
     """All receives of `process`, in the order in which it posts them: in the common order of all actions or, if
     `early`, as soon as buffers are free. `process_of_stage` has the process of each stage.
 
-    A buffer is free again when nothing is kept of its micro-batch any more, in the stages that follow in this process
-    too: a layer may hand on what it has received, in the same memory. Raises InputError if the schedule deadlocks.
+    A buffer is free again when its stage retains nothing of its micro-batch, nor do the stages that follow it in this
+    process: a layer may pass its input on in the same memory. Raises ScheduleError if the schedule deadlocks.
     """
     own = (actions for actions, owner in zip(schedule.stages, process_of_stage, strict=True) if owner == process)
     receivers = {schedule.source(action): action for actions in own for action in actions}
-    # Of each edge the buffers that are free: after how many launches, and their numbers.
+    # edge -> its free buffers, each with the number of launches after which it became free
     free: dict[tuple[Kind, int], deque[tuple[int, int]]] = defaultdict(deque)
     held: dict[int, dict[Action, int]] = defaultdict(dict)  # micro-batch -> the buffer of each receiving action
-    left: set[tuple[int, int]] = set()  # pairs of a stage and a micro-batch of which it keeps nothing
-    made: Counter[tuple[Kind, int]] = Counter()  # buffers of each edge
+    left: set[tuple[int, int]] = set()  # (stage, micro-batch) pairs of which nothing is retained any more
+    made: Counter[tuple[Kind, int]] = Counter()  # number of buffers of each edge
     posted: Counter[tuple[Kind, int]] = Counter()  # after how many launches the last receive of each edge is posted
     found = []
     launched = 0
@@ -73,7 +73,7 @@ def prefetched_receives(
 
 
 def _reached(receiver: Action, process_of_stage: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """The stages that get the received tensors without a send to another process, each with the micro-batch."""
+    """(stage, micro-batch) for the receiving stage and for the stages that follow it in its process."""
     stage, process = receiver.stage, process_of_stage[receiver.stage]
     while 0 <= stage < len(process_of_stage) and process_of_stage[stage] == process:
         yield stage, receiver.micro_batch

@@ -1,19 +1,18 @@
 """The schedule of one training step as data (section 2.2 and Figure 2(c) of the paper).
 
-Everything that runs, predicts, checks or draws a step reads the value built here; none of it knows where the order
-came from (`named_schedules.py`, a search, a file). A schedule says which actions each device performs and in which
-order. ``2F0`` is the forward of micro-batch 0 on stage 2. GPipe with K = 3 partitions and M = 4 micro-batches, without
-recomputation, on a unit clock:
+A schedule lists the actions that each device performs, in order. All code that runs, predicts, checks or draws a step
+reads this list, wherever the order came from (`named_schedules.py`, a search, a file). ``2F0`` is the forward of
+micro-batch 0 on stage 2. GPipe with K = 3 partitions and M = 4 micro-batches, without recomputation, on a unit clock:
 
     stage 0 | F0 F1 F2 F3 .  .  .  .  B3 B2 B1 B0
     stage 1 | .  F0 F1 F2 F3 .  .  B3 B2 B1 B0
     stage 2 | .  .  F0 F1 F2 F3 B3 B2 B1 B0
 
-Communication is not written down, it follows: an ``F`` receives from the stage before and sends to the one after, a
-``B`` the other way round. Whether a forward keeps its activations follows too: it does unless there is an ``R``.
+Communication is implicit: an ``F`` receives from the previous stage and sends to the next one, a ``B`` the other way
+round. So is whether a forward keeps its activations: it does unless its micro-batch has an ``R``.
 
-A backward may be cut in two: ``I`` computes the gradients of the inputs, which the stage before waits for, and ``W``
-those of the weights, for which nobody waits until the step ends (Qi et al. 2023, "Zero Bubble Pipeline Parallelism").
+A backward may be split in two: ``I`` computes the gradients of the inputs, which the previous stage waits for, ``W``
+those of the weights, which are needed only when the step ends (Qi et al. 2023, "Zero Bubble Pipeline Parallelism").
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,19 +26,19 @@ RECOMPUTE: tuple[RecomputeMode, ...] = get_args(RecomputeMode)
 
 
 class Kind(StrEnum):
-    """What an action does; the letter is how it is written."""
+    """What an action computes; the value is its letter in the written form of an action."""
 
     F = "F"  # forward
-    R = "R"  # recompute: the forward once more, to get its activations back
+    R = "R"  # recompute: the forward again, to restore its activations
     B = "B"  # backward
-    I = "I"  # noqa: E741 (the part of a backward that the stage before waits for: gradients of inputs)
-    W = "W"  # the rest of it: gradients of weights
+    I = "I"  # noqa: E741 (first half of a split backward: gradients of inputs, which the previous stage waits for)
+    W = "W"  # second half of a split backward: gradients of weights
 
     __hash__ = str.__hash__  # actions are looked up by the hundred thousand, and an enum's own hash is slow
 
     @property
     def direction(self) -> "Kind":
-        """Which way results travel: F to the next stage, B to the one before."""
+        """Which way results travel: F to the next stage, B (also for I) to the previous one."""
         return Kind.B if self is Kind.I else self
 
 
@@ -49,12 +48,12 @@ RETURNS = (Kind.B, Kind.I)  # actions that send gradients back
 class Retain(StrEnum):
     """What a stage retains of a micro-batch after an action, until the backward of the same micro-batch."""
 
-    NOTHING = "nothing"  # the backward is over, or none will come: evaluation
-    INPUT = "input"  # only what came over the stage's boundary; the rest is recomputed
+    NOTHING = "nothing"  # the backward is done, or there is none (evaluation)
+    INPUT = "input"  # only the tensors that came over the stage's boundary; the rest is recomputed
     GRAPH = "graph"  # every activation inside the stage
-    WEIGHTS = "weights"  # what the weights' gradients are computed from
+    WEIGHTS = "weights"  # what `W` computes the gradients of the weights from
 
-    __hash__ = str.__hash__  # the hash of a string, as for Kind
+    __hash__ = str.__hash__  # for speed, as in Kind
 
 
 class Action(NamedTuple):
@@ -72,11 +71,11 @@ Row = tuple[Action, ...]
 
 
 class Schedule(tuple[Row, ...]):
-    """``schedule[r]`` is what one device does, in order: the actions of one stage, or of several. Rows may share a
-    device; which of them comes first there is then left to :func:`linearize`.
+    """``schedule[r]`` lists the actions of row r in order: those of one stage, or of several stages of one device. Rows
+    may also share a device; :func:`linearize` then decides the order of their actions.
 
-    The stages are those that the actions name. A replica without samples performs a schedule without actions: it is
-    given `row_of_stage`, which tells how many stages it has.
+    The number of stages is read off the actions. A replica without samples has a schedule without actions, so
+    `row_of_stage` must be given.
     """
 
     def __new__(cls, rows: Iterable[Row] = (), row_of_stage: Sequence[int] = ()) -> Self:
@@ -93,7 +92,7 @@ class Schedule(tuple[Row, ...]):
 
     @cached_property
     def stages(self) -> tuple[Row, ...]:
-        """What each stage does, in order."""
+        """The actions of each stage, in order."""
         given = self.__dict__.get("row_of_stage")
         most = max((a.stage for row in self for a in row), default=-1) if given is None else len(given) - 1
         found: list[list[Action]] = [[] for _ in range(1 + most)]
@@ -109,19 +108,19 @@ class Schedule(tuple[Row, ...]):
 
     @cached_property
     def trains(self) -> bool:
-        """Whether there are backwards; there are none in evaluation."""
+        """Whether the schedule has backwards; in evaluation it has none."""
         return any(a.kind is not Kind.F for row in self for a in row)
 
     @cached_property
     def split(self) -> frozenset[Action]:
-        """The first halves of all backwards that are cut in two."""
+        """The first halves (I) of all split backwards."""
         return frozenset(a for row in self for a in row if a.kind is Kind.I)
 
     def source(self, action: Action) -> Action | None:
-        """The action of another stage whose result ``action`` waits for, if any. The only place that says so.
+        """The action of another stage whose result ``action`` needs, or None: the only definition of dependencies
+        between stages.
 
-        A recomputation waits for nothing outside its stage, which is why it may start before the gradient arrives
-        (section 2.3), and neither does ``W``.
+        ``R`` and ``W`` have none, so a recomputation may start before the gradient arrives (section 2.3).
         """
         kind, stage, micro_batch = action
         if kind is Kind.F and stage > 0:
@@ -132,7 +131,7 @@ class Schedule(tuple[Row, ...]):
         return None
 
     def first(self, micro_batches: int) -> "Schedule":
-        """This order with only the first micro-batches, for a mini-batch that has no more."""
+        """This order with only the first `micro_batches`, for a mini-batch that has fewer than M."""
         rows = (tuple(a for a in row if a.micro_batch < micro_batches) for row in self)
         return Schedule(rows, self.row_of_stage)
 
@@ -142,16 +141,16 @@ Recompute = str | tuple[frozenset[int], ...]
 
 
 def recomputes(recompute: Recompute) -> bool:
-    """Whether a mode recomputes all micro-batches, or all but those whose backward directly follows their forward."""
+    """Whether `recompute` is a mode that recomputes; False for sets of micro-batches."""
     return recompute in ("always", "except_last")
 
 
 def with_recomputation(order: Schedule, recompute: Recompute) -> Schedule:
-    """The order, with an ``R`` directly before each backward that needs one: there it fills the wait for the gradient.
+    """`order` with an ``R`` directly before each backward that needs one, where it fills the wait for the gradient.
 
-    ``except_last``: a micro-batch keeps its activations exactly when its backward directly follows its forward on that
-    stage, because then nothing would be gained by dropping them. The paper describes ``always``. An order that has
-    recomputations of its own stays as it is. Raises ValueError for an unknown mode.
+    The paper describes ``always``. ``except_last`` keeps the activations of a micro-batch exactly if its backward
+    directly follows its forward on the stage, as dropping them would gain nothing. An order that already has
+    recomputations is returned unchanged. Raises ValueError for an unknown mode.
     """
     if any(a.kind is Kind.R for row in order for a in row):
         return order
@@ -169,8 +168,8 @@ def with_recomputation(order: Schedule, recompute: Recompute) -> Schedule:
 
 
 def stage_retained(stage_actions: Sequence[Action]) -> Iterator[tuple[Action, Retain]]:
-    """The actions of one stage in order, with what it retains of the micro-batch after each, read off the schedule: of
-    a forward without a backward nothing, of one with an ``R`` the input."""
+    """The actions of one stage in order, each with what the stage retains of its micro-batch afterwards. A forward
+    retains nothing if there is no backward, the input if there is an ``R``, and otherwise the graph."""
     backward = {a.micro_batch for a in stage_actions if a.kind in RETURNS}
     recomputed = {a.micro_batch for a in stage_actions if a.kind is Kind.R}
     for a in stage_actions:
@@ -185,14 +184,14 @@ def stage_retained(stage_actions: Sequence[Action]) -> Iterator[tuple[Action, Re
 def backward_follows_forward(stage_actions: Sequence[Action]) -> frozenset[int]:
     """The micro-batches of one stage whose backward directly follows their forward: recomputing them gains nothing.
 
-    The last one under ``gpipe``; all of the last stage under ``1f1b``. A recomputation does not stand between.
+    Under ``gpipe`` the last micro-batch, under ``1f1b`` all of the last stage. An ``R`` in between is ignored.
     """
     pairs = pairwise(a for a in stage_actions if a.kind is not Kind.R)
     return frozenset(b.micro_batch for a, b in pairs if b.kind in RETURNS and a == (Kind.F, b.stage, b.micro_batch))
 
 
 def _recomputed(actions: Sequence[Action], mode: str) -> frozenset[int]:
-    """The micro-batches of a stage that a mode recomputes; ``actions`` have no R."""
+    """The micro-batches of a stage that `mode` recomputes; ``actions`` must have no ``R``."""
     everything = frozenset(a.micro_batch for a in actions if a.kind in RETURNS)
     match mode:
         case "always":

@@ -1,7 +1,7 @@
 """Schedules as CSV files, in the format of torch.distributed.pipelining (`_load_csv` with `compute_only` in its
 schedules.py): a row per device, a cell per action in order, `0F0`, `1B0`, `1I0`, `1W0`; empty cells are idle ticks.
 
-Recomputations, `1R0`, are our own. A file that has any says all of them; of one that has none `recompute` decides.
+Recomputations (`1R0`) are our extension. A file with any has to list all; for a file without, `recompute` decides.
 """
 
 import csv
@@ -21,9 +21,9 @@ _CELL = re.compile(r"([0-9]{1,6})([FRBIW])([0-9]{1,6})")
 
 @lru_cache
 def read_schedule(path: str, partitions: int, micro_batches: int) -> Schedule:
-    """The schedule of so many partitions and micro-batches in a file.
+    """The schedule in the file `path`, which must have this number of `partitions` and of `micro_batches`.
 
-    Raises ScheduleError, which says what is wrong and where, but not in which file.
+    Raises ScheduleError, which says what is wrong and where, but does not name the file.
     """
     try:
         rows = _rows(read_text(Path(path)))
@@ -46,7 +46,7 @@ def read_schedule(path: str, partitions: int, micro_batches: int) -> Schedule:
 
 
 def _rows(text: str) -> list[Row]:
-    """The actions of each line that has any. Raises ScheduleError for a cell that is none, and csv.Error."""
+    """The actions of each line that has any. Raises ScheduleError for a cell that is not an action, and csv.Error."""
     lines = csv.reader(io.StringIO(text))
     rows: list[Row] = []
     actions: dict[str, Action] = {}  # cell -> action
@@ -55,7 +55,7 @@ def _rows(text: str) -> list[Row]:
         row = []
         for column, cell in enumerate(map(str.strip, cells), start=1):
             if cell in actions:
-                if cell not in twice:  # two are the error; a grid of a million of them would take minutes
+                if cell not in twice:  # one duplicate is error enough; the grid of a million would take minutes
                     row.append(actions[cell])
                 twice.add(cell)
             elif match := _CELL.fullmatch(cell):
@@ -72,7 +72,7 @@ def _rows(text: str) -> list[Row]:
 
 
 def csv_of(schedule: Schedule, row_of_stage: Sequence[int] = ()) -> str:
-    """The text of a file, with a column per tick of a clock on which every action takes one.
+    """The schedule as CSV text, with a column per tick of a clock on which every action takes one.
     `row_of_stage` gives the row of each stage, if rows of the schedule share a device."""
     if row_of_stage:
         of_devices: list[list[Action]] = [[] for _ in range(1 + max(row_of_stage))]

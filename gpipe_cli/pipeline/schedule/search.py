@@ -1,13 +1,12 @@
 """`schedule=auto`: an order of the actions that is made for the costs of a model and for the memory of its devices.
 
-A device that is free takes what is most urgent of what it could do: a backward that a neighbour waits for, then a
-forward, then, if nothing else is there, a recomputation ahead of its gradient or the gradients of weights. What remains
-open are a few questions, on which the answer depends in no simple way: how many micro-batches may be in flight, whether
-backwards are cut in two, when gradients of weights are worth a wait. So every answer is tried and simulated, the orders
-that have a name too; the fastest that fits is taken. After Qi et al. 2023 (section 3), who place F, B and W so; that
-recomputations can fill bubbles is from Mario (PPoPP 2025).
+Orders are placed greedily: a free device takes the most urgent action that is ready: a backward that a neighbour waits
+for, then a forward, then the gradients of weights. The best values of the parameters are not known in advance: how many
+micro-batches may be in flight, whether backwards are split, how long a wait must be to place a W in it. So all
+combinations are simulated, with recomputations moved into waits where that is faster, and the named orders too; the
+fastest that fits is taken. Placement follows Qi et al. 2023 (section 3), recomputation in bubbles Mario (PPoPP 2025).
 
-Backwards run from micro-batch 0 to M - 1 on every stage, so that gradients have the bits of `1f1b`.
+Backwards run from micro-batch 0 to M - 1 on every stage, so that gradients are bitwise equal to those of `1f1b`.
 """
 
 import math
@@ -33,17 +32,17 @@ from gpipe_cli.pipeline.schedule.schedule import (
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost, LinkQueues, StageCost, simulate
 from gpipe_cli.pipeline.schedule.timeline import Timeline
 
-_AS_GOOD = 1.001  # the first of two orders wins if the second gains less: it is simpler
-_MOST_TRIED = 500_000  # actions in all: seconds
+_AS_GOOD = 1.001  # an earlier candidate, which is simpler, wins unless a later one is faster by more
+_MOST_TRIED = 500_000  # actions of all candidates together, to search for seconds at most
 
 
 @dataclass(frozen=True)
 class Tried:
-    """An order, and its step by the simulator, without what comes after the last update."""
+    """A candidate order and its simulated step time, which ends with the last update."""
 
     name: str
     schedule: Schedule
-    seconds: float = math.inf  # as it is where it does not fit
+    seconds: float = math.inf  # infinite if the order does not fit the memory
 
     @property
     def fits(self) -> bool:
@@ -51,27 +50,27 @@ class Tried:
 
     @property
     def named(self) -> bool:
-        """Whether it is an order that is not made for the problem."""
+        """Whether this is a named order rather than one made for the problem."""
         return self.name.partition(",")[0] in SCHEDULES
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What an order is made for. Sequences have an entry per stage."""
+    """What an order is made for. Sequences have an entry per stage unless noted."""
 
     stages: Sequence[StageCost]
-    edges: Sequence[EdgeCost]  # one less
-    slowdown: Sequence[float]  # per stage, as in `simulate`
+    edges: Sequence[EdgeCost]  # K - 1
+    slowdown: Sequence[float]  # per number of computing devices, as in `simulate`
     device_of_stage: Sequence[int]  # the device of each stage
     micro_batches: int
-    sizes: Sequence[Held]  # bytes of the largest micro-batch
-    room: Sequence[int] | None  # for activations; None: there is no limit
-    recompute: Recompute  # a mode, or `auto`: as few as fit
-    split: bool  # whether a backward may be cut in two
+    sizes: Sequence[Held]  # bytes of the largest micro-batch in each way to hold it
+    room: Sequence[int] | None  # bytes for activations; None: no limit
+    recompute: Recompute  # a mode, or `auto`: as few recomputations as fit
+    split: bool  # whether backwards may be split into I and W
 
 
 def find(problem: Problem) -> tuple[Tried | None, tuple[Tried, ...]]:
-    """The fastest order that fits, if any does, and all that were tried, the fastest first."""
+    """The fastest order that fits, None if none does; and all orders that were tried, the fastest first."""
     tried: list[Tried] = []
     known: set[Schedule] = set()
     for name, candidate in _candidates(problem):
@@ -109,7 +108,7 @@ def _candidates(problem: Problem) -> Iterator[tuple[str, Schedule]]:
 
 
 def _joined(schedule: Schedule) -> Schedule:
-    """A W that directly follows its I is one B with it on the first stage, where no other waits for the I."""
+    """Merge each I with a W that directly follows it into a B on the first stage, where no stage waits for the I."""
     rows = []
     for row in schedule:
         made: list[Action] = []
@@ -123,7 +122,7 @@ def _joined(schedule: Schedule) -> Schedule:
 
 
 def _tried(problem: Problem, name: str, candidate: Schedule) -> Tried:
-    """The order with recomputation added, in the waits if that is faster and fits."""
+    """The candidate with recomputations added, moved into waits if that is faster and fits."""
     recompute = problem.recompute
     if recompute == "auto":
         try:
@@ -144,12 +143,12 @@ def _tried(problem: Problem, name: str, candidate: Schedule) -> Tried:
 
 
 def _in_waits(problem: Problem, schedule: Schedule, timeline: Timeline) -> Schedule:
-    """The same, but a recomputation begins where the device would else wait for what comes before its backward."""
+    """`schedule` with recomputations moved ahead into the waits that their devices have in `timeline`."""
     starts = {span.action: span.start_seconds for spans in timeline.stages for span in spans}
     rows = []
     for row in schedule:
         ahead = deque(a for a in row if a.kind is Kind.R)
-        made: dict[Action, None] = {}  # in order
+        made: dict[Action, None] = {}  # used as an ordered set
         free = 0.0
         for a in row:
             if a in made:
@@ -159,7 +158,7 @@ def _in_waits(problem: Problem, schedule: Schedule, timeline: Timeline) -> Sched
                 ahead.popleft()
             while ahead and wait > 0 and ahead[0]._replace(kind=Kind.F) in made:
                 seconds = problem.stages[ahead[0].stage].graph_seconds
-                if seconds > 2 * wait:  # more would be lost than won
+                if seconds > 2 * wait:  # more time would be lost than won
                     break
                 made[ahead.popleft()] = None
                 wait -= seconds
@@ -181,7 +180,7 @@ def _simulated(problem: Problem, schedule: Schedule) -> Timeline:
 
 
 def _more_bytes(size: Held, *, recomputed: bool) -> dict[Kind, int]:
-    """How many bytes more a stage holds after an action; a backward includes the recomputation before it, if any."""
+    """Bytes that an action adds to what a stage holds; a backward includes its recomputation, if any."""
     more = {key: sum(changes) for key, changes in changed_bytes(size).items()}
     again = more[Kind.R, Retain.GRAPH] if recomputed else 0
     return {
@@ -198,8 +197,8 @@ _NONE = Action(Kind.F, -1, -1)
 class _Greedy:
     """Places one action after the other, as devices become free.
 
-    `most` micro-batches of a stage are in flight at once (0: as many as 1f1b has); if `split`, backwards are cut in
-    two, and a W begins while the device would wait at least the share `patience` of what the W takes.
+    `most`: micro-batches in flight on a stage at once (0: as many as 1f1b has); `split`: split backwards, and place a W
+    where the device would wait for at least `patience` times the duration of the W.
     """
 
     def __init__(self, problem: Problem, most: int, split: bool, patience: float) -> None:
@@ -210,13 +209,13 @@ class _Greedy:
         self._of_device = [[k for k in stages if problem.device_of_stage[k] == device] for device in devices]
         self._rows: list[list[Action]] = [[] for _ in devices]
         self._busy = [False for _ in devices]
-        self._next = {kind: [0 for _ in stages] for kind in (Kind.F, Kind.B, Kind.W)}  # micro-batch of each stage
-        # when what an F or a backward needs arrives, by its stage and micro-batch
+        self._next = {kind: [0 for _ in stages] for kind in (Kind.F, Kind.B, Kind.W)}  # next micro-batch of each stage
+        # (F or B, stage, micro-batch) -> when the inputs of this action arrive
         self._there = {(Kind.F, 0, m): 0.0 for m in range(problem.micro_batches)}
         self._links = LinkQueues(problem.edges, problem.device_of_stage)
-        self._held = [0 for _ in stages]  # bytes, between two actions
+        self._held = [0 for _ in stages]  # bytes per stage, between two actions
         self._more = [_more_bytes(size, recomputed=recomputes(problem.recompute)) for size in problem.sizes]
-        # heap: when, whether a device may begin (all that ends then comes first), the device, what it has ended
+        # heap: when, whether a device may begin (False, the end of an action, sorts first), device, ended action
         self._events: list[tuple[float, bool, int, Action]] = []
 
     def placed(self) -> Schedule:
@@ -237,7 +236,7 @@ class _Greedy:
         heappush(self._events, (when, True, device, _NONE))
 
     def _begin(self, now: float, device: int) -> None:
-        """The most urgent of what the device could do."""
+        """Start the most urgent action that is ready on a free device, if any."""
         stages = self._of_device[device]
         arrivals = {(kind, k): self._arrival(kind, k) for kind in (Kind.B, Kind.F) for k in reversed(stages)}
         for (kind, k), arrival in arrivals.items():
@@ -251,13 +250,13 @@ class _Greedy:
                 self._take(now, device, Kind.W, of)
 
     def _arrival(self, kind: Kind, stage: int) -> float:
-        """When the stage can begin its next F or backward, as far as that is known."""
+        """When the stage can begin its next F or backward; infinity if that is not known yet."""
         if kind is Kind.F and not self._has_room(stage):
             return math.inf
         return self._there.get((kind, stage, self._next[kind][stage]), math.inf)
 
     def _has_room(self, stage: int) -> bool:
-        """For one more micro-batch in flight."""
+        """Whether the stage may have one more micro-batch in flight."""
         begun, size, room = self._next[Kind.F][stage], self._problem.sizes[stage], self._problem.room
         flying = begun - self._next[Kind.B][stage]
         late = begun - self._next[Kind.W][stage] if self._split else 0

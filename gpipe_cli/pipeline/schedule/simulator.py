@@ -1,15 +1,15 @@
-"""What a schedule will take before it is run: time (section 2.3 of the paper, the bubble) and kept activations.
+"""Predicts when each action of a schedule will run (section 2.3 of the paper: the bubble).
 
-The simulator walks the same list as the executor. Where arithmetic is known it is exact. For stages of equal cost and
-free transfers, with f and b for a forward and a backward of one micro-batch, a step of `gpipe` takes
+The simulator performs the same list of actions as the executor, and agrees exactly with known closed forms. For stages
+of equal cost and free transfers, with f and b for a forward and a backward of one micro-batch, a step of `gpipe` takes
 
     (M + K - 1) (f + b)                 without recomputation, a bubble of (K-1)/(M+K-1)
     (M + K - 1) (f + b) +  M      f     recompute=always
     (M + K - 1) (f + b) + (M - 1) f     recompute=except_last
 
-so that of the M + K - 1 recomputations one might expect on the longest path, K - 1 hide in the wait for the gradient.
-Stages that share a device take turns on it, in the order in which a process performs them; processes of one machine
-share its memory and caches and slow each other down. Both are simulated too.
+so that of the M + K - 1 recomputations one might expect on the critical path, K - 1 hide in the wait for the gradient.
+Also simulated: stages that take turns on one device, in the order in which their process performs them, and processes
+that slow each other down as they share the memory and caches of one machine.
 """
 
 from collections import deque
@@ -29,10 +29,10 @@ class StageCost:
     forward_seconds: float  # a forward that keeps nothing but its input
     graph_seconds: float  # a forward that keeps its graph; a recomputation takes as long
     backward_seconds: float
-    inputs_seconds: float = 0.0  # the part of a backward that is an I
-    weights_seconds: float = 0.0  # the part that is a W
+    inputs_seconds: float = 0.0  # the first half of a split backward (I)
+    weights_seconds: float = 0.0  # the second half (W)
     update_seconds: float = 0.0  # once, after the last action of its device
-    sum_seconds: float = 0.0  # once, from its last action on: until its gradients are those of all replicas
+    sum_seconds: float = 0.0  # once, after its last action: to sum its gradients over replicas
 
     def seconds(self, kind: Kind, retain: Retain) -> float:
         """Seconds of an action of this `kind`, after which the stage keeps `retain` of the micro-batch."""
@@ -48,22 +48,22 @@ class StageCost:
 
 @dataclass(frozen=True, slots=True)
 class EdgeCost:
-    """Seconds that one micro-batch takes over one edge, from stage k to k + 1 and back."""
+    """Seconds of one micro-batch's transfers over one edge: activations from stage k to k + 1, gradients back."""
 
     forward_seconds: float
     backward_seconds: float
 
 
 class LinkQueues:
-    """The links between devices in a simulation: each moves one micro-batch after another, in each direction."""
+    """The links between devices in a simulation: each carries one micro-batch at a time in each direction."""
 
     def __init__(self, edges: Sequence[EdgeCost], device_of_stage: Sequence[int]) -> None:
         self._edges, self._device_of_stage = edges, device_of_stage
-        self._free: dict[tuple[int, int], float] = {}  # since when, by sending and receiving stage
+        self._free: dict[tuple[int, int], float] = {}  # (sender, receiver) -> when the link is free
 
     def arrival(self, sender: int, receiver: int, sent_seconds: float) -> float:
-        """When a micro-batch arrives that stage `sender` hands on to its neighbour `receiver`; occupies the link until
-        then. Without costs, and within a device, it is there at once."""
+        """When a micro-batch that stage `sender` sends at `sent_seconds` arrives at its neighbour `receiver`; the link
+        is occupied until then. Transfers within a device, or without `edges`, take no time."""
         if not self._edges or self._device_of_stage[sender] == self._device_of_stage[receiver]:
             return sent_seconds
         cost = self._edges[min(sender, receiver)]
@@ -86,17 +86,17 @@ def simulate(
     slowdown: Sequence[float] = (),
     device_of_stage: Sequence[int] = (),
 ) -> Timeline:
-    """When each action runs, if each starts as soon as its device is free and what it needs is there.
+    """When each action runs, if it starts as soon as its device is free and its inputs have arrived.
 
-    The timeline's events are the waiting, the transfers that nothing hides and the updates of each stage; a device
-    that waits for its first action has been free since 0.
+    The timeline's events are each stage's waits, exposed transfers and updates; a device that waits for its first
+    action has been free since 0.
 
-    `stages` has K costs, for micro-batches of equal size, and `edges` K - 1: transfers occupy no stage, and come one
-    after another over one edge in one direction; within a device, and without `edges`, they take no time.
-    ``slowdown[n - 1]`` is by which factor everything that a device computes takes longer while n devices compute; the
-    last value counts for more of them, too. Stages with the same number in `device_of_stage` take turns in the order of
-    :func:`linearize`, even if another stage's next action could start earlier; without it each row has a device of its
-    own. Raises InputError if the schedule deadlocks.
+    `stages` has K costs, for micro-batches of equal size, and `edges` K - 1. Transfers overlap with computation, one at
+    a time over each edge and direction; within a device, and without `edges`, they take no time. ``slowdown[n - 1]`` is
+    the factor by which all computation takes longer while n devices compute; the last value holds for more devices,
+    too. Stages with the same number in `device_of_stage` take turns in the order of :func:`linearize`, even if another
+    stage's next action could start earlier; without it each row has a device of its own. Raises ScheduleError if the
+    schedule deadlocks.
     """
     assert len(stages) == len(schedule.stages), "one cost per stage"
     assert not edges or len(edges) == len(stages) - 1, "one cost per edge"
@@ -110,7 +110,7 @@ def simulate(
 
 
 def _performed(schedule: Schedule, device_of_stage: Sequence[int]) -> Iterable[tuple[Action, Retain]]:
-    """All actions, those of each device in its order, with what their stages retain after them."""
+    """All actions, those of each device in its order, each with what its stage retains afterwards."""
     pairs = {*zip(schedule.row_of_stage, device_of_stage, strict=True)}
     if len(pairs) == len(set(device_of_stage)) == len(schedule):  # every row has a device of its own
         of_stages = [stage_retained(actions) for actions in schedule.stages]
@@ -119,12 +119,12 @@ def _performed(schedule: Schedule, device_of_stage: Sequence[int]) -> Iterable[t
 
 
 class _Run:
-    """One simulation, from one end of an action or arrival of a tensor to the next.
+    """One discrete-event simulation. Events are ends of actions and arrivals of tensors.
 
     All devices that compute slow each other down by the same factor, which changes whenever one of them starts or ends.
-    So ends are kept on a virtual clock that stands for undisturbed work: there they are known when an action starts.
+    So ends are kept on a virtual clock that counts work without slowdown, where they are known when an action starts.
     Arrivals of tensors are on the real clock. (A constant factor for each stage is no substitute: two stages that take
-    turns on one core take 2 M (f + b) for a step, and with a factor of 2 would be said to take 2 (M + 1) (f + b).)
+    turns on one core take 2 M (f + b) for a step, for which a factor of 2 would predict 2 (M + 1) (f + b).)
     """
 
     def __init__(
@@ -139,21 +139,21 @@ class _Run:
         self.events: list[list[Event]] = [[] for _ in stages]
         self._stages, self._slowdown, self._device_of_stage = stages, slowdown, device_of_stage
         self._schedule = schedule
-        self._of_stage = list(map(len, schedule.stages))  # how many actions are left
+        self._of_stage = list(map(len, schedule.stages))  # number of actions left
         devices = 1 + max(device_of_stage)
-        # per device: actions, what they wait for, and their seconds; the first may be running
+        # per device: the actions left, the action that each needs, and its seconds; the first may be running
         self._left: list[deque[tuple[Action, Action | None, float]]] = [deque() for _ in range(devices)]
         for action, retain in _performed(schedule, device_of_stage):
             seconds = stages[action.stage].seconds(action.kind, retain)
             self._left[device_of_stage[action.stage]].append((action, schedule.source(action), seconds))
         updated = [stage for stage, cost in enumerate(stages) if cost.update_seconds > 0]
         self._updates = [deque(k for k in updated if device_of_stage[k] == device) for device in range(devices)]
-        self._added_up = [0.0] * devices  # when the gradients of its stages that have ended are those of all replicas
-        self._now = self._virtual = 0.0  # one and the same without slowdown
-        self._free = [0.0] * devices  # since when
+        self._added_up = [0.0] * devices  # when the gradients of its finished stages are summed over replicas
+        self._now = self._virtual = 0.0  # equal without slowdown
+        self._free = [0.0] * devices  # when each device became free
         self._started = [0.0] * devices
         self._computing: list[tuple[float, int]] = []  # heap: virtual end, device
-        self._arriving: list[tuple[float, int]] = []  # heap: when what a device waits for is there, device
+        self._arriving: list[tuple[float, int]] = []  # heap: arrival of what a device waits for, device
         self._ended: dict[Action, float] = {}
         self._arrivals: dict[Action, float] = {}
         self._links = LinkQueues(edges, device_of_stage)
@@ -180,7 +180,7 @@ class _Run:
             linearize(self._schedule, self._device_of_stage)  # raises the error that says what waits for what
 
     def _begin(self, device: int) -> None:
-        """Start what comes next on a device that is free, now or when it is woken up again."""
+        """Start the next work of a device that is free, or note what has to happen first."""
         if not self._left[device]:
             if (added_up := self._added_up[device]) > self._now:
                 first = self._device_of_stage.index(device)

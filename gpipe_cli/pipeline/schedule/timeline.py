@@ -1,7 +1,7 @@
-"""Who did what when in one training step: what Figure 2(c) of the paper shows, with a time axis.
+"""What each stage did when in one training step: Figure 2(c) of the paper with a time axis.
 
-The simulator makes one from a schedule and costs, a measurement makes one from clocks; both are this class, so that
-a prediction and what became of it are compared number by number and picture by picture.
+The simulator makes a `Timeline` from a schedule and costs, a measurement makes one from clocks, so that numbers and
+plots of a prediction and its measurement can be compared directly.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from gpipe_cli.pipeline.schedule.schedule import Action
 
 
 class Span(NamedTuple):
-    """When an action ran; both times count from the same zero on every stage."""
+    """When an action ran; times count from the same zero on every stage."""
 
     action: Action
     start_seconds: float
@@ -27,17 +27,17 @@ class EventKind(StrEnum):
     """What a stage does beside its actions."""
 
     WAITING = "waiting"  # for a neighbour to compute
-    TRANSFER = "transfer"  # for tensors to arrive that have been computed, or to be handed on
+    TRANSFER = "transfer"  # for computed tensors to arrive or to be sent
     UPDATE = "update"  # update of the weights
 
 
 class Event(NamedTuple):
-    """When a stage waited or did something else than an action; times as in a span."""
+    """When a stage waited, transferred or updated; times as in `Span`."""
 
     what: EventKind
     start_seconds: float
     end_seconds: float
-    action: Action | None  # the action that waited, or handed its outputs on; None for updates and sums over replicas
+    action: Action | None  # the action that waited or sent its outputs; None for updates and sums over replicas
 
     @property
     def seconds(self) -> float:
@@ -45,10 +45,10 @@ class Event(NamedTuple):
 
 
 def gap(action: Action, free_seconds: float, start_seconds: float, sent_seconds: float | None) -> tuple[Event, ...]:
-    """What lies before an action that starts when its stage had been free for a while.
+    """The events between ``free_seconds``, when the stage became free, and ``start_seconds``, when ``action`` started.
 
-    Until the neighbour ended what the action needs (at ``sent_seconds``; None if it needs nothing from a neighbour)
-    it is waiting, from then on it is a transfer that nothing hides.
+    Until ``sent_seconds``, when the neighbour finished what the action needs (None if it needs nothing from a
+    neighbour), the stage was waiting; the rest is an exposed transfer.
     """
     came = start_seconds if sent_seconds is None else max(free_seconds, min(sent_seconds, start_seconds))
     parts = ((EventKind.WAITING, free_seconds, came), (EventKind.TRANSFER, came, start_seconds))
@@ -57,8 +57,8 @@ def gap(action: Action, free_seconds: float, start_seconds: float, sent_seconds:
 
 @dataclass(frozen=True)
 class Timeline:
-    """``stages[k]`` is what stage k did, in order of time; ``events[k]`` what was between; ``device_of_stage[k]`` the
-    number of its device, which it has for itself if ``device_of_stage`` is empty. Spans of a device do not overlap."""
+    """``stages[k]`` has the actions of stage k in order of time, ``events[k]`` what was between them,
+    ``device_of_stage[k]`` is its device; empty: one device per stage. Spans of a device do not overlap."""
 
     stages: tuple[tuple[Span, ...], ...]
     events: tuple[tuple[Event, ...], ...]

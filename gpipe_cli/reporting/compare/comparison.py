@@ -1,7 +1,7 @@
-"""What runs are compared by: the settings in which they differ, and their results (the paper's tables 2, 3, 4 and 5).
+"""The columns of a comparison: settings in which runs differ, and results (as in the paper's tables 2, 3, 4 and 5).
 
-Settings that are the same in all runs are left out, and rows are named by the few that differ, `partitions=2`, or by
-their folders. What was measured, predicted and ideal are columns apart.
+Settings that are the same in all runs are left out, but for K and M. Rows are named by the settings that differ, if
+they are few (`partitions=2`), else by folders. Measured, predicted and ideal values have separate columns.
 """
 
 import json
@@ -17,20 +17,20 @@ from gpipe_cli.results.measures import MEASURES, Measure
 from gpipe_cli.results.run import RunResult
 from gpipe_cli.units import spans
 
-NOT_COMPARED = frozenset({"run_folder", "output", "resume", "max_restarts"})  # where a run lies, not what it is
-MOST_NAMING = 3  # settings that a name is made of; more make no name
+NOT_COMPARED = frozenset({"run_folder", "output", "resume", "max_restarts"})  # they do not change what a run computes
+MOST_NAMING = 3  # settings in a name; if more differ, runs are named by their folders
 MOST_LISTED = 8  # words of a list in a sentence
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Runs beside each other. Columns have a key, and None as value where a run has none."""
+    """Runs and the columns that compare them. Columns have a key, and None as value where a run has none."""
 
     runs: Sequence[RunRecord]
-    names: Sequence[str]  # names of the runs, no two of them alike
+    names: Sequence[str]  # unique names of the runs
     by_settings: bool  # whether the runs are named by their settings
-    settings: Sequence[Column]  # K, M and those that differ, by their dotted keys
-    results: Sequence[Column]  # values in the units of result.json, cells in those of the heading
+    settings: Sequence[Column]  # K, M and the settings that differ, by their dotted keys
+    results: Sequence[Column]  # values in the units of result.json, cells in the unit of the heading
 
     @property
     def columns(self) -> Sequence[Column]:
@@ -38,11 +38,11 @@ class Comparison:
 
     @property
     def labels(self) -> Sequence[str]:
-        """The runs' names; those of folders follow the run's number, `3: 12-00-00_K2`, by which texts refer to it."""
+        """The runs' names; a folder's name follows the number by which texts refer to the run, `3: 12-00-00_K2`."""
         return self.names if self.by_settings else [f"{at}: {name}" for at, name in enumerate(self.names, start=1)]
 
     def referred(self, positions: Sequence[int]) -> str:
-        """Some of the runs in a sentence: `partitions=2, partitions=4`, or `runs 1 to 4, 7` where names are long."""
+        """The runs at `positions`, for a sentence: `partitions=2, partitions=4`, or by number, `runs 1 to 4, 7`."""
         if self.by_settings:
             return listed([self.names[position] for position in positions])
         run = "run" if len(positions) == 1 else "runs"
@@ -53,14 +53,14 @@ def compare(runs: Sequence[RunRecord]) -> Comparison:
     assert runs, "nothing to compare"
     keys = differing(runs)
     results = [column for column in _results(runs) if any(value is not None for value in column.plain_values)]
-    settings = [*SYMBOLS, *(key for key in keys if key not in SYMBOLS)]  # K and M also if they do not differ
+    settings = [*SYMBOLS, *(key for key in keys if key not in SYMBOLS)]  # K and M even if they do not differ
     return Comparison(runs, names(runs), _by_settings(keys), [_setting(key, runs) for key in settings], results)
 
 
 def differing(runs: Sequence[RunRecord]) -> list[str]:
-    """The settings of which runs have different values; one that a run does not have at all is none of them.
+    """The keys of the settings that differ among the runs that have them.
 
-    `threads` only where K does not decide them: by default each process has its share of the cores.
+    `threads` is left out if K and the executor determine it: by default, each process has its share of the cores.
     """
     values: dict[str, set[str]] = {}
     for run in runs:
@@ -93,12 +93,12 @@ def listed(words: Sequence[str]) -> str:
 
 
 def _by_settings(keys: Sequence[str]) -> bool:
-    """Whether so few settings differ that they make a name."""
+    """Whether few enough settings differ to name the runs by them."""
     return 0 < len(keys) <= MOST_NAMING
 
 
 def _settings(runs: Sequence[RunRecord], keys: Sequence[str]) -> list[str]:
-    """`filters=16, partitions=2`; `model=resnet`, as one types it."""
+    """A name for each run, with settings as they are typed: `filters=16, partitions=2`; `model=resnet`."""
     last = [key.rpartition(".")[2] for key in keys]
     clear = [name if last.count(name) == 1 and name != "name" else key for key, name in zip(keys, last, strict=True)]
     pairs = [(key.removesuffix(".name"), full) for key, full in zip(clear, keys, strict=True)]
@@ -108,7 +108,7 @@ def _settings(runs: Sequence[RunRecord], keys: Sequence[str]) -> list[str]:
 
 
 def _folders(folders: Sequence[tuple[str, ...]]) -> list[str]:
-    """The last parts of paths, as many as tell them apart; the date and the time in a name only where they must."""
+    """The shortest distinct endings of the paths, without date and time in a name if they are still distinct."""
     endings = (["/".join(folder[-n:]) for folder in folders] for n in range(1, max(map(len, folders)) + 1))
     ends = next((found for found in endings if len(set(found)) == len(found)), [folder[-1] for folder in folders])
     for begin in (r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_", r"\d{4}-\d\d-\d\d_"):
@@ -119,16 +119,16 @@ def _folders(folders: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 def _setting(key: str, runs: Sequence[RunRecord]) -> Column:
-    """In a cell `null` is a value, and `-` stands where a run has no such setting; values have None for both."""
+    """The column of a setting. Cells tell the value `null` from a missing setting, `-`; both have the value None."""
     values = [run.settings.get(key) for run in runs]
     number = all(value is None or (isinstance(value, int | float) and not isinstance(value, bool)) for value in values)
     cells = [show(run.settings[key]) if key in run.settings else "-" for run in runs]
-    heading = SYMBOLS.get(key) or _folded(key.removesuffix(".name"), width=9)  # `model`, as one types it
+    heading = SYMBOLS.get(key) or _folded(key.removesuffix(".name"), width=9)  # `model`, as it is typed
     return Column(heading, cells=cells, number=number, key=key, values=values)
 
 
 def _folded(key: str, width: int) -> str:
-    """A key over several lines, each as near to ``width`` as its parts allow: `micro_` above `batches`."""
+    """A key broken between its parts, into lines of at most ``width`` where possible: `micro_` above `batches`."""
     lines = [""]
     for part in re.findall(r"[^._]+[._]?|[._]", key):
         if lines[-1] and len(lines[-1]) + len(part) > width:
@@ -145,8 +145,8 @@ _COLUMNS = (
     "idle_measured", "bubble_predicted", "step_seconds_predicted", "memory_bytes_fullest", "activation_bytes_fullest",
     "model_flops_per_second", "mfu", "epochs_done", "steps", "seconds", "threads_per_process",
 )  # fmt: skip
-# Of them a console leaves out: what stands in files only; of trainings what has no room beside their accuracies; of
-# text the speed in samples, which are sentences that differ in length.
+# A console leaves out columns that are for files only; for trainings, those that find no room beside their accuracies;
+# for text, the speed in samples, which are sentences that differ in length.
 _FILES_ONLY = {
     "test_loss", "bubble_ideal", "idle_measured", "bubble_predicted", "step_seconds_predicted",
     "activation_bytes_fullest", "epochs_done", "threads_per_process",
@@ -157,7 +157,7 @@ _OF_BENCH -= {"samples_per_second"}
 
 
 def _results(runs: Sequence[RunRecord]) -> list[Column]:
-    """The results of the runs, also columns in which no run has a value."""
+    """The columns of results, including those in which no run has a value."""
     results = [run.result for run in runs]
     commands = {result.command for result in results}
     left_out = _FILES_ONLY | (set() if "bench" in commands else _OF_BENCH)
@@ -165,7 +165,7 @@ def _results(runs: Sequence[RunRecord]) -> list[Column]:
     scaled = scalings(runs)
     efficiencies = [one and one.efficiency for one in scaled]
     if not any(one is not None and one.base != at and one.efficiency is not None for at, one in enumerate(scaled)):
-        efficiencies = [None] * len(runs)  # the efficiency of the base says nothing
+        efficiencies = [None] * len(runs)  # only the bases have an efficiency, which is always 1
     known = {"speed_up": [one and one.speed_up for one in scaled], "efficiency": efficiencies}
     kinds = [result.samples_per_second_kind for result in results]
     shown = [NONE if kind is None else kind.removeprefix("measured_").replace("_", " ") for kind in kinds]
@@ -198,6 +198,6 @@ def _results(runs: Sequence[RunRecord]) -> list[Column]:
 
 
 def _alike(measure: Measure, results: Sequence[RunResult]) -> list[float | None]:
-    """All values of measures with the same choice of units, which have the same unit then: memory and activations."""
+    """The values of all measures of the same Unit, so that their columns share one size: memory and activations."""
     alike = [one for one in MEASURES.values() if one.unit is measure.unit and one.unit.sizes]
     return [one.value(result) for one in alike for result in results]

@@ -1,6 +1,6 @@
-"""comparison.html: a table to be sorted, speed-up over K, and curves, in one file that loads nothing.
+"""comparison.html: a sortable table, speed-up over K, and curves, in one self-contained file.
 
-Curves are drawn by uPlot (Leon Sorokin, MIT licence), which is in the file: see `uplot/SOURCE`.
+uPlot (Leon Sorokin, MIT licence), which the file contains, draws the curves: see `uplot/SOURCE`.
 """
 
 import math
@@ -23,26 +23,26 @@ from gpipe_cli.results.measures import MEASURES
 from gpipe_cli.system.files import write_whole
 from gpipe_cli.units import plural
 
-MEDIAN_STEPS, LONG = 21, 60  # steps in a running median; number of steps above which speeds are drawn as one
-MARKED_POINTS = 30  # curves with no more than these show their points
-LOGARITHMIC = 30  # ratio of the largest to the smallest value from which on an axis is logarithmic
+MEDIAN_STEPS, LONG = 21, 60  # window of the running median, as which a speed of more than LONG points is drawn
+MARKED_POINTS = 30  # curves with at most this many points mark them
+LOGARITHMIC = 30  # an axis is logarithmic if the largest value is more than this many times the smallest
 THIN, WIDE = 1.4, 7.0  # widths of lines in pixels
 DASHES: tuple[list[int], ...] = ([], [10, 4], [2, 2], [12, 4, 2, 4])
-DASHED_FROM = 6  # runs; fewer are told apart by their colours
+DASHED_FROM = 6  # runs; fewer are told apart by colour alone
 MOST_POINTS = 1500  # points in a drawn curve: more than there are pixels
-MOST_OF_CHART = 30_000  # points of all its curves: the browser has a place for each of them in every curve
-# Settings that name a line over K, where they differ.
+MOST_OF_CHART = 30_000  # points of all curves of a chart: the browser keeps a slot for each in every curve
+# Settings that label a line of the speed-up chart, where they differ.
 NAMING = (
     "micro_batches", "schedule", "recompute", "replicas", "stages_per_process", "executor", "model.name",
     "dataset.name", "batch_size", "batch_tokens", "precision", "compile",
 )  # fmt: skip
-# Files of a run that the table leads to, and what it calls them.
+# Files of a run to which the table links -> text of the link.
 FILES = {PAGE: "pipeline", ".": "folder"}
 _HERE = Path(__file__).parent
 
 
 def write_page(path: Path, comparison: Comparison, notes: Sequence[str], tags: Sequence[str]) -> None:
-    """Writes the page, whole or not at all, with the curves of `tags`; its links begin at its folder."""
+    """Writes the page, whole or not at all, with the curves of `tags`; links are relative. Raises OSError."""
     write_whole(path, "\n".join(_page(path.parent, comparison, notes, tags)) + "\n")
 
 
@@ -52,13 +52,13 @@ def _page(folder: Path, comparison: Comparison, notes: Sequence[str], tags: Sequ
     title = f"{plural(len(runs), 'run')} compared"
     library, style = (_part(f"uplot/{name}") for name in ("uPlot.iife.min.js", "uPlot.min.css"))
     columns = [column for column in comparison.columns if column.key != "command" or len(set(column.cells)) > 1]
-    columns.sort(key=lambda column: not column.printed)  # columns that consoles show stand at the left
+    columns.sort(key=lambda column: not column.printed)  # columns that consoles show come first
     table = Table("", [Column("run", cells=comparison.labels), *columns])
     scaled = _scaling(comparison)
     unit = "K =" if all(devices(run) == run.settings["partitions"] for run in runs) else "devices:"
     data = {
         "runs": [{"label": label, "colour": colour} for label, colour in zip(comparison.labels, colours, strict=True)],
-        # numbers of which more or less is better have bars; the links are a column, too
+        # columns in which more or less is better have bars; + 1 for the column of links
         "bars": [at + 1 for at, one in enumerate(table.columns) if one.key in MEASURES and MEASURES[one.key].better],
         "curves": _curves(comparison, tags),
         "scaling": scaled,
@@ -105,21 +105,21 @@ def _in_common(comparison: Comparison) -> str:
 
 
 def _links(page: Path, run: Path) -> str:
-    """Links to what is there, from the folder of the page."""
+    """Links to the FILES that the folder `run` has, relative to the folder `page`."""
     there = os.path.relpath(run.resolve(), page.resolve())
     found = [(name, words) for name, words in FILES.items() if (run / name).exists()]
     return "".join(f'<a href="{escape(quote(os.path.join(there, name)))}">{words}</a>' for name, words in found)
 
 
 def _curves(comparison: Comparison, tags: Sequence[str]) -> list[dict[str, Any]]:
-    """A chart for each tag, all over the same steps."""
+    """A chart for each tag, all over the same range of steps."""
     known = [run.curves[tag].steps for run in comparison.runs for tag in tags if tag in run.curves]
     ends = {min(steps[0] for steps in known), max(steps[-1] for steps in known)} if known else set()
     return [_chart(comparison, tag, ends) for tag in tags]
 
 
 def _chart(comparison: Comparison, tag: str, ends: Collection[int]) -> dict[str, Any]:
-    """The curves of a tag over the steps that any of them has, and `ends`; `at` are the places of their own."""
+    """The chart of a tag. `x`: the steps of any curve, and `ends`; `at`: positions of a line's own points in `x`."""
     curves = [run.curves.get(tag) for run in comparison.runs]
     groups = same_curves(curves)
     smoothed = tag in SPEEDS and any(curve is not None and len(curve.values) > LONG for curve in curves)
@@ -148,7 +148,7 @@ def _chart(comparison: Comparison, tag: str, ends: Collection[int]) -> dict[str,
 
 
 def styles(count: int, groups: Sequence[Sequence[int]]) -> list[tuple[float, list[int]]]:
-    """The width and the dashes of each line. Those of a group lie over each other: the first one is the widest."""
+    """The width and dashes of each line. Lines of a group coincide: widths decrease, so that all stay visible."""
     made = [(THIN, DASHES[n % len(DASHES)] if count >= DASHED_FROM else []) for n in range(count)]
     for group in groups:
         for rank, position in enumerate(group):
@@ -157,19 +157,19 @@ def styles(count: int, groups: Sequence[Sequence[int]]) -> list[tuple[float, lis
 
 
 def running_median(values: Sequence[float]) -> list[float]:
-    """The median of the MEDIAN_STEPS values around each, of fewer at both ends."""
+    """For each value, the median of the MEDIAN_STEPS values around it; of fewer at both ends."""
     half = MEDIAN_STEPS // 2
     return [median(values[max(0, n - half) : n + half + 1]) for n in range(len(values))]
 
 
 def logarithmic(values: Sequence[float]) -> bool:
-    """Whether an axis with these values is."""
+    """Whether an axis with these values is logarithmic."""
     return bool(values) and min(values) > 0 and LOGARITHMIC * min(values) < max(values) < math.inf
 
 
 def _points(curve: Curve, speed: bool, most: int) -> dict[int, float | None]:
-    """What is drawn of a curve, by step; None for what is no number. Of a long one, in each of many equal parts the
-    least and the greatest value, so that no peak is lost."""
+    """The points to draw, step -> value, None if not finite. A curve of more than `most` points is reduced to the
+    minimum and the maximum of equally long parts, so that no peak is lost."""
     values: Sequence[float] = curve.values
     if speed and len(values) > LONG and all(map(math.isfinite, values)):
         values = running_median(values)
@@ -221,7 +221,7 @@ def _scaling(comparison: Comparison) -> list[dict[str, Any]]:
 
     speed = {at: one.speed_up for at, one in known.items()}
     share = {at: one.efficiency for at, one in known.items()}
-    # lines that begin at different numbers of devices have no ideal in common
+    # lines that begin at different numbers of devices have no common ideal
     common = len({devices(runs[one.base]) for one in known.values()}) == 1
     charts = [chart("speed-up", "times as fast", [n / x[0] for n in x if common], speed, percent=False)]
     if any(value is not None and devices(runs[at]) > x[0] for at, value in share.items()):
@@ -230,7 +230,7 @@ def _scaling(comparison: Comparison) -> list[dict[str, Any]]:
 
 
 def _about_scaling(comparison: Comparison) -> str:
-    """What speeds are divided by."""
+    """The caption of the speed-up charts: which runs are the base, and what is left out."""
     bases = {one.base for one in scalings(comparison.runs) if one is not None}
     text = f"How many times as fast as {comparison.referred(sorted(bases))}, at the same work on the same machine."
     kinds = {run.result.samples_per_second_kind for run in comparison.runs}

@@ -1,7 +1,7 @@
-"""What `gpipe compare` prints, and the files that it writes: a table, CSV and the page.
+"""What `gpipe compare` prints, a table, and the files that it writes, CSV and a page.
 
-A row for each run, as in the paper's tables 2 and 5. Notes say which numbers cannot be compared: the paper names the
-hardware of its tables 2 and 3 and the data sets of table 4, and runs that are compared here may differ in any of that.
+Each run is a row, as in the paper's tables 2 and 5. Notes say which numbers cannot be compared: the paper states the
+hardware of its tables 2 and 3 and the data sets of table 4, but the runs compared here may differ in these.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,7 +27,7 @@ def show_comparison(console: Console, comparison: Comparison) -> None:
     show_line(console, f"{plural(count, 'run')}{f', {TRAINED}' if completed else ''}", "bold")
     number = Column("run", cells=[str(number + 1) for number in range(count)], number=True)
     results = [column for column in comparison.results if column.key != "status" or not completed]
-    naming = len(comparison.settings) if comparison.by_settings else len(SYMBOLS)  # others are too many to name a run
+    naming = len(comparison.settings) if comparison.by_settings else len(SYMBOLS)  # else too many to name a run
     named = [] if comparison.by_settings else [Column("name", cells=comparison.names)]
     first, last = [number, *named, *comparison.settings[:naming]], comparison.settings[naming:]
     show_table(console, Table("", [*first, *results, *last], len(first)), gap=1, elsewhere="format=csv")
@@ -41,7 +41,7 @@ def all_columns(comparison: Comparison) -> Table:
 
 
 def write_comparison(console: Console, comparison: Comparison, folder: Path) -> None:
-    """Writes all files into ``folder``, which must exist, and prints their names."""
+    """Writes all files into ``folder``, which must exist, and prints their paths. Raises OSError."""
     from gpipe_cli.reporting.compare.page import write_page
 
     tags = [tag for tag in COMPARED if any(tag in run.curves for run in comparison.runs)]
@@ -55,7 +55,7 @@ def write_comparison(console: Console, comparison: Comparison, folder: Path) -> 
 
 
 def notes(comparison: Comparison) -> Iterator[str]:
-    """Sentences about runs that did not end, and about numbers that cannot be compared."""
+    """Sentences about runs that were not completed, and about numbers that cannot be compared."""
     results = [run.result for run in comparison.runs]
     for position, run in enumerate(comparison.runs):
         if run.result.status == "failed":
@@ -103,13 +103,13 @@ def same_curve_notes(comparison: Comparison, tag: str) -> list[str]:
 
 
 def _of_which(comparison: Comparison, sentence: str, true: Sequence[bool]) -> Iterator[str]:
-    """The sentence, and of which runs it is true; nothing if it is of none."""
+    """The sentence, followed by the runs of which it is true; nothing if there are none."""
     if any(true):
         yield f"{sentence}: {comparison.referred([position for position, holds in enumerate(true) if holds])}"
 
 
 def _different(comparison: Comparison, values: Sequence[object]) -> str:
-    """`digits: runs 1 to 3; cifar10: run 4`; of many values only what they are; "" where all runs have the same."""
+    """`digits: runs 1 to 3; cifar10: run 4`; without the runs for more than three values; "" if all have the same."""
     found: dict[str, list[int]] = {}
     for position, value in enumerate(values):
         found.setdefault(str(value), []).append(position)

@@ -1,7 +1,7 @@
-"""A finished run as a comparison reads it: settings, numbers and curves, from result.json and the events in its folder.
+"""A run as a comparison reads it: settings and numbers from result.json, curves from the events in its folder.
 
-That an update does not depend on the number of partitions (the paper's sections 1 and 7) is seen where the losses of
-K = 1, 2, 4 and 8 lie on one line. Whether they do is decided here by their bits, not by the eye.
+If updates do not depend on the number of partitions (the paper's sections 1 and 7), the loss curves of K = 1, 2, 4 and
+8 coincide. Whether they do is decided here by their bits, not by eye.
 """
 
 import re
@@ -20,43 +20,43 @@ from gpipe_cli.results.files import RESULT, flattened
 from gpipe_cli.results.measures import MEASURES, TEST_TOP1, TRAIN_LOSS
 from gpipe_cli.results.run import RunResult, read_run_result
 
-MOST_POINTS = 100_000  # points of a curve; TensorBoard's reader samples longer ones, always in the same way
-# Curves whose single steps wait for data, disks and other programs; they are drawn as running medians.
+MOST_POINTS = 100_000  # points of a curve; TensorBoard's reader samples longer ones, deterministically
+# Noisy curves, as single steps wait for data, disks and other programs; they are drawn as running medians.
 SPEEDS = (MEASURES["samples_per_second"].tag, MEASURES["tokens_per_second"].tag)
 COMPARED = (TRAIN_LOSS, TEST_TOP1, MEASURES["test_perplexity"].tag, *SPEEDS)
 
-# Groups and settings that mean nothing to a measurement: gpipe bench sets them by itself, and refuses them.
+# Groups and settings that do not apply to a measurement: gpipe bench sets them itself and refuses them.
 NOT_OF_A_BENCH = frozenset({"epochs", "max_steps", "evaluate_every_epochs", "check_layers", "checkpoint"})
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One scalar over the steps of a run; it has one point or more."""
+    """One scalar over the steps of a run, with at least one point."""
 
     steps: tuple[int, ...]
     values: tuple[float, ...]  # rounded to 32-bit floats, as event files have them
-    complete: bool = True  # False: a sample of more than MOST_POINTS
+    complete: bool = True  # False: a sample of MOST_POINTS points
 
 
 @dataclass(frozen=True)
 class RunRecord:
     folder: Path
-    settings: Mapping[str, Any]  # dotted key, `model.filters`, and value; of a bench those that mean something to it
+    settings: Mapping[str, Any]  # by dotted key, `model.filters`; of a measurement, without NOT_OF_A_BENCH
     result: RunResult
 
     @property
     def error(self) -> str | None:
-        """Why it failed, in one line."""
+        """Why the run failed, in one line; None if it did not."""
         return None if self.result.error is None else show(self.result.error)
 
     @property
     def shared(self) -> bool:
-        """Whether its stages shared a device or cores with each other or others: not the speed of a pipeline then."""
+        """Whether stages shared a device or cores, also with other programs: the speed is then not a pipeline's."""
         return self.result.samples_per_second_kind in ("measured_one_device", "measured_contended")
 
     @property
     def machine(self) -> str:
-        """What it ran on: `2 cores of AMD EPYC`, `2 x NVIDIA H200, 16 cores of ...`."""
+        """The hardware of the run: `2 cores of AMD EPYC`, `2 x NVIDIA H200, 16 cores of ...`."""
         hardware = self.result.hardware
         if not hardware:
             return "not known"
@@ -66,13 +66,13 @@ class RunRecord:
 
     @cached_property
     def curves(self) -> Mapping[str, Curve]:
-        """The scalars of its events by tag. A speed in samples is none of text: sentences differ in length."""
+        """The scalars of the run by tag; for text, without the speed in samples, which differ in length."""
         found, (samples, tokens) = read_curves(self.folder), SPEEDS
         return {tag: curve for tag, curve in found.items() if tag != samples or tokens not in found}
 
 
 def read_run(folder: Path) -> RunRecord:
-    """The run in ``folder``. Raises InputError, one line, if there is no result.json, or it cannot be read."""
+    """The run in ``folder``. Raises InputError if result.json is missing or unreadable, or events are not in a file."""
     try:
         result = read_run_result(folder)
     except FileNotFoundError:
@@ -89,13 +89,13 @@ def read_run(folder: Path) -> RunRecord:
 
 
 def read_curves(folder: Path) -> dict[str, Curve]:
-    """Every scalar in the events of ``folder`` by tag; none where there are no events.
+    """Every scalar in the events of ``folder`` by tag; empty if there are no events.
 
-    What a resumed run repeated counts once, as in TensorBoard: its own points take the place of the older ones.
+    Steps that a resumed run repeated count once, as in TensorBoard: the newer points replace the older ones.
     """
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    # 0 means all of them: 1 is the fewest that the reader can keep.
+    # 1 is the fewest that the reader can keep, as 0 means all.
     few = {"images": 1, "audio": 1, "histograms": 1, "compressedHistograms": 1, "tensors": 1}
     accumulator = EventAccumulator(str(folder), size_guidance={**few, "scalars": MOST_POINTS})
     accumulator.Reload()
@@ -108,8 +108,8 @@ def read_curves(folder: Path) -> dict[str, Curve]:
 
 
 def same_curves(curves: Sequence[Curve | None]) -> list[list[int]]:
-    """Positions of two curves or more whose points are the same bits at the same steps: NaN is like NaN, 0 unlike -0. A
-    sample of a curve is in no group."""
+    """Groups of positions of curves with bitwise equal values at the same steps: NaN equals NaN, 0 differs from -0.
+    Incomplete curves are in no group."""
     groups: dict[bytes, list[int]] = {}
     for position, curve in enumerate(curves):
         if curve is not None and curve.complete:
@@ -120,7 +120,7 @@ def same_curves(curves: Sequence[Curve | None]) -> list[list[int]]:
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """The run that ``folder`` is, or those one or two levels below it, in the order in which people count.
+    """The run folder ``folder`` itself, or those up to two levels below it, sorted with numbers in names by value.
 
     Raises InputError if there is no such folder, or no run in it.
     """
@@ -134,6 +134,6 @@ def find_runs(folder: Path) -> list[Path]:
 
 
 def _counted(folder: Path) -> list[tuple[bool, int, str]]:
-    """Sorts `partitions=4` before `partitions=16`."""
+    """A sort key: `partitions=4` comes before `partitions=16`."""
     parts = re.split(r"([0-9]+)", str(folder))  # every other one is a number
     return [(at % 2 == 0, int(part) if at % 2 else 0, part) for at, part in enumerate(parts) if part]

@@ -1,4 +1,4 @@
-"""Speed-up and efficiency over K, as in the paper's tables 2 and 3, where runs permit to say them."""
+"""Speed-up and efficiency over K, as in the paper's tables 2 and 3, for runs that can be compared."""
 
 import json
 from collections.abc import Sequence
@@ -7,20 +7,20 @@ from functools import partial
 
 from gpipe_cli.reporting.compare.run_record import RunRecord
 
-# Settings that say what work a step is: runs that differ in one of them are not compared. All of a model and a data set
-# are among them.
+# Settings that define the work of a step, besides all those of the model and the data set: speeds of runs that differ
+# in one of them are not compared.
 _WORK = ("batch_size", "batch_tokens", "precision", "compile", "optimizer.name")
 
 
 @dataclass(frozen=True)
 class Scaling:
     speed_up: float  # how many times as fast as the run with the fewest devices
-    efficiency: float | None  # speedup over the ratio of devices; None where stages shared devices or cores
-    base: int  # the base's position; of several runs the one with the most settings in common
+    efficiency: float | None  # speed-up divided by the ratio of devices; None where stages shared devices or cores
+    base: int  # position of the run with the fewest devices; of several, of that with the most settings in common
 
 
 def devices(run: RunRecord) -> int:
-    """How many of them the stages of all replicas were on; K of each where all took turns on one."""
+    """The number of devices of all replicas; K per replica where all of its stages took turns on one device."""
     stages = run.result.partitions
     places = len({(stage.process, stage.device) for stage in stages})
     return int(run.settings["replicas"]) * (len(stages) if run.shared and places == 1 else places)
@@ -50,18 +50,18 @@ def _scaling(run: RunRecord, base: RunRecord, position: int) -> Scaling:
 
 
 def _speed(run: RunRecord) -> float:
-    """0 where there is none, or one that was slowed down by other programs or by warm-up."""
+    """The speed of a completed run; 0 if it has none, or was slowed down by other programs or by warm-up."""
     result = run.result
     slowed = result.samples_per_second_kind == "measured_contended" or result.speed_includes_warm_up
     return 0.0 if slowed or result.status != "completed" else result.speed or 0.0
 
 
 def work(run: RunRecord) -> str:
-    """As `scaling`, for runs that do the same work on the same machine."""
+    """A key that is the same for runs that do the same work on the same machine."""
     settings = {k: v for k, v in run.settings.items() if k in _WORK or k.startswith(("model.", "dataset."))}
     return json.dumps([run.machine, run.result.command, settings], sort_keys=True)
 
 
 def _alike(runs: Sequence[RunRecord], one: int, other: int) -> int:
-    """How many settings they have in common."""
+    """How many settings the two runs have in common."""
     return sum(runs[other].settings.get(key) == value for key, value in runs[one].settings.items())

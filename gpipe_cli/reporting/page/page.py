@@ -1,7 +1,7 @@
-"""pipeline.html: one file that loads nothing, made of the parts beside this one, so that it can be sent and kept.
+"""pipeline.html: one self-contained file, assembled from the parts in this folder, so that it can be sent and archived.
 
-What was measured is drawn beside what is simulated, and everything simulated is computed in the page: from the value of
-`planner/simulation_data.py`, by the same rules as in `pipeline/schedule/`, which a test holds against each other.
+Measured steps are drawn beside simulated ones. The page itself simulates, from the data of
+`planner/simulation_data.py` and by the rules of `pipeline/schedule/`; a test checks that both give the same results.
 """
 
 import base64
@@ -17,10 +17,10 @@ from gpipe_cli.system.files import write_whole
 
 PAGE = "pipeline.html"
 MOST_STEPS = 12
-HUES = 241  # colours per kind of action; for up to 16 micro-batches nearly all are exactly those of timeline.png
-MOST_BARS = 8000  # measured ones, of all steps: more would make a page of many megabytes
+HUES = 241  # colours per kind of action; for up to 16 micro-batches, nearly all equal those of timeline.png
+MOST_BARS = 8000  # measured bars of all steps together; more would make a page of many megabytes
 
-# in this order: each reads names of those before it
+# The order matters: each script uses names that earlier ones define.
 ENGINE = ("schedules.js", "simulator.js", "model.js")
 VIEW = ("words.js", "lanes.js", "explain.js", "navigate.js", "edit.js", "controls.js", "main.js")
 SCRIPTS = ("../theme.js", *ENGINE, *VIEW)
@@ -36,10 +36,10 @@ def write_page(
     run: str | None = None,
     contended: float | None = None,
 ) -> None:
-    """Writes the page about what `title` says: the newest of `steps`, as far as there is room for their bars.
+    """Writes the page with the newest of `steps`, at most MOST_STEPS with at most MOST_BARS bars. Raises OSError.
 
-    Of a newest step that has too many bars a picture is shown. `commands`: what was typed; `run`: its folder, if it is
-    one; `contended`: the share of the time in which other programs used its cores, if that slowed it down.
+    If the newest step alone has too many bars, an image of it is shown. `commands`: the command lines as typed; `run`:
+    the run folder; `contended`: the share of time in which other programs used the run's cores, if they slowed it.
     """
     drawn_from = {
         "colours": {what: [colour(what, n, HUES) for n in range(HUES)] for what in ACTIONS},
@@ -55,7 +55,7 @@ def write_page(
 
 
 def in_script(values: Mapping[str, Any]) -> str:
-    """The value as JSON for an element `script`: no end of the element and no comment can begin in it."""
+    """`values` as JSON for a `script` element: without any `<`, it can contain neither an end tag nor a comment."""
     return json.dumps(values, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
@@ -64,7 +64,7 @@ def _part(name: str) -> str:
 
 
 def _measured(steps: Sequence[StepPicture]) -> dict[str, Any]:
-    """The newest steps, the newest last, and how many older ones are left out as they would make the page too large."""
+    """The newest steps, the newest last, and how many older ones are left out to limit the size of the page."""
     shown: list[dict[str, Any]] = []
     room = MOST_BARS
     newest = sorted(steps, key=lambda step: step.step, reverse=True)[:MOST_STEPS]
@@ -80,7 +80,7 @@ def _measured(steps: Sequence[StepPicture]) -> dict[str, Any]:
 
 
 def _bars(view: TimelineView) -> dict[str, Any]:
-    """[what, micro-batch, start, end] of actions, and of what lies between them; whole nanoseconds."""
+    """Per stage, [what, micro-batch, start, end] of its actions and of the events between them; seconds, to 1 ns."""
 
     def of_stages(actions: bool) -> list[list[list[Any]]]:
         return [

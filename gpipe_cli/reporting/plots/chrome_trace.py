@@ -1,11 +1,10 @@
 """timeline_trace.json: steps in the Trace Event Format of Chrome, which ui.perfetto.dev and chrome://tracing open.
 
-A group of rows for each step, a row for each stage: its actions, waiting, transfers and the update; arrows from each
-action to the one of another stage that needs its result.
+Each step is a group of rows; each stage is a row with its actions, waiting, transfers and update. Arrows lead from an
+action to the action of another stage that needs its result.
 
-The format is Google's "Trace Event Format" (Duca and Sinclair, 2016). What its readers make of it beyond that was read
-in the JSON importer of Perfetto's trace processor: times are kept in whole nanoseconds, and an arrow belongs to the
-slice that was last begun on its row.
+The format is Google's "Trace Event Format" (Duca and Sinclair, 2016). Two more rules are those of the JSON importer of
+Perfetto's trace processor: times are whole nanoseconds, and an arrow belongs to the slice begun last on its row.
 """
 
 import json
@@ -19,10 +18,9 @@ from gpipe_cli.pipeline.schedule.timeline import Event, EventKind, Span, Timelin
 from gpipe_cli.system.files import write_whole
 
 TRACE = "timeline_trace.json"
-MOST_DETAILED = 20_000  # actions of a step; with waits and arrows the file of a longer one would have 100 MB and more
+MOST_DETAILED = 20_000  # actions in a step; larger ones lack waiting and arrows, which would make 100 MB and more
 
-# Names that chrome://tracing reserves for colours (tr.b.ColorScheme of the Catapult project); it knows no others, and
-# Perfetto chooses colours of its own.
+# Names of colours in chrome://tracing (tr.b.ColorScheme of Catapult), which knows no others; Perfetto chooses its own.
 _COLOURS = ("thread_state_running", "rail_response", "rail_animation", "rail_load", "thread_state_runnable",
             "thread_state_iowait", "olive", "startup")  # fmt: skip
 _EVENT_COLOURS = {EventKind.WAITING: "white", EventKind.TRANSFER: "grey", EventKind.UPDATE: "black"}
@@ -33,7 +31,7 @@ TraceEvent = dict[str, Any]
 class TracedStep(NamedTuple):
     name: str  # `measured`, `predicted`
     timeline: Timeline
-    begin_seconds: float  # on the timeline's clock
+    begin_seconds: float  # start of the step on the timeline's clock
 
 
 def write_trace(folder: Path, steps: Sequence[TracedStep]) -> None:
@@ -42,10 +40,10 @@ def write_trace(folder: Path, steps: Sequence[TracedStep]) -> None:
 
 
 def chrome_trace(steps: Sequence[TracedStep]) -> list[TraceEvent]:
-    """The content of the file. Every step begins at 0 on a clock of its own.
+    """The events of the file, with times in microseconds since the start of their own step.
 
-    Of the kinds of events (``ph``) there are X, a slice of a row; M, the name of a row or of a group of rows; s and f,
-    both ends of an arrow. `pid` tells the group of rows, `tid` the stage.
+    Phases (``ph``): X, a slice of a row; M, the name of a row or of a group of rows; s and f, the start and end of an
+    arrow. `pid` is the position of the step, `tid` the stage.
     """
     numbers = count()
     return [event | {"pid": pid} for pid, step in enumerate(steps) for event in _events(step, numbers)]
@@ -59,11 +57,11 @@ def _events(step: TracedStep, numbers: Iterator[int]) -> Iterator[TraceEvent]:
         [*row, *(event for event in events if detailed or event.what is not EventKind.WAITING)]
         for row, events in zip(timeline.stages, timeline.events, strict=True)
     ]
-    # clocks of several machines differ a little
+    # clocks of several machines differ a little: a piece may begin before its step
     begin = min([step.begin_seconds, *(piece.start_seconds for row in rows for piece in row)])
 
     def microseconds(seconds: float) -> float:
-        """Of whole nanoseconds: slices that touch each other must not overlap, as readers drop those that do."""
+        """Rounded to nanoseconds, so that adjacent slices do not overlap: readers drop slices that do."""
         return round((seconds - begin) * 1e9) / 1000
 
     yield {"name": "process_name", "ph": "M", "args": {"name": step.name}}
@@ -74,7 +72,7 @@ def _events(step: TracedStep, numbers: Iterator[int]) -> Iterator[TraceEvent]:
             duration = round(1000 * (until - since)) / 1000
             yield {"ph": "X", "tid": stage, "ts": since, "dur": duration, "args": {"stage": stage}} | _look(piece)
     schedule = Schedule(tuple(span.action for span in row) for row in timeline.stages)
-    for action, span in spans.items() if detailed else ():  # behind the slices: an end belongs to one that begins then
+    for action, span in spans.items() if detailed else ():  # after the slices, to which readers attach the ends
         if (needed := schedule.source(action)) is not None:
             sent = spans[needed]
             arrow = {"name": "result", "cat": "result", "id": next(numbers)}

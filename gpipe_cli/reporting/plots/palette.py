@@ -1,8 +1,8 @@
-"""The colours of a timeline: the hue stands for the micro-batch, the lightness for what is done.
+"""The colours of a timeline: hue encodes the micro-batch, lightness the kind of action.
 
-The hues go from blue over red to yellow: of two micro-batches the later one is always the more yellow one, which is the
-difference that the common kinds of colour blindness leave. Lightness is even over all hues, because the colours are
-mixed in OKLCH (Ottosson, 2020, "A perceptual color space for image processing"). What is no action has no hue.
+Hues run from blue through red to yellow: a later micro-batch is always yellower, a difference that the common kinds of
+colour blindness preserve. Lightness is uniform across hues, because colours are mixed in OKLCH (Ottosson, 2020, "A
+perceptual color space for image processing"). Bars that are not actions are grey.
 """
 
 import math
@@ -12,7 +12,7 @@ from gpipe_cli.reporting.plots.timeline_values import BarKind
 
 Colour = str  # `#1f77b4`
 
-FIRST_HUE, LAST_HUE = 262.0, 448.0  # degrees: blue; yellow, once around
+FIRST_HUE, LAST_HUE = 262.0, 448.0  # degrees: from blue to yellow, 88 + 360
 _LIGHTNESS_AND_CHROMA = {"F": (0.76, 0.12), "R": (0.91, 0.055), "B": (0.55, 0.13), "I": (0.6, 0.135), "W": (0.43, 0.1)}
 
 INK, PALE_INK, GRID = "#25262c", "#71737d", "#d5d6dc"
@@ -29,7 +29,7 @@ WORDS = {
     "transfer": "transfer",
     "update": "weight update",
 }
-OTHERWISE_IDLE = "otherwise idle"  # legend of the time for which a timeline has no bar
+OTHERWISE_IDLE = "otherwise idle"  # legend entry for time without a bar
 
 
 @cache
@@ -41,7 +41,7 @@ def colour(what: BarKind, micro_batch: int | None, micro_batches: int) -> Colour
 
 
 def run_colour(position: int, count: int) -> Colour:
-    """The colour of a run among ``count``, as micro-batches have them."""
+    """The colour of run ``position`` (from 0) of ``count``, from the hues of micro-batches."""
     return _blue_to_yellow(0.58, 0.15, position, count)
 
 
@@ -58,7 +58,7 @@ def rgb(colour: Colour) -> tuple[int, int, int]:
 
 
 def oklch(lightness: float, chroma: float, hue_degrees: float) -> Colour:
-    """The sRGB colour; chroma is lowered as far as a screen cannot show it."""
+    """The sRGB colour; chroma is reduced until the colour lies in the sRGB gamut."""
     hue = math.radians(hue_degrees)
     while True:
         linear = _linear(lightness, chroma * math.cos(hue), chroma * math.sin(hue))
@@ -70,7 +70,7 @@ def oklch(lightness: float, chroma: float, hue_degrees: float) -> Colour:
 
 
 def _linear(lightness: float, a: float, b: float) -> tuple[float, float, float]:
-    """Oklab to linear sRGB, with the numbers of its author."""
+    """Oklab to linear sRGB, with Ottosson's coefficients."""
     long = (lightness + 0.3963377774 * a + 0.2158037573 * b) ** 3
     medium = (lightness - 0.1055613458 * a - 0.0638541728 * b) ** 3
     short = (lightness - 0.0894841775 * a - 1.2914855480 * b) ** 3

@@ -1,4 +1,4 @@
-"""What all pictures share. matplotlib takes half a second to import: who draws only sometimes imports this there."""
+"""What all pictures share. Import this only where something is drawn: importing matplotlib takes half a second."""
 
 import io
 from pathlib import Path
@@ -17,7 +17,7 @@ Picture = NDArray[np.uint8]  # shape (height, width, 3)
 
 DPI = 160
 WIDTH_INCHES = 11.0
-# TensorBoard shows pictures about 350 pixels wide: on so little paper letters stay readable there.
+# TensorBoard shows pictures about 350 pixels wide: in a figure this narrow, text stays readable.
 NARROW_INCHES = 4.0
 
 

@@ -1,5 +1,5 @@
-"""Pictures of recipes: shares of a step as stacked bars, the paper's pie chart (NeurIPS) made easy to compare; and
-efficiency over the number of devices, weak and strong scaling side by side."""
+"""Pictures of recipes: shares of a step as stacked bars, which compare more easily than the paper's pie chart
+(NeurIPS), and efficiency over the number of devices, weak and strong scaling side by side."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ Lines = Mapping[str, Sequence[tuple[int, float]]]  # name of a line -> its point
 
 
 def draw_shares(bars: Sequence[tuple[str, Mapping[str, float]]]) -> Picture:
-    """A bar for each (name, SHARES that sum to 1, some may be missing), as an image of shape (height, width, 3)."""
+    """A stacked bar per (name, shares by name, which sum to 1), as an image of shape (height, width, 3)."""
     figure = new_figure(1.05 + 0.55 * len(bars))
     figure.set_layout_engine("constrained")
     axes = figure.subplots()

@@ -1,7 +1,7 @@
 """A timeline as a picture: Figure 2(c) of the paper, drawn from what was measured or predicted.
 
-A few thousand bars are hatched and outlined, with their names where there is room. More than that (128 stages and 512
-micro-batches have 196,608) would take minutes so; they are plain.
+Up to MOST_BARS bars are hatched, outlined and, where there is room, labelled. More bars (128 stages and 512
+micro-batches have 196,608) would take minutes that way and are plain.
 """
 
 from collections.abc import Sequence
@@ -20,24 +20,24 @@ from gpipe_cli.reporting.plots.palette import GRID, INK, PALE_INK
 from gpipe_cli.reporting.plots.timeline_values import ACTIONS, BarKind, TimelineView, axis_unit, in_percent
 from gpipe_cli.units import duration
 
-MOST_BARS = 3000  # bars of all panels above which bars have no names
+MOST_BARS = 3000  # of all panels together; more bars are drawn plain
 LEFT_INCHES, RIGHT_INCHES = 0.78, 0.22
 TITLE_INCHES, AXIS_INCHES, LEGEND_INCHES = 0.42, 0.5, 0.82
-LEGEND_TOP_INCHES, LEGEND_LINES = 0.57, 3  # a legend of up to 3 kinds of actions; more make it higher
-ROW_INCHES, PANEL_INCHES = 0.4, 4.8  # a row is lower where this would make the panel higher
+LEGEND_TOP_INCHES, LEGEND_LINES = 0.57, 3  # for up to 3 kinds of actions; more make the legend higher
+ROW_INCHES, PANEL_INCHES = 0.4, 4.8  # rows shrink where the panel would exceed its height
 HATCHES: dict[BarKind, str] = {"R": "////", "waiting": "\\\\\\\\", "transfer": "xxxxx"}
-SHOWN_STAGES = 16  # with more stages than these only some are named
-BAR_HEIGHT = 0.86  # height of a bar, where a row has height 1
-MARGIN = 1.004  # length of an axis, where the longest bar has length 1
+SHOWN_STAGES = 16  # with more stages, only some are labelled
+BAR_HEIGHT = 0.86  # share of a row's height
+MARGIN = 1.004  # length of the time axis, relative to the longest timeline
 LEGEND_LINE_INCHES = 0.16
 CHARACTER_INCHES = 0.068  # width of a character in a bar's name
-# Inches of the paper, of what is left and right of the bars, and of the titles above them.
+# Inches: width of the figure, margins left and right of the bars, height of a title.
 WIDE = (picture.WIDTH_INCHES, LEFT_INCHES, RIGHT_INCHES, TITLE_INCHES)
 NARROW = (picture.NARROW_INCHES, 0.62, 0.1, 0.6)
 
 
 def draw(views: Sequence[TimelineView], *, narrow: bool = False) -> picture.Picture:
-    """The timelines under each other on one time axis, as an image of shape (height, width, 3)."""
+    """The timelines one below the other on a common time axis, as an image of shape (height, width, 3)."""
     assert views, "nothing to draw"
     across, left, right, title = WIDE if not narrow else NARROW
     heights = [min(ROW_INCHES * len(view.stages), PANEL_INCHES) for view in views]
@@ -72,7 +72,7 @@ def _bars(axes: Axes, view: TimelineView, micro_batches: int, hatched: bool) -> 
     for stage, bars in enumerate(view.stages):
         for what, micro_batch, start, end in bars:
             groups.setdefault((what, micro_batch if what in ACTIONS else None), []).append((stage, start, end))
-    # A hatching takes the colour of the edge, which is not drawn then: its line has no width.
+    # Hatching takes the colour of the edge; width 0 hides the edge itself.
     idle = {"edgecolors": palette.IDLE_LINE, "hatch": HATCHES["waiting"]} if hatched else {}
     outline = {"edgecolors": "white", "linewidths": 0.7} if hatched else {"linewidths": 0.0}
     whole_step = [(stage, 0.0, view.step_seconds) for stage in range(len(view.stages))]
@@ -90,7 +90,7 @@ def _bars(axes: Axes, view: TimelineView, micro_batches: int, hatched: bool) -> 
 
 
 def _names(axes: Axes, view: TimelineView, micro_batches: int, inches: float, row: float) -> None:
-    """The names of bars, where they have room; ``inches`` of a second, and of a ``row``'s height."""
+    """Labels the bars that have room for their names; ``inches`` per second, ``row``: height of a row in inches."""
     size = min(9.0, 60 * row)
     for stage, bar in ((stage, bar) for stage, bars in enumerate(view.stages) for bar in bars):
         room = (bar.end_seconds - bar.start_seconds) * inches
@@ -105,7 +105,7 @@ def _names(axes: Axes, view: TimelineView, micro_batches: int, inches: float, ro
 
 
 def _legend(figure: Figure, micro_batches: int, seen: set[BarKind], hatched: bool, top: float, narrow: bool) -> None:
-    """Micro-batches across, kinds of actions down; beside it what has no micro-batch."""
+    """A table of colours, kinds of actions by micro-batches; beside it, what has no micro-batch."""
     left, table = (0.05, 1.25) if narrow else (LEFT_INCHES, 2.3)
     rows = {
         f"{what}  {palette.WORDS[what]}": [palette.colour(what, m, micro_batches) for m in range(micro_batches)]
@@ -153,7 +153,7 @@ def _add_axes(figure: Figure, left: float, bottom: float, width: float, height: 
 
 
 def _put_titles(axes: Axes, left: str, right: str, narrow: bool) -> None:
-    """Above a panel: in bold what it shows, and beside that, or on narrow paper below it, numbers."""
+    """Titles a panel: `left` in bold; `right`, the numbers, beside it, or below it in a narrow figure."""
     look: dict[str, Any] = {"fontsize": 11, "color": INK, "y": 1.0}
     axes.set_title(left, loc="left", fontweight="bold", **look, pad=21 if narrow else 7)
     if narrow:
@@ -164,7 +164,7 @@ def _put_titles(axes: Axes, left: str, right: str, narrow: bool) -> None:
 
 
 def _name_stages(axes: Axes, stages: int) -> None:
-    """A row for each stage, the first at the top, of which at most SHOWN_STAGES are named."""
+    """Makes a row for each stage, stage 0 at the top, and labels at most SHOWN_STAGES of them."""
     step = next(n for n in (1, 2, 4, 8, 16, 32, 64, stages) if stages / n <= SHOWN_STAGES)
     shown = range(0, stages, step)
     axes.set_ylim(stages - 0.5, -0.5)
@@ -172,7 +172,7 @@ def _name_stages(axes: Axes, stages: int) -> None:
 
 
 def _show_axis(axes: Axes, end: float, unit: float, words: str) -> None:
-    """The axis below bars, in units of so much; without numbers if there are no `words`."""
+    """Draws the time axis up to `end` seconds, in units of `unit` seconds; without numbers if `words` is empty."""
     axes.set_xlim(0, end * MARGIN)
     axes.xaxis.set_major_locator(MaxNLocator(10, steps=[1, 2, 5, 10]))
     axes.xaxis.set_major_formatter(lambda value, _: f"{value / unit:g}")
@@ -182,7 +182,7 @@ def _show_axis(axes: Axes, end: float, unit: float, words: str) -> None:
 
 
 def _add_bars(axes: Axes, bars: Sequence[tuple[int, float, float]], **look: Any) -> None:
-    """Bars as (row, start, end). They are one path, as a hatching is drawn anew for each path."""
+    """Draws bars, (row, start, end), as one compound path, since hatching is rendered once per path."""
     half = BAR_HEIGHT / 2
     corners = [
         ((start, row - half), (end, row - half), (end, row + half), (start, row + half)) for row, start, end in bars

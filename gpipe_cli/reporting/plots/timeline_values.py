@@ -9,15 +9,15 @@ from gpipe_cli.pipeline.schedule.breakdown import Breakdown
 from gpipe_cli.pipeline.schedule.timeline import Event, Span, Timeline
 from gpipe_cli.units import rounded
 
-if TYPE_CHECKING:  # it imports torch, which takes seconds: tables of runs do without
+if TYPE_CHECKING:  # it imports torch, which takes seconds; tables of runs do not need it
     from gpipe_cli.planner.plan import Plan
 
 BarKind = Literal["F", "R", "B", "I", "W", "waiting", "transfer", "update"]
 TimelineKind = Literal["measured", "predicted"]
 
 ACTIONS: tuple[BarKind, ...] = ("F", "R", "B", "I", "W")
-# The shares of a step's stage-time, in the order in which they are shown; together they are 1. The paper's overhead
-# breakdown (section 3.1 of the NeurIPS version) names all but the transfer, which its TPUs hide behind compute.
+# Shares of a step's stage-time, which sum to 1, in the order of display. The paper's overhead breakdown (section 3.1 of
+# the NeurIPS version) names all but the transfer, which its TPUs hide behind compute.
 BUSY = ("compute", "recompute", "update")
 IDLE = ("bubble", "imbalance", "transfer", "set_up")
 SHARES = (*BUSY, *IDLE)
@@ -27,7 +27,7 @@ class Bar(NamedTuple):
     """What a stage did, or waited for, in one interval."""
 
     what: BarKind  # an action; or waiting for a neighbour, an exposed transfer, the weight update
-    micro_batch: int | None  # m; None where none is meant, as for the update
+    micro_batch: int | None  # m; None for a bar of no micro-batch, such as the update
     start_seconds: float  # since the step began
     end_seconds: float
 
@@ -43,24 +43,24 @@ class Bar(NamedTuple):
 class TimelineView:
     """One step of a pipeline, measured or predicted; ``stages[k]`` is what stage k did, in order of time.
 
-    Bars of a stage do not overlap. Times without any bar are idle, as those of `waiting` and `transfer` are.
+    Bars of a stage do not overlap. A stage is idle during `waiting` and `transfer`, and where it has no bar.
     """
 
-    title: str  # the subject; kind and numbers are added: `epoch 3, step 135`, `K = 4, M = 16`
+    title: str  # `epoch 3, step 135`, `K = 4, M = 16`; pictures add kind and numbers
     kind: TimelineKind
     stages: tuple[tuple[Bar, ...], ...]
     step_seconds: float  # duration of the whole step, update and set-up included
     breakdown: Mapping[str, float]  # SHARES -> share of stage-time, 0 to 1
-    note: str = ""  # behind the title where there is room: `the median of 45 steps`
+    note: str = ""  # shown after the title where there is room: `the median of 45 steps`
 
     @property
     def end_seconds(self) -> float:
-        """Where the time axis has to end: the step's end, or that of a bar behind it."""
+        """Where the time axis has to end: at the end of the step, or of a bar that ends later."""
         return max([self.step_seconds, *(bars[-1].end_seconds for bars in self.stages if bars)])
 
     @property
     def micro_batches(self) -> int:
-        """M, as far as the bars tell."""
+        """M: the highest micro-batch index among the bars, plus 1."""
         seen = (bar.micro_batch for bars in self.stages for bar in bars if bar.micro_batch is not None)
         return max(seen, default=-1) + 1
 
@@ -73,7 +73,7 @@ def timeline_view(
     step_seconds: float,
     begin_seconds: float,
 ) -> TimelineView:
-    """A timeline as it is drawn; `begin_seconds` is when the step began on its clock."""
+    """The view of a timeline; `begin_seconds`: start of the step on the timeline's clock."""
 
     def bar(what: str, when: Span | Event) -> Bar:
         micro_batch = None if when.action is None else when.action.micro_batch
@@ -96,8 +96,8 @@ def predicted_view(title: str, plan: "Plan") -> TimelineView:
 class StepPicture:
     epoch: int
     step: int  # steps done, this one included
-    views: tuple[TimelineView, ...]  # measured; and predicted, if it was
-    median_of: int = 1  # steps whose median duration is nearest to that of this one
+    views: tuple[TimelineView, ...]  # measured and, if there is a prediction, predicted
+    median_of: int = 1  # number of steps among which this one's duration is nearest to the median
 
 
 def idle(breakdown: Mapping[str, float]) -> float:
@@ -106,11 +106,11 @@ def idle(breakdown: Mapping[str, float]) -> float:
 
 
 def in_percent(breakdown: Mapping[str, float]) -> dict[str, float]:
-    """Shares as they are shown: percent with one decimal that still add up to 100, and the idle ones to `idle`."""
+    """Shares in percent, rounded to one decimal so that they still sum to 100, and `idle`, the sum of the idle ones."""
     shown = rounded({name: 100 * breakdown[name] for name in SHARES})
     return shown | {"idle": idle(shown)}
 
 
 def axis_unit(end_seconds: float) -> tuple[str, float]:
-    """The unit of a time axis that ends there, and its seconds."""
+    """The unit of a time axis that ends at `end_seconds`: its name, and its length in seconds."""
     return ("s", 1.0) if end_seconds >= 2 else ("ms", 1e-3) if end_seconds >= 2e-3 else ("µs", 1e-6)

@@ -1,6 +1,6 @@
 """Plots of the tables of a reproduction: the paper's numbers and ours over the same axis, as pictures in the page.
 
-A plot shows the values of a table's columns and nothing else. Marks, not colours alone, tell the origin: the paper's
+A plot shows the values of a table's columns and nothing else. Markers as well as colours tell the origin: the paper's
 are hollow circles on a dashed line, ours are filled.
 """
 
@@ -24,7 +24,7 @@ _LOGARITHMIC = 30.0  # an axis is logarithmic if its numbers differ by more than
 @dataclass(frozen=True)
 class Line:
     name: str
-    origin: str  # the column's
+    origin: str  # of the column
     values: Sequence[float | None]  # None where the table has none
 
 
@@ -37,7 +37,7 @@ class Chart:
 
 
 def charts(table: Table) -> Iterator[Chart]:
-    """A plot of throughput over K for each M; in other tables, one for each heading that the paper and we share."""
+    """A plot of throughput over K for each M; of other tables, one per heading that the paper and we share."""
     named = {column.heading: column for column in table.columns if not column.origin}
     paper = next((column for column in table.columns if column.origin == "paper"), None)
     if paper is not None and {"K", "M"} <= named.keys():
@@ -55,7 +55,7 @@ def charts(table: Table) -> Iterator[Chart]:
 def _over_partitions(columns: Sequence[Column], named: dict[str, Column]) -> Iterator[Chart]:
     partitions, micro_batches = named["K"].cells, named["M"].cells
     names = named[""].cells if "" in named else ()
-    if names:  # named rows are no curve over K
+    if names:  # named rows do not form a curve over K
         lines = [line for column in columns if (line := _line(_name(column), column))]
         yield Chart("throughput", names, lines, "")
         return
@@ -82,7 +82,7 @@ def draw(charts: Sequence[Chart]) -> Picture:
     figure.set_layout_engine("constrained")
     panels = figure.subplots(1, len(charts), sharey=bool(charts[0].unit), squeeze=False)[0]
     for axes, chart in zip(panels, charts, strict=True):
-        for line in reversed(chart.lines):  # the paper's above ours
+        for line in reversed(chart.lines):  # the paper's line on top of ours
             points = [(at, value) for at, value in enumerate(line.values) if value is not None]
             face, style = ("white", "--") if line.origin == "paper" else (COLOURS[line.origin], "-")
             look = {"marker": "o", "linestyle": style, "markerfacecolor": face, "color": COLOURS[line.origin]}
@@ -91,7 +91,7 @@ def draw(charts: Sequence[Chart]) -> Picture:
         if min(known) > 0 and max(known) > _LOGARITHMIC * min(known):
             axes.set_yscale("log")
         else:
-            axes.axhline(0, linewidth=0)  # the axis begins there
+            axes.axhline(0, linewidth=0)  # makes the axis begin at 0
             axes.yaxis.set_major_formatter(EngFormatter() if max(known) >= 1000 else ScalarFormatter())
         axes.set_title(chart.title, fontsize=9, color=INK, loc="left")
         words = ["\n".join(wrap(place, max(8, 48 // len(chart.places)))) for place in chart.places]

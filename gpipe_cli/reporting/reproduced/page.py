@@ -1,4 +1,4 @@
-"""report.html: the paper's claims beside our results, of all recipes of a folder, in one file that loads nothing.
+"""report.html: the paper's claims beside our results, for all recipes of a folder, in one self-contained file.
 
 The page has no script. A table of all claims at the top links to a section for each recipe, with its tables and their
 plots, its notes and its commands.
@@ -31,7 +31,7 @@ KINDS = {
 
 
 def write_report(folder: Path, reproductions: Sequence[Reproduction], failed: Mapping[str, str]) -> None:
-    """Write the page into ``folder``; ``failed``: why a recipe failed, by its name."""
+    """Write the page into ``folder``; ``failed``: name of a recipe -> why it failed. Raises OSError."""
     style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
     write_whole(folder / REPORT, "\n".join(_page(reproductions, failed, style, folder)) + "\n")
 
@@ -63,7 +63,7 @@ def _page(reproductions: Sequence[Reproduction], failed: Mapping[str, str], styl
 
 
 def _claims(one: Reproduction) -> Iterator[tuple[str, ...]]:
-    """A row for each table that has a number of the paper beside one of ours; one with a note if none has."""
+    """A row for each table with a number of the paper beside one of ours; if there is none, one row with a note."""
     words = next((line for label, line in one.notes if label in ("weights", "found")), "no number in the paper")
     claim, minutes = one.claim, f"{one.seconds / 60:.1f}"
     for said in [verdict(table) for table in one.tables]:
@@ -88,7 +88,7 @@ def _section(one: Reproduction, folder: Path) -> Iterator[str]:
         if drawn := list(charts(table)):
             lines = dict.fromkeys(line.name for chart in drawn for line in chart.lines)
             yield _image(f"{table.title}: {', '.join(lines)}", png(draw(drawn)), f"{360 * len(drawn)}px")
-    for what, path in one.files:  # in the recipe's folder, wherever it lies now
+    for what, path in one.files:  # the recipe's folder may have been moved since
         picture = folder / Path(path).name
         if picture.suffix == ".png" and picture.is_file():
             yield _image(f"{one.title}: {what}", picture.read_bytes())

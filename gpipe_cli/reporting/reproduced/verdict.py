@@ -20,8 +20,8 @@ class Verdict:
 def verdict(table: Table) -> Verdict | None:
     """The verdict of a table; None if it has no number of the paper beside one of ours.
 
-    In a table of growing sizes the last row makes the paper's point; in one of different quantities, the first. Of
-    several columns of the paper the last one counts; of ours, the first one that has a difference from it.
+    In a table of growing sizes, the last row makes the paper's point; in a table of different quantities, the first. If
+    the paper has several columns, the last one counts; of ours, the first one with a difference from it.
     """
     grows = any(column.heading == "K" for column in table.columns)
     for paper in (column for column in reversed(table.columns) if column.origin == "paper"):

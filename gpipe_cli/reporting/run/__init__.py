@@ -1,1 +1,1 @@
-"""A run as it is shown: console, TensorBoard, result.json."""
+"""Reports on a run: console, sinks, result.json."""

@@ -1,4 +1,4 @@
-"""The banner before a run: what the paper calls a run by, K, M, partitions and the ideal bubble (section 2.3)."""
+"""The banner before a run: K, M, the partitions and the ideal bubble, as in the paper (section 2.3), and settings."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -20,7 +20,7 @@ from gpipe_cli.units import learning_rate as shown_rate
 def show_banner(console: Console, run: RunDescription, folder: Path) -> None:
     show_facts(console, _banner(run, folder))
     stages = run.spec
-    several = 1 < stages.layout.processes < stages.partitions  # then some have more than one stage
+    several = 1 < stages.layout.processes < stages.partitions  # some process has several stages
     columns = (
         Column("stage", cells=[str(stage) for stage in range(stages.partitions)], number=True),
         *([Column("process", cells=[*map(str, stages.layout.process_of_stage)], number=True)] if several else []),

@@ -1,8 +1,8 @@
-"""How a run shows that it goes on: a bar in a terminal, and of a training one line per epoch that stays.
+"""The progress of a run: a bar in a terminal and, for a training, one permanent line per epoch.
 
-Outside a terminal there is no bar and no escape code; long epochs show a line now and then. Loss and accuracy of
-training are means over the epoch so far. The loss is the cross-entropy: what is minimized contains label smoothing and
-the auxiliary head, and would not compare with the test loss beside it.
+Outside a terminal, there are no bar and no escape codes; long epochs print a line now and then. Training loss and
+accuracy are means over the epoch so far. The loss is the cross-entropy: the minimized loss includes label smoothing and
+the auxiliary head, and is not comparable with the test loss beside it.
 """
 
 import time
@@ -21,11 +21,11 @@ from gpipe_cli.reporting.run.lines import show_line
 from gpipe_cli.training.events import Evaluated, StepDone
 from gpipe_cli.units import learning_rate, loss, percent, perplexity, rate
 
-LINE_SECONDS = 15.0  # a log shows a sign of life this often, as long as something is done
+LINE_SECONDS = 15.0  # a log gets a line this often while steps are done
 _READ_BYTES = 4096
 _SHORTEST_BAR = 4
 _TIME = len("1:02:03")
-LEFT_OUT = (7, 5, 2, 6, 1)  # columns that a narrow terminal does without: what is left ends with the test's own score
+LEFT_OUT = (7, 5, 2, 6, 1)  # columns that narrow terminals drop, in this order; epoch, test loss and main score remain
 
 
 class RunConsole:
@@ -35,8 +35,8 @@ class RunConsole:
         self.console = console
         self._run, self._words, self._line_seconds = run, words_of(run.config.task), line_seconds
         self._bar: Progress | None = None
-        self._epoch = 0  # the epoch of the sums: samples (text: tokens), part of the loss and the accuracy
-        self._sums = (0, 0.0, 0.0)
+        self._epoch = 0  # the epoch that the sums are over
+        self._sums = (0, 0.0, 0.0)  # samples (text: tokens); over them, sums of the loss and of right predictions
         self._speed: float | None = None
         self._learning_rate: float | None = None
         self._line_waits = False  # the epoch has ended, but its evaluation may still come
@@ -63,11 +63,11 @@ class RunConsole:
 
     @property
     def _line_is_due(self) -> bool:
-        """Whether a log should show a sign of life."""
+        """Whether it is time for another line in a log."""
         return time.monotonic() - self._last_line >= self._line_seconds
 
     def step(self, message: StepDone, speed: float | None) -> None:
-        """A step was done; ``speed`` is the recent one, in samples or for text in tokens a second."""
+        """Shows a step; ``speed`` is the recent one in samples/s, for text in tokens/s."""
         if self._run.bench:
             self._measured(message, speed)
             return
@@ -91,13 +91,13 @@ class RunConsole:
             self._last_line = time.monotonic()
 
     def evaluated(self, message: Evaluated) -> None:
-        """The line of the epoch, with the test set."""
+        """Shows the line of the epoch, with the test scores."""
         self._turn_to(message.epoch)
         self._line_waits = False
         self._line(test=message)
 
     def stop(self) -> None:
-        """Takes the bar away and shows the line that still waits; harmless when repeated."""
+        """Removes the bar and shows the pending line, if any; may be called repeatedly."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -116,7 +116,7 @@ class RunConsole:
         self._line_waits = False
 
     def _means(self) -> tuple[str, str]:
-        """Loss and accuracy of the epoch so far, whatever the sizes of its mini-batches."""
+        """Mean loss and accuracy of the epoch so far, over samples (text: tokens) and not over mini-batches."""
         counted, losses, right = self._sums
         return (loss(losses / counted), percent(right / counted)) if counted else (loss(None), percent(None))
 
@@ -136,7 +136,7 @@ class RunConsole:
         self._last_line = time.monotonic()
 
     def _columns(self, *cells: str) -> str:
-        """One line; a cell that is too long takes its room from the blanks of the next ones."""
+        """One line; a cell that is too long takes up padding of the next ones."""
         ends = self._words.ends
         widths = [end - begin for begin, end in zip((0, *ends), ends, strict=False)]
         shown = list(range(len(widths)))
@@ -151,8 +151,8 @@ class RunConsole:
 
 
 def progress_bar(console: Console, counted: str) -> Progress | None:
-    """A bar to which one task is to be added, which goes away at the end; None outside a terminal. The task's field
-    `state` is what goes on, after `counted`: phrases, the most important first."""
+    """A transient bar, to which the caller adds one task; None outside a terminal. `counted` is the format of the text
+    left of the bar; the task's field `state` has the phrases right of it, the most important first."""
     if not console.is_terminal or console.is_dumb_terminal:
         return None
     return Progress(
@@ -166,7 +166,7 @@ def progress_bar(console: Console, counted: str) -> Progress | None:
 
 @contextmanager
 def following(console: Console, log: Path) -> Iterator[None]:
-    """Inside, show the newest line of a file to which a command writes, at the foot of a terminal."""
+    """While active, shows the newest line of `log`, to which a command writes, at the bottom of a terminal."""
     begin = log.stat().st_size
 
     def newest() -> Text:
@@ -180,7 +180,7 @@ def following(console: Console, log: Path) -> Iterator[None]:
 
 
 class _State(ProgressColumn):
-    """As many phrases as fit beside the other columns; the time left is always one of them."""
+    """As many phrases as fit beside the other columns, with room kept for the remaining time."""
 
     def __init__(self, console: Console, counted: str) -> None:
         super().__init__(Column(no_wrap=True))

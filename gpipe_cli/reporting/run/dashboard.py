@@ -1,6 +1,6 @@
-"""What the sinks of a run get of it: every tag but those of pictures is in this file.
+"""What the sinks of a run receive: all curves, texts and pictures are sent from this file.
 
-There is one dashboard per run, in the parent process. Steps count those done; accuracies are shares, 0 to 1.
+There is one dashboard per run, in the parent process. `step` counts the steps done; accuracies are shares, 0 to 1.
 """
 
 import html
@@ -32,30 +32,30 @@ _KEPT = (CONFIG, RESULT, LOG, PAGE, "failure.txt")  # files of the run folder th
 
 
 class Dashboard:
-    """Turns what happens in a run into curves, texts and pictures for its sinks; `failed` is told what fails."""
+    """Turns what happens in a run into curves, texts and pictures for its sinks, whose errors go to `failed`."""
 
     def __init__(self, folder: Path, run: RunDescription, failed: Callable[[OSError], None]) -> None:
-        """The sinks have the settings from now on: a run that is killed is there with them."""
+        """Sends the settings at once, so that the sinks have them even if the run is killed."""
         self._folder, self._run, plan = folder, run, run.prediction
         final = [f"final/{measure.final}" for measure in finals(run.config.task)]
         of_run = SinkRun(folder, run.config, run.first_step, plan is not None, final, _facts(folder))
         self._sinks = Sinks(of_run, failed)
         values = hyperparameters(run.config)
         self._sinks.each(lambda sink: sink.settings(values))
-        # level lines, with which measured curves are compared
+        # horizontal lines to compare measured curves with
         self._constants = _tagged({"bubble_ideal": run.ideal_bubble})
         if plan is not None:
             shares = asdict(plan.breakdown)
             self._constants |= _tagged({"idle_predicted": idle(shares), "bubble_predicted": shares["bubble"]})
 
     def describe(self, config_yaml: str, banner: str) -> None:
-        """Puts the configuration and the banner beside the curves."""
+        """Sends the configuration and the banner as texts."""
         for name, text in (("config", config_yaml), ("banner", banner)):
             self._text(name, self._run.first_step, text)
         self.flush()
 
     def end(self, status: Status, step: int, result: RunResult) -> None:
-        """What became of the run."""
+        """Sends the final results, and ends the sinks."""
         values = {f"final/{one.final}": (one.value(result), one.unit.curve_size) for one in finals(result.task)}
         self._draw(step, {tag: None if value is None else value / size for tag, (value, size) in values.items()})
         files = [path for name in _KEPT if (path := self._folder / name).is_file()]
@@ -77,7 +77,7 @@ class Dashboard:
         self._draw(step, {**measured, **shares, **self._constants})
 
     def memory(self, step: int, processes: Iterable[StageMemory]) -> None:
-        """What the peak of each process is made of; the parts add up to it."""
+        """The parts of each process's peak memory in GiB, which add up to it."""
         for process in processes:
             name = "all_stages" if process.stage is None else f"stage_{process.stage}"
             parts = {part: size / GIB for part, size in asdict(process).items() if part != "stage"}
@@ -108,7 +108,7 @@ class Dashboard:
 
 
 def _facts(folder: Path) -> dict[str, str]:
-    """What result.json knows of the start of the run, under MLflow's names."""
+    """The run's folder and, from result.json, its command line and commit, under MLflow's names."""
     found = {"gpipe.folder": str(folder.absolute()), "mlflow.source.type": "LOCAL"}
     if starts := read_run_result(folder).starts:
         found["mlflow.source.name"], codes = starts[-1].command, starts[-1].code
@@ -118,7 +118,7 @@ def _facts(folder: Path) -> dict[str, str]:
 
 
 def _tagged(values: Mapping[str, float | None]) -> dict[str, float | None]:
-    """Values of measures, by the tags of their curves."""
+    """The values, keyed by the tags of the measures' curves instead of by the measures' keys."""
     return {MEASURES[key].tag: value for key, value in values.items()}
 
 
@@ -135,7 +135,7 @@ def _training(message: StepDone) -> dict[str, float | None]:
 
 
 def _memory(message: StepDone, device_of_stage: Sequence[int]) -> dict[str, float | None]:
-    """The peaks; stages that share a device, or a process on a CPU, share one curve."""
+    """Peak memory in GiB; stages that share a device, or a process on a CPU, share one curve."""
     if not message.memory_bytes:
         return {}
     of_stages = {
@@ -146,7 +146,7 @@ def _memory(message: StepDone, device_of_stage: Sequence[int]) -> dict[str, floa
 
 
 def _translation_table(translations: Iterable[Translation]) -> str:
-    """Sentences as a Markdown table; what Markdown or HTML would take for its own is shown as it is."""
+    """Sentences as a Markdown table, with the special characters of Markdown and HTML escaped."""
 
     def escaped(text: str) -> str:
         return re.sub(r"([\\`*_{}\[\]])", r"\\\1", html.escape(" ".join(text.split()), quote=False))

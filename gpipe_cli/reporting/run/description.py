@@ -1,6 +1,6 @@
-"""A run before its first step: what was decided, what was found in the data, and in which words it is reported.
+"""What is known of a run before its first step: decisions, facts about the data, and the words of its reports.
 
-It is judged by top-1 for the paper's images (section 4), by the loss of a token for its text (table 5).
+As in the paper, runs on images are judged by top-1 (section 4), runs on text by the loss per token (table 5).
 """
 
 import math
@@ -14,7 +14,7 @@ from gpipe_cli.pipeline.schedule.simulator import ideal_bubble
 from gpipe_cli.results.run import Evaluation, Restart, Start
 from gpipe_cli.training.events import DataFacts, LayersCompiled, Notes, Scores, Tested
 
-if TYPE_CHECKING:  # they import torch, which takes seconds: tables of runs do without
+if TYPE_CHECKING:  # they import torch, which takes seconds; tables of runs do not need it
     from gpipe_cli.planner.mfu import StepFlops
     from gpipe_cli.planner.pipeline_spec import PipelineSpec
     from gpipe_cli.planner.plan import Plan
@@ -32,17 +32,17 @@ class RunDescription:
     spec: "PipelineSpec"
     flops: "StepFlops"
     data: DataFacts
-    notes: Notes  # more lines of the banner
+    notes: Notes  # additional lines of the banner
     steps_per_epoch: int | None  # None: a dry run that has not opened the data
     first_step: int = 0  # steps done before this run began: above 0 only for one that was resumed
     gpu_names: tuple[str, ...] = ()
     compiled: LayersCompiled | None = None  # None: with compile=false, and in a dry run
-    test: Tested | None = None  # the last one before the first step, as of the next one
-    best: Tested | None = None
+    test: Tested | None = None  # the last evaluation before the first step
+    best: Tested | None = None  # the best evaluation before the first step
     bench: bool = False  # the run measures, and trains no model
-    start: Start | None = None  # None: by no command
+    start: Start | None = None  # None: no command started the run
     restarts: tuple[Restart, ...] = ()  # restarts within this command
-    warm_up_steps: int = WARM_UP_STEPS  # first ones, that do not count to the speed
+    warm_up_steps: int = WARM_UP_STEPS  # first steps, which do not count towards the speed
     simulation: Mapping[str, Any] = field(default_factory=dict)  # planner.simulation_data, for the page
 
     @property
@@ -51,12 +51,12 @@ class RunDescription:
 
     @property
     def layers(self) -> int:
-        """L."""
+        """L, the number of the model's layers."""
         return sum(map(len, self.spec.layer_names))
 
     @property
     def cost_shares(self) -> list[float | None]:
-        """Each partition's share of the model's computation, 0 to 1; None where nothing costs anything."""
+        """Each partition's share of the model's computation, 0 to 1; None if the model's cost is 0."""
         costs = self.spec.cost
         return [cost / sum(costs) if sum(costs) else None for cost in costs]
 
@@ -66,17 +66,17 @@ class RunDescription:
 
     @property
     def ideal_bubble(self) -> float:
-        """Share of the devices' time, 0 to 1."""
+        """(K-1)/(M+K-1) for K devices (section 2.3): a share of their time, 0 to 1."""
         return ideal_bubble(len(set(self.spec.layout.device_of_stage)), self.config.micro_batches)
 
     @property
     def prediction(self) -> "Plan | None":
-        """The plan, if its seconds are those of this device; otherwise they only show which layers cost more."""
+        """The plan if its times are those of this device; None if they only tell which layers cost more."""
         return None if self.plan.costs.basis == "other_device" else self.plan
 
     @property
     def total_steps(self) -> int:
-        """Steps of the whole run, those before it was resumed included."""
+        """Steps of the whole run, including those before it was resumed."""
         assert self.steps_per_epoch is not None, "a dry run has no steps"
         steps = self.config.epochs * self.steps_per_epoch
         return steps if self.config.max_steps is None else min(steps, self.config.max_steps)
@@ -100,7 +100,7 @@ def model_name(config: TrainConfig) -> str:
 
 
 def _width(width: int, papers: int) -> str:
-    """Said where it is not the paper's, and so neither is the size."""
+    """The suffix for a width other than the paper's, which also changes the model's size."""
     return "" if width == papers else f" of width {width}"
 
 
@@ -108,16 +108,16 @@ def _width(width: int, papers: int) -> str:
 class Words:
     """The words and columns of a task's reports."""
 
-    text: bool  # whether loss, accuracy and speed are those of tokens; otherwise of samples
-    sample: str  # one of what the data set holds
+    text: bool  # whether loss, accuracy and speed are per token; otherwise per sample
+    sample: str  # an item of the data set
     speed: str  # the unit of the speed in columns and bars
-    accuracy: str  # the share of right predictions, in columns and bars
-    scores: tuple[str, str, str]  # scores on the test set, in columns
+    accuracy: str  # name of the share of right predictions, in columns and bars
+    scores: tuple[str, str, str]  # names of the scores on the test set, in columns
     ends: tuple[int, ...]  # positions at which the columns of an epoch's line end
 
 
 def precision_facts(precision: str, computes_in: str) -> list[tuple[str, str]]:
-    """A line of what layers compute with, unless that is float32; `computes_in`: as by the function of that name."""
+    """A line on the precision of layers, unless it is float32; `computes_in`: from the function of that name."""
     parts = {"tf32": "products and convolutions", "bfloat16": "products and convolutions; weights stay float32"}
     if precision not in parts:
         return []
@@ -129,7 +129,7 @@ def precision_facts(precision: str, computes_in: str) -> list[tuple[str, str]]:
 
 
 def words_of(task: Task) -> Words:
-    """The words of a task. Lines are at most 75 characters long: `best` still fits behind them at 80 columns."""
+    """The words of a task. Lines are at most 75 characters long, so that ` best` still fits into 80 columns."""
     if task == "classification":
         ends = (10, 21, 29, 40, 48, 56, 66, 75)
         return Words(False, "sample", "samples/s", "top-1", ("test loss", "top-1", "top-5"), ends)

@@ -1,6 +1,6 @@
-"""Lines on the console: as they are, labelled facts, errors; the log of a run; and settings as they are typed.
+"""Lines on the console (plain lines, labelled facts, errors), the log of a run, and settings as they are typed.
 
-The words are ASCII: logs are read in places without UTF-8, where the sentences of a translation are shown as escapes.
+The words are ASCII, since logs are also read where UTF-8 is missing; there, translated sentences appear as escapes.
 """
 
 import re
@@ -22,12 +22,12 @@ from gpipe_cli.config.typed import quoted
 from gpipe_cli.system.phase import end_phase
 
 LOG = "log.txt"
-LABEL_WIDTH = 12  # length of the longest label; its line reads as a sentence: `mini-batch   32 = 1 replica x ...`
-COMMANDS = ("gpipe ", "tensorboard ")  # lines that are copied begin with these
+LABEL_WIDTH = 12  # length of the longest label: `mini-batch   32 = 1 replica x ...`
+COMMANDS = ("gpipe ", "tensorboard ")  # facts that begin like this are commands to copy, which are never broken
 
 
 def show_line(console: Console, text: str, style: str = "") -> None:
-    """Prints one line as it is; long ones are not broken, so that paths and commands can be copied."""
+    """Prints and logs one line; long ones are not broken, so that paths and commands can be copied."""
     end_phase()
     writable = text.encode(console.encoding, "backslashreplace").decode(console.encoding)
     console.print(Text(writable, style), soft_wrap=True)
@@ -35,13 +35,13 @@ def show_line(console: Console, text: str, style: str = "") -> None:
 
 
 def show_text(console: Console, text: str, style: str = "") -> None:
-    """Prints a sentence; one that is longer than a line of the terminal goes on below."""
+    """Prints a sentence, wrapped to the width of the terminal."""
     for line in wrapped(text, console.width) if console.is_terminal else [text]:
         show_line(console, line, style)
 
 
 def wrapped(text: str, width: int) -> list[str]:
-    """The lines of a text, broken at blanks only; behind a number, as in `40.5 samples/s`, only if it must be."""
+    """The lines of a text, broken at blanks only; after a number, as in `40.5 samples/s`, only if unavoidable."""
     lines = [text]
     for broken in (re.sub(r"(?<=\d) (?=[^\W\d]|%)", "\xa0", text), text):
         if max(map(cell_len, lines), default=0) <= width:
@@ -51,7 +51,7 @@ def wrapped(text: str, width: int) -> list[str]:
 
 
 def show_error(text: str) -> None:
-    """Says in one line on stderr what went wrong."""
+    """Prints an error as one line on stderr, and logs it."""
     end_phase()
     line = " ".join(text.split())
     sys.stderr.write(f"{line}\n")
@@ -60,7 +60,7 @@ def show_error(text: str) -> None:
 
 
 def show_facts(console: Console, facts: Iterable[tuple[str, str]]) -> None:
-    """Prints labelled lines; in a terminal that is narrower than one, it goes on below the fact, at a blank."""
+    """Prints labelled lines; in a narrow terminal, a fact is wrapped at blanks and continues below itself."""
     for label, fact in facts:
         lines = [fact]
         if console.is_terminal and not fact.startswith(COMMANDS):
@@ -71,8 +71,8 @@ def show_facts(console: Console, facts: Iterable[tuple[str, str]]) -> None:
 
 
 def in_columns(console: Console, rows: Sequence[tuple[str, Sequence[str]]]) -> Iterable[tuple[str, str]]:
-    """Labelled lines whose cells stand one below the other, the first row as heading; a column may be of `=` only. On a
-    terminal that is too narrow for that, columns become lines."""
+    """Labelled lines with aligned cells; the first row is the heading, and a column may be of `=` only. In a terminal
+    that is too narrow for them, columns become lines."""
     lines = aligned(rows)
     if not console.is_terminal or max(len(line) for _, line in lines) < console.width - LABEL_WIDTH:
         return lines
@@ -82,13 +82,13 @@ def in_columns(console: Console, rows: Sequence[tuple[str, Sequence[str]]]) -> I
 
 
 def aligned(rows: Sequence[tuple[str, Sequence[str]]]) -> list[tuple[str, str]]:
-    """Labels, and lines whose cells stand one below the other, at the right."""
+    """(label, line) for each row, with the cells of a column right-aligned."""
     widths = [max(map(len, cells)) for cells in zip(*(cells for _, cells in rows), strict=True)]
     return [(label, " ".join(map(str.rjust, cells, widths))) for label, cells in rows]
 
 
 class _Log:
-    """log.txt in ``folder``, which gets lines as soon as a run lies there: one that is refused leaves nothing."""
+    """log.txt in ``folder``. Lines wait until the file CONFIG of a run is there: a refused run leaves no log."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -110,7 +110,7 @@ _LOG: ContextVar[_Log | None] = ContextVar("log", default=None)
 
 @contextmanager
 def logging_to(folder: Path | None) -> Iterator[None]:
-    """Inside, what is shown stands in the log of the run in ``folder``, too, behind the time; with None in no log."""
+    """While active, what is shown is also logged, with the time, for the run in ``folder``; with None, nowhere."""
     before = _LOG.set(None if folder is None else _Log(folder))
     try:
         yield
@@ -119,13 +119,13 @@ def logging_to(folder: Path | None) -> Iterator[None]:
 
 
 def log(text: str) -> None:
-    """Adds lines to the log of the run that is at work, if there is one, without showing them."""
+    """Adds lines to the log of the current run, if there is one, without showing them."""
     if (own := _LOG.get()) is not None:
         own.add(text)
 
 
 def override(key: str, value: str) -> str:
-    """`key=value` as one types it: Hydra takes commas and brackets for its own, the shell takes blanks."""
+    """`key=value`, quoted as needed on a command line: for Hydra (commas, brackets) and for the shell (blanks)."""
     if re.fullmatch(r"[\w./-]+", value):
         return f"{key}={value}"
     override = f"{key}={quoted(value)}"

@@ -1,4 +1,4 @@
-"""How fast a run is, and on what: a speed without its warm-up rule, hardware and versions cannot be compared."""
+"""Speed, memory and environment of a run: a speed without its warm-up rule, hardware and versions is not comparable."""
 
 import os
 import platform
@@ -25,9 +25,9 @@ if TYPE_CHECKING:  # they import torch
 SpeedKind = Literal["measured", "measured_contended", "measured_one_device"]
 
 PACKAGES = ("torch", "torchvision", "timm", "gpipe-cli")
-CONTENDED = 0.05  # share of a stage's computing time without a core from which on its speed is not its own
-DISTURBED = 0.15  # share above which a run does not calibrate later predictions
-TEXT_PACKAGES = ("sentencepiece", "Babel", "sacrebleu")  # the tokens, the sentences and the scores come from them
+CONTENDED = 0.05  # share of a stage's computing time without a core above which a speed is `measured_contended`
+DISTURBED = 0.15  # the same share, above which a run does not calibrate later predictions
+TEXT_PACKAGES = ("sentencepiece", "Babel", "sacrebleu")  # tokens, sentences and scores depend on them
 
 
 class StepMedians:
@@ -39,17 +39,17 @@ class StepMedians:
         self._values: dict[str, array[float]] = {}
 
     def add(self, values: Mapping[str, float]) -> None:
-        """Quantities of the next step; a quantity is added in every step, or in none."""
+        """Adds quantities of the next step; a quantity is added in every step, or in none."""
         for quantity, value in values.items():
             self._values.setdefault(quantity, array("d")).append(value)
 
     def counted(self, quantity: str) -> Sequence[float]:
-        """The values that medians are over; none of what was never added, as the tokens of images."""
+        """The values that a median is taken over; empty for a quantity that was never added, as tokens/s of images."""
         values = self._values.get(quantity, array("d"))
         return values[self.warm_up_steps :] or values
 
     def median(self, quantity: str, last: int = 0) -> float | None:
-        """Over the last few steps that count, or over all."""
+        """The median over the ``last`` steps that count, 0: over all; None if there are none."""
         values = self.counted(quantity)[-last:]
         return median(values) if values else None
 
@@ -62,7 +62,7 @@ class StepMedians:
 
 
 def kind_of_speed(one_device: bool, without_core: float | None) -> SpeedKind | None:
-    """What kind of a number a speed is; None without one. ``without_core`` is a share of the computing time."""
+    """The kind of a speed; ``without_core``: share of computing time without a core, None before the first step."""
     if without_core is None:
         return None
     return "measured_one_device" if one_device else "measured_contended" if without_core > CONTENDED else "measured"
@@ -75,8 +75,8 @@ def stage_memory(
     counted: Sequence[int] | None,
     libraries: Sequence[int] | None,
 ) -> tuple[StageMemory, ...]:
-    """The parts of each measured peak, which add up to it. Stages that share a device, or a process on a CPU, share it.
-    Activations are those planned if they were not counted."""
+    """The parts of each measured peak, in bytes, which add up to it. Stages that share a device, or a process on a CPU,
+    share a peak. If activations were not counted, they are the planned ones."""
     found = []
     for stages in stages_together(spec.layout.device_of_stage) if peaks else ():
         parts = {
@@ -101,12 +101,12 @@ def stages_together(device_of_stage: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def stages_named(stages: Sequence[int]) -> str:
-    """`2`, `0,1`, `2-4` of neighbours."""
+    """`2`, `0,1`; three neighbours or more are a range, `2-4`."""
     return ",".join(spans(stages, "-"))
 
 
 def process_seconds() -> float:
-    """Since this process began (Linux, to a hundredth of a second), interpreter and imports included; 0 elsewhere."""
+    """Seconds since this process began, interpreter and imports included; Linux only, to 0.01 s; 0 elsewhere."""
     try:
         fields = Path("/proc/self/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -115,7 +115,7 @@ def process_seconds() -> float:
 
 
 def hardware(gpu_names: Sequence[str], threads: int) -> dict[str, object]:
-    """The machine. The names of GPUs are given: to ask torch would create a CUDA context in the parent."""
+    """The machine. GPU names are passed in, as asking torch would create a CUDA context in the parent process."""
     return {
         "cpu": cpu_model(),
         "cores": usable_cores(),

@@ -1,6 +1,6 @@
-"""Passes on what happens in a run to the console, to TensorBoard and to result.json, in the parent process.
+"""Reports what happens in a run to the console, the sinks and result.json, in the parent process.
 
-``step`` in every message counts optimizer steps done, epochs count from 1.
+``step`` counts the optimizer steps done; epochs count from 1.
 """
 
 import io
@@ -47,14 +47,14 @@ from gpipe_cli.training.events import CheckpointAwaited, Evaluated, StepDone, Te
 if TYPE_CHECKING:  # it imports torch
     pass
 
-RECENT_STEPS = 20  # a displayed speed is the median over so many steps
+RECENT_STEPS = 20  # a displayed speed is the median over this many steps
 
 
 class Reporter:
-    """Reports one run into ``folder``, which is made if need be.
+    """Reports one run into ``folder``, which is created if missing.
 
-    ``result.json`` is there from the beginning (status ``running``) and follows every evaluation, so that a run that
-    was killed leaves what it had. ``finish`` is called last, and once.
+    ``result.json`` is written at the start (status ``running``) and after every evaluation, so that a killed run leaves
+    its results so far. Call ``finish`` last, and once.
     """
 
     def __init__(self, folder: Path, run: RunDescription, console: Console | None = None) -> None:
@@ -65,10 +65,10 @@ class Reporter:
         self._begin = time.monotonic() - measurement.process_seconds()
         self._steps = run.first_step
         self._memory_bytes: tuple[int, ...] = ()
-        self._checkpoint = 0  # the step after which the last one was written
+        self._checkpoint = 0  # step of the last checkpoint written
         self._failed_checkpoints = 0
         self._medians = measurement.StepMedians(run.warm_up_steps)
-        # Of a step whose activations were counted: those of each stage, and its libraries' bytes.
+        # From a step with counted activations, in bytes per stage: saved activations, and libraries.
         self._counted: tuple[tuple[int, ...] | None, tuple[int, ...] | None] = (None, None)
         self._predicted_activation_bytes: tuple[int, ...] | None = None
         self._compared = False
@@ -78,12 +78,12 @@ class Reporter:
         self._test, self._best = _tested(run.config.task, run.test), _tested(run.config.task, run.best)
         self._starts = _starts(folder, run)
         self._console = RunConsole(console or Console(), run)
-        self._incomplete = False  # something that the run can do without could not be written
+        self._incomplete = False  # whether optional output could not be written
         write_run(self._folder, self._result("running"))
         self._dashboard = Dashboard(folder, run, self._unwritten)
 
     def banner(self, *, shown: bool = True) -> None:
-        """What the run is, on the console and in TensorBoard, or only there."""
+        """Sends the configuration and the banner to the sinks, and shows the banner on the console if ``shown``."""
         if shown:
             show_banner(self._console.console, self._run, self._folder)
         plain = Console(file=io.StringIO(), width=100, force_terminal=False, color_system=None)
@@ -92,11 +92,11 @@ class Reporter:
         self._dashboard.describe(to_yaml(self._run.config), text.get())
 
     def start(self) -> None:
-        """Training begins: in a terminal, a bar that waits for the first step."""
+        """Training begins: in a terminal, shows a bar that waits for the first step."""
         self._console.start()
 
     def step(self, message: StepDone, predicted_activation_bytes: tuple[int, ...] | None = None) -> None:
-        """A step was done; where its activations were counted, with what was to be expected of its mini-batch."""
+        """A step was done; if its activations were counted, with the bytes per stage predicted for its mini-batch."""
         self._steps = message.step
         self._memory_bytes = message.memory_bytes
         quantities = {
@@ -117,12 +117,12 @@ class Reporter:
             self._compare()
 
     def recorded(self, step: int, breakdown: Mapping[str, float]) -> None:
-        """It is known where the time of a step went: timeline_values.SHARES -> share of stage-time, 0 to 1."""
+        """The breakdown of a step is known: timeline_values.SHARES -> share of stage-time, 0 to 1."""
         self._medians.add(breakdown)
         self._dashboard.recorded(step, breakdown)
 
     def timeline(self, picture: StepPicture) -> None:
-        """The step to show of an epoch, instead of an earlier one of it, and the parts of the memory."""
+        """Shows a step in place of an earlier one of the same epoch, and sends the parts of the memory to the sinks."""
         from gpipe_cli.reporting.plots.picture import write_picture
         from gpipe_cli.reporting.plots.timeline import draw
 
@@ -145,7 +145,7 @@ class Reporter:
         )  # fmt: skip
 
     def evaluated(self, message: Evaluated) -> None:
-        """The test set was seen."""
+        """The test set was evaluated."""
         self._test = _tested(self._run.config.task, message)
         if message.is_best:
             self._best = self._test
@@ -156,49 +156,49 @@ class Reporter:
 
     def checkpointed(self, step: int) -> None:
         """A checkpoint is complete on disk."""
-        self._dashboard.flush()  # what is written now is not done again, should the run be killed
+        self._dashboard.flush()  # a resume from the checkpoint will not repeat these steps
         self._checkpoint = step
 
     def checkpoint_failed(self, why: str) -> None:
-        """The training goes on without it."""
+        """A checkpoint could not be written; the training goes on without it."""
         self._failed_checkpoints += 1
         show_error(f"warning: {why}; the training goes on, and tries the next one")
 
     def checkpoint_awaited(self, message: CheckpointAwaited) -> None:
-        """A checkpoint takes longer than the steps until the next one, or the end."""
+        """The training waited for a checkpoint that took longer than the steps until the next one, or the end."""
         awaited = f"{message.seconds:.1f} s for the checkpoint of step {message.awaited_step:,} to be written"
         show_line(self._console.console, f"step {message.step:,}: waited {awaited}")
 
     @contextmanager
     def optional(self) -> Iterator[None]:
-        """Around writing what a run can do without."""
+        """Context for writing optional output: an OSError is shown as a warning, not raised."""
         try:
             yield
         except OSError as error:
             self._unwritten(error)
 
     def _unwritten(self, error: OSError) -> None:
-        """The first failure is shown as a warning, and the run goes on."""
+        """Shows the first failure of optional output as a warning; the run goes on."""
         if not self._incomplete:
             show_error(f"warning: {one_line(error)}; the run goes on without what cannot be written")
         self._incomplete = True
 
     def break_off(self) -> None:
-        """Another report of the same run follows."""
+        """Ends this report when another one of the same run follows."""
         self._dashboard.flush()
         self._console.stop()
 
     def finish(self, status: Status, error: str | None = None) -> None:
-        """Ends the report, at whatever point. Raises OSError if all is shown, and result.json could not be written."""
+        """Ends the report, at any point of the run. Shows all; then raises OSError if result.json was not written."""
         if self._run.start is not None:
             self._starts[-1] = replace(self._starts[-1], ended=to_the_second(datetime.now().astimezone()))
         result = self._result(status, error)
         unwritten: OSError | None = None
-        try:  # first of all: if the console is closed, writing to it ends the process
+        try:  # first, as writing to a closed console ends the process
             write_run(self._folder, result)
         except OSError as failed:
             unwritten = failed
-        if self._pictures:  # with the share of the run in which others used its cores, as in the summary
+        if self._pictures:  # again, with the final share of contended time, as in the summary
             with self.optional():
                 self._write_page()
         self._dashboard.end(status, self._steps, result)
@@ -211,10 +211,10 @@ class Reporter:
             raise unwritten
 
     def _resumable(self) -> tuple[str, str | None]:
-        """The words that name the checkpoint to go on from, and the folder to give then."""
+        """Where the checkpoint to resume from is, in words; and the run folder to resume, None if there is none."""
         if not self._folder.is_dir():
             return GONE, None
-        # interrupted, it may have ended before the message of one that is there
+        # an interrupted run may have ended before the message of a checkpoint that is on disk
         there = [step for one in checkpoints_in(self._folder) if (step := step_of(one)) > self._run.first_step]
         if written := max([self._checkpoint, *there]):
             return f"{self._folder}, after step {written:,}", str(self._folder)
@@ -223,14 +223,14 @@ class Reporter:
         return "none was written yet, there is nothing to resume", None
 
     def _compare(self) -> None:
-        """Says once what became of the prediction."""
+        """Shows, once, the prediction against the measured step."""
         prediction, seconds = self._run.prediction, self._medians.median("step_seconds")
         if self._compared or prediction is None or seconds is None:
             return
         self._compared = True
         console, (kind, share) = self._console.console, self._kind_of_speed
         show_facts(console, comparison(prediction, seconds, self._predicted_activation_bytes, self._counted[0]))
-        if kind is not None and kind != "measured":  # whatever was predicted, it was not this
+        if kind is not None and kind != "measured":  # such a speed is not what was predicted
             show_facts(console, [("", speed_kind(kind, share))])
 
     def _show_disturbed(self) -> None:
@@ -244,15 +244,15 @@ class Reporter:
 
     @property
     def undisturbed_step_seconds(self) -> float | None:
-        """The median that later predictions are based on; None after few steps, or where cores were shared."""
-        lost = [self._medians.median(share) or 0.0 for share in ("without_core", "set_up")]  # data are set-up
+        """The median step that calibrates later predictions; None after too few steps, or if the run was disturbed."""
+        lost = [self._medians.median(share) or 0.0 for share in ("without_core", "set_up")]  # data waits are set-up
         few = self._steps - self._run.first_step < COMPARED_STEPS
         unfit = few or self._one_device or max(lost) > measurement.DISTURBED
         return None if unfit else self._medians.median("step_seconds")
 
     @property
     def _kind_of_speed(self) -> tuple[measurement.SpeedKind | None, float | None]:
-        """The kind; and the share of its computing time in which the stage that was worst off had no core."""
+        """The kind of speed, and the median over steps of the highest `without_core` of any stage, 0 to 1."""
         share = self._medians.median("without_core")
         return measurement.kind_of_speed(self._one_device, share), share
 
@@ -324,17 +324,17 @@ class Reporter:
 
 
 def _starts(folder: Path, run: RunDescription) -> list[Start]:
-    """The starts of the run that goes on, or that begins in ``folder`` again, and this one."""
+    """The earlier starts of the run, if it is resumed or begins again in ``folder``, followed by this one."""
     earlier = [run_result_or_none(Path(one)) for one in (folder, run.config.resume) if one is not None]
     found = next((list(result.starts) for result in earlier if result is not None), [])
-    if run.start is None or (found and found[-1].started == run.start.started):  # it is there: max_restarts
+    if run.start is None or (found and found[-1].started == run.start.started):  # recorded before a restart
         return found
     return [*found, replace(run.start, first_step=run.first_step, code=measurement.code(run.config.model))]
 
 
 def complete_result(folder: Path, task: Task, progress: Progress) -> None:
-    """Says of a run that was killed between its last checkpoint and its end that it is complete, and how good it is."""
-    result = run_result_or_none(folder)  # an unreadable result cannot be mended
+    """Completes result.json of a run that was killed between its last checkpoint and its end: status and scores."""
+    result = run_result_or_none(folder)  # None also if it cannot be read
     if result is None or result.status == "completed":
         return
     with suppress(OSError):

@@ -13,20 +13,20 @@ from gpipe_cli.units import duration, percent, size
 if TYPE_CHECKING:  # it imports torch
     from gpipe_cli.planner.plan import Plan
 
-STAGES_SHOWN = 4  # with more stages than these only the fullest one is shown
-COMPARED_STEPS = 20  # done in this process when the prediction is compared
-_LARGE = 2.0  # a difference is written as a factor from here on, and from its inverse down
+STAGES_SHOWN = 4  # with more stages, only the fullest one is shown
+COMPARED_STEPS = 20  # steps done in this process before the prediction is compared
+_LARGE = 2.0  # a ratio of at least this, or at most its inverse, is written as a factor
 
 
 def measured_breakdown(medians: StepMedians) -> dict[str, float] | None:
-    """SHARES, each a median, scaled so that together they are 1 as those of every step are; None without any."""
+    """The median over steps of each of SHARES, rescaled to sum to 1, as in every step; None if none is known."""
     found = {name: share for name in SHARES if (share := medians.median(name)) is not None}
     total = sum(found.values())
     return {name: share / (total or 1.0) for name, share in found.items()} or None
 
 
 def show_shares(console: Console, kinds: Mapping[str, Mapping[str, float] | None], ideal_bubble: float) -> None:
-    """A small table: a line for each kind of breakdown that is known, and what their bubble is compared with.
+    """Shows a small table, a line for each kind of breakdown that is known, and the ideal bubble, 0 to 1.
 
     % of a step  compute recompute  update    idle =  bubble imbalance transfer set-up
     measured        58.0      18.3     2.2    21.5 =    14.2       1.5     2.3    3.5
@@ -52,8 +52,8 @@ def comparison(
     predicted_bytes: Sequence[int] | None,
     counted_bytes: Sequence[int] | None,
 ) -> Iterable[tuple[str, str]]:
-    """Labelled lines: the prediction of a run against what was measured, and the saved activations of one mini-batch,
-    per stage, if they were counted."""
+    """Labelled lines: predicted against measured step and, if they were counted, the saved activations of one
+    mini-batch in bytes per stage."""
     least, most = prediction.step_range
     varied = f", {duration(least)} to {duration(most)} as the machine varies;" if least < most else ","
     times = f"{duration(prediction.step_seconds)} a step{varied} measured {duration(step_seconds)}"

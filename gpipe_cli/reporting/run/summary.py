@@ -1,4 +1,4 @@
-"""What became of a run: the summary of a training, of a measurement (`gpipe bench`) and of `gpipe evaluate`."""
+"""Final summaries: of a training, of a measurement (`gpipe bench`) and of `gpipe evaluate`."""
 
 import re
 import shlex
@@ -29,10 +29,10 @@ EXAMPLES = 5  # translations that the console shows; evaluate.json has all
 def show_summary(
     console: Console, result: RunResult, folder: Path, peak: str, checkpoint: str, resume: str | None
 ) -> None:
-    """Shows what became of a training or of a measurement.
+    """Shows the outcome of a training or a measurement.
 
-    `peak`: where the peak that the MFU is a share of comes from, or why it is not known; `checkpoint`: where the last
-    one is of a training that was stopped, and the run folder to `resume`.
+    `peak`: the source of the peak FLOP/s in the MFU, or why it is unknown. Of a training that was stopped,
+    `checkpoint`: where its last checkpoint is; `resume`: the run folder to resume, None if there is no checkpoint.
     """
     status, seconds, bench = result.status, MEASURES["seconds"].text(result), result.command == "bench"
     epochs = f"{plural(result.epochs, 'epoch')}, " if result.epochs and not bench else ""
@@ -48,7 +48,7 @@ def show_summary(
         case _:
             when = f"after {seconds}: {done} done" if result.steps else "before the first step was done"
             line, colour = f"{status} {when}", "yellow" if status == "interrupted" else "red"
-    if status != "dry_run":  # before it comes only the banner, which ends with an empty line
+    if status != "dry_run":  # a dry run has only the banner above, which ends with an empty line
         console.print()
     show_text(console, line, f"bold {colour}")
     if result.error:
@@ -75,7 +75,7 @@ def show_summary(
 
 
 def show_evaluation(console: Console, folder: Path, checkpoint: str, task: Task, message: EvaluationDone) -> None:
-    """Shows an evaluation and writes evaluate.json beside the run's result.json, which stays as it was."""
+    """Shows an evaluation and writes evaluate.json beside the run's result.json, which stays as is. Raises OSError."""
     words, scores, translation = words_of(task), message.scores, message.translation
     tested = evaluation_of(task, scores)
     found: dict[str, Any] = {
@@ -91,7 +91,7 @@ def show_evaluation(console: Console, folder: Path, checkpoint: str, task: Task,
         found["translation"] = None if translation is None else asdict(translation)
     try:
         write_result(folder, found, EVALUATION)
-    finally:  # if the file cannot be written, the summary is shown all the same
+    finally:  # if the file cannot be written, the summary is still shown
         tokens = "" if message.scores.tokens is None else f" with {plural(message.scores.tokens, 'token')}"
         seen = f"{message.samples:,}{tokens} in {duration(message.seconds)}"
         said = outcome_of_test(task, tested, message.unigram_perplexity)
@@ -103,7 +103,7 @@ def show_evaluation(console: Console, folder: Path, checkpoint: str, task: Task,
 
 def outcome_of_test(task: Task, test: Evaluation, unigram_perplexity: float | None = None) -> str:
     """`top-1 98.6 %, top-5 100.0 %, loss 0.0512`, or `perplexity 41.3 (unigram model 312.0), token accuracy 31.2 %,
-    loss 3.7210 nats per token`. A unigram model knows the frequencies of the tokens only."""
+    loss 3.7210 nats per token`. A unigram model knows only the frequencies of tokens."""
     result = RunResult("completed", task=task, test=test)
     keys = ("test_perplexity", "test_token_accuracy") if result.text else ("test_top1", "test_top5")
     known = [one for one in chosen(*keys, "test_loss") if one.value(result) is not None]
@@ -116,7 +116,7 @@ def outcome_of_test(task: Task, test: Evaluation, unigram_perplexity: float | No
 
 
 def outcome_of_translation(translation: TranslationScores) -> Iterable[tuple[str, str]]:
-    """Labelled lines: scores beside those of copying the source, which names alike in two languages make high."""
+    """Labelled lines: scores beside those of copying the source, which are high if the languages share names."""
     sentences = f"{translation.sentences:,} of {plural(translation.of, 'sentence')}"
     yield "BLEU", f"{translation.bleu:.1f} (copying the source: {translation.bleu_copy:.1f})"
     yield "chrF", f"{translation.chrf:.1f} (copying the source: {translation.chrf_copy:.1f})"
@@ -155,7 +155,7 @@ def _outcome(result: RunResult) -> Iterable[tuple[str, str]]:
 
 
 def speed_kind(kind: str, without_core: float | None = None) -> str:
-    """Whether it is the speed of a pipeline; ``kind`` is a SpeedKind as result.json has it."""
+    """Whether a speed is that of a pipeline, in words; ``kind``: a SpeedKind; ``without_core``: a share, 0 to 1."""
     match kind:
         case "measured_one_device":
             return f"{kind}: stages shared a device or cores"
@@ -166,7 +166,7 @@ def speed_kind(kind: str, without_core: float | None = None) -> str:
 
 
 def memory_rows(stages: Sequence[StageMemory]) -> Sequence[tuple[str, Sequence[str]]]:
-    """Parts of each stage's memory and their sum, from the entry of result.json; of many stages the fullest one's."""
+    """Parts of each stage's peak memory, and their sum; of more than STAGES_SHOWN stages, only of the fullest one."""
     parts = ("libraries", "weights", "gradients", "optimizer", "activations", "other")
     unit, name = (2**30, "GiB") if max(stage.peak for stage in stages) >= 10 * 2**30 else (2**20, "MiB")
     rows = [(f"memory, {name}", [f"{part:>7}" for part in parts] + ["=", "peak"])]
@@ -188,5 +188,5 @@ def _flops(result: RunResult, note: str) -> Iterable[tuple[str, str]]:
 
 
 def _one_line(text: str) -> str:
-    """``text`` without line breaks and without what would move a terminal's cursor."""
+    """``text`` without line breaks and without control characters, which could move a terminal's cursor."""
     return " ".join(re.sub(r"[\x00-\x1f\x7f-\x9f]", " ", text).split())

@@ -1,1 +1,1 @@
-"""Where the curves, settings, texts and pictures of a run go: one file for each value of the setting `logger`."""
+"""Sinks for the curves, settings, texts and pictures of a run: one module for each value of the setting `logger`."""

@@ -1,7 +1,7 @@
 """metrics.csv: the curves of a run as a table, with a row for each step and a column for each tag.
 
-New rows are appended in one write. Only a tag that was not there before, or a point of an older step, such as the score
-of a test, makes the file be written anew, whole or not at all. So a run that is killed leaves a file that can be read.
+New rows are appended in one write. Only a new tag, or a point of an older step, such as a test score, makes the sink
+rewrite the file, whole or not at all. A killed run therefore leaves a readable file.
 """
 
 import csv
@@ -28,8 +28,8 @@ class Writer:
         """A resumed run repeats the steps after its checkpoint: their rows are removed."""
         self._path = run.folder / NAME
         self._rows: dict[int, dict[str, float]] = {}  # step -> values not yet written
-        self._tags: list[str] = []  # the columns behind that of the step
-        self._columns = 0  # how many of these tags the file has as columns
+        self._tags: list[str] = []  # the columns after `step`
+        self._columns = 0  # number of these tags that are columns of the file
         self._size = 0  # size of the file in bytes
         self._last = run.first_step  # the last step of the file
         with naming(self._path):
@@ -58,7 +58,7 @@ class Writer:
         else:
             new = b"".join(self._line(step, {}) for step in sorted(self._rows))
             with naming(self._path), self._path.open("r+b", buffering=0) as file:
-                file.seek(self._size)  # over what is left of a write that failed
+                file.seek(self._size)  # overwrite what a failed write has left
                 at = 0
                 while at < len(new):
                     at += file.write(new[at:])
@@ -74,12 +74,12 @@ class Writer:
         self._columns, self._size = len(self._tags), self._path.stat().st_size
 
     def _merged(self) -> Iterator[bytes]:
-        """The rows of the file up to the last step that counts, with the points that wait."""
+        """The lines of the file up to step `_last`, merged with the values not yet written."""
         yield _line(["step", *self._tags])
         found = set()
         if self._path.exists():
             with self._path.open(newline="", encoding="utf-8") as file:
-                whole = (line for line in file if line.endswith("\n"))  # the last one may be torn
+                whole = (line for line in file if line.endswith("\n"))  # the last one may be incomplete
                 for row in csv.DictReader(whole):
                     if (step := int(row["step"])) <= self._last:
                         found.add(step)

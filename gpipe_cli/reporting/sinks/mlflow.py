@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from mlflow.entities import Metric
     from numpy.typing import NDArray
 
-_LOCAL = "mlruns"  # MLflow's files in `output`, if MLFLOW_TRACKING_URI names no server
-_MOST_POINTS, _MOST_SETTINGS = 1000, 100  # limits of one request
+_LOCAL = "mlruns"  # folder for MLflow's files in `output`, unless MLFLOW_TRACKING_URI is set
+_MOST_POINTS, _MOST_SETTINGS = 1000, 100  # MLflow's limits for one request
 _ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",  # seconds
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_DISABLE_TELEMETRY": "true",
-    "MLFLOW_ALLOW_FILE_STORE": "true",  # without it, MLflow refuses files from 3.13 on, in favour of a database
+    "MLFLOW_ALLOW_FILE_STORE": "true",  # without it, MLflow 3.13 and later refuse files in favour of a database
 }
 
 
@@ -41,7 +41,7 @@ class Writer:
         self._waiting: list[Metric] = []
         found = None
         if (known := known_id(run, "mlflow")) is not None:
-            with suppress(MlflowException):  # it was in another store
+            with suppress(MlflowException):  # the run may be in another store
                 found = self._client.get_run(known)
                 self._client.update_run(known, status="RUNNING")
         if found is None:
@@ -56,14 +56,14 @@ class Writer:
         from mlflow.exceptions import MlflowException
 
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
-        with suppress(MlflowException):  # it is there, perhaps made by another run a moment ago
+        with suppress(MlflowException):  # the experiment exists, perhaps just created by another run
             return str(self._client.create_experiment(name))
         found = self._client.get_experiment_by_name(name)
         assert found is not None, name
         return str(found.experiment_id)
 
     def settings(self, values: Mapping[str, Value]) -> None:
-        """MLflow lets no setting change: where a resumed run has another value, that becomes a tag."""
+        """MLflow's parameters are immutable: a value that a resumed run has changed becomes a tag."""
         from mlflow.entities import Param
 
         new = [Param(key, str(value)) for key, value in values.items() if key not in self._settings]
@@ -77,7 +77,7 @@ class Writer:
         from mlflow.entities import Metric
 
         now = int(1000 * time.time())
-        names = {re.sub(r"[^\w./ :-]", "_", tag): value for tag, value in values.items()}  # other signs are refused
+        names = {re.sub(r"[^\w./ :-]", "_", tag): value for tag, value in values.items()}  # MLflow refuses other signs
         self._waiting += [Metric(name, value, now, step) for name, value in names.items()]
 
     def flush(self) -> None:

@@ -1,7 +1,7 @@
-"""What a sink is, and the sinks of a run as one. A dry run has no remote sinks.
+"""The interface of a sink, and all sinks of a run behind one object. A dry run has no remote sinks.
 
-To add a sink, write its file here, with a class `Writer` that has the methods of `Sink`, and add the file's name to
-`Logger` in config/settings.py. The setting `logger`, its help, completion and refusals follow from that.
+To add a sink, write a module here, with a class `Writer` that has the methods of `Sink`, and add the module's name to
+`Logger` in config/settings.py. Help, completion and checks of the setting `logger` follow from that.
 """
 
 import importlib.util
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-PROJECT = "gpipe"  # experiment or project of runs in MLflow and W&B, without MLFLOW_EXPERIMENT_NAME and WANDB_PROJECT
-FLUSH_SECONDS = 10.0  # a run that is killed loses the points of no longer than this
+PROJECT = "gpipe"  # experiment in MLflow, project in W&B, unless MLFLOW_EXPERIMENT_NAME or WANDB_PROJECT is set
+FLUSH_SECONDS = 10.0  # a killed run loses at most the points of its last FLUSH_SECONDS
 _IDS = "loggers.json"  # a file in the run folder: logger -> the id of the run in MLflow or W&B
 
 Value = bool | int | float | str  # value of a setting
@@ -34,32 +34,31 @@ Value = bool | int | float | str  # value of a setting
 
 @dataclass(frozen=True)
 class SinkRun:
-    """What sinks know of a run from the beginning."""
+    """What a sink is told about a run from the beginning."""
 
     folder: Path
     config: TrainConfig
     first_step: int  # optimizer steps done before this process began; above 0 only for a run that was resumed
-    predicted: bool  # whether curves of the prediction stand beside the measured ones
+    predicted: bool  # whether predicted curves are drawn beside the measured ones
     final: Sequence[str]  # tags of the final results of a run of any task, those of this run's task first
     facts: Mapping[str, str]  # the folder, the command line and the commit, under MLflow's names for them
 
 
 class Sink(Protocol):
-    """A place that gets what happens in a run. Steps count the optimizer steps done. Any method may raise anything."""
+    """Receives what happens in a run. `step` counts the optimizer steps done. Any method may raise any exception."""
 
-    # Whether it may be a server. After its first failure a remote sink gets nothing more, as no training waits for a
-    # server again and again. Any other sink keeps what it could not write for the next `flush`: a disk may be full for
-    # a moment only.
+    # Whether the sink may be a server. A remote sink is dropped at its first failure: training never waits for a server
+    # repeatedly. A local sink keeps what it could not write for the next `flush`: a full disk may be temporary.
     remote: ClassVar[bool]
-    needs: ClassVar[tuple[str, str] | None]  # the module that it imports, and the package that has that module
+    needs: ClassVar[tuple[str, str] | None]  # the module it imports, and the package that provides it
 
     def __init__(self, run: SinkRun) -> None: ...
 
     def settings(self, values: Mapping[str, Value]) -> None:
-        """The settings by their dotted keys: once, before all else."""
+        """The settings by their dotted keys; called once, before all other methods."""
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """A point of each curve, by its tag."""
+        """A point of each curve: tag -> value."""
 
     def text(self, name: str, step: int, text: str, markdown: bool) -> None: ...
 
@@ -67,14 +66,14 @@ class Sink(Protocol):
         """An image of shape (height, width, 3)."""
 
     def flush(self) -> None:
-        """Writes or sends what waits."""
+        """Writes or sends what is pending."""
 
     def end(self, status: str, files: Sequence[Path]) -> None:
-        """The run has ended, with this status of result.json. `files` are those worth keeping with the run."""
+        """The run has ended with `status`, as in result.json; `files` are worth keeping with the run."""
 
 
 class Sinks:
-    """All sinks of a run as one: where one fails, `failed` is called with the error, and the others still get all."""
+    """All sinks of a run. If one fails, `failed` is called with the error, and the others still receive everything."""
 
     def __init__(self, run: SinkRun, failed: Callable[[OSError], None]) -> None:
         kinds = {name: _writer(name) for name in run.config.logger}
@@ -84,8 +83,8 @@ class Sinks:
         self._flushed = time.monotonic()
 
     def each(self, use: Callable[[Sink], None]) -> None:
-        """Calls a method of every sink."""
-        if due := time.monotonic() - self._flushed >= FLUSH_SECONDS:  # before the next point: the last step is complete
+        """Calls `use` with every sink, which is opened if need be."""
+        if due := time.monotonic() - self._flushed >= FLUSH_SECONDS:  # before a new point: the last step is complete
             self._flushed = time.monotonic()
         for name, kind in list(self._kinds.items()):
             try:
@@ -112,7 +111,7 @@ def refuse_missing(loggers: Sequence[Logger]) -> None:
 
 
 def known_id(run: SinkRun, logger: Logger) -> str | None:
-    """The id that the run of this folder has there, if it has been there: resumed, it goes on there."""
+    """The id under which `logger` has the run of this folder, which a resume continues; None if it has none yet."""
     with suppress(OSError, ValueError):
         found: str | None = read_json(run.folder / _IDS).get(logger)
         return found
@@ -120,7 +119,7 @@ def known_id(run: SinkRun, logger: Logger) -> str | None:
 
 
 def keep_id(run: SinkRun, logger: Logger, run_id: str) -> None:
-    """Notes the id; where it cannot be written, the run will be another one there after a resume."""
+    """Stores the id that `logger` gave the run; if that fails, a resume will appear as a new run there."""
     ids: dict[str, str] = {}
     with suppress(OSError, ValueError):
         ids = read_json(run.folder / _IDS)
@@ -134,8 +133,8 @@ def _writer(logger: Logger) -> type[Sink]:
 
 
 def hyperparameters(config: TrainConfig) -> dict[str, Value]:
-    """The settings by their dotted keys, `model.filters`: numbers and switches as they are, all else as text. What is
-    null is left out, so that no column has text beside numbers."""
+    """The settings by their dotted keys, `model.filters`: finite numbers and switches as they are, all else as text.
+    Null settings are left out, so that no column mixes text and numbers."""
     known = flattened(asdict(config), whole=all_settings())  # the free arguments of a custom model are one setting
 
     def plain(value: Any) -> Value:
@@ -146,7 +145,7 @@ def hyperparameters(config: TrainConfig) -> dict[str, Value]:
 
 @cache
 def all_settings() -> dict[str, bool]:
-    """Every setting that some run may have, without groups, and whether it is a switch."""
+    """Every setting that some run may have, without groups -> whether it is a switch, true or false."""
     keys = settings(TrainConfig)
     groups = {key.rpartition(".")[0] for key in keys}
     return {key: choices(TrainConfig, key) == ["true", "false"] for key in keys if key not in groups}

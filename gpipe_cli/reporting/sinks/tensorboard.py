@@ -1,4 +1,4 @@
-"""A run in TensorBoard: its event file, and what its tabs HParams and Custom Scalars show of it."""
+"""A run in TensorBoard: its event files, and the content of the tabs HParams and Custom Scalars."""
 
 import io
 import os
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
 
-SHOWN_AT_FIRST = 5  # columns of settings in HParams; TensorBoard has boxes to tick for the others
-# The settings that fill these columns up, behind those that a sweep varies.
+SHOWN_AT_FIRST = 5  # columns of settings in HParams; TensorBoard has checkboxes for the others
+# The settings that fill the columns left after those that a sweep varies.
 _USUAL = ("model.name", "partitions", "micro_batches", "dataset.name", "batch_size")
 _TYPES = {bool: "DATA_TYPE_BOOL", str: "DATA_TYPE_STRING"}  # TensorBoard's names for the type of a column
 _FIELDS = {bool: "bool_value", str: "string_value"}  # type -> the field of a cell
-_WHOLE = 10  # digits before the point: settings have no more
+_WHOLE = 10  # most digits of a setting before the decimal point
 
-# TensorBoard reads all event files of a folder in the order of their names, and keeps the first settings and the first
-# end that it reads. So both are in files of their own, which a run that is resumed into its own folder replaces.
+# TensorBoard reads the event files of a folder in the order of their names, and keeps the first settings and the first
+# final status that it reads. So both have files of their own, which a run resumed in its own folder replaces.
 _PREFIX = "events.out.tfevents"
 _SETTINGS, _END = f"{_PREFIX}.0000000000.settings", f"{_PREFIX}.9999999999.end"
-_numbers = count()  # numbers the event files of this process: names made in one second differ in nothing else
+_numbers = count()  # tells apart the event files that this process creates in one second
 
 
 class Writer:
@@ -41,13 +41,13 @@ class Writer:
     needs = ("tensorboard", "tensorboard")
 
     def __init__(self, run: SinkRun) -> None:
-        from torch.utils.tensorboard import summary  # imports torch
+        from torch.utils.tensorboard import summary  # here, as it imports torch
 
         self._run, self._summary = run, summary
         self._file = EventFile(run.folder, run.first_step + 1)
 
     def settings(self, values: Mapping[str, Value]) -> None:
-        """The settings for HParams, where a run that is killed has them too, and the charts of Custom Scalars."""
+        """Writes the settings for HParams at once, so that a killed run has them, and the charts of Custom Scalars."""
         run = self._run
         (run.folder / _END).unlink(missing_ok=True)
         written = [
@@ -62,12 +62,12 @@ class Writer:
             self._file.add(self._summary.scalar(tag, value), step)
 
     def text(self, name: str, step: int, text: str, markdown: bool) -> None:
-        # Markdown leaves a text as it is where each line begins with four blanks.
+        # Markdown shows lines that begin with four blanks verbatim.
         shown = text if markdown else "\n".join(f"    {line}" for line in text.splitlines())
         self._file.add(self._summary.text(name, shown), step)
 
     def picture(self, name: str, step: int, picture: "NDArray[np.uint8]") -> None:
-        """All pictures are in one group, as TensorBoard opens only the first two groups of tags."""
+        """All pictures share a group of tags, as TensorBoard expands only the first two groups."""
         self._file.add(self._summary.image(f"pictures/{name}", picture, dataformats="HWC"), step)
 
     def flush(self) -> None:
@@ -79,14 +79,14 @@ class Writer:
 
 
 class EventFile:
-    """A new event file in ``folder``, made when the first events are written.
+    """A new event file in ``folder``, created by the first `flush`.
 
-    torch's SummaryWriter gives events to a thread, which a disk that is full for a moment ends. Here an event that
-    cannot be written waits for the next `flush`.
+    torch's SummaryWriter passes events to a thread, which dies if the disk is full for a moment. Here, an event that
+    cannot be written is kept for the next `flush`.
     """
 
     def __init__(self, folder: Path, first_step: int) -> None:
-        """``first_step`` is the next one; of a run that is resumed, readers drop older events from there on."""
+        """``first_step``: the next step; from it on, readers drop older events, which a resumed run repeats."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
         name = f"{_PREFIX}.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_numbers)}"
@@ -100,28 +100,28 @@ class EventFile:
         self._waiting += record(Event(summary=summary, step=step))
 
     def flush(self) -> None:
-        """Writes what waits. Raises OSError; then what is not written yet waits on."""
+        """Writes the pending events. Raises OSError; events not yet written then stay pending."""
         with naming(self._path), self._path.open("ab", buffering=0) as file:
             while self._waiting:
                 del self._waiting[: file.write(self._waiting)]
 
 
 def event_file(summaries: Sequence["Summary"]) -> bytes:
-    """The content of an event file that nothing is added to."""
+    """The content of a complete event file."""
     from tensorboard.compat.proto.event_pb2 import Event
 
     return b"".join(map(record, [_version(), *(Event(summary=summary) for summary in summaries)]))
 
 
 def _version() -> "Event":
-    """What every event file begins with."""
+    """The first event of every event file."""
     from tensorboard.compat.proto.event_pb2 import Event
 
     return Event(file_version="brain.Event:2")
 
 
 def record(event: "Event") -> bytes:
-    """An event of this moment as it stands in a file, with its length and checksums."""
+    """The event, stamped with the current time, in the file's format: with length and checksums."""
     from tensorboard.summary.writer.record_writer import RecordWriter
 
     event.wall_time = time.time()
@@ -131,9 +131,9 @@ def record(event: "Event") -> bytes:
 
 
 def charts(text: bool, predicted: bool) -> dict[str, dict[str, list[Any]]]:
-    """The tab Custom Scalars. TensorBoard has a colour for each run, so every chart has one line for each, and what
-    belongs to that line is a band around it. It merges the layouts of all runs by the titles of categories, and drops
-    charts that are equal: so a chart does not depend on K, and runs of images and of text add to each other."""
+    """The layout of the tab Custom Scalars. TensorBoard colours by run, so a chart has one line per run, and related
+    values are a band around it. It merges the layouts of all runs by the titles of categories and drops equal charts:
+    so charts must not depend on K, and runs on images and on text complement each other."""
     score, speed = ("perplexity", "tokens_per_second") if text else ("top1", "samples_per_second")
     of_test, trained = MEASURES[f"test_{score}"], MEASURES[f"train_{score}"]
     runs = {
@@ -157,14 +157,14 @@ def charts(text: bool, predicted: bool) -> dict[str, dict[str, list[Any]]]:
     return layout
 
 
-# The tab HParams: the sweeps over K and M of the paper's tables 2, 3 and 5. Three summaries of the run itself
-# (`SummaryWriter.add_hparams` would write a second run beside it): the settings when the run begins, its status when it
-# ends, and the columns of the table. TensorBoard takes the columns from the run that it reads first, so every run lists
-# those of all models and tasks; without them each curve would be a metric.
+# The tab HParams shows sweeps over K and M, as in the paper's tables 2, 3 and 5. A run writes three summaries itself
+# (`SummaryWriter.add_hparams` would create a second run): the columns of the table and the settings at its start, and
+# its status at its end. TensorBoard takes the columns from the run that it reads first, so every run lists those of all
+# models and tasks; without them, every curve would be a metric.
 
 
 def varied_by(folder: Path, keys: Collection[str]) -> tuple[str, ...]:
-    """The settings that a sweep varies: it names the folders of its runs by them, `micro_batches=4,model=resnet`."""
+    """The settings that a sweep varies, from the name it gives a run's folder: `micro_batches=4,model=resnet`."""
     named = re.findall(r"(?:^|,)[+~]*([\w.]+)=", folder.name)
     return tuple(key for name in named for key in (name, f"{name}.name") if key in keys)
 
@@ -196,7 +196,7 @@ def settings_summary(values: Mapping[str, Value]) -> "Summary":
 def end_summary(status: str) -> "Summary":
     from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 
-    # TensorBoard has no word for a run that was interrupted: it can go on, as one that was killed.
+    # TensorBoard has no status for an interrupted run, which can be resumed: it is UNKNOWN.
     words = {"completed": "SUCCESS", "dry_run": "SUCCESS", "failed": "FAILURE", "running": "RUNNING"}
     number = api_pb2.Status.Value(f"STATUS_{words.get(status, 'UNKNOWN')}")
     end = plugin_data_pb2.SessionEndInfo(status=number, end_time_secs=time.time())
@@ -212,9 +212,8 @@ def _hparams(tag: str, **data: Any) -> "Summary":
 
 
 def typed_text(value: Value) -> bool | str:
-    """A setting as it was typed; switches stay switches. TensorBoard would show K = 4 as 4.0000. It shows all of a text
-    but the blanks at its beginning, and sorts texts by their characters: so all numbers have their points at the same
-    place, and none has an exponent."""
+    """A setting as text; switches stay bool. TensorBoard would show the number K = 4 as 4.0000. It sorts texts by
+    character and hides leading blanks: so numbers are padded to align their decimal points, and have no exponents."""
     if isinstance(value, str | bool):
         return value
     whole, point, fraction = f"{Decimal(repr(value)):f}".removesuffix(".0").partition(".")

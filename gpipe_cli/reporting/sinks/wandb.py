@@ -1,4 +1,4 @@
-"""A run in Weights & Biases: https://docs.wandb.ai/ref/python/. Without a key it is offline, in the run folder."""
+"""A run in Weights & Biases: https://docs.wandb.ai/ref/python/. Without an API key, it stays in the run folder."""
 
 import netrc
 import os
@@ -27,7 +27,7 @@ class Writer:
         import wandb
 
         self._image = wandb.Image
-        # without it, and in versions that do not know it, a run without network never ends
+        # without `finish_timeout`, which some versions lack, a run without network never ends
         patience: dict[str, Any] = (
             {"finish_timeout": _LAST_SECONDS} if "finish_timeout" in wandb.Settings.model_fields else {}
         )
@@ -45,7 +45,7 @@ class Writer:
             ),
         )  # fmt: skip
         keep_id(run, "wandb", run_id)
-        # W&B's own steps never go back, but the scores of a test come after the next step has been logged
+        # W&B's own step cannot decrease, but test scores arrive after the next step has been logged
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
         self._run.config.update(dict(run.facts), allow_val_change=True)
@@ -63,7 +63,7 @@ class Writer:
         self._run.log({"step": step, f"pictures/{name}": self._image(picture)})
 
     def flush(self) -> None:
-        """W&B has a process of its own that sends."""
+        """Nothing to do: W&B's own process sends."""
 
     def end(self, status: str, files: Sequence[Path]) -> None:
         for path in files:
@@ -71,13 +71,13 @@ class Writer:
         self._run.finish(exit_code=0 if status == "completed" else 1)
 
     def _files(self) -> Path:
-        folder = Path(self._run.dir, "gpipe")  # W&B has a config.yaml of its own
+        folder = Path(self._run.dir, "gpipe")  # W&B writes a config.yaml of its own
         folder.mkdir(exist_ok=True)
         return folder
 
 
 def _has_key() -> bool:
-    """Whether W&B would not ask for one."""
+    """Whether the environment or .netrc has an API key; otherwise, W&B would ask for one."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     server = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").partition("//")[2].partition("/")[0]

@@ -1,6 +1,6 @@
-"""What `gpipe check` found: whether the paper's promise holds, that partitions change nothing (sections 1 and 2.2).
+"""The report of `gpipe check`: whether partitioning changes no result, as the paper promises (sections 1 and 2.2).
 
-Every way to run the mini-batch is a row. The console folds rows that say the same; check.json has each of them.
+Every variant, a way to run the mini-batch, is a row. The console merges rows with equal results; check.json has all.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,18 +26,18 @@ _KINDS = tuple(map(attrgetter, ("schedule", "partitions", "recompute", "executor
 class CheckReport:
     rows: tuple[Row, ...]
     findings: tuple[Finding, ...]
-    shared: tuple[str, ...]  # layers that a cut must keep together, as sentences
+    shared: tuple[str, ...]  # sentences about layers that must stay in one partition
     loss: float | None  # mean loss per element of the mini-batch; None if the reference failed
     config: dict[str, Any]
 
     @property
     def identical(self) -> bool:
-        """What a layer does counts, whatever the rows of this one mini-batch and these cuts say."""
+        """Whether no variant differs or fails, and no layer has a finding, even if no variant shows its effect."""
         return not self.findings and not any(row.bad for row in self.rows)
 
     @property
     def verdict(self) -> str:
-        """The last line."""
+        """The conclusion, which is the last line of the report."""
         word = "differs" if any(row.verdict == "differs" for row in self.rows) else "fails"
         compared = [row for row in self.rows if row.verdict not in ("reference", "left out")]
         bad = [row for row in compared if row.bad]
@@ -54,7 +54,7 @@ class CheckReport:
 
 
 def write_check(folder: Path, report: CheckReport) -> Path:
-    """Writes check.json; returns where it is."""
+    """Writes check.json into ``folder`` and returns its path. Raises OSError."""
     write_result(folder, asdict(report) | {"identical": report.identical, "verdict": report.verdict}, CHECK)
     return folder / CHECK
 
@@ -86,7 +86,7 @@ def show_check(console: Console, folder: Path, report: CheckReport) -> None:
 
 
 def _folded(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
-    """Rows that say the same, together where they are all of a kind, and by partitions where they are not."""
+    """Merges rows with equal results where they form a whole group, else by number of partitions, else not at all."""
     for group in _grouped(rows, lambda row: (row.schedule, row.executor == "pytorch", *_outcome(row))):
         if _is_whole(group, rows):
             yield group
@@ -103,7 +103,7 @@ def _grouped(rows: Sequence[Row], key: Callable[[Row], tuple[object, ...]]) -> I
 
 
 def _is_whole(group: Sequence[Row], rows: Sequence[Row]) -> bool:
-    """Whether the group is all there is of its partitions, recompute modes and executors: then a line can say so."""
+    """Whether a group has all rows of its schedules, partitions, recompute modes and executors: one line suffices."""
     kinds = [{of(row) for row in group} for of in _KINDS]
     there = [row for row in rows if all(of(row) in kind for of, kind in zip(_KINDS, kinds, strict=True))]
     other = {"reference", "within tolerance"} - {group[0].verdict}

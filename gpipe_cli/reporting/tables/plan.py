@@ -1,6 +1,6 @@
 """How `gpipe plan` shows a plan: layers, the cut, memory of the stages, the step, the choices.
 
-Layers and stages that are alike share a row: the paper's largest Transformer has 1,663 layers.
+Consecutive layers or stages that are alike share a row: the paper's largest Transformer has 1,663 layers.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -55,7 +55,7 @@ def plans_of(plans: Sequence[SweptPlan]) -> Table:
     varied = [key for key in plans[0].settings if key not in SYMBOLS]
 
     def column(key: str, heading: str, form: Callable[[Any], str], of: Callable[[PlanResult], Any]) -> Column:
-        """A number of each plan; of what cannot be planned, what was asked for."""
+        """A number of each plan; where planning failed, the requested setting `key`."""
         values = [one.settings.get(key) if one.plan is None else of(one.plan) for one in plans]
         return Column.of(key, heading, values, form)
 
@@ -75,7 +75,7 @@ def plans_of(plans: Sequence[SweptPlan]) -> Table:
 
 
 def show_plans(console: Console, plans: Sequence[SweptPlan]) -> None:
-    """The table of a sweep, why some cannot be planned, and where the others are."""
+    """Shows the table of a sweep, the reasons why planning failed, and the paths of the plans' pages."""
     show_table(console, plans_of(plans), elsewhere="format=csv")
     console.print()
     refused = dict.fromkeys(("cannot be", one.error) for one in plans if one.error is not None)
@@ -147,7 +147,7 @@ def _show_layers(console: Console, layers: Iterable[PlannedLayer]) -> None:
 def _show_stages(console: Console, stages: Sequence[PlannedStage], micro_batches: int) -> None:
     uneven = len({stage.recomputed for stage in stages}) > 1
     processes = len({stage.process for stage in stages})
-    several = 1 < processes < len(stages)  # then some have more than one stage, as in the banner of a run
+    several = 1 < processes < len(stages)  # some process has several stages; as in the banner of a run
     headings = ["stage", *["process"] * several, "layers", "params", "FLOPs", "forward", "backward", "sends"]
 
     def cells(stage: PlannedStage) -> list[str]:
@@ -210,7 +210,7 @@ def _show_grid(console: Console, lines: Sequence[str] | None) -> None:
 
 
 def _show_rows(console: Console, title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """The first and the last of many rows."""
+    """Shows a table; of more than MOST_ROWS rows, only the first and the last."""
     half = MOST_ROWS // 2
     if len(rows) > MOST_ROWS:
         left_out = ["...", f"{len(rows) - 2 * half} more in {PLAN}"] + [""] * (len(headings) - 2)
@@ -225,12 +225,12 @@ def _show_rows(console: Console, title: str, headings: Sequence[str], rows: Sequ
 def _alike(
     stages: Sequence[PlannedStage], cells: Callable[[PlannedStage], list[str]]
 ) -> Iterator[tuple[list[int], str, list[str]]]:
-    """The numbers of consecutive stages that have the same cells, in words `3-7`, and these cells."""
+    """Groups consecutive stages with equal cells: their numbers, their label, `3-7`, and the cells."""
     for same, group in groupby(enumerate(map(cells, stages)), itemgetter(1)):
         numbers = [number for number, _ in group]
         yield numbers, str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}", same
 
 
 def _step(seconds: float) -> str:
-    """As ``duration``, with one more digit, for steps that are compared."""
+    """``duration``, with one more digit from 1 s to 10 s, for steps that are compared."""
     return f"{seconds:.2f} s" if 0.9995 <= seconds < 9.995 else duration(seconds)

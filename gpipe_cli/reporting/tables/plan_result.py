@@ -1,4 +1,4 @@
-"""What `gpipe plan` found, as the numbers of plan.json (`results/plan.py`)."""
+"""Converts a plan into the numbers of plan.json (`results/plan.py`)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -25,7 +25,7 @@ from gpipe_cli.results.plan import (
     PlanResult,
 )
 
-_GRID_STAGES, _GRID_TICKS = 16, 400  # a larger grid cannot be read
+_GRID_STAGES, _GRID_TICKS = 16, 400  # a larger grid is unreadable
 
 
 def plan_result(
@@ -35,7 +35,7 @@ def plan_result(
     comparisons: Sequence[Choice],
     files: Mapping[str, str],
 ) -> PlanResult:
-    """The numbers of the plan of `config`. `files`: other files that are written, what each is -> where."""
+    """The numbers of the plan of `config`. `files`: the other files written, description -> path."""
     samples, partitions = mini_batch_samples(config, profile.lengths), len(plan.stages)
     tokens = None if config.task == "classification" else samples * max(profile.lengths)
     hardware = _hardware(config, plan)
@@ -106,7 +106,7 @@ def _layers(profile: ModelProfile, plan: Plan) -> tuple[PlannedLayer, ...]:
 def _stages(
     profile: ModelProfile, plan: Plan, layers: Sequence[PlannedLayer], limit_bytes: int | None
 ) -> tuple[PlannedStage, ...]:
-    # another machine has as many processes as devices, whatever is here
+    # on another machine, each device has one process, whatever this machine would use
     process_of_stage = plan.layout.process_of_stage if plan.layout.here else plan.device_of_stage
     return tuple(
         PlannedStage(
@@ -129,7 +129,7 @@ def _stages(
 def _hardware(config: TrainConfig, plan: Plan) -> PlannedHardware:
     memory = plan.layout.memory
     hardware = resolved(config.hardware, plan.layout.devices)
-    timed = plan.costs.basis in ("timed_machine", "timed_layers")  # then no data sheet is behind the seconds
+    timed = plan.costs.basis in ("timed_machine", "timed_layers")  # then seconds do not come from a data sheet
     reached = None if hardware.tflops is None else reached_tflops(hardware, config.precision)
     peaks = {"float32": hardware.peak_tflops, "tf32": hardware.tf32_tflops, "bfloat16": hardware.bfloat16_tflops}
 

@@ -1,4 +1,4 @@
-"""What `gpipe reproduce` shows: the paper's numbers, ours and the difference, in a console, as Markdown and JSON."""
+"""The report of `gpipe reproduce`: the paper's numbers, ours and the difference; on the console, as Markdown, JSON."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ README = "README.md"
 BEGIN, END = (
     "<!-- written by gpipe reproduce all -->",
     "<!-- until here -->",
-)  # comments of recipes/README.md around the results
+)  # the comments in recipes/README.md that enclose the results
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Reproduction:
     scale: str  # paper, desk, smoke
     machine: str
     tables: tuple[Table, ...]
-    notes: tuple[tuple[str, str], ...]  # label, line: scaled down, simulated, our choice, what was found
-    commands: tuple[str, ...]  # all that were run
+    notes: tuple[tuple[str, str], ...]  # label, line: what was scaled down, simulated, chosen by us, found
+    commands: tuple[str, ...]
     files: tuple[tuple[str, str], ...]  # description, path
     seconds: float
 
@@ -88,7 +88,7 @@ def markdown(reproduction: Reproduction) -> str:
 
 
 def with_results(readme: str, reproductions: Sequence[Reproduction]) -> str:
-    """``readme`` with these results in place of the text between its two comments."""
+    """``readme`` with these results in place of the text between its comments BEGIN and END."""
     before, _, rest = readme.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n{_results(reproductions)}{END}{after}"

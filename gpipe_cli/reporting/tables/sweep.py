@@ -1,7 +1,7 @@
-"""The tables of sweeps: of trainings; and of measurements, as the paper's tables 2 and 3, in bench.json and bench.csv.
+"""Tables of sweeps: of trainings, and of measurements (`gpipe bench -m`), which are kept in bench.json and bench.csv.
 
-Rows of a table of `gpipe bench -m` differ only in what it varies. What was resolved for each cell and differs too
-(threads, executor, whether stages shared a device) is shown. All of it is measured.
+Tables of measurements, like the paper's tables 2 and 3, vary some settings and fix all others. Values that differ
+without being varied (threads, executor, whether stages shared a device) are shown. All numbers are measured.
 """
 
 import re
@@ -38,29 +38,29 @@ _MEASURED = (
     "relative", "step_seconds", "bubble_measured", "memory_bytes_fullest", "activation_bytes_fullest",
     "model_flops_per_second",
 )  # fmt: skip
-AUTO = "auto"  # the value of a setting that is to be chosen
-HOPELESS = ("impossible", "out_of_memory")  # results, too: another round would end in the same way
+AUTO = "auto"  # the value of a setting that gpipe chooses
+HOPELESS = ("impossible", "out_of_memory")  # final, like a measurement: another round would end in the same way
 _ENDS = {0: "measured", 2: "impossible", -9: "out_of_memory", INTERRUPTED: "interrupted"}  # exit code -> status
 _NO_MEMORY = re.compile(
     r"OutOfMemoryError|CUDA out of memory|can't allocate memory|not enough memory|MemoryError|std::bad_alloc"
     r"|killed by signal 9\b"
 )
-# Settings that say where or how long, and not what.
+# Settings that say where or for how long a run works, not what it computes.
 _NOT_COMPARED = ("output", "run_folder", "resume", "max_restarts", "max_steps", "epochs", "dry_run")
-_SHORT = ("devices", "executor", "threads", "kind")  # resolved, and shown as columns; all else as lines
+_SHORT = ("devices", "executor", "threads", "kind")  # resolved values shown as columns; all others are lines below
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run that ended."""
+    """A run of a sweep, after its end."""
 
     differs: str  # `micro_batches=4`
     folder: Path
     exit_code: int
     seconds: float
-    result: RunResult | None  # None: it wrote none
-    number: int = 1  # within the sweep; the first is 1
-    round: int = 1  # likewise
+    result: RunResult | None  # None: the run wrote none
+    number: int = 1  # position in the sweep; the first is 1
+    round: int = 1  # round of the sweep; the first is 1
     settings: dict[str, Any] = field(default_factory=dict)  # settings that differ between runs
     error: str = ""  # one line, if it failed
 
@@ -78,7 +78,7 @@ class Run:
 def show_sweep(runs: Sequence[Run]) -> None:
     """Prints a row for each run, and the errors of those that failed."""
     runs = sorted(runs, key=lambda run: run.number)
-    # A sweep over images and text has the columns of both; samples of text are sentences, which differ in length.
+    # A sweep over images and text has the columns of both. Text has tokens/s, as its samples differ in length.
     texts = {run.result.text for run in runs if run.result} or {False}
     measures = chosen("test_top1", "samples_per_second") if False in texts else []
     measures += chosen("test_perplexity", "tokens_per_second") if True in texts else []
@@ -89,7 +89,7 @@ def show_sweep(runs: Sequence[Run]) -> None:
         for key, values in cuts.items()
         if any(value is not None for value in values)
     ]
-    # K and M have columns, which tell all if nothing else differs
+    # K and M have columns of their own, which suffice if nothing else differs
     if any(
         not run.settings or any(key not in cuts or cuts[key][at] != value for key, value in run.settings.items())
         for at, run in enumerate(runs)
@@ -101,7 +101,7 @@ def show_sweep(runs: Sequence[Run]) -> None:
         Column.measured(measure, [measure.value(run.result) for run in runs])
         for measure in (*measures, MEASURES["step_seconds"])
     ]
-    # a run that was refused wrote nothing: the microseconds until then say nothing
+    # a refused run wrote no result, and the microseconds until then mean nothing
     times = ["-" if run.failed and not run.result else duration(run.seconds) for run in runs]
     columns.append(Column("time", cells=times, number=True))
     console = Console()
@@ -114,7 +114,7 @@ def show_sweep(runs: Sequence[Run]) -> None:
 
 
 def _cut(run: Run, key: str) -> Any:
-    """K or M of a run: as it was resolved, or of one that left no result, as it was asked for; None if it was not."""
+    """K or M of a run: the resolved value, or without a result the requested one; None if none was requested."""
     known = run.result.config.get(key) if run.result else None
     return run.settings.get(key) if known is None else known
 
@@ -124,7 +124,7 @@ def _shown(value: Any) -> str:
 
 
 def show_rest(planned: int, runs: Sequence[Run], go_on_with: str) -> None:
-    """What a sweep has left to do, and by which command; nothing if there is none."""
+    """Says how many runs of a sweep are left, and which command continues it; nothing if all have succeeded."""
     left = planned - len(runs)
     if left > 0 or any(run.failed for run in runs):
         rest = f"{left} of {planned} not run; " if left > 0 else ""
@@ -132,12 +132,12 @@ def show_rest(planned: int, runs: Sequence[Run], go_on_with: str) -> None:
 
 
 def bench_status(run: Run) -> str:
-    """measured | impossible | out_of_memory | failed | interrupted."""
+    """The status of a row: measured | impossible | out_of_memory | failed | interrupted."""
     return _ENDS.get(run.exit_code) or ("out_of_memory" if _NO_MEMORY.search(run.error) else "failed")
 
 
 def bench_table(runs: Sequence[Run], rounds: int) -> BenchTable:
-    """What bench.json holds, of the runs that there are; those of a cell have one number."""
+    """The content of bench.json for the runs so far; runs with the same number are the rounds of one cell."""
     cells = [list(cell) for _, cell in groupby(sorted(runs, key=attrgetter("number")), attrgetter("number"))]
     measured = [[run for run in cell if run.result and bench_status(run) == "measured"] for cell in cells]
     first = next(filter(None, measured), [])
@@ -149,22 +149,22 @@ def bench_table(runs: Sequence[Run], rounds: int) -> BenchTable:
 
 
 def write_bench(folder: Path, table: BenchTable) -> None:
-    """bench.json, and bench.csv with what is one number."""
+    """Writes bench.json, and bench.csv with a flat row per cell. Raises OSError."""
     tree = {"varies": table.varies, "rounds": table.rounds, "rows": [row.tree() for row in table.rows]}
     write_result(folder, tree, BENCH)
     lines = [_line(row, table.varies) for row in table.rows]
-    keys = dict.fromkeys(key for line in sorted(lines, key=len, reverse=True) for key in line)  # the longest is first
+    keys = dict.fromkeys(key for line in sorted(lines, key=len, reverse=True) for key in line)  # the longest row first
     columns = [Column(key, values=[line.get(key) for line in lines]) for key in keys]
     write_whole(folder / CSV, to_csv(Table(CSV, columns)))
 
 
 def show_bench(console: Console, table: BenchTable, folder: Path) -> None:
-    """Shows the rows of a table."""
+    """Shows the rows, why cells were not measured, notes, and where the files are."""
     rows, varies = table.rows, table.varies
     console.rule(Text(f"sweep {folder}"), align="left")
     show_table(console, Table("", list(_columns(rows, varies)), len(_naming(varies)) + 1), elsewhere=CSV)
     console.print()
-    reasons: dict[str, list[str]] = {}  # why cells were not measured -> which ones
+    reasons: dict[str, list[str]] = {}  # why cells were not measured -> their names
     for number, row in enumerate(rows, start=1):
         if row.reason:
             name = ", ".join(f"{SYMBOLS.get(key, key)} = {show(value)}" for key, value in row.settings.items())
@@ -177,7 +177,7 @@ def show_bench(console: Console, table: BenchTable, folder: Path) -> None:
 
 
 def _row(cell: Sequence[Run], measured: Sequence[Run], first: Sequence[Run], resolved: dict[str, Any]) -> BenchRow:
-    """A row of the runs of one cell, one for each round: medians over those that were measured."""
+    """The row of a cell, from one run per round: medians over those `measured`; `first`: the base of `relative`."""
     statuses = {bench_status(run): run for run in reversed(cell)}
     order = ("failed", "out_of_memory", "impossible", "measured", "interrupted")
     status = next(status for status in order if status in statuses)
@@ -192,7 +192,7 @@ def _row(cell: Sequence[Run], measured: Sequence[Run], first: Sequence[Run], res
         return _median(getattr(result, key) for result in results)
 
     def each(key: str, combine: Callable[[Iterable[Any]], Any]) -> tuple[Any, ...] | None:
-        """Entry by entry; of those with another number of stages than the first (partitions=auto) nothing."""
+        """Combines tuples of all rounds by entry, except those with another K than the first (partitions=auto)."""
         known = [values for result in results if (values := getattr(result, key))]
         alike = [values for values in known if len(values) == len(known[0])]
         return tuple(combine(entries) for entries in zip(*alike, strict=True)) if known else None
@@ -228,7 +228,7 @@ def _row(cell: Sequence[Run], measured: Sequence[Run], first: Sequence[Run], res
 
 
 def _line(row: BenchRow, varies: Sequence[str]) -> dict[str, Any]:
-    """A row as bench.csv has it; what was resolved after what was measured."""
+    """A row of bench.csv: varied settings, measured values, then resolved values."""
     apart = ("settings", "breakdown", "resolved", "folders", *(key for key in SYMBOLS if key in varies))
     values = {key: value for key, value in row.tree().items() if key not in apart}
     values |= {f"breakdown_{name}": (row.breakdown or {}).get(name) for name in SHARES}
@@ -241,7 +241,7 @@ def _line(row: BenchRow, varies: Sequence[str]) -> dict[str, Any]:
 
 
 def _relative(cell: Sequence[Run], first: Sequence[Run]) -> float | None:
-    """How many times as fast as the first measured row: the median over rounds, each compared within itself."""
+    """The speed relative to the first measured row: the median of the ratios within each round."""
     if len({run.result.text for run in (*cell, *first) if run.result}) > 1:
         return None
     base = {run.round: run.result.speed for run in first if run.result}
@@ -250,7 +250,7 @@ def _relative(cell: Sequence[Run], first: Sequence[Run]) -> float | None:
 
 
 def _differing(cells: Sequence[Sequence[Run]], asked: set[str], auto: Sequence[str]) -> list[dict[str, Any]]:
-    """Per row, what differs between rows without being asked for; and the values that settings in `auto` got there."""
+    """Per row, the values that differ between rows without being varied, and those chosen for settings in `auto`."""
     flat: list[dict[str, Any]] = []
     for cell in cells:
         result = cell[0].result if cell else None
@@ -277,10 +277,10 @@ def _median(values: Iterable[float | None]) -> float | None:
 
 
 def _columns(rows: Sequence[BenchRow], varies: Sequence[str]) -> Iterator[Column]:
-    """What is varied and the status name a row; then comes what was measured."""
+    """The columns that name a row, varied settings and status, then those of measured values."""
 
     def asked(row: BenchRow, key: str) -> str:
-        """`4`; of what was to be chosen also what was: `auto: 4`."""
+        """`4`; of an automatic setting, also the value chosen: `auto: 4`."""
         value, chosen = row.settings.get(key), row.resolved.get(key, AUTO)
         return f"{value}: {show(chosen)}" if value == AUTO != chosen else show(value)
 
@@ -292,7 +292,7 @@ def _columns(rows: Sequence[BenchRow], varies: Sequence[str]) -> Iterator[Column
         return Column.of(heading, heading, ends, lambda both: " to ".join(map(SAMPLES.shown, both)))
 
     def number(measure: Measure) -> Column:
-        # Rows of text are compared by their tokens: samples are sentences there, which differ in length.
+        # Rows of text are compared in tokens/s: their samples are sentences, which differ in length.
         return Column.measured(
             measure, [None if measure is SAMPLES and row.text else measure.value(row) for row in rows]
         )
@@ -319,7 +319,7 @@ def _columns(rows: Sequence[BenchRow], varies: Sequence[str]) -> Iterator[Column
 
 
 def _naming(varies: Sequence[str]) -> list[str]:
-    """The settings that have columns: K and M whether they are varied or not, for tables to be read alone."""
+    """The settings that have columns: always K and M, so that a table can be read on its own."""
     return [*SYMBOLS, *(key for key in varies if key not in SYMBOLS)]
 
 

@@ -1,4 +1,4 @@
-"""The program's one type of table, and how it is written: to a console, and as JSON, CSV, Markdown and HTML."""
+"""The table type of the whole program, and its output: to a console, and as JSON, CSV, Markdown and HTML."""
 
 import csv
 import io
@@ -18,8 +18,8 @@ from gpipe_cli.results.measures import Measure
 from gpipe_cli.units import plural
 
 Origin = Literal["", "paper", "published", "measured", "counted", "planned", "simulated", "difference"]
-SYMBOLS = {"partitions": "K", "micro_batches": "M"}  # the paper's, as headings of columns
-LEAST_TEXT = 12  # characters: the least width of a long text
+SYMBOLS = {"partitions": "K", "micro_batches": "M"}  # the paper's symbols, as column headings
+LEAST_TEXT = 12  # characters to which a wide column of texts may shrink
 NONE = "-"
 TABLE = "table"
 FORMATS = (TABLE, "json", "csv")  # formats of lists: the first for people, the others for programs
@@ -29,15 +29,15 @@ FORMATS = (TABLE, "json", "csv")  # formats of lists: the first for people, the 
 class Column:
     """A heading and a cell for each row."""
 
-    heading: str  # line breaks included
-    origin: Origin = ""  # the source of the numbers; "" for what names a row, or has no source of its own
+    heading: str  # may contain line breaks
+    origin: Origin = ""  # the source of the numbers; "" for columns that name a row or have no source of their own
     cells: Sequence[str] = ()  # text for people; `-` where there is no value
     number: bool = False  # right-aligned and never broken, like columns with an origin; texts are left-aligned
     key: str = ""  # the name in JSON and CSV; "": the heading
-    values: Sequence[Any] | None = None  # values for programs, None where there is none; None: the cells
-    printed: bool = True  # whether consoles show the column, too, not only files
+    values: Sequence[Any] | None = None  # for programs, with None where there is no value; None: programs get `cells`
+    printed: bool = True  # False: the column is in files, but not on consoles
     quantity: str = ""  # the quantity, if the heading names only its source: `speed` of `Lingvo's cut`
-    minuend: str | None = None  # for differences from the paper: heading of the column from which it is subtracted
+    minuend: str | None = None  # in a column of differences `x - paper`: the heading of column x
 
     @classmethod
     def of(
@@ -51,7 +51,7 @@ class Column:
         quantity: str = "",
         printed: bool = True,
     ) -> Self:
-        """A column of numbers, None where a row has none; ``form`` writes them for people."""
+        """A column of numbers, None where a row has none; ``form`` formats them for people."""
         cells = [NONE if value is None else form(value) for value in values]
         return cls(heading, origin, cells, number=True, key=key, values=values, printed=printed, quantity=quantity)
 
@@ -59,7 +59,7 @@ class Column:
     def measured(
         cls, measure: Measure, values: Sequence[Any], alike: Sequence[Any] | None = None, *, printed: bool = True
     ) -> Self:
-        """A column of a measure: numbers below their unit, one for all of ``alike``, or each with its own unit."""
+        """A column of a measure. The heading has one unit, chosen for all of ``alike``; None: each cell has its own."""
         if alike is None:
             return cls.of(measure.key, measure.heading, values, measure.unit.full, printed=printed)
         unit, bare = measure.unit.scale(alike)
@@ -76,7 +76,7 @@ class Column:
         return "" if self.origin == self.heading or " - " in self.heading else self.origin
 
     def same_quantity(self, other: "Column") -> bool:
-        """Whether both have numbers of the same quantity, so that one can be held against the other."""
+        """Whether both columns hold the same quantity, so that their numbers can be compared."""
         return (self.quantity or self.heading) == (other.quantity or other.heading)
 
     def has_value(self, row: int) -> bool:
@@ -94,7 +94,7 @@ class Table:
 
     title: str
     columns: Sequence[Column]
-    names: int = 1  # number of first columns that name a row: even the narrowest terminal shows them
+    names: int = 1  # number of leading columns that name a row; even the narrowest terminal shows them
 
     def __post_init__(self) -> None:
         assert len({len(column.cells) for column in self.columns}) <= 1, self.title
@@ -114,11 +114,11 @@ class Table:
 
 
 def show_table(console: Console, table: Table, gap: int = 2, elsewhere: str = "") -> None:
-    """Print a table in lines that fit the terminal and break no word and no number.
+    """Print a table in lines that fit the terminal, broken between words only.
 
-    A narrow terminal gets the columns that name the rows, and as many others as have room, the first ones first; a line
-    below says where all are: `elsewhere`, such as `format=csv`. If that is empty, no column is left out. A pipe or a
-    file gets every column, and each row as one line, as with ps and kubectl, so that grep and awk can read it.
+    A narrow terminal gets the columns that name the rows and, from the left, the others that fit; a line below says
+    where all are: `elsewhere`, such as `format=csv`. If that is empty, no column is left out. A pipe or a file gets
+    every column, and one line per row, as with ps and kubectl, for grep and awk.
     """
     columns = shown = [column for column in table.columns if column.printed]
     width = console.width if console.is_terminal else None
@@ -158,7 +158,7 @@ def to_csv(table: Table) -> str:
 
 
 def to_markdown(table: Table) -> str:
-    """The table as a pipe table, of which every line ends in a line break."""
+    """The table as a Markdown pipe table; every line ends with a newline."""
 
     def line(cells: Iterable[str]) -> str:
         return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
@@ -169,8 +169,8 @@ def to_markdown(table: Table) -> str:
 
 
 def to_html(table: Table, colours: Sequence[str] = (), links: Sequence[str] = ()) -> str:
-    """The table as a `table` element: ``colours`` are squares before the rows' names, and ``links``, in HTML, follow
-    the names. Scripts can sort rows by `data-value`, which is empty where there is no value."""
+    """The table as a `table` element. ``colours``: of a square before each row's name; ``links``: HTML for a column
+    after the names. Scripts can sort rows by `data-value`, which is empty where there is no value."""
     heads = []
     for column in table.columns:
         origin = f"<small>{column.origin_line}</small>" if column.origin_line else ""
@@ -204,10 +204,10 @@ def _lines(columns: Sequence[Column], widths: Sequence[int], gap: int, rule: str
     origins = any(column.origin_line for column in columns)
     headings = []
     for column, width in zip(columns, widths, strict=True):
-        parts = [*column.heading.split("\n"), *([column.origin_line] if origins else [])]  # the last: the source
+        parts = [*column.heading.split("\n"), *([column.origin_line] if origins else [])]
         headings.append([line for part in parts for line in _shortened(part, width)])
     most = max(map(len, headings))
-    headings = [[""] * (most - len(lines)) + lines for lines in headings]  # the last line of each stands above the rule
+    headings = [[""] * (most - len(lines)) + lines for lines in headings]  # aligned at the bottom
 
     def line(cells: Iterable[str]) -> str:
         padded = []
@@ -227,7 +227,7 @@ def _lines(columns: Sequence[Column], widths: Sequence[int], gap: int, rule: str
 
 
 def _shortened(text: str, width: int) -> Sequence[str]:
-    """The lines of a text; a word that is longer than a line loses its middle."""
+    """`text` in lines of at most `width` characters; a longer word loses its middle."""
     if cell_len(text) <= width:
         return [text]
     words = (
@@ -238,8 +238,8 @@ def _shortened(text: str, width: int) -> Sequence[str]:
 
 
 def _widths(columns: Sequence[Column], width: int | None, gap: int) -> list[int]:
-    """The width of each column in characters, in a table of at most ``width``. Spare room goes first to columns of
-    numbers, then to texts; missing room is taken from the widest texts."""
+    """The width of each column in characters, in a table of at most ``width`` (None: any). Spare room goes first to
+    columns of numbers, then to texts; missing room is taken from the widest texts."""
     if width is None:
         return [_most(column) for column in columns]
     widths = [_least(column) for column in columns]
@@ -263,5 +263,5 @@ def _least(column: Column) -> int:
 
 
 def _most(column: Column) -> int:
-    """The width of a column with nothing wrapped."""
+    """The width of a column in which nothing is wrapped."""
     return max(map(cell_len, (*column.heading.split("\n"), column.origin_line, *column.cells)))

@@ -1,1 +1,1 @@
-"""Training state on disk: written whole, found, checked, restored into any number of partitions."""
+"""Training state on disk: written atomically, found, checked, restored into any number of partitions."""

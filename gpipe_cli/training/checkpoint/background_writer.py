@@ -1,9 +1,8 @@
-"""Checkpoints that are written while the training goes on.
+"""Checkpoints that are written while the training continues.
 
-A step in which one begins waits only for copies of the stages' tensors. A thread of each process then writes them, and
-a file that says which; when process 0 finds those of all, its thread completes the checkpoint, whatever the training is
-at. As long as one is being written the processes compare after every step whether they are done, so that all of them
-take the same decisions after the same step.
+To begin a checkpoint, the training only waits for copies of the stages' tensors. A thread of each process then writes
+them to disk, and a list of the files; once all lists exist, the thread of process 0 completes the checkpoint. Meanwhile
+the processes exchange after every step whether they are done, so that all take the same decisions after the same step.
 """
 
 import shutil
@@ -22,26 +21,26 @@ from gpipe_cli.training.checkpoint import files
 from gpipe_cli.training.checkpoint.restore import state_of_stage
 from gpipe_cli.training.engine import Engine
 
-_LOOKS_SECONDS = 0.1  # between two looks at what other processes have written
-_VISIBLE_SECONDS = 10.0  # after all processes have written their parts, for process 0 to see them on a shared disk
-_LAST_SECONDS = 5.0  # how long a process that has failed waits for its checkpoint
-_SAID_SECONDS = 0.5  # a wait that is shorter is not worth a line
+_LOOKS_SECONDS = 0.1  # interval at which process 0 looks for the parts of other processes
+_VISIBLE_SECONDS = 10.0  # time in which parts that are written must become visible to process 0 on a shared disk
+_LAST_SECONDS = 5.0  # how long a failed process waits for the checkpoint that is being written
+_SAID_SECONDS = 0.5  # shorter waits are not reported
 
 State = dict[str, torch.Tensor]
 
 
 class Snapshot:
-    """Copies of tensors in the CPU's memory, which the next copies overwrite."""
+    """Copies of tensors in host memory, whose buffers are reused by the next copies."""
 
     def __init__(self) -> None:
         self._copies: dict[str, torch.Tensor] = {}
 
     @torch.no_grad()
     def take(self, tensors: State) -> tuple[State, Callable[[], None]]:
-        """Contiguous copies, and what waits until they have arrived from the GPUs; the tensors may change at once, as
-        a GPU copies before it computes what comes next. The copies of the time before are overwritten.
+        """Contiguous copies, and a function that waits until they have arrived from the GPUs. The tensors may change at
+        once, as a GPU copies before its next computation. The copies of the previous call are overwritten.
 
-        Page-locked memory, without which a copy from a GPU waits for the GPU, is taken in powers of two.
+        Copies from a GPU are page-locked, or the host would wait for the GPU; torch rounds each up to a power of two.
         """
         copies = {}
         for name, tensor in tensors.items():
@@ -55,7 +54,7 @@ class Snapshot:
 
         def arrived() -> None:
             for device, event in copied.items():
-                with torch.cuda.device(device):  # a thread begins with GPU 0, which may not be this process's
+                with torch.cuda.device(device):  # a new thread's device is GPU 0, maybe not this process's
                     event.synchronize()
 
         return copies, arrived
@@ -63,30 +62,31 @@ class Snapshot:
 
 @dataclass
 class CheckpointWriter:
-    """The checkpoints of a run, one at a time; every process calls the same methods after the same steps."""
+    """Writes the checkpoints of a run, one at a time; every process calls the same methods after the same steps."""
 
     engine: Engine
     folder: Path  # the run's folder
     config_yaml: str
-    report: Callable[[object], None]  # called in process 0, with `events` of checkpoints
-    last: files.Progress  # the newest checkpoint that is complete; at first, where the run begins
+    report: Callable[[object], None]  # called in process 0 only, with the `events` about checkpoints
+    last: files.Progress  # progress at the newest complete checkpoint; at first, where the run begins
 
     def __post_init__(self) -> None:
         self.control, self.keep = self.engine.control, self.engine.config.checkpoint.keep
         self._snapshots = {k: Snapshot() for k in self.engine.stages}
         self._thread = ThreadPoolExecutor(1, "gpipe-checkpoint")
-        self._written: files.Progress | None = None  # the checkpoint that is being written
-        # Of this process for it: its part, and in process 0, then, the whole. A text: why it cannot.
+        self._written: files.Progress | None = None  # progress at the checkpoint that is being written
+        # Writing this process's part of it, and the last job here: in process 0 completing it, else the same. Results:
+        # None, or why it failed.
         self._writing: Future[str | None]
         self._work: Future[str | None]
-        self._given_up = threading.Event()  # another process cannot write its part
-        self._parts_written: float | None = None  # since when those of all processes are, on the monotonic clock
+        self._given_up = threading.Event()  # set once a process has failed to write
+        self._parts_written: float | None = None  # `time.monotonic()` when all other processes were seen to be done
 
     def after_step(self, progress: files.Progress, *, save: bool) -> files.Progress:
-        """Begin a checkpoint if `save`, once the one before is complete. Returns `progress`, whose best step is one
-        that has a checkpoint: of a best one that could not be written, the one before is the best again.
+        """Begin a checkpoint if `save`, once the previous one is complete. Returns `progress`, with the best step of
+        the last complete checkpoint if the checkpoint of a newer best step could not be written.
 
-        Raises CheckpointError if the run's folder is gone. What else cannot be written is reported, and left out.
+        Raises CheckpointError if the run's folder is gone. Any other failure to write is only reported.
         """
         if self._written is not None:
             self._look(last=False)
@@ -100,12 +100,12 @@ class CheckpointWriter:
         return progress
 
     def close(self, step: int) -> None:
-        """After the last step: wait for the last one. Raises CheckpointError if it cannot be written."""
+        """After the last step: wait for the last checkpoint. Raises CheckpointError if it cannot be written."""
         self._finish(step, last=True)
         self._thread.shutdown()
 
     def settle(self) -> None:
-        """In a process that has failed: give the checkpoint that is being written some seconds to become complete."""
+        """In a process that has failed: wait a few seconds for the checkpoint that is being written."""
         if self._written is None:
             return
         with self.control.waits(Awaited.LAST_CHECKPOINT):
@@ -115,7 +115,7 @@ class CheckpointWriter:
 
     def _begin(self, progress: files.Progress) -> None:
         spec = self.engine.spec
-        writes = spec.layout.replica_of(self.control.rank) == 0  # all replicas have the same
+        writes = spec.layout.replica_of(self.control.rank) == 0  # replicas are identical
         states = {k: state_of_stage(self.engine, k) for k in (self.engine.stages if writes else ())}
         snapshots = {k: self._snapshots[k].take(state) for k, state in states.items()}
         draft = files.draft_of(self.folder, progress.step)
@@ -145,7 +145,7 @@ class CheckpointWriter:
             self._work = self._thread.submit(_why_not, complete)
 
     def _part(self, draft: Path, process: int) -> list[files.WrittenFile]:
-        """Wait for what a process writes, and return it. Raises CheckpointError if a process cannot write its part."""
+        """Wait for the files that `process` writes. Raises CheckpointError if a part fails or stays invisible."""
         while (part := files.read_part(draft, process)) is None:
             if self._writing.result() is not None or self._given_up.wait(_LOOKS_SECONDS):
                 raise files.CheckpointError("a part of it is missing")
@@ -155,10 +155,10 @@ class CheckpointWriter:
         return part
 
     def _finish(self, step: int, *, last: bool) -> None:
-        """Wait until no checkpoint is being written, and say so."""
+        """Wait until no checkpoint is being written; report the wait if it was long."""
         began, awaited = time.perf_counter(), self._written
         if self._written is not None:
-            # when all parts are written, or it is known that one cannot be, process 0 waits for nobody
+            # Once all parts are written, or one has failed, process 0 no longer waits for others.
             for work in (self._writing, self._work):
                 with self.control.waits(Awaited.DISK):
                     wait([work])
@@ -170,13 +170,13 @@ class CheckpointWriter:
             self.report(events.CheckpointAwaited(step, awaited.step, seconds))
 
     def _look(self, *, last: bool) -> None:
-        """Learn whether all processes are done with the checkpoint, or one of them cannot write its part."""
+        """Exchange with all processes whether they are done with the checkpoint, and whether one of them failed."""
         progress = self._written
         assert progress is not None
         ended = self._work.done()
         reasons = [work.result() for work in (self._writing, self._work) if work.done()]
         found = self.control.collect((ended, next(filter(None, reasons), None)))
-        why = next((text for _, text in reversed(found) if text is not None), None)  # process 0 may only follow another
+        why = next((text for _, text in reversed(found) if text is not None), None)  # 0 may fail due to others
         if why is not None:
             self._given_up.set()
         if self._parts_written is None and all(done for done, _ in found[1:]):
@@ -189,7 +189,7 @@ class CheckpointWriter:
             message: object = events.CheckpointWritten(progress.step)
         else:
             if self.control.leads:
-                shutil.rmtree(files.draft_of(self.folder, progress.step), ignore_errors=True)  # its room may be needed
+                shutil.rmtree(files.draft_of(self.folder, progress.step), ignore_errors=True)  # frees disk space
             if self.control.leads and not self.folder.is_dir():
                 raise files.CheckpointError(f"{self.folder}: {files.GONE}")
             if last:

@@ -1,8 +1,8 @@
-"""Training state on disk, keyed by global names: what is written by any number of partitions is read by any other.
+"""Training state on disk, keyed by global names: a checkpoint of any number of partitions is read by any other.
 
 A checkpoint is a folder `checkpoints/step_00000123`: one safetensors file per stage and `index.json` with sizes,
-checksums and the position in the run. Nothing is ever unpickled. It is written beside its final name, fsynced and
-renamed: a reader finds the old one or the new one, never half of one.
+checksums and the position in the run. Nothing is ever unpickled. The folder is written under another name, fsynced and
+renamed: a reader finds the old checkpoint or the new one, never a part of one.
 
 Tensor names: `model/<parameter or buffer>`, `optimizer/<parameter>/<state>`, `ema/<parameter or buffer>`.
 """
@@ -32,8 +32,8 @@ FORMAT = 2
 _PREFIX = "step_"
 _STEP = re.compile(rf"{_PREFIX}[0-9]{{8,12}}")
 _FILE = re.compile(r"stage_[0-9]{1,5}\.safetensors")
-_MOST_SHOWN = 200  # characters of what is wrong with an index
-# As the head of a safetensors file calls them.
+_MOST_SHOWN = 200  # characters of an error in an index that are shown
+# The names of dtypes in the header of a safetensors file.
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint64: "U64", torch.uint32: "U32",
@@ -41,13 +41,13 @@ DTYPES = {
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
 
-Done = Annotated[int, Within(0, 10**12)]  # steps, epochs
-Head = tuple[str, tuple[int, ...]]  # a tensor's dtype, as safetensors calls it, and its shape
+Done = Annotated[int, Within(0, 10**12)]  # a number of steps or epochs
+Head = tuple[str, tuple[int, ...]]  # a tensor's dtype, by its name in safetensors, and its shape
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands: the next mini-batch is number `position` of epoch `epoch`, and `step` have been done."""
+    """Where a run stands: `step` steps are done; next is mini-batch `position` of epoch `epoch`, counted from 0."""
 
     step: Done
     epoch: Done
@@ -55,18 +55,18 @@ class Progress:
     seed: Annotated[int, Within(0, 2**32 - 1)]
     batch_size: Count | None
     batch_tokens: Count | None
-    steps_per_epoch: Done  # 0: the data was not open yet
+    steps_per_epoch: Done  # 0: not known before the data is open
     ema_updates: Done
-    best_score: float | None  # top-1, or of text the loss with a minus: more is better
+    best_score: float | None  # on the test set, greater is better: top-1, or for text minus the loss
     best_step: Done | None
-    # What the parent has reported; it may have been killed before it could. None also for a loss that is no number.
-    test: Tested | None = None  # the last one
-    best: Tested | None = None
+    # Kept here, as the parent may be killed before it has reported them. None also if the loss is not finite.
+    test: Tested | None = None  # the last evaluation
+    best: Tested | None = None  # the best one
 
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """One stage's file."""
+    """The file of one stage."""
 
     name: str
     bytes: Annotated[int, Within(0, 2**60)]
@@ -76,16 +76,16 @@ class WrittenFile:
 
 @dataclass(frozen=True)
 class Index:
-    """What index.json says of a checkpoint."""
+    """The content of a checkpoint's index.json."""
 
     progress: Progress
     layers: tuple[str, ...]
     files: tuple[WrittenFile, ...]
-    without_state: tuple[str, ...] = ()  # parameters of which the optimizer kept nothing: frozen, or never used
+    without_state: tuple[str, ...] = ()  # parameters without optimizer state: frozen, or never used
 
 
 class DamagedError(InputError):
-    """A checkpoint that cannot be used; an older one of the run may be intact."""
+    """A checkpoint cannot be used; an older one of the run may be intact."""
 
 
 def checkpoints_in(run_folder: Path) -> list[Path]:
@@ -107,10 +107,10 @@ def find_checkpoint(
     check: Callable[[Path], object] = lambda checkpoint: None,
     warn: Callable[[str], None] = lambda line: None,
 ) -> Path:
-    """The `last` or the `best` checkpoint; if that is damaged the newest one that is not, and `warn` gets a line.
+    """The `last` or the `best` checkpoint; if that is damaged, the newest intact one, and `warn` gets a line.
 
-    Damaged is one whose files are not what was written, and one for which `check` raises DamagedError. Raises
-    InputError naming `setting` if the run has none that can be used, and what else `check` raises.
+    A checkpoint is damaged if its files are not what was written, or `check` raises DamagedError for it. Raises
+    InputError, naming `setting`, if the run has no intact checkpoint, and any other error that `check` raises.
     """
     found = checkpoints_in(run_folder)[::-1]
     if not found:
@@ -148,27 +148,27 @@ def folder_name(step: int) -> str:
 
 
 def draft_of(run_folder: Path, step: int) -> Path:
-    """The folder that the stages write a checkpoint into; readers do not look at it."""
+    """The folder into which stages write a checkpoint until it is complete; readers ignore it."""
     return run_folder / "checkpoints" / f".{folder_name(step)}.writing"
 
 
 def remove_drafts(run_folder: Path) -> None:
-    """Remove what a run that has ended while it wrote a checkpoint has left of it."""
+    """Remove incomplete checkpoints, left by a run that ended while it wrote them."""
     for abandoned in (run_folder / "checkpoints").glob(f".{_PREFIX}*.writing"):
         shutil.rmtree(abandoned, ignore_errors=True)
 
 
-# Of a run folder that is not there any more.
+# The message for a run folder that does not exist any more.
 GONE = "the run folder was deleted or moved; begin the run again, or give its new place, resume=FOLDER, to go on"
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written; those before it are as they were."""
+    """A checkpoint cannot be written; earlier ones are unchanged."""
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Around writing part of a checkpoint. Raises CheckpointError, one line, if that cannot be done."""
+    """Inside, part of the checkpoint `path` is written; an OSError becomes a CheckpointError, one line."""
     try:
         yield
     except OSError as error:
@@ -177,14 +177,14 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def write_stage(draft: Path, stage: int, tensors: Mapping[str, torch.Tensor]) -> WrittenFile:
-    """Write one stage's tensors, contiguous ones on the CPU, and make sure they are on disk. Raises CheckpointError.
+    """Write and fsync one stage's tensors, which are contiguous and on the CPU. Raises CheckpointError.
 
-    Python's writing and hashing leave other threads alone; safetensors' own writer, up to 0.7, stops them all.
+    Python releases the GIL while it writes and hashes; safetensors' own writer, up to 0.7, blocks all other threads.
     """
     parts = safetensors_parts(tensors)
     path, digest = draft / f"stage_{stage}.safetensors", hashlib.sha256()
     with writing(draft):
-        draft.parent.mkdir(exist_ok=True)  # without its parents: a run folder that was deleted does not come back
+        draft.parent.mkdir(exist_ok=True)  # not its parents: a deleted run folder must not come back
         draft.mkdir(exist_ok=True)  # another stage may have made it
         with path.open("wb") as file:
             for part in parts:
@@ -198,11 +198,11 @@ def write_stage(draft: Path, stage: int, tensors: Mapping[str, torch.Tensor]) ->
 def safetensors_parts(
     tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
 ) -> list[bytes | memoryview]:
-    """A safetensors file of contiguous tensors on the CPU, in pieces of which the large ones are the tensors' memory.
+    """The content of a safetensors file of contiguous tensors on the CPU, in pieces; tensors' memory is not copied.
 
     Format: https://github.com/huggingface/safetensors, "Format"
     """
-    # wide types first, as safetensors' own writer orders them: every tensor lies at a multiple of its element's size
+    # wide types first, in the order of safetensors' own writer: every tensor is aligned to its element size
     ordered = sorted(tensors.items(), key=lambda named: (-named[1].itemsize, named[0]))
     ends = [0, *accumulate(tensor.nbytes for _, tensor in ordered)]
     entries = {
@@ -216,13 +216,13 @@ def safetensors_parts(
 
 
 def write_part(draft: Path, process: int, files: Sequence[WrittenFile]) -> None:
-    """Say what a process has written, when it has. Raises CheckpointError."""
+    """Write the list of files that `process` has written, once they are on disk. Raises CheckpointError."""
     with writing(draft):
         write_whole(draft / f"part_{process}.json", json.dumps([asdict(file) for file in files]))
 
 
 def read_part(draft: Path, process: int) -> list[WrittenFile] | None:
-    """None as long as there is none. Raises CheckpointError."""
+    """The list of files that `process` has written; None if it has not finished yet. Raises CheckpointError."""
     with writing(draft):
         try:
             return [typed(WrittenFile, file) for file in read_json(draft / f"part_{process}.json")]
@@ -231,8 +231,8 @@ def read_part(draft: Path, process: int) -> list[WrittenFile] | None:
 
 
 def finish_checkpoint(draft: Path, index: Index, *, config: str, keep: int) -> Path:
-    """Write the index, give the folder its name, and remove old checkpoints: the newest `keep` and the best one
-    stay. What lies behind this step is of a run that was left, as its checkpoint was damaged, and goes too.
+    """Write the index, rename the folder to its final name, and remove old checkpoints, but the newest `keep` and the
+    best one. Those of later steps are removed too: the run was resumed from an earlier one because they were damaged.
 
     Raises CheckpointError.
     """
@@ -241,15 +241,15 @@ def finish_checkpoint(draft: Path, index: Index, *, config: str, keep: int) -> P
     final = draft.parent / folder_name(progress.step)
     best = final.name if progress.best_step is None else folder_name(progress.best_step)
     with writing(draft):
-        for file in index.files:  # stages may be on other machines: is the folder the same one?
+        for file in index.files:  # stages may be on other machines: check that their files are here
             regular_size(draft / file.name)
         for part in draft.glob("part_*.json"):
             part.unlink()
         write_whole(draft / "index.json", json.dumps(values, indent=1, allow_nan=False))
         _sync_folder(draft)
-        # one of that step is replaced: a run that went on from an earlier one came by again
+        # a run resumed from an earlier checkpoint may reach this step again, and then replaces its checkpoint
         replaced = draft.parent / f".{final.name}.replaced"
-        shutil.rmtree(replaced, ignore_errors=True)  # left by a run that was killed right here: rename needs it
+        shutil.rmtree(replaced, ignore_errors=True)  # left by a run killed right here: `rename` needs it gone
         if final.exists():
             final.rename(replaced)
         draft.rename(final)
@@ -267,9 +267,9 @@ def finish_checkpoint(draft: Path, index: Index, *, config: str, keep: int) -> P
 
 
 def adopt(last: Path, run_folder: Path) -> None:
-    """Bring the checkpoint that a run goes on from, and the best one of its run, along into the new folder.
+    """Link or copy the checkpoint from which a run is resumed, and the best one of that run, into the new run's folder.
 
-    The new run can then be resumed and evaluated by itself, from its first moment on. Raises CheckpointError.
+    The new run can then be resumed and evaluated by itself from its start. Raises CheckpointError.
     """
     target = run_folder / "checkpoints"
     best = _best_of([last])
@@ -287,7 +287,7 @@ def adopt(last: Path, run_folder: Path) -> None:
 
 
 def _link_or_copy(source: str, target: str) -> None:
-    """Checkpoints are never written to again, so two folders may share the files."""
+    """Hard links are safe: files of a checkpoint never change, so two folders may share them."""
     try:
         os.link(source, target)
     except OSError:
@@ -295,7 +295,7 @@ def _link_or_copy(source: str, target: str) -> None:
 
 
 def _point(link: Path, target: str) -> None:
-    """Make `link` (`last` or `best`, for people and scripts) point at `target`, atomically."""
+    """Make the symlink `link` (`last` or `best`, for people and scripts) point to `target`, atomically."""
     draft = link.with_name(f".{link.name}.writing")
     draft.unlink(missing_ok=True)
     draft.symlink_to(target)
@@ -303,7 +303,7 @@ def _point(link: Path, target: str) -> None:
 
 
 def read_index(checkpoint: Path) -> Index:
-    """Raises DamagedError, one line, if index.json is not what this program writes."""
+    """The index of a checkpoint. Raises DamagedError, one line, if index.json is not what this program writes."""
     file = checkpoint / "index.json"
     try:
         values = read_json(file)
@@ -311,7 +311,7 @@ def read_index(checkpoint: Path) -> Index:
             raise ValueError(f"it holds {type(values).__name__}")
         if (written := values.pop("format", None)) != FORMAT:
             raise ValueError(f"it has format {show(written)}, this version of gpipe reads format {FORMAT}")
-        if not isinstance(values.pop("config", None), str):  # it is for people, and has several lines, unlike settings
+        if not isinstance(values.pop("config", None), str):  # for people only; `typed` accepts no text of several lines
             raise ValueError("config: must be a text")
         progress = {key: values.pop(key) for key in Progress.__dataclass_fields__ if key in values}
         index = typed(Index, values | {"progress": progress})
@@ -324,7 +324,7 @@ def read_index(checkpoint: Path) -> Index:
 
 
 def _check_index(index: Index, folder: str) -> None:
-    """Raises ValueError for values that are possible each by itself, and not together."""
+    """Raises ValueError for values that are each valid but inconsistent with each other."""
     at, names = index.progress, [file.name for file in index.files]
     wrong = {
         f"step={at.step}: the folder is {folder}": folder_name(at.step) != folder,
@@ -345,9 +345,9 @@ def _check_index(index: Index, folder: str) -> None:
 
 
 def heads(checkpoint: Path, files: Iterable[WrittenFile]) -> dict[str, Head]:
-    """The dtype, as safetensors calls it, and the shape of every tensor in files of a checkpoint; nothing is loaded.
+    """The dtype and shape of every tensor in `files` of a checkpoint, by name; only headers are read.
 
-    Raises DamagedError if a file cannot be read, or holds others than the index says.
+    Raises DamagedError if a file cannot be read, or does not hold the tensors that the index lists.
     """
     found: dict[str, Head] = {}
     for file in files:
@@ -362,9 +362,9 @@ def heads(checkpoint: Path, files: Iterable[WrittenFile]) -> dict[str, Head]:
 
 
 def read_tensors(checkpoint: Path, layers: Iterable[str], kinds: Iterable[str]) -> dict[str, torch.Tensor]:
-    """The tensors of some layers, of the given kinds (`model`, `optimizer`, `ema`), from whichever files hold them.
+    """The tensors of `layers`, of the given kinds (`model`, `optimizer`, `ema`), from whichever files hold them.
 
-    Every file that is needed is first compared with its size and checksum. Raises DamagedError if one is damaged.
+    The size and checksum of each file are checked before it is read. Raises DamagedError if one is damaged.
     """
     wanted, kinds = set(layers), set(kinds)
     tensors: dict[str, torch.Tensor] = {}
@@ -380,7 +380,7 @@ def read_tensors(checkpoint: Path, layers: Iterable[str], kinds: Iterable[str]) 
 
 
 def check_files(checkpoint: Path, files: Sequence[WrittenFile]) -> None:
-    """Raises DamagedError if a file is not what was written: first by the sizes of all, then by their checksums."""
+    """Raises DamagedError if a file is not what was written, by the sizes of all files first, then by checksums."""
     paths = [checkpoint / file.name for file in files]
     for path, file in zip(paths, files, strict=True):
         _check_size(path, file)
@@ -404,7 +404,7 @@ def _digest(path: Path) -> str:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Raises DamagedError, one line, where a file of a checkpoint cannot be read."""
+    """Inside, a file of a checkpoint is read; an error in this becomes a DamagedError, one line."""
     try:
         yield
     except (SafetensorError, OSError) as error:
@@ -413,7 +413,7 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def select(tensors: Mapping[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
-    """The tensors of one kind (`model`, `optimizer`, `ema`), without the prefix in their names."""
+    """The tensors of one kind (`model`, `optimizer`, `ema`), by name without that prefix."""
     return {name.removeprefix(f"{kind}/"): tensor for name, tensor in tensors.items() if _kind(name) == kind}
 
 

@@ -1,5 +1,6 @@
-"""Between a running pipeline and the names in a checkpoint: whether it is of the same model, and what each stage writes
-and takes. Law 3: resumed with any cut, the weights end up the same bits.
+"""Between a pipeline and a checkpoint: whether it fits the model, and which tensors each stage saves and restores.
+
+Law 3: resumed with any cut, the weights end up bit-identical.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,18 +25,17 @@ Shapes = Mapping[str, tuple[int, ...]]
 class CheckpointMatch:
     """Whether a checkpoint fits the model of a run, by names, types and shapes alone.
 
-    `setting` led to it, as it was given; `source` are the settings of the run that wrote it. Every `refuse` raises
-    InputError, one line.
+    Every `refuse` method raises InputError, one line.
     """
 
-    setting: str
+    setting: str  # the setting that named the run, for messages, as `key=value`
     checkpoint: Path
     config: TrainConfig
-    source: TrainConfig
+    source: TrainConfig  # settings of the run that wrote the checkpoint
     index: files.Index
-    heads: Mapping[str, files.Head]  # name -> dtype and shape, for everything in the checkpoint
-    here: Shapes  # shapes in the model
-    there: Shapes
+    heads: Mapping[str, files.Head]  # name -> dtype and shape, for all tensors in the checkpoint
+    here: Shapes  # shapes of the model's tensors, by name
+    there: Shapes  # shapes of the checkpoint's `model/` tensors, by the same names
 
     @classmethod
     def of(
@@ -49,7 +49,7 @@ class CheckpointMatch:
         return cls(f"{setting}={run}", checkpoint, config, load(run), index, found, here, there)
 
     def refuse_other_names(self, only_here: Sequence[str], only_there: Sequence[str]) -> None:
-        """If layers, or tensors in them, are on one side only."""
+        """Refuse the checkpoint if layers or tensors are only in the model, or only in the checkpoint."""
         if only_here or only_there:
             raise InputError(
                 f"{self.setting}: {self.checkpoint.name} is of another model (only here: {_some(only_here)}; only "
@@ -57,7 +57,7 @@ class CheckpointMatch:
             )
 
     def refuse_other_shapes(self, names: Iterable[str]) -> None:
-        """If tensors of these names, which are on both sides, have other shapes there than here."""
+        """Refuse the checkpoint if tensors of these names, which both have, differ in shape."""
         other = [name for name in names if self.here[name] != self.there[name]]
         if not other:
             return
@@ -77,14 +77,14 @@ class CheckpointMatch:
         raise InputError(f"{self.setting}: {other[0]} has shape {there} there and {here} here{why}; {remedy}")
 
     def refuse_damaged(self, wanted: Mapping[str, torch.Tensor]) -> None:
-        """If the checkpoint lacks one of these tensors, or has it with another type or shape: as DamagedError."""
+        """Raises DamagedError if the checkpoint lacks one of these tensors, or has another dtype or shape for it."""
         for name, tensor in wanted.items():
             head = files.DTYPES.get(tensor.dtype), tuple(tensor.shape)
             if (found := self.heads.get(name, "missing")) != head:
                 raise files.DamagedError(f"{self.checkpoint}: {name} is {found}, the run needs {head}")
 
     def _as_there(self) -> str:
-        """Which settings of the model, or of the classes that it tells apart, make it that of `source`."""
+        """The remedy: the settings of model and classes that must be as in `source`."""
         if choice_of(self.config.model) != choice_of(self.source.model):
             return f"use model={choice_of(self.source.model)}, as there"
         here, there = asdict(self.config), asdict(self.source)
@@ -101,7 +101,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def state_of_stage(engine: Engine, stage: int) -> dict[str, torch.Tensor]:
-    """Everything stage number `stage` must remember, under global names."""
+    """All tensors that a checkpoint keeps of stage `stage`, by global names."""
     module = engine.stages[stage].module
     state = {f"model/{name}": tensor for name, tensor in module.state_dict().items()}
     optimizer = optimizer_state(engine.optimizers[stage], engine.parameters[stage])
@@ -112,10 +112,9 @@ def state_of_stage(engine: Engine, stage: int) -> dict[str, torch.Tensor]:
 
 
 def check_restorable(both: CheckpointMatch, model: nn.Sequential, *, optimizer: bool) -> None:
-    """Whether a checkpoint has all that `model`, on the meta device and frozen as the run says, needs to go on.
+    """Check that a checkpoint has all tensors that a run with `model` (on the meta device, frozen as in the run) needs.
 
-    Raises InputError if the checkpoint belongs to another model (and what differs), and DamagedError if a tensor is
-    missing.
+    Raises InputError, naming what differs, if it belongs to another model, and DamagedError if a tensor is missing.
     """
     layers = dict(model.named_children())
     for here, there in ((layers, both.index.layers), (both.here, both.there)):
@@ -134,7 +133,7 @@ def check_restorable(both: CheckpointMatch, model: nn.Sequential, *, optimizer: 
 
 
 def refuse_other_optimizer(config: TrainConfig, saved: TrainConfig) -> None:
-    """Raises InputError if the optimizer needs a state that the one of the run that is resumed has not kept."""
+    """Raises InputError if the optimizer needs state that the optimizer of the resumed run (`saved`) did not keep."""
     needed, kept = (state_of(one.optimizer, (1,), torch.float32).keys() for one in (config, saved))
     if missing := sorted(needed - kept):
         raise InputError(
@@ -144,10 +143,9 @@ def refuse_other_optimizer(config: TrainConfig, saved: TrainConfig) -> None:
 
 
 def restore(engine: Engine, checkpoint: Path, *, optimizer: bool) -> None:
-    """Put the values of a checkpoint into the stages of this process, whatever cut
-    it was written with.
+    """Copy the values of a checkpoint, whatever cut it was written with, into the stages of this process.
 
-    Raises DamagedError if it has been damaged since it was checked.
+    Raises DamagedError if it was damaged after it had been checked.
     """
     updates = files.read_index(checkpoint).progress.ema_updates
     for k, stage in engine.stages.items():
@@ -157,7 +155,7 @@ def restore(engine: Engine, checkpoint: Path, *, optimizer: bool) -> None:
         if k in engine.averages:
             average = engine.averages[k]
             average.updates = updates
-            # a run that had no average until now starts one from the weights it has
+            # without averages in the checkpoint, they start from its weights
             _copy(average.average, files.select(tensors, "ema") if updates else stage.module.state_dict())
         if optimizer:
             load_optimizer_state(engine.optimizers[k], engine.parameters[k], files.select(tensors, "optimizer"))

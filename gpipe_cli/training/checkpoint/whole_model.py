@@ -1,4 +1,4 @@
-"""The model of a run in one piece, out of a checkpoint: plain modules that know nothing of stages."""
+"""The model of a run in one piece, from a checkpoint: plain modules without stages."""
 
 import warnings
 from dataclasses import replace
@@ -16,7 +16,7 @@ from gpipe_cli.training.checkpoint.restore import CheckpointMatch, check_restora
 
 
 def load_run(run: str, averaged: bool | None, which: str) -> nn.Sequential:
-    """What `gpipe_cli.load` gives. Raises InputError, one line, as it says."""
+    """The implementation of `gpipe_cli.load`, which documents the arguments and errors."""
     if which not in ("best", "last"):
         raise RefusedError("checkpoint", which, "must be one of best, last; for example checkpoint=last")
     folder = find_run("run_folder", run, "outputs")
@@ -36,21 +36,21 @@ def load_run(run: str, averaged: bool | None, which: str) -> nn.Sequential:
 
 
 def whole_model(config: TrainConfig, checkpoint: Path) -> nn.Sequential:
-    """The layers of a run with the weights of `checkpoint`, on the CPU, in evaluation mode; `config` are its settings.
+    """The layers of a run with the weights of `checkpoint`, on the CPU, in evaluation mode; `config` has its settings.
 
-    Batch norm is torch's own: only a stage defers it. With `ema_decay` the moving averages take the place of weights
-    and statistics, where the run kept them; with 0 they do not.
+    Batch norm is torch's own: only a stage defers it. If `ema_decay` is not 0, weights and statistics are the moving
+    averages in the checkpoint, if there are any.
 
-    Raises DamagedError for a checkpoint that cannot be read. Whether it is of this model is not checked.
+    Raises DamagedError for a checkpoint that cannot be read. Whether it fits the model is not checked.
     """
     model, layers = new_model(config), read_index(checkpoint).layers
     tensors = read_tensors(checkpoint, layers, ("model", "ema") if config.ema_decay else ("model",))
-    # averages are of what is floating-point only
+    # only floating-point tensors have averages
     model.load_state_dict(select(tensors, "model") | select(tensors, "ema"))
     return model.eval()
 
 
 def new_model(config: TrainConfig) -> nn.Sequential:
-    """The layers of a run before its first step, without pretrained weights, on the CPU."""
+    """The layers of a run with their initial weights (not pretrained ones), on the CPU."""
     model, whole = build_model(config), real_model(config, pretrained=False)
     return materialize(model, 0, len(model), run_seed=config.seed, device=torch.device("cpu"), whole=whole)
