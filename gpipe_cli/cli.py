@@ -9,10 +9,10 @@ import sys
 import time
 from importlib.metadata import version
 
-from gpipe_cli.commands.outcome import BAD_INPUT, INTERRUPTED, STOPPED, UNREAD, outcome, run_command
+from gpipe_cli.commands.outcome import outcome, run_command
 from gpipe_cli.config.typed import nearest, show
 from gpipe_cli.distributed.torchrun import leads, torchrun
-from gpipe_cli.errors import InputError
+from gpipe_cli.errors import BAD_INPUT, INTERRUPTED, STOPPED, UNREAD, InputError
 from gpipe_cli.system.streams import prepare_streams
 
 COMMANDS = {

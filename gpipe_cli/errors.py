@@ -1,4 +1,8 @@
-"""The error that the user can fix."""
+"""The error that the user can fix, and the exit codes of commands."""
+
+FAILED, BAD_INPUT = 1, 2
+STOPPED = 3  # by SIGTERM or SIGUSR1
+INTERRUPTED, UNREAD = 130, 141  # as shells report SIGINT and SIGPIPE; the latter: `gpipe ... | head`
 
 
 class InputError(ValueError):

@@ -82,10 +82,6 @@ def run_check(config: TrainConfig, folder: Path) -> int:
     return 0 if report.identical else 1
 
 
-def _placed(config: TrainConfig, profile: ModelProfile) -> PipelineSpec:
-    return make_pipeline_spec(config, profile)
-
-
 def _cut(config: TrainConfig, partitions: int) -> TrainConfig:
     """The configuration with the model cut into `partitions`; a given balance is for the configured K only."""
     if partitions == config.partitions:
@@ -134,12 +130,12 @@ class _Checked:
         for partitions in range(usual.partitions, 0, -1):
             config = _cut(usual, partitions)
             try:
-                self._together[partitions] = _placed(replace(config, executor="in_process"), profile)
+                self._together[partitions] = make_pipeline_spec(replace(config, executor="in_process"), profile)
             except SeparatedError as error:
                 self._add(self._ways(partitions, "in_process"), "fails", str(error))
                 continue
             if partitions > 1 and config.executor != "in_process":
-                spec = _placed(config, profile)
+                spec = make_pipeline_spec(config, profile)
                 if spec.layout.distributed:
                     apart[partitions] = spec
                 else:
@@ -163,7 +159,7 @@ class _Checked:
                 self._place_further(config, modes, profile)
         for k in sorted(self._together) if self._replicas > 1 else ():
             several = replace(_cut(usual, k), replicas=self._replicas, micro_batches=whole // self._replicas)
-            self._run(_of_schedules([_placed(several, profile)]), self._ways(k, "replicas"))
+            self._run(_of_schedules([make_pipeline_spec(several, profile)]), self._ways(k, "replicas"))
 
     def _further(self, usual: TrainConfig) -> Iterator[tuple[TrainConfig, tuple[RecomputeMode, ...]]]:
         """Configurations with further schedules, and the recompute modes to try: zero_bubble, interleaved with the most
@@ -186,7 +182,7 @@ class _Checked:
         k, name = config.partitions, config.schedule
         executors: tuple[Literal["in_process", "distributed"], ...] = ("in_process", "distributed")
         for executor in executors[:1] if config.executor == "in_process" else executors:
-            spec = _placed(replace(config, executor=executor), profile)
+            spec = make_pipeline_spec(replace(config, executor=executor), profile)
             if spec.layout.distributed == (executor == "distributed"):
                 variants = [verify.Variant(k, config.micro_batches, name, mode, executor) for mode in modes]
                 self._run({(k, name): spec}, variants)

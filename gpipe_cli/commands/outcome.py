@@ -9,7 +9,6 @@ import contextlib
 import errno
 import importlib
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -17,16 +16,13 @@ from dataclasses import dataclass
 
 from gpipe_cli.config.typed import NothingFitsError, RefusedError, one_line, with_type
 from gpipe_cli.distributed.torchrun import leads, torchrun
-from gpipe_cli.errors import InputError
+from gpipe_cli.errors import BAD_INPUT, FAILED, INTERRUPTED, STOPPED, UNREAD, InputError
 from gpipe_cli.system.forked_call import Fork
-from gpipe_cli.system.interrupts import STOPPED, Stopped, interruptible, interruptible_import
+from gpipe_cli.system.interrupts import Stopped, interruptible, interruptible_import
 from gpipe_cli.system.phase import end_phase, phase, phases
 from gpipe_cli.system.streams import lost_output
 
-FAILED, BAD_INPUT = 1, 2
 COMPOSED = ("train", "bench", "plan", "check", "evaluate", "export")  # commands whose settings Hydra composes
-INTERRUPTED = 128 + signal.SIGINT  # the exit code with which shells report a process ended by a signal
-UNREAD = 128 + signal.SIGPIPE  # likewise: nobody reads stdout any more, `gpipe ... | head`
 
 
 @dataclass(frozen=True)

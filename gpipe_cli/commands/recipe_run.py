@@ -10,9 +10,9 @@ from rich.console import Console
 
 from gpipe_cli.commands.command_line import read
 from gpipe_cli.commands.composing import TRAINING_KEYS, Trees, training
-from gpipe_cli.commands.outcome import BAD_INPUT, ended, fork_command, run_command
+from gpipe_cli.commands.outcome import ended, fork_command, run_command
 from gpipe_cli.config.settings import key_of
-from gpipe_cli.errors import InputError
+from gpipe_cli.errors import BAD_INPUT, InputError
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.reporting.run.console import following
 from gpipe_cli.reporting.run.lines import show_line

@@ -26,7 +26,7 @@ from gpipe_cli.commands.sweep_folder import PLACE, SWEEP, Attempt, SweepFolder
 from gpipe_cli.config.settings import has_checkpoint, key_of
 from gpipe_cli.config.typed import RefusedError, SettingError, quoted
 from gpipe_cli.distributed.torchrun import refuse_torchrun
-from gpipe_cli.errors import InputError
+from gpipe_cli.errors import BAD_INPUT, INTERRUPTED, STOPPED, UNREAD, InputError
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.reporting.run.lines import override, show_facts
 from gpipe_cli.reporting.tables.sweep import HOPELESS, Run, bench_status, show_rest
@@ -37,7 +37,7 @@ from gpipe_cli.system.interrupts import Stopped
 Requested = Callable[[DictConfig, Mapping[str, object]], RunRequest]
 
 _DONE = ("completed", "dry_run")  # statuses of a result
-_UNFINISHED = (None, outcome.INTERRUPTED, outcome.STOPPED, outcome.UNREAD)  # exit codes
+_UNFINISHED = (None, INTERRUPTED, STOPPED, UNREAD)  # exit codes
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Sweep:
                 self.runs.append(run)
         if self._ended is not None:
             raise self._ended
-        refused = [run for run in self.runs if run.exit_code == outcome.BAD_INPUT]
+        refused = [run for run in self.runs if run.exit_code == BAD_INPUT]
         if begins and len(refused) == len(self.runs):
             (self.path / SWEEP).unlink()
             self.runs.clear()
@@ -159,7 +159,7 @@ class Sweep:
             folder = self.path / before.folder
             if has_checkpoint(folder):
                 run = self._perform(cell, before, folder, goes_on=True)
-                if run.exit_code != outcome.BAD_INPUT or self._ended is not None:
+                if run.exit_code != BAD_INPUT or self._ended is not None:
                     return run
                 self._say(Text(f"{cell.name} cannot go on; it begins again"))
         if before is not None:
@@ -173,7 +173,7 @@ class Sweep:
         begin = time.monotonic()
         try:
             if isinstance(request := cell.request, InputError):
-                now = outcome.Outcome(outcome.BAD_INPUT, str(request))
+                now = outcome.Outcome(BAD_INPUT, str(request))
             else:
                 if not request.config.dry_run:
                     fork_server.start(request.config)  # all forks share it
@@ -181,8 +181,8 @@ class Sweep:
                 begun, typed = request.resuming if goes_on else request.into, (self.line.command, *self._typed)
                 now = outcome.ended(outcome.fork_command(lambda: begun(folder).perform(*typed)))
         except KeyboardInterrupt as asked:
-            self._ended, now = type(asked), outcome.Outcome(outcome.INTERRUPTED)
-        endings = {outcome.STOPPED: Stopped, outcome.UNREAD: BrokenPipeError}  # what ended the fork ends the sweep
+            self._ended, now = type(asked), outcome.Outcome(INTERRUPTED)
+        endings = {STOPPED: Stopped, UNREAD: BrokenPipeError}  # what ended the fork ends the sweep
         self._ended = endings.get(now.exit_code, self._ended)
         if now.exit_code < 0 or now.exit_code in _UNFINISHED:
             fork_server.kill()  # ends the workers of a run that was killed before it could end them
@@ -199,7 +199,7 @@ class Sweep:
     def _run(self, attempt: Attempt, cell: Cell) -> Run:
         folder = self.path / attempt.folder
         result = run_result_or_none(folder)
-        code = outcome.INTERRUPTED if attempt.exit_code in _UNFINISHED else attempt.exit_code
+        code = INTERRUPTED if attempt.exit_code in _UNFINISHED else attempt.exit_code
         if result is not None and result.status in _DONE:  # even if it was interrupted while it drew pictures
             code = 0
         seconds = attempt.seconds or (result and result.seconds) or 0.0

@@ -16,7 +16,7 @@ from gpipe_cli.config.settings import BenchSettings, EvaluateSettings, TrainConf
 from gpipe_cli.config.typed import RefusedError, one_line
 from gpipe_cli.distributed.rendezvous import Decision, agree
 from gpipe_cli.distributed.torchrun import leads, torchrun
-from gpipe_cli.errors import InputError
+from gpipe_cli.errors import BAD_INPUT, FAILED, INTERRUPTED, STOPPED, InputError
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.launch.job import Reason, Task
 from gpipe_cli.launch.supervisor import run_task
@@ -28,7 +28,7 @@ from gpipe_cli.reporting.run.reporter import complete_result
 from gpipe_cli.results.run import Restart, Start
 from gpipe_cli.system.files import write_whole
 from gpipe_cli.system.gpus import look_again
-from gpipe_cli.system.interrupts import STOPPED, Stopped
+from gpipe_cli.system.interrupts import Stopped
 from gpipe_cli.system.phase import phase
 from gpipe_cli.training.checkpoint.files import GONE, checkpoints_in, find_checkpoint, step_of
 from gpipe_cli.training.checkpoint.restore import CheckpointMatch, check_restorable, refuse_other_optimizer
@@ -211,7 +211,7 @@ def run_and_report(
         if not show.started:
             raise
         show.finish("interrupted", None)
-        return STOPPED if isinstance(asked, Stopped) else 130
+        return STOPPED if isinstance(asked, Stopped) else INTERRUPTED
     except SystemExit:  # the console's reader has ended, as in `gpipe train | head`
         show.finish("interrupted", "nobody reads the output any more")
         raise
@@ -219,7 +219,7 @@ def run_and_report(
         if not show.started:
             raise
         show.finish("failed", one_line(error) if folder.is_dir() else f"{folder}: {GONE}")
-        return 1
+        return FAILED
     if failure is None:
         show.finish("interrupted" if stopped else "completed", None)
         return STOPPED if stopped else 0
@@ -233,4 +233,4 @@ def run_and_report(
             write_whole(details, failure.traceback)
             text += f" (traceback in {details})"
     show.finish("failed", text)
-    return 2 if failure.reason is Reason.USER else 1
+    return BAD_INPUT if failure.reason is Reason.USER else FAILED

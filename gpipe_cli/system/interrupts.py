@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from types import FrameType
 
 STOPS = (signal.SIGTERM, signal.SIGUSR1)
-STOPPED = 3  # the exit code of a command that one of STOPS has ended
 
 
 class Stopped(KeyboardInterrupt):

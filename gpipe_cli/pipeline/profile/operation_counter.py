@@ -69,7 +69,7 @@ def _kind_of(func: Any, args: tuple[Any, ...], has_flops: bool) -> OperationKind
 
 
 Fuses: TypeAlias = Callable[[torch.dtype, bool, float], bool]
-"""Whether attention of this type, with a mask or without, and with so much dropout, is one kernel."""
+"""Whether attention is one kernel, given its type, whether it has a mask, and its dropout probability."""
 
 
 def cpu_fuses(dtype: torch.dtype, masked: bool, dropout: float) -> bool:

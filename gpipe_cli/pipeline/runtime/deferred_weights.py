@@ -128,7 +128,7 @@ def _weight_behind(node: Node | None, uses: Mapping[Node, int]) -> Node | None:
 
 
 _Product: TypeAlias = tuple[Sequence[int], torch.Tensor, Compute]
-"""Which of a node's edges can wait, its input, and how the gradients of these edges are computed."""
+"""Of a node: the indices of the edges that can wait, its input, and the function that computes their gradients."""
 
 
 def _convolution(node: Any, weights: Sequence[Node | None]) -> _Product | None:

@@ -32,7 +32,7 @@ class ActionFailedError(RuntimeError):
     def __init__(self, action: Action, layer: str, shapes: str, cause: BaseException) -> None:
         place = f"stage {action.stage}" + (f", layer {layer}" if layer else "")
         super().__init__(f"{action} failed ({place}; {shapes}): {type(cause).__name__}: {cause}")
-        self.action, self.layer, self.shapes = action, layer, shapes
+        self.action, self.layer = action, layer
 
 
 class Executor:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from gpipe_cli.pipeline.schedule.schedule import Kind
 
 Edge: TypeAlias = tuple[Kind, int]
-"""What travels, activations for an F or gradients for a B, and the stage that receives it."""
+"""What is sent (F: activations, B: gradients), and the index of the stage that receives it."""
 
 
 class Work(Protocol):

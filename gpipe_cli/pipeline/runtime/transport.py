@@ -13,7 +13,7 @@ import torch
 from gpipe_cli.pipeline.schedule.schedule import Action, Kind, Schedule
 
 OptionalTensors: TypeAlias = tuple[torch.Tensor | None, ...]
-"""The outputs of a stage, all of them tensors, or gradients, None for a tensor that needs no gradient."""
+"""Outputs of a stage, none of them None; or gradients, with None for a tensor that needs no gradient."""
 
 
 class PeerLostError(RuntimeError):

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 
@@ -43,9 +43,6 @@ from gpipe_cli.results.run import (
 )
 from gpipe_cli.training.checkpoint.files import GONE, Progress, checkpoints_in, step_of
 from gpipe_cli.training.events import CheckpointAwaited, Evaluated, StepDone, Tested
-
-if TYPE_CHECKING:  # it imports torch
-    pass
 
 RECENT_STEPS = 20  # a displayed speed is the median over this many steps
 

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from gpipe_cli.config.typed import show
+from gpipe_cli.errors import BAD_INPUT, INTERRUPTED
 from gpipe_cli.reporting.plots.timeline_values import SHARES, idle
 from gpipe_cli.reporting.run.lines import show_facts, show_text
 from gpipe_cli.reporting.run.measurement import StepMedians
@@ -31,7 +32,6 @@ from gpipe_cli.results.run import RunResult
 from gpipe_cli.system.files import write_whole
 from gpipe_cli.units import duration
 
-INTERRUPTED = 130  # an exit code
 CSV = "bench.csv"
 SAMPLES, TOKENS = chosen("samples_per_second", "tokens_per_second")
 _MEASURED = (
@@ -40,7 +40,7 @@ _MEASURED = (
 )  # fmt: skip
 AUTO = "auto"  # the value of a setting that gpipe chooses
 HOPELESS = ("impossible", "out_of_memory")  # final, like a measurement: another round would end in the same way
-_ENDS = {0: "measured", 2: "impossible", -9: "out_of_memory", INTERRUPTED: "interrupted"}  # exit code -> status
+_ENDS = {0: "measured", BAD_INPUT: "impossible", -9: "out_of_memory", INTERRUPTED: "interrupted"}  # exit code -> status
 _NO_MEMORY = re.compile(
     r"OutOfMemoryError|CUDA out of memory|can't allocate memory|not enough memory|MemoryError|std::bad_alloc"
     r"|killed by signal 9\b"
