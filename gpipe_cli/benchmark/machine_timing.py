@@ -141,8 +141,8 @@ def _calibration_file(config: TrainConfig, layout: Layout) -> Path:
 
 
 def machine_rates(config: TrainConfig, layout: Layout, log: Log) -> DeviceRates | None:
-    """The rates of this machine, timed with as many processes as `config` has; None where `hardware` or a data sheet
-    gives them. With different GPUs or links the slowest counts.
+    """The rates of this machine for the processes of `config`, timed as `_reference` says; None where `hardware` or a
+    data sheet gives them. With different GPUs or links the slowest counts.
 
     Departs from the paper, which estimates a layer by its FLOPs alone.
     """

@@ -101,7 +101,7 @@ class _Checked:
     """The variants of a check, and their results so far."""
 
     def __init__(self, config: TrainConfig, replicas: int = 1) -> None:
-        """`config` has one pipeline, with which runs of as many `replicas` are compared if there are several."""
+        """`config` has a single pipeline; runs of `replicas` pipelines, if that is above 1, are compared with it."""
         self._config, self._replicas = config, replicas
         self.rows: dict[verify.Variant, verify.Row] = {}
         self.references: dict[str, verify.ReferenceDone] = {}  # schedule -> its reference

@@ -97,7 +97,7 @@ def _elements(line: CommandLine) -> list[tuple[str, ...]]:
 
 
 def _refuse(job: LaunchSettings, config: TrainConfig) -> None:
-    """Raises InputError for a device that the job lacks or would leave idle, and if there is no run init_from."""
+    """Raises InputError for a device that the job lacks or would leave idle, and if `init_from` is not a run."""
     if config.device == "cuda" and not job.gpus_per_node:
         raise RefusedError("device", config.device, "the job has gpus_per_node=0; give its GPUs, or use device=cpu")
     if config.device == "cpu" and job.gpus_per_node:
@@ -146,7 +146,7 @@ def _unused(path: Path) -> Path:
 
 
 def _script_of(folder: Path) -> Path:
-    """The path of a folder's script, beside it; `.` and `..` are resolved, as they have no name."""
+    """The path of a folder's script, beside it; `.` and `..` are resolved, as they do not name a folder."""
     named = folder if folder.name not in ("", "..") else folder.resolve()
     return named.with_name(f"{named.name}.sbatch")
 

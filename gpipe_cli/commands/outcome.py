@@ -66,7 +66,7 @@ def run_command(name: str, arguments: Sequence[str]) -> int:
     """Run `gpipe NAME` with its arguments in this process; returns its exit code, and raises what it raises."""
     torchrun()  # raises InputError for variables that torchrun would never set
     with phases() if leads() else contextlib.nullcontext(), interruptible():
-        if name in COMPOSED and not any(argument.startswith("-") for argument in arguments):  # options only print
+        if name in COMPOSED and not any(argument.startswith("-") for argument in arguments):  # --help only prints
             phase("reading the settings")
         exit_code: int = importlib.import_module(f"gpipe_cli.commands.{name}").main(arguments)
     return exit_code

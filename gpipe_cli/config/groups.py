@@ -349,6 +349,6 @@ class HardwareConfig:
         return self.name == "auto"
 
     def peak(self, precision: Precision) -> tuple[str, float | None]:
-        """The setting that holds the peak of products and convolutions, and its value; else those of float32."""
+        """Key and value of the peak of products and convolutions in `precision`; those of float32 if it has none."""
         own = {"tf32": self.tf32_tflops, "bfloat16": self.bfloat16_tflops}.get(precision)
         return ("peak_tflops", self.peak_tflops) if own is None else (f"{precision}_tflops", own)

@@ -1,8 +1,8 @@
 """The settings of an experiment: K, M and the schedule (section 2 of the paper) and what is trained (sections 3 to 5).
 
-The YAML in `conf/` holds every default; the dataclasses here hold types and checks. Only this module converts Hydra's
-tree into dataclasses, so that no other code has to check whether a key exists. It does not import torch: `--help` and
-`--cfg job` must answer at once.
+The YAML in `conf/` holds every default; the dataclasses here hold types and checks. Commands convert Hydra's tree into
+dataclasses at once, so that no later code has to check whether a key exists. This module does not import torch:
+`--help` and `--cfg job` must answer at once.
 """
 
 import io
@@ -35,7 +35,7 @@ _MOST_ALIASES = 20  # in a configuration file; each alias can double or triple t
 _LONG_NUMBER = re.compile(r"\b[0-9.][0-9a-fA-FxX_.:]{300}")  # also as 0x... or 1:30:00; a float has up to 309 digits
 CONFIG = "config.yaml"  # a folder that holds this file is a run folder
 GO_ON = "auto"  # resume=auto: resume the run in `run_folder`, or start one if there is none
-TAKEN = "taken"  # freeze=[taken]: all layers whose weights are loaded, which is all but the classifier
+TAKEN = "taken"  # freeze=[taken]: all but the classifier, even if the classifier's weights are loaded too
 
 Task = Literal["classification", "language_model", "translation"]
 Executor = Literal["auto", "in_process", "distributed"]
@@ -248,7 +248,7 @@ class TrainConfig:
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    """How `gpipe evaluate` translates a test set."""
+    """How a test set is translated: by `gpipe evaluate` and, for a few sentences, at each evaluation of a training."""
 
     beam: Annotated[int, Within(1, 1000)]
     sentences: Annotated[int, Within(0, 10**9)] | None

@@ -24,7 +24,7 @@ _OPTIONS = (
     "verbose", "version", "wait", "wait-all-nodes", "wckey", "wrap",
 )  # fmt: skip
 _TYPO = 0.85  # similarity that makes an unknown option a typo; pyxis' container-image has 0.81 to container-id
-# Options that gpipe writes itself -> the setting that determines them.
+# Options that would repeat or contradict one that gpipe writes -> what to give in their place.
 _SAID = {
     "nodes": "nodes",
     "ntasks": "processes_per_node",

@@ -66,7 +66,7 @@ class SettingError(RefusedError):
 def typed(kind: type[T], values: Any, place: str = "") -> T:
     """Converts nested dictionaries into the dataclass `kind` and those nested in it; `place`: the key of `values`.
     Raises SettingError for an unknown key (naming the nearest known one), a value still to be given (`???`), a wrong
-    type or a value out of range, and InputError for a missing key or two settings that contradict each other."""
+    type or a value out of range; InputError for a key that is missing or another choice's, and for a contradiction."""
     made: T = _convert(kind, values, place, settings(kind))
     return made
 

@@ -29,7 +29,7 @@ class LoaderDiedError(RuntimeError):
 
 class LoadedBatches:
     """Iterator over the first stage's inputs: a tuple of tensors (n, ...) for each mini-batch of which this replica has
-    n samples. `next` raises InputError if an image cannot be read and LoaderDiedError if a worker died."""
+    n > 0 samples. Loading ends when `next` raises InputError (unreadable image) or LoaderDiedError (dead worker)."""
 
     def __init__(
         self,

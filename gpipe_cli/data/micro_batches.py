@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 def micro_batch_sizes(samples: int, micro_batches: int) -> tuple[int, ...]:
-    """Samples of each of M micro-batches: equal up to one, larger first; with fewer samples than M, one in each.
+    """Samples of each of M micro-batches: equal up to one, larger first. With N < M there are N of one sample.
 
     Departs from the paper (section 2.2): N need not be a multiple of M. `torch.chunk`, which is not used here, may
     return fewer chunks than asked for; miscounting them broke deferred batch norm in torchgpipe.

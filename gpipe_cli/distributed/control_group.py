@@ -35,7 +35,7 @@ class Awaited(IntEnum):
 
 @dataclass(frozen=True)
 class Activity:
-    """What a process is doing: int64 numbers in memory that it shares with its supervisor, which so detects a hang."""
+    """What a process is doing: int64 numbers in memory shared with its supervisor, which detects a hang by them."""
 
     changes: int  # incremented when an action begins, a wait ends or a message is sent
     awaited: int  # an Awaited

@@ -1,4 +1,4 @@
-"""Starts, watches and stops all processes of a run together, so that no failure makes it hang.
+"""Starts, watches and stops all processes of a run together, so that no failure makes it hang (law 8).
 
 The parent computes nothing. It starts one worker per partition (or one for all), passes on their messages, and ends the
 run when a worker fails: it names the first failure and stops the rest. Under torchrun, which starts several processes

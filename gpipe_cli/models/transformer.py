@@ -143,7 +143,7 @@ class FeedForward(nn.Module):
 
 
 class SelfAttentionLayer(nn.Module):
-    """Residual self-attention, with `cross` attention to the source, and feed-forward, each after layer normalisation:
+    """Residual self-attention, attention to the source (if `cross`) and feed-forward, each after layer normalisation:
     (N, S, width) -> the same.
 
     Serves the language model (causal), the encoder (with a mask) and the decoder (causal and cross).

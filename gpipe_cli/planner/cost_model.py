@@ -178,7 +178,7 @@ class LayerTimes:
     set_up: float  # once a step
     link: tuple[float, float] | None  # latency in seconds, bandwidth in bytes per second; None: nothing is sent
     figures: Figures | None = None  # the device's measured figures
-    spread: tuple[float, float] = (1.0, 1.0)  # shortest and longest pass over the layers, relative to the mean
+    spread: tuple[float, float] = (1.0, 1.0)  # a short and a long pass (10th, 90th percentile), relative to the mean
 
     @property
     def slowdown(self) -> float:

@@ -84,11 +84,11 @@ class DeviceRates:
     slowdown: float = 1.0  # factor of all seconds while `together` processes compute on one machine
     together: int = 1
     figures: Figures | None = None  # the device's measured figures, if it was timed
-    spread: tuple[float, float] = (1.0, 1.0)  # the shortest and the longest timed pass, relative to the mean
+    spread: tuple[float, float] = (1.0, 1.0)  # a short and a long timed pass (10th, 90th percentile) over the mean
 
 
 def rates_of_sheet(hardware: HardwareConfig, threads: int, precision: Precision = "float32") -> DeviceRates:
-    """The rates by a data sheet (per thread, for a CPU), or by an H200's if `hardware` has none. At a precision other
+    """The rates by a data sheet (a CPU's is per thread), or by an H200's if `hardware` has none. At a precision other
     than float32, matrix products are assumed to reach the same share of the peak, convolutions less, and those with
     few channels no more than in float32."""
     basis: Basis = "data_sheet"

@@ -263,7 +263,7 @@ _Devices = tuple[tuple[str, ...], ...]  # per pipeline, the device of each stage
 
 
 def _gpus_of_one_process(config: TrainConfig, rows: Sequence[int], own: int) -> tuple[tuple[int, ...], _Devices]:
-    """The row and the devices of each stage, if one process drives all pipelines, with `own` GPUs each."""
+    """The row and the devices of each stage, if every pipeline has a single process, which drives `own` GPUs."""
     if config.stages_per_process is None and not config.schedule_is_file:
         rows = _rows(config, min(own, config.partitions))
     used = min(own, 1 + max(rows))

@@ -4,7 +4,7 @@ Every process allocates its own layers. If two layers in different processes sha
 each process would train a copy of its own, without an error.
 
 Layers share what torch registers as part of both, whether or not a forward uses it: a module may count its calls. They
-also share what one of them is seen to read while it is traced, by functions, hooks, lists or other objects.
+also share what one of them is seen to read through functions, hooks, lists or other objects while it is traced.
 """
 
 from collections.abc import Iterator, Sequence

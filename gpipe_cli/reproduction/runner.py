@@ -99,7 +99,7 @@ class Runner:
         return len(self.gpus) or usable_cores()
 
     def given(self, key: str) -> str | None:
-        """The value of a setting that applies to every command; None if it does not."""
+        """The value that every command gets for the setting `key`; None if ``settings`` has none."""
         return next((one.partition("=")[2] for one in self.settings if key_of(one) == key), None)
 
     def refuse(self, *keys: str) -> None:

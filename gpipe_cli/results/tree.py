@@ -17,7 +17,7 @@ TEXT: Mapping[str, bool] = {"text": True}
 
 
 def to_tree(value: Any, text: bool) -> Any:
-    """`value`, its dataclasses as dictionaries, without fields for images only if `text`, else those for text only."""
+    """`value` with its dataclasses as dictionaries: if `text`, without fields of images, else without those of text."""
     match value:
         case list() | tuple():
             return [to_tree(item, text) for item in value]

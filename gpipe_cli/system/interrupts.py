@@ -38,8 +38,8 @@ class Interrupt:
 
 @contextmanager
 def interruptible(*, at_once: bool = True, on_stop: Callable[[], None] | None = None) -> Iterator[Interrupt]:
-    """Inside, each signal raises KeyboardInterrupt: at once (even if a library turns it into another exception), or
-    only in `check`. SIGTERM and SIGUSR1 raise its subclass Stopped or, with `on_stop`, call that instead.
+    """Inside, each signal raises KeyboardInterrupt, `at_once` or only in `check`; it is raised anew if a library turned
+    it into another exception. SIGTERM and SIGUSR1 raise its subclass Stopped or, with `on_stop`, call that instead.
     """
     interrupt = Interrupt(at_once, on_stop)
     # A shell without job control starts `gpipe ... &` with SIGINT ignored; `kill -INT` must still end it. nohup, which

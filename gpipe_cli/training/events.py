@@ -26,7 +26,7 @@ class LayersCompiled:
     sizes: tuple[int, ...]  # sizes of micro-batches, in samples
     graphs: int  # graphs of layers: equal layers in a process share one per size
     made: int  # forwards and backwards of these graphs that were compiled
-    found: int  # those found in torch's cache on disk
+    found: int  # found in torch's cache on disk; a forward and a backward that are found together count once
     seconds: float  # time of the slowest process
 
 

@@ -40,7 +40,7 @@ CURVES = ("train/", "test/")
 NOTHING = "nothing"
 ROW = "{:>3}{:>3}  {:<10}{:<16}{:>8}  {:<26}{:<9}{:>9}"
 MOMENTS = ("any", "in training", "while writing")
-PATIENCE_SECONDS = 60.0  # within which all processes of a run must end once one was killed
+PATIENCE_SECONDS = 60.0  # from a command's end until its processes and temporary files must be gone
 
 
 class Trial:

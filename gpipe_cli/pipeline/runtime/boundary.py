@@ -81,7 +81,7 @@ def layout_strides(shape: tuple[int, ...], memory_format: torch.memory_format) -
 
 
 def as_sent(tensor: torch.Tensor, memory_format: torch.memory_format) -> torch.Tensor:
-    """A contiguous view of a dense tensor (a copy of any other): strides are not sent, as the receiver knows them."""
+    """A contiguous view of a tensor in `memory_format` (else a copy): strides are not sent, the receiver knows them."""
     if tensor.dim() == 4 and memory_format is torch.channels_last:
         tensor = tensor.permute(0, 2, 3, 1)
     return tensor if tensor.is_contiguous() else tensor.contiguous()

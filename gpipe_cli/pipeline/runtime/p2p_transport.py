@@ -76,7 +76,7 @@ class P2PTransport:
         self._to_post = deque(prefetched_receives(schedule, self._process_of_stage, self._process, early=self._early))
         self._launched = 0
         self._ends.clear()
-        if self._receiving is not None:  # until then the previous step may read its buffers
+        if self._receiving is not None:  # queued work of the previous step may still read the buffers
             self._receiving.wait_stream(torch.cuda.current_stream(self._device))
         self._post()
 

@@ -38,7 +38,7 @@ class HostClock:
         return float
 
     def reader_of_all(self) -> Callable[[Sequence[Mark]], list[float]]:
-        """The same for the marks of one stage, of which the last must be the latest."""
+        """Like `reader`, but for all marks of one stage, of which the last must be the latest."""
         return list
 
 

@@ -1,7 +1,7 @@
 """Data parallelism: several pipelines each take a share of a mini-batch; the replicas of a stage sum their gradients.
 
 They do so once per step, after the stage's last backward, while earlier stages still compute. Gradients are sent in
-buckets, in two steps: an all-to-all gives each replica its own part of the bucket, which it sums in the order of the
+buckets, in two steps: an all-to-all gives each replica all copies of its own part, which it sums in the order of the
 replicas; an all-gather then sends the sums to all. So all replicas do equal work, and the order of every sum depends
 neither on the cut nor on the run (law 7).
 """

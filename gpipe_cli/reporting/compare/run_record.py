@@ -72,7 +72,7 @@ class RunRecord:
 
 
 def read_run(folder: Path) -> RunRecord:
-    """The run in ``folder``. Raises InputError if result.json is missing or unreadable, or events are not in a file."""
+    """The run in ``folder``. Raises InputError if result.json is missing or unreadable, or a *tfevents* is no file."""
     try:
         result = read_run_result(folder)
     except FileNotFoundError:

@@ -21,7 +21,7 @@ from gpipe_cli.reporting.run.lines import show_line
 from gpipe_cli.training.events import Evaluated, StepDone
 from gpipe_cli.units import learning_rate, loss, percent, perplexity, rate
 
-LINE_SECONDS = 15.0  # a log gets a line this often while steps are done
+LINE_SECONDS = 15.0  # a log gets a line this often while steps are done or sentences translated
 _READ_BYTES = 4096
 _SHORTEST_BAR = 4
 _TIME = len("1:02:03")
