@@ -99,7 +99,7 @@ def memory_format_of(config: TrainConfig) -> Literal["contiguous", "channels_las
     if config.memory_format != "auto":
         return config.memory_format
     # convolutions are faster in channels_last, on CPUs too (by half: recipes/measurements/beside_torch.py)
-    return "channels_last" if config.task == "classification" else "contiguous"
+    return "contiguous" if config.text else "channels_last"
 
 
 def outputs_of(config: TrainConfig) -> int:

@@ -91,8 +91,9 @@ def topics() -> dict[str, list[tuple[str, str]]]:
     for name in names():
         found[name].append((f"gpipe reproduce {name}", ""))  # `_of_recipe` has the text
     for measure in MEASURES.values():
-        found[measure.key].append((f"{measure.key}  ({measure.name})", explained(measure)))
-        found["measures"].append((f"{measure.key}  ({measure.name})", explained(measure)))
+        entry = f"{measure.key}  ({measure.name})", explained(measure)
+        found[measure.key].append(entry)
+        found["measures"].append(entry)
     return dict(found)
 
 

@@ -196,6 +196,11 @@ class TrainConfig:
             return "translation"
         return "language_model"
 
+    @property
+    def text(self) -> bool:
+        """Whether mini-batches are of tokens, not of images."""
+        return self.task != "classification"
+
     def _check_task(self) -> None:
         """Raises InputError if the model cannot learn from the data set."""
         name, pairs = f"dataset={self.dataset.name}", groups.has_pairs(self.dataset)

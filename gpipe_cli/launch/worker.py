@@ -96,9 +96,10 @@ def _failure(process: int, error: Exception) -> Failure:
             trace = traceback.format_exc()
         case _:
             text, trace = f"{type(error).__name__}: {error}", traceback.format_exc()
-    if isinstance(error.__cause__, torch.OutOfMemoryError) or isinstance(error, torch.OutOfMemoryError):
+    raised = error, error.__cause__
+    if any(isinstance(one, torch.OutOfMemoryError) for one in raised):
         text += "; use more micro_batches, recompute=always or more partitions"
-    if isinstance(error.__cause__, torch.AcceleratorError) or isinstance(error, torch.AcceleratorError):
+    if any(isinstance(one, torch.AcceleratorError) for one in raised):
         text += "; a GPU reports late: with CUDA_LAUNCH_BLOCKING=1 it is the layer that is named"
         if "device-side assert" not in text:  # a device-side assert comes from the model's own code
             reason = Reason.LOST

@@ -35,7 +35,7 @@ def step_flops(config: TrainConfig, profile: ModelProfile, spec: PipelineSpec, c
     return StepFlops(
         step=sum(cost.flops for cost in profile.costs) * samples,
         samples=samples,
-        tokens=samples * max(profile.lengths) if config.task != "classification" else None,
+        tokens=samples * max(profile.lengths) if config.text else None,
         peak_per_second=peak,
         peak_source=source,
     )

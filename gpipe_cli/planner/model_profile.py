@@ -188,7 +188,7 @@ def _check_outputs(config: TrainConfig, outputs: Boundary, lengths: tuple[int, .
     wanted = (samples, *lengths[-1:], classes)
     found = outputs[0].shape(samples, lengths)
     if found != wanted:
-        what = "classes" if config.task == "classification" else "tokens in its vocabulary"
+        what = "tokens in its vocabulary" if config.text else "classes"
         target = getattr(config.model, "target", config.model.name)
         raise InputError(
             f"model.target={target}: returns {found} for {samples} samples, and dataset={config.dataset.name} has "

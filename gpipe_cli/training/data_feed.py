@@ -113,7 +113,7 @@ class Data:
         # keys: True for the training set, False for the test set; empty without the first stage
         self._readings: dict[bool, Reading] = {}
         if self._first or spec.partitions - 1 in stages:  # stages in between never see a sample
-            saved = None if source is None or config.task == "classification" else saved_vocabulary(source)
+            saved = saved_vocabulary(source) if source is not None and config.text else None
             self._splits = open_data(config, saved)
         if self._splits is None or not self._first:
             return
@@ -212,7 +212,7 @@ def workers_of(config: TrainConfig) -> int:
     """The number of loader processes: `data_workers`, or if that is None what suits the data set."""
     if config.data_workers is not None:
         return config.data_workers
-    if config.task != "classification":
+    if config.text:
         return 0  # a batch of text is a few look-ups, cheaper than sending it between processes
     # Decoding image files keeps several cores busy; more than 8 rarely help the host of one accelerator. For images in
     # memory one process is enough to overlap loading with the step.

@@ -187,7 +187,7 @@ class Training:
         with engine.evaluating(averages=averaged):
             totals = evaluate(engine, self.test)
             examples = tuple(translate(engine, WATCHED, self.test))
-        score = score_of(totals, text=config.task != "classification")
+        score = score_of(totals, text=config.text)
         best = is_best(score, progress)
         scores = scores_of(config, totals, averaged=averaged)
         step, epoch = progress.step, progress.epoch + 1
@@ -255,7 +255,7 @@ def _step_done(
     config: TrainConfig, batches: MiniBatches, step: _LaunchedStep, metrics: StepMetrics, seconds: float
 ) -> events.StepDone:
     """The message that reports a step."""
-    text = config.task != "classification"
+    text = config.text
     loss, cross_entropy, top1, top5 = metrics.totals.means
     progress = step.progress
     epoch, position = progress.epoch, progress.position
@@ -282,7 +282,7 @@ def _step_done(
 
 def scores_of(config: TrainConfig, totals: Totals, *, averaged: bool) -> events.Scores:
     """The scores of a pass over the test set; `averaged`: whether it used the moving averages of the weights."""
-    text = config.task != "classification"
+    text = config.text
     loss, _, top1, top5 = totals.means
     tokens = totals.elements if text else None
     return events.Scores(tokens, loss, top1, None if text else top5, averaged)

@@ -22,7 +22,7 @@ from gpipe_cli.reporting.run import measurement
 from gpipe_cli.reporting.run.banner import show_banner
 from gpipe_cli.reporting.run.console import RunConsole
 from gpipe_cli.reporting.run.dashboard import Dashboard
-from gpipe_cli.reporting.run.description import RunDescription, evaluation_of, words_of
+from gpipe_cli.reporting.run.description import RunDescription, evaluation_of
 from gpipe_cli.reporting.run.lines import logging_to, show_error, show_facts, show_line
 from gpipe_cli.reporting.run.step_breakdown import COMPARED_STEPS, comparison, measured_breakdown
 from gpipe_cli.reporting.run.summary import show_summary, speed_kind
@@ -57,7 +57,7 @@ class Reporter:
     def __init__(self, folder: Path, run: RunDescription, console: Console | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder, self._run = folder, run
-        self._text = words_of(run.config.task).text
+        self._text = run.config.text
         self._one_device = run.spec.layout.one_device
         self._begin = time.monotonic() - measurement.process_seconds()
         self._steps = run.first_step

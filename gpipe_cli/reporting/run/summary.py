@@ -19,7 +19,7 @@ from gpipe_cli.results.measures import MEASURES, chosen
 from gpipe_cli.results.run import Evaluation, RunResult, StageMemory
 from gpipe_cli.results.tree import to_tree
 from gpipe_cli.training.events import EvaluationDone, TranslationScores
-from gpipe_cli.units import duration, operations, percent, plural, rounded
+from gpipe_cli.units import duration, memory_unit, operations, percent, plural, rounded
 
 EVALUATION = "evaluate.json"
 SAMPLES, TOKENS = chosen("samples_per_second", "tokens_per_second")
@@ -168,7 +168,7 @@ def speed_kind(kind: str, without_core: float | None = None) -> str:
 def memory_rows(stages: Sequence[StageMemory]) -> Sequence[tuple[str, Sequence[str]]]:
     """Parts of each stage's peak memory, and their sum; of more than STAGES_SHOWN stages, only of the fullest one."""
     parts = ("libraries", "weights", "gradients", "optimizer", "activations", "other")
-    unit, name = (2**30, "GiB") if max(stage.peak for stage in stages) >= 10 * 2**30 else (2**20, "MiB")
+    unit, name = memory_unit(max(stage.peak for stage in stages))
     rows = [(f"memory, {name}", [f"{part:>7}" for part in parts] + ["=", "peak"])]
     fullest = max(stages, key=lambda stage: stage.peak)
     for stage in stages if len(stages) <= STAGES_SHOWN else [fullest]:

@@ -53,7 +53,7 @@ class Writer:
         written = [
             columns_summary(varied_by(run.folder, values), run.final),
             settings_summary(values),
-            self._summary.custom_scalars(charts(run.config.task != "classification", run.predicted)),
+            self._summary.custom_scalars(charts(run.config.text, run.predicted)),
         ]
         write_whole(run.folder / _SETTINGS, event_file(written))
 

@@ -19,7 +19,7 @@ from gpipe_cli.reporting.run.step_breakdown import show_shares
 from gpipe_cli.reporting.tables.table import SYMBOLS, Column, Table, show_table
 from gpipe_cli.results.files import flattened, write_result
 from gpipe_cli.results.plan import PLAN, PlannedChoice, PlannedLayer, PlannedStage, PlanResult, SweptPlan
-from gpipe_cli.units import GIB, MIB, count, duration, operations, percent, plural, rate, rounded, size
+from gpipe_cli.units import count, duration, memory_unit, operations, percent, plural, rate, rounded, size
 
 MOST_ROWS = 40  # a table with more rows shows only the first and the last ones
 GRID_LINES = 34  # the most lines of a grid in the console: two blocks of sixteen stages
@@ -170,8 +170,8 @@ def _show_stages(console: Console, stages: Sequence[PlannedStage], micro_batches
 
 
 def _show_memory(console: Console, stages: Sequence[PlannedStage]) -> None:
-    limit_bytes, largest = stages[0].memory.limit_bytes, max(stage.memory.total_bytes for stage in stages)
-    unit, name = (GIB, "GiB") if largest >= 10 * GIB else (MIB, "MiB")
+    limit_bytes = stages[0].memory.limit_bytes
+    unit, name = memory_unit(max(stage.memory.total_bytes for stage in stages))
     parts = ("weights", "gradients", "optimizer", "activations", "workspace")
 
     def cells(stage: PlannedStage) -> list[str]:

@@ -37,7 +37,7 @@ def plan_result(
 ) -> PlanResult:
     """The numbers of the plan of `config`. `files`: the other files written, description -> path."""
     samples, partitions = mini_batch_samples(config, profile.lengths), len(plan.stages)
-    tokens = None if config.task == "classification" else samples * max(profile.lengths)
+    tokens = samples * max(profile.lengths) if config.text else None
     hardware = _hardware(config, plan)
     peak = hardware.flops_per_second
     flops = round(sum(cost.flops for cost in profile.costs) * samples)
