@@ -8,13 +8,15 @@ import threading
 from contextlib import suppress
 from typing import NoReturn
 
+from gpipe_cli.errors import INTERRUPTED, STOPPED
+
 
 def main() -> int:
     """Runs `gpipe` with the arguments of this process; returns the exit code."""
 
     def leave(number: int, _: object) -> None:
         os.write(2, b"gpipe: interrupted\n" if number == signal.SIGINT else b"gpipe: stopped\n")
-        os._exit(130 if number == signal.SIGINT else 3)
+        os._exit(INTERRUPTED if number == signal.SIGINT else STOPPED)
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
     for number in numbers:

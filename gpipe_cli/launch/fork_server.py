@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, NoReturn
 from gpipe_cli.config.groups import ImagesConfig, TimmConfig
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.system.forked_call import end_with_parent
-from gpipe_cli.system.interrupts import STOPS, held_back
+from gpipe_cli.system.interrupts import STOPS, deferred_signals
 
 if TYPE_CHECKING:
     from gpipe_cli.launch.job import Job
@@ -99,7 +99,7 @@ class ForkServer:
                     signal.signal(number, signal.SIG_IGN)
                 end_with_parent(parent)
 
-            with theirs, held_back():
+            with theirs, deferred_signals():
                 self._process = subprocess.Popen(
                     [sys.executable, "-c", _SERVE.format(self._imported), *sys.path],
                     stdin=theirs.fileno(),

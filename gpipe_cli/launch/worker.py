@@ -139,7 +139,7 @@ def _set_up_gpu(precision: str, deterministic: bool) -> None:
     torch.backends.cudnn.deterministic = deterministic
     torch.use_deterministic_algorithms(deterministic, warn_only=True)
     # no code here reads uninitialized memory
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # defined at run time
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # fused attention kernels sum their backward in the order in which threads finish (flash too, while torch only

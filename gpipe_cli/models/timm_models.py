@@ -100,6 +100,7 @@ def _settings(name: str, num_classes: int, image_size: int, dropout: float, drop
         raise RefusedError("model.drop_path", drop_path, f"{name} has no branches to drop; use 0")
     if "img_size" in accepted:
         settings["img_size"] = image_size
+        # a model that takes img_size has one of the two
         patch = max(getattr(model, "patch_embed", getattr(model, "stem", None)).patch_size)  # type: ignore[union-attr]
         if image_size % patch:
             below = max(image_size // patch, 1) * patch

@@ -12,7 +12,7 @@ from functools import partial
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Generic, NoReturn, TypeVar
 
-from gpipe_cli.system.interrupts import Stopped, held_back
+from gpipe_cli.system.interrupts import Stopped, deferred_signals
 from gpipe_cli.system.machine import usable_cores
 from gpipe_cli.system.streams import prepare_streams
 
@@ -36,13 +36,13 @@ class Fork(Generic[T]):
         sys.stderr.flush()
         parent = os.getpid()
         self._received, sent = Pipe(duplex=False)
-        with held_back() as let_in:
+        with deferred_signals() as restore:
             self._number = os.fork()
             if self._number == 0:
-                _be_fork(parent, work, output, sent, let_in)
+                _be_fork(parent, work, output, sent, restore)
             sent.close()
             try:
-                let_in()
+                restore()
             except KeyboardInterrupt:
                 self._end()
                 raise
@@ -109,11 +109,11 @@ def in_forks(call: Callable[[Sequence[Item]], Sequence[T]], items: Sequence[Item
 
 
 def _be_fork(
-    parent: int, work: Callable[[], object], output: int | None, sent: Connection, let_in: Callable[[], object]
+    parent: int, work: Callable[[], object], output: int | None, sent: Connection, restore_signals: Callable[[], None]
 ) -> NoReturn:
     code = 1
     try:
-        let_in()
+        restore_signals()
         os.setsid()
         if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # set by a shell without job control
             signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -59,17 +59,17 @@ def interruptible(*, at_once: bool = True, on_stop: Callable[[], None] | None = 
 
 
 @contextmanager
-def held_back() -> Iterator[Callable[[], object]]:
+def deferred_signals() -> Iterator[Callable[[], None]]:
     """Around a fork: defers signals to its end. An exception raised by a handler in an at-fork callback (logging has
     one) would be printed and lost. Yields a function that ends the deferral, for the child, which begins inside.
 
-    A signal mask would not do: it covers one thread, and NumPy has others, which would take the signal.
+    A signal mask would not do: it covers one thread, and the kernel would hand the signal to one of NumPy's.
     """
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP, *STOPS)}
     ours = {number: handler for number, handler in handlers.items() if callable(handler)}
     waiting: list[int] = []
 
-    def let_in() -> None:
+    def restore() -> None:
         for number, handler in ours.items():
             signal.signal(number, handler)
         while waiting:
@@ -78,9 +78,9 @@ def held_back() -> Iterator[Callable[[], object]]:
     for number in ours:
         signal.signal(number, lambda number, frame: waiting.append(number))
     try:
-        yield let_in
+        yield restore
     finally:
-        let_in()
+        restore()
 
 
 @contextmanager

@@ -242,12 +242,12 @@ def nodes(setting: Setting) -> Found:
             for rank in range(2)
         ]  # fmt: skip
         try:
-            wait_for(lambda: (folder / "checkpoints" / "last").exists() or agents[0].poll() is not None)  # noqa: B023
+            wait_for(lambda: (folder / "checkpoints" / "last").exists() or agents[0].poll() is not None)  # noqa: B023  called at once
             began = time.monotonic()
             end_all(agents[1].pid, number)
             # torchrun itself waits much longer for its other agent
             log = setting.folder / f"{how}_0.log"
-            error = wait_for(lambda: re.search(r"^error +(.+)$", log.read_text(), re.M))  # noqa: B023
+            error = wait_for(lambda: re.search(r"^error +(.+)$", log.read_text(), re.M))  # noqa: B023  called at once
             taken = time.monotonic() - began
             shown = error[1] if error else last_line(log.read_text())
             held = bool(error and re.search("(process|stage) 1", shown)) and taken < 3 * limit

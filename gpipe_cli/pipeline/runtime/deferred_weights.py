@@ -93,7 +93,7 @@ def _look_through(roots: Sequence[Node], elsewhere: Sequence[Node]) -> tuple[dic
     while ahead:
         node = ahead.pop()
         kind, edges = type(node).__name__, node.next_functions
-        if kind == _LEAF:
+        if kind == _LEAF:  # only such a node has a variable
             leaves.append(node)
         elif kind in _PRODUCTS:
             products.append((node, edges))
@@ -121,7 +121,7 @@ def _weight_behind(node: Node | None, uses: Mapping[Node, int]) -> Node | None:
     """The leaf that `node` leads to, if it is a parameter's and nothing else uses it."""
     while node is not None and uses[node] == 1:
         kind = type(node).__name__
-        if kind == _LEAF:
+        if kind == _LEAF:  # only such a node has a variable
             return node if isinstance(node.variable, nn.Parameter) else None  # type: ignore[attr-defined]
         node = node.next_functions[0][0] if kind in _CHANGES_FORM else None
     return None
