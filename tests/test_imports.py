@@ -109,6 +109,21 @@ def test_processes_communicate_in_few_rooms() -> None:
     assert rooms <= {"pipeline.runtime", "distributed", "launch", "benchmark", "training"}
 
 
+def test_accelerators_have_one_door() -> None:
+    """What another kind of accelerator needs is then in one file, and what the program does on one can be watched."""
+    door = "gpipe_cli.system.accelerator"
+    uses = {name for name, tree in TREES.items() for node in ast.walk(tree) if ast.unparse(node) == "torch.cuda"}
+    types = {name for name, tree in TREES.items() for node in ast.walk(tree)
+             if isinstance(node, ast.Constant) and node.value == "cuda"}  # fmt: skip
+    assert not uses
+    spelt = "config.settings", "planner.layout", "commands.launch", "pipeline.profile.tracing"  # the setting `device`
+    assert types <= {door, *(f"gpipe_cli.{name}" for name in spelt)}
+    calls = [(name, ast.unparse(node.func)) for name, tree in TREES.items() for node in ast.walk(tree)
+             if isinstance(node, ast.Call)]  # fmt: skip
+    watched = "torch.accelerator.", "torch.Stream", "torch.Event"
+    assert {name for name, called in calls if called.startswith(watched)} == {door}
+
+
 def test_only_reports_and_the_command_line_print() -> None:
     calls = ((name, node) for name, tree in TREES.items() for node in ast.walk(tree) if isinstance(node, ast.Call))
     printing = {name for name, call in calls if isinstance(call.func, ast.Name) and call.func.id == "print"}

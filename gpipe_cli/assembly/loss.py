@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from gpipe_cli.data.vocabulary import IGNORED
 from gpipe_cli.pipeline.runtime.boundary import Tensors
-from gpipe_cli.pipeline.runtime.host_copies import to_device, to_host
+from gpipe_cli.system.accelerator import to_device, to_host
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from torch import nn
 
 from gpipe_cli.assembly.adafactor import Adafactor
 from gpipe_cli.config import groups
+from gpipe_cli.system.accelerator import is_accelerator
 
 Named = Mapping[str, nn.Parameter]
 
@@ -37,7 +38,7 @@ def build_optimizer(config: groups.OptimizerConfig, parameters: Named) -> torch.
         {"params": [p for p in trainable if p.ndim <= 1], "weight_decay": 0.0},
     ]
     parts = [group for group in parts if group["params"]]
-    fused = trainable[0].device.type == "cuda"  # one kernel for all parameters; not in timm's RMSProp and Adafactor
+    fused = is_accelerator(trainable[0].device)  # one kernel for all parameters; not in timm's RMSProp and Adafactor
     match config:  # the learning rate is set before every step
         case groups.RMSPropConfig():
             settings = {"alpha": config.decay, "momentum": config.momentum, "eps": config.epsilon}

@@ -31,13 +31,14 @@ from gpipe_cli.pipeline.schedule.schedule import Kind, Retain
 from gpipe_cli.planner.cost_model import LayerTimes, Pass
 from gpipe_cli.planner.device_rates import Figures
 from gpipe_cli.planner.pipeline_spec import PipelineSpec
+from gpipe_cli.system.accelerator import TYPE, is_accelerator, wait_for_device
 from gpipe_cli.training.engine import WorkerProcess, build_stage
 from gpipe_cli.training.step import norms_of, objective_of
 
 _WARM_UP, _LEAST, _MOST = 3, 5, 40  # passes over a segment
 _PATIENCE = 5  # the first _LEAST passes may take this many times `Timing.seconds`
 _LONG_SECONDS = 0.5  # work that takes longer runs only twice
-_LINK_BYTES = {"cpu": (1 << 10, 1 << 22), "cuda": (1 << 10, 1 << 26)}  # two sizes give latency and bandwidth
+_LINK_BYTES = {"cpu": (1 << 10, 1 << 22), TYPE: (1 << 10, 1 << 26)}  # two sizes give latency and bandwidth
 _LINK_ROUNDS = 15
 _LAUNCHES = 200
 
@@ -133,7 +134,7 @@ class _Timer:
 
     def _mark(self) -> Any:
         if self._timing.apart:
-            _finish(self._stage.device)
+            wait_for_device(self._stage.device)
         return self._clock.now()
 
     def _await_gradient(self, number: int, layer: nn.Module, inputs: Any, outputs: Any) -> None:
@@ -298,12 +299,6 @@ def median_seconds(device: torch.device, *work: Callable[[], object]) -> float:
     return median(taken[_WARM_UP:])
 
 
-def _finish(device: torch.device) -> None:
-    """Wait until the device has done all launched work; a CPU always has."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 Link = tuple[float, float]  # latency in seconds, bandwidth in bytes per second
 
 
@@ -333,7 +328,7 @@ def slowest_copies(devices: Sequence[torch.device]) -> Link:
         seconds = []
         for size in _LINK_BYTES[device.type]:
             here = torch.zeros(size, dtype=torch.uint8, device=device)
-            pinned = other.type == "cpu" and device.type == "cuda"
+            pinned = is_accelerator(device) and not is_accelerator(other)
             there = torch.zeros(size, dtype=torch.uint8, device=other, pin_memory=pinned)
             back = [] if pairs else [partial(here.copy_, there, non_blocking=True)]
             seconds.append(median_seconds(device, partial(there.copy_, here, non_blocking=True), *back))
@@ -353,7 +348,7 @@ def _message_seconds(spec: PipelineSpec, process: int, sender: int, groups: Proc
         for link, receives in ((there, receiver), (back, sender)):
             for work in link.receive(message) if process == receives else link.send(message):
                 work.wait()
-        _finish(device)
+        wait_for_device(device)
         taken.append((time.perf_counter() - began) / 2)
     return median(taken)
 

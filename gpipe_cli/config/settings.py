@@ -20,12 +20,24 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gpipe_cli.config import groups
 from gpipe_cli.config.slurm import LaunchSettings
-from gpipe_cli.config.typed import Count, NotNegative, RefusedError, Share, Within, one_line, show, typed, with_type
+from gpipe_cli.config.typed import (
+    Count,
+    NotNegative,
+    RefusedError,
+    SettingError,
+    Share,
+    Within,
+    one_line,
+    show,
+    typed,
+    with_type,
+)
 from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.schedule import named_schedules
 from gpipe_cli.pipeline.schedule.named_schedules import AUTO_SCHEDULE, SPLITTING
 from gpipe_cli.pipeline.schedule.schedule import RecomputeMode
 from gpipe_cli.system.files import folders_in, read_text
+from gpipe_cli.system.gpus import devices_here
 from gpipe_cli.units import plural
 
 T = TypeVar("T")
@@ -343,7 +355,12 @@ def from_tree(kind: type[T], tree: DictConfig) -> T:
     values = container(tree)
     if isinstance(dataset := values.get("dataset"), dict) and dataset.get("name") == "image_folder":
         _count_classes(dataset)
-    return typed(kind, values)
+    try:
+        return typed(kind, values)
+    except SettingError as error:
+        if error.key != "device":
+            raise
+        raise SettingError(error.key, error.value, f"{error.why}; this machine has {devices_here()}") from None
 
 
 def _count_classes(dataset: dict[str, Any]) -> None:

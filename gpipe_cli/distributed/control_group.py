@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from gpipe_cli.pipeline.runtime.transport import waiting_for_peers
+from gpipe_cli.system.accelerator import is_accelerator
 
 
 class Awaited(IntEnum):
@@ -139,4 +140,4 @@ def global_norm(norms: torch.Tensor) -> torch.Tensor:
     are summed in that order, so that the partitioning changes no bit."""
     squares = norms.square()
     # cumsum adds one after another on a CPU; on a GPU scans are not deterministic, but `sum` is
-    return (squares.sum() if squares.is_cuda else squares.cumsum(0)[-1:].sum()).sqrt()
+    return (squares.sum() if is_accelerator(squares.device) else squares.cumsum(0)[-1:].sum()).sqrt()

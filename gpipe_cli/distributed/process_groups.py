@@ -15,6 +15,7 @@ from gpipe_cli.distributed.rendezvous import store
 from gpipe_cli.pipeline.runtime.link import Edge, GroupLink, Link, Links, ThreadedLink
 from gpipe_cli.pipeline.runtime.replicas import Replicas
 from gpipe_cli.pipeline.schedule.schedule import Kind
+from gpipe_cli.system.accelerator import is_accelerator, use_device
 
 # The processes that read data may prepare it for long (learn a vocabulary, fetch a data set) while the others wait.
 # Should a process die meanwhile, the supervisor ends the rest.
@@ -54,8 +55,7 @@ def connect_processes(
     # A supervisor sees which process of this machine is silent, and ends the run. Under torchrun the silent process may
     # be another supervisor's: waiting for longer than that one's timeout lets it report first.
     timeout = _PREPARING if here else datetime.timedelta(seconds=timeout_seconds + _LONGER_SECONDS)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    use_device(device)
     if here:
         # the loopback device always exists; the host name may resolve to an unreachable address
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform.startswith("linux") else "lo0")
@@ -90,7 +90,7 @@ def edge_links(
             continue
         group = new_group(process, ends, device, timeout)
         if group is not None:
-            kind_of_link = GroupLink if device.type == "cuda" else ThreadedLink
+            kind_of_link = GroupLink if is_accelerator(device) else ThreadedLink
             links[kind, receiver] = kind_of_link(group, ends[0] if process == ends[1] else ends[1])
     return links
 
@@ -99,12 +99,11 @@ def new_group(
     process: int, members: Sequence[int], device: torch.device, timeout: datetime.timedelta
 ) -> dist.ProcessGroup | None:
     """A group for tensors of the model, NCCL's on GPUs; None if this process is no member. Called in all processes."""
-    on_gpu = device.type == "cuda"
-    options = None
-    if on_gpu:
+    on_gpu, backend, options = is_accelerator(device), dist.get_default_backend_for_device(device), None
+    if backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()  # not shared: each group writes its name into them
         options.config.max_ctas, options._timeout = _LINK_BLOCKS, timeout
     # bind NCCL's group to this device; torch would derive one from the rank
     bound = device if on_gpu and process in members else None
-    group = dist.new_group(list(members), timeout, "nccl" if on_gpu else "gloo", options, device_id=bound)
+    group = dist.new_group(list(members), timeout, backend, options, device_id=bound)
     return group if isinstance(group, dist.ProcessGroup) and process in members else None

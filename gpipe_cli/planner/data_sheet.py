@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import fields, replace
 
-import torch
-
 from gpipe_cli.config.groups import HardwareConfig
 from gpipe_cli.config.settings import TrainConfig, load_hardware
+from gpipe_cli.system.accelerator import torch_is_built_for
 from gpipe_cli.system.gpus import Gpu, usable_gpus
 
 # Words in a GPU's name as the driver gives it, its least memory in GB, and its file in conf/hardware. Several products
@@ -69,7 +68,7 @@ def gpu_of(device: str) -> Gpu | None:
 
 def number_of_gpus(config: TrainConfig) -> int:
     """The number of GPUs that a run may use."""
-    return len(usable_gpus()) if config.device != "cpu" and torch.version.cuda is not None else 0
+    return len(usable_gpus()) if config.device != "cpu" and torch_is_built_for() else 0
 
 
 def computes_on_gpu(config: TrainConfig) -> bool:

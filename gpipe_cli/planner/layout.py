@@ -16,6 +16,7 @@ from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.schedule.named_schedules import LOOPED
 from gpipe_cli.planner.data_sheet import number_of_gpus, resolved
 from gpipe_cli.planner.step_schedule import schedule_of_file
+from gpipe_cli.system.accelerator import TYPE, torch_is_built_for
 from gpipe_cli.system.machine import usable_cores, usable_memory_bytes
 from gpipe_cli.units import plural
 
@@ -135,7 +136,8 @@ def layout_of(config: TrainConfig, started: Torchrun | None = None) -> Layout:
     """
     partitions, gpus = config.partitions, number_of_gpus(config)
     if config.device == "cuda" and gpus == 0:
-        raise InputError("device=cuda: there is no CUDA device on this machine; use device=cpu or device=auto")
+        why = "there is no CUDA device here" if torch_is_built_for() else "this torch is built without CUDA"
+        raise InputError(f"device=cuda: {why}; use device=cpu or device=auto")
     rows = _rows(config, None)
     _check_stages_per_process(config)
     if started is None:
@@ -268,7 +270,7 @@ def _gpus_of_one_process(config: TrainConfig, rows: Sequence[int], own: int) -> 
         rows = _rows(config, min(own, config.partitions))
     used = min(own, 1 + max(rows))
     gpus = [row * used // (1 + max(rows)) for row in rows]
-    return tuple(rows), tuple(tuple(f"cuda:{own * r + gpu}" for gpu in gpus) for r in range(config.replicas))
+    return tuple(rows), tuple(tuple(f"{TYPE}:{own * r + gpu}" for gpu in gpus) for r in range(config.replicas))
 
 
 def _gpu_of_each_process(
@@ -293,6 +295,6 @@ def _gpu_of_each_process(
     local = {} if started is None else {started.rank: started.local_rank}
 
     def device(process: int) -> str:
-        return f"cuda:{0 if one_each else local.get(process, process % here)}"
+        return f"{TYPE}:{0 if one_each else local.get(process, process % here)}"
 
     return tuple(tuple(device(processes * r + owner) for owner in process_of_stage) for r in range(replicas))

@@ -25,6 +25,7 @@ from gpipe_cli.pipeline.runtime.boundary import Boundary
 from gpipe_cli.pipeline.runtime.frozen import Frozen, freeze
 from gpipe_cli.planner.data_sheet import computes_on_gpu
 from gpipe_cli.planner.shared_layers import Shared, find_read, find_shared
+from gpipe_cli.system.accelerator import TYPE
 from gpipe_cli.units import plural
 
 
@@ -102,7 +103,7 @@ def _profile(traced: _Traced, lengths: tuple[int, ...]) -> ModelProfile:
     kinds = layer_kinds(model)
     trace = partial(
         trace_layers, model, inputs, lengths=lengths, memory_format=memory_format, kinds=kinds,
-        computed_in=build.COMPUTED_IN[config.precision], device="cuda" if on_gpu else "cpu",
+        computed_in=build.COMPUTED_IN[config.precision], device=TYPE if on_gpu else "cpu",
         fuses=partial(gpu_fuses, deterministic=config.deterministic) if on_gpu else cpu_fuses,
     )  # fmt: skip
     evaluation = trace(training=False)

@@ -5,11 +5,14 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
+
+_DRIVERS = "/dev/nvidiactl", "/dev/kfd"  # NVIDIA's and AMD's; without either, no GPU
 
 
 @dataclass(frozen=True)
@@ -26,15 +29,21 @@ def usable_gpus() -> tuple[Gpu, ...]:
     try:
         handles = _handles()
         if "CUDA_VISIBLE_DEVICES" not in os.environ and any(map(_is_divided, handles)):
-            return _gpus_of_cuda()  # CUDA counts MIG instances, not whole GPUs
+            return _gpus_of_torch()  # CUDA counts MIG instances, not whole GPUs
         return tuple(
             Gpu(pynvml.nvmlDeviceGetName(handle), int(pynvml.nvmlDeviceGetMemoryInfo(handle).total))
             for handle in handles
         )
     except pynvml.NVMLError as error:
         no_driver = (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
-        # no NVML in a container, a device of other users, memory shared with the CPU: CUDA may still work
-        return () if error.value in no_driver and not os.path.exists("/dev/nvidiactl") else _gpus_of_cuda()
+        # no NVML in a container, a device of other users, memory shared with the CPU, AMD's GPUs: torch may see them
+        return () if error.value in no_driver and not any(map(os.path.exists, _DRIVERS)) else _gpus_of_torch()
+
+
+def devices_here() -> str:
+    """The devices of this machine, as `device` and an error name them: `cpu, cuda (2 x NVIDIA H200)`."""
+    found = Counter(gpu.name for gpu in usable_gpus())
+    return f"cpu, cuda ({', '.join(f'{number} x {name}' for name, number in found.items())})" if found else "cpu"
 
 
 def look_again() -> None:
@@ -57,13 +66,9 @@ def _is_divided(handle: Any) -> bool:
         return False
 
 
-def _gpus_of_cuda() -> tuple[Gpu, ...]:
-    """The GPUs as CUDA lists them, asked in a subprocess: a process that has initialized CUDA can fork no workers."""
-    program = (
-        "import json, torch\n"
-        "each = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))\n"
-        "print(json.dumps([(one.name, one.total_memory) for one in each]))"
-    )
+def _gpus_of_torch() -> tuple[Gpu, ...]:
+    """The GPUs as torch lists them, asked in a subprocess: a process that has initialized CUDA can fork no workers."""
+    program = "import json; from gpipe_cli.system.accelerator import device_list; print(json.dumps(device_list()))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     return () if done.returncode else tuple(Gpu(*one) for one in json.loads(done.stdout))
 

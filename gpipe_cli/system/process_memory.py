@@ -6,11 +6,13 @@ from pathlib import Path
 
 import torch
 
+from gpipe_cli.system.accelerator import is_accelerator, peak_bytes
+
 
 def peak_memory_bytes(device: torch.device) -> int:
     """The most memory a stage has needed so far: the allocator's peak on a GPU, the whole process's peak on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    if is_accelerator(device):
+        return peak_bytes(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
@@ -24,7 +26,7 @@ def library_bytes(device: torch.device, begun_bytes: int) -> int:
 
     0 on a GPU, whose allocator holds tensors only, and on systems that do not tell (other than Linux).
     """
-    return begun_bytes + _resident_bytes("RssFile") if device.type == "cpu" and begun_bytes else 0
+    return begun_bytes + _resident_bytes("RssFile") if begun_bytes and not is_accelerator(device) else 0
 
 
 def _resident_bytes(kind: str) -> int:

@@ -30,8 +30,8 @@ from gpipe_cli.distributed.control_group import Awaited
 from gpipe_cli.errors import InputError
 from gpipe_cli.models.timm_models import timm_arguments
 from gpipe_cli.pipeline.runtime.boundary import Tensors, as_tuple, as_value, in_layout, split_all
-from gpipe_cli.pipeline.runtime.host_copies import to_device
 from gpipe_cli.planner.pipeline_spec import PipelineSpec
+from gpipe_cli.system.accelerator import to_device
 from gpipe_cli.system.files import write_whole
 from gpipe_cli.training import events
 from gpipe_cli.training.checkpoint.files import read_index, safetensors_parts

@@ -25,11 +25,11 @@ from gpipe_cli.assembly.optimizer import set_learning_rate
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.distributed.control_group import Awaited, global_norm
 from gpipe_cli.pipeline.runtime.boundary import Tensors, in_layout
-from gpipe_cli.pipeline.runtime.host_copies import to_device, to_host
 from gpipe_cli.pipeline.runtime.recording import ENDS, MARKS, Recording, room
 from gpipe_cli.pipeline.runtime.replicas import Replicas
 from gpipe_cli.pipeline.schedule.named_schedules import build, forward_only
 from gpipe_cli.pipeline.schedule.schedule import Schedule
+from gpipe_cli.system.accelerator import to_device, to_host
 from gpipe_cli.system.process_memory import library_bytes, peak_memory_bytes
 from gpipe_cli.training.data_feed import MiniBatch, Reading
 from gpipe_cli.training.engine import Engine

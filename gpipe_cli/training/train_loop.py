@@ -21,6 +21,7 @@ from gpipe_cli.distributed.control_group import Awaited, ControlGroup
 from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.profile.layer_probes import probing
 from gpipe_cli.planner.pipeline_spec import PipelineSpec
+from gpipe_cli.system.accelerator import device_name
 from gpipe_cli.system.process_memory import own_bytes
 from gpipe_cli.training import events
 from gpipe_cli.training.checkpoint.background_writer import CheckpointWriter
@@ -309,7 +310,7 @@ def _ready(
     """The message from which the parent shows the banner."""
     # GPU names are looked up here and not in the parent, where that would open a CUDA context
     devices = dict.fromkeys(device for replica in engine.spec.layout.replica_devices for device in replica)
-    gpus = tuple(torch.cuda.get_device_name(device) for device in devices if device != "cpu")
+    gpus = tuple(device_name(torch.device(device)) for device in devices if device != "cpu")
     step, steps_per_epoch = progress.step, progress.steps_per_epoch
     return events.TrainingReady(facts, notes, step, steps_per_epoch, gpus, compiled, progress.test, progress.best)
 

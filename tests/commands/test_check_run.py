@@ -130,7 +130,7 @@ def test_layers_that_can_are_left_alone() -> None:
 
 
 def test_a_layer_on_a_gpu_may_draw_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: torch.zeros(16, dtype=torch.uint8))
+    monkeypatch.setattr(torch.cuda, "default_generators", [torch.Generator()])
     for draws in (False, True):
         layer, inputs = nn.Dropout(0.5).train(draws), (torch.ones(4),)
         stage = Stage(0, nn.Sequential(layer), first_layer=0, inputs=(), device=torch.device("cuda", 0), run_seed=0)

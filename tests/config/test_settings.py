@@ -19,6 +19,8 @@ from gpipe_cli.commands.folders import run_folder
 from gpipe_cli.commands.train import requested, resumed
 from gpipe_cli.config.settings import BenchSettings, EvaluateSettings, TrainConfig, find_run, load, to_yaml
 from gpipe_cli.errors import InputError
+from gpipe_cli.system import gpus as gpus_here
+from gpipe_cli.system.gpus import Gpu
 
 ROOT = Path(__file__).parents[2]
 NOW = datetime(2026, 1, 31, 12, 0, 5)
@@ -103,6 +105,16 @@ def test_bad_values_are_one_line(overrides: str, line: str) -> None:
     with pytest.raises(InputError, match=re.escape(line)) as error:
         train(*overrides.split())
     assert len(str(error.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("value", ["", "mps"])
+def test_a_device_that_is_not_supported_is_refused_with_those_of_this_machine(
+    value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for gpus, here in (((), r"cpu"), ((Gpu("NVIDIA H200", 1),) * 2, r"cpu, cuda \(2 x NVIDIA H200\)")):
+        monkeypatch.setattr(gpus_here, "usable_gpus", lambda gpus=gpus: gpus)
+        with pytest.raises(InputError, match=f"^device={value}: .* auto, cpu, cuda; .* this machine has {here}$"):
+            train(f"device={value}")
 
 
 @pytest.mark.parametrize("kind", [TrainConfig, EvaluateSettings, BenchSettings])

@@ -66,7 +66,7 @@ class Event:
 
     step = made = waited = 0
 
-    def __init__(self, enable_timing: bool = False) -> None:
+    def __init__(self, device: object = None, enable_timing: bool = False) -> None:
         Event.made += 1
 
     def record(self, stream: object = None) -> "Event":
@@ -98,9 +98,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
                 node.variable.grad = torch.empty_like(node.variable)
 
     monkeypatch.setattr(torch.autograd, "backward", backward)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: "beside")
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: STREAM)
+    monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(torch, "Stream", lambda device: "beside")
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: STREAM)
     monkeypatch.setattr(torch.cuda, "default_generators", [torch.Generator()])
     monkeypatch.setattr(engines, "materialize", materialize)
 

@@ -26,6 +26,7 @@ from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
 from gpipe_cli.pipeline.runtime.randomness import seed_generator
 from gpipe_cli.pipeline.runtime.saved_activations import storage_of
 from gpipe_cli.pipeline.runtime.stage import Stage
+from gpipe_cli.system.accelerator import generators, is_accelerator
 
 FindingKind = Literal["in_place", "random", "state", "foreign"]
 
@@ -208,11 +209,11 @@ class _Seen:
 
     def _generators(self) -> torch.Tensor:
         """The states of torch's own generators: a layer on a GPU may draw on the CPU, too."""
-        return torch.cat([torch.get_rng_state(), *map(torch.cuda.get_rng_state, _gpus([self._device]))])
+        return torch.cat([generator.get_state() for generator in generators(self._device)])
 
 
 def _gpus(devices: Iterable[torch.device]) -> list[torch.device]:
-    return [device for device in devices if device.type == "cuda"]
+    return list(filter(is_accelerator, devices))
 
 
 @contextmanager

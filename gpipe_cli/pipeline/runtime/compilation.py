@@ -28,6 +28,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.pipeline.runtime.boundary import as_tuple
 from gpipe_cli.pipeline.runtime.deferred_batch_norm import BatchStatistics, put_back, redirect, tracking_norms
+from gpipe_cli.system.accelerator import is_accelerator
 
 _UNLIMITED = 1 << 30  # torch would otherwise give up after eight kinds of layers, and run the others uncompiled
 _MOST_AGAIN = 4  # recompilations allowed per layer, such as for inputs that need no gradient
@@ -61,7 +62,7 @@ def refuse_missing(device: torch.device) -> None:
     if not torch._dynamo.is_dynamo_supported():
         version = ".".join(map(str, sys.version_info[:3]))
         raise _refused(f"torch {torch.__version__} does not compile on Python {version}")
-    if device.type == "cuda":
+    if is_accelerator(device):
         from torch.utils._triton import has_triton_package
 
         if not has_triton_package():
@@ -151,7 +152,7 @@ class _CompiledForward:
         hooks = [norm.register_forward_pre_hook(runs) for norm in self._norms]
         device = next(iter(self._moments.values()))[0].device
         try:
-            with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            with torch.random.fork_rng([device] if is_accelerator(device) else []):
                 _forward(self._layer, value)
         finally:
             for hook in hooks:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gpipe_cli.errors import InputError
-from gpipe_cli.pipeline.runtime.host_copies import to_device
+from gpipe_cli.system.accelerator import to_device
 
 OfReplicas: TypeAlias = Callable[[torch.Tensor], Sequence[torch.Tensor]]
 """Gathers a tensor of this process from all replicas of its stages, in the replicas' order."""

@@ -9,7 +9,7 @@ import datetime
 import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from math import prod
 
@@ -21,6 +21,7 @@ from gpipe_cli.pipeline.runtime.saved_activations import storage_of
 from gpipe_cli.pipeline.runtime.transport import LocalTransport, OptionalTensors, waiting_for_peers
 from gpipe_cli.pipeline.schedule.prefetched_receives import PrefetchedReceive, prefetched_receives
 from gpipe_cli.pipeline.schedule.schedule import Action, Kind, Schedule
+from gpipe_cli.system.accelerator import current_stream, is_accelerator, new_stream, on_stream
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class P2PTransport:
         self._process, self._process_of_stage, self._links = process, tuple(process_of_stage), links.of_edge
         self._described, self._boundaries = boundaries, boundaries.training
         self._device, self._memory_format = device, boundaries.memory_format
-        self._early = device.type == "cpu" if early is None else early
+        self._early = not is_accelerator(device) if early is None else early
         self._timeout, self._waits = datetime.timedelta(seconds=links.timeout_seconds), links.waits
         self._local = LocalTransport([device] * len(process_of_stage))  # between neighbours that are both here
         # sends in flight, with their tensors, which must live until they have been sent
@@ -62,8 +63,8 @@ class P2PTransport:
         self._posted: dict[Action, tuple[Sequence[Work], list[torch.Tensor]]] = {}
         self._launched = 0
         # NCCL starts a receive after all work of the current stream; on this stream it waits for its buffer only
-        self._receiving = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._ends: dict[int, torch.cuda.Event] = {}  # number of actions launched -> the end of the last one
+        self._receiving = new_stream(device) if is_accelerator(device) else None
+        self._ends: dict[int, torch.Event] = {}  # number of actions launched -> the end of the last one
         self._sizes: Sequence[int] = ()
         self._lengths: Sequence[int] = ()
         self._connect(links.connect_seconds)
@@ -77,7 +78,7 @@ class P2PTransport:
         self._launched = 0
         self._ends.clear()
         if self._receiving is not None:  # queued work of the previous step may still read the buffers
-            self._receiving.wait_stream(torch.cuda.current_stream(self._device))
+            self._receiving.wait_stream(current_stream(self._device))
         self._post()
 
     def send(self, action: Action, tensors: OptionalTensors) -> None:
@@ -121,7 +122,7 @@ class P2PTransport:
     def launched(self) -> None:
         self._launched += 1
         if self._receiving is not None:
-            self._ends[self._launched] = torch.cuda.current_stream(self._device).record_event()
+            self._ends[self._launched] = current_stream(self._device).record_event()
         self._post()
 
     def finish_step(self) -> None:
@@ -143,7 +144,7 @@ class P2PTransport:
             samples = self._sizes[receive.action.micro_batch]
             if self._receiving is not None and receive.freed:
                 self._receiving.wait_event(self._ends[receive.freed])
-            with nullcontext() if self._receiving is None else torch.cuda.stream(self._receiving):
+            with on_stream(self._receiving):
                 tensors = [self._buffer((edge, receive.buffer, i), t, samples) for i, t in enumerate(received)]
                 if receive.freed:
                     self._let_leave({storage_of(tensor) for tensor in tensors})
@@ -190,7 +191,7 @@ class P2PTransport:
 
     def _wait(self, works: Sequence[Work]) -> None:
         for work in works:
-            if self._device.type == "cpu":
+            if not is_accelerator(self._device):
                 work.wait(self._timeout)
             else:  # makes later kernels of the current stream wait, not this thread
                 work.wait()
@@ -207,5 +208,5 @@ class P2PTransport:
             time.sleep(0.001)
 
     def _waiting(self, what: str) -> AbstractContextManager[None]:
-        hint = "; NCCL_DEBUG=WARN says more" if self._device.type == "cuda" else ""
+        hint = "; NCCL_DEBUG=WARN says more" if is_accelerator(self._device) else ""
         return waiting_for_peers(self._waits(), f"process {self._process} could not {what}", hint)

@@ -8,6 +8,8 @@ over all replicas, layer), so no generator state is ever saved or restored: a re
 
 import torch
 
+from gpipe_cli.system.accelerator import generators
+
 _MASK = (1 << 64) - 1
 
 
@@ -36,7 +38,5 @@ def seed_generator(device: torch.device, seed: int) -> None:
 
     `torch.manual_seed` would seed all devices of the machine, too slow before each layer of each micro-batch.
     """
-    torch.default_generator.manual_seed(seed)  # a layer on a GPU may draw on the CPU
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        torch.cuda.default_generators[index].manual_seed(seed)
+    for generator in generators(device):
+        generator.manual_seed(seed)

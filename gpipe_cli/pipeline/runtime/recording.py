@@ -15,6 +15,7 @@ import torch
 
 from gpipe_cli.pipeline.schedule.schedule import Schedule
 from gpipe_cli.pipeline.schedule.timeline import Event, EventKind, Span, Timeline, gap
+from gpipe_cli.system.accelerator import current_stream, is_accelerator, new_stream, new_timer
 
 Mark: TypeAlias = Any  # seconds (float) on the host, an event on a GPU; read by the clock that made it
 MARKS = 4  # marks per action: begun, everything received, computed, handed on
@@ -55,19 +56,19 @@ class StreamClock:
         self._device = device
         self._steps = 0
         self._reference: _Reference | None = None
-        self._beside = torch.cuda.Stream(device)  # a stream without work, for anchors
-        self._events: list[torch.cuda.Event] = []  # events of this step and of the one before
-        self._events_before: list[torch.cuda.Event] = []
+        self._beside = new_stream(device)  # a stream without work, for anchors
+        self._events: list[torch.Event] = []  # events of this step and of the one before
+        self._events_before: list[torch.Event] = []
         self._marks = 0  # marks made in this step
 
     def begin_step(self) -> None:
         if self._steps % _ANCHOR_STEPS == 0:  # on an idle stream, so that the host does not wait for kernels
-            anchor = torch.cuda.Event(enable_timing=True)
+            anchor = new_timer(self._device)
             anchor.record(self._beside)
             anchor.synchronize()
             self._reference = _Reference(anchor, time.perf_counter(), None)
-        began = torch.cuda.Event(enable_timing=True)
-        began.record(torch.cuda.current_stream(self._device))
+        began = new_timer(self._device)
+        began.record(current_stream(self._device))
         self._reference = _Reference(began, None, self._reference)
         self._events, self._events_before = self._events_before, self._events
         self._marks = 0
@@ -75,10 +76,10 @@ class StreamClock:
 
     def now(self) -> Mark:
         if self._marks == len(self._events):
-            self._events.append(torch.cuda.Event(enable_timing=True))
+            self._events.append(new_timer(self._device))
         event = self._events[self._marks]
         self._marks += 1
-        event.record(torch.cuda.current_stream(self._device))
+        event.record(current_stream(self._device))
         return event
 
     def reader(self) -> Callable[[Mark], float]:
@@ -163,7 +164,7 @@ class Recorder:
     """Records steps on the stages (by index) of this process, which live on `devices`."""
 
     def __init__(self, devices: Mapping[int, torch.device]) -> None:
-        of = {device: HostClock() if device.type == "cpu" else StreamClock(device) for device in devices.values()}
+        of = {device: StreamClock(device) if is_accelerator(device) else HostClock() for device in devices.values()}
         self.clocks: dict[int, Clock] = {stage: of[device] for stage, device in devices.items()}
 
     def begin_step(self, schedule: Schedule) -> Recording:

@@ -11,6 +11,7 @@ from typing import Protocol, TypeAlias
 import torch
 
 from gpipe_cli.pipeline.schedule.schedule import Action, Kind, Schedule
+from gpipe_cli.system.accelerator import current_stream, is_accelerator, keep_for, new_stream, on_stream
 
 OptionalTensors: TypeAlias = tuple[torch.Tensor | None, ...]
 """Outputs of a stage, none of them None; or gradients, with None for a tensor that needs no gradient."""
@@ -62,10 +63,10 @@ class LocalTransport:
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices = devices
-        several = {device for device in devices if device.type == "cuda"} if len(set(devices)) > 1 else set()
-        self._copying = {device: torch.cuda.Stream(device) for device in several}
+        several = set(filter(is_accelerator, devices)) if len(set(devices)) > 1 else set()
+        self._copying = {device: new_stream(device) for device in several}
         self._sent: dict[Action, OptionalTensors] = {}  # by the receiving F or B (B stands for I, too)
-        self._copied: dict[Action, torch.cuda.Event] = {}
+        self._copied: dict[Action, torch.Event] = {}
 
     def begin_step(self, schedule: Schedule, sizes: Sequence[int], lengths: Sequence[int] = ()) -> None:
         self._sent.clear()  # a failed step may have left tensors
@@ -78,19 +79,19 @@ class LocalTransport:
             self._sent[awaiting] = tuple(None if t is None else t.detach() for t in tensors)
             return
         source, target = self._copying[back], self._copying[there]
-        source.wait_stream(torch.cuda.current_stream(back))
-        with torch.cuda.stream(source), torch.cuda.stream(target):
+        source.wait_stream(current_stream(back))
+        with on_stream(source), on_stream(target):
             moved = tuple(None if t is None else t.detach().to(there, non_blocking=True) for t in tensors)
         for tensor, copy in zip(tensors, moved, strict=True):
             if tensor is not None and copy is not None:  # do not reuse either's memory before the other stream is done
-                tensor.record_stream(source)
-                copy.record_stream(torch.cuda.current_stream(there))
+                keep_for(tensor, source)
+                keep_for(copy, current_stream(there))
         self._sent[awaiting], self._copied[awaiting] = moved, target.record_event()
 
     def receive(self, action: Action) -> OptionalTensors:
         awaited = Action(action.kind.direction, action.stage, action.micro_batch)
         if (copied := self._copied.pop(awaited, None)) is not None:
-            torch.cuda.current_stream(self._devices[action.stage]).wait_event(copied)
+            current_stream(self._devices[action.stage]).wait_event(copied)
         return self._sent.pop(awaited)
 
     def launched(self) -> None:

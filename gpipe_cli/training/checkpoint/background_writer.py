@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from gpipe_cli.distributed.control_group import Awaited
+from gpipe_cli.system.accelerator import current_stream, is_accelerator, using_device
 from gpipe_cli.training import events
 from gpipe_cli.training.checkpoint import files
 from gpipe_cli.training.checkpoint.restore import state_of_stage
@@ -46,15 +47,15 @@ class Snapshot:
         for name, tensor in tensors.items():
             copy = self._copies.get(name)
             if copy is None or (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
-                copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+                copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_accelerator(tensor.device))
             copies[name] = copy.copy_(tensor, non_blocking=True)
         self._copies = copies
-        devices = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
-        copied = {device: torch.cuda.current_stream(device).record_event() for device in devices}
+        devices = {tensor.device for tensor in tensors.values() if is_accelerator(tensor.device)}
+        copied = {device: current_stream(device).record_event() for device in devices}
 
         def arrived() -> None:
             for device, event in copied.items():
-                with torch.cuda.device(device):  # a new thread's device is GPU 0, maybe not this process's
+                with using_device(device):
                     event.synchronize()
 
         return copies, arrived

@@ -1,0 +1,113 @@
+"""All that gpipe asks of an accelerator, in torch's words for any kind: streams, events, copies, seeds, memory, names.
+
+NVIDIA's GPUs are one, and AMD's with torch's build for ROCm, which gives them the same type. Another kind needs its
+type in TYPE, and settings for its libraries in `launch/worker.py`.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+TYPE = "cuda"  # the type of the devices that gpipe computes on, besides "cpu"
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Whether work on `device` runs on after the call that launches it has returned."""
+    return device.type == TYPE
+
+
+def torch_is_built_for() -> bool:
+    """Whether this torch has code for the accelerator, which need not be here. Opens no context."""
+    built = torch.accelerator.current_accelerator()
+    return built is not None and built.type == TYPE
+
+
+def device_list() -> list[tuple[str, int]]:
+    """The name and the bytes of memory of each accelerator. Opens a context on it."""
+    module = torch.get_device_module(TYPE)
+    properties = map(module.get_device_properties, range(module.device_count()))
+    return [(one.name, one.total_memory) for one in properties]
+
+
+def new_stream(device: torch.device) -> torch.Stream:
+    return torch.Stream(device)
+
+
+def current_stream(device: torch.device) -> torch.Stream:
+    return torch.accelerator.current_stream(device)
+
+
+def on_stream(stream: torch.Stream | None) -> AbstractContextManager[object]:
+    """A context in which work on the stream's device is launched on `stream`; None: on the current one."""
+    return nullcontext() if stream is None else stream
+
+
+def new_timer(device: torch.device) -> torch.Event:
+    """An event that has a time, and may be recorded again and again."""
+    return torch.Event(device, enable_timing=True)
+
+
+def keep_for(tensor: torch.Tensor, stream: torch.Stream) -> None:
+    """Do not give the tensor's memory to another one before what was launched on `stream` by then is done."""
+    tensor.record_stream(stream)
+
+
+def wait_for_device(device: torch.device) -> None:
+    """Wait until all launched work is done; on a CPU it always is."""
+    if is_accelerator(device):
+        torch.accelerator.synchronize(device)
+
+
+def use_device(device: torch.device) -> None:
+    """Make `device` the one on which this thread, and threads of libraries that ask it, allocate and launch."""
+    if is_accelerator(device):
+        torch.accelerator.set_device_index(device)
+
+
+def using_device(device: torch.device) -> AbstractContextManager[object]:
+    """Inside, `device` is this thread's: a new thread has device 0, and opens a context there, maybe for nothing."""
+    return torch.accelerator.device_index(device.index) if is_accelerator(device) else nullcontext()
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Start copying a host tensor to `device`; kernels launched later on its current stream see the copy."""
+    return (tensor.pin_memory() if is_accelerator(device) else tensor).to(device, non_blocking=True)
+
+
+def to_host(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Start copying a tensor to the host. The returned function waits for the copy and returns it."""
+    copy = tensor.to("cpu", non_blocking=True)  # torch allocates page-locked memory for a copy from a GPU
+    copied = current_stream(tensor.device).record_event() if is_accelerator(tensor.device) else None
+
+    def read() -> torch.Tensor:
+        if copied is not None:
+            copied.synchronize()
+        return copy
+
+    return read
+
+
+def page_locked(bytes: int) -> torch.Tensor:
+    """Memory of the host, uint8 (bytes,), to which an accelerator copies without the host waiting. torch rounds it up
+    to a power of two."""
+    return torch.empty(bytes, dtype=torch.uint8, pin_memory=True)
+
+
+def generators(device: torch.device) -> list[torch.Generator]:
+    """The default generators that a layer on `device` may draw from: the CPU's and, if it is another, the device's."""
+    found = [torch.default_generator]
+    if is_accelerator(device):
+        index = torch.accelerator.current_device_index() if device.index is None else device.index
+        found.append(torch.get_device_module(device).default_generators[index])
+    return found
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most that torch's allocator has held at once on an accelerator."""
+    return torch.accelerator.max_memory_allocated(device)
+
+
+def device_name(device: torch.device) -> str:
+    name: str = torch.get_device_module(device).get_device_name(device)
+    return name
