@@ -6,10 +6,12 @@ random data that already are on the device. On a CPU the models are tiny.
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
+from gpu_report import attempt, first_line
 from runs import config_of
 from torch import nn
 from torch.nn import functional as F
@@ -65,7 +67,12 @@ def factors(device: str, bench: Bench) -> Found:
     tables = FACTORS if device == "cuda" else {"amoebanet": ("partitions=1,2",)}
     for model, swept in tables.items():
         for one in swept:
-            for row in bench(*settings_of(model, device), *one.split()):
+            try:
+                rows = bench(*settings_of(model, device), *one.split())
+            except RuntimeError as error:
+                yield f"{model}, {one}", False, first_line(error), ""
+                continue
+            for row in rows:
                 chosen = ", ".join(f"{key}={value}" for key, value in row["settings"].items())
                 partitions = PUBLISHED_AMOEBANET.get(row["settings"].get("partitions"))
                 published = f"{partitions} samples/s" if partitions else ""
@@ -83,8 +90,8 @@ def peers(device: str, bench: Bench) -> Found:
     for model in SIZES if device == "cuda" else ("amoebanet",):
         for precision in ("float32", "bfloat16"):
             settings = [*settings_of(model, device), "model.dropout=0", f"precision={precision}"]
-            (row,) = bench(*settings)
-            yield f"{model}, {precision}, gpipe, K=1, M=4", None, shown(row), ""
+            what = f"{model}, {precision}, gpipe, K=1, M=4"
+            yield *attempt(what, partial(benched, what, bench, settings)), ""
             config = config_of(settings)
             for name, chunks in (("plain PyTorch", None), ("torchgpipe", config.micro_batches)):
                 published = PUBLISHED_RESNET[name] if (model, precision) == ("resnet", "float32") else None
@@ -94,6 +101,11 @@ def peers(device: str, bench: Bench) -> Found:
                     torch.cuda.empty_cache()
 
 
+def benched(what: str, bench: Bench, settings: Sequence[str]) -> tuple[str, None, str]:
+    (row,) = bench(*settings)
+    return what, None, shown(row)
+
+
 def figures_of_peer(config: TrainConfig, chunks: int | None, device: str) -> str:
     try:
         step = plain(config, chunks)
@@ -101,31 +113,43 @@ def figures_of_peer(config: TrainConfig, chunks: int | None, device: str) -> str
         seconds = median(seconds_of(step, device, 1) for _ in range(5))
     except ModuleNotFoundError:
         return "not installed: pip install --no-deps torchgpipe==0.0.7"
-    except RuntimeError as error:  # such as out of memory
+    except Exception as error:  # such as out of memory; the other peers still run
         return first_line(error)
     return f"{1e3 * seconds:.1f} ms, {(config.batch_size or 0) / seconds:.1f} samples/s"
 
 
 def plain(config: TrainConfig, chunks: int | None) -> Step:
     """A training step of the same model and optimizer without a pipeline, or by torchgpipe if ``chunks`` is given."""
-    spec, device, model, inputs = built(config)
+    spec, device, layers, inputs = built(config)
+    model = nn.Sequential(InPrecision(layers, device, COMPUTED_IN[config.precision]))
     optimizer = build_optimizer(config.optimizer, dict(model.named_parameters()))
     assert optimizer is not None
     set_learning_rate(optimizer, 1e-4)
     if chunks is not None:
         from torchgpipe import GPipe
 
-        model = GPipe(model, [len(model)], devices=[device], chunks=chunks, checkpoint=config.recompute)
+        model = GPipe(model, [1], devices=[device], chunks=chunks, checkpoint=config.recompute)
     targets = torch.randint(outputs_of(config), (config.batch_size or 0, *spec.lengths[:1]), device=device)
 
     def step() -> None:
-        with autocast(device, COMPUTED_IN[config.precision]):
-            loss = F.cross_entropy(model(as_value(inputs)).float().flatten(0, -2), targets.flatten())
-        loss.backward()
+        F.cross_entropy(model(as_value(inputs)).float().flatten(0, -2), targets.flatten()).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
     return step
+
+
+class InPrecision(nn.Module):
+    """Autocast inside the model: torchgpipe runs it in threads of its own, which do not inherit autocast."""
+
+    def __init__(self, layers: nn.Module, device: torch.device, computed_in: torch.dtype | None) -> None:
+        super().__init__()
+        self.layers, self.device, self.computed_in = layers, device, computed_in
+
+    def forward(self, inputs: Any) -> torch.Tensor:
+        with autocast(self.device, self.computed_in):
+            outputs: torch.Tensor = self.layers(inputs)
+        return outputs
 
 
 def built(config: TrainConfig) -> tuple[PipelineSpec, torch.device, nn.Sequential, Tensors]:
@@ -159,7 +183,3 @@ def seconds_of(step: Step, device: str, steps: int) -> float:
     if device != "cpu":
         torch.cuda.synchronize()
     return (clock() - began) / steps
-
-
-def first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
