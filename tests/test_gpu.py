@@ -92,7 +92,9 @@ def test_the_largest_mini_batch_fits_and_twice_as_many_samples_run_out_of_memory
     settings = [*(one for one in SETTINGS if not one.startswith(changed)), "dataset.train_samples=100000"]
 
     def train(name: str, *more: str) -> subprocess.CompletedProcess[str]:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", str(script)]
+        # torchrun would look up the name of the machine, which without a network may be in no table
+        alone = "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=1"
+        torchrun = [sys.executable, "-m", "torch.distributed.run", *alone, str(script)]
         arguments = ["train", *settings, "max_steps=2", f"run_folder={tmp_path / name}", *more]
         return subprocess.run([*torchrun, *arguments], capture_output=True, text=True, timeout=300, check=False)
 

@@ -31,7 +31,7 @@ from gpipe_cli.distributed import rendezvous
 from gpipe_cli.distributed.rendezvous import Decision, agree, store
 from gpipe_cli.results.files import read_result
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
 SETTINGS = [*TINY[2:], "model=custom", "model.target=mortal:build", "check_layers=false", "partitions=4",
             "epochs=10000", "ema_decay=0.9", "checkpoint.every_steps=2", "hardware=cpu",
             "logger=[csv]"]  # fmt: skip
