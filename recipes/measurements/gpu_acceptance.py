@@ -520,29 +520,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown := set(options.parts.split(",")) - PARTS.keys():
         parser.error(f"--parts={','.join(sorted(unknown))}: must be among {', '.join(PARTS)}")
     output = Path(options.folder).resolve()
+    if options.one is not None:
+        only(options.one, Setting(options.device, output))
+        return 0
     try:
-        if options.one is not None:
-            only(options.one, Setting(options.device, output))
-        elif options.join:
+        if options.join:
             show([call for file in options.join for call in read(file)], output)
-        elif options.pack:
+            return 0
+        if options.pack:
             print(gpu_kit.pack(options.pack, [name for name in options.missing.split(",") if name]), end="\n\n")
             print(*gpu_kit.commands(options.pack, options.folder, len(CALLS)), sep="\n\n")
-        elif options.rehearse:
+            return 0
+        if options.rehearse:
             if options.python is None:
                 parser.error("--rehearse: needs --python, an interpreter with the packages of that machine")
             return 0 if rehearse(options.rehearse, options.python, options.parts, options.scale, output) else 1
-        else:
-            accept(options, output)
+        file = output / "gpu_acceptance.json"
+        earlier = read(file) if file.exists() else []
     except (gpu_kit.Refused, OSError, ValueError) as error:
         parser.error(str(error))
+    accept(options, earlier, output)
     return 0
 
 
-def accept(options: argparse.Namespace, output: Path) -> None:
-    """Run the parts of a call, and write their rows beside those that ``output`` has."""
-    file = output / "gpu_acceptance.json"
-    earlier = read(file) if file.exists() else []
+def accept(options: argparse.Namespace, earlier: Sequence[Call], output: Path) -> None:
+    """Run the parts of a call, and write their rows to ``output`` beside those of earlier calls."""
     names = ", ".join(gpu.name for gpu in usable_gpus()) if options.device == "cuda" else cpu_model()
     began, rows = time.monotonic(), list[Row]()
     machine = f"{names or 'no GPU'}; torch {torch.__version__}, Python {sys.version.split()[0]}"

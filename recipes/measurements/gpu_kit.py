@@ -3,6 +3,7 @@ is missing there, and a command line for each call. They are rehearsed here as i
 """
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,8 @@ from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# What gpipe and gpu_acceptance.py need, but images with PyTorch for CUDA do not have
+# What gpipe and gpu_acceptance.py need, and images with PyTorch for CUDA do not have. Where no version is named, it is
+# that of this machine, so that they suit each other.
 MISSING = "hydra-core,omegaconf,antlr4-python3-runtime,Babel,torchgpipe==0.0.7"
 PYTHON, PLATFORMS = "3.12", ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 CARRIED_MIB = 64  # limit of the kit and the checkout together
@@ -44,8 +46,8 @@ class Done:
 
 
 def pack(kit: Path, missing: Sequence[str]) -> str:
-    """Fill the folder ``kit`` with a wheel of gpipe, made from the checkout as it is, and one of each
-    requirement in ``missing``, in the version that is installed here unless it names another; returns its size.
+    """Fill the folder ``kit`` with a wheel of gpipe, made from the checkout as it is, and one of each requirement in
+    ``missing``, in the version that is installed here unless it names another; returns a line with its size.
 
     Raises Refused if a wheel cannot be had, or if there is too much to carry.
     """
@@ -111,9 +113,10 @@ def size_mib(folder: Path) -> float:
 
 def commands(kit: Path, folder: str, calls: int) -> list[str]:
     """A command line for each call, in bash, for the root of the checkout. The system's packages stay as they are."""
+    wheels = f"{shlex.quote(str(inside(kit)))}/*.whl"
     return [
         f"site=$(mktemp -d) && python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir"
-        f' --disable-pip-version-check --target "$site" {inside(kit)}/*.whl &&'
+        f' --disable-pip-version-check --target "$site" {wheels} &&'
         f' PYTHONPATH="$site${{PYTHONPATH:+:$PYTHONPATH}}" python3 recipes/measurements/gpu_acceptance.py'
         f' --device=cuda --call={call + 1} --folder="{folder}"'
         for call in range(calls)
@@ -134,7 +137,7 @@ def rehearse(kit: Path, python: Path, calls: Sequence[int], place: Path, *option
     copy_checkout(place / "checkout")
     shutil.copytree(kit, place / "checkout" / inside(kit))
     alone = ["unshare", "--map-root-user", "--net", "--uts", sys.executable, "-c", ALONE]
-    if subprocess.run([*alone, "true"], capture_output=True, check=False).returncode:
+    if subprocess.run(["env", *alone, "true"], capture_output=True, check=False).returncode:
         print("rehearsal: unshare is not permitted here, so that nothing but pip is kept off the network")
         alone = []
     for call in calls:

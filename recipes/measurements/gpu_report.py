@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from gpipe_cli.system.files import write_whole
+
 SHOWN = 400  # characters of a cell; the JSON file has all
 
 
@@ -137,8 +139,8 @@ def report(calls: Sequence[Call]) -> str:
 
 def write(folder: Path, calls: Sequence[Call]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "gpu_acceptance.json").write_text(json.dumps([asdict(call) for call in calls], indent=1))
-    (folder / "gpu_acceptance.md").write_text(report(calls))
+    write_whole(folder / "gpu_acceptance.json", json.dumps([asdict(call) for call in calls], indent=1))
+    write_whole(folder / "gpu_acceptance.md", report(calls))
 
 
 def read(file: Path) -> list[Call]:
