@@ -21,7 +21,7 @@ from training_runs import configure
 
 from gpipe_cli.benchmark import machine_timing
 from gpipe_cli.results.files import write_result
-from gpipe_cli.system.gpus import usable_gpus
+from gpipe_cli.system.gpus import Gpu, usable_gpus
 
 FOLDER = Path(__file__).parent.parent / "recipes" / "measurements"
 SMALL = ["model.normal_cells=3", "dataset.image_size=16", "hardware=cpu", "threads=1"]
@@ -148,6 +148,16 @@ def test_what_a_gpu_is_asked_to_do_are_settings(
 
     monkeypatch.setattr(speed, "config_of", lambda settings: configure(*settings))
     monkeypatch.setattr(speed, "figures_of_peer", lambda *what: "")
+    monkeypatch.setattr(acceptance, "usable_gpus", lambda: (Gpu("NVIDIA H100 80GB HBM3", 80 * 10**9),))
+    monkeypatch.setattr(acceptance, "machine_rates", lambda *what: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    rows["versions"] = list(acceptance.versions(setting))
+    assert [what for what, held, _ in rows["versions"] if held] == [
+        "dependencies", "gpipe is that of the checkout", "GPUs by NVML as by torch",
+        "data sheet of NVIDIA H100 80GB HBM3",
+    ]  # fmt: skip
+    rows["nodes"] = [(f"the other one names a machine that is {how}",) for how in ("killed", "stopped")]
     rows |= {"speeds": list(speed.factors("cuda", bench)), "peers": list(speed.peers("cuda", bench))}
     assert [len(rows[name]) for name in ("speeds", "peers")] == [6 + 4 + 4 + 6 + 2, 3 * 2 * 3]
     assert [what for name, of in rows.items() for what, *_ in of if not replaced(name, what)] == []

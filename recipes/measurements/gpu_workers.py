@@ -33,7 +33,8 @@ def wide(channels: int, layers: int, classes: int) -> nn.Sequential:
 def shares_gpu(name: str) -> dict[str, str]:
     """The environment variables with which NCCL lets several processes share a GPU.
 
-    NCCL has one for this since 2.30; earlier versions need processes of different hosts, here ``name`` (untested).
+    NCCL has one for this since 2.30; earlier versions refuse a GPU that processes of one host share, and take ``name``
+    for the host (by the source code of 2.28.9; untested).
     """
     own = {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
     if torch.cuda.nccl.version() >= (2, 30):
