@@ -19,8 +19,11 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from gpipe_cli.system.accelerator import is_accelerator
+
 Compute: TypeAlias = Callable[[torch.Tensor, torch.Tensor], Sequence[torch.Tensor]]
 
+_HANDED_BYTES = 32 << 20  # a call of autograd's engine gets gradients of so many bytes, which no plan counts
 _LEAF = "AccumulateGrad"
 _CHANGES_FORM = ("TBackward0", "ToCopyBackward0")  # may lie between a weight and its use: transpose, cast
 _RUNS_A_BACKWARD = "CheckpointFunctionBackward"  # torch refuses this node in a backward with `inputs=`
@@ -76,14 +79,27 @@ def backward_inputs(
 
 
 def backward_weights(deferred: list[DeferredWeight]) -> None:
-    """W: compute the gradients of the deferred weights and add them to `.grad`. Empties the list."""
+    """W: compute the gradients of the deferred weights and add them to `.grad`. Empties the list.
+
+    On an accelerator, autograd's engine hands each call to a thread of its own and waits for it, which takes the host as
+    long as several launches: one call adds up many gradients. On a CPU a call costs little, and a gradient that is
+    added at once is still in the cache.
+    """
     deferred.reverse()
+    edges, gradients, size = list[GradientEdge](), list[torch.Tensor](), 0
     while deferred:
         weight = deferred.pop()
         assert weight.gradient is not None
+        most = _HANDED_BYTES if is_accelerator(weight.gradient.device) else 0
         with torch.no_grad():
-            gradients = weight.compute(weight.input, weight.gradient)
-        torch.autograd.backward(weight.edges, gradients)
+            computed = weight.compute(weight.input, weight.gradient)
+        edges += weight.edges
+        gradients += computed
+        size += sum(gradient.nbytes for gradient in computed)
+        del weight, computed  # frees what it has kept
+        if size >= most or not deferred:
+            torch.autograd.backward(edges, gradients)
+            edges, gradients, size = [], [], 0
 
 
 def _look_through(roots: Sequence[Node], elsewhere: Sequence[Node]) -> tuple[dict[Node, DeferredWeight], list[Node]]:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
+from gpipe_cli.pipeline.runtime import deferred_weights
 from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor, Tensors, in_layout
 from gpipe_cli.pipeline.runtime.frozen import Frozen, freeze
 from gpipe_cli.pipeline.runtime.stage import Stage
@@ -203,6 +204,37 @@ def test_both_halves_give_the_bits_of_the_whole(name: str, form: str) -> None:
     halves, waited = step(case, stage_of(case, *FORMATS[form]), "F0 f1 F2 I0 R1 I1 W0 I2 W1 W2")
     assert_same(halves, whole)
     assert waited == [case.waiting] * 3
+
+
+@pytest.mark.parametrize(("limit", "calls"), [(1 << 20, 1), (0, 4)], ids=["small weights", "each more than a call's"])
+def test_on_an_accelerator_one_call_of_the_engine_adds_up_many_weights(
+    limit: int, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There each call costs the host as much as several launches; there was one for each weight."""
+    case = CASES["rows"]
+    whole, _ = step(case, stage_of(case, torch.contiguous_format, None), "F0 F1 B0 B1")
+    handed: list[int] = []
+    backward = torch.autograd.backward
+
+    def counted(edges: Any, gradients: Any) -> None:
+        handed.append(len(edges))
+        backward(edges, gradients)
+
+    made = stage_of(case, torch.contiguous_format, None)
+    monkeypatch.setattr(deferred_weights, "is_accelerator", lambda device: True)
+    monkeypatch.setattr(deferred_weights, "_HANDED_BYTES", limit)
+    compute = made.backward_weights
+
+    def with_count(micro_batch: int) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.autograd, "backward", counted)
+            compute(micro_batch)
+
+    monkeypatch.setattr(made, "backward_weights", with_count)
+    halves, waited = step(case, made, "F0 F1 I0 I1 W0 W1")
+    assert_same(halves, whole)
+    assert len(handed) == 2 * min(calls, waited[0])
+    assert waited[0] > 1
 
 
 def test_hooks_see_what_they_see_otherwise() -> None:
