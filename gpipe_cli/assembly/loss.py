@@ -88,11 +88,11 @@ class CrossEntropy:
         """Called after the last micro-batch: starts copying the sums to the host; the returned function awaits them."""
         if not self._counted:  # this replica had no sample
             return lambda: Totals(0, 0.0, 0.0, 0.0, 0.0)
-        counted = to_host(torch.stack(self._counted))
+        counted, elements = to_host(torch.stack(self._counted)), self._elements  # not self, which has targets on a GPU
 
         def totals() -> Totals:
             loss, plain, top1, top5 = (sum(column) for column in zip(*counted().tolist(), strict=True))
-            return Totals(self._elements, loss, plain, top1, top5)
+            return Totals(elements, loss, plain, top1, top5)
 
         return totals
 

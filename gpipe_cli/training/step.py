@@ -141,11 +141,14 @@ def evaluate(engine: Engine, test: Reading) -> Totals:
     """Sums over the test set, the same in all processes, by forwards in the executor; loss is plain cross entropy."""
     total = Totals(0, 0.0, 0.0, 0.0, 0.0)
     schedule_of = partial(forward_only, engine.spec.partitions)
+    launched: list[Callable[[], Totals]] = []
     for position in range(test.batches.steps_per_epoch):
         _, objective = _run(engine, MiniBatch(test, 0, position), schedule_of, step=0, label_smoothing=0.0)
         if objective is not None:
-            with engine.control.waits(Awaited.PROCESS):  # see `gather_metrics`
-                total += objective.totals()
+            launched.append(objective.begin_totals())
+    with engine.control.waits(Awaited.PROCESS):  # see `gather_metrics`
+        for totals in launched:
+            total += totals()
     return _sum(engine.control.gather(torch.tensor(astuple(total), dtype=torch.float64))())
 
 

@@ -5,7 +5,8 @@ compiler), and whatever would make the host wait is an error. Two things are sta
 and the autograd engine, in whose place every parameter gets a gradient.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -20,12 +21,12 @@ from training_runs import LIVELY, TINY, configure, spec_of
 
 from gpipe_cli.assembly.build import build_model, open_data
 from gpipe_cli.assembly.optimizer import build_optimizer, set_learning_rate
-from gpipe_cli.distributed.control_group import ControlGroup
+from gpipe_cli.distributed.control_group import Awaited, ControlGroup
 from gpipe_cli.training import data_feed
 from gpipe_cli.training import engine as engines
 from gpipe_cli.training.data_feed import mini_batches
 from gpipe_cli.training.milestones import starting_point
-from gpipe_cli.training.step import StepNumbers, compute_gradients, gather_metrics, update_weights
+from gpipe_cli.training.step import StepNumbers, compute_gradients, evaluate, gather_metrics, update_weights
 
 aten = torch.ops.aten
 GPU = "cuda:0"
@@ -160,6 +161,52 @@ def test_a_step_waits_for_nothing_of_its_own(settings: list[str]) -> None:
     assert len(engine.optimizers) == 2
     assert Event.waited == 2 + 1 + 1, "for the last event of each stage, the step's first, and the norms"
     assert made[2] == 1 + 2, "the step's first event, totals and norms; those of the actions are used again"
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 11), reason="torch 2.9 records such a graph only with a CUDA driver")
+@pytest.mark.usefixtures("gpu")
+def test_an_evaluation_waits_at_its_end_only() -> None:
+    """The host waited for the sums of each mini-batch before it launched the next one."""
+    config = configure(*TINY, "micro_batches=1", "partitions=2", "executor=in_process")
+    spec = spec_of(config).on(((GPU, GPU),))
+    _, split = open_data(config)
+    inputs, targets = split.inputs(0, list(range(8)), ()), split.targets_of(torch.arange(8), ())
+    waited: list[int] = []
+
+    class Batches(SimpleNamespace):
+        steps_per_epoch = 3
+
+        def share(self, epoch: int, position: int) -> Any:
+            Event.step = position + 1
+            return SimpleNamespace(sizes=(8,), samples=slice(0, 8), first_micro_batch=0)
+
+        def lengths(self, epoch: int, position: int) -> tuple[int, ...]:
+            waited.append(Event.waited)
+            return ()
+
+        def indices(self, epoch: int, position: int) -> range:
+            return range(8)
+
+    class Loaded(SimpleNamespace):
+        def __next__(self) -> Any:
+            return tuple(torch.empty(one.shape, dtype=one.dtype) for one in inputs)
+
+    @contextmanager
+    def waits(what: Awaited) -> Iterator[None]:
+        if what is Awaited.PROCESS:
+            Event.step += 1  # what has been launched may be waited for
+        yield
+
+    with FakeTensorMode(allow_non_fake_inputs=True), Watched():
+        engine = engines.build_engine(config, spec, ControlGroup(0, 1, waits=waits))
+        empty = SimpleNamespace(targets_of=lambda *what: torch.empty(targets.shape, dtype=targets.dtype))
+        test: Any = SimpleNamespace(batches=Batches(), loaded=Loaded(), split=empty)
+        Event.waited = 0
+        with engine.evaluating(averages=False):
+            evaluate(engine, test)
+    anchor = 1  # with which the clock begins
+    assert set(waited) <= {0, anchor}
+    assert Event.waited == anchor + 3
 
 
 @pytest.mark.parametrize("name", ["adafactor", "adam", "rmsprop", "sgd"])

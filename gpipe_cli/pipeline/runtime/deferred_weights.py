@@ -81,8 +81,8 @@ def backward_inputs(
 def backward_weights(deferred: list[DeferredWeight]) -> None:
     """W: compute the gradients of the deferred weights and add them to `.grad`. Empties the list.
 
-    On an accelerator, autograd's engine hands each call to a thread of its own and waits for it, which takes the host as
-    long as several launches: one call adds up many gradients. On a CPU a call costs little, and a gradient that is
+    On an accelerator, autograd's engine hands each call to a thread of its own and waits for it, which takes the host
+    as long as several launches: one call adds up many gradients. On a CPU a call costs little, and a gradient that is
     added at once is still in the cache.
     """
     deferred.reverse()
