@@ -26,7 +26,7 @@ from gpipe_cli.assembly.build import memory_format_of
 from gpipe_cli.benchmark import reference_layers
 from gpipe_cli.benchmark.layer_benchmark import Timing, measure
 from gpipe_cli.config.groups import AugmentationConfig, CustomConfig, ImagesConfig, SGDConfig
-from gpipe_cli.config.settings import PartitionConfig, TrainConfig, load_hardware
+from gpipe_cli.config.settings import MemoryFormat, PartitionConfig, TrainConfig, load_hardware
 from gpipe_cli.config.typed import one_line
 from gpipe_cli.data.cache import cache_folder, digest_of, locked
 from gpipe_cli.errors import InputError
@@ -154,6 +154,30 @@ def machine_rates(config: TrainConfig, layout: Layout, log: Log) -> DeviceRates 
     if hardware.link_gb_per_second is not None:
         rates = replace(rates, link_byte_seconds=1e-9 / hardware.link_gb_per_second)
     return rates
+
+
+def memory_format_seconds(config: TrainConfig, profile: ModelProfile, log: Log) -> dict[MemoryFormat, float]:
+    """The predicted seconds of a model's layers in each memory format, by rates of one GPU that is timed in both; {}
+    where `memory_format` is given, or where nothing has to be timed or can be.
+
+    Only of convolutions in float32 on a GPU it is not known which is faster: cuDNN's kernels for channels last are made
+    for tensor cores, which do not multiply float32. One GPU is timed whatever K is, so that K decides no bit.
+    """
+    if config.memory_format != "auto" or config.precision != "float32" or config.text:
+        return {}
+    one = replace(
+        _without_limit(config), partitions=1, replicas=1, executor="in_process", stages_per_process=None,
+        schedule="gpipe", partition=PartitionConfig(None),
+    )  # fmt: skip
+    layout = layout_of(one)
+    found: dict[MemoryFormat, float] = {}
+    for memory_format in () if layout.on_cpu else ("channels_last", "contiguous"):
+        rates = machine_rates(replace(one, memory_format=memory_format), layout, log)
+        if rates is None:
+            return {}
+        layers = predicted_costs(one, profile, layout, rates).layers
+        found[memory_format] = sum(layer.forward + layer.backward for layer in layers)
+    return found
 
 
 def times_machine(config: TrainConfig, layout: Layout) -> bool:

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from gpipe_cli.benchmark.machine_timing import step_costs, times_machine
-from gpipe_cli.config.settings import TrainConfig, load
+from gpipe_cli.benchmark.machine_timing import memory_format_seconds, step_costs, times_machine
+from gpipe_cli.config.settings import MemoryFormat, TrainConfig, load
 from gpipe_cli.distributed.torchrun import Torchrun
 from gpipe_cli.planner.auto_settings import Choice, choose
 from gpipe_cli.planner.layout import Layout, own_threads
@@ -18,6 +18,7 @@ from gpipe_cli.system.phase import phase
 from gpipe_cli.units import duration, percent, plural
 
 _WORTH_THREADS = 1.3  # slowdown of a step at which one thread is still chosen: a busy machine slows one thread less
+_WORTH_CONTIGUOUS = 1.1  # ratio of layers' seconds that is no matter of chance, as the format decides the bits
 _UNEVEN = 1.1  # ratio of the largest to the mean work of a process above which a line says so; our choice
 
 
@@ -48,6 +49,9 @@ def prepare(
     """
     phase("building the model")
     profile = profile_model(config)
+    config, formats = _faster_memory_format(config, profile, started, log)
+    if config.memory_format == "contiguous" and formats:
+        profile = profile_model(config)  # layers copy other tensors
     phase("planning a step")
     costs_of = partial(step_costs, log=log)
     config, plan, comparisons = choose(config, auto, profile, costs_of, started, elsewhere=elsewhere)
@@ -67,9 +71,24 @@ def prepare(
     if config.schedule == "interleaved" and spec.layout.of_pipeline == spec.partitions > 1:
         use = f"partitions={2 * config.partitions} stages_per_process=2 interleaves"
         notes.append(("schedule", f"interleaved is 1f1b where a process has one stage; {use}"))
-    notes += [*threads, *_resumed_threads(config, spec.layout.processes)]
+    notes += [*formats, *threads, *_resumed_threads(config, spec.layout.processes)]
     notes += [*_turns(spec.layout), *_uneven(config, spec)]
     return Prepared(config, profile, plan, spec, comparisons, tuple(notes))
+
+
+def _faster_memory_format(
+    config: TrainConfig, profile: ModelProfile, started: Torchrun | None, log: Callable[[str], None]
+) -> tuple[TrainConfig, tuple[tuple[str, str], ...]]:
+    """The settings with the memory format that is faster by a timing of the GPU, and a line of the banner about it;
+    those given where none is timed, as under torchrun, where all processes must choose the same."""
+    if started is not None or not (seconds := memory_format_seconds(config, profile, log)):
+        return config, ()
+    last, contiguous = seconds["channels_last"], seconds["contiguous"]
+    faster: MemoryFormat = "contiguous" if contiguous * _WORTH_CONTIGUOUS < last else "channels_last"
+    text = (
+        f"{faster}: the layers take {duration(contiguous)} contiguous and {duration(last)} in channels_last, predicted"
+    )
+    return replace(config, memory_format=faster), (("memory format", text),)
 
 
 def _fewest_threads(

@@ -16,7 +16,7 @@ from training_runs import TINY, configure, spec_of
 from gpipe_cli.benchmark import machine_timing as timing
 from gpipe_cli.benchmark.layer_benchmark import slowest_copies
 from gpipe_cli.benchmark.machine_timing import remember_run, step_costs
-from gpipe_cli.commands.prepare import _fewest_threads
+from gpipe_cli.commands.prepare import _fewest_threads, prepare
 from gpipe_cli.config.settings import TrainConfig, load_hardware
 from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.errors import InputError
@@ -280,6 +280,41 @@ def test_gpus_are_timed_and_remembered(cache: Path, gpus: list[Gpu], monkeypatch
     assert timing._timed("hardware", facts, "timing", lines.append, lambda: {"found": 1})[0] == {"found": 1}
     assert "another program kept a GPU busy (90.0 % of the time)" in lines[-1]
     assert len(list(remembered.iterdir())) == 1
+
+
+@pytest.mark.parametrize(("slower", "factor", "chosen"), [
+    ("channels_last", 2, "contiguous"), ("contiguous", 2, "channels_last"), ("channels_last", 1.02, "channels_last"),
+])  # fmt: skip
+def test_on_a_gpu_a_timing_chooses_the_memory_format_of_float32(
+    slower: str, factor: float, chosen: str, gpus: list[Gpu], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was channels last without a reason. The run keeps it, whatever K is; nearly equal times change nothing."""
+    report, asked = timing.run_task, list[str]()
+
+    def slow(task: Any, spec: PipelineSpec, timeout_seconds: float, on_message: Callable[[Any], None]) -> None:
+        asked.append(spec.memory_format)
+        by = factor if spec.memory_format == slower else 1
+
+        def pass_on(times: LayerTimes) -> None:
+            alone = [tuple(by * seconds for seconds in layer) for layer in times.alone]
+            on_message(replace(times, alone=alone, together=alone))
+
+        report(task, spec, timeout_seconds, pass_on)
+
+    monkeypatch.setattr(timing, "run_task", slow)
+    timing._timed_machine.cache_clear()
+    for partitions in (1, 2):
+        prepared = prepare(configure(*GPU_SETTINGS, f"partitions={partitions}"), [], str)
+        assert (prepared.config.memory_format, prepared.spec.memory_format) == (chosen, chosen)
+        assert [text.partition(":")[0] for label, text in prepared.notes if label == "memory format"] == [chosen]
+        assert {"contiguous", "channels_last"} == set(asked[:2])
+    assert set(asked[2:]) <= {chosen}, "both are timed once"
+    asked.clear()
+    kept = prepare(prepared.config, [], str)
+    assert kept.spec.memory_format == chosen
+    for given in ("precision=bfloat16", "memory_format=contiguous", "hardware=h100"):
+        config = configure(*GPU_SETTINGS, given)
+        assert prepare(config, [], str).config.memory_format == config.memory_format
 
 
 def test_of_different_gpus_the_slowest_counts(gpus: list[Gpu]) -> None:
