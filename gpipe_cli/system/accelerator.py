@@ -89,7 +89,7 @@ def to_host(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 
 def page_locked(bytes: int) -> torch.Tensor:
-    """Memory of the host, uint8 (bytes,), to which an accelerator copies without the host waiting. torch rounds it up
+    """Memory of the host, uint8 (bytes,), to which an accelerator copies without the host waiting; torch rounds it up
     to a power of two."""
     return torch.empty(bytes, dtype=torch.uint8, pin_memory=True)
 

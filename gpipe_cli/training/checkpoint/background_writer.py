@@ -8,7 +8,7 @@ the processes exchange after every step whether they are done, so that all take 
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from gpipe_cli.distributed.control_group import Awaited
-from gpipe_cli.system.accelerator import current_stream, is_accelerator, using_device
+from gpipe_cli.system.accelerator import current_stream, is_accelerator, page_locked, using_device
 from gpipe_cli.training import events
 from gpipe_cli.training.checkpoint import files
 from gpipe_cli.training.checkpoint.restore import state_of_stage
@@ -26,6 +26,7 @@ _LOOKS_SECONDS = 0.1  # interval at which process 0 looks for the parts of other
 _VISIBLE_SECONDS = 10.0  # time in which parts that are written must become visible to process 0 on a shared disk
 _LAST_SECONDS = 5.0  # how long a failed process waits for the checkpoint that is being written
 _SAID_SECONDS = 0.5  # shorter waits are not reported
+_ALIGNED_BYTES = 64  # each copy begins at a multiple of these
 
 State = dict[str, torch.Tensor]
 
@@ -41,14 +42,16 @@ class Snapshot:
         """Contiguous copies, and a function that waits until they have arrived from the GPUs. The tensors may change at
         once, as a GPU copies before its next computation. The copies of the previous call are overwritten.
 
-        Copies from a GPU are page-locked, or the host would wait for the GPU; torch rounds each up to a power of two.
+        Copies from a GPU are page-locked, or the host would wait for the GPU.
         """
-        copies = {}
+        kept = {
+            name: copy
+            for name, copy in self._copies.items()
+            if (of := tensors.get(name)) is not None and (copy.shape, copy.dtype) == (of.shape, of.dtype)
+        }
+        copies = kept | _memory_for({name: tensor for name, tensor in tensors.items() if name not in kept})
         for name, tensor in tensors.items():
-            copy = self._copies.get(name)
-            if copy is None or (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
-                copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_accelerator(tensor.device))
-            copies[name] = copy.copy_(tensor, non_blocking=True)
+            copies[name].copy_(tensor, non_blocking=True)
         self._copies = copies
         devices = {tensor.device for tensor in tensors.values() if is_accelerator(tensor.device)}
         copied = {device: current_stream(device).record_event() for device in devices}
@@ -59,6 +62,40 @@ class Snapshot:
                     event.synchronize()
 
         return copies, arrived
+
+
+def _memory_for(tensors: State) -> State:
+    """Contiguous host tensors like these, of undefined values; page-locked, in few blocks, for those of a GPU."""
+    on_gpu = {name: tensor for name, tensor in tensors.items() if is_accelerator(tensor.device)}
+    made = {name: torch.empty(one.shape, dtype=one.dtype) for name, one in tensors.items() if name not in on_gpu}
+    sizes, places = in_blocks([tensor.nbytes for tensor in on_gpu.values()])
+    blocks = [page_locked(size) for size in sizes]
+    for (name, tensor), (block, offset) in zip(on_gpu.items(), places, strict=True):
+        memory = blocks[block][offset : offset + tensor.nbytes]
+        made[name] = memory.view(tensor.dtype).view(tensor.shape)
+    return made
+
+
+def in_blocks(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
+    """The sizes of blocks that hold pieces of these `sizes` in bytes, and the block and the offset of each piece.
+
+    torch rounds page-locked memory up to a power of two, which for each piece on its own is up to half of it. So blocks
+    are powers of two: each as large as what is left, rounded down, and filled with the largest pieces first.
+    """
+    left = [-(-size // _ALIGNED_BYTES) * _ALIGNED_BYTES for size in sizes]
+    blocks, used, places = list[int](), list[int](), [(0, 0)] * len(sizes)
+    total = sum(left)
+    for piece in sorted(range(len(sizes)), key=lambda piece: -left[piece]):
+        size = left[piece]
+        block = next((at for at, taken in enumerate(used) if taken + size <= blocks[at]), len(blocks))
+        if block == len(blocks):
+            whole = 1 << max((size - 1).bit_length(), total.bit_length() - 1) if size else 0
+            blocks.append(whole)
+            used.append(0)
+        places[piece] = block, used[block]
+        used[block] += size
+        total -= size
+    return blocks, places
 
 
 @dataclass
