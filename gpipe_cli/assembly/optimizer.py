@@ -20,6 +20,7 @@ from torch import nn
 from gpipe_cli.assembly.adafactor import Adafactor
 from gpipe_cli.config import groups
 from gpipe_cli.system.accelerator import is_accelerator
+from gpipe_cli.system.hidden_gpus import hidden_gpus
 
 Named = Mapping[str, nn.Parameter]
 
@@ -109,8 +110,10 @@ def state_bytes(config: groups.OptimizerConfig, parameters: Sequence[nn.Paramete
 
 
 @cache
+@hidden_gpus()
 def state_of(config: groups.OptimizerConfig, shape: tuple[int, ...], dtype: torch.dtype) -> Mapping[str, torch.Tensor]:
-    """The optimizer state of one parameter after the first step: key -> tensor without values."""
+    """The optimizer state of one parameter after the first step: key -> tensor without values. CUDA is not to see a GPU
+    here: this process can use none afterwards."""
     parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
     parameter.grad = torch.empty_like(parameter)
     optimizer = build_optimizer(config, {"": parameter})
