@@ -23,7 +23,8 @@ def hidden_gpus() -> Iterator[None]:
     try:
         # Autograd counts the devices once, at the first backward. This comes before any fake tensor: without GPUs, fake
         # tensors replace CUDA's part of torch by one that counts as a device.
-        torch.autograd.backward(torch.empty(0, device="meta", requires_grad=True).sum())
+        empty = torch.empty(0, device="meta", requires_grad=True)
+        torch.autograd.grad(empty.sum(), empty)
         yield
     finally:
         if before is None:
