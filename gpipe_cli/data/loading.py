@@ -39,13 +39,13 @@ class LoadedBatches:
         start_position: int,
         epochs: int,
         workers: int,
-        pin_memory: bool = False,
     ) -> None:
         """Start loading the mini-batches of `mini_batches.stream(start_epoch, start_position, epochs)`, in that order.
 
-        workers: number of processes, forked here; 0: this process loads each batch when it is requested. pin_memory:
-        page-locked batches, for asynchronous copies to a GPU.
+        workers: number of processes, forked here; 0: this process loads each batch when it is requested.
         """
+        # Without pin_memory=True: the loader would ask CUDA for GPUs before it forks, and pin in a thread that opens a
+        # context on GPU 0 as long as this process has none on its own GPU. `accelerator.to_device` pins batches.
         loader: DataLoader[Any] = DataLoader(
             _Batches(split),  # type: ignore[arg-type]  # any object with __getitem__ is a map-style data set
             batch_size=None,  # a key of the sampler stands for a whole mini-batch
@@ -58,7 +58,6 @@ class LoadedBatches:
             num_workers=workers,
             multiprocessing_context="fork" if workers else None,
             worker_init_fn=partial(_set_up_worker, os.getpid()),
-            pin_memory=pin_memory,
             generator=torch.Generator(),  # otherwise the loader draws a number from the run's default generator
         )
         # torch's SIGCHLD handler would raise the death of a worker anywhere, even within a step; without the handler

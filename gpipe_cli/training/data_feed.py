@@ -117,8 +117,6 @@ class Data:
             self._splits = open_data(config, saved)
         if self._splits is None or not self._first:
             return
-        # The training set is last, as its loader alone pins memory: that starts a thread which opens a CUDA context.
-        pin = spec.layout.device_of(process) != "cpu"
         for training, split in zip((False, True), reversed(self._splits), strict=True):
             if training and start is None:
                 continue
@@ -132,7 +130,7 @@ class Data:
                         "dataset's settings"
                     )
                 span = start.epoch, start.position, config.epochs
-            loaded = LoadedBatches(split, batches, *span, workers_of(config), pin and training)
+            loaded = LoadedBatches(split, batches, *span, workers_of(config))
             self._readings[training] = Reading(split, batches, loaded)
 
     def reading(self, control: ControlGroup, *, training: bool) -> Reading:

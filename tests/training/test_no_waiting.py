@@ -5,6 +5,7 @@ compiler), and whatever would make the host wait is an error. Two things are sta
 and the autograd engine, in whose place every parameter gets a gradient.
 """
 
+import multiprocessing
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -222,11 +223,18 @@ def test_an_optimizer_reads_nothing(name: str) -> None:
             optimizer.step()
 
 
-def test_the_loader_that_pins_memory_starts_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its thread opens a CUDA context, which the workers of the other one must not be forked from."""
-    pins: list[bool] = []
-    monkeypatch.setattr(data_feed, "LoadedBatches", lambda *arguments: pins.append(arguments[-1]))
-    config = configure(*TINY)
+def test_loaders_do_not_touch_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that pinned memory opened a context on GPU 0, wherever the first stage was; and the loader that had this
+    thread asked CUDA for its GPUs before it forked. Now a batch is pinned when it is copied, on the stage's own GPU."""
+    asked: list[str] = []
+    monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", lambda: asked.append("count") or 1, raising=False)
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: asked.append("open"))
+    config = configure(*TINY, "data_workers=1")
     spec = spec_of(config).on(((GPU, GPU),))
-    data_feed.Data(config, spec, 0, starting_point(config, None), None)
-    assert pins == [False, True]
+    data = data_feed.Data(config, spec, 0, starting_point(config, None), None)
+    assert len(multiprocessing.active_children()) == 2
+    for reading in data._readings.values():
+        assert reading.loaded is not None
+        next(reading.loaded)
+        reading.close()
+    assert asked == []
