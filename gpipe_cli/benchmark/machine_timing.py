@@ -59,6 +59,7 @@ _PROBES, _PROBES_APART_SECONDS = 3, 0.3  # readings that must all have changed
 _CALIBRATION = "calibration"  # the folder with the factors of earlier runs
 _RUNS = 9  # number of the latest runs that calibrate a prediction
 _BUSY_SHARE = 0.1  # a GPU that is busy for a larger share of the time serves another program, and not only a screen
+_FORGOTTEN_SECONDS = 1.5  # after which `busy_share` shows nothing of what this command did before
 _MOST_PROCESSES = 16  # the most processes that are timed at once
 _DAY = 86400
 
@@ -404,9 +405,9 @@ def _timed(
         doing = line if remembered is None else f"{line}, as its speed has changed since it was last timed"
         if not phase(doing):
             log(f"{doing} ...")
-        busy = max(map(busy_share, range(gpus)), default=0.0)
+        busy = _busy(gpus) if machine else 0.0
         remembered = {"found": work(), "probe_seconds": _probe(), "at": time.time()}
-        if machine and busy > _BUSY_SHARE:
+        if busy > _BUSY_SHARE:
             log(f"not remembered for the next time: another program kept a GPU busy ({percent(busy)} of the time)")
             return remembered["found"], remembered["at"]
         try:
@@ -417,6 +418,15 @@ def _timed(
         except OSError as error:
             log(f"not remembered for the next time: {one_line(error)}")
     return remembered["found"], remembered["at"]
+
+
+def _busy(gpus: int) -> float:
+    """The greatest share of the time in which another program keeps one of `gpus` GPUs busy, 0 to 1."""
+    busy = max(map(busy_share, range(gpus)), default=0.0)
+    if busy > _BUSY_SHARE:  # perhaps by an earlier timing, or a run, of this command
+        time.sleep(_FORGOTTEN_SECONDS)
+        busy = max(map(busy_share, range(gpus)))
+    return busy
 
 
 def _folder() -> Path:

@@ -276,10 +276,18 @@ def test_gpus_are_timed_and_remembered(cache: Path, gpus: list[Gpu], monkeypatch
     # another precision has figures of its own; while another program uses a GPU nothing is remembered
     before, facts = (timing._machine_facts(one, layout_of(one)) for one in (config, replace(config, precision="tf32")))
     assert [key for key in facts if facts[key] != before[key]] == ["precision"]
+    slept: list[float] = []
+    monkeypatch.setattr(timing.time, "sleep", slept.append)
     monkeypatch.setattr(timing, "busy_share", lambda number: 0.9 * number)
     assert timing._timed("hardware", facts, "timing", lines.append, lambda: {"found": 1})[0] == {"found": 1}
     assert "another program kept a GPU busy (90.0 % of the time)" in lines[-1]
     assert len(list(remembered.iterdir())) == 1
+    # what the driver shows is up to a second old: the timing before this one
+    slept.clear()
+    monkeypatch.setattr(timing, "busy_share", lambda number: 0.9 if sum(slept) <= 1 else 0.0)
+    timing._timed("hardware", facts, "timing", lines.append, lambda: {"found": 1})
+    assert lines[-1] == "timing ..."
+    assert len(list(remembered.iterdir())) == 2
 
 
 @pytest.mark.parametrize(("slower", "factor", "chosen"), [
