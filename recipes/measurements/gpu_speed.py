@@ -156,6 +156,7 @@ def built(config: TrainConfig) -> tuple[PipelineSpec, torch.device, nn.Sequentia
     """The model of a training with one partition, with its initial weights, and random inputs for it."""
     if config.device != "cpu":
         worker._set_up_gpu(config.precision, config.deterministic)
+        torch.cuda.init()  # tracing hides the GPUs from a process that has not opened them before
     spec, device = make_pipeline_spec(config), torch.device(config.device)
     layout = MEMORY_FORMATS[spec.memory_format]
     model = materialize(
