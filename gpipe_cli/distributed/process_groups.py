@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,9 @@ from gpipe_cli.system.accelerator import is_accelerator, use_device
 # Should a process die meanwhile, the supervisor ends the rest.
 _PREPARING = datetime.timedelta(days=1)
 _LONGER_SECONDS = 10.0  # added to the timeout under torchrun
-_LINK_BLOCKS = 4  # thread blocks of a GPU that a waiting send or receive occupies at most
+# Thread blocks of a GPU that a waiting send or receive occupies at most. Sums over replicas hardly wait, and get as
+# many as NCCL chooses: four would use a quarter of NVLink.
+_LINK_BLOCKS = 4
 
 
 @dataclass(frozen=True)
@@ -36,14 +39,15 @@ def connect_processes(
     process: int,
     process_of_stage: Sequence[int],
     replicas: int,
-    device: torch.device,
+    devices: Sequence[torch.device],
     rendezvous: str,
     timeout_seconds: float,
     waits: Waits,
     *,
     here: bool,
 ) -> tuple[ControlGroup, ProcessGroups | None]:
-    """Connect the processes of the run; this one computes on `device`. A run of one process needs no connection.
+    """Connect the processes of the run; this one computes on `devices`, of which only the process of a whole pipeline
+    may have several. A run of one process needs no connection.
 
     `process_of_stage`: the process of each stage of one pipeline; each of the `replicas` has as many processes. `here`:
     this command has started all processes, and `rendezvous` is a file; under torchrun it is the name of this start.
@@ -55,6 +59,7 @@ def connect_processes(
     # A supervisor sees which process of this machine is silent, and ends the run. Under torchrun the silent process may
     # be another supervisor's: waiting for longer than that one's timeout lets it report first.
     timeout = _PREPARING if here else datetime.timedelta(seconds=timeout_seconds + _LONGER_SECONDS)
+    device = devices[0]
     use_device(device)
     if here:
         # the loopback device always exists; the host name may resolve to an unreachable address
@@ -68,10 +73,11 @@ def connect_processes(
     for replica in range(replicas):
         links |= edge_links(process, [replica * of_pipeline + owner for owner in process_of_stage], device, timeout)
     awaits = partial(waits, Awaited.PROCESS)
-    same_stages = None
-    for place in range(of_pipeline if replicas > 1 else 0):
-        group = new_group(process, range(place, processes, of_pipeline), device, timeout)
-        same_stages = same_stages if group is None else Replicas(group, replicas, awaits)
+    of_device: dict[torch.device, dist.ProcessGroup] = {}
+    for place, own in product(range(of_pipeline if replicas > 1 else 0), devices):
+        group = new_group(process, range(place, processes, of_pipeline), own, timeout)
+        of_device |= {} if group is None else {own: group}
+    same_stages = Replicas(of_device, replicas, awaits) if replicas > 1 else None
     groups = ProcessGroups(Links(links, timeout.total_seconds(), timeout_seconds, awaits), same_stages)
     return ControlGroup(process, processes, control, waits), groups
 
@@ -88,7 +94,7 @@ def edge_links(
         ends = (process_of_stage[sender], process_of_stage[receiver])
         if ends[0] == ends[1]:
             continue
-        group = new_group(process, ends, device, timeout)
+        group = new_group(process, ends, device, timeout, blocks=_LINK_BLOCKS)
         if group is not None:
             kind_of_link = GroupLink if is_accelerator(device) else ThreadedLink
             links[kind, receiver] = kind_of_link(group, ends[0] if process == ends[1] else ends[1])
@@ -96,13 +102,16 @@ def edge_links(
 
 
 def new_group(
-    process: int, members: Sequence[int], device: torch.device, timeout: datetime.timedelta
+    process: int, members: Sequence[int], device: torch.device, timeout: datetime.timedelta, blocks: int | None = None
 ) -> dist.ProcessGroup | None:
-    """A group for tensors of the model, NCCL's on GPUs; None if this process is no member. Called in all processes."""
+    """A group for tensors of the model, NCCL's on GPUs; None if this process is no member. Called in all processes.
+    `blocks`: the most thread blocks of a GPU that an operation may occupy, and with them channels of its links."""
     on_gpu, backend, options = is_accelerator(device), dist.get_default_backend_for_device(device), None
     if backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()  # not shared: each group writes its name into them
-        options.config.max_ctas, options._timeout = _LINK_BLOCKS, timeout
+        options._timeout = timeout
+        if blocks is not None:
+            options.config.max_ctas = blocks
     # bind NCCL's group to this device; torch would derive one from the rank
     bound = device if on_gpu and process in members else None
     group = dist.new_group(list(members), timeout, backend, options, device_id=bound)

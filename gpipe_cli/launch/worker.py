@@ -52,10 +52,10 @@ def main(job: Job, connection: Connection, activity: "memoryview[int]") -> None:
 
     def connect() -> tuple[ControlGroup, ProcessGroups | None]:
         layout = job.spec.layout
-        device, here = torch.device(layout.device_of(job.process)), layout.started is None
+        devices = [*map(torch.device, layout.devices_of(job.process))]
         control, groups = connect_processes(
-            job.process, layout.process_of_stage, layout.replicas, device, job.rendezvous, job.timeout_seconds, waits,
-            here=here,
+            job.process, layout.process_of_stage, layout.replicas, devices, job.rendezvous, job.timeout_seconds, waits,
+            here=layout.started is None,
         )  # fmt: skip
         control.asked = lambda: activity[-1] != 0
         return control, groups

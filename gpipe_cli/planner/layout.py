@@ -119,6 +119,11 @@ class Layout:
         """The device of a process, given by its rank in the run."""
         return self.replica_devices[self.replica_of(process)][self.stages_of(process)[0]]
 
+    def devices_of(self, process: int) -> tuple[str, ...]:
+        """The devices of a process, given by its rank in the run, each once."""
+        devices = self.replica_devices[self.replica_of(process)]
+        return tuple(dict.fromkeys(devices[stage] for stage in self.stages_of(process)))
+
     def replica_of(self, process: int) -> int:
         """The pipeline that a process belongs to, given by its rank in the run."""
         return process // self.of_pipeline

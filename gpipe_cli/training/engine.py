@@ -139,6 +139,8 @@ def build_engine(
             Boundaries(spec.training_boundaries, spec.evaluation_boundaries, memory_format),
             torch.device(spec.layout.device_of(process)),
         )
+    if groups is not None and groups.replicas is not None:
+        groups.replicas.connect(groups.links.connect_seconds)
     parameters = {k: dict(stage.module.named_parameters()) for k, stage in stages.items()}
     return Engine(
         config,

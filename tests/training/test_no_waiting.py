@@ -1,12 +1,10 @@
 """In a step the host waits for nothing that the step has launched on a GPU.
 
-Shown without one: the step runs on tensors without values that claim to be on a GPU (torch's own, made for its
-compiler), and whatever would make the host wait is an error. Two things are stand-ins, as torch's need a GPU: events,
-and the autograd engine, in whose place every parameter gets a gradient.
+Shown without one: the step runs on forged GPUs, and whatever would make the host wait is an error.
 """
 
 import multiprocessing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,10 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from forged_gpu import Event, Watched, forge
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import GradientEdge
-from torch.utils._python_dispatch import TorchDispatchMode
 from training_runs import LIVELY, TINY, configure, spec_of
 
 from gpipe_cli.assembly.build import build_model, open_data
@@ -29,7 +26,6 @@ from gpipe_cli.training.data_feed import mini_batches
 from gpipe_cli.training.milestones import starting_point
 from gpipe_cli.training.step import StepNumbers, compute_gradients, evaluate, gather_metrics, update_weights
 
-aten = torch.ops.aten
 GPU = "cuda:0"
 TEXT = [
     "model=transformer_lm", "dataset=synthetic_text", "dataset.vocabulary=300", "model.layers=2", "model.width=16",
@@ -38,93 +34,9 @@ TEXT = [
 ]  # fmt: skip
 
 
-class Watched(TorchDispatchMode):
-    """Refuses operations for which the host would wait for a GPU."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is aten._local_scalar_dense.default:
-            assert args[0].device.type == "cpu", "a value is read from the GPU"
-            return 8.0 if args[0].is_floating_point() else 8
-        if func is aten._pin_memory.default:
-            pinned = args[0].clone()
-            pinned.page_locked = True
-            return pinned
-        if func in (aten._to_copy.default, aten.copy_.default):
-            source = args[1] if func is aten.copy_.default else args[0]
-            target = args[0].device if func is aten.copy_.default else torch.device(kwargs.get("device", source.device))
-            if source.device.type != target.type:
-                assert kwargs.get("non_blocking") or True in args[2:], (
-                    f"waits for a copy from {source.device} to {target}"
-                )
-                assert source.is_cuda or hasattr(source, "page_locked"), "waits for a copy from pageable memory"
-        if func is aten._fused_sgd_.default:  # torch does not have it for tensors without values
-            return None
-        return func(*args, **kwargs)  # one whose shape depends on values raises: a GPU's would have to be read
-
-
-class Event:
-    """Of a GPU that has done everything but the step that is being launched."""
-
-    step = made = waited = 0
-
-    def __init__(self, device: object = None, enable_timing: bool = False) -> None:
-        Event.made += 1
-
-    def record(self, stream: object = None) -> "Event":
-        self.of = 0 if stream == "beside" else Event.step
-        return self
-
-    def synchronize(self) -> None:
-        assert self.of < Event.step, "the host waits for the step that it launches"
-        Event.waited += 1
-
-    def elapsed_time(self, other: "Event") -> float:
-        return 0.0
-
-
-STREAM = SimpleNamespace(record_event=lambda: Event().record())
-
-
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    def backward(roots: Sequence[GradientEdge], gradients: object) -> None:
-        nodes, seen = [root.node for root in roots], set()
-        while nodes:
-            node = nodes.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            nodes += [before for before, _ in node.next_functions]
-            if hasattr(node, "variable"):
-                node.variable.grad = torch.empty_like(node.variable)
-
-    monkeypatch.setattr(torch.autograd, "backward", backward)
-    monkeypatch.setattr(torch, "Event", Event)
-    monkeypatch.setattr(torch, "Stream", lambda device: "beside")
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: STREAM)
-    monkeypatch.setattr(torch.cuda, "default_generators", [torch.Generator()])
-    monkeypatch.setattr(engines, "materialize", materialize)
-
-
-class Made(nn.Sequential):
-    def to(self, *arguments: Any, **changes: Any) -> "Made":  # type: ignore[override]
-        return self
-
-
-def materialize(model: nn.Sequential, first: int, layers: int, **others: Any) -> nn.Sequential:
-    """The layers with tensors without values on the GPU."""
-    made = Made()
-    for name, layer in list(model.named_children())[first : first + layers]:
-        for module in layer.modules():
-            for key, tensor in module._parameters.items():
-                if tensor is not None:
-                    module._parameters[key] = nn.Parameter(torch.empty(tensor.shape, device=GPU))
-            for key, tensor in module._buffers.items():
-                if tensor is not None:
-                    module._buffers[key] = torch.empty(tensor.shape, dtype=tensor.dtype, device=GPU)
-        made.add_module(name, layer)
-    return made
+    forge(monkeypatch)
 
 
 @pytest.mark.skipif(torch.__version__ < (2, 11), reason="torch 2.9 records such a graph only with a CUDA driver")

@@ -5,6 +5,7 @@ transport differs. There is no other path: training with one partition and evalu
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import TypeAlias
 
@@ -75,16 +76,18 @@ class Executor:
         for index, stage in self._stages.items():
             stage.begin_step(step, objective if index == self._last else None, first_micro_batch)
         recording = self.recorder.begin_step(schedule)
-        left = {index: len(schedule.stages[index]) for index in self._stages}
+        if replicas is not None:
+            replicas.begin_step({index: stage.module for index, stage in self._stages.items()})
+        final = _final_actions(schedule) if replicas is not None else ()
         for action, keep in _actions_of(schedule, self._device_of_stage, frozenset(self._stages)):
             self._on_action(action, sizes[action.micro_batch], lengths)
-            self._perform(action, keep, schedule, micro_batches, recording)
-            left[action.stage] -= 1
-            if replicas is not None and not left[action.stage]:  # while other stages still compute
-                replicas.begin(self._stages[action.stage].module.parameters(), empty=False)
+            with replicas.summing(action.stage) if replicas is not None and action in final else nullcontext():
+                self._perform(action, keep, schedule, micro_batches, recording)
+            if replicas is not None and action == schedule.stages[action.stage][-1]:
+                replicas.stage_ends(action.stage)
         if replicas is not None and not sizes:
-            for index in sorted(self._stages, reverse=True):  # the order in which stages end
-                replicas.begin(self._stages[index].module.parameters(), empty=True)
+            for index in self._stages:
+                replicas.stage_ends(index)
         for stage in self._stages.values():
             stage.finish_step(alone if replicas is None else replicas.gather)
         self._transport.finish_step()
@@ -162,6 +165,17 @@ class Executor:
             case Kind.W:
                 stage.backward_weights(action.micro_batch)
                 return ()
+
+
+@lru_cache(maxsize=16)
+def _final_actions(schedule: Schedule) -> frozenset[Action]:
+    """The actions after which the gradients that they have accumulated change no more: the last one of each stage, and
+    its last I, which leaves to later actions only what it does not accumulate."""
+    final = set[Action]()
+    for actions in schedule.stages:
+        backward = [action for action in actions if action.kind in RETURNS]
+        final.update(actions[-1:], (action for action in backward[-1:] if action.kind is Kind.I))
+    return frozenset(final)
 
 
 @lru_cache(maxsize=16)  # mini-batches of text may differ in M, and each M has a schedule of its own

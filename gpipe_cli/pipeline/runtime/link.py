@@ -4,6 +4,7 @@ Each link has a process group of its own. NCCL runs the operations of a group on
 when its receive runs: in a shared group, a waiting receive could block the send that would free it.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from gpipe_cli.pipeline.schedule.schedule import Kind
+from gpipe_cli.system.accelerator import is_accelerator
 
 Edge: TypeAlias = tuple[Kind, int]
 """What is sent (F: activations, B: gradients), and the index of the stage that receives it."""
@@ -92,3 +94,16 @@ class _Sending:
     def is_completed(self) -> bool:
         works = self._works
         return works.done() and works.exception() is None and all(work.is_completed() for work in works.result())
+
+
+def await_first(works: Sequence[Work], device: torch.device, seconds: float) -> None:
+    """On an accelerator, wait until the first operations of a group, which also connect its processes, are done. Raises
+    RuntimeError if that takes longer than `seconds`."""
+    until = time.monotonic() + seconds
+    while is_accelerator(device) and not all(work.is_completed() for work in works):
+        if time.monotonic() > until:
+            raise RuntimeError(
+                f"nothing arrived for {seconds:g} s; with NCCL_P2P_DISABLE=1 GPUs do not "
+                "reach into each other's memory, which a machine may forbid"
+            )
+        time.sleep(0.001)

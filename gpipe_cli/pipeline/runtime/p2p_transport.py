@@ -6,7 +6,6 @@ from the tensor, while the stage computes on.
 """
 
 import datetime
-import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -16,7 +15,7 @@ from math import prod
 import torch
 
 from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor, as_sent, layout_strides
-from gpipe_cli.pipeline.runtime.link import Edge, Links, Work
+from gpipe_cli.pipeline.runtime.link import Edge, Links, Work, await_first
 from gpipe_cli.pipeline.runtime.saved_activations import storage_of
 from gpipe_cli.pipeline.runtime.transport import LocalTransport, OptionalTensors, waiting_for_peers
 from gpipe_cli.pipeline.schedule.prefetched_receives import PrefetchedReceive, prefetched_receives
@@ -183,7 +182,7 @@ class P2PTransport:
             with self._waiting(f"connect to process {link.peer}"):
                 works = link.receive(token) if self._process_of_stage[stage] == self._process else link.send(token)
                 self._wait(works)
-                self._arrive(works, seconds)
+                await_first(works, self._device, seconds)
 
     def _finish(self, works: Sequence[Work]) -> None:
         with self._waiting("finish a send"):
@@ -195,17 +194,6 @@ class P2PTransport:
                 work.wait(self._timeout)
             else:  # makes later kernels of the current stream wait, not this thread
                 work.wait()
-
-    def _arrive(self, works: Sequence[Work], seconds: float) -> None:
-        """On a GPU, wait until `works` are done. Raises RuntimeError if that takes longer than `seconds`."""
-        until = time.monotonic() + seconds
-        while self._receiving is not None and not all(work.is_completed() for work in works):
-            if time.monotonic() > until:
-                raise RuntimeError(
-                    f"nothing arrived for {seconds:g} s; with NCCL_P2P_DISABLE=1 GPUs do not "
-                    "reach into each other's memory, which a machine may forbid"
-                )
-            time.sleep(0.001)
 
     def _waiting(self, what: str) -> AbstractContextManager[None]:
         hint = "; NCCL_DEBUG=WARN says more" if is_accelerator(self._device) else ""

@@ -1,103 +1,215 @@
 """Data parallelism: several pipelines each take a share of a mini-batch; the replicas of a stage sum their gradients.
 
-They do so once per step, after the stage's last backward, while earlier stages still compute. Gradients are sent in
-buckets, in two steps: an all-to-all gives each replica all copies of its own part, which it sums in the order of the
-replicas; an all-gather then sends the sums to all. So all replicas do equal work, and the order of every sum depends
-neither on the cut nor on the run (law 7).
+They do so once per step, in buckets, while gradients of other layers and stages are still computed. A bucket is summed
+in two steps: an all-to-all gives each replica all copies of its own part, which it sums in the order of the replicas;
+an all-gather then sends the sums to all. So all replicas do equal work, and the order of every sum depends neither on
+the cut nor on the run (law 7).
+
+Gradients are copied once, into the bucket that is sent. The sums arrive in its memory, and become the gradients.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from itertools import groupby
-from operator import attrgetter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from gpipe_cli.pipeline.runtime.link import await_first
 from gpipe_cli.pipeline.runtime.transport import waiting_for_peers
 
 _BUCKET_BYTES = 25 << 20
+_ALIGNED_BYTES = 128  # every gradient begins at a multiple of these, as kernels are chosen by alignment
 
 
-@dataclass(frozen=True)
+def _all_gather(gathered: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> Any:
+    """Begin to gather `part` (n,) of every process into `gathered` (R n,)."""
+    # torch warns of its older name, and before 2.14 has no other
+    function = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return function(gathered, part, group=group, async_op=True)
+
+
+@dataclass(eq=False)
 class _Bucket:
-    """Gradients that are being summed over R replicas."""
+    """Parameters of a stage, of one type and on one device, whose gradients are summed together."""
 
-    gradients: Sequence[torch.Tensor]
-    own: torch.Tensor  # (R, n): these gradients flattened, with zeros up to a multiple of R
-    received: torch.Tensor  # (R, n): from each replica, the part that this one sums
-    work: dist.Work
+    stage: int
+    parameters: Sequence[nn.Parameter]
+    places: Sequence[tuple[Any, Any, int]]  # shape, strides as autograd gives them, and offset of each gradient
+    part: int  # elements that each replica sums
+    pending: int = 0  # gradients that may still change in this step
+    own: torch.Tensor | None = None  # (R, part): the gradients in memory order, with zeros between and after them
+    views: Sequence[torch.Tensor] = ()  # the gradients in `own`
+    received: torch.Tensor | None = None  # (R, part): from each replica, the part that this one sums
+    work: Any = None
 
 
+@dataclass
 class Replicas:
-    """The `size` processes of `group`, which have the same stages, one in each pipeline and in that order. Every wait
-    is inside the context `waits`; methods raise PeerLostError if another replica is lost."""
+    """The `size` processes that have the same stages, one in each pipeline and in that order; `groups` has a process
+    group of them for each device of their stages. Every wait is inside the context `waits`; methods raise PeerLostError
+    if another replica is lost."""
 
-    def __init__(
-        self, group: dist.ProcessGroup, size: int, waits: Callable[[], AbstractContextManager[object]] = nullcontext
-    ) -> None:
-        self._group, self._size, self._waits = group, size, waits
-        self._buckets: list[_Bucket] = []
+    groups: Mapping[torch.device, dist.ProcessGroup]
+    size: int
+    waits: Callable[[], AbstractContextManager[object]] = nullcontext
+    _buckets: list[_Bucket] = field(default_factory=list)  # in the order in which all replicas sum them
+    _begun: int = 0  # how many of them are being summed
+    _found: set[nn.Parameter] = field(default_factory=set)  # parameters that have got a gradient here in this step
+    _used: set[nn.Parameter] | None = None  # those that got one in the first step, in any replica
+
+    def connect(self, seconds: float) -> None:
+        """Send one message of each kind over each group, in the same order in all processes. NCCL connects at the first
+        one, and needs idle devices for it, which are not when receives wait for other stages. Raises PeerLostError if
+        that takes longer than `seconds`."""
+        for device, group in self.groups.items():
+            own, received, gathered = torch.zeros(3, self.size, device=device)
+            with self._waiting():
+                works: list[Any] = [
+                    dist.all_to_all_single(received, own, group=group, async_op=True),
+                    _all_gather(gathered, own[:1].clone(), group),
+                ]
+                for work in works:
+                    work.wait()
+                await_first(works, device, seconds)
 
     def gather(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
         """This tensor from every replica, in the order of the replicas."""
-        parts = [torch.empty_like(tensor) for _ in range(self._size)]
+        parts = [torch.empty_like(tensor) for _ in range(self.size)]
         with self._waiting():
-            dist.all_gather(parts, tensor, group=self._group)
+            dist.all_gather(parts, tensor, group=self.groups[tensor.device])
         return parts
 
-    def begin(self, parameters: Iterable[torch.nn.Parameter], *, empty: bool) -> None:
-        """Start summing the gradients of a stage, which must be final. All replicas call this for the same stages in
-        the same order. `empty`: this replica had no samples."""
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
-        for parameter in trained if empty else ():
-            parameter.grad = torch.zeros_like(parameter)
-        gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
-        for _, of_type in groupby(gradients, key=attrgetter("dtype")):
-            for bucket in _buckets(of_type):
-                flat = torch.cat([gradient.flatten() for gradient in bucket])
-                own = torch.nn.functional.pad(flat, (0, -flat.numel() % self._size)).view(self._size, -1)
-                received = torch.empty_like(own)
-                with self._waiting():
-                    work: Any = dist.all_to_all_single(received, own, group=self._group, async_op=True)
-                self._buckets.append(_Bucket(bucket, own, received, work))
+    def begin_step(self, stages: Mapping[int, nn.Module]) -> None:
+        """Called before the first action; `stages`: the layers of this process's stages, by index, the same in every
+        step. Buckets are summed in the order in which a backward gets to them."""
+        if not self._buckets:
+            self._buckets = [
+                bucket for stage in sorted(stages, reverse=True) for bucket in _buckets(stage, stages[stage], self.size)
+            ]
+        for bucket in self._buckets:
+            bucket.pending = len(bucket.parameters)
+        self._begun = 0
+        self._found.clear()
+
+    @contextmanager
+    def summing(self, stage: int) -> Iterator[None]:
+        """Inside, a gradient of `stage` that has been accumulated is final: no later action adds to it."""
+
+        def is_final(bucket: _Bucket, parameter: torch.Tensor) -> None:
+            bucket.pending -= 1
+            self._begin()
+
+        hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(is_final, bucket))
+            for bucket in self._buckets
+            for parameter in (bucket.parameters if bucket.stage == stage else ())
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def stage_ends(self, stage: int) -> None:
+        """Called when all gradients of `stage` are final; those that it has not got by now, it does not get."""
+        for bucket in self._buckets:
+            if bucket.stage == stage:
+                bucket.pending = 0
+        self._begin()
 
     def finish(self) -> None:
-        """Wait until all gradients given to `begin` are summed over replicas; `.grad` then has the sums."""
+        """Wait until all gradients are summed over replicas; `.grad` then has the sums, also in a replica that had no
+        samples. Raises ValueError if a parameter has a gradient that had none in the first step in any replica."""
         gathered: list[Any] = []
         for bucket in self._buckets:
             with self._waiting():
                 bucket.work.wait()
+                assert bucket.received is not None
+                assert bucket.own is not None
                 sums = bucket.received[0]
                 for part in bucket.received[1:]:
                     sums += part
-                gathered.append(
-                    dist.all_gather_into_tensor(bucket.own.view(-1), sums, group=self._group, async_op=True)
-                )
+                group = self.groups[sums.device]
+                gathered.append(_all_gather(bucket.own.view(-1), sums, group))
+        if self._used is None:
+            self._used = self._found_in_any()
+        if not self._found <= self._used:
+            raise ValueError(
+                "a parameter got a gradient that had none in the first step: with replicas > 1, which parameters a "
+                "layer uses must not depend on the step"
+            )
         for bucket, work in zip(self._buckets, gathered, strict=True):
             with self._waiting():
                 work.wait()
-            sizes = [gradient.numel() for gradient in bucket.gradients]
-            parts = bucket.own.flatten()[: sum(sizes)].split(sizes)
-            torch._foreach_copy_(list(bucket.gradients), [
-                part.view(gradient.shape) for part, gradient in zip(parts, bucket.gradients, strict=True)
-            ])  # fmt: skip
-        self._buckets.clear()
+            for parameter, sums in zip(bucket.parameters, bucket.views, strict=True):
+                parameter.grad = sums if parameter in self._used else None
+            bucket.own = bucket.received = bucket.work = None
+            bucket.views = ()
+
+    def _found_in_any(self) -> set[nn.Parameter]:
+        """The parameters that have got a gradient in any replica. The host waits for that."""
+        used = set[nn.Parameter]()
+        for device in self.groups:
+            parameters = [one for bucket in self._buckets for one in bucket.parameters if one.device == device]
+            found = torch.tensor([float(one in self._found) for one in parameters], device=device)
+            counts = torch.stack(tuple(self.gather(found))).sum(dim=0).tolist()
+            used |= {one for one, count in zip(parameters, counts, strict=True) if count}
+        return used
+
+    def _begin(self) -> None:
+        """Begin to sum the buckets whose gradients are final, in order: another replica may get to them in another."""
+        while self._begun < len(self._buckets) and not self._buckets[self._begun].pending:
+            bucket = self._buckets[self._begun]
+            self._begun += 1
+            first = bucket.parameters[0]
+            bucket.own = torch.zeros(self.size, bucket.part, dtype=first.dtype, device=first.device)
+            bucket.views = [bucket.own.view(-1).as_strided(*place) for place in bucket.places]
+            pairs = zip(bucket.views, bucket.parameters, strict=True)
+            found = {one: (view, one.grad) for view, one in pairs if one.grad is not None}
+            self._found |= found.keys()
+            if found:
+                views, gradients = zip(*found.values(), strict=True)
+                with torch.no_grad():
+                    torch._foreach_copy_(views, gradients)
+                del gradients
+            for parameter in found:
+                parameter.grad = None
+            del found  # their memory is free for what comes next
+            bucket.received = torch.empty_like(bucket.own)
+            with self._waiting():
+                group = self.groups[first.device]
+                bucket.work = dist.all_to_all_single(bucket.received, bucket.own, group=group, async_op=True)
 
     def _waiting(self) -> AbstractContextManager[None]:
-        return waiting_for_peers(self._waits(), "the gradients of another replica did not come")
+        return waiting_for_peers(self.waits(), "the gradients of another replica did not come")
 
 
-def _buckets(gradients: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    bucket: list[torch.Tensor] = []
-    filled = 0
-    for gradient in gradients:
-        bucket.append(gradient)
-        filled += gradient.numel() * gradient.element_size()
-        if filled >= _BUCKET_BYTES:
+def _buckets(stage: int, module: nn.Module, replicas: int) -> Iterator[_Bucket]:
+    """The buckets of a stage: its trained parameters from the last one to the first, as a backward gets to them."""
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    for (dtype, _), alike in groupby(reversed(trained), key=lambda one: (one.dtype, one.device)):
+        for parameters in _filled(alike):
+            aligned = _ALIGNED_BYTES // dtype.itemsize
+            sizes = [-(-parameter.numel() // aligned) * aligned for parameter in parameters]
+            *offsets, length = accumulate(sizes, initial=0)
+            places = [
+                (one.shape, torch.empty_like(one, device="meta").stride(), offset)
+                for one, offset in zip(parameters, offsets, strict=True)
+            ]
+            yield _Bucket(stage, parameters, places, part=-(-length // (replicas * aligned)) * aligned)
+
+
+def _filled(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    bucket: list[nn.Parameter] = []
+    for parameter in parameters:
+        bucket.append(parameter)
+        if sum(one.nbytes for one in bucket) >= _BUCKET_BYTES:
             yield bucket
-            bucket, filled = [], 0
+            bucket = []
     if bucket:
         yield bucket

@@ -1,0 +1,133 @@
+"""How a process sums its gradients with its replicas, of which there is only one here: the sums are its own."""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from engine_runs import CPU, SumOfSquares
+from torch import nn
+
+from gpipe_cli.pipeline.runtime import replicas as module
+from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor
+from gpipe_cli.pipeline.runtime.executor import Executor
+from gpipe_cli.pipeline.runtime.replicas import Replicas
+from gpipe_cli.pipeline.runtime.stage import Stage
+from gpipe_cli.pipeline.runtime.transport import LocalTransport
+from gpipe_cli.pipeline.schedule.named_schedules import build
+
+
+class Odd(nn.Module):
+    """Uses one of its weights in two ways, and another one never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.product, self.unused = nn.Linear(8, 8), nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.product(x) @ self.product.weight.tanh()
+
+
+def stages(**settings: Any) -> dict[int, Stage]:
+    torch.manual_seed(0)
+    parts = (
+        OrderedDict(convolution=nn.Conv2d(3, 8, 3, padding=1), norm=nn.BatchNorm2d(8), mean=nn.AdaptiveAvgPool2d(1)),
+        OrderedDict(flat=nn.Flatten(), odd=Odd(), last=nn.Linear(8, 4)),
+    )
+    made = {}
+    for index, layers in enumerate(parts):
+        layer = nn.Sequential(layers).to(memory_format=torch.channels_last)
+        inputs = (BoundaryTensor((0, 8, 1, 1), (1, 0, 0, 0), torch.float32, True),) if index else ()
+        made[index] = Stage(index, layer, first_layer=3 * index, inputs=inputs, device=CPU, run_seed=0,
+                            memory_format=torch.channels_last)  # fmt: skip
+    for stage in made.values():
+        stage.set_training(True)
+    return made
+
+
+def step(made: dict[int, Stage], schedule: str, micro_batches: int, replicas: Replicas | None) -> None:
+    executor = Executor(made, [0, 0], LocalTransport([CPU, CPU]))
+    images = torch.randn(2 * micro_batches, 3, 4, 4, generator=torch.Generator().manual_seed(1))
+    order = build(schedule, 2, micro_batches, "except_last")
+    executor.run(order, 0, [2] * micro_batches, (images,), SumOfSquares(), replicas=replicas)
+
+
+def gradients(made: dict[int, Stage]) -> dict[str, torch.Tensor | None]:
+    return {name: one.grad for stage in made.values() for name, one in stage.module.named_parameters()}
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Replicas]:
+    """Gloo's group of this process, with a bucket for each parameter."""
+    monkeypatch.setattr(module, "_BUCKET_BYTES", 1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    group = dist.group.WORLD
+    assert group is not None
+    yield Replicas({CPU: group}, 1)
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook")  # of the first layer, whose inputs need no gradient
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_sums_begin_within_the_last_backward(
+    schedule: str, micro_batches: int, alone: Replicas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the order in which a backward gets to the parameters: nothing of K = 1 overlapped before. The gradients are
+    those of a step without replicas, bit for bit, with their strides; what has got none has none."""
+    expected, made = stages(), stages()
+    step(expected, schedule, micro_batches, None)
+    names = {id(one): name for stage in made.values() for name, one in stage.module.named_parameters()}
+    happened: list[str] = []
+    send = dist.all_to_all_single
+
+    def sending(received: torch.Tensor, own: torch.Tensor, **settings: Any) -> Any:
+        happened.append(names[id(alone._buckets[alone._begun - 1].parameters[0])])
+        return send(received, own, **settings)
+
+    monkeypatch.setattr(dist, "all_to_all_single", sending)
+    for name, index, layer in (("stage 1", 1, 1), ("stage 0", 0, 0)):
+        made[index].module[layer].register_full_backward_hook(lambda *of, name=name: happened.append(name))
+    step(made, schedule, micro_batches, alone)
+    alone.finish()
+    for name, gradient in gradients(expected).items():
+        found = gradients(made)[name]
+        assert (gradient is None) == (found is None), name
+        if gradient is not None and found is not None:
+            assert torch.equal(gradient, found), name
+            assert gradient.stride() == found.stride(), name
+            assert found.data_ptr() % 64 == 0
+    sums = [one for one in happened if not one.startswith("stage")]
+    assert sums == [name for index in (1, 0) for name in reversed(dict(made[index].module.named_parameters()))]
+    backwards = [at for at, one in enumerate(happened) if one == "stage 1"]
+    assert all(happened.index(name) > backwards[-2] for name in sums) if micro_batches > 1 else True
+    if schedule != "zero_bubble":  # where weights wait for the end, so do their sums
+        assert happened.index("last.weight") < backwards[-1], "while the same backward runs"
+
+
+def test_a_replica_without_samples_gets_the_sums_and_no_gradient_of_what_nobody_uses(alone: Replicas) -> None:
+    made = stages()
+    step(made, "gpipe", 1, alone)
+    alone.finish()
+    for stage in made.values():
+        stage.module.zero_grad()
+    alone.begin_step({index: stage.module for index, stage in made.items()})
+    for index in made:
+        alone.stage_ends(index)
+    alone.finish()
+    found = gradients(made)
+    assert found.pop("odd.unused") is None
+    assert all(gradient is not None and not gradient.any() for gradient in found.values())
+
+
+def test_a_parameter_that_is_used_later_is_refused(alone: Replicas) -> None:
+    """The other replicas would not know whether it has a gradient, and the optimizers would part."""
+    made = stages()
+    step(made, "gpipe", 1, alone)
+    alone.finish()
+    made[1].module.odd.unused.grad = torch.ones(3)
+    step(made, "gpipe", 1, alone)
+    with pytest.raises(ValueError, match="had none in the first step"):
+        alone.finish()
