@@ -8,6 +8,7 @@ and this machine's devices. Plans, workers and reports only read the `Layout`.
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.config.typed import RefusedError
@@ -19,6 +20,12 @@ from gpipe_cli.planner.step_schedule import schedule_of_file
 from gpipe_cli.system.accelerator import TYPE, torch_is_built_for
 from gpipe_cli.system.machine import usable_cores, usable_memory_bytes
 from gpipe_cli.units import plural
+
+# NCCL's buffers by its defaults (NCCL_BUFFSIZE; `ncclBuffSize` and the sizes of the other two protocols in its source):
+# a receiver has 4 MiB for each channel of a link, 9.4 MiB for each one of a ring. A link has 4 channels
+# (`distributed/process_groups.py`); that sums over replicas have 16, in a ring and to each other, is our estimate.
+_LINK_BYTES = 4 * (4 << 20)
+_SUMS_BYTES = 16 * (4 << 20) + 16 * int(9.4 * 2**20)
 
 
 @dataclass(frozen=True)
@@ -173,7 +180,7 @@ def own_threads(processes: int) -> int:
 
 def _memory(config: TrainConfig, layout: Layout) -> Memory | None:
     """The memory that the settings give or, for recompute=auto, the memory of the device."""
-    memory_gib, stages = config.hardware.memory_gib, 1
+    memory_gib, stages, libraries = config.hardware.memory_gib, 1, 0
     if memory_gib is not None and not layout.here:  # for other machines the setting is per device, not per stage
         stages = max(map(layout.row_of_stage.count, layout.row_of_stage))
     if memory_gib is None and config.recompute == "auto":
@@ -183,8 +190,17 @@ def _memory(config: TrainConfig, layout: Layout) -> Memory | None:
         if memory_gib is None:
             raise InputError("recompute=auto: needs the memory of a device; give hardware.memory_gib=...")
         if layout.here:
-            stages = _stages_of_a_device(layout)
-    return None if memory_gib is None else Memory(int(memory_gib * 2**30), stages)
+            stages, libraries = _stages_of_a_device(layout), nccl_bytes(layout)
+    return None if memory_gib is None else Memory(int(memory_gib * 2**30) - libraries, stages)
+
+
+def nccl_bytes(layout: Layout) -> int:
+    """The bytes that NCCL takes from each GPU of this machine for its buffers, in the process with the most links."""
+    if layout.on_cpu:
+        return 0
+    ends = [end for pair in pairwise(layout.process_of_stage) if len(set(pair)) == 2 for end in pair]
+    links = 2 * max(map(ends.count, ends), default=0)  # one for each direction
+    return links * _LINK_BYTES + (_SUMS_BYTES if layout.replicas > 1 else 0)
 
 
 def _stages_of_a_device(layout: Layout) -> int:

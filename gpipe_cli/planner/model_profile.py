@@ -23,6 +23,7 @@ from gpipe_cli.pipeline.profile.operation_counter import cpu_fuses, gpu_fuses
 from gpipe_cli.pipeline.profile.tracing import layer_kinds, run_shapes, trace_layers
 from gpipe_cli.pipeline.runtime.boundary import Boundary
 from gpipe_cli.pipeline.runtime.frozen import Frozen, freeze
+from gpipe_cli.pipeline.runtime.replicas import ALIGNED_BYTES
 from gpipe_cli.planner.data_sheet import computes_on_gpu
 from gpipe_cli.planner.shared_layers import Shared, find_read, find_shared
 from gpipe_cli.system.accelerator import TYPE
@@ -38,6 +39,7 @@ class LayerWeights:
     weight_bytes: int  # parameters and buffers
     gradient_bytes: int
     optimizer_bytes: int  # the optimizer's state, and the moving average of the weights
+    summed_bytes: int  # the gradients as replicas send them to each other, each up to an aligned address
 
 
 @dataclass(frozen=True)
@@ -180,6 +182,7 @@ def _layer_weights(config: TrainConfig, layer: nn.Module) -> LayerWeights:
         weight_bytes=sum(t.nbytes for t in (*parameters, *buffers)),
         gradient_bytes=sum(p.nbytes for p in trained),
         optimizer_bytes=state_bytes(config.optimizer, trained) + sum(t.nbytes for t in averaged),
+        summed_bytes=sum(-(-p.nbytes // ALIGNED_BYTES) * ALIGNED_BYTES for p in trained),
     )
 
 

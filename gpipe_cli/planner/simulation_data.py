@@ -16,6 +16,7 @@ from gpipe_cli.planner.cost_model import LayerSeconds, StepCosts, predicted_cost
 from gpipe_cli.planner.layout import Layout, Memory
 from gpipe_cli.planner.model_profile import ModelProfile
 from gpipe_cli.planner.plan import Plan
+from gpipe_cli.planner.stage_memory import buffers_bytes
 from gpipe_cli.planner.step_schedule import mini_batch_samples
 from gpipe_cli.system.machine import usable_cores
 
@@ -53,6 +54,7 @@ def simulation_data(config: TrainConfig, profile: ModelProfile, plan: Plan) -> S
                 "weights_bytes": weights.weight_bytes,
                 "gradients_bytes": weights.gradient_bytes,
                 "optimizer_bytes": weights.optimizer_bytes,
+                "buffers_bytes": buffers_bytes(config, weights),
                 "update": update,
                 "sum": added_up,
             }

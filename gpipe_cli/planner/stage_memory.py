@@ -8,6 +8,7 @@ only the input.
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from itertools import accumulate
+from operator import add
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +19,8 @@ from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory
 from gpipe_cli.pipeline.schedule.held import Held, live, peak_bytes
 from gpipe_cli.pipeline.schedule.recomputation import fewest_recomputations
 from gpipe_cli.pipeline.schedule.schedule import Action, Recompute, Schedule
-from gpipe_cli.planner.model_profile import ModelProfile
+from gpipe_cli.planner.data_sheet import computes_on_gpu
+from gpipe_cli.planner.model_profile import LayerWeights, ModelProfile
 from gpipe_cli.planner.step_schedule import checked_schedule, unchecked_schedule
 
 Bounds = Sequence[tuple[int, int]]  # first layer of each stage and its end (exclusive)
@@ -33,6 +35,7 @@ class StageMemory:
     optimizer_bytes: int  # the optimizer's state, and the moving average of the weights
     activations_bytes: int  # the most held at once, those of a recomputed micro-batch included
     workspace_bytes: int  # the most that one layer's backward needs in addition
+    buffers_bytes: int = 0  # for sums over replicas and, on a CPU, for the checkpoint that is being written
 
     @property
     def total_bytes(self) -> int:
@@ -49,6 +52,15 @@ def saved_bytes(
     return MemoryModel(config, profile, sizes).saved(schedule, bounds)
 
 
+def buffers_bytes(config: TrainConfig, weights: LayerWeights) -> int:
+    """The bytes of a layer's gradients beside `.grad` while they are summed over replicas: what is sent takes the place
+    of the gradients, and what is received is added. On this machine's CPUs, also those of the copies that are written
+    as a checkpoint while training goes on; a GPU's state is copied to memory of its host."""
+    sums = 2 * weights.summed_bytes - weights.gradient_bytes if config.replicas > 1 else 0
+    on_cpu = config.hardware.here and not computes_on_gpu(config)
+    return sums + (weights.weight_bytes + weights.optimizer_bytes if on_cpu else 0)
+
+
 class MemoryModel:
     """How much memory stages need, for any cut. `sizes`: samples of each micro-batch, the largest first."""
 
@@ -59,8 +71,9 @@ class MemoryModel:
         layers = np.arange(len(profile.costs))
         # the backward of a layer allocates gradients of all that the layer has kept
         self._workspace = self._largest.of_stages(layers, layers + 1)[0]
+        self.buffers = [buffers_bytes(config, of_layer) for of_layer in profile.weights]
         stored = (w.weight_bytes + w.gradient_bytes + w.optimizer_bytes for w in profile.weights)
-        self._stored = np.array([0, *accumulate(stored)])
+        self._stored = np.array([0, *accumulate(map(add, stored, self.buffers))])
 
     def stages(self, schedule: Schedule, bounds: Bounds) -> tuple[StageMemory, ...]:
         return tuple(
@@ -69,6 +82,7 @@ class MemoryModel:
                 gradients_bytes=sum(w.gradient_bytes for w in self._profile.weights[first:end]),
                 optimizer_bytes=sum(w.optimizer_bytes for w in self._profile.weights[first:end]),
                 activations_bytes=saved,
+                buffers_bytes=sum(self.buffers[first:end]),
                 workspace_bytes=int(self._workspace[first:end].max()),
             )
             for (first, end), saved in zip(bounds, self.saved(schedule, bounds), strict=True)

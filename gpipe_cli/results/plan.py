@@ -35,6 +35,7 @@ class PlannedMemory:
     workspace_bytes: int  # memory that one layer's backward needs in addition
     total_bytes: int
     limit_bytes: int | None
+    buffers_bytes: int = 0  # for sums over replicas and, on a CPU, for the checkpoint that is being written
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,7 @@ class PlanResult:
     comparisons: tuple[PlannedChoice, ...]
     grid: tuple[str, ...] | None  # lines of the schedule's grid; None: too large
     files: dict[str, str]  # other files of the plan: what it is -> where it is
+    host_bytes: int | None = None  # page-locked on the hosts, of all stages, for checkpoints; None: not on GPUs
 
     @property
     def held_bytes(self) -> tuple[int, ...]:

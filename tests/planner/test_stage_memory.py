@@ -11,10 +11,16 @@ from training_runs import TINY, configure, of_type, train_here
 
 from gpipe_cli.assembly.build import build_model
 from gpipe_cli.assembly.optimizer import build_optimizer
+from gpipe_cli.config.settings import load_hardware
+from gpipe_cli.distributed.control_group import ControlGroup
+from gpipe_cli.pipeline.runtime.replicas import _buckets
 from gpipe_cli.pipeline.schedule.named_schedules import build, order
 from gpipe_cli.planner.model_profile import profile_model
+from gpipe_cli.planner.pipeline_spec import make_pipeline_spec
 from gpipe_cli.planner.plan import make_plan
-from gpipe_cli.planner.stage_memory import MemoryModel
+from gpipe_cli.planner.stage_memory import MemoryModel, buffers_bytes
+from gpipe_cli.training.checkpoint.restore import state_of_stage
+from gpipe_cli.training.engine import build_engine
 from gpipe_cli.training.events import StepDone
 
 
@@ -36,6 +42,31 @@ def test_weights_gradients_and_state_are_those_of_a_real_step(optimizer: str) ->
         assert held.optimizer_bytes == sum(tensor.nbytes for tensor in state)
         assert held.gradients_bytes == sum(parameter.nbytes for parameter in own.values())
         assert held.weights_bytes == held.gradients_bytes + sum(buffer.nbytes for buffer in buffers)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_buffers_are_those_of_a_run(replicas: int) -> None:
+    """Of sums over replicas, which no plan counted: what is sent takes the place of the gradients, and what is received
+    is added, both from aligned addresses. And of a checkpoint, which on a CPU lies in a stage's own memory."""
+    config = configure(*EVEN, "partitions=2", f"replicas={replicas}", "ema_decay=0.9", "batch_size=24",
+                       "executor=in_process")  # fmt: skip
+    profile, spec = profile_model(config), make_pipeline_spec(config)
+    engine = build_engine(config, spec, ControlGroup(0, 1))
+    elsewhere = replace(config, hardware=load_hardware("h100"))
+    for k, stage in engine.stages.items():
+        weights = profile.weights[spec.first_layers[k] : spec.first_layers[k] + len(spec.layer_names[k])]
+        parameters, optimizer = list(stage.module.parameters()), engine.optimizers[k]
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        assert optimizer is not None
+        optimizer.step()
+        copied = sum(tensor.nbytes for tensor in state_of_stage(engine, k).values())
+        buckets = list(_buckets(k, stage.module, replicas))
+        sent = sum(replicas * bucket.part * bucket.parameters[0].itemsize for bucket in buckets)
+        sums = 0 if replicas == 1 else 2 * sent - sum(one.nbytes for one in parameters)
+        unfilled = 2 * replicas * 128 * len(buckets)  # at the ends of buckets, whose number the cut decides
+        assert 0 <= sums + copied - sum(buffers_bytes(config, of) for of in weights) <= unfilled
+        assert 0 <= sums - sum(buffers_bytes(elsewhere, of) for of in weights) <= unfilled
 
 
 @pytest.mark.parametrize(("balance", "recompute"), [("[7]", "never"), ("[5,2]", "except_last")])

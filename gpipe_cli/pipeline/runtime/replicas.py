@@ -23,7 +23,7 @@ from gpipe_cli.pipeline.runtime.link import await_first
 from gpipe_cli.pipeline.runtime.transport import waiting_for_peers
 
 _BUCKET_BYTES = 25 << 20
-_ALIGNED_BYTES = 128  # every gradient begins at a multiple of these, as kernels are chosen by alignment
+ALIGNED_BYTES = 128  # every gradient begins at a multiple of these, as kernels are chosen by alignment
 
 
 def _all_gather(gathered: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> Any:
@@ -194,7 +194,7 @@ def _buckets(stage: int, module: nn.Module, replicas: int) -> Iterator[_Bucket]:
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     for (dtype, _), alike in groupby(reversed(trained), key=lambda one: (one.dtype, one.device)):
         for parameters in _filled(alike):
-            aligned = _ALIGNED_BYTES // dtype.itemsize
+            aligned = ALIGNED_BYTES // dtype.itemsize
             sizes = [-(-parameter.numel() // aligned) * aligned for parameter in parameters]
             *offsets, length = accumulate(sizes, initial=0)
             places = [

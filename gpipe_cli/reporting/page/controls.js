@@ -367,8 +367,8 @@ function memoryTile(section) {
 function devicePeak(figure, device) {
   const stages = figure.device_of_stage.flatMap((of, stage) => of === device ? [stage] : []), now = new Map();
   for (const stage of stages) {
-    const {weights, gradients, optimizer, workspace} = figure.memory[stage];
-    now.set(stage, weights + gradients + optimizer + workspace);
+    const {weights, gradients, optimizer, buffers, workspace} = figure.memory[stage];
+    now.set(stage, weights + gradients + optimizer + buffers + workspace);
   }
   const stored = new Map(now), begun = stages.flatMap(stage =>
     figure.timeline.spans[stage].map((span, at) => ({start: span.start, stage, held: figure.memory[stage].held[at]})));

@@ -105,13 +105,13 @@ function explainEvent(figure, event) {
 }
 
 function explainMemory(figure, stage, time) {
-  const {weights, gradients, optimizer, workspace, held} = figure.memory[stage];
+  const {weights, gradients, optimizer, buffers, workspace, held} = figure.memory[stage];
   const spans = figure.timeline.spans[stage];
   const at = spans.findLastIndex(span => span.start <= time);
   const now = at < 0 || time > spans.at(-1).end ? 0 : held[at];
-  const all = weights + gradients + optimizer + workspace + now;
+  const all = weights + gradients + optimizer + buffers + workspace + now;
   return `stage ${stage} at ${duration(time)}: ${size(all)} = weights ${size(weights)} + gradients and optimizer ` +
-    `${size(gradients + optimizer)} + activations ${size(now)} + work space ${size(workspace)}.`;
+    `${size(gradients + optimizer)} + buffers ${size(buffers)} + activations ${size(now)} + work space ${size(workspace)}.`;
 }
 
 function explainStage(figure, stage) {

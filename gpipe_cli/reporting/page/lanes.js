@@ -203,20 +203,21 @@ function memoryTop(figure) {
   return 1.04 * Math.max(shownLimit(figure), ...figure.memory.map(peak));
 }
 
-function peak({weights, gradients, optimizer, workspace, held}) {
-  return weights + gradients + optimizer + workspace + gpipe.greatest(held, 0);
+function peak({weights, gradients, optimizer, buffers, workspace, held}) {
+  return weights + gradients + optimizer + buffers + workspace + gpipe.greatest(held, 0);
 }
 
-// What is held over time, stacked: weights, gradients with the optimizer's state, work space, activations.
+// What is held over time, stacked: weights, gradients with the optimizer's state, buffers and work space, activations.
 function buildMemory(result, lane, plot, stage, top, height, most) {
-  const {figure} = result, {weights, gradients, optimizer, workspace, held} = figure.memory[stage];
+  const {figure} = result, {weights, gradients, optimizer, buffers, workspace, held} = figure.memory[stage];
   const at = bytes => top + height - height * bytes / most;
   const middle = {x: view.left - 8, y: top + height / 2};
   const text = make("text", {class: "small", ...middle}, lane, size(peak(figure.memory[stage])));
   text.piece = {figure, what: "memory", stage};
   const end = figure.step_seconds;
   let below = 0;
-  for (const [name, bytes] of [["weights", weights], ["state", gradients + optimizer], ["space", workspace]]) {
+  for (const [name, bytes] of [["weights", weights], ["state", gradients + optimizer],
+    ["space", buffers + workspace]]) {
     addBox(result, plot, {class: name, y: at(below + bytes), height: at(below) - at(below + bytes)}, 0, end);
     below += bytes;
   }

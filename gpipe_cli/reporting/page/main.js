@@ -151,7 +151,7 @@ function showLegend() {
   entry("", `left: micro-batch 0, right: ${M - 1}`);
   const marks = [...IDLE.map(name => [name, shareWord(name)]), ["update", "weight update"]];
   if (state.memory) {
-    marks.push(["weights", "weights"], ["state", "gradients, optimizer"], ["space", "work space"]);
+    marks.push(["weights", "weights"], ["state", "gradients, optimizer"], ["space", "buffers, work space"]);
     marks.push(["held", "activations"]);
     if (shownLimit(state.figure)) marks.push(["limit", "memory limit"]);
   }

@@ -298,7 +298,7 @@ function fixedMemory(data, first, end, samples) {
   const own = data.layers.slice(first, end), all = (name) => sum(own.map((layer) => layer[name]));
   const workspace = greatest(range(end - first, (n) => held(data, first + n, first + n + 1, samples).graph));
   return {weights: all("weights_bytes"), gradients: all("gradients_bytes"), optimizer: all("optimizer_bytes"),
-    workspace};
+    buffers: all("buffers_bytes"), workspace};
 }
 
 /** The cut: as given, that of the plan where it was made for the same, or the best one. */
@@ -324,7 +324,8 @@ function furthestOf(data, {schedule, recompute, partitions: K}, device_of_stage,
   const L = data.layers.length, M = sizes.length, name = SCHEDULES.includes(schedule) ? schedule : "1f1b";
   const stored = [0], work = range(L, (at) => held(data, at, at + 1, sizes[0]).graph);
   for (const layer of data.layers) {
-    stored.push(stored.at(-1) + layer.weights_bytes + layer.gradients_bytes + layer.optimizer_bytes);
+    stored.push(stored.at(-1) + layer.weights_bytes + layer.gradients_bytes + layer.optimizer_bytes
+      + layer.buffers_bytes);
   }
   const bare = schedule === "file" ? data.rows.map((row) => row.map(action))
     : order(name, K, M, new Set(device_of_stage).size);

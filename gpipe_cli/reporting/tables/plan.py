@@ -128,6 +128,8 @@ def _outcome(plan: PlanResult) -> Iterator[tuple[str, str]]:
     held, limit = plan.held_bytes, plan.hardware.limit_bytes
     memory = f"{size(max(held))} on stage {held.index(max(held))}, the fullest"
     yield "memory", f"{memory}, predicted" if limit is None else f"{memory}, predicted, of {size(limit)}"
+    if plan.host_bytes is not None:
+        yield "", f"checkpoints take {size(plan.host_bytes)} of the hosts' memory, page-locked"
 
 
 def _show_layers(console: Console, layers: Iterable[PlannedLayer]) -> None:
@@ -172,10 +174,12 @@ def _show_stages(console: Console, stages: Sequence[PlannedStage], micro_batches
 def _show_memory(console: Console, stages: Sequence[PlannedStage]) -> None:
     limit_bytes = stages[0].memory.limit_bytes
     unit, name = memory_unit(max(stage.memory.total_bytes for stage in stages))
-    parts = ("weights", "gradients", "optimizer", "activations", "workspace")
+    parts = ("weights", "gradients", "optimizer", "activations", "buffers")  # with the workspace: 80 columns are few
 
     def cells(stage: PlannedStage) -> list[str]:
-        held = rounded({part: getattr(stage.memory, f"{part}_bytes") / unit for part in parts})
+        of = {part: getattr(stage.memory, f"{part}_bytes") for part in parts}
+        of["buffers"] += stage.memory.workspace_bytes
+        held = rounded({part: size / unit for part, size in of.items()})
         shares = [] if limit_bytes is None else [percent(stage.memory.total_bytes / limit_bytes)]
         total, *values = (f"{value:,.1f}" for value in (sum(held.values()), *held.values()))
         return [total, *shares, *values]

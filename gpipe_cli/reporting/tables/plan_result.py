@@ -8,7 +8,7 @@ from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory
 from gpipe_cli.pipeline.schedule.dependencies import grid
 from gpipe_cli.pipeline.schedule.simulator import ideal_bubble
 from gpipe_cli.planner.auto_settings import Choice
-from gpipe_cli.planner.data_sheet import resolved
+from gpipe_cli.planner.data_sheet import computes_on_gpu, resolved
 from gpipe_cli.planner.device_rates import computes_in, reached_tflops
 from gpipe_cli.planner.model_profile import ModelProfile
 from gpipe_cli.planner.plan import Plan
@@ -68,6 +68,7 @@ def plan_result(
         step_samples=samples,
         step_tokens=tokens,
         hardware=hardware,
+        host_bytes=sum(m.weights_bytes + m.optimizer_bytes for m in plan.memory) if computes_on_gpu(config) else None,
         step_seconds=plan.step_seconds,
         samples_per_second=samples / plan.step_seconds,
         tokens_per_second=None if tokens is None else tokens / plan.step_seconds,

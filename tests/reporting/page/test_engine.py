@@ -257,7 +257,8 @@ def test_other_settings_lead_to_what_a_plan_of_them_says(page: "Page", given: tu
             "step_seconds": plan.step_seconds,
             "breakdown": dict(zip(shares.__dataclass_fields__, astuple(shares), strict=True)),
             "memory": [{"weights": m.weights_bytes, "gradients": m.gradients_bytes, "optimizer": m.optimizer_bytes,
-                        "workspace": m.workspace_bytes, "held": m.activations_bytes} for m in plan.memory],
+                        "buffers": m.buffers_bytes, "workspace": m.workspace_bytes,
+                        "held": m.activations_bytes} for m in plan.memory],
             "samples_per_second": 22 / plan.step_seconds,
         }, str(other))  # fmt: skip
 

@@ -95,7 +95,7 @@ def test_numbers_of_a_plan(tmp_path: Path) -> None:
     assert row(lines, "0      3:").endswith("165.5 M 5.0 G 12.5 ms 25.0 ms 8.0 MiB")
     assert row(lines, "1      3:").endswith("165.5 M 5.0 G 12.5 ms 25.0 ms -")
     for line in (
-        "0-1    1,848.0     1.4 %    200.0      200.0      400.0      1,000.0       48.0",
+        "0-1    1,848.0     1.4 %    200.0      200.0      400.0      1,000.0     48.0",
         "micro_batches compared, predicted: the shortest step that fits",
         "            2         -              -  stage 1 is 72.0 GiB over",
         "            4  500.0 ms        2.0 GiB  chosen",
