@@ -24,6 +24,7 @@ from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor, Tensors
 from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.link import Edge, Links
 from gpipe_cli.pipeline.runtime.p2p_transport import Boundaries, P2PTransport
+from gpipe_cli.pipeline.runtime.replicas import Replicas
 from gpipe_cli.pipeline.schedule.named_schedules import SCHEDULES, build, forward_only
 from gpipe_cli.pipeline.schedule.schedule import RECOMPUTE, Action, Kind, Schedule
 from gpipe_cli.reporting.tables.table import Column, Table, to_markdown
@@ -38,13 +39,13 @@ class StuckError(RuntimeError):
 
 @dataclass(eq=False)
 class Operation:
-    """A send or a receive in the queue that a process has for a group."""
+    """A send, a receive or a collective in the queue that a process has for a group."""
 
-    edge: Edge
-    sends: bool
+    what: Any  # the same for all that must meet: edge and number of the message
     tensors: Sequence[torch.Tensor]
-    peer: int
+    members: tuple[int, ...]  # the processes that must meet
     device: "Device"
+    sends: bool = False
     done: bool = False
 
     def wait(self, timeout: timedelta = timedelta(0)) -> None:
@@ -70,22 +71,21 @@ class Device:
             self._move(process, group)
 
     def _move(self, process: int, group: Any) -> None:
-        """Complete transfers as long as the heads of two queues are the two ends of the same one."""
+        """Complete operations as long as the heads of all members' queues are the same one."""
         while queue := self.queues.get((process, group)):
-            head = queue[0]
-            there = self.queues.get((head.peer, group))
-            if not there or there[0].edge != head.edge or there[0].sends == head.sends:
+            queues = [self.queues.get((member, group)) for member in queue[0].members]
+            if not all(one and one[0].what == queue[0].what for one in queues):
                 return
-            other = there[0]
-            source, target = (head, other) if head.sends else (other, head)
-            for sent, received in zip(source.tensors, target.tensors, strict=True):
-                received.copy_(sent)
-            for end in (head, other):
-                end.done = True
-            queue.popleft()
-            there.popleft()
+            heads = [one.popleft() for one in queues if one]
+            senders = [head for head in heads if head.sends]
+            for head in heads:
+                for sender in senders if not head.sends else ():
+                    for sent, received in zip(sender.tensors, head.tensors, strict=True):
+                        received.copy_(sent)
+                head.done = True
             self.changed.notify_all()
-            self._move(head.peer, group)
+            for member in heads[0].members:
+                self._move(member, group)
 
     def wait(self, done: Callable[[], bool]) -> None:
         with self.changed:
@@ -119,6 +119,8 @@ class OrderedLink:
     process: int
     peer: int
     edge: Edge
+    group: Any  # operations of a group run one after another
+    numbers: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
 
     def send(self, tensors: Sequence[torch.Tensor]) -> Sequence[Operation]:
         return self._put(tensors, sends=True)
@@ -127,34 +129,41 @@ class OrderedLink:
         return self._put(tensors, sends=False)
 
     def _put(self, tensors: Sequence[torch.Tensor], *, sends: bool) -> Sequence[Operation]:
-        operation = Operation(self.edge, sends, tensors, self.peer, self.device)
-        self.device.put(self.process, self.edge, operation)
+        number = self.numbers[sends]
+        self.numbers[sends] += 1
+        members = (self.process, self.peer)
+        operation = Operation((self.edge, number), tensors, members, self.device, sends)
+        self.device.put(self.process, self.group, operation)
         return [operation]
 
 
 class Stage:
-    """Adds its index to the value of a micro-batch, and passes gradients on unchanged."""
+    """Adds its index to the value of a micro-batch, and passes gradients on unchanged; each B or W gives its weight a
+    gradient."""
 
     device, layer_name, needs_backward = CPU, "", True
 
     def __init__(self, index: int) -> None:
         self.index = index
         self.values: dict[int, float] = {}
+        self.module = torch.nn.Linear(1 + 64 * index, 1, bias=False)
 
     def forward(self, micro_batch: int, inputs: Tensors, keep: object) -> Tensors:
         self.values[micro_batch] = float(inputs[0])
         return (inputs[0] + self.index,)
 
     def backward(self, micro_batch: int, gradients: Sequence[torch.Tensor | None]) -> Tensors:
+        self.backward_weights(micro_batch)
+        return self.backward_inputs(micro_batch, gradients)
+
+    def backward_inputs(self, micro_batch: int, gradients: Sequence[torch.Tensor | None]) -> Tensors:
         gradient = gradients[0] if gradients else torch.tensor([float(micro_batch)])
         assert gradient is not None
         assert float(gradient) == micro_batch, "the gradient of another micro-batch"
         return (gradient.clone(),)
 
-    def backward_inputs(self, micro_batch: int, gradients: Sequence[torch.Tensor | None]) -> Tensors:
-        return self.backward(micro_batch, gradients)
-
-    def backward_weights(self, micro_batch: int) -> None: ...
+    def backward_weights(self, micro_batch: int) -> None:
+        self.module.weight.sum().backward()
 
     def recompute(self, micro_batch: int) -> None: ...
 
@@ -163,38 +172,58 @@ class Stage:
     def finish_step(self, of_replicas: object) -> None: ...
 
 
-def finishes(schedule: Schedule, process_of_stage: Sequence[int], *, early: bool, idle: bool) -> bool:
-    """Whether two steps of a schedule end without a deadlock. Processes are threads; received values are checked."""
-    partitions, micro_batches = len(schedule.stages), schedule.micro_batches
-    device = Device(1 + max(process_of_stage))
+Sums = Callable[[Device, int, int], Replicas]  # the replicas of a process, by replica and number in its pipeline
+
+
+def finishes(
+    schedules: Sequence[Schedule],
+    process_of_stage: Sequence[int],
+    *,
+    early: bool,
+    idle: bool,
+    sums: Sums | None = None,
+    group_of: Callable[[Edge], object] = lambda edge: edge,
+) -> bool:
+    """Whether two steps end without a deadlock, of pipelines that each have a schedule, which sum their gradients by
+    `sums`. Processes are threads; received values are checked. Operations of one `group_of` an edge wait for another.
+    """
+    partitions, processes = len(process_of_stage), 1 + max(process_of_stage)
+    device = Device(processes * len(schedules))
     failed: list[BaseException] = []
 
-    def links_of(process: int) -> dict[Edge, OrderedLink]:
-        links = {}
+    def links_of(replica: int, process: int) -> dict[Edge, OrderedLink]:
+        links, first = {}, replica * processes
         forward = [(Kind.F, stage, stage + 1) for stage in range(partitions - 1)]
         for kind, sender, receiver in forward + [(Kind.B, receiver, sender) for _, sender, receiver in forward]:
             ends = process_of_stage[sender], process_of_stage[receiver]
             if process in ends and ends[0] != ends[1]:
                 edge = kind, receiver
                 peer = ends[0] if process == ends[1] else ends[1]
-                links[edge] = OrderedLink(device, process, peer, edge)
+                group = replica, group_of(edge)
+                links[edge] = OrderedLink(device, first + process, first + peer, edge, group)
         return links
 
-    def run(process: int) -> None:
+    def run(replica: int, process: int) -> None:
+        schedule = schedules[replica]
+        micro_batches = schedule.micro_batches
+
         def watch(action: Action, samples: int, lengths: Sequence[int]) -> None:
             if idle:
-                device.wait(lambda: device.idle(process))
+                device.wait(lambda: device.idle(replica * processes + process))
 
         try:
             transport = P2PTransport(
-                process, process_of_stage, Links(links_of(process), 1, 1),
+                process, process_of_stage, Links(links_of(replica, process), 1, 1),
                 Boundaries([BOUNDARY] * partitions, [BOUNDARY] * partitions), CPU, early=early,
             )  # fmt: skip
             stages: dict[int, Any] = {k: Stage(k) for k in range(partitions) if process_of_stage[k] == process}
             executor = Executor(stages, process_of_stage, transport, watch)
+            replicas = None if sums is None else sums(device, replica, process)
             values = torch.arange(float(micro_batches))
             for step in range(2):
-                executor.run(schedule, step, [1] * micro_batches, (values,), None)
+                executor.run(schedule, step, [1] * micro_batches, (values,), None, replicas=replicas)
+                if replicas is not None:
+                    replicas.finish()
                 for k, stage in stages.items():
                     passed = sum(range(k))
                     assert stage.values == {m: m + passed for m in range(micro_batches)}, "another micro-batch arrived"
@@ -204,7 +233,8 @@ def finishes(schedule: Schedule, process_of_stage: Sequence[int], *, early: bool
         finally:
             device.leave()
 
-    threads = [threading.Thread(target=run, args=(process,)) for process in range(1 + max(process_of_stage))]
+    places = product(range(len(schedules)), range(processes))
+    threads = [threading.Thread(target=run, args=place) for place in places]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -230,7 +260,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 schedule = forward_only(k, m) if name == "evaluation" else build(name, k, m, recompute, k // each)
                 neighbours = [stage // each for stage in range(k)]
                 processes = schedule.row_of_stage if name == "interleaved" else neighbours
-                if not finishes(schedule, processes, early=early, idle=idle):
+                if not finishes([schedule], processes, early=early, idle=idle):
                     stuck.append((k, m))
             how = str(each), "early" if early else "in order", "idle" if idle else "at once"
             first = "K={}, M={}".format(*stuck[0]) if stuck else ""

@@ -39,6 +39,7 @@ class Noted:
         self.bound: dict[dist.ProcessGroup, torch.device] = {}
         self.right: Counter[str] = Counter()
         self.wrong: list[str] = []
+        self.used: set[dist.ProcessGroup] = set()
 
     def new_group(
         self, members: Sequence[int] = (), timeout: object = None, backend: str = "", options: object = None,
@@ -69,6 +70,7 @@ class Noted:
             assert tensor.device.type == "cpu", name
         elif tensor.device == self.bound[group]:
             self.right[name] += 1
+            self.used.add(group)
         else:
             self.wrong.append(f"{name}: a tensor on {tensor.device}, and its group is bound to {self.bound[group]}")
 
@@ -99,7 +101,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Noted]:
         dist.destroy_process_group()
 
 
-def step(monkeypatch: pytest.MonkeyPatch, process: int, settings: Sequence[str]) -> None:
+def step(noted: Noted, monkeypatch: pytest.MonkeyPatch, process: int, settings: Sequence[str]) -> None:
     """A step of one process of a run."""
     on_gpus = [*(one for one in TINY if not one.startswith("device=")), "device=cuda", "hardware=cpu"]
     config = configure(*on_gpus, *settings)
@@ -121,6 +123,7 @@ def step(monkeypatch: pytest.MonkeyPatch, process: int, settings: Sequence[str])
             "/dev/null", 1.0, lambda what: nullcontext(), here=True,
         )  # fmt: skip
         engine = build_engine(config, spec, control, groups)
+        connected = set(noted.used)
         mini_batch: Any = SimpleNamespace(
             share=share, lengths=(), inputs=lambda: tuple(torch.empty(one.shape, dtype=one.dtype) for one in inputs),
             targets=lambda: (torch.empty(targets.shape, dtype=targets.dtype)[share.samples], len(targets)),
@@ -130,6 +133,7 @@ def step(monkeypatch: pytest.MonkeyPatch, process: int, settings: Sequence[str])
             compute_gradients(engine, mini_batch, number)
             for stage in engine.stages.values():
                 stage.module.zero_grad()
+    assert noted.used == connected, "a group's first message connects it, which needs an idle device"
 
 
 INITIALIZE = dist.init_process_group
@@ -147,7 +151,7 @@ def test_what_is_sent_is_on_the_device_of_its_group(run: str, noted: Noted, monk
     processes, settings = RUNS[run]
     for process in processes:
         noted.right.clear()
-        step(monkeypatch, process, [*settings, "micro_batches=2", "batch_size=8"])
+        step(noted, monkeypatch, process, [*settings, "micro_batches=2", "batch_size=8"])
         dist.destroy_process_group()
         assert noted.wrong == []
         kinds = {"isend", "irecv"} if "executor=in_process" not in settings else set[str]()
@@ -169,5 +173,10 @@ def test_a_group_of_another_device_is_found(noted: Noted, monkeypatch: pytest.Mo
         return control, replace(groups, replicas=Replicas(dict.fromkeys(devices, group), replicas))
 
     monkeypatch.setitem(globals(), "connect_processes", bound_to_the_first)
-    step(monkeypatch, 0, [*RUNS["K=4 in the process of each of two replicas"][1], "micro_batches=2", "batch_size=8"])
+    step(
+        noted,
+        monkeypatch,
+        0,
+        [*RUNS["K=4 in the process of each of two replicas"][1], "micro_batches=2", "batch_size=8"],
+    )
     assert "all_to_all_single: a tensor on cuda:1, and its group is bound to cuda:0" in noted.wrong
