@@ -14,6 +14,7 @@ from typing import TypeAlias
 import torch
 
 Tensors: TypeAlias = tuple[torch.Tensor, ...]
+_ALIGNED_BYTES = 16  # the most that a thread of a GPU reads or writes at once
 
 
 @dataclass(frozen=True)
@@ -60,16 +61,17 @@ def without_graph(tensors: Tensors) -> Tensors:
 
 
 def in_layout(tensor: torch.Tensor, memory_format: torch.memory_format) -> torch.Tensor:
-    """`tensor` with the strides that tensors have between layers: images (N, C, H, W) lie in `memory_format`."""
+    """`tensor` with the strides that tensors have between layers: images (N, C, H, W) lie in `memory_format`; and at
+    an aligned address, like a receive buffer: kernels are chosen by that, too, and a part of a tensor lies anywhere."""
     strides = layout_strides(tensor.shape, memory_format)
-    if tensor.stride() == strides:
-        return tensor
-    if tensor.dim() == 4 and memory_format is torch.channels_last:
-        tensor = tensor.contiguous(memory_format=torch.channels_last)
-    else:
-        tensor = tensor.contiguous()
-    # for a dimension of size 1 several strides mean the same memory, and kernels are chosen by strides
-    return tensor if tensor.stride() == strides else tensor.as_strided(tensor.shape, strides)
+    if tensor.stride() != strides:
+        if tensor.dim() == 4 and memory_format is torch.channels_last:
+            tensor = tensor.contiguous(memory_format=torch.channels_last)
+        else:
+            tensor = tensor.contiguous()
+        # for a dimension of size 1 several strides mean the same memory, and kernels are chosen by strides
+        tensor = tensor if tensor.stride() == strides else tensor.as_strided(tensor.shape, strides)
+    return tensor.clone() if tensor.storage_offset() * tensor.itemsize % _ALIGNED_BYTES else tensor
 
 
 @lru_cache(maxsize=4096)

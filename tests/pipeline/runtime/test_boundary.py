@@ -1,11 +1,19 @@
-"""What crosses a boundary has the same strides for every cut."""
+"""What crosses a boundary has the same strides and alignment for every cut."""
 
+from collections import OrderedDict
 from math import prod
+from typing import Any
 
 import pytest
 import torch
+from engine_runs import CPU, SumOfSquares
+from torch import nn
 
-from gpipe_cli.pipeline.runtime.boundary import in_layout, layout_strides
+from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor, in_layout, layout_strides
+from gpipe_cli.pipeline.runtime.executor import Executor
+from gpipe_cli.pipeline.runtime.stage import Stage
+from gpipe_cli.pipeline.runtime.transport import LocalTransport
+from gpipe_cli.pipeline.schedule.named_schedules import build
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
@@ -14,7 +22,7 @@ def test_the_layout_between_layers(shape: tuple[int, ...], memory_format: torch.
     """One set of strides for a shape, wherever the tensor comes from; the values stay."""
     strides = layout_strides(shape, memory_format)
     dense = torch.arange(float(prod(shape))).reshape(shape)
-    variants = [dense, dense.clone()]
+    variants = [dense, dense.clone(), torch.cat([torch.zeros(3), dense.flatten()])[3:].view(shape)]
     if len(shape) == 4:
         turned = dense.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0)
         variants += [dense.to(memory_format=torch.channels_last), turned]
@@ -22,7 +30,40 @@ def test_the_layout_between_layers(shape: tuple[int, ...], memory_format: torch.
         laid = in_layout(tensor, memory_format)
         assert laid.stride() == strides
         assert torch.equal(laid, dense)
+        assert laid.data_ptr() % 16 == 0, "as in a receive buffer"
     if memory_format is torch.contiguous_format and 1 not in shape:
         assert strides == dense.stride()
     if memory_format is torch.channels_last and len(shape) == 4 and 1 not in shape:
         assert strides == dense.to(memory_format=torch.channels_last).stride()
+
+
+class Takes(nn.Module):
+    """Hands on a part of a tensor, which begins anywhere in its memory."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([x, 2 * x])[1]
+
+
+def test_a_layer_gets_equally_aligned_tensors_for_every_cut() -> None:
+    """Handed over in a stage, or in a process, they lay where the layer had put them; received ones at the beginning of
+    a buffer. A GPU's kernels are chosen by that, and so were its bits."""
+    seen: dict[int, list[int]] = {1: [], 2: []}
+    for partitions, found in seen.items():
+
+        def note(layer: nn.Module, given: Any, found: list[int] = found) -> None:
+            found.append(given[0].data_ptr() % 16)
+
+        layers = OrderedDict(first=nn.Linear(3, 3), takes=Takes(), last=nn.Linear(3, 2))
+        layers["last"].register_forward_pre_hook(note)
+        layers["takes"].register_full_backward_pre_hook(note)
+        described = (BoundaryTensor((0, 3), (1, 0), torch.float32, True),)
+        parts = [layers] if partitions == 1 else [dict([one]) for one in layers.items()]
+        stages, first = {}, 0
+        for index, part in enumerate(parts):
+            stages[index] = Stage(index, nn.Sequential(OrderedDict(part)), first_layer=first, run_seed=0, device=CPU,
+                                  inputs=described if index else ())  # fmt: skip
+            first += len(part)
+        executor = Executor(stages, [0] * len(parts), LocalTransport([CPU] * len(parts)))
+        executor.run(build("gpipe", len(parts), 2, "never"), 0, [3, 3], (torch.ones(6, 3),), SumOfSquares())
+    assert seen[1] == [0] * 4
+    assert sorted(seen[2]) == sorted(seen[1])
