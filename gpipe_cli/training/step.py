@@ -24,6 +24,7 @@ from gpipe_cli.assembly.loss import CrossEntropy, Totals
 from gpipe_cli.assembly.optimizer import set_learning_rate
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.distributed.control_group import Awaited, global_norm
+from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.runtime.boundary import Tensors, in_layout
 from gpipe_cli.pipeline.runtime.recording import ENDS, MARKS, Recording, room
 from gpipe_cli.pipeline.runtime.replicas import Replicas
@@ -236,6 +237,7 @@ def gather_metrics(engine: Engine, numbers: StepNumbers) -> Callable[[], StepMet
             values = iter(recordings[process].tolist())
             for stage in spec.layout.stages_of(process):
                 recorded[stage] = list(islice(values, MARKS * len(schedule.stages[stage]) + ENDS))
+        _refuse_different(all_norms, spec.layout.of_pipeline)
         of_stages = torch.stack(all_stages).amax(dim=0).tolist()  # the largest over replicas
         norm = float(global_norm(_known(all_norms[: spec.layout.of_pipeline])))
         return StepMetrics(_sum(all_sums), norm, tuple(StageMetrics(*of) for of in of_stages), recorded)
@@ -263,6 +265,16 @@ def clip(gradients: list[torch.Tensor], norms: torch.Tensor, largest: float) -> 
     factor = torch.full_like(norm, largest).div_(norm).clamp_(max=1.0)  # stays on the device
     for (device, dtype), group in groupby(gradients, key=attrgetter("device", "dtype")):
         torch._foreach_mul_(list(group), factor.to(device, dtype, non_blocking=True))
+
+
+def _refuse_different(norms: Sequence[torch.Tensor], of_pipeline: int) -> None:
+    """Raises InputError if the gradients of replicas differ, whose weights would part: `norms` of all processes."""
+    for process, found in enumerate(norms):
+        if not torch.allclose(found, norms[process % of_pipeline], rtol=1e-3, equal_nan=True):
+            raise InputError(
+                f"replicas={len(norms) // of_pipeline}: replicas have different gradients; which parameters a layer "
+                "uses must not depend on the samples; use replicas=1"
+            )
 
 
 def _padded(norms: torch.Tensor, length: int) -> torch.Tensor:

@@ -169,13 +169,9 @@ class Executor:
 
 @lru_cache(maxsize=16)
 def _final_actions(schedule: Schedule) -> frozenset[Action]:
-    """The actions after which the gradients that they have accumulated change no more: the last one of each stage, and
-    its last I, which leaves to later actions only what it does not accumulate."""
-    final = set[Action]()
-    for actions in schedule.stages:
-        backward = [action for action in actions if action.kind in RETURNS]
-        final.update(actions[-1:], (action for action in backward[-1:] if action.kind is Kind.I))
-    return frozenset(final)
+    """The last action of each stage: no gradient that it has accumulated changes any more. That holds for no other: a
+    weight may wait for its W in one micro-batch, and not in another whose graph is another one."""
+    return frozenset(actions[-1] for actions in schedule.stages if actions)
 
 
 @lru_cache(maxsize=16)  # mini-batches of text may differ in M, and each M has a schedule of its own

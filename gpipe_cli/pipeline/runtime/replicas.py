@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.runtime.link import await_first
 from gpipe_cli.pipeline.runtime.transport import waiting_for_peers
 
@@ -116,15 +117,21 @@ class Replicas:
                 hook.remove()
 
     def stage_ends(self, stage: int) -> None:
-        """Called when all gradients of `stage` are final; those that it has not got by now, it does not get."""
+        """Called when all gradients of `stage` are final; those that it has not got by now, it does not get. Raises
+        InputError for a gradient that was added to after it had been sent."""
         for bucket in self._buckets:
             if bucket.stage == stage:
+                if bucket.own is not None and any(one.grad is not None for one in bucket.parameters):
+                    raise InputError(
+                        f"replicas={self.size}: a layer of stage {stage} adds to a gradient several times in one "
+                        "backward, by a backward of its own; use replicas=1, or let autograd run it"
+                    )
                 bucket.pending = 0
         self._begin()
 
     def finish(self) -> None:
-        """Wait until all gradients are summed over replicas; `.grad` then has the sums, also in a replica that had no
-        samples. Raises ValueError if a parameter has a gradient that had none in the first step in any replica."""
+        """Wait until all gradients are summed over replicas; `.grad` then has the sums, and None where this replica has
+        found none. One without samples gets those that any replica has found in the first step."""
         gathered: list[Any] = []
         for bucket in self._buckets:
             with self._waiting():
@@ -138,16 +145,12 @@ class Replicas:
                 gathered.append(_all_gather(bucket.own.view(-1), sums, group))
         if self._used is None:
             self._used = self._found_in_any()
-        if not self._found <= self._used:
-            raise ValueError(
-                "a parameter got a gradient that had none in the first step: with replicas > 1, which parameters a "
-                "layer uses must not depend on the step"
-            )
+        present = self._found or self._used
         for bucket, work in zip(self._buckets, gathered, strict=True):
             with self._waiting():
                 work.wait()
             for parameter, sums in zip(bucket.parameters, bucket.views, strict=True):
-                parameter.grad = sums if parameter in self._used else None
+                parameter.grad = sums if parameter in present else None
             bucket.own = bucket.received = bucket.work = None
             bucket.views = ()
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from engine_runs import CPU, SumOfSquares
 from torch import nn
 
+from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.runtime import replicas as module
 from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor
 from gpipe_cli.pipeline.runtime.executor import Executor
@@ -17,6 +18,7 @@ from gpipe_cli.pipeline.runtime.replicas import Replicas
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.runtime.transport import LocalTransport
 from gpipe_cli.pipeline.schedule.named_schedules import build
+from gpipe_cli.training.step import _refuse_different
 
 
 class Odd(nn.Module):
@@ -122,12 +124,64 @@ def test_a_replica_without_samples_gets_the_sums_and_no_gradient_of_what_nobody_
     assert all(gradient is not None and not gradient.any() for gradient in found.values())
 
 
-def test_a_parameter_that_is_used_later_is_refused(alone: Replicas) -> None:
-    """The other replicas would not know whether it has a gradient, and the optimizers would part."""
+class Varies(nn.Module):
+    """Uses its weight in another way, or not at all, in micro-batches of some seeds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.product, self.calls, self.skips = nn.Linear(4, 4), 0, False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.skips:
+            return x * 2
+        return self.product(x) if self.calls % 3 else self.product(x) + self.product.weight.tanh().sum()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_what_a_layer_uses_may_change(schedule: str, alone: Replicas) -> None:
+    """A weight that waits for W in some micro-batches, and not in the last one, counted as final in the last I: its sum
+    lacked what came later. And a parameter that nobody uses in a later step has no gradient, as without replicas: the
+    optimizer moved it by zeros."""
+    both = [stages(), stages()]
+    for made in both:
+        made[1].module.append(Varies())
+        made[1]._layers = list(made[1].module.named_children())
+        with torch.no_grad():
+            made[1].module[3].product.weight.copy_(torch.eye(4))
+            made[1].module[3].product.bias.zero_()
+    for skips in (False, True):
+        for made, replicas in zip(both, (None, alone), strict=True):
+            made[1].module[3].skips, made[1].module[3].calls = skips, 0
+            for stage in made.values():
+                stage.module.zero_grad()
+            step(made, schedule, 3, replicas)
+            if replicas is not None:
+                replicas.finish()
+        found = gradients(both[1])
+        for name, gradient in gradients(both[0]).items():
+            other = found[name]
+            assert (gradient is None) == (other is None), name
+            assert gradient is None or other is None or torch.equal(gradient, other), name
+        assert (found["3.product.weight"] is None) == skips
+
+
+def test_a_gradient_that_is_added_to_once_more_is_refused(alone: Replicas) -> None:
+    """It would be lost without a word."""
     made = stages()
-    step(made, "gpipe", 1, alone)
-    alone.finish()
-    made[1].module.odd.unused.grad = torch.ones(3)
-    step(made, "gpipe", 1, alone)
-    with pytest.raises(ValueError, match="had none in the first step"):
-        alone.finish()
+    last = made[1].module.last.weight
+
+    def once_more(weight: torch.Tensor) -> None:
+        with torch.enable_grad():
+            last.sum().backward()
+
+    made[1].module.odd.product.weight.register_post_accumulate_grad_hook(once_more)
+    with pytest.raises(InputError, match="replicas=1: a layer of stage 1 adds to a gradient several times"):
+        step(made, "gpipe", 1, alone)
+
+
+def test_replicas_with_different_gradients_are_refused() -> None:
+    same, fewer = torch.tensor([1.0, 2.0, -1.0]), torch.tensor([1.0, -1.0, -1.0])
+    _refuse_different([same, fewer, same, fewer], 2)
+    with pytest.raises(InputError, match=r"^replicas=2: .*use replicas=1"):
+        _refuse_different([same, same, same, fewer], 2)
