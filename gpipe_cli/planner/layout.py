@@ -21,11 +21,11 @@ from gpipe_cli.system.accelerator import TYPE, torch_is_built_for
 from gpipe_cli.system.machine import usable_cores, usable_memory_bytes
 from gpipe_cli.units import plural
 
-# NCCL's buffers by its defaults (NCCL_BUFFSIZE; `ncclBuffSize` and the sizes of the other two protocols in its source):
-# a receiver has 4 MiB for each channel of a link, 9.4 MiB for each one of a ring. A link has 4 channels
-# (`distributed/process_groups.py`); that sums over replicas have 16, in a ring and to each other, is our estimate.
-_LINK_BYTES = 4 * (4 << 20)
-_SUMS_BYTES = 16 * (4 << 20) + 16 * int(9.4 * 2**20)
+# NCCL's buffers by its defaults: 10 MiB at the receiver of a connection, for its three protocols, and 2 MiB at the sender
+# (transport/p2p.cc of NCCL 2.28). A link has 4 connections (`distributed/process_groups.py`). That sums over replicas
+# have 16 in a ring, and 32 between all pairs, is our estimate.
+_LINK_BYTES = 4 * (10 << 20)
+_SUMS_BYTES = (16 + 32) * (12 << 20)
 
 
 @dataclass(frozen=True)

@@ -216,7 +216,7 @@ def test_copies_within_a_process_are_links() -> None:
 H100 = Gpu("NVIDIA H100 80GB HBM3", 85_520_809_984)
 OTHER = Gpu("NVIDIA of another day", 15_828_320_256)
 FIGURES = {H100: Figures(6e14, 4e14, 2.8e12, 4e-6), OTHER: Figures(6e13, 4e13, 2.8e11, 6e-6)}
-LINK = 16 * 2**20  # NCCL's buffers, one for each direction
+LINK = 40 * 2**20  # NCCL's buffers, one for each direction
 GPU_SETTINGS = [*(setting for setting in TINY if not setting.startswith("device=")), "device=auto"]
 
 

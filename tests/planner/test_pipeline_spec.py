@@ -77,7 +77,7 @@ def test_a_gpu_holds_nccl_s_buffers_too(settings: str, links: int, sums: int, mo
     """The process with the most neighbours counts, with a link in each direction: no plan counted them."""
     monkeypatch.setattr(layout, "number_of_gpus", lambda config: 8)
     found = layout.nccl_bytes(layout_of(configure(*TINY, *settings.split(), "batch_size=8")))
-    assert found == links * 16 * 2**20 + sums * layout._SUMS_BYTES
+    assert found == links * 40 * 2**20 + sums * layout._SUMS_BYTES
 
 
 @pytest.mark.parametrize(("rank", "here", "local_rank"), [(0, 1, 0), (1, 2, 0), (2, 2, 1)])
