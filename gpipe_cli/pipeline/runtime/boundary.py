@@ -14,7 +14,7 @@ from typing import TypeAlias
 import torch
 
 Tensors: TypeAlias = tuple[torch.Tensor, ...]
-_ALIGNED_BYTES = 16  # the most that a thread of a GPU reads or writes at once
+_ALIGNED_BYTES = 256  # the largest alignment of which torch tells cuBLASLt, which chooses kernels by it
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,11 @@ def in_layout(tensor: torch.Tensor, memory_format: torch.memory_format) -> torch
             tensor = tensor.contiguous()
         # for a dimension of size 1 several strides mean the same memory, and kernels are chosen by strides
         tensor = tensor if tensor.stride() == strides else tensor.as_strided(tensor.shape, strides)
+    return _aligned(tensor)
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy if it begins at another alignment than memory of its own would."""
     return tensor.clone() if tensor.storage_offset() * tensor.itemsize % _ALIGNED_BYTES else tensor
 
 
@@ -109,5 +114,6 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def split_all(batch: Tensors, sizes: Sequence[int]) -> tuple[Tensors, ...]:
-    """Split a mini-batch of tensors, (N, ...) each, into micro-batches of `sizes` samples."""
-    return tuple(zip(*(tensor.split(list(sizes)) for tensor in batch), strict=True))
+    """Split a mini-batch of tensors, (N, ...) each, into micro-batches of `sizes` samples. All are aligned, so that
+    none is copied, and counted twice, where a layer hands it on."""
+    return tuple(zip(*(map(_aligned, tensor.split(list(sizes))) for tensor in batch), strict=True))

@@ -54,7 +54,7 @@ def test_a_part_of_the_input_that_is_handed_on_has_left_before_the_next_input_co
     before.sent = after.sent  # so that receives look at what is sent on
 
     def boundary(channels: int) -> tuple[BoundaryTensor, ...]:
-        return (BoundaryTensor((0, channels, 2, 2), (1, 0, 0, 0), torch.float32, True),)
+        return (BoundaryTensor((0, channels, 8, 8), (1, 0, 0, 0), torch.float32, True),)
 
     boundaries = [boundary(4), boundary(2)]
     transport = P2PTransport(
