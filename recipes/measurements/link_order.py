@@ -9,6 +9,7 @@ is first used, each when the device is idle. A process has one stage or two, nei
 Usage: python recipes/measurements/link_order.py [--partitions 8] [--micro-batches 32]      ten minutes
 """
 
+import random
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ import torch
 from runs import command_line
 
 from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor, Tensors
+from gpipe_cli.pipeline.runtime.deferred_batch_norm import OfReplicas
 from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.link import Edge, Links
 from gpipe_cli.pipeline.runtime.p2p_transport import Boundaries, P2PTransport
@@ -169,7 +171,8 @@ class Stage:
 
     def begin_step(self, step: int, objective: object, first_micro_batch: int) -> None: ...
 
-    def finish_step(self, of_replicas: object) -> None: ...
+    def finish_step(self, of_replicas: OfReplicas) -> None:
+        of_replicas(torch.zeros(1))
 
 
 Sums = Callable[[Device, int, int], Replicas]  # the replicas of a process, by replica and number in its pipeline
@@ -180,12 +183,13 @@ def finishes(
     process_of_stage: Sequence[int],
     *,
     early: bool,
-    idle: bool,
+    idle: float,
     sums: Sums | None = None,
     group_of: Callable[[Edge], object] = lambda edge: edge,
 ) -> bool:
     """Whether two steps end without a deadlock, of pipelines that each have a schedule, which sum their gradients by
     `sums`. Processes are threads; received values are checked. Operations of one `group_of` an edge wait for another.
+    `idle`: the share of actions that wait for an idle device, chosen at random.
     """
     partitions, processes = len(process_of_stage), 1 + max(process_of_stage)
     device = Device(processes * len(schedules))
@@ -205,11 +209,12 @@ def finishes(
 
     def run(replica: int, process: int) -> None:
         schedule = schedules[replica]
-        micro_batches = schedule.micro_batches
+        micro_batches, number = schedule.micro_batches, replica * processes + process
+        chance = random.Random(number)
 
         def watch(action: Action, samples: int, lengths: Sequence[int]) -> None:
-            if idle:
-                device.wait(lambda: device.idle(replica * processes + process))
+            if chance.random() < idle:
+                device.wait(lambda: device.idle(number))
 
         try:
             transport = P2PTransport(

@@ -5,7 +5,7 @@ The simulated device is that of recipes/measurements/link_order.py, which tries 
 """
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 
 from gpipe_cli.pipeline.runtime import replicas as module
+from gpipe_cli.pipeline.runtime.p2p_transport import P2PTransport
 from gpipe_cli.pipeline.runtime.replicas import Replicas
 from gpipe_cli.pipeline.schedule.named_schedules import SCHEDULES, build, forward_only
-from gpipe_cli.pipeline.schedule.schedule import Schedule
+from gpipe_cli.pipeline.schedule.schedule import RECOMPUTE, Kind, Schedule
 
 FOLDER = Path(__file__).parents[3] / "recipes" / "measurements"
 
@@ -25,11 +26,13 @@ FOLDER = Path(__file__).parents[3] / "recipes" / "measurements"
 class Group:
     """A process's end of the group of its replicas, whose collectives run one after another."""
 
-    def __init__(self, links: Any, device: Any, process: int, members: Sequence[int]) -> None:
+    def __init__(self, links: Any, device: Any, process: int, members: Sequence[int], *, idle: bool) -> None:
         self._links, self._device, self._process, self._members = links, device, process, tuple(members)
-        self._begun = 0
+        self._idle, self._begun = idle, 0
 
     def collective(self, size: int) -> Any:
+        if self._idle:  # the launch of the copy into what is sent
+            self._device.wait(lambda: self._device.idle(self._process))
         operation = self._links.Operation(("sum", self._begun, size), [], self._members, self._device)
         self._begun += 1
         self._device.put(self._process, self._members, operation)
@@ -40,45 +43,74 @@ def begin(*given: Any, group: Any = None, async_op: bool = True) -> Any:
     return (given[-1] if group is None else group).collective(given[1].numel())
 
 
+def gather(parts: Sequence[torch.Tensor], part: torch.Tensor, group: Any) -> None:
+    for one in parts:
+        one.copy_(part)
+    group.collective(part.numel()).wait()
+
+
 @pytest.fixture
 def links(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(FOLDER))
     monkeypatch.setattr(dist, "all_to_all_single", begin)
+    monkeypatch.setattr(dist, "all_gather", gather)
     monkeypatch.setattr(module, "_all_gather", begin)
-    monkeypatch.setattr(Replicas, "_found_in_any", lambda self: {one for of in self._buckets for one in of.parameters})
     return importlib.import_module("link_order")
 
 
-def finishes(links: Any, schedules: Sequence[Schedule], processes: Sequence[int], idle: bool, **settings: Any) -> bool:
-    many = 1 + max(processes)
+def finishes(links: Any, schedules: Sequence[Schedule], of_stage: Sequence[int], idle: float, **settings: Any) -> bool:
+    many = 1 + max(of_stage)
 
     def sums(device: Any, replica: int, process: int) -> Replicas:
         members = range(process, many * len(schedules), many)
-        group: Any = Group(links, device, replica * many + process, members)
-        return Replicas({torch.device("cpu"): group}, len(schedules))
+        group: Any = Group(links, device, replica * many + process, members, idle=idle > 0)
+        replicas = Replicas({torch.device("cpu"): group}, len(schedules))
+        replicas.connect(1)
+        return replicas
 
-    found: bool = links.finishes(schedules, processes, **{"early": False, "idle": idle, "sums": sums} | settings)
+    wanted = {"early": False, "idle": idle, "sums": sums if len(schedules) > 1 else None}
+    found: bool = links.finishes(schedules, of_stage, **wanted | settings)
     return found
 
 
-@pytest.mark.parametrize("idle", [False, True], ids=["at once", "idle"])
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_replicas_with_unequal_numbers_of_micro_batches_do_not_deadlock(name: str, idle: bool, links: Any) -> None:
-    """Also if one of them has no samples. Stages are one or two for each process."""
+@pytest.mark.parametrize("idle", [0, 0.5, 1], ids=["at once", "any", "idle"])
+@pytest.mark.parametrize("name", [*SCHEDULES, "evaluation"])
+def test_no_order_of_launches_deadlocks(name: str, idle: float, links: Any) -> None:
+    """Nor with replicas that have unequal numbers of micro-batches, or no samples. Stages are one or two for each
+    process."""
+    unequal = [(4, 3), (1, 0), (2, 2, 1), (3, 0, 2), (1, 6)] if name in SCHEDULES else []
     for (partitions, each), counts in product(
-        [(2, 1), (3, 1), (4, 2), (4, 1)], [(6,), (5,), (4, 3), (2, 2, 1), (1, 0), (3, 0, 2)]
+        [(2, 1), (3, 1), (4, 1), (4, 2)], [*((count,) for count in range(1, 7)), *unequal]
     ):
-        processes = partitions // each
-        looped = name == "interleaved"
-        of_stage = [stage % processes if looped else stage // each for stage in range(partitions)]
+        processes, recompute = partitions // each, RECOMPUTE[sum(counts) % len(RECOMPUTE)]
+        of_stage = [stage % processes if name == "interleaved" else stage // each for stage in range(partitions)]
         schedules = [
-            build(name, partitions, count, "except_last", processes) if count else forward_only(partitions, 0)
+            build(name, partitions, count, recompute, processes)
+            if count and name in SCHEDULES
+            else forward_only(partitions, count)
             for count in counts
         ]
         assert finishes(links, schedules, of_stage, idle), (partitions, each, counts)
 
 
-BEGIN = Replicas.begin_step
+def test_every_edge_is_used_before_the_first_step_in_a_common_order(
+    links: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A group's first operation connects it, which needs idle devices, and processes that get to it in one order."""
+    uses: dict[int, list[Any]] = {process: [] for process in range(3)}
+    put = links.Device.put
+
+    def note(device: Any, process: int, group: Any, operation: Any) -> None:
+        uses[process].append(group)
+        put(device, process, group, operation)
+
+    monkeypatch.setattr(links.Device, "put", note)
+    assert finishes(links, [build("interleaved", 6, 3, "never", 3)], [0, 1, 2, 0, 1, 2], 0)
+    for used in uses.values():
+        assert used[: len(set(used))] == sorted(set(used))
+
+
+BEGIN, CONNECT = Replicas.begin_step, P2PTransport._connect
 
 
 def process_of(replicas: Replicas) -> int:
@@ -98,18 +130,46 @@ def in_another_order(self: Replicas, stages: Any) -> None:
         self._buckets.sort(key=lambda bucket: bucket.stage)
 
 
+def in_its_own_order(self: P2PTransport, seconds: float) -> None:
+    """Connects one edge after the other, in an odd process in another order."""
+    links = self._links
+    for edge in sorted(links, reverse=self._process % 2 == 1):
+        self._links = {edge: links[edge]}
+        CONNECT(self, seconds)
+    self._links = links
+
+
 @pytest.mark.parametrize(
-    ("fault", "begin_step"),
+    ("counts", "right", "wrong"),
     [
-        ("receives are posted early", None),
-        ("a replica does not take part", without_its_part),
-        ("a replica sums its stages in another order", in_another_order),
+        pytest.param([4], {}, {"early": True}, id="receives are posted early"),
+        pytest.param(  # receives in the common order of actions could share it
+            [4], {"early": True, "idle": 0}, {"group_of": lambda edge: edge[1] - (edge[0] is Kind.F)},
+            id="both directions of an edge share a group",
+        ),
+        pytest.param([4], {}, (P2PTransport, "_connect", in_its_own_order), id="edges connect in different orders"),
+        pytest.param(
+            [4, 4], {}, (Replicas, "begin_step", in_another_order), id="replicas sum stages in different orders"
+        ),
+        pytest.param(
+            [4, 0], {}, (Replicas, "begin_step", without_its_part), id="a replica without samples does not take part"
+        ),
     ],
-)
-def test_a_planted_deadlock_is_found(fault: str, begin_step: Any, links: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    schedule, of_stage = build("1f1b", 3, 4, "never"), [0, 1, 2]
-    if begin_step is None:
-        assert not finishes(links, [schedule], of_stage, True, early=True)
-        return
-    monkeypatch.setattr(Replicas, "begin_step", begin_step)
-    assert not finishes(links, [schedule] * 2, [0, 0, 0], True)
+)  # fmt: skip
+def test_a_planted_deadlock_is_found(
+    counts: list[int],
+    right: dict[str, Any],
+    wrong: dict[str, Any] | tuple[type, str, Callable[..., None]],
+    links: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`wrong`: other settings, or a method in the place of another one."""
+    schedules = [build("1f1b", 3, count, "never") if count else forward_only(3, 0) for count in counts]
+    of_stage = [0, 0, 0] if len(counts) > 1 else [0, 1, 2]
+    settings = {"idle": 1} | right
+    assert finishes(links, schedules, of_stage, **settings)
+    if isinstance(wrong, tuple):
+        monkeypatch.setattr(*wrong)
+    else:
+        settings |= wrong
+    assert not finishes(links, schedules, of_stage, **settings)
