@@ -6,8 +6,8 @@ micro-batches are recomputed is not decided here: the executor reads it off the 
 What makes results independent of the cut (law 1), for each layer and not only for each stage:
 
 * the default generator is seeded before each layer, so that dropout repeats in a recomputation and on any stage;
-* the tensors between layers, and the gradients that come back through them, always have the same strides, because
-  kernels may sum in another order for another layout;
+* the tensors between layers, and the gradients that come back through them, always have the same strides and alignment,
+  because kernels are chosen by them, and may sum in another order;
 * a tensor handed over twice becomes two, because gradients of the two would otherwise be summed in an order that
   depends on whether a cut lies between.
 """

@@ -66,6 +66,7 @@ def test_a_part_of_the_input_that_is_handed_on_has_left_before_the_next_input_co
         action = Action(Kind.F, 1, m)
         (received,) = transport.receive(action)
         assert received is not None
+        assert received.storage_offset() == 0, "as aligned as a tensor that a layer made"
         transport.send(action, (in_layout(received.chunk(2, dim=1)[1], torch.contiguous_format),))
         transport.launched()
     assert [message.left for message in after.sent[1:]] == [True, True, False, False]
