@@ -8,6 +8,8 @@ in use on another stream than that of its allocation, which is where the allocat
 Behind `system/accelerator.py`, a device is `cpu:N`; its tensors are those that were made on it.
 """
 
+import itertools
+import sys
 import threading
 import time
 import weakref
@@ -24,10 +26,9 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gpipe_cli.pipeline.runtime import link, p2p_transport, randomness, recording, replicas, transport
+from gpipe_cli.pipeline.runtime import replicas
 from gpipe_cli.pipeline.runtime.link import Edge
 from gpipe_cli.system import accelerator
-from gpipe_cli.training.checkpoint import background_writer
 
 Clock = dict[str, int]  # how many operations of each stream and thread have come before
 _NO_ACCESS = ("aten::empty_like", "aten::new_empty", "aten::new_empty_strided")
@@ -102,14 +103,20 @@ class Memory:
 class Here(threading.local):
     """What belongs to a thread of the host."""
 
+    _numbers = itertools.count()
+
     def __init__(self) -> None:
+        self.name = f"thread {next(self._numbers)}"  # Python's own number of a thread is used again after its end
         self.clock: Clock = {}
         self.current: dict[int, Stream] = {}
-        self.home = 0  # the device of what it allocates without naming one
+        # the device of a CPU tensor, which torch does not number; None: it has several, and such memory is the host's
+        self.home: int | None = None
         self.host_copies = False
 
 
 class World:
+    """The clocks of one run. Frees on a device are looked at until its run has `ended`."""
+
     def __init__(self) -> None:
         self.here = Here()
         self.races: list[str] = []
@@ -121,9 +128,13 @@ class World:
 
     # --- What the door is asked for ------------------------------------------------------------------------------
 
+    def number(self, device: torch.device) -> int:
+        return device.index if device.index is not None else self.here.home or 0
+
     def new_stream(self, device: torch.device) -> Stream:
         self._streams += 1
-        return Stream(self, device.index or 0, f"stream {self._streams} of device {device.index or 0}")
+        number = self.number(device)
+        return Stream(self, number, f"stream {self._streams} of device {number}")
 
     def current(self, device: int) -> Stream:
         default = self._default.setdefault(device, Stream(self, device, f"compute stream of device {device}"))
@@ -146,17 +157,17 @@ class World:
         patched: dict[str, Any] = {
             "is_accelerator": lambda device: True,
             "new_stream": self.new_stream,
-            "current_stream": lambda device: self.current(device.index or 0),
+            "current_stream": lambda device: self.current(self.number(device)),
             "keep_for": self.keep_for,
             "new_timer": lambda device: Event(self),
             "generators": lambda device: [torch.default_generator],
-            "using_device": lambda device: self.current(device.index or 0),
+            "using_device": lambda device: self.current(self.number(device)),
             "page_locked": lambda size: torch.empty(size, dtype=torch.uint8),
         }
-        rooms = accelerator, transport, p2p_transport, recording, replicas, link, randomness, background_writer
-        for module in rooms:
+        real = {name: getattr(accelerator, name) for name in patched}
+        for module in [module for name, module in sys.modules.items() if name.startswith("gpipe_cli.")]:
             for name, stand_in in patched.items():
-                if hasattr(module, name):
+                if vars(module).get(name) is real[name]:
                     monkeypatch.setattr(module, name, stand_in)
         monkeypatch.setattr(
             torch.Tensor, "to", lambda tensor, *given, **settings: self.forged_to(tensor, *given, **settings)
@@ -204,7 +215,7 @@ class World:
             self.host(tensor, "the host", writes=False)
 
     def host(self, tensor: torch.Tensor, name: str, *, writes: bool) -> None:
-        agent, clock = f"thread {threading.get_ident()}", self.here.clock
+        agent, clock = self.here.name, self.here.clock
         clock[agent] = clock.get(agent, 0) + 1
         self.access(agent, clock, clock[agent], self.memory(tensor, None), name, writes=writes)
 
@@ -222,8 +233,8 @@ class World:
                 )
 
     @contextmanager
-    def watching(self, home: int = 0) -> Iterator[None]:
-        """Inside, this thread's operations are watched; what it makes without naming a device is on `home`."""
+    def watching(self, home: int | None) -> Iterator[None]:
+        """Inside, this thread's operations are watched; `home` is its device, None if it has several."""
         self.here.home = home
         with _Watched(self):
             yield
@@ -241,7 +252,10 @@ class _Watched(TorchDispatchMode):
         kwargs, world, name = kwargs or {}, self._world, func._schema.name
         written: list[torch.Tensor] = []
         read: list[torch.Tensor] = []
-        for argument, value in zip(func._schema.arguments, args, strict=False):
+        given_by_name = [
+            (argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs
+        ]
+        for argument, value in (*zip(func._schema.arguments, args, strict=False), *given_by_name):
             tensors = [one for one in tree_leaves(value) if isinstance(one, torch.Tensor)]
             (written if argument.alias_info is not None and argument.alias_info.is_write else read).extend(tensors)
         result = func(*args, **kwargs)
@@ -256,7 +270,9 @@ class _Watched(TorchDispatchMode):
         index = target.index if isinstance(target, torch.device) else None
         devices = [world._memories[key].device for key in given if key in world._memories]
         on = next((device for device in devices if device is not None), index)
-        if on is None:  # made without naming a device: autograd's first gradient, a scalar of the host
+        if on is None and not read and not written:
+            on = world.here.home
+        if on is None:  # memory of the host
             for tensor in (*read, *written, *fresh):
                 world.host(tensor, name, writes=any(tensor is one for one in (*written, *fresh)))
             return result
@@ -283,11 +299,35 @@ class _Watched(TorchDispatchMode):
 # --- Links between processes, each of which is a thread --------------------------------------------------------------
 
 
+def content_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
+        return [tensor.clone() for tensor in tensors]
+
+
+class Target:
+    """A tensor that an operation of a stream writes to once its content comes, and that this does not keep alive."""
+
+    def __init__(self, world: "World", stream: Stream, number: int, name: str, tensor: torch.Tensor) -> None:
+        self._use = world, stream, number, name
+        self._storage, self._dtype = weakref.ref(tensor.untyped_storage()), tensor.dtype
+        self._place = tensor.storage_offset(), tensor.shape, tensor.stride()
+        world.memory(tensor, stream.device).read[stream.name] = number, name  # it is in use from now on
+
+    def write(self, content: torch.Tensor, clock: Clock) -> None:
+        world, stream, number, name = self._use
+        if (storage := self._storage()) is None:
+            return  # a race that has been found
+        with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
+            tensor = torch.empty(0, dtype=self._dtype).set_(storage, *self._place)
+            world.access(stream.name, clock, number, world.memory(tensor, stream.device), name, writes=True)
+            tensor.copy_(content)
+
+
 @dataclass(eq=False)
 class Message:
-    """A send: its tensors, and the clock of the link's stream that reads them."""
+    """A send: what it reads, of which it keeps no tensor alive, and the clock of the link's stream that reads them."""
 
-    tensors: Sequence[torch.Tensor]
+    content: Sequence[torch.Tensor]
     clock: Clock
     taken: bool = False
 
@@ -325,13 +365,14 @@ class WatchedLink:
         for tensor in tensors:
             memory = self._world.memory(tensor, stream.device)
             self._world.access(stream.name, stream.clock, number, memory, "send", writes=False)
-        message = Message(tensors, dict(stream.clock))
+        message = Message(content_of(tensors), dict(stream.clock))
         self._messages.append(message)
         return [Work(self._world, lambda: message.clock, lambda: message.taken, stream.device)]
 
     def receive(self, tensors: Sequence[torch.Tensor]) -> Sequence[Work]:
         number, stream, found = self._begin(), self._stream, list[Clock]()
         posted = dict(stream.clock)
+        targets = [Target(self._world, stream, number, "receive", tensor) for tensor in tensors]
 
         def arrive() -> Clock:
             if not found:
@@ -341,11 +382,8 @@ class WatchedLink:
                     time.sleep(1e-4)
                 message = self._messages.popleft()
                 merge(posted, message.clock)
-                for tensor, sent in zip(tensors, message.tensors, strict=True):
-                    memory = self._world.memory(tensor, stream.device)
-                    self._world.access(stream.name, posted, number, memory, "receive", writes=True)
-                    with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
-                        tensor.copy_(sent)
+                for target, content in zip(targets, message.content, strict=True):
+                    target.write(content, posted)
                 message.taken = True
                 merge(stream.clock, posted)
                 found.append(posted)
@@ -372,9 +410,8 @@ class WatchedGroup:
         for tensor in sent:
             world.access(stream.name, stream.clock, number, world.memory(tensor, self._device), "sum", writes=False)
         posted = dict(stream.clock)
-        with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
-            content = [tensor.clone() for tensor in sent]
-        self._calls.setdefault(at, {})[self._rank] = content, posted
+        targets = [Target(world, stream, number, "sum", tensor) for tensor in received]
+        self._calls.setdefault(at, {})[self._rank] = content_of(sent), posted
 
         def arrive() -> Clock:
             if not found:
@@ -382,13 +419,10 @@ class WatchedGroup:
                 while len(self._calls[at]) < self._size:
                     assert time.monotonic() < until, "another replica did not take part"
                     time.sleep(1e-4)
-                for rank, tensor in enumerate(received):
+                for rank, target in enumerate(targets):
                     content, clock = self._calls[at][rank]
                     merge(posted, clock)
-                    memory = world.memory(tensor, self._device)
-                    world.access(stream.name, posted, number, memory, "sum", writes=True)
-                    with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
-                        tensor.copy_(content[self._rank if len(content) > 1 else 0])
+                    target.write(content[self._rank if len(content) > 1 else 0], posted)
                 merge(stream.clock, posted)
                 found.append(posted)
             return found[0]

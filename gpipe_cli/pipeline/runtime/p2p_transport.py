@@ -132,7 +132,9 @@ class P2PTransport:
 
     def settle(self) -> None:
         while self._sends:
-            self._finish(self._sends.popleft()[1])
+            tensors, works = self._sends.popleft()
+            self._finish(works)
+            del tensors  # not before: the allocator gives their memory to what the current stream does next
 
     def _post(self) -> None:
         """Post the receives that may be posted by now."""
