@@ -73,18 +73,24 @@ class Stream(AbstractContextManager["Stream"]):
 
 
 class Event:
+    _moments = itertools.count()
+
     def __init__(self, world: "World") -> None:
         self.world = world
         self.clock: Clock = {}
+        self.moment = 0  # in milliseconds: its place among all events, in the order in which they are recorded
 
     def record(self, stream: Stream) -> None:
-        self.clock = dict(stream.clock)
+        self.clock, self.moment = dict(stream.clock), next(self._moments)
 
     def synchronize(self) -> None:
         merge(self.world.here.clock, self.clock)
 
     def elapsed_time(self, other: "Event") -> float:
-        return 0.0
+        known = self.world.here.clock
+        if any(known.get(agent, 0) < number for one in (self, other) for agent, number in one.clock.items()):
+            self.world.races.append("the host reads the time of an event that may not have come")
+        return float(other.moment - self.moment)
 
 
 @dataclass
@@ -305,22 +311,19 @@ def content_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 class Target:
-    """A tensor that an operation of a stream writes to once its content comes, and that this does not keep alive."""
+    """A tensor that an operation writes to: from the time it is posted, as nobody may ever wait for it. This does not
+    keep the tensor alive until its content comes."""
 
     def __init__(self, world: "World", stream: Stream, number: int, name: str, tensor: torch.Tensor) -> None:
-        self._use = world, stream, number, name
         self._storage, self._dtype = weakref.ref(tensor.untyped_storage()), tensor.dtype
         self._place = tensor.storage_offset(), tensor.shape, tensor.stride()
-        world.memory(tensor, stream.device).read[stream.name] = number, name  # it is in use from now on
+        world.access(stream.name, stream.clock, number, world.memory(tensor, stream.device), name, writes=True)
 
-    def write(self, content: torch.Tensor, clock: Clock) -> None:
-        world, stream, number, name = self._use
+    def write(self, content: torch.Tensor) -> None:
         if (storage := self._storage()) is None:
             return  # a race that has been found
         with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
-            tensor = torch.empty(0, dtype=self._dtype).set_(storage, *self._place)
-            world.access(stream.name, clock, number, world.memory(tensor, stream.device), name, writes=True)
-            tensor.copy_(content)
+            torch.empty(0, dtype=self._dtype).set_(storage, *self._place).copy_(content)
 
 
 @dataclass(eq=False)
@@ -383,7 +386,7 @@ class WatchedLink:
                 message = self._messages.popleft()
                 merge(posted, message.clock)
                 for target, content in zip(targets, message.content, strict=True):
-                    target.write(content, posted)
+                    target.write(content)
                 message.taken = True
                 merge(stream.clock, posted)
                 found.append(posted)
@@ -422,7 +425,7 @@ class WatchedGroup:
                 for rank, target in enumerate(targets):
                     content, clock = self._calls[at][rank]
                     merge(posted, clock)
-                    target.write(content[self._rank if len(content) > 1 else 0], posted)
+                    target.write(content[self._rank if len(content) > 1 else 0])
                 merge(stream.clock, posted)
                 found.append(posted)
             return found[0]

@@ -19,12 +19,14 @@ from vector_clocks import Event, Message, WatchedGroup, WatchedLink, Work, World
 
 from gpipe_cli.assembly.optimizer import gradients_of
 from gpipe_cli.data.micro_batches import micro_batch_sizes
-from gpipe_cli.pipeline.runtime import deferred_batch_norm, replicas, transport
+from gpipe_cli.pipeline.runtime import deferred_batch_norm, p2p_transport, replicas, transport
 from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.link import Edge, Links
 from gpipe_cli.pipeline.runtime.p2p_transport import Boundaries, P2PTransport
+from gpipe_cli.pipeline.runtime.recording import StreamClock
 from gpipe_cli.pipeline.runtime.replicas import Replicas
 from gpipe_cli.pipeline.runtime.transport import LocalTransport
+from gpipe_cli.pipeline.schedule import prefetched_receives
 from gpipe_cli.pipeline.schedule.named_schedules import SCHEDULES, build, forward_only
 from gpipe_cli.pipeline.schedule.schedule import RECOMPUTE, Action, Kind, Schedule
 from gpipe_cli.system.accelerator import to_device, to_host
@@ -36,6 +38,8 @@ from gpipe_cli.training.step import clip, norms_of
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
     world = World()  # without the cache, whose key has a tensor's device: there is only one here
     monkeypatch.setattr(deferred_batch_norm, "_values_of_channels", deferred_batch_norm._values_of_channels.__wrapped__)
+    uncached = prefetched_receives.prefetched_receives.__wrapped__  # a planted fault must not stay in the cache
+    monkeypatch.setattr(p2p_transport, "prefetched_receives", uncached)
     world.install(monkeypatch)
     return world
 
@@ -100,9 +104,11 @@ def in_one_process(world: World, case: Case) -> None:
     train(world, case, places, range(case.partitions), LocalTransport(places))
 
 
-def in_processes(world: World, case: Case) -> None:
-    """Each process is a thread with a device of its own."""
+def in_processes(world: World, case: Case, neighbours: bool = False) -> None:
+    """Each process is a thread with a device of its own; it has stages that take turns, or two `neighbours`."""
     of_stage, costs = case.process_of_stage, costs_of(case.model, case.frozen)
+    if neighbours:
+        of_stage = tuple(stage // 2 for stage in range(case.partitions))
     balance = case.balance or micro_batch_sizes(len(MODELS[case.model]()), case.partitions)
     boundaries = [costs[end - 1].outputs for end in accumulate(balance[:-1])]
     places = [torch.device("cpu", process) for process in of_stage]
@@ -157,6 +163,7 @@ def in_replicas(world: World, case: Case, size: int) -> None:
         raise failed[0]
 
 
+PAIRS = Case(partitions=4, micro_batches=4, stages_per_process=2, samples=(7, 10))
 CASES = [
     Case(samples=(7, 10), **row)
     for row in covering(
@@ -184,12 +191,49 @@ def test_steps_between_processes_have_no_races(case: Case, world: World) -> None
     assert world.races == []
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
-def test_sums_over_replicas_have_no_races(schedule: str, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With several buckets for a stage, some of which are sent while others still get gradients."""
-    monkeypatch.setattr(replicas, "_BUCKET_BYTES", 500)
-    in_replicas(world, Case(partitions=3, micro_batches=2, schedule=schedule, samples=(7, 10)), 3)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
+def test_steps_of_neighbours_have_no_races(schedule: str, world: World) -> None:
+    """A stage hands a part of its receive buffer on to the next stage of the same process."""
+    in_processes(world, replace(PAIRS, schedule=schedule), neighbours=True)
     assert world.races == []
+
+
+@pytest.mark.parametrize(("schedule", "model"), [("1f1b", "tricky"), ("zero_bubble", "tricky"), ("1f1b", "plain")])
+def test_sums_over_replicas_have_no_races(
+    schedule: str, model: str, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With several buckets for a stage, some of which are sent while others still get gradients. Without batch norms,
+    whose sums come last in the group, nothing else waits for the gradients."""
+    monkeypatch.setattr(replicas, "_BUCKET_BYTES", 500)
+    in_replicas(world, Case(model=model, partitions=3, micro_batches=2, schedule=schedule, samples=(7, 10)), 3)
+    assert world.races == []
+
+
+def test_recordings_have_no_races(world: World) -> None:
+    recorded(world)
+    assert world.races == []
+
+
+def recorded(world: World) -> None:
+    """The marks of a step are read when the next one has run, as a training does."""
+    case, place, sizes = Case(model="plain", partitions=2), torch.device("cpu", 0), (4, 3)
+    stages = build_stages(MODELS["plain"](), costs_of("plain", case.frozen), (3, 2), here=(0, 1), device=place)
+    for stage in stages.values():
+        world.place(stage.module.parameters(), 0)
+    executor = Executor(stages, [0, 0], LocalTransport([place] * 2))
+    batches = [data(replace(case, samples=(sum(sizes),)), 0) for _ in range(3)]
+    before, at_once = None, dict[int, list[float]]()
+    with world.watching(0):
+        for step, batch in enumerate(batches):
+            images, targets = (to_device(tensor, place) for tensor in batch)
+            objective = CrossEntropy(targets.split(sizes), sum(sizes))
+            recording = executor.run(build("1f1b", 2, 2, "never", 1), step, sizes, (images,), objective)
+            if before is not None and before.seconds() != at_once:
+                world.races.append("marks have been made again before they are read")
+            races, known = len(world.races), dict(world.here.clock)
+            before, at_once = recording, recording.seconds()
+            world.here.clock = known  # as if this reading, which waits for the device, had not been
+            del world.races[races:]
 
 
 def test_checkpoints_and_copies_have_no_races(world: World) -> None:
@@ -278,13 +322,22 @@ def arrives_at_once(self: Snapshot, tensors: Any) -> Any:
     return TAKE(self, tensors)[0], nothing
 
 
+def reaches_no_neighbour(receiver: Action, process_of_stage: Sequence[int]) -> Any:
+    yield receiver.stage, receiver.micro_batch
+
+
+def reuses_events(self: StreamClock) -> None:
+    BEGIN_CLOCK(self)
+    self._events, self._events_before = self._events_before, self._events
+
+
 def synchronizes_in_threads(self: Event) -> None:
     if threading.current_thread() is not threading.main_thread():
         SYNCHRONIZE(self)
 
 
 BEGIN_STEP, SEND, FINISH, BEGIN = P2PTransport.begin_step, P2PTransport.send, Replicas.finish, Replicas._begin
-TAKE, SYNCHRONIZE = Snapshot.take, Event.synchronize
+TAKE, SYNCHRONIZE, BEGIN_CLOCK = Snapshot.take, Event.synchronize, StreamClock.begin_step
 
 # The fault: whose method is replaced, by what; what runs; and which race is to be found, as there may be others, too.
 PLANTED: dict[str, tuple[Any, str, Any, str, str]] = {
@@ -305,7 +358,15 @@ PLANTED: dict[str, tuple[Any, str, Any, str, str]] = {
     "receives of a step do not wait for the step before":
         (P2PTransport, "begin_step", begins_at_once, "p2p", r"^receive .* writes .* has read on compute"),
     "gradients are summed before they have come":
-        (Replicas, "finish", sums_early, "sums", r"^sum .* writes .* that aten::add_ has written on compute"),
+        (Replicas, "finish", sums_early, "sums", r"compute .* writes .* that sum has written on replicas"),
+    "a stream does not wait for sums":
+        (Work, "wait", waits_on_host_only, "sums", r"compute .* reads .* that sum has written on replicas"),
+    "a receive does not wait for the neighbour that its buffer is handed on to":
+        (prefetched_receives, "_reached", reaches_no_neighbour, "neighbours", r" reads .* that receive has written"),
+    "the host reads marks that have not come":
+        (Event, "synchronize", nothing, "recorded", r"^the host reads the time of an event"),
+    "marks are made again before they are read":
+        (StreamClock, "begin_step", reuses_events, "recorded", r"^marks have been made again"),
     "a buffer is dropped before its sums have come":
         (Replicas, "_begin", drops_what_it_receives, "sums", r"of compute .* is freed while sum uses it"),
     "a thread writes a checkpoint that has not arrived":
@@ -328,8 +389,12 @@ def test_a_planted_race_is_found(fault: str, world: World, monkeypatch: pytest.M
             in_one_process(world, replace(case, stages_per_process=2))
         case "p2p":
             in_processes(world, replace(case, recompute="always"))
-        case "sums":
-            in_replicas(world, case, 2)
+        case "sums":  # without batch norms, whose sums wait for all others
+            in_replicas(world, replace(case, model="plain", partitions=3), 2)
+        case "neighbours":
+            in_processes(world, PAIRS, neighbours=True)
+        case "recorded":
+            recorded(world)
         case _:
             copied_and_written(world, waits=where != "overwritten")
     found = [race for race in world.races if re.search(expected, race)]
