@@ -22,8 +22,8 @@ from gpipe_cli.system.machine import usable_cores, usable_memory_bytes
 from gpipe_cli.units import plural
 
 # NCCL's buffers by its defaults: 10 MiB at the receiver of a connection, for its three protocols, and 2 MiB at the
-# sender (transport/p2p.cc of NCCL 2.28). A link has 4 connections (`distributed/process_groups.py`). That sums over replicas
-# have 16 in a ring, and 32 between all pairs, is our estimate.
+# sender (transport/p2p.cc of NCCL 2.28). A link has 4 connections (`distributed/process_groups.py`). That sums over
+# replicas have 16 in a ring, and 32 between all pairs, is our estimate.
 _LINK_BYTES = 4 * (10 << 20)
 _SUMS_BYTES = (16 + 32) * (12 << 20)
 
