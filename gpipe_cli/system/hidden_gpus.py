@@ -1,12 +1,14 @@
 """Hides the GPUs from CUDA in a process that only reads shapes, as the parent of the workers does."""
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
 _VARIABLE = "CUDA_VISIBLE_DEVICES"
+_LOCK = threading.RLock()
 
 
 @contextmanager
@@ -18,16 +20,17 @@ def hidden_gpus() -> Iterator[None]:
     current. CUDA remembers its answer: this process cannot use a GPU afterwards, but processes that it starts can.
     Inside, do not call `system.gpus.usable_gpus`, which reads the same variable.
     """
-    before = os.environ.get(_VARIABLE)
-    os.environ[_VARIABLE] = ""
-    try:
-        # Autograd counts the devices once, at the first backward. This comes before any fake tensor: without GPUs, fake
-        # tensors replace CUDA's part of torch by one that counts as a device.
-        empty = torch.empty(0, device="meta", requires_grad=True)
-        torch.autograd.grad(empty.sum(), empty)
-        yield
-    finally:
-        if before is None:
-            del os.environ[_VARIABLE]
-        else:
-            os.environ[_VARIABLE] = before
+    with _LOCK:  # two threads would put back what the other one has set
+        before = os.environ.get(_VARIABLE)
+        os.environ[_VARIABLE] = ""
+        try:
+            # Autograd counts the devices once, at the first backward. This comes before any fake tensor: without GPUs,
+            # fake tensors replace CUDA's part of torch by one that counts as a device.
+            empty = torch.empty(0, device="meta", requires_grad=True)
+            torch.autograd.grad(empty.sum(), empty)
+            yield
+        finally:
+            if before is None:
+                del os.environ[_VARIABLE]
+            else:
+                os.environ[_VARIABLE] = before
