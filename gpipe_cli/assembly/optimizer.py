@@ -112,8 +112,8 @@ def state_bytes(config: groups.OptimizerConfig, parameters: Sequence[nn.Paramete
 @cache
 @hidden_gpus()
 def state_of(config: groups.OptimizerConfig, shape: tuple[int, ...], dtype: torch.dtype) -> Mapping[str, torch.Tensor]:
-    """The optimizer state of one parameter after the first step: key -> tensor without values. CUDA is not to see a GPU
-    here: this process can use none afterwards."""
+    """The optimizer state of one parameter after the first step: key -> tensor without values. Hides the GPUs: this
+    process can use none afterwards, unless it has before (`hidden_gpus`)."""
     parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
     parameter.grad = torch.empty_like(parameter)
     optimizer = build_optimizer(config, {"": parameter})

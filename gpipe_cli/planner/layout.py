@@ -22,9 +22,9 @@ from gpipe_cli.system.machine import usable_cores, usable_memory_bytes
 from gpipe_cli.units import plural
 
 # NCCL's buffers by its defaults: 10 MiB at the receiver of a connection, for its three protocols, and 2 MiB at the
-# sender (transport/p2p.cc of NCCL 2.28). A link has 4 connections (`distributed/process_groups.py`). That sums over
-# replicas have 16 in a ring, and 32 between all pairs, is our estimate.
-_LINK_BYTES = 4 * (10 << 20)
+# sender (transport/p2p.cc of NCCL 2.28). A boundary between processes has a link in each direction, of 4 connections
+# (`distributed/process_groups.py`). Sums over replicas have 16 in a ring and 32 between all pairs, by our estimate.
+_BOUNDARY_BYTES = 4 * (12 << 20)
 _SUMS_BYTES = (16 + 32) * (12 << 20)
 
 
@@ -195,12 +195,11 @@ def _memory(config: TrainConfig, layout: Layout) -> Memory | None:
 
 
 def nccl_bytes(layout: Layout) -> int:
-    """The bytes that NCCL takes from each GPU of this machine for its buffers, in the process with the most links."""
+    """The bytes that NCCL's buffers take of a GPU of this machine, in the process with the most neighbours."""
     if layout.on_cpu:
         return 0
     ends = [end for pair in pairwise(layout.process_of_stage) if len(set(pair)) == 2 for end in pair]
-    links = 2 * max(map(ends.count, ends), default=0)  # one for each direction
-    return links * _LINK_BYTES + (_SUMS_BYTES if layout.replicas > 1 else 0)
+    return max(map(ends.count, ends), default=0) * _BOUNDARY_BYTES + (_SUMS_BYTES if layout.replicas > 1 else 0)
 
 
 def _stages_of_a_device(layout: Layout) -> int:

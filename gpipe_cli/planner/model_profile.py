@@ -21,9 +21,8 @@ from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.profile.layer_cost import LayerCost
 from gpipe_cli.pipeline.profile.operation_counter import cpu_fuses, gpu_fuses
 from gpipe_cli.pipeline.profile.tracing import layer_kinds, run_shapes, trace_layers
-from gpipe_cli.pipeline.runtime.boundary import Boundary
+from gpipe_cli.pipeline.runtime.boundary import ALIGNED_BYTES, Boundary
 from gpipe_cli.pipeline.runtime.frozen import Frozen, freeze
-from gpipe_cli.pipeline.runtime.replicas import ALIGNED_BYTES
 from gpipe_cli.planner.data_sheet import computes_on_gpu
 from gpipe_cli.planner.shared_layers import Shared, find_read, find_shared
 from gpipe_cli.system.accelerator import TYPE

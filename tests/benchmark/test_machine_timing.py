@@ -216,7 +216,7 @@ def test_copies_within_a_process_are_links() -> None:
 H100 = Gpu("NVIDIA H100 80GB HBM3", 85_520_809_984)
 OTHER = Gpu("NVIDIA of another day", 15_828_320_256)
 FIGURES = {H100: Figures(6e14, 4e14, 2.8e12, 4e-6), OTHER: Figures(6e13, 4e13, 2.8e11, 6e-6)}
-LINK = 40 * 2**20  # NCCL's buffers, one for each direction
+BOUNDARY = 48 * 2**20  # NCCL's buffers between two processes
 GPU_SETTINGS = [*(setting for setting in TINY if not setting.startswith("device=")), "device=auto"]
 
 
@@ -268,7 +268,7 @@ def test_gpus_are_timed_and_remembered(cache: Path, gpus: list[Gpu], monkeypatch
     assert sum(layer.backward for layer in costs.layers) == pytest.approx(true, rel=0.1)
     sent = sum(tensor.bytes(3) for tensor in profile.costs[0].outputs) / 3 * 8 / 3
     assert costs.edges[0].forward_seconds == pytest.approx(1e-5 + sent / 3e11)
-    assert layout_of(config).limit_bytes == H100.memory_bytes - 2**30 - 2 * LINK
+    assert layout_of(config).limit_bytes == H100.memory_bytes - 2**30 - BOUNDARY
     # from the file; a probe of the CPU says nothing of them
     timing._timed_machine.cache_clear()
     monkeypatch.setattr(timing, "_probe", lambda: 1.5)
@@ -334,7 +334,7 @@ def test_of_different_gpus_the_slowest_counts(gpus: list[Gpu]) -> None:
     costs, _ = timed(config, profile)
     assert costs.figures == FIGURES[OTHER]
     assert costs.source.startswith(f"hardware=auto: the slowest of {H100.name}, {OTHER.name}, timed")
-    assert layout_of(config).limit_bytes == OTHER.memory_bytes - 2**30 - 2 * LINK
+    assert layout_of(config).limit_bytes == OTHER.memory_bytes - 2**30 - BOUNDARY
     flops = step_flops(config, profile, spec_of(config, profile), costs)
     assert flops.peak_per_second == 2 * 6e13
     assert flops.peak_source == "2 x 60 TFLOP/s (the measured product rate)"

@@ -75,7 +75,7 @@ def trace_layers(
     layer that flattens images copies channels-last ones. Afterwards the weights' format is as before, as the order in
     which initial values are drawn depends on it. Layers compute in `computed_in` where autocast on `device`, `cpu` or
     `cuda`, uses it; `fuses` says when attention is one kernel. `splits`: trace the backward in two halves, too. `kinds`
-    are those of `layer_kinds`, if known. CUDA is not to see a GPU here: this process can use none afterwards.
+    are those of `layer_kinds`, if known. Hides the GPUs: this process can use none afterwards, unless it has before.
 
     Raises InputError if a layer does not accept what the previous one returns, has an unknown batch norm or reads a
     parameter that would not be trained, and ChangedInputError if it changes its input in place in training.

@@ -14,7 +14,7 @@ from typing import TypeAlias
 import torch
 
 Tensors: TypeAlias = tuple[torch.Tensor, ...]
-_ALIGNED_BYTES = 256  # the largest alignment of which torch tells cuBLASLt, which chooses kernels by it
+ALIGNED_BYTES = 256  # the largest alignment of which torch tells cuBLASLt, which chooses kernels by it
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def in_layout(tensor: torch.Tensor, memory_format: torch.memory_format) -> torch
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, or a copy if it begins at another alignment than memory of its own would."""
-    return tensor.clone() if tensor.storage_offset() * tensor.itemsize % _ALIGNED_BYTES else tensor
+    return tensor.clone() if tensor.storage_offset() * tensor.itemsize % ALIGNED_BYTES else tensor
 
 
 @lru_cache(maxsize=4096)

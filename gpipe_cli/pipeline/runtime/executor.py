@@ -78,16 +78,15 @@ class Executor:
         recording = self.recorder.begin_step(schedule)
         if replicas is not None:
             replicas.begin_step({index: stage.module for index, stage in self._stages.items()})
-        final = _final_actions(schedule) if replicas is not None else ()
         for action, keep in _actions_of(schedule, self._device_of_stage, frozenset(self._stages)):
             self._on_action(action, sizes[action.micro_batch], lengths)
-            with replicas.summing(action.stage) if replicas is not None and action in final else nullcontext():
+            ends = action == schedule.stages[action.stage][-1]
+            with replicas.last_action(action.stage) if replicas is not None and ends else nullcontext():
                 self._perform(action, keep, schedule, micro_batches, recording)
-            if replicas is not None and action == schedule.stages[action.stage][-1]:
-                replicas.stage_ends(action.stage)
         if replicas is not None and not sizes:
             for index in self._stages:
-                replicas.stage_ends(index)
+                with replicas.last_action(index):
+                    pass  # without samples it has no gradients
         for stage in self._stages.values():
             stage.finish_step(alone if replicas is None else replicas.gather)
         self._transport.finish_step()
@@ -165,13 +164,6 @@ class Executor:
             case Kind.W:
                 stage.backward_weights(action.micro_batch)
                 return ()
-
-
-@lru_cache(maxsize=16)
-def _final_actions(schedule: Schedule) -> frozenset[Action]:
-    """The last action of each stage: no gradient that it has accumulated changes any more. That holds for no other: a
-    weight may wait for its W in one micro-batch, and not in another whose graph is another one."""
-    return frozenset(actions[-1] for actions in schedule.stages if actions)
 
 
 @lru_cache(maxsize=16)  # mini-batches of text may differ in M, and each M has a schedule of its own

@@ -1,7 +1,8 @@
 """A link sends tensors in one direction between the processes of two neighbouring stages.
 
 Each link has a process group of its own. NCCL runs the operations of a group one after another, and a send ends only
-when its receive runs: in a shared group, a waiting receive could block the send that would free it.
+when its receive runs: in a shared group, a receive that was posted early could block the send that would free it, and
+every receive would delay the sends behind it.
 """
 
 import time

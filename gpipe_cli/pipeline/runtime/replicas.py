@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch import nn
 
 from gpipe_cli.errors import InputError
+from gpipe_cli.pipeline.runtime.boundary import ALIGNED_BYTES
 from gpipe_cli.pipeline.runtime.link import await_first
 from gpipe_cli.pipeline.runtime.transport import waiting_for_peers
 
 _BUCKET_BYTES = 25 << 20
-ALIGNED_BYTES = 128  # every gradient begins at a multiple of these, as kernels are chosen by alignment
 
 
 def _all_gather(gathered: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> Any:
@@ -43,7 +43,7 @@ class _Bucket:
     places: Sequence[tuple[Any, Any, int]]  # shape, strides as autograd gives them, and offset of each gradient
     part: int  # elements that each replica sums
     pending: int = 0  # gradients that may still change in this step
-    own: torch.Tensor | None = None  # (R, part): the gradients in memory order, with zeros between and after them
+    own: torch.Tensor | None = None  # (R, part): the gradients in memory order; what lies between them is not read
     views: Sequence[torch.Tensor] = ()  # the gradients in `own`
     received: torch.Tensor | None = None  # (R, part): from each replica, the part that this one sums
     work: Any = None
@@ -98,8 +98,10 @@ class Replicas:
         self._found.clear()
 
     @contextmanager
-    def summing(self, stage: int) -> Iterator[None]:
-        """Inside, a gradient of `stage` that has been accumulated is final: no later action adds to it."""
+    def last_action(self, stage: int) -> Iterator[None]:
+        """Inside, a gradient of `stage` that has been accumulated is final; afterwards all are, and a parameter without
+        one does not get one. No earlier action makes any final: a weight may wait for its W in one micro-batch, and not
+        in another. Raises InputError for a gradient that was added to after it had been sent."""
 
         def is_final(bucket: _Bucket, parameter: torch.Tensor) -> None:
             bucket.pending -= 1
@@ -115,10 +117,6 @@ class Replicas:
         finally:
             for hook in hooks:
                 hook.remove()
-
-    def stage_ends(self, stage: int) -> None:
-        """Called when all gradients of `stage` are final; those that it has not got by now, it does not get. Raises
-        InputError for a gradient that was added to after it had been sent."""
         for bucket in self._buckets:
             if bucket.stage == stage:
                 if bucket.own is not None and any(one.grad is not None for one in bucket.parameters):
@@ -170,19 +168,18 @@ class Replicas:
             bucket = self._buckets[self._begun]
             self._begun += 1
             first = bucket.parameters[0]
-            bucket.own = torch.zeros(self.size, bucket.part, dtype=first.dtype, device=first.device)
+            found = [at for at, parameter in enumerate(bucket.parameters) if parameter.grad is not None]
+            made = torch.empty if len(found) == len(bucket.parameters) else torch.zeros
+            bucket.own = made(self.size, bucket.part, dtype=first.dtype, device=first.device)
             bucket.views = [bucket.own.view(-1).as_strided(*place) for place in bucket.places]
-            pairs = zip(bucket.views, bucket.parameters, strict=True)
-            found = {one: (view, one.grad) for view, one in pairs if one.grad is not None}
-            self._found |= found.keys()
             if found:
-                views, gradients = zip(*found.values(), strict=True)
+                gradients = [gradient for one in bucket.parameters if (gradient := one.grad) is not None]
                 with torch.no_grad():
-                    torch._foreach_copy_(views, gradients)
+                    torch._foreach_copy_([bucket.views[at] for at in found], gradients)
                 del gradients
-            for parameter in found:
-                parameter.grad = None
-            del found  # their memory is free for what comes next
+            for at in found:
+                self._found.add(bucket.parameters[at])
+                bucket.parameters[at].grad = None  # its memory is free for what comes next
             bucket.received = torch.empty_like(bucket.own)
             with self._waiting():
                 group = self.groups[first.device]

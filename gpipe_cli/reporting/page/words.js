@@ -32,7 +32,8 @@ const WORDS = {
   activations: "What a forward has to keep until its backward: they are most of the memory while many micro-batches " +
     "are on their way.",
   memory: "What a stage holds for its layers: weights, their gradients, the state of the optimizer, buffers for sums " +
-    "over replicas and for checkpoints, work space of one layer, and activations. What the libraries and the process hold by themselves comes on top.",
+    "over replicas and for checkpoints, work space of one layer, and activations. What the libraries and the process " +
+    "hold by themselves comes on top.",
   schedule: "Which actions each device performs, and in which order.",
   bubble: "Idle time that equal stages would have, too: the last stages wait at the beginning for their first " +
     "micro-batch, and the first stages while it comes back. Of equal stages, with gpipe or 1f1b and without " +

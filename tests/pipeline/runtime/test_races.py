@@ -7,6 +7,7 @@ import re
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -104,6 +105,13 @@ def in_one_process(world: World, case: Case) -> None:
     train(world, case, places, range(case.partitions), LocalTransport(places))
 
 
+def in_threads(work: Callable[[int], None], number: int) -> None:
+    """Do `work` in so many threads, each with its index. Raises what one of them raises."""
+    with ThreadPoolExecutor(number) as pool:
+        for done in [pool.submit(work, index) for index in range(number)]:
+            done.result()
+
+
 def in_processes(world: World, case: Case, neighbours: bool = False) -> None:
     """Each process is a thread with a device of its own; it has stages that take turns, or two `neighbours`."""
     of_stage, costs = case.process_of_stage, costs_of(case.model, case.frozen)
@@ -115,52 +123,32 @@ def in_processes(world: World, case: Case, neighbours: bool = False) -> None:
     forward = [(Kind.F, stage, stage + 1) for stage in range(case.partitions - 1)]
     edges = [*forward, *((Kind.B, receiver, sender) for _, sender, receiver in forward)]
     messages: dict[Edge, deque[Message]] = {(kind, receiver): deque() for kind, _, receiver in edges}
-    failed: list[BaseException] = []
 
     def process(number: int) -> None:
-        try:
-            links: dict[Edge, Any] = {}
-            for kind, sender, receiver in edges:
-                ends, edge = (of_stage[sender], of_stage[receiver]), (kind, receiver)
-                if number in ends and ends[0] != ends[1]:
-                    links[edge] = WatchedLink(world, messages[edge], number, edge, ends[ends[0] == number])
-            device = torch.device("cpu", number)
-            moves = P2PTransport(number, of_stage, Links(links, 20, 20), Boundaries(boundaries, boundaries), device)
-            here = [stage for stage, owner in enumerate(of_stage) if owner == number]
-            train(world, case, places, here, moves)
-        except BaseException as error:
-            failed.append(error)
+        links: dict[Edge, Any] = {}
+        for kind, sender, receiver in edges:
+            ends, edge = (of_stage[sender], of_stage[receiver]), (kind, receiver)
+            if number in ends and ends[0] != ends[1]:
+                links[edge] = WatchedLink(world, messages[edge], number, edge, ends[ends[0] == number])
+        device = torch.device("cpu", number)
+        moves = P2PTransport(number, of_stage, Links(links, 20, 20), Boundaries(boundaries, boundaries), device)
+        here = [stage for stage, owner in enumerate(of_stage) if owner == number]
+        train(world, case, places, here, moves)
 
-    threads = [threading.Thread(target=process, args=(number,)) for number in range(case.processes)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failed:
-        raise failed[0]
+    in_threads(process, case.processes)
 
 
 def in_replicas(world: World, case: Case, size: int) -> None:
     """Each replica is a thread with a device of its own. The last one has no samples in the second step."""
     calls: dict[int, dict[int, Any]] = {}
-    failed: list[BaseException] = []
 
     def pipeline(rank: int) -> None:
-        try:
-            places = [torch.device("cpu", rank)] * case.partitions
-            group: Any = WatchedGroup(world, calls, rank, size, rank)
-            moves, sums = LocalTransport(places), Replicas({torch.device("cpu"): group}, size)
-            train(world, case, places, range(case.partitions), moves, sums, empty=rank == size - 1)
-        except BaseException as error:
-            failed.append(error)
+        places = [torch.device("cpu", rank)] * case.partitions
+        group: Any = WatchedGroup(world, calls, rank, size, rank)
+        moves, sums = LocalTransport(places), Replicas({torch.device("cpu"): group}, size)
+        train(world, case, places, range(case.partitions), moves, sums, empty=rank == size - 1)
 
-    threads = [threading.Thread(target=pipeline, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failed:
-        raise failed[0]
+    in_threads(pipeline, size)
 
 
 PAIRS = Case(partitions=4, micro_batches=4, stages_per_process=2, samples=(7, 10))

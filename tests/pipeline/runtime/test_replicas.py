@@ -117,7 +117,8 @@ def test_a_replica_without_samples_gets_the_sums_and_no_gradient_of_what_nobody_
         stage.module.zero_grad()
     alone.begin_step({index: stage.module for index, stage in made.items()})
     for index in made:
-        alone.stage_ends(index)
+        with alone.last_action(index):
+            pass
     alone.finish()
     found = gradients(made)
     assert found.pop("odd.unused") is None
