@@ -1,7 +1,7 @@
 """`gpipe export`: a run's model as one plain file, which other programs read without this package.
 
 If timm builds the network, tensors have timm's names, without the names of our layers before them; otherwise those of
-`nn.Sequential.state_dict`. Metadata says what the numbers mean: model settings, classes, normalization of pixels, and
+`nn.Sequential.state_dict`. Metadata says what the numbers mean: model settings, tied weights, classes, normalization of pixels, and
 for text the vocabulary.
 
 The file is evaluated as another program would do it: read from disk into timm's network, plain PyTorch or onnxruntime,
@@ -18,9 +18,8 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import nn
 
-from gpipe_cli.assembly.build import MEMORY_FORMATS, open_data, outputs_of, timm_name
+from gpipe_cli.assembly.build import MEMORY_FORMATS, build_model, open_data, outputs_of, timm_name
 from gpipe_cli.assembly.loss import Totals
 from gpipe_cli.config.groups import ImagesConfig, ResNetConfig, TimmConfig, choice_of
 from gpipe_cli.config.settings import ExportConfig, Format, TrainConfig
@@ -30,6 +29,7 @@ from gpipe_cli.distributed.control_group import Awaited
 from gpipe_cli.errors import InputError
 from gpipe_cli.models.timm_models import timm_arguments
 from gpipe_cli.pipeline.runtime.boundary import Tensors, as_tuple, as_value, in_layout, split_all
+from gpipe_cli.pipeline.runtime.tied_weights import find_ties, other_names
 from gpipe_cli.planner.pipeline_spec import PipelineSpec
 from gpipe_cli.system.accelerator import to_device
 from gpipe_cli.system.files import write_whole
@@ -59,8 +59,9 @@ def write_model(config: ExportConfig, checkpoint: Path, file: Path, threads: int
         tensors = {name.partition(".")[2] if of_timm else name: tensor for name, tensor in model.state_dict().items()}
         holds = plural(len(tensors), "tensor")
         match config.format:
-            case "safetensors":
-                write_whole(file, safetensors_parts(_contiguous(tensors), {"format": "pt", **texts}))
+            case "safetensors":  # which refuses one tensor under two names
+                once = {name: tensor for name, tensor in tensors.items() if name not in facts.get("tied", {})}
+                write_whole(file, safetensors_parts(_contiguous(once), {"format": "pt", **texts}))
             case "torch":
                 content = io.BytesIO()
                 torch.save({"state_dict": _contiguous(tensors), "metadata": facts}, content)
@@ -91,6 +92,8 @@ def _facts(config: ExportConfig, checkpoint: Path) -> dict[str, Any]:
         "step": progress.step,
         "averaged": bool(run.ema_decay and progress.ema_updates),
     }
+    if tied := other_names(find_ties(build_model(run))):  # a name -> the name of the same tensor in the file
+        facts["tied"] = tied
     if not isinstance(run.dataset, ImagesConfig):
         pieces = saved_vocabulary(Path(config.run))  # the meaning of tokens
         return facts | ({} if pieces is None else {"sentencepiece": base64.b64encode(pieces).decode()})
@@ -166,8 +169,10 @@ def _program(
     arguments = _timm_arguments(config)
     if arguments is None:
         tensors = load_file(file) if form == "safetensors" else torch.load(file, weights_only=True)["state_dict"]
-        model: nn.Module = new_model(config)
-        model.load_state_dict(tensors)
+        layers = new_model(config)
+        tied = other_names(find_ties(layers)).items()
+        layers.load_state_dict({**tensors, **{name: tensors[saved] for name, saved in tied}})
+        model: nn.Module = layers
         by = f"PyTorch {torch.__version__}"
     else:
         import timm
