@@ -205,6 +205,7 @@ class TextConfig:
 
     name: TextName
     vocabulary: Vocabulary  # number of token ids
+    tokenizer: str | None = None  # folder or name of one of Hugging Face's; None: the vocabulary is learned
     cache: str | None = None
     root: str | None = None
     direction: Literal["to_english", "from_english", "both"] | None = None
@@ -218,7 +219,7 @@ class TextConfig:
         has = TEXTS[self.name]
         needed = {"root": has.root, "train_samples": has.synthetic, "test_samples": has.synthetic}
         needed |= {"temperature": has.pairs, "direction": has.direction}
-        _check_settings(self, needed, {"drop_long": has.pairs})
+        _check_settings(self, needed, {"drop_long": has.pairs, "tokenizer": not (has.pairs or has.synthetic)})
 
 
 DatasetConfig = ImagesConfig | TextConfig

@@ -10,16 +10,18 @@ from pathlib import Path
 import torch
 
 from gpipe_cli.assembly.build import open_data, outputs_of
-from gpipe_cli.config.settings import TrainConfig
+from gpipe_cli.config.groups import TextConfig
+from gpipe_cli.config.settings import TrainConfig, load
 from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.data.batches import Catalogue, MiniBatches, Split
 from gpipe_cli.data.corpora import languages_of
 from gpipe_cli.data.loading import LoadedBatches
 from gpipe_cli.data.micro_batches import Share
 from gpipe_cli.data.photographs import DECODED
+from gpipe_cli.data.pretrained_tokenizer import PretrainedTokenizer
 from gpipe_cli.data.text import TextSplit, unigram_perplexity
 from gpipe_cli.data.translation import PairSplit
-from gpipe_cli.data.vocabulary import IGNORED
+from gpipe_cli.data.vocabulary import IGNORED, Vocabulary
 from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.errors import InputError
 from gpipe_cli.planner.model_profile import refuse_single_samples
@@ -31,6 +33,7 @@ from gpipe_cli.training.events import DataFacts, Notes
 from gpipe_cli.units import plural
 
 VOCABULARY = "vocabulary.model"  # SentencePiece's file, in the run folder
+TOKENIZER = "tokenizer"  # the folder there with the files of dataset.tokenizer
 _MOST_VOCABULARY_BYTES = 2**28  # ten times the size of a million pieces
 
 
@@ -95,6 +98,39 @@ def saved_vocabulary(run: Path) -> bytes | None:
         raise InputError(f"{run / VOCABULARY}: cannot be read ({error.strerror}); put back that of the run") from error
 
 
+def saved_tokenizer(run: Path) -> dict[str, bytes]:
+    """Name -> content of the files of a run's tokenizer; {} if there are none. Raises OSError."""
+    files = sorted(path for path in (run / TOKENIZER).rglob("*") if path.is_file())
+    return {path.relative_to(run / TOKENIZER).as_posix(): path.read_bytes() for path in files}
+
+
+def with_tokenizer_of(run: Path, config: TrainConfig) -> TrainConfig:
+    """`config` with the tokenizer that the folder of an earlier run holds: the one that its setting names may have
+    changed since, and every token would mean something else.
+
+    Raises InputError if the settings name another than that run's, and if its files are missing.
+    """
+    dataset, earlier = config.dataset, load(run).dataset
+    if not isinstance(dataset, TextConfig) or not isinstance(earlier, TextConfig):
+        return config
+    mine, theirs, saved = dataset.tokenizer, earlier.tokenizer, run / TOKENIZER
+    if mine is not None and theirs is not None and Path(mine).resolve() == saved.resolve():
+        mine = theirs
+    if mine != theirs:
+        use = (
+            "leave it out"
+            if theirs is None
+            else f"use dataset.tokenizer={saved} dataset.vocabulary={earlier.vocabulary}"
+        )
+        why = f"the weights of {run} know the tokens of {'a learned vocabulary' if theirs is None else theirs}"
+        raise RefusedError("dataset.tokenizer", dataset.tokenizer, f"{why}; {use}")
+    if mine is None:
+        return config
+    if not saved.is_dir():
+        raise InputError(f"{saved}: the tokenizer of that run is missing; put it back, or train anew")
+    return replace(config, dataset=replace(dataset, tokenizer=str(saved)))
+
+
 class Data:
     """The data that a process opens before the processes are connected, and reads afterwards."""
 
@@ -113,8 +149,10 @@ class Data:
         # keys: True for the training set, False for the test set; empty without the first stage
         self._readings: dict[bool, Reading] = {}
         if self._first or spec.partitions - 1 in stages:  # stages in between never see a sample
-            saved = saved_vocabulary(source) if source is not None and config.text else None
-            self._splits = open_data(config, saved)
+            saved, read = None, config
+            if source is not None and config.text:
+                saved, read = saved_vocabulary(source), with_tokenizer_of(source, config)
+            self._splits = open_data(read, saved)
         if self._splits is None or not self._first:
             return
         for training, split in zip((False, True), reversed(self._splits), strict=True):
@@ -154,7 +192,8 @@ class Data:
             size, asked = train.vocabulary.size, outputs_of(self._config)
             facts = replace(facts, vocabulary=size, unigram_perplexity=unigram_perplexity(train, test))
             if size < asked:
-                fewer = f"dataset.vocabulary={asked} is more than this text has; {size} makes the model smaller"
+                whose = "the tokenizer" if isinstance(train.vocabulary, PretrainedTokenizer) else "this text"
+                fewer = f"dataset.vocabulary={asked} is more than {whose} has; {size} makes the model smaller"
                 notes += (("vocabulary", fewer),)
         if isinstance(train, PairSplit) and isinstance(test, PairSplit):
             facts = replace(facts, languages=languages_of(train.pairs.languages))
@@ -166,8 +205,13 @@ class Data:
     def save_vocabulary(self, folder: Path) -> None:
         """Write the vocabulary of text into the run's folder. Call it only in the process of the first stage."""
         assert self._splits is not None
-        if isinstance(self._splits[0], TextSplit | PairSplit):
-            write_whole(folder / VOCABULARY, self._splits[0].vocabulary.model)
+        vocabulary = getattr(self._splits[0], "vocabulary", None)
+        if isinstance(vocabulary, Vocabulary):
+            write_whole(folder / VOCABULARY, vocabulary.model)
+        elif isinstance(vocabulary, PretrainedTokenizer):
+            for name, content in vocabulary.files.items():
+                (folder / TOKENIZER / name).parent.mkdir(parents=True, exist_ok=True)
+                write_whole(folder / TOKENIZER / name, content)
 
 
 def mini_batches(config: TrainConfig, catalogue: Catalogue, *, training: bool, replica: int = 0) -> MiniBatches:

@@ -36,7 +36,7 @@ from gpipe_cli.system.files import write_whole
 from gpipe_cli.training import events
 from gpipe_cli.training.checkpoint.files import read_index, safetensors_parts
 from gpipe_cli.training.checkpoint.whole_model import new_model, whole_model
-from gpipe_cli.training.data_feed import Data, MiniBatch, saved_vocabulary
+from gpipe_cli.training.data_feed import Data, MiniBatch, saved_tokenizer, saved_vocabulary
 from gpipe_cli.training.engine import WorkerProcess
 from gpipe_cli.training.onnx_file import onnx_content, onnx_program
 from gpipe_cli.training.step import objective_of
@@ -92,8 +92,7 @@ def _facts(config: ExportConfig, checkpoint: Path) -> dict[str, Any]:
         "averaged": bool(run.ema_decay and progress.ema_updates),
     }
     if not isinstance(run.dataset, ImagesConfig):
-        pieces = saved_vocabulary(Path(config.run))  # the meaning of tokens
-        return facts | ({} if pieces is None else {"sentencepiece": base64.b64encode(pieces).decode()})
+        return facts | _meaning_of_tokens(Path(config.run))
     facts |= {"image_size": run.dataset.image_size, "centre_crop": centre_share(run.dataset), "mean": MEAN, "std": STD}
     try:
         train, _ = open_data(run if config.evaluate else replace(run, dataset=replace(run.dataset, download=False)))
@@ -103,6 +102,15 @@ def _facts(config: ExportConfig, checkpoint: Path) -> dict[str, Any]:
         return facts
     assert isinstance(train, ImageSplit)
     return facts | {"classes": list(train.samples.class_names)}
+
+
+def _meaning_of_tokens(run: Path) -> dict[str, Any]:
+    """`sentencepiece`: the vocabulary that the run learned; or `tokenizer`: the files of its tokenizer by name. Files
+    are in base64."""
+    if (pieces := saved_vocabulary(run)) is not None:
+        return {"sentencepiece": base64.b64encode(pieces).decode()}
+    files = {name: base64.b64encode(content).decode() for name, content in saved_tokenizer(run).items()}
+    return {"tokenizer": files} if files else {}
 
 
 def _timm_arguments(config: TrainConfig) -> dict[str, Any] | None:
