@@ -144,6 +144,11 @@ class Texts:
     synthetic: bool = False
     direction: bool = False
 
+    @property
+    def tokenizer(self) -> bool:
+        """Whether a tokenizer may take the place of a learned vocabulary: pairs need symbols that none has."""
+        return not (self.pairs or self.synthetic)
+
 
 IMAGES = {
     "digits": Images(root=False),
@@ -219,7 +224,7 @@ class TextConfig:
         has = TEXTS[self.name]
         needed = {"root": has.root, "train_samples": has.synthetic, "test_samples": has.synthetic}
         needed |= {"temperature": has.pairs, "direction": has.direction}
-        _check_settings(self, needed, {"drop_long": has.pairs, "tokenizer": not (has.pairs or has.synthetic)})
+        _check_settings(self, needed, {"drop_long": has.pairs, "tokenizer": has.tokenizer})
 
 
 DatasetConfig = ImagesConfig | TextConfig

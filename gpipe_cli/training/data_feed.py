@@ -11,9 +11,10 @@ import torch
 
 from gpipe_cli.assembly.build import open_data, outputs_of
 from gpipe_cli.config.groups import TextConfig
-from gpipe_cli.config.settings import TrainConfig, load
+from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.data.batches import Catalogue, MiniBatches, Split
+from gpipe_cli.data.cache import digest_of
 from gpipe_cli.data.corpora import languages_of
 from gpipe_cli.data.loading import LoadedBatches
 from gpipe_cli.data.micro_batches import Share
@@ -104,31 +105,15 @@ def saved_tokenizer(run: Path) -> dict[str, bytes]:
     return {path.relative_to(run / TOKENIZER).as_posix(): path.read_bytes() for path in files}
 
 
-def with_tokenizer_of(run: Path, config: TrainConfig) -> TrainConfig:
-    """`config` with the tokenizer that the folder of an earlier run holds: the one that its setting names may have
-    changed since, and every token would mean something else.
-
-    Raises InputError if the settings name another than that run's, and if its files are missing.
-    """
-    dataset, earlier = config.dataset, load(run).dataset
-    if not isinstance(dataset, TextConfig) or not isinstance(earlier, TextConfig):
+def _with_saved_tokenizer(config: TrainConfig, run: Path) -> TrainConfig:
+    """`config` with the tokenizer that was saved by the run whose weights are used: what the setting names may have
+    changed since. Raises InputError if it is missing."""
+    dataset = config.dataset
+    if not isinstance(dataset, TextConfig) or dataset.tokenizer is None:
         return config
-    mine, theirs, saved = dataset.tokenizer, earlier.tokenizer, run / TOKENIZER
-    if mine is not None and theirs is not None and Path(mine).resolve() == saved.resolve():
-        mine = theirs
-    if mine != theirs:
-        use = (
-            "leave it out"
-            if theirs is None
-            else f"use dataset.tokenizer={saved} dataset.vocabulary={earlier.vocabulary}"
-        )
-        why = f"the weights of {run} know the tokens of {'a learned vocabulary' if theirs is None else theirs}"
-        raise RefusedError("dataset.tokenizer", dataset.tokenizer, f"{why}; {use}")
-    if mine is None:
-        return config
-    if not saved.is_dir():
-        raise InputError(f"{saved}: the tokenizer of that run is missing; put it back, or train anew")
-    return replace(config, dataset=replace(dataset, tokenizer=str(saved)))
+    if not (run / TOKENIZER).is_dir():
+        raise InputError(f"{run / TOKENIZER}: there is no such folder; put back the tokenizer of the run")
+    return replace(config, dataset=replace(dataset, tokenizer=str(run / TOKENIZER)))
 
 
 class Data:
@@ -151,7 +136,7 @@ class Data:
         if self._first or spec.partitions - 1 in stages:  # stages in between never see a sample
             saved, read = None, config
             if source is not None and config.text:
-                saved, read = saved_vocabulary(source), with_tokenizer_of(source, config)
+                saved, read = saved_vocabulary(source), _with_saved_tokenizer(config, source)
             self._splits = open_data(read, saved)
         if self._splits is None or not self._first:
             return
@@ -173,10 +158,16 @@ class Data:
 
     def reading(self, control: ControlGroup, *, training: bool) -> Reading:
         """The training set or the test set as this process reads it. Call it in every process once they are connected:
-        those without samples receive the catalogue."""
+        those without samples receive the catalogue. Raises InputError if processes read text with different tokens."""
         split = None if self._splits is None else self._splits[0 if training else 1]
         known = split.catalogue if split is not None and self._first else None
-        catalogue = next(catalogue for catalogue in control.collect(known) if catalogue is not None)
+        vocabulary = getattr(split, "vocabulary", None)
+        tokens = None if vocabulary is None else digest_of("tokens", [], [vocabulary.model])
+        catalogues, digests = zip(*control.collect((known, tokens)), strict=True)
+        if len({*digests} - {None}) > 1:
+            why = "the processes read text with different tokens; give every machine the same text and tokenizer"
+            raise InputError(f"dataset={self._config.dataset.name}: {why}")
+        catalogue = next(catalogue for catalogue in catalogues if catalogue is not None)
         if training in self._readings:
             return self._readings[training]
         batches = mini_batches(self._config, catalogue, training=training, replica=self._replica)

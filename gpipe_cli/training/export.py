@@ -2,7 +2,7 @@
 
 If timm builds the network, tensors have timm's names, without the names of our layers before them; otherwise those of
 `nn.Sequential.state_dict`. Metadata says what the numbers mean: model settings, classes, normalization of pixels, and
-for text the vocabulary.
+for text the vocabulary or the tokenizer.
 
 The file is evaluated as another program would do it: read from disk into timm's network, plain PyTorch or onnxruntime,
 without stages. Micro-batches are those of the pipeline, so that the results are bit-identical if nothing was lost.
