@@ -210,7 +210,7 @@ class TextConfig:
 
     name: TextName
     vocabulary: Vocabulary  # number of token ids
-    tokenizer: str | None = None  # folder or name of one of Hugging Face's; None: the vocabulary is learned
+    tokenizer: str | None = None  # of Hugging Face, a folder or a name; None: learned
     cache: str | None = None
     root: str | None = None
     direction: Literal["to_english", "from_english", "both"] | None = None
