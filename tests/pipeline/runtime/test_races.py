@@ -23,9 +23,10 @@ from gpipe_cli.data.micro_batches import micro_batch_sizes
 from gpipe_cli.pipeline.runtime import deferred_batch_norm, p2p_transport, replicas, transport
 from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.link import Edge, Links
-from gpipe_cli.pipeline.runtime.p2p_transport import Boundaries, P2PTransport
+from gpipe_cli.pipeline.runtime.p2p_transport import P2PTransport
 from gpipe_cli.pipeline.runtime.recording import StreamClock
 from gpipe_cli.pipeline.runtime.replicas import Replicas
+from gpipe_cli.pipeline.runtime.routes import Boundaries
 from gpipe_cli.pipeline.runtime.transport import LocalTransport
 from gpipe_cli.pipeline.schedule import prefetched_receives
 from gpipe_cli.pipeline.schedule.named_schedules import SCHEDULES, build, forward_only
@@ -121,13 +122,14 @@ def in_processes(world: World, case: Case, neighbours: bool = False) -> None:
     boundaries = [costs[end - 1].outputs for end in accumulate(balance[:-1])]
     places = [torch.device("cpu", process) for process in of_stage]
     forward = [(Kind.F, stage, stage + 1) for stage in range(case.partitions - 1)]
-    edges = [*forward, *((Kind.B, receiver, sender) for _, sender, receiver in forward)]
-    messages: dict[Edge, deque[Message]] = {(kind, receiver): deque() for kind, _, receiver in edges}
+    edges: list[Edge] = [*forward, *((Kind.B, receiver, sender) for _, sender, receiver in forward)]
+    messages: dict[Edge, deque[Message]] = {edge: deque() for edge in edges}
 
     def process(number: int) -> None:
         links: dict[Edge, Any] = {}
-        for kind, sender, receiver in edges:
-            ends, edge = (of_stage[sender], of_stage[receiver]), (kind, receiver)
+        for edge in edges:
+            _, sender, receiver = edge
+            ends = of_stage[sender], of_stage[receiver]
             if number in ends and ends[0] != ends[1]:
                 links[edge] = WatchedLink(world, messages[edge], number, edge, ends[ends[0] == number])
         device = torch.device("cpu", number)
