@@ -150,18 +150,22 @@ def joined(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor, mask: torch.Tensor
     return x * (1.0 + mask[:, None, None, None]) + y - z
 
 
-def skipping_model() -> nn.Sequential:
+def skipping_layers() -> nn.Sequential:
     """Skips of all kinds: over each other, next to each other, of the images, of the same tensor, of several."""
+    layers: dict[str, nn.Module] = {
+        "images": Stash("images"), "stem": nn.Conv2d(3, 6, 3, padding=1), "norm": nn.BatchNorm2d(6, momentum=0.3),
+        "first": Stash("first"), "same": Stash("same"), "a": Turn(6), "twice": Twice(), "several": Stash("several"),
+        "once": Once(), "b": Turn(6), "cat": Pop("first"), "c": nn.Conv2d(12, 6, 1, bias=False),
+        "near": Stash("near"), "d": Turn(6), "add": Pop("near", "add"), "join": Pop("several", joined),
+        "plus": Pop("same", "add"), "e": nn.Conv2d(6, 3, 1), "end": Pop("images", "add"), "flat": nn.Flatten(),
+        "head": nn.Linear(3 * SIZE * SIZE, CLASSES),
+    }  # fmt: skip
+    return Sequential(OrderedDict(layers))
+
+
+def skipping_model() -> nn.Sequential:
     with torch.device("meta"):
-        layers: dict[str, nn.Module] = {
-            "images": Stash("images"), "stem": nn.Conv2d(3, 6, 3, padding=1), "norm": nn.BatchNorm2d(6, momentum=0.3),
-            "first": Stash("first"), "same": Stash("same"), "a": Turn(6), "twice": Twice(), "several": Stash("several"),
-            "once": Once(), "b": Turn(6), "cat": Pop("first"), "c": nn.Conv2d(12, 6, 1, bias=False),
-            "near": Stash("near"), "d": Turn(6), "add": Pop("near", "add"), "join": Pop("several", joined),
-            "plus": Pop("same", "add"), "e": nn.Conv2d(6, 3, 1), "end": Pop("images", "add"), "flat": nn.Flatten(),
-            "head": nn.Linear(3 * SIZE * SIZE, CLASSES),
-        }  # fmt: skip
-        return Sequential(OrderedDict(layers))
+        return skipping_layers()
 
 
 MODELS = {"tricky": tricky_model, "plain": plain_model, "tied": tied_model, "skipping": skipping_model}

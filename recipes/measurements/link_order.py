@@ -220,7 +220,7 @@ def finishes(
         try:
             transport = P2PTransport(
                 process, process_of_stage, Links(links_of(replica, process), 1, 1),
-                Boundaries([BOUNDARY] * partitions, [BOUNDARY] * partitions), CPU, early=early,
+                Boundaries([BOUNDARY] * (partitions - 1), [BOUNDARY] * (partitions - 1)), CPU, early=early,
             )  # fmt: skip
             stages: dict[int, Any] = {k: Stage(k) for k in range(partitions) if process_of_stage[k] == process}
             executor = Executor(stages, process_of_stage, transport, watch)
