@@ -35,6 +35,11 @@ class ProcessGroups:
     replicas: Replicas | None = None  # the processes with the same stages; None without replicas
 
 
+def is_connected() -> bool:
+    """Whether this process has a process group of all processes: of an earlier call, or the program's own."""
+    return dist.is_initialized()
+
+
 def connect_processes(
     process: int,
     process_of_stage: Sequence[int],
@@ -51,6 +56,7 @@ def connect_processes(
 
     `process_of_stage`: the process of each stage of one pipeline; each of the `replicas` has as many processes. `here`:
     this command has started all processes, and `rendezvous` is a file; under torchrun it is the name of this start.
+    If they are connected already, as in a program that makes several pipelines, only groups are added.
     """
     of_pipeline = 1 + max(process_of_stage)
     processes = of_pipeline * replicas
@@ -64,9 +70,10 @@ def connect_processes(
     if here:
         # the loopback device always exists; the host name may resolve to an unreachable address
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform.startswith("linux") else "lo0")
-    # Keys get the name of this start as a prefix: torchrun's store also holds the addresses of earlier starts.
-    own_store = dist.FileStore(rendezvous, processes) if here else dist.PrefixStore(rendezvous, store())
-    dist.init_process_group("gloo", store=own_store, rank=process, world_size=processes, timeout=_PREPARING)
+    if not is_connected():
+        # Keys get the name of this start as a prefix: torchrun's store also holds the addresses of earlier starts.
+        own_store = dist.FileStore(rendezvous, processes) if here else dist.PrefixStore(rendezvous, store())
+        dist.init_process_group("gloo", store=own_store, rank=process, world_size=processes, timeout=_PREPARING)
     control = dist.new_group(backend="gloo", timeout=timeout)
     assert isinstance(control, dist.ProcessGroup)
     links: dict[Edge, Link] = {}
