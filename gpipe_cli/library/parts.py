@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from gpipe_cli.config.settings import load_hardware
-from gpipe_cli.config.typed import Count, RefusedError, Within
+from gpipe_cli.config.typed import Count, RefusedError, Within, with_type
 from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.distributed.process_groups import ProcessGroups, connect_processes, is_connected
 from gpipe_cli.distributed.rendezvous import Decision, agree
@@ -151,8 +151,14 @@ def as_sequential(layers: nn.Sequential | Iterable[nn.Module]) -> nn.Sequential:
 
 
 def copied(layers: nn.Sequential, tensor: Callable[[torch.Tensor], torch.Tensor]) -> nn.Sequential:
-    """The same modules as objects of their own, with `tensor(each)` in the place of each parameter and buffer."""
-    return copy.deepcopy(layers, {id(own): tensor(own) for own in (*layers.parameters(), *layers.buffers())})
+    """The same modules as objects of their own, with `tensor(each)` in the place of each parameter and buffer. Raises
+    RefusedError for modules that cannot be copied."""
+    replaced = {id(own): tensor(own) for own in (*layers.parameters(), *layers.buffers())}
+    try:
+        return copy.deepcopy(layers, replaced)
+    except (RuntimeError, TypeError) as error:  # of a tensor with a graph, and of what cannot be pickled
+        why = f"cannot be copied ({with_type(error)}); keep such objects out of the layers"
+        raise RefusedError("layers", type(layers).__name__, why) from error
 
 
 def without_values(tensor: torch.Tensor) -> torch.Tensor:
@@ -190,7 +196,7 @@ class Traced:
 
 
 def choose_balance(
-    shared: Sequence[Shared], traced: Traced, partitions: int, devices: Sequence[torch.device], samples: int
+    shared: Sequence[Shared], traced: Traced, partitions: int, devices: Sequence[torch.device], samples: float
 ) -> tuple[int, ...]:
     """The number of layers of each partition, by what the layers cost for micro-batches of `samples` on such devices,
     according to their data sheet. Raises InputError for more partitions than layers."""

@@ -13,6 +13,7 @@ from torch import nn
 
 from gpipe_cli.config.typed import RefusedError, typed
 from gpipe_cli.data.micro_batches import micro_batch_sizes
+from gpipe_cli.distributed.control_group import global_norm
 from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.errors import InputError
 from gpipe_cli.library.parts import (
@@ -28,8 +29,9 @@ from gpipe_cli.library.parts import (
     place,
     without_values,
 )
-from gpipe_cli.pipeline.runtime.boundary import Boundary, Tensors, as_tuple, as_value, in_layout, split_all
+from gpipe_cli.pipeline.runtime.boundary import Boundary, Tensors, as_value, in_layout, split_all
 from gpipe_cli.pipeline.runtime.executor import ActionFailedError
+from gpipe_cli.pipeline.runtime.layer_call import shapes_of
 from gpipe_cli.pipeline.runtime.randomness import keeping_generators
 from gpipe_cli.pipeline.runtime.stage import Objective
 from gpipe_cli.pipeline.schedule.named_schedules import forward_only, order
@@ -37,6 +39,7 @@ from gpipe_cli.pipeline.schedule.partitioner import check_balance
 from gpipe_cli.pipeline.schedule.schedule import RecomputeMode, Schedule
 from gpipe_cli.planner.shared_layers import check_cut, find_shared
 from gpipe_cli.planner.step_schedule import checked_schedule
+from gpipe_cli.training.step import clip, norms_of
 from gpipe_cli.units import count, plural
 
 Values: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
@@ -119,10 +122,15 @@ class Pipeline:
         self._traced: dict[Boundary, Traced] = {}
         self._balance: tuple[int, ...] | None = None
         self._parts: Parts | None = None
-        traced = None if example is None else self._trace(described(as_tuple(example)))
+        inputs = None if example is None else _checked("example", example)
+        traced = None if inputs is None else self._trace(described(inputs))
         self._control, self._groups = connect(self._placement)
-        if traced is not None or balance is not None:
-            self._cut(traced, whole)
+        if inputs is not None or balance is not None:
+            self._cut(traced, len(inputs[0]) if inputs else 0)
+        own = dict(self._module.named_children())
+        for name, layer in whole.named_children():
+            if name not in own:
+                layer.to_empty(device="meta")
         places = self._placement.places
         self._order = order(self._arguments.schedule, partitions, micro_batches, places)
 
@@ -176,6 +184,7 @@ class Pipeline:
         parts, tensors, sizes = self._begin(inputs)
         objective = _Outputs() if self._has_last else None
         self._run(parts, forward_only(self._arguments.partitions, len(sizes)), sizes, tensors, objective)
+        self._control.barrier()  # a process that ends, or drops the pipeline, would take along what it still sends
         if objective is None:
             return None
         whole = tuple(torch.cat(pieces) for pieces in zip(*objective.found, strict=True))
@@ -202,6 +211,22 @@ class Pipeline:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of the layers in this process, under their names in the whole sequence."""
         return self._module.named_parameters()
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Scale all gradients so that their norm, over the parameters of all stages, is at most `max_norm`, as
+        `torch.nn.utils.clip_grad_norm_` for a whole model; returns the norm before, float64 (). Under torchrun all
+        processes must call it together."""
+        own = {name: one.grad for name, one in self.named_parameters() if one.grad is not None}
+        norms = norms_of(list(own.values())).cpu()
+        known = {
+            name: norm
+            for part in self._control.collect(dict(zip(own, norms, strict=True)))
+            for name, norm in part.items()
+        }
+        in_order = [known[name] for name, _ in self._model.named_parameters() if name in known]
+        every = torch.stack(in_order) if in_order else norms
+        clip(list(own.values()), every, max_norm)
+        return global_norm(every)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """A copy of all parameters and buffers, on the CPU, under the names that the whole sequence gives them.
@@ -245,7 +270,7 @@ class Pipeline:
             here = k in placement.here
             where = str(placement.device_of_stage[k]) if here else f"in process {placement.process_of_stage[k]}"
             layers = " ... ".join(dict.fromkeys((names[first], names[end - 1])))
-            parameters = _parameters(self._model[first:end])
+            parameters = _parameters([*self._model][first:end])
             lines.append(f"  stage {k}  {where}  {plural(end - first, 'layer')}: {layers}  {parameters}")
         return "\n".join(lines)
 
@@ -272,24 +297,23 @@ class Pipeline:
             self._traced[inputs] = Traced.of(self._model, inputs)
         return self._traced[inputs]
 
-    def _cut(self, traced: Traced | None, whole: nn.Sequential) -> None:
-        """Choose the stages, and keep the layers of those that are here."""
+    def _cut(self, traced: Traced | None, samples: int) -> None:
+        """Choose the stages, by the costs for mini-batches of `samples` if no balance is given, and keep the layers of
+        those that are here."""
         one, placement = self._arguments, self._placement
         balance = one.balance
         if balance is None:
             assert traced is not None
-            chosen = choose_balance(self._shared, traced, one.partitions, placement.devices, one.micro_batches)
+            mean = samples / min(samples, one.micro_batches)
+            chosen = choose_balance(self._shared, traced, one.partitions, placement.devices, mean)
             balance = self._control.collect(chosen)[0]  # processes may have devices of different kinds
         check_balance(balance, len(self._model), one.partitions, "balance")
         check_cut((*self._shared, *(traced.shared if traced else ())), balance)
         self._balance = balance
         children, kept = list(self._module.named_children()), nn.Sequential()
-        for k, (first, end) in enumerate(self._bounds):
-            for name, layer in children[first:end]:
-                if k in placement.here:
-                    kept.add_module(name, layer.to(placement.device_of_stage[k]))
-                else:
-                    whole.get_submodule(name).to_empty(device="meta")
+        for k in placement.here:
+            for name, layer in children[slice(*self._bounds[k])]:
+                kept.add_module(name, layer.to(placement.device_of_stage[k]))
         self._module = kept
 
     def _begin(self, inputs: Values | None) -> tuple[Parts, Tensors | None, tuple[int, ...]]:
@@ -302,7 +326,7 @@ class Pipeline:
             self._traced_newest = self._trace(shapes)
         traced = self._traced_newest
         if self._balance is None:
-            self._cut(traced, self._module)
+            self._cut(traced, samples)
         assert self._balance is not None
         boundaries = traced.boundaries(self._balance)
         if self._parts is None:
@@ -315,15 +339,10 @@ class Pipeline:
         return self._parts, tensors, sizes
 
     def _placed(self, name: str, values: Values | None, stage: int) -> Tensors:
-        """Tensors on the device of a stage. Raises InputError unless all have the same number of samples."""
+        """The tensors of a mini-batch on the device of a stage. Raises InputError as `_checked`."""
         device = self._placement.device_of_stage[stage]
-        tensors = () if values is None else as_tuple(values)
-        if not tensors or not all(
-            isinstance(t, torch.Tensor) and t.dim() and len(t) == len(tensors[0]) > 0 for t in tensors
-        ):
-            why = "is no tensor (N, ...) with N of at least 1, nor a tuple of them with the same N"
-            raise InputError(f"{name}: {why}; give one mini-batch")
-        return tuple(in_layout(t.detach().to(device, non_blocking=True), torch.contiguous_format) for t in tensors)
+        moved = (tensor.detach().to(device, non_blocking=True) for tensor in _checked(name, values))
+        return tuple(in_layout(tensor, torch.contiguous_format) for tensor in moved)
 
     def _run(
         self,
@@ -394,5 +413,17 @@ class _Outputs:
         self.found.append(outputs)
 
 
-def _parameters(layers: nn.Sequential) -> str:
-    return f"{count(sum(parameter.numel() for parameter in layers.parameters()))} parameters"
+def _checked(name: str, values: Values | None) -> Tensors:
+    """The tensors of a mini-batch. Raises InputError unless all have the same number of samples, at least 1."""
+    tensors = (values,) if isinstance(values, torch.Tensor) else tuple(() if values is None else values)
+    if not tensors or not all(isinstance(one, torch.Tensor) and one.dim() and len(one) for one in tensors):
+        raise InputError(f"{name}: is neither a tensor (N, ...) of N samples nor a tuple of them; give a mini-batch")
+    if len({len(one) for one in tensors}) > 1:
+        shapes = shapes_of(tensors)
+        raise InputError(f"{name}: tensors {shapes} have different numbers of samples; the first dimension is N")
+    return tensors
+
+
+def _parameters(layers: Iterable[nn.Module]) -> str:
+    parameters = {id(own): own.numel() for layer in layers for own in layer.parameters()}
+    return f"{count(sum(parameters.values()))} parameters"
