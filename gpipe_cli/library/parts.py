@@ -98,6 +98,8 @@ def place(arguments: Arguments, started: Torchrun | None) -> Placement:
             devices = [devices[started.local_rank % gpus]]
     else:
         devices = [_known_device(name, gpus) for name in arguments.devices]
+        if "cpu" in devices and {*devices} != {"cpu"}:
+            raise RefusedError("devices", devices, "has the CPU beside GPUs; give one kind")
     places, what = len(devices), "device"
     if started is not None:
         places, what = started.processes, "process"

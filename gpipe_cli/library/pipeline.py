@@ -29,6 +29,8 @@ from gpipe_cli.library.parts import (
     place,
     without_values,
 )
+from gpipe_cli.pipeline.profile.layer_cost import LayerCost
+from gpipe_cli.pipeline.profile.tracing import run_shapes
 from gpipe_cli.pipeline.runtime.boundary import Boundary, Tensors, as_value, in_layout, split_all
 from gpipe_cli.pipeline.runtime.executor import ActionFailedError
 from gpipe_cli.pipeline.runtime.layer_call import shapes_of
@@ -88,8 +90,9 @@ class Pipeline:
                 another, and does not change its input in place. The pipeline trains these very parameters; hooks and
                 modes of the modules that are set later have no effect on it. Under torchrun, layers of other processes
                 are moved to the meta device, which frees their memory.
-            example: inputs of any number of samples, of which only shapes and types matter. If it is given the cut is
-                known at once, else in the first step. Under torchrun, it or `balance` is required.
+            example: inputs as those of a mini-batch, of which only shapes and types matter. With it the cut is known,
+                and the parameters are on their devices, before the optimizer is made; without it from the first step
+                on. Under torchrun, it or `balance` is required.
             partitions: K, at most as many as layers.
             micro_batches: M. A mini-batch need not be a multiple of it.
             schedule: gpipe, the paper's; 1f1b, interleaved or zero_bubble.
@@ -122,6 +125,7 @@ class Pipeline:
         self._traced: dict[Boundary, Traced] = {}
         self._balance: tuple[int, ...] | None = None
         self._parts: Parts | None = None
+        self._takes_single_samples = False  # not known yet
         inputs = None if example is None else _checked("example", example)
         traced = None if inputs is None else self._trace(described(inputs))
         self._control, self._groups = connect(self._placement)
@@ -159,7 +163,9 @@ class Pipeline:
         if reduction not in ("mean", "sum"):
             raise RefusedError("reduction", reduction, "must be one of mean, sum; for example reduction=mean")
         with keeping_generators(self._placement.devices):
-            parts, tensors, sizes = self._begin(inputs)
+            traced, tensors, sizes = self._begin(inputs)
+            if sizes[-1] == 1:
+                self._refuse_single_samples(sum(sizes))
             schedule = checked_schedule(self._order, len(sizes), self._arguments.recompute)
             objective = None
             if self._has_last:
@@ -171,8 +177,8 @@ class Pipeline:
                     as_value(piece, not isinstance(targets, torch.Tensor)) for piece in split_all(of_samples, sizes)
                 ]
                 shares = [size / sum(sizes) if reduction == "mean" else 1.0 for size in sizes]
-                objective = _MiniBatchLoss(loss, pieces, shares, self._returns_tuple(self._traced_newest.training))
-            self._run(parts, schedule, sizes, tensors, objective)
+                objective = _MiniBatchLoss(loss, pieces, shares, _in_tuple(traced.training))
+            self._run(schedule, sizes, tensors, objective)
         self.steps += 1
         return self._of_last(None if objective is None else objective.total())
 
@@ -181,14 +187,14 @@ class Pipeline:
         (N, ...), or a tuple of them, on the device of the last stage. Under torchrun it is None in all processes but
         the last one, and `inputs` may be None in all but the first one. `pipeline(inputs)` is the same."""
         self._require(training=False)
-        parts, tensors, sizes = self._begin(inputs)
+        traced, tensors, sizes = self._begin(inputs)
         objective = _Outputs() if self._has_last else None
-        self._run(parts, forward_only(self._arguments.partitions, len(sizes)), sizes, tensors, objective)
+        self._run(forward_only(self._arguments.partitions, len(sizes)), sizes, tensors, objective)
         self._control.barrier()  # a process that ends, or drops the pipeline, would take along what it still sends
         if objective is None:
             return None
         whole = tuple(torch.cat(pieces) for pieces in zip(*objective.found, strict=True))
-        return as_value(whole, self._returns_tuple(self._traced_newest.evaluation))
+        return as_value(whole, _in_tuple(traced.evaluation))
 
     __call__ = forward
 
@@ -234,12 +240,11 @@ class Pipeline:
         Under torchrun all processes must call it together, and get the same.
         """
         own = dict(self._module.named_children())
-        process_of_layer = self._process_of_layer()
         found: dict[str, torch.Tensor] = {}
-        for name, process in process_of_layer.items():
+        for name, _ in self._model.named_children():  # one by one: never more than a layer is in flight
             state = own[name].state_dict(prefix=f"{name}.") if name in own else {}
-            state = {key: value.detach().to("cpu", copy=True) for key, value in state.items()}
-            found |= self._control.collect(state)[process]
+            for part in self._control.collect({key: value.to("cpu", copy=True) for key, value in state.items()}):
+                found |= part
         return found
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -284,13 +289,6 @@ class Pipeline:
     def _has_last(self) -> bool:
         return self._arguments.partitions - 1 in self._placement.here
 
-    def _process_of_layer(self) -> dict[str, int]:
-        names = [name for name, _ in self._model.named_children()]
-        if self._balance is None:  # all layers are here
-            return dict.fromkeys(names, 0)
-        processes = zip(self._bounds, self._placement.process_of_stage, strict=True)
-        return {name: process for (first, end), process in processes for name in names[first:end]}
-
     def _trace(self, inputs: Boundary) -> Traced:
         """Costs and boundaries for inputs like these; each kind is traced once."""
         if inputs not in self._traced:
@@ -316,15 +314,16 @@ class Pipeline:
                 kept.add_module(name, layer.to(placement.device_of_stage[k]))
         self._module = kept
 
-    def _begin(self, inputs: Values | None) -> tuple[Parts, Tensors | None, tuple[int, ...]]:
-        """The inputs on the first device, and the sizes of micro-batches; the parts fit their shapes afterwards."""
+    def _begin(self, inputs: Values | None) -> tuple[Traced, Tensors | None, tuple[int, ...]]:
+        """What is known of such inputs, the inputs on the first device, and the sizes of micro-batches. The parts are
+        made, or fitted to the shapes of these inputs."""
         tensors = self._placed("inputs", inputs, 0) if 0 in self._placement.here else None
         mine = None if tensors is None else (described(tensors), len(tensors[0]))
         shapes, samples = self._control.collect(mine)[0]
         sizes = micro_batch_sizes(samples, self._arguments.micro_batches)
-        if self._parts is None or self._groups is not None:  # inside one process no shapes need to be known
-            self._traced_newest = self._trace(shapes)
-        traced = self._traced_newest
+        if self._parts is not None and self._groups is None:
+            return next(iter(self._traced.values())), tensors, sizes  # inside a process shapes need not be known
+        traced = self._trace(shapes)
         if self._balance is None:
             self._cut(traced, samples)
         assert self._balance is not None
@@ -336,7 +335,20 @@ class Pipeline:
             self.train(self.training)
         for known, new in zip(self._parts.boundaries, boundaries, strict=True):
             known[:] = new
-        return self._parts, tensors, sizes
+        return traced, tensors, sizes
+
+    def _refuse_single_samples(self, samples: int) -> None:
+        """Raises InputError if a layer cannot be trained on one sample, as batch norm with one value per channel."""
+        if self._takes_single_samples:
+            return
+        try:
+            run_shapes(self._model, next(iter(self._traced)))
+        except InputError as error:
+            most = samples // 2
+            remedy = f"use micro_batches={most} or fewer, or larger mini-batches" if most else "use larger ones"
+            why = f"a mini-batch of {plural(samples, 'sample')} has a micro-batch of one, and {error}; {remedy}"
+            raise RefusedError("micro_batches", self._arguments.micro_batches, why) from error
+        self._takes_single_samples = True
 
     def _placed(self, name: str, values: Values | None, stage: int) -> Tensors:
         """The tensors of a mini-batch on the device of a stage. Raises InputError as `_checked`."""
@@ -345,15 +357,11 @@ class Pipeline:
         return tuple(in_layout(tensor, torch.contiguous_format) for tensor in moved)
 
     def _run(
-        self,
-        parts: Parts,
-        schedule: Schedule,
-        sizes: Sequence[int],
-        inputs: Tensors | None,
-        objective: Objective | None,
+        self, schedule: Schedule, sizes: Sequence[int], inputs: Tensors | None, objective: Objective | None
     ) -> None:
+        assert self._parts is not None
         try:
-            parts.executor.run(schedule, self.steps, sizes, inputs, objective)
+            self._parts.executor.run(schedule, self.steps, sizes, inputs, objective)
         except ActionFailedError as error:
             if isinstance(error.__cause__, InputError):
                 raise error.__cause__ from None
@@ -365,9 +373,6 @@ class Pipeline:
             value = self._control.collect(None if value is None else value.cpu())[-1]
         assert value is not None
         return value
-
-    def _returns_tuple(self, costs: Sequence[Any]) -> bool:
-        return any(tensor.in_tuple for tensor in costs[-1].outputs)
 
     def _require(self, *, training: bool) -> None:
         if self.training != training:
@@ -422,6 +427,11 @@ def _checked(name: str, values: Values | None) -> Tensors:
         shapes = shapes_of(tensors)
         raise InputError(f"{name}: tensors {shapes} have different numbers of samples; the first dimension is N")
     return tensors
+
+
+def _in_tuple(costs: Sequence[LayerCost]) -> bool:
+    """Whether the last layer returns a tuple."""
+    return any(tensor.in_tuple for tensor in costs[-1].outputs)
 
 
 def _parameters(layers: Iterable[nn.Module]) -> str:

@@ -221,6 +221,7 @@ WRONG: dict[str, Callable[[], object]] = {
     "partitions=3": lambda: small(partitions=3, example=torch.ones(1, 2)),
     "partitions=1": lambda: small(partitions=1, devices=["cpu", "cpu"]),
     "partitions=3 ": lambda: small(partitions=3, devices=["cpu", "cpu"], schedule="interleaved"),
+    "micro_batches=2": lambda: small(nn.Linear(2, 2), nn.BatchNorm1d(2)).step(ONES[:3], ONES[:3], F.mse_loss),
     "micro_batches=two": lambda: small(micro_batches="two"),
     "schedule=pipedream": lambda: small(schedule="pipedream"),
     "recompute=sometimes": lambda: small(recompute="sometimes"),
