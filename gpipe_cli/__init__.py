@@ -1,15 +1,25 @@
 """GPipe (Huang et al., 2019): micro-batch pipeline parallelism, as a training application for the command line.
 
-From Python, `load` returns the trained model of a run.
+From Python, `load` returns the trained model of a run, and `Pipeline` trains layers in a loop of one's own.
 """
 
 from os import PathLike
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:  # importing torch takes seconds, and `gpipe --help` does not need it
     from torch import nn
 
-__all__ = ["load"]
+    from gpipe_cli.library.pipeline import Pipeline
+
+__all__ = ["Pipeline", "load"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Pipeline":
+        from gpipe_cli.library.pipeline import Pipeline
+
+        return Pipeline
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def load(

@@ -43,6 +43,7 @@ from gpipe_cli.pipeline.runtime.tied_weights import (
     find_ties,
     other_names,
     share_memory,
+    stages_of,
     trained_parameters,
 )
 from gpipe_cli.pipeline.runtime.transport import LocalTransport
@@ -294,11 +295,10 @@ def train(case: Case, here: Sequence[int], links: dict[Edge, Link] | None) -> di
     for stage in stages.values():  # the reference, which recomputes nothing, does not count
         stage.counter.on = case.recompute != "never"
     executor = Executor(stages, case.process_of_stage, transport)
-    stage_of = [k for k, size in enumerate(balance) for _ in range(size)]
-    numbers = {name: at for at, (name, _) in enumerate(model.named_children())}
+    layers = iter(dict(model.named_children()))
     tied = TiedWeights(
         ties,
-        [[stage_of[numbers[layer]] for layer in tie.layers] for tie in ties],
+        stages_of(ties, [[*itertools.islice(layers, size)] for size in balance]),
         {k: stage.module for k, stage in stages.items()},
         0 if links is None else case.process_of_stage[here[0]],
         [0] * case.partitions if links is None else case.process_of_stage,
@@ -347,8 +347,8 @@ def join(rank: int, processes: int, meet: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=processes)
     for used in range(2, processes + 1):  # with a stage each, or as many as there are with two that take turns
         process_of_stage = [stage % used for stage in range(processes)]
-        far = [(a, b) for a, b in itertools.combinations(range(processes), 2) if b > a + 1]
-        LINKS[used] = edge_links(rank, process_of_stage, CPU, datetime.timedelta(seconds=60), far)
+        pairs = [*itertools.combinations(range(processes), 2)]
+        LINKS[used] = edge_links(rank, process_of_stage, pairs, CPU, datetime.timedelta(seconds=60))
         for members in itertools.combinations(range(processes), used):
             if (group := new_group(rank, members, CPU, datetime.timedelta(seconds=60))) is not None:
                 GROUPS[members] = group

@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
 
+import library_runs
 import pytest
 import torch
 from engine_runs import Case, SumOfSquares, run_in_process
@@ -52,6 +53,13 @@ def test_partitions_do_not_matter(schedule: str, channels_last: bool) -> None:
     for partitions, recompute in product((1, 2, 4), RECOMPUTE):
         case = replace(whole, partitions=partitions, recompute=recompute, stages_per_process=2)
         assert_same_tensors(run_in_process(case), expected)
+
+
+def test_partitions_do_not_matter_in_a_loop_of_ones_own() -> None:
+    expected = library_runs.train(partitions=1, recompute="never", devices=["cuda:0"])
+    for partitions, recompute in product((2, 4), RECOMPUTE):
+        devices = ["cuda:0"] * partitions
+        assert_same_tensors(library_runs.train(partitions=partitions, recompute=recompute, devices=devices), expected)
 
 
 def peak_bytes(recompute: str) -> int:

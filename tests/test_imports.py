@@ -23,6 +23,7 @@ FLOORS = (
     ("results",),
     ("planner",),
     ("training",),
+    ("library",),
     ("verify",),
     # What the rooms of reporting share lies below them.
     (

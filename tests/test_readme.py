@@ -84,7 +84,7 @@ def composed() -> list[str]:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what the README speaks of: its model, a configuration, recipes, a run."""
     folder = tmp_path_factory.mktemp("readme")
-    (model,) = blocks("python")
+    model = blocks("python")[0]
     (folder / "mymodel.py").write_text(model)
     (folder / "FOLDER").mkdir()
     (folder / "FOLDER" / "NAME.yaml").write_text("defaults:\n  - train\n  - _self_\npartitions: 3\n")
@@ -121,6 +121,20 @@ def test_one_command_of_each_kind_runs(line: str, capfd: pytest.CaptureFixture[s
     printed = capfd.readouterr()
     assert code == 0, printed.out + printed.err
     assert "Traceback" not in printed.out + printed.err
+
+
+@pytest.mark.parametrize("program", blocks("python")[1:])
+def test_programs_run_alone_and_under_torchrun(program: str) -> None:
+    """What they print is the same: each of the processes prints it."""
+    Path("program.py").write_text(program)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2"]
+    alone, together = (
+        subprocess.run([sys.executable, *starter, "program.py"], capture_output=True, text=True, check=True,
+                       env=os.environ | {"OMP_NUM_THREADS": "1"}).stdout
+        for starter in ([], torchrun)
+    )  # fmt: skip
+    assert alone
+    assert sorted(together.splitlines()) == sorted(2 * alone.splitlines())
 
 
 def test_a_sweep_runs_goes_on_and_is_compared() -> None:

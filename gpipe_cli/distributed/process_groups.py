@@ -37,6 +37,11 @@ class ProcessGroups:
     tied: Mapping[Group, dist.ProcessGroup] = field(default_factory=dict)  # the processes with the same tied weights
 
 
+def is_connected() -> bool:
+    """Whether this process has a process group of all processes: of an earlier call, or the program's own."""
+    return dist.is_initialized()
+
+
 def connect_processes(
     process: int,
     process_of_stage: Sequence[int],
@@ -55,7 +60,8 @@ def connect_processes(
 
     `process_of_stage`: the process of each stage of one pipeline; each of the `replicas` has as many processes. `here`:
     this command has started all processes, and `rendezvous` is a file; under torchrun it is the name of this start.
-    `stages_of_ties`: for each tied weight, the stages that have it; `skips` as in `edge_links`.
+    `stages_of_ties` and `skips` as in `groups_of_cut`. If the processes are connected already, as in a program that
+    makes several pipelines, only groups are added.
     """
     of_pipeline = 1 + max(process_of_stage)
     processes = of_pipeline * replicas
@@ -69,42 +75,63 @@ def connect_processes(
     if here:
         # the loopback device always exists; the host name may resolve to an unreachable address
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform.startswith("linux") else "lo0")
-    # Keys get the name of this start as a prefix: torchrun's store also holds the addresses of earlier starts.
-    own_store = dist.FileStore(rendezvous, processes) if here else dist.PrefixStore(rendezvous, store())
-    dist.init_process_group("gloo", store=own_store, rank=process, world_size=processes, timeout=_PREPARING)
+    if not is_connected():
+        # Keys get the name of this start as a prefix: torchrun's store also holds the addresses of earlier starts.
+        own_store = dist.FileStore(rendezvous, processes) if here else dist.PrefixStore(rendezvous, store())
+        dist.init_process_group("gloo", store=own_store, rank=process, world_size=processes, timeout=_PREPARING)
     control = dist.new_group(backend="gloo", timeout=timeout)
     assert isinstance(control, dist.ProcessGroup)
     links: dict[Edge, Link] = {}
     for replica in range(replicas):
         owners = [replica * of_pipeline + owner for owner in process_of_stage]
-        links |= edge_links(process, owners, device, timeout, skips)
-    tied: dict[Group, dist.ProcessGroup] = {}
-    for members in sorted({tuple(sorted({process_of_stage[k] for k in stages})) for stages in stages_of_ties}):
-        for first in range(0, processes if len(members) > 1 else 0, of_pipeline):
-            group = new_group(process, [first + member for member in members], device, timeout, blocks=_LINK_BLOCKS)
-            tied |= {} if group is None else {members: group}
+        neighbours = [(stage, stage + 1) for stage in range(len(owners) - 1)]
+        links |= edge_links(process, owners, neighbours, device, timeout)
+    far, tied = groups_of_cut(process, process_of_stage, device, timeout, stages_of_ties, skips, replicas=replicas)
     awaits = partial(waits, Awaited.PROCESS)
     of_device: dict[torch.device, dist.ProcessGroup] = {}
     for place, own in product(range(of_pipeline if replicas > 1 else 0), devices):
         group = new_group(process, range(place, processes, of_pipeline), own, timeout)
         of_device |= {} if group is None else {own: group}
     same_stages = Replicas(of_device, replicas, awaits) if replicas > 1 else None
-    groups = ProcessGroups(Links(links, timeout.total_seconds(), timeout_seconds, awaits), same_stages, tied)
+    groups = ProcessGroups(Links(links | far, timeout.total_seconds(), timeout_seconds, awaits), same_stages, tied)
     return ControlGroup(process, processes, control, waits), groups
+
+
+def groups_of_cut(
+    process: int,
+    process_of_stage: Sequence[int],
+    device: torch.device,
+    timeout: datetime.timedelta,
+    stages_of_ties: Sequence[Sequence[int]],
+    skips: Sequence[tuple[int, int]],
+    *,
+    replicas: int = 1,
+) -> tuple[dict[Edge, Link], dict[Group, dist.ProcessGroup]]:
+    """What only some cuts need: links for skips, and groups for tied weights. `stages_of_ties`: for each tied weight,
+    the stages that have it; `skips`: pairs of stages, not neighbours, of which the first sends a skip to the second. Called
+    in all processes, as all of them must create all groups in the same order."""
+    of_pipeline = 1 + max(process_of_stage)
+    links: dict[Edge, Link] = {}
+    tied: dict[Group, dist.ProcessGroup] = {}
+    for first in range(0, replicas * of_pipeline, of_pipeline):
+        links |= edge_links(process, [first + owner for owner in process_of_stage], sorted(skips), device, timeout)
+    for members in sorted({tuple(sorted({process_of_stage[k] for k in stages})) for stages in stages_of_ties}):
+        for first in range(0, replicas * of_pipeline if len(members) > 1 else 0, of_pipeline):
+            group = new_group(process, [first + member for member in members], device, timeout, blocks=_LINK_BLOCKS)
+            tied |= {} if group is None else {members: group}
+    return links, tied
 
 
 def edge_links(
     process: int,
     process_of_stage: Sequence[int],
+    pairs: Sequence[tuple[int, int]],
     device: torch.device,
     timeout: datetime.timedelta,
-    skips: Sequence[tuple[int, int]] = (),
 ) -> dict[Edge, Link]:
-    """A link for every edge of the pipeline that has exactly one end in this process; `skips`: pairs of stages, not
-    neighbours, of which the first sends a skip to the second. Called in all processes, as all of them must create all
-    groups in the same order."""
-    neighbours = [(stage, stage + 1) for stage in range(len(process_of_stage) - 1)]
-    forward = [(Kind.F, sender, receiver) for sender, receiver in (*neighbours, *sorted(skips))]
+    """A link in each direction between the two stages of each pair of which exactly one is in this process. Called in
+    all processes, as `groups_of_cut`."""
+    forward = [(Kind.F, sender, receiver) for sender, receiver in pairs]
     backward = [(Kind.B, receiver, sender) for _, sender, receiver in forward]
     links: dict[Edge, Link] = {}
     for kind, sender, receiver in forward + backward:

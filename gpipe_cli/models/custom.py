@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from gpipe_cli.config.typed import RefusedError, with_type
+from gpipe_cli.models.skips import Sequence
 
 _KEY = "model.target"
 _TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
@@ -43,7 +44,7 @@ def build_custom(target: str, arguments: Mapping[str, object]) -> nn.Sequential:
             raise
         why = f"fails when it is called on the meta device, where tensors have no values ({with_type(error)})"
         raise RefusedError(_KEY, target, f"{why}; no .item(), no tolist() and no loading of files there") from error
-    if fault := _fault(model):
+    if fault := fault_of(model):
         raise RefusedError(_KEY, target, fault)
     return model
 
@@ -72,18 +73,18 @@ def _find(target: str) -> Any:
     return function
 
 
-def _fault(model: Any) -> str:
+def fault_of(model: Any) -> str:
     """Why a model cannot be a pipeline: it is no plain sequence, has no shapes yet, or nothing to train; else ""."""
     kind = type(model).__name__
     if not isinstance(model, nn.Sequential):
-        return f"returned an object of type {kind}; return an nn.Sequential, whose children are the layers"
+        return f"is an object of type {kind}, and no nn.Sequential, whose children are the layers"
     own = [name for name, _ in (*model.named_parameters(recurse=False), *model.named_buffers(recurse=False))]
-    if type(model).forward is not nn.Sequential.forward or "forward" in vars(model):
+    if type(model).forward not in (nn.Sequential.forward, Sequence.forward) or "forward" in vars(model):
         own.append("a forward")
     if any((model._forward_pre_hooks, model._forward_hooks, model._backward_pre_hooks, model._backward_hooks)):
         own.append("hooks")
     if own:
-        why = f"the {kind} that it returns has {own[0]} of its own, and a pipeline runs the layers only"
+        why = f"the {kind} has {own[0]} of its own, and a pipeline runs the layers only"
         return f"{why}; put that into one of the layers"
     for name, module in model.named_modules():
         if any(map(is_lazy, (*module.parameters(recurse=False), *module.buffers(recurse=False)))):

@@ -13,7 +13,7 @@ from gpipe_cli.distributed.torchrun import Torchrun
 from gpipe_cli.pipeline.runtime.boundary import Boundary
 from gpipe_cli.pipeline.runtime.frozen import Frozen
 from gpipe_cli.pipeline.runtime.routes import inputs_of, outputs_of, routes
-from gpipe_cli.pipeline.runtime.tied_weights import Tie
+from gpipe_cli.pipeline.runtime.tied_weights import Tie, stages_of
 from gpipe_cli.pipeline.schedule.schedule import Recompute, Schedule
 from gpipe_cli.planner.data_sheet import resolved
 from gpipe_cli.planner.device_rates import computes_in
@@ -55,8 +55,7 @@ class PipelineSpec:
     @property
     def stages_of_ties(self) -> tuple[tuple[int, ...], ...]:
         """For each tied weight, the stage of each of its uses."""
-        stage_of = {name: k for k, names in enumerate(self.layer_names) for name in names}
-        return tuple(tuple(stage_of[layer] for layer in tie.layers) for tie in self.ties)
+        return stages_of(self.ties, self.layer_names)
 
     def stage_inputs(self, stage: int) -> Boundary:
         """What a stage is given in training: by other stages, or the first layer's inputs."""

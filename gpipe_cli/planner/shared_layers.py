@@ -32,8 +32,8 @@ class Shared:
     text: str
 
 
-def find_shared(model: nn.Sequential) -> tuple[Shared, ...]:
-    """The pairs of layers of `model` that share a part, in order, with the first part of each pair.
+def find_shared(model: nn.Sequential, setting: str = "model.target") -> tuple[Shared, ...]:
+    """The pairs of layers of `model`, which `setting` gave, that share a part, in order, with the first part of each.
 
     Raises InputError for a module at two places of the model, as only the first of them would be run; and for a
     parameter in whose memory another tensor begins, as a move to a GPU or another memory format separates the two.
@@ -42,11 +42,11 @@ def find_shared(model: nn.Sequential) -> tuple[Shared, ...]:
     for name, module in model._modules.items():  # `named_children` skips duplicates
         if id(module) in places:
             raise InputError(
-                f"model.target: layers {places[id(module)]} and {name} are the same module, and a layer has one place; "
+                f"{setting}: layers {places[id(module)]} and {name} are the same module, and a layer has one place; "
                 "make a module for each place (they may share parameters)"
             )
         places[id(module)] = name
-    _refuse_same_memory(model)
+    _refuse_same_memory(model, setting)
     owners: dict[int, tuple[int, str]] = {}
     found: dict[tuple[int, int], Shared] = {}
     for number, (layer, module) in enumerate(model.named_children()):
@@ -68,7 +68,7 @@ def _parts(layer: nn.Module) -> Iterator[tuple[str, object]]:
         yield from ((what, buffer) for what, buffer in buffers if buffer is not None)
 
 
-def _refuse_same_memory(model: nn.Sequential) -> None:
+def _refuse_same_memory(model: nn.Sequential, setting: str) -> None:
     parameters: dict[tuple[int, int], str] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         place = storage_of(tensor), int(tensor.storage_offset())
@@ -77,7 +77,7 @@ def _refuse_same_memory(model: nn.Sequential) -> None:
             parameters[place] = first
         if first != name:
             raise InputError(
-                f"model.target: {first} and {name} are two tensors in the same memory, which a stage would move apart; "
+                f"{setting}: {first} and {name} are two tensors in the same memory, which a stage would move apart; "
                 "let them be one tensor, or let a layer read that of the other whenever it is run"
             )
 
@@ -113,7 +113,7 @@ def keeping_together(
     return [[end if first in begins else first for first, end in enumerate(row)] for row in rows]
 
 
-def check_cut(shared: Sequence[Shared], balance: Sequence[int]) -> None:
+def check_cut(shared: Sequence[Shared], balance: Sequence[int], setting: str = "partition.balance") -> None:
     """Raises SeparatedError if stages with the numbers of layers in `balance` would share something."""
     partitions, layers = len(balance), sum(balance)
     places = _places_of_cuts(shared, layers)
@@ -125,5 +125,5 @@ def check_cut(shared: Sequence[Shared], balance: Sequence[int]) -> None:
             if len(places) >= partitions - 1:
                 ends = [places[at * len(places) // (partitions - 1)] for at in range(partitions - 1)]
                 sizes = [after - before for before, after in pairwise([0, *ends, layers])]
-                remedy = f"keep them together, as by partition.balance=[{','.join(map(str, sizes))}]"
+                remedy = f"keep them together, as by {setting}=[{','.join(map(str, sizes))}]"
             raise SeparatedError(f"partitions={partitions}: {one.text}; {remedy}")

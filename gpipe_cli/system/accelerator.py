@@ -23,6 +23,14 @@ def torch_is_built_for() -> bool:
     return built is not None and built.type == TYPE
 
 
+def number_of_devices() -> int:
+    """How many accelerators this process sees. CUDA itself is asked, without opening a context, and remembers its
+    answer: what `hidden_gpus` hides afterwards stays visible to this process, which can fork no workers any more."""
+    module = torch.get_device_module(TYPE)
+    found: int = module.device_count() if module.is_available() else 0
+    return found
+
+
 def device_list() -> list[tuple[str, int]]:
     """The name and the bytes of memory of each accelerator. Opens a context on it."""
     module = torch.get_device_module(TYPE)

@@ -92,10 +92,10 @@ def test_the_own_directory_comes_first(folder: Path, tmp_path: Path, monkeypatch
         ("zoo_for_tests.nets:MEANS", {}, "has no function MEANS; name one that returns"),
         ("zoo_for_tests.nets:build", {}, r"missing a required argument: 'width'; it takes \(width, depth=2\)"),
         ("zoo_for_tests.nets:build", {"width": 3, "dept": 1}, "unexpected keyword argument 'dept'; it takes"),
-        ("torch.nn:ReLU", {}, "returned an object of type ReLU; return an nn.Sequential"),
+        ("torch.nn:ReLU", {}, "is an object of type ReLU, and no nn.Sequential"),
         # only the layers of what is returned are run: once these were trained without the rest, and nothing said so
-        ("zoo_for_tests.nets:Doubles", {"width": 3}, "the Doubles that it returns has a forward of its own"),
-        ("zoo_for_tests.nets:Scales", {"width": 3}, "the Scales that it returns has scale of its own"),
+        ("zoo_for_tests.nets:Doubles", {"width": 3}, "the Doubles has a forward of its own"),
+        ("zoo_for_tests.nets:Scales", {"width": 3}, "the Scales has scale of its own"),
         ("zoo_for_tests.nets:hooked", {}, "has hooks of its own, .*; put that into one of the layers"),
         ("zoo_for_tests.nets:lazy", {}, r"layer 1\.1 \(LazyLinear\) has no shapes before its first forward"),
         ("torch.nn:Sequential", {}, "its layers have no parameters, there is nothing to train"),

@@ -4,7 +4,8 @@
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as Several
 from copy import deepcopy
 from itertools import chain
 
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from gpipe_cli.errors import InputError
+from gpipe_cli.models.skips import Sequence, Stash
 from gpipe_cli.pipeline.runtime.randomness import mix, seed_generator
 from gpipe_cli.pipeline.runtime.tied_weights import Tie, here, set_parameter
 
@@ -34,7 +36,7 @@ def materialize(
     run_seed: int,
     device: torch.device,
     whole: Callable[[], nn.Sequential] | None = None,
-    ties: Sequence[Tie] = (),
+    ties: Several[Tie] = (),
 ) -> nn.Sequential:
     """Initialise `layers` layers of `model`, from number `first_layer` on, on `device`; they keep their global names.
 
@@ -47,7 +49,7 @@ def materialize(
     if whole is not None:
         seed_generator(torch.device("cpu"), mix(run_seed))
         model = whole()
-    stage = nn.Sequential()
+    stage = Sequence() if any(isinstance(layer, Stash) for layer in model) else nn.Sequential()
     for name, layer in list(model.named_children())[first_layer : first_layer + layers]:
         stage.add_module(name, layer)
         if whole is None:

@@ -6,6 +6,9 @@ from step and micro-batch (`lingvo/core/gpipe.py`); here the seed is mixed from 
 over all replicas, layer), so no generator state is ever saved or restored: a recomputation starts from the same seed.
 """
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
 import torch
 
 from gpipe_cli.system.accelerator import generators
@@ -40,3 +43,15 @@ def seed_generator(device: torch.device, seed: int) -> None:
     """
     for generator in generators(device):
         generator.manual_seed(seed)
+
+
+@contextmanager
+def keeping_generators(devices: Iterable[torch.device]) -> Iterator[None]:
+    """Afterwards the default generators are as before, for a program that draws numbers of its own: each process would
+    go on from the seed of another layer."""
+    before = [(generator, generator.get_state()) for device in devices for generator in generators(device)]
+    try:
+        yield
+    finally:
+        for generator, state in before:
+            generator.set_state(state)

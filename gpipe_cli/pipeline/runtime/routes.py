@@ -8,7 +8,6 @@ Gradients take the same routes back.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 
@@ -27,7 +26,7 @@ class Route:
     tensors: Boundary
 
 
-@dataclass(frozen=True)
+@dataclass
 class Boundaries:
     """All tensors that cross from each stage to the next, in training and evaluation, skips to later stages among them;
     images have `memory_format`."""
@@ -36,16 +35,16 @@ class Boundaries:
     evaluation: Sequence[Boundary]
     memory_format: torch.memory_format = torch.contiguous_format
 
+    def __post_init__(self) -> None:
+        self.change(self.training, self.evaluation)
+
+    def change(self, training: Sequence[Boundary], evaluation: Sequence[Boundary]) -> None:
+        """From the next step on, other shapes cross."""
+        self.training, self.evaluation = training, evaluation
+        self._routes = Routes(routes(evaluation)), Routes(routes(training))
+
     def routes(self, schedule: Schedule) -> "Routes":
-        return self._in_training if schedule.trains else self._in_evaluation
-
-    @cached_property
-    def _in_training(self) -> "Routes":
-        return Routes(routes(self.training))
-
-    @cached_property
-    def _in_evaluation(self) -> "Routes":
-        return Routes(routes(self.evaluation))
+        return self._routes[schedule.trains]
 
 
 class Routes:

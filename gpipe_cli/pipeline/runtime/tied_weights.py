@@ -48,6 +48,12 @@ def find_ties(model: nn.Sequential) -> tuple[Tie, ...]:
     return tuple(Tie(tuple(map(tuple, of.values()))) for of in uses.values() if len(of) > 1)
 
 
+def stages_of(ties: Sequence[Tie], layer_names: Sequence[Sequence[str]]) -> tuple[tuple[int, ...], ...]:
+    """For each tied weight, the stage of each of its uses; `layer_names` has those of each stage."""
+    stage_of = {name: k for k, names in enumerate(layer_names) for name in names}
+    return tuple(tuple(stage_of[layer] for layer in tie.layers) for tie in ties)
+
+
 def other_names(ties: Sequence[Tie]) -> dict[str, str]:
     """For the names of all uses but the first: the name under which the parameter is trained and saved."""
     return {name: tie.name for tie in ties for names in tie.uses[1:] for name in names}
@@ -114,6 +120,11 @@ class TiedWeights:
             if any(parameter is not None and parameter.requires_grad for _, parameter in uses):
                 found.append(uses)
         return found
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The trained parameters of this process that have the weights."""
+        return [parameter for uses in self._used for _, parameter in uses if parameter is not None]
 
     @property
     def stages(self) -> set[int]:

@@ -152,12 +152,12 @@ def imbalance(
     return max(stages) / mean - 1 if mean > 0 else 0.0
 
 
-def check_balance(balance: Sequence[int], layers: int, partitions: int) -> None:
-    """Raises InputError if a `balance` given by hand (layers of each partition) does not fit the model."""
+def check_balance(balance: Sequence[int], layers: int, partitions: int, setting: str = "partition.balance") -> None:
+    """Raises InputError if a balance given by hand (layers of each partition), as `setting`, does not fit the model."""
     _require_partitions(layers, partitions)
     even = [layers // partitions + (k < layers % partitions) for k in range(partitions)]
     remedy = f"give {partitions} positive numbers that add up to {layers}, such as {_written(even)}, or leave it out"
-    given = f"partition.balance={_written(balance)}"
+    given = f"{setting}={_written(balance)}"
     if len(balance) != partitions:
         raise InputError(f"{given}: has {len(balance)} entries, but partitions={partitions}; {remedy}")
     if min(balance) < 1:

@@ -61,8 +61,8 @@ def test_a_convolution(stride: int, groups: int) -> None:
 
 
 def test_the_halves_of_a_backward() -> None:
-    """The gradients of weights that wait, and the rest: of layers with weights of their own, and with tied ones, which a
-    stage keeps apart until the step's end."""
+    """The gradients of weights that wait, and the rest: of layers with weights of their own, and with tied ones,
+    which a stage keeps apart until the step's end."""
     with torch.device("meta"):
         layers = OrderedDict(
             first=nn.Linear(20, 30), second=nn.Linear(30, 30), norm=nn.BatchNorm1d(30), tied=nn.Linear(30, 30)

@@ -348,7 +348,7 @@ TAKE, SYNCHRONIZE, BEGIN_CLOCK = Snapshot.take, Event.synchronize, StreamClock.b
 # The fault: whose method is replaced, by what; what runs; and which race is to be found, as there may be others, too.
 PLANTED: dict[str, tuple[Any, str, Any, str, str]] = {
     "a receive between devices does not wait for the copy":
-        (LocalTransport, "receive_from", without_wait, "local", r"compute .* reads .* that aten::_to_copy has written on"),
+        (LocalTransport, "receive_from", without_wait, "local", r"compute .* reads .* that aten::_to_copy has written"),
     "a sent tensor's memory is not kept for the copy":
         (transport, "keep_for", keeps_copies_only, "local", r"of compute .* is freed while aten::_to_copy uses it"),
     "a copy's memory is not kept for the stage that reads it":

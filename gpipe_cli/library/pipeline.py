@@ -1,0 +1,477 @@
+"""A pipeline in a training loop of one's own: the engine that `gpipe train` runs, without settings files.
+
+A program for torchgpipe or torch.distributed.pipelining changes a few lines: see `Pipeline`.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import nn
+
+from gpipe_cli.config.typed import RefusedError, typed
+from gpipe_cli.data.micro_batches import micro_batch_sizes
+from gpipe_cli.distributed.control_group import global_norm
+from gpipe_cli.distributed.torchrun import torchrun
+from gpipe_cli.errors import InputError
+from gpipe_cli.library.parts import (
+    Arguments,
+    Parts,
+    Ties,
+    Traced,
+    as_sequential,
+    build_parts,
+    choose_balance,
+    connect,
+    connect_cut,
+    copied,
+    described,
+    move,
+    place,
+    without_values,
+)
+from gpipe_cli.models.skips import find_skips
+from gpipe_cli.pipeline.profile.layer_cost import LayerCost
+from gpipe_cli.pipeline.profile.tracing import run_shapes
+from gpipe_cli.pipeline.runtime.boundary import Boundary, Tensors, as_value, in_layout, split_all
+from gpipe_cli.pipeline.runtime.executor import ActionFailedError
+from gpipe_cli.pipeline.runtime.layer_call import shapes_of
+from gpipe_cli.pipeline.runtime.randomness import keeping_generators
+from gpipe_cli.pipeline.runtime.saved_activations import storage_of
+from gpipe_cli.pipeline.runtime.stage import Objective
+from gpipe_cli.pipeline.runtime.tied_weights import find_ties, stages_of
+from gpipe_cli.pipeline.schedule.named_schedules import forward_only, order
+from gpipe_cli.pipeline.schedule.partitioner import check_balance
+from gpipe_cli.pipeline.schedule.schedule import RecomputeMode, Schedule
+from gpipe_cli.planner.shared_layers import check_cut, find_shared
+from gpipe_cli.planner.step_schedule import checked_schedule
+from gpipe_cli.training.step import clip, norms_of
+from gpipe_cli.units import count, plural
+
+Values: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
+"""A tensor (N, ...), or a tuple of such tensors, of a mini-batch or a micro-batch of N samples."""
+Loss: TypeAlias = Callable[[Any, Any], torch.Tensor]
+Reduction: TypeAlias = Literal["mean", "sum"]
+
+
+class Pipeline:
+    """A sequence of layers, cut into K stages and trained as in the GPipe paper: each mini-batch is cut into M
+    micro-batches, whose gradients are added up.
+
+        layers = torch.nn.Sequential(...)
+        pipeline = Pipeline(layers, partitions=2, micro_batches=8)
+        optimizer = torch.optim.Adam(pipeline.parameters())
+        for inputs, targets in batches:
+            loss = pipeline.step(inputs, targets, torch.nn.functional.cross_entropy)
+            optimizer.step(); optimizer.zero_grad()
+
+    Losses, gradients and weights are the same bits for every K, schedule with the same order of backwards, and mode of
+    recomputation, with dropout too. Batch norm normalizes each micro-batch; its running statistics are those of the
+    mini-batch.
+
+    In one process, all stages live here, and compute on the CPU or on several GPUs. Under torchrun, every process
+    runs the same program and has K / processes of the stages: only their layers keep their values. The processes then
+    have to make the same calls in the same order; gloo connects them, and NCCL their GPUs.
+    """
+
+    def __init__(
+        self,
+        layers: nn.Sequential | Iterable[nn.Module],
+        example: Values | None = None,
+        *,
+        partitions: int,
+        micro_batches: int,
+        schedule: str = "gpipe",
+        recompute: RecomputeMode = "except_last",
+        balance: Sequence[int] | None = None,
+        devices: Sequence[str | torch.device] | None = None,
+        seed: int = 0,
+    ) -> None:
+        """Cut the layers into stages, and move these to their devices.
+
+        Args:
+            layers: an nn.Sequential, or modules in order, with their values. Each maps a tensor, or a tuple of them, to
+                another, and does not change its input in place. The pipeline trains these very parameters; hooks and
+                modes of the modules that are set later have no effect on it. Under torchrun, layers of other processes
+                are moved to the meta device, which frees their memory.
+            example: inputs as those of a mini-batch, of which only shapes and types matter. With it the cut is known,
+                and the parameters are on their devices, before the optimizer is made; without it from the first step
+                on. Under torchrun, it or `balance` is required.
+            partitions: K, at most as many as layers.
+            micro_batches: M. A mini-batch need not be a multiple of it.
+            schedule: gpipe, the paper's; 1f1b, interleaved or zero_bubble.
+            recompute: which micro-batches are recomputed before their backward: always, except_last (all but those
+                whose backward follows at once), never.
+            balance: the number of layers of each partition; None: chosen so that the slowest partition is as fast as
+                possible, by what the layers cost according to their shapes and the device's data sheet.
+            devices: such as ["cuda:0", "cuda:1"], over which the stages are distributed; None: all GPUs, else the CPU.
+                Under torchrun: the one device of this process; None: its GPU, else the CPU.
+            seed: that of dropout and whatever else layers draw. The program's own generators are left as they are.
+
+        Raises InputError, one line that names the argument, for what cannot be cut or placed, and ConnectionError or
+        TimeoutError if other processes do not come.
+        """
+        given = {"partitions": partitions, "micro_batches": micro_batches, "schedule": schedule, "recompute": recompute,
+                 "balance": None if balance is None else list(balance), "seed": seed,
+                 "devices": None if devices is None else [*map(str, devices)]}  # fmt: skip
+        self._arguments = typed(Arguments, given)
+        whole = as_sequential(layers)
+        self._placement = place(self._arguments, torchrun())
+        if self._placement.started is not None and example is None and balance is None:
+            why = "under torchrun each process must know its layers before the first step"
+            raise RefusedError("example", None, f"{why}; give the inputs of a mini-batch, or balance")
+        self.training = True
+        self.steps = 0
+        """The mini-batches trained so far, from which dropout is seeded: a training that is continued sets it."""
+        find_skips(whole)
+        self._shared = find_shared(whole, "layers")
+        self._ties = find_ties(whole)
+        self._model = copied(whole, without_values)  # the whole model on the meta device
+        self._module = copied(whole, lambda tensor: tensor)  # the layers of this process
+        self._traced: dict[Boundary, Traced] = {}
+        self._balance: tuple[int, ...] | None = None
+        self._parts: Parts | None = None
+        self._takes_single_samples = False  # not known yet
+        inputs = None if example is None else _checked("example", example)
+        traced = None if inputs is None else self._trace(described(inputs))
+        self._control, self._groups = connect(self._placement)
+        if inputs is not None or balance is not None:
+            self._cut(traced, len(inputs[0]) if inputs else 0)
+        own = dict(self._module.named_children())
+        for name, layer in whole.named_children():
+            if name not in own:
+                layer.to_empty(device="meta")
+        places = self._placement.places
+        self._order = order(self._arguments.schedule, partitions, micro_batches, places)
+
+    def step(
+        self, inputs: Values | None, targets: Values | None, loss: Loss, *, reduction: Reduction = "mean"
+    ) -> torch.Tensor:
+        """Run a mini-batch forward and backward; the gradients are added to `.grad` of the parameters.
+
+        Args:
+            inputs: (N, ...), or a tuple of such tensors, with which the first layer is called.
+            targets: (N, ...), or a tuple of such tensors.
+            loss: called with what the last layer returns for a micro-batch, and the targets of its samples; returns a
+                scalar.
+            reduction: what `loss` returns: the mean over the samples, so that micro-batches are weighted by their
+                samples; or a sum, which is just added up. For a mean over something else, such as the tokens of padded
+                sentences, divide the sum by their number in the mini-batch.
+
+        Returns the loss of the mini-batch, without graph: on the device of the last stage; under torchrun in every
+        process, on the CPU. There `inputs` may be None but in the process of the first stage (process 0), `targets` but
+        in that of the last one (the last process).
+
+        Raises InputError for arguments that cannot be used, ActionFailedError if a layer or the loss fails, and
+        PeerLostError if another process is lost.
+        """
+        self._require(training=True)
+        if reduction not in ("mean", "sum"):
+            raise RefusedError("reduction", reduction, "must be one of mean, sum; for example reduction=mean")
+        with keeping_generators(self._placement.devices):
+            traced, tensors, sizes = self._begin(inputs)
+            if sizes[-1] == 1:
+                self._refuse_single_samples(sum(sizes))
+            schedule = checked_schedule(self._order, len(sizes), self._arguments.recompute)
+            objective = None
+            if self._has_last:
+                of_samples = self._placed("targets", targets, -1)
+                if len(of_samples[0]) != sum(sizes):
+                    why = f"there are {plural(sum(sizes), 'sample')} in inputs; give a target for each"
+                    raise RefusedError("targets", tuple(of_samples[0].shape), why)
+                pieces = [
+                    as_value(piece, not isinstance(targets, torch.Tensor)) for piece in split_all(of_samples, sizes)
+                ]
+                shares = [size / sum(sizes) if reduction == "mean" else 1.0 for size in sizes]
+                objective = _MiniBatchLoss(loss, pieces, shares, _in_tuple(traced.training))
+            self._run(schedule, sizes, tensors, objective)
+        self.steps += 1
+        return self._of_last(None if objective is None else objective.total())
+
+    def forward(self, inputs: Values | None) -> Any:
+        """What the last layer returns for a mini-batch (N, ...), in evaluation mode and without a graph: a tensor
+        (N, ...), or a tuple of them, on the device of the last stage. Under torchrun it is None in all processes but
+        the last one, and `inputs` may be None in all but the first one. `pipeline(inputs)` is the same."""
+        self._require(training=False)
+        traced, tensors, sizes = self._begin(inputs)
+        objective = _Outputs() if self._has_last else None
+        self._run(forward_only(self._arguments.partitions, len(sizes)), sizes, tensors, objective)
+        self._control.barrier()  # a process that ends, or drops the pipeline, would take along what it still sends
+        if objective is None:
+            return None
+        whole = tuple(torch.cat(pieces) for pieces in zip(*objective.found, strict=True))
+        return as_value(whole, _in_tuple(traced.evaluation))
+
+    __call__ = forward
+
+    def train(self, mode: bool = True) -> "Pipeline":
+        """Set training mode, as `nn.Module.train`, or with False evaluation mode."""
+        self.training = mode
+        if self._parts is not None:
+            for stage in self._parts.stages.values():
+                stage.set_training(mode)
+        return self
+
+    def eval(self) -> "Pipeline":
+        """Set evaluation mode."""
+        return self.train(False)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of the layers in this process, in order."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters of the layers in this process, under their names in the whole sequence. A weight that several
+        layers have is one parameter on each device that needs it, and has the same gradient on all of them."""
+        found = set[int]()
+        for name, parameter in self._module.named_parameters():
+            if (memory := storage_of(parameter)) not in found:
+                found.add(memory)
+                yield name, parameter
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Scale all gradients so that their norm, over the parameters of all stages, is at most `max_norm`, as
+        `torch.nn.utils.clip_grad_norm_` for a whole model; returns the norm before, float64 (). Under torchrun all
+        processes must call it together."""
+        own = {name: one.grad for name, one in self.named_parameters() if one.grad is not None}
+        norms = norms_of(list(own.values())).cpu()
+        # the whole model has a tied weight under one name, so that its other copies do not count
+        known = {
+            name: norm
+            for part in self._control.collect(dict(zip(own, norms, strict=True)))
+            for name, norm in part.items()
+        }
+        in_order = [known[name] for name, _ in self._model.named_parameters() if name in known]
+        every = torch.stack(in_order) if in_order else norms
+        clip(list(own.values()), every, max_norm)
+        return global_norm(every)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """A copy of all parameters and buffers, on the CPU, under the names that the whole sequence gives them.
+
+        Under torchrun all processes must call it together, and get the same.
+        """
+        own = dict(self._module.named_children())
+        found: dict[str, torch.Tensor] = {}
+        for name, _ in self._model.named_children():  # one by one: never more than a layer is in flight
+            state = own[name].state_dict(prefix=f"{name}.") if name in own else {}
+            for part in self._control.collect({key: value.to("cpu", copy=True) for key, value in state.items()}):
+                found |= part
+        return found
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Load parameters and buffers from what `state_dict` returned, or that of the sequence of layers. Under
+        torchrun every process gives all of them, and takes its own. Raises InputError if they do not fit."""
+        expected = self._model.state_dict()
+        for name in (*expected, *state):
+            if name not in state or name not in expected:
+                what = "is missing" if name not in state else "is unknown"
+                raise InputError(f"state: {name} {what}; give what state_dict of the same layers returned")
+            if state[name].shape != expected[name].shape:
+                shapes = f"has the shape {tuple(state[name].shape)}, and the layers {tuple(expected[name].shape)}"
+                raise InputError(f"state: {name} {shapes}; give what state_dict of the same layers returned")
+        own = dict(self._module.named_children())
+        self._module.load_state_dict({name: value for name, value in state.items() if name.partition(".")[0] in own})
+
+    def __repr__(self) -> str:
+        """A line for the whole, and one for each stage."""
+        one, placement = self._arguments, self._placement
+        names = [name for name, _ in self._model.named_children()]
+        sizes = f"K = {plural(one.partitions, 'partition')}, M = {plural(one.micro_batches, 'micro-batch')}"
+        how = f"{sizes}, schedule {one.schedule}, recompute {one.recompute}"
+        whole = f"Pipeline of {plural(len(names), 'layer')}, {_parameters(self._model)}: {how}"
+        if self._balance is None:
+            return f"{whole}; the first step cuts it"
+        lines = [whole]
+        for k, (first, end) in enumerate(self._bounds):
+            here = k in placement.here
+            where = str(placement.device_of_stage[k]) if here else f"in process {placement.process_of_stage[k]}"
+            layers = " ... ".join(dict.fromkeys((names[first], names[end - 1])))
+            parameters = _parameters([*self._model][first:end])
+            lines.append(f"  stage {k}  {where}  {plural(end - first, 'layer')}: {layers}  {parameters}")
+        return "\n".join(lines)
+
+    @property
+    def _bounds(self) -> list[tuple[int, int]]:
+        """The first layer of each stage and its end (exclusive)."""
+        assert self._balance is not None
+        return [*pairwise([0, *accumulate(self._balance)])]
+
+    @property
+    def _tied(self) -> Ties:
+        names = list(dict(self._model.named_children()))
+        return Ties(self._ties, stages_of(self._ties, [names[first:end] for first, end in self._bounds]))
+
+    @property
+    def _skips(self) -> list[tuple[int, int]]:
+        """The pairs of stages, not neighbours, of which the first sends a skip to the second."""
+        stage_of = [k for k, (first, end) in enumerate(self._bounds) for _ in range(first, end)]
+        ends = {(stage_of[skip.stash], stage_of[skip.pop]) for skip in find_skips(self._model)}
+        return sorted((sender, receiver) for sender, receiver in ends if receiver > sender + 1)
+
+    @property
+    def _has_last(self) -> bool:
+        return self._arguments.partitions - 1 in self._placement.here
+
+    def _trace(self, inputs: Boundary) -> Traced:
+        """Costs and boundaries for inputs like these; each kind is traced once."""
+        if inputs not in self._traced:
+            self._traced[inputs] = Traced.of(self._model, inputs)
+        return self._traced[inputs]
+
+    def _cut(self, traced: Traced | None, samples: int) -> None:
+        """Choose the stages, by the costs for mini-batches of `samples` if no balance is given, and keep the layers of
+        those that are here."""
+        one, placement = self._arguments, self._placement
+        balance = one.balance
+        if balance is None:
+            assert traced is not None
+            mean = samples / min(samples, one.micro_batches)
+            chosen = choose_balance(self._shared, traced, one.partitions, placement.devices, mean)
+            balance = self._control.collect(chosen)[0]  # processes may have devices of different kinds
+        check_balance(balance, len(self._model), one.partitions, "balance")
+        check_cut((*self._shared, *(traced.shared if traced else ())), balance, "balance")
+        self._balance = balance
+        self._groups = connect_cut(placement, self._groups, self._tied, self._skips)
+        children, kept = list(self._module.named_children()), nn.Sequential()
+        devices: dict[str, torch.device] = {}
+        for k in placement.here:
+            for name, layer in children[slice(*self._bounds[k])]:
+                kept.add_module(name, layer)
+                devices[name] = placement.device_of_stage[k]
+        move(kept, devices, self._ties)
+        self._module = kept
+
+    def _begin(self, inputs: Values | None) -> tuple[Traced, Tensors | None, tuple[int, ...]]:
+        """What is known of such inputs, the inputs on the first device, and the sizes of micro-batches. The parts are
+        made, or fitted to the shapes of these inputs."""
+        tensors = self._placed("inputs", inputs, 0) if 0 in self._placement.here else None
+        mine = None if tensors is None else (described(tensors), len(tensors[0]))
+        shapes, samples = self._control.collect(mine)[0]
+        sizes = micro_batch_sizes(samples, self._arguments.micro_batches)
+        if self._parts is not None and self._groups is None:
+            return next(iter(self._traced.values())), tensors, sizes  # inside a process shapes need not be known
+        traced = self._trace(shapes)
+        if self._balance is None:
+            self._cut(traced, samples)
+        assert self._balance is not None
+        boundaries = traced.boundaries(self._balance)
+        if self._parts is None:
+            check_cut(traced.shared, self._balance, "balance")
+            args = self._module, self._balance, boundaries, self._placement, self._groups
+            self._parts = build_parts(*args, self._tied, self._arguments.seed)
+            self.train(self.training)
+        self._parts.boundaries.change(boundaries.training, boundaries.evaluation)
+        return traced, tensors, sizes
+
+    def _refuse_single_samples(self, samples: int) -> None:
+        """Raises InputError if a layer cannot be trained on one sample, as batch norm with one value per channel."""
+        if self._takes_single_samples:
+            return
+        try:
+            run_shapes(self._model, next(iter(self._traced)))
+        except InputError as error:
+            most = samples // 2
+            remedy = f"use micro_batches={most} or fewer, or larger mini-batches" if most else "use larger ones"
+            why = f"a mini-batch of {plural(samples, 'sample')} has a micro-batch of one, and {error}; {remedy}"
+            raise RefusedError("micro_batches", self._arguments.micro_batches, why) from error
+        self._takes_single_samples = True
+
+    def _placed(self, name: str, values: Values | None, stage: int) -> Tensors:
+        """The tensors of a mini-batch on the device of a stage. Raises InputError as `_checked`."""
+        device = self._placement.device_of_stage[stage]
+        moved = (tensor.detach().to(device, non_blocking=True) for tensor in _checked(name, values))
+        return tuple(in_layout(tensor, torch.contiguous_format) for tensor in moved)
+
+    def _run(
+        self, schedule: Schedule, sizes: Sequence[int], inputs: Tensors | None, objective: Objective | None
+    ) -> None:
+        assert self._parts is not None
+        try:
+            tied = self._parts.tied.parameters if schedule.trains else []
+            before = [parameter.grad for parameter in tied]
+            for parameter in tied:
+                parameter.grad = None
+            self._parts.executor.run(schedule, self.steps, sizes, inputs, objective)
+            if schedule.trains:
+                self._parts.tied.add_up()
+            for parameter, earlier in zip(tied, before, strict=True):
+                if earlier is not None:
+                    parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
+        except ActionFailedError as error:
+            if isinstance(error.__cause__, InputError):
+                raise error.__cause__ from None
+            raise
+
+    def _of_last(self, value: torch.Tensor | None) -> torch.Tensor:
+        """The value of the process of the last stage, in every process."""
+        if self._control.size > 1:
+            value = self._control.collect(None if value is None else value.cpu())[-1]
+        assert value is not None
+        return value
+
+    def _require(self, *, training: bool) -> None:
+        if self.training != training:
+            call, other = ("step", "train") if training else ("forward", "eval")
+            mode = "training" if self.training else "evaluation"
+            raise InputError(f"{call}: the pipeline is in {mode} mode; call pipeline.{other}() before")
+
+
+@dataclass
+class _MiniBatchLoss:
+    """The user's loss of each micro-batch, times its share."""
+
+    function: Loss
+    targets: Sequence[Any]
+    shares: Sequence[float]
+    in_tuple: bool
+    losses: list[torch.Tensor] = field(default_factory=list)
+
+    def loss(self, micro_batch: int, outputs: Tensors) -> torch.Tensor:
+        value = self.function(as_value(outputs, self.in_tuple), self.targets[micro_batch])
+        if not isinstance(value, torch.Tensor) or value.dim():
+            found = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+            raise InputError(f"loss: returns {found}; return a scalar tensor, such as the mean over the samples")
+        return value * self.shares[micro_batch]
+
+    def observe(self, micro_batch: int, outputs: Tensors, loss: torch.Tensor) -> None:
+        self.losses.append(loss.clone())
+
+    def total(self) -> torch.Tensor:
+        return torch.stack(self.losses).sum()
+
+
+class _Outputs:
+    """Keeps what the last layer returns."""
+
+    def __init__(self) -> None:
+        self.found: list[Tensors] = []
+
+    def loss(self, micro_batch: int, outputs: Tensors) -> torch.Tensor:
+        return outputs[0]
+
+    def observe(self, micro_batch: int, outputs: Tensors, loss: torch.Tensor) -> None:
+        self.found.append(outputs)
+
+
+def _checked(name: str, values: Values | None) -> Tensors:
+    """The tensors of a mini-batch. Raises InputError unless all have the same number of samples, at least 1."""
+    tensors = (values,) if isinstance(values, torch.Tensor) else tuple(() if values is None else values)
+    if not tensors or not all(isinstance(one, torch.Tensor) and one.dim() and len(one) for one in tensors):
+        raise InputError(f"{name}: is neither a tensor (N, ...) of N samples nor a tuple of them; give a mini-batch")
+    if len({len(one) for one in tensors}) > 1:
+        shapes = shapes_of(tensors)
+        raise InputError(f"{name}: tensors {shapes} have different numbers of samples; the first dimension is N")
+    return tensors
+
+
+def _in_tuple(costs: Sequence[LayerCost]) -> bool:
+    """Whether the last layer returns a tuple."""
+    return any(tensor.in_tuple for tensor in costs[-1].outputs)
+
+
+def _parameters(layers: Iterable[nn.Module]) -> str:
+    parameters = {id(own): own.numel() for layer in layers for own in layer.parameters()}
+    return f"{count(sum(parameters.values()))} parameters"

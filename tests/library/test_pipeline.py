@@ -1,0 +1,291 @@
+"""`Pipeline` in a user's own loop: the laws, in one process and under torchrun; state, evaluation, and refusals."""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import library_runs
+import pytest
+import torch
+from cuda_calls import COMPILER, counting_library, runtime_library
+from engine_runs import covering
+from library_runs import lively_layers, mini_batch, train
+from torch import nn
+from torch.nn import functional as F
+from training_runs import assert_same_tensors
+
+import gpipe_cli
+from gpipe_cli import Pipeline
+from gpipe_cli.errors import InputError
+from gpipe_cli.pipeline.schedule.named_schedules import SCHEDULES
+from gpipe_cli.pipeline.schedule.schedule import RECOMPUTE
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+
+
+@cache
+def whole(schedule: str, lengths: tuple[int, ...] = (5, 5, 5)) -> dict[str, torch.Tensor]:
+    """One partition, nothing recomputed; 1f1b adds up gradients in the order of all schedules but gpipe."""
+    order = "gpipe" if schedule == "gpipe" else "1f1b"
+    return train(lengths, partitions=1, schedule=order, recompute="never")
+
+
+@pytest.mark.parametrize("settings", covering(partitions=(1, 2, 3, 4), schedule=SCHEDULES, recompute=RECOMPUTE))
+def test_partitions_do_not_matter(settings: dict[str, Any]) -> None:
+    assert_same_tensors(train(**settings), whole(settings["schedule"]))
+
+
+def started(folder: Path, *program: str) -> subprocess.CompletedProcess[str]:
+    """The result of a program that torchrun starts twice."""
+    paths = os.pathsep.join([str(Path(library_runs.__file__).parent), str(Path(gpipe_cli.__file__).parents[1])])
+    command = [*TORCHRUN, "--nproc-per-node=2", *program]
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+
+
+def test_processes_do_not_matter(tmp_path: Path) -> None:
+    """Two processes with one stage each, or two, chosen or given: each has the gradients of its own layers, and all
+    else. Sentences may be longer from one mini-batch to the next."""
+    cases: list[dict[str, Any]] = [
+        {"partitions": 2},
+        {"partitions": 4, "schedule": "interleaved", "recompute": "always", "ends_only": True},
+        {"partitions": 4, "schedule": "zero_bubble", "balance": [1, 2, 2, 1]},
+        {"partitions": 2, "schedule": "1f1b", "recompute": "never", "lengths": [5, 9, 3]},
+    ]
+    done = started(tmp_path, library_runs.__file__, str(tmp_path), json.dumps(cases))
+    assert done.returncode == 0, done.stderr
+    of_first, of_last = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    for case, first, last in zip(cases, of_first, of_last, strict=True):
+        expected = whole(case.get("schedule", "gpipe"), tuple(case.get("lengths", (5, 5, 5))))
+        shared = {name for name in expected if name.startswith(("loss", "norm", "final"))}
+        assert first.keys() & last.keys() == shared
+        assert_same_tensors(first | last, expected)
+        assert_same_tensors({name: first[name] for name in shared}, {name: last[name] for name in shared})
+
+
+def test_tied_weights_and_skips(tmp_path: Path) -> None:
+    """A weight of three layers and a skip over all: the same bits for every cut, in one process and in two."""
+    for schedule in ("gpipe", "1f1b"):
+        expected = train(linked=True, partitions=1, schedule=schedule, recompute="never")
+        seen = {name for name in expected if name.startswith(("loss", "norm", "final"))}
+        for partitions in (2, 3, 4):
+            found = train(linked=True, partitions=partitions, schedule=schedule)
+            assert_same_tensors(found, expected)
+        cases = [{"partitions": k, "schedule": schedule, "linked": True, "recompute": "always"} for k in (2, 4)]
+        done = started(tmp_path, library_runs.__file__, str(tmp_path), json.dumps(cases))
+        assert done.returncode == 0, done.stderr
+        for rank in range(2):
+            for found in torch.load(tmp_path / f"{rank}.pt"):
+                assert_same_tensors({name: found[name] for name in seen}, {name: expected[name] for name in seen})
+
+
+FAILING = """
+import torch
+from torch import nn
+from gpipe_cli import Pipeline
+
+def loss(outputs, targets):
+    assert targets.sum() < 100, "a wild target"
+    return nn.functional.mse_loss(outputs, targets)
+
+pipeline = Pipeline([nn.Linear(4, 4), nn.Linear(4, 4)], torch.zeros(8, 4), partitions=2, micro_batches=4)
+for value in (1.0, 1000.0):
+    pipeline.step(torch.ones(8, 4), torch.full((8, 4), value), loss)
+"""
+
+
+def test_a_process_that_fails_ends_all_and_says_what_failed(tmp_path: Path) -> None:
+    (tmp_path / "failing.py").write_text(FAILING)
+    done = started(tmp_path, "failing.py")
+    assert done.returncode == 1
+    assert "ActionFailedError: 1F0 failed (stage 1" in done.stderr
+    assert "a wild target" in done.stderr
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_gradients_are_those_of_plain_pytorch(reduction: str) -> None:
+    """On the whole mini-batch in float64, with micro-batches of 3, 2, 2 and 2 samples; the layers are a list."""
+    layers = [nn.Conv1d(2, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(24, 3)]
+    model = nn.Sequential(*layers).double()
+    inputs, targets = torch.randn(9, 2, 8, dtype=torch.float64), torch.randint(3, (9,))
+
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(outputs, targets, reduction=reduction)
+
+    expected_loss = loss(model(inputs), targets)
+    expected = torch.autograd.grad(expected_loss, list(model.parameters()))
+    pipeline = Pipeline(layers, partitions=3, micro_batches=4)
+    found = pipeline.step(inputs, targets, loss, reduction=reduction)
+    torch.testing.assert_close(found, expected_loss.detach(), rtol=1e-12, atol=1e-12)
+    for one, gradient in zip(pipeline.parameters(), expected, strict=True):
+        torch.testing.assert_close(one.grad, gradient, rtol=1e-12, atol=1e-12)
+    norm = pipeline.clip_grad_norm_(1e-3)
+    torch.testing.assert_close(norm, nn.utils.get_total_norm(expected), rtol=1e-12, atol=1e-12)
+    clipped = nn.utils.get_total_norm([one.grad for one in pipeline.parameters() if one.grad is not None])
+    torch.testing.assert_close(clipped, torch.tensor(1e-3, dtype=torch.float64))
+
+
+def test_batch_norm_tracks_the_mini_batch() -> None:
+    layers = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2)).double()
+    expected = copy.deepcopy(layers)
+    inputs = torch.randn(7, 3, dtype=torch.float64)
+    expected(inputs)
+    pipeline = Pipeline(layers, partitions=2, micro_batches=3)
+    pipeline.step(inputs, torch.zeros(7, 2, dtype=torch.float64), F.mse_loss)
+    found = pipeline.state_dict()
+    for name in ("0.running_mean", "0.running_var", "0.num_batches_tracked"):
+        torch.testing.assert_close(found[name], expected.state_dict()[name])
+
+
+def test_the_program_keeps_its_random_numbers_and_its_layers() -> None:
+    """Seeding the layers must not seed the program's own shuffling. The layers get the trained values, and no hooks."""
+    layers = lively_layers()
+    inputs, targets = mini_batch(0, 5)
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    pipeline = Pipeline(layers, partitions=2, micro_batches=4)
+    optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
+    pipeline.step(inputs, targets, F.cross_entropy)
+    optimizer.step()
+    assert torch.equal(torch.rand(4), expected)
+    pipeline.eval()
+    torch.testing.assert_close(layers.eval()(inputs), pipeline(inputs))
+    Pipeline(layers, partitions=3, micro_batches=2).step(inputs, targets, F.cross_entropy)
+
+
+def test_state_goes_to_plain_layers_and_back_and_a_training_continues() -> None:
+    expected = whole("gpipe")
+    inputs, targets = mini_batch(0, 5)
+    first = Pipeline(lively_layers(), partitions=3, micro_batches=4)
+    optimizer = torch.optim.Adam(first.parameters(), lr=0.01)
+    first.step(inputs, targets, F.cross_entropy)
+    first.clip_grad_norm_(0.5)
+    optimizer.step()
+    plain = lively_layers()
+    plain.load_state_dict(first.state_dict())
+    second = Pipeline(nn.Sequential(*(type(layer)() for layer in plain)), inputs, partitions=2, micro_batches=4)
+    second.load_state_dict(plain.state_dict())
+    assert_same_tensors(second.state_dict(), first.state_dict())
+    second.steps = first.steps
+    assert torch.equal(second.step(*mini_batch(1, 5), F.cross_entropy), expected["loss 1"])
+    state = second.state_dict()
+    for wrong in (state | {"7.weight": torch.ones(1)}, {**state, "5.linear.bias": torch.ones(4)}, {}):
+        with pytest.raises(InputError, match=r"state: (7.weight|5.linear.bias|0.embedding.weight)"):
+            second.load_state_dict(wrong)
+    assert_same_tensors(second.state_dict(), state)
+
+
+def test_tuples_go_in_and_come_out() -> None:
+    """Two inputs, two outputs and two targets; the loss is called with tuples."""
+
+    class Add(nn.Module):
+        def forward(self, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+            return inputs[0] + 2 * inputs[1]
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right = nn.Linear(2, 1), nn.Linear(2, 1)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return self.left(x), self.right(x)
+
+    def loss(outputs: tuple[torch.Tensor, ...], targets: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return F.mse_loss(outputs[0], targets[0]) + F.mse_loss(outputs[1], targets[1])
+
+    layers = nn.Sequential(Add(), Both())
+    inputs, targets = (torch.randn(5, 2), torch.randn(5, 2)), (torch.randn(5, 1), torch.randn(5, 1))
+    pipeline = Pipeline(layers, inputs, partitions=2, micro_batches=2)
+    expected = loss(layers(inputs), targets)
+    torch.testing.assert_close(pipeline.step(inputs, targets, loss), expected.detach())
+    outputs = pipeline.eval()(inputs)
+    assert type(outputs) is tuple
+    assert not any(tensor.requires_grad for tensor in outputs)
+    for found, plain in zip(outputs, layers(inputs), strict=True):
+        torch.testing.assert_close(found, plain)
+
+
+def test_it_prints_its_stages() -> None:
+    pipeline = Pipeline(lively_layers(), partitions=2, micro_batches=4, balance=[2, 4])
+    first, *stages = repr(pipeline).splitlines()
+    assert "6 layers" in first
+    assert [line.split()[:4] for line in stages] == [["stage", "0", "cpu", "2"], ["stage", "1", "cpu", "4"]]
+
+
+ASKS_LATER = """
+import torch
+from torch import nn
+from gpipe_cli import Pipeline
+
+pipeline = Pipeline([nn.Linear(2, 2), nn.Linear(2, 2)], partitions=2, micro_batches=2, devices=["cpu"])
+pipeline.step(torch.ones(4, 2), torch.ones(4, 2), nn.functional.mse_loss)
+assert torch.cuda.is_available()
+"""
+
+
+@pytest.mark.skipif(COMPILER is None or runtime_library() is None, reason="needs a C compiler, and a torch with CUDA")
+def test_a_pipeline_on_the_cpu_leaves_the_program_its_gpus_and_opens_none(tmp_path: Path) -> None:
+    """Tracing hides GPUs from whoever has not asked for them before: for good, in a process of the program's own."""
+    calls = tmp_path / "calls"
+    environment = {"LD_PRELOAD": str(counting_library(tmp_path)), "CUDA_CALLS": str(calls), "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-c", ASKS_LATER], env=os.environ | environment, check=True)
+    assert {line.split(" ", 1)[1] for line in calls.read_text().splitlines()} == {"cudaGetDeviceCount"}
+
+
+def small(*layers: nn.Module, example: Any = None, **arguments: Any) -> Pipeline:
+    given = {"partitions": 2, "micro_batches": 2} | arguments
+    return Pipeline(nn.Sequential(*(layers or (nn.Linear(2, 2), nn.Linear(2, 2)))), example, **given)
+
+
+ONES = torch.ones(4, 2)
+
+
+def step(inputs: Any = ONES, targets: Any = ONES, loss: Any = F.mse_loss, **more: Any) -> object:
+    return small().step(inputs, targets, loss, **more)
+
+
+WRONG: dict[str, Callable[[], object]] = {
+    "partitions=0": lambda: small(partitions=0),
+    "partitions=3": lambda: small(partitions=3, example=torch.ones(1, 2)),
+    "partitions=1": lambda: small(partitions=1, devices=["cpu", "cpu"]),
+    "partitions=3 ": lambda: small(partitions=3, devices=["cpu", "cpu"], schedule="interleaved"),
+    "micro_batches=2": lambda: small(nn.Linear(2, 2), nn.BatchNorm1d(2)).step(ONES[:3], ONES[:3], F.mse_loss),
+    "micro_batches=two": lambda: small(micro_batches="two"),
+    "schedule=pipedream": lambda: small(schedule="pipedream"),
+    "recompute=sometimes": lambda: small(recompute="sometimes"),
+    "balance=[1,2]": lambda: small(balance=(1, 2)),
+    "devices=[tpu]": lambda: small(devices=["tpu"]),
+    "seed=-1": lambda: small(seed=-1),
+    "layers=Linear": lambda: Pipeline(nn.Linear(2, 2), partitions=1, micro_batches=1),
+    "layers=int": lambda: Pipeline([nn.Linear(2, 2), 3], partitions=1, micro_batches=1),  # type: ignore[list-item]
+    "layers=0.weight": lambda: small(nn.Linear(2, 2, device="meta"), nn.Linear(2, 2)),
+    "layers=Sequential": lambda: small(nn.ReLU(), nn.ReLU()),
+    "example": lambda: small(example=torch.tensor(1.0)),
+    "layer 1 ": lambda: small(nn.Linear(2, 3), nn.Linear(2, 2), example=torch.ones(1, 2)),
+    "inputs": lambda: step(inputs=torch.ones(0, 2)),
+    "inputs: tensors": lambda: step(inputs=(torch.ones(1, 2), torch.ones(2, 2))),
+    "targets=": lambda: step(targets=torch.ones(3, 2)),
+    "targets": lambda: step(targets=None),
+    "loss": lambda: step(loss=lambda outputs, targets: outputs - targets),
+    "reduction=none": lambda: step(reduction="none"),
+    "step": lambda: small().eval().step(ONES, ONES, F.mse_loss),
+    "forward": lambda: small()(ONES),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("named", WRONG)
+def test_what_cannot_be_used_is_refused_in_a_line_that_names_it(named: str) -> None:
+    with pytest.raises(InputError) as refused:
+        WRONG[named]()
+    message = str(refused.value)
+    assert message.startswith(named.strip())
+    assert "\n" not in message

@@ -1,0 +1,118 @@
+"""A program as a user writes it, for the tests of `Pipeline`: alone, or as one of the processes of torchrun.
+
+    python library_runs.py FOLDER CASES
+
+trains once for each of the cases, a list of arguments of `train` in JSON, and writes FOLDER/PROCESS.pt: for each, what
+`train` returns.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from gpipe_cli import Pipeline
+from gpipe_cli.models.skips import Pop, Stash
+
+SAMPLES = (13, 10, 7)  # of mini-batches: uneven micro-batches, and fewer than M
+
+
+class Fork(nn.Module):
+    """Tokens (N, T) to (features, the same features, a mask without gradient)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+
+    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        features = self.embedding(tokens)
+        return features, features, tokens > 0
+
+
+class Block(nn.Module):
+    """Normalizes, draws dropout, and hands its input on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.dropout = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.2)
+
+    def forward(self, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        x, skip, mask = inputs
+        y = self.norm(self.linear(x).transpose(1, 2)).transpose(1, 2)
+        return self.dropout(y.tanh()) + skip, x, mask
+
+
+class Head(nn.Module):
+    """Logits (N, 3) from what the mask keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 3)
+
+    def forward(self, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        x, skip, mask = inputs
+        logits: torch.Tensor = self.linear(((x + skip) * mask[..., None]).mean(dim=1))
+        return logits
+
+
+def lively_layers() -> nn.Sequential:
+    """Six layers with what makes cuts visible: dropout, batch norm, tensors handed over twice, one without gradient."""
+    torch.manual_seed(0)
+    return nn.Sequential(Fork(), Block(), Block(), Block(), Block(), Head())
+
+
+def linked_layers() -> nn.Sequential:
+    """The same with a weight of three blocks, and a skip over all of them."""
+    fork, *blocks, head = lively_layers()
+    for block in (blocks[1], blocks[3]):
+        block.linear.weight = blocks[0].linear.weight
+    return nn.Sequential(fork, Stash("all"), *blocks, Pop("all", joined), head)
+
+
+def joined(x: torch.Tensor, skip: torch.Tensor, mask: torch.Tensor, *kept: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return x + kept[0], skip + kept[1], mask
+
+
+def mini_batch(step: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    samples = SAMPLES[step]
+    return torch.randint(11, (samples, length), generator=generator), torch.randint(3, (samples,), generator=generator)
+
+
+def train(
+    lengths: tuple[int, ...] = (5, 5, 5), ends_only: bool = False, linked: bool = False, **arguments: Any
+) -> dict[str, torch.Tensor]:
+    """Three steps with a pipeline of these arguments, on sentences of these lengths; returns all that a user sees.
+    `ends_only`: give inputs in the first process alone, and targets in the last. `linked`: with ties and a skip."""
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    example = None if "balance" in arguments else mini_batch(0, lengths[0])[0]
+    pipeline = Pipeline(linked_layers() if linked else lively_layers(), example, micro_batches=4, **arguments)
+    optimizer = torch.optim.Adam(pipeline.parameters(), lr=0.01)
+    found: dict[str, torch.Tensor] = {}
+    for step, length in enumerate(lengths):
+        inputs, targets = mini_batch(step, length)
+        of_first = inputs if rank == 0 or not ends_only else None
+        of_last = targets if rank == world - 1 or not ends_only else None
+        found[f"loss {step}"] = pipeline.step(of_first, of_last, F.cross_entropy)
+        for name, parameter in pipeline.named_parameters():
+            assert parameter.grad is not None
+            found[f"gradient {step} {name}"] = parameter.grad.clone()
+        found[f"norm {step}"] = pipeline.clip_grad_norm_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    found |= {f"final {name}": tensor for name, tensor in pipeline.state_dict().items()}
+    pipeline.eval()
+    outputs = pipeline(mini_batch(0, lengths[0])[0])
+    assert (outputs is None) == (rank < world - 1)
+    return found if outputs is None else found | {"outputs": outputs}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    results = [train(**case) for case in json.loads(sys.argv[2])]
+    torch.save(results, Path(sys.argv[1]) / f"{os.environ.get('RANK', '0')}.pt")
