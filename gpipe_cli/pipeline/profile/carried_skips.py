@@ -33,9 +33,9 @@ def with_skips(costs: Sequence[LayerCost], inputs: Boundary, skips: Sequence[Ski
         # where the layer's inputs and outputs are among all that come in and go out
         coming = [*range(len(main)), *(len(main) + n for n, tensor in enumerate(carried) if tensor.skip == name)]
         going = [*range(len(returned)), *range(len(returned) + len(left), len(returned) + len(left) + len(new))]
-        passing = {  # where a skip goes out that the layer does not touch -> where it comes in
-            len(returned) + n: len(main) + carried.index(tensor) for n, tensor in enumerate(left)
-        }
+        past = [len(main) + n for n, tensor in enumerate(carried) if tensor.skip != name]
+        # where a tensor of a skip goes out that the layer does not touch -> where it comes in
+        passing = dict(enumerate(past, start=len(returned)))
         ahead = partial(_moved, coming=coming, going=going, passing=passing)
         back = partial(_moved, coming=going, going=coming, passing={came: out for out, came in passing.items()})
         halves = cost.halves
