@@ -16,6 +16,7 @@ from gpipe_cli.data.text import open_text
 from gpipe_cli.data.vocabulary import PAD
 from gpipe_cli.models.amoebanet import amoebanet
 from gpipe_cli.models.custom import build_custom
+from gpipe_cli.models.hugging_face import language_model, vocabulary_of
 from gpipe_cli.models.timm_models import build_timm
 from gpipe_cli.models.transformer import transformer_lm, transformer_nmt
 from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor
@@ -23,10 +24,11 @@ from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor
 MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 
 
-def build_model(config: TrainConfig) -> nn.Sequential:
-    """The whole model on the meta device: names and shapes of its layers without memory. Raises InputError."""
+def build_model(config: TrainConfig, *, pretrained: bool = False) -> nn.Sequential:
+    """The whole model on the meta device: names and shapes of its layers without memory. `pretrained`: its layers, if
+    they can be initialised one by one, will load the weights that the settings name. Raises InputError."""
     with torch.device("meta"):
-        return _model(config, weights=False)
+        return _model(config, weights=pretrained and isinstance(config.model, groups.HuggingFaceConfig))
 
 
 def real_model(config: TrainConfig, *, pretrained: bool) -> Callable[[], nn.Sequential] | None:
@@ -35,19 +37,22 @@ def real_model(config: TrainConfig, *, pretrained: bool) -> Callable[[], nn.Sequ
     Models of timm and of users set their initial values while they are built, so every process builds the whole model
     once, from the same seed, and keeps the layers of its stages. `pretrained`: load the weights that the settings name.
     """
-    if isinstance(config.model, (groups.AmoebaNetConfig, groups.TransformerLMConfig, groups.TransformerNMTConfig)):
-        return None
-    return cache(lambda: _model(config, weights=pretrained))
+    if isinstance(config.model, groups.CustomConfig | groups.ResNetConfig | groups.TimmConfig):
+        return cache(lambda: _model(config, weights=pretrained))
+    return None
 
 
 def _model(config: TrainConfig, *, weights: bool) -> nn.Sequential:
-    """Call the model's function with the model's settings as arguments; `weights`: those of timm may be pretrained."""
+    """Call the model's function with the model's settings as arguments; `weights`: they may be pretrained."""
     model, dataset = config.model, config.dataset
     settings = {field.name: getattr(model, field.name) for field in fields(model)}
     name = settings.pop("name")
     match model, dataset:
         case groups.CustomConfig(), _:
             return build_custom(model.target, model.arguments or {})
+        case groups.HuggingFaceConfig(), groups.TextConfig():
+            settings["pretrained"] &= weights
+            return language_model(name, vocabulary=dataset.vocabulary, **settings)
         case groups.AmoebaNetConfig(), groups.ImagesConfig():
             del settings["auxiliary_weight"]  # a setting of the loss
             return amoebanet(image_size=dataset.image_size, num_classes=dataset.model_classes, **settings)
@@ -105,8 +110,12 @@ def memory_format_of(config: TrainConfig) -> Literal["contiguous", "channels_las
 
 def outputs_of(config: TrainConfig) -> int:
     """The number of logits per element: classes, or tokens of the vocabulary."""
-    dataset = config.dataset
-    return dataset.model_classes if isinstance(dataset, groups.ImagesConfig) else dataset.vocabulary
+    dataset, model = config.dataset, config.model
+    if isinstance(dataset, groups.ImagesConfig):
+        return dataset.model_classes
+    if isinstance(model, groups.HuggingFaceConfig):
+        return vocabulary_of(model.name, model.config)  # its own, which may be larger
+    return dataset.vocabulary
 
 
 def open_data(config: TrainConfig, pieces: bytes | None = None) -> tuple[Split, Split]:

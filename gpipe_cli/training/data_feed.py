@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from gpipe_cli.assembly.build import open_data, outputs_of
+from gpipe_cli.assembly.build import open_data
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.data.batches import Catalogue, MiniBatches, Split
@@ -151,7 +151,7 @@ class Data:
         facts = DataFacts(train.catalogue.samples, test.catalogue.samples)
         notes: Notes = ()
         if isinstance(train, TextSplit | PairSplit) and isinstance(test, TextSplit | PairSplit):
-            size, asked = train.vocabulary.size, outputs_of(self._config)
+            size, asked = train.vocabulary.size, self._config.dataset.vocabulary  # type: ignore[union-attr]  # text
             facts = replace(facts, vocabulary=size, unigram_perplexity=unigram_perplexity(train, test))
             if size < asked:
                 fewer = f"dataset.vocabulary={asked} is more than this text has; {size} makes the model smaller"

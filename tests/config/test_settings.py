@@ -43,7 +43,7 @@ def test_every_setting_is_explained_and_every_file_of_a_group_is_one_of_its_choi
         if file.parent.name != "conf":
             read = yaml.safe_load(file.read_text())
             name = read.get("name") or read["model"]["name"]  # resuming a run relies on it
-            assert name == {"timm": "???"}.get(file.stem, file.stem)
+            assert name == {"timm": "???", "hf": "???"}.get(file.stem, file.stem)
 
 
 def test_types_survive_yaml(tmp_path: Path) -> None:

@@ -56,6 +56,10 @@ def materialize(
 
 @torch.no_grad()
 def _initialise(name: str, layer: nn.Module) -> None:
+    """Set all values of a layer: by its own `initialise_weights`, or else by the `reset_parameters` of its modules."""
+    if (own := getattr(layer, "initialise_weights", None)) is not None:
+        own()
+        return
     for path, module in layer.named_modules():
         if not [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
             continue
