@@ -14,6 +14,7 @@ from gpipe_cli.config.groups import CustomConfig, HuggingFaceConfig, ImagesConfi
 from gpipe_cli.config.settings import TAKEN, TrainConfig
 from gpipe_cli.config.typed import RefusedError, nearest
 from gpipe_cli.pipeline.runtime.frozen import Frozen
+from gpipe_cli.pipeline.runtime.tied_weights import find_ties
 
 
 def find_frozen(config: TrainConfig, model: nn.Sequential) -> Frozen:
@@ -39,8 +40,13 @@ def find_frozen(config: TrainConfig, model: nn.Sequential) -> Frozen:
             raise RefusedError("freeze", patterns, f"no layer, module or parameter is called {pattern}{hint}")
         modules |= {*whole}
         parameters |= {*single}
+    for tie in find_ties(model):  # frozen in one layer, it is frozen in all
+        uses = {name for names in tie.uses for name in names}
+        if uses & parameters or any(not modules.isdisjoint(_holders(name)) for name in uses):
+            parameters |= uses
     outermost = tuple(name for name in every[0] if name in modules and modules.isdisjoint(_holders(name)))
-    alone = tuple(name for name in every[1] if name in parameters and modules.isdisjoint(_holders(name)))
+    named = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    alone = tuple(name for name in named if name in parameters and modules.isdisjoint(_holders(name)))
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad and name not in alone}
     if not any(modules.isdisjoint(_holders(name)) for name in trained):
         *_, last = (name for name, _ in model.named_children())

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from gpipe_cli.pipeline.runtime.saved_activations import storage_of
+
 
 class WeightAverage:
     """Averages of every floating-point parameter and buffer of `module`, by global name. As in TensorFlow's
@@ -25,8 +27,10 @@ class WeightAverage:
         self._decay, self.updates = decay, 0
         owned = module.state_dict(keep_vars=True)
         named = {name: tensor for name, tensor in owned.items() if tensor.is_floating_point()}
-        self._pairs = {tensor: tensor.detach().clone() for tensor in named.values()}  # layers may share a tensor
-        self.average = {name: self._pairs[tensor] for name, tensor in named.items()}
+        # tied weights are several parameters in the same memory
+        first = {storage_of(tensor): tensor for tensor in reversed(named.values())}
+        self._pairs = {tensor: tensor.detach().clone() for tensor in reversed(first.values())}
+        self.average = {name: self._pairs[first[storage_of(tensor)]] for name, tensor in named.items()}
 
     @torch.no_grad()
     def update(self, statistics: Iterable[tuple[torch.Tensor, torch.Tensor]] = ()) -> None:

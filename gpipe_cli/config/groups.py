@@ -87,6 +87,7 @@ class TransformerLMConfig:
     length: Tokens
     dropout: Share
     attention_dropout: Share
+    tie_embeddings: bool = False  # also in runs of earlier versions, which had no such setting
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +106,13 @@ class TransformerNMTConfig:
     depth_scaled: bool
     logit_clip: NotNegative
     shared_embedding: bool
+    tie_embeddings: bool = False  # as in TransformerLMConfig
+    share_vocabularies: bool = False
+
+    def __post_init__(self) -> None:
+        if self.share_vocabularies and self.shared_embedding:
+            why = "shared_embedding=true has one matrix for both languages already; use model.shared_embedding=false"
+            raise RefusedError("model.share_vocabularies", True, why)
 
 
 ModelConfig = (

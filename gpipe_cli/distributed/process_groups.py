@@ -3,8 +3,8 @@
 import datetime
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 
@@ -15,6 +15,7 @@ from gpipe_cli.distributed.control_group import Awaited, ControlGroup, Waits
 from gpipe_cli.distributed.rendezvous import store
 from gpipe_cli.pipeline.runtime.link import Edge, GroupLink, Link, Links, ThreadedLink
 from gpipe_cli.pipeline.runtime.replicas import Replicas
+from gpipe_cli.pipeline.runtime.tied_weights import Group
 from gpipe_cli.pipeline.schedule.schedule import Kind
 from gpipe_cli.system.accelerator import is_accelerator, use_device
 
@@ -33,6 +34,7 @@ class ProcessGroups:
 
     links: Links
     replicas: Replicas | None = None  # the processes with the same stages; None without replicas
+    tied: Mapping[Group, dist.ProcessGroup] = field(default_factory=dict)  # the processes with the same tied weights
 
 
 def connect_processes(
@@ -45,12 +47,14 @@ def connect_processes(
     waits: Waits,
     *,
     here: bool,
+    stages_of_ties: Sequence[Sequence[int]] = (),
 ) -> tuple[ControlGroup, ProcessGroups | None]:
     """Connect the processes of the run; this one computes on `devices`, of which only the process of a whole pipeline
     may have several. A run of one process needs no connection.
 
     `process_of_stage`: the process of each stage of one pipeline; each of the `replicas` has as many processes. `here`:
     this command has started all processes, and `rendezvous` is a file; under torchrun it is the name of this start.
+    `stages_of_ties`: for each tied weight, the stages that have it.
     """
     of_pipeline = 1 + max(process_of_stage)
     processes = of_pipeline * replicas
@@ -72,13 +76,18 @@ def connect_processes(
     links: dict[Edge, Link] = {}
     for replica in range(replicas):
         links |= edge_links(process, [replica * of_pipeline + owner for owner in process_of_stage], device, timeout)
+    tied: dict[Group, dist.ProcessGroup] = {}
+    for members in sorted({tuple(sorted({process_of_stage[k] for k in stages})) for stages in stages_of_ties}):
+        for first in range(0, processes if len(members) > 1 else 0, of_pipeline):
+            group = new_group(process, [first + member for member in members], device, timeout, blocks=_LINK_BLOCKS)
+            tied |= {} if group is None else {members: group}
     awaits = partial(waits, Awaited.PROCESS)
     of_device: dict[torch.device, dist.ProcessGroup] = {}
     for place, own in product(range(of_pipeline if replicas > 1 else 0), devices):
         group = new_group(process, range(place, processes, of_pipeline), own, timeout)
         of_device |= {} if group is None else {own: group}
     same_stages = Replicas(of_device, replicas, awaits) if replicas > 1 else None
-    groups = ProcessGroups(Links(links, timeout.total_seconds(), timeout_seconds, awaits), same_stages)
+    groups = ProcessGroups(Links(links, timeout.total_seconds(), timeout_seconds, awaits), same_stages, tied)
     return ControlGroup(process, processes, control, waits), groups
 
 

@@ -16,7 +16,8 @@ on the encoded source, which the next one needs. Layers always exchange the tupl
     source (N, S, width), source mask (N, S) bool, target (N, T, width) -- or (N, T) int64 while it is not yet embedded
 
 With `shared_embedding`, one matrix embeds source and target in the first layer. Otherwise the target has its own matrix
-at the start of the decoder, and only its token ids pass through the encoder. In both cases no layers share parameters.
+at the start of the decoder, and only its token ids pass through the encoder. Layers may be tied: the softmax to the
+embedding of what it predicts, and both embeddings to each other.
 
 The paper reports 400M, 1.3B, 1.3B, 3B and 6B parameters. The width of the attention grows with the heads (64 channels
 each): with 1024 channels for any number of heads, T(64, 16384, 32) would have 5.2B.
@@ -210,23 +211,27 @@ def transformer_lm(
     length: int = 1024,
     dropout: float = 0.1,
     attention_dropout: float = 0.1,
+    tie_embeddings: bool = False,
 ) -> nn.Sequential:
     """The network: tokens (N, S), int64, S up to `length` -> logits (N, S, vocabulary) of the next token.
 
     The defaults are Table 1's; the paper gives no dropout, 0.1 is Lingvo's. hidden: width between the two maps of a
-    feed-forward sublayer. dropout: probability of dropping an entry of a sublayer's output.
+    feed-forward sublayer. dropout: probability of dropping an entry of a sublayer's output. tie_embeddings: embedding
+    and softmax have the same matrix.
 
     Raises InputError for an odd width, and if `heads` does not divide the width.
     """
     if width % heads:
         raise RefusedError("model.width", width, f"is no multiple of model.heads={heads}; use one that is")
     sequence: OrderedDict[str, nn.Module] = OrderedDict()
-    sequence["embedding"] = Embedding(vocabulary, width, length)
+    sequence["embedding"] = embedding = Embedding(vocabulary, width, length)
     for index in range(layers):
         sequence[f"layer_{index:03d}"] = SelfAttentionLayer(
             width, hidden, heads, width // heads, dropout, attention_dropout, causal=True
         )
-    sequence["softmax"] = Softmax(width, vocabulary)
+    sequence["softmax"] = softmax = Softmax(width, vocabulary)
+    if tie_embeddings:
+        softmax.logits.weight = embedding.weight
     return nn.Sequential(sequence)
 
 
@@ -300,6 +305,8 @@ def transformer_nmt(
     depth_scaled: bool,
     logit_clip: float,
     shared_embedding: bool,
+    tie_embeddings: bool = False,
+    share_vocabularies: bool = False,
     pad: int = 0,
 ) -> nn.Sequential:
     """The network: (source (N, S), target so far (N, T)), both int64 -> logits (N, T, vocabulary).
@@ -311,6 +318,9 @@ def transformer_nmt(
         depth_scaled: divide the initial weights of feed-forward sublayers by L (the paper's first remedy against
             divergence, after Fixup).
         logit_clip: the largest magnitude of a logit (its second remedy; Lingvo's `logits_abs_max`); 0 is off.
+        shared_embedding: one matrix embeds source and target, in the first layer.
+        tie_embeddings: the softmax has the matrix that embeds the target.
+        share_vocabularies: without `shared_embedding`, both embeddings have the same matrix.
         pad: id of the padding token; padded positions of the source are masked.
 
     Raises InputError for an odd width.
@@ -318,15 +328,20 @@ def transformer_nmt(
     scale = 1 / layers if depth_scaled else 1.0
     sizes = (width, hidden, heads, head_width, dropout, attention_dropout)
     sequence: OrderedDict[str, nn.Module] = OrderedDict()
-    sequence["embedding"] = SourceEmbedding(vocabulary, width, length, pad, shared=shared_embedding)
+    sequence["embedding"] = embedding = SourceEmbedding(vocabulary, width, length, pad, shared=shared_embedding)
     for index in range(layers):
         sequence[f"encoder_{index:02d}"] = EncoderLayer(*sizes, causal=False, feed_forward_scale=scale)
     sequence["encoder_norm"] = EncoderNorm(width)
+    embeds_target: Embedding = embedding
     if not shared_embedding:
-        sequence["target_embedding"] = TargetEmbedding(vocabulary, width, length)
+        sequence["target_embedding"] = embeds_target = TargetEmbedding(vocabulary, width, length)
+        if share_vocabularies:
+            embeds_target.weight = embedding.weight
     for index in range(layers):
         layer = DecoderLayer(*sizes, causal=True, cross=True, feed_forward_scale=scale)
         layer.last = index == layers - 1
         sequence[f"decoder_{index:02d}"] = layer
-    sequence["softmax"] = Softmax(width, vocabulary, logit_clip)
+    sequence["softmax"] = softmax = Softmax(width, vocabulary, logit_clip)
+    if tie_embeddings:
+        softmax.logits.weight = embeds_target.weight
     return nn.Sequential(sequence)

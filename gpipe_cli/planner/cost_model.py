@@ -10,7 +10,7 @@ from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.config.typed import show
 from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.profile.layer_cost import OperationKind, Operations, Work
-from gpipe_cli.pipeline.schedule.simulator import EdgeCost
+from gpipe_cli.pipeline.schedule.simulator import EdgeCost, TieCost
 from gpipe_cli.planner.data_sheet import resolved
 from gpipe_cli.planner.device_rates import Basis, DeviceRates, Figures, rates_of_sheet
 from gpipe_cli.planner.layout import Layout
@@ -42,6 +42,7 @@ class StepCosts:
     slowdown: tuple[float, ...]  # factor of a device's seconds while 1, 2, ... devices compute; (): none
     set_up: float = 0.0  # seconds once a step, over all layers: batch norm's commit, the norms of gradients
     sums: tuple[float, ...] = ()  # seconds per step to sum each layer's gradients over replicas; (): one replica
+    ties: tuple[TieCost, ...] = ()  # of each trained tied weight, with the numbers of layers for those of stages
     figures: Figures | None = None  # the device's measured figures, if it was timed
     weighted_by: str = ""  # where the user gives the relative costs of layers, if at all: `partition.costs`
     rates: DeviceRates | None = None  # rates that predicted the costs; None: the costs were measured
@@ -62,6 +63,7 @@ class StepCosts:
             edges=tuple(EdgeCost(*scaled(astuple(edge))) for edge in self.edges),
             set_up=factor * self.set_up,
             sums=scaled(self.sums),
+            ties=tuple(replace(tie, seconds=factor * tie.seconds) for tie in self.ties),
             calibration=factor * self.calibration,
         )
 
@@ -93,7 +95,7 @@ def predicted_costs(
         # weights, gradients and state are read, weights and state written
         moved = 2 * weights.weight_bytes + weights.gradient_bytes + 2 * weights.optimizer_bytes
         update = Work({OperationKind.ELEMENTWISE: Operations(weights.tensors, fixed_bytes=moved)})
-        updates.append(rates.backward.seconds(update, 1) if weights.trained else 0.0)
+        updates.append(rates.backward.seconds(update, 1) if weights.gradient_bytes else 0.0)
     linked = linked or len(set(layout.device_of_stage)) > 1
     latency, per_byte = (rates.link_seconds, rates.link_byte_seconds) if linked else (0.0, 0.0)
     costs = StepCosts(
@@ -103,8 +105,9 @@ def predicted_costs(
         tuple(updates),
         _edge_costs(profile, samples, latency, per_byte),
         slowdowns(layout.at_once, len(layers), rates.slowdown, rates.together, config.replicas),
-        rates.tensor_seconds * sum(weights.tensors for weights in profile.weights if weights.trained),
+        rates.tensor_seconds * sum(weights.tensors for weights in profile.weights if weights.gradient_bytes),
         _sums_over_replicas(profile, config.replicas, rates.link_byte_seconds),
+        _tie_costs(profile, latency, per_byte),
         rates.figures,
         rates=rates,
         together=(rates.slowdown, rates.together),
@@ -128,6 +131,15 @@ def _sums_over_replicas(profile: ModelProfile, replicas: int, per_byte: float) -
         return ()
     share = 2 * (replicas - 1) / replicas
     return tuple(share * weights.gradient_bytes * per_byte for weights in profile.weights)
+
+
+def _tie_costs(profile: ModelProfile, latency: float, per_byte: float) -> tuple[TieCost, ...]:
+    """Each stage sends its gradient of a tied weight to all others with it, and receives theirs meanwhile."""
+    return tuple(
+        TieCost(tied.layers, latency + (len(tied.layers) - 1) * tied.gradient_bytes * per_byte)
+        for tied in profile.tied
+        if tied.gradient_bytes
+    )
 
 
 def _weighted(costs: StepCosts, given: Sequence[float], setting: str) -> StepCosts:
@@ -206,7 +218,8 @@ def measured_costs(
     edges = _edge_costs(profile, samples, latency, 1 / bandwidth if bandwidth else 0.0)
     source = f"layers measured on this machine, {plural(timed, 'sample')} at a time"
     sums = _sums_over_replicas(profile, replicas, sum_byte_seconds)
+    ties = _tie_costs(profile, latency, 1 / bandwidth if bandwidth else 0.0)
     return StepCosts(
-        source, "timed_layers", layers, tuple(times.updates), edges, slowdown, times.set_up, sums, times.figures,
+        source, "timed_layers", layers, tuple(times.updates), edges, slowdown, times.set_up, sums, ties, times.figures,
         together=(times.slowdown, at_once), spread=times.spread,
     )  # fmt: skip

@@ -5,7 +5,7 @@ plans that are compared.
 """
 
 import math
-from collections.abc import Hashable
+from collections.abc import Container, Hashable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache, partial
 
@@ -23,6 +23,7 @@ from gpipe_cli.pipeline.profile.operation_counter import cpu_fuses, gpu_fuses
 from gpipe_cli.pipeline.profile.tracing import layer_kinds, run_shapes, trace_layers
 from gpipe_cli.pipeline.runtime.boundary import ALIGNED_BYTES, Boundary
 from gpipe_cli.pipeline.runtime.frozen import Frozen, freeze
+from gpipe_cli.pipeline.runtime.tied_weights import Tie, find_ties, other_names
 from gpipe_cli.planner.data_sheet import computes_on_gpu
 from gpipe_cli.planner.shared_layers import Shared, find_read, find_shared
 from gpipe_cli.system.accelerator import TYPE
@@ -33,12 +34,26 @@ from gpipe_cli.units import plural
 class LayerWeights:
     """What a layer stores, whatever the size of a micro-batch: two counts, then bytes."""
 
-    trained: int  # number of trained parameters
+    parameters: int  # number of parameters; those of a tied weight count in the first layer that has it
+    trained: int  # number of these that are trained
     tensors: int  # number of parameter tensors
     weight_bytes: int  # parameters and buffers
     gradient_bytes: int
     optimizer_bytes: int  # the optimizer's state, and the moving average of the weights
     summed_bytes: int  # the gradients as replicas send them to each other, each up to an aligned address
+    saved_bytes: int  # what a checkpoint has of the layer; a tied weight is saved with the first layer that has it
+
+
+@dataclass(frozen=True)
+class TiedWeight:
+    """A weight that several layers have. A stage with several of them has its values, and its optimizer's state, once;
+    each layer has gradients of its own."""
+
+    tie: Tie
+    layers: tuple[int, ...]  # the numbers of these layers
+    weight_bytes: int
+    gradient_bytes: int  # of one layer; 0 if the weight is not trained
+    optimizer_bytes: int
 
 
 @dataclass(frozen=True)
@@ -52,6 +67,7 @@ class ModelProfile:
     lengths: tuple[int, ...]  # the lengths that sentences are padded to
     frozen: Frozen
     shared: tuple[Shared, ...]
+    tied: tuple[TiedWeight, ...]  # the weights that several layers have
     own_costs: tuple[float, ...] | None  # `gpipe_cost` of a user's layers, in any unit
     model: nn.Sequential = field(repr=False, compare=False)  # the model that was traced
     kinds: tuple[Hashable, ...] = field(repr=False, compare=False)  # one for each layer; equal layers have equal kinds
@@ -114,10 +130,13 @@ def _profile(traced: _Traced, lengths: tuple[int, ...]) -> ModelProfile:
     costs = trace(training=True, loss=loss, splits=config.splits_backward)
     for one in find_read(costs, evaluation):
         shared.setdefault((one.first, one.second), one)
-    weights = tuple(_layer_weights(config, layer) for layer in model.children())
-    shared_layers = (*shared.values(),)
-    own_costs = _own_costs(model)
-    return ModelProfile(costs, evaluation, weights, inputs, lengths, frozen, shared_layers, own_costs, model, kinds)
+    ties = find_ties(model)
+    elsewhere = other_names(ties)
+    weights = tuple(_layer_weights(config, name, layer, elsewhere) for name, layer in model.named_children())
+    tied = tuple(_tied_weight(config, model, tie) for tie in ties)
+    return ModelProfile(
+        costs, evaluation, weights, inputs, lengths, frozen, (*shared.values(),), tied, _own_costs(model), model, kinds
+    )
 
 
 def _own_costs(model: nn.Sequential) -> tuple[float, ...] | None:
@@ -171,17 +190,39 @@ def refuse_single_samples(
         ) from error
 
 
-def _layer_weights(config: TrainConfig, layer: nn.Module) -> LayerWeights:
+def _layer_weights(config: TrainConfig, name: str, layer: nn.Module, elsewhere: Container[str]) -> LayerWeights:
+    """The weights of layer `name`; `elsewhere`: names of parameters that an earlier layer has, too."""
     parameters, buffers = list(layer.parameters()), list(layer.buffers())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    averaged = [*parameters, *(b for b in buffers if b.is_floating_point())] if config.ema_decay else []
+    first = [one for path, one in layer.named_parameters() if f"{name}.{path}" not in elsewhere]
+    later = [one for path, one in layer.named_parameters() if f"{name}.{path}" in elsewhere]
+
+    def stored(some: Sequence[nn.Parameter]) -> int:
+        averaged = [*some, *(b for b in buffers if b.is_floating_point())] if config.ema_decay else []
+        return state_bytes(config.optimizer, some) + sum(t.nbytes for t in averaged)
+
+    weight_bytes = sum(t.nbytes for t in (*parameters, *buffers))
     return LayerWeights(
-        trained=sum(p.numel() for p in trained),
+        parameters=sum(p.numel() for p in first),
+        trained=sum(p.numel() for p in first if p.requires_grad),
         tensors=len(parameters),
-        weight_bytes=sum(t.nbytes for t in (*parameters, *buffers)),
+        weight_bytes=weight_bytes,
         gradient_bytes=sum(p.nbytes for p in trained),
-        optimizer_bytes=state_bytes(config.optimizer, trained) + sum(t.nbytes for t in averaged),
+        optimizer_bytes=stored(parameters),
         summed_bytes=sum(-(-p.nbytes // ALIGNED_BYTES) * ALIGNED_BYTES for p in trained),
+        saved_bytes=weight_bytes - sum(p.nbytes for p in later) + stored(first),
+    )
+
+
+def _tied_weight(config: TrainConfig, model: nn.Sequential, tie: Tie) -> TiedWeight:
+    numbers = {name: number for number, (name, _) in enumerate(model.named_children())}
+    weight = model.get_parameter(tie.name)
+    return TiedWeight(
+        tie,
+        tuple(numbers[layer] for layer in tie.layers),
+        weight.nbytes,
+        weight.nbytes if weight.requires_grad else 0,
+        state_bytes(config.optimizer, [weight]) + (weight.nbytes if config.ema_decay else 0),
     )
 
 

@@ -12,6 +12,7 @@ from gpipe_cli.config.settings import TrainConfig, load_hardware
 from gpipe_cli.distributed.torchrun import Torchrun
 from gpipe_cli.pipeline.runtime.boundary import Boundary
 from gpipe_cli.pipeline.runtime.frozen import Frozen
+from gpipe_cli.pipeline.runtime.tied_weights import Tie
 from gpipe_cli.pipeline.schedule.schedule import Recompute, Schedule
 from gpipe_cli.planner.data_sheet import resolved
 from gpipe_cli.planner.device_rates import computes_in
@@ -30,6 +31,7 @@ class PipelineSpec:
     parameters: tuple[int, ...]
     trained: tuple[int, ...]  # number of these parameters that are not frozen
     frozen: Frozen
+    ties: tuple[Tie, ...]
     cost: tuple[float, ...]  # predicted seconds of one micro-batch's forward and backward
     inputs: Boundary  # tensors given to the first stage
     lengths: tuple[int, ...]  # the greatest lengths that sentences are padded to
@@ -48,6 +50,12 @@ class PipelineSpec:
     @property
     def partitions(self) -> int:
         return len(self.layer_names)
+
+    @property
+    def stages_of_ties(self) -> tuple[tuple[int, ...], ...]:
+        """For each tied weight, the stage of each of its uses."""
+        stage_of = {name: k for k, names in enumerate(self.layer_names) for name in names}
+        return tuple(tuple(stage_of[layer] for layer in tie.layers) for tie in self.ties)
 
     @property
     def first_layers(self) -> tuple[int, ...]:
@@ -88,9 +96,10 @@ def placed(config: TrainConfig, profile: ModelProfile, plan: Plan) -> PipelineSp
     costs, bounds = profile.costs, plan.bounds
     return PipelineSpec(
         layer_names=tuple(tuple(cost.name for cost in costs[first:end]) for first, end in bounds),
-        parameters=tuple(sum(cost.parameters for cost in costs[first:end]) for first, end in bounds),
-        trained=tuple(sum(w.trained for w in profile.weights[first:end]) for first, end in bounds),
+        parameters=tuple(sum(of.parameters for of in profile.weights[first:end]) for first, end in bounds),
+        trained=tuple(sum(of.trained for of in profile.weights[first:end]) for first, end in bounds),
         frozen=profile.frozen,
+        ties=tuple(tied.tie for tied in profile.tied),
         cost=tuple(stage.graph_seconds + stage.backward_seconds for stage in plan.stages),
         inputs=profile.inputs,
         lengths=profile.lengths,

@@ -18,7 +18,7 @@ from gpipe_cli.pipeline.schedule.partitioner import NoCutFitsError, check_balanc
 from gpipe_cli.pipeline.schedule.recomputation import DoesNotFitError
 from gpipe_cli.pipeline.schedule.schedule import Kind, Recompute, Schedule, recomputes
 from gpipe_cli.pipeline.schedule.search import Problem, find
-from gpipe_cli.pipeline.schedule.simulator import EdgeCost, StageCost, simulate
+from gpipe_cli.pipeline.schedule.simulator import EdgeCost, StageCost, TieCost, simulate
 from gpipe_cli.pipeline.schedule.timeline import Timeline
 from gpipe_cli.planner.cost_model import StepCosts, predicted_costs
 from gpipe_cli.planner.layout import Layout, Memory, layout_of
@@ -224,7 +224,7 @@ def _fastest_order(config: TrainConfig, cut: Cut, costs: StepCosts, layout: Layo
     # all M: a mini-batch of text may have more micro-batches than this one of the longest sentences
     problem = Problem(
         stages, edges, costs.slowdown, layout.device_of_stage, config.micro_batches, cut.memory.largest(cut.bounds),
-        room, config.recompute, split,
+        room, config.recompute, split, _ties(cut, costs),
     )  # fmt: skip
     best, tried = find(problem)
     if best is None:
@@ -244,7 +244,7 @@ def _simulated(cut: Cut, costs: StepCosts, layout: Layout, order: Schedule, reco
     held = cut.held(order, recompute, layout.memory)
     stages, edges = _stages_and_edges(cut, costs)
     schedule = checked_schedule(order, len(cut.sizes), recompute)
-    timeline = simulate(schedule, stages, edges, costs.slowdown, layout.device_of_stage)
+    timeline = simulate(schedule, stages, edges, costs.slowdown, layout.device_of_stage, _ties(cut, costs))
     set_up_seconds = costs.set_up / len(set(layout.device_of_stage))
     step_seconds = timeline.step_end_seconds - timeline.start_seconds + set_up_seconds
     return Plan(
@@ -270,6 +270,17 @@ def _stages_and_edges(cut: Cut, costs: StepCosts) -> tuple[tuple[StageCost, ...]
     """The cost of each stage and of each edge between two stages."""
     stages = tuple(_stage_cost(costs, first, end) for first, end in cut.bounds)
     return stages, [costs.edges[end - 1] for _, end in cut.bounds[:-1]]
+
+
+def _ties(cut: Cut, costs: StepCosts) -> tuple[TieCost, ...]:
+    """The tied weights, each with its stages."""
+    return tuple(
+        replace(
+            tie,
+            stages=tuple(k for k, (first, end) in enumerate(cut.bounds) if any(first <= at < end for at in tie.stages)),
+        )
+        for tie in costs.ties
+    )
 
 
 def _recomputed(schedule: Schedule) -> tuple[frozenset[int], ...]:

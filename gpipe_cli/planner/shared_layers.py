@@ -1,7 +1,8 @@
 """Finds layers that share something and must stay in one stage, as a stage owns its layers (paper section 2.1).
 
-Every process allocates its own layers. If two layers in different processes shared a parameter, a buffer or a module,
-each process would train a copy of its own, without an error.
+Every process allocates its own layers. If two layers in different processes shared a buffer or a module, each process
+would change a copy of its own, without an error. Parameters alone may be shared by any stages
+(`pipeline/runtime/tied_weights.py`).
 
 Layers share what torch registers as part of both, whether or not a forward uses it: a module may count its calls. They
 also share what one of them is seen to read through functions, hooks, lists or other objects while it is traced.
@@ -59,16 +60,12 @@ def find_shared(model: nn.Sequential) -> tuple[Shared, ...]:
 
 def _parts(layer: nn.Module) -> Iterator[tuple[str, object]]:
     for path, module in layer.named_modules():
-        tensors = [
-            (f"{kind} {path}.{name}" if path else f"{kind} {name}", tensor)
-            for kind, own in (("parameter", module._parameters), ("buffer", module._buffers))
-            for name, tensor in own.items()
-            if tensor is not None
-        ]
+        buffers = [(f"buffer {path}.{name}" if path else f"buffer {name}", of) for name, of in module._buffers.items()]
         # a module of torch or timm without tensors is a function, and a copy of it is as good
-        if tensors or not type(module).__module__.startswith(("torch.nn.", "timm.layers.")):
+        own = module._parameters or buffers
+        if own or not type(module).__module__.startswith(("torch.nn.", "timm.layers.")):
             yield path and f"module {path}", module
-        yield from tensors
+        yield from ((what, buffer) for what, buffer in buffers if buffer is not None)
 
 
 def _refuse_same_memory(model: nn.Sequential) -> None:

@@ -30,6 +30,8 @@ def simulation_data(config: TrainConfig, profile: ModelProfile, plan: Plan) -> S
     """A plan and what it was made from, in seconds and bytes; sequences have an entry per layer or per stage."""
     costs, layout, samples = plan.costs, plan.layout, mini_batch_samples(config, profile.lengths)
     memory = layout.memory
+    linked = costs if costs.rates is None else _costs(config, profile, plan, plan.micro_batches)
+    seconds = {tie.stages: tie.seconds for tie in linked.ties}
     return {
         "setting": {
             "partitions": len(plan.stages),
@@ -61,6 +63,16 @@ def simulation_data(config: TrainConfig, profile: ModelProfile, plan: Plan) -> S
             for cost, weights, update, added_up in zip(
                 profile.costs, profile.weights, costs.updates, costs.sums or (0.0,) * len(profile.costs), strict=True
             )
+        ],
+        "ties": [
+            {
+                "layers": tied.layers,
+                "weights_bytes": tied.weight_bytes,
+                "gradients_bytes": tied.gradient_bytes,
+                "optimizer_bytes": tied.optimizer_bytes,
+                "seconds": seconds.get(tied.layers, 0.0),
+            }
+            for tied in profile.tied
         ],
         "shared": [[one.first, one.second, one.text] for one in profile.shared],
         "costs": {

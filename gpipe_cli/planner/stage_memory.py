@@ -15,14 +15,15 @@ from numpy.typing import NDArray
 
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.data.micro_batches import share_of
-from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory
+from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory, Layers
 from gpipe_cli.pipeline.schedule.held import Held, live, peak_bytes
 from gpipe_cli.pipeline.schedule.recomputation import fewest_recomputations
 from gpipe_cli.pipeline.schedule.schedule import Action, Recompute, Schedule
 from gpipe_cli.planner.data_sheet import computes_on_gpu
-from gpipe_cli.planner.model_profile import LayerWeights, ModelProfile
+from gpipe_cli.planner.model_profile import LayerWeights, ModelProfile, TiedWeight
 from gpipe_cli.planner.step_schedule import checked_schedule, unchecked_schedule
 
+Whole = NDArray[np.int64]
 Bounds = Sequence[tuple[int, int]]  # first layer of each stage and its end (exclusive)
 
 
@@ -58,7 +59,32 @@ def buffers_bytes(config: TrainConfig, weights: LayerWeights) -> int:
     as a checkpoint while training goes on; a GPU's state is copied to memory of its host."""
     sums = 2 * weights.summed_bytes - weights.gradient_bytes if config.replicas > 1 else 0
     on_cpu = config.hardware.here and not computes_on_gpu(config)
-    return sums + (weights.weight_bytes + weights.optimizer_bytes if on_cpu else 0)
+    return sums + (weights.saved_bytes if on_cpu else 0)
+
+
+@dataclass(frozen=True)
+class _Tied:
+    """By how many bytes a stage with tied weights differs from the sum of its layers; arrays for n stages at once."""
+
+    weights: Whole
+    optimizer: Whole
+    received: Whole  # gradients of layers in other stages
+
+    @property
+    def total(self) -> Whole:
+        return self.weights + self.optimizer + self.received
+
+
+def _tied(tied: Sequence[TiedWeight], first: Layers, end: Layers) -> _Tied:
+    none = np.zeros_like(np.asarray(first))
+    weights, optimizer, received = none, none, none
+    for one in tied:
+        here = sum((np.asarray((first <= at) & (at < end), dtype=np.int64) for at in one.layers), none)
+        again = np.maximum(here - 1, 0)
+        weights = weights - again * one.weight_bytes
+        optimizer = optimizer - again * one.optimizer_bytes
+        received = received + np.where(here > 0, len(one.layers) - here, 0) * one.gradient_bytes
+    return _Tied(weights, optimizer, received)
 
 
 class MemoryModel:
@@ -76,17 +102,18 @@ class MemoryModel:
         self._stored = np.array([0, *accumulate(map(add, stored, self.buffers))])
 
     def stages(self, schedule: Schedule, bounds: Bounds) -> tuple[StageMemory, ...]:
-        return tuple(
-            StageMemory(
-                weights_bytes=sum(w.weight_bytes for w in self._profile.weights[first:end]),
-                gradients_bytes=sum(w.gradient_bytes for w in self._profile.weights[first:end]),
-                optimizer_bytes=sum(w.optimizer_bytes for w in self._profile.weights[first:end]),
+        def stage(first: int, end: int, saved: int) -> StageMemory:
+            own, tied = self._profile.weights[first:end], _tied(self._profile.tied, first, end)
+            return StageMemory(
+                weights_bytes=sum(w.weight_bytes for w in own) + int(tied.weights),
+                gradients_bytes=sum(w.gradient_bytes for w in own),
+                optimizer_bytes=sum(w.optimizer_bytes for w in own) + int(tied.optimizer),
                 activations_bytes=saved,
-                buffers_bytes=sum(self.buffers[first:end]),
+                buffers_bytes=sum(self.buffers[first:end]) + int(tied.received),
                 workspace_bytes=int(self._workspace[first:end].max()),
             )
-            for (first, end), saved in zip(bounds, self.saved(schedule, bounds), strict=True)
-        )
+
+        return tuple(stage(*span, saved) for span, saved in zip(bounds, self.saved(schedule, bounds), strict=True))
 
     def saved(self, schedule: Schedule, bounds: Bounds) -> tuple[int, ...]:
         """The most bytes of activations held at once on each stage."""
@@ -100,9 +127,13 @@ class MemoryModel:
     def room(self, bounds: Bounds, limit_bytes: int) -> list[int]:
         """The bytes that the limit leaves each stage for activations."""
         return [
-            limit_bytes - int(self._stored[end] - self._stored[first]) - int(self._workspace[first:end].max())
+            limit_bytes - int(self._stored_by(first, end)) - int(self._workspace[first:end].max())
             for first, end in bounds
         ]
+
+    def _stored_by(self, first: Layers, end: Layers) -> Whole:
+        """The bytes that a stage of layers `first` to `end - 1` stores all the time."""
+        return np.asarray(self._stored[end] - self._stored[first] + _tied(self._profile.tied, first, end).total)
 
     def fewest_recomputations(self, order: Schedule, bounds: Bounds, limit_bytes: int | None) -> Recompute:
         """The fewest recomputations that fit; none without a limit. Raises DoesNotFitError if no number fits."""
@@ -127,7 +158,7 @@ class MemoryModel:
             while (fits < most).any():
                 ends = np.maximum((fits + most + 1) // 2, firsts + 1)
                 held = (fullest @ self._largest.of_stages(firsts, ends)).max(axis=0)
-                needed = self._stored[ends] - self._stored[firsts] + held + workspace.between(firsts, ends)
+                needed = self._stored_by(firsts, ends) + held + workspace.between(firsts, ends)
                 below = needed <= limit_bytes
                 fits, most = np.where(below, ends, fits), np.where(below, most, ends - 1)
             return fits.tolist()

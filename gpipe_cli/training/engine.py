@@ -1,8 +1,8 @@
 """The stages of the pipeline in this process, with what training adds to them: optimizers and weight averages."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 import torch
@@ -22,6 +22,7 @@ from gpipe_cli.pipeline.runtime.initial_weights import materialize
 from gpipe_cli.pipeline.runtime.p2p_transport import Boundaries, P2PTransport
 from gpipe_cli.pipeline.runtime.replicas import Replicas
 from gpipe_cli.pipeline.runtime.stage import Stage
+from gpipe_cli.pipeline.runtime.tied_weights import TiedWeights, share_memory, trained_parameters
 from gpipe_cli.pipeline.runtime.transport import LocalTransport, Transport
 from gpipe_cli.planner.pipeline_spec import PipelineSpec
 
@@ -50,8 +51,10 @@ class Engine:
     executor: Executor
     optimizers: dict[int, torch.optim.Optimizer | None]
     averages: dict[int, WeightAverage]
-    parameters: dict[int, dict[str, nn.Parameter]]  # stage -> global name -> parameter, in global order
+    # stage -> name -> parameter, in global order; a tied weight has its name in every stage, that of its first use
+    parameters: dict[int, dict[str, nn.Parameter]]
     replicas: Replicas | None  # None: there is only one pipeline
+    tied: TiedWeights
 
     @property
     def has_first(self) -> bool:
@@ -76,6 +79,15 @@ class Engine:
     def gradients(self) -> list[torch.Tensor]:
         """The gradients of this process's parameters in global order, without parameters that have none."""
         return [gradient for k in self.stages for gradient in gradients_of(self.parameters[k].values())]
+
+    def counted(self) -> list[torch.Tensor]:
+        """Those of `gradients` that count: that of a tied weight only where it is used first."""
+        return [gradient for k in self.stages for gradient in gradients_of(self.owned(k).values())]
+
+    def owned(self, stage: int) -> dict[str, nn.Parameter]:
+        """The parameters of a stage, without tied weights that an earlier stage has, too."""
+        layers = self.spec.layer_names[stage]
+        return {name: one for name, one in self.parameters[stage].items() if name.partition(".")[0] in layers}
 
     def set_progress(self, share: float) -> None:
         """Set the share of all training steps that is done, 0 to 1, in every stage (for scheduled drop-path)."""
@@ -141,7 +153,8 @@ def build_engine(
         )
     if groups is not None and groups.replicas is not None:
         groups.replicas.connect(groups.links.connect_seconds)
-    parameters = {k: dict(stage.module.named_parameters()) for k, stage in stages.items()}
+    tied = tied_weights(spec, {k: stage.module for k, stage in stages.items()}, process, groups)
+    parameters = {k: trained_parameters(stage.module, spec.ties) for k, stage in stages.items()}
     return Engine(
         config,
         spec,
@@ -153,7 +166,21 @@ def build_engine(
         averages={k: WeightAverage(s.module, config.ema_decay) for k, s in stages.items()} if config.ema_decay else {},
         parameters=parameters,
         replicas=None if groups is None else groups.replicas,
+        tied=tied,
     )
+
+
+def tied_weights(
+    spec: PipelineSpec, modules: Mapping[int, nn.Sequential], process: int, groups: ProcessGroups | None
+) -> TiedWeights:
+    """The tied weights of the stages of this process, connected to those of other processes."""
+    tied = TiedWeights(
+        spec.ties, spec.stages_of_ties, modules, process % spec.layout.of_pipeline, spec.layout.process_of_stage
+    )
+    if groups is not None and groups.tied:
+        tied = replace(tied, groups=groups.tied, waits=groups.links.waits)
+        tied.connect(torch.device(spec.layout.device_of(process)), groups.links.connect_seconds)
+    return tied
 
 
 def build_stage(
@@ -166,11 +193,13 @@ def build_stage(
     """Stage `index`, in training mode; `model` is the whole model on the meta device, `whole` is from `real_model`."""
     memory_format, device = MEMORY_FORMATS[spec.memory_format], torch.device(spec.layout.devices[index])
     first, layers = spec.first_layers[index], len(spec.layer_names[index])
-    module = materialize(model, first, layers, run_seed=config.seed, device=device, whole=whole)
+    module = materialize(model, first, layers, run_seed=config.seed, device=device, whole=whole, ties=spec.ties)
     freeze(module, spec.frozen)
+    module.to(memory_format=memory_format)
+    share_memory(module, spec.ties)  # not earlier: a move separates parameters that share memory
     stage = Stage(
         index,
-        module.to(memory_format=memory_format),
+        module,
         first_layer=first,
         inputs=spec.training_boundaries[index - 1] if index else (),
         evaluation_inputs=spec.evaluation_boundaries[index - 1] if index else (),

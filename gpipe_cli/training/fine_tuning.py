@@ -17,8 +17,8 @@ from gpipe_cli.config.groups import CustomConfig, DatasetConfig, ImagesConfig
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.errors import InputError
 from gpipe_cli.planner.pipeline_spec import PipelineSpec
-from gpipe_cli.training.checkpoint.files import find_checkpoint, read_tensors, select
-from gpipe_cli.training.checkpoint.restore import CheckpointMatch
+from gpipe_cli.training.checkpoint.files import find_checkpoint, select
+from gpipe_cli.training.checkpoint.restore import CheckpointMatch, saved_state, stage_tensors
 from gpipe_cli.training.engine import Engine
 from gpipe_cli.training.events import Notes
 from gpipe_cli.units import count, plural
@@ -32,7 +32,7 @@ def fine_tune(engine: Engine, checkpoint: Path | None) -> Notes:
         return frozen
     both, new = find_taking(config, engine.model, checkpoint)
     for k, stage in engine.stages.items():
-        tensors = read_tensors(checkpoint, engine.spec.layer_names[k], ("model", "ema"))
+        tensors = stage_tensors(engine.spec, k, checkpoint, ("model", "ema"))
         values = select(tensors, "model") | select(tensors, "ema")  # only floating-point tensors have averages
         state = stage.module.state_dict()
         with torch.no_grad():
@@ -64,7 +64,7 @@ def find_taking(config: TrainConfig, model: nn.Sequential, checkpoint: Path) -> 
     assert config.init_from is not None
     both = CheckpointMatch.of("init_from", Path(config.init_from), checkpoint, config, model)
     here, there = both.here, both.there
-    classifier = classifier_of(config, model)
+    classifier = classifier_of(config, model) & here.keys()  # a tied matrix is taken with the embedding
     _refuse_other_names(both, classifier)
     absent = frozenset(name for name in here if _layer(name) not in both.index.layers)  # an auxiliary head
     both.refuse_other_shapes(sorted(here.keys() - classifier - absent))
@@ -77,7 +77,7 @@ def find_taking(config: TrainConfig, model: nn.Sequential, checkpoint: Path) -> 
     same = not unfit and _identity(both.source.dataset) == _identity(config.dataset)
     kept = config.init_head == "keep" or (config.init_head == "auto" and same)
     new = absent if kept else absent | classifier
-    taken = {name: tensor for name, tensor in model.state_dict().items() if name not in new}
+    taken = {name: tensor for name, tensor in saved_state(model).items() if name not in new}
     averages = taken if both.index.progress.ema_updates else {}
     both.refuse_damaged({f"model/{name}": tensor for name, tensor in taken.items()})
     both.refuse_damaged({f"ema/{name}": tensor for name, tensor in averages.items() if tensor.is_floating_point()})

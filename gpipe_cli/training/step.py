@@ -89,7 +89,8 @@ def rehearse(engine: Engine, mini_batch: MiniBatch) -> None:
 
 
 def compute_gradients(engine: Engine, mini_batch: MiniBatch, step: int, begun_bytes: int | None = None) -> StepNumbers:
-    """Run a mini-batch forward and backward through the pipeline; with replicas, gradients are summed over them.
+    """Run a mini-batch forward and backward through the pipeline; gradients are summed over replicas, and those of
+    tied weights over their uses.
 
     With `begun_bytes`, the memory that this process had when it began, saved activations and the memory of libraries
     are counted too.
@@ -99,18 +100,20 @@ def compute_gradients(engine: Engine, mini_batch: MiniBatch, step: int, begun_by
         stage.counter.on = counts
     smoothing, replicas = engine.config.label_smoothing, engine.replicas
     recording, objective = _run(engine, mini_batch, engine.spec.schedule, step, smoothing, replicas)
+    clocks = engine.executor.recorder.clocks
+    adding = set(engine.stages) if replicas is not None else engine.tied.stages
+    waits = {k: clocks[k].now() for k in adding}
     if replicas is not None:
-        clocks = engine.executor.recorder.clocks
-        waits = {k: clocks[k].now() for k in engine.stages}
         replicas.finish()
-        for k in engine.stages:
-            recording.added_up(k, waits[k], clocks[k].now())
+    engine.tied.add_up()
+    for k in adding:
+        recording.added_up(k, waits[k], clocks[k].now())
     stages = {}
     for k, stage in engine.stages.items():
         device = torch.device(engine.spec.layout.devices[k])
         counted = (0, 0) if begun_bytes is None else (stage.counter.peak_bytes, library_bytes(device, begun_bytes))
         stages[k] = StageMetrics(peak_memory_bytes(device), *counted, recording.without_core(k))
-    norms = norms_of(engine.gradients())
+    norms = norms_of(engine.counted())
     totals = None if objective is None else objective.begin_totals()
     return StepNumbers(recording, stages, totals, norms, to_host(norms))
 

@@ -281,7 +281,8 @@ class _Runs:
         device, current = engine.first_device, 0
         pretrained = config.init_from is None
         model, whole = build_model(config, pretrained=pretrained), real_model(config, pretrained=pretrained)
-        model = materialize(model, 0, len(model), run_seed=config.seed, device=device, whole=whole)
+        ties = engine.spec.ties
+        model = materialize(model, 0, len(model), run_seed=config.seed, device=device, whole=whole, ties=ties)
         freeze(model, engine.spec.frozen)
         model.to(memory_format=engine.memory_format)
         set_training(model, True)
@@ -310,7 +311,7 @@ class _Runs:
             objective.observe(current, outputs, losses[-1].detach())
         for loss in reversed(losses):  # the order in which schedule gpipe sums gradients
             loss.backward()
-        gradients = _gradients(model)
+        gradients = _gradients(dict(model.named_parameters()))
         digests |= self._digests(What.GRADIENT, {name: gradients.get(name) for name, _ in model.named_parameters()})
         return objective.totals().means[0], digests, gradients
 
@@ -334,15 +335,14 @@ class _Runs:
         steps = self.reading.batches.steps_per_epoch
         rate = learning_rate(config.learning_rate, 0, steps, config.batch_size, config.epochs * steps)
         numbers = compute_gradients(engine, self._first_mini_batch(config), step=0)
-        for module in modules:
-            gradients |= _gradients(module)
+        for k in engine.stages:
+            gradients |= _gradients(engine.owned(k))
         update_weights(engine, numbers, rate)
         engine.executor.settle()
-        for module in modules:
-            parameters = dict(module.named_parameters())
-            digests |= self._digests(What.GRADIENT, {name: gradients.get(name) for name in parameters})
-            digests |= self._digests(What.BUFFER, dict(module.named_buffers()))
-            digests |= self._digests(What.WEIGHT, parameters)
+        for k, stage in engine.stages.items():
+            digests |= self._digests(What.GRADIENT, {name: gradients.get(name) for name in engine.owned(k)})
+            digests |= self._digests(What.BUFFER, dict(stage.module.named_buffers()))
+            digests |= self._digests(What.WEIGHT, engine.parameters[k])
         return gather_metrics(engine, numbers)().totals.means[0], digests, gradients
 
     def _observe(self, model: nn.Module, digests: Digests, output: Callable[[], tuple[What, int]]) -> None:
@@ -424,11 +424,11 @@ def summed_as(order: Schedule) -> str | None:
     return None
 
 
-def _gradients(module: nn.Module) -> dict[str, torch.Tensor]:
+def _gradients(parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
     """Copies of the gradients on the CPU, by the names of their parameters."""
     return {
         name: parameter.grad.cpu().clone(memory_format=torch.contiguous_format)
-        for name, parameter in module.named_parameters()
+        for name, parameter in parameters.items()
         if parameter.grad is not None
     }
 

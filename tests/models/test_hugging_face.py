@@ -179,9 +179,10 @@ def test_refused_folders(tmp_path: Path) -> None:
         chain_of(folder)
 
 
-def test_a_training_has_the_same_bits_for_every_cut(tmp_path: Path) -> None:
-    """With dropout, recomputation and loaded weights; then its checkpoint goes on without the folder of the weights."""
-    folder = saved(tmp_path / "model", "qwen3")
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_training_has_the_same_bits_for_every_cut(tied: bool, tmp_path: Path) -> None:
+    """With dropout, recomputation and loaded weights; then its checkpoint goes on without the files of weights."""
+    folder = saved(tmp_path / "model", "qwen3", tie_word_embeddings=tied)
     settings = (
         "model=hf", f"model.name={folder}", "model.pretrained=true", "model.length=12", "dataset=synthetic_text",
         f"dataset.vocabulary={TOKENS}", "dataset.train_samples=10", "dataset.test_samples=3", "batch_size=5",
@@ -195,6 +196,7 @@ def test_a_training_has_the_same_bits_for_every_cut(tmp_path: Path) -> None:
         train_here(configure(*settings, *partitions, cut), runs[-1])
     one, other = map(final_tensors, runs)
     assert_same_tensors(one, other)
+    assert ("model/head.lm_head.weight" in one) != tied
     trained = one["model/block_000.model.layers.0.mlp.up_proj.weight"]
     loaded = whole(folder).model.layers[0].mlp.up_proj.weight
     assert not torch.equal(trained, loaded)

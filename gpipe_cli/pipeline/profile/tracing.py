@@ -126,7 +126,7 @@ class _Layer:
     name: str
     module: nn.Module
     kind: Hashable  # the same for equal layers
-    tied: tuple[int, ...]  # indices of its parameters that other layers have, too
+    tied: tuple[int, ...]  # indices of its parameters that other layers have in the same module
 
 
 @dataclass(frozen=True, eq=False)
@@ -254,10 +254,11 @@ def _kinds(model: nn.Sequential) -> tuple[Hashable, ...]:
 
 
 def _described(model: nn.Sequential, kinds: Sequence[Hashable]) -> list[_Layer]:
-    owners = Counter(id(parameter) for layer in model.children() for parameter in layer.parameters())
+    modules = Counter(id(module) for layer in model.children() for module in layer.modules())
     described = []
     for (name, layer), kind in zip(model.named_children(), kinds or _kinds(model), strict=True):
-        tied = tuple(at for at, parameter in enumerate(layer.parameters()) if owners[id(parameter)] > 1)
+        shared = {id(one) for of in layer.modules() if modules[id(of)] > 1 for one in of.parameters(recurse=False)}
+        tied = tuple(at for at, parameter in enumerate(layer.parameters()) if id(parameter) in shared)
         described.append(_Layer(name, layer, kind, tied))
     return described
 

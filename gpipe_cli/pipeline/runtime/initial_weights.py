@@ -3,13 +3,17 @@
 """
 
 import hashlib
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from itertools import chain
 
 import torch
 from torch import nn
 
 from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.runtime.randomness import mix, seed_generator
+from gpipe_cli.pipeline.runtime.tied_weights import Tie, here, set_parameter
 
 NO_VALUES = (
     "has no values, as it was kept from a call on the meta device (by functools.cache, or in a global variable); make "
@@ -30,33 +34,46 @@ def materialize(
     run_seed: int,
     device: torch.device,
     whole: Callable[[], nn.Sequential] | None = None,
+    ties: Sequence[Tie] = (),
 ) -> nn.Sequential:
     """Initialise `layers` layers of `model`, from number `first_layer` on, on `device`; they keep their global names.
 
     `model` is on the meta device: a process allocates and initialises only its own layers. Initial values are drawn on
     the CPU, so that they are the same on every kind of device. If layers cannot initialise themselves, `whole` builds
-    the model instead, with all values and from the run's seed, and the layers are taken from that. Raises InputError
-    for a layer that cannot initialise itself, or that has tensors of an earlier call on the meta device.
+    the model instead, with all values and from the run's seed, and the layers are taken from that. A tied weight has
+    the values that the first layer with it gives it; all uses of one are the same parameter. Raises InputError for a
+    layer that cannot initialise itself, or that has tensors of an earlier call on the meta device.
     """
     if whole is not None:
         seed_generator(torch.device("cpu"), mix(run_seed))
         model = whole()
     stage = nn.Sequential()
     for name, layer in list(model.named_children())[first_layer : first_layer + layers]:
+        stage.add_module(name, layer)
         if whole is None:
-            layer.to_empty(device="cpu")
-            seed_generator(torch.device("cpu"), seed_of_name(run_seed, name))
-            _initialise(name, layer)
-        for path, tensor in (*layer.named_parameters(), *layer.named_buffers()):
-            if tensor.is_meta:
-                raise InputError(f"model.target: {name}.{path} {NO_VALUES}")
-        stage.add_module(name, layer.to(device))
-    return stage
+            _initialise(name, layer, run_seed)
+    for tie in ties:
+        if used := here(tie, stage):
+            holder, first = stage, tie.layers[0]
+            if whole is None and first not in stage._modules:
+                holder = nn.Sequential(OrderedDict({first: deepcopy(model.get_submodule(first))}))
+                _initialise(first, holder.get_submodule(first), run_seed)
+            value = holder.get_parameter(tie.name if first in holder._modules else used[0][0])
+            # of its own, as other stages in this process have the weight, too
+            own = nn.Parameter(value.detach().clone(), value.requires_grad)
+            set_parameter(stage, list(chain.from_iterable(used)), own)
+    for name, tensor in (*stage.named_parameters(), *stage.named_buffers()):
+        if tensor.is_meta:
+            raise InputError(f"model.target: {name} {NO_VALUES}")
+    return stage.to(device)
 
 
 @torch.no_grad()
-def _initialise(name: str, layer: nn.Module) -> None:
-    """Set all values of a layer: by its own `initialise_weights`, or else by the `reset_parameters` of its modules."""
+def _initialise(name: str, layer: nn.Module, run_seed: int) -> None:
+    """Allocate a layer on the CPU and set all its values, which depend on the run's seed and the layer's name only: by
+    its own `initialise_weights`, or else by the `reset_parameters` of its modules."""
+    layer.to_empty(device="cpu")
+    seed_generator(torch.device("cpu"), seed_of_name(run_seed, name))
     if (own := getattr(layer, "initialise_weights", None)) is not None:
         own()
         return

@@ -135,7 +135,7 @@ class Recording:
         self._core_seconds[stage] += core_seconds
 
     def added_up(self, stage: int, begun: Mark, ended: Mark) -> None:
-        """Add the marks of the wait for the gradients of other replicas."""
+        """Add the marks of the wait for gradients of other replicas, and of other stages with the same weights."""
         self._sums[stage] = (begun, ended)
 
     def update(self, stage: int, begun: Mark, ended: Mark) -> None:

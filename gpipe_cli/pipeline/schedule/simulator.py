@@ -54,6 +54,15 @@ class EdgeCost:
     backward_seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class TieCost:
+    """A weight that several `stages` have (their indices): all of them have the sum of its gradients `seconds` after
+    the last of them has its own, and only then update their weights."""
+
+    stages: tuple[int, ...]
+    seconds: float
+
+
 class LinkQueues:
     """The links between devices in a simulation: each carries one micro-batch at a time in each direction."""
 
@@ -85,6 +94,7 @@ def simulate(
     edges: Sequence[EdgeCost] = (),
     slowdown: Sequence[float] = (),
     device_of_stage: Sequence[int] = (),
+    ties: Sequence[TieCost] = (),
 ) -> Timeline:
     """When each action runs, if it starts as soon as its device is free and its inputs have arrived.
 
@@ -103,7 +113,7 @@ def simulate(
     assert min(slowdown, default=1.0) > 0, "a factor is positive"
     assert not device_of_stage or len(device_of_stage) == len(stages), "one device per stage"
     devices = tuple(device_of_stage) or schedule.row_of_stage
-    run = _Run(schedule, stages, edges, slowdown, devices)
+    run = _Run(schedule, stages, edges, slowdown, devices, ties)
     run.perform()
     shared = len(set(devices)) < len(devices)
     return Timeline(tuple(map(tuple, run.spans)), tuple(map(tuple, run.events)), devices if shared else ())
@@ -134,6 +144,7 @@ class _Run:
         edges: Sequence[EdgeCost],
         slowdown: Sequence[float],
         device_of_stage: Sequence[int],
+        ties: Sequence[TieCost],
     ) -> None:
         self.spans: list[list[Span]] = [[] for _ in stages]
         self.events: list[list[Event]] = [[] for _ in stages]
@@ -149,6 +160,12 @@ class _Run:
         updated = [stage for stage, cost in enumerate(stages) if cost.update_seconds > 0]
         self._updates = [deque(k for k in updated if device_of_stage[k] == device) for device in range(devices)]
         self._added_up = [0.0] * devices  # when the gradients of its finished stages are summed over replicas
+        # per device: for each tied weight that it shares with other devices, all of these, and the seconds
+        self._ties: list[list[tuple[set[int], float]]] = [[] for _ in range(devices)]
+        for tie in ties:
+            having = {device_of_stage[stage] for stage in tie.stages}
+            for device in having if len(having) > 1 else ():
+                self._ties[device].append((having, tie.seconds))
         self._now = self._virtual = 0.0  # equal without slowdown
         self._free = [0.0] * devices  # when each device became free
         self._started = [0.0] * devices
@@ -182,7 +199,9 @@ class _Run:
     def _begin(self, device: int) -> None:
         """Start the next work of a device that is free, or note what has to happen first."""
         if not self._left[device]:
-            if (added_up := self._added_up[device]) > self._now:
+            if self._awaits_tied(device):
+                return  # `_finish` comes back when the last of these devices has its gradients
+            if (added_up := self._summed(device)) > self._now:
                 first = self._device_of_stage.index(device)
                 self.events[first].append(Event(EventKind.TRANSFER, self._now, added_up, None))
                 heappush(self._arriving, (added_up, device))
@@ -206,6 +225,14 @@ class _Run:
             self.events[action.stage] += gap(action, self._free[device], self._now, sent)
         self._compute(device, seconds)
 
+    def _summed(self, device: int) -> float:
+        """When a device has the sums of its gradients, over replicas and all uses of tied weights."""
+        tied = [max(self._added_up[other] for other in having) + seconds for having, seconds in self._ties[device]]
+        return max([self._added_up[device], *tied])
+
+    def _awaits_tied(self, device: int) -> bool:
+        return any(self._left[other] for having, _ in self._ties[device] for other in having)
+
     def _compute(self, device: int, seconds: float) -> None:
         self._started[device] = self._now
         heappush(self._computing, (self._virtual + seconds, device))
@@ -225,3 +252,8 @@ class _Run:
         self._begin(device)
         if action in self._waiting:
             self._begin(self._waiting.pop(action))
+        if not self._left[device]:
+            others = set().union(*(having for having, _ in self._ties[device])) - {device}
+            for other in sorted(others):
+                if not self._left[other] and not self._awaits_tied(other):
+                    self._begin(other)

@@ -249,16 +249,18 @@ function chosenStep(data, chosen) {
   }
   const stages = bounds.map(([first, end]) => stageCost(data, layers, first, end));
   const edges = bounds.slice(0, -1).map(([, end]) => ({forward: sends[end - 1][0], backward: sends[end - 1][1]}));
+  const ties = data.ties.map((tie) => ({seconds: tie.seconds * linked,
+    stages: bounds.flatMap(([first, end], k) => tie.layers.some((at) => first <= at && at < end) ? [k] : [])}));
   const slowdown = chosen.own_devices ? [] : slowdowns(data, devices);
   const largest = bounds.map(([first, end]) => held(data, first, end, sizes[0]));
   const fixed = bounds.map(([first, end]) => fixedMemory(data, first, end, sizes[0]));
   const room = limit === null ? null : fixed.map((one) => limit - sum(Object.values(one)));
   const rows = rowsFor(data, chosen, {device_of_stage, sizes: largest, room}, problems);
-  const base = {rows, balance, stages, edges, device_of_stage, slowdown,
+  const base = {rows, balance, stages, edges, ties, device_of_stage, slowdown,
     micro_batches: M, sizes, devices, limit_bytes: limit};
   const faulty = check(rows);
   if (faulty) return {...base, timeline: null, problem: faulty.what, faulty};
-  const timeline = simulate(rows, {stages, edges, slowdown, device_of_stage});
+  const timeline = simulate(rows, {stages, edges, slowdown, device_of_stage, ties});
   const [begin] = windowOf(timeline), step_seconds = endOf(timeline) - begin + data.costs.set_up / devices;
   const memoryOf = stagesOf(rows).map((actions, k) => {
     const [first, end] = bounds[k], ofSize = new Map(sizes.map((n) => [n, held(data, first, end, n)]));
@@ -276,7 +278,7 @@ function chosenStep(data, chosen) {
 /** The bubble of a step, and what is left of it as one cause after another is taken away that the formula
  *  (D-1)/(M+D-1) of D devices knows nothing of: shared cores, recomputation, unequal stages, transfers, and all that is
  *  not an action. Of gpipe and 1f1b the last one is the formula's. */
-function bubbles(data, {rows, stages, edges, slowdown, device_of_stage, micro_batches: M}) {
+function bubbles(data, {rows, stages, edges, slowdown, device_of_stage, ties, micro_batches: M}) {
   const devices = new Set(device_of_stage).size, bare = rows.map((row) => row.filter((a) => a.kind !== "R"));
   const equal = device_of_stage.map((device) => { // in all as much work, and as much on each device
     const share = 1 / devices / device_of_stage.filter((other) => other === device).length;
@@ -287,8 +289,8 @@ function bubbles(data, {rows, stages, edges, slowdown, device_of_stage, micro_ba
     return breakdown(timeline, M, endOf(timeline) - windowOf(timeline)[0] + setUp).bubble;
   };
   return [
-    bubble(rows, {stages, edges, slowdown}), bubble(rows, {stages, edges}), bubble(bare, {stages, edges}),
-    bubble(bare, {stages: equal, edges}), bubble(bare, {stages: equal}),
+    bubble(rows, {stages, edges, slowdown, ties}), bubble(rows, {stages, edges, ties}),
+    bubble(bare, {stages, edges, ties}), bubble(bare, {stages: equal, edges, ties}), bubble(bare, {stages: equal}),
     bubble(bare, {stages: equal.map((stage) => ({...stage, update: 0, sum: 0}))}, 0),
   ];
 }
@@ -297,8 +299,23 @@ function bubbles(data, {rows, stages, edges, slowdown, device_of_stage, micro_ba
 function fixedMemory(data, first, end, samples) {
   const own = data.layers.slice(first, end), all = (name) => sum(own.map((layer) => layer[name]));
   const workspace = greatest(range(end - first, (n) => held(data, first + n, first + n + 1, samples).graph));
-  return {weights: all("weights_bytes"), gradients: all("gradients_bytes"), optimizer: all("optimizer_bytes"),
-    buffers: all("buffers_bytes"), workspace};
+  const tied = tiedMemory(data, first, end);
+  return {weights: all("weights_bytes") + tied.weights, gradients: all("gradients_bytes"),
+    optimizer: all("optimizer_bytes") + tied.optimizer, buffers: all("buffers_bytes") + tied.buffers, workspace};
+}
+
+/** By how much a stage with tied weights differs from the sum of its layers: it has each once, and gets the gradients of
+ *  layers in other stages. */
+function tiedMemory(data, first, end) {
+  const found = {weights: 0, optimizer: 0, buffers: 0};
+  for (const tie of data.ties) {
+    const here = tie.layers.filter((at) => first <= at && at < end).length;
+    if (!here) continue;
+    found.weights -= (here - 1) * tie.weights_bytes;
+    found.optimizer -= (here - 1) * tie.optimizer_bytes;
+    found.buffers += (tie.layers.length - here) * tie.gradients_bytes;
+  }
+  return found;
 }
 
 /** The cut: as given, that of the plan where it was made for the same, or the best one. */
@@ -337,7 +354,8 @@ function furthestOf(data, {schedule, recompute, partitions: K}, device_of_stage,
       const needed = (end) => {
         const size = Object.values(held(data, first, end, sizes[0]));
         const most = greatest(moments.map((moment) => sum(moment.map((number, way) => number * size[way]))));
-        return stored[end] - stored[first] + most + greatest(work.slice(first, end));
+        return stored[end] - stored[first] + sum(Object.values(tiedMemory(data, first, end))) + most
+          + greatest(work.slice(first, end));
       };
       let end = first, beyond = L;
       while (end < beyond) { // halving

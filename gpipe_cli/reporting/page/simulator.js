@@ -3,8 +3,9 @@
 
 /** When each action runs. `stages`: {forward, graph, backward, inputs, weights, update, sum} seconds of each; `edges`:
  *  {forward, backward} seconds between neighbours, none if left out; `slowdown[n - 1]`: how much slower everything is
- *  while n devices compute; `device_of_stage`: the device of each stage. Throws for a schedule that deadlocks. */
-function simulate(rows, {stages, edges = [], slowdown = [], device_of_stage = null}) {
+ *  while n devices compute; `device_of_stage`: the device of each stage; `ties`: {stages, seconds} of weights that several
+ *  stages have. Throws for a schedule that deadlocks. */
+function simulate(rows, {stages, edges = [], slowdown = [], device_of_stage = null, ties = []}) {
   const device = device_of_stage && device_of_stage.length ? device_of_stage : rowsOf(rows), source = sources(rows);
   const devices = range(1 + greatest(device)), left = devices.map(() => []), next = devices.map(() => 0);
   const retains = new Map(), seconds = {B: "backward", I: "inputs", W: "weights"};
@@ -17,6 +18,11 @@ function simulate(rows, {stages, edges = [], slowdown = [], device_of_stage = nu
   const updates = devices.map((d) => [...stages.keys()].filter((k) => device[k] === d && stages[k].update > 0));
   const spans = stages.map(() => []), events = stages.map(() => []);
   const free = devices.map(() => 0), started = devices.map(() => 0), addedUp = devices.map(() => 0);
+  const tied = devices.map(() => []);
+  for (const tie of ties) {
+    const having = new Set(tie.stages.map((k) => device[k]));
+    if (having.size > 1) having.forEach((d) => tied[d].push({having: [...having], seconds: tie.seconds}));
+  }
   const computing = new Heap(), arriving = new Heap();
   const ended = new Map(), arrivals = new Map(), linkFree = new Map(), waiting = new Map();
   let now = 0, virtual = 0; // ends are on a virtual clock, which stands for undisturbed work
@@ -24,9 +30,12 @@ function simulate(rows, {stages, edges = [], slowdown = [], device_of_stage = nu
   function begin(d) {
     const a = left[d][next[d]];
     if (!a) {
-      if (addedUp[d] > now) {
-        events[device.indexOf(d)].push({what: "transfer", start: now, end: addedUp[d], action: null});
-        arriving.push([addedUp[d], d]);
+      if (awaitsTied(d)) return;
+      const summed = greatest(tied[d].map(({having, seconds}) => greatest(having.map((o) => addedUp[o])) + seconds),
+        addedUp[d]);
+      if (summed > now) {
+        events[device.indexOf(d)].push({what: "transfer", start: now, end: summed, action: null});
+        arriving.push([summed, d]);
       } else if (updates[d].length) {
         compute(d, stages[updates[d][0]].update);
       }
@@ -50,6 +59,8 @@ function simulate(rows, {stages, edges = [], slowdown = [], device_of_stage = nu
     compute(d, cost(a));
   }
 
+  const awaitsTied = (d) => tied[d].some(({having}) => having.some((o) => next[o] < left[o].length));
+
   function compute(d, duration) {
     started[d] = now;
     computing.push([virtual + duration, d]);
@@ -72,6 +83,11 @@ function simulate(rows, {stages, edges = [], slowdown = [], device_of_stage = nu
       const other = waiting.get(key(a));
       waiting.delete(key(a));
       begin(other);
+    }
+    if (next[d] < left[d].length) return;
+    const others = new Set(tied[d].flatMap(({having}) => having).filter((o) => o !== d));
+    for (const o of [...others].sort((x, y) => x - y)) {
+      if (next[o] === left[o].length && !awaitsTied(o)) begin(o);
     }
   }
 

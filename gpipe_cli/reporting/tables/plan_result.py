@@ -92,7 +92,7 @@ def _layers(profile: ModelProfile, plan: Plan) -> tuple[PlannedLayer, ...]:
         PlannedLayer(
             name=cost.name,
             stage=stage,
-            parameters=cost.parameters,
+            parameters=profile.weights[at].parameters,
             forward_flops=round(cost.forward.flops * plan.samples),
             saved_bytes=activations.held(at, at + 1).graph,
             boundary_bytes=sum(tensor.bytes(plan.samples, profile.lengths) for tensor in cost.outputs),

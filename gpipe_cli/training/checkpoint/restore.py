@@ -15,6 +15,8 @@ from gpipe_cli.config.groups import ImagesConfig, TextConfig, choice_of
 from gpipe_cli.config.settings import TrainConfig, load
 from gpipe_cli.config.typed import show
 from gpipe_cli.errors import InputError
+from gpipe_cli.pipeline.runtime.tied_weights import find_ties, other_names
+from gpipe_cli.planner.pipeline_spec import PipelineSpec
 from gpipe_cli.training.checkpoint import files
 from gpipe_cli.training.engine import Engine
 
@@ -44,8 +46,10 @@ class CheckpointMatch:
         """`model` is on the meta device. Raises DamagedError if the checkpoint cannot be read."""
         index = files.read_index(checkpoint)
         found = files.heads(checkpoint, index.files)
-        here = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        here = {name: tuple(tensor.shape) for name, tensor in saved_state(model).items()}
         there = {name.removeprefix("model/"): shape for name, (_, shape) in found.items() if name.startswith("model/")}
+        for name in other_names(find_ties(model)):  # earlier versions kept a tied weight under all its names
+            there.pop(name, None)
         return cls(f"{setting}={run}", checkpoint, config, load(run), index, found, here, there)
 
     def refuse_other_names(self, only_here: Sequence[str], only_there: Sequence[str]) -> None:
@@ -101,13 +105,15 @@ def _some(names: Sequence[str]) -> str:
 
 
 def state_of_stage(engine: Engine, stage: int) -> dict[str, torch.Tensor]:
-    """All tensors that a checkpoint keeps of stage `stage`, by global names."""
-    module = engine.stages[stage].module
-    state = {f"model/{name}": tensor for name, tensor in module.state_dict().items()}
-    optimizer = optimizer_state(engine.optimizers[stage], engine.parameters[stage])
+    """All tensors that a checkpoint keeps of stage `stage`, by global names; a tied weight is kept where it is used
+    first."""
+    module, elsewhere = engine.stages[stage].module, other_names(engine.spec.ties)
+    state = {f"model/{name}": tensor for name, tensor in module.state_dict().items() if name not in elsewhere}
+    optimizer = optimizer_state(engine.optimizers[stage], engine.owned(stage))
     state |= {f"optimizer/{name}": tensor for name, tensor in optimizer.items()}
     if stage in engine.averages:
-        state |= {f"ema/{name}": tensor for name, tensor in engine.averages[stage].average.items()}
+        averages = engine.averages[stage].average.items()
+        state |= {f"ema/{name}": tensor for name, tensor in averages if name not in elsewhere}
     return state
 
 
@@ -121,7 +127,7 @@ def check_restorable(both: CheckpointMatch, model: nn.Sequential, *, optimizer: 
         only_here, only_there = [one for one in here if one not in there], [one for one in there if one not in here]
         both.refuse_other_names(only_here, only_there)
     both.refuse_other_shapes(both.here)
-    state, config = model.state_dict(), both.config
+    state, config = saved_state(model), both.config
     wanted = {f"model/{name}": tensor for name, tensor in state.items()}
     if config.ema_decay and both.index.progress.ema_updates:
         wanted |= {f"ema/{name}": tensor for name, tensor in state.items() if tensor.is_floating_point()}
@@ -149,8 +155,8 @@ def restore(engine: Engine, checkpoint: Path, *, optimizer: bool) -> None:
     """
     updates = files.read_index(checkpoint).progress.ema_updates
     for k, stage in engine.stages.items():
-        own = engine.spec.layer_names[k]
-        tensors = files.read_tensors(checkpoint, own, ("model", "optimizer", "ema") if optimizer else ("model", "ema"))
+        kinds = ("model", "optimizer", "ema") if optimizer else ("model", "ema")
+        tensors = stage_tensors(engine.spec, k, checkpoint, kinds)
         _copy(stage.module.state_dict(), files.select(tensors, "model"))
         if k in engine.averages:
             average = engine.averages[k]
@@ -159,6 +165,23 @@ def restore(engine: Engine, checkpoint: Path, *, optimizer: bool) -> None:
             _copy(average.average, files.select(tensors, "ema") if updates else stage.module.state_dict())
         if optimizer:
             load_optimizer_state(engine.optimizers[k], engine.parameters[k], files.select(tensors, "optimizer"))
+
+
+def stage_tensors(spec: PipelineSpec, stage: int, checkpoint: Path, kinds: Iterable[str]) -> dict[str, torch.Tensor]:
+    """The tensors of a stage, of the given kinds; tied weights under all names that they have there. Raises
+    DamagedError."""
+    layers = set(spec.layer_names[stage])
+    first = {tie.layers[0] for tie in spec.ties if layers.intersection(tie.layers)}
+    tensors = files.read_tensors(checkpoint, layers | first, kinds)
+    renamed = other_names(spec.ties).items()
+    found = {f"{kind}/{name}": f"{kind}/{saved}" for kind in ("model", "ema") for name, saved in renamed}
+    return tensors | {name: tensors[saved] for name, saved in found.items() if saved in tensors}
+
+
+def saved_state(model: nn.Sequential) -> dict[str, torch.Tensor]:
+    """The parameters and buffers of a model by the names in a checkpoint, which has a tied weight once."""
+    elsewhere = other_names(find_ties(model))
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in elsewhere}
 
 
 def _copy(targets: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:

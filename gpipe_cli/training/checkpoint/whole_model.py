@@ -11,6 +11,7 @@ from gpipe_cli.assembly.build import build_model, real_model
 from gpipe_cli.config.settings import TrainConfig, find_run, load
 from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.pipeline.runtime.initial_weights import materialize
+from gpipe_cli.pipeline.runtime.tied_weights import find_ties, other_names
 from gpipe_cli.training.checkpoint.files import find_checkpoint, read_index, read_tensors, select
 from gpipe_cli.training.checkpoint.restore import CheckpointMatch, check_restorable
 
@@ -46,11 +47,13 @@ def whole_model(config: TrainConfig, checkpoint: Path) -> nn.Sequential:
     model, layers = new_model(config), read_index(checkpoint).layers
     tensors = read_tensors(checkpoint, layers, ("model", "ema") if config.ema_decay else ("model",))
     # only floating-point tensors have averages
-    model.load_state_dict(select(tensors, "model") | select(tensors, "ema"))
+    values = select(tensors, "model") | select(tensors, "ema")
+    model.load_state_dict(values | {name: values[saved] for name, saved in other_names(find_ties(model)).items()})
     return model.eval()
 
 
 def new_model(config: TrainConfig) -> nn.Sequential:
     """The layers of a run with their initial weights (not pretrained ones), on the CPU."""
     model, whole = build_model(config), real_model(config, pretrained=False)
-    return materialize(model, 0, len(model), run_seed=config.seed, device=torch.device("cpu"), whole=whole)
+    device, ties = torch.device("cpu"), find_ties(model)
+    return materialize(model, 0, len(model), run_seed=config.seed, device=device, whole=whole, ties=ties)

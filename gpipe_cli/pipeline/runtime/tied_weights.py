@@ -1,0 +1,199 @@
+"""Weights that several layers use: an embedding whose matrix is also that of the softmax, wherever the model is cut.
+
+Every stage with such layers has the weight in memory once; each of its layers has a parameter of its own there. So the
+gradients of each use are summed over micro-batches in the order of the backwards, and at the end of a step the sums of
+all uses are added in the order of the layers, at K = 1 as for any other cut (law 1). Every stage gets the same total,
+and its optimizer takes the same step. With replicas, each use is summed over them first.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gpipe_cli.pipeline.runtime.link import await_first
+from gpipe_cli.pipeline.runtime.transport import waiting_for_peers
+
+Group = tuple[int, ...]  # numbers of the processes of one pipeline that have a tied weight, ascending
+
+
+@dataclass(frozen=True)
+class Tie:
+    """A parameter that several layers use: for each of these layers, in order, the global names that it has there."""
+
+    uses: tuple[tuple[str, ...], ...]
+
+    @property
+    def name(self) -> str:
+        """The name under which the parameter is trained, counted and saved, as torch's `named_parameters` has it."""
+        return self.uses[0][0]
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        return tuple(names[0].partition(".")[0] for names in self.uses)
+
+
+def find_ties(model: nn.Sequential) -> tuple[Tie, ...]:
+    """The parameters of `model` that modules of several layers have. (A module that several layers have is one use.)"""
+    uses: dict[int, dict[str, list[str]]] = {}  # id of a parameter -> layer -> its names there
+    for path, module in model.named_modules():  # skips a module that it has met
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                of_layer = uses.setdefault(id(parameter), {})
+                of_layer.setdefault(path.partition(".")[0], []).append(f"{path}.{name}")
+    return tuple(Tie(tuple(map(tuple, of.values()))) for of in uses.values() if len(of) > 1)
+
+
+def other_names(ties: Sequence[Tie]) -> dict[str, str]:
+    """For the names of all uses but the first: the name under which the parameter is trained and saved."""
+    return {name: tie.name for tie in ties for names in tie.uses[1:] for name in names}
+
+
+def set_parameter(model: nn.Module, names: Sequence[str], parameter: nn.Parameter) -> None:
+    """Make `parameter` the one of these global names."""
+    for name in names:
+        path, _, own = name.rpartition(".")
+        model.get_submodule(path)._parameters[own] = parameter
+
+
+def here(tie: Tie, module: nn.Sequential) -> list[tuple[str, ...]]:
+    """The uses of a tied weight in the layers of `module`, in order."""
+    return [names for names, layer in zip(tie.uses, tie.layers, strict=True) if layer in module._modules]
+
+
+def share_memory(module: nn.Sequential, ties: Sequence[Tie]) -> None:
+    """Let each tied weight be in memory once: all its uses in `module`, a stage on its device, get parameters of their
+    own there, with gradients of their own. Their values must be equal."""
+    for tie in ties:
+        first, *others = here(tie, module) or [()]
+        for names in others:
+            one = module.get_parameter(first[0])
+            set_parameter(module, names, nn.Parameter(one.detach(), one.requires_grad))
+
+
+def trained_parameters(module: nn.Sequential, ties: Sequence[Tie]) -> dict[str, nn.Parameter]:
+    """The parameters of a stage, in global order, by the names under which they are trained and saved: a tied weight
+    once, also if its first use is in another stage."""
+    renamed = other_names(ties)
+    found: dict[str, nn.Parameter] = {}
+    for name, parameter in module.named_parameters():
+        found.setdefault(renamed.get(name, name), parameter)
+    return found
+
+
+@dataclass
+class TiedWeights:
+    """The tied weights of the stages of one process, number `process` of its pipeline.
+
+    `stage_of_use[i][u]` is the stage of use u of `ties[i]`; `groups` has the process group of the processes with the
+    same tied weights. Methods raise PeerLostError if another process is lost; every wait is inside `waits`.
+    """
+
+    ties: Sequence[Tie]
+    stage_of_use: Sequence[Sequence[int]]
+    modules: Mapping[int, nn.Sequential]  # the stages of this process, by index
+    process: int = 0
+    process_of_stage: Sequence[int] = ()
+    groups: Mapping[Group, dist.ProcessGroup] = field(default_factory=dict)
+    waits: Callable[[], AbstractContextManager[object]] = nullcontext
+
+    @cached_property
+    def _used(self) -> list[list[tuple[int, nn.Parameter | None]]]:
+        """For each tied weight that is trained here: for each use its process and, if that is this one, its parameter.
+        Only those whose gradients have to be added."""
+        found = []
+        for tie, stages in zip(self.ties, self.stage_of_use, strict=True):
+            uses = [
+                (self.process_of_stage[k], self.modules[k].get_parameter(names[0]) if k in self.modules else None)
+                for k, names in zip(stages, tie.uses, strict=True)
+            ]
+            if any(parameter is not None and parameter.requires_grad for _, parameter in uses):
+                found.append(uses)
+        return found
+
+    @property
+    def stages(self) -> set[int]:
+        """The stages of this process that have a tied weight."""
+        return {k for stages in self.stage_of_use for k in stages if k in self.modules}
+
+    def connect(self, device: torch.device, seconds: float) -> None:
+        """Send one message over each group, in the same order in all processes, as in `P2PTransport`. Raises
+        PeerLostError if that takes longer than `seconds`."""
+        for members, group in sorted(self.groups.items()):
+            for sender in members:
+                token = torch.zeros(1, device=device)
+                with self._waiting():
+                    works = self._exchange(group, members, [(sender, token)])
+                    for work in works:
+                        work.wait()
+                    await_first(works, device, seconds)
+
+    @torch.no_grad()
+    def add_up(self) -> None:
+        """After the last action of a step, and after sums over replicas: add the gradients of all uses. In every stage
+        the first use gets the total, other uses have no gradient then. A use without one counts as zeros."""
+        gradients = [
+            [
+                torch.empty_like(self._own(uses))
+                if parameter is None
+                else torch.zeros_like(parameter)
+                if parameter.grad is None
+                else parameter.grad
+                for _, parameter in uses
+            ]
+            for uses in self._used
+        ]
+        works = []
+        with self._waiting():
+            for uses, of in zip(self._used, gradients, strict=True):
+                members = tuple(sorted({owner for owner, _ in uses}))
+                if len(members) > 1:
+                    sent = [(owner, _flat(gradient)) for (owner, _), gradient in zip(uses, of, strict=True)]
+                    works += self._exchange(self.groups[members], members, sent)
+            for work in works:
+                work.wait()
+        for uses, of in zip(self._used, gradients, strict=True):
+            total, *others = of
+            for gradient in others:
+                total.add_(gradient.to(total.device, non_blocking=True))
+            taken: set[int] = set()  # storages of parameters that have the total
+            for _, parameter in uses:
+                if parameter is None:
+                    continue
+                memory = parameter.untyped_storage()._cdata
+                first = memory not in taken
+                parameter.grad = total.to(parameter.device, copy=bool(taken), non_blocking=True) if first else None
+                taken.add(memory)
+
+    @staticmethod
+    def _own(uses: Sequence[tuple[int, nn.Parameter | None]]) -> nn.Parameter:
+        return next(parameter for _, parameter in uses if parameter is not None)
+
+    def _exchange(
+        self, group: dist.ProcessGroup, members: Group, tensors: Sequence[tuple[int, torch.Tensor]]
+    ) -> list[dist.Work]:
+        """Begin to send the tensors of this process to all `members`, and to receive theirs; each is given with the
+        process that has it. All members give the same list."""
+        rank_of = dict(zip(members, dist.get_process_group_ranks(group), strict=True))
+        receives = [
+            dist.P2POp(dist.irecv, tensor, rank_of[owner], group) for owner, tensor in tensors if owner != self.process
+        ]
+        sends = [
+            dist.P2POp(dist.isend, tensor, rank_of[other], group)
+            for owner, tensor in tensors
+            for other in members
+            if owner == self.process != other
+        ]
+        return dist.batch_isend_irecv([*receives, *sends]) if receives or sends else []
+
+    def _waiting(self) -> AbstractContextManager[None]:
+        return waiting_for_peers(self.waits(), "the gradient of a tied weight in another stage did not come")
+
+
+def _flat(gradient: torch.Tensor) -> torch.Tensor:
+    """A dense tensor as one row of numbers, in the order in which they lie in memory."""
+    return gradient.as_strided((gradient.numel(),), (1,))
