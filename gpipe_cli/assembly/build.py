@@ -1,7 +1,7 @@
 """Builds the model and the data that settings describe: the only module that knows every kind of model by name."""
 
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache
 from typing import Literal
 
@@ -14,9 +14,9 @@ from gpipe_cli.data.batches import Split
 from gpipe_cli.data.images import open_images
 from gpipe_cli.data.text import open_text
 from gpipe_cli.data.vocabulary import PAD
+from gpipe_cli.models import hugging_face
 from gpipe_cli.models.amoebanet import amoebanet
 from gpipe_cli.models.custom import build_custom
-from gpipe_cli.models.hugging_face import language_model, vocabulary_of
 from gpipe_cli.models.timm_models import build_timm
 from gpipe_cli.models.transformer import transformer_lm, transformer_nmt
 from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor
@@ -50,9 +50,8 @@ def _model(config: TrainConfig, *, weights: bool) -> nn.Sequential:
     match model, dataset:
         case groups.CustomConfig(), _:
             return build_custom(model.target, model.arguments or {})
-        case groups.HuggingFaceConfig(), groups.TextConfig():
-            settings["pretrained"] &= weights
-            return language_model(name, vocabulary=dataset.vocabulary, **settings)
+        case groups.HuggingFaceConfig(), _:
+            return _of_hugging_face(config, model, pretrained=model.pretrained and weights)
         case groups.AmoebaNetConfig(), groups.ImagesConfig():
             del settings["auxiliary_weight"]  # a setting of the loss
             return amoebanet(image_size=dataset.image_size, num_classes=dataset.model_classes, **settings)
@@ -68,6 +67,22 @@ def _model(config: TrainConfig, *, weights: bool) -> nn.Sequential:
         case groups.TransformerNMTConfig(), groups.TextConfig():
             return transformer_nmt(vocabulary=dataset.vocabulary, pad=PAD, **settings)
     raise AssertionError(f"model={name} cannot learn from dataset={dataset.name}; the settings were not checked")
+
+
+def _of_hugging_face(config: TrainConfig, model: groups.HuggingFaceConfig, *, pretrained: bool) -> nn.Sequential:
+    """The data set decides what a model of Hugging Face is for."""
+    source = replace(_source(model), pretrained=pretrained)
+    match config.dataset:
+        case groups.ImagesConfig() as images:
+            return hugging_face.image_classifier(source, num_classes=images.model_classes, image_size=images.image_size)
+        case groups.TextConfig(vocabulary=vocabulary) if config.task == "translation":
+            return hugging_face.translation_model(source, vocabulary=vocabulary, length=model.length, pad=PAD)
+        case groups.TextConfig(vocabulary=vocabulary):
+            return hugging_face.language_model(source, vocabulary=vocabulary, length=model.length)
+
+
+def _source(model: groups.HuggingFaceConfig) -> hugging_face.Source:
+    return hugging_face.Source(name=model.name, config=model.config, attention=model.attention)
 
 
 def timm_name(model: groups.ResNetConfig | groups.TimmConfig) -> str:
@@ -114,7 +129,7 @@ def outputs_of(config: TrainConfig) -> int:
     if isinstance(dataset, groups.ImagesConfig):
         return dataset.model_classes
     if isinstance(model, groups.HuggingFaceConfig):
-        return vocabulary_of(model.name, model.config)  # its own, which may be larger
+        return int(hugging_face.read_config(_source(model)).vocab_size)  # its own, which may be larger
     return dataset.vocabulary
 
 
