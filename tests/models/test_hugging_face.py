@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 from training_runs import assert_same_tensors, command, configure, final_tensors, train_here
 
@@ -25,6 +24,8 @@ from gpipe_cli.models.hugging_face import (
 from gpipe_cli.pipeline.profile.layer_signature import signature
 from gpipe_cli.pipeline.runtime.initial_weights import materialize
 from gpipe_cli.pipeline.runtime.tied_weights import find_ties
+
+transformers = pytest.importorskip("transformers")
 
 TOKENS, CLASSES, PIXELS = 300, 7, 16
 CPU = torch.device("cpu")
