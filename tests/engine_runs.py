@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from gpipe_cli.data.micro_batches import micro_batch_sizes
-from gpipe_cli.distributed.process_groups import edge_links
+from gpipe_cli.distributed.process_groups import edge_links, new_group
 from gpipe_cli.pipeline.profile.layer_cost import LayerCost
 from gpipe_cli.pipeline.profile.tracing import trace_layers
 from gpipe_cli.pipeline.runtime.boundary import Tensors
@@ -34,6 +34,14 @@ from gpipe_cli.pipeline.runtime.initial_weights import materialize
 from gpipe_cli.pipeline.runtime.link import Edge, Link, Links
 from gpipe_cli.pipeline.runtime.p2p_transport import Boundaries, P2PTransport
 from gpipe_cli.pipeline.runtime.stage import Stage
+from gpipe_cli.pipeline.runtime.tied_weights import (
+    Group,
+    TiedWeights,
+    find_ties,
+    other_names,
+    share_memory,
+    trained_parameters,
+)
 from gpipe_cli.pipeline.runtime.transport import LocalTransport
 from gpipe_cli.pipeline.schedule.named_schedules import build, forward_only
 from gpipe_cli.pipeline.schedule.schedule import Kind, Schedule
@@ -101,7 +109,28 @@ def plain_model() -> nn.Sequential:
         )  # fmt: skip
 
 
-MODELS = {"tricky": tricky_model, "plain": plain_model}
+class Turn(nn.Module):
+    """Adds a convolution of its input, and drops some."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(channels, channels, 1, bias=False)
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.dropout(self.convolution(x.relu()))
+
+
+def tied_model() -> nn.Sequential:
+    """Six layers, of which three have the same weight."""
+    with torch.device("meta"):
+        layers = [Turn(3) for _ in range(4)]
+        for layer in (layers[2], layers[3]):
+            layer.convolution.weight = layers[0].convolution.weight
+        return nn.Sequential(*layers, nn.Flatten(), nn.Linear(3 * SIZE * SIZE, CLASSES))
+
+
+MODELS = {"tricky": tricky_model, "plain": plain_model, "tied": tied_model}
 
 
 @dataclass(frozen=True)
@@ -177,11 +206,13 @@ def build_stages(
 ) -> dict[int, Stage]:
     """The stages numbered `here` of a model on the meta device, in training mode, with weights from seed 7; `settings`
     are those of a stage."""
-    starts = [0, *accumulate(balance)]
+    starts, ties = [0, *accumulate(balance)], find_ties(model)
     stages = {}
     for k in here:
-        module = materialize(model, starts[k], balance[k], run_seed=7, device=device).to(memory_format=memory_format)
+        module = materialize(model, starts[k], balance[k], run_seed=7, device=device, ties=ties)
+        module.to(memory_format=memory_format)
         freeze(module, frozen)
+        share_memory(module, ties)
         stages[k] = Stage(
             k, module, first_layer=starts[k], inputs=costs[starts[k] - 1].outputs if k else (), device=device,
             run_seed=7, memory_format=memory_format, **settings,
@@ -208,7 +239,7 @@ def train(case: Case, here: Sequence[int], links: dict[Edge, Link] | None) -> di
     model, costs = MODELS[case.model](), costs_of(case.model, case.frozen, case.bfloat16)
     balance = case.balance or micro_batch_sizes(len(model), case.partitions)  # as even as can be
     memory_format = torch.channels_last if case.channels_last else torch.contiguous_format
-    device = torch.device(case.device)
+    device, ties = torch.device(case.device), find_ties(model)
     stages = build_stages(
         model, costs, balance, here=here, device=device, memory_format=memory_format, frozen=case.frozen,
         computed_in=torch.bfloat16 if case.bfloat16 else None,
@@ -223,6 +254,16 @@ def train(case: Case, here: Sequence[int], links: dict[Edge, Link] | None) -> di
     for stage in stages.values():  # the reference, which recomputes nothing, does not count
         stage.counter.on = case.recompute != "never"
     executor = Executor(stages, case.process_of_stage, transport)
+    stage_of = [k for k, size in enumerate(balance) for _ in range(size)]
+    numbers = {name: at for at, (name, _) in enumerate(model.named_children())}
+    tied = TiedWeights(
+        ties,
+        [[stage_of[numbers[layer]] for layer in tie.layers] for tie in ties],
+        {k: stage.module for k, stage in stages.items()},
+        0 if links is None else case.process_of_stage[here[0]],
+        [0] * case.partitions if links is None else case.process_of_stage,
+        GROUPS,
+    )
     results: dict[str, torch.Tensor] = {}
 
     def run(step: int, order: Schedule, sizes: Sequence[int], images: torch.Tensor, targets: Any) -> Any:
@@ -235,17 +276,20 @@ def train(case: Case, here: Sequence[int], links: dict[Edge, Link] | None) -> di
         sizes = micro_batch_sizes(samples, case.micro_batches)
         order = build(case.schedule, case.partitions, len(sizes), case.recompute, case.processes)
         results |= {f"loss {step} {m}": loss.cpu() for m, loss in run(step, order, sizes, *data(case, step))}
+        tied.add_up()
         for stage in stages.values():
-            for name, parameter in stage.module.named_parameters():
+            for name, parameter in trained_parameters(stage.module, ties).items():
                 assert (parameter.grad is not None) == parameter.requires_grad, name
                 if parameter.grad is not None:
-                    results[f"gradient {step} {name}"] = parameter.grad.clone().cpu()
+                    gradient = parameter.grad.clone().cpu()
+                    assert torch.equal(results.setdefault(f"gradient {step} {name}", gradient), gradient), name
                     with torch.no_grad():
                         parameter -= 0.1 * parameter.grad
                     parameter.grad = None
     for stage in stages.values():
         stage.set_training(False)
-        results |= {f"final {name}": value.clone().cpu() for name, value in stage.module.state_dict().items()}
+        state = stage.module.state_dict().items()
+        results |= {f"final {other_names(ties).get(name, name)}": value.clone().cpu() for name, value in state}
     sizes = micro_batch_sizes(case.samples[0], case.micro_batches)
     order = forward_only(case.partitions, len(sizes))
     results |= {f"evaluated {m}": loss.cpu() for m, loss in run(99, order, sizes, *data(case, 0))}
@@ -254,6 +298,7 @@ def train(case: Case, here: Sequence[int], links: dict[Edge, Link] | None) -> di
 
 
 LINKS: dict[int, dict[Edge, Link]] = {}  # those of a process of the pool, by the number of processes that take part
+GROUPS: dict[Group, dist.ProcessGroup] = {}  # of every few processes of the pool, for tied weights
 
 
 def join(rank: int, processes: int, meet: str) -> None:
@@ -263,6 +308,9 @@ def join(rank: int, processes: int, meet: str) -> None:
     for used in range(2, processes + 1):  # with a stage each, or as many as there are with two that take turns
         process_of_stage = [stage % used for stage in range(processes)]
         LINKS[used] = edge_links(rank, process_of_stage, CPU, datetime.timedelta(seconds=60))
+        for members in itertools.combinations(range(processes), used):
+            if (group := new_group(rank, members, CPU, datetime.timedelta(seconds=60))) is not None:
+                GROUPS[members] = group
 
 
 def train_as(rank: int, case: Case) -> dict[str, np.ndarray[Any, Any]]:
@@ -292,7 +340,12 @@ class Pool:
 
     def run(self, case: Case) -> dict[str, torch.Tensor]:
         answers = [self.processes[rank].submit(train_as, rank, case) for rank in range(case.processes)]
-        return {name: torch.from_numpy(value) for answer in answers for name, value in answer.result(60).items()}
+        found: dict[str, torch.Tensor] = {}
+        for answer in answers:
+            for name, value in answer.result(60).items():
+                tensor = torch.from_numpy(value)
+                assert torch.equal(found.setdefault(name, tensor), tensor), f"processes have different {name}"
+        return found
 
     def close(self) -> None:
         for process in self.processes:

@@ -44,6 +44,7 @@ from gpipe_cli.config.settings import (
 )
 from gpipe_cli.config.typed import RefusedError, SettingError, nearest, one_line, quoted, settings, unknown, with_type
 from gpipe_cli.errors import InputError
+from gpipe_cli.system.interrupts import interruptible_import
 
 T = TypeVar("T")
 TRAINING_KEYS = tuple(settings(TrainConfig))
@@ -299,6 +300,7 @@ def training(tree: DictConfig, given: Mapping[str, object]) -> tuple[TrainConfig
     """
     if (key := replaced_batch(given)) is not None:  # the value replaced is a default or a preset's
         OmegaConf.update(tree, key, None, force_add=True)
+    _take_size_of_tokenizer(tree, given)
     auto = take_auto(tree)
     return from_tree(TrainConfig, tree), auto
 
@@ -323,6 +325,18 @@ def with_given(saved: TrainConfig, given: Mapping[str, Any]) -> TrainConfig:
         if not (isinstance(value, DictConfig) and value.get("name") == OmegaConf.select(base, f"{key}.name")):
             OmegaConf.update(base, key, value, merge=False, force_add=True)
     return from_tree(TrainConfig, base)
+
+
+def _take_size_of_tokenizer(tree: DictConfig, given: Mapping[str, object]) -> None:
+    """Sets dataset.vocabulary to the size of dataset.tokenizer, if it is null, or a default or a preset's beside a
+    tokenizer that was typed. Raises RefusedError for a tokenizer that cannot be read."""
+    place, size = (OmegaConf.select(tree, f"dataset.{key}") for key in ("tokenizer", "vocabulary"))
+    typed_alone = "dataset.tokenizer" in given and "dataset.vocabulary" not in given
+    if isinstance(place, str) and (size is None or typed_alone):
+        with interruptible_import():
+            from gpipe_cli.data.pretrained_tokenizer import PretrainedTokenizer  # torch comes with it
+
+            OmegaConf.update(tree, "dataset.vocabulary", PretrainedTokenizer(place).size)
 
 
 def take_auto(tree: DictConfig) -> tuple[str, ...]:

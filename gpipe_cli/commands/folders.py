@@ -13,7 +13,8 @@ from gpipe_cli.distributed.torchrun import leads
 from gpipe_cli.errors import InputError
 from gpipe_cli.system.files import LOCK, PARTIAL, FolderInUseError, FolderLock, remove_partial_files
 
-_BEFORE_CONFIG = {"checkpoints", "vocabulary.model", "failure.txt"}  # files that a run writes before its configuration
+# files that a run writes before its configuration
+_BEFORE_CONFIG = {"checkpoints", "vocabulary.model", "tokenizer", "failure.txt"}
 ENDING_SECONDS = 6.0  # within which a run ends after it or its sweep was killed
 
 

@@ -177,6 +177,11 @@ class Texts:
     synthetic: bool = False
     direction: bool = False
 
+    @property
+    def tokenizer(self) -> bool:
+        """Whether a tokenizer may take the place of a learned vocabulary: pairs need symbols that none has."""
+        return not (self.pairs or self.synthetic)
+
 
 IMAGES = {
     "digits": Images(root=False),
@@ -238,6 +243,7 @@ class TextConfig:
 
     name: TextName
     vocabulary: Vocabulary  # number of token ids
+    tokenizer: str | None = None  # of Hugging Face, a folder or a name; None: learned
     cache: str | None = None
     root: str | None = None
     direction: Literal["to_english", "from_english", "both"] | None = None
@@ -251,7 +257,7 @@ class TextConfig:
         has = TEXTS[self.name]
         needed = {"root": has.root, "train_samples": has.synthetic, "test_samples": has.synthetic}
         needed |= {"temperature": has.pairs, "direction": has.direction}
-        _check_settings(self, needed, {"drop_long": has.pairs})
+        _check_settings(self, needed, {"drop_long": has.pairs, "tokenizer": has.tokenizer})
 
 
 DatasetConfig = ImagesConfig | TextConfig

@@ -16,8 +16,9 @@ from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.data.batches import SPLITS, Catalogue, seed_of
 from gpipe_cli.data.cache import cache_folder, cached_tensors, digest_of
 from gpipe_cli.data.corpora import read_cldr, read_parallel_text, read_python_docs, read_text_files
+from gpipe_cli.data.pretrained_tokenizer import PretrainedTokenizer
 from gpipe_cli.data.translation import PairSplit, open_pairs
-from gpipe_cli.data.vocabulary import BEGIN, END, IGNORED, PAD, UNKNOWN, Vocabulary, make_vocabulary
+from gpipe_cli.data.vocabulary import BEGIN, IGNORED, PAD, UNKNOWN, Vocabulary, make_vocabulary
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +31,7 @@ class TextSplit:
 
     tokens: Tensor
     length: int
-    vocabulary: Vocabulary
+    vocabulary: Vocabulary | PretrainedTokenizer
 
     @property
     def catalogue(self) -> Catalogue:
@@ -57,11 +58,18 @@ class TextSplit:
 def open_documents(
     train: Sequence[str], test: Sequence[str], dataset: TextConfig, length: int, pieces: bytes | None = None
 ) -> tuple[TextSplit, TextSplit]:
-    """Learn the vocabulary from the training documents, or take that of `pieces`; encode both. Raises InputError."""
+    """Take the tokenizer or the vocabulary of `pieces`, or learn one from the training documents; encode both. Raises
+    InputError."""
     cache = cache_folder(dataset.cache)
-    # A line end is encoded as its byte and need not be learned.
-    lines = [line for document in train for line in document.split("\n") if line.strip()]
-    vocabulary = make_vocabulary(lines, dataset.vocabulary, cache, word_prefix=False, pieces=pieces)
+    if dataset.tokenizer is not None:
+        vocabulary: Vocabulary | PretrainedTokenizer = PretrainedTokenizer(dataset.tokenizer)
+        if vocabulary.size > dataset.vocabulary:
+            why = f"dataset.tokenizer has {vocabulary.size} tokens; use dataset.vocabulary={vocabulary.size} or more"
+            raise RefusedError("dataset.vocabulary", dataset.vocabulary, why)
+    else:
+        # A line end is encoded as its byte and need not be learned.
+        lines = [line for document in train for line in document.split("\n") if line.strip()]
+        vocabulary = make_vocabulary(lines, dataset.vocabulary, cache, word_prefix=False, pieces=pieces)
     splits = [TextSplit(_encoded(documents, vocabulary, cache), length, vocabulary) for documents in (train, test)]
     for name, split in zip(SPLITS, splits, strict=True):
         if len(split.tokens) <= length:
@@ -71,11 +79,11 @@ def open_documents(
     return splits[0], splits[1]
 
 
-def _encoded(documents: Sequence[str], vocabulary: Vocabulary, cache: Path) -> Tensor:
+def _encoded(documents: Sequence[str], vocabulary: Vocabulary | PretrainedTokenizer, cache: Path) -> Tensor:
     """The tokens of all documents, int32 (stream,), kept in `cache`."""
 
     def encode() -> dict[str, Tensor]:
-        parts = [np.array([*ids, END], dtype=np.int32) for ids in vocabulary.encode(documents)]
+        parts = [np.array([*ids, vocabulary.end], dtype=np.int32) for ids in vocabulary.encode(documents)]
         return {"tokens": torch.from_numpy(np.concatenate(parts))}
 
     name = digest_of("documents", list(documents), [vocabulary.model])

@@ -32,6 +32,8 @@ _MOST_CHARACTERS = 1000  # of a line; SentencePiece silently skips lines of more
 class Vocabulary:
     """The mapping between text and token ids. model: the content of SentencePiece's model file."""
 
+    end = END
+
     def __init__(self, model: bytes) -> None:
         self.model = model
 

@@ -10,16 +10,19 @@ from pathlib import Path
 import torch
 
 from gpipe_cli.assembly.build import open_data
+from gpipe_cli.config.groups import HuggingFaceConfig, TextConfig
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.data.batches import Catalogue, MiniBatches, Split
+from gpipe_cli.data.cache import digest_of
 from gpipe_cli.data.corpora import languages_of
 from gpipe_cli.data.loading import LoadedBatches
 from gpipe_cli.data.micro_batches import Share
 from gpipe_cli.data.photographs import DECODED
+from gpipe_cli.data.pretrained_tokenizer import PretrainedTokenizer
 from gpipe_cli.data.text import TextSplit, unigram_perplexity
 from gpipe_cli.data.translation import PairSplit
-from gpipe_cli.data.vocabulary import IGNORED
+from gpipe_cli.data.vocabulary import IGNORED, Vocabulary
 from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.errors import InputError
 from gpipe_cli.planner.model_profile import refuse_single_samples
@@ -31,6 +34,7 @@ from gpipe_cli.training.events import DataFacts, Notes
 from gpipe_cli.units import plural
 
 VOCABULARY = "vocabulary.model"  # SentencePiece's file, in the run folder
+TOKENIZER = "tokenizer"  # the folder there with the files of dataset.tokenizer
 _MOST_VOCABULARY_BYTES = 2**28  # ten times the size of a million pieces
 
 
@@ -95,6 +99,23 @@ def saved_vocabulary(run: Path) -> bytes | None:
         raise InputError(f"{run / VOCABULARY}: cannot be read ({error.strerror}); put back that of the run") from error
 
 
+def saved_tokenizer(run: Path) -> dict[str, bytes]:
+    """Name -> content of the files of a run's tokenizer; {} if there are none. Raises OSError."""
+    files = sorted(path for path in (run / TOKENIZER).rglob("*") if path.is_file())
+    return {path.relative_to(run / TOKENIZER).as_posix(): path.read_bytes() for path in files}
+
+
+def _with_saved_tokenizer(config: TrainConfig, run: Path) -> TrainConfig:
+    """`config` with the tokenizer that was saved by the run whose weights are used: what the setting names may have
+    changed since. Raises InputError if it is missing."""
+    dataset = config.dataset
+    if not isinstance(dataset, TextConfig) or dataset.tokenizer is None:
+        return config
+    if not (run / TOKENIZER).is_dir():
+        raise InputError(f"{run / TOKENIZER}: there is no such folder; put back the tokenizer of the run")
+    return replace(config, dataset=replace(dataset, tokenizer=str(run / TOKENIZER)))
+
+
 class Data:
     """The data that a process opens before the processes are connected, and reads afterwards."""
 
@@ -113,8 +134,10 @@ class Data:
         # keys: True for the training set, False for the test set; empty without the first stage
         self._readings: dict[bool, Reading] = {}
         if self._first or spec.partitions - 1 in stages:  # stages in between never see a sample
-            saved = saved_vocabulary(source) if source is not None and config.text else None
-            self._splits = open_data(config, saved)
+            saved, read = None, config
+            if source is not None and config.text:
+                saved, read = saved_vocabulary(source), _with_saved_tokenizer(config, source)
+            self._splits = open_data(read, saved)
         if self._splits is None or not self._first:
             return
         for training, split in zip((False, True), reversed(self._splits), strict=True):
@@ -135,10 +158,16 @@ class Data:
 
     def reading(self, control: ControlGroup, *, training: bool) -> Reading:
         """The training set or the test set as this process reads it. Call it in every process once they are connected:
-        those without samples receive the catalogue."""
+        those without samples receive the catalogue. Raises InputError if processes read text with different tokens."""
         split = None if self._splits is None else self._splits[0 if training else 1]
         known = split.catalogue if split is not None and self._first else None
-        catalogue = next(catalogue for catalogue in control.collect(known) if catalogue is not None)
+        vocabulary = getattr(split, "vocabulary", None)
+        tokens = None if vocabulary is None else digest_of("tokens", [], [vocabulary.model])
+        catalogues, digests = zip(*control.collect((known, tokens)), strict=True)
+        if len({*digests} - {None}) > 1:
+            why = "the processes read text with different tokens; give every machine the same text and tokenizer"
+            raise InputError(f"dataset={self._config.dataset.name}: {why}")
+        catalogue = next(catalogue for catalogue in catalogues if catalogue is not None)
         if training in self._readings:
             return self._readings[training]
         batches = mini_batches(self._config, catalogue, training=training, replica=self._replica)
@@ -153,8 +182,9 @@ class Data:
         if isinstance(train, TextSplit | PairSplit) and isinstance(test, TextSplit | PairSplit):
             size, asked = train.vocabulary.size, self._config.dataset.vocabulary  # type: ignore[union-attr]  # text
             facts = replace(facts, vocabulary=size, unigram_perplexity=unigram_perplexity(train, test))
-            if size < asked:
-                fewer = f"dataset.vocabulary={asked} is more than this text has; {size} makes the model smaller"
+            if size < asked and not isinstance(self._config.model, HuggingFaceConfig):  # which keeps its own
+                whose = "the tokenizer" if isinstance(train.vocabulary, PretrainedTokenizer) else "this text"
+                fewer = f"dataset.vocabulary={asked} is more than {whose} has; {size} makes the model smaller"
                 notes += (("vocabulary", fewer),)
         if isinstance(train, PairSplit) and isinstance(test, PairSplit):
             facts = replace(facts, languages=languages_of(train.pairs.languages))
@@ -166,8 +196,13 @@ class Data:
     def save_vocabulary(self, folder: Path) -> None:
         """Write the vocabulary of text into the run's folder. Call it only in the process of the first stage."""
         assert self._splits is not None
-        if isinstance(self._splits[0], TextSplit | PairSplit):
-            write_whole(folder / VOCABULARY, self._splits[0].vocabulary.model)
+        vocabulary = getattr(self._splits[0], "vocabulary", None)
+        if isinstance(vocabulary, Vocabulary):
+            write_whole(folder / VOCABULARY, vocabulary.model)
+        elif isinstance(vocabulary, PretrainedTokenizer):
+            for name, content in vocabulary.files.items():
+                (folder / TOKENIZER / name).parent.mkdir(parents=True, exist_ok=True)
+                write_whole(folder / TOKENIZER / name, content)
 
 
 def mini_batches(config: TrainConfig, catalogue: Catalogue, *, training: bool, replica: int = 0) -> MiniBatches:

@@ -1,8 +1,8 @@
 """`gpipe export`: a run's model as one plain file, which other programs read without this package.
 
 If timm builds the network, tensors have timm's names, without the names of our layers before them; otherwise those of
-`nn.Sequential.state_dict`. Metadata says what the numbers mean: model settings, classes, normalization of pixels, and
-for text the vocabulary.
+`nn.Sequential.state_dict`. Metadata says what the numbers mean: model settings, tied weights, classes, normalization of
+pixels, and for text the vocabulary or the tokenizer.
 
 The file is evaluated as another program would do it: read from disk into timm's network, plain PyTorch or onnxruntime,
 without stages. Micro-batches are those of the pipeline, so that the results are bit-identical if nothing was lost.
@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from gpipe_cli.assembly.build import MEMORY_FORMATS, open_data, outputs_of, timm_name
+from gpipe_cli.assembly.build import MEMORY_FORMATS, build_model, open_data, outputs_of, timm_name
 from gpipe_cli.assembly.loss import Totals
 from gpipe_cli.config.groups import ImagesConfig, ResNetConfig, TimmConfig, choice_of
 from gpipe_cli.config.settings import ExportConfig, Format, TrainConfig
@@ -30,13 +30,14 @@ from gpipe_cli.distributed.control_group import Awaited
 from gpipe_cli.errors import InputError
 from gpipe_cli.models.timm_models import timm_arguments
 from gpipe_cli.pipeline.runtime.boundary import Tensors, as_tuple, as_value, in_layout, split_all
+from gpipe_cli.pipeline.runtime.tied_weights import find_ties, other_names
 from gpipe_cli.planner.pipeline_spec import PipelineSpec
 from gpipe_cli.system.accelerator import to_device
 from gpipe_cli.system.files import write_whole
 from gpipe_cli.training import events
 from gpipe_cli.training.checkpoint.files import read_index, safetensors_parts
 from gpipe_cli.training.checkpoint.whole_model import new_model, whole_model
-from gpipe_cli.training.data_feed import Data, MiniBatch, saved_vocabulary
+from gpipe_cli.training.data_feed import Data, MiniBatch, saved_tokenizer, saved_vocabulary
 from gpipe_cli.training.engine import WorkerProcess
 from gpipe_cli.training.onnx_file import onnx_content, onnx_program
 from gpipe_cli.training.step import objective_of
@@ -59,8 +60,9 @@ def write_model(config: ExportConfig, checkpoint: Path, file: Path, threads: int
         tensors = {name.partition(".")[2] if of_timm else name: tensor for name, tensor in model.state_dict().items()}
         holds = plural(len(tensors), "tensor")
         match config.format:
-            case "safetensors":
-                write_whole(file, safetensors_parts(_contiguous(tensors), {"format": "pt", **texts}))
+            case "safetensors":  # which refuses one tensor under two names
+                once = {name: tensor for name, tensor in tensors.items() if name not in facts.get("tied", {})}
+                write_whole(file, safetensors_parts(_contiguous(once), {"format": "pt", **texts}))
             case "torch":
                 content = io.BytesIO()
                 torch.save({"state_dict": _contiguous(tensors), "metadata": facts}, content)
@@ -91,9 +93,10 @@ def _facts(config: ExportConfig, checkpoint: Path) -> dict[str, Any]:
         "step": progress.step,
         "averaged": bool(run.ema_decay and progress.ema_updates),
     }
+    if tied := other_names(find_ties(build_model(run))):  # a name -> the name of the same tensor in the file
+        facts["tied"] = tied
     if not isinstance(run.dataset, ImagesConfig):
-        pieces = saved_vocabulary(Path(config.run))  # the meaning of tokens
-        return facts | ({} if pieces is None else {"sentencepiece": base64.b64encode(pieces).decode()})
+        return facts | _meaning_of_tokens(Path(config.run))
     facts |= {"image_size": run.dataset.image_size, "centre_crop": centre_share(run.dataset), "mean": MEAN, "std": STD}
     try:
         train, _ = open_data(run if config.evaluate else replace(run, dataset=replace(run.dataset, download=False)))
@@ -103,6 +106,15 @@ def _facts(config: ExportConfig, checkpoint: Path) -> dict[str, Any]:
         return facts
     assert isinstance(train, ImageSplit)
     return facts | {"classes": list(train.samples.class_names)}
+
+
+def _meaning_of_tokens(run: Path) -> dict[str, Any]:
+    """`sentencepiece`: the vocabulary that the run learned; or `tokenizer`: the files of its tokenizer by name. Files
+    are in base64."""
+    if (pieces := saved_vocabulary(run)) is not None:
+        return {"sentencepiece": base64.b64encode(pieces).decode()}
+    files = {name: base64.b64encode(content).decode() for name, content in saved_tokenizer(run).items()}
+    return {"tokenizer": files} if files else {}
 
 
 def _timm_arguments(config: TrainConfig) -> dict[str, Any] | None:
@@ -166,8 +178,10 @@ def _program(
     arguments = _timm_arguments(config)
     if arguments is None:
         tensors = load_file(file) if form == "safetensors" else torch.load(file, weights_only=True)["state_dict"]
-        model: nn.Module = new_model(config)
-        model.load_state_dict(tensors)
+        layers = new_model(config)
+        tied = other_names(find_ties(layers)).items()
+        layers.load_state_dict({**tensors, **{name: tensors[saved] for name, saved in tied}})
+        model: nn.Module = layers
         by = f"PyTorch {torch.__version__}"
     else:
         import timm

@@ -67,6 +67,7 @@ def find_taking(config: TrainConfig, model: nn.Sequential, checkpoint: Path) -> 
     classifier = classifier_of(config, model) & here.keys()  # a tied matrix is taken with the embedding
     _refuse_other_names(both, classifier)
     absent = frozenset(name for name in here if _layer(name) not in both.index.layers)  # an auxiliary head
+    both.refuse_other_tokens()
     both.refuse_other_shapes(sorted(here.keys() - classifier - absent))
     unfit = sorted(name for name in classifier - absent if there.get(name) != here[name])
     if unfit and config.init_head == "keep":

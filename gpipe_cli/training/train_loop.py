@@ -94,9 +94,9 @@ def train(
     # --- 4. Write the first files into the run folder; the parent shows the banner -------------------------------
     if control.leads:
         remove_drafts(folder)
+        data.save_vocabulary(folder)  # first: a folder with a checkpoint can be resumed
         if resume_from is not None:
             adopt(resume_from, folder)
-        data.save_vocabulary(folder)
         process.report(_ready(engine, data.facts(), notes, progress, compiled))
     checkpoints = CheckpointWriter(engine, folder, config_yaml, process.report, start)
     process.before_failing.append(checkpoints.settle)

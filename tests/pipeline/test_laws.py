@@ -7,12 +7,30 @@ from typing import Any
 
 import pytest
 import torch
-from engine_runs import Case, Pool, covering, run_in_process, tricky_model
+from engine_runs import (
+    CPU,
+    Case,
+    CrossEntropy,
+    Pool,
+    build_stages,
+    costs_of,
+    covering,
+    data,
+    run_in_process,
+    tied_model,
+    tricky_model,
+)
+from torch import nn
+from torch.nn import functional as F
 from training_runs import assert_same_tensors
 
+from gpipe_cli.data.micro_batches import micro_batch_sizes
+from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.frozen import Frozen
 from gpipe_cli.pipeline.runtime.initial_weights import materialize
-from gpipe_cli.pipeline.schedule.named_schedules import SCHEDULES
+from gpipe_cli.pipeline.runtime.tied_weights import TiedWeights, find_ties, share_memory, trained_parameters
+from gpipe_cli.pipeline.runtime.transport import LocalTransport
+from gpipe_cli.pipeline.schedule.named_schedules import SCHEDULES, build
 from gpipe_cli.pipeline.schedule.schedule import RECOMPUTE
 
 # of the six layers: the first two; one in the middle; batch norms inside layers and weights, but no whole layer
@@ -65,6 +83,59 @@ def test_partitions_do_not_matter(settings: dict[str, Any], pool: Pool) -> None:
     case = Case(**same, **ways)
     found = run_in_process(case) if settings["executor"] == "in_process" else pool.run(case)
     assert_same_tensors(found, whole(**same, schedule=summed_as(settings["schedule"])))
+
+
+TIED_CASES = covering(
+    executor=("in_process", "distributed"),
+    partitions=(2, 3, 4),
+    micro_batches=(1, 4, 8),
+    schedule=SCHEDULES,
+    stages_per_process=(1, 2),
+    recompute=RECOMPUTE,
+    bfloat16=(False, True),
+)
+
+
+@pytest.mark.parametrize("settings", TIED_CASES, ids=lambda settings: "-".join(map(str, settings.values())))
+def test_tied_weights_are_trained_alike_on_all_stages(settings: dict[str, Any], pool: Pool) -> None:
+    """A weight of three layers, on one to three stages: every stage has the same gradient and takes the same step, and
+    the bits are those of one partition, where each layer's gradients are summed apart, too."""
+    same = {name: settings[name] for name in ("micro_batches", "bfloat16")} | {"model": "tied", "samples": (10, 7, 3)}
+    ways = {name: settings[name] for name in ("schedule", "partitions", "recompute", "stages_per_process")}
+    case = Case(**same, **ways)
+    found = run_in_process(case) if settings["executor"] == "in_process" else pool.run(case)
+    assert_same_tensors(found, whole(**same, schedule=summed_as(settings["schedule"])))
+
+
+@pytest.mark.parametrize("partitions", [1, 2, 4])
+def test_gradients_of_tied_weights_are_those_of_plain_pytorch(partitions: int) -> None:
+    """In float64, against autograd on the whole model, which sums the uses in an order of its own."""
+    model = tied_model()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    ties, costs = find_ties(model), costs_of("tied", Frozen())
+    case = Case(model="tied", partitions=partitions, samples=(10,))
+    images, targets = data(case, 0)
+    balance = micro_batch_sizes(len(model), partitions)
+    plain = materialize(model, 0, len(model), run_seed=7, device=CPU, ties=ties).double()
+    F.cross_entropy(plain(images.double()), targets).backward()
+    stages = build_stages(model, costs, balance, here=range(partitions))
+    modules = {k: stage.module.double() for k, stage in stages.items()}
+    for module in modules.values():
+        share_memory(module, ties)
+    sizes = micro_batch_sizes(10, 3)
+    executor = Executor(stages, range(partitions), LocalTransport([CPU] * partitions))
+    order = build("1f1b", partitions, 3, "always")
+    executor.run(order, 0, sizes, (images.double(),), CrossEntropy(targets.split(sizes), 10))
+    stage_of = [k for k, size in enumerate(balance) for _ in range(size)]
+    TiedWeights(ties, [[stage_of[at] for at in (0, 2, 3)]], modules, process_of_stage=[0] * partitions).add_up()
+    for module in modules.values():
+        for name, parameter in trained_parameters(module, ties).items():
+            expected = plain.get_parameter(name).grad
+            assert expected is not None
+            assert parameter.grad is not None
+            assert float((parameter.grad - expected).norm() / expected.norm()) <= 1e-12, name
 
 
 @pytest.mark.parametrize("frozen", FROZEN)

@@ -38,15 +38,15 @@ def reads_another(*ways: str, **more: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("partitions", [2, 3, 4])
-def test_the_remedy_for_a_separated_parameter_is_one(partitions: int) -> None:
+def test_the_remedy_for_a_separated_module_is_one(partitions: int) -> None:
     """Whatever two of five layers share it, the balance in the message is a cut that keeps them together."""
     balances = [[1] * place + [6 - partitions] + [1] * (partitions - 1 - place) for place in range(partitions)]
     for first, second in itertools.combinations(range(5), 2):
-        layers = [nn.Linear(2, 2) for _ in range(5)]
-        layers[second].bias = layers[first].bias
+        layers = [nn.Sequential(nn.Linear(2, 2)) for _ in range(5)]
+        layers[second][0] = layers[first][0]
         shared = find_shared(nn.Sequential(*layers))
         assert [(one.first, one.second) for one in shared] == [(first, second)]
-        assert "share parameter bias: " in shared[0].text
+        assert "share module 0: " in shared[0].text
         for balance in balances:
             if not any(first < end <= second for end in itertools.accumulate(balance[:-1])):
                 check_cut(shared, balance)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from plan_runs import EVEN, plan_of
-from training_runs import TINY, configure, of_type, train_here
+from training_runs import TINY, configure, of_type, pipeline_of, train_here
 
 from gpipe_cli.assembly.build import build_model
 from gpipe_cli.assembly.optimizer import build_optimizer
@@ -67,6 +67,37 @@ def test_buffers_are_those_of_a_run(replicas: int) -> None:
         unfilled = 2 * replicas * 256 * len(buckets)  # at the ends of buckets, whose number the cut decides
         assert 0 <= sums + copied - sum(buffers_bytes(config, of) for of in weights) <= unfilled
         assert 0 <= sums - sum(buffers_bytes(elsewhere, of) for of in weights) <= unfilled
+
+
+@pytest.mark.parametrize("balance", ["[4]", "[3,1]", "[1,2,1]"])
+def test_a_tied_weight_is_in_the_memory_of_each_stage_once(balance: str) -> None:
+    """Values and optimizer state once, gradients for each layer, and what other stages send; a checkpoint has one."""
+    settings = [
+        "model=transformer_lm", "~presets", "dataset=synthetic_text", "dataset.vocabulary=40", "model.length=16",
+        "model.layers=2", "model.width=16", "model.hidden=32", "model.heads=2", "model.tie_embeddings=true",
+        "batch_size=8", "micro_batches=2", "device=cpu", "ema_decay=0.9", "executor=in_process",
+        f"partitions={balance.count(',') + 1}", f"partition.balance={balance}",
+    ]  # fmt: skip
+    config = configure(*settings)
+    profile, engine = profile_model(config), pipeline_of(config)
+    plan, matrix = plan_of(config, profile), 40 * 16 * 4
+    for k, stage in engine.stages.items():
+        parameters, optimizer = list(stage.module.parameters()), engine.optimizers[k]
+        memory = {tensor.data_ptr(): tensor.nbytes for tensor in (*parameters, *stage.module.buffers())}
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        assert optimizer is not None
+        optimizer.step()
+        state = [v for values in optimizer.state.values() for v in values.values() if isinstance(v, torch.Tensor)]
+        averages = {tensor.data_ptr(): tensor.nbytes for tensor in engine.averages[k].average.values()}
+        held = plan.memory[k]
+        assert held.weights_bytes == sum(memory.values())
+        assert held.gradients_bytes == sum(parameter.nbytes for parameter in parameters)
+        assert held.optimizer_bytes == sum(tensor.nbytes for tensor in state) + sum(averages.values())
+        uses = sum(name.endswith(("embedding.weight", "logits.weight")) for name, _ in stage.module.named_parameters())
+        received = (2 - uses) * matrix if uses else 0
+        copied = sum(tensor.nbytes for tensor in state_of_stage(engine, k).values())
+        assert held.buffers_bytes == copied + received
 
 
 @pytest.mark.parametrize(("balance", "recompute"), [("[7]", "never"), ("[5,2]", "except_last")])

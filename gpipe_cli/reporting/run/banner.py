@@ -41,7 +41,8 @@ def _banner(run: RunDescription, folder: Path) -> Iterable[tuple[str, str]]:
     yield "model", f"{run.model_name}: {plural(run.layers, 'layer')}, {parameters} parameters"
     yield "dataset", config.dataset.name + _samples_of_data(run)
     if run.data.vocabulary is not None:
-        yield "vocabulary", plural(run.data.vocabulary, "token")
+        tokenizer = getattr(config.dataset, "tokenizer", None)
+        yield "vocabulary", plural(run.data.vocabulary, "token") + (f" of {tokenizer}" if tokenizer else "")
     if config.preset is not None:
         yield "preset", f"{config.preset}: settings that suit this model and data set; what is given wins"
     replicas = f", R = {spec.layout.replicas} replicas" if spec.layout.replicas > 1 else ""

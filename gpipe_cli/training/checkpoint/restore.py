@@ -11,13 +11,14 @@ import torch
 from torch import nn
 
 from gpipe_cli.assembly.optimizer import load_optimizer_state, optimizer_state, state_of
-from gpipe_cli.config.groups import ImagesConfig, TextConfig, choice_of
+from gpipe_cli.config.groups import TEXTS, ImagesConfig, TextConfig, choice_of
 from gpipe_cli.config.settings import TrainConfig, load
-from gpipe_cli.config.typed import show
+from gpipe_cli.config.typed import RefusedError, show
 from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.runtime.tied_weights import find_ties, other_names
 from gpipe_cli.planner.pipeline_spec import PipelineSpec
 from gpipe_cli.training.checkpoint import files
+from gpipe_cli.training.data_feed import TOKENIZER
 from gpipe_cli.training.engine import Engine
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -59,6 +60,22 @@ class CheckpointMatch:
                 f"{self.setting}: {self.checkpoint.name} is of another model (only here: {_some(only_here)}; only "
                 f"there: {_some(only_there)}); {self._as_there()}"
             )
+
+    def refuse_other_tokens(self) -> None:
+        """Refuse the checkpoint if the settings name another tokenizer than the run's, or the files that it saved."""
+        mine, theirs = self.config.dataset, self.source.dataset
+        if not isinstance(mine, TextConfig) or not isinstance(theirs, TextConfig) or not TEXTS[mine.name].tokenizer:
+            return
+        saved = self.checkpoint.parent.parent / TOKENIZER
+        own = theirs.tokenizer is not None and mine.tokenizer is not None and Path(mine.tokenizer) == saved
+        if mine.tokenizer == theirs.tokenizer or own:
+            return
+        whose, use = "a vocabulary of its own", "leave it out"
+        if theirs.tokenizer is not None:
+            whose = f"the tokenizer {theirs.tokenizer}"
+            use = f"use dataset.tokenizer={saved} dataset.vocabulary={theirs.vocabulary}"
+        why = f"{self.setting} has {whose}, and with another every token means something else"
+        raise RefusedError("dataset.tokenizer", mine.tokenizer, f"{why}; {use}")
 
     def refuse_other_shapes(self, names: Iterable[str]) -> None:
         """Refuse the checkpoint if tensors of these names, which both have, differ in shape."""
@@ -126,6 +143,7 @@ def check_restorable(both: CheckpointMatch, model: nn.Sequential, *, optimizer: 
     for here, there in ((layers, both.index.layers), (both.here, both.there)):
         only_here, only_there = [one for one in here if one not in there], [one for one in there if one not in here]
         both.refuse_other_names(only_here, only_there)
+    both.refuse_other_tokens()
     both.refuse_other_shapes(both.here)
     state, config = saved_state(model), both.config
     wanted = {f"model/{name}": tensor for name, tensor in state.items()}

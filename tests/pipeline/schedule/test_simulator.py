@@ -15,7 +15,7 @@ from gpipe_cli.pipeline.schedule.dependencies import linearize
 from gpipe_cli.pipeline.schedule.held import Held, bytes_held, live, peak_bytes
 from gpipe_cli.pipeline.schedule.named_schedules import SCHEDULES, forward_only
 from gpipe_cli.pipeline.schedule.schedule import RECOMPUTE, Action, Kind, Schedule
-from gpipe_cli.pipeline.schedule.simulator import EdgeCost, StageCost, ideal_bubble, simulate
+from gpipe_cli.pipeline.schedule.simulator import EdgeCost, StageCost, TieCost, ideal_bubble, simulate
 from gpipe_cli.pipeline.schedule.timeline import Event, EventKind
 
 SHAPES = list(itertools.product((1, 2, 3, 4, 6), (1, 2, 3, 5, 8, 13)))
@@ -174,6 +174,21 @@ def test_updates_follow_a_stages_last_action_and_share_the_machine() -> None:
     # 0B0 and then 0's update share with 1's: 3 + 4, then 0's update has 2 of 3 left.
     assert slowed.events[1][-1].end_seconds == 7
     assert slowed.events[0][-1].end_seconds == 9
+
+
+def test_a_tied_weight_is_updated_when_all_its_stages_have_its_gradient() -> None:
+    """By hand: stage 2 is done at 5, stage 0 at 9, from when on the sums travel for 2; stage 1 has nothing to wait for.
+    Stages that share a device have nothing to send."""
+    stages = [StageCost(1, 1, 2, update_seconds=1)] * 3
+    ties = [TieCost((0, 2), 2.0)]
+    timeline = simulate(build("gpipe", 3, 1, "never"), stages, ties=ties)
+    assert [event[-2:] for event in timeline.events] == [
+        (Event(EventKind.TRANSFER, 9, 11, None), Event(EventKind.UPDATE, 11, 12, None)),
+        (timeline.events[1][-2], Event(EventKind.UPDATE, 7, 8, None)),
+        (Event(EventKind.TRANSFER, 9, 11, None), Event(EventKind.UPDATE, 11, 12, None)),
+    ]
+    alone = [simulate(build("gpipe", 3, 1, "never"), stages, device_of_stage=[0] * 3, ties=of) for of in (ties, [])]
+    assert alone[0] == alone[1]
 
 
 def test_waiting_and_exposed_transfers() -> None:

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, replace
+from dataclasses import asdict, astuple, replace
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -20,11 +20,12 @@ from gpipe_cli.pipeline.schedule.held import Held, bytes_held
 from gpipe_cli.pipeline.schedule.named_schedules import SCHEDULES, order
 from gpipe_cli.pipeline.schedule.schedule import RECOMPUTE, Schedule, with_recomputation
 from gpipe_cli.pipeline.schedule.schedule_file import csv_of, read_schedule
-from gpipe_cli.pipeline.schedule.simulator import EdgeCost, StageCost, ideal_bubble, simulate
+from gpipe_cli.pipeline.schedule.simulator import EdgeCost, StageCost, TieCost, ideal_bubble, simulate
 from gpipe_cli.planner.cost_model import predicted_costs
 from gpipe_cli.planner.data_sheet import resolved
 from gpipe_cli.planner.device_rates import rates_of_sheet
 from gpipe_cli.planner.layout import layout_of
+from gpipe_cli.planner.model_profile import profile_model
 from gpipe_cli.planner.plan import Plan, TooLargeError, make_plan
 from gpipe_cli.planner.shared_layers import Shared
 from gpipe_cli.planner.simulation_data import simulation_data
@@ -99,7 +100,11 @@ ENGINE = """cases => cases.map(({name, K, M, devices, recompute, costs, seconds,
 
 
 def costs_of(
-    stages: Sequence[StageCost], edges: Sequence[EdgeCost], slowdown: Sequence[float], device_of_stage: Sequence[int]
+    stages: Sequence[StageCost],
+    edges: Sequence[EdgeCost],
+    slowdown: Sequence[float],
+    device_of_stage: Sequence[int],
+    ties: Sequence[TieCost] = (),
 ) -> dict[str, Any]:
     """As the page's simulator takes them."""
     keys = ("forward", "graph", "backward", "inputs", "weights", "update", "sum")
@@ -108,6 +113,7 @@ def costs_of(
         "edges": [{"forward": edge.forward_seconds, "backward": edge.backward_seconds} for edge in edges],
         "slowdown": slowdown,
         "device_of_stage": device_of_stage,
+        "ties": list(map(asdict, ties)),
     }
 
 
@@ -126,17 +132,21 @@ def random_case(chance: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
     slowdown = [1.0, *(chance.uniform(1, 3) for _ in range(chance.randint(1, 4)))] * chance.randint(0, 1)
     of_rows = list(range(K)) if name != "interleaved" else [k % devices for k in range(K)]
     device_of_stage = chance.choice([of_rows, [row // 2 for row in of_rows]])
+    ties = [
+        TieCost(tuple(sorted(chance.sample(range(K), chance.randint(1, K)))), chance.uniform(0, 3))
+        for _ in range(chance.randint(0, 2))
+    ]
     sizes = [[Held(*(chance.randint(0, 1 << 40) for _ in range(4))) for _ in range(M)] for _ in range(K)]
 
     mode = recompute if isinstance(recompute, str) else tuple(map(frozenset, recompute))
     schedule = with_recomputation(order(name, K, M, devices), mode)
     check(schedule)
-    timeline = simulate(schedule, stages, edges, slowdown, device_of_stage)
+    timeline = simulate(schedule, stages, edges, slowdown, device_of_stage, ties)
     seconds = max([timeline.end_seconds, *(e.end_seconds for of in timeline.events for e in of)]) * 1.1
     shares = breakdown(timeline, M, seconds)
     asked = {
         "name": name, "K": K, "M": M, "devices": devices, "recompute": recompute, "seconds": seconds,
-        "costs": costs_of(stages, edges, slowdown, device_of_stage),
+        "costs": costs_of(stages, edges, slowdown, device_of_stage, ties),
         "sizes": [[one._asdict() for one in of] for of in sizes],
     }  # fmt: skip
     whole = seconds * len(set(device_of_stage))
@@ -229,6 +239,30 @@ def controls(settings: Sequence[str]) -> dict[str, Any]:
     own = {"partitions": 2, "micro_batches": 4, "schedule": "zero_bubble", "recompute": "except_last",
            "stages_per_process": 1}  # fmt: skip
     return {key: type(value)(given.get(key, value)) for key, value in own.items()}
+
+
+TIED = (
+    "model=transformer_lm", "~presets", "dataset=synthetic_text", "dataset.vocabulary=400", "model.length=16",
+    "model.layers=6", "model.width=16", "model.hidden=32", "model.heads=2", "model.tie_embeddings=true",
+    "batch_size=24", "device=cpu", "hardware=v100", "ema_decay=0.9",
+)  # fmt: skip
+
+
+def test_tied_weights_are_as_in_a_plan(page: "Page") -> None:
+    """From the plan of two stages: a weight that one stage has twice, or two stages once; the wait for its gradient."""
+    config = configure(*TIED, "partitions=2")
+    data = simulation_data(config, profile_model(config), plan_of(config, profile_model(config)))
+    for partitions in (1, 2, 4):
+        plan = plan_of(configure(*TIED, f"partitions={partitions}"), profile_model(config))
+        found = page.evaluate(
+            "([data, controls]) => gpipe.configured(data, controls)", [data, {"partitions": partitions}]
+        )
+        assert_close(found["step_seconds"], plan.step_seconds)
+        fixed = [{key: of[key] for key in ("weights", "gradients", "optimizer", "buffers")} for of in found["memory"]]
+        assert fixed == [
+            {"weights": m.weights_bytes, "gradients": m.gradients_bytes, "optimizer": m.optimizer_bytes,
+             "buffers": m.buffers_bytes} for m in plan.memory
+        ]  # fmt: skip
 
 
 @pytest.mark.parametrize("given", [(), LIMITED, ("replicas=2",)], ids=["plain", "limited", "replicas"])

@@ -1,0 +1,65 @@
+"""A tokenizer of Hugging Face's in place of a vocabulary that is learned: `dataset.tokenizer`.
+
+Weights that are published, and numbers that are compared with others, belong to a tokenizer. Whatever it does is left
+to `AutoTokenizer`, so that ids are those of every other program that reads the same folder.
+"""
+
+import importlib.util
+import json
+import os
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from gpipe_cli.config.typed import RefusedError, one_line
+
+
+class PretrainedTokenizer:
+    """The mapping from text to token ids of a folder, as `save_pretrained` writes it, or of a name on the hub."""
+
+    def __init__(self, place: str) -> None:
+        """A name is fetched into the hub's cache on this machine, whose locks let one process fetch. Raises
+        RefusedError for a tokenizer that cannot be read or has no token to end a document with, and if transformers is
+        not installed."""
+        if importlib.util.find_spec("transformers") is None:
+            why = "needs transformers, which is not installed; pip install 'gpipe-cli[transformers]', or leave it out"
+            raise RefusedError("dataset.tokenizer", place, why)
+        # Threads of the tokenizer's would be in the way of the loader processes, which are forked.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        from transformers import AutoTokenizer
+
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+        except Exception as error:  # of the hub, of JSON and of Rust: damaged files raise anything
+            use = "give a folder with tokenizer.json and tokenizer_config.json, or a name on the Hugging Face hub"
+            raise RefusedError("dataset.tokenizer", place, f"cannot be read ({one_line(error)}); {use}") from error
+        ends = [self._tokenizer.eos_token_id, self._tokenizer.sep_token_id]
+        if ends == [None, None]:
+            why = "has no token to end a document with; give it an eos_token in its tokenizer_config.json"
+            raise RefusedError("dataset.tokenizer", place, why)
+        self.end: int = next(token for token in ends if token is not None)
+
+    @cached_property
+    def size(self) -> int:
+        """The greatest id plus one: `len(tokenizer)`, or more where ids have gaps."""
+        return 1 + max(self._tokenizer.get_vocab().values())
+
+    @cached_property
+    def files(self) -> dict[str, bytes]:
+        """Name -> content of the files that `AutoTokenizer` reads it back from."""
+        with TemporaryDirectory() as folder:
+            self._tokenizer.save_pretrained(folder)
+            files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+            return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+    @property
+    def model(self) -> bytes:
+        """All files as one text: what the ids of a text depend on."""
+        return json.dumps({name: content.decode("latin-1") for name, content in self.files.items()}).encode()
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of each text, without the special tokens that a tokenizer may put around it."""
+        # one after the other: a tokenizer takes some 200 bytes for each character of a text
+        return [self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts]
