@@ -172,11 +172,11 @@ def read_config(source: Source) -> Any:
     logging.set_verbosity_error()  # of special tokens beyond a small vocabulary, in every process
     changes = source.config or {}
     try:
-        known = AutoConfig.from_pretrained(source.name).to_dict()
+        known = AutoConfig.from_pretrained(source.name, trust_remote_code=False).to_dict()
         if unknown := [key for key in changes if key not in known]:
             hint = nearest(unknown[0], [*known]) or "; config.json has them all"
             raise RefusedError(f"model.config.{unknown[0]}", changes[unknown[0]], f"no such setting{hint}")
-        return AutoConfig.from_pretrained(source.name, **changes)
+        return AutoConfig.from_pretrained(source.name, trust_remote_code=False, **changes)
     except RefusedError:
         raise
     except Exception as error:  # whatever transformers, the hub's client and the checks of a configuration raise

@@ -81,7 +81,10 @@ class Weights:
         from transformers.core_model_loading import WeightRenaming, rename_source_key
 
         if (index := self._find(INDEX)) is not None:
-            files = json.loads(index.read_text("utf-8"))["weight_map"]
+            try:
+                files = dict(json.loads(index.read_text("utf-8"))["weight_map"])
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                raise InputError(f"{index}: is no index of files ({with_type(error)}); fetch it anew") from error
         else:
             with self._opened(SINGLE) as tensors:
                 files = dict.fromkeys(tensors.keys(), SINGLE)
@@ -106,7 +109,12 @@ class Weights:
         from transformers.utils import cached_file
 
         # a process that needs a file of the hub fetches it, once for all processes of a machine
-        found = cached_file(self.name, file, _raise_exceptions_for_missing_entries=False)
+        try:
+            found = cached_file(self.name, file, _raise_exceptions_for_missing_entries=False)
+        except Exception as error:  # whatever the hub's client and the libraries below it raise
+            why = f"{file} of {self.name} cannot be had here ({with_type(error).partition('; ')[0]})"
+            use = "give a folder that has it as model.name, or use model.pretrained=false"
+            raise RefusedError("model.pretrained", True, f"{why}; {use}") from error
         return None if found is None else Path(found)
 
 

@@ -286,6 +286,9 @@ def test_refused_folders(tmp_path: Path) -> None:
     (folder / "model.safetensors").write_text("cut off")
     with pytest.raises(InputError, match=r"model\.safetensors: cannot be read as safetensors"):
         with_values(on_meta(folder))
+    (folder / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(InputError, match=r"index\.json: is no index of files"):
+        with_values(on_meta(folder))
     with pytest.raises(InputError, match=r"model\.name=.*config\.json"):
         on_meta(tmp_path / "nothing")
     for kind in (CAUSAL, MASKED, PAIRS, IMAGES):
