@@ -46,6 +46,10 @@ LANGUAGE_MODELS = {
     "mistral": _LIKE_LLAMA,
     "qwen2": _LIKE_LLAMA,
     "qwen3": _LIKE_LLAMA,
+    "gemma": _LIKE_LLAMA,
+    "olmo2": _LIKE_LLAMA,
+    "phi3": _LIKE_LLAMA,
+    "smollm3": _LIKE_LLAMA,
 }
 MASKED_LANGUAGE_MODELS = ("bert",)
 IMAGE_CLASSIFIERS = ("vit",)
@@ -203,8 +207,13 @@ def _refuse_other_text(source: Source, settings: Any, vocabulary: int, length: i
 
 def _mask(settings: Any, index: int) -> Mask:
     """What block number `index` of a causal language model may see."""
-    kinds = getattr(settings, "layer_types", None)
-    slides = getattr(settings, "sliding_window", None) and (kinds is None or kinds[index] == "sliding_attention")
+    match settings.model_type:
+        case "mistral" | "phi3":
+            slides = settings.sliding_window is not None
+        case "qwen2" | "qwen3" | "smollm3":
+            slides = settings.layer_types[index] == "sliding_attention"
+        case _:
+            slides = False
     return "sliding" if slides else "causal"
 
 

@@ -35,6 +35,12 @@ BERT = WORDS | BLOCKS | {"max_position_embeddings": 64}
 LIKE_LLAMA = BERT | {"num_key_value_heads": 2, "attention_dropout": 0.1}
 UNTIED = {"tie_word_embeddings": False}
 SLIDES_IN_LAST = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2}
+SLIDES_IN_FIRST = {
+    "use_sliding_window": True,
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", *["full_attention"] * 2],
+    "pad_token_id": 0,
+}
 GPT2 = WORDS | {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}
 T5 = WORDS | {"d_model": 32, "d_ff": 48, "d_kv": 8, "num_layers": 3, "num_decoder_layers": 2, "num_heads": 4}
 VIT = BLOCKS | {"image_size": PIXELS, "patch_size": 4, "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
@@ -93,6 +99,10 @@ MODELS: dict[str, tuple[Kind, Any]] = {
     "mistral": (CAUSAL, transformers.MistralConfig(sliding_window=6, **LIKE_LLAMA)),
     "qwen2": (CAUSAL, transformers.Qwen2Config(**SLIDES_IN_LAST, **LIKE_LLAMA)),
     "qwen3": (CAUSAL, transformers.Qwen3Config(head_dim=8, **SLIDES_IN_LAST, **LIKE_LLAMA, **UNTIED)),
+    "gemma": (CAUSAL, transformers.GemmaConfig(head_dim=8, **LIKE_LLAMA)),
+    "olmo2": (CAUSAL, transformers.Olmo2Config(**LIKE_LLAMA)),
+    "phi3": (CAUSAL, transformers.Phi3Config(sliding_window=6, resid_pdrop=0.1, pad_token_id=0, **LIKE_LLAMA)),
+    "smollm3": (CAUSAL, transformers.SmolLM3Config(no_rope_layers=[1, 0, 1], **SLIDES_IN_FIRST, **LIKE_LLAMA)),
     "tied gpt2": (CAUSAL, transformers.GPT2Config(**GPT2)),
     "tied llama": (CAUSAL, transformers.LlamaConfig(**LIKE_LLAMA, tie_word_embeddings=True)),
     "bert": (MASKED, transformers.BertConfig(**BERT)),
