@@ -2,6 +2,7 @@
 initial values and its files of weights, in any cut; and what is refused."""
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -305,6 +306,13 @@ def test_refused_folders(tmp_path: Path) -> None:
         (folder / "config.json").write_text(json.dumps({"model_type": "opt"}))
         with pytest.raises(InputError, match=r"family opt has no chain of layers for .*; use one of "):
             on_meta(folder, kind.build)
+
+
+def test_without_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = saved(tmp_path, "llama")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(InputError, match=r"model=hf: .*gpipe-cli\[transformers\]"):
+        on_meta(folder)
 
 
 SHORT = ["model=hf", "model.pretrained=true", "epochs=1", "micro_batches=2", "threads=1", "device=cpu", "logger=[]"]
