@@ -25,6 +25,8 @@ from torch.nn import functional as F
 
 from gpipe_cli.data.micro_batches import micro_batch_sizes
 from gpipe_cli.distributed.process_groups import edge_links, new_group
+from gpipe_cli.models.skips import Pop, Stash
+from gpipe_cli.models.skips import Sequence as Sequential
 from gpipe_cli.pipeline.profile.layer_cost import LayerCost
 from gpipe_cli.pipeline.profile.tracing import trace_layers
 from gpipe_cli.pipeline.runtime.boundary import Tensors
@@ -32,7 +34,8 @@ from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.frozen import Frozen, freeze
 from gpipe_cli.pipeline.runtime.initial_weights import materialize
 from gpipe_cli.pipeline.runtime.link import Edge, Link, Links
-from gpipe_cli.pipeline.runtime.p2p_transport import Boundaries, P2PTransport
+from gpipe_cli.pipeline.runtime.p2p_transport import P2PTransport
+from gpipe_cli.pipeline.runtime.routes import Boundaries, inputs_of, routes
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.runtime.tied_weights import (
     Group,
@@ -44,7 +47,7 @@ from gpipe_cli.pipeline.runtime.tied_weights import (
 )
 from gpipe_cli.pipeline.runtime.transport import LocalTransport
 from gpipe_cli.pipeline.schedule.named_schedules import build, forward_only
-from gpipe_cli.pipeline.schedule.schedule import Kind, Schedule
+from gpipe_cli.pipeline.schedule.schedule import Schedule
 
 CLASSES, SIZE = 5, 8
 CPU = torch.device("cpu")
@@ -130,7 +133,42 @@ def tied_model() -> nn.Sequential:
         return nn.Sequential(*layers, nn.Flatten(), nn.Linear(3 * SIZE * SIZE, CLASSES))
 
 
-MODELS = {"tricky": tricky_model, "plain": plain_model, "tied": tied_model}
+class Twice(nn.Module):
+    """A feature map, and twice the same with a mask of integers: skips of several tensors, one without gradient."""
+
+    def forward(self, x: torch.Tensor) -> Tensors:
+        return x, x, (x.sum(dim=(1, 2, 3)) > 0).long()
+
+
+class Once(nn.Module):
+    def forward(self, inputs: Tensors) -> torch.Tensor:
+        x, y, mask = inputs
+        return x + 2 * y * (1.0 + mask[:, None, None, None])
+
+
+def joined(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return x * (1.0 + mask[:, None, None, None]) + y - z
+
+
+def skipping_layers() -> nn.Sequential:
+    """Skips of all kinds: over each other, next to each other, of the images, of the same tensor, of several."""
+    layers: dict[str, nn.Module] = {
+        "images": Stash("images"), "stem": nn.Conv2d(3, 6, 3, padding=1), "norm": nn.BatchNorm2d(6, momentum=0.3),
+        "first": Stash("first"), "same": Stash("same"), "a": Turn(6), "twice": Twice(), "several": Stash("several"),
+        "once": Once(), "b": Turn(6), "cat": Pop("first"), "c": nn.Conv2d(12, 6, 1, bias=False),
+        "near": Stash("near"), "d": Turn(6), "add": Pop("near", "add"), "join": Pop("several", joined),
+        "plus": Pop("same", "add"), "e": nn.Conv2d(6, 3, 1), "end": Pop("images", "add"), "flat": nn.Flatten(),
+        "head": nn.Linear(3 * SIZE * SIZE, CLASSES),
+    }  # fmt: skip
+    return Sequential(OrderedDict(layers))
+
+
+def skipping_model() -> nn.Sequential:
+    with torch.device("meta"):
+        return skipping_layers()
+
+
+MODELS = {"tricky": tricky_model, "plain": plain_model, "tied": tied_model, "skipping": skipping_model}
 
 
 @dataclass(frozen=True)
@@ -214,8 +252,8 @@ def build_stages(
         freeze(module, frozen)
         share_memory(module, ties)
         stages[k] = Stage(
-            k, module, first_layer=starts[k], inputs=costs[starts[k] - 1].outputs if k else (), device=device,
-            run_seed=7, memory_format=memory_format, **settings,
+            k, module, first_layer=starts[k], inputs=inputs_of([costs[at - 1].outputs for at in starts[1:-1]], k),
+            device=device, run_seed=7, memory_format=memory_format, **settings,
         )  # fmt: skip
         stages[k].set_training(True)
     return stages
@@ -244,13 +282,15 @@ def train(case: Case, here: Sequence[int], links: dict[Edge, Link] | None) -> di
         model, costs, balance, here=here, device=device, memory_format=memory_format, frozen=case.frozen,
         computed_in=torch.bfloat16 if case.bfloat16 else None,
     )  # fmt: skip
-    transport: Any = LocalTransport([device] * case.partitions)
+    crossing = [costs[end - 1].outputs for end in accumulate(balance[:-1])]
+    boundaries = Boundaries(crossing, crossing, memory_format)
+    transport: Any = LocalTransport([device] * case.partitions, boundaries)
     if links is not None:
-        boundaries = [costs[end - 1].outputs for end in accumulate(balance[:-1])]
+        ends = {(route.sender, route.receiver) for route in routes(crossing)}
+        used = {edge: link for edge, link in links.items() if edge[1:] in ends or edge[:0:-1] in ends}
         transport = P2PTransport(
-            case.process_of_stage[here[0]], case.process_of_stage, Links(links, 60, 60),
-            Boundaries(boundaries, boundaries, memory_format), device,
-        )  # fmt: skip
+            case.process_of_stage[here[0]], case.process_of_stage, Links(used, 60, 60), boundaries, device
+        )
     for stage in stages.values():  # the reference, which recomputes nothing, does not count
         stage.counter.on = case.recompute != "never"
     executor = Executor(stages, case.process_of_stage, transport)
@@ -307,7 +347,8 @@ def join(rank: int, processes: int, meet: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=processes)
     for used in range(2, processes + 1):  # with a stage each, or as many as there are with two that take turns
         process_of_stage = [stage % used for stage in range(processes)]
-        LINKS[used] = edge_links(rank, process_of_stage, CPU, datetime.timedelta(seconds=60))
+        far = [(a, b) for a, b in itertools.combinations(range(processes), 2) if b > a + 1]
+        LINKS[used] = edge_links(rank, process_of_stage, CPU, datetime.timedelta(seconds=60), far)
         for members in itertools.combinations(range(processes), used):
             if (group := new_group(rank, members, CPU, datetime.timedelta(seconds=60))) is not None:
                 GROUPS[members] = group
@@ -316,11 +357,7 @@ def join(rank: int, processes: int, meet: str) -> None:
 def train_as(rank: int, case: Case) -> dict[str, np.ndarray[Any, Any]]:
     """What `train` returns on the stages of process `rank`, as numbers that need no shared memory."""
     here = [stage for stage, owner in enumerate(case.process_of_stage) if owner == rank]
-    links = {
-        (kind, receiver): link
-        for (kind, receiver), link in LINKS.get(case.processes, {}).items()
-        if receiver + (kind is Kind.B) < case.partitions
-    }
+    links = {edge: link for edge, link in LINKS.get(case.processes, {}).items() if max(edge[1:]) < case.partitions}
     results = train(case, here, links)
     return {name: (value.float() if value.is_floating_point() else value).numpy() for name, value in results.items()}
 

@@ -357,7 +357,7 @@ class WatchedLink:
 
     def __init__(self, world: World, messages: "deque[Message]", device: int, edge: Edge, peer: int) -> None:
         self.peer, self._world, self._messages = peer, world, messages
-        self._stream = Stream(world, device, f"link {edge[0].name} to stage {edge[1]} at device {device}")
+        self._stream = Stream(world, device, f"link {edge[0].name} to stage {edge[2]} at device {device}")
 
     def _begin(self) -> int:
         self._stream.wait_stream(self._world.current(self._stream.device))

@@ -111,14 +111,13 @@ class _Timer:
             return tuple(in_layout(tensor.to(device), memory_format) for tensor in made)
 
         outputs = outputs_of(config)
-        inputs = spec.training_boundaries[stage.index - 1] if stage.index else spec.inputs
-        self._inputs = drawn(inputs, outputs)
+        self._inputs = drawn(spec.stage_inputs(stage.index), outputs)
         self._gradients: Sequence[torch.Tensor | None] = ()
         self._targets: torch.Tensor | None = None  # only for the segment with the last layer
         if stage.index == spec.partitions - 1:
             self._targets = torch.randint(outputs, (samples, *spec.lengths[-1:]), generator=generator)
         else:
-            boundary = spec.training_boundaries[stage.index]
+            boundary = spec.stage_outputs(stage.index)
             gradients = drawn(boundary, 1)
             self._gradients = [g if t.has_gradient else None for g, t in zip(gradients, boundary, strict=True)]
         self._finishing: list[float] = []
@@ -339,8 +338,8 @@ def slowest_copies(devices: Sequence[torch.device]) -> Link:
 def _message_seconds(spec: PipelineSpec, process: int, sender: int, groups: ProcessGroups, size: int) -> float:
     """The seconds of a message of `size` bytes from process `sender` to the next: half the median round trip."""
     receiver, device = sender + 1, torch.device(spec.layout.device_of(process))
-    there = groups.links.of_edge[Kind.F, spec.layout.stages_of(receiver)[0]]
-    back = groups.links.of_edge[Kind.B, spec.layout.stages_of(sender)[-1]]
+    first, last = spec.layout.stages_of(receiver)[0], spec.layout.stages_of(sender)[-1]
+    there, back = groups.links.of_edge[Kind.F, first - 1, first], groups.links.of_edge[Kind.B, last + 1, last]
     message = [torch.zeros(size, dtype=torch.uint8, device=device)]
     taken = []
     for _ in range(_LINK_ROUNDS):

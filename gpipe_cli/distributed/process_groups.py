@@ -48,13 +48,14 @@ def connect_processes(
     *,
     here: bool,
     stages_of_ties: Sequence[Sequence[int]] = (),
+    skips: Sequence[tuple[int, int]] = (),
 ) -> tuple[ControlGroup, ProcessGroups | None]:
     """Connect the processes of the run; this one computes on `devices`, of which only the process of a whole pipeline
     may have several. A run of one process needs no connection.
 
     `process_of_stage`: the process of each stage of one pipeline; each of the `replicas` has as many processes. `here`:
     this command has started all processes, and `rendezvous` is a file; under torchrun it is the name of this start.
-    `stages_of_ties`: for each tied weight, the stages that have it.
+    `stages_of_ties`: for each tied weight, the stages that have it; `skips` as in `edge_links`.
     """
     of_pipeline = 1 + max(process_of_stage)
     processes = of_pipeline * replicas
@@ -75,7 +76,8 @@ def connect_processes(
     assert isinstance(control, dist.ProcessGroup)
     links: dict[Edge, Link] = {}
     for replica in range(replicas):
-        links |= edge_links(process, [replica * of_pipeline + owner for owner in process_of_stage], device, timeout)
+        owners = [replica * of_pipeline + owner for owner in process_of_stage]
+        links |= edge_links(process, owners, device, timeout, skips)
     tied: dict[Group, dist.ProcessGroup] = {}
     for members in sorted({tuple(sorted({process_of_stage[k] for k in stages})) for stages in stages_of_ties}):
         for first in range(0, processes if len(members) > 1 else 0, of_pipeline):
@@ -92,11 +94,17 @@ def connect_processes(
 
 
 def edge_links(
-    process: int, process_of_stage: Sequence[int], device: torch.device, timeout: datetime.timedelta
+    process: int,
+    process_of_stage: Sequence[int],
+    device: torch.device,
+    timeout: datetime.timedelta,
+    skips: Sequence[tuple[int, int]] = (),
 ) -> dict[Edge, Link]:
-    """A link for every edge of the pipeline that has exactly one end in this process. Called in all processes, as all
-    of them must create all groups in the same order."""
-    forward = [(Kind.F, stage, stage + 1) for stage in range(len(process_of_stage) - 1)]
+    """A link for every edge of the pipeline that has exactly one end in this process; `skips`: pairs of stages, not
+    neighbours, of which the first sends a skip to the second. Called in all processes, as all of them must create all
+    groups in the same order."""
+    neighbours = [(stage, stage + 1) for stage in range(len(process_of_stage) - 1)]
+    forward = [(Kind.F, sender, receiver) for sender, receiver in (*neighbours, *sorted(skips))]
     backward = [(Kind.B, receiver, sender) for _, sender, receiver in forward]
     links: dict[Edge, Link] = {}
     for kind, sender, receiver in forward + backward:
@@ -106,7 +114,7 @@ def edge_links(
         group = new_group(process, ends, device, timeout, blocks=_LINK_BLOCKS)
         if group is not None:
             kind_of_link = GroupLink if is_accelerator(device) else ThreadedLink
-            links[kind, receiver] = kind_of_link(group, ends[0] if process == ends[1] else ends[1])
+            links[kind, sender, receiver] = kind_of_link(group, ends[0] if process == ends[1] else ends[1])
     return links
 
 

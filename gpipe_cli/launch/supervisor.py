@@ -225,9 +225,8 @@ class Supervisor:
             return "waiting for a checkpoint to be written"
         if not doing.kind:
             return "before its first action"
-        inputs = spec.training_boundaries[doing.stage - 1] if doing.stage > 0 else spec.inputs
         lengths = (doing.length_0, doing.length_1)[: len(spec.lengths)]
-        shapes = ", ".join(str(tensor.shape(doing.samples, lengths)) for tensor in inputs)
+        shapes = ", ".join(str(tensor.shape(doing.samples, lengths)) for tensor in spec.stage_inputs(doing.stage))
         action = f"{doing.stage}{tuple(Kind)[doing.kind - 1].value}{doing.micro_batch}"
         return f"in {action} (input {shapes})"
 

@@ -56,6 +56,7 @@ def main(job: Job, connection: Connection, activity: "memoryview[int]") -> None:
         control, groups = connect_processes(
             job.process, layout.process_of_stage, layout.replicas, devices, job.rendezvous, job.timeout_seconds, waits,
             here=layout.started is None, stages_of_ties=job.spec.stages_of_ties,
+            skips=job.spec.skips,
         )  # fmt: skip
         control.asked = lambda: activity[-1] != 0
         return control, groups

@@ -125,7 +125,7 @@ class _Planner:
                 make_plan(config, self.profile, costs, layout)
             else:
                 cut = find_cut(config, self.profile, costs, layout, layout.limit_bytes)
-                cut.held(cut.order, cut.recompute(config, layout.limit_bytes), layout.memory)
+                cut.held(cut.order, cut.recompute(config, layout.limit_bytes), layout)
         except InputError:
             return False
         return True

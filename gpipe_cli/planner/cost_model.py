@@ -3,13 +3,15 @@ All predictions read these `StepCosts`: the cut, `gpipe plan`, and the line that
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
 
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.config.typed import show
 from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.profile.layer_cost import OperationKind, Operations, Work
+from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor
+from gpipe_cli.pipeline.schedule.partitioner import SkipSends
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost, TieCost
 from gpipe_cli.planner.data_sheet import resolved
 from gpipe_cli.planner.device_rates import Basis, DeviceRates, Figures, rates_of_sheet
@@ -42,6 +44,7 @@ class StepCosts:
     slowdown: tuple[float, ...]  # factor of a device's seconds while 1, 2, ... devices compute; (): none
     set_up: float = 0.0  # seconds once a step, over all layers: batch norm's commit, the norms of gradients
     sums: tuple[float, ...] = ()  # seconds per step to sum each layer's gradients over replicas; (): one replica
+    skips: tuple[SkipSends, ...] = ()  # of each skip, seconds per micro-batch
     ties: tuple[TieCost, ...] = ()  # of each trained tied weight, with the numbers of layers for those of stages
     figures: Figures | None = None  # the device's measured figures, if it was timed
     weighted_by: str = ""  # where the user gives the relative costs of layers, if at all: `partition.costs`
@@ -63,6 +66,9 @@ class StepCosts:
             edges=tuple(EdgeCost(*scaled(astuple(edge))) for edge in self.edges),
             set_up=factor * self.set_up,
             sums=scaled(self.sums),
+            skips=tuple(
+                replace(skip, forward=factor * skip.forward, backward=factor * skip.backward) for skip in self.skips
+            ),
             ties=tuple(replace(tie, seconds=factor * tie.seconds) for tie in self.ties),
             calibration=factor * self.calibration,
         )
@@ -107,6 +113,7 @@ def predicted_costs(
         slowdowns(layout.at_once, len(layers), rates.slowdown, rates.together, config.replicas),
         rates.tensor_seconds * sum(weights.tensors for weights in profile.weights if weights.gradient_bytes),
         _sums_over_replicas(profile, config.replicas, rates.link_byte_seconds),
+        _skip_costs(profile, samples, latency, per_byte),
         _tie_costs(profile, latency, per_byte),
         rates.figures,
         rates=rates,
@@ -166,13 +173,29 @@ def slowdowns(
 
 def _edge_costs(profile: ModelProfile, samples: float, latency: float, per_byte: float) -> tuple[EdgeCost, ...]:
     """The cost of sending over a cut after each layer: activations to the next stage, gradients back."""
-    edges = []
+    return tuple(
+        EdgeCost(*_sent((t for t in cost.outputs if not t.skip), profile, samples, latency, per_byte))
+        for cost in profile.costs[:-1]
+    )
+
+
+def _skip_costs(profile: ModelProfile, samples: float, latency: float, per_byte: float) -> tuple[SkipSends, ...]:
+    """The costs of sending each skip of the model, and its gradient back."""
+    found = []
+    for skip in profile.skips:
+        tensors = [t for t in profile.costs[skip.stash].outputs if t.skip == skip.name]
+        found.append(SkipSends(skip.stash, skip.pop, *_sent(tensors, profile, samples, latency, per_byte)))
+    return tuple(found)
+
+
+def _sent(
+    tensors: Iterable[BoundaryTensor], profile: ModelProfile, samples: float, latency: float, per_byte: float
+) -> tuple[float, float]:
+    """The seconds of sending tensors on, and their gradients back, for a micro-batch of `samples`."""
     whole = max(1, math.ceil(samples))
-    for cost in profile.costs[:-1]:
-        sizes = [(t.bytes(whole, profile.lengths) * samples / whole, t.has_gradient) for t in cost.outputs]
-        forward, back = sum(size for size, _ in sizes), sum(size for size, returns in sizes if returns)
-        edges.append(EdgeCost(latency + forward * per_byte, latency + back * per_byte if back else 0.0))
-    return tuple(edges)
+    sizes = [(t.bytes(whole, profile.lengths) * samples / whole, t.has_gradient) for t in tensors]
+    forward, back = sum(size for size, _ in sizes), sum(size for size, returns in sizes if returns)
+    return latency + forward * per_byte, latency + back * per_byte if back else 0.0
 
 
 # The seconds of each layer: forward, forward that keeps its graph, backward; if that is split, also its halves for the
@@ -218,8 +241,10 @@ def measured_costs(
     edges = _edge_costs(profile, samples, latency, 1 / bandwidth if bandwidth else 0.0)
     source = f"layers measured on this machine, {plural(timed, 'sample')} at a time"
     sums = _sums_over_replicas(profile, replicas, sum_byte_seconds)
-    ties = _tie_costs(profile, latency, 1 / bandwidth if bandwidth else 0.0)
+    per_byte = 1 / bandwidth if bandwidth else 0.0
+    skips, ties = _skip_costs(profile, samples, latency, per_byte), _tie_costs(profile, latency, per_byte)
     return StepCosts(
-        source, "timed_layers", layers, tuple(times.updates), edges, slowdown, times.set_up, sums, ties, times.figures,
+        source, "timed_layers", layers, tuple(times.updates), edges, slowdown, times.set_up, sums, skips, ties,
+        times.figures,
         together=(times.slowdown, at_once), spread=times.spread,
     )  # fmt: skip

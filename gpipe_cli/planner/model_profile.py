@@ -18,6 +18,7 @@ from gpipe_cli.assembly.optimizer import state_bytes
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.data.micro_batches import micro_batch_sizes
 from gpipe_cli.errors import InputError
+from gpipe_cli.models.skips import Skip, find_skips
 from gpipe_cli.pipeline.profile.layer_cost import LayerCost
 from gpipe_cli.pipeline.profile.operation_counter import cpu_fuses, gpu_fuses
 from gpipe_cli.pipeline.profile.tracing import layer_kinds, run_shapes, trace_layers
@@ -67,6 +68,7 @@ class ModelProfile:
     lengths: tuple[int, ...]  # the lengths that sentences are padded to
     frozen: Frozen
     shared: tuple[Shared, ...]
+    skips: tuple[Skip, ...]
     tied: tuple[TiedWeight, ...]  # the weights that several layers have
     own_costs: tuple[float, ...] | None  # `gpipe_cost` of a user's layers, in any unit
     model: nn.Sequential = field(repr=False, compare=False)  # the model that was traced
@@ -135,8 +137,9 @@ def _profile(traced: _Traced, lengths: tuple[int, ...]) -> ModelProfile:
     weights = tuple(_layer_weights(config, name, layer, elsewhere) for name, layer in model.named_children())
     tied = tuple(_tied_weight(config, model, tie) for tie in ties)
     return ModelProfile(
-        costs, evaluation, weights, inputs, lengths, frozen, (*shared.values(),), tied, _own_costs(model), model, kinds
-    )
+        costs, evaluation, weights, inputs, lengths, frozen, (*shared.values(),), find_skips(model), tied,
+        _own_costs(model), model, kinds,
+    )  # fmt: skip
 
 
 def _own_costs(model: nn.Sequential) -> tuple[float, ...] | None:

@@ -12,6 +12,7 @@ from gpipe_cli.config.settings import TrainConfig, load_hardware
 from gpipe_cli.distributed.torchrun import Torchrun
 from gpipe_cli.pipeline.runtime.boundary import Boundary
 from gpipe_cli.pipeline.runtime.frozen import Frozen
+from gpipe_cli.pipeline.runtime.routes import inputs_of, outputs_of, routes
 from gpipe_cli.pipeline.runtime.tied_weights import Tie
 from gpipe_cli.pipeline.schedule.schedule import Recompute, Schedule
 from gpipe_cli.planner.data_sheet import resolved
@@ -25,7 +26,7 @@ from gpipe_cli.planner.step_schedule import checked_schedule
 @dataclass(frozen=True)
 class PipelineSpec:
     """A pipeline's cut, order, layout and precision. Costs and counts have one entry per partition, boundaries one per
-    edge between partitions."""
+    edge between partitions: all tensors that cross it, skips to later stages among them."""
 
     layer_names: tuple[tuple[str, ...], ...]
     parameters: tuple[int, ...]
@@ -56,6 +57,20 @@ class PipelineSpec:
         """For each tied weight, the stage of each of its uses."""
         stage_of = {name: k for k, names in enumerate(self.layer_names) for name in names}
         return tuple(tuple(stage_of[layer] for layer in tie.layers) for tie in self.ties)
+
+    def stage_inputs(self, stage: int) -> Boundary:
+        """What a stage is given in training: by other stages, or the first layer's inputs."""
+        return inputs_of(self.training_boundaries, stage) if stage else self.inputs
+
+    def stage_outputs(self, stage: int) -> Boundary:
+        """What a stage hands to others in training."""
+        return outputs_of(self.training_boundaries, stage)
+
+    @property
+    def skips(self) -> tuple[tuple[int, int], ...]:
+        """The pairs of stages, not neighbours, of which the first sends a skip to the second."""
+        found = ((route.sender, route.receiver) for route in routes(self.training_boundaries))
+        return tuple((sender, receiver) for sender, receiver in found if receiver > sender + 1)
 
     @property
     def first_layers(self) -> tuple[int, ...]:

@@ -2,9 +2,10 @@
 allocated (sections 2 and 3 of the paper). A run begins with the same plan, so it measures what was predicted.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from typing import Any
 
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.data.micro_batches import share_of
@@ -14,11 +15,11 @@ from gpipe_cli.models.transformer import SelfAttentionLayer
 from gpipe_cli.pipeline.schedule.breakdown import Breakdown, breakdown
 from gpipe_cli.pipeline.schedule.lingvo_partitioner import cut_by_share, cut_stack
 from gpipe_cli.pipeline.schedule.named_schedules import AUTO_SCHEDULE, order
-from gpipe_cli.pipeline.schedule.partitioner import NoCutFitsError, check_balance, imbalance, partition
+from gpipe_cli.pipeline.schedule.partitioner import NoCutFitsError, SkipSends, check_balance, imbalance, partition
 from gpipe_cli.pipeline.schedule.recomputation import DoesNotFitError
 from gpipe_cli.pipeline.schedule.schedule import Kind, Recompute, Schedule, recomputes
 from gpipe_cli.pipeline.schedule.search import Problem, find
-from gpipe_cli.pipeline.schedule.simulator import EdgeCost, StageCost, TieCost, simulate
+from gpipe_cli.pipeline.schedule.simulator import EdgeCost, SkipCost, StageCost, TieCost, simulate
 from gpipe_cli.pipeline.schedule.timeline import Timeline
 from gpipe_cli.planner.cost_model import StepCosts, predicted_costs
 from gpipe_cli.planner.layout import Layout, Memory, layout_of
@@ -130,9 +131,10 @@ class Cut:
         except DoesNotFitError:
             return "except_last"
 
-    def held(self, order: Schedule, recompute: Recompute, limit: Memory | None) -> tuple[StageMemory, ...]:
+    def held(self, order: Schedule, recompute: Recompute, layout: Layout) -> tuple[StageMemory, ...]:
         """The memory of each stage in this order of actions. Raises TooLargeError if a stage exceeds the limit."""
-        held = self.memory.stages(unchecked_schedule(order, len(self.sizes), recompute), self.bounds)
+        schedule, limit = unchecked_schedule(order, len(self.sizes), recompute), layout.memory
+        held = self.memory.stages(schedule, self.bounds, layout.device_of_stage)
         if limit is not None:
             missing_bytes, stage = max((stage.total_bytes - limit.limit_bytes, k) for k, stage in enumerate(held))
             if missing_bytes > 0:
@@ -154,9 +156,10 @@ def find_cut(
     order = order_of(config, layout)
     again = recomputes(config.recompute)
     work = [layer.graph + layer.backward + (layer.forward if again else 0.0) for layer in costs.layers]
-    sends = {
+    sends: dict[str, Any] = {
         "forward_sends": [edge.forward_seconds for edge in costs.edges],
         "backward_sends": [edge.backward_seconds for edge in costs.edges],
+        "skips": costs.skips,
     }
     balance = config.partition.balance
     if balance is None and config.partition.method == "lingvo":
@@ -224,7 +227,7 @@ def _fastest_order(config: TrainConfig, cut: Cut, costs: StepCosts, layout: Layo
     # all M: a mini-batch of text may have more micro-batches than this one of the longest sentences
     problem = Problem(
         stages, edges, costs.slowdown, layout.device_of_stage, config.micro_batches, cut.memory.largest(cut.bounds),
-        room, config.recompute, split, _ties(cut, costs),
+        room, config.recompute, split, _ties(cut, costs), _skips(cut, costs),
     )  # fmt: skip
     best, tried = find(problem)
     if best is None:
@@ -241,10 +244,12 @@ def _fastest_order(config: TrainConfig, cut: Cut, costs: StepCosts, layout: Layo
 
 def _simulated(cut: Cut, costs: StepCosts, layout: Layout, order: Schedule, recompute: Recompute) -> Plan:
     """The plan of a step with these actions in this order. Raises TooLargeError if a stage exceeds the limit."""
-    held = cut.held(order, recompute, layout.memory)
+    held = cut.held(order, recompute, layout)
     stages, edges = _stages_and_edges(cut, costs)
     schedule = checked_schedule(order, len(cut.sizes), recompute)
-    timeline = simulate(schedule, stages, edges, costs.slowdown, layout.device_of_stage, _ties(cut, costs))
+    timeline = simulate(
+        schedule, stages, edges, costs.slowdown, layout.device_of_stage, _ties(cut, costs), _skips(cut, costs)
+    )
     set_up_seconds = costs.set_up / len(set(layout.device_of_stage))
     step_seconds = timeline.step_end_seconds - timeline.start_seconds + set_up_seconds
     return Plan(
@@ -269,7 +274,32 @@ def _simulated(cut: Cut, costs: StepCosts, layout: Layout, order: Schedule, reco
 def _stages_and_edges(cut: Cut, costs: StepCosts) -> tuple[tuple[StageCost, ...], list[EdgeCost]]:
     """The cost of each stage and of each edge between two stages."""
     stages = tuple(_stage_cost(costs, first, end) for first, end in cut.bounds)
-    return stages, [costs.edges[end - 1] for _, end in cut.bounds[:-1]]
+    edges = [costs.edges[end - 1] for _, end in cut.bounds[:-1]]
+    for sender, receiver, skip in _crossing(cut, costs):
+        if receiver == sender + 1:  # in one message with what the next layer gets
+            edges[sender] = _sum(edges[sender], skip)
+    return stages, edges
+
+
+def _crossing(cut: Cut, costs: StepCosts) -> Iterator[tuple[int, int, SkipSends]]:
+    """The skips that go from one stage to another, with both."""
+    stage_of = [k for k, size in enumerate(cut.balance) for _ in range(size)]
+    for skip in costs.skips:
+        if stage_of[skip.stash] < stage_of[skip.pop]:
+            yield stage_of[skip.stash], stage_of[skip.pop], skip
+
+
+def _skips(cut: Cut, costs: StepCosts) -> tuple[SkipCost, ...]:
+    """The skips between stages that are no neighbours."""
+    found: dict[tuple[int, int], EdgeCost] = {}
+    for sender, receiver, skip in _crossing(cut, costs):
+        if receiver > sender + 1:
+            found[sender, receiver] = _sum(found.get((sender, receiver), EdgeCost(0.0, 0.0)), skip)
+    return tuple(SkipCost(*ends, edge) for ends, edge in sorted(found.items()))
+
+
+def _sum(edge: EdgeCost, skip: SkipSends) -> EdgeCost:
+    return EdgeCost(edge.forward_seconds + skip.forward, edge.backward_seconds + skip.backward)
 
 
 def _ties(cut: Cut, costs: StepCosts) -> tuple[TieCost, ...]:

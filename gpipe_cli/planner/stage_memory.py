@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.data.micro_batches import share_of
 from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory, Layers
-from gpipe_cli.pipeline.schedule.held import Held, live, peak_bytes
+from gpipe_cli.pipeline.runtime.routes import routes
+from gpipe_cli.pipeline.schedule.held import Held, Waiting, live, peak_bytes, peak_waiting
 from gpipe_cli.pipeline.schedule.recomputation import fewest_recomputations
 from gpipe_cli.pipeline.schedule.schedule import Action, Recompute, Schedule
 from gpipe_cli.planner.data_sheet import computes_on_gpu
@@ -36,7 +37,9 @@ class StageMemory:
     optimizer_bytes: int  # the optimizer's state, and the moving average of the weights
     activations_bytes: int  # the most held at once, those of a recomputed micro-batch included
     workspace_bytes: int  # the most that one layer's backward needs in addition
-    buffers_bytes: int = 0  # for sums over replicas and, on a CPU, for the checkpoint that is being written
+    # for sums over replicas, gradients of tied weights in other stages, skips that wait to be taken up and, on a CPU,
+    # for the checkpoint that is being written
+    buffers_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -101,19 +104,37 @@ class MemoryModel:
         stored = (w.weight_bytes + w.gradient_bytes + w.optimizer_bytes for w in profile.weights)
         self._stored = np.array([0, *accumulate(map(add, stored, self.buffers))])
 
-    def stages(self, schedule: Schedule, bounds: Bounds) -> tuple[StageMemory, ...]:
-        def stage(first: int, end: int, saved: int) -> StageMemory:
+    def stages(
+        self, schedule: Schedule, bounds: Bounds, device_of_stage: Sequence[int] = ()
+    ) -> tuple[StageMemory, ...]:
+        def stage(first: int, end: int, saved: int, waiting: int) -> StageMemory:
             own, tied = self._profile.weights[first:end], _tied(self._profile.tied, first, end)
             return StageMemory(
                 weights_bytes=sum(w.weight_bytes for w in own) + int(tied.weights),
                 gradients_bytes=sum(w.gradient_bytes for w in own),
                 optimizer_bytes=sum(w.optimizer_bytes for w in own) + int(tied.optimizer),
                 activations_bytes=saved,
-                buffers_bytes=sum(self.buffers[first:end]) + int(tied.received),
+                buffers_bytes=sum(self.buffers[first:end]) + int(tied.received) + waiting,
                 workspace_bytes=int(self._workspace[first:end].max()),
             )
 
-        return tuple(stage(*span, saved) for span, saved in zip(bounds, self.saved(schedule, bounds), strict=True))
+        held = self.saved(schedule, bounds), peak_waiting(schedule, self._skips(bounds), device_of_stage)
+        return tuple(stage(*span, *of_stage) for span, *of_stage in zip(bounds, *held, strict=True))
+
+    def _skips(self, bounds: Bounds) -> Waiting:
+        """The bytes of skips between stages that are no neighbours."""
+        profile, crossing = self._profile, [self._profile.costs[end - 1].outputs for _, end in bounds[:-1]]
+        return {
+            (route.sender, route.receiver): [
+                (
+                    sum(tensor.bytes(n, profile.lengths) for tensor in route.tensors),
+                    sum(tensor.bytes(n, profile.lengths) for tensor in route.tensors if tensor.has_gradient),
+                )
+                for n in self._sizes
+            ]
+            for route in (routes(crossing) if profile.skips else ())
+            if route.receiver > route.sender + 1
+        }
 
     def saved(self, schedule: Schedule, bounds: Bounds) -> tuple[int, ...]:
         """The most bytes of activations held at once on each stage."""

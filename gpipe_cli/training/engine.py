@@ -19,8 +19,9 @@ from gpipe_cli.pipeline.runtime.compilation import Compiled
 from gpipe_cli.pipeline.runtime.executor import Executor, OnAction, ignore_action
 from gpipe_cli.pipeline.runtime.frozen import freeze
 from gpipe_cli.pipeline.runtime.initial_weights import materialize
-from gpipe_cli.pipeline.runtime.p2p_transport import Boundaries, P2PTransport
+from gpipe_cli.pipeline.runtime.p2p_transport import P2PTransport
 from gpipe_cli.pipeline.runtime.replicas import Replicas
+from gpipe_cli.pipeline.runtime.routes import Boundaries, inputs_of
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.runtime.tied_weights import TiedWeights, share_memory, trained_parameters
 from gpipe_cli.pipeline.runtime.transport import LocalTransport, Transport
@@ -98,8 +99,7 @@ class Engine:
         """Compile all layers of this process for micro-batches of `sizes` samples; returns what was compiled."""
         before = Compiled.so_far()
         for samples, (k, stage) in product(sizes, self.stages.items()):
-            inputs = self.spec.training_boundaries[k - 1] if k else self.spec.inputs
-            stage.compile(inputs, samples, self.spec.lengths)
+            stage.compile(self.spec.stage_inputs(k), samples, self.spec.lengths)
         return Compiled.so_far() - before
 
     @contextmanager
@@ -140,15 +140,16 @@ def build_engine(
     freeze(model, spec.frozen)
     stages = {index: build_stage(config, spec, index, model, whole) for index in spec.layout.stages_of(process)}
     transport: Transport
+    memory_format = MEMORY_FORMATS[spec.memory_format]
+    boundaries = Boundaries(spec.training_boundaries, spec.evaluation_boundaries, memory_format)
     if groups is None or not spec.layout.distributed:
-        transport = LocalTransport([torch.device(device) for device in spec.layout.devices])
+        transport = LocalTransport([torch.device(device) for device in spec.layout.devices], boundaries)
     else:
-        memory_format = MEMORY_FORMATS[spec.memory_format]
         transport = P2PTransport(
             process % spec.layout.of_pipeline,
             spec.layout.process_of_stage,
             groups.links,
-            Boundaries(spec.training_boundaries, spec.evaluation_boundaries, memory_format),
+            boundaries,
             torch.device(spec.layout.device_of(process)),
         )
     if groups is not None and groups.replicas is not None:
@@ -201,8 +202,8 @@ def build_stage(
         index,
         module,
         first_layer=first,
-        inputs=spec.training_boundaries[index - 1] if index else (),
-        evaluation_inputs=spec.evaluation_boundaries[index - 1] if index else (),
+        inputs=inputs_of(spec.training_boundaries, index),
+        evaluation_inputs=inputs_of(spec.evaluation_boundaries, index),
         device=device,
         run_seed=config.seed,
         memory_format=memory_format,

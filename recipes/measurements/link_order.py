@@ -25,8 +25,9 @@ from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor, Tensors
 from gpipe_cli.pipeline.runtime.deferred_batch_norm import OfReplicas
 from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.link import Edge, Links
-from gpipe_cli.pipeline.runtime.p2p_transport import Boundaries, P2PTransport
+from gpipe_cli.pipeline.runtime.p2p_transport import P2PTransport
 from gpipe_cli.pipeline.runtime.replicas import Replicas
+from gpipe_cli.pipeline.runtime.routes import Boundaries
 from gpipe_cli.pipeline.schedule.named_schedules import SCHEDULES, build, forward_only
 from gpipe_cli.pipeline.schedule.schedule import RECOMPUTE, Action, Kind, Schedule
 from gpipe_cli.reporting.tables.table import Column, Table, to_markdown
@@ -201,7 +202,7 @@ def finishes(
         for kind, sender, receiver in forward + [(Kind.B, receiver, sender) for _, sender, receiver in forward]:
             ends = process_of_stage[sender], process_of_stage[receiver]
             if process in ends and ends[0] != ends[1]:
-                edge = kind, receiver
+                edge = kind, sender, receiver
                 peer = ends[0] if process == ends[1] else ends[1]
                 group = replica, group_of(edge)
                 links[edge] = OrderedLink(device, first + process, first + peer, edge, group)
@@ -219,7 +220,7 @@ def finishes(
         try:
             transport = P2PTransport(
                 process, process_of_stage, Links(links_of(replica, process), 1, 1),
-                Boundaries([BOUNDARY] * partitions, [BOUNDARY] * partitions), CPU, early=early,
+                Boundaries([BOUNDARY] * (partitions - 1), [BOUNDARY] * (partitions - 1)), CPU, early=early,
             )  # fmt: skip
             stages: dict[int, Any] = {k: Stage(k) for k in range(partitions) if process_of_stage[k] == process}
             executor = Executor(stages, process_of_stage, transport, watch)

@@ -1,5 +1,6 @@
 """Laws 1, 2 and 4 of the engine, over executor, schedule, recomputation, number of partitions and frozen layers."""
 
+import random
 from collections.abc import Iterator
 from functools import cache
 from itertools import combinations, cycle, pairwise, product
@@ -83,6 +84,41 @@ def test_partitions_do_not_matter(settings: dict[str, Any], pool: Pool) -> None:
     case = Case(**same, **ways)
     found = run_in_process(case) if settings["executor"] == "in_process" else pool.run(case)
     assert_same_tensors(found, whole(**same, schedule=summed_as(settings["schedule"])))
+
+
+SKIP_CASES = covering(
+    executor=("in_process", "distributed"),
+    partitions=(2, 3, 4),
+    micro_batches=(1, 4, 8),
+    schedule=SCHEDULES,
+    stages_per_process=(1, 2),
+    recompute=RECOMPUTE,
+    bfloat16=(False, True),
+    channels_last=(False, True),
+)
+
+
+@pytest.mark.parametrize("settings", SKIP_CASES, ids=lambda settings: "-".join(map(str, settings.values())))
+def test_skips_do_not_depend_on_the_cut(settings: dict[str, Any], pool: Pool) -> None:
+    """Skips of images, of one tensor under two names, of several tensors; with batch norm and dropout. They go straight
+    to their stage, and the bits are those of one partition."""
+    same = {name: settings[name] for name in ("micro_batches", "bfloat16", "channels_last")}
+    same |= {"model": "skipping", "samples": (10, 7, 3)}
+    ways = {name: settings[name] for name in ("schedule", "partitions", "recompute", "stages_per_process")}
+    case = Case(**same, **ways)
+    found = run_in_process(case) if settings["executor"] == "in_process" else pool.run(case)
+    assert_same_tensors(found, whole(**same, schedule=summed_as(settings["schedule"])))
+
+
+def test_no_cut_of_a_model_with_skips_matters() -> None:
+    """Every cut of its 21 layers in two, and 30 cuts in three and four."""
+    chance, every = random.Random(0), cycle(product(SCHEDULES, RECOMPUTE))
+    some = [tuple(sorted(chance.sample(range(1, 21), pieces - 1))) for pieces in [3, 4] * 15]
+    for cuts in [*combinations(range(1, 21), 1), *some]:
+        balance = tuple(b - a for a, b in pairwise((0, *cuts, 21)))
+        schedule, recompute = next(every)
+        case = Case(model="skipping", partitions=len(balance), balance=balance, schedule=schedule, recompute=recompute)
+        assert_same_tensors(run_in_process(case), whole(model="skipping", schedule=summed_as(schedule)))
 
 
 TIED_CASES = covering(

@@ -112,17 +112,20 @@ class ActivationMemory:
 
     `inputs` describes what the first layer gets; `lengths` are those that the costs were traced with, as what a layer
     keeps inside may grow with their square. Tensors that cross the stage's first boundary count one by one, as they are
-    received: two that share memory in the previous stage are two here.
+    received: two that share memory in the previous stage are two here. A skip counts where it is popped.
     """
 
     def __init__(self, costs: Sequence[LayerCost], inputs: Boundary, samples: int, lengths: Sequence[int] = ()) -> None:
         boundaries = [inputs, *(cost.outputs for cost in costs)]
         sizes = [[t.bytes(samples, lengths) for t in boundary] for boundary in boundaries]
         halves = [cost.halves or Halves() for cost in costs]
-        self._input_bytes = np.array([sum(tensors) for tensors in sizes])
+        last = {tensor.skip: at for at, boundary in enumerate(boundaries) for tensor in boundary if tensor.skip}
+        # per boundary, the layer that a stage must have to be sent each tensor: of a skip the one that pops it
+        needed = [[last[tensor.skip] if tensor.skip else -1 for tensor in boundary] for boundary in boundaries]
+        self._inputs = _KeptBytes(sizes, [KeptMemory()] * len(costs), samples, needed)
         self._has_gradient = np.array([any(t.has_gradient for t in boundary) for boundary in boundaries])
         self._trained = np.cumsum([0, *(cost.trained for cost in costs)])
-        self._graph = _KeptBytes(sizes, [cost.saved for cost in costs], samples, with_inputs=True)
+        self._graph = _KeptBytes(sizes, [cost.saved for cost in costs], samples, needed)
         self._kept_inputs = _KeptBytes(sizes, [half.kept_inputs for half in halves], samples)
         # gradients flow from the last layer to the first
         self._kept_gradients = _KeptBytes(sizes[::-1], [half.kept_gradients for half in halves[::-1]], samples)
@@ -141,13 +144,13 @@ class ActivationMemory:
         gradients = self._kept_gradients.of(layers - end, layers - first)
         weights = self._kept_inputs.of(first, end) + gradients
         has_backward = self._has_gradient[first] | (self._trained[end] > self._trained[first])
-        return np.array([self._graph.of(first, end), self._input_bytes[first], gradients, weights]) * has_backward
+        return np.array([self._graph.of(first, end), self._inputs.of(first, end), gradients, weights]) * has_backward
 
 
 class _KeptBytes:
     """The bytes that any consecutive layers keep of one micro-batch. `kept` is what each layer keeps, `sizes` are the
-    bytes of the tensors that cross each boundary. `with_inputs`: tensors that cross a stage's first boundary count
-    whether kept or not.
+    bytes of the tensors that cross each boundary. With `needed`, the tensors that cross a stage's first boundary count
+    whether kept or not, if the stage has the layer that `needed` names (-1: any).
 
     The bytes are not a sum over layers, as a tensor that two layers keep exists once. So each tensor is charged to the
     first layer that keeps it: sums over layers then hold for any stage, up to the few tensors that cross its first
@@ -155,7 +158,11 @@ class _KeptBytes:
     """
 
     def __init__(
-        self, sizes: Sequence[Sequence[int]], kept: Sequence[KeptMemory], samples: int, *, with_inputs: bool = False
+        self,
+        sizes: Sequence[Sequence[int]],
+        kept: Sequence[KeptMemory],
+        samples: int,
+        needed: Sequence[Sequence[int]] | None = None,
     ) -> None:
         never = len(kept)
         charged = [saved.base_bytes + saved.per_sample_bytes * samples for saved in kept]
@@ -177,7 +184,7 @@ class _KeptBytes:
                     for boundary in range(at + 1, keeper + 1):  # stages that begin there receive it, see below
                         crossing[boundary].append((-size, keeper))
             keepers = keepers[:given]
-            crossing[at] += zip(sizes[at], [-1] * given if with_inputs else keepers, strict=True)
+            crossing[at] += zip(sizes[at], keepers if needed is None else needed[at], strict=True)
         self._charged = np.cumsum([0, *charged])
         width = max(map(len, crossing))
         rows = [[*terms, *[(0, never)] * (width - len(terms))] for terms in crossing]

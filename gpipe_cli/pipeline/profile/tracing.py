@@ -24,6 +24,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from gpipe_cli.errors import InputError
+from gpipe_cli.models.skips import Pop, Stash, find_skips
+from gpipe_cli.pipeline.profile.carried_skips import with_skips
 from gpipe_cli.pipeline.profile.layer_cost import Halves, KeptMemory, LayerCost, OperationKind, Operations, Work
 from gpipe_cli.pipeline.profile.layer_signature import signature
 from gpipe_cli.pipeline.profile.operation_counter import AttentionKernels, Fuses, OperationCounter, cpu_fuses
@@ -101,7 +103,8 @@ def trace_layers(
                 backward, backward_of_large = map(trace_backward, both)
     cost = cache(partial(_cost, lengths))  # equal layers share their runs, and so their cost
     runs = zip(backward, backward_of_large, small, large, *shorter, strict=True)
-    return tuple(replace(cost(*of_layer), name=layer.name) for layer, of_layer in zip(layers, runs, strict=True))
+    costs = [replace(cost(*of_layer), name=layer.name) for layer, of_layer in zip(layers, runs, strict=True)]
+    return with_skips(costs, inputs, find_skips(model))
 
 
 def run_shapes(
@@ -146,7 +149,7 @@ class _Run:
     module: nn.Module
     foreign: Mapping[str, torch.Tensor]  # parameters and buffers of other layers that it reads, by global name
     inputs: Tensors
-    outputs: Tensors
+    outputs: Tensors  # what it returns; of a `Stash` then what it keeps
     in_tuple: bool  # whether the layer returns a tuple
     loss: torch.Tensor | None
     work: Work
@@ -328,10 +331,13 @@ class _Tracer:
             torch.empty(tensor.shape(samples, lengths), dtype=tensor.dtype, device=device) for tensor in self.inputs
         )
         value, in_tuple = tuple(in_layout(tensor, self.memory_format) for tensor in made), False
+        kept: dict[str, Tensors] = {}
         known: dict[Hashable, _Run] = {}
         runs: list[_Run] = []
         owners = _Owners(self.layers, self.left)
         for layer in self.layers:
+            if isinstance(layer.module, Pop):
+                value, in_tuple = (*value, *kept.pop(layer.module.name)), True
             owners.between.update(map(storage_of, value))
             closing = loss if layer is self.layers[-1] else None
             key = (layer.kind, closing is not None, in_tuple, _described_inputs(value))
@@ -340,6 +346,9 @@ class _Tracer:
                 known[key] = self._run(layer, given, in_tuple, graph, closing, owners)
             runs.append(known[key])
             value, in_tuple = known[key].outputs, known[key].in_tuple
+            if isinstance(layer.module, Stash):
+                half = len(value) // 2
+                value, kept[layer.module.name] = value[:half], value[half:]
         return runs
 
     def _run(
@@ -357,6 +366,8 @@ class _Tracer:
             finally:  # if both raise, this error wins: the tensor it is about is why the layer fails
                 foreign = owners.foreign(layer.name, counter.tensors, own.union(map(storage_of, inputs)))
             outputs = tuple(in_layout(tensor, self.memory_format) for tensor in as_tuple(returned))
+            if isinstance(layer.module, Stash):
+                outputs = tuple(tensor.view_as(tensor) for _ in range(2) for tensor in outputs)
             if loss is not None:
                 closed = loss(outputs)
         saved.leave_out(map(storage_of, foreign.values()))
@@ -403,8 +414,12 @@ def _trace_backward(
     """
     read = {id(tensor) for run in runs for tensor in run.foreign.values()}
     returning = tuple(output.requires_grad for output in runs[-1].outputs)
+    numbers = {layer.module.name: at for at, layer in enumerate(layers) if isinstance(layer.module, Stash)}
+    of_skips: dict[str, tuple[bool, ...]] = {}  # whether gradients of a skip's tensors come back from its `Pop`
     found = []
     for layer, run in zip(reversed(layers), reversed(runs), strict=True):
+        if isinstance(layer.module, Stash):
+            returning += of_skips[layer.module.name]
         tied = layer.tied
         if read:
             own = enumerate(layer.module.parameters())
@@ -413,6 +428,9 @@ def _trace_backward(
             run.backwards[key] = _backward(run, returning, tied, halves_in)
         found.append(run.backwards[key])
         returning = found[-1].wanted
+        if isinstance(layer.module, Pop):
+            kept = len(runs[numbers[layer.module.name]].inputs)
+            returning, of_skips[layer.module.name] = returning[:-kept], returning[-kept:]
     return found[::-1]
 
 

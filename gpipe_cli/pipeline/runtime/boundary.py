@@ -14,6 +14,8 @@ from typing import TypeAlias
 import torch
 
 Tensors: TypeAlias = tuple[torch.Tensor, ...]
+OptionalTensors: TypeAlias = tuple[torch.Tensor | None, ...]
+"""Outputs of a stage, none of them None; or gradients, with None for a tensor that needs no gradient."""
 ALIGNED_BYTES = 256  # the largest alignment of which torch tells cuBLASLt, which chooses kernels by it
 
 
@@ -22,7 +24,8 @@ class BoundaryTensor:
     """One tensor that a layer hands to the next one: its shape for any micro-batch, and whether a gradient returns.
 
     Sentences are padded anew in each mini-batch: `per_length[i]` says how each dimension grows with length number i.
-    `in_tuple`: the layer returns a tuple, and the next one is called with a tuple, even of a single tensor.
+    `in_tuple`: the layer returns a tuple, and the next one is called with a tuple, even of a single tensor. `skip`: the
+    name of a `Stash` that keeps the tensor for a later layer; "" for what the next layer gets.
     """
 
     base: tuple[int, ...]
@@ -31,6 +34,7 @@ class BoundaryTensor:
     has_gradient: bool
     per_length: tuple[tuple[int, ...], ...] = ()
     in_tuple: bool = False
+    skip: str = ""
 
     def shape(self, samples: int, lengths: Sequence[int] = ()) -> tuple[int, ...]:
         shape = [base + slope * samples for base, slope in zip(self.base, self.per_sample, strict=True)]

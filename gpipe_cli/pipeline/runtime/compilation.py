@@ -26,6 +26,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gpipe_cli.config.typed import RefusedError
+from gpipe_cli.models.skips import Stash
 from gpipe_cli.pipeline.runtime.boundary import as_tuple
 from gpipe_cli.pipeline.runtime.deferred_batch_norm import BatchStatistics, put_back, redirect, tracking_norms
 from gpipe_cli.system.accelerator import is_accelerator
@@ -81,6 +82,8 @@ def compile_layers(module: nn.Sequential, statistics: BatchStatistics) -> None:
     RefusedError for a layer with a `forward` set on the object, and InputError as `tracking_norms` does."""
     numbers = {norm: statistics.register(norm) for norm in tracking_norms(module)}
     for name, layer in module.named_children():
+        if isinstance(layer, Stash):  # a stage does not call it
+            continue
         if "forward" in vars(layer):
             raise _refused(f"layer {name} has a forward of its own, as an attribute of the object; give it a class")
         inside = {norm: numbers[norm] for norm in layer.modules() if norm in numbers}

@@ -9,13 +9,13 @@ from contextlib import nullcontext
 from functools import lru_cache
 from typing import TypeAlias
 
-from gpipe_cli.pipeline.runtime.boundary import Tensors, split_all
+from gpipe_cli.pipeline.runtime.boundary import OptionalTensors, Tensors, split_all
 from gpipe_cli.pipeline.runtime.deferred_batch_norm import alone
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError, shapes_of
 from gpipe_cli.pipeline.runtime.recording import Recorder, Recording
 from gpipe_cli.pipeline.runtime.replicas import Replicas
 from gpipe_cli.pipeline.runtime.stage import Objective, Stage
-from gpipe_cli.pipeline.runtime.transport import OptionalTensors, PeerLostError, Transport
+from gpipe_cli.pipeline.runtime.transport import PeerLostError, Transport
 from gpipe_cli.pipeline.schedule.dependencies import linearize_retained
 from gpipe_cli.pipeline.schedule.schedule import RETURNS, Action, Kind, Retain, Schedule
 

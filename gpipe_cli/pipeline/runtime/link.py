@@ -19,8 +19,8 @@ import torch.distributed as dist
 from gpipe_cli.pipeline.schedule.schedule import Kind
 from gpipe_cli.system.accelerator import is_accelerator
 
-Edge: TypeAlias = tuple[Kind, int]
-"""What is sent (F: activations, B: gradients), and the index of the stage that receives it."""
+Edge: TypeAlias = tuple[Kind, int, int]
+"""What is sent (F: activations, B: gradients), and the indices of the stages that send and receive it."""
 
 
 class Work(Protocol):

@@ -9,27 +9,19 @@ import datetime
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from functools import partial
 from math import prod
 
 import torch
 
-from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor, as_sent, layout_strides
+from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor, OptionalTensors, as_sent, layout_strides
 from gpipe_cli.pipeline.runtime.link import Edge, Links, Work, await_first
+from gpipe_cli.pipeline.runtime.routes import Boundaries, Routes
 from gpipe_cli.pipeline.runtime.saved_activations import storage_of
-from gpipe_cli.pipeline.runtime.transport import LocalTransport, OptionalTensors, waiting_for_peers
+from gpipe_cli.pipeline.runtime.transport import LocalTransport, waiting_for_peers
 from gpipe_cli.pipeline.schedule.prefetched_receives import PrefetchedReceive, prefetched_receives
 from gpipe_cli.pipeline.schedule.schedule import Action, Kind, Schedule
 from gpipe_cli.system.accelerator import current_stream, is_accelerator, new_stream, on_stream
-
-
-@dataclass(frozen=True)
-class Boundaries:
-    """The tensors that cross from each stage to the next, in training and evaluation; images have `memory_format`."""
-
-    training: Sequence[Boundary]
-    evaluation: Sequence[Boundary]
-    memory_format: torch.memory_format = torch.contiguous_format
 
 
 class P2PTransport:
@@ -50,16 +42,16 @@ class P2PTransport:
         early: bool | None = None,
     ) -> None:
         self._process, self._process_of_stage, self._links = process, tuple(process_of_stage), links.of_edge
-        self._described, self._boundaries = boundaries, boundaries.training
+        self._described, self._routes = boundaries, Routes()
         self._device, self._memory_format = device, boundaries.memory_format
         self._early = not is_accelerator(device) if early is None else early
         self._timeout, self._waits = datetime.timedelta(seconds=links.timeout_seconds), links.waits
-        self._local = LocalTransport([device] * len(process_of_stage))  # between neighbours that are both here
+        self._local = LocalTransport([device] * len(process_of_stage), boundaries)  # between stages that are both here
         # sends in flight, with their tensors, which must live until they have been sent
         self._sends: deque[tuple[Sequence[torch.Tensor], Sequence[Work]]] = deque()
         self._buffers: dict[tuple[Edge, int, int], torch.Tensor] = {}  # (edge, buffer, tensor) -> memory, only grows
         self._to_post: deque[PrefetchedReceive] = deque()
-        self._posted: dict[Action, tuple[Sequence[Work], list[torch.Tensor]]] = {}
+        self._posted: dict[tuple[Action, Edge], tuple[Sequence[Work], list[torch.Tensor]]] = {}
         self._launched = 0
         # NCCL starts a receive after all work of the current stream; on this stream it waits for its buffer only
         self._receiving = new_stream(device) if is_accelerator(device) else None
@@ -70,10 +62,12 @@ class P2PTransport:
 
     def begin_step(self, schedule: Schedule, sizes: Sequence[int], lengths: Sequence[int] = ()) -> None:
         self.settle()
-        self._boundaries = self._described.training if schedule.trains else self._described.evaluation
+        self._routes = self._described.routes(schedule)
         self._sizes, self._lengths = sizes, lengths
         self._local.begin_step(schedule, sizes, lengths)
-        self._to_post = deque(prefetched_receives(schedule, self._process_of_stage, self._process, early=self._early))
+        self._to_post = deque(
+            prefetched_receives(schedule, self._process_of_stage, self._process, self._routes.pairs, early=self._early)
+        )
         self._launched = 0
         self._ends.clear()
         if self._receiving is not None:  # queued work of the previous step may still read the buffers
@@ -81,14 +75,18 @@ class P2PTransport:
         self._post()
 
     def send(self, action: Action, tensors: OptionalTensors) -> None:
-        receiver = action.stage + 1 if action.kind is Kind.F else action.stage - 1
+        for peer, some in self._routes.sent(action, tensors):
+            self._send_to(peer, action, some)
+
+    def _send_to(self, receiver: int, action: Action, tensors: OptionalTensors) -> None:
         direction = action.kind.direction
-        link = self._links.get((direction, receiver))
+        edge = (direction, action.stage, receiver)
+        link = self._links.get(edge)
         if link is None:
-            self._local.send(action, tensors)
+            self._local.send_to(receiver, action, tensors)
             return
         sent = []
-        for tensor, described in zip(tensors, self._boundary(direction, receiver), strict=True):
+        for tensor, described in zip(tensors, self._boundary(edge), strict=True):
             if direction is Kind.B and not described.has_gradient:
                 continue
             if tensor is None:
@@ -108,15 +106,18 @@ class P2PTransport:
             self._sends.append((sent, link.send(sent)))
 
     def receive(self, action: Action) -> OptionalTensors:
-        edge = (action.kind.direction, action.stage)
+        return self._routes.received(action, partial(self._receive_from, action))
+
+    def _receive_from(self, action: Action, sender: int) -> OptionalTensors:
+        edge = (action.kind.direction, sender, action.stage)
         if edge not in self._links:
-            return self._local.receive(action)
-        works, tensors = self._posted.pop(action)
+            return self._local.receive_from(action, sender)
+        works, tensors = self._posted.pop((action, edge))
         what = f"{'activation' if action.kind is Kind.F else 'gradient'} of micro-batch {action.micro_batch}"
         with self._waiting(f"receive the {what} from process {self._links[edge].peer}"):
             self._wait(works)
         arrived = iter(tensors)
-        return tuple(next(arrived) if action.kind is Kind.F or t.has_gradient else None for t in self._boundary(*edge))
+        return tuple(next(arrived) if action.kind is Kind.F or t.has_gradient else None for t in self._boundary(edge))
 
     def launched(self) -> None:
         self._launched += 1
@@ -127,7 +128,7 @@ class P2PTransport:
     def finish_step(self) -> None:
         # does not wait for sends: a stage that is ahead runs its optimizer meanwhile
         self._local.finish_step()
-        assert not self._posted, f"never received: {list(map(str, self._posted))}"
+        assert not self._posted, f"never received: {[str(action) for action, _ in self._posted]}"
         assert not self._to_post, f"never posted: {[str(receive.action) for receive in self._to_post]}"
 
     def settle(self) -> None:
@@ -140,8 +141,8 @@ class P2PTransport:
         """Post the receives that may be posted by now."""
         while self._to_post and self._to_post[0].after <= self._launched:
             receive = self._to_post.popleft()
-            edge = (receive.action.kind.direction, receive.action.stage)
-            received = [t for t in self._boundary(*edge) if t.has_gradient or edge[0] is Kind.F]
+            edge = (receive.action.kind.direction, receive.sender, receive.action.stage)
+            received = [t for t in self._boundary(edge) if t.has_gradient or edge[0] is Kind.F]
             samples = self._sizes[receive.action.micro_batch]
             if self._receiving is not None and receive.freed:
                 self._receiving.wait_event(self._ends[receive.freed])
@@ -151,7 +152,7 @@ class P2PTransport:
                     self._let_leave({storage_of(tensor) for tensor in tensors})
                 with self._waiting(f"receive from process {self._links[edge].peer}"):
                     works = self._links[edge].receive([as_sent(tensor, self._memory_format) for tensor in tensors])
-            self._posted[receive.action] = works, tensors
+            self._posted[receive.action, edge] = works, tensors
 
     def _let_leave(self, storages: set[int]) -> None:
         """Wait for sends from these storages: a layer may have passed on its input, or a part of it, whose receive
@@ -163,8 +164,9 @@ class P2PTransport:
             # on a GPU only this stream waits: the send stays listed, as its tensors must live until it is done
             self._finish(sending[1])
 
-    def _boundary(self, kind: Kind, receiver: int) -> Boundary:
-        return self._boundaries[receiver - 1 if kind is Kind.F else receiver]
+    def _boundary(self, edge: Edge) -> Boundary:
+        kind, sender, receiver = edge
+        return self._routes.tensors(sender, receiver) if kind is Kind.F else self._routes.tensors(receiver, sender)
 
     def _buffer(self, key: tuple[Edge, int, int], described: BoundaryTensor, samples: int) -> torch.Tensor:
         shape = described.shape(samples, self._lengths)
@@ -179,7 +181,7 @@ class P2PTransport:
         Backends may connect (NCCL: make communicators) at the first message, and deadlock if processes do so in
         different orders. The messages also show at the start whether neighbours agree on their edges.
         """
-        for (_, stage), link in sorted(self._links.items()):
+        for (_, _, stage), link in sorted(self._links.items()):
             token = [torch.zeros(1, device=self._device)]
             with self._waiting(f"connect to process {link.peer}"):
                 works = link.receive(token) if self._process_of_stage[stage] == self._process else link.send(token)

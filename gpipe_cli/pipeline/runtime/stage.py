@@ -9,19 +9,22 @@ What makes results independent of the cut (law 1), for each layer and not only f
 * the tensors between layers, and the gradients that come back through them, always have the same strides and alignment,
   because kernels are chosen by them, and may sum in another order;
 * a tensor handed over twice becomes two, because gradients of the two would otherwise be summed in an order that
-  depends on whether a cut lies between.
+  depends on whether a cut lies between. So does what a `Stash` keeps: it gets exactly two gradients, whose sum does not
+  depend on their order.
 """
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Protocol
 
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from gpipe_cli.models.skips import Pop, Stash
 from gpipe_cli.pipeline.runtime.boundary import Boundary, Tensors, as_tuple, as_value, in_layout, without_graph
 from gpipe_cli.pipeline.runtime.compilation import compile_layers, naming_layer, refuse_missing
 from gpipe_cli.pipeline.runtime.deferred_batch_norm import BatchStatistics, OfReplicas, alone, defer_batch_norms
@@ -58,10 +61,10 @@ class Stage:
     """Stage `index` of the pipeline: consecutive layers of the model, beginning with layer number `first_layer`.
 
     `module` has these layers under their global names, already on `device`; its batch norms become deferred ones.
-    `inputs` describes what the previous stage sends (empty on the first stage), `evaluation_inputs` what it sends in
-    evaluation, if that differs. If neither this stage nor any before it has something to train, it only runs forward:
-    it keeps nothing, and R, B, I and W do nothing. Layers compute in `computed_in` where autocast uses it; `compiled`:
-    in training they run compiled by torch.compile.
+    `inputs` describes what other stages send (`routes.py`; empty on the first stage), `evaluation_inputs` what they
+    send in evaluation, if that differs. If neither this stage nor any before it has something to train, it only runs
+    forward: it keeps nothing, and R, B, I and W do nothing. Layers compute in `computed_in` where autocast uses it;
+    `compiled`: in training they run compiled by torch.compile.
 
     Raises RefusedError if layers cannot be compiled here, and InputError as `tracking_norms`.
     """
@@ -83,7 +86,10 @@ class Stage:
         self.index, self.module, self.device, self.inputs, self.compiled = index, module, device, inputs, compiled
         self.layer_name = self.layer_shapes = ""  # the running layer, for the message if it fails
         in_evaluation = inputs if evaluation_inputs is None else evaluation_inputs
-        self._in_tuple = [any(tensor.in_tuple for tensor in boundary) for boundary in (in_evaluation, inputs)]
+        received = [[tensor for tensor in boundary if not tensor.skip] for boundary in (in_evaluation, inputs)]
+        self._in_tuple = [any(tensor.in_tuple for tensor in boundary) for boundary in received]
+        # in evaluation and in training, the name of each skip that is among the inputs, a tensor each
+        self._skips = [[tensor.skip for tensor in boundary if tensor.skip] for boundary in (in_evaluation, inputs)]
         self._first_layer, self._memory_format = first_layer, memory_format
         self._autocast = partial(autocast, device, computed_in)
         self.statistics = BatchStatistics()
@@ -195,14 +201,15 @@ class Stage:
             in_layout(tensor, self._memory_format).requires_grad_(described.has_gradient)
             for tensor, described in zip(zeros, inputs, strict=True)
         )
+        given, kept = self._apart(given)
         in_tuple = self._in_tuple[True]
         for name, layer in self._layers:
             with torch.enable_grad(), self._autocast():
-                outputs, in_tuple = self._call(name, layer, given, in_tuple)
+                outputs, in_tuple = self._call(name, layer, given, in_tuple, kept)
             made = [tensor for tensor in outputs if tensor.grad_fn is not None]
             with naming_layer(name):
                 torch.autograd.backward(made, [torch.zeros_like(tensor) for tensor in made])
-            given = without_graph(outputs)
+            given, kept = without_graph(outputs), {skip: without_graph(of) for skip, of in kept.items()}
         self.module.zero_grad(set_to_none=True)
 
     def finish_step(self, of_replicas: OfReplicas = alone) -> None:
@@ -232,34 +239,55 @@ class Stage:
         """Run all layers; with `drop`, the graph of each layer is dropped at once."""
         training = self.module.training
         in_tuple = self._in_tuple[training]
+        inputs, kept = self._apart(inputs)
         for offset, (name, layer) in enumerate(self._layers):
             self.layer_name = name
             if training:
                 place = self._first_micro_batch + micro_batch
                 seed_layer(self.device, self._run_seed, self._step, place, self._first_layer + offset)
             try:
-                inputs, in_tuple = self._call(name, layer, inputs, in_tuple)
+                inputs, in_tuple = self._call(name, layer, inputs, in_tuple, kept)
                 if drop:
-                    inputs = without_graph(inputs)
+                    inputs, kept = without_graph(inputs), {skip: without_graph(of) for skip, of in kept.items()}
             except Exception:
                 self.layer_shapes = shapes_of(inputs)
                 raise
         self.layer_name = ""
-        return inputs
+        return (*inputs, *chain.from_iterable(kept.values()))
 
-    def _call(self, name: str, layer: nn.Module, inputs: Tensors, in_tuple: bool) -> tuple[Tensors, bool]:
-        """Run a layer: its outputs, in the same form whether or not a cut follows, and whether it returned a tuple."""
+    def _apart(self, inputs: Tensors) -> tuple[Tensors, dict[str, Tensors]]:
+        """The inputs of the first layer, and the skips that later layers take up, by name."""
+        names = self._skips[self.module.training]
+        split = len(inputs) - len(names)
+        kept: dict[str, Tensors] = {}
+        for name, tensor in zip(names, inputs[split:], strict=True):
+            kept[name] = (*kept.get(name, ()), tensor)
+        return inputs[:split], kept
+
+    def _call(
+        self, name: str, layer: nn.Module, inputs: Tensors, in_tuple: bool, kept: dict[str, Tensors]
+    ) -> tuple[Tensors, bool]:
+        """Run a layer: its outputs, in the same form whether or not a cut follows, and whether it returned a tuple. A
+        `Stash` adds to the skips that are `kept`, a `Pop` takes one of them."""
+        if isinstance(layer, Pop):
+            inputs, in_tuple = (*inputs, *kept.pop(layer.name)), True
         # evaluation keeps nothing, so a layer may change its input
         returned = call(name, layer, inputs, in_tuple) if self.module.training else layer(as_value(inputs, in_tuple))
+        if stashed := isinstance(layer, Stash):
+            kept[layer.name] = self._handed(inputs, anew=True)
+        return self._handed(as_tuple(returned), anew=stashed), not isinstance(returned, torch.Tensor)
+
+    def _handed(self, tensors: Tensors, *, anew: bool = False) -> Tensors:
+        """The tensors in the form that they have between layers; `anew`: all as others in the same memory."""
         handed: list[torch.Tensor] = []
-        for tensor in as_tuple(returned):
+        for tensor in tensors:
             tensor = in_layout(tensor, self._memory_format)
             if tensor.requires_grad:
-                if any(tensor is other for other in handed):
+                if anew or any(tensor is other for other in handed):
                     tensor = tensor.view_as(tensor)
                 tensor.register_hook(partial(in_layout, memory_format=self._memory_format))
             handed.append(tensor)
-        return tuple(handed), not isinstance(returned, torch.Tensor)
+        return tuple(handed)
 
     def _close(self, micro_batch: int, outputs: Tensors, *, observe: bool) -> Tensors:
         """On the last stage the loss takes the place of the outputs."""

@@ -6,15 +6,15 @@ what the F on the previous stage returned, a B what the B on the next stage retu
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol, TypeAlias
+from functools import partial
+from typing import Protocol
 
 import torch
 
-from gpipe_cli.pipeline.schedule.schedule import Action, Kind, Schedule
+from gpipe_cli.pipeline.runtime.boundary import OptionalTensors
+from gpipe_cli.pipeline.runtime.routes import Boundaries, Routes
+from gpipe_cli.pipeline.schedule.schedule import Action, Schedule
 from gpipe_cli.system.accelerator import current_stream, is_accelerator, keep_for, new_stream, on_stream
-
-OptionalTensors: TypeAlias = tuple[torch.Tensor | None, ...]
-"""Outputs of a stage, none of them None; or gradients, with None for a tensor that needs no gradient."""
 
 
 class PeerLostError(RuntimeError):
@@ -39,10 +39,10 @@ class Transport(Protocol):
         """Called before the first action; `sizes`: samples per micro-batch, `lengths`: what sentences are padded to."""
 
     def send(self, action: Action, tensors: OptionalTensors) -> None:
-        """Send the outputs of an F to the next stage, the gradients of a B or I to the previous one."""
+        """Send a stage's outputs after an F, or the gradients of its inputs after a B or I, each to its stage."""
 
     def receive(self, action: Action) -> OptionalTensors:
-        """What `action` needs: for an F the previous stage's outputs, for a B or I gradients from the next stage."""
+        """What `action` needs: for an F the stage's inputs, for a B or I the gradients of its outputs."""
 
     def launched(self) -> None:
         """Called after each action of this process is launched; on a GPU it may still be running."""
@@ -61,19 +61,27 @@ class LocalTransport:
     the sender has launched since, and block the receiver before it needs the tensors.
     """
 
-    def __init__(self, devices: Sequence[torch.device]) -> None:
-        self._devices = devices
+    def __init__(self, devices: Sequence[torch.device], boundaries: Boundaries | None = None) -> None:
+        """`boundaries` are needed for a model with skips; without, all of a stage's outputs go to the next one."""
+        self._devices, self._described = devices, boundaries
+        self._routes = Routes()
         several = set(filter(is_accelerator, devices)) if len(set(devices)) > 1 else set()
         self._copying = {device: new_stream(device) for device in several}
-        self._sent: dict[Action, OptionalTensors] = {}  # by the receiving F or B (B stands for I, too)
-        self._copied: dict[Action, torch.Event] = {}
+        # by the receiving F or B (B stands for I, too), and the stage that sends
+        self._sent: dict[tuple[Action, int], OptionalTensors] = {}
+        self._copied: dict[tuple[Action, int], torch.Event] = {}
 
     def begin_step(self, schedule: Schedule, sizes: Sequence[int], lengths: Sequence[int] = ()) -> None:
         self._sent.clear()  # a failed step may have left tensors
+        self._routes = Routes() if self._described is None else self._described.routes(schedule)
 
     def send(self, action: Action, tensors: OptionalTensors) -> None:
-        receiver = action.stage + 1 if action.kind is Kind.F else action.stage - 1
-        awaiting = Action(action.kind.direction, receiver, action.micro_batch)
+        for receiver, some in self._routes.sent(action, tensors):
+            self.send_to(receiver, action, some)
+
+    def send_to(self, receiver: int, action: Action, tensors: OptionalTensors) -> None:
+        """Send results of an action to stage `receiver`."""
+        awaiting = Action(action.kind.direction, receiver, action.micro_batch), action.stage
         there, back = self._devices[receiver], self._devices[action.stage]
         if there == back:
             self._sent[awaiting] = tuple(None if t is None else t.detach() for t in tensors)
@@ -89,7 +97,11 @@ class LocalTransport:
         self._sent[awaiting], self._copied[awaiting] = moved, target.record_event()
 
     def receive(self, action: Action) -> OptionalTensors:
-        awaited = Action(action.kind.direction, action.stage, action.micro_batch)
+        return self._routes.received(action, partial(self.receive_from, action))
+
+    def receive_from(self, action: Action, sender: int) -> OptionalTensors:
+        """What stage `sender` has sent for an action."""
+        awaited = Action(action.kind.direction, action.stage, action.micro_batch), sender
         if (copied := self._copied.pop(awaited, None)) is not None:
             current_stream(self._devices[action.stage]).wait_event(copied)
         return self._sent.pop(awaited)
@@ -98,7 +110,7 @@ class LocalTransport:
         pass
 
     def finish_step(self) -> None:
-        assert not self._sent, f"never received: {[str(action) for action in self._sent]}"
+        assert not self._sent, f"never received: {[str(action) for action, _ in self._sent]}"
 
     def settle(self) -> None:
         pass

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from operator import add, mul
 from typing import NamedTuple
 
-from gpipe_cli.pipeline.schedule.schedule import Action, Kind, Retain, Schedule, stage_retained
+from gpipe_cli.pipeline.schedule.dependencies import linearize
+from gpipe_cli.pipeline.schedule.schedule import RETURNS, Action, Kind, Retain, Schedule, stage_retained
 
 
 class Held(NamedTuple):
@@ -56,6 +57,27 @@ def peak_bytes(schedule: Schedule, sizes: Sequence[Sequence[Held]]) -> tuple[int
     assert len(sizes) == len(schedule.stages), "sizes for each stage"
     held = (bytes_held(actions, of_stage) for actions, of_stage in zip(schedule.stages, sizes, strict=True))
     return tuple(max(stage, default=0) for stage in held)
+
+
+Waiting = Mapping[tuple[int, int], Sequence[tuple[int, int]]]
+"""(s, r): for each micro-batch, the bytes of the skips from stage s to r, and of their gradients back."""
+
+
+def peak_waiting(schedule: Schedule, skips: Waiting, device_of_stage: Sequence[int] = ()) -> tuple[int, ...]:
+    """For each stage, the most bytes of skips that wait there to be taken up, and of gradients that wait for the
+    backward, in the order of `linearize`: a skip comes before what the stages between make of it."""
+    now, most = [0] * len(schedule.stages), [0] * len(schedule.stages)
+    for kind, stage, m in linearize(schedule, device_of_stage) if skips else ():
+        forward = kind is Kind.F
+        for (sender, receiver), sizes in skips.items() if forward or kind in RETURNS else ():
+            size = sizes[m][0 if forward else 1]
+            first, second = (sender, receiver) if forward else (receiver, sender)
+            if stage == second:
+                now[second] -= size
+            elif stage == first:
+                now[second] += size
+                most[second] = max(most[second], now[second])
+    return tuple(most)
 
 
 def bytes_held(stage_actions: Sequence[Action], sizes: Sequence[Held]) -> Iterator[int]:

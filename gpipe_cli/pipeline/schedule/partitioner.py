@@ -14,6 +14,7 @@ than that, for the least sum of squares (hence variance). For 3,000 layers and 1
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate, pairwise
 
@@ -33,12 +34,23 @@ class NoCutFitsError(InputError):
     """Every cut into this many partitions has a partition that exceeds its memory limit."""
 
 
+@dataclass(frozen=True)
+class SkipSends:
+    """The costs of sending a skip on, from layer `stash` to layer `pop`, and its gradient back."""
+
+    stash: int
+    pop: int
+    forward: float
+    backward: float
+
+
 def partition(
     costs: Sequence[float],
     partitions: int,
     *,
     forward_sends: Sequence[float] | None = None,
     backward_sends: Sequence[float] | None = None,
+    skips: Sequence[SkipSends] = (),
     furthest: Sequence[Sequence[int]] | None = None,
 ) -> tuple[int, ...]:
     """Number of layers of each partition: contiguous, none empty, least maximum cost, then least variance.
@@ -48,7 +60,8 @@ def partition(
 
     `costs` of the L layers are finite and not negative, in any unit. ``forward_sends[i]`` and ``backward_sends[i]``
     (L - 1 each, same unit) are the costs of sending activations from layer i to i + 1, for the partition that ends
-    there, and gradients back, for the one that begins there. ``furthest[k][i]`` is the furthest end (exclusive) with
+    there, and gradients back, for the one that begins there. A skip costs a partition that sends it on, or its gradient
+    back, to any other one. ``furthest[k][i]`` is the furthest end (exclusive) with
     which partition k fits its memory if it begins with layer i; i or less: not even one layer fits. Rows may be shared.
 
     Raises NoCutFitsError if `furthest` permits no cut, InputError for fewer partitions than one or more than layers.
@@ -59,13 +72,17 @@ def partition(
     back_costs = [0.0] * (layers - 1) if backward_sends is None else list(backward_sends)
     assert len(on_costs) == len(back_costs) == layers - 1, "one cost for each place between layers"
     assert furthest is None or (len(furthest) == partitions and {len(row) for row in furthest} == {layers})
-    assert all(math.isfinite(cost) and cost >= 0 for cost in [*costs, *on_costs, *back_costs]), "finite, not negative"
-    whole = np.array(_whole_numbers([*costs, *on_costs, *back_costs]), dtype=np.int64)
+    given = [*costs, *on_costs, *back_costs, *(cost for skip in skips for cost in (skip.forward, skip.backward))]
+    assert all(math.isfinite(cost) and cost >= 0 for cost in given), "finite, not negative"
+    whole = np.array(_whole_numbers(given), dtype=np.int64)
     before = np.concatenate(([0], whole[:layers].cumsum()))
     on, back = before.copy(), before.copy()
     on[1:layers] += whole[layers : 2 * layers - 1]
-    back[1:layers] -= whole[2 * layers - 1 :]
+    back[1:layers] -= whole[2 * layers - 1 : 3 * layers - 2]
     between: Whole = np.where(np.tri(layers + 1, k=-1, dtype=bool), on[:, None] - back, _NEVER)
+    for skip, (forward, backward) in zip(skips, whole[3 * layers - 2 :].reshape(-1, 2), strict=True):
+        between[skip.stash + 1 : skip.pop + 1, : skip.stash + 1] += forward  # ends before the pop
+        between[skip.pop + 1 :, skip.stash + 1 : skip.pop + 1] += backward  # begins behind the stash
     reach = None if furthest is None else [np.asarray(row, dtype=np.int64) for row in furthest]
     least_maximum, _ = _best_cut(between, partitions, reach, np.maximum)
     if least_maximum == _NEVER:
@@ -117,12 +134,20 @@ def imbalance(
     *,
     forward_sends: Sequence[float] | None = None,
     backward_sends: Sequence[float] | None = None,
+    skips: Sequence[SkipSends] = (),
 ) -> float:
     """The cost of the slowest stage over the mean of all stages, minus 1: 0 is perfect. Arguments as in `partition`."""
     ends = [0, *accumulate(balance)]
     assert ends[-1] == len(costs), "the cut is of these layers"
     on, back = [*(forward_sends or [0.0] * ends[-1]), 0.0], [0.0, *(backward_sends or [0.0] * ends[-1])]
-    stages = [math.fsum(costs[first:end]) + on[end - 1] + back[first] for first, end in pairwise(ends)]
+    stages = [
+        math.fsum(costs[first:end])
+        + on[end - 1]
+        + back[first]
+        + sum(skip.forward for skip in skips if first <= skip.stash < end <= skip.pop)
+        + sum(skip.backward for skip in skips if skip.stash < first <= skip.pop < end)
+        for first, end in pairwise(ends)
+    ]
     mean = math.fsum(stages) / len(stages)
     return max(stages) / mean - 1 if mean > 0 else 0.0
 

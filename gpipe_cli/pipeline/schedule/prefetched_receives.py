@@ -14,12 +14,14 @@ On a CPU a launched action runs at once and a posted receive costs nothing: it i
 """
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from gpipe_cli.pipeline.schedule.dependencies import linearize_retained
-from gpipe_cli.pipeline.schedule.schedule import Action, Kind, Retain, Schedule
+from gpipe_cli.pipeline.schedule.schedule import RETURNS, Action, Kind, Retain, Schedule
+
+_Edge = tuple[Kind, int, int]  # as in `runtime/link.py`
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,7 @@ class PrefetchedReceive:
     """The receive of what `action` needs from another process, posted before the action begins."""
 
     action: Action
+    sender: int  # the stage that sends it
     after: int  # posted when the process has launched this many of its actions
     buffer: int  # index among the receive buffers of the stage for this direction
     freed: int  # the buffer is free when this many of the process's actions have ended; 0: not used before in this step
@@ -34,22 +37,29 @@ class PrefetchedReceive:
 
 @lru_cache(maxsize=16)  # mini-batches of text may differ in M, and each M has a schedule of its own
 def prefetched_receives(
-    schedule: Schedule, process_of_stage: tuple[int, ...], process: int, *, early: bool
+    schedule: Schedule,
+    process_of_stage: tuple[int, ...],
+    process: int,
+    pairs: tuple[tuple[int, int], ...],
+    *,
+    early: bool,
 ) -> tuple[PrefetchedReceive, ...]:
     """All receives of `process`, in the order in which it posts them: in the common order of all actions or, if
-    `early`, as soon as buffers are free. `process_of_stage` has the process of each stage.
+    `early`, as soon as buffers are free. `process_of_stage` has the process of each stage; `pairs` are those stages of
+    which the first sends outputs to the second: all neighbours, and the two ends of a skip.
 
-    A buffer is free again when its stage retains nothing of its micro-batch, nor do the stages that follow it in this
-    process: a layer may pass its input on in the same memory. Raises ScheduleError if the schedule deadlocks.
+    A buffer is free again when its stage retains nothing of its micro-batch, nor do the stages that get something from
+    it in this process: a layer may pass its input on in the same memory. Raises ScheduleError if the schedule
+    deadlocks.
     """
-    own = (actions for actions, owner in zip(schedule.stages, process_of_stage, strict=True) if owner == process)
-    receivers = {schedule.source(action): action for actions in own for action in actions}
+    receivers = _receivers(schedule, process_of_stage, process, pairs)
     # edge -> its free buffers, each with the number of launches after which it became free
-    free: dict[tuple[Kind, int], deque[tuple[int, int]]] = defaultdict(deque)
-    held: dict[int, dict[Action, int]] = defaultdict(dict)  # micro-batch -> the buffer of each receiving action
+    free: dict[_Edge, deque[tuple[int, int]]] = defaultdict(deque)
+    # micro-batch -> the buffer of each receiving action and its edge
+    held: dict[int, dict[tuple[Action, _Edge], int]] = defaultdict(dict)
     left: set[tuple[int, int]] = set()  # (stage, micro-batch) pairs of which nothing is retained any more
-    made: Counter[tuple[Kind, int]] = Counter()  # number of buffers of each edge
-    posted: Counter[tuple[Kind, int]] = Counter()  # after how many launches the last receive of each edge is posted
+    made: Counter[_Edge] = Counter()  # number of buffers of each edge
+    posted: Counter[_Edge] = Counter()  # after how many launches the last receive of each edge is posted
     found = []
     launched = 0
     for action, retain in linearize_retained(schedule, process_of_stage):
@@ -58,23 +68,47 @@ def prefetched_receives(
             if retain is Retain.NOTHING:
                 left.add((action.stage, action.micro_batch))
                 of_this = held[action.micro_batch]
-                for done in [one for one in of_this if left.issuperset(_reached(one, process_of_stage))]:
-                    free[done.kind.direction, done.stage].append((launched, of_this.pop(done)))
-        elif (receiver := receivers.get(action)) is not None:
-            edge = (receiver.kind.direction, receiver.stage)
+                for done in [one for one in of_this if left.issuperset(_reached(one[0], process_of_stage, pairs))]:
+                    free[done[1]].append((launched, of_this.pop(done)))
+        for receiver in receivers.get(action, ()):
+            edge = (receiver.kind.direction, action.stage, receiver.stage)
             reused = bool(free[edge])
             since, buffer = free[edge].popleft() if reused else (0, made[edge])
-            held[receiver.micro_batch][receiver] = buffer
+            held[receiver.micro_batch][receiver, edge] = buffer
             made[edge] += not reused
             # Receives over one edge keep their order.
             posted[edge] = max(posted[edge], since) if early else launched
-            found.append(PrefetchedReceive(receiver, posted[edge], buffer, since))
+            found.append(PrefetchedReceive(receiver, action.stage, posted[edge], buffer, since))
     return tuple(sorted(found, key=lambda receive: receive.after))
 
 
-def _reached(receiver: Action, process_of_stage: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(stage, micro-batch) for the receiving stage and for the stages that follow it in its process."""
-    stage, process = receiver.stage, process_of_stage[receiver.stage]
-    while 0 <= stage < len(process_of_stage) and process_of_stage[stage] == process:
-        yield stage, receiver.micro_batch
-        stage += 1 if receiver.kind is Kind.F else -1
+def _receivers(
+    schedule: Schedule, process_of_stage: Sequence[int], process: int, pairs: Sequence[tuple[int, int]]
+) -> dict[Action, list[Action]]:
+    """For actions of other processes: the actions of `process` that need their results."""
+    found: dict[Action, list[Action]] = defaultdict(list)
+    for sender, receiver in pairs:
+        if (process_of_stage[sender] == process) is (process_of_stage[receiver] == process):
+            continue
+        if process_of_stage[receiver] == process:
+            for action in schedule.stages[receiver]:
+                if action.kind is Kind.F:
+                    found[action._replace(stage=sender)].append(action)
+        elif process_of_stage[sender] == process:
+            backward = {a.micro_batch: a for a in schedule.stages[receiver] if a.kind in RETURNS}
+            for action in schedule.stages[sender]:
+                if action.kind in RETURNS:
+                    found[backward[action.micro_batch]].append(action)
+    return found
+
+
+def _reached(
+    receiver: Action, process_of_stage: Sequence[int], pairs: Sequence[tuple[int, int]]
+) -> set[tuple[int, int]]:
+    """(stage, micro-batch) for the receiving stage and for those of its process that get something from it."""
+    ahead, process = receiver.kind is Kind.F, process_of_stage[receiver.stage]
+    reached = {receiver.stage}
+    for sender, receives in sorted(pairs) if ahead else sorted(((b, a) for a, b in pairs), reverse=True):
+        if sender in reached and process_of_stage[receives] == process:
+            reached.add(receives)
+    return {(stage, receiver.micro_batch) for stage in reached}

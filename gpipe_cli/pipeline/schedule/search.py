@@ -29,7 +29,7 @@ from gpipe_cli.pipeline.schedule.schedule import (
     recomputes,
     with_recomputation,
 )
-from gpipe_cli.pipeline.schedule.simulator import EdgeCost, LinkQueues, StageCost, TieCost, simulate
+from gpipe_cli.pipeline.schedule.simulator import EdgeCost, LinkQueues, SkipCost, StageCost, TieCost, simulate
 from gpipe_cli.pipeline.schedule.timeline import Timeline
 
 _AS_GOOD = 1.001  # an earlier candidate, which is simpler, wins unless a later one is faster by more
@@ -68,6 +68,7 @@ class Problem:
     recompute: Recompute  # a mode, or `auto`: as few recomputations as fit
     split: bool  # whether backwards may be split into I and W
     ties: Sequence[TieCost] = ()
+    skips: Sequence[SkipCost] = ()
 
 
 def find(problem: Problem) -> tuple[Tried | None, tuple[Tried, ...]]:
@@ -177,7 +178,9 @@ def _fits(problem: Problem, schedule: Schedule) -> bool:
 
 
 def _simulated(problem: Problem, schedule: Schedule) -> Timeline:
-    return simulate(schedule, problem.stages, problem.edges, problem.slowdown, problem.device_of_stage, problem.ties)
+    return simulate(
+        schedule, problem.stages, problem.edges, problem.slowdown, problem.device_of_stage, problem.ties, problem.skips
+    )
 
 
 def _more_bytes(size: Held, *, recomputed: bool) -> dict[Kind, int]:

@@ -12,8 +12,8 @@ Also simulated: stages that take turns on one device, in the order in which thei
 that slow each other down as they share the memory and caches of one machine.
 """
 
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
@@ -63,19 +63,33 @@ class TieCost:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class SkipCost:
+    """Seconds of one micro-batch's transfers of skips from stage `sender` to stage `receiver`, and of their gradients
+    back."""
+
+    sender: int
+    receiver: int
+    edge: EdgeCost
+
+
 class LinkQueues:
     """The links between devices in a simulation: each carries one micro-batch at a time in each direction."""
 
-    def __init__(self, edges: Sequence[EdgeCost], device_of_stage: Sequence[int]) -> None:
+    def __init__(
+        self, edges: Sequence[EdgeCost], device_of_stage: Sequence[int], skips: Sequence[SkipCost] = ()
+    ) -> None:
         self._edges, self._device_of_stage = edges, device_of_stage
+        self._skips = {(skip.sender, skip.receiver): skip.edge for skip in skips}
         self._free: dict[tuple[int, int], float] = {}  # (sender, receiver) -> when the link is free
 
     def arrival(self, sender: int, receiver: int, sent_seconds: float) -> float:
         """When a micro-batch that stage `sender` sends at `sent_seconds` arrives at its neighbour `receiver`; the link
-        is occupied until then. Transfers within a device, or without `edges`, take no time."""
+        is occupied until then, or the end of a skip. Transfers within a device, or without `edges`, take no time."""
         if not self._edges or self._device_of_stage[sender] == self._device_of_stage[receiver]:
             return sent_seconds
-        cost = self._edges[min(sender, receiver)]
+        first, second = sorted((sender, receiver))
+        cost = self._skips[first, second] if second > first + 1 else self._edges[first]
         seconds = cost.forward_seconds if sender < receiver else cost.backward_seconds
         arrival = max(sent_seconds, self._free.get((sender, receiver), 0.0)) + seconds
         self._free[sender, receiver] = arrival
@@ -95,6 +109,7 @@ def simulate(
     slowdown: Sequence[float] = (),
     device_of_stage: Sequence[int] = (),
     ties: Sequence[TieCost] = (),
+    skips: Sequence[SkipCost] = (),
 ) -> Timeline:
     """When each action runs, if it starts as soon as its device is free and its inputs have arrived.
 
@@ -113,7 +128,7 @@ def simulate(
     assert min(slowdown, default=1.0) > 0, "a factor is positive"
     assert not device_of_stage or len(device_of_stage) == len(stages), "one device per stage"
     devices = tuple(device_of_stage) or schedule.row_of_stage
-    run = _Run(schedule, stages, edges, slowdown, devices, ties)
+    run = _Run(schedule, stages, edges, slowdown, devices, ties, skips)
     run.perform()
     shared = len(set(devices)) < len(devices)
     return Timeline(tuple(map(tuple, run.spans)), tuple(map(tuple, run.events)), devices if shared else ())
@@ -145,6 +160,7 @@ class _Run:
         slowdown: Sequence[float],
         device_of_stage: Sequence[int],
         ties: Sequence[TieCost],
+        skips: Sequence[SkipCost],
     ) -> None:
         self.spans: list[list[Span]] = [[] for _ in stages]
         self.events: list[list[Event]] = [[] for _ in stages]
@@ -173,7 +189,12 @@ class _Run:
         self._arriving: list[tuple[float, int]] = []  # heap: arrival of what a device waits for, device
         self._ended: dict[Action, float] = {}
         self._arrivals: dict[Action, float] = {}
-        self._links = LinkQueues(edges, device_of_stage)
+        self._links = LinkQueues(edges, device_of_stage, skips)
+        # stage -> the stages, not neighbours, that send it skips, or gradients of skips
+        self._from = {Kind.F: defaultdict[int, list[int]](list), Kind.B: defaultdict[int, list[int]](list)}
+        for skip in skips:
+            self._from[Kind.F][skip.receiver].append(skip.sender)
+            self._from[Kind.B][skip.sender].append(skip.receiver)
         self._waiting: dict[Action, int] = {}  # the action waited for -> the device that waits
 
     def perform(self) -> None:
@@ -217,13 +238,24 @@ class _Run:
                 return
             arrival = self._arrivals.get(action)
             if arrival is None:
-                arrival = self._arrivals[action] = self._links.arrival(needed.stage, action.stage, sent)
+                arrival = self._arrivals[action] = max(
+                    self._links.arrival(needed.stage, action.stage, sent), *self._skips_arrive(action)
+                )
             if arrival > self._now:
                 heappush(self._arriving, (arrival, device))
                 return
         if self._now > self._free[device]:
             self.events[action.stage] += gap(action, self._free[device], self._now, sent)
         self._compute(device, seconds)
+
+    def _skips_arrive(self, action: Action) -> Iterator[float]:
+        """When the skips that an action needs, or their gradients, arrive from stages that are no neighbours."""
+        yield 0.0
+        for sender in self._from[action.kind.direction][action.stage]:
+            sent = Action(action.kind, sender, action.micro_batch)
+            if sent not in self._ended and action.kind is not Kind.F:
+                sent = Action(Kind.I if action.kind is Kind.B else Kind.B, sender, action.micro_batch)
+            yield self._links.arrival(sender, action.stage, self._ended[sent])
 
     def _summed(self, device: int) -> float:
         """When a device has the sums of its gradients, over replicas and all uses of tied weights."""

@@ -21,11 +21,13 @@ from vector_clocks import Event, Message, WatchedGroup, WatchedLink, Work, World
 from gpipe_cli.assembly.optimizer import gradients_of
 from gpipe_cli.data.micro_batches import micro_batch_sizes
 from gpipe_cli.pipeline.runtime import deferred_batch_norm, p2p_transport, replicas, transport
+from gpipe_cli.pipeline.runtime.boundary import Boundary
 from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.link import Edge, Links
-from gpipe_cli.pipeline.runtime.p2p_transport import Boundaries, P2PTransport
+from gpipe_cli.pipeline.runtime.p2p_transport import P2PTransport
 from gpipe_cli.pipeline.runtime.recording import StreamClock
 from gpipe_cli.pipeline.runtime.replicas import Replicas
+from gpipe_cli.pipeline.runtime.routes import Boundaries, routes
 from gpipe_cli.pipeline.runtime.transport import LocalTransport
 from gpipe_cli.pipeline.schedule import prefetched_receives
 from gpipe_cli.pipeline.schedule.named_schedules import SCHEDULES, build, forward_only
@@ -102,7 +104,14 @@ def train(
 def in_one_process(world: World, case: Case) -> None:
     """With a device for each stage, or for several that take turns."""
     places = [torch.device("cpu", device) for device in case.process_of_stage]
-    train(world, case, places, range(case.partitions), LocalTransport(places))
+    boundaries = boundaries_of(case)
+    moves = LocalTransport(places, Boundaries(boundaries, boundaries))
+    train(world, case, places, range(case.partitions), moves)
+
+
+def boundaries_of(case: Case) -> list[Boundary]:
+    balance = case.balance or micro_batch_sizes(len(MODELS[case.model]()), case.partitions)
+    return [costs_of(case.model, case.frozen)[end - 1].outputs for end in accumulate(balance[:-1])]
 
 
 def in_threads(work: Callable[[int], None], number: int) -> None:
@@ -114,20 +123,19 @@ def in_threads(work: Callable[[int], None], number: int) -> None:
 
 def in_processes(world: World, case: Case, neighbours: bool = False) -> None:
     """Each process is a thread with a device of its own; it has stages that take turns, or two `neighbours`."""
-    of_stage, costs = case.process_of_stage, costs_of(case.model, case.frozen)
+    of_stage, boundaries = case.process_of_stage, boundaries_of(case)
     if neighbours:
         of_stage = tuple(stage // 2 for stage in range(case.partitions))
-    balance = case.balance or micro_batch_sizes(len(MODELS[case.model]()), case.partitions)
-    boundaries = [costs[end - 1].outputs for end in accumulate(balance[:-1])]
     places = [torch.device("cpu", process) for process in of_stage]
-    forward = [(Kind.F, stage, stage + 1) for stage in range(case.partitions - 1)]
-    edges = [*forward, *((Kind.B, receiver, sender) for _, sender, receiver in forward)]
-    messages: dict[Edge, deque[Message]] = {(kind, receiver): deque() for kind, _, receiver in edges}
+    forward = [(Kind.F, route.sender, route.receiver) for route in routes(boundaries)]
+    edges: list[Edge] = [*forward, *((Kind.B, receiver, sender) for _, sender, receiver in forward)]
+    messages: dict[Edge, deque[Message]] = {edge: deque() for edge in edges}
 
     def process(number: int) -> None:
         links: dict[Edge, Any] = {}
-        for kind, sender, receiver in edges:
-            ends, edge = (of_stage[sender], of_stage[receiver]), (kind, receiver)
+        for edge in edges:
+            _, sender, receiver = edge
+            ends = of_stage[sender], of_stage[receiver]
             if number in ends and ends[0] != ends[1]:
                 links[edge] = WatchedLink(world, messages[edge], number, edge, ends[ends[0] == number])
         device = torch.device("cpu", number)
@@ -175,6 +183,16 @@ def test_steps_between_devices_have_no_races(case: Case, world: World) -> None:
 @pytest.mark.parametrize("case", [case for case in CASES if case.processes > 1], ids=name_of)
 def test_steps_between_processes_have_no_races(case: Case, world: World) -> None:
     """Buffers grow, and are used by several micro-batches."""
+    in_processes(world, case)
+    assert world.races == []
+
+
+@pytest.mark.parametrize("schedule", [*SCHEDULES])
+@pytest.mark.parametrize("each", [1, 2])
+def test_skips_have_no_races(schedule: str, each: int, world: World) -> None:
+    """Skips of images and of a tensor that goes on as well, between devices and between processes."""
+    case = Case(model="skipping", schedule=schedule, partitions=4, recompute="except_last", stages_per_process=each)
+    in_one_process(world, case)
     in_processes(world, case)
     assert world.races == []
 
@@ -259,8 +277,8 @@ def nothing(*given: object) -> None:
     pass
 
 
-def without_wait(self: LocalTransport, action: Action) -> Any:
-    return self._sent.pop(Action(action.kind.direction, action.stage, action.micro_batch))
+def without_wait(self: LocalTransport, action: Action, sender: int) -> Any:
+    return self._sent.pop((Action(action.kind.direction, action.stage, action.micro_batch), sender))
 
 
 def keeps_copies_only(tensor: torch.Tensor, stream: Any) -> None:
@@ -310,8 +328,8 @@ def arrives_at_once(self: Snapshot, tensors: Any) -> Any:
     return TAKE(self, tensors)[0], nothing
 
 
-def reaches_no_neighbour(receiver: Action, process_of_stage: Sequence[int]) -> Any:
-    yield receiver.stage, receiver.micro_batch
+def reaches_no_neighbour(receiver: Action, *others: Any) -> set[tuple[int, int]]:
+    return {(receiver.stage, receiver.micro_batch)}
 
 
 def reuses_events(self: StreamClock) -> None:
@@ -330,7 +348,7 @@ TAKE, SYNCHRONIZE, BEGIN_CLOCK = Snapshot.take, Event.synchronize, StreamClock.b
 # The fault: whose method is replaced, by what; what runs; and which race is to be found, as there may be others, too.
 PLANTED: dict[str, tuple[Any, str, Any, str, str]] = {
     "a receive between devices does not wait for the copy":
-        (LocalTransport, "receive", without_wait, "local", r"compute .* reads .* that aten::_to_copy has written on"),
+        (LocalTransport, "receive_from", without_wait, "local", r"compute .* reads .* that aten::_to_copy has written on"),
     "a sent tensor's memory is not kept for the copy":
         (transport, "keep_for", keeps_copies_only, "local", r"of compute .* is freed while aten::_to_copy uses it"),
     "a copy's memory is not kept for the stage that reads it":

@@ -8,7 +8,8 @@ import torch
 
 from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor, in_layout
 from gpipe_cli.pipeline.runtime.link import Links
-from gpipe_cli.pipeline.runtime.p2p_transport import Boundaries, P2PTransport
+from gpipe_cli.pipeline.runtime.p2p_transport import P2PTransport
+from gpipe_cli.pipeline.runtime.routes import Boundaries
 from gpipe_cli.pipeline.schedule.named_schedules import forward_only
 from gpipe_cli.pipeline.schedule.schedule import Action, Kind
 
@@ -58,7 +59,7 @@ def test_a_part_of_the_input_that_is_handed_on_has_left_before_the_next_input_co
 
     boundaries = [boundary(4), boundary(2)]
     transport = P2PTransport(
-        1, (0, 1, 2), Links({(Kind.F, 1): before, (Kind.F, 2): after}, 1, 1), Boundaries(boundaries, boundaries),
+        1, (0, 1, 2), Links({(Kind.F, 0, 1): before, (Kind.F, 1, 2): after}, 1, 1), Boundaries(boundaries, boundaries),
         torch.device("cpu"), early=False,
     )  # fmt: skip
     transport.begin_step(forward_only(3, 4), [1] * 4)

@@ -4,7 +4,7 @@ That nothing deadlocks is shown by recipes/measurements/link_order.py, which tes
 """
 
 from collections.abc import Sequence
-from itertools import accumulate, product
+from itertools import accumulate, pairwise, product
 
 import pytest
 from schedule_runs import build
@@ -32,20 +32,34 @@ def schedules() -> list[tuple[Schedule, tuple[int, ...]]]:
     ]
 
 
+def neighbours(stages: int) -> tuple[tuple[int, int], ...]:
+    return tuple(pairwise(range(stages)))
+
+
 @pytest.mark.parametrize("early", [False, True])
-def test_every_receive_is_posted_in_time_and_in_the_order_of_its_edge(early: bool) -> None:
+@pytest.mark.parametrize("skips", [(), ((0, 2), (0, 3), (1, 3))], ids=["neighbours", "skips"])
+def test_every_receive_is_posted_in_time_and_in_the_order_of_its_edge(
+    early: bool, skips: tuple[tuple[int, int], ...]
+) -> None:
     for schedule, process_of_stage in schedules():
+        pairs = (*neighbours(len(process_of_stage)), *(one for one in skips if one[1] < len(process_of_stage)))
         order = linearize(schedule, process_of_stage)
         for process in set(process_of_stage):
             own = [action for action in order if process_of_stage[action.stage] == process]
-            found = prefetched_receives(schedule, process_of_stage, process, early=early)
-            awaited = [a for a in own if (s := schedule.source(a)) and process_of_stage[s.stage] != process]
-            assert sorted(receive.action for receive in found) == sorted(awaited)
+            found = prefetched_receives(schedule, process_of_stage, process, pairs, early=early)
+            awaited = [
+                (a, sender)
+                for a in own
+                for one, other in pairs
+                for sender, receiver in ([(one, other)] if a.kind is Kind.F else [(other, one)])
+                if a.stage == receiver and a.kind not in (Kind.R, Kind.W) and process_of_stage[sender] != process
+            ]
+            assert sorted((receive.action, receive.sender) for receive in found) == sorted(awaited)
             assert all(receive.after <= own.index(receive.action) for receive in found)
             assert [receive.after for receive in found] == sorted(receive.after for receive in found)
-            for direction, stage in {(a.kind.direction, a.stage) for a in awaited}:
-                posted = [p.action for p in found if (p.action.kind.direction, p.action.stage) == (direction, stage)]
-                sender = stage - 1 if direction is Kind.F else stage + 1
+            for direction, stage, sender in {(a.kind.direction, a.stage, sender) for a, sender in awaited}:
+                edge = (direction, stage, sender)
+                posted = [p.action for p in found if (p.action.kind.direction, p.action.stage, p.sender) == edge]
                 sent = [a.micro_batch for a in schedule.stages[sender] if a.kind.direction is direction]
                 assert [a.micro_batch for a in posted] == sent
 
@@ -58,7 +72,9 @@ def test_a_buffer_is_free_before_it_is_received_into(early: bool) -> None:
                 action for action in linearize(schedule, process_of_stage) if process_of_stage[action.stage] == process
             ]
             held: dict[tuple[Kind, int, int], int] = {}  # by buffer: until how many actions have been launched
-            for receive in prefetched_receives(schedule, process_of_stage, process, early=early):
+            for receive in prefetched_receives(
+                schedule, process_of_stage, process, neighbours(len(process_of_stage)), early=early
+            ):
                 kind, stage, m = receive.action
                 buffer = (kind.direction, stage, receive.buffer)
                 assert receive.freed == held.get(buffer, 0) <= receive.after

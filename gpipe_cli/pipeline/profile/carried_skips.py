@@ -1,0 +1,63 @@
+"""Long skips in the costs of layers, as if each layer between a `Stash` and its `Pop` handed them on untouched.
+
+Then a cut knows what crosses it, and what a stage keeps of a tensor is counted once, whoever keeps it. Which stages
+really get a skip is decided by the routes of a cut (`pipeline/runtime/routes.py`).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+from gpipe_cli.models.skips import Skip
+from gpipe_cli.pipeline.profile.layer_cost import KeptMemory, LayerCost
+from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor
+
+
+def with_skips(costs: Sequence[LayerCost], inputs: Boundary, skips: Sequence[Skip]) -> tuple[LayerCost, ...]:
+    """The costs with skips among the outputs of layers, behind what the next layer gets; `inputs` are those of the
+    first layer. In `costs`, a `Stash` returns its input twice, and a `Pop` is given the skip behind its other inputs.
+    """
+    if not skips:
+        return tuple(costs)
+    stashed = {skip.stash: skip.name for skip in skips}
+    popped = {skip.pop: skip.name for skip in skips}
+    found = []
+    main, carried = inputs, tuple[BoundaryTensor, ...]()
+    for at, cost in enumerate(costs):
+        name = popped.get(at)
+        left = tuple(tensor for tensor in carried if tensor.skip != name)
+        returned, new = cost.outputs, tuple[BoundaryTensor, ...]()
+        if at in stashed:
+            half = len(returned) // 2
+            returned, new = returned[:half], tuple(replace(one, skip=stashed[at]) for one in returned[half:])
+        # where the layer's inputs and outputs are among all that come in and go out
+        coming = [*range(len(main)), *(len(main) + n for n, tensor in enumerate(carried) if tensor.skip == name)]
+        going = [*range(len(returned)), *range(len(returned) + len(left), len(returned) + len(left) + len(new))]
+        passing = {  # where a skip goes out that the layer does not touch -> where it comes in
+            len(returned) + n: len(main) + carried.index(tensor) for n, tensor in enumerate(left)
+        }
+        ahead = partial(_moved, coming=coming, going=going, passing=passing)
+        back = partial(_moved, coming=going, going=coming, passing={came: out for out, came in passing.items()})
+        halves = cost.halves
+        if halves is not None:
+            inputs_kept, gradients_kept = ahead(halves.kept_inputs), back(halves.kept_gradients)
+            halves = replace(halves, kept_inputs=inputs_kept, kept_gradients=gradients_kept)
+        found.append(replace(cost, outputs=(*returned, *left, *new), saved=ahead(cost.saved), halves=halves))
+        main, carried = returned, (*left, *new)
+    return tuple(found)
+
+
+def _moved(kept: KeptMemory, coming: Sequence[int], going: Sequence[int], passing: Mapping[int, int]) -> KeptMemory:
+    """`kept` of a layer, with positions among all tensors that come in, then all that go out. The layer's own come in
+    at `coming` and go out at `going`; those that go out where `passing` says are others that came in, untouched."""
+    others = len(coming) + len(passing)
+    place = [*coming, *(others + at for at in going)]
+    same = dict(passing)
+    for at, other in zip(going, kept.same_memory, strict=False):  # () says that all memory is new
+        if other is not None:
+            same[at] = place[other]
+    return replace(
+        kept,
+        tensors=tuple(place[position] for position in kept.tensors),
+        same_memory=tuple(same.get(at) for at in range(len(going) + len(passing))),
+    )

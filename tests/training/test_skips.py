@@ -1,0 +1,102 @@
+"""Models with long skips in whole trainings: planned to the byte, trained, saved and exported like any other."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from plan_runs import plan_of
+from training_runs import assert_same_tensors, command, configure, final_tensors, of_type, train_here
+
+import gpipe_cli
+from gpipe_cli.errors import InputError
+from gpipe_cli.models.skips import Pop, Sequence, Stash, find_skips
+from gpipe_cli.pipeline.runtime.routes import routes
+from gpipe_cli.planner.model_profile import profile_model
+from gpipe_cli.planner.pipeline_spec import placed
+from gpipe_cli.training.events import StepDone
+
+SETTINGS = [
+    "model=custom", "model.target=engine_runs:skipping_layers", "dataset=synthetic_images", "dataset.image_size=8",
+    "dataset.num_classes=5", "dataset.train_samples=22", "dataset.test_samples=10", "batch_size=8", "micro_batches=3",
+    "threads=1", "device=cpu", "logger=[]", "epochs=1", "data_workers=0",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    train_here(configure(*SETTINGS, "partitions=1", "schedule=1f1b"), folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("partitions=3", "executor=distributed", "schedule=zero_bubble"),
+        ("partitions=4", "executor=distributed", "schedule=interleaved", "stages_per_process=2"),
+        ("partitions=4", "executor=in_process", "schedule=auto"),
+        ("partitions=2", "replicas=1", "executor=distributed", "schedule=1f1b", "compile=true"),
+    ],
+    ids=lambda settings: settings[-1],
+)
+def test_the_cut_does_not_matter(settings: tuple[str, ...], whole: Path, tmp_path: Path) -> None:
+    assert command("train", *SETTINGS, *settings, f"run_folder={tmp_path / 'run'}") == 0
+    if "compile=true" in settings:
+        given = [*SETTINGS, "partitions=1", "schedule=1f1b", "compile=true", f"run_folder={tmp_path / 'whole'}"]
+        assert command("train", *given) == 0
+        whole = tmp_path / "whole"
+    assert_same_tensors(final_tensors(tmp_path / "run"), final_tensors(whole))
+
+
+@pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.parametrize("balance", ["[21]", "[5,16]", "[4,5,7,5]", "[1,9,10,1]"])
+def test_a_stage_holds_what_was_planned(balance: str, recompute: str, tmp_path: Path) -> None:
+    """To the byte: a skip counts where it is taken up, and once where it is also kept by another layer."""
+    config = configure(
+        *SETTINGS, f"partitions={balance.count(',') + 1}", f"partition.balance={balance}", f"recompute={recompute}",
+        "executor=in_process", "max_steps=2", "checkpoint.every_epochs=0", "schedule=zero_bubble",
+    )  # fmt: skip
+    plan = plan_of(config, profile_model(config))
+    steps = of_type(train_here(config, tmp_path), StepDone)
+    assert [step.activation_bytes for step in steps if step.activation_bytes] == [plan.saved_bytes]
+
+
+def test_the_layers_between_send_nothing_of_a_skip() -> None:
+    """The images go from stage 0 to stage 3; as a tuple they would cross every cut."""
+    config = configure(*SETTINGS, "partitions=4", "partition.balance=[4,5,7,5]", "executor=in_process")
+    profile = profile_model(config)
+    spec = placed(config, profile, plan_of(config, profile))
+    sent = {
+        (route.sender, route.receiver): {t.skip for t in route.tensors} for route in routes(spec.training_boundaries)
+    }
+    assert sent == {
+        (0, 1): {"", "first"} & {""} | {""},
+        (0, 2): {"first"}, (0, 3): {"images"}, (1, 2): {"", "several"}, (1, 3): {"same"}, (2, 3): {""},
+    }  # fmt: skip
+
+
+def test_a_loaded_model_runs_by_itself(whole: Path, tmp_path: Path) -> None:
+    """And so does the exported file: `gpipe export` evaluates it."""
+    model = gpipe_cli.load(whole)
+    assert model(torch.randn(2, 3, 8, 8)).shape == (2, 5)
+    assert command("export", f"run={whole}", f"file={tmp_path / 'model.safetensors'}") == 0
+
+
+def test_check_proves_it() -> None:
+    assert command("check", *SETTINGS, "partitions=3") == 0
+
+
+WRONG = {
+    "never popped": ([Stash("a"), torch.nn.ReLU()], r'layer 0: Stash\("a"\) is never popped'),
+    "popped before": ([Pop("a"), Stash("a"), Pop("a")], r'layer 0: Pop\("a"\) comes before any Stash'),
+    "popped twice": ([Stash("a"), Pop("a"), Pop("a")], r'layer 2: Pop\("a"\) is the second Pop'),
+    "stashed twice": ([Stash("a"), Pop("a"), Stash("a"), Pop("a")], r'layer 2: Stash\("a"\) is the second Stash'),
+    "inside": ([torch.nn.Sequential(Stash("a"), Pop("a"))], r"layer 0.0 is a Stash inside a layer"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_names_are_checked(wrong: str) -> None:
+    layers, message = WRONG[wrong]
+    with pytest.raises(InputError, match=message):
+        find_skips(Sequence(*layers))
