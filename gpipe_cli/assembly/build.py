@@ -1,7 +1,7 @@
 """Builds the model and the data that settings describe: the only module that knows every kind of model by name."""
 
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache
 from typing import Literal
 
@@ -14,6 +14,7 @@ from gpipe_cli.data.batches import Split
 from gpipe_cli.data.images import open_images
 from gpipe_cli.data.text import open_text
 from gpipe_cli.data.vocabulary import PAD
+from gpipe_cli.models import hugging_face
 from gpipe_cli.models.amoebanet import amoebanet
 from gpipe_cli.models.custom import build_custom
 from gpipe_cli.models.timm_models import build_timm
@@ -23,10 +24,11 @@ from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor
 MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 
 
-def build_model(config: TrainConfig) -> nn.Sequential:
-    """The whole model on the meta device: names and shapes of its layers without memory. Raises InputError."""
+def build_model(config: TrainConfig, *, pretrained: bool = False) -> nn.Sequential:
+    """The whole model on the meta device: names and shapes of its layers without memory. `pretrained`: its layers, if
+    they can be initialised one by one, will load the weights that the settings name. Raises InputError."""
     with torch.device("meta"):
-        return _model(config, weights=False)
+        return _model(config, weights=pretrained and isinstance(config.model, groups.HuggingFaceConfig))
 
 
 def real_model(config: TrainConfig, *, pretrained: bool) -> Callable[[], nn.Sequential] | None:
@@ -35,19 +37,21 @@ def real_model(config: TrainConfig, *, pretrained: bool) -> Callable[[], nn.Sequ
     Models of timm and of users set their initial values while they are built, so every process builds the whole model
     once, from the same seed, and keeps the layers of its stages. `pretrained`: load the weights that the settings name.
     """
-    if isinstance(config.model, (groups.AmoebaNetConfig, groups.TransformerLMConfig, groups.TransformerNMTConfig)):
-        return None
-    return cache(lambda: _model(config, weights=pretrained))
+    if isinstance(config.model, groups.CustomConfig | groups.ResNetConfig | groups.TimmConfig):
+        return cache(lambda: _model(config, weights=pretrained))
+    return None
 
 
 def _model(config: TrainConfig, *, weights: bool) -> nn.Sequential:
-    """Call the model's function with the model's settings as arguments; `weights`: those of timm may be pretrained."""
+    """Call the model's function with the model's settings as arguments; `weights`: they may be pretrained."""
     model, dataset = config.model, config.dataset
     settings = {field.name: getattr(model, field.name) for field in fields(model)}
     name = settings.pop("name")
     match model, dataset:
         case groups.CustomConfig(), _:
             return build_custom(model.target, model.arguments or {})
+        case groups.HuggingFaceConfig(), _:
+            return _of_hugging_face(config, model, pretrained=model.pretrained and weights)
         case groups.AmoebaNetConfig(), groups.ImagesConfig():
             del settings["auxiliary_weight"]  # a setting of the loss
             return amoebanet(image_size=dataset.image_size, num_classes=dataset.model_classes, **settings)
@@ -63,6 +67,22 @@ def _model(config: TrainConfig, *, weights: bool) -> nn.Sequential:
         case groups.TransformerNMTConfig(), groups.TextConfig():
             return transformer_nmt(vocabulary=dataset.vocabulary, pad=PAD, **settings)
     raise AssertionError(f"model={name} cannot learn from dataset={dataset.name}; the settings were not checked")
+
+
+def _of_hugging_face(config: TrainConfig, model: groups.HuggingFaceConfig, *, pretrained: bool) -> nn.Sequential:
+    """The data set decides what a model of Hugging Face is for."""
+    source = replace(_source(model), pretrained=pretrained)
+    match config.dataset:
+        case groups.ImagesConfig() as images:
+            return hugging_face.image_classifier(source, num_classes=images.model_classes, image_size=images.image_size)
+        case groups.TextConfig(vocabulary=vocabulary) if config.task == "translation":
+            return hugging_face.translation_model(source, vocabulary=vocabulary, length=model.length, pad=PAD)
+        case groups.TextConfig(vocabulary=vocabulary):
+            return hugging_face.language_model(source, vocabulary=vocabulary, length=model.length)
+
+
+def _source(model: groups.HuggingFaceConfig) -> hugging_face.Source:
+    return hugging_face.Source(name=model.name, config=model.config, attention=model.attention)
 
 
 def timm_name(model: groups.ResNetConfig | groups.TimmConfig) -> str:
@@ -105,8 +125,12 @@ def memory_format_of(config: TrainConfig) -> Literal["contiguous", "channels_las
 
 def outputs_of(config: TrainConfig) -> int:
     """The number of logits per element: classes, or tokens of the vocabulary."""
-    dataset = config.dataset
-    return dataset.model_classes if isinstance(dataset, groups.ImagesConfig) else dataset.vocabulary
+    dataset, model = config.dataset, config.model
+    if isinstance(dataset, groups.ImagesConfig):
+        return dataset.model_classes
+    if isinstance(model, groups.HuggingFaceConfig):
+        return int(hugging_face.read_config(_source(model)).vocab_size)  # its own, which may be larger
+    return dataset.vocabulary
 
 
 def open_data(config: TrainConfig, pieces: bytes | None = None) -> tuple[Split, Split]:

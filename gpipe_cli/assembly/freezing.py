@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from gpipe_cli.assembly.build import build_model
-from gpipe_cli.config.groups import CustomConfig, ImagesConfig
+from gpipe_cli.config.groups import CustomConfig, HuggingFaceConfig, ImagesConfig
 from gpipe_cli.config.settings import TAKEN, TrainConfig
 from gpipe_cli.config.typed import RefusedError, nearest
 from gpipe_cli.pipeline.runtime.frozen import Frozen
@@ -65,10 +65,11 @@ def classifier_of(config: TrainConfig, model: nn.Sequential) -> frozenset[str]:
 
     To find them, the model is built again with one more class or token. In a text model only the last layer is
     searched, as embeddings change with the vocabulary too. A user's function may take the number of classes by any
-    argument, so the classifier of a user's model is the last module with parameters.
+    argument, and one of Hugging Face has its own vocabulary, so their classifier is the last module with parameters,
+    tied ones included.
     """
-    if isinstance(config.model, CustomConfig):
-        *_, last = (name.rpartition(".")[0] for name, _ in model.named_parameters())
+    if isinstance(config.model, CustomConfig | HuggingFaceConfig):
+        *_, last = (name.rpartition(".")[0] for name, _ in model.named_parameters(remove_duplicate=False))
         return frozenset(f"{last}.{name}" for name in model.get_submodule(last).state_dict())
     dataset = config.dataset
     if isinstance(dataset, ImagesConfig):

@@ -45,7 +45,8 @@ def make_new(path: Path) -> Path:
 
 def new_run(config: TrainConfig, now: datetime, auto: Sequence[str] = (), what: str = "") -> Path:
     """A path in `output`, named by time, `what` (`bench`, ...; "" for a training), model, dataset, K, M and R."""
-    stem = f"{now:%Y-%m-%d_%H-%M-%S}_{f'{what}_' if what else ''}{config.model.name}_{config.dataset.name}"
+    model = Path(config.model.name).name  # of Hugging Face it may be a folder, or OWNER/NAME
+    stem = f"{now:%Y-%m-%d_%H-%M-%S}_{f'{what}_' if what else ''}{model}_{config.dataset.name}"
     k, m, r = ("auto" if key in auto else getattr(config, key) for key in ("partitions", "micro_batches", "replicas"))
     return Path(config.output) / f"{stem}_K{k}_M{m}{'' if r == 1 else f'_R{r}'}"
 

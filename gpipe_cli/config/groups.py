@@ -1,6 +1,7 @@
 """The settings of the groups that offer choices: model=, dataset=, optimizer=, learning_rate=, hardware=.
 
-In each group, `name` identifies the choice. Models: those of the paper's sections 3 to 5, timm's, and the user's own.
+In each group, `name` identifies the choice. Models: those of the paper's sections 3 to 5, those of timm and of Hugging
+Face, and the user's own.
 Data sets: the paper's images (section 4) and text (sections 2.2 and 5), and the user's own. Optimizers and learning
 rates: the paper's RMSProp with its decay, and those of its Transformers and of today's models. Hardware: what a plan
 needs of an accelerator and its link to the next (the paper's: TPUs, and GPUs without a fast interconnect, 3 and 3.2).
@@ -64,6 +65,17 @@ class TimmConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class HuggingFaceConfig:
+    """A model of Hugging Face's transformers that is a chain of layers."""
+
+    name: str  # a folder with config.json, or a name on the hub
+    pretrained: bool
+    config: dict[str, Any] | None  # what replaces settings of config.json
+    attention: Literal["eager", "sdpa"]
+    length: Tokens  # of a sequence at most; for text only
+
+
+@dataclass(frozen=True, slots=True)
 class TransformerLMConfig:
     """The Transformer-L of the paper's Table 1."""
 
@@ -103,12 +115,25 @@ class TransformerNMTConfig:
             raise RefusedError("model.share_vocabularies", True, why)
 
 
-ModelConfig = AmoebaNetConfig | ResNetConfig | TransformerLMConfig | TransformerNMTConfig | CustomConfig | TimmConfig
+ModelConfig = (
+    AmoebaNetConfig
+    | ResNetConfig
+    | TransformerLMConfig
+    | TransformerNMTConfig
+    | CustomConfig
+    | TimmConfig
+    | HuggingFaceConfig
+)
 
 
 def choice_of(config: Any) -> str:
     """The choice, a file name in `conf/GROUP/` without its suffix, that a group's settings came from."""
-    return "timm" if isinstance(config, TimmConfig) else str(config.name)
+    match config:
+        case TimmConfig():
+            return "timm"
+        case HuggingFaceConfig():
+            return "hf"
+    return str(config.name)
 
 
 # --- dataset

@@ -194,7 +194,7 @@ class TrainConfig:
             why = "no weights are taken, as init_from=null; give init_from=..."
             raise RefusedError("init_head", self.init_head, why)
         model = self.model
-        has_weights = isinstance(model, groups.TimmConfig) and (model.pretrained or model.weights is not None)
+        has_weights = getattr(model, "pretrained", False) or getattr(model, "weights", None) is not None
         if TAKEN in (self.freeze or ()) and not has_weights:
             why = "nothing is taken, as init_from=null; give init_from=..., or name layers"
             raise RefusedError("freeze", self.freeze, why)

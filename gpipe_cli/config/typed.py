@@ -267,11 +267,13 @@ def _groups(kind: Any) -> list[Any]:
 
 
 def _option(options: Sequence[Any], value: Any) -> Any:
-    """The dataclass whose `name`, a Literal, allows that of `value`; else the one whose `name` is any text."""
-    name = value.get("name") if isinstance(value, dict) else None
-    hints = {option: get_type_hints(option)["name"] for option in options}
-    named = [option for option, hint in hints.items() if name in get_args(hint)]
-    return (named or [option for option, hint in hints.items() if hint is str] or list(options))[0]
+    """The dataclass whose `name`, a Literal, allows that of `value`; else, of those whose `name` is any text, the one
+    that has most of the other settings."""
+    given = value if isinstance(value, dict) else {}
+    hints = {option: get_type_hints(option) for option in options}
+    named = [option for option, hint in hints.items() if given.get("name") in get_args(hint["name"])]
+    of_any_name = [option for option, hint in hints.items() if hint["name"] is str]
+    return (named or sorted(of_any_name, key=lambda option: -len(hints[option].keys() & given)) or list(options))[0]
 
 
 def _is_group(kind: Any) -> bool:

@@ -26,7 +26,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from gpipe_cli.config.groups import ImagesConfig, TimmConfig
+from gpipe_cli.config.groups import HuggingFaceConfig, ImagesConfig, TimmConfig
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.system.forked_call import end_with_parent
 from gpipe_cli.system.interrupts import STOPS, deferred_signals
@@ -186,6 +186,8 @@ def _tunables() -> str:
 def _libraries(config: TrainConfig) -> list[str]:
     """The libraries that this run's workers need besides ours; else every worker would import them for itself."""
     found = ["timm"] if isinstance(config.model, TimmConfig) else []
+    if isinstance(config.model, HuggingFaceConfig):
+        found.append("transformers.modeling_utils")
     if isinstance(config.dataset, ImagesConfig):
         found.append("torchvision.transforms.v2")
     if config.dataset.name == "digits":

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from gpipe_cli.config.typed import RefusedError, with_type
 from gpipe_cli.errors import InputError
+from gpipe_cli.models.paths import add_at
 from gpipe_cli.system.files import regular_size
 
 
@@ -249,13 +250,7 @@ class Piece(nn.Module):
             elif step == "dropout":
                 self.add_module(step, nn.Dropout(model.drop_rate))
             else:
-                *parents, last = step.split(".")
-                owner: nn.Module = self
-                for parent in parents:
-                    if parent not in dict(owner.named_children()):
-                        owner.add_module(parent, nn.Module())
-                    owner = owner.get_submodule(parent)
-                owner.add_module(last, model.get_submodule(step))
+                add_at(self, step, model.get_submodule(step))
 
     def forward(self, x: Tensor) -> Tensor:
         for step in self.steps:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from gpipe_cli.assembly.build import open_data, outputs_of
-from gpipe_cli.config.groups import TextConfig
+from gpipe_cli.assembly.build import open_data
+from gpipe_cli.config.groups import HuggingFaceConfig, TextConfig
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.data.batches import Catalogue, MiniBatches, Split
@@ -180,9 +180,9 @@ class Data:
         facts = DataFacts(train.catalogue.samples, test.catalogue.samples)
         notes: Notes = ()
         if isinstance(train, TextSplit | PairSplit) and isinstance(test, TextSplit | PairSplit):
-            size, asked = train.vocabulary.size, outputs_of(self._config)
+            size, asked = train.vocabulary.size, self._config.dataset.vocabulary  # type: ignore[union-attr]  # text
             facts = replace(facts, vocabulary=size, unigram_perplexity=unigram_perplexity(train, test))
-            if size < asked:
+            if size < asked and not isinstance(self._config.model, HuggingFaceConfig):  # which keeps its own
                 whose = "the tokenizer" if isinstance(train.vocabulary, PretrainedTokenizer) else "this text"
                 fewer = f"dataset.vocabulary={asked} is more than {whose} has; {size} makes the model smaller"
                 notes += (("vocabulary", fewer),)

@@ -136,7 +136,7 @@ def build_engine(
     """
     process = control.rank
     spec = spec.of_replica(spec.layout.replica_of(process))
-    model, whole = build_model(config), real_model(config, pretrained=pretrained)
+    model, whole = build_model(config, pretrained=pretrained), real_model(config, pretrained=pretrained)
     freeze(model, spec.frozen)
     stages = {index: build_stage(config, spec, index, model, whole) for index in spec.layout.stages_of(process)}
     transport: Transport

@@ -14,7 +14,7 @@ import torch
 
 from gpipe_cli.assembly.learning_rate import learning_rate
 from gpipe_cli.assembly.loss import Totals
-from gpipe_cli.config.groups import CustomConfig, TimmConfig, choice_of
+from gpipe_cli.config.groups import CustomConfig, HuggingFaceConfig, TimmConfig, choice_of
 from gpipe_cli.config.settings import DecodeConfig, TrainConfig
 from gpipe_cli.data.batches import MiniBatches
 from gpipe_cli.distributed.control_group import Awaited, ControlGroup
@@ -87,7 +87,8 @@ def train(
     progress = replace(start, steps_per_epoch=training.batches.steps_per_epoch)
     milestones.refuse_finished(progress.step)
     compiled = _compile(engine, training.batches) if config.compile else None
-    if config.check_layers and not only_steps and isinstance(config.model, CustomConfig | TimmConfig):
+    of_others = isinstance(config.model, CustomConfig | TimmConfig | HuggingFaceConfig)
+    if config.check_layers and not only_steps and of_others:
         notes = (*notes, _check_layers(engine, training, progress))
 
     # --- 4. Write the first files into the run folder; the parent shows the banner -------------------------------

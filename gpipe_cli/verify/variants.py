@@ -279,7 +279,8 @@ class _Runs:
         engine = self._engine(variant)
         config = engine.config
         device, current = engine.first_device, 0
-        model, whole = build_model(config), real_model(config, pretrained=config.init_from is None)
+        pretrained = config.init_from is None
+        model, whole = build_model(config, pretrained=pretrained), real_model(config, pretrained=pretrained)
         ties = engine.spec.ties
         model = materialize(model, 0, len(model), run_seed=config.seed, device=device, whole=whole, ties=ties)
         freeze(model, engine.spec.frozen)

@@ -17,6 +17,7 @@ from training_runs import configure as train
 from gpipe_cli.commands.evaluate import of_run
 from gpipe_cli.commands.folders import run_folder
 from gpipe_cli.commands.train import requested, resumed
+from gpipe_cli.config.groups import choice_of
 from gpipe_cli.config.settings import BenchSettings, EvaluateSettings, TrainConfig, find_run, load, to_yaml
 from gpipe_cli.errors import InputError
 from gpipe_cli.system import gpus as gpus_here
@@ -43,7 +44,7 @@ def test_every_setting_is_explained_and_every_file_of_a_group_is_one_of_its_choi
         if file.parent.name != "conf":
             read = yaml.safe_load(file.read_text())
             name = read.get("name") or read["model"]["name"]  # resuming a run relies on it
-            assert name == {"timm": "???"}.get(file.stem, file.stem)
+            assert name == {"timm": "???", "hf": "???"}.get(file.stem, file.stem)
 
 
 def test_types_survive_yaml(tmp_path: Path) -> None:
@@ -62,6 +63,8 @@ def test_types_survive_yaml(tmp_path: Path) -> None:
     assert train("logger=[]").logger == ()
     timm = train("model=timm", "model.name=resnet18", "freeze=[taken]", "model.pretrained=true")
     assert timm.freeze == ("taken",), "weights of timm count as taken"
+    for config in (timm, train("model=hf", "model.name=a/b", "model.config={vocab_size: 9}")):  # both have any name
+        assert load(save(config, tmp_path / choice_of(config.model))) == config
 
 
 @pytest.mark.parametrize(

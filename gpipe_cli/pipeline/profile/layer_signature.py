@@ -7,6 +7,7 @@ by value, other objects by identity; a layer that owns an object of an unknown t
 import io
 import pickle
 from collections import OrderedDict
+from collections.abc import Iterable
 from itertools import count
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -17,6 +18,7 @@ from torch import nn
 # Described by value. Pickle tells 1, 1.0 and True apart.
 _PLAIN = frozenset((int, str, type(None), bytes, bool, float, complex, list, tuple, dict, OrderedDict, set, frozenset))
 
+_OF_BUFFERS = frozenset(("persistent", "_is_buffer"))  # attributes that nn.Buffer gives a tensor
 _OFTEN_EMPTY = frozenset((dict, OrderedDict, set))
 
 
@@ -26,9 +28,14 @@ def signature(layer: nn.Module) -> bytes:
     They describe every module inside: its type, attributes, parameters and buffers (shape, strides, type, whether
     trained, and which are one object). Numbers, strings and containers of these compare by value, functions without a
     closure by identity; tensors that are plain attributes, other functions and other objects are equal to none.
+
+    A layer may say what its forward reads by a method `reads`: a tuple that is described in its place, and objects that
+    may be in it, hold no tensors and never change; they compare by identity.
     """
+    reads: Any = getattr(layer, "reads", None)
+    read, constants = (layer, ()) if reads is None else reads()
     described = io.BytesIO()
-    _Describer(described).dump(layer)
+    _Describer(described, constants).dump(read)
     return described.getvalue()
 
 
@@ -37,8 +44,9 @@ class _Describer(pickle.Pickler):
 
     _others = count()  # numbers the objects, of all layers, that cannot be compared
 
-    def __init__(self, described: io.BytesIO) -> None:
+    def __init__(self, described: io.BytesIO, constants: Iterable[object]) -> None:
         super().__init__(described, protocol=5)
+        self._constants = {id(constant) for constant in constants}
         self.fast = True  # no memo: equal objects are described alike, whether or not they are one object
         self._seen: dict[int, int] = {}  # modules, parameters and buffers by identity, numbered as they are met
         self._owned: set[int] = set()  # parameters and buffers
@@ -53,15 +61,17 @@ class _Describer(pickle.Pickler):
             self._seen[id(value)] = len(self._seen)
             if isinstance(value, nn.Module):
                 return None
-            strange = bool(value.__dict__) or value._backward_hooks is not None
+            strange = not vars(value).keys() <= _OF_BUFFERS or value._backward_hooks is not None
             own = id(value) if strange else None
             return f"{type(value)} {value.shape} {value.stride()} {value.dtype} {value.requires_grad} {own}"
         if isinstance(value, torch.dtype | torch.device | torch.memory_format | torch.Size):
             return repr(value)
         # An object that may hold tensors is described differently in every layer, even if two layers share it: its
         # tensor may be the own weight of one of the two, and another layer's weight for the other.
-        simple = isinstance(value, type | BuiltinFunctionType) or (
-            isinstance(value, FunctionType) and value.__closure__ is None
+        simple = (
+            isinstance(value, type | BuiltinFunctionType)
+            or (isinstance(value, FunctionType) and value.__closure__ is None)
+            or id(value) in self._constants
         )
         return str(id(value)) if simple else f"another {next(self._others)}"
 

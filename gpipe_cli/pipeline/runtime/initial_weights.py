@@ -72,9 +72,13 @@ def materialize(
 
 @torch.no_grad()
 def _initialise(name: str, layer: nn.Module, run_seed: int) -> None:
-    """Allocate a layer on the CPU and set all its values, which depend on the run's seed and the layer's name only."""
+    """Allocate a layer on the CPU and set all its values, which depend on the run's seed and the layer's name only: by
+    its own `initialise_weights`, or else by the `reset_parameters` of its modules."""
     layer.to_empty(device="cpu")
     seed_generator(torch.device("cpu"), seed_of_name(run_seed, name))
+    if (own := getattr(layer, "initialise_weights", None)) is not None:
+        own()
+        return
     for path, module in layer.named_modules():
         if not [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
             continue

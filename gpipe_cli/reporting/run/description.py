@@ -97,6 +97,8 @@ def model_name(config: TrainConfig) -> str:
             return model.target
         case groups.TimmConfig() as model:
             return f"{model.name} (timm)"
+        case groups.HuggingFaceConfig() as model:
+            return f"{model.name} (Hugging Face)"
 
 
 def _width(width: int, papers: int) -> str:

@@ -1,0 +1,263 @@
+"""Models of Hugging Face's transformers as chains: the paper's claim that any network that is a sequence of layers can
+be partitioned (section 1), for the models of today.
+
+transformers runs a model's blocks in a loop inside one forward. Here each block is a layer, made of the model's own
+modules, and what the loop hands to all of them, masks and tables of positions, is computed in every layer anew by the
+model's own functions: only hidden states travel. The chain computes what the model computes, bit for bit.
+
+    text, images   embedding  block_000 ... block_{L-1}  head
+    translation    embedding  encoder_000 ... encoder_norm  target_embedding  decoder_000 ... head
+
+The whole model exists on the meta device only. A layer sets its own values, from the files beside config.json or by
+transformers' own initialisation (`hugging_face_weights.py`). Tied weights are one parameter of several layers.
+
+transformers describes where a model can be cut (`base_model_pp_plan`), but not what its forward does between the parts:
+some families scale embeddings or logits there. So each family is listed here once it has been compared.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from gpipe_cli.config.typed import RefusedError, nearest, with_type
+from gpipe_cli.models.hugging_face_layers import (
+    Block,
+    ClassifierHead,
+    DecoderBlock,
+    EncoderBlock,
+    EncoderNorm,
+    Mask,
+    Piece,
+    SourceEmbedding,
+    TargetEmbedding,
+    TokenEmbedding,
+    TranslationHead,
+)
+from gpipe_cli.models.hugging_face_weights import InitialValues, Weights
+
+# Family, `model_type` in config.json -> modules of the embedding, the list of blocks, what comes after the last one.
+_LIKE_LLAMA = ("embed_tokens", "layers", "norm")
+LANGUAGE_MODELS = {
+    "gpt2": ("wte wpe drop", "h", "ln_f"),
+    "llama": _LIKE_LLAMA,
+    "mistral": _LIKE_LLAMA,
+    "qwen2": _LIKE_LLAMA,
+    "qwen3": _LIKE_LLAMA,
+    "gemma": _LIKE_LLAMA,
+    "olmo2": _LIKE_LLAMA,
+    "phi3": _LIKE_LLAMA,
+    "smollm3": _LIKE_LLAMA,
+}
+MASKED_LANGUAGE_MODELS = ("bert",)
+IMAGE_CLASSIFIERS = ("vit",)
+TRANSLATION_MODELS = ("t5",)
+_VARYING_TABLES = ("dynamic", "longrope")  # rotary tables that change with the longest sequence seen
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Where a model comes from.
+
+    name: a folder with config.json, or a name on the hub. pretrained: initial values come from the safetensors files
+    beside config.json. config: replaces settings of config.json. attention: transformers' implementation, "eager" or
+    "sdpa".
+    """
+
+    name: str
+    pretrained: bool = False
+    config: Mapping[str, Any] | None = None
+    attention: str = "eager"
+
+
+def language_model(source: Source, *, vocabulary: int, length: int) -> nn.Sequential:
+    """A causal language model: tokens (N, S), int64 -> logits (N, S, tokens of the model).
+
+    As all functions here, it is for the meta device; the layers then have `initialise_weights`.
+
+    Args:
+        vocabulary: token ids of the data, at most those of the model.
+        length: the largest S, at most the positions that the model has.
+
+    Raises InputError for a configuration that cannot be read, a family that is no chain here, and data that do not fit.
+    """
+    settings = _settings(source, [*LANGUAGE_MODELS], "text")
+    _refuse_other_text(source, settings, vocabulary, length)
+    rope_type = (getattr(settings, "rope_parameters", None) or {}).get("rope_type")
+    if rope_type in _VARYING_TABLES:
+        why = f"its rotary positions, {rope_type}, depend on sequences seen before; use model.config to choose others"
+        raise RefusedError("model.name", source.name, why)
+    model, initial = _on_meta(source, settings, "AutoModelForCausalLM")
+    base, (embedding, blocks, norm) = model.base_model_prefix, LANGUAGE_MODELS[settings.model_type]
+    layers: dict[str, Piece] = {}
+    layers["embedding"] = TokenEmbedding(model, initial, [f"{base}.{path}" for path in embedding.split()])
+    rotary = f"{base}.rotary_emb" if hasattr(model.base_model, "rotary_emb") else None
+    for index in range(settings.num_hidden_layers):
+        block = Block(model, initial, f"{base}.{blocks}.{index}", _mask(settings, index), rotary)
+        layers[f"block_{index:03d}"] = block
+    return _chain(source, model, {**layers, "head": Piece(model, initial, [f"{base}.{norm}", "lm_head"])})
+
+
+def masked_language_model(source: Source, *, vocabulary: int, length: int) -> nn.Sequential:
+    """A model that predicts masked tokens: tokens (N, S), int64 -> logits (N, S, tokens of the model). Otherwise as
+    `language_model`."""
+    settings = _settings(source, MASKED_LANGUAGE_MODELS, "masked text")
+    _refuse_other_text(source, settings, vocabulary, length)
+    model, initial = _on_meta(source, settings, "AutoModelForMaskedLM")
+    layers = {"embedding": Piece(model, initial, ["bert.embeddings"])}
+    for index in range(settings.num_hidden_layers):
+        layers[f"block_{index:03d}"] = Block(model, initial, f"bert.encoder.layer.{index}", "bidirectional")
+    return _chain(source, model, {**layers, "head": Piece(model, initial, ["cls"])})
+
+
+def image_classifier(source: Source, *, num_classes: int, image_size: int) -> nn.Sequential:
+    """A vision Transformer: images (N, 3, S, S) -> logits (N, num_classes). A pretrained classifier for another number
+    of classes is not loaded.
+
+    image_size: S, pixels, which must be those of config.json. Otherwise as `language_model`.
+    """
+    settings = _settings(source, IMAGE_CLASSIFIERS, "images")
+    if settings.image_size not in (image_size, [image_size] * 2, (image_size,) * 2):
+        use = f"use that, or 'model.config={{image_size: {image_size}}}' for a model of this size"
+        raise RefusedError("dataset.image_size", image_size, f"{source.name} takes {settings.image_size} pixels; {use}")
+    settings.num_labels = num_classes
+    model, initial = _on_meta(source, settings, "AutoModelForImageClassification", classifier="classifier")
+    layers = {"embedding": Piece(model, initial, ["vit.embeddings"])}
+    for index in range(settings.num_hidden_layers):
+        layers[f"block_{index:03d}"] = Block(model, initial, f"vit.layers.{index}", "bidirectional")
+    head = ClassifierHead(model, initial, ["vit.layernorm", "classifier"])
+    return _chain(source, model, {**layers, "head": head})
+
+
+def translation_model(source: Source, *, vocabulary: int, length: int, pad: int) -> nn.Sequential:
+    """An encoder and a decoder: (source (N, S), target so far (N, T)), both int64 -> logits (N, T, tokens).
+
+    In transformers the first block of each stack makes the biases of relative positions, and the others get them. Here
+    every block makes them, from a table that all blocks of a stack share: a few numbers, summed once a step, in place
+    of (heads, S, S) for each micro-batch and boundary, in both directions. The outputs are bit-identical; the table's
+    gradient is added up in another order.
+
+    T5 v1.1 and Flan-T5 say tie_word_embeddings=false and have logits of their own in their files. transformers unties
+    them once it has seen the files, here the setting does.
+
+    pad: id of the data's padding token; padded positions of the source are masked. Otherwise as `language_model`.
+    """
+    settings = _settings(source, TRANSLATION_MODELS, "pairs of sentences")
+    _refuse_other_text(source, settings, vocabulary, length)
+    model, initial = _on_meta(source, settings, "AutoModelForSeq2SeqLM")
+    if not settings.scale_decoder_outputs:  # what transformers makes of tie_word_embeddings=false
+        model.lm_head.weight = nn.Parameter(torch.empty_like(model.lm_head.weight))
+        initial = initial.without_tied("lm_head.weight")
+    initial = initial.with_tied(_share_tables(model))
+    layers: dict[str, Piece] = {}
+    layers["embedding"] = SourceEmbedding(model, initial, ["encoder.embed_tokens", "encoder.dropout"], pad)
+    for index in range(settings.num_layers):
+        layers[f"encoder_{index:03d}"] = EncoderBlock(model, initial, f"encoder.block.{index}", "bidirectional")
+    layers["encoder_norm"] = EncoderNorm(model, initial, ["encoder.final_layer_norm", "encoder.dropout"])
+    layers["target_embedding"] = TargetEmbedding(model, initial, ["decoder.embed_tokens", "decoder.dropout"])
+    for index in range(settings.num_decoder_layers):
+        layers[f"decoder_{index:03d}"] = decoder = DecoderBlock(model, initial, f"decoder.block.{index}", "causal")
+        decoder.last = index == settings.num_decoder_layers - 1
+    paths = ["decoder.final_layer_norm", "decoder.dropout", "lm_head"]
+    layers["head"] = TranslationHead(model, initial, paths, settings.scale_decoder_outputs)
+    return _chain(source, model, layers)
+
+
+def read_config(source: Source) -> Any:
+    """A model's PretrainedConfig. Raises RefusedError if it cannot be had, or has no such setting as `source.config`
+    replaces."""
+    try:
+        from transformers import AutoConfig, logging
+    except ImportError as error:
+        why = "needs the package transformers; install it by pip install 'gpipe-cli[transformers]'"
+        raise RefusedError("model", "hf", why) from error
+    logging.set_verbosity_error()  # of special tokens beyond a small vocabulary, in every process
+    changes = source.config or {}
+    try:
+        known = AutoConfig.from_pretrained(source.name, trust_remote_code=False).to_dict()
+        if unknown := [key for key in changes if key not in known]:
+            hint = nearest(unknown[0], [*known]) or "; config.json has them all"
+            raise RefusedError(f"model.config.{unknown[0]}", changes[unknown[0]], f"no such setting{hint}")
+        return AutoConfig.from_pretrained(source.name, trust_remote_code=False, **changes)
+    except RefusedError:
+        raise
+    except Exception as error:  # whatever transformers, the hub's client and the checks of a configuration raise
+        why = f"no configuration of a model of transformers ({with_type(error).partition('; ')[0]})"
+        raise RefusedError("model.name", source.name, f"{why}; give a folder with its config.json") from error
+
+
+def _settings(source: Source, families: "tuple[str, ...] | list[str]", data: str) -> Any:
+    settings = read_config(source)
+    if settings.model_type not in families:
+        why = f"transformers' family {settings.model_type} has no chain of layers for {data}"
+        raise RefusedError("model.name", source.name, f"{why}; use one of {', '.join(families)}")
+    return settings
+
+
+def _refuse_other_text(source: Source, settings: Any, vocabulary: int, length: int) -> None:
+    if vocabulary > settings.vocab_size:
+        why = f"{source.name} knows {settings.vocab_size} tokens; use {settings.vocab_size} or fewer"
+        raise RefusedError("dataset.vocabulary", vocabulary, why)
+    positions = getattr(settings, "max_position_embeddings", length)
+    if length > positions:
+        raise RefusedError("model.length", length, f"{source.name} has {positions} positions; use as many or fewer")
+
+
+def _mask(settings: Any, index: int) -> Mask:
+    """What block number `index` of a causal language model may see."""
+    match settings.model_type:
+        case "mistral" | "phi3":
+            slides = settings.sliding_window is not None
+        case "qwen2" | "qwen3" | "smollm3":
+            slides = settings.layer_types[index] == "sliding_attention"
+        case _:
+            slides = False
+    return "sliding" if slides else "causal"
+
+
+def _on_meta(source: Source, settings: Any, auto: str, classifier: str = "") -> tuple[Any, InitialValues]:
+    """The model without memory, in training mode, in float32, and how its layers get their values."""
+    import transformers
+
+    settings.use_cache = False
+    with torch.device("meta"):
+        model = getattr(transformers, auto).from_config(
+            settings, attn_implementation=source.attention, dtype=torch.float32
+        )
+    weights = Weights(source.name, model, classifier) if source.pretrained else None
+    return model.train(), InitialValues.of(model, weights)
+
+
+def _share_tables(model: Any) -> dict[str, str]:
+    """Give every block the table of relative positions that the first one of its stack has; returns the names of the
+    new parameters, with those of their owners."""
+    tied = {}
+    for stack in ("encoder", "decoder"):
+        (first, owner), *others = (
+            (f"{stack}.block.{index}.layer.0.SelfAttention", block.layer[0].SelfAttention)
+            for index, block in enumerate(model.get_submodule(stack).block)
+        )
+        for path, attention in others:
+            with torch.device("meta"):
+                table = nn.Embedding(*owner.relative_attention_bias.weight.shape)
+            table.weight = owner.relative_attention_bias.weight
+            attention.relative_attention_bias, attention.has_relative_attention_bias = table, True
+            tied[f"{path}.relative_attention_bias.weight"] = f"{first}.relative_attention_bias.weight"
+    return tied
+
+
+def _chain(source: Source, model: nn.Module, layers: Mapping[str, nn.Module]) -> nn.Sequential:
+    """The layers as a sequence. Raises RefusedError if the model has a parameter or buffer that no layer has."""
+    sequence = nn.Sequential()
+    for layer, module in layers.items():
+        sequence.add_module(layer, module)
+    parameters = {id(parameter) for parameter in sequence.parameters()}
+    buffers = {name.partition(".")[2] for name, _ in sequence.named_buffers()}
+    forgotten = [name for name, parameter in model.named_parameters() if id(parameter) not in parameters]
+    forgotten += [name for name, _ in model.named_buffers() if name not in buffers]
+    if forgotten:
+        why = f"has tensors that the chain of its family does not know, such as {forgotten[0]}"
+        raise RefusedError("model.name", source.name, f"{why}; use another model of the family")
+    return sequence

@@ -1,0 +1,168 @@
+"""Initial values of the layers of a model of transformers: each layer sets its own, so that no process needs them all.
+
+Pretrained values lie in safetensors files beside config.json, in one or in shards with an index. A layer reads its own
+tensors by name and nothing else. Names in old files differ from those in the model; transformers knows the renamings.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from gpipe_cli.config.typed import RefusedError, with_type
+from gpipe_cli.errors import InputError
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+class Weights:
+    """The tensors of a model's files, by the names that they have in the model.
+
+    name: a folder, or a name on the hub. classifier: a module of the model that is taken only if it fits, "" for none.
+    """
+
+    def __init__(self, name: str, model: Any, classifier: str = "") -> None:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+
+        self.name = name
+        self._classifier = classifier and f"{classifier}."
+        self._renamings = get_model_conversion_mapping(model)
+        self._prefix, self._names = model.base_model_prefix, dict.fromkeys(model.state_dict(), True)
+
+    def read(self, like: Mapping[str, Tensor], tied: Mapping[str, str]) -> dict[str, Tensor]:
+        """Values for the tensors in `like`, without those of a classifier of which one does not fit.
+
+        tied: name of a tied weight -> that of its owner; a file may have either, or both if they are equal. Raises
+        InputError if a file cannot be read, lacks a tensor, or it has another shape.
+        """
+        shapes = {name: tuple(tensor.shape) for name, tensor in like.items()}
+        own = [name for name in shapes if self._classifier and name.startswith(self._classifier)]
+        left_out = own if any(self._shape(name) != shapes[name] for name in own) else []
+        found = {}
+        for name in [name for name in shapes if name not in left_out]:
+            names = [one for one in (tied.get(name), name) if one in self._places] or [name]
+            found[name], *others = (self._tensor(one, shapes[name]) for one in names)
+            if not all(torch.equal(found[name], other) for other in others):
+                why = f"{names[0]} and {name}, which are tied, differ in the files of {self.name}"
+                raise RefusedError(
+                    "model.pretrained", True, f"{why}; use 'model.config={{tie_word_embeddings: false}}'"
+                )
+        return found
+
+    def _shape(self, name: str) -> tuple[int, ...] | None:
+        """The shape of a tensor in its file; None if no file has it."""
+        if name not in self._places:
+            return None
+        file, stored = self._places[name]
+        with self._opened(file) as tensors:
+            return tuple(tensors.get_slice(stored).get_shape())
+
+    def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        if (found := self._shape(name)) is None:
+            use = "use a folder that has it, or model.pretrained=false"
+            raise RefusedError("model.pretrained", True, f"{self.name} has no tensor {name}; {use}")
+        file, stored = self._places[name]
+        if found != shape:
+            why = f"{file} of {self.name} has {stored} of shape {found}, and the model {shape}"
+            raise RefusedError("model.pretrained", True, f"{why}; use the settings of its own config.json")
+        with self._opened(file) as tensors:
+            tensor: Tensor = tensors.get_tensor(stored)
+            return tensor
+
+    @cached_property
+    def _places(self) -> dict[str, tuple[str, str]]:
+        """The model's name of each tensor -> the file that has it, and its name there."""
+        from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+        if (index := self._find(INDEX)) is not None:
+            try:
+                files = dict(json.loads(index.read_text("utf-8"))["weight_map"])
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                raise InputError(f"{index}: is no index of files ({with_type(error)}); fetch it anew") from error
+        else:
+            with self._opened(SINGLE) as tensors:
+                files = dict.fromkeys(tensors.keys(), SINGLE)
+        renamings = [one for one in self._renamings if isinstance(one, WeightRenaming)]
+        places = {}
+        for stored, file in files.items():
+            name, _ = rename_source_key(stored, renamings, [], self._prefix, self._names)
+            places[name] = file, stored
+        return places
+
+    def _opened(self, file: str) -> Any:
+        path = self._find(file)
+        if path is None:
+            use = "give a folder that has it, or use model.pretrained=false"
+            raise RefusedError("model.pretrained", True, f"{self.name} has no file {file}; {use}")
+        try:
+            return safe_open(path, framework="pt")
+        except (OSError, SafetensorError) as error:
+            raise InputError(f"{path}: cannot be read as safetensors ({with_type(error)}); fetch it anew") from error
+
+    def _find(self, file: str) -> Path | None:
+        from transformers.utils import cached_file
+
+        # a process that needs a file of the hub fetches it, once for all processes of a machine
+        try:
+            found = cached_file(self.name, file, _raise_exceptions_for_missing_entries=False)
+        except Exception as error:  # whatever the hub's client and the libraries below it raise
+            why = f"{file} of {self.name} cannot be had here ({with_type(error).partition('; ')[0]})"
+            use = "give a folder that has it as model.name, or use model.pretrained=false"
+            raise RefusedError("model.pretrained", True, f"{why}; {use}") from error
+        return None if found is None else Path(found)
+
+
+@dataclass(frozen=True)
+class InitialValues:
+    """How the layers of a model get their values.
+
+    initialiser: has transformers' `_init_weights` for the model. tied: name of a tied parameter -> that of its owner.
+    weights: None if values are drawn.
+    """
+
+    initialiser: Any
+    tied: Mapping[str, str]
+    weights: Weights | None
+
+    @classmethod
+    def of(cls, model: Any, weights: Weights | None) -> "InitialValues":
+        # `_init_weights` reads only the configuration: with the whole model each layer would hold all others
+        initialiser: Any = object.__new__(type(model))
+        nn.Module.__init__(initialiser)
+        initialiser.config = model.config
+        return cls(initialiser, dict(model.all_tied_weights_keys), weights)
+
+    def with_tied(self, more: Mapping[str, str]) -> "InitialValues":
+        return replace(self, tied={**self.tied, **more})
+
+    def without_tied(self, name: str) -> "InitialValues":
+        return replace(self, tied={tied: owner for tied, owner in self.tied.items() if tied != name})
+
+    def set(self, layer: nn.Module) -> None:
+        """Set all parameters and buffers of a layer, whose modules have the paths that they have in the model.
+
+        transformers' initialisation also sets buffers that no file has, such as rotary tables, and leaves alone what is
+        marked as loaded.
+        """
+        loaded, own = [], layer.state_dict(keep_vars=True)
+        for name, owner in self.tied.items():
+            if name in own and owner in own:  # a layer's tensors have been allocated one by one
+                path, _, last = name.rpartition(".")
+                setattr(layer.get_submodule(path), last, own[owner])
+                own[name] = own[owner]
+        if self.weights is not None:
+            for name, value in self.weights.read(own, self.tied).items():
+                tensor = own[name]
+                tensor.copy_(value)
+                tensor._is_hf_initialized = True
+                loaded.append(tensor)
+        for part in layer.children():
+            part.apply(self.initialiser._init_weights)
+        for tensor in loaded:
+            vars(tensor).pop("_is_hf_initialized", None)  # a tied one is there twice

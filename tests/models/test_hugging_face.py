@@ -1,0 +1,372 @@
+"""Models of Hugging Face's transformers: a chain computes what transformers' own model computes, bit for bit, from its
+initial values and its files of weights, in any cut; and what is refused."""
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from training_runs import assert_same_tensors, command, configure, final_tensors, train_here
+
+from gpipe_cli.errors import InputError
+from gpipe_cli.models.hugging_face import (
+    Source,
+    image_classifier,
+    language_model,
+    masked_language_model,
+    translation_model,
+)
+from gpipe_cli.pipeline.profile.layer_signature import signature
+from gpipe_cli.pipeline.runtime.initial_weights import materialize
+from gpipe_cli.pipeline.runtime.tied_weights import find_ties
+
+transformers = pytest.importorskip("transformers")
+
+TOKENS, CLASSES, PIXELS = 300, 7, 16
+CPU = torch.device("cpu")
+WORDS = {"vocab_size": TOKENS, "bos_token_id": 1, "eos_token_id": 2}
+BLOCKS = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+BERT = WORDS | BLOCKS | {"max_position_embeddings": 64}
+LIKE_LLAMA = BERT | {"num_key_value_heads": 2, "attention_dropout": 0.1}
+UNTIED = {"tie_word_embeddings": False}
+SLIDES_IN_LAST = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2}
+SLIDES_IN_FIRST = {
+    "use_sliding_window": True,
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", *["full_attention"] * 2],
+    "pad_token_id": 0,
+}
+GPT2 = WORDS | {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}
+T5 = WORDS | {"d_model": 32, "d_ff": 48, "d_kv": 8, "num_layers": 3, "num_decoder_layers": 2, "num_heads": 4}
+VIT = BLOCKS | {"image_size": PIXELS, "patch_size": 4, "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a model is for: transformers' class, our chain, the chain's inputs, and those of transformers' forward."""
+
+    auto: Any
+    build: Callable[..., nn.Sequential]
+    inputs: Callable[[], Any]
+    as_arguments: Callable[[Any], dict[str, Any]]
+
+
+def random_tokens(length: int, samples: int = 3) -> Tensor:
+    return torch.randint(1, TOKENS, (samples, length), generator=torch.Generator().manual_seed(length))
+
+
+def random_pairs() -> tuple[Tensor, Tensor]:
+    source = random_tokens(17)
+    source[1, 10:] = 0  # padding
+    return source, random_tokens(11)
+
+
+def of_pairs(pairs: tuple[Tensor, Tensor]) -> dict[str, Any]:
+    source, target = pairs
+    return {
+        "input_ids": source,
+        "attention_mask": (source != 0).long(),
+        "decoder_input_ids": target,
+        "use_cache": False,
+    }
+
+
+TEXT = {"vocabulary": TOKENS, "length": 64}
+CAUSAL = Kind(
+    transformers.AutoModelForCausalLM,
+    partial(language_model, **TEXT),
+    partial(random_tokens, 17),
+    lambda tokens: {"input_ids": tokens},
+)
+MASKED = Kind(
+    transformers.AutoModelForMaskedLM, partial(masked_language_model, **TEXT), CAUSAL.inputs, CAUSAL.as_arguments
+)
+PAIRS = Kind(transformers.AutoModelForSeq2SeqLM, partial(translation_model, **TEXT, pad=0), random_pairs, of_pairs)
+IMAGES = Kind(
+    transformers.AutoModelForImageClassification,
+    partial(image_classifier, num_classes=CLASSES, image_size=PIXELS),
+    lambda: torch.randn(3, 3, PIXELS, PIXELS, generator=torch.Generator().manual_seed(0)),
+    lambda images: {"pixel_values": images},
+)
+MODELS: dict[str, tuple[Kind, Any]] = {
+    "gpt2": (CAUSAL, transformers.GPT2Config(**GPT2, **UNTIED)),
+    "llama": (CAUSAL, transformers.LlamaConfig(**LIKE_LLAMA)),
+    "mistral": (CAUSAL, transformers.MistralConfig(sliding_window=6, **LIKE_LLAMA)),
+    "qwen2": (CAUSAL, transformers.Qwen2Config(**SLIDES_IN_LAST, **LIKE_LLAMA)),
+    "qwen3": (CAUSAL, transformers.Qwen3Config(head_dim=8, **SLIDES_IN_LAST, **LIKE_LLAMA, **UNTIED)),
+    "gemma": (CAUSAL, transformers.GemmaConfig(head_dim=8, **LIKE_LLAMA)),
+    "olmo2": (CAUSAL, transformers.Olmo2Config(**LIKE_LLAMA)),
+    "phi3": (CAUSAL, transformers.Phi3Config(sliding_window=6, resid_pdrop=0.1, pad_token_id=0, **LIKE_LLAMA)),
+    "smollm3": (CAUSAL, transformers.SmolLM3Config(no_rope_layers=[1, 0, 1], **SLIDES_IN_FIRST, **LIKE_LLAMA)),
+    "tied gpt2": (CAUSAL, transformers.GPT2Config(**GPT2)),
+    "tied llama": (CAUSAL, transformers.LlamaConfig(**LIKE_LLAMA, tie_word_embeddings=True)),
+    "bert": (MASKED, transformers.BertConfig(**BERT)),
+    "vit": (IMAGES, transformers.ViTConfig(**VIT, num_labels=CLASSES)),
+    "t5": (PAIRS, transformers.T5Config(**T5)),
+    "t5 v1.1": (PAIRS, transformers.T5Config(**T5, feed_forward_proj="gated-gelu", **UNTIED)),
+}
+
+
+def saved(folder: Path, name: str, shards: str = "5GB", **changes: Any) -> Path:
+    """A folder as transformers writes it: config.json and weights, every value at random."""
+    kind, config = MODELS[name]
+    model = kind.auto.from_config(type(config)(**config.to_dict() | changes))
+    if name == "t5 v1.1":  # as its files on the hub
+        model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            # of norms and biases, too: ones and zeros would hide a mistake
+            parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)) / 5)
+    model.save_pretrained(folder, max_shard_size=shards)
+    return folder
+
+
+def on_meta(folder: Path, build: Callable[..., nn.Sequential] = CAUSAL.build, **settings: Any) -> nn.Sequential:
+    with torch.device("meta"):
+        return build(Source(name=str(folder), **{"pretrained": True} | settings))
+
+
+def with_values(model: nn.Sequential, first: int = 0) -> nn.Sequential:
+    """The layers from number `first` on, each with its own values."""
+    return materialize(model, first, len(model) - first, run_seed=3, device=CPU, ties=find_ties(model))
+
+
+def whole(folder: Path, kind: Kind = CAUSAL, attention: str = "eager") -> Any:
+    """transformers' own model. A cache of keys and values, for later tokens, would lay them out differently."""
+    model = kind.auto.from_pretrained(folder, attn_implementation=attention, dtype=torch.float32)
+    model.config.use_cache = False
+    return model
+
+
+def tensors_of(model: nn.Module, layers: bool = False) -> dict[str, Tensor]:
+    """Parameters and buffers; `layers`: by the names in the whole model, without those of layers."""
+    found = dict((*model.named_parameters(remove_duplicate=False), *model.named_buffers()))
+    return {name.partition(".")[2] if layers else name: tensor for name, tensor in found.items()}
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", MODELS)
+def test_same_bits_as_transformers(name: str, attention: str, tmp_path: Path) -> None:
+    """From weights in several files: values, outputs, then gradients with dropout."""
+    kind = MODELS[name][0]
+    folder = saved(tmp_path, name, shards="20KB")
+    assert len([*folder.glob("*.safetensors")]) > 2
+    layers = with_values(on_meta(folder, kind.build, attention=attention))
+    model = whole(folder, kind, attention)
+    own, theirs = tensors_of(layers, layers=True), tensors_of(model)
+    assert own.keys() >= theirs.keys() - {"shared.weight"}
+    assert_same_tensors(own, {key: theirs[key if key in theirs else first_block(key)] for key in own})
+    inputs = kind.inputs()
+    outputs = []
+    for training in (False, True):
+        layers.train(training), model.train(training)
+        torch.manual_seed(5)
+        ours = layers(inputs)
+        torch.manual_seed(5)
+        outputs = [ours, model(**kind.as_arguments(inputs)).logits]
+        assert torch.equal(*outputs)
+    targets = torch.randint(outputs[0].shape[-1], outputs[0].shape[:-1])
+    for output in outputs:
+        nn.functional.cross_entropy(output.flatten(0, -2), targets.flatten()).backward()
+    for key, tensor in tensors_of(model).items():
+        if tensor.grad is None or key == "shared.weight":
+            continue
+        others = [one for one in own if one not in theirs and first_block(one) == key]
+        if others:  # a table that every block reads: the sum is the same, up to its order
+            total = sum(one.grad for one in {id(own[name]): own[name] for name in (key, *others)}.values())
+            torch.testing.assert_close(total, tensor.grad, rtol=1e-4, atol=1e-6)
+        else:
+            assert torch.equal(own[key].grad, tensor.grad), key
+
+
+def first_block(name: str) -> str:
+    """The owner of a table of relative positions."""
+    stack, block, _, *rest = name.split(".")
+    return ".".join((stack, block, "0", *rest)) if name.endswith("relative_attention_bias.weight") else name
+
+
+def test_the_loss_is_that_of_transformers(tmp_path: Path) -> None:
+    """In 64 bits, with transformers' own computation of the loss."""
+    folder = saved(tmp_path, "llama")
+    tokens, targets = random_tokens(12)[:, :-1], random_tokens(12)[:, 1:].contiguous()
+    layers, model = with_values(on_meta(folder)).double().eval(), whole(folder).double().eval()
+    loss = nn.functional.cross_entropy(layers(tokens).float().flatten(0, 1), targets.flatten())
+    expected = model(tokens, labels=tokens, shift_labels=targets).loss
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    loss.backward(), expected.backward()
+    own = tensors_of(layers, layers=True)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(own[name].grad, parameter.grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_initial_values_are_as_in_transformers_and_the_same_for_every_cut(name: str, tmp_path: Path) -> None:
+    """Every value is set, also of tables that no file has; constants are equal, and the others spread alike."""
+    kind, config = MODELS[name]
+    config.save_pretrained(tmp_path)
+    on_no_device = on_meta(tmp_path, kind.build, pretrained=False)
+    layers = with_values(on_no_device).requires_grad_(False)
+    drawn = tensors_of(layers, layers=True)
+    for key, tensor in tensors_of(kind.auto.from_config(config).requires_grad_(False)).items():
+        if tensor.dtype == torch.int64 or len(tensor.unique()) < 3 or "rotary" in key:
+            assert torch.equal(drawn[key], tensor), key
+        elif key != "shared.weight" and (name != "t5 v1.1" or key != "lm_head.weight"):
+            assert float(drawn[key].std()) == pytest.approx(float(tensor.std()), rel=0.35), key
+            assert abs(float(drawn[key].mean())) < 4 * float(tensor.std()) / tensor.numel() ** 0.5, key
+    torch.rand(17)  # what was drawn before does not matter
+    later = with_values(on_meta(tmp_path, kind.build, pretrained=False), first=2).state_dict()
+    assert_same_tensors(later, {key: layers.state_dict()[key] for key in later})
+
+
+def test_files_of_the_base_model_and_in_bfloat16(tmp_path: Path) -> None:
+    """GPT-2's files on the hub lack the prefix of the base model; those of large models are in bfloat16."""
+    folder = saved(tmp_path / "head", "tied gpt2")
+    model = whole(folder)
+    model.transformer.save_pretrained(tmp_path / "base")
+    (tmp_path / "base" / "config.json").write_text((folder / "config.json").read_text())
+    tokens = random_tokens(9)
+    assert torch.equal(with_values(on_meta(tmp_path / "base")).eval()(tokens), model.eval()(tokens).logits)
+    half = saved(tmp_path / "whole", "llama")
+    transformers.AutoModelForCausalLM.from_pretrained(half, dtype=torch.bfloat16).save_pretrained(tmp_path / "half")
+    found = with_values(on_meta(tmp_path / "half"))
+    assert {tensor.dtype for tensor in found.state_dict().values()} == {torch.float32}
+    assert torch.equal(found.eval()(tokens), whole(tmp_path / "half").eval()(tokens).logits)
+
+
+def test_a_classifier_for_other_classes_is_drawn(tmp_path: Path) -> None:
+    folder = saved(tmp_path, "vit")
+    layers = with_values(on_meta(folder, partial(image_classifier, num_classes=4, image_size=PIXELS)))
+    assert layers[-1].classifier.weight.shape[0] == 4
+    assert float(layers[-1].classifier.weight.detach().std()) == pytest.approx(0.02, rel=0.3)
+    assert torch.equal(layers[-1].vit.layernorm.weight, whole(folder, IMAGES).vit.layernorm.weight)
+
+
+def test_a_layer_reads_the_files_of_its_own_tensors_only(tmp_path: Path) -> None:
+    """As every process does: without the file of the first layer all others can be had."""
+    folder = saved(tmp_path, "llama", shards="20KB")
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    (folder / index["weight_map"]["model.embed_tokens.weight"]).unlink()
+    with_values(on_meta(folder), first=1)
+    with pytest.raises(InputError, match=r"has no file model-.*model\.pretrained=false"):
+        with_values(on_meta(folder))
+
+
+def test_equal_blocks_are_traced_once(tmp_path: Path) -> None:
+    """Planning a model with hundreds of blocks would take minutes otherwise; a block that slides is another."""
+    layers = on_meta(saved(tmp_path, "qwen3"))
+    embedding, first, second, slides, head = map(signature, layers)
+    assert first == second
+    assert len({embedding, first, slides, head}) == 4
+    layers[2].requires_grad_(False)
+    assert signature(layers[2]) != first
+
+
+DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("llama", {"vocabulary": 301}, r"dataset\.vocabulary=301: .* knows 300 tokens; use 300"),
+        ("gpt2", {"length": 65}, r"model\.length=65: .* has 64 positions"),
+        ("vit", {"image_size": 32}, r"dataset\.image_size=32: .*model\.config={image_size: 32}"),
+        ("llama", {"config": {"atention_dropout": 0.1}}, r"model\.config\.atention_dropout=0\.1: .*attention_dropout"),
+        ("llama", {"config": {"hidden_size": "wide"}}, r"model\.name=.*: no configuration"),
+        ("llama", {"config": DYNAMIC}, r"model\.name=.* rotary .*model\.config"),
+        ("llama", {"config": {"intermediate_size": 40}}, r"model\.safetensors of .* has .* of shape \(48, 32\)"),
+        ("llama", {"config": {"num_hidden_layers": 4}}, r"has no tensor model\.layers\.3\..*model\.pretrained=false"),
+        ("llama", {"config": {"tie_word_embeddings": True}}, r"lm_head\.weight.* differ .*tie_word_embeddings: false"),
+    ],
+)
+def test_refused(name: str, settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+    kind = MODELS[name][0]
+    config = {"config": settings.pop("config")} if "config" in settings else {}
+    with pytest.raises(InputError, match=message) as caught:
+        with_values(on_meta(saved(tmp_path, name), partial(kind.build, **settings), **config))
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_refused_folders(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model", "llama")
+    (folder / "model.safetensors").write_text("cut off")
+    with pytest.raises(InputError, match=r"model\.safetensors: cannot be read as safetensors"):
+        with_values(on_meta(folder))
+    (folder / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(InputError, match=r"index\.json: is no index of files"):
+        with_values(on_meta(folder))
+    with pytest.raises(InputError, match=r"model\.name=.*config\.json"):
+        on_meta(tmp_path / "nothing")
+    for kind in (CAUSAL, MASKED, PAIRS, IMAGES):
+        (folder / "config.json").write_text(json.dumps({"model_type": "opt"}))
+        with pytest.raises(InputError, match=r"family opt has no chain of layers for .*; use one of "):
+            on_meta(folder, kind.build)
+
+
+def test_without_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = saved(tmp_path, "llama")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(InputError, match=r"model=hf: .*gpipe-cli\[transformers\]"):
+        on_meta(folder)
+
+
+SHORT = ["model=hf", "model.pretrained=true", "epochs=1", "micro_batches=2", "threads=1", "device=cpu", "logger=[]"]
+SYNTHETIC = [
+    "model.length=12", "dataset=synthetic_text", f"dataset.vocabulary={TOKENS}", "dataset.train_samples=10",
+    "dataset.test_samples=3", "batch_size=5",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["qwen3", "tied gpt2"])
+def test_a_training_has_the_same_bits_for_every_cut(name: str, tmp_path: Path) -> None:
+    """With dropout, recomputation and loaded weights; then its checkpoint goes on without the files of weights."""
+    folder = saved(tmp_path / "model", name)
+    settings = [*SHORT, *SYNTHETIC, f"model.name={folder}", "executor=in_process", "recompute=always", "ema_decay=0"]
+    runs = [tmp_path / "one", tmp_path / "two"]
+    for run, cut in zip(runs, (["partitions=1"], ["partitions=2", "partition.balance=[2,3]"]), strict=True):
+        train_here(configure(*settings, *cut), run)
+    one, other = map(final_tensors, runs)
+    assert_same_tensors(one, other)
+    assert ("model/head.lm_head.weight" in one) != name.startswith("tied")
+    base = whole(folder).base_model.state_dict()
+    key, last = next((key, key.partition(".")[2]) for key in one if "block_000" in key and "mlp" in key)
+    loaded = base[last.partition(".")[2]]
+    assert not torch.equal(one[key], loaded)
+    torch.testing.assert_close(one[key], loaded, atol=0.01, rtol=0)
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    train_here(configure(*settings, "epochs=2", f"resume={runs[0]}"), tmp_path / "three")
+
+
+def test_a_translation_in_processes_of_their_own(tmp_path: Path) -> None:
+    """Tables of positions and embeddings are shared by three stages; sentences are padded, decoded and scored."""
+    folder = saved(tmp_path / "model", "t5")
+    words = ["ab", "ba", "aab", "b a", "abba a", "a"]
+    for name in ("train", "test"):
+        lines = [f"{one}\t{other}\tde-en" for one in words for other in words]
+        (tmp_path / f"{name}.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    settings = [
+        *SHORT, f"model.name={folder}", "model.length=16", "dataset=parallel_text", f"dataset.root={tmp_path}",
+        f"dataset.cache={tmp_path / 'cache'}", "dataset.vocabulary=270", "batch_size=12",
+    ]  # fmt: skip
+    train_here(configure(*settings, "partitions=1", "executor=in_process"), tmp_path / "one")
+    assert command("train", *settings, "partitions=3", f"run_folder={tmp_path / 'three'}") == 0
+    assert_same_tensors(final_tensors(tmp_path / "one"), final_tensors(tmp_path / "three"))
+
+
+def test_images(tmp_path: Path) -> None:
+    """In layouts of two kinds: images lie channels last, what blocks exchange does not."""
+    folder = saved(tmp_path / "model", "vit")
+    settings = [
+        *SHORT, f"model.name={folder}", "dataset=synthetic_images", f"dataset.image_size={PIXELS}",
+        "dataset.num_classes=4", "dataset.train_samples=10", "dataset.test_samples=3", "batch_size=5",
+        "executor=in_process", "memory_format=channels_last",
+    ]  # fmt: skip
+    for partitions in (1, 3):
+        train_here(configure(*settings, f"partitions={partitions}"), tmp_path / str(partitions))
+    assert_same_tensors(final_tensors(tmp_path / "1"), final_tensors(tmp_path / "3"))
