@@ -107,9 +107,12 @@ def groups_of_cut(
     *,
     replicas: int = 1,
 ) -> tuple[dict[Edge, Link], dict[Group, dist.ProcessGroup]]:
-    """What only some cuts need: links for skips, and groups for tied weights. `stages_of_ties`: for each tied weight,
-    the stages that have it; `skips`: pairs of stages, not neighbours, of which the first sends a skip to the second. Called
-    in all processes, as all of them must create all groups in the same order."""
+    """What only some cuts need: links for skips, and groups for tied weights. Called in all processes, as all of them
+    must create all groups in the same order.
+
+    `stages_of_ties`: for each tied weight, the stages that have it; `skips`: pairs of stages, not neighbours, of which
+    the first sends a skip to the second.
+    """
     of_pipeline = 1 + max(process_of_stage)
     links: dict[Edge, Link] = {}
     tied: dict[Group, dist.ProcessGroup] = {}
