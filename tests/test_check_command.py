@@ -112,7 +112,7 @@ IN_PLACE = "layer 1 changes its input in place"
         ("is_lonely", ["partition.balance=[1,4]"], 7, "fails: 1 of 18 variants; first in layer 1",
          "layer 1 raises RuntimeError: not alone"),
         ("shares", [IN_PROCESS, "partition.balance=[2,3]"], 0, "fails: 6 of 13 variants",
-         "layers 1 and 2 share parameter weight"),
+         "layers 1 and 2 share module 0"),
     ],
 )  # fmt: skip
 def test_a_layer_that_cannot_be_pipelined_is_named(
