@@ -299,7 +299,7 @@ def train(case: Case, here: Sequence[int], links: dict[Edge, Link] | None) -> di
     tied = TiedWeights(
         ties,
         stages_of(ties, [[*itertools.islice(layers, size)] for size in balance]),
-        {k: stage.module for k, stage in stages.items()},
+        stages,
         0 if links is None else case.process_of_stage[here[0]],
         [0] * case.partitions if links is None else case.process_of_stage,
         GROUPS,

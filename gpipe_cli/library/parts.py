@@ -299,9 +299,8 @@ def build_parts(
             boundaries,
             placement.devices[0],
         )
-    modules = {k: stage.module for k, stage in stages.items()}
-    tied = TiedWeights(ties.of, ties.stages, modules, placement.process, placement.process_of_stage)
+    tied = TiedWeights(ties.of, ties.stages, stages, placement.process, placement.process_of_stage)
     if groups is not None and groups.tied:
-        tied = replace(tied, groups=groups.tied, waits=groups.links.waits)
+        tied = replace(tied, groups=groups.tied, links=groups.links)
         tied.connect(placement.devices[0], groups.links.connect_seconds)
     return Parts(stages, Executor(stages, placement.place_of_stage, transport), boundaries, tied)

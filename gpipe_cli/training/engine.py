@@ -154,7 +154,7 @@ def build_engine(
         )
     if groups is not None and groups.replicas is not None:
         groups.replicas.connect(groups.links.connect_seconds)
-    tied = tied_weights(spec, {k: stage.module for k, stage in stages.items()}, process, groups)
+    tied = tied_weights(spec, stages, process, groups)
     parameters = {k: trained_parameters(stage.module, spec.ties) for k, stage in stages.items()}
     return Engine(
         config,
@@ -172,14 +172,14 @@ def build_engine(
 
 
 def tied_weights(
-    spec: PipelineSpec, modules: Mapping[int, nn.Sequential], process: int, groups: ProcessGroups | None
+    spec: PipelineSpec, stages: Mapping[int, Stage], process: int, groups: ProcessGroups | None
 ) -> TiedWeights:
     """The tied weights of the stages of this process, connected to those of other processes."""
     tied = TiedWeights(
-        spec.ties, spec.stages_of_ties, modules, process % spec.layout.of_pipeline, spec.layout.process_of_stage
+        spec.ties, spec.stages_of_ties, stages, process % spec.layout.of_pipeline, spec.layout.process_of_stage
     )
     if groups is not None and groups.tied:
-        tied = replace(tied, groups=groups.tied, waits=groups.links.waits)
+        tied = replace(tied, groups=groups.tied, links=groups.links)
         tied.connect(torch.device(spec.layout.device_of(process)), groups.links.connect_seconds)
     return tied
 

@@ -165,7 +165,7 @@ def test_gradients_of_tied_weights_are_those_of_plain_pytorch(partitions: int) -
     order = build("1f1b", partitions, 3, "always")
     executor.run(order, 0, sizes, (images.double(),), CrossEntropy(targets.split(sizes), 10))
     stage_of = [k for k, size in enumerate(balance) for _ in range(size)]
-    TiedWeights(ties, [[stage_of[at] for at in (0, 2, 3)]], modules, process_of_stage=[0] * partitions).add_up()
+    TiedWeights(ties, [[stage_of[at] for at in (0, 2, 3)]], stages, process_of_stage=[0] * partitions).add_up()
     for module in modules.values():
         for name, parameter in trained_parameters(module, ties).items():
             expected = plain.get_parameter(name).grad

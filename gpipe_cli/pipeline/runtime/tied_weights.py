@@ -6,17 +6,21 @@ all uses are added in the order of the layers, at K = 1 as for any other cut (la
 and its optimizer takes the same step. With replicas, each use is summed over them first.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import datetime
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from gpipe_cli.pipeline.runtime.link import await_first
+from gpipe_cli.pipeline.runtime.link import Links, await_first
+from gpipe_cli.pipeline.runtime.saved_activations import storage_of
 from gpipe_cli.pipeline.runtime.transport import waiting_for_peers
+from gpipe_cli.system.accelerator import is_accelerator
 
 Group = tuple[int, ...]  # numbers of the processes of one pipeline that have a tied weight, ascending
 
@@ -91,45 +95,70 @@ def trained_parameters(module: nn.Sequential, ties: Sequence[Tie]) -> dict[str, 
     return found
 
 
+class HasLayers(Protocol):
+    """A stage, of which only its layers and its device matter here."""
+
+    module: nn.Sequential
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class _Use:
+    """One use of a tied weight, in a stage of process number `process`."""
+
+    process: int
+    parameter: nn.Parameter | None  # None: the stage is in another process
+    device: torch.device  # of the stage; of this process, if the stage is in another one
+
+    @property
+    def gradient(self) -> torch.Tensor | None:
+        if self.parameter is None or self.parameter.grad is not None:
+            return None if self.parameter is None else self.parameter.grad
+        return torch.zeros_like(self.parameter)
+
+
 @dataclass
 class TiedWeights:
-    """The tied weights of the stages of one process, number `process` of its pipeline.
+    """The tied weights of the `stages` of one process (by index), number `process` of its pipeline.
 
     `stage_of_use[i][u]` is the stage of use u of `ties[i]`; `groups` has the process group of the processes with the
-    same tied weights. Methods raise PeerLostError if another process is lost; every wait is inside `waits`.
+    same tied weights. Methods raise PeerLostError if another process is lost; waits are as those of `links`.
     """
 
     ties: Sequence[Tie]
     stage_of_use: Sequence[Sequence[int]]
-    modules: Mapping[int, nn.Sequential]  # the stages of this process, by index
+    stages: Mapping[int, HasLayers]
     process: int = 0
     process_of_stage: Sequence[int] = ()
     groups: Mapping[Group, dist.ProcessGroup] = field(default_factory=dict)
-    waits: Callable[[], AbstractContextManager[object]] = nullcontext
+    links: Links | None = None
 
     @cached_property
-    def _used(self) -> list[list[tuple[int, nn.Parameter | None]]]:
-        """For each tied weight that is trained here: for each use its process and, if that is this one, its parameter.
-        Only those whose gradients have to be added."""
+    def _trained(self) -> list[list[_Use]]:
+        """The uses of each tied weight that is trained here."""
         found = []
         for tie, stages in zip(self.ties, self.stage_of_use, strict=True):
+            here = [self.stages[k].device for k in stages if k in self.stages]
             uses = [
-                (self.process_of_stage[k], self.modules[k].get_parameter(names[0]) if k in self.modules else None)
+                _Use(self.process_of_stage[k], stage.module.get_parameter(names[0]), stage.device)
+                if (stage := self.stages.get(k)) is not None
+                else _Use(self.process_of_stage[k], None, here[0])
                 for k, names in zip(stages, tie.uses, strict=True)
+                if here
             ]
-            if any(parameter is not None and parameter.requires_grad for _, parameter in uses):
+            if any(use.parameter is not None and use.parameter.requires_grad for use in uses):
                 found.append(uses)
         return found
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The trained parameters of this process that have the weights."""
-        return [parameter for uses in self._used for _, parameter in uses if parameter is not None]
+        return [use.parameter for uses in self._trained for use in uses if use.parameter is not None]
 
     @property
-    def stages(self) -> set[int]:
+    def having(self) -> set[int]:
         """The stages of this process that have a tied weight."""
-        return {k for stages in self.stage_of_use for k in stages if k in self.modules}
+        return {k for stages in self.stage_of_use for k in stages if k in self.stages}
 
     def connect(self, device: torch.device, seconds: float) -> None:
         """Send one message over each group, in the same order in all processes, as in `P2PTransport`. Raises
@@ -139,50 +168,47 @@ class TiedWeights:
                 token = torch.zeros(1, device=device)
                 with self._waiting():
                     works = self._exchange(group, members, [(sender, token)])
-                    for work in works:
-                        work.wait()
+                    self._wait(works, device)
                     await_first(works, device, seconds)
 
     @torch.no_grad()
     def add_up(self) -> None:
         """After the last action of a step, and after sums over replicas: add the gradients of all uses. In every stage
         the first use gets the total, other uses have no gradient then. A use without one counts as zeros."""
-        gradients = [
-            [
-                torch.empty_like(self._own(uses))
-                if parameter is None
-                else torch.zeros_like(parameter)
-                if parameter.grad is None
-                else parameter.grad
-                for _, parameter in uses
-            ]
-            for uses in self._used
-        ]
-        works = []
+        gradients = []
+        works: list[tuple[Sequence[dist.Work], torch.device]] = []
         with self._waiting():
-            for uses, of in zip(self._used, gradients, strict=True):
-                members = tuple(sorted({owner for owner, _ in uses}))
+            for uses in self._trained:
+                like = next(use.parameter for use in uses if use.parameter is not None)
+                of = [torch.empty_like(like) if (own := use.gradient) is None else own for use in uses]
+                members = tuple(sorted({use.process for use in uses}))
                 if len(members) > 1:
-                    sent = [(owner, _flat(gradient)) for (owner, _), gradient in zip(uses, of, strict=True)]
-                    works += self._exchange(self.groups[members], members, sent)
-            for work in works:
-                work.wait()
-        for uses, of in zip(self._used, gradients, strict=True):
-            total, *others = of
-            for gradient in others:
-                total.add_(gradient.to(total.device, non_blocking=True))
+                    sent = [(use.process, _flat(gradient)) for use, gradient in zip(uses, of, strict=True)]
+                    works.append((self._exchange(self.groups[members], members, sent), uses[0].device))
+                gradients.append(of)
+            for begun, device in works:
+                self._wait(begun, device)
+        for uses, (total, *others) in zip(self._trained, gradients, strict=True):
+            home = uses[0].device
+            for use, gradient in zip(uses[1:], others, strict=True):
+                total.add_(gradient if use.device == home else gradient.to(home, non_blocking=True))
             taken: set[int] = set()  # storages of parameters that have the total
-            for _, parameter in uses:
-                if parameter is None:
+            for use in uses:
+                if use.parameter is None:
                     continue
-                memory = parameter.untyped_storage()._cdata
-                first = memory not in taken
-                parameter.grad = total.to(parameter.device, copy=bool(taken), non_blocking=True) if first else None
+                memory = storage_of(use.parameter)
+                use.parameter.grad = None
+                if memory not in taken:
+                    copy = bool(taken) or use.device != home
+                    use.parameter.grad = total.to(use.device, copy=True, non_blocking=True) if copy else total
                 taken.add(memory)
 
-    @staticmethod
-    def _own(uses: Sequence[tuple[int, nn.Parameter | None]]) -> nn.Parameter:
-        return next(parameter for _, parameter in uses if parameter is not None)
+    def _wait(self, works: Sequence[dist.Work], device: torch.device) -> None:
+        for work in works:
+            if is_accelerator(device) or self.links is None:
+                work.wait()
+            else:
+                work.wait(datetime.timedelta(seconds=self.links.timeout_seconds))
 
     def _exchange(
         self, group: dist.ProcessGroup, members: Group, tensors: Sequence[tuple[int, torch.Tensor]]
@@ -202,7 +228,8 @@ class TiedWeights:
         return dist.batch_isend_irecv([*receives, *sends]) if receives or sends else []
 
     def _waiting(self) -> AbstractContextManager[None]:
-        return waiting_for_peers(self.waits(), "the gradient of a tied weight in another stage did not come")
+        waits = nullcontext() if self.links is None else self.links.waits()
+        return waiting_for_peers(waits, "the gradient of a tied weight in another stage did not come")
 
 
 def _flat(gradient: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any
 
 import pytest
@@ -28,6 +28,7 @@ from gpipe_cli.pipeline.runtime.p2p_transport import P2PTransport
 from gpipe_cli.pipeline.runtime.recording import StreamClock
 from gpipe_cli.pipeline.runtime.replicas import Replicas
 from gpipe_cli.pipeline.runtime.routes import Boundaries, routes
+from gpipe_cli.pipeline.runtime.tied_weights import TiedWeights, find_ties, stages_of, trained_parameters
 from gpipe_cli.pipeline.runtime.transport import LocalTransport
 from gpipe_cli.pipeline.schedule import prefetched_receives
 from gpipe_cli.pipeline.schedule.named_schedules import SCHEDULES, build, forward_only
@@ -58,12 +59,16 @@ def train(
 ) -> None:  # fmt: skip
     """Steps of different sizes with an evaluation between, of the stages `here`; `empty`: no samples in the second."""
     model, costs = MODELS[case.model](), costs_of(case.model, case.frozen)
-    balance = case.balance or micro_batch_sizes(len(model), case.partitions)
+    balance, ties = case.balance or micro_batch_sizes(len(model), case.partitions), find_ties(model)
     stages, optimizers = {}, {}
     for k in here:
         stages |= build_stages(model, costs, balance, here=[k], device=devices[k])
         world.place([*stages[k].module.parameters(), *stages[k].module.buffers()], devices[k].index)
-        optimizers[k] = torch.optim.SGD(stages[k].module.parameters(), 0.1, momentum=0.9, foreach=True)
+        own = trained_parameters(stages[k].module, ties).values()
+        optimizers[k] = torch.optim.SGD(own, 0.1, momentum=0.9, foreach=True)
+    layers = iter(dict(model.named_children()))
+    of_uses = stages_of(ties, [[*islice(layers, size)] for size in balance])
+    tied = TiedWeights(ties, of_uses, stages, process_of_stage=[0] * case.partitions)
     executor = Executor(stages, [device.index for device in devices], transport)
     batches = [data(case, size) for size, _ in RUNS]
     homes = {devices[k].index for k in here}
@@ -87,6 +92,8 @@ def train(
             )  # fmt: skip
             if sums is not None and trains:
                 sums.finish()
+            if trains:
+                tied.add_up()
             for k, stage in stages.items() if trains else ():
                 gradients = gradients_of(stage.module.parameters())
                 norms = norms_of(gradients)
@@ -194,6 +201,13 @@ def test_skips_have_no_races(schedule: str, each: int, world: World) -> None:
     case = Case(model="skipping", schedule=schedule, partitions=4, recompute="except_last", stages_per_process=each)
     in_one_process(world, case)
     in_processes(world, case)
+    assert world.races == []
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zero_bubble"])
+def test_tied_weights_have_no_races(schedule: str, world: World) -> None:
+    """The gradients of three layers on three devices are added on one of them, and the sum goes to all."""
+    in_one_process(world, Case(model="tied", schedule=schedule, partitions=4, balance=(1, 2, 1, 2), recompute="always"))
     assert world.races == []
 
 
