@@ -13,7 +13,7 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import product
 from typing import Any
@@ -27,7 +27,7 @@ from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.link import Edge, Links
 from gpipe_cli.pipeline.runtime.p2p_transport import P2PTransport
 from gpipe_cli.pipeline.runtime.replicas import Replicas
-from gpipe_cli.pipeline.runtime.routes import Boundaries
+from gpipe_cli.pipeline.runtime.routes import Boundaries, routes
 from gpipe_cli.pipeline.schedule.named_schedules import SCHEDULES, build, forward_only
 from gpipe_cli.pipeline.schedule.schedule import RECOMPUTE, Action, Kind, Schedule
 from gpipe_cli.reporting.tables.table import Column, Table, to_markdown
@@ -142,28 +142,32 @@ class OrderedLink:
 
 class Stage:
     """Adds its index to the value of a micro-batch, and passes gradients on unchanged; each B or W gives its weight a
-    gradient."""
+    gradient. `skips`: pairs of stages, of which the first sends the value that it was given to the second, too."""
 
     device, layer_name, needs_backward = CPU, "", True
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, skips: Sequence[tuple[int, int]] = ()) -> None:
         self.index = index
+        self.senders = [sender for sender, receiver in skips if receiver == index]
+        self.receivers = [receiver for sender, receiver in skips if sender == index]
         self.values: dict[int, float] = {}
         self.module = torch.nn.Linear(1 + 64 * index, 1, bias=False)
 
     def forward(self, micro_batch: int, inputs: Tensors, keep: object) -> Tensors:
         self.values[micro_batch] = float(inputs[0])
-        return (inputs[0] + self.index,)
+        for sender, skip in zip(self.senders, inputs[1:], strict=True):
+            assert float(skip) == micro_batch + sum(range(sender)), "the skip of another micro-batch arrived"
+        return (inputs[0] + self.index, *(inputs[0].clone() for _ in self.receivers))
 
     def backward(self, micro_batch: int, gradients: Sequence[torch.Tensor | None]) -> Tensors:
         self.backward_weights(micro_batch)
         return self.backward_inputs(micro_batch, gradients)
 
     def backward_inputs(self, micro_batch: int, gradients: Sequence[torch.Tensor | None]) -> Tensors:
-        gradient = gradients[0] if gradients else torch.tensor([float(micro_batch)])
-        assert gradient is not None
-        assert float(gradient) == micro_batch, "the gradient of another micro-batch"
-        return (gradient.clone(),)
+        for gradient in gradients:
+            assert gradient is not None
+            assert float(gradient) == micro_batch, "the gradient of another micro-batch"
+        return tuple(torch.tensor([float(micro_batch)]) for _ in (0, *self.senders))
 
     def backward_weights(self, micro_batch: int) -> None:
         self.module.weight.sum().backward()
@@ -187,18 +191,24 @@ def finishes(
     idle: float,
     sums: Sums | None = None,
     group_of: Callable[[Edge], object] = lambda edge: edge,
+    skips: Sequence[tuple[int, int]] = (),
 ) -> bool:
     """Whether two steps end without a deadlock, of pipelines that each have a schedule, which sum their gradients by
     `sums`. Processes are threads; received values are checked. Operations of one `group_of` an edge wait for another.
-    `idle`: the share of actions that wait for an idle device, chosen at random.
+    `idle`: the share of actions that wait for an idle device, chosen at random. `skips` as in `Stage`.
     """
+    skips = sorted(skips)
+    boundaries = [
+        (*BOUNDARY, *(replace(BOUNDARY[0], skip=f"{one}") for one in skips if one[0] <= cut < one[1]))
+        for cut in range(len(process_of_stage) - 1)
+    ]
     partitions, processes = len(process_of_stage), 1 + max(process_of_stage)
     device = Device(processes * len(schedules))
     failed: list[BaseException] = []
 
     def links_of(replica: int, process: int) -> dict[Edge, OrderedLink]:
         links, first = {}, replica * processes
-        forward = [(Kind.F, stage, stage + 1) for stage in range(partitions - 1)]
+        forward = [(Kind.F, route.sender, route.receiver) for route in routes(boundaries)]
         for kind, sender, receiver in forward + [(Kind.B, receiver, sender) for _, sender, receiver in forward]:
             ends = process_of_stage[sender], process_of_stage[receiver]
             if process in ends and ends[0] != ends[1]:
@@ -220,9 +230,9 @@ def finishes(
         try:
             transport = P2PTransport(
                 process, process_of_stage, Links(links_of(replica, process), 1, 1),
-                Boundaries([BOUNDARY] * (partitions - 1), [BOUNDARY] * (partitions - 1)), CPU, early=early,
+                Boundaries(boundaries, boundaries), CPU, early=early,
             )  # fmt: skip
-            stages: dict[int, Any] = {k: Stage(k) for k in range(partitions) if process_of_stage[k] == process}
+            stages: dict[int, Any] = {k: Stage(k, skips) for k in range(partitions) if process_of_stage[k] == process}
             executor = Executor(stages, process_of_stage, transport, watch)
             replicas = None if sums is None else sums(device, replica, process)
             values = torch.arange(float(micro_batches))

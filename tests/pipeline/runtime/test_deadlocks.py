@@ -76,8 +76,8 @@ def finishes(links: Any, schedules: Sequence[Schedule], of_stage: Sequence[int],
 @pytest.mark.parametrize("idle", [0, 0.5, 1], ids=["at once", "any", "idle"])
 @pytest.mark.parametrize("name", [*SCHEDULES, "evaluation"])
 def test_no_order_of_launches_deadlocks(name: str, idle: float, links: Any) -> None:
-    """Nor with replicas that have unequal numbers of micro-batches, or no samples. Stages are one or two for each
-    process."""
+    """Nor with skips, nor with replicas that have unequal numbers of micro-batches, or no samples. Stages are one or
+    two for each process."""
     unequal = [(4, 3), (1, 0), (2, 2, 1), (3, 0, 2), (1, 6)] if name in SCHEDULES else []
     for (partitions, each), counts in product(
         [(2, 1), (3, 1), (4, 1), (4, 2)], [*((count,) for count in range(1, 7)), *unequal]
@@ -91,6 +91,9 @@ def test_no_order_of_launches_deadlocks(name: str, idle: float, links: Any) -> N
             for count in counts
         ]
         assert finishes(links, schedules, of_stage, idle), (partitions, each, counts)
+        if partitions > 2:
+            skips = [(0, partitions - 1), (0, 2), *([(1, 3)] if partitions > 3 else [])]
+            assert finishes(links, schedules, of_stage, idle, skips=sorted({*skips})), (partitions, each, counts)
 
 
 def test_every_edge_is_used_before_the_first_step_in_a_common_order(
