@@ -72,7 +72,7 @@ function explainRegion(figure, region) {
 }
 
 function criticalInWords(figure) {
-  const chain = gpipe.critical(figure.timeline, figure.rows, figure.edges);
+  const chain = gpipe.critical(figure.timeline, figure.rows);
   const seconds = wanted => chain.filter(({what}) => (what === "transfer") === wanted)
     .reduce((sum, {start, end}) => sum + end - start, 0);
   const transfers = seconds(true) > shortest(figure) ? ` and ${duration(seconds(true))} of transfers` : "";

@@ -103,7 +103,7 @@ function waitArrow(group, figure, names) {
 
 function criticalPath(group, figure) {
   let d = "";
-  for (const {action, start, end, what} of gpipe.critical(figure.timeline, figure.rows, figure.edges)) {
+  for (const {action, start, end, what} of gpipe.critical(figure.timeline, figure.rows)) {
     if (what === "transfer") continue; // it is the line to the next action
     const y = laneY("simulated", action.stage, 0.85); // below the names
     d += `${d ? "L" : "M"}${xOf(start) + 2} ${y}L${xOf(end) - 2} ${y}`;
