@@ -122,9 +122,9 @@ function slowdowns({slowdown, setting}, devices) {
 const cuts = new Map();
 
 /** Layers of each of K partitions: the least maximum of their costs, then the least variance, then cuts that are early.
- *  The one that ends at a place pays for what is sent on over it, the one that begins there for what is sent back; a skip
- *  {stash, pop, forward, backward} is sent on by the one that has its stash, back by the one that has its pop, if these
- *  are two. `furthest[k][i]`: how far partition k can reach from layer i; null if that leaves no cut. */
+ *  The one that ends at a place pays for what is sent on over it, the one that begins there for what is sent back. A
+ *  skip {stash, pop, forward, backward} is sent on by the one that has its stash, back by the one that has its pop, if
+ *  these are two. `furthest[k][i]`: how far partition k can reach from layer i; null if that leaves no cut. */
 function partition(costs, K, forwardSends = [], backwardSends = [], skips = [], furthest = null) {
   const L = costs.length, sends = (given) => range(L - 1, (n) => given[n] || 0);
   const given = [...costs, ...sends(forwardSends), ...sends(backwardSends)];
@@ -300,7 +300,8 @@ function chosenStep(data, chosen) {
  *  (D-1)/(M+D-1) of D devices knows nothing of: shared cores, recomputation, unequal stages, transfers, and all that is
  *  not an action. Of gpipe and 1f1b the last one is the formula's. */
 function bubbles(data, {rows, stages, edges, slowdown, device_of_stage, ties, skips, micro_batches: M}) {
-  const sent = {edges, ties, skips}, devices = new Set(device_of_stage).size, bare = rows.map((row) => row.filter((a) => a.kind !== "R"));
+  const sent = {edges, ties, skips}, devices = new Set(device_of_stage).size;
+  const bare = rows.map((row) => row.filter((a) => a.kind !== "R"));
   const equal = device_of_stage.map((device) => { // in all as much work, and as much on each device
     const share = 1 / devices / device_of_stage.filter((other) => other === device).length;
     return Object.fromEntries(Object.keys(stages[0]).map((name) => [name, share * sum(stages.map((of) => of[name]))]));
@@ -323,7 +324,7 @@ function crossing(skips, balance) {
     .filter(({sender, receiver}) => sender < receiver);
 }
 
-/** The skips between stages that are no neighbours, in one for each two stages; the others are added to `edges`, as they
+/** The skips between stages that are no neighbours, in one for each two stages. The others are added to `edges`, as they
  *  go in one message with what the next layer gets. */
 function longSkips(edges, skips) {
   const found = new Map();

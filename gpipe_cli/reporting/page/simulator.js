@@ -269,7 +269,8 @@ function peakWaiting(rows, skips, device_of_stage) {
   for (const a of skips.length ? linearize(rows, device_of_stage) : []) {
     const forward = a.kind === "F";
     for (const {sender, receiver, sizes} of forward || returns(a) ? skips : []) {
-      const size = sizes[a.micro_batch][forward ? 0 : 1], [first, second] = forward ? [sender, receiver] : [receiver, sender];
+      const size = sizes[a.micro_batch][forward ? 0 : 1];
+      const [first, second] = forward ? [sender, receiver] : [receiver, sender];
       if (a.stage === second) {
         now[second] -= size;
       } else if (a.stage === first) {

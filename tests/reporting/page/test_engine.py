@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from browser import NEEDED, opened_page
-from plan_runs import EVEN, plan_of, traced
+from plan_runs import EVEN, HOURGLASS, plan_of, traced
 from training_runs import configure
 
 from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory
@@ -266,7 +266,7 @@ TIED = (
 )  # fmt: skip
 
 
-SKIPPING = (*SPLIT[2:], "model=custom", "model.target=custom_models:hourglass")
+SKIPPING = (*HOURGLASS, *SPLIT[len(EVEN) :])
 
 
 def test_skips_are_as_in_a_plan(page: "Page") -> None:
