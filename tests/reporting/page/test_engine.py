@@ -301,8 +301,17 @@ def test_skips_are_as_in_a_plan(page: "Page") -> None:
         waiting += any(m.buffers_bytes for m in plan.memory)
         alone = make_plan(asked, profile, replace(plan.costs, skips=()), plan.layout)
         moved += alone.balance != plan.balance
-    assert (long, waiting) == (7, 7)
+    assert (long, waiting) == (7, 7)  # of three stages and more
     assert moved > 1
+
+
+def test_measured_seconds_of_skips_are_in_proportion_to_a_micro_batch() -> None:
+    config, profile = configure(*SKIPPING), traced(*SKIPPING)
+    costs = replace(predicted_costs(config, profile, layout_of(config)), rates=None)
+    data = simulation_data(config, profile, make_plan(config, profile, costs, layout_of(config)))
+    own, halved = (data["costs"]["of"][M]["skips"] for M in ("4", "2"))
+    assert own == [[skip.forward, skip.backward] for skip in costs.skips]
+    assert halved == [[2 * forward, 2 * backward] for forward, backward in own]
 
 
 def test_tied_weights_are_as_in_a_plan(page: "Page") -> None:

@@ -280,7 +280,8 @@ def test_skips_are_arrows_past_other_stages(page: "Page", tmp_path: Path) -> Non
     """Of the images no gradient returns, and the skip between neighbours is one with what the next layer gets."""
     config, profile = configure(*HOURGLASS, "hardware=v100", "partitions=4", BALANCE), traced(*HOURGLASS)
     path = tmp_path / "skips.html"
-    write_page(path, "hourglass", simulation_data(config, profile, plan_of(config, profile)), [])
+    data = simulation_data(config, profile, plan_of(config, profile))
+    write_page(path, "hourglass", data, [])
     open_at(page, path, "")
     assert page.locator(".pointed .arrow.skip").count() == 3  # of micro-batch 0: images, high, and its gradient
     for key, said in (
@@ -304,6 +305,17 @@ def test_skips_are_arrows_past_other_stages(page: "Page", tmp_path: Path) -> Non
     assert (places[0], places[-2]) == (pytest.approx(begin + width, abs=3), pytest.approx(target, abs=3))
     action(page, "3B1").hover()
     assert "skip" not in page.locator("#explained").inner_text()
+    data["costs"]["of"]["4"]["skips"][0][0] = 1e-3  # seconds in which the images are on their way
+    write_page(path, "hourglass", data, [])
+    open_at(page, path, "")
+    action(page, "3F0").hover()
+    assert (
+        "for 0F0: stage 0 computes it until 10.0 µs, and it is 1.0 ms on its way"
+        in page.locator("#explained").inner_text()
+    )
+    page.locator("#critical").check()
+    assert " and 4." in page.locator("#explained").inner_text()  # ms of transfers: of each of 4 micro-batches
+    assert page.locator(".pointed .path").count() == 1
 
 
 def test_an_order_that_cannot_run_is_explained_and_undone(page: "Page", written: Path) -> None:
