@@ -4,7 +4,7 @@ import functools
 import os
 import random
 import time
-from collections import namedtuple
+from collections import OrderedDict, namedtuple
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from gpipe_cli.models.skips import Pop, Stash
 
 
 class Shift(nn.Module):
@@ -50,6 +52,20 @@ def flattens(width: int = 4) -> nn.Sequential:
         nn.Flatten(),
         nn.Linear(width * 9, 4),
     )
+
+
+def hourglass(width: int = 4) -> nn.Sequential:
+    """Down and up again, for 16 pixels, with skips over each other and one of the images."""
+    layers: dict[str, nn.Module] = {
+        "images": Stash("images"), "stem": nn.Conv2d(3, width, 3, padding=1), "relu": nn.ReLU(),
+        "high": Stash("high"), "down": nn.Conv2d(width, 2 * width, 2, stride=2), "norm": nn.BatchNorm2d(2 * width),
+        "low": Stash("low"), "deep": nn.Conv2d(2 * width, 4 * width, 2, stride=2),
+        "middle": nn.Conv2d(4 * width, 4 * width, 3, padding=1), "up": nn.ConvTranspose2d(4 * width, 2 * width, 2, 2),
+        "low_again": Pop("low", "add"), "wide": nn.ConvTranspose2d(2 * width, width, 2, 2), "high_again": Pop("high"),
+        "mix": nn.Conv2d(2 * width, 3, 1), "end": Pop("images"), "flat": nn.Flatten(),
+        "logits": nn.Linear(6 * 16 * 16, 4),
+    }  # fmt: skip
+    return nn.Sequential(OrderedDict(layers))
 
 
 def normalizes_vectors(pixels: int = 8) -> nn.Sequential:

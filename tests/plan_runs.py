@@ -13,6 +13,7 @@ from gpipe_cli.planner.plan import Plan, make_plan
 
 EVEN = (*TINY, "batch_size=8", "micro_batches=4")  # AmoebaNet of 7 layers, 2 samples in each micro-batch
 CUSTOM = (*EVEN[2:], "model=custom", "model.target=custom_models:says_costs")  # 8 layers
+HOURGLASS = (*EVEN[2:], "model=custom", "model.target=custom_models:hourglass")  # 17 layers with skips
 
 
 @cache

@@ -4,7 +4,7 @@ other settings by itself.
 `cost_model.py`, `ActivationMemory` and `stage_memory.py` define these seconds and bytes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -74,6 +74,7 @@ def simulation_data(config: TrainConfig, profile: ModelProfile, plan: Plan) -> S
             }
             for tied in profile.tied
         ],
+        "skips": [{"name": skip.name, "stash": skip.stash, "pop": skip.pop} for skip in profile.skips],
         "shared": [[one.first, one.second, one.text] for one in profile.shared],
         "costs": {
             "source": costs.source,
@@ -116,6 +117,7 @@ def _costs_of_micro_batches(config: TrainConfig, profile: ModelProfile, plan: Pl
             str(m): {
                 "layers": [_seconds(column[at][0], split) for column in kinds],
                 "edges": [[column[at][1].forward_seconds, column[at][1].backward_seconds] for column in kinds],
+                "skips": [[skip.forward, skip.backward] for skip in found[at].skips],
             }
             for at, m in enumerate(offered)
         },
@@ -139,7 +141,8 @@ def _costs(config: TrainConfig, profile: ModelProfile, plan: Plan, micro_batches
     scale = plan.micro_batches / micro_batches
     layers = tuple(LayerSeconds(*(scale * seconds for seconds in asdict(layer).values())) for layer in costs.layers)
     edges = tuple(EdgeCost(scale * edge.forward_seconds, scale * edge.backward_seconds) for edge in costs.edges)
-    return replace(costs, layers=layers, edges=edges)
+    skips = tuple(replace(skip, forward=scale * skip.forward, backward=scale * skip.backward) for skip in costs.skips)
+    return replace(costs, layers=layers, edges=edges, skips=skips)
 
 
 def _at_once(plan: Plan) -> int | None:
@@ -163,18 +166,23 @@ def _limit(config: TrainConfig, layout: Layout, memory: Memory) -> dict[str, Any
 
 def _memory(profile: ModelProfile) -> dict[str, Any]:
     """The arguments of `ActivationMemory`; a tensor takes `a + b n` bytes for n samples."""
+    pops = {skip.name: skip.pop for skip in profile.skips}
+    boundaries = (profile.inputs, *(cost.outputs for cost in profile.costs))
     return {
-        "boundaries": [_tensors(of, profile.lengths) for of in (profile.inputs, *(c.outputs for c in profile.costs))],
+        "boundaries": [_tensors(of, profile.lengths, pops) for of in boundaries],
         "trained": [cost.trained for cost in profile.costs],
         "saved": [_saved(cost.saved) for cost in profile.costs],
         "kept": [_kept(cost) for cost in profile.costs] if profile.splits else None,
     }
 
 
-def _tensors(boundary: Boundary, lengths: Sequence[int]) -> list[list[int]]:
-    """[a, b, whether a gradient returns] of each tensor."""
-    sizes = [(tensor.bytes(0, lengths), tensor.bytes(1, lengths), tensor.has_gradient) for tensor in boundary]
-    return [[none, one - none, int(has_gradient)] for none, one, has_gradient in sizes]
+def _tensors(boundary: Boundary, lengths: Sequence[int], pops: Mapping[str, int]) -> list[list[int]]:
+    """[a, b, whether a gradient returns] of each tensor, and of a skip the layer that pops it."""
+    sizes = [(tensor.bytes(0, lengths), tensor.bytes(1, lengths)) for tensor in boundary]
+    return [
+        [none, one - none, int(tensor.has_gradient), *([pops[tensor.skip]] if tensor.skip else [])]
+        for tensor, (none, one) in zip(boundary, sizes, strict=True)
+    ]
 
 
 def _saved(saved: KeptMemory) -> list[Any]:

@@ -35,7 +35,9 @@ class PlannedMemory:
     workspace_bytes: int  # memory that one layer's backward needs in addition
     total_bytes: int
     limit_bytes: int | None
-    buffers_bytes: int = 0  # for sums over replicas and, on a CPU, for the checkpoint that is being written
+    # for sums over replicas, gradients of tied weights in other stages, skips that wait to be taken up and, on a CPU,
+    # for the checkpoint that is being written
+    buffers_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,16 @@ class PlannedStage:
     backward_seconds: float
     recomputed: int  # number of micro-batches, of M, that are recomputed
     memory: PlannedMemory
+
+
+@dataclass(frozen=True)
+class PlannedSkip:
+    """A long skip from one stage to another, of the largest micro-batch."""
+
+    name: str
+    from_stage: int
+    to_stage: int
+    bytes: int
 
 
 @dataclass(frozen=True)
@@ -129,6 +141,7 @@ class PlanResult:
     comparisons: tuple[PlannedChoice, ...]
     grid: tuple[str, ...] | None  # lines of the schedule's grid; None: too large
     files: dict[str, str]  # other files of the plan: what it is -> where it is
+    skips: tuple[PlannedSkip, ...] = ()
     host_bytes: int | None = None  # page-locked on the hosts, of all stages, for checkpoints; None: not on GPUs
 
     @property

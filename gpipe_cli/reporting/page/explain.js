@@ -6,6 +6,33 @@ function source(figure, action) {
   return figure.spanOf.get(figure.sourceOf(action));
 }
 
+// The action that an action waits for longest: that of the source or, in a simulation, of a skip that comes later.
+function awaited(figure, action) {
+  const last = figure.timeline.transfers && gpipe.lastTransfer(figure.timeline, action);
+  return last ? figure.spanOf.get(gpipe.key(last.from)) : source(figure, action);
+}
+
+// The skips that a forward takes up, and those of which a backward gets the gradients: {name, sender, receiver, from: the
+// span that computes them, bytes: of a simulation}.
+function skipsInto(figure, {kind, stage, micro_batch}) {
+  const forward = kind === "F", kinds = forward ? ["F"] : ["B", "I"];
+  if (!forward && !kinds.includes(kind)) return [];
+  return figure.crossing.filter(skip => stage === (forward ? skip.receiver : skip.sender)).flatMap(skip => {
+    const other = forward ? skip.sender : skip.receiver;
+    const from = kinds.map(kind => figure.spanOf.get(gpipe.key({kind, stage: other, micro_batch}))).find(Boolean);
+    const bytes = gpipe.skipBytes(data, skip, figure.sizes?.[micro_batch] ?? 1)[forward ? 0 : 1];
+    return from && bytes ? [{...skip, from, bytes: figure.sizes && bytes}] : []; // integers have no gradient
+  });
+}
+
+function skipsInWords(figure, action) {
+  const parts = skipsInto(figure, action).map(({name, from, bytes}) =>
+    `${name} from stage ${from.action.stage}${bytes ? `, ${size(bytes)}` : ""}`);
+  if (!parts.length) return "";
+  const what = action.kind === "F" ? "takes up the" : "gets the gradient of the";
+  return ` It ${what} ${parts.length > 1 ? "skips" : "skip"} ${parts.join("; ")}.`;
+}
+
 // The action of the same stage whose result this one needs: a backward its forward, or its recomputation.
 function ownSource(figure, action) {
   const {kind, stage, micro_batch} = action;
@@ -18,13 +45,13 @@ function explainAction(figure, span) {
   const {kind, stage, micro_batch} = action;
   const first = `${gpipe.key(action)} is the ${KIND_WORDS[kind]} of micro-batch ${micro_batch} on stage ${stage}: ` +
     `${duration(end - start)}, from ${duration(start)} to ${duration(end)}.`;
-  return `${first} ${whyThen(figure, span)}`;
+  return `${first} ${whyThen(figure, span)}${skipsInWords(figure, action)}`;
 }
 
 // Why an action did not start earlier.
 function whyThen(figure, span) {
   const {action, start} = span;
-  const needed = source(figure, action), before = figure.beforeOnDevice.get(span), own = ownSource(figure, action);
+  const needed = awaited(figure, action), before = figure.beforeOnDevice.get(span), own = ownSource(figure, action);
   const free = before ? before.end : 0;
   if (needed && start - free > shortest(figure)) return waitSentence(figure, span, needed, free);
   if (before) {
@@ -55,7 +82,7 @@ function explainRegion(figure, region) {
   const first = `${shareWord(why)}, ${duration(end - start)}, from ${duration(start)} to ${duration(end)}:`;
   if (why === "set_up") return `${first} ${WORDS["set-up"]}`;
   const next = figure.ofDevice.get(device).find(span => span.start >= end - NEAR);
-  const needed = next && source(figure, next.action);
+  const needed = next && awaited(figure, next.action);
   const cause = why === "imbalance" ? ` There is imbalance as stages have unequal work: ${mostWork(figure)}.` : "";
   if (!next) return `${first} ${who} has done all of its work; the step goes on until ${lastAction(figure)}.${cause}`;
   if (!needed) {
@@ -72,7 +99,7 @@ function explainRegion(figure, region) {
 }
 
 function criticalInWords(figure) {
-  const chain = gpipe.critical(figure.timeline, figure.rows, figure.edges);
+  const chain = gpipe.critical(figure.timeline, figure.rows);
   const seconds = wanted => chain.filter(({what}) => (what === "transfer") === wanted)
     .reduce((sum, {start, end}) => sum + end - start, 0);
   const transfers = seconds(true) > shortest(figure) ? ` and ${duration(seconds(true))} of transfers` : "";

@@ -41,7 +41,8 @@ function figureOf(kind, timeline, parts) {
   }
   const large = spanOf.size > MOST_BARS;
   const sourceOf = gpipe.sources(timeline.spans.map(spans => spans.map(span => span.action)));
-  return {kind, timeline, device_of_stage, large, spanOf, sourceOf, beforeOnDevice, ofDevice, ...parts};
+  const crossing = gpipe.crossing(data.skips, parts.balance);
+  return {kind, timeline, device_of_stage, large, spanOf, sourceOf, crossing, beforeOnDevice, ofDevice, ...parts};
 }
 
 function startPicture() {
@@ -58,7 +59,7 @@ function startPicture() {
   pattern("imbalance", 6, 0, "var(--waiting)", ["circle", {cx: 3, cy: 3, r: 1.1, fill: "var(--transfer)"}]);
   pattern("transfer", 4, 45, "var(--paper)",
           ["path", {d: "M0 0V4M0 0H4", stroke: "var(--transfer)", "stroke-width": 2.2}]);
-  for (const id of ["point", "badpoint"]) {
+  for (const id of ["point", "badpoint", "skippoint"]) {
     const marker = make("marker", {id, viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 8, markerHeight: 8,
                                    markerUnits: "userSpaceOnUse", orient: "auto"}, defs);
     make("path", {d: "M0 0L8 4L0 8z", class: id}, marker);

@@ -155,9 +155,11 @@ function showLegend() {
     marks.push(["held", "activations"]);
     if (shownLimit(state.figure)) marks.push(["limit", "memory limit"]);
   }
+  if (state.figure.skips.length) marks.push(["skip", "skips of micro-batch 0, or of the one pointed at"]);
   for (const [name, text] of marks) {
+    const line = ["limit", "skip"].includes(name);
     const mark = make("svg", {viewBox: "0 0 30 14", "aria-hidden": true});
-    make("path", {class: name, d: name === "limit" ? "M0 7H30" : "M0 0H30V14H0z"}, mark);
+    make("path", {class: name, d: line ? "M0 7H30" : "M0 0H30V14H0z"}, mark);
     entry(mark, text);
   }
 }

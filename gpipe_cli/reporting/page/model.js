@@ -11,7 +11,7 @@ const memories = new WeakMap(); // by the data: by the samples of a micro-batch
 function held(data, first, end, samples) {
   const of = activationMemory(data, samples);
   if (!of.hasGradient[first] && of.trained[end] === of.trained[first]) return NONE;
-  const input = of.inputBytes[first], graph = graphBytes(of, first, end);
+  const input = inputBytes(of, first, end), graph = graphBytes(of, first, end);
   if (!data.memory.kept) return {graph, input, gradients: 0, weights: graph};
   const gradients = keptGradients(data, of, end)[end - first];
   return {graph, input, gradients, weights: keptInputs(data, of, first)[end - first] + gradients};
@@ -31,8 +31,8 @@ function chargedTensors({boundaries, saved, trained}, samples) {
   const {crossing, total: charged} = follow(tensorBytes, saved, samples), trainedBefore = [0];
   trained.forEach((one, at) => trainedBefore.push(trainedBefore[at] + one));
   const hasGradient = boundaries.map((boundary) => boundary.some(([, , returned]) => returned));
-  const inputBytes = tensorBytes.map(sum);
-  return {samples, tensorBytes, inputBytes, hasGradient, trained: trainedBefore, crossing, charged, walks: new Map()};
+  const pops = boundaries.map((boundary) => boundary.map(([, , , pop = -1]) => pop));
+  return {samples, tensorBytes, pops, hasGradient, trained: trainedBefore, crossing, charged, walks: new Map()};
 }
 
 /** What layers save, no tensor twice: bytes in the first 0, 1, ... of them, and the tensors at each boundary, {bytes,
@@ -63,7 +63,12 @@ function graphBytes(of, first, end) {
   for (const tensor of new Set(of.crossing[first])) { // it is there as an input
     if (tensor.saver !== null && first <= tensor.saver && tensor.saver < end) charged -= tensor.bytes;
   }
-  return of.inputBytes[first] + charged;
+  return inputBytes(of, first, end) + charged;
+}
+
+/** Of what crosses the first boundary of a stage; a skip comes only to the stage that pops it. */
+function inputBytes({tensorBytes, pops}, first, end) {
+  return sum(tensorBytes[first].filter((_, n) => pops[first][n] < end));
 }
 
 const keptInputs = (data, of, first) => once(of.walks, `inputs ${first}`, () =>
@@ -76,14 +81,15 @@ const keptGradients = (data, of, end) => once(of.walks, `gradients ${end}`, () =
 // --- seconds
 
 /** Seconds of a mean micro-batch if there are M of them: {layers: [[forward, graph, backward, inputs, weights]], edges:
- *  [[forward, backward]]}; undefined for an M that is not offered. */
+ *  [[forward, backward]], skips: [{stash, pop, forward, backward}]}; undefined for an M that is not offered. */
 function layerCosts(data, M) {
   const found = data.costs.of[M], {kinds} = data.costs;
   if (!found) return undefined;
   const halves = ([forward, graph, backward, inputs = backward / 2, weights = backward / 2]) =>
     [forward, graph, backward, inputs, weights];
   const layers = found.layers.map(halves);
-  return {layers: kinds.map((kind) => layers[kind]), edges: kinds.slice(0, -1).map((kind) => found.edges[kind])};
+  const skips = found.skips.map(([forward, backward], n) => ({...data.skips[n], forward, backward}));
+  return {layers: kinds.map((kind) => layers[kind]), edges: kinds.slice(0, -1).map((kind) => found.edges[kind]), skips};
 }
 
 function stageCost(data, layers, first, end) {
@@ -116,27 +122,37 @@ function slowdowns({slowdown, setting}, devices) {
 const cuts = new Map();
 
 /** Layers of each of K partitions: the least maximum of their costs, then the least variance, then cuts that are early.
- *  The one that ends at a place pays for what is sent on over it, the one that begins there for what is sent back.
- *  `furthest[k][i]`: how far partition k can reach from layer i; null if that leaves no cut. */
-function partition(costs, K, forwardSends = [], backwardSends = [], furthest = null) {
+ *  The one that ends at a place pays for what is sent on over it, the one that begins there for what is sent back. A
+ *  skip {stash, pop, forward, backward} is sent on by the one that has its stash, back by the one that has its pop, if
+ *  these are two. `furthest[k][i]`: how far partition k can reach from layer i; null if that leaves no cut. */
+function partition(costs, K, forwardSends = [], backwardSends = [], skips = [], furthest = null) {
   const L = costs.length, sends = (given) => range(L - 1, (n) => given[n] || 0);
   const given = [...costs, ...sends(forwardSends), ...sends(backwardSends)];
+  const ofSkips = skips.flatMap(({forward, backward}) => [forward, backward]);
+  const ends = skips.map(({stash, pop}) => [stash, pop]);
   if (cuts.size > 200) cuts.clear();
-  return once(cuts, `${K}: ${given}: ${furthest}`, () => bestCut(wholeNumbers(given), L, K, furthest));
+  return once(cuts, `${K}: ${given}: ${ofSkips}: ${ends}: ${furthest}`,
+    () => bestCut(wholeNumbers([...given, ...ofSkips]), L, K, ends, furthest));
 }
 
-function bestCut(whole, L, K, furthest) {
+function bestCut(whole, L, K, skips, furthest) {
   const reaches = (k, i, j) => furthest === null || j <= furthest[k][i];
   const before = [0];
   for (let n = 0; n < L; n++) before.push(before[n] + whole[n]);
   const on = before.map((cost, n) => 0 < n && n < L ? cost + whole[L + n - 1] : cost);
   const back = before.map((cost, n) => 0 < n && n < L ? cost - whole[2 * L + n - 2] : cost);
+  const between = range(L + 1, (j) => range(j, (i) => on[j] - back[i])); // the cost of layers i to j - 1
+  skips.forEach(([stash, pop], n) => {
+    const [forward, backward] = whole.slice(3 * L - 2 + 2 * n);
+    for (let j = stash + 1; j <= pop; j++) for (let i = 0; i <= stash; i++) between[j][i] += forward;
+    for (let j = pop + 1; j <= L; j++) for (let i = stash + 1; i <= pop; i++) between[j][i] += backward;
+  });
   let least = range(L + 1, (j) => j ? Infinity : 0);
   for (let k = 0; k < K; k++) { // the least maximum
     const longer = range(L + 1, () => Infinity);
     for (let j = k + 1; j <= L - K + k + 1; j++) {
       for (let i = k; i < j; i++) {
-        if (reaches(k, i, j)) longer[j] = Math.min(longer[j], Math.max(least[i], on[j] - back[i]));
+        if (reaches(k, i, j)) longer[j] = Math.min(longer[j], Math.max(least[i], between[j][i]));
       }
     }
     least = longer;
@@ -148,7 +164,7 @@ function bestCut(whole, L, K, furthest) {
     const longer = range(L + 1, () => null), begin = range(L + 1, () => 0);
     for (let j = k + 1; j <= L - K + k + 1; j++) {
       for (let i = k; i < j; i++) {
-        const cost = on[j] - back[i];
+        const cost = between[j][i];
         if (cost > most || squares[i] === null || !reaches(k, i, j)) continue;
         const total = squares[i] + BigInt(cost) ** 2n;
         if (longer[j] === null || total < longer[j]) [longer[j], begin[j]] = [total, i];
@@ -239,7 +255,9 @@ function chosenStep(data, chosen) {
   const layers = costs.layers.map(([forward, graph, ...back]) => [forward, graph, ...back.map((s) => s * slower)]);
   const sends = costs.edges.map(([forward, backward]) => [forward * linked, backward * linked]);
   const reach = () => limit === null ? null : furthestOf(data, chosen, device_of_stage, sizes, limit);
-  const balance = balanceOf(data, chosen, layers, sends, reach), bounds = boundsOf(balance);
+  const skips = costs.skips.map((skip) =>
+    ({...skip, forward: skip.forward * linked, backward: skip.backward * linked}));
+  const balance = balanceOf(data, chosen, layers, sends, skips, reach), bounds = boundsOf(balance);
   const problems = [];
   if (balance.length !== K || sum(balance) !== data.layers.length || balance.some((size) => size < 1)) {
     throw new Error(`the cut ${balance.join(" + ")} is none of ${data.layers.length} layers into ${K} stages`);
@@ -249,6 +267,7 @@ function chosenStep(data, chosen) {
   }
   const stages = bounds.map(([first, end]) => stageCost(data, layers, first, end));
   const edges = bounds.slice(0, -1).map(([, end]) => ({forward: sends[end - 1][0], backward: sends[end - 1][1]}));
+  const long = longSkips(edges, crossing(skips, balance));
   const ties = data.ties.map((tie) => ({seconds: tie.seconds * linked,
     stages: bounds.flatMap(([first, end], k) => tie.layers.some((at) => first <= at && at < end) ? [k] : [])}));
   const slowdown = chosen.own_devices ? [] : slowdowns(data, devices);
@@ -256,18 +275,20 @@ function chosenStep(data, chosen) {
   const fixed = bounds.map(([first, end]) => fixedMemory(data, first, end, sizes[0]));
   const room = limit === null ? null : fixed.map((one) => limit - sum(Object.values(one)));
   const rows = rowsFor(data, chosen, {device_of_stage, sizes: largest, room}, problems);
-  const base = {rows, balance, stages, edges, ties, device_of_stage, slowdown,
+  const base = {rows, balance, stages, edges, ties, skips: long, device_of_stage, slowdown,
     micro_batches: M, sizes, devices, limit_bytes: limit};
   const faulty = check(rows);
   if (faulty) return {...base, timeline: null, problem: faulty.what, faulty};
-  const timeline = simulate(rows, {stages, edges, slowdown, device_of_stage, ties});
+  const timeline = simulate(rows, {stages, edges, slowdown, device_of_stage, ties, skips: long});
   const [begin] = windowOf(timeline), step_seconds = endOf(timeline) - begin + data.costs.set_up / devices;
+  const waiting = peakWaiting(rows, waitingSkips(data, balance, sizes), device_of_stage);
   const memoryOf = stagesOf(rows).map((actions, k) => {
     const [first, end] = bounds[k], ofSize = new Map(sizes.map((n) => [n, held(data, first, end, n)]));
-    return {...fixed[k], held: memory(actions, sizes.map((n) => ofSize.get(n)))};
+    const heldBytes = memory(actions, sizes.map((n) => ofSize.get(n)));
+    return {...fixed[k], buffers: fixed[k].buffers + waiting[k], held: heldBytes};
   });
-  memoryOf.forEach((one, k) => {
-    const over = limit === null ? 0 : sum(Object.values(fixed[k])) + greatest(one.held, 0) - limit;
+  memoryOf.forEach(({held: most, ...stored}, k) => {
+    const over = limit === null ? 0 : sum(Object.values(stored)) + greatest(most, 0) - limit;
     if (over > 0) problems.push(`stage ${k} needs ${(over / 2 ** 20).toFixed(1)} MiB more than there are`);
   });
   const result = {...base, timeline, step_seconds, samples_per_second: own.step_samples / step_seconds,
@@ -278,8 +299,9 @@ function chosenStep(data, chosen) {
 /** The bubble of a step, and what is left of it as one cause after another is taken away that the formula
  *  (D-1)/(M+D-1) of D devices knows nothing of: shared cores, recomputation, unequal stages, transfers, and all that is
  *  not an action. Of gpipe and 1f1b the last one is the formula's. */
-function bubbles(data, {rows, stages, edges, slowdown, device_of_stage, ties, micro_batches: M}) {
-  const devices = new Set(device_of_stage).size, bare = rows.map((row) => row.filter((a) => a.kind !== "R"));
+function bubbles(data, {rows, stages, edges, slowdown, device_of_stage, ties, skips, micro_batches: M}) {
+  const sent = {edges, ties, skips}, devices = new Set(device_of_stage).size;
+  const bare = rows.map((row) => row.filter((a) => a.kind !== "R"));
   const equal = device_of_stage.map((device) => { // in all as much work, and as much on each device
     const share = 1 / devices / device_of_stage.filter((other) => other === device).length;
     return Object.fromEntries(Object.keys(stages[0]).map((name) => [name, share * sum(stages.map((of) => of[name]))]));
@@ -289,10 +311,43 @@ function bubbles(data, {rows, stages, edges, slowdown, device_of_stage, ties, mi
     return breakdown(timeline, M, endOf(timeline) - windowOf(timeline)[0] + setUp).bubble;
   };
   return [
-    bubble(rows, {stages, edges, slowdown, ties}), bubble(rows, {stages, edges, ties}),
-    bubble(bare, {stages, edges, ties}), bubble(bare, {stages: equal, edges, ties}), bubble(bare, {stages: equal}),
+    bubble(rows, {stages, slowdown, ...sent}), bubble(rows, {stages, ...sent}), bubble(bare, {stages, ...sent}),
+    bubble(bare, {stages: equal, ...sent}), bubble(bare, {stages: equal}),
     bubble(bare, {stages: equal.map((stage) => ({...stage, update: 0, sum: 0}))}, 0),
   ];
+}
+
+/** The skips that go from one stage to another, with `sender` and `receiver`. */
+function crossing(skips, balance) {
+  const stageOf = balance.flatMap((size, k) => range(size, () => k));
+  return skips.map((skip) => ({...skip, sender: stageOf[skip.stash], receiver: stageOf[skip.pop]}))
+    .filter(({sender, receiver}) => sender < receiver);
+}
+
+/** The skips between stages that are no neighbours, in one for each two stages. The others are added to `edges`, as they
+ *  go in one message with what the next layer gets. */
+function longSkips(edges, skips) {
+  const found = new Map();
+  for (const {sender, receiver, forward, backward} of skips) {
+    const link = receiver === sender + 1 ? edges[sender]
+      : once(found, `${sender} ${receiver}`, () => ({sender, receiver, forward: 0, backward: 0}));
+    link.forward += forward;
+    link.backward += backward;
+  }
+  return [...found.values()];
+}
+
+/** Of each skip between stages that are no neighbours, the bytes of each micro-batch. */
+function waitingSkips(data, balance, sizes) {
+  return crossing(data.skips, balance).filter(({sender, receiver}) => receiver > sender + 1)
+    .map((skip) => ({...skip, sizes: sizes.map((samples) => skipBytes(data, skip, samples))}));
+}
+
+/** [bytes of a skip, bytes of its gradient] of a micro-batch. */
+function skipBytes(data, {stash, pop}, samples) {
+  const tensors = data.memory.boundaries[stash + 1].filter(([, , , popped]) => popped === pop);
+  const bytes = (some) => sum(some.map(([base, each]) => base + each * samples));
+  return [bytes(tensors), bytes(tensors.filter(([, , returned]) => returned))];
 }
 
 /** What a stage stores all the time, and the workspace of its largest layer. */
@@ -319,7 +374,7 @@ function tiedMemory(data, first, end) {
 }
 
 /** The cut: as given, that of the plan where it was made for the same, or the best one. */
-function balanceOf(data, chosen, layers, sends, reach) {
+function balanceOf(data, chosen, layers, sends, skips, reach) {
   const own = data.setting, again = (mode) => mode === "always" || mode === "except_last";
   const sameK = chosen.partitions === own.partitions;
   const same = sameK && chosen.micro_batches === own.micro_batches && again(chosen.recompute) === again(own.recompute)
@@ -328,7 +383,7 @@ function balanceOf(data, chosen, layers, sends, reach) {
   if (same || (sameK && own.balance_given)) return data.balance;
   const work = layers.map(([forward, graph, backward]) => graph + backward + (again(chosen.recompute) ? forward : 0));
   const cut = (furthest) => partition(work, chosen.partitions, ...[0, 1].map((way) => sends.map((one) => one[way])),
-    furthest);
+    skips, furthest);
   const within = (at) => data.shared.some(([first, second]) => first < at && at <= second); // no cut before such a layer
   const together = (rows) => !data.shared.length ? rows : (rows || range(chosen.partitions, () => layers.map(() =>
     layers.length))).map((row) => row.map((end, at) => within(at) ? at : end));
@@ -434,6 +489,6 @@ function moves(data, controls) {
 window.gpipe = {
   action, key, greatest, microBatches, sources, order, withRecomputation, fewestRecomputations, check, linearize, csv,
   stagesOf, clock, SCHEDULES,
-  simulate, breakdown, idleRegions, memory, critical, held, layerCosts, microBatchSizes, slowdowns, partition,
-  ownControls, configured, bubbles, moves,
+  simulate, breakdown, idleRegions, memory, peakWaiting, critical, lastTransfer, held, layerCosts, microBatchSizes,
+  slowdowns, partition, crossing, skipBytes, ownControls, configured, bubbles, moves,
 };

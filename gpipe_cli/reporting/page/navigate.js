@@ -63,16 +63,29 @@ function placePointed() {
   if (simulated?.waits) simulated.waits.forEach(names => waitArrow(group, simulated, names));
   else if (state.critical && simulated) criticalPath(group, simulated);
   const {pointed} = state;
+  if (pointed?.what !== "action" && simulated && !simulated.order && !state.critical) {
+    const first = [...simulated.spanOf.values()].filter(({action}) => action.micro_batch === 0);
+    for (const other of first) skipArrows(group, simulated, other, "before");
+  }
   if (pointed?.what !== "action" || pointed.figure.order) return;
   const {figure, span} = pointed;
   for (const other of figure.spanOf.values()) {
     if (other === span || other.action.micro_batch !== span.action.micro_batch) continue;
     const needed = source(figure, other.action);
     if (needed) arrow(group, figure.kind, needed, other, "arrow before");
+    skipArrows(group, figure, other, "before");
   }
   const needed = source(figure, span.action), own = ownSource(figure, span.action);
   if (own && span.start - own.end > NEAR) arc(group, figure.kind, own, span);
   if (needed) arrow(group, figure.kind, needed, span, "arrow");
+  skipArrows(group, figure, span, "");
+}
+
+// Between neighbours a skip goes with what the next layer gets.
+function skipArrows(group, figure, span, name) {
+  for (const {sender, receiver, from} of skipsInto(figure, span.action)) {
+    if (receiver > sender + 1) arrow(group, figure.kind, from, span, `arrow skip ${name}`);
+  }
 }
 
 function arrow(group, kind, from, to, name) {
@@ -80,7 +93,7 @@ function arrow(group, kind, from, to, name) {
   const [y1, y2] = [laneY(kind, from.action.stage), laneY(kind, to.action.stage)];
   const bend = Math.max(14, Math.abs(x2 - x1) / 2);
   const d = `M${x1} ${y1}C${x1 + bend} ${y1} ${x2 - bend} ${y2} ${x2} ${y2}`;
-  if (name === "arrow") make("path", {class: "halo", d}, group);
+  if (!name.includes("before")) make("path", {class: "halo", d}, group);
   make("path", {class: name, d}, group);
 }
 
@@ -103,7 +116,7 @@ function waitArrow(group, figure, names) {
 
 function criticalPath(group, figure) {
   let d = "";
-  for (const {action, start, end, what} of gpipe.critical(figure.timeline, figure.rows, figure.edges)) {
+  for (const {action, start, end, what} of gpipe.critical(figure.timeline, figure.rows)) {
     if (what === "transfer") continue; // it is the line to the next action
     const y = laneY("simulated", action.stage, 0.85); // below the names
     d += `${d ? "L" : "M"}${xOf(start) + 2} ${y}L${xOf(end) - 2} ${y}`;

@@ -4,8 +4,10 @@
 /** When each action runs. `stages`: {forward, graph, backward, inputs, weights, update, sum} seconds of each; `edges`:
  *  {forward, backward} seconds between neighbours, none if left out; `slowdown[n - 1]`: how much slower everything is
  *  while n devices compute; `device_of_stage`: the device of each stage; `ties`: {stages, seconds} of weights that several
- *  stages have. Throws for a schedule that deadlocks. */
-function simulate(rows, {stages, edges = [], slowdown = [], device_of_stage = null, ties = []}) {
+ *  stages have; `skips`: {sender, receiver, forward, backward} between stages that are no neighbours. Of the timeline,
+ *  `transfers` has by action what comes for it over links: {action, from, start, end, before: the link's last one}.
+ *  Throws for a schedule that deadlocks. */
+function simulate(rows, {stages, edges = [], slowdown = [], device_of_stage = null, ties = [], skips = []}) {
   const device = device_of_stage && device_of_stage.length ? device_of_stage : rowsOf(rows), source = sources(rows);
   const devices = range(1 + greatest(device)), left = devices.map(() => []), next = devices.map(() => 0);
   const retains = new Map(), seconds = {B: "backward", I: "inputs", W: "weights"};
@@ -24,7 +26,14 @@ function simulate(rows, {stages, edges = [], slowdown = [], device_of_stage = nu
     if (having.size > 1) having.forEach((d) => tied[d].push({having: [...having], seconds: tie.seconds}));
   }
   const computing = new Heap(), arriving = new Heap();
-  const ended = new Map(), arrivals = new Map(), linkFree = new Map(), waiting = new Map();
+  const ended = new Map(), transfers = new Map(), waiting = new Map();
+  const ahead = stages.map(() => []), back = stages.map(() => []); // the links by which a stage gets what it needs
+  const neighbours = edges.map((edge, k) => ({...edge, sender: k, receiver: k + 1}));
+  for (const {sender, receiver, forward, backward} of edges.length ? [...neighbours, ...skips] : []) {
+    if (device[sender] === device[receiver]) continue;
+    ahead[receiver].push({from: sender, seconds: forward, last: null});
+    back[sender].push({from: receiver, seconds: backward, last: null});
+  }
   let now = 0, virtual = 0; // ends are on a virtual clock, which stands for undisturbed work
 
   function begin(d) {
@@ -91,17 +100,18 @@ function simulate(rows, {stages, edges = [], slowdown = [], device_of_stage = nu
     }
   }
 
-  /** A link moves one micro-batch after another. */
+  /** When all that an action needs is there. */
   function arrivalOf(a, sent) {
-    const forward = a.kind === "F", from = forward ? a.stage - 1 : a.stage + 1;
-    if (!edges.length || device[a.stage] === device[from]) return sent;
-    if (!arrivals.has(key(a))) {
-      const link = `${forward}${a.stage}`, edge = edges[Math.min(a.stage, from)];
-      const arrival = Math.max(sent, linkFree.get(link) || 0) + (forward ? edge.forward : edge.backward);
-      linkFree.set(link, arrival);
-      arrivals.set(key(a), arrival);
-    }
-    return arrivals.get(key(a));
+    const came = once(transfers, key(a), () => (a.kind === "F" ? ahead : back)[a.stage].map((link) => carry(link, a)));
+    return greatest(came.map((transfer) => transfer.end), sent);
+  }
+
+  /** A link moves one micro-batch after another. */
+  function carry(link, a) {
+    const sent = (a.kind === "F" ? ["F"] : ["B", "I"]).map((kind) => act(kind, link.from, a.micro_batch));
+    const from = sent.find((one) => ended.has(key(one)));
+    const start = Math.max(ended.get(key(from)), link.last ? link.last.end : 0), end = start + link.seconds;
+    return link.last = {action: a, from, what: "transfer", start, end, before: link.last};
   }
 
   devices.forEach(begin);
@@ -122,7 +132,7 @@ function simulate(rows, {stages, edges = [], slowdown = [], device_of_stage = nu
     now = arrival;
     begin(d);
   }
-  return {spans, events, device_of_stage: [...device]};
+  return {spans, events, device_of_stage: [...device], transfers};
 }
 
 /** What lies before an action that starts when its device had been free for a while. */
@@ -252,10 +262,30 @@ function memory(stageActions, sizes) {
   });
 }
 
+/** For each stage, the most bytes of skips that wait there to be taken up, and of gradients that wait for the backward.
+ *  `skips`: {sender, receiver, sizes}, with the bytes there and back of each micro-batch. */
+function peakWaiting(rows, skips, device_of_stage) {
+  const stages = rowsOf(rows), now = stages.map(() => 0), most = stages.map(() => 0);
+  for (const a of skips.length ? linearize(rows, device_of_stage) : []) {
+    const forward = a.kind === "F";
+    for (const {sender, receiver, sizes} of forward || returns(a) ? skips : []) {
+      const size = sizes[a.micro_batch][forward ? 0 : 1];
+      const [first, second] = forward ? [sender, receiver] : [receiver, sender];
+      if (a.stage === second) {
+        now[second] -= size;
+      } else if (a.stage === first) {
+        now[second] += size;
+        most[second] = Math.max(most[second], now[second]);
+      }
+    }
+  }
+  return most;
+}
+
 /** What the end of the step waits for, from its beginning on: {action, start, end}, and of transfers to an action
- *  {action, from, what: "transfer", start, end}. */
-function critical(timeline, rows, edges = []) {
-  const source = sources(rows), spans = new Map(), previous = new Map(), travelled = new Map(), ends = [];
+ *  {action, from, what: "transfer", start, end}. Of a simulated timeline. */
+function critical(timeline, rows) {
+  const source = sources(rows), spans = new Map(), previous = new Map(), chain = [], ends = [];
   for (const one of devicesOf(timeline, 0)) {
     const ordered = [...one.spans].sort((a, b) => a.start - b.start || a.end - b.end);
     ordered.forEach((span, n) => {
@@ -265,14 +295,7 @@ function critical(timeline, rows, edges = []) {
     const last = greatest(one.events.filter((e) => e.what === "update").map((e) => e.end), ordered.at(-1).end);
     ends.push([last, ordered.at(-1)]);
   }
-  for (const list of timeline.spans) { // what went over the same link just before
-    for (const forward of [true, false]) {
-      const received = list.filter((span) => forward ? span.action.kind === "F" : returns(span.action));
-      received.forEach((span, n) => { if (n) travelled.set(key(span.action), received[n - 1]); });
-    }
-  }
-  const slack = 1e-12 * greatest(ends.map(([end]) => end)), chain = [];
-  const same = (device, other) => timeline.device_of_stage[device] === timeline.device_of_stage[other];
+  const slack = 1e-12 * greatest(ends.map(([end]) => end));
   let at = ends.sort((a, b) => b[0] - a[0])[0][1];
   while (at) {
     chain.push({action: at.action, start: at.start, end: at.end});
@@ -281,17 +304,19 @@ function critical(timeline, rows, edges = []) {
       at = before;
       continue;
     }
-    let sender = spans.get(needed), receiver = at, arrived = at.start;
-    while (edges.length && !same(sender.action.stage, receiver.action.stage)) {
-      const edge = edges[Math.min(sender.action.stage, receiver.action.stage)];
-      const start = arrived - (receiver.action.kind === "F" ? edge.forward : edge.backward);
-      chain.push({action: receiver.action, from: sender.action, what: "transfer", start, end: arrived});
-      const earlier = travelled.get(key(receiver.action));
-      if (start <= sender.end + slack || !earlier) break;
-      [receiver, arrived] = [earlier, start]; // the link was busy
-      sender = spans.get(source(earlier.action));
+    let transfer = lastTransfer(timeline, at.action);
+    at = spans.get(needed);
+    for (; transfer; transfer = transfer.before) {
+      chain.push(transfer);
+      at = spans.get(key(transfer.from));
+      if (transfer.start <= at.end + slack) break; // else the link was busy
     }
-    at = sender;
   }
   return chain.reverse();
+}
+
+/** Of what comes for an action over links, what is there last; undefined if nothing does. */
+function lastTransfer(timeline, a) {
+  const came = timeline.transfers.get(key(a)) || [];
+  return came.find((transfer) => transfer.end === greatest(came.map(({end}) => end)));
 }

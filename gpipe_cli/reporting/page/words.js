@@ -29,6 +29,8 @@ const WORDS = {
     "Cut in two, I computes what is sent and W the gradients of the weights, for which nobody waits.",
   recompute: "R: the forward once more. A stage that does not keep the activations of a micro-batch saves memory, " +
     "and has to compute them again before its backward.",
+  skip: "A tensor that a layer keeps (Stash) for a much later one (Pop). It goes straight to the stage that takes it " +
+    "up, past those between, and its gradient straight back.",
   activations: "What a forward has to keep until its backward: they are most of the memory while many micro-batches " +
     "are on their way.",
   memory: "What a stage holds for its layers: weights, their gradients, the state of the optimizer, buffers for sums " +

@@ -22,6 +22,7 @@ from gpipe_cli.results.plan import PLAN, PlannedChoice, PlannedLayer, PlannedSta
 from gpipe_cli.units import count, duration, memory_unit, operations, percent, plural, rate, rounded, size
 
 MOST_ROWS = 40  # a table with more rows shows only the first and the last ones
+MOST_SKIPS = 3  # more are counted only
 GRID_LINES = 34  # the most lines of a grid in the console: two blocks of sixteen stages
 
 
@@ -125,6 +126,14 @@ def _outcome(plan: PlanResult) -> Iterator[tuple[str, str]]:
         if plan.recomputed_flops:
             yield "", f"recomputation adds {percent(plan.recomputed_flops / plan.step_flops)} to the operations"
     yield "balance", f"the slowest stage takes {percent(plan.imbalance)} more than the mean of all"
+    long = [skip for skip in plan.skips if skip.to_stage > skip.from_stage + 1]
+    shown = [
+        f"{skip.name}: stage {skip.from_stage} to {skip.to_stage}, {size(skip.bytes)} of each micro-batch"
+        for skip in long[:MOST_SKIPS]
+    ]
+    more = [f"and {len(long) - MOST_SKIPS} more, in {PLAN}"] if len(long) > MOST_SKIPS else []
+    for n, line in enumerate([*shown, *more]):
+        yield "" if n else "skips", line
     held, limit = plan.held_bytes, plan.hardware.limit_bytes
     memory = f"{size(max(held))} on stage {held.index(max(held))}, the fullest"
     yield "memory", f"{memory}, predicted" if limit is None else f"{memory}, predicted, of {size(limit)}"

@@ -5,6 +5,8 @@ from dataclasses import asdict
 
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory
+from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor
+from gpipe_cli.pipeline.runtime.routes import Route, routes
 from gpipe_cli.pipeline.schedule.dependencies import grid
 from gpipe_cli.pipeline.schedule.simulator import ideal_bubble
 from gpipe_cli.planner.auto_settings import Choice
@@ -21,6 +23,7 @@ from gpipe_cli.results.plan import (
     PlannedHardware,
     PlannedLayer,
     PlannedMemory,
+    PlannedSkip,
     PlannedStage,
     PlanResult,
 )
@@ -60,6 +63,7 @@ def plan_result(
         parameters=sum(layer.parameters for layer in layers),
         layers=layers,
         stages=_stages(profile, plan, layers, hardware.limit_bytes),
+        skips=_skips(profile, plan),
         micro_batches=plan.micro_batches,
         replicas=config.replicas,
         schedule=config.schedule if not plan.chosen_order else f"{config.schedule} ({plan.chosen_order})",
@@ -95,7 +99,7 @@ def _layers(profile: ModelProfile, plan: Plan) -> tuple[PlannedLayer, ...]:
             parameters=profile.weights[at].parameters,
             forward_flops=round(cost.forward.flops * plan.samples),
             saved_bytes=activations.held(at, at + 1).graph,
-            boundary_bytes=sum(tensor.bytes(plan.samples, profile.lengths) for tensor in cost.outputs),
+            boundary_bytes=_bytes(cost.outputs, profile, plan),
             forward_seconds=plan.costs.layers[at].graph,
             backward_seconds=plan.costs.layers[at].backward,
         )
@@ -107,6 +111,7 @@ def _layers(profile: ModelProfile, plan: Plan) -> tuple[PlannedLayer, ...]:
 def _stages(
     profile: ModelProfile, plan: Plan, layers: Sequence[PlannedLayer], limit_bytes: int | None
 ) -> tuple[PlannedStage, ...]:
+    sent = {(route.sender, route.receiver): _bytes(route.tensors, profile, plan) for route in _routes(profile, plan)}
     # on another machine, each device has one process, whatever this machine would use
     process_of_stage = plan.layout.process_of_stage if plan.layout.here else plan.device_of_stage
     return tuple(
@@ -115,7 +120,7 @@ def _stages(
             layers=tuple(layer.name for layer in layers[first:end]),
             parameters=sum(layer.parameters for layer in layers[first:end]),
             forward_flops=round(sum(cost.forward.flops for cost in profile.costs[first:end]) * plan.samples),
-            boundary_bytes=layers[end - 1].boundary_bytes if end < len(layers) else None,
+            boundary_bytes=sent.get((k, k + 1)),
             forward_seconds=plan.stages[k].graph_seconds,
             backward_seconds=plan.stages[k].backward_seconds,
             recomputed=plan.recomputed[k],
@@ -125,6 +130,23 @@ def _stages(
         )
         for k, (first, end) in enumerate(plan.bounds)
     )
+
+
+def _skips(profile: ModelProfile, plan: Plan) -> tuple[PlannedSkip, ...]:
+    found = []
+    for route in _routes(profile, plan):
+        for name in dict.fromkeys(tensor.skip for tensor in route.tensors if tensor.skip):
+            tensors = [tensor for tensor in route.tensors if tensor.skip == name]
+            found.append(PlannedSkip(name, route.sender, route.receiver, _bytes(tensors, profile, plan)))
+    return tuple(found)
+
+
+def _routes(profile: ModelProfile, plan: Plan) -> Sequence[Route]:
+    return routes([profile.costs[end - 1].outputs for _, end in plan.bounds[:-1]])
+
+
+def _bytes(tensors: Sequence[BoundaryTensor], profile: ModelProfile, plan: Plan) -> int:
+    return sum(tensor.bytes(plan.samples, profile.lengths) for tensor in tensors)
 
 
 def _hardware(config: TrainConfig, plan: Plan) -> PlannedHardware:

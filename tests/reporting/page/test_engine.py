@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from browser import NEEDED, opened_page
-from plan_runs import EVEN, plan_of, traced
+from plan_runs import EVEN, HOURGLASS, plan_of, traced
 from training_runs import configure
 
 from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory
 from gpipe_cli.pipeline.schedule.breakdown import breakdown
 from gpipe_cli.pipeline.schedule.dependencies import ScheduleError, check
-from gpipe_cli.pipeline.schedule.held import Held, bytes_held
+from gpipe_cli.pipeline.schedule.held import Held, bytes_held, peak_waiting
 from gpipe_cli.pipeline.schedule.named_schedules import SCHEDULES, order
 from gpipe_cli.pipeline.schedule.schedule import RECOMPUTE, Schedule, with_recomputation
 from gpipe_cli.pipeline.schedule.schedule_file import csv_of, read_schedule
-from gpipe_cli.pipeline.schedule.simulator import EdgeCost, StageCost, TieCost, ideal_bubble, simulate
+from gpipe_cli.pipeline.schedule.simulator import EdgeCost, SkipCost, StageCost, TieCost, ideal_bubble, simulate
 from gpipe_cli.planner.cost_model import predicted_costs
 from gpipe_cli.planner.data_sheet import resolved
 from gpipe_cli.planner.device_rates import rates_of_sheet
@@ -78,14 +78,14 @@ def assert_close(found: Any, expected: Any, where: str = "") -> None:
 
 # --- schedules and their simulation
 
-ENGINE = """cases => cases.map(({name, K, M, devices, recompute, costs, seconds, sizes}) => {
+ENGINE = """cases => cases.map(({name, K, M, devices, recompute, costs, seconds, sizes, skips}) => {
   const rows = gpipe.withRecomputation(gpipe.order(name, K, M, devices), recompute);
   const timeline = gpipe.simulate(rows, costs);
   const idle = {};
   gpipe.idleRegions(timeline, M, seconds).flatMap(([, idle]) => idle).forEach(({start, end, why}) => {
     idle[why] = (idle[why] || 0) + (end - start);
   });
-  const chain = gpipe.critical(timeline, rows, costs.edges);
+  const chain = gpipe.critical(timeline, rows);
   return {
     rows: rows.map(row => row.map(gpipe.key)),
     spans: timeline.spans.map(of => of.map(({action, start, end}) => [gpipe.key(action), start, end])),
@@ -93,6 +93,7 @@ ENGINE = """cases => cases.map(({name, K, M, devices, recompute, costs, seconds,
       [what, start, end, action && gpipe.key(action)])),
     shares: gpipe.breakdown(timeline, M, seconds),
     held: gpipe.stagesOf(rows).map((of, k) => gpipe.memory(of, sizes[k])),
+    waiting: gpipe.peakWaiting(rows, skips, costs.device_of_stage),
     checked: gpipe.check(rows), csv: gpipe.csv(rows), ofDevices: gpipe.csv(rows, timeline.device_of_stage), idle,
     chain: chain.map(({start, end}) => [start, end]),
   };
@@ -105,15 +106,21 @@ def costs_of(
     slowdown: Sequence[float],
     device_of_stage: Sequence[int],
     ties: Sequence[TieCost] = (),
+    skips: Sequence[SkipCost] = (),
 ) -> dict[str, Any]:
     """As the page's simulator takes them."""
+
+    def sent(edge: EdgeCost) -> dict[str, float]:
+        return {"forward": edge.forward_seconds, "backward": edge.backward_seconds}
+
     keys = ("forward", "graph", "backward", "inputs", "weights", "update", "sum")
     return {
         "stages": [dict(zip(keys, astuple(stage), strict=True)) for stage in stages],
-        "edges": [{"forward": edge.forward_seconds, "backward": edge.backward_seconds} for edge in edges],
+        "edges": list(map(sent, edges)),
         "slowdown": slowdown,
         "device_of_stage": device_of_stage,
         "ties": list(map(asdict, ties)),
+        "skips": [{"sender": skip.sender, "receiver": skip.receiver, **sent(skip.edge)} for skip in skips],
     }
 
 
@@ -136,18 +143,28 @@ def random_case(chance: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
         TieCost(tuple(sorted(chance.sample(range(K), chance.randint(1, K)))), chance.uniform(0, 3))
         for _ in range(chance.randint(0, 2))
     ]
+    apart = [(sender, receiver) for sender in range(K) for receiver in range(sender + 2, K)]
+    skips = [
+        SkipCost(*ends, EdgeCost(chance.uniform(0, 5), chance.uniform(0, 5)))
+        for ends in chance.sample(apart, chance.randint(0, min(4, len(apart))))
+    ]
+    waiting = {
+        (skip.sender, skip.receiver): [(chance.randint(0, 1 << 40), chance.randint(0, 1 << 40)) for _ in range(M)]
+        for skip in skips
+    }
     sizes = [[Held(*(chance.randint(0, 1 << 40) for _ in range(4))) for _ in range(M)] for _ in range(K)]
 
     mode = recompute if isinstance(recompute, str) else tuple(map(frozenset, recompute))
     schedule = with_recomputation(order(name, K, M, devices), mode)
     check(schedule)
-    timeline = simulate(schedule, stages, edges, slowdown, device_of_stage, ties)
+    timeline = simulate(schedule, stages, edges, slowdown, device_of_stage, ties, skips)
     seconds = max([timeline.end_seconds, *(e.end_seconds for of in timeline.events for e in of)]) * 1.1
     shares = breakdown(timeline, M, seconds)
     asked = {
         "name": name, "K": K, "M": M, "devices": devices, "recompute": recompute, "seconds": seconds,
-        "costs": costs_of(stages, edges, slowdown, device_of_stage, ties),
+        "costs": costs_of(stages, edges, slowdown, device_of_stage, ties, skips),
         "sizes": [[one._asdict() for one in of] for of in sizes],
+        "skips": [{"sender": one, "receiver": other, "sizes": of} for (one, other), of in waiting.items()],
     }  # fmt: skip
     whole = seconds * len(set(device_of_stage))
     idle = {why: getattr(shares, why) * whole for why in ("bubble", "imbalance", "transfer", "set_up")}
@@ -160,6 +177,7 @@ def random_case(chance: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
         ],
         "shares": dict(zip(shares.__dataclass_fields__, astuple(shares), strict=True)),
         "held": [list(bytes_held(of, size)) for of, size in zip(schedule.stages, sizes, strict=True)],
+        "waiting": list(peak_waiting(schedule, waiting, device_of_stage)),
         "checked": None, "csv": csv_of(schedule), "ofDevices": csv_of(schedule, device_of_stage),
         "idle": {why: value for why, value in idle.items() if value > 1e-9},
     }  # fmt: skip
@@ -169,7 +187,7 @@ def random_case(chance: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
 def test_simulations_are_those_of_python(page: "Page", tmp_path: Path) -> None:
     """Every action's times, every event, every share, all bytes held; idle regions add up to their shares, and the
     critical path is one chain from the beginning to the last action."""
-    cases = [random_case(random.Random(seed)) for seed in range(16)]
+    cases = [random_case(random.Random(seed)) for seed in range(24)]
     for (asked, expected), found in zip(cases, page.evaluate(ENGINE, [asked for asked, _ in cases]), strict=True):
         chain = found.pop("chain")
         assert chain[0][0] == pytest.approx(0, abs=1e-9)
@@ -246,6 +264,54 @@ TIED = (
     "model.layers=6", "model.width=16", "model.hidden=32", "model.heads=2", "model.tie_embeddings=true",
     "batch_size=24", "device=cpu", "hardware=v100", "ema_decay=0.9",
 )  # fmt: skip
+
+
+SKIPPING = (*HOURGLASS, *SPLIT[len(EVEN) :])
+
+
+def test_skips_are_as_in_a_plan(page: "Page") -> None:
+    """From the plan of two stages: cuts that count what skips cost to send, the wait for them and the bytes of those
+    that wait, where they go past stages, to the next one, to another one of the same device, or nowhere."""
+    config, profile = configure(*SKIPPING), traced(*SKIPPING)
+    config = replace(config, hardware=replace(config.hardware, link_gb_per_second=0.02))  # so that links matter
+    data = simulation_data(config, profile, plan_of(config, profile))
+    others = [
+        {"partitions": K, "micro_batches": M, "schedule": schedule, "stages_per_process": each, "recompute": recompute}
+        for K, M, schedule, each, recompute in (
+            (1, 2, "gpipe", 1, "never"), (2, 4, "1f1b", 1, "never"), (3, 5, "zero_bubble", 1, "never"),
+            (4, 7, "gpipe", 1, "always"), (5, 8, "1f1b", 1, "except_last"), (6, 8, "gpipe", 2, "never"),
+            (6, 9, "interleaved", 2, "except_last"), (9, 8, "zero_bubble", 1, "never"), (17, 3, "1f1b", 1, "always"),
+        )
+    ]  # fmt: skip
+    found = page.evaluate("([data, all]) => all.map(controls => gpipe.configured(data, controls))", [data, others])
+    long, waiting, moved = 0, 0, 0
+    for other, one in zip(others, found, strict=True):
+        asked = replace(config, **other)
+        plan = plan_of(asked, profile)
+        assert one.get("problem") is None
+        assert one["balance"] == list(plan.balance), other
+        assert_close(one["step_seconds"], plan.step_seconds, str(other))
+        memory = [{**of, "held": max(of["held"])} for of in one["memory"]]
+        assert memory == [
+            {"weights": m.weights_bytes, "gradients": m.gradients_bytes, "optimizer": m.optimizer_bytes,
+             "buffers": m.buffers_bytes, "workspace": m.workspace_bytes, "held": m.activations_bytes}
+            for m in plan.memory
+        ], other  # fmt: skip
+        long += bool(one["skips"])
+        waiting += any(m.buffers_bytes for m in plan.memory)
+        alone = make_plan(asked, profile, replace(plan.costs, skips=()), plan.layout)
+        moved += alone.balance != plan.balance
+    assert (long, waiting) == (7, 7)  # of three stages and more
+    assert moved > 1
+
+
+def test_measured_seconds_of_skips_are_in_proportion_to_a_micro_batch() -> None:
+    config, profile = configure(*SKIPPING), traced(*SKIPPING)
+    costs = replace(predicted_costs(config, profile, layout_of(config)), rates=None)
+    data = simulation_data(config, profile, make_plan(config, profile, costs, layout_of(config)))
+    own, halved = (data["costs"]["of"][M]["skips"] for M in ("4", "2"))
+    assert own == [[skip.forward, skip.backward] for skip in costs.skips]
+    assert halved == [[2 * forward, 2 * backward] for forward, backward in own]
 
 
 def test_tied_weights_are_as_in_a_plan(page: "Page") -> None:
@@ -415,7 +481,9 @@ def test_what_cannot_be_is_said(page: "Page") -> None:
     assert said[4] == "1B0 comes before 1F0, which it needs; put 1F0 first"
 
 
-@pytest.mark.parametrize("settings", [SPLIT, TEXT], ids=["several tensors between layers", "lengths"])
+@pytest.mark.parametrize(
+    "settings", [SPLIT, TEXT, SKIPPING], ids=["several tensors between layers", "lengths", "skips"]
+)
 def test_bytes_of_any_span_of_layers_are_exact(page: "Page", settings: tuple[str, ...]) -> None:
     config, profile = configure(*settings), traced(*settings)
     plan = plan_of(config, profile)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from browser import NEEDED, opened_page
-from plan_runs import EVEN, plan_of, traced
+from plan_runs import EVEN, HOURGLASS, plan_of, traced
 from training_runs import configure
 
 from gpipe_cli.pipeline.schedule.named_schedules import build
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 pytestmark = NEEDED
 SETTINGS = (*EVEN, "hardware=v100", "batch_size=16", "partitions=2", "micro_batches=4")
+BALANCE = "partition.balance=[4,6,4,3]"  # of the hourglass: images go to stage 3, high to 2, low from 1 to 2
 COMMANDS = (
     "gpipe train -m hydra/sweeper=optuna hardware=v100 'seed=choice(1,2)' batch_size=32 partitions=2 replicas=auto",
     "gpipe train resume=outputs/run batch_size=16 recompute=auto",
@@ -272,6 +273,48 @@ def test_pointing_lights_up_a_micro_batch_and_says_what_is_waited_for(page: "Pag
     assert "stage 1 waits for 0F0" in said
     assert "stage 0 computes it until" in said
     page.locator("#critical").check()
+    assert page.locator(".pointed .path").count() == 1
+
+
+def test_skips_are_arrows_past_other_stages(page: "Page", tmp_path: Path) -> None:
+    """Of the images no gradient returns, and the skip between neighbours is one with what the next layer gets."""
+    config, profile = configure(*HOURGLASS, "hardware=v100", "partitions=4", BALANCE), traced(*HOURGLASS)
+    path = tmp_path / "skips.html"
+    data = simulation_data(config, profile, plan_of(config, profile))
+    write_page(path, "hourglass", data, [])
+    open_at(page, path, "")
+    assert page.locator(".pointed .arrow.skip").count() == 3  # of micro-batch 0: images, high, and its gradient
+    for key, said in (
+        ("3F1", "It takes up the skip images from stage 0, 6.0 KiB."),
+        ("2F1", "It takes up the skips high from stage 0, 8.0 KiB; low from stage 1, 4.0 KiB."),
+        ("0B1", "It gets the gradient of the skip high from stage 2, 8.0 KiB."),
+        ("1B1", "It gets the gradient of the skip low from stage 2, 4.0 KiB."),
+    ):
+        action(page, key).hover()
+        page.evaluate("() => new Promise(requestAnimationFrame)")  # arrows are placed in the next frame
+        assert page.locator("#explained").inner_text().endswith(said)
+        assert page.locator(".pointed .arrow.skip").count() == 3
+        assert page.locator(".pointed .arrow.skip:not(.before)").count() == (key != "1B1")
+    action(page, "2F1").hover()
+    places = [
+        float(n) for n in re.findall(r"[\d.]+", page.locator(".pointed .skip:not(.before)").get_attribute("d") or "")
+    ]
+    (begin, width), (target, _) = (
+        [float(action(page, key).get_attribute(name) or "") for name in ("x", "width")] for key in ("0F1", "2F1")
+    )
+    assert (places[0], places[-2]) == (pytest.approx(begin + width, abs=3), pytest.approx(target, abs=3))
+    action(page, "3B1").hover()
+    assert "skip" not in page.locator("#explained").inner_text()
+    data["costs"]["of"]["4"]["skips"][0][0] = 1e-3  # seconds in which the images are on their way
+    write_page(path, "hourglass", data, [])
+    open_at(page, path, "")
+    action(page, "3F0").hover()
+    assert (
+        "for 0F0: stage 0 computes it until 10.0 µs, and it is 1.0 ms on its way"
+        in page.locator("#explained").inner_text()
+    )
+    page.locator("#critical").check()
+    assert " and 4." in page.locator("#explained").inner_text()  # ms of transfers: of each of 4 micro-batches
     assert page.locator(".pointed .path").count() == 1
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from plan_runs import EVEN, plan_of, traced
+from plan_runs import EVEN, HOURGLASS, plan_of, traced
 from reporting_runs import log, shares
 from training_runs import configure
 
@@ -20,6 +20,7 @@ from gpipe_cli.results.plan import (
     PlannedChoice,
     PlannedLayer,
     PlannedMemory,
+    PlannedSkip,
     PlannedStage,
     PlanResult,
 )
@@ -126,6 +127,23 @@ def test_numbers_of_a_plan(tmp_path: Path) -> None:
     assert memory.total_bytes == sum(astuple(memory)[:5])
     show_plan(log()[0], result, tmp_path)
     assert from_tree(PlanResult, read_result(tmp_path, "plan.json")) == result
+
+
+def test_skips_past_other_stages_are_named_with_their_bytes(tmp_path: Path) -> None:
+    """One of a cut with 2 samples of 16 pixels in a micro-batch; of many only the first."""
+    config = configure(*HOURGLASS, "partitions=3", "partition.balance=[4,8,5]", "hardware=h200")
+    made = plan_result(config, traced(*HOURGLASS), plan_of(config, traced(*HOURGLASS)), (), {})
+    pixels = 2 * 16 * 16 * 4
+    assert made.skips == (PlannedSkip("images", 0, 2, 3 * pixels), PlannedSkip("high", 0, 2, 4 * pixels))
+    assert [stage.boundary_bytes for stage in made.stages] == [4 * pixels, 4 * pixels, None]
+    lines = shown(made, tmp_path)
+    first = lines.index("skips        images: stage 0 to 2, 6.0 KiB of each micro-batch")
+    assert lines[first + 1] == "             high: stage 0 to 2, 8.0 KiB of each micro-batch"
+    assert from_tree(PlanResult, read_result(tmp_path, "plan.json")) == made
+    many = (PlannedSkip("near", 1, 2, 1), *(PlannedSkip(f"skip_{n}", n, 9, MIB) for n in range(5)))
+    lines = shown(replace(made, skips=many), tmp_path)
+    first = lines.index("skips        skip_0: stage 0 to 9, 1.0 MiB of each micro-batch")
+    assert lines[first + 3] == "             and 2 more, in plan.json"
 
 
 @pytest.mark.parametrize(("width", "partitions", "per_stage"), [(80, 1, 2), (80, 128, 13)])
