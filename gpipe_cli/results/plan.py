@@ -66,6 +66,15 @@ class PlannedSkip:
 
 
 @dataclass(frozen=True)
+class PlannedTie:
+    """A weight that layers of several stages have; each sends the others its gradient, once a step."""
+
+    name: str
+    stages: tuple[int, ...]
+    bytes: int
+
+
+@dataclass(frozen=True)
 class PlannedHardware:
     """One device of the machine that is planned for, and its link to the next device."""
 
@@ -142,6 +151,7 @@ class PlanResult:
     grid: tuple[str, ...] | None  # lines of the schedule's grid; None: too large
     files: dict[str, str]  # other files of the plan: what it is -> where it is
     skips: tuple[PlannedSkip, ...] = ()
+    ties: tuple[PlannedTie, ...] = ()
     host_bytes: int | None = None  # page-locked on the hosts, of all stages, for checkpoints; None: not on GPUs
 
     @property

@@ -101,7 +101,7 @@ def compute_gradients(engine: Engine, mini_batch: MiniBatch, step: int, begun_by
     smoothing, replicas = engine.config.label_smoothing, engine.replicas
     recording, objective = _run(engine, mini_batch, engine.spec.schedule, step, smoothing, replicas)
     clocks = engine.executor.recorder.clocks
-    adding = set(engine.stages) if replicas is not None else engine.tied.having
+    adding = set(engine.stages) if replicas is not None else engine.tied.waiting
     waits = {k: clocks[k].now() for k in adding}
     if replicas is not None:
         replicas.finish()

@@ -4,11 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from plan_runs import plan_of
 from safetensors.torch import load_file
 from training_runs import assert_same_tensors, command, configure, final_tensors, pipeline_of, train_here
 
 import gpipe_cli
 from gpipe_cli.planner.model_profile import profile_model
+from gpipe_cli.reporting.tables.plan_result import plan_result
 
 SETTINGS = [
     "model=transformer_nmt", "dataset=synthetic_text", "dataset.vocabulary=40", "dataset.train_samples=22",
@@ -85,14 +87,15 @@ def test_replicas_sum_each_use(tmp_path: Path) -> None:
 def test_a_tied_weight_counts_once() -> None:
     """Parameters, trained ones and the plan's bytes; a stage with one use has the weight, and buffers for the gradients
     of the others."""
-    tied, apart = (
-        configure(*SETTINGS),
-        configure(*SETTINGS, "model.share_vocabularies=false", "model.tie_embeddings=false"),
-    )
+    tied = configure(*SETTINGS, "partitions=2")
+    apart = configure(*SETTINGS, "model.share_vocabularies=false", "model.tie_embeddings=false")
     both = profile_model(tied), profile_model(apart)
     matrix = 40 * 8
     counts = [sum(weights.parameters for weights in profile.weights) for profile in both]
     assert counts[1] - counts[0] == 2 * matrix
+    planned = plan_result(tied, both[0], plan_of(tied, both[0]))
+    assert planned.parameters == counts[0]
+    assert [(tie.name, tie.stages, tie.bytes) for tie in planned.ties] == [("embedding.weight", (0, 1), 4 * matrix)]
     (weight,) = both[0].tied
     assert weight.weight_bytes == weight.gradient_bytes == 4 * matrix
 

@@ -156,9 +156,9 @@ class TiedWeights:
         return [use.parameter for uses in self._trained for use in uses if use.parameter is not None]
 
     @property
-    def having(self) -> set[int]:
-        """The stages of this process that have a tied weight."""
-        return {k for stages in self.stage_of_use for k in stages if k in self.stages}
+    def waiting(self) -> set[int]:
+        """The stages of this process that have a tied weight which another stage has, too."""
+        return {k for stages in self.stage_of_use if len({*stages}) > 1 for k in stages if k in self.stages}
 
     def connect(self, device: torch.device, seconds: float) -> None:
         """Send one message over each group, in the same order in all processes, as in `P2PTransport`. Raises

@@ -134,6 +134,9 @@ def _outcome(plan: PlanResult) -> Iterator[tuple[str, str]]:
     more = [f"and {len(long) - MOST_SKIPS} more, in {PLAN}"] if len(long) > MOST_SKIPS else []
     for n, line in enumerate([*shown, *more]):
         yield "" if n else "skips", line
+    for n, tie in enumerate(plan.ties):
+        stages = f"{', '.join(map(str, tie.stages[:-1]))} and {tie.stages[-1]}"
+        yield "" if n else "tied", f"{tie.name} on stages {stages}, {size(tie.bytes)} of gradients once a step"
     held, limit = plan.held_bytes, plan.hardware.limit_bytes
     memory = f"{size(max(held))} on stage {held.index(max(held))}, the fullest"
     yield "memory", f"{memory}, predicted" if limit is None else f"{memory}, predicted, of {size(limit)}"

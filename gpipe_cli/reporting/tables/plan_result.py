@@ -25,6 +25,7 @@ from gpipe_cli.results.plan import (
     PlannedMemory,
     PlannedSkip,
     PlannedStage,
+    PlannedTie,
     PlanResult,
 )
 
@@ -64,6 +65,7 @@ def plan_result(
         layers=layers,
         stages=_stages(profile, plan, layers, hardware.limit_bytes),
         skips=_skips(profile, plan),
+        ties=_ties(profile, plan),
         micro_batches=plan.micro_batches,
         replicas=config.replicas,
         schedule=config.schedule if not plan.chosen_order else f"{config.schedule} ({plan.chosen_order})",
@@ -138,6 +140,15 @@ def _skips(profile: ModelProfile, plan: Plan) -> tuple[PlannedSkip, ...]:
         for name in dict.fromkeys(tensor.skip for tensor in route.tensors if tensor.skip):
             tensors = [tensor for tensor in route.tensors if tensor.skip == name]
             found.append(PlannedSkip(name, route.sender, route.receiver, _bytes(tensors, profile, plan)))
+    return tuple(found)
+
+
+def _ties(profile: ModelProfile, plan: Plan) -> tuple[PlannedTie, ...]:
+    found = []
+    for tied in profile.tied:
+        stages = [k for k, (first, end) in enumerate(plan.bounds) if any(first <= at < end for at in tied.layers)]
+        if len(stages) > 1:
+            found.append(PlannedTie(tied.tie.name, tuple(stages), tied.gradient_bytes))
     return tuple(found)
 
 
