@@ -55,7 +55,7 @@ def whole_model(config: TrainConfig, checkpoint: Path) -> nn.Sequential:
 
 
 def new_model(config: TrainConfig) -> nn.Sequential:
-    """The layers of a run with their initial weights (not pretrained ones), on the CPU; it can be called, skips or not."""
+    """The layers of a run with their initial weights (not pretrained ones), on the CPU; with skips, a `Sequence`."""
     model, whole = build_model(config), real_model(config, pretrained=False)
     device, ties = torch.device("cpu"), find_ties(model)
     layers = materialize(model, 0, len(model), run_seed=config.seed, device=device, whole=whole, ties=ties)
