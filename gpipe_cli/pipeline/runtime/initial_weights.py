@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from gpipe_cli.errors import InputError
+from gpipe_cli.models import skips
 from gpipe_cli.pipeline.runtime.randomness import mix, seed_generator
 from gpipe_cli.pipeline.runtime.tied_weights import Tie, here, set_parameter
 
@@ -47,7 +48,7 @@ def materialize(
     if whole is not None:
         seed_generator(torch.device("cpu"), mix(run_seed))
         model = whole()
-    stage = nn.Sequential()
+    stage: nn.Sequential = skips.Sequence()  # if it is the whole model, it can be called, skips or not
     for name, layer in list(model.named_children())[first_layer : first_layer + layers]:
         stage.add_module(name, layer)
         if whole is None:

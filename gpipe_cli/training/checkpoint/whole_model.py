@@ -1,7 +1,6 @@
 """The model of a run in one piece, from a checkpoint: plain modules without stages."""
 
 import warnings
-from collections import OrderedDict
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +10,6 @@ from torch import nn
 from gpipe_cli.assembly.build import build_model, real_model
 from gpipe_cli.config.settings import TrainConfig, find_run, load
 from gpipe_cli.config.typed import RefusedError
-from gpipe_cli.models.skips import Sequence, find_skips
 from gpipe_cli.pipeline.runtime.initial_weights import materialize
 from gpipe_cli.pipeline.runtime.tied_weights import find_ties, other_names
 from gpipe_cli.training.checkpoint.files import find_checkpoint, read_index, read_tensors, select
@@ -55,8 +53,7 @@ def whole_model(config: TrainConfig, checkpoint: Path) -> nn.Sequential:
 
 
 def new_model(config: TrainConfig) -> nn.Sequential:
-    """The layers of a run with their initial weights (not pretrained ones), on the CPU; with skips, a `Sequence`."""
+    """The layers of a run with their initial weights (not pretrained ones), on the CPU."""
     model, whole = build_model(config), real_model(config, pretrained=False)
     device, ties = torch.device("cpu"), find_ties(model)
-    layers = materialize(model, 0, len(model), run_seed=config.seed, device=device, whole=whole, ties=ties)
-    return Sequence(OrderedDict(layers.named_children())) if find_skips(model) else layers
+    return materialize(model, 0, len(model), run_seed=config.seed, device=device, whole=whole, ties=ties)
