@@ -41,7 +41,7 @@ def test_the_cut_does_not_matter(settings: tuple[str, ...], whole: Path, tmp_pat
 
 
 def test_accuracy_of_pixels_rises(tmp_path: Path) -> None:
-    """With two classes most pixels are background: better than that is learnt."""
+    """With two classes 73 % of the pixels are background: more than that is learnt."""
     given = ["dataset.num_classes=2", "dataset.train_samples=64", "epochs=6", "learning_rate.peak=0.01", "ema_decay=0"]
     assert command("train", *SETTINGS, *given, "partitions=1", f"run_folder={tmp_path / 'run'}") == 0
     result = read_result(tmp_path / "run")
