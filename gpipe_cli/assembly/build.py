@@ -19,6 +19,7 @@ from gpipe_cli.models.amoebanet import amoebanet
 from gpipe_cli.models.custom import build_custom
 from gpipe_cli.models.timm_models import build_timm
 from gpipe_cli.models.transformer import transformer_lm, transformer_nmt
+from gpipe_cli.models.unet import unet
 from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor
 
 MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
@@ -55,6 +56,8 @@ def _model(config: TrainConfig, *, weights: bool) -> nn.Sequential:
         case groups.AmoebaNetConfig(), groups.ImagesConfig():
             del settings["auxiliary_weight"]  # a setting of the loss
             return amoebanet(image_size=dataset.image_size, num_classes=dataset.model_classes, **settings)
+        case groups.UNetConfig(), groups.ImagesConfig():
+            return unet(image_size=dataset.image_size, num_classes=dataset.num_classes, **settings)
         case (groups.ResNetConfig() | groups.TimmConfig(), groups.ImagesConfig()):
             if isinstance(model, groups.ResNetConfig):
                 del settings["depth"]
@@ -131,6 +134,14 @@ def outputs_of(config: TrainConfig) -> int:
     if isinstance(model, groups.HuggingFaceConfig):
         return int(hugging_face.read_config(_source(model)).vocab_size)  # its own, which may be larger
     return dataset.vocabulary
+
+
+def targets_of(config: TrainConfig, samples: int, lengths: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of the targets of so many samples of these lengths: (N,), (N, T) or (N, S, S)."""
+    dataset = config.dataset
+    if isinstance(dataset, groups.ImagesConfig) and dataset.masks:
+        return samples, dataset.image_size, dataset.image_size
+    return samples, *lengths[-1:]
 
 
 def open_data(config: TrainConfig, pieces: bytes | None = None) -> tuple[Split, Split]:

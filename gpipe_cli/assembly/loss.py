@@ -22,7 +22,7 @@ from gpipe_cli.system.accelerator import to_device, to_host
 class Totals:
     """Sums over elements, so that they add up over micro-batches and mini-batches in any grouping."""
 
-    elements: int  # images; or target tokens, without padding
+    elements: int  # images, pixels with a class, or target tokens without padding
     loss: float
     cross_entropy: float
     top1: float
@@ -41,10 +41,11 @@ class Totals:
 class CrossEntropy:
     """Cross entropy with label smoothing, plus `auxiliary_weight` times that of the auxiliary head's logits, if any.
 
-    `targets` are the mini-batch's classes (N,), or its tokens (N, T) with IGNORED where there is nothing to predict;
-    logits are (N, C) or (N, T, C). `sizes`: samples of each micro-batch. `elements`: those of the whole mini-batch, if
-    `targets` is only a part of it. `device`: that of the logits. Smoothing is uniform over all classes, as in
-    TensorFlow and torch (paper v4: 0.1; the auxiliary head's weight of 0.4: TPU code, Real et al.).
+    `targets` are the mini-batch's classes (N,), its tokens (N, T), or its masks (N, H, W), with IGNORED where there is
+    nothing to predict; logits are (N, C), (N, T, C) or (N, C, H, W). `sizes`: samples of each micro-batch. `elements`:
+    those of the whole mini-batch, if `targets` is only a part of it. `device`: that of the logits. Smoothing is uniform
+    over all classes, as in TensorFlow and torch (paper v4: 0.1; the auxiliary head's weight of 0.4: TPU code, Real et
+    al.).
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class CrossEntropy:
 
     @torch.no_grad()
     def observe(self, micro_batch: int, outputs: Tensors, loss: torch.Tensor) -> None:
-        logits, targets = outputs[0], self._targets[micro_batch]
+        logits, targets = _classes_last(outputs[0]), self._targets[micro_batch]
         ranks = min(self._ranks, logits.shape[-1])
         best = logits.argmax(-1, keepdim=True) if ranks == 1 else logits.topk(ranks, dim=-1).indices
         right = best == targets[..., None]
@@ -101,7 +102,8 @@ def loss_of_shapes(label_smoothing: float, auxiliary_weight: float) -> Callable[
     """A loss for outputs on the meta device, from which the planner counts its cost."""
 
     def loss(outputs: Tensors) -> torch.Tensor:
-        targets = torch.empty(outputs[0].shape[:-1], dtype=torch.int64, device=outputs[0].device)
+        shape = _classes_last(outputs[0]).shape[:-1]
+        targets = torch.empty(shape, dtype=torch.int64, device=outputs[0].device)
         return _weighted(outputs, targets, label_smoothing, auxiliary_weight)[0] / max(1, targets.numel())
 
     return loss
@@ -118,9 +120,14 @@ def _weighted(
     return loss, plain.detach()
 
 
+def _classes_last(logits: torch.Tensor) -> torch.Tensor:
+    """The logits with the classes in the last dimension; those of pixels have them in the second one."""
+    return logits.movedim(1, -1) if logits.ndim == 4 else logits
+
+
 def _summed(logits: torch.Tensor, targets: torch.Tensor, smoothing: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Summed cross entropy, smoothed and plain, from one log-softmax; computed as `F.cross_entropy` computes it."""
-    logits, targets = logits.float().flatten(0, -2), targets.flatten()
+    logits, targets = _classes_last(logits).float().flatten(0, -2), targets.flatten()
     if not smoothing:
         plain = F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED)
         return plain, plain

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from gpipe_cli.assembly.build import COMPUTED_IN, MEMORY_FORMATS, build_model, outputs_of, real_model
+from gpipe_cli.assembly.build import COMPUTED_IN, MEMORY_FORMATS, build_model, outputs_of, real_model, targets_of
 from gpipe_cli.assembly.optimizer import build_optimizer, gradients_of
 from gpipe_cli.assembly.weight_average import WeightAverage
 from gpipe_cli.config.settings import TrainConfig
@@ -115,7 +115,7 @@ class _Timer:
         self._gradients: Sequence[torch.Tensor | None] = ()
         self._targets: torch.Tensor | None = None  # only for the segment with the last layer
         if stage.index == spec.partitions - 1:
-            self._targets = torch.randint(outputs, (samples, *spec.lengths[-1:]), generator=generator)
+            self._targets = torch.randint(outputs, targets_of(config, samples, spec.lengths), generator=generator)
         else:
             boundary = spec.stage_outputs(stage.index)
             gradients = drawn(boundary, 1)

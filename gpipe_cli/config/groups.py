@@ -44,6 +44,17 @@ class ResNetConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class UNetConfig:
+    """U-Net (B, C) of torchgpipe's benchmarks."""
+
+    name: Literal["unet"]
+    depth: Annotated[int, Within(1, 10)]
+    num_convs: Annotated[int, Within(1, 1000)]  # B
+    base_channels: Annotated[int, Within(2, 65_536)]  # C
+    dropout: Share
+
+
+@dataclass(frozen=True, slots=True)
 class CustomConfig:
     """A function of the user's that returns the layers."""
 
@@ -118,6 +129,7 @@ class TransformerNMTConfig:
 ModelConfig = (
     AmoebaNetConfig
     | ResNetConfig
+    | UNetConfig
     | TransformerLMConfig
     | TransformerNMTConfig
     | CustomConfig
@@ -166,6 +178,7 @@ class Images:
     synthetic: bool = False  # the settings give the number of samples
     download: bool = False
     partial: bool = False
+    masks: bool = False  # a target is the class of every pixel
 
 
 @dataclass(frozen=True)
@@ -195,6 +208,8 @@ IMAGES = {
     "food101": Images(download=True, partial=True),
     "fgvc_aircraft": Images(download=True, partial=True),
     "birdsnap": Images(partial=True),
+    "synthetic_masks": Images(root=False, synthetic=True, masks=True),
+    "image_masks": Images(masks=True),
 }
 TEXTS = {
     "python_docs": Texts(),
@@ -217,7 +232,7 @@ class ImagesConfig:
     name: ImagesName
     image_size: Annotated[int, Within(8, 16_384)]  # pixels of each side
     num_classes: Annotated[int, Within(2, 10_000_000)]
-    augmentation: AugmentationConfig
+    augmentation: AugmentationConfig | None = None
     root: str | None = None
     download: bool = False
     partial: bool = False
@@ -229,12 +244,19 @@ class ImagesConfig:
     def __post_init__(self) -> None:
         has = IMAGES[self.name]
         needed = {"root": has.root, "train_samples": has.synthetic, "test_samples": has.synthetic}
-        _check_settings(self, needed, {"download": has.download, "partial": has.partial})
+        needed["augmentation"] = not has.masks
+        optional = {"download": has.download, "partial": has.partial, "classes": not has.masks}
+        _check_settings(self, needed, optional)
 
     @property
     def model_classes(self) -> int:
         """The number of classes that a model distinguishes."""
         return self.num_classes if self.classes is None else len(self.classes)
+
+    @property
+    def masks(self) -> bool:
+        """Whether a target is a mask, the class of every pixel, and not the class of an image."""
+        return IMAGES[self.name].masks
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,8 @@ CONFIG = "config.yaml"  # a folder that holds this file is a run folder
 GO_ON = "auto"  # resume=auto: resume the run in `run_folder`, or start one if there is none
 TAKEN = "taken"  # freeze=[taken]: all but the classifier, even if the classifier's weights are loaded too
 
-Task = Literal["classification", "language_model", "translation"]
+Task = Literal["classification", "segmentation", "language_model", "translation"]
+TEXT_TASKS: tuple[Task, ...] = ("language_model", "translation")
 Executor = Literal["auto", "in_process", "distributed"]
 Device = Literal["auto", "cpu", "cuda"]
 Logger = Literal["tensorboard", "mlflow", "wandb", "csv"]
@@ -203,7 +204,7 @@ class TrainConfig:
     def task(self) -> Task:
         """The task that the model and the data set imply; `_check_task` ensures that they agree."""
         if isinstance(self.dataset, groups.ImagesConfig):
-            return "classification"
+            return "segmentation" if self.dataset.masks else "classification"
         if isinstance(self.model, groups.TransformerNMTConfig) or groups.has_pairs(self.dataset):
             return "translation"
         return "language_model"
@@ -211,14 +212,24 @@ class TrainConfig:
     @property
     def text(self) -> bool:
         """Whether mini-batches are of tokens, not of images."""
-        return self.task != "classification"
+        return self.task in TEXT_TASKS
 
     def _check_task(self) -> None:
         """Raises InputError if the model cannot learn from the data set."""
         name, pairs = f"dataset={self.dataset.name}", groups.has_pairs(self.dataset)
         match self.model, self.dataset:
-            case ((groups.AmoebaNetConfig() | groups.ResNetConfig() | groups.TimmConfig()), groups.TextConfig()):
+            case (
+                (groups.AmoebaNetConfig() | groups.ResNetConfig() | groups.TimmConfig() | groups.UNetConfig()),
+                groups.TextConfig(),
+            ):
                 why = f"takes images, and {name} is text; use model={'transformer_nmt' if pairs else 'transformer_lm'}"
+            case (
+                (groups.AmoebaNetConfig() | groups.ResNetConfig() | groups.TimmConfig()),
+                groups.ImagesConfig(masks=True),
+            ):
+                why = f"predicts a class for each image, and {name} has one for each pixel; use model=unet"
+            case groups.UNetConfig(), groups.ImagesConfig(masks=False):
+                why = f"predicts a class for each pixel, and {name} has one for each image; use dataset=synthetic_masks"
             case groups.TransformerLMConfig(), groups.ImagesConfig():
                 why = f"takes text, and {name} has images; use dataset=python_docs"
             case groups.TransformerNMTConfig(), groups.ImagesConfig():
@@ -238,7 +249,7 @@ class TrainConfig:
         """Raises InputError if the mini-batch size is missing, given twice, or incompatible with other settings."""
         tokens, samples = self.batch_tokens, self.batch_size
         k, m, r = self.partitions, self.micro_batches, self.replicas
-        if tokens is not None and self.task == "classification":
+        if tokens is not None and not self.text:
             raise RefusedError("batch_tokens", tokens, "images have no tokens; leave it out and use batch_size")
         if (samples is None) == (tokens is None):
             why = "both are given; add batch_tokens=null or batch_size=null"

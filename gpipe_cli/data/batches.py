@@ -60,7 +60,8 @@ class Split(Protocol):
         ...
 
     def targets_of(self, indices: Tensor, lengths: tuple[int, ...]) -> Tensor:
-        """int64 (n,) classes, or (n, lengths[-1]) tokens, IGNORED where there is nothing to predict."""
+        """int64 (n,) classes, (n, lengths[-1]) tokens, or (n, S, S) classes of pixels; IGNORED where there is nothing
+        to predict."""
         ...
 
 

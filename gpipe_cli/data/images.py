@@ -20,6 +20,7 @@ from torch.utils.data import Subset
 from gpipe_cli.config.groups import AugmentationConfig, ImagesConfig
 from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.data.batches import SPLITS, Catalogue, seed_of
+from gpipe_cli.data.masks import read_ellipses, read_masks
 from gpipe_cli.data.photographs import PHOTOGRAPHS, read_photographs
 from gpipe_cli.data.readers import Pixels, Samples, read_cifar, read_digits, read_folders, read_noise
 
@@ -120,6 +121,10 @@ def open_images(dataset: ImagesConfig, seed: int) -> tuple[ImageSplit, ImageSpli
             train, test = read_cifar(CIFAR10 if name == "cifar10" else CIFAR100, root, download=dataset.download)
         case "synthetic_images":
             train, test = read_noise(dataset, seed)
+        case "synthetic_masks":
+            train, test = read_ellipses(dataset, seed)
+        case "image_masks":
+            train, test = read_masks(root, dataset)
         case "image_folder":
             expected = f"expected '{root}/train/<class>/*.jpg' and '{root}/test/<class>/*.jpg' (or '{root}/val')"
             train, test = read_folders(root, expected)
@@ -163,6 +168,7 @@ def _choose(classes: tuple[int, ...], name: str, *splits: Samples) -> Iterator[S
     new_number = torch.full((len(names),), -1, dtype=torch.int64)
     new_number[list(classes)] = torch.arange(len(classes))
     for split, samples in zip(SPLITS, splits, strict=True):
+        assert isinstance(samples.targets, Tensor), "sets with masks have no dataset.classes"
         targets = new_number[samples.targets]
         kept = (targets >= 0).nonzero().flatten()
         if len(kept) == 0:

@@ -74,7 +74,7 @@ PHOTOGRAPHS = {
     ),
 }
 
-DECODED = ("image_folder", *PHOTOGRAPHS)
+DECODED = ("image_folder", "image_masks", *PHOTOGRAPHS)
 """Data sets whose images are decoded from files, which is the work of several loader processes."""
 
 

@@ -31,12 +31,20 @@ class Pixels(Protocol):
     def __getitem__(self, index: int, /) -> Tensor: ...
 
 
+class Targets(Protocol):
+    """Targets by index, int64: of each image a class, (n,), or a mask of the classes of its pixels, (n, S, S)."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, indices: Tensor, /) -> Tensor: ...
+
+
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """One split: pixels, targets int64 (n,), and class names, which the targets index."""
+    """One split: pixels, targets, and class names, which the targets index."""
 
     pixels: Pixels
-    targets: Tensor
+    targets: Targets
     class_names: tuple[str, ...]
 
     @classmethod

@@ -14,7 +14,7 @@ from operator import itemgetter
 from typing import Any
 
 from gpipe_cli.assembly.build import open_data
-from gpipe_cli.config.groups import AmoebaNetConfig, ImagesConfig, TransformerLMConfig, TransformerNMTConfig
+from gpipe_cli.config.groups import AmoebaNetConfig, ImagesConfig, TransformerLMConfig, TransformerNMTConfig, UNetConfig
 from gpipe_cli.config.settings import AUTO, AUTO_BATCH, TrainConfig
 from gpipe_cli.config.typed import NothingFitsError, show
 from gpipe_cli.distributed.torchrun import Torchrun
@@ -420,9 +420,11 @@ def _sizes(config: TrainConfig) -> tuple[tuple[str, int, int], ...]:
     match config.model:
         case AmoebaNetConfig():
             return ("filters", 16, 1 << 14), ("normal_cells", 3, _MOST_LAYERS)
+        case UNetConfig():
+            return ("base_channels", 8, 1 << 14), ("num_convs", 1, 1000)
         case TransformerLMConfig() | TransformerNMTConfig():
             return (("layers", 1, _MOST_LAYERS),)
     raise InputError(
-        f"solve=max_model: model={config.model.name} has no size that can be varied; use amoebanet, transformer_lm or "
-        "transformer_nmt"
+        f"solve=max_model: model={config.model.name} has no size that can be varied; use amoebanet, unet, "
+        "transformer_lm or transformer_nmt"
     )

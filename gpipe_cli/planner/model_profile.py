@@ -232,7 +232,8 @@ def _tied_weight(config: TrainConfig, model: nn.Sequential, tie: Tie) -> TiedWei
 def _check_outputs(config: TrainConfig, outputs: Boundary, lengths: tuple[int, ...]) -> None:
     """Raises InputError if the last layer of a user's own model does not return logits for this data set."""
     samples, classes = 2, build.outputs_of(config)
-    wanted = (samples, *lengths[-1:], classes)
+    first, *others = build.targets_of(config, samples, lengths)
+    wanted = (first, classes, *others) if config.task == "segmentation" else (first, *others, classes)
     found = outputs[0].shape(samples, lengths)
     if found != wanted:
         what = "tokens in its vocabulary" if config.text else "classes"

@@ -19,7 +19,7 @@ from gpipe_cli.reporting.tables.recipe import Reproduction
 from gpipe_cli.reproduction.breakdown import Breakdown
 from gpipe_cli.reproduction.consistency import Consistency
 from gpipe_cli.reproduction.largest_model import LargestModel
-from gpipe_cli.reproduction.published import PublishedSpeeds
+from gpipe_cli.reproduction.published import PublishedFigures
 from gpipe_cli.reproduction.runner import FOLDER, Experiment, Gpu, Perform, Runner, Scale, last_wins, with_users
 from gpipe_cli.reproduction.scaling import Scaling
 from gpipe_cli.reproduction.schedules import Schedules
@@ -32,7 +32,7 @@ from gpipe_cli.units import plural, size
 
 # Prefixes of recipe names in the order of the paper: its tables, section 4, section 5.
 _ORDER = (
-    "table1", "table2", "table3", "figure3", "breakdown", "schedules", "scaling", "published", "imagenet",
+    "table1", "table2", "table3", "figure3", "breakdown", "schedules", "scaling", "published", "unet", "imagenet",
     "transfer_cifar", "transfer_stanford_cars", "transfer_oxford_pets", "transfer_food101", "transfer_fgvc_aircraft",
     "transfer_birdsnap",
     "multilingual_400m", "multilingual_1b", "multilingual_3b", "multilingual_6b", "batch_size_260k", "batch_size_1m",
@@ -98,7 +98,7 @@ class Recipe:
     breakdown: Breakdown | None = None
     schedules: Schedules | None = None
     scaling: Scaling | None = None
-    published: PublishedSpeeds | None = None
+    published: PublishedFigures | None = None
     classification: Classification | None = None
     translation: Translation | None = None
     fine_tuning: FineTuning | None = None

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from typing import Any, Literal
 
-from gpipe_cli.config.settings import Task
+from gpipe_cli.config.settings import TEXT_TASKS, Task
 from gpipe_cli.units import GIB, MIB, duration, learning_rate, loss, operations, percent, perplexity, rate, size
 
-IMAGES: tuple[Task, ...] = ("classification",)
-TEXT: tuple[Task, ...] = ("language_model", "translation")
+IMAGES: tuple[Task, ...] = ("classification", "segmentation")
+TEXT = TEXT_TASKS
 
 
 @dataclass(frozen=True)
@@ -102,9 +102,9 @@ class Measure:
 # In the order in which TensorBoard's tab HParams shows those with a `final`.
 _ALL = (
     Measure("test_top1", "test top-1", "top-1", SHARE,
-            "Share of the test set's images of which the most likely class is the right one, at the last evaluation, "
-            "with averaged weights if there are any.", of="test.top1", tag="test/top1", final="top1", better="more",
-            tasks=IMAGES),
+            "Share of the test set's images, or with masks of its pixels, of which the most likely class is the right "
+            "one, at the last evaluation, with averaged weights if there are any.", of="test.top1", tag="test/top1",
+            final="top1", better="more", tasks=IMAGES),
     Measure("test_perplexity", "test perplexity", "perplexity", PERPLEXITY,
             "exp of the mean cross-entropy in nats of a token of the test set, at the last evaluation: among how many "
             "equally likely tokens the model wavers.", of="test.perplexity", tag="test/perplexity",
@@ -133,7 +133,7 @@ _ALL = (
     Measure("test_top5", "test top-5", "top-5", SHARE,
             "Share of the test set's images of which the right class is among the five that the model finds most "
             "likely, at the last evaluation.", of="test.top5", tag="test/top5", final="top5", better="more",
-            tasks=IMAGES),
+            tasks=("classification",)),
     Measure("test_token_accuracy", "test token accuracy", "token acc", SHARE,
             "Share of the test set's tokens that the model finds most likely where they stand, at the last "
             "evaluation.", of="test.token_accuracy", tag="test/token_accuracy", final="token_accuracy", better="more",

@@ -5,7 +5,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from gpipe_cli.config.settings import Task
+from gpipe_cli.config.settings import TEXT_TASKS, Task
 from gpipe_cli.errors import InputError
 from gpipe_cli.results.files import RESULT, read_result, write_result
 from gpipe_cli.results.tree import IMAGES, TEXT, from_tree, to_tree
@@ -171,7 +171,7 @@ class RunResult:
     @property
     def text(self) -> bool:
         """Whether the run trained on text, so that its speed is counted in tokens."""
-        return self.task != "classification"
+        return self.task in TEXT_TASKS
 
     @property
     def speed(self) -> float | None:

@@ -75,15 +75,12 @@ class MiniBatch:
         return None if self.reading.loaded is None else next(self.reading.loaded)
 
     def targets(self) -> tuple[torch.Tensor, int] | None:
-        """The share's targets, int64 (n,) or (n, T), and the number of elements to predict in the whole mini-batch, the
-        denominator of its loss. None in processes without the first or the last stage."""
+        """The share's targets, int64 (n,), (n, T) or (n, S, S), and the number of elements to predict in the whole
+        mini-batch, the denominator of its loss. None in processes without the first or the last stage."""
         if self.reading.split is None:
             return None
-        indices, share = self.reading.batches.indices(self.epoch, self.position), self.share
-        if not self.lengths:
-            return self.reading.split.targets_of(indices[share.samples], ()), len(indices)
-        whole = self.reading.split.targets_of(indices, self.lengths)
-        return whole[share.samples], int((whole != IGNORED).sum())
+        whole = self.reading.split.targets_of(self.reading.batches.indices(self.epoch, self.position), self.lengths)
+        return whole[self.share.samples], int((whole != IGNORED).sum())
 
 
 def saved_vocabulary(run: Path) -> bytes | None:

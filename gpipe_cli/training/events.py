@@ -79,7 +79,7 @@ class StepDone:
     loss: float  # the loss minimized, with label smoothing and the auxiliary head
     cross_entropy: float  # unit: nats
     top1: float  # share of correct predictions, 0 to 1
-    top5: float | None  # None for text
+    top5: float | None  # of images with one class; else None
     learning_rate: float
     gradient_norm: float  # over all stages, before clipping
     memory_bytes: tuple[int, ...]  # peak memory of each stage so far

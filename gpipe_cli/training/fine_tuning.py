@@ -138,7 +138,7 @@ def _refuse_other_names(both: CheckpointMatch, classifier: frozenset[str]) -> No
 
 def _identity(dataset: DatasetConfig) -> tuple[object, ...]:
     """A key that is equal for data sets with the same classes; for a user's own files it includes their folder."""
-    own = dataset.name in ("image_folder", "text_files", "parallel_text")
+    own = dataset.name in ("image_folder", "image_masks", "text_files", "parallel_text")
     place = Path(dataset.root).resolve() if own and dataset.root is not None else None
     classes = (
         (dataset.num_classes, dataset.classes)

@@ -21,7 +21,12 @@ from gpipe_cli.units import size
 
 # A file is one Protocol Buffers message of at most 2 GiB: https://protobuf.dev/programming-guides/proto-limits
 MOST_BYTES = 2**31 - 2**20  # of tensors; 1 MiB is left for the rest of the file
-NAMES = {"classification": ("images",), "language_model": ("tokens",), "translation": ("source", "target")}
+NAMES = {
+    "classification": ("images",),
+    "segmentation": ("images",),
+    "language_model": ("tokens",),
+    "translation": ("source", "target"),
+}
 TOLERANCE = 1e-3  # greatest difference of a logit, as a share of the largest logit
 _MOST_SHOWN = 200  # characters of a library's error that are shown
 

@@ -272,7 +272,7 @@ def _step_done(
         loss=loss,
         cross_entropy=cross_entropy,
         top1=top1,
-        top5=None if text else top5,
+        top5=top5 if config.task == "classification" else None,
         learning_rate=step.rate,
         gradient_norm=metrics.gradient_norm,
         memory_bytes=tuple(int(stage.memory_bytes) for stage in metrics.stages),
@@ -287,7 +287,7 @@ def scores_of(config: TrainConfig, totals: Totals, *, averaged: bool) -> events.
     text = config.text
     loss, _, top1, top5 = totals.means
     tokens = totals.elements if text else None
-    return events.Scores(tokens, loss, top1, None if text else top5, averaged)
+    return events.Scores(tokens, loss, top1, top5 if config.task == "classification" else None, averaged)
 
 
 def _refuse_other_cuts(control: ControlGroup, spec: PipelineSpec) -> None:

@@ -6,6 +6,7 @@ from torch.nn import functional as F
 
 from gpipe_cli.assembly.loss import CrossEntropy, Totals
 from gpipe_cli.data.micro_batches import micro_batch_sizes
+from gpipe_cli.data.vocabulary import IGNORED
 from gpipe_cli.pipeline.runtime.boundary import split_all
 
 N, CLASSES = 11, 7
@@ -66,3 +67,26 @@ def test_fewer_than_five_classes_count_for_top5() -> None:
     objective = CrossEntropy(torch.tensor([0, 1, 2]), (3,), label_smoothing=0, auxiliary_weight=0)
     objective.observe(0, (torch.randn(3, 3),), torch.zeros(()))
     assert objective.totals().top5 == 3
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_pixels_are_elements_wherever_a_mask_is_cut(smoothing: float) -> None:
+    """Logits (N, C, H, W): torch's mean over all pixels that have a class, and as many right as `argmax` has."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(N, CLASSES, 4, 3, generator=generator).requires_grad_()
+    targets = torch.randint(CLASSES, (N, 4, 3), generator=generator)
+    targets[2, :2] = IGNORED
+    sizes = micro_batch_sizes(N, 3)
+    objective = CrossEntropy(targets, sizes, label_smoothing=smoothing, auxiliary_weight=0.0)
+    total = torch.zeros(())
+    for m, parts in enumerate(split_all((logits,), sizes)):
+        loss = objective.loss(m, parts)
+        objective.observe(m, parts, loss.detach())
+        total = total + loss
+    expected = F.cross_entropy(logits, targets, label_smoothing=smoothing)
+    torch.testing.assert_close(total, expected)
+    found, wanted = (torch.autograd.grad(one, logits)[0] for one in (total, expected))
+    torch.testing.assert_close(found, wanted)
+    totals = objective.totals()
+    assert totals.elements == N * 12 - 6
+    assert totals.top1 == (logits.argmax(1) == targets).sum()

@@ -91,3 +91,38 @@ def test_what_the_user_changes_is_not_compared(tmp_path: Path) -> None:
     (table,) = found.tables
     assert column(table, "simulated - published, %", "difference") == ["-"]
     assert not found.comparable
+
+
+@pytest.mark.parametrize("name", ["unet_speed", "unet_memory"])
+def test_cells_of_u_net_say_what_ran(name: str) -> None:
+    figures = load(name).published
+    assert figures is not None
+    for of in figures.sources:
+        for table in of.tables:
+            for cell in table.cells:
+                settings = f"{figures.settings} {table.settings} {cell.settings}".split()
+                assert {one.partition("=")[0] for one in settings} >= REQUIRED, cell.name
+
+
+def test_torchgpipe_s_u_nets_have_its_parameters_and_nearly_its_memory(tmp_path: Path) -> None:
+    figures = load("unet_memory").published
+    assert figures is not None
+    found = figures.reproduce(replace(real_runner("unet_memory", tmp_path), users=()))
+    table, sent, summary = found.tables
+    assert column(table, "parameters", "published") == column(table, "", "counted")
+    off = [float(one) for one in column(table, "planned - published, %", "difference")]
+    assert max(map(abs, off)) < 20
+    assert column(sent, "cell") == ["pipeline-4 (24, 160)", "pipeline-8 (48, 160)"]  # two stages are neighbours
+    assert summary.title == "How far the simulated figures are off"
+
+
+def test_torchgpipe_s_u_net_keeps_its_speed_ups(tmp_path: Path) -> None:
+    figures = load("unet_speed").published
+    assert figures is not None
+    (of,) = figures.sources
+    speeds = replace(figures, sources=(replace(of, tables=of.tables[:1]),))
+    table, sent, _ = speeds.reproduce(replace(real_runner("unet_speed", tmp_path), users=())).tables
+    assert column(table, "speed-up", "published") == ["1.00", "0.86", "1.25", "2.35", "3.11"]
+    theirs, ours = ([float(one) for one in table.columns[at].cells] for at in (-2, -1))
+    assert mean(abs(one / them - 1) for one, them in zip(ours[1:], theirs[1:], strict=True)) < 0.15
+    assert [float(one.removesuffix(" %")) > 30 for one in column(sent, "saved")] == [True, True]

@@ -93,7 +93,7 @@ def test_a_tied_weight_counts_once() -> None:
     matrix = 40 * 8
     counts = [sum(weights.parameters for weights in profile.weights) for profile in both]
     assert counts[1] - counts[0] == 2 * matrix
-    planned = plan_result(tied, both[0], plan_of(tied, both[0]))
+    planned = plan_result(tied, both[0], plan_of(tied, both[0]), (), {})
     assert planned.parameters == counts[0]
     assert [(tie.name, tie.stages, tie.bytes) for tie in planned.ties] == [("embedding.weight", (0, 1), 4 * matrix)]
     (weight,) = both[0].tied

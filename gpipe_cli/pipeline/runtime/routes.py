@@ -132,6 +132,14 @@ def routes(boundaries: Sequence[Boundary]) -> tuple[Route, ...]:
     return tuple(found)
 
 
+def forward_bytes(boundaries: Sequence[Boundary], samples: int, lengths: Sequence[int] = ()) -> tuple[int, int]:
+    """Bytes that all stages together send in the forwards of a micro-batch, and what they would send if each skip went
+    through all stages between, as a tensor of a tuple; `boundaries` as in `inputs_of`."""
+    straight = [tensor for route in routes(boundaries) for tensor in route.tensors]
+    through = [tensor for boundary in boundaries for tensor in boundary]
+    return sum(one.bytes(samples, lengths) for one in straight), sum(one.bytes(samples, lengths) for one in through)
+
+
 def _skips(boundaries: Sequence[Boundary], cut: int) -> frozenset[str]:
     """The names of the skips that cross the cut behind stage `cut`."""
     if cut >= len(boundaries):

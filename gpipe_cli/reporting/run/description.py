@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from gpipe_cli.config import groups
-from gpipe_cli.config.settings import Task, TrainConfig
+from gpipe_cli.config.settings import TEXT_TASKS, Task, TrainConfig
 from gpipe_cli.pipeline.schedule.simulator import ideal_bubble
 from gpipe_cli.results.run import Evaluation, Restart, Start
 from gpipe_cli.training.events import DataFacts, LayersCompiled, Notes, Scores, Tested
@@ -89,6 +89,8 @@ def model_name(config: TrainConfig) -> str:
             return f"AmoebaNet-{model.variant.upper()} ({model.normal_cells}, {model.filters})"
         case groups.ResNetConfig() as model:
             return f"ResNet-{model.depth}"
+        case groups.UNetConfig() as model:
+            return f"U-Net ({model.num_convs}, {model.base_channels})"
         case groups.TransformerLMConfig() as model:
             return f"Transformer-{model.layers}" + _width(model.width, 2048)
         case groups.TransformerNMTConfig() as model:
@@ -132,7 +134,7 @@ def precision_facts(precision: str, computes_in: str) -> list[tuple[str, str]]:
 
 def words_of(task: Task) -> Words:
     """The words of a task. Lines are at most 75 characters long, so that ` best` still fits into 80 columns."""
-    if task == "classification":
+    if task not in TEXT_TASKS:
         ends = (10, 21, 29, 40, 48, 56, 66, 75)
         return Words(False, "sample", "samples/s", "top-1", ("test loss", "top-1", "top-5"), ends)
     sample = "sequence" if task == "language_model" else "sentence"

@@ -1,0 +1,152 @@
+"""Image data sets for segmentation, whose targets are masks: the class of every pixel, or nothing to learn there.
+
+The GPipe paper has none: they are what a U-Net is trained on.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gpipe_cli.config.groups import ImagesConfig
+from gpipe_cli.config.typed import RefusedError, one_line
+from gpipe_cli.data.batches import seed_of
+from gpipe_cli.data.readers import Files, Samples
+from gpipe_cli.data.vocabulary import IGNORED
+from gpipe_cli.errors import InputError
+from gpipe_cli.system.files import open_regular
+
+NOTHING = 255  # in the file of a mask: not to be learnt, as in Pascal VOC
+SHAPES = 4  # ellipses in a synthetic image
+
+
+@dataclass(frozen=True, eq=False)
+class Ellipses:
+    """Noise with ellipses, each of a class that has a colour of its own; all of it a function of (seed, index). Class 0
+    is the background."""
+
+    seed: int
+    image_size: int
+    colours: Tensor  # (classes, 3), 0 to 1
+
+    def mask(self, index: int) -> Tensor:
+        """int64 (S, S)."""
+        generator = torch.Generator().manual_seed(seed_of("shapes", self.seed, index))
+        mask = torch.zeros(self.image_size, self.image_size, dtype=torch.int64)
+        places = torch.arange(self.image_size) / self.image_size
+        for _ in range(SHAPES):
+            (y, x), (height, width) = torch.rand(2, generator=generator), torch.rand(2, generator=generator) / 4 + 0.05
+            inside = ((places - y) / height)[:, None] ** 2 + ((places - x) / width) ** 2 < 1
+            mask[inside] = torch.randint(1, len(self.colours), (), generator=generator)
+        return mask
+
+    def __getitem__(self, index: int) -> Tensor:
+        """float32 (3, S, S) in [0, 1]: half of a pixel is noise."""
+        generator = torch.Generator().manual_seed(seed_of("noise", self.seed, index))
+        noise = torch.rand(3, self.image_size, self.image_size, generator=generator)
+        return (self.colours[self.mask(index)].permute(2, 0, 1) + noise) / 2
+
+
+@dataclass(frozen=True, eq=False)
+class EllipseMasks:
+    """The targets of `count` images with ellipses."""
+
+    images: Ellipses
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, indices: Tensor) -> Tensor:
+        return torch.stack([self.images.mask(index) for index in indices.tolist()])
+
+
+@dataclass(frozen=True, eq=False)
+class MaskFiles:
+    """An image file with the mask of each image: of one channel, or with a palette; a pixel's value is its class."""
+
+    images: tuple[str, ...]
+    masks: tuple[str, ...]
+    image_size: int
+    classes: int
+
+    def __len__(self) -> int:
+        return len(self.masks)
+
+    def __getitem__(self, indices: Tensor) -> Tensor:
+        """int64 (n, S, S), scaled and cut as the images are. Raises InputError, naming the file, for a damaged mask,
+        one of another size than its image, or one with other classes."""
+        return torch.stack([self._read(index) for index in indices.tolist()])
+
+    def _read(self, index: int) -> Tensor:
+        from PIL import Image
+        from torchvision.transforms.v2 import functional as F
+
+        path = self.masks[index]
+        try:
+            with open_regular(Path(path)) as file, Image.open(file) as image:
+                size, mask = image.size, F.pil_to_tensor(image)
+            with open_regular(Path(self.images[index])) as file, Image.open(file) as image:
+                wanted = image.size
+        except Exception as error:  # as of an image
+            raise InputError(f"mask '{path}': cannot be read ({one_line(error)}); replace or delete it") from error
+        if size != wanted or len(mask) != 1:
+            ours = f"{size[0]} x {size[1]} pixels of {len(mask)} values"
+            raise InputError(f"mask '{path}': has {ours}; its image needs {wanted[0]} x {wanted[1]} of 1")
+        mask = F.resize(mask, [self.image_size], interpolation=F.InterpolationMode.NEAREST)
+        mask = F.center_crop(mask, [self.image_size])[0].long()
+        mask[mask == NOTHING] = IGNORED
+        if (most := int(mask.max())) >= self.classes:
+            allowed = f"classes are 0 to {self.classes - 1} (dataset.num_classes={self.classes}), {NOTHING} is nothing"
+            raise InputError(f"mask '{path}': has class {most}; {allowed}")
+        return mask
+
+
+def read_ellipses(dataset: ImagesConfig, seed: int) -> tuple[Samples, Samples]:
+    """Synthetic images with their masks."""
+    colours = torch.rand(dataset.num_classes, 3, generator=torch.Generator().manual_seed(seed_of("colours", seed)))
+
+    def split(name: str, count: int | None) -> Samples:
+        assert count, name
+        images = Ellipses(seed_of(f"masks {name}", seed), dataset.image_size, colours)
+        return Samples(images, EllipseMasks(images, count), _names(dataset))
+
+    return split("train", dataset.train_samples), split("test", dataset.test_samples)
+
+
+def read_masks(root: Path, dataset: ImagesConfig) -> tuple[Samples, Samples]:
+    """Images in root/train/images and root/test/images, or root/val/images, and their masks, files of the same names
+    before the suffix, in root/.../masks. Raises InputError if a folder, or the mask of an image, is missing."""
+    test = next((name for name in ("test", "val") if (root / name).is_dir()), "test")
+    return _read_split(root / "train", dataset), _read_split(root / test, dataset)
+
+
+def _read_split(folder: Path, dataset: ImagesConfig) -> Samples:
+    images, masks = _files_in(folder / "images"), _files_in(folder / "masks")
+    if missing := sorted(images.keys() - masks.keys()):
+        why = f"'{folder / 'masks'}' has no mask for {len(missing)} of {len(images)} images ({missing[0]}, ...)"
+        raise RefusedError("dataset.root", dataset.root, f"{why}; add them, or remove the images")
+    names: Sequence[str] = sorted(images)
+    if not names:
+        raise RefusedError("dataset.root", dataset.root, f"'{folder / 'images'}' has no image; put some there")
+    of_images = tuple(images[name] for name in names)
+    targets = MaskFiles(of_images, tuple(masks[name] for name in names), dataset.image_size, dataset.num_classes)
+    return Samples(Files(of_images), targets, _names(dataset))
+
+
+def _files_in(folder: Path) -> dict[str, str]:
+    """Name without suffix -> path of each image file in a folder."""
+    from torchvision.datasets.folder import is_image_file
+
+    try:
+        return {path.stem: str(path) for path in folder.iterdir() if is_image_file(path.name) and path.name[0] != "."}
+    except OSError as error:
+        expected = f"expected {folder.parent / 'images'}/*.jpg and {folder.parent / 'masks'}/*.png of the same names"
+        why = f"'{folder}' cannot be read ({error.strerror}); {expected}"
+        raise RefusedError("dataset.root", str(folder.parent.parent), why) from error
+
+
+def _names(dataset: ImagesConfig) -> tuple[str, ...]:
+    return tuple(f"class {number}" for number in range(dataset.num_classes))

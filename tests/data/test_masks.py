@@ -1,0 +1,91 @@
+"""Data sets with a mask for each image: what is drawn, what is read from files, and what a user can get wrong."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from image_files import opened, write_image
+from PIL import Image
+
+from gpipe_cli.config.typed import RefusedError
+from gpipe_cli.data.vocabulary import IGNORED
+from gpipe_cli.errors import InputError
+
+FIRST = torch.tensor([0])
+
+
+def test_synthetic_masks_are_a_function_of_seed_and_index() -> None:
+    def train(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        split, test = opened(
+            "synthetic_masks", image_size=32, num_classes=3, seed=seed, train_samples=6, test_samples=4,
+            augmentation=None,
+        )  # fmt: skip
+        assert [one.catalogue.samples for one in (split, test)] == [6, 4]
+        assert not torch.equal(split[0, 0], test[0, 0])
+        indices = [3, 0, 1, 2]
+        return split.inputs(0, indices)[0], split.targets_of(torch.tensor(indices))
+
+    (images, masks), (again, same), (others, _) = train(1), train(1), train(2)
+    assert torch.equal(images, again)
+    assert torch.equal(masks, same)
+    assert not torch.equal(images, others)
+    assert (images.shape, images.dtype, masks.shape, masks.dtype) == (
+        (4, 3, 32, 32),
+        torch.float32,
+        (4, 32, 32),
+        torch.int64,
+    )
+    assert {*masks.unique().tolist()} == {0, 1, 2}
+    # a class has a colour: the pixels of one are alike, whatever the image
+    means = torch.stack([images.movedim(1, -1)[masks == number].mean(0) for number in range(3)])
+    for image, mask in zip(images.movedim(1, -1), masks, strict=True):
+        assert (image[mask == 0].mean(0) - means[0]).abs().max() < 0.1
+    assert min((means[a] - means[b]).abs().max() for a, b in ((0, 1), (0, 2), (1, 2))) > 0.1
+
+
+def folder(root: Path) -> Path:
+    """An image of 12 x 8 pixels with its mask, in each split: the left half is class 1, a corner nothing."""
+    mask = np.zeros((8, 12), dtype=np.uint8)
+    mask[:, :6], mask[:2, :4] = 1, 255
+    for split in ("train", "val"):
+        write_image(root / split / "images" / "a.jpg", size=(12, 8))
+        (root / split / "masks").mkdir()
+        palette = Image.fromarray(mask).convert("L")
+        palette.putpalette(3 * [*range(256)])  # as Pascal VOC has it
+        palette.save(root / split / "masks" / "a.png")
+    return root
+
+
+def test_masks_are_read_from_files_and_cut_as_their_images(tmp_path: Path) -> None:
+    train, test = opened("image_masks", folder(tmp_path), num_classes=2, augmentation=None)
+    mask = train.targets_of(FIRST)[0]
+    assert torch.equal(mask, test.targets_of(FIRST)[0])
+    assert train[0, 0].shape == (3, 8, 8)
+    wanted = torch.zeros(8, 8, dtype=torch.int64)  # columns 2 to 9 of the file
+    wanted[:, :4], wanted[:2, :2] = 1, IGNORED
+    assert torch.equal(mask, wanted)
+
+
+def test_masks_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    root = folder(tmp_path)
+    mask = root / "train" / "masks" / "a.png"
+    for size, mode, why in (((6, 4), "L", "12 x 8"), ((12, 8), "RGB", "3 values"), ((12, 8), "L", "num_classes=2")):
+        write_image(mask, size=size, mode=mode)
+        train, _ = opened("image_masks", root, num_classes=2, augmentation=None)
+        with pytest.raises(InputError, match=rf"^mask '{mask}': .*{why}"):
+            train.targets_of(FIRST)
+    mask.write_bytes(b"no image")
+    with pytest.raises(InputError, match=rf"^mask '{mask}': cannot be read"):
+        train.targets_of(FIRST)
+    mask.unlink()
+    with pytest.raises(RefusedError, match=r"^dataset\.root=.*no mask for 1 of 1 images \(a, \.\.\.\); add them"):
+        opened("image_masks", root, num_classes=2, augmentation=None)
+
+
+@pytest.mark.parametrize("missing", ["images", "masks"])
+def test_a_missing_folder_is_refused(missing: str, tmp_path: Path) -> None:
+    root = folder(tmp_path)
+    (root / "train" / missing).rename(tmp_path / "gone")
+    with pytest.raises(RefusedError, match=rf"^dataset\.root={root}: '{root / 'train' / missing}' cannot be read"):
+        opened("image_masks", root, num_classes=2, augmentation=None)
