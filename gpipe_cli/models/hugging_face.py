@@ -174,6 +174,7 @@ def read_config(source: Source) -> Any:
         why = "needs the package transformers; install it by pip install 'gpipe-cli[transformers]'"
         raise RefusedError("model", "hf", why) from error
     logging.set_verbosity_error()  # of special tokens beyond a small vocabulary, in every process
+    logging.disable_progress_bar()
     changes = source.config or {}
     try:
         known = AutoConfig.from_pretrained(source.name, trust_remote_code=False).to_dict()
@@ -221,7 +222,6 @@ def _on_meta(source: Source, settings: Any, auto: str, classifier: str = "") -> 
     """The model without memory, in training mode, in float32, and how its layers get their values."""
     import transformers
 
-    settings.use_cache = False
     with torch.device("meta"):
         model = getattr(transformers, auto).from_config(
             settings, attn_implementation=source.attention, dtype=torch.float32
