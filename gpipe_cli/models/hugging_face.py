@@ -165,6 +165,11 @@ def translation_model(source: Source, *, vocabulary: int, length: int, pad: int)
     return _chain(source, model, layers)
 
 
+def is_masked(source: Source) -> bool:
+    """Whether a model of text predicts masked tokens, not the next ones. Raises as `read_config`."""
+    return read_config(source).model_type in MASKED_LANGUAGE_MODELS
+
+
 def read_config(source: Source) -> Any:
     """A model's PretrainedConfig. Raises RefusedError if it cannot be had, or has no such setting as `source.config`
     replaces."""

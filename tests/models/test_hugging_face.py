@@ -2,6 +2,7 @@
 initial values and its files of weights, in any cut; and what is refused."""
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from gpipe_cli.models.hugging_face import (
 from gpipe_cli.pipeline.profile.layer_signature import signature
 from gpipe_cli.pipeline.runtime.initial_weights import materialize
 from gpipe_cli.pipeline.runtime.tied_weights import find_ties
+from gpipe_cli.training.checkpoint.files import find_checkpoint, read_index
 from gpipe_cli.training.hugging_face_folder import GENERATION, write_folder
 
 transformers = pytest.importorskip("transformers")
@@ -400,12 +402,12 @@ def test_transformers_loads_what_is_written(name: str, tmp_path: Path) -> None:
 def test_a_run_becomes_a_folder(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """With its tokenizer, evaluated there; a folder that is there is kept, and by overwrite=true written into."""
     tokenizer = write_tokenizer(tmp_path / "tokenizer", eos_token="<end>")
-    for name in ("train", "test"):
-        (tmp_path / f"{name}.txt").write_text("\n".join(LINES), encoding="utf-8")
+    (tmp_path / "text.txt").write_text("\n".join(LINES), encoding="utf-8")
     settings = [
         *SHORT, f"model.name={saved(tmp_path / 'model', 'tied gpt2')}", "model.length=16", "dataset=text_files",
-        f"dataset.root={tmp_path}", f"dataset.cache={tmp_path / 'cache'}", f"dataset.tokenizer={tokenizer}",
-        f"dataset.vocabulary={TOKENS}", "batch_size=8", "partitions=2", "executor=in_process", "max_steps=2",
+        f"dataset.root={tmp_path / 'text.txt'}", f"dataset.cache={tmp_path / 'cache'}",
+        f"dataset.tokenizer={tokenizer}", f"dataset.vocabulary={TOKENS}", "batch_size=8",
+        "partitions=2", "executor=in_process", "max_steps=2",
     ]  # fmt: skip
     run = tmp_path / "run"
     train_here(configure(*settings), run)
@@ -423,3 +425,33 @@ def test_a_run_becomes_a_folder(tmp_path: Path, capfd: pytest.CaptureFixture[str
     assert "it is there already" in capfd.readouterr().err
     assert command("export", f"run={run}", "format=hf", "overwrite=true", "evaluate=false") == 0
     assert (run / "hf" / "README.md").read_text() == "mine"
+
+
+# --- masked language models
+
+
+def test_masked_text_has_the_same_bits_for_every_cut_and_after_a_resumption(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The masks of both epochs are drawn anew where the second process, or the resumed run, needs them."""
+    tokenizer = write_tokenizer(tmp_path / "tokenizer", eos_token="<end>", mask_token="<mask>")
+    (tmp_path / "text.txt").write_text("\n".join(LINES), encoding="utf-8")
+    settings = [
+        *SHORT, f"model.name={saved(tmp_path / 'model', 'bert')}", "model.length=16", "dataset=text_files",
+        f"dataset.root={tmp_path / 'text.txt'}", f"dataset.cache={tmp_path / 'cache'}", f"dataset.vocabulary={TOKENS}",
+        "batch_size=16", "epochs=2", "checkpoint.every_steps=1",
+    ]  # fmt: skip
+    own = [*settings, f"dataset.tokenizer={tokenizer}"]
+    one, two, three = (tmp_path / name for name in ("one", "two", "three"))
+    train_here(configure(*own, "executor=in_process", "partitions=1"), one)
+    assert command("train", *own, "partitions=2", "executor=distributed", "max_steps=6", f"run_folder={two}") == 0
+    assert "masked" in capfd.readouterr().out
+    steps = read_index(find_checkpoint(one, "last", "run")).progress.steps_per_epoch
+    assert steps < 6 < 2 * steps, "the second epoch has begun and is not over"
+    assert command("train", f"resume={two}", "partitions=3", f"run_folder={three}", "max_steps=null") == 0
+    assert_same_tensors(final_tensors(one), final_tensors(three))
+    assert command("export", f"run={one}", "format=hf") == 0
+    assert "the same loss, bit for bit" in capfd.readouterr().out
+    other = f"dataset.tokenizer={write_tokenizer(tmp_path / 'other', eos_token='<end>')}"
+    assert command("train", *settings, other, "partitions=1", f"run_folder={tmp_path / 'no'}") == 2
+    assert re.search(r"dataset\.tokenizer=.*mask_token in its tokenizer_config\.json\n$", capfd.readouterr().err)
