@@ -114,7 +114,11 @@ def test_a_model_of_ones_own_has_ones_own_names(tmp_path: Path, capfd: pytest.Ca
         (["file=model.pt"], "ends with .safetensors; use file=model.safetensors, or format=torch"),
         (["file=no/model.safetensors"], "file=no/model.safetensors: there is no folder no; make it"),
         (["file=there.safetensors"], "it is there already; give another file=..., or overwrite=true"),
-        (["format=pickle"], "format=pickle: must be one of safetensors, torch, onnx"),
+        (["format=pickle"], "format=pickle: must be one of safetensors, torch, onnx, hf"),
+        (
+            ["format=hf"],
+            "format=hf: is for runs of model=hf, and this one has model=timm; use format=safetensors, torch, onnx",
+        ),
         (["format=onnx"], "format=onnx: needs no_such_package, which is not installed; pip install no_such_package"),
         (["seed=3"], "seed=3: there is no such setting"),
         (["file=new.safetensors", "partitions=99"], "partitions=99: the model has only"),

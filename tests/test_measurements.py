@@ -56,6 +56,10 @@ PROGRAMS = {
          "checkpoint.every_steps=1"],  # with this seed one kill, right after the first checkpoint
         r"run_1: \d+ tensors and \d+ points of curves .*, all the same bits\n[0-2] kills, .* no bit that differs$",
     ),
+    "own_layers": (
+        ["--width=64", "--blocks=4", "--vocabulary=500", "--planned-width=64", "--planned-blocks=8"],
+        r"(\| [0-3] \| \d+ \(\d\d%\) .*\n){4}\ngpipe plan of 0\.00 billion parameters, partitions=8: \d",
+    ),
     "malformed_command_lines": (["--lines=2", "--seed=21"], r"all +2 lines +0 failed"),
 }  # fmt: skip
 
@@ -78,6 +82,8 @@ def test_a_measurement_runs(
     arguments, table = PROGRAMS[name]
     if name == "gpu_acceptance" and usable_gpus():
         pytest.skip("the part would not die")
+    if name == "own_layers":
+        pytest.importorskip("transformers")
     monkeypatch.setattr(machine_timing, "_LAYER_SECONDS", 0.1)
     monkeypatch.setattr(sys, "argv", [name])  # Hydra reads it
     code = load(name).main(arguments)

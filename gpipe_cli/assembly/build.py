@@ -10,9 +10,11 @@ from torch import nn
 
 from gpipe_cli.config import groups
 from gpipe_cli.config.settings import TrainConfig
-from gpipe_cli.data.batches import Split
+from gpipe_cli.data.batches import SPLITS, Split, seed_of
 from gpipe_cli.data.images import open_images
+from gpipe_cli.data.masked_text import MaskedText
 from gpipe_cli.data.text import open_text
+from gpipe_cli.data.translation import PairSplit
 from gpipe_cli.data.vocabulary import PAD
 from gpipe_cli.models import hugging_face
 from gpipe_cli.models.amoebanet import amoebanet
@@ -73,7 +75,7 @@ def _model(config: TrainConfig, *, weights: bool) -> nn.Sequential:
 
 
 def _of_hugging_face(config: TrainConfig, model: groups.HuggingFaceConfig, *, pretrained: bool) -> nn.Sequential:
-    """The data set decides what a model of Hugging Face is for."""
+    """The data set decides what a model of Hugging Face is for, and of plain text its family."""
     source = replace(_source(model), pretrained=pretrained)
     match config.dataset:
         case groups.ImagesConfig() as images:
@@ -81,7 +83,9 @@ def _of_hugging_face(config: TrainConfig, model: groups.HuggingFaceConfig, *, pr
         case groups.TextConfig(vocabulary=vocabulary) if config.task == "translation":
             return hugging_face.translation_model(source, vocabulary=vocabulary, length=model.length, pad=PAD)
         case groups.TextConfig(vocabulary=vocabulary):
-            return hugging_face.language_model(source, vocabulary=vocabulary, length=model.length)
+            masked = hugging_face.is_masked(source)
+            build = hugging_face.masked_language_model if masked else hugging_face.language_model
+            return build(source, vocabulary=vocabulary, length=model.length)
 
 
 def _source(model: groups.HuggingFaceConfig) -> hugging_face.Source:
@@ -149,4 +153,10 @@ def open_data(config: TrainConfig, pieces: bytes | None = None) -> tuple[Split, 
     if isinstance(config.dataset, groups.ImagesConfig):
         return open_images(config.dataset, config.seed)
     length, pairs = greatest_lengths(config)[0], config.task == "translation"
-    return open_text(config.dataset, length=length, seed=config.seed, pairs=pairs, pieces=pieces)
+    train, test = open_text(config.dataset, length=length, seed=config.seed, pairs=pairs, pieces=pieces)
+    if isinstance(train, PairSplit) or isinstance(test, PairSplit):
+        return train, test
+    if isinstance(config.model, groups.HuggingFaceConfig) and hugging_face.is_masked(_source(config.model)):
+        seeds = (seed_of(f"masks of the {name} text", config.seed) for name in SPLITS)
+        return MaskedText.of(train, next(seeds)), MaskedText.of(test, next(seeds))
+    return train, test

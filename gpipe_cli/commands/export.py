@@ -1,4 +1,4 @@
-"""`gpipe export`: writes the model of a run as one plain file that can be read without gpipe."""
+"""`gpipe export`: writes the model of a run as one plain file, or folder, that can be read without gpipe."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ from gpipe_cli.commands.composing import compose
 from gpipe_cli.commands.evaluate import OF_THE_RUN, of_run
 from gpipe_cli.commands.folders import refuse_file
 from gpipe_cli.commands.outcome import preparing
+from gpipe_cli.config.groups import HuggingFaceConfig, choice_of
 from gpipe_cli.config.settings import ExportConfig, ExportSettings
 from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.config.typed import settings as settings_of
@@ -21,6 +22,7 @@ from gpipe_cli.system.interrupts import interruptible_import
 KEYS = (*settings_of(ExportSettings), *OF_THE_RUN)
 # Programs choose by a file's suffix how to read it.
 SUFFIXES = {"safetensors": (".safetensors",), "torch": (".pt", ".pth"), "onnx": (".onnx",)}
+FOLDER = "hf"  # what format=hf writes, by default, into the run folder
 ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")  # the extra `onnx`
 
 
@@ -33,6 +35,9 @@ def main(arguments: Sequence[str]) -> int:
     if config.format == "onnx" and missing:
         why = f"needs {', '.join(missing)}, which is not installed"
         raise RefusedError("format", "onnx", f"{why}; pip install {' '.join(missing)}, or use format=safetensors")
+    if config.format == "hf" and not isinstance(config.training.model, HuggingFaceConfig):
+        why = f"is for runs of model=hf, and this one has model={choice_of(config.training.model)}"
+        raise RefusedError("format", "hf", f"{why}; use format={', '.join(SUFFIXES)}")
     file = file_of(config)
 
     fork_server.start(config.training)  # the server imports torch in parallel with this process
@@ -55,7 +60,13 @@ def exported(tree: DictConfig) -> ExportConfig:
 
 
 def file_of(config: ExportConfig) -> Path:
-    """The file to write. Raises InputError for a wrong suffix, a missing folder, or a file that already exists."""
+    """The file to write, or the folder. Raises InputError for a wrong suffix, a missing folder above it, and what
+    exists already."""
+    taken = "another file=..., or overwrite=true to replace one"
+    if config.format == "hf":
+        folder = Path(config.file or Path(config.run) / FOLDER)
+        refuse_file("file", folder, taken=taken, overwrite=config.overwrite, is_folder=True)
+        return folder
     suffixes = SUFFIXES[config.format]
     file = Path(config.file or Path(config.run) / f"model{suffixes[0]}")
     if file.suffix not in suffixes:
@@ -63,5 +74,5 @@ def file_of(config: ExportConfig) -> Path:
         other = "" if kind is None else f", or format={kind}"
         why = f"a file of format={config.format} ends with {' or '.join(suffixes)}"
         raise RefusedError("file", file, f"{why}; use file={file.with_suffix(suffixes[0])}{other}")
-    refuse_file("file", file, taken="another file=..., or overwrite=true to replace one", overwrite=config.overwrite)
+    refuse_file("file", file, taken=taken, overwrite=config.overwrite)
     return file

@@ -24,11 +24,12 @@ def numbered(path: Path) -> Iterator[Path]:
     yield from (path.with_name(f"{path.name}-{number}") for number in count(2))
 
 
-def refuse_file(key: str, file: Path, *, taken: str, overwrite: bool = False) -> None:
-    """Raises RefusedError if `file` cannot be written; `taken`: what to give instead of a file that already exists."""
+def refuse_file(key: str, file: Path, *, taken: str, overwrite: bool = False, is_folder: bool = False) -> None:
+    """Raises RefusedError if `file`, which may be a folder, cannot be written; `taken`: what to give instead of one
+    that already exists."""
     if not file.parent.is_dir():
         raise RefusedError(key, file, f"there is no folder {file.parent}; make it, or give another")
-    if os.path.lexists(file) and not (overwrite and file.is_file()):
+    if os.path.lexists(file) and not (overwrite and (file.is_dir() if is_folder else file.is_file())):
         raise RefusedError(key, file, f"it is there already; give {taken}")
 
 

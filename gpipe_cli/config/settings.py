@@ -293,7 +293,7 @@ class EvaluateSettings:
     output: str
 
 
-Format = Literal["safetensors", "torch", "onnx"]
+Format = Literal["safetensors", "torch", "onnx", "hf"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,7 +59,7 @@ class Split(Protocol):
         """The first layer's inputs for the samples `indices`, (n, ...) each; sentences are padded to `lengths`."""
         ...
 
-    def targets_of(self, indices: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    def targets_of(self, epoch: int, indices: Tensor, lengths: tuple[int, ...]) -> Tensor:
         """int64 (n,) classes, (n, lengths[-1]) tokens, or (n, S, S) classes of pixels; IGNORED where there is nothing
         to predict."""
         ...

@@ -90,7 +90,7 @@ class ImageSplit:
         """A single tensor: float32 (n, 3, image_size, image_size)."""
         return (torch.stack([self[epoch, index] for index in indices]),)
 
-    def targets_of(self, indices: Tensor, lengths: tuple[int, ...] = ()) -> Tensor:
+    def targets_of(self, epoch: int, indices: Tensor, lengths: tuple[int, ...] = ()) -> Tensor:
         return self.samples.targets[indices]
 
     def __getitem__(self, key: tuple[int, int]) -> Tensor:

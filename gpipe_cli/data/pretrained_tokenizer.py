@@ -23,6 +23,7 @@ class PretrainedTokenizer:
         """A name is fetched into the hub's cache on this machine, whose locks let one process fetch. Raises
         RefusedError for a tokenizer that cannot be read or has no token to end a document with, and if transformers is
         not installed."""
+        self._place = place
         if importlib.util.find_spec("transformers") is None:
             why = "needs transformers, which is not installed; pip install 'gpipe-cli[transformers]', or leave it out"
             raise RefusedError("dataset.tokenizer", place, why)
@@ -40,6 +41,16 @@ class PretrainedTokenizer:
             why = "has no token to end a document with; give it an eos_token in its tokenizer_config.json"
             raise RefusedError("dataset.tokenizer", place, why)
         self.end: int = next(token for token in ends if token is not None)
+
+    @property
+    def mask(self) -> int:
+        """The id of the token that hides another. Raises RefusedError if there is none."""
+        if (token := self._tokenizer.mask_token_id) is None:
+            why = "has no token that hides another, as a masked language model needs"
+            raise RefusedError(
+                "dataset.tokenizer", self._place, f"{why}; give it a mask_token in its tokenizer_config.json"
+            )
+        return int(token)
 
     @cached_property
     def size(self) -> int:

@@ -37,11 +37,16 @@ class TextSplit:
     def catalogue(self) -> Catalogue:
         return Catalogue.of_windows(-(-(len(self.tokens) - 1) // self.length), (self.length,))
 
+    @property
+    def full_windows(self) -> int:
+        """The number of windows before one that has padding."""
+        return (len(self.tokens) - 1) // self.length
+
     def inputs(self, epoch: int, indices: Sequence[int], lengths: tuple[int, ...]) -> tuple[Tensor, ...]:
         """A single tensor: int64 (n, length)."""
         return (self._windows(torch.tensor(indices), first=0, padding=PAD),)
 
-    def targets_of(self, indices: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    def targets_of(self, epoch: int, indices: Tensor, lengths: tuple[int, ...]) -> Tensor:
         """int64 (n, length): the token that follows each input token; IGNORED where there is none."""
         return self._windows(indices, first=1, padding=IGNORED)
 
@@ -105,6 +110,10 @@ class SyntheticText:
     def catalogue(self) -> Catalogue:
         return Catalogue.of_windows(self.samples, (self.length,) * (2 if self.pairs else 1))
 
+    @property
+    def full_windows(self) -> int:
+        return self.samples
+
     def inputs(self, epoch: int, indices: Sequence[int], lengths: tuple[int, ...]) -> tuple[Tensor, ...]:
         """int64 (n, length): windows; for pairs two of that shape, encoder and decoder input."""
         sequences = self._sequences(indices)
@@ -113,7 +122,7 @@ class SyntheticText:
             return (tokens,)
         return tokens, torch.cat([torch.full((len(indices), 1), BEGIN), sequences[:, self.length : -1]], dim=1)
 
-    def targets_of(self, indices: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    def targets_of(self, epoch: int, indices: Tensor, lengths: tuple[int, ...]) -> Tensor:
         """int64 (n, length): the token that follows each token of the (decoder) input; none is IGNORED."""
         return self._sequences(indices.tolist())[:, -self.length :]
 

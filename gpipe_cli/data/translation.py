@@ -78,7 +78,7 @@ class PairSplit:
         # END is only predicted, never an input, as nothing follows it. No text encodes to its id.
         return self.sources.padded(chosen, lengths[0], PAD), so_far.masked_fill_(so_far == END, PAD)
 
-    def targets_of(self, indices: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    def targets_of(self, epoch: int, indices: Tensor, lengths: tuple[int, ...]) -> Tensor:
         """int64 (n, T): the token that follows each token of the decoder input; IGNORED where there is none."""
         return self.answers.padded(indices, lengths[1], IGNORED)
 

@@ -33,6 +33,7 @@ class Vocabulary:
     """The mapping between text and token ids. model: the content of SentencePiece's model file."""
 
     end = END
+    mask = UNKNOWN  # which no text has, as there is a piece for each byte
 
     def __init__(self, model: bytes) -> None:
         self.model = model

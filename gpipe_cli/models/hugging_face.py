@@ -165,6 +165,11 @@ def translation_model(source: Source, *, vocabulary: int, length: int, pad: int)
     return _chain(source, model, layers)
 
 
+def is_masked(source: Source) -> bool:
+    """Whether a model of text predicts masked tokens, not the next ones. Raises as `read_config`."""
+    return read_config(source).model_type in MASKED_LANGUAGE_MODELS
+
+
 def read_config(source: Source) -> Any:
     """A model's PretrainedConfig. Raises RefusedError if it cannot be had, or has no such setting as `source.config`
     replaces."""
@@ -174,6 +179,7 @@ def read_config(source: Source) -> Any:
         why = "needs the package transformers; install it by pip install 'gpipe-cli[transformers]'"
         raise RefusedError("model", "hf", why) from error
     logging.set_verbosity_error()  # of special tokens beyond a small vocabulary, in every process
+    logging.disable_progress_bar()
     changes = source.config or {}
     try:
         known = AutoConfig.from_pretrained(source.name, trust_remote_code=False).to_dict()
@@ -221,7 +227,6 @@ def _on_meta(source: Source, settings: Any, auto: str, classifier: str = "") -> 
     """The model without memory, in training mode, in float32, and how its layers get their values."""
     import transformers
 
-    settings.use_cache = False
     with torch.device("meta"):
         model = getattr(transformers, auto).from_config(
             settings, attn_implementation=source.attention, dtype=torch.float32

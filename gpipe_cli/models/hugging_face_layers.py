@@ -28,11 +28,11 @@ class Piece(nn.Module):
         self.paths = tuple(paths)
         for path in paths:
             add_at(self, path, model.get_submodule(path))
-        self._initial = initial
+        self.initial = initial
 
     def initialise_weights(self) -> None:
         """Set all parameters and buffers, from the model's files or torch's default generator. Raises InputError."""
-        self._initial.set(self)
+        self.initial.set(self)
 
     def reads(self) -> tuple[tuple[object, ...], list[object]]:
         """What the forward reads, and the configurations in that: equal blocks differ in their paths only."""

@@ -4,6 +4,7 @@ Pretrained values lie in safetensors files beside config.json, in one or in shar
 tensors by name and nothing else. Names in old files differ from those in the model; transformers knows the renamings.
 """
 
+import copy
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -80,7 +81,7 @@ class Weights:
         """The model's name of each tensor -> the file that has it, and its name there."""
         from transformers.core_model_loading import WeightRenaming, rename_source_key
 
-        if (index := self._find(INDEX)) is not None:
+        if (index := found_file(self.name, INDEX)) is not None:
             try:
                 files = dict(json.loads(index.read_text("utf-8"))["weight_map"])
             except (OSError, ValueError, KeyError, TypeError) as error:
@@ -96,7 +97,7 @@ class Weights:
         return places
 
     def _opened(self, file: str) -> Any:
-        path = self._find(file)
+        path = found_file(self.name, file)
         if path is None:
             use = "give a folder that has it, or use model.pretrained=false"
             raise RefusedError("model.pretrained", True, f"{self.name} has no file {file}; {use}")
@@ -105,17 +106,19 @@ class Weights:
         except (OSError, SafetensorError) as error:
             raise InputError(f"{path}: cannot be read as safetensors ({with_type(error)}); fetch it anew") from error
 
-    def _find(self, file: str) -> Path | None:
-        from transformers.utils import cached_file
 
-        # a process that needs a file of the hub fetches it, once for all processes of a machine
-        try:
-            found = cached_file(self.name, file, _raise_exceptions_for_missing_entries=False)
-        except Exception as error:  # whatever the hub's client and the libraries below it raise
-            why = f"{file} of {self.name} cannot be had here ({with_type(error).partition('; ')[0]})"
-            use = "give a folder that has it as model.name, or use model.pretrained=false"
-            raise RefusedError("model.pretrained", True, f"{why}; {use}") from error
-        return None if found is None else Path(found)
+def found_file(name: str, file: str) -> Path | None:
+    """A file in a folder or on the hub, if there is one. Raises RefusedError if that cannot be said."""
+    from transformers.utils import cached_file
+
+    # a process that needs a file of the hub fetches it, once for all processes of a machine
+    try:
+        found = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
+    except Exception as error:  # whatever the hub's client and the libraries below it raise
+        why = f"{file} of {name} cannot be had here ({with_type(error).partition('; ')[0]})"
+        use = "give a folder that has it as model.name, or use model.pretrained=false"
+        raise RefusedError("model.pretrained", True, f"{why}; {use}") from error
+    return None if found is None else Path(found)
 
 
 @dataclass(frozen=True)
@@ -166,3 +169,14 @@ class InitialValues:
             part.apply(self.initialiser._init_weights)
         for tensor in loaded:
             vars(tensor).pop("_is_hf_initialized", None)  # a tied one is there twice
+
+
+def as_transformers(layers: nn.Sequential) -> Any:
+    """transformers' whole model, with the tensors of the chain `layers`."""
+    initial: InitialValues = layers[0].initial  # type: ignore[assignment]  # layers are pieces of the model
+    with torch.device("meta"):
+        model = type(initial.initialiser)(copy.deepcopy(initial.initialiser.config))
+    own = {name.partition(".")[2]: tensor for name, tensor in layers.state_dict().items()}
+    own |= {owner: own[tied] for tied, owner in initial.tied.items() if owner not in own}  # where no layer is the owner
+    model.load_state_dict({name: own[name] for name in model.state_dict()}, assign=True)
+    return model

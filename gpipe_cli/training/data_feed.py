@@ -17,6 +17,7 @@ from gpipe_cli.data.batches import Catalogue, MiniBatches, Split
 from gpipe_cli.data.cache import digest_of
 from gpipe_cli.data.corpora import languages_of
 from gpipe_cli.data.loading import LoadedBatches
+from gpipe_cli.data.masked_text import SELECTED, MaskedText
 from gpipe_cli.data.micro_batches import Share
 from gpipe_cli.data.photographs import DECODED
 from gpipe_cli.data.pretrained_tokenizer import PretrainedTokenizer
@@ -79,7 +80,8 @@ class MiniBatch:
         mini-batch, the denominator of its loss. None in processes without the first or the last stage."""
         if self.reading.split is None:
             return None
-        whole = self.reading.split.targets_of(self.reading.batches.indices(self.epoch, self.position), self.lengths)
+        indices = self.reading.batches.indices(self.epoch, self.position)
+        whole = self.reading.split.targets_of(self.epoch, indices, self.lengths)
         return whole[self.share.samples], int((whole != IGNORED).sum())
 
 
@@ -158,7 +160,7 @@ class Data:
         those without samples receive the catalogue. Raises InputError if processes read text with different tokens."""
         split = None if self._splits is None else self._splits[0 if training else 1]
         known = split.catalogue if split is not None and self._first else None
-        vocabulary = getattr(split, "vocabulary", None)
+        vocabulary = _vocabulary_of(split)
         tokens = None if vocabulary is None else digest_of("tokens", [], [vocabulary.model])
         catalogues, digests = zip(*control.collect((known, tokens)), strict=True)
         if len({*digests} - {None}) > 1:
@@ -176,6 +178,9 @@ class Data:
         train, test = self._splits
         facts = DataFacts(train.catalogue.samples, test.catalogue.samples)
         notes: Notes = ()
+        if isinstance(train, MaskedText) and isinstance(test, MaskedText):
+            notes += (("masked", f"{SELECTED:.0%} of the tokens, which are predicted; others are not counted"),)
+            train, test = train.windows, test.windows
         if isinstance(train, TextSplit | PairSplit) and isinstance(test, TextSplit | PairSplit):
             size, asked = train.vocabulary.size, self._config.dataset.vocabulary  # type: ignore[union-attr]  # text
             facts = replace(facts, vocabulary=size, unigram_perplexity=unigram_perplexity(train, test))
@@ -193,13 +198,18 @@ class Data:
     def save_vocabulary(self, folder: Path) -> None:
         """Write the vocabulary of text into the run's folder. Call it only in the process of the first stage."""
         assert self._splits is not None
-        vocabulary = getattr(self._splits[0], "vocabulary", None)
+        vocabulary = _vocabulary_of(self._splits[0])
         if isinstance(vocabulary, Vocabulary):
             write_whole(folder / VOCABULARY, vocabulary.model)
         elif isinstance(vocabulary, PretrainedTokenizer):
             for name, content in vocabulary.files.items():
                 (folder / TOKENIZER / name).parent.mkdir(parents=True, exist_ok=True)
                 write_whole(folder / TOKENIZER / name, content)
+
+
+def _vocabulary_of(split: Split | None) -> Vocabulary | PretrainedTokenizer | None:
+    """What maps text to tokens, None if there is no text."""
+    return getattr(split.windows if isinstance(split, MaskedText) else split, "vocabulary", None)
 
 
 def mini_batches(config: TrainConfig, catalogue: Catalogue, *, training: bool, replica: int = 0) -> MiniBatches:

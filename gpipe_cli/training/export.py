@@ -1,11 +1,13 @@
-"""`gpipe export`: a run's model as one plain file, which other programs read without this package.
+"""`gpipe export`: a run's model as one plain file, which other programs read without this package; as transformers'
+own folder if it is one of theirs (`hugging_face_folder.py`).
 
 If timm builds the network, tensors have timm's names, without the names of our layers before them; otherwise those of
 `nn.Sequential.state_dict`. Metadata says what the numbers mean: model settings, tied weights, classes, normalization of
 pixels, and for text the vocabulary or the tokenizer.
 
-The file is evaluated as another program would do it: read from disk into timm's network, plain PyTorch or onnxruntime,
-without stages. Micro-batches are those of the pipeline, so that the results are bit-identical if nothing was lost.
+The file is evaluated as another program would do it: read from disk into timm's network, transformers' model, plain
+PyTorch or onnxruntime, without stages. Micro-batches are those of the pipeline, so that the results are bit-identical
+if nothing was lost.
 """
 
 import base64
@@ -22,7 +24,7 @@ from torch import nn
 
 from gpipe_cli.assembly.build import MEMORY_FORMATS, build_model, open_data, outputs_of, timm_name
 from gpipe_cli.assembly.loss import Totals
-from gpipe_cli.config.groups import ImagesConfig, ResNetConfig, TimmConfig, choice_of
+from gpipe_cli.config.groups import HuggingFaceConfig, ImagesConfig, ResNetConfig, TimmConfig, choice_of
 from gpipe_cli.config.settings import ExportConfig, Format, TrainConfig
 from gpipe_cli.data.images import MEAN, STD, ImageSplit, centre_share
 from gpipe_cli.data.micro_batches import micro_batch_sizes
@@ -39,6 +41,7 @@ from gpipe_cli.training.checkpoint.files import read_index, safetensors_parts
 from gpipe_cli.training.checkpoint.whole_model import new_model, whole_model
 from gpipe_cli.training.data_feed import Data, MiniBatch, saved_tokenizer, saved_vocabulary
 from gpipe_cli.training.engine import WorkerProcess
+from gpipe_cli.training.hugging_face_folder import class_in, program_of, write_folder
 from gpipe_cli.training.onnx_file import onnx_content, onnx_program
 from gpipe_cli.training.step import objective_of
 from gpipe_cli.training.train_loop import scores_of
@@ -71,7 +74,11 @@ def write_model(config: ExportConfig, checkpoint: Path, file: Path, threads: int
                 serialized, any_batch = onnx_content(config.training, model, texts, threads)
                 write_whole(file, serialized)
                 holds = "for batches of any size" if any_batch else "for one sample at a time"
-    process.report(events.ModelWritten(file.stat().st_size, holds, _call(config, file)))
+            case "hf":
+                tokenizer, classes = saved_tokenizer(Path(config.run)), facts.get("classes", [])
+                holds = plural(write_folder(config.training.model.name, model, file, tokenizer, classes), "tensor")
+    content_bytes = sum(path.stat().st_size for path in ([file] if file.is_file() else file.rglob("*")))
+    process.report(events.ModelWritten(content_bytes, holds, _call(config, file)))
 
 
 def _contiguous(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -132,6 +139,8 @@ def _call(config: ExportConfig, file: Path) -> str:
     match config.format:
         case "onnx":
             return f"onnxruntime.InferenceSession({str(file)!r})"
+        case "hf":
+            return f"transformers.{class_in(file).__name__}.from_pretrained({str(file)!r})"
         case _ if arguments is not None:
             name, *others = [repr(arguments.pop("model_name")), *(f"{key}={value}" for key, value in arguments.items())]
             return f"timm.create_model({', '.join([name, *others, f'checkpoint_path={str(file)!r}'])})"
@@ -175,6 +184,9 @@ def _program(
     """The name and version of the program that reads the file, and a function from inputs on `device` to logits."""
     if form == "onnx":
         return onnx_program(file, spec.layout.threads)
+    if form == "hf":
+        assert isinstance(config.model, HuggingFaceConfig)
+        return program_of(file, config.model.attention, device)
     arguments = _timm_arguments(config)
     if arguments is None:
         tensors = load_file(file) if form == "safetensors" else torch.load(file, weights_only=True)["state_dict"]

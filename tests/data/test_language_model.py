@@ -97,7 +97,7 @@ def test_every_token_but_the_first_is_predicted_once_from_the_one_before(length:
     assert samples == -(-10 // length)
     indices = torch.arange(samples).flip(0)  # in any order
     (inputs,) = split.inputs(7, indices.tolist(), (length,))
-    targets = split.targets_of(indices, (length,))
+    targets = split.targets_of(0, indices, (length,))
     assert inputs.shape == targets.shape == (samples, length)
     inputs, targets = inputs.flip(0), targets.flip(0)
     real = targets != IGNORED
@@ -150,7 +150,7 @@ def test_targets_are_the_next_tokens(pairs: bool) -> None:
     train, test = make(pairs=pairs)
     assert (train.catalogue.samples, test.catalogue.samples) == (40, 3)
     *sources, inputs = train.inputs(0, range(40), (16, 16))
-    targets = train.targets_of(torch.arange(40), (16, 16))
+    targets = train.targets_of(0, torch.arange(40), (16, 16))
     assert inputs.shape == targets.shape == (40, 16)
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
     assert (int(targets.min()), int(targets.max())) == (UNKNOWN + 1, 49)

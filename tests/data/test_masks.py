@@ -24,7 +24,7 @@ def test_synthetic_masks_are_a_function_of_seed_and_index() -> None:
         assert [one.catalogue.samples for one in (split, test)] == [6, 4]
         assert not torch.equal(split[0, 0], test[0, 0])
         indices = [3, 0, 1, 2]
-        return split.inputs(0, indices)[0], split.targets_of(torch.tensor(indices))
+        return split.inputs(0, indices)[0], split.targets_of(0, torch.tensor(indices))
 
     (images, masks), (again, same), (others, _) = train(1), train(1), train(2)
     assert torch.equal(images, again)
@@ -59,7 +59,7 @@ def folder(root: Path) -> Path:
 
 def test_masks_are_read_from_files_and_cut_as_their_images(tmp_path: Path) -> None:
     train, test = opened("image_masks", folder(tmp_path), num_classes=2, augmentation=None)
-    mask = train.targets_of(FIRST)[0]
+    mask = train.targets_of(0, FIRST)[0]
     assert torch.equal(mask, test.targets_of(FIRST)[0])
     assert train[0, 0].shape == (3, 8, 8)
     wanted = torch.zeros(8, 8, dtype=torch.int64)  # columns 2 to 9 of the file
@@ -74,10 +74,10 @@ def test_masks_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         write_image(mask, size=size, mode=mode)
         train, _ = opened("image_masks", root, num_classes=2, augmentation=None)
         with pytest.raises(InputError, match=rf"^mask '{mask}': .*{why}"):
-            train.targets_of(FIRST)
+            train.targets_of(0, FIRST)
     mask.write_bytes(b"no image")
     with pytest.raises(InputError, match=rf"^mask '{mask}': cannot be read"):
-        train.targets_of(FIRST)
+        train.targets_of(0, FIRST)
     mask.unlink()
     with pytest.raises(RefusedError, match=r"^dataset\.root=.*no mask for 1 of 1 images \(a, \.\.\.\); add them"):
         opened("image_masks", root, num_classes=2, augmentation=None)

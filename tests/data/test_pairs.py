@@ -195,7 +195,7 @@ def test_tokens_of_a_mini_batch(numbers: tuple[PairSplit, PairSplit]) -> None:
     vocabulary, indices = train.vocabulary, [3, 100, 17]
     wide, high = (int(length) + 2 for length in train.catalogue.lengths[indices].amax(dim=0))
     sources, so_far = train.inputs(9, indices, (wide, high))
-    targets = train.targets_of(torch.tensor(indices), (wide, high))
+    targets = train.targets_of(0, torch.tensor(indices), (wide, high))
     for row, (index, into) in enumerate(zip(indices, ("<2en>", "<2fr>", "<2en>"), strict=True)):
         source, reference = (vocabulary.encode([text])[0] for text in texts(train, index))
         real = [vocabulary.symbol(into), *source, END]
@@ -204,7 +204,7 @@ def test_tokens_of_a_mini_batch(numbers: tuple[PairSplit, PairSplit]) -> None:
         assert targets[row].tolist() == [*reference, END] + [IGNORED] * (high - len(reference) - 1)
         assert vocabulary.decode(targets[row][targets[row] != IGNORED].tolist()) == texts(train, index)[1]
     assert texts(train, 123) == ("eight four", "huit quatre")
-    every = train.targets_of(torch.arange(124), (30, 30))
+    every = train.targets_of(0, torch.arange(124), (30, 30))
     assert torch.equal(train.predicted(), every[every != IGNORED])
 
 

@@ -44,7 +44,7 @@ def test_token_0_is_predicted_and_padding_is_not(tmp_path: Path) -> None:
     train, test = open_documents(["!", "!"], ["! !"], dataset, length=2)
     assert train.tokens.tolist() == [0, whole.eos_token_id, 0, whole.eos_token_id]
     indices = torch.arange(2)
-    assert train.targets_of(indices, (2,)).tolist() == [[whole.eos_token_id, 0], [whole.eos_token_id, IGNORED]]
+    assert train.targets_of(0, indices, (2,)).tolist() == [[whole.eos_token_id, 0], [whole.eos_token_id, IGNORED]]
     assert train.inputs(0, [0, 1], (2,))[0][0].tolist() == [0, whole.eos_token_id]
     # counts plus one over three targets and all ids: the end has 3, token 0 has 2, any other has 1
     seen = test.tokens[1:].tolist()

@@ -2,6 +2,7 @@
 initial values and its files of weights, in any cut; and what is refused."""
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from tokenizer_files import LINES, write_tokenizer
 from torch import Tensor, nn
 from training_runs import assert_same_tensors, command, configure, final_tensors, train_here
 
@@ -25,6 +28,8 @@ from gpipe_cli.models.hugging_face import (
 from gpipe_cli.pipeline.profile.layer_signature import signature
 from gpipe_cli.pipeline.runtime.initial_weights import materialize
 from gpipe_cli.pipeline.runtime.tied_weights import find_ties
+from gpipe_cli.training.checkpoint.files import find_checkpoint, read_index
+from gpipe_cli.training.hugging_face_folder import GENERATION, write_folder
 
 transformers = pytest.importorskip("transformers")
 
@@ -359,8 +364,8 @@ def test_a_translation_in_processes_of_their_own(tmp_path: Path) -> None:
     assert_same_tensors(final_tensors(tmp_path / "one"), final_tensors(tmp_path / "three"))
 
 
-def test_images(tmp_path: Path) -> None:
-    """In layouts of two kinds: images lie channels last, what blocks exchange does not."""
+def test_images(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """In layouts of two kinds: images lie channels last, what blocks exchange does not. Exported, with names."""
     folder = saved(tmp_path / "model", "vit")
     settings = [
         *SHORT, f"model.name={folder}", "dataset=synthetic_images", f"dataset.image_size={PIXELS}",
@@ -370,3 +375,83 @@ def test_images(tmp_path: Path) -> None:
     for partitions in (1, 3):
         train_here(configure(*settings, f"partitions={partitions}"), tmp_path / str(partitions))
     assert_same_tensors(final_tensors(tmp_path / "1"), final_tensors(tmp_path / "3"))
+    assert command("export", f"run={tmp_path / '3'}", "format=hf") == 0
+    assert "the same loss, bit for bit" in capfd.readouterr().out
+    assert whole(tmp_path / "3" / "hf", IMAGES).config.id2label == {number: f"class {number}" for number in range(4)}
+
+
+# --- gpipe export format=hf
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_transformers_loads_what_is_written(name: str, tmp_path: Path) -> None:
+    """Its own tensors again, in the names of its own files, and settings of generation as they were."""
+    kind = MODELS[name][0]
+    folder = saved(tmp_path / "one", name)
+    if (generation := folder / GENERATION).exists():
+        generation.write_text(json.dumps(json.loads(generation.read_text()) | {"top_k": 7}))
+    write_folder(str(folder), with_values(on_meta(folder, kind.build)), tmp_path / "two", {}, [])
+    assert_same_tensors(*(load_file(tmp_path / one / "model.safetensors") for one in ("one", "two")))
+    assert_same_tensors(*(tensors_of(whole(tmp_path / one, kind)) for one in ("one", "two")))
+    for file in ("config.json", GENERATION):
+        one, other = (tmp_path / one / file for one in ("one", "two"))
+        assert one.exists() == other.exists()
+        assert not one.exists() or json.loads(one.read_text()) == json.loads(other.read_text())
+
+
+def test_a_run_becomes_a_folder(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """With its tokenizer, evaluated there; a folder that is there is kept, and by overwrite=true written into."""
+    tokenizer = write_tokenizer(tmp_path / "tokenizer", eos_token="<end>")
+    (tmp_path / "text.txt").write_text("\n".join(LINES), encoding="utf-8")
+    settings = [
+        *SHORT, f"model.name={saved(tmp_path / 'model', 'tied gpt2')}", "model.length=16", "dataset=text_files",
+        f"dataset.root={tmp_path / 'text.txt'}", f"dataset.cache={tmp_path / 'cache'}",
+        f"dataset.tokenizer={tokenizer}", f"dataset.vocabulary={TOKENS}", "batch_size=8",
+        "partitions=2", "executor=in_process", "max_steps=2",
+    ]  # fmt: skip
+    run = tmp_path / "run"
+    train_here(configure(*settings), run)
+    assert command("export", f"run={run}", "format=hf") == 0
+    printed = capfd.readouterr().out
+    assert f"transformers.GPT2LMHeadModel.from_pretrained('{run / 'hf'}')" in printed
+    assert "the same loss, bit for bit" in printed
+    loaded = whole(run / "hf").state_dict()
+    assert torch.equal(loaded["lm_head.weight"], final_tensors(run)["ema/embedding.transformer.wte.weight"])
+    text = LINES[3]
+    own, theirs = (transformers.AutoTokenizer.from_pretrained(place) for place in (run / "hf", tokenizer))
+    assert own.encode(text) == theirs.encode(text)
+    (run / "hf" / "README.md").write_text("mine")
+    assert command("export", f"run={run}", "format=hf") == 2
+    assert "it is there already" in capfd.readouterr().err
+    assert command("export", f"run={run}", "format=hf", "overwrite=true", "evaluate=false") == 0
+    assert (run / "hf" / "README.md").read_text() == "mine"
+
+
+# --- masked language models
+
+
+def test_masked_text_has_the_same_bits_for_every_cut_and_after_a_resumption(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The masks of both epochs are drawn anew where the second process, or the resumed run, needs them."""
+    tokenizer = write_tokenizer(tmp_path / "tokenizer", eos_token="<end>", mask_token="<mask>")
+    (tmp_path / "text.txt").write_text("\n".join(LINES), encoding="utf-8")
+    settings = [
+        *SHORT, f"model.name={saved(tmp_path / 'model', 'bert')}", "model.length=16", "dataset=text_files",
+        f"dataset.root={tmp_path / 'text.txt'}", f"dataset.cache={tmp_path / 'cache'}", f"dataset.vocabulary={TOKENS}",
+        "batch_size=16", "epochs=2", "checkpoint.every_steps=1",
+    ]  # fmt: skip
+    own = [*settings, f"dataset.tokenizer={tokenizer}"]
+    one, two, three = (tmp_path / name for name in ("one", "two", "three"))
+    train_here(configure(*own, "executor=in_process", "partitions=1"), one)
+    assert command("train", *own, "partitions=2", "executor=distributed", "max_steps=6", f"run_folder={two}") == 0
+    assert "masked" in capfd.readouterr().out
+    steps = read_index(find_checkpoint(one, "last", "run")).progress.steps_per_epoch
+    assert steps < 6 < 2 * steps, "the second epoch has begun and is not over"
+    assert command("train", f"resume={two}", "partitions=3", f"run_folder={three}", "max_steps=null") == 0
+    assert_same_tensors(final_tensors(one), final_tensors(three))
+    assert command("export", f"run={one}", "format=hf") == 0
+    assert "the same loss, bit for bit" in capfd.readouterr().out
+    other = f"dataset.tokenizer={write_tokenizer(tmp_path / 'other', eos_token='<end>')}"
+    assert command("train", *settings, other, "partitions=1", f"run_folder={tmp_path / 'no'}") == 2
+    assert re.search(r"dataset\.tokenizer=.*mask_token in its tokenizer_config\.json\n$", capfd.readouterr().err)

@@ -116,7 +116,7 @@ def step(noted: Noted, monkeypatch: pytest.MonkeyPatch, process: int, settings: 
     train, _ = open_data(config)
     batches = mini_batches(config, train.catalogue, training=True, replica=replica)
     share = batches.share(0, 0)
-    inputs, targets = train.inputs(0, list(range(8))[share.samples], ()), train.targets_of(torch.arange(8), ())
+    inputs, targets = train.inputs(0, list(range(8))[share.samples], ()), train.targets_of(0, torch.arange(8), ())
     with FakeTensorMode(allow_non_fake_inputs=True), Watched():
         control, groups = connect_processes(
             process, layout.process_of_stage, layout.replicas, [*map(torch.device, layout.devices_of(process))],

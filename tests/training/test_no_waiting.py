@@ -48,7 +48,7 @@ def test_a_step_waits_for_nothing_of_its_own(settings: list[str]) -> None:
     spec = spec_of(config).on(((GPU, GPU),))
     train, _ = open_data(config)
     batches = mini_batches(config, train.catalogue, training=True)
-    inputs, targets = train.inputs(0, list(range(8)), batches.lengths(0, 0)), train.targets_of(torch.arange(8), ())
+    inputs, targets = train.inputs(0, list(range(8)), batches.lengths(0, 0)), train.targets_of(0, torch.arange(8), ())
     model = build_model(config)
     norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
     for norm in norms[::2]:
@@ -83,7 +83,7 @@ def test_an_evaluation_waits_at_its_end_only() -> None:
     config = configure(*TINY, "micro_batches=1", "partitions=2", "executor=in_process")
     spec = spec_of(config).on(((GPU, GPU),))
     _, split = open_data(config)
-    inputs, targets = split.inputs(0, list(range(8)), ()), split.targets_of(torch.arange(8), ())
+    inputs, targets = split.inputs(0, list(range(8)), ()), split.targets_of(0, torch.arange(8), ())
     waited: list[int] = []
 
     class Batches(SimpleNamespace):

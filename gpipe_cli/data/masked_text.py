@@ -1,0 +1,65 @@
+"""Text for a masked language model, as BERT's (Devlin et al. 2018, section 3.1): some tokens of a window are hidden,
+and the model predicts what they were from both sides."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gpipe_cli.data.batches import Catalogue, seed_of
+from gpipe_cli.data.text import SyntheticText, TextSplit
+from gpipe_cli.data.vocabulary import IGNORED, UNKNOWN
+
+SELECTED = 0.15  # of the tokens of a window, at least one
+MASKED, RANDOM = 0.8, 0.1  # of those, what becomes the mask token, and any token; the others stay
+
+
+@dataclass(frozen=True, eq=False)
+class MaskedText:
+    """The full windows of a split. What is hidden is drawn anew in each epoch; a test is always in epoch 0.
+
+    mask: the id of the mask token. end: that of the end of a document, which is predicted only where a window has too
+    few others. vocabulary_size: of the random tokens.
+    """
+
+    windows: TextSplit | SyntheticText
+    mask: int
+    end: int
+    vocabulary_size: int
+    seed: int
+
+    @classmethod
+    def of(cls, windows: TextSplit | SyntheticText, seed: int) -> "MaskedText":
+        """Raises RefusedError for a tokenizer without a mask token."""
+        if isinstance(windows, SyntheticText):
+            return cls(windows, UNKNOWN, UNKNOWN, windows.vocabulary_size, seed)
+        vocabulary = windows.vocabulary
+        return cls(windows, vocabulary.mask, vocabulary.end, vocabulary.size, seed)
+
+    @property
+    def catalogue(self) -> Catalogue:
+        return Catalogue.of_windows(self.windows.full_windows, (self.windows.length,))
+
+    def inputs(self, epoch: int, indices: Sequence[int], lengths: tuple[int, ...]) -> tuple[Tensor, ...]:
+        """A single tensor: int64 (n, length)."""
+        return (self._masked(epoch, indices, lengths)[0],)
+
+    def targets_of(self, epoch: int, indices: Tensor, lengths: tuple[int, ...]) -> Tensor:
+        """int64 (n, length): the token that was selected, whatever is seen in its place; else IGNORED."""
+        return self._masked(epoch, indices.tolist(), lengths)[1]
+
+    def _masked(self, epoch: int, indices: Sequence[int], lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        (tokens,) = self.windows.inputs(epoch, indices, lengths)
+        targets = torch.full_like(tokens, IGNORED)
+        count = max(1, round(SELECTED * self.windows.length))
+        for row, target, index in zip(tokens, targets, indices, strict=True):
+            generator = torch.Generator().manual_seed(seed_of("mask", self.seed, epoch, index))
+            order = torch.rand(len(row), generator=generator) + (row == self.end)
+            selected = order.argsort()[:count]
+            kinds = torch.rand(count, generator=generator)
+            others = torch.randint(self.vocabulary_size, (count,), generator=generator)
+            target[selected] = row[selected]
+            shown = torch.where(kinds < MASKED + RANDOM, others, row[selected])
+            row[selected] = shown.masked_fill(kinds < MASKED, self.mask)
+        return tokens, targets

@@ -1,0 +1,73 @@
+"""A model of transformers as a folder that `from_pretrained` reads, made by its own `save_pretrained`, with the run's
+tokenizer."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import nn
+
+from gpipe_cli.data.vocabulary import PAD
+from gpipe_cli.models.hugging_face_weights import as_transformers, found_file
+from gpipe_cli.pipeline.runtime.boundary import Tensors
+
+CONFIG, GENERATION = "config.json", "generation_config.json"
+ONE_FILE = 2**62  # bytes: as of all other formats
+
+
+def write_folder(
+    source: str, layers: nn.Sequential, folder: Path, tokenizer: Mapping[str, bytes], classes: Sequence[str]
+) -> int:
+    """Write the model to `folder`, beside other files if it exists; returns the number of tensors.
+
+    source: the folder or name that the model came from, which may have settings of generation. classes: their names, if
+    the model has some and they are known.
+    """
+    model = as_transformers(layers)
+    if classes:
+        model.config.id2label = dict(enumerate(classes))
+        model.config.label2id = {name: number for number, name in enumerate(classes)}
+    with TemporaryDirectory(prefix=".", dir=folder.parent) as draft:
+        model.save_pretrained(draft, max_shard_size=ONE_FILE)
+        files = dict(tokenizer)
+        if model.can_generate() and (own := found_file(source, GENERATION)) is not None:
+            files[GENERATION] = own.read_bytes()
+        for name, content in files.items():
+            (Path(draft) / name).parent.mkdir(parents=True, exist_ok=True)
+            (Path(draft) / name).write_bytes(content)
+        # config.json last: no folder without it is read
+        written = sorted(Path(draft).rglob("*"), key=lambda path: path.name == CONFIG)
+        for path in [path for path in written if path.is_file()]:
+            place = folder / path.relative_to(draft)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            path.replace(place)
+    return len({parameter.data_ptr() for parameter in model.state_dict().values()})
+
+
+def class_in(folder: Path) -> Any:
+    """transformers' class of the model in a folder."""
+    import transformers
+
+    return getattr(transformers, transformers.AutoConfig.from_pretrained(folder).architectures[0])
+
+
+def program_of(folder: Path, attention: str, device: torch.device) -> tuple[str, Callable[[Tensors], Tensors]]:
+    """transformers' name and version, and a function from inputs on `device` to logits: its own model, in evaluation
+    mode. `attention`: the implementation of attention that it uses."""
+    import transformers
+
+    model = class_in(folder).from_pretrained(folder, attn_implementation=attention, dtype=torch.float32).to(device)
+
+    @torch.no_grad()
+    def logits_of(inputs: Tensors) -> Tensors:
+        first, *target = inputs
+        arguments: dict[str, Any] = {model.main_input_name: first}
+        if target:
+            arguments |= {"attention_mask": (first != PAD).long(), "decoder_input_ids": target[0]}
+        if model.can_generate():  # the cache would lay out keys and values in another way
+            arguments["use_cache"] = False
+        return (model(**arguments).logits,)
+
+    return f"transformers {transformers.__version__}", logits_of
