@@ -60,7 +60,7 @@ def folder(root: Path) -> Path:
 def test_masks_are_read_from_files_and_cut_as_their_images(tmp_path: Path) -> None:
     train, test = opened("image_masks", folder(tmp_path), num_classes=2, augmentation=None)
     mask = train.targets_of(0, FIRST)[0]
-    assert torch.equal(mask, test.targets_of(FIRST)[0])
+    assert torch.equal(mask, test.targets_of(0, FIRST)[0])
     assert train[0, 0].shape == (3, 8, 8)
     wanted = torch.zeros(8, 8, dtype=torch.int64)  # columns 2 to 9 of the file
     wanted[:, :4], wanted[:2, :2] = 1, IGNORED
