@@ -1,5 +1,6 @@
 """Models with long skips in whole trainings: planned to the byte, trained, saved and exported like any other."""
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,10 @@ from training_runs import assert_same_tensors, command, configure, final_tensors
 import gpipe_cli
 from gpipe_cli.errors import InputError
 from gpipe_cli.models.skips import Pop, Sequence, Stash, find_skips
+from gpipe_cli.pipeline.runtime.boundary import OptionalTensors
 from gpipe_cli.pipeline.runtime.routes import routes
+from gpipe_cli.pipeline.runtime.transport import LocalTransport
+from gpipe_cli.pipeline.schedule.schedule import Action, Kind
 from gpipe_cli.planner.model_profile import profile_model
 from gpipe_cli.planner.pipeline_spec import placed
 from gpipe_cli.results.files import read_result
@@ -72,6 +76,32 @@ def test_the_layers_between_send_nothing_of_a_skip() -> None:
     assert sent == {
         (0, 1): {""}, (0, 2): {"first"}, (0, 3): {"images"}, (1, 2): {"", "several"}, (1, 3): {"same"}, (2, 3): {""},
     }  # fmt: skip
+
+
+def test_each_edge_carries_what_was_planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The bytes of a step, forward and back, from each stage to each other."""
+    sent = Counter[tuple[Kind, int, int]]()
+    send_to = LocalTransport.send_to
+
+    def counted(self: LocalTransport, receiver: int, action: Action, tensors: OptionalTensors) -> None:
+        sent[action.kind.direction, action.stage, receiver] += sum(t.nbytes for t in tensors if t is not None)
+        send_to(self, receiver, action, tensors)
+
+    config = configure(
+        *SETTINGS, "partitions=4", "partition.balance=[4,5,7,5]", "executor=in_process", "max_steps=1",
+        "schedule=zero_bubble",
+    )  # fmt: skip
+    profile = profile_model(config)
+    spec = placed(config, profile, plan_of(config, profile))
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalTransport, "send_to", counted)
+        train_here(config, tmp_path)
+    expected = Counter[tuple[Kind, int, int]]()
+    for route in routes(spec.training_boundaries):
+        # 8 samples are trained on, and 10 evaluated
+        expected[Kind.F, route.sender, route.receiver] += sum(t.bytes(8 + 10) for t in route.tensors)
+        expected[Kind.B, route.receiver, route.sender] += sum(t.bytes(8) for t in route.tensors if t.has_gradient)
+    assert +sent == +expected
 
 
 def test_a_loaded_model_runs_by_itself(whole: Path, tmp_path: Path) -> None:
