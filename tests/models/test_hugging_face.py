@@ -480,9 +480,9 @@ def test_adapters_change_nothing_at_first_and_are_those_of_peft(name: str, tmp_p
     later = with_values(on_meta(folder, kind.build, lora=lora), first=2).state_dict()
     assert_same_tensors(later, {key: drawn[key] for key in later})
     with torch.no_grad():
-        for name, parameter in layers.named_parameters():
-            if ".lora_B." in name:
-                parameter.normal_(generator=torch.Generator().manual_seed(len(name)), std=0.1)
+        for key, parameter in layers.named_parameters():
+            if ".lora_B." in key:
+                parameter.normal_(generator=torch.Generator().manual_seed(len(key)), std=0.1)
         gpt2 = name == "tied gpt2"  # whose linear modules are transposed
         adapters = peft.LoraConfig(r=3, lora_alpha=6, target_modules=targets and [*targets], fan_in_fan_out=gpt2)
         peft.inject_adapter_in_model(adapters, model)
