@@ -89,7 +89,7 @@ def _of_hugging_face(config: TrainConfig, model: groups.HuggingFaceConfig, *, pr
 
 
 def _source(model: groups.HuggingFaceConfig) -> hugging_face.Source:
-    return hugging_face.Source(name=model.name, config=model.config, attention=model.attention)
+    return hugging_face.Source(name=model.name, config=model.config, attention=model.attention, lora=model.lora)
 
 
 def timm_name(model: groups.ResNetConfig | groups.TimmConfig) -> str:

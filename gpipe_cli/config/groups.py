@@ -76,6 +76,15 @@ class TimmConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class LoraConfig:
+    """Low-rank adapters (Hu et al. 2021), which are trained in place of the weights of a model."""
+
+    rank: Annotated[int, Within(1, 100_000)]
+    alpha: Annotated[int, Within(1, 1_000_000)] = 16  # adapters are multiplied by alpha / rank
+    target_modules: tuple[str, ...] | None = None  # names of the linear modules that get one; None: peft's choice
+
+
+@dataclass(frozen=True, slots=True)
 class HuggingFaceConfig:
     """A model of Hugging Face's transformers that is a chain of layers."""
 
@@ -84,6 +93,7 @@ class HuggingFaceConfig:
     config: dict[str, Any] | None  # what replaces settings of config.json
     attention: Literal["eager", "sdpa"]
     length: Tokens  # of a sequence at most; for text only
+    lora: LoraConfig | None = None
 
 
 @dataclass(frozen=True, slots=True)

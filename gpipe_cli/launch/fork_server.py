@@ -187,7 +187,7 @@ def _libraries(config: TrainConfig) -> list[str]:
     """The libraries that this run's workers need besides ours; else every worker would import them for itself."""
     found = ["timm"] if isinstance(config.model, TimmConfig) else []
     if isinstance(config.model, HuggingFaceConfig):
-        found.append("transformers.modeling_utils")
+        found += ["transformers.modeling_utils", *(["peft"] if config.model.lora else [])]
     if isinstance(config.dataset, ImagesConfig):
         found.append("torchvision.transforms.v2")
     if config.dataset.name == "digits":

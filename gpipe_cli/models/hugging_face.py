@@ -15,6 +15,7 @@ transformers describes where a model can be cut (`base_model_pp_plan`), but not 
 some families scale embeddings or logits there. So each family is listed here once it has been compared.
 """
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpipe_cli.config.typed import RefusedError, nearest, with_type
+from gpipe_cli.config.groups import LoraConfig
+from gpipe_cli.config.typed import RefusedError, nearest, one_line, with_type
 from gpipe_cli.models.hugging_face_layers import (
     Block,
     ClassifierHead,
@@ -36,7 +38,7 @@ from gpipe_cli.models.hugging_face_layers import (
     TokenEmbedding,
     TranslationHead,
 )
-from gpipe_cli.models.hugging_face_weights import InitialValues, Weights
+from gpipe_cli.models.hugging_face_weights import InitialValues, Weights, adapters_in
 
 # Family, `model_type` in config.json -> modules of the embedding, the list of blocks, what comes after the last one.
 _LIKE_LLAMA = ("embed_tokens", "layers", "norm")
@@ -54,6 +56,7 @@ LANGUAGE_MODELS = {
 MASKED_LANGUAGE_MODELS = ("bert",)
 IMAGE_CLASSIFIERS = ("vit",)
 TRANSLATION_MODELS = ("t5",)
+LINEAR = ("Linear", "Conv1D")  # classes of modules that adapters are for
 _VARYING_TABLES = ("dynamic", "longrope")  # rotary tables that change with the longest sequence seen
 
 
@@ -63,13 +66,14 @@ class Source:
 
     name: a folder with config.json, or a name on the hub. pretrained: initial values come from the safetensors files
     beside config.json. config: replaces settings of config.json. attention: transformers' implementation, "eager" or
-    "sdpa".
+    "sdpa". lora: adapters that are trained in place of the weights.
     """
 
     name: str
     pretrained: bool = False
     config: Mapping[str, Any] | None = None
     attention: str = "eager"
+    lora: LoraConfig | None = None
 
 
 def language_model(source: Source, *, vocabulary: int, length: int) -> nn.Sequential:
@@ -232,7 +236,32 @@ def _on_meta(source: Source, settings: Any, auto: str, classifier: str = "") -> 
             settings, attn_implementation=source.attention, dtype=torch.float32
         )
     weights = Weights(source.name, model, classifier) if source.pretrained else None
+    if source.lora is not None:
+        _add_adapters(model, source.lora)
+        if classifier:  # of other classes, perhaps
+            model.get_submodule(classifier).requires_grad_(True)
     return model.train(), InitialValues.of(model, weights)
+
+
+def _add_adapters(model: Any, lora: LoraConfig) -> None:
+    """Put peft's adapters into the model; they alone are trained."""
+    try:
+        from peft import LoraConfig as Adapters
+        from peft import inject_adapter_in_model
+    except ImportError as error:
+        why = "needs the package peft; install it by pip install 'gpipe-cli[peft]', or use model.lora=null"
+        raise RefusedError("model.lora.rank", lora.rank, why) from error
+    names = None if lora.target_modules is None else list(lora.target_modules)
+    with warnings.catch_warnings(action="ignore"):  # that GPT-2's linear modules are transposed
+        try:
+            adapters = Adapters(r=lora.rank, lora_alpha=lora.alpha, target_modules=names)
+            inject_adapter_in_model(adapters, model)
+        except ValueError as error:
+            linear = {path.rpartition(".")[2] for path, one in model.named_modules() if type(one).__name__ in LINEAR}
+            why = f"{one_line(error).rstrip('.')}; use some of {', '.join(sorted(linear))}"
+            raise RefusedError("model.lora.target_modules", names, why) from error
+    for module in adapters_in(model):
+        module.kwargs = {}  # has the module's path, in which equal blocks would differ, and nothing that is read
 
 
 def _share_tables(model: Any) -> dict[str, str]:

@@ -6,7 +6,7 @@ tensors by name and nothing else. Names in old files differ from those in the mo
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from gpipe_cli.config.typed import RefusedError, with_type
 from gpipe_cli.errors import InputError
 
+ADAPTER = "default"  # peft's name of the only one
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -107,6 +108,17 @@ class Weights:
             raise InputError(f"{path}: cannot be read as safetensors ({with_type(error)}); fetch it anew") from error
 
 
+def adapters_in(layer: nn.Module) -> Iterator[Any]:
+    """peft's LoraLayers, each a linear module with its adapter."""
+    return (module for module in layer.modules() if hasattr(module, "reset_lora_parameters"))
+
+
+def _without_adapters(layer: nn.Module) -> dict[str, Tensor]:
+    """The tensors of a layer, or of several, by the names that they have without the adapters of peft."""
+    named = layer.state_dict(keep_vars=True).items()
+    return {name.replace(".base_layer.", "."): tensor for name, tensor in named if ".lora_" not in name}
+
+
 def found_file(name: str, file: str) -> Path | None:
     """A file in a folder or on the hub, if there is one. Raises RefusedError if that cannot be said."""
     from transformers.utils import cached_file
@@ -153,7 +165,8 @@ class InitialValues:
         transformers' initialisation also sets buffers that no file has, such as rotary tables, and leaves alone what is
         marked as loaded.
         """
-        loaded, own = [], layer.state_dict(keep_vars=True)
+        own: dict[str, Any] = {**_without_adapters(layer)}
+        loaded = []
         for name, owner in self.tied.items():
             if name in own and owner in own:  # a layer's tensors have been allocated one by one
                 path, _, last = name.rpartition(".")
@@ -167,16 +180,20 @@ class InitialValues:
                 loaded.append(tensor)
         for part in layer.children():
             part.apply(self.initialiser._init_weights)
+        for adapter in adapters_in(layer):
+            adapter.reset_lora_parameters(ADAPTER, True)
         for tensor in loaded:
             vars(tensor).pop("_is_hf_initialized", None)  # a tied one is there twice
 
 
 def as_transformers(layers: nn.Sequential) -> Any:
-    """transformers' whole model, with the tensors of the chain `layers`."""
+    """transformers' whole model, with the tensors of the chain `layers`, in which adapters are merged for that."""
     initial: InitialValues = layers[0].initial  # type: ignore[assignment]  # layers are pieces of the model
     with torch.device("meta"):
         model = type(initial.initialiser)(copy.deepcopy(initial.initialiser.config))
-    own = {name.partition(".")[2]: tensor for name, tensor in layers.state_dict().items()}
+    for adapter in adapters_in(layers):
+        adapter.merge()
+    own = {name.partition(".")[2]: tensor for name, tensor in _without_adapters(layers).items()}
     own |= {owner: own[tied] for tied, owner in initial.tied.items() if owner not in own}  # where no layer is the owner
-    model.load_state_dict({name: own[name] for name in model.state_dict()}, assign=True)
+    model.load_state_dict({name: own[name].detach() for name in model.state_dict()}, assign=True)
     return model

@@ -17,6 +17,7 @@ from tokenizer_files import LINES, write_tokenizer
 from torch import Tensor, nn
 from training_runs import assert_same_tensors, command, configure, final_tensors, train_here
 
+from gpipe_cli.config.groups import LoraConfig
 from gpipe_cli.errors import InputError
 from gpipe_cli.models.hugging_face import (
     Source,
@@ -28,7 +29,7 @@ from gpipe_cli.models.hugging_face import (
 from gpipe_cli.pipeline.profile.layer_signature import signature
 from gpipe_cli.pipeline.runtime.initial_weights import materialize
 from gpipe_cli.pipeline.runtime.tied_weights import find_ties
-from gpipe_cli.training.checkpoint.files import find_checkpoint, read_index
+from gpipe_cli.training.checkpoint.files import find_checkpoint, read_index, select
 from gpipe_cli.training.hugging_face_folder import GENERATION, write_folder
 
 transformers = pytest.importorskip("transformers")
@@ -455,3 +456,70 @@ def test_masked_text_has_the_same_bits_for_every_cut_and_after_a_resumption(
     other = f"dataset.tokenizer={write_tokenizer(tmp_path / 'other', eos_token='<end>')}"
     assert command("train", *settings, other, "partitions=1", f"run_folder={tmp_path / 'no'}") == 2
     assert re.search(r"dataset\.tokenizer=.*mask_token in its tokenizer_config\.json\n$", capfd.readouterr().err)
+
+
+# --- adapters
+
+
+@pytest.mark.parametrize("name", ["llama", "tied gpt2", "t5", "vit"])
+def test_adapters_change_nothing_at_first_and_are_those_of_peft(name: str, tmp_path: Path) -> None:
+    """Weights are loaded as ever; the adapters are drawn for each layer, and merged where the model is written."""
+    peft = pytest.importorskip("peft")
+    kind = MODELS[name][0]
+    folder = saved(tmp_path / "model", name)
+    targets = {"llama": ("q_proj", "down_proj"), "vit": ("q_proj",)}.get(name)
+    lora = LoraConfig(rank=3, alpha=6, target_modules=targets)
+    layers = with_values(on_meta(folder, kind.build, lora=lora)).eval()
+    inputs, model = kind.inputs(), whole(folder, kind).eval()
+    with torch.no_grad():
+        assert torch.equal(layers(inputs), model(**kind.as_arguments(inputs)).logits)
+    assert len({*map(signature, on_meta(folder, kind.build, lora=lora))}) == (7 if name == "t5" else 3)
+    trained = {name for name, parameter in layers.named_parameters() if parameter.requires_grad}
+    assert all(".lora_" in name or "classifier" in name for name in trained)
+    drawn = layers.state_dict()
+    later = with_values(on_meta(folder, kind.build, lora=lora), first=2).state_dict()
+    assert_same_tensors(later, {key: drawn[key] for key in later})
+    with torch.no_grad():
+        for key, parameter in layers.named_parameters():
+            if ".lora_B." in key:
+                parameter.normal_(generator=torch.Generator().manual_seed(len(key)), std=0.1)
+        gpt2 = name == "tied gpt2"  # whose linear modules are transposed
+        adapters = peft.LoraConfig(r=3, lora_alpha=6, target_modules=targets and [*targets], fan_in_fan_out=gpt2)
+        peft.inject_adapter_in_model(adapters, model)
+        own = {key: tensor for key, tensor in tensors_of(layers, layers=True).items() if ".lora_" in key}
+        assert not model.load_state_dict(own, strict=False).unexpected_keys
+        logits = layers(inputs)
+        assert torch.equal(logits, model.eval()(**kind.as_arguments(inputs)).logits)
+        write_folder(str(folder), layers, tmp_path / "merged", {}, [])
+        merged = whole(tmp_path / "merged", kind).eval()(**kind.as_arguments(inputs)).logits
+    torch.testing.assert_close(merged, logits, rtol=1e-4, atol=1e-5)
+    assert not torch.equal(merged, whole(folder, kind).eval()(**kind.as_arguments(inputs)).logits)
+
+
+@pytest.mark.parametrize("name", ["llama", "tied gpt2"])
+def test_only_adapters_are_trained(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """In every cut alike; they alone have gradients and a state of the optimizer, also in the plan."""
+    pytest.importorskip("peft")
+    settings = [
+        *SHORT, *SYNTHETIC, f"model.name={saved(tmp_path / 'model', name)}", "executor=in_process", "ema_decay=0",
+    ]  # fmt: skip
+    adapted = [*settings, "model.lora={rank: 2, alpha: 4}"]
+    for partitions in (1, 3):
+        train_here(configure(*adapted, f"partitions={partitions}", "recompute=always"), tmp_path / str(partitions))
+    one = final_tensors(tmp_path / "1")
+    assert_same_tensors(one, final_tensors(tmp_path / "3"))
+    assert {".lora_" in name for name in one if name.startswith("optimizer/")} == {True}
+    own = select(one, "model")
+    adapters = {name: tensor for name, tensor in own.items() if ".lora_" in name}
+    assert all(bool(tensor.any()) for tensor in adapters.values())
+    began = with_values(on_meta(tmp_path / "model")).state_dict()
+    weights = {name.replace(".base_layer.", "."): own[name] for name in own.keys() - adapters.keys()}
+    assert_same_tensors(weights, {name: began[name] for name in weights})
+    assert command("plan", *adapted, "partitions=3", f"output={tmp_path / 'plans'}") == 0
+    (plan,) = (tmp_path / "plans").glob("*/plan.json")
+    planned = sum(stage["memory"]["gradients_bytes"] for stage in json.loads(plan.read_text())["stages"])
+    assert planned == sum(tensor.nbytes for tensor in adapters.values())
+    assert command("export", f"run={tmp_path / '3'}", "format=hf") == 0
+    capfd.readouterr()
+    assert command("train", *settings, "model.lora={rank: 2, target_modules: [q]}") == 2
+    assert re.search(r"model\.lora\.target_modules=.* use ", capfd.readouterr().err)
