@@ -29,7 +29,6 @@ RUNS = {
         *SMALL, "partitions=1", "max_steps=1", "logger=[]",
     ],
     "gpipe train model=custom model.target=mymodel:digits": ["dry_run=true", "hardware=cpu"],
-    "gpipe train dry_run=true partitions=8": [*SMALL, "partitions=2"],
     "gpipe train -cd FOLDER -cn NAME": [*SMALL, "dry_run=true"],
     "gpipe evaluate run=outputs/my_run partitions=1 checkpoint=last": [],
     "gpipe export run=outputs/my_run": ["partitions=1"],

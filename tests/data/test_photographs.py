@@ -219,7 +219,7 @@ def test_images_that_are_listed_but_missing(tmp_path: Path, name: str) -> None:
 
 
 def test_the_table_is_the_configuration() -> None:
-    assert set(DECODED) == {"image_folder", *WRITERS}
+    assert set(DECODED) == {"image_folder", "image_masks", *WRITERS}
     for name, photographs in PHOTOGRAPHS.items():
         for count in (photographs.train, photographs.test):
             assert f"{count:,}" in (CONF / f"{name}.yaml").read_text()
