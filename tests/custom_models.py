@@ -531,3 +531,9 @@ def same_memory(registered: str = "buffer") -> nn.Sequential:
     else:
         layer.tensor = nn.Parameter(conv.weight.data)
     return with_layers(conv, layer)
+
+
+def skips_one() -> nn.Sequential:
+    """Images of any size with a skip over one layer."""
+    convolution = nn.Conv2d(3, 3, 3, padding=1)
+    return nn.Sequential(Stash("images"), convolution, Pop("images", "add"), nn.Flatten(), nn.Linear(192, 4))

@@ -39,17 +39,20 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("partitions=3", "executor=distributed", "schedule=zero_bubble"),
         ("partitions=4", "executor=distributed", "schedule=interleaved", "stages_per_process=2"),
         ("partitions=4", "executor=in_process", "schedule=auto"),
-        ("partitions=2", "replicas=1", "executor=distributed", "schedule=1f1b", "compile=true"),
     ],
-    ids=lambda settings: settings[-1],
+    ids=lambda settings: settings[2],
 )
 def test_the_cut_does_not_matter(settings: tuple[str, ...], whole: Path, tmp_path: Path) -> None:
     assert command("train", *SETTINGS, *settings, f"run_folder={tmp_path / 'run'}") == 0
-    if "compile=true" in settings:
-        given = [*SETTINGS, "partitions=1", "schedule=1f1b", "compile=true", f"run_folder={tmp_path / 'whole'}"]
-        assert command("train", *given) == 0
-        whole = tmp_path / "whole"
     assert_same_tensors(final_tensors(tmp_path / "run"), final_tensors(whole))
+
+
+def test_compiled_layers_take_up_skips(tmp_path: Path) -> None:
+    """A stage calls a `Stash` uncompiled."""
+    given = [*SETTINGS, "model.target=custom_models:skips_one", "compile=true", "max_steps=2", "dataset.num_classes=4"]
+    for partitions in (1, 2):
+        assert command("train", *given, f"partitions={partitions}", f"run_folder={tmp_path / str(partitions)}") == 0
+    assert_same_tensors(final_tensors(tmp_path / "2"), final_tensors(tmp_path / "1"))
 
 
 @pytest.mark.parametrize("recompute", ["never", "always"])

