@@ -100,3 +100,12 @@ def test_without_a_compiler_nothing_is_compiled(tmp_path: Path) -> None:
 def test_what_changes_in_every_step_is_refused(settings: list[str]) -> None:
     with pytest.raises(RefusedError, match=r"compile=true: .*compile=false"):
         configure(*settings, "compile=true")
+
+
+@needs_compiler
+def test_skips_are_taken_up_by_compiled_layers(tmp_path: Path) -> None:
+    """A stage calls a `Stash` uncompiled."""
+    given = [*SETTINGS, "model.target=custom_models:skips_one", "dataset.num_classes=4", "executor=in_process"]
+    for partitions in (1, 2):
+        train_here(configure(*given, f"partitions={partitions}"), tmp_path / str(partitions))
+    assert_same_tensors(final_tensors(tmp_path / "2"), final_tensors(tmp_path / "1"))

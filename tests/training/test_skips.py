@@ -47,14 +47,6 @@ def test_the_cut_does_not_matter(settings: tuple[str, ...], whole: Path, tmp_pat
     assert_same_tensors(final_tensors(tmp_path / "run"), final_tensors(whole))
 
 
-def test_compiled_layers_take_up_skips(tmp_path: Path) -> None:
-    """A stage calls a `Stash` uncompiled."""
-    given = [*SETTINGS, "model.target=custom_models:skips_one", "compile=true", "max_steps=2", "dataset.num_classes=4"]
-    for partitions in (1, 2):
-        assert command("train", *given, f"partitions={partitions}", f"run_folder={tmp_path / str(partitions)}") == 0
-    assert_same_tensors(final_tensors(tmp_path / "2"), final_tensors(tmp_path / "1"))
-
-
 @pytest.mark.parametrize("recompute", ["never", "always"])
 @pytest.mark.parametrize("balance", ["[21]", "[5,16]", "[4,5,7,5]", "[1,9,10,1]"])
 def test_a_stage_holds_what_was_planned(balance: str, recompute: str, tmp_path: Path) -> None:
