@@ -534,6 +534,7 @@ def same_memory(registered: str = "buffer") -> nn.Sequential:
 
 
 def skips_one() -> nn.Sequential:
-    """Images of any size with a skip over one layer."""
-    convolution = nn.Conv2d(3, 3, 3, padding=1)
-    return nn.Sequential(Stash("images"), convolution, Pop("images", "add"), nn.Flatten(), nn.Linear(192, 4))
+    """Images with a skip over one layer, and a weight of two layers."""
+    first, second = nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 3, 3, padding=1)
+    second.weight = first.weight
+    return nn.Sequential(Stash("images"), first, Pop("images", "add"), second, nn.Flatten(), nn.Linear(192, 4))

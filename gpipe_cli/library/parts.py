@@ -27,7 +27,7 @@ from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.p2p_transport import P2PTransport
 from gpipe_cli.pipeline.runtime.routes import Boundaries, inputs_of
 from gpipe_cli.pipeline.runtime.stage import Stage
-from gpipe_cli.pipeline.runtime.tied_weights import Tie, TiedWeights, here, set_parameter
+from gpipe_cli.pipeline.runtime.tied_weights import Tie, TiedWeights, here, share_memory
 from gpipe_cli.pipeline.runtime.transport import LocalTransport, Transport
 from gpipe_cli.pipeline.schedule.named_schedules import ORDERS, SCHEDULES
 from gpipe_cli.pipeline.schedule.partitioner import NoCutFitsError, partition
@@ -161,13 +161,10 @@ def connect_cut(
 def move(module: nn.Sequential, devices: Mapping[str, torch.device], ties: Sequence[Tie]) -> None:
     """Move layers to their devices, by name. Where several have the same weight, the first one keeps the parameter; the
     others get parameters of their own, in the same memory on the same device."""
-    uses = [here(tie, module) for tie in ties]
-    for names in (names for used in uses for names in used[1:]):
-        one = module.get_parameter(names[0])
-        set_parameter(module, names, nn.Parameter(one.detach(), one.requires_grad))
+    share_memory(module, ties)
     for name, layer in module.named_children():
         layer.to(devices[name])
-    for used in uses:
+    for used in (here(tie, module) for tie in ties):
         first: dict[torch.device, nn.Parameter] = {}
         for names in used:  # a move has separated those that went to another device
             own = module.get_parameter(names[0])

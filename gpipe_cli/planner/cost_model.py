@@ -45,7 +45,7 @@ class StepCosts:
     set_up: float = 0.0  # seconds once a step, over all layers: batch norm's commit, the norms of gradients
     sums: tuple[float, ...] = ()  # seconds per step to sum each layer's gradients over replicas; (): one replica
     skips: tuple[SkipSends, ...] = ()  # of each skip, seconds per micro-batch
-    ties: tuple[TieCost, ...] = ()  # of each trained tied weight, with the numbers of layers for those of stages
+    ties: tuple[TieCost, ...] = ()  # of each trained tied weight; `stages` are numbers of layers until the cut is known
     figures: Figures | None = None  # the device's measured figures, if it was timed
     weighted_by: str = ""  # where the user gives the relative costs of layers, if at all: `partition.costs`
     rates: DeviceRates | None = None  # rates that predicted the costs; None: the costs were measured
@@ -238,10 +238,10 @@ def measured_costs(
     layers = tuple(LayerSeconds(*(seconds * (samples / timed) for seconds in layer)) for layer in times.alone)
     slowdown = slowdowns(at_once, len(layers), times.slowdown, at_once, replicas)
     latency, bandwidth = times.link or (0.0, 0.0)
-    edges = _edge_costs(profile, samples, latency, 1 / bandwidth if bandwidth else 0.0)
+    per_byte = 1 / bandwidth if bandwidth else 0.0
+    edges = _edge_costs(profile, samples, latency, per_byte)
     source = f"layers measured on this machine, {plural(timed, 'sample')} at a time"
     sums = _sums_over_replicas(profile, replicas, sum_byte_seconds)
-    per_byte = 1 / bandwidth if bandwidth else 0.0
     skips, ties = _skip_costs(profile, samples, latency, per_byte), _tie_costs(profile, latency, per_byte)
     return StepCosts(
         source, "timed_layers", layers, tuple(times.updates), edges, slowdown, times.set_up, sums, skips, ties,

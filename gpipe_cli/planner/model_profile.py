@@ -33,7 +33,7 @@ from gpipe_cli.units import plural
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """What a layer stores, whatever the size of a micro-batch: two counts, then bytes."""
+    """What a layer stores, whatever the size of a micro-batch: three counts, then bytes."""
 
     parameters: int  # number of parameters; those of a tied weight count in the first layer that has it
     trained: int  # number of these that are trained

@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from gpipe_cli.assembly.build import MEMORY_FORMATS, build_model, open_data, outputs_of, timm_name
+from gpipe_cli.assembly.build import MEMORY_FORMATS, open_data, outputs_of, timm_name
 from gpipe_cli.assembly.loss import Totals
 from gpipe_cli.config.groups import HuggingFaceConfig, ImagesConfig, ResNetConfig, TimmConfig, choice_of
 from gpipe_cli.config.settings import ExportConfig, Format, TrainConfig
@@ -55,9 +55,9 @@ def write_model(config: ExportConfig, checkpoint: Path, file: Path, threads: int
     """
     control, _ = process.connect()
     with control.waits(Awaited.COMPILER):  # minutes, for a large model
-        facts = _facts(config, checkpoint)
-        texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in facts.items()}
         model = whole_model(config.training, checkpoint)
+        facts = _facts(config, checkpoint, model)
+        texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in facts.items()}
         of_timm = _timm_arguments(config.training) is not None
         # a layer made of timm's modules holds them under the names that they have in timm's whole network
         tensors = {name.partition(".")[2] if of_timm else name: tensor for name, tensor in model.state_dict().items()}
@@ -85,7 +85,7 @@ def _contiguous(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
 
 
-def _facts(config: ExportConfig, checkpoint: Path) -> dict[str, Any]:
+def _facts(config: ExportConfig, checkpoint: Path, model: nn.Sequential) -> dict[str, Any]:
     """The file's metadata: texts, numbers, lists and dictionaries; without the names of classes if the data is missing.
     Raises InputError if it is missing and needed for evaluation."""
     run = config.training
@@ -100,7 +100,7 @@ def _facts(config: ExportConfig, checkpoint: Path) -> dict[str, Any]:
         "step": progress.step,
         "averaged": bool(run.ema_decay and progress.ema_updates),
     }
-    if tied := other_names(find_ties(build_model(run))):  # a name -> the name of the same tensor in the file
+    if tied := other_names(find_ties(model)):  # a name -> the name of the same tensor in the file
         facts["tied"] = tied
     if not isinstance(run.dataset, ImagesConfig):
         return facts | _meaning_of_tokens(Path(config.run))

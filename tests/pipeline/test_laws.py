@@ -86,7 +86,8 @@ def test_partitions_do_not_matter(settings: dict[str, Any], pool: Pool) -> None:
     assert_same_tensors(found, whole(**same, schedule=summed_as(settings["schedule"])))
 
 
-SKIP_CASES = covering(
+LINKED_CASES = covering(
+    model=("tied", "skipping"),
     executor=("in_process", "distributed"),
     partitions=(2, 3, 4),
     micro_batches=(1, 4, 8),
@@ -98,12 +99,12 @@ SKIP_CASES = covering(
 )
 
 
-@pytest.mark.parametrize("settings", SKIP_CASES, ids=lambda settings: "-".join(map(str, settings.values())))
-def test_skips_do_not_depend_on_the_cut(settings: dict[str, Any], pool: Pool) -> None:
-    """Skips of images, of one tensor under two names, of several tensors; with batch norm and dropout. They go straight
-    to their stage, and the bits are those of one partition."""
-    same = {name: settings[name] for name in ("micro_batches", "bfloat16", "channels_last")}
-    same |= {"model": "skipping", "samples": (10, 7, 3)}
+@pytest.mark.parametrize("settings", LINKED_CASES, ids=lambda settings: "-".join(map(str, settings.values())))
+def test_tied_weights_and_skips_do_not_depend_on_the_cut(settings: dict[str, Any], pool: Pool) -> None:
+    """A weight of three layers on one to three stages, which all have the same gradient; skips of images, of one tensor
+    under two names, of several tensors, with batch norm. Dropout is on; the bits are those of one partition."""
+    same = {name: settings[name] for name in ("model", "micro_batches", "bfloat16", "channels_last")}
+    same |= {"samples": (10, 7, 3)}
     ways = {name: settings[name] for name in ("schedule", "partitions", "recompute", "stages_per_process")}
     case = Case(**same, **ways)
     found = run_in_process(case) if settings["executor"] == "in_process" else pool.run(case)
@@ -119,28 +120,6 @@ def test_no_cut_of_a_model_with_skips_matters() -> None:
         schedule, recompute = next(every)
         case = Case(model="skipping", partitions=len(balance), balance=balance, schedule=schedule, recompute=recompute)
         assert_same_tensors(run_in_process(case), whole(model="skipping", schedule=summed_as(schedule)))
-
-
-TIED_CASES = covering(
-    executor=("in_process", "distributed"),
-    partitions=(2, 3, 4),
-    micro_batches=(1, 4, 8),
-    schedule=SCHEDULES,
-    stages_per_process=(1, 2),
-    recompute=RECOMPUTE,
-    bfloat16=(False, True),
-)
-
-
-@pytest.mark.parametrize("settings", TIED_CASES, ids=lambda settings: "-".join(map(str, settings.values())))
-def test_tied_weights_are_trained_alike_on_all_stages(settings: dict[str, Any], pool: Pool) -> None:
-    """A weight of three layers, on one to three stages: every stage has the same gradient and takes the same step, and
-    the bits are those of one partition, where each layer's gradients are summed apart, too."""
-    same = {name: settings[name] for name in ("micro_batches", "bfloat16")} | {"model": "tied", "samples": (10, 7, 3)}
-    ways = {name: settings[name] for name in ("schedule", "partitions", "recompute", "stages_per_process")}
-    case = Case(**same, **ways)
-    found = run_in_process(case) if settings["executor"] == "in_process" else pool.run(case)
-    assert_same_tensors(found, whole(**same, schedule=summed_as(settings["schedule"])))
 
 
 @pytest.mark.parametrize("partitions", [1, 2, 4])

@@ -103,7 +103,7 @@ def test_what_changes_in_every_step_is_refused(settings: list[str]) -> None:
 
 
 @needs_compiler
-def test_skips_are_taken_up_by_compiled_layers(tmp_path: Path) -> None:
+def test_skips_and_tied_weights_in_compiled_layers(tmp_path: Path) -> None:
     """A stage calls a `Stash` uncompiled."""
     given = [*SETTINGS, "model.target=custom_models:skips_one", "dataset.num_classes=4", "executor=in_process"]
     for partitions in (1, 2):

@@ -6,15 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 from image_files import write_image
-from training_runs import assert_same_tensors, command, configure, final_tensors, train_here
+from training_runs import TINY, assert_same_tensors, command, configure, final_tensors, train_here
 
 from gpipe_cli.results.files import read_result
 
 SETTINGS = [
-    "model=unet", "model.depth=2", "model.num_convs=1", "model.base_channels=4", "model.dropout=0.2",
-    "dataset.image_size=16", "dataset.num_classes=3", "dataset.train_samples=22", "dataset.test_samples=10",
-    "batch_size=8", "micro_batches=3", "threads=1", "device=cpu", "data_workers=0", "logger=[]", "epochs=2",
-    "ema_decay=0.9", "gradient_clipping=0.5", "label_smoothing=0.1",
+    *TINY[3:], "model=unet", "model.depth=2", "model.num_convs=1", "model.base_channels=4", "model.dropout=0.2",
+    "dataset.num_classes=3", "epochs=2", "ema_decay=0.9", "gradient_clipping=0.5", "label_smoothing=0.1",
 ]  # fmt: skip
 
 
@@ -28,9 +26,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "settings",
     [
-        ("partitions=3", "executor=distributed", "schedule=1f1b"),
-        ("partitions=5", "executor=in_process", "schedule=zero_bubble"),
-        ("partitions=4", "executor=in_process", "schedule=1f1b", "recompute=always"),
+        ("schedule=zero_bubble", "partitions=3", "executor=distributed"),
+        ("schedule=interleaved", "partitions=4", "executor=distributed", "stages_per_process=2"),
+        ("schedule=auto", "partitions=5", "executor=in_process"),
+        ("schedule=1f1b", "partitions=4", "executor=in_process", "recompute=always"),
     ],
     ids=lambda settings: settings[0],
 )

@@ -82,7 +82,7 @@ def compile_layers(module: nn.Sequential, statistics: BatchStatistics) -> None:
     RefusedError for a layer with a `forward` set on the object, and InputError as `tracking_norms` does."""
     numbers = {norm: statistics.register(norm) for norm in tracking_norms(module)}
     for name, layer in module.named_children():
-        if isinstance(layer, Stash):  # a stage does not call it
+        if isinstance(layer, Stash):  # it returns its input: there is nothing to compile
             continue
         if "forward" in vars(layer):
             raise _refused(f"layer {name} has a forward of its own, as an attribute of the object; give it a class")

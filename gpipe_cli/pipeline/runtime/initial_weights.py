@@ -51,9 +51,10 @@ def materialize(
         model = whole()
     stage = Sequence() if any(isinstance(layer, Stash) for layer in model) else nn.Sequential()
     for name, layer in list(model.named_children())[first_layer : first_layer + layers]:
-        stage.add_module(name, layer)
+        # copies, as a later stage of this process may need the first layer with a tied weight as it was described
+        stage.add_module(name, deepcopy(layer) if ties and whole is None else layer)
         if whole is None:
-            _initialise(name, layer, run_seed)
+            _initialise(name, stage.get_submodule(name), run_seed)
     for tie in ties:
         if used := here(tie, stage):
             holder, first = stage, tie.layers[0]

@@ -97,6 +97,16 @@ class _Sending:
         return works.done() and works.exception() is None and all(work.is_completed() for work in works.result())
 
 
+def wait_for(works: Sequence[Work], device: torch.device, timeout: timedelta) -> None:
+    """Wait for operations on tensors of `device`. On an accelerator later kernels of the current stream wait, not this
+    thread; else raises RuntimeError for one that takes longer than `timeout` (0: no limit)."""
+    for work in works:
+        if is_accelerator(device):
+            work.wait()
+        else:
+            work.wait(timeout)
+
+
 def await_first(works: Sequence[Work], device: torch.device, seconds: float) -> None:
     """On an accelerator, wait until the first operations of a group, which also connect its processes, are done. Raises
     RuntimeError if that takes longer than `seconds`."""

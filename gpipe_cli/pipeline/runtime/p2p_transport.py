@@ -15,7 +15,7 @@ from math import prod
 import torch
 
 from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor, OptionalTensors, as_sent, layout_strides
-from gpipe_cli.pipeline.runtime.link import Edge, Links, Work, await_first
+from gpipe_cli.pipeline.runtime.link import Edge, Links, Work, await_first, wait_for
 from gpipe_cli.pipeline.runtime.routes import Boundaries, Routes
 from gpipe_cli.pipeline.runtime.saved_activations import storage_of
 from gpipe_cli.pipeline.runtime.transport import LocalTransport, waiting_for_peers
@@ -193,11 +193,7 @@ class P2PTransport:
             self._wait(works)
 
     def _wait(self, works: Sequence[Work]) -> None:
-        for work in works:
-            if not is_accelerator(self._device):
-                work.wait(self._timeout)
-            else:  # makes later kernels of the current stream wait, not this thread
-                work.wait()
+        wait_for(works, self._device, self._timeout)
 
     def _waiting(self, what: str) -> AbstractContextManager[None]:
         hint = "; NCCL_DEBUG=WARN says more" if is_accelerator(self._device) else ""

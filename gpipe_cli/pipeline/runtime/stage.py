@@ -9,8 +9,8 @@ What makes results independent of the cut (law 1), for each layer and not only f
 * the tensors between layers, and the gradients that come back through them, always have the same strides and alignment,
   because kernels are chosen by them, and may sum in another order;
 * a tensor handed over twice becomes two, because gradients of the two would otherwise be summed in an order that
-  depends on whether a cut lies between. So does what a `Stash` keeps: it gets exactly two gradients, whose sum does not
-  depend on their order.
+  depends on whether a cut lies between. The tensor that a `Stash` keeps and hands on becomes two as well: its gradient
+  is the sum of exactly two, which does not depend on their order.
 """
 
 from collections.abc import Sequence
@@ -278,7 +278,7 @@ class Stage:
         return self._handed(as_tuple(returned), anew=stashed), not isinstance(returned, torch.Tensor)
 
     def _handed(self, tensors: Tensors, *, anew: bool = False) -> Tensors:
-        """The tensors in the form that they have between layers; `anew`: all as others in the same memory."""
+        """The tensors in the form that they have between layers; `anew`: each as a view of its own."""
         handed: list[torch.Tensor] = []
         for tensor in tensors:
             tensor = in_layout(tensor, self._memory_format)

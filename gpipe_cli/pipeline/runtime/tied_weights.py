@@ -8,19 +8,18 @@ and its optimizer takes the same step. With replicas, each use is summed over th
 
 import datetime
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from gpipe_cli.pipeline.runtime.link import Links, await_first
+from gpipe_cli.pipeline.runtime.link import Links, await_first, wait_for
 from gpipe_cli.pipeline.runtime.saved_activations import storage_of
+from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.runtime.transport import waiting_for_peers
-from gpipe_cli.system.accelerator import is_accelerator
 
 Group = tuple[int, ...]  # numbers of the processes of one pipeline that have a tied weight, ascending
 
@@ -95,13 +94,6 @@ def trained_parameters(module: nn.Sequential, ties: Sequence[Tie]) -> dict[str, 
     return found
 
 
-class HasLayers(Protocol):
-    """A stage, of which only its layers and its device matter here."""
-
-    module: nn.Sequential
-    device: torch.device
-
-
 @dataclass(frozen=True)
 class _Use:
     """One use of a tied weight, in a stage of process number `process`."""
@@ -110,11 +102,11 @@ class _Use:
     parameter: nn.Parameter | None  # None: the stage is in another process
     device: torch.device  # of the stage; of this process, if the stage is in another one
 
-    @property
-    def gradient(self) -> torch.Tensor | None:
-        if self.parameter is None or self.parameter.grad is not None:
-            return None if self.parameter is None else self.parameter.grad
-        return torch.zeros_like(self.parameter)
+    def gradient(self, like: nn.Parameter) -> torch.Tensor:
+        """Its gradient here; memory for that of another process, which is as large as `like`."""
+        if self.parameter is None:
+            return torch.empty_like(like)
+        return torch.zeros_like(like) if self.parameter.grad is None else self.parameter.grad
 
 
 @dataclass
@@ -127,11 +119,11 @@ class TiedWeights:
 
     ties: Sequence[Tie]
     stage_of_use: Sequence[Sequence[int]]
-    stages: Mapping[int, HasLayers]
+    stages: Mapping[int, Stage]
     process: int = 0
     process_of_stage: Sequence[int] = ()
     groups: Mapping[Group, dist.ProcessGroup] = field(default_factory=dict)
-    links: Links | None = None
+    links: Links = field(default_factory=lambda: Links({}, 0.0, 0.0))  # by default no wait has a limit
 
     @cached_property
     def _trained(self) -> list[list[_Use]]:
@@ -180,7 +172,7 @@ class TiedWeights:
         with self._waiting():
             for uses in self._trained:
                 like = next(use.parameter for use in uses if use.parameter is not None)
-                of = [torch.empty_like(like) if (own := use.gradient) is None else own for use in uses]
+                of = [use.gradient(like) for use in uses]
                 members = tuple(sorted({use.process for use in uses}))
                 if len(members) > 1:
                     sent = [(use.process, _flat(gradient)) for use, gradient in zip(uses, of, strict=True)]
@@ -204,11 +196,7 @@ class TiedWeights:
                 taken.add(memory)
 
     def _wait(self, works: Sequence[dist.Work], device: torch.device) -> None:
-        for work in works:
-            if is_accelerator(device) or self.links is None:
-                work.wait()
-            else:
-                work.wait(datetime.timedelta(seconds=self.links.timeout_seconds))
+        wait_for(works, device, datetime.timedelta(seconds=self.links.timeout_seconds))
 
     def _exchange(
         self, group: dist.ProcessGroup, members: Group, tensors: Sequence[tuple[int, torch.Tensor]]
@@ -228,8 +216,7 @@ class TiedWeights:
         return dist.batch_isend_irecv([*receives, *sends]) if receives or sends else []
 
     def _waiting(self) -> AbstractContextManager[None]:
-        waits = nullcontext() if self.links is None else self.links.waits()
-        return waiting_for_peers(waits, "the gradient of a tied weight in another stage did not come")
+        return waiting_for_peers(self.links.waits(), "the gradient of a tied weight in another stage did not come")
 
 
 def _flat(gradient: torch.Tensor) -> torch.Tensor:
