@@ -168,7 +168,7 @@ def memory_format_seconds(config: TrainConfig, profile: ModelProfile, log: Log) 
         return {}
     one = replace(
         _without_limit(config), partitions=1, replicas=1, executor="in_process", stages_per_process=None,
-        schedule="gpipe", partition=PartitionConfig(None),
+        placement=None, schedule="gpipe", partition=PartitionConfig(None),
     )  # fmt: skip
     layout = layout_of(one)
     found: dict[MemoryFormat, float] = {}
@@ -263,11 +263,11 @@ def _reference(config: TrainConfig, layout: Layout) -> TrainConfig:
     return replace(
         config,
         partitions=partitions, replicas=1, executor="auto" if layout.processes > 1 else "in_process",
-        stages_per_process=None, micro_batches=1, schedule="gpipe", recompute="never", partition=PartitionConfig(None),
-        batch_size=samples, batch_tokens=None, seed=0, label_smoothing=0.0, ema_decay=0.0,
-        init_from=None, init_head="auto", freeze=None, memory_format=memory_format_of(config), threads=layout.threads,
-        compile=False, cost="figures", hardware=load_hardware("auto"), model=layers, dataset=images,
-        optimizer=SGDConfig("sgd", 0.0, False, 0.0),
+        stages_per_process=None, placement=None, micro_batches=1, schedule="gpipe", recompute="never",
+        partition=PartitionConfig(None), batch_size=samples, batch_tokens=None, seed=0, label_smoothing=0.0,
+        ema_decay=0.0, init_from=None, init_head="auto", freeze=None, memory_format=memory_format_of(config),
+        threads=layout.threads, compile=False, cost="figures", hardware=load_hardware("auto"), model=layers,
+        dataset=images, optimizer=SGDConfig("sgd", 0.0, False, 0.0),
     )  # fmt: skip
 
 

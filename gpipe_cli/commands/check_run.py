@@ -126,7 +126,7 @@ class _Checked:
     def _place(self, profile: ModelProfile) -> None:
         """Place every number of partitions from K down, so that what is wrong with K itself is raised as bad input."""
         apart: dict[int, PipelineSpec] = {}  # partitions -> the spec with a process per stage
-        usual = replace(self._config, schedule=verify.REFERENCES[0], stages_per_process=None)
+        usual = replace(self._config, schedule=verify.REFERENCES[0], stages_per_process=None, placement=None)
         for partitions in range(usual.partitions, 0, -1):
             config = _cut(usual, partitions)
             try:

@@ -44,6 +44,7 @@ from gpipe_cli.config.settings import (
 )
 from gpipe_cli.config.typed import RefusedError, SettingError, nearest, one_line, quoted, settings, unknown, with_type
 from gpipe_cli.errors import InputError
+from gpipe_cli.pipeline.schedule.placement import PLACEMENTS
 from gpipe_cli.system.interrupts import interruptible_import
 
 T = TypeVar("T")
@@ -313,6 +314,8 @@ def with_given(saved: TrainConfig, given: Mapping[str, Any]) -> TrainConfig:
     base = OmegaConf.create(asdict(saved))
     if (partitions := given.get("partitions", saved.partitions)) != saved.partitions:
         OmegaConf.update(base, "partition.balance", None)  # the balance is for another number of partitions
+        if saved.placement not in PLACEMENTS:
+            OmegaConf.update(base, "placement", None)
         if isinstance(partitions, int) and partitions < (saved.stages_per_process or 0):
             OmegaConf.update(base, "stages_per_process", None)  # more stages than there are now
     if (replaced := replaced_batch(given)) is not None:

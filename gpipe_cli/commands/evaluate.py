@@ -58,5 +58,6 @@ def of_run(kind: type[Settings], tree: DictConfig) -> tuple[Settings, TrainConfi
             raise unknown(key, value, (*settings_of(kind), *OF_THE_RUN))
     saved = load(find_run("run", settings.run, settings.output))
     replaced = {key: value for key, value in given.items() if value is not None or key == "stages_per_process"}
-    replaced["schedule"] = "1f1b"  # nothing is trained, and a schedule file may be gone, or for another K
+    # nothing is trained, and the file of a schedule or a placement may be gone, or for another K
+    replaced |= {"schedule": "1f1b", "placement": None}
     return settings, with_given(saved, replaced)

@@ -37,7 +37,14 @@ def run_export(config: ExportConfig, file: Path) -> int:
     spec = make_pipeline_spec(training)
     checkpoint = fitting_checkpoint(training, run, config.checkpoint, "run", optimizer=False)
     threads = spec.layout.threads  # the last bits of sums depend on their number
-    whole = replace(training, partitions=1, partition=PartitionConfig(None), stages_per_process=None, threads=threads)
+    whole = replace(
+        training,
+        partitions=1,
+        partition=PartitionConfig(None),
+        stages_per_process=None,
+        placement=None,
+        threads=threads,
+    )
     alone = make_pipeline_spec(whole)
     tasks: list[tuple[Task, PipelineSpec]] = [
         (partial(write_model, replace(config, training=whole), checkpoint, file, threads), alone),

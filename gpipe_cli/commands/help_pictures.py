@@ -36,7 +36,7 @@ def drawn(topic: str, width: int) -> Iterator[str]:
             yield f"bubble: (K-1)/(M+K-1) = {STAGES - 1}/{MICRO_BATCHES + STAGES - 1} = {bubble}"
             yield from _bubbles()
         case _ if (name := topic.replace(" ", "_")) in ORDERS:
-            partitions = 2 * STAGES if ORDERS[name].looped else STAGES
+            partitions = 2 * STAGES if ORDERS[name].placement else STAGES
             yield from _step(name, build(name, partitions, MICRO_BATCHES, "never", STAGES), width)
         case "auto":
             yield from _auto(width)

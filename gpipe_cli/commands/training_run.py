@@ -156,6 +156,7 @@ def _with_gpus_left(config: TrainConfig) -> tuple[TrainConfig, str]:
         config,
         partitions=max(1, config.partitions * now // before),
         stages_per_process=None,
+        placement=None,
         partition=replace(config.partition, balance=None),
     )
     return fewer, f", with partitions={fewer.partitions}, as {now} of {before} GPUs are left"

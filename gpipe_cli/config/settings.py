@@ -34,7 +34,8 @@ from gpipe_cli.config.typed import (
 )
 from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.schedule import named_schedules
-from gpipe_cli.pipeline.schedule.named_schedules import AUTO_SCHEDULE, SPLITTING
+from gpipe_cli.pipeline.schedule.named_schedules import AUTO_SCHEDULE, ORDERS, SPLITTING
+from gpipe_cli.pipeline.schedule.placement import PLACEMENTS
 from gpipe_cli.pipeline.schedule.schedule import RecomputeMode
 from gpipe_cli.system.files import folders_in, read_text
 from gpipe_cli.system.gpus import devices_here
@@ -66,7 +67,7 @@ TimeoutSeconds = Annotated[float, Within(0.1, 604_800, why="which is a week")]
 AUTO = ("partitions", "replicas", "micro_batches")  # settings that may be `auto`: the value predicted to be fastest
 AUTO_BATCH = ("batch_size", "batch_tokens")  # settings whose `auto` is the largest value that fits the memory
 SCHEDULES = (*named_schedules.SCHEDULES, AUTO_SCHEDULE)
-SCHEDULE_FILE = ".csv"  # suffix of a schedule file
+SCHEDULE_FILE = ".csv"  # suffix of a file with a schedule or a placement
 MOST_ACTIONS = 5_000_000  # actions of a schedule; the paper's largest has 200,000
 
 
@@ -108,6 +109,7 @@ class TrainConfig:
     recompute: Literal[RecomputeMode, "auto"]
     executor: Executor
     stages_per_process: Partitions | None = None
+    placement: str | None = None  # a name, or a file; None: what suits the schedule
     partition: PartitionConfig
     preset: str | None
     batch_size: BatchSize | None  # N, samples of the whole mini-batch
@@ -168,10 +170,23 @@ class TrainConfig:
         return self.schedule.endswith(SCHEDULE_FILE)
 
     def _check_schedule(self) -> None:
-        """Raises InputError for a schedule that is neither a name nor a file."""
+        """Raises InputError for a schedule or a placement that is neither a name nor a file, and for two that do not go
+        together."""
         if self.schedule not in SCHEDULES and not self.schedule_is_file:
             allowed = f"must be one of {', '.join(SCHEDULES)}, or a file NAME{SCHEDULE_FILE}"
             raise RefusedError("schedule", self.schedule, f"{allowed}; for example schedule={SCHEDULES[0]}")
+        if (placement := self.placement) is None:
+            return
+        if placement not in PLACEMENTS and not placement.endswith(SCHEDULE_FILE):
+            allowed = f"must be one of {', '.join(PLACEMENTS)}, or a file NAME{SCHEDULE_FILE}"
+            raise RefusedError("placement", placement, f"{allowed}; for example placement=looped")
+        if self.schedule_is_file:
+            why = f"schedule={self.schedule} says which device has which stages; leave one of the two out"
+            raise RefusedError("placement", placement, why)
+        own = ORDERS[self.schedule].placement if self.schedule in ORDERS else None
+        if own not in (None, placement):
+            why = f"schedule={self.schedule} is made for placement={own}; leave one of the two out"
+            raise RefusedError("placement", placement, why)
 
     def _check_compile(self) -> None:
         """Raises InputError for settings that cannot be compiled, or would trigger recompilation again and again."""

@@ -31,6 +31,7 @@ from gpipe_cli.pipeline.runtime.tied_weights import Tie, TiedWeights, here, shar
 from gpipe_cli.pipeline.runtime.transport import LocalTransport, Transport
 from gpipe_cli.pipeline.schedule.named_schedules import ORDERS, SCHEDULES
 from gpipe_cli.pipeline.schedule.partitioner import NoCutFitsError, partition
+from gpipe_cli.pipeline.schedule.placement import place as schedule_placement
 from gpipe_cli.pipeline.schedule.schedule import RecomputeMode
 from gpipe_cli.planner.data_sheet import resolved
 from gpipe_cli.planner.device_rates import rates_of_sheet
@@ -110,11 +111,11 @@ def place(arguments: Arguments, started: Torchrun | None) -> Placement:
         why = f"there are {plural(places, what)}, and each needs a stage"
         raise RefusedError("partitions", partitions, f"{why}; use partitions={places} or more")
     places = min(places, partitions)
-    looped = ORDERS[arguments.schedule].looped
-    if looped and partitions % places:
+    placement = ORDERS[arguments.schedule].placement or "neighbours"
+    if placement == "looped" and partitions % places:
         why = f"schedule={arguments.schedule}: {plural(places, what)} would have different numbers of stages"
         raise RefusedError("partitions", partitions, f"{why}; use partitions={-(-partitions // places) * places}")
-    place_of_stage = tuple(k % places if looped else k * places // partitions for k in range(partitions))
+    place_of_stage = schedule_placement(placement, partitions, places)
     return Placement(started, place_of_stage, tuple(torch.device(devices[at % len(devices)]) for at in place_of_stage))
 
 

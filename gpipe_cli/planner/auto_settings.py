@@ -19,7 +19,7 @@ from gpipe_cli.config.settings import AUTO, AUTO_BATCH, TrainConfig
 from gpipe_cli.config.typed import NothingFitsError, show
 from gpipe_cli.distributed.torchrun import Torchrun
 from gpipe_cli.errors import InputError
-from gpipe_cli.pipeline.schedule.named_schedules import AUTO_SCHEDULE
+from gpipe_cli.pipeline.schedule.named_schedules import AUTO_SCHEDULE, ORDERS, Order
 from gpipe_cli.planner.cost_model import predicted_costs
 from gpipe_cli.planner.data_sheet import number_of_gpus, resolved
 from gpipe_cli.planner.layout import layout_of
@@ -302,11 +302,11 @@ def _candidates(
     Raises InputError if there is no choice of `micro_batches`.
     """
     partitions, micro_batches, replicas = [config.partitions], [config.micro_batches], [config.replicas]
-    each = config.stages_per_process or 1
+    order, each = ORDERS.get(config.schedule, Order()), config.stages_per_process
     devices = 8 if elsewhere else number_of_gpus(config) or usable_cores()  # elsewhere: as many as in the paper
     if started is not None:
         devices = started.processes
-    numbers = [1, 2, 4, 8] if elsewhere else range(1, devices * each + 1)
+    numbers = [1, 2, 4, 8] if elsewhere else range(1, devices * (each or 2) + 1)
     if "partitions" in auto:
         partitions = [k for k in numbers if k <= layers]
     if "replicas" in auto:
@@ -326,7 +326,7 @@ def _candidates(
         micro_batches = sorted({*(1 << n for n in range(config.batch_size.bit_length())), config.batch_size})
     found = []
     for k, r, m in product(partitions, replicas, micro_batches):
-        processes = -(-k // each) * r
+        processes = order.devices(k, each) * r
         unfit = processes > devices if started is None else processes != devices
         if not (unfit and not auto.isdisjoint(("partitions", "replicas"))) and r * m <= (config.batch_size or r * m):
             found.append(replace(config, partitions=k, replicas=r, micro_batches=m))

@@ -82,7 +82,7 @@ class ModelProfile:
 
 # Settings that no shape, operation or byte of a profile depends on.
 _WITHOUT_SHAPES = {
-    "partitions", "micro_batches", "replicas", "schedule", "recompute", "executor", "stages_per_process",
+    "partitions", "micro_batches", "replicas", "schedule", "recompute", "executor", "stages_per_process", "placement",
     "partition", "batch_size", "batch_tokens", "epochs", "max_steps", "seed", "gradient_clipping",
     "evaluate_every_epochs", "check_layers", "threads", "data_workers", "timeout_seconds", "output", "logger",
     "run_folder", "resume", "max_restarts", "dry_run", "cost", "checkpoint", "learning_rate", "hardware",

@@ -13,6 +13,7 @@ from functools import lru_cache
 from importlib import import_module
 from itertools import chain, pairwise
 
+from gpipe_cli.pipeline.schedule.placement import PlacementName
 from gpipe_cli.pipeline.schedule.schedule import Action, Kind, Recompute, Schedule, with_recomputation
 
 Rows = list[list[Action]]
@@ -51,7 +52,7 @@ def order(name: str, partitions: int, micro_batches: int, devices: int | None = 
     if name not in ORDERS:
         raise ValueError(f"schedule={name}: unknown; use one of {', '.join(ORDERS)}")
     rows: PlaceActions = ORDERS[name].rows or import_module(f"gpipe_cli.pipeline.schedule.{name}").rows
-    return Schedule(map(tuple, rows(partitions, micro_batches, partitions if devices is None else devices)))
+    return Schedule(map(tuple, rows(partitions, micro_batches, devices or ORDERS[name].devices(partitions))))
 
 
 @lru_cache
@@ -125,17 +126,21 @@ class Order:
     """How a named schedule places the actions of a step, and its properties."""
 
     rows: PlaceActions | None = None  # None: the function `rows` of NAME.py in this folder
-    looped: bool = False  # whether device d has stages d, d + P, ... rather than neighbouring stages
+    placement: PlacementName | None = None  # the placement that it has a row per device for; None: a row per stage
     splits: bool = False  # whether backwards are split into I and W
+
+    def devices(self, partitions: int, stages_per_device: int | None = None) -> int:
+        """P, on how many devices the order places K = `partitions` stages: in a V each has two, one down and one up."""
+        default = 2 if self.placement == "v" else 1
+        return -(-partitions // (stages_per_device or default))
 
 
 ORDERS = {
     "gpipe": Order(_gpipe),
     "1f1b": Order(_1f1b),
-    "interleaved": Order(_interleaved, looped=True),
+    "interleaved": Order(_interleaved, placement="looped"),
     "zero_bubble": Order(_zero_bubble, splits=True),
 }
 AUTO_SCHEDULE = "auto"  # an order made for the costs of the layers and the memory: `search.py`
 SCHEDULES = tuple(ORDERS)
-LOOPED = (*(name for name, one in ORDERS.items() if one.looped), AUTO_SCHEDULE)
 SPLITTING = (*(name for name, one in ORDERS.items() if one.splits), AUTO_SCHEDULE)

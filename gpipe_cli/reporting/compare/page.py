@@ -33,7 +33,7 @@ MOST_POINTS = 1500  # points in a drawn curve: more than there are pixels
 MOST_OF_CHART = 30_000  # points of all curves of a chart: the browser keeps a slot for each in every curve
 # Settings that label a line of the speed-up chart, where they differ.
 NAMING = (
-    "micro_batches", "schedule", "recompute", "replicas", "stages_per_process", "executor", "model.name",
+    "micro_batches", "schedule", "recompute", "replicas", "stages_per_process", "placement", "executor", "model.name",
     "dataset.name", "batch_size", "batch_tokens", "precision", "compile",
 )  # fmt: skip
 # Files of a run to which the table links -> text of the link.

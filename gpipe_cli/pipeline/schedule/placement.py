@@ -1,0 +1,34 @@
+"""Which device has which stages: the placement of K stages on P devices, as data.
+
+``neighbours`` gives each device consecutive stages, as the paper does (section 2.2). With ``looped`` micro-batches pass
+through all devices several times (Megatron-LM, Narayanan et al. 2021, section 2.2). With ``v`` they go to the last
+device and return, so that the first device has the last stage, too (Qi et al. 2024, "Pipeline Parallelism with
+Controllable Memory"). Eight stages on four devices:
+
+    neighbours   0 1 | 2 3 | 4 5 | 6 7
+    looped       0 4 | 1 5 | 2 6 | 3 7
+    v            0 7 | 1 6 | 2 5 | 3 4
+"""
+
+from typing import Literal, get_args
+
+PlacementName = Literal["neighbours", "looped", "v"]
+PLACEMENTS: tuple[PlacementName, ...] = get_args(PlacementName)
+
+
+def place(name: PlacementName, stages: int, devices: int) -> tuple[int, ...]:
+    """The device of each stage. No device is without a stage if there are at least as many stages as devices.
+
+    `v` turns round after every `devices` stages. With fewer than twice as many stages as devices, the last devices have
+    a single stage.
+    """
+    match name:
+        case "neighbours":
+            return tuple(stage * devices // stages for stage in range(stages))
+        case "looped":
+            return tuple(stage % devices for stage in range(stages))
+        case "v":
+            if stages < 2 * devices:
+                return tuple(min(stage, stages - 1 - stage) if stage >= devices else stage for stage in range(stages))
+            turns = (divmod(stage, devices) for stage in range(stages))
+            return tuple(devices - 1 - at if turn % 2 else at for turn, at in turns)
