@@ -102,6 +102,8 @@ def test_types_survive_yaml(tmp_path: Path) -> None:
         ("model=transformer_nmt batch_size=64", "batch_size=64, batch_tokens=2048: both are given; add"),
         ("batch_size=null", "batch_size=null, batch_tokens=null: neither is given"),
         ("model=transformer_nmt learning_rate=paper", "learning_rate=paper: is so much per sample"),
+        ("placement=zigzag", "placement=zigzag: must be one of neighbours, looped, v, or a file NAME.csv"),
+        ("placement=v schedule=interleaved", "placement=v: schedule=interleaved is made for placement=looped; leave"),
     ],
 )
 def test_bad_values_are_one_line(overrides: str, line: str) -> None:

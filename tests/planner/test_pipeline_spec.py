@@ -56,6 +56,8 @@ def test_more_stages_in_a_process_than_there_are_are_refused() -> None:
         (8, "partitions=4", (0, 1, 2, 3), "0 1 2 3"),
         (8, "partitions=4 stages_per_process=3", (0, 0, 0, 1), "0 0 0 1"),
         (2, "partitions=4 executor=in_process", (0, 0, 0, 0), "0 0 1 1"),
+        (2, "partitions=4 placement=v", (0, 1, 1, 0), "0 1 1 0"),
+        (2, "partitions=4 placement=looped executor=in_process", (0, 0, 0, 0), "0 1 0 1"),
         (0, "partitions=4 stages_per_process=2", (0, 0, 1, 1), None),
     ],
 )
