@@ -169,6 +169,10 @@ class TrainConfig:
     def schedule_is_file(self) -> bool:
         return self.schedule.endswith(SCHEDULE_FILE)
 
+    @property
+    def placement_is_file(self) -> bool:
+        return self.placement is not None and self.placement.endswith(SCHEDULE_FILE)
+
     def _check_schedule(self) -> None:
         """Raises InputError for a schedule or a placement that is neither a name nor a file, and for two that do not go
         together."""
@@ -177,7 +181,7 @@ class TrainConfig:
             raise RefusedError("schedule", self.schedule, f"{allowed}; for example schedule={SCHEDULES[0]}")
         if (placement := self.placement) is None:
             return
-        if placement not in PLACEMENTS and not placement.endswith(SCHEDULE_FILE):
+        if placement not in PLACEMENTS and not self.placement_is_file:
             allowed = f"must be one of {', '.join(PLACEMENTS)}, or a file NAME{SCHEDULE_FILE}"
             raise RefusedError("placement", placement, f"{allowed}; for example placement=looped")
         if self.schedule_is_file:
