@@ -5,21 +5,21 @@ They differ in one number, the most graphs that a device holds at once, each fro
 in which ticks the devices perform F and I of micro-batch 0; every further micro-batch repeats it six ticks later, as
 each device has six actions for it. The longer a forward waits for the next device, the more graphs the devices hold,
 and the better later forwards fill the waits of the first one. Devices perform their forwards and backwards in the order
-of these ticks, each as soon as it can, and a W wherever they would wait or have no room for another graph. `zbv` on two
-devices, with 2 P = 4 graphs:
+of these ticks, each as soon as it can, and a W wherever they would wait or have no room for another graph; without a W,
+a forward ahead of its turn if there is room for it. `zbv` on two devices, which hold at most four graphs:
 
-    device 0 | 0F0 0F1 0F2 3F0 3I0 3F1 3I1 0I0 3W0 ...
-    device 1 | .   1F0 2F0 1F1 2F1 2I0 1I0 2I1 ...
+    device 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 0I0 ...
+    device 1 | .   1F0 2F0 1F1 2F1 2I0 1I0 1F2 2F2 ...
 
-A step of P devices takes this many ticks, where F, I and W take one each; 1f1b takes 6 M + 6 (P - 1):
+A step of P >= 3 devices takes this many ticks, where F, I and W take one each; 1f1b takes 6 M + 6 (P - 1):
 
-    zbv      6 M + P - 1      from M = P on; no device waits between its first and its last action
-    v_half   6 M + 3 P - 4    from M = P/2 + 1 on
-    v_min    6 M + 4 P - 5    two more where P is a multiple of 3
+    zbv      6 M + P - 1     from M = P on; from M = 2 P on no device waits between its first and its last action
+    v_half   6 M + 3 P - 4   from about M = P/2 on; two less where P is even
+    v_min    6 M + 4 P - 5   two more where P is a multiple of 3; as v_half where that holds no more graphs
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from gpipe_cli.pipeline.schedule.schedule import Action, Kind, whole_backwards
 
@@ -54,18 +54,19 @@ def v_min(partitions: int, micro_batches: int, devices: int) -> list[list[Action
 def _rows(partitions: int, micro_batches: int, devices: int, most: int) -> list[list[Action]]:
     """The row of each device, which holds at most `most` graphs."""
     assert devices == -(-partitions // 2), "two stages on each device, of an odd number one on the last"
-    down, up = 1, 1
     if most >= zbv_graphs(devices):
         down, up = 2, 4
     elif most >= v_half_graphs(devices):
         down, up = 1, 2
+    else:
+        down, up = 1, 1
     orders = []
     for block in _blocks(devices, down, up):
         if partitions % 2:  # the last device does nothing where its second stage would have its turn
             block = [(tick, kind, stage - (stage > devices)) for tick, kind, stage in block if stage != devices]
         every = sorted((tick + _PERIOD * m, kind, stage, m) for tick, kind, stage in block for m in range(micro_batches))
         orders.append(deque(Action(*one) for _, *one in every))
-    return [whole_backwards(row) for row in _clocked(orders, partitions, most)]
+    return [whole_backwards(row) for row in _clocked(orders, partitions, most, ahead=up > 1)]
 
 
 def _blocks(devices: int, down: int, up: int) -> list[list[tuple[int, Kind, int]]]:
@@ -86,9 +87,9 @@ def _blocks(devices: int, down: int, up: int) -> list[list[tuple[int, Kind, int]
     return blocks
 
 
-def _clocked(orders: Sequence[deque[Action]], partitions: int, most: int) -> list[list[Action]]:
+def _clocked(orders: Sequence[deque[Action]], partitions: int, most: int, *, ahead: bool) -> list[list[Action]]:
     """The rows of devices that perform these forwards and backwards in order, on a clock where every action takes one
-    tick, with their W in between."""
+    tick, with their W in between; `ahead`: and with forwards ahead of their turn."""
     rows: list[list[Action]] = [[] for _ in orders]
     delayed: list[deque[Action]] = [deque() for _ in orders]  # the W that each device has not yet performed
     held = [0 for _ in orders]  # graphs of each device
@@ -100,6 +101,9 @@ def _clocked(orders: Sequence[deque[Action]], partitions: int, most: int) -> lis
                 begun.append((device, left.popleft()))
             elif delayed[device]:
                 begun.append((device, delayed[device].popleft()))
+            elif ahead and (early := _forward_ahead(device, left, most - held[device])) and _ready(early, ended):
+                left.remove(early)
+                begun.append((device, early))
         assert begun, "the block alone holds more graphs than there may be"
         for device, action in begun:
             rows[device].append(action)
@@ -109,6 +113,17 @@ def _clocked(orders: Sequence[deque[Action]], partitions: int, most: int) -> lis
             else:
                 held[device] += 1 if action.kind is Kind.F else -1
     return rows
+
+
+def _forward_ahead(device: int, left: Iterable[Action], room: int) -> Action | None:
+    """The device's next forward of the way down, if there is room for it all the time from now until its turn."""
+    for action in left:
+        if room == 0:
+            break
+        if action.kind is Kind.F and action.stage == device:
+            return action
+        room += -1 if action.kind is Kind.F else 1
+    return None
 
 
 def _ready(action: Action, ended: dict[Kind, list[int]]) -> bool:
