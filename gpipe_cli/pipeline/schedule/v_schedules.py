@@ -13,13 +13,15 @@ a forward ahead of its turn if there is room for it. `zbv` on two devices, which
 
 A step of P >= 3 devices takes this many ticks, where F, I and W take one each; 1f1b takes 6 M + 6 (P - 1):
 
-    zbv      6 M + P - 1     from M = P on; from M = 2 P on no device waits between its first and its last action
-    v_half   6 M + 3 P - 4   from about M = P/2 on; two less where P is even
+    zbv      6 M + P - 1     if M >= P; if M >= 2 P, no device waits between its first and its last action
+    v_half   6 M + 3 P - 4   two less where P is even
     v_min    6 M + 4 P - 5   two more where P is a multiple of 3; as v_half where that holds no more graphs
+
+With so few micro-batches that all their graphs may be held, the three are the same.
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from gpipe_cli.pipeline.schedule.schedule import Action, Kind, whole_backwards
 
@@ -40,21 +42,23 @@ def v_min_graphs(devices: int) -> int:
 
 
 def zbv(partitions: int, micro_batches: int, devices: int) -> list[list[Action]]:
-    return _rows(partitions, micro_batches, devices, zbv_graphs(devices))
+    return _rows(partitions, micro_batches, zbv_graphs)
 
 
 def v_half(partitions: int, micro_batches: int, devices: int) -> list[list[Action]]:
-    return _rows(partitions, micro_batches, devices, v_half_graphs(devices))
+    return _rows(partitions, micro_batches, v_half_graphs)
 
 
 def v_min(partitions: int, micro_batches: int, devices: int) -> list[list[Action]]:
-    return _rows(partitions, micro_batches, devices, v_min_graphs(devices))
+    return _rows(partitions, micro_batches, v_min_graphs)
 
 
-def _rows(partitions: int, micro_batches: int, devices: int, most: int) -> list[list[Action]]:
-    """The row of each device, which holds at most `most` graphs."""
-    assert devices == -(-partitions // 2), "two stages on each device, of an odd number one on the last"
-    if most >= zbv_graphs(devices):
+def _rows(partitions: int, micro_batches: int, graphs: Callable[[int], int]) -> list[list[Action]]:
+    """The row of each device, which holds at most `graphs` of the number of devices; of an odd number of partitions the
+    last device has one."""
+    devices = -(-partitions // 2)
+    most = graphs(devices)
+    if most >= min(zbv_graphs(devices), 2 * micro_batches):
         down, up = 2, 4
     elif most >= v_half_graphs(devices):
         down, up = 1, 2
