@@ -73,7 +73,8 @@ MOST_ACTIONS = 5_000_000  # actions of a schedule; the paper's largest has 200,0
 
 @dataclass(frozen=True, slots=True)
 class PartitionConfig:
-    balance: tuple[Partitions, ...] | None  # layers of each partition; checked later against the model's layers
+    # layers of each partition, or a layout as in Megatron-LM; checked later against the model's layers
+    balance: tuple[Partitions, ...] | str | None
     costs: tuple[NotNegative, ...] | None = None  # cost of each layer, in any unit (the paper's c_i)
     method: Literal["exact", "lingvo"] = "exact"
 
@@ -169,6 +170,10 @@ class TrainConfig:
     def schedule_is_file(self) -> bool:
         return self.schedule.endswith(SCHEDULE_FILE)
 
+    @property
+    def placement_is_file(self) -> bool:
+        return self.placement is not None and self.placement.endswith(SCHEDULE_FILE)
+
     def _check_schedule(self) -> None:
         """Raises InputError for a schedule or a placement that is neither a name nor a file, and for two that do not go
         together."""
@@ -177,7 +182,7 @@ class TrainConfig:
             raise RefusedError("schedule", self.schedule, f"{allowed}; for example schedule={SCHEDULES[0]}")
         if (placement := self.placement) is None:
             return
-        if placement not in PLACEMENTS and not placement.endswith(SCHEDULE_FILE):
+        if placement not in PLACEMENTS and not self.placement_is_file:
             allowed = f"must be one of {', '.join(PLACEMENTS)}, or a file NAME{SCHEDULE_FILE}"
             raise RefusedError("placement", placement, f"{allowed}; for example placement=looped")
         if self.schedule_is_file:

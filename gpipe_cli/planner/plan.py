@@ -15,6 +15,7 @@ from gpipe_cli.errors import InputError
 from gpipe_cli.models.transformer import SelfAttentionLayer
 from gpipe_cli.pipeline.schedule.breakdown import Breakdown, breakdown
 from gpipe_cli.pipeline.schedule.lingvo_partitioner import cut_by_share, cut_stack
+from gpipe_cli.pipeline.schedule.megatron_layout import balance_of
 from gpipe_cli.pipeline.schedule.named_schedules import AUTO_SCHEDULE, order
 from gpipe_cli.pipeline.schedule.partitioner import NoCutFitsError, SkipSends, check_balance, imbalance, partition
 from gpipe_cli.pipeline.schedule.placement import stages_of_devices
@@ -186,7 +187,9 @@ def find_cut(
         "skips": costs.skips,
     }
     balance = config.partition.balance
-    if balance is None and config.partition.method == "lingvo":
+    if isinstance(balance, str):
+        balance = balance_of(balance, [type(layer) for layer in profile.model], config.partitions)
+    elif balance is None and config.partition.method == "lingvo":
         balance = _lingvo_cut(config, profile)
     elif balance is None:
         furthest = keeping_together(profile.shared, len(work), config.partitions, memory.furthest(order, limit_bytes))

@@ -13,6 +13,7 @@ from functools import lru_cache
 from importlib import import_module
 from itertools import chain, pairwise
 
+from gpipe_cli.pipeline.schedule import v_schedules
 from gpipe_cli.pipeline.schedule.placement import PlacementName
 from gpipe_cli.pipeline.schedule.schedule import Action, Kind, Recompute, Schedule, with_recomputation
 
@@ -43,6 +44,9 @@ def order(name: str, partitions: int, micro_batches: int, devices: int | None = 
 
     ``zero_bubble``: ZB-H1 (Qi et al. 2023, section 2.2): 1f1b with the gradients of weights delayed to fill the
     bubble; at most K micro-batches in flight on every stage, as on the first stage of 1f1b.
+
+    ``zbv``, ``v_half``, ``v_min``: split backwards on P = K / 2 devices in a V, the first of which has the first and
+    the last stage (Qi et al. 2024); with the activations of 1f1b, half, and a third of them: `v_schedules.py`.
 
     Raises ValueError for an unknown name, and for fewer than one partition or micro-batch.
     """
@@ -140,6 +144,9 @@ ORDERS = {
     "1f1b": Order(_1f1b),
     "interleaved": Order(_interleaved, placement="looped"),
     "zero_bubble": Order(_zero_bubble, splits=True),
+    "zbv": Order(v_schedules.zbv, placement="v", splits=True),
+    "v_half": Order(v_schedules.v_half, placement="v", splits=True),
+    "v_min": Order(v_schedules.v_min, placement="v", splits=True),
 }
 AUTO_SCHEDULE = "auto"  # an order made for the costs of the layers and the memory: `search.py`
 SCHEDULES = tuple(ORDERS)

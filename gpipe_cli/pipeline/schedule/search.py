@@ -27,6 +27,7 @@ from gpipe_cli.pipeline.schedule.schedule import (
     Retain,
     Schedule,
     recomputes,
+    whole_backwards,
     with_recomputation,
 )
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost, LinkQueues, SkipCost, StageCost, TieCost, simulate
@@ -106,21 +107,8 @@ def _candidates(problem: Problem) -> Iterator[tuple[str, Schedule]]:
             ((0.0, ", W in waits"), (0.5, ", W in waits of W/2"), (1.0, ", W in waits of W")) if split else ((0.0, ""),)
         )
         for patience, way in ways:
-            yield name + way, _joined(_Greedy(replace(problem, recompute=mode), most, split, patience).placed())
-
-
-def _joined(schedule: Schedule) -> Schedule:
-    """Merge each I with a W that directly follows it into a B on the first stage, where no stage waits for the I."""
-    rows = []
-    for row in schedule:
-        made: list[Action] = []
-        for a in row:
-            if a.kind is Kind.W and a.stage == 0 and made[-1] == (Kind.I, 0, a.micro_batch):
-                made[-1] = Action(Kind.B, 0, a.micro_batch)
-            else:
-                made.append(a)
-        rows.append(tuple(made))
-    return Schedule(rows)
+            placed = _Greedy(replace(problem, recompute=mode), most, split, patience).placed()
+            yield name + way, Schedule(tuple(whole_backwards(row)) for row in placed)
 
 
 def _tried(problem: Problem, name: str, candidate: Schedule) -> Tried:
