@@ -19,9 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpipe_cli.errors import InputError
+from gpipe_cli.pipeline.schedule.breakdown import Breakdown, DeviceTime, shares
 from gpipe_cli.pipeline.schedule.held import Held, changed_bytes
 from gpipe_cli.pipeline.schedule.schedule import RETURNS, Action, Kind, Retain
-from gpipe_cli.pipeline.schedule.simulator import EdgeCost, StageCost
+from gpipe_cli.pipeline.schedule.simulator import EdgeCost, StageCost, TieCost
+from gpipe_cli.pipeline.schedule.timeline import EventKind
 
 Whole = NDArray[np.int32]
 Seconds = NDArray[np.float64]
@@ -104,23 +106,53 @@ class Columns:
 
 @dataclass(frozen=True, eq=False)
 class Times:
-    """When the actions of `columns` ran."""
+    """When the actions of `columns` ran, and the sums of gradients and the updates after them."""
 
     columns: Columns
     start_seconds: Seconds  # (A,)
     end_seconds: Seconds  # (A,)
     transfer_seconds: Seconds  # (P,): how long each device waited for tensors that had been computed
+    sum_seconds: Seconds  # (P,): when each device, and all that share a tied weight with it, had done their actions
+    summed_seconds: Seconds  # (P,): when, from then on, each device had the sums of its gradients
+    update_seconds: Seconds  # (P,): how long its updates took
 
     @property
     def step_seconds(self) -> float:
         """Seconds from the beginning of the first action to the end of the last."""
-        return float(self.end_seconds.max(initial=0.0)) - float(self.start_seconds.min(initial=np.inf))
+        return float(self.end_seconds.max()) - float(self.start_seconds.min())
+
+    @property
+    def step_end_seconds(self) -> float:
+        """When the last action or update of any device ended."""
+        return float((self.summed_seconds + self.update_seconds).max())
+
+    def breakdown(self, step_seconds: float) -> Breakdown:
+        """As `breakdown.breakdown` of the same step."""
+        columns, end = self.columns, float(self.end_seconds.max())
+        seconds = self.end_seconds - self.start_seconds
+        work = np.add.reduceat(seconds, columns.firsts)
+        recompute = np.add.reduceat(np.where(columns.kind == _code(Kind.R), seconds, 0.0), columns.firsts)
+        after = zip(self.sum_seconds.tolist(), self.summed_seconds.tolist(), self.update_seconds.tolist(), strict=True)
+        devices = []
+        for row, (done, summed, update) in enumerate(after):
+            device = DeviceTime(float(work[row]), float(recompute[row]))
+            device.add(EventKind.TRANSFER, float(self.transfer_seconds[row]), 0.0)
+            for what, first, last in (
+                (EventKind.TRANSFER, done, summed),
+                (EventKind.UPDATE, summed, summed + update),
+            ):
+                within = max(0.0, min(last, end) - first)
+                device.add(what, within, last - first - within)
+            devices.append(device)
+        return shares(devices, columns.micro_batches, self.step_seconds, step_seconds)
 
 
-def simulate_columns(columns: Columns, stages: Sequence[StageCost], edges: Sequence[EdgeCost] = ()) -> Times:
+def simulate_columns(
+    columns: Columns, stages: Sequence[StageCost], edges: Sequence[EdgeCost] = (), ties: Sequence[TieCost] = ()
+) -> Times:
     """When each action runs, as `simulate` says it for a device per row and no slowdown.
 
-    `stages` has K costs, and `edges` K - 1 or none. Raises InputError if the schedule deadlocks.
+    Every row has actions. `stages` has K costs, and `edges` K - 1 or none. Raises InputError for a deadlock.
     """
     assert len(stages) == columns.stages, "one cost per stage"
     assert not edges or len(edges) == len(stages) - 1, "one cost per edge"
@@ -174,7 +206,28 @@ def simulate_columns(columns: Columns, stages: Sequence[StageCost], edges: Seque
         at[doing] = here
         if (here == ends[doing]).any():
             rows = np.flatnonzero(at < ends)
-    return Times(columns, starts, starts + seconds, transfers)
+    return Times(columns, starts, starts + seconds, transfers, *_after(columns, starts + seconds, stages, ties))
+
+
+def _after(
+    columns: Columns, end_seconds: Seconds, stages: Sequence[StageCost], ties: Sequence[TieCost]
+) -> tuple[Seconds, Seconds, Seconds]:
+    """The last three of `Times`."""
+    done = end_seconds[columns.ends - 1]
+    added_up, updates = np.zeros((2, len(done)))
+    finished = np.zeros(len(stages))
+    np.maximum.at(finished, columns.stage, end_seconds)
+    for stage in np.argsort(finished, kind="stable"):
+        row = columns.row_of_stage[stage]
+        added_up[row] = max(added_up[row], finished[stage]) + stages[stage].sum_seconds
+        updates[row] += stages[stage].update_seconds
+    begin, summed = done.copy(), added_up.copy()
+    for tie in ties:
+        having = np.unique(columns.row_of_stage[list(tie.stages)])
+        if len(having) > 1:
+            begin[having] = np.maximum(begin[having], done[having].max())
+            summed[having] = np.maximum(summed[having], added_up[having].max() + tie.seconds)
+    return begin, np.maximum(begin, summed), updates
 
 
 def _cost_table(stages: Sequence[StageCost]) -> Seconds:
