@@ -35,7 +35,7 @@ from gpipe_cli.pipeline.schedule.timeline import Timeline
 
 _AS_GOOD = 1.001  # an earlier candidate, which is simpler, wins unless a later one is faster by more
 _MANY_ROWS = 16  # from here on, columns are faster than events
-_MOST_TRIED = 500_000  # actions of all candidates together, to search for seconds at most
+_MOST_TRIED = 1_000_000  # actions of all candidates together, to search for seconds at most
 
 
 @dataclass(frozen=True)
