@@ -107,6 +107,12 @@ class MemoryModel:
     def stages(
         self, schedule: Schedule, bounds: Bounds, device_of_stage: Sequence[int] = ()
     ) -> tuple[StageMemory, ...]:
+        waiting = peak_waiting(schedule, self._skips(bounds), device_of_stage)
+        return self.holding(bounds, self.saved(schedule, bounds), waiting)
+
+    def holding(self, bounds: Bounds, saved: Sequence[int], waiting: Sequence[int]) -> tuple[StageMemory, ...]:
+        """The memory of stages that hold these bytes of activations, and of skips that wait, at their fullest."""
+
         def stage(first: int, end: int, saved: int, waiting: int) -> StageMemory:
             own, tied = self._profile.weights[first:end], _tied(self._profile.tied, first, end)
             return StageMemory(
@@ -118,8 +124,7 @@ class MemoryModel:
                 workspace_bytes=int(self._workspace[first:end].max()),
             )
 
-        held = self.saved(schedule, bounds), peak_waiting(schedule, self._skips(bounds), device_of_stage)
-        return tuple(stage(*span, *of_stage) for span, *of_stage in zip(bounds, *held, strict=True))
+        return tuple(stage(*span, *of_stage) for span, *of_stage in zip(bounds, saved, waiting, strict=True))
 
     def _skips(self, bounds: Bounds) -> Waiting:
         """The bytes of skips between stages that are no neighbours."""

@@ -9,7 +9,7 @@ device: then the start of an action depends only on its own row and on the actio
 at that time. So the simulation goes in rounds: in each, all devices whose next action can begin perform it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -249,17 +249,33 @@ def _links(row_of_stage: NDArray[np.intp], edges: Sequence[EdgeCost]) -> tuple[S
 
 
 def peak_bytes_of_rows(columns: Columns, sizes: Sequence[Held]) -> tuple[int, ...]:
-    """For each row, the most bytes that its stages hold together for micro-batches in flight: the sum of what
-    `held.bytes_held` says of them. `sizes`: for each stage, the bytes of a micro-batch in each way to hold it; for
-    example `Held(graph=1, weights=1)`, to count micro-batches."""
+    """For each row, the most bytes that its stages hold together for micro-batches in flight. `sizes`: for each stage,
+    the bytes of a micro-batch in each way to hold it; for example `Held(graph=1, weights=1)`, to count micro-batches.
+    """
+    return tuple(_peak(begun + ended, ended) for begun, ended, _ in _changes(columns, sizes))
+
+
+def peak_bytes_of_stages(columns: Columns, sizes: Sequence[Held]) -> tuple[int, ...]:
+    """For each stage, the most bytes held for micro-batches in flight: `held.peak_bytes` with micro-batches of a size."""
+    found = [0] * len(sizes)
+    for begun, ended, stages in _changes(columns, sizes):
+        for stage in np.unique(stages):
+            own = stages == stage
+            found[stage] = _peak(begun[own] + ended[own], ended[own])
+    return tuple(found)
+
+
+def _peak(changes: NDArray[np.int64], ended: NDArray[np.int64]) -> int:
+    return int((np.cumsum(changes) - ended).max(initial=0))
+
+
+def _changes(columns: Columns, sizes: Sequence[Held]) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], Whole]]:
+    """For each row, by how many bytes the beginning and the end of each action change what is held; and its stage."""
     begins, ends = np.zeros((2, len(Retain), _KINDS, len(sizes)), np.int64)
     for stage, size in enumerate(sizes):
         for (kind, retain), (begin, end) in changed_bytes(size).items():
             begins[_RETAINED[retain], _code(kind), stage] = begin
             ends[_RETAINED[retain], _code(kind), stage] = end
-    found = []
     for first, end in zip(columns.firsts, columns.ends, strict=True):
         row = columns.retained[first:end], columns.kind[first:end], columns.stage[first:end]
-        begun, ended = begins[row], ends[row]
-        found.append(int((np.cumsum(begun + ended) - ended).max(initial=0)))
-    return tuple(found)
+        yield begins[row], ends[row], columns.stage[first:end]

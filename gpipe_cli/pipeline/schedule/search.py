@@ -183,7 +183,8 @@ def _fits(problem: Problem, schedule: Schedule) -> bool:
 def _seconds(problem: Problem, schedule: Schedule) -> float:
     """When the last update has ended."""
     alone = len(schedule) == 1 + max(problem.device_of_stage)  # each row has a device
-    if len(schedule) < _MANY_ROWS or not alone or problem.slowdown or problem.skips:
+    slower = any(factor != 1 for factor in problem.slowdown[: len(schedule)])
+    if len(schedule) < _MANY_ROWS or not alone or slower or problem.skips:
         return _simulated(problem, schedule).step_end_seconds
     return simulate_columns(Columns.of(schedule), problem.stages, problem.edges, problem.ties).step_end_seconds
 
