@@ -61,8 +61,12 @@ def plan(
             config, profile, made, comparisons = solve_max_model(config, partial(step_costs, log=log), log)
         if config.compile:
             log(f"planned {not_compiled(config)}")
-        files = {"page": str(folder / PAGE), "picture": str(folder / PICTURE)}
-        files |= {"trace": f"{folder / TRACE} (for ui.perfetto.dev)"}
+        files: dict[str, str] = {}
+        if config.is_large:
+            log("no page, picture or trace: the step has too many actions to draw")
+        else:
+            files |= {"page": str(folder / PAGE), "picture": str(folder / PICTURE)}
+            files |= {"trace": f"{folder / TRACE} (for ui.perfetto.dev)"}
         if (file := settings.write_schedule) is not None:
             files["schedule_file"] = file
         result = plan_result(config, profile, made, comparisons, files)
@@ -74,9 +78,10 @@ def plan(
                 of_all = checked_schedule(made.order, config.micro_batches, made.recompute)  # the plan may have fewer
                 write_whole(Path(file), csv_of(of_all, made.layout.row_of_stage))
             write_whole(folder / SETTINGS, to_yaml(config))
-            write_page(folder / PAGE, about, simulation_data(config, profile, made), (), commands=commands)
-            write_picture(folder / PICTURE, draw([predicted_view(title, made)]))
-            write_trace(folder, [TracedStep("predicted", made.timeline, made.timeline.start_seconds)])
+            if not config.is_large:
+                write_page(folder / PAGE, about, simulation_data(config, profile, made), (), commands=commands)
+                write_picture(folder / PICTURE, draw([predicted_view(title, made)]))
+                write_trace(folder, [TracedStep("predicted", made.timeline, made.timeline.start_seconds)])
         finally:  # a plan that cannot be written is still shown
             if shown:
                 show_plan(console, result, folder)
