@@ -54,7 +54,7 @@ def shortest(layers: list[StageCost], device_of_layer: tuple[int, ...], micro_ba
 @pytest.mark.parametrize("split", [False, True])
 def test_no_order_on_any_placement_beats_it(split: bool) -> None:
     draw = random.Random(1)
-    for _ in range(4):
+    for _ in range(3):
         layers = []
         for _ in range(3):
             forward, inputs, weights = draw.randint(1, 3), draw.randint(1, 2), draw.randint(1, 2)
@@ -80,8 +80,9 @@ def test_equal_stages_attain_it(devices: int, micro_batches: int) -> None:
 
 def test_updates_and_devices_that_slow_each_other_down_count() -> None:
     layers = [StageCost(1, 1, 2, update_seconds=at) for at in (0.5, 0.25, 0.0, 1.5)]
-    for slowdown in ((), (1.0, 1.5), (1.0, 2.0), (1.0, 1.0, 1.25)):
+    for slowdown in ((), (1.0, 1.5), (1.0, 1.0, 1.25)):
         bound = lower_bound(layers, 4, 3, slowdown)
         steps = [simulate(order(name, 4, 3), layers, (), slowdown).step_end_seconds for name in ("gpipe", "1f1b")]
-        assert bound.seconds <= min(steps) < 1.6 * bound.seconds
-    assert lower_bound(layers, 4, 3, (1.0, 2.0)).work_seconds == 4 * 3 * 3 + 2.25, "two at half the speed are one"
+        assert bound.seconds <= min(steps) < 1.4 * bound.seconds
+    core = (1.0, 2.0, 3.0, 4.0)  # one, which all devices share
+    assert lower_bound(layers, 4, 3, core).work_seconds == lower_bound(layers, 1, 3).seconds == 4 * 3 * 3 + 2.25
