@@ -26,7 +26,7 @@ from gpipe_cli.units import plural, size
 
 AXES = ("schedule", "placement", "recompute", "micro_batches", "stages_per_process")  # what varies, unless it is given
 _MOST_MICRO_BATCHES = 4096  # of all stages together, K M: a step of more takes seconds to simulate
-_MOST_FOR_AUTO = 512  # K M up to which schedule=auto searches, as it simulates dozens of orders
+_MOST_FOR_AUTO = 256  # K M up to which schedule=auto searches, as it simulates dozens of orders
 _SILENT_SECONDS = 5.0
 
 
@@ -148,10 +148,10 @@ def _candidates(config: TrainConfig, given: Collection[str], devices: int, limit
         several = partitions > devices
         placements = [config.placement] if "placement" in given else _placements(schedule, several, each is not None)
         for placement, mode, m in product(placements, modes, numbers):
-            if m == 1 and mode == "except_last" and len(modes) > 1:
-                continue  # as never
-            most = _MOST_FOR_AUTO if schedule == AUTO_SCHEDULE else _MOST_MICRO_BATCHES
-            if partitions * m > most and m != config.micro_batches:
+            searched = schedule == AUTO_SCHEDULE
+            if len(modes) > 1 and ((mode == "except_last" and m == 1) or (mode == "always" and searched)):
+                continue  # the first is the same as never, the second has no less memory than except_last
+            if partitions * m > (_MOST_FOR_AUTO if searched else _MOST_MICRO_BATCHES) and m != config.micro_batches:
                 continue
             changes: dict[str, Any] = {"schedule": schedule, "placement": placement, "recompute": mode}
             changes |= {"partitions": partitions, "stages_per_process": each, "micro_batches": m}
