@@ -5,6 +5,7 @@ schedules after it do so by the order of a step.
 All candidates use the same number of devices, and are compared with what no step on so many devices can beat.
 """
 
+import math
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
@@ -84,7 +85,9 @@ def solve_memory_time(
         InputError: no candidate can be planned; the first one's error.
     """
     layout = layout_of(config)
-    devices, limit_bytes = len(set(layout.device_of_stage)), layout.memory and layout.memory.device_bytes
+    devices, limit_bytes = len(set(layout.device_of_stage)), None
+    if layout.limit_bytes is not None:
+        limit_bytes = layout.limit_bytes * max(map(layout.device_of_stage.count, layout.device_of_stage))
     candidates = list(_candidates(config, given, devices, limit_bytes is not None))
     points: list[Point] = []
     bounds: list[tuple[LowerBound, int]] = []
@@ -99,6 +102,7 @@ def solve_memory_time(
             continue
         if len(set(plan.device_of_stage)) != devices:
             continue
+        fits = fits and max(plan.device_bytes) <= (limit_bytes or math.inf)
         points.append(_point(config, planned, plan, fits=fits))
         bounds.append((_bound(planned, plan), plan.micro_batches))
         if fits and (best is None or plan.step_seconds < best.step_seconds):
@@ -178,23 +182,21 @@ def _micro_batches(config: TrainConfig) -> list[int]:
 
 
 def _point(given: TrainConfig, config: TrainConfig, plan: Plan, *, fits: bool) -> Point:
-    devices = plan.device_of_stage
-    held = [sum(m.total_bytes for m, at in zip(plan.memory, devices, strict=True) if at == d) for d in set(devices)]
     settings: dict[str, object] = {key: getattr(config, key) for key in ("partitions", *AXES)}
     settings = {
         key: value for key, value in settings.items() if value is not None or getattr(given, key) is not None
     }
     if plan.layout.here and plan.layout.on_cpu and plan.layout.threads > 1:
         settings["threads"] = plan.layout.threads  # a plan of one configuration may choose fewer
-    if not fits:
-        settings["hardware.memory_gib"] = None
+    if config.hardware.memory_gib != given.hardware.memory_gib:
+        settings["hardware.memory_gib"] = config.hardware.memory_gib
     return Point(
         config,
         settings,
         placement_of(config),
         plan.balance,
-        max(map(devices.count, devices)),
-        max(held),
+        max(map(plan.device_of_stage.count, plan.device_of_stage)),
+        max(plan.device_bytes),
         plan.step_seconds,
         plan.breakdown,
         fits,
