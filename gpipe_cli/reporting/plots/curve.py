@@ -9,10 +9,10 @@ from gpipe_cli.reporting.plots.palette import GRID, INK, PALE_INK, run_colour
 from gpipe_cli.reporting.plots.picture import Picture, new_figure, pixels, without_frame
 from gpipe_cli.reporting.plots.timeline_values import axis_unit
 from gpipe_cli.results.plan import PlannedCurve, PlannedPoint
-from gpipe_cli.units import duration, memory_unit, size
+from gpipe_cli.units import memory_unit, size
 
 _HEIGHT_INCHES = 5.6
-_SHOWN_BOUNDS = 8.0  # steps longer than this many times the bound are left out: they are not on any useful front
+_SHOWN = 1.3  # steps longer than this many times the slowest of the front are left out
 _LINE = 0.032  # height of a label, as a share of the axes
 
 
@@ -24,7 +24,7 @@ def draw_curve(curve: PlannedCurve, title: str) -> Picture:
     axes = figure.subplots()
     front, least = curve.front, curve.lower_bound_seconds
     names = list(dict.fromkeys(point.setting.schedule for point in curve.points))
-    longest = max(_SHOWN_BOUNDS * least, 1.3 * min(point.step_seconds for point in front))
+    longest = _SHOWN * max(point.step_seconds for point in front)
     shown = [point for point in curve.points if point.step_seconds <= longest]
     unit, unit_name = memory_unit(max(point.memory_bytes for point in curve.points))
     time_name, seconds = axis_unit(max(point.step_seconds for point in shown))
@@ -35,16 +35,20 @@ def draw_curve(curve: PlannedCurve, title: str) -> Picture:
     for number, name in enumerate(names):
         colour = run_colour(number, len(names))
         own = [point for point in shown if point.setting.schedule == name]
-        axes.plot(*xy(own), "o", color=colour, markersize=4, alpha=0.22, markeredgewidth=0)
+        axes.plot(*xy(own), "o", color=colour, markersize=4.5, alpha=0.3, markeredgewidth=0)
         best = [point for point in own if not point.dominated]
         axes.plot(*xy(best), "o", color=colour, markersize=8, markeredgecolor="white", zorder=4)
         axes.plot([], [], "o", color=colour, markersize=6, label=name)
-    best = [point for point in front if point in shown]
-    axes.plot(*xy(best), color=INK, linewidth=1.3, drawstyle="steps-post", zorder=3)
+    axes.plot(*xy(front), color=INK, linewidth=1.3, drawstyle="steps-post", zorder=3)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
+    axes.set_ylim(0.92 * least / seconds, 1.04 * longest / seconds)
     axes.axhline(least / seconds, color=INK, linewidth=1, linestyle=(0, (5, 4)))
-    _note(axes, 1.0, least / seconds, f"no step on {curve.devices} devices takes less than {duration(least)}", "right")
+    axes.annotate(
+        f"no step on {curve.devices} devices takes less than {least / seconds:.3g} {time_name}",
+        (0.99, least / seconds), (0, -4), xycoords=("axes fraction", "data"), textcoords="offset points",
+        fontsize=8, color=INK, ha="right", va="top",
+    )  # fmt: skip
     if curve.limit_bytes is not None and curve.limit_bytes / unit < 1.5 * axes.get_xlim()[1]:
         axes.axvline(curve.limit_bytes / unit, color=PALE_INK, linewidth=1, linestyle=(0, (2, 3)))
         axes.annotate(
@@ -64,14 +68,15 @@ def draw_curve(curve: PlannedCurve, title: str) -> Picture:
     axes.set_title(f"{title}, predicted: {len(shown)} candidates{also}", loc="left", fontsize=11, color=INK)
     figure.legend(loc="outside lower left", ncols=len(names), frameon=False, fontsize=9)
     figure.draw_without_rendering()
-    _name(axes, best, xy(best))
+    _name(axes, front, xy(front))
     return pixels(figure)
 
 
 def _name(axes: Axes, points: Sequence[PlannedPoint], places: tuple[list[float], list[float]]) -> None:
-    """Labels right above the points of the front; a point whose label would cover another one's has none."""
+    """Labels right above the points of the front, the ends first; one that would cover another is left out."""
     taken: list[tuple[float, float, float]] = []
-    for point, *place in reversed(list(zip(points, *places, strict=True))):
+    placed = list(zip(points, *places, strict=True))
+    for point, *place in [*placed[-1:], *placed[:-1]]:
         setting = point.setting
         text = f"M {setting.micro_batches}, {setting.recompute}"
         if setting.stages_per_process > 1:
@@ -83,9 +88,3 @@ def _name(axes: Axes, points: Sequence[PlannedPoint], places: tuple[list[float],
         taken.append((y, x, x + width))
         axes.annotate(text, place, (6, 5), textcoords="offset points", fontsize=7.5, color=INK)
 
-
-def _note(axes: Axes, x: float, y: float, text: str, side: str) -> None:
-    axes.annotate(
-        text, (x, y), (0, -3), xycoords=("axes fraction", "data"), textcoords="offset points", fontsize=8,
-        color=INK, ha=side, va="top",
-    )  # fmt: skip
