@@ -366,7 +366,7 @@ class BenchSettings:
 class PlanSettings:
     """What `conf/plan.yaml` adds to the settings of `gpipe train`."""
 
-    solve: Literal["max_model"] | None
+    solve: Literal["max_model", "memory_time"] | None
     write_schedule: str | None  # a file that does not exist yet
 
 

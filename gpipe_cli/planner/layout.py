@@ -228,7 +228,7 @@ def _rows(config: TrainConfig, places: int | None) -> tuple[int, ...]:
     if config.schedule == "interleaved" and partitions % places:
         why = f"{plural(places, 'device')} would have different numbers of stages; use partitions="
         raise RefusedError("partitions", partitions, f"schedule=interleaved: {why}{-(-partitions // places) * places}")
-    placement = _placement(config)
+    placement = placement_of(config)
     if placement == "neighbours" and each is not None and places == -(-partitions // each):
         return tuple(stage // each for stage in range(partitions))
     return place(placement, partitions, places)
@@ -238,7 +238,7 @@ def _order(config: TrainConfig) -> Order:
     return ORDERS.get(config.schedule, Order())
 
 
-def _placement(config: TrainConfig) -> PlacementName:
+def placement_of(config: TrainConfig) -> PlacementName:
     """The placement that the settings give, or that suits the schedule."""
     given = config.placement or _order(config).placement
     return given or ("looped" if config.schedule == AUTO_SCHEDULE else "neighbours")  # type: ignore[return-value]
@@ -264,7 +264,7 @@ def _check_stages_per_process(config: TrainConfig) -> None:
     if each > partitions:
         use = f"use stages_per_process={partitions}, or partitions={each} or more"
         raise RefusedError("stages_per_process", each, f"a pipeline has only {plural(partitions, 'stage')}; {use}")
-    if config.executor == "in_process" and _placement(config) == "neighbours":
+    if config.executor == "in_process" and placement_of(config) == "neighbours":
         why = "executor=in_process has all stages in one process; leave one of the two out"
         raise RefusedError("stages_per_process", each, why)
 

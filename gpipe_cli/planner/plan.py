@@ -112,7 +112,8 @@ def order_of(config: TrainConfig, layout: Layout) -> Schedule:
     return order(name, config.partitions, config.micro_batches, 1 + max(layout.row_of_stage))
 
 
-def _stage_cost(costs: StepCosts, first: int, end: int) -> StageCost:
+def stage_cost(costs: StepCosts, first: int, end: int) -> StageCost:
+    """The cost of a stage of the layers `first` to `end - 1`."""
     layers = costs.layers[first:end]
     return StageCost(
         sum(seconds.forward for seconds in layers),
@@ -380,7 +381,7 @@ def _set_up_seconds(costs: StepCosts, layout: Layout) -> float:
 
 def _stages_and_edges(cut: Cut, costs: StepCosts) -> tuple[tuple[StageCost, ...], list[EdgeCost]]:
     """The cost of each stage and of each edge between two stages."""
-    stages = tuple(_stage_cost(costs, first, end) for first, end in cut.bounds)
+    stages = tuple(stage_cost(costs, first, end) for first, end in cut.bounds)
     edges = [costs.edges[end - 1] for _, end in cut.bounds[:-1]]
     for sender, receiver, skip in _crossing(cut, costs):
         if receiver == sender + 1:  # in one message with what the next layer gets
