@@ -8,7 +8,7 @@ class that most layers have; `E` stands for all layers before these, `L` for all
 
 import re
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 from gpipe_cli.errors import InputError
 from gpipe_cli.units import plural
@@ -16,7 +16,7 @@ from gpipe_cli.units import plural
 _GROUPS = (re.compile(r"\(([^()]+)\)\*([0-9]{1,3})"), re.compile(r"(.)\*([0-9]{1,3})"))
 
 
-def balance_of(text: str, classes: Sequence[Hashable], partitions: int) -> tuple[int, ...]:
+def balance_of(text: str, classes: Sequence[object], partitions: int) -> tuple[int, ...]:
     """The layers of each stage of a model whose layers have these `classes`, cut as `text` says; a stage may have none.
 
     Raises InputError for a text that is no layout, or is one of another model or of another number of `partitions`.
