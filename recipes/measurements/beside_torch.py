@@ -99,7 +99,7 @@ def train_by_torch(
     """
     config = config_of(settings)
     balance, samples, layout = config.partition.balance, config.batch_size, MEMORY_FORMATS[config.memory_format]
-    assert balance is not None
+    assert isinstance(balance, tuple)
     assert samples is not None
     torch.set_num_threads(threads)
     keep_freed_memory()

@@ -95,7 +95,8 @@ def test_a_placement_that_does_not_fit_the_other_settings(settings: str, line: s
 @pytest.mark.parametrize(("settings", "boundaries", "sums"), [
     ("partitions=4 executor=in_process", 0, 0), ("partitions=2", 1, 0), ("partitions=4", 2, 0),
     ("partitions=4 stages_per_process=2", 1, 0), ("partitions=4 schedule=interleaved stages_per_process=2", 3, 0),
-    ("partitions=4 placement=v stages_per_process=2", 2, 0), ("partitions=4 replicas=2", 2, 1), ("partitions=4 replicas=2 executor=in_process", 0, 1),
+    ("partitions=4 placement=v stages_per_process=2", 2, 0),
+    ("partitions=4 replicas=2", 2, 1), ("partitions=4 replicas=2 executor=in_process", 0, 1),
 ])  # fmt: skip
 def test_a_gpu_holds_nccl_s_buffers_too(
     settings: str, boundaries: int, sums: int, monkeypatch: pytest.MonkeyPatch
