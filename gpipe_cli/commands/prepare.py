@@ -8,6 +8,7 @@ from pathlib import Path
 from gpipe_cli.benchmark.machine_timing import memory_format_seconds, step_costs, times_machine
 from gpipe_cli.config.settings import MOST_ACTIONS, MemoryFormat, TrainConfig, load
 from gpipe_cli.distributed.torchrun import Torchrun
+from gpipe_cli.pipeline.schedule.named_schedules import ORDERS
 from gpipe_cli.planner.auto_settings import Choice, choose
 from gpipe_cli.planner.layout import Layout, own_threads
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model, refuse_single_samples
@@ -73,6 +74,10 @@ def prepare(
     if config.schedule == "interleaved" and spec.layout.of_pipeline == spec.partitions > 1:
         use = f"partitions={2 * config.partitions} stages_per_process=2 interleaves"
         notes.append(("schedule", f"interleaved is 1f1b where a process has one stage; {use}"))
+    if config.partitions == 2 and config.schedule in ORDERS and ORDERS[config.schedule].placement == "v":
+        notes.append(
+            ("schedule", f"{config.schedule} has both stages on one device; partitions=4 has two on each of two")
+        )
     notes += [*formats, *threads, *_resumed_threads(config, spec.layout.processes)]
     notes += [*_turns(spec.layout), *_uneven(config, spec)]
     return Prepared(config, profile, plan, spec, comparisons, tuple(notes))
