@@ -5,10 +5,11 @@ Each way to train is a contestant; its processes are started anew in every round
 a slow minute of the machine hits all of them. Ratios of speeds are taken within a round.
 """
 
+import fnmatch
 import inspect
 import math
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib import import_module
@@ -61,6 +62,10 @@ class _Contestant:
         steps = [list(map(max, zip(*(ran.seconds for ran in one), strict=True))) for one in self.rounds]
         of_all = [ran for one in self.rounds for ran in one]
         return Measured(of_all[0].samples, steps, max(ran.memory_bytes for ran in of_all))
+
+
+# A contestant of another program and ours beside it; None: ours is known after the first round.
+_Pair = tuple[_Contestant, _Contestant | None]
 
 
 def run_against(config: TrainConfig, settings: CheckSettings, folder: Path) -> int:
@@ -128,8 +133,9 @@ class _Match:
         self._orders = self._ours("gpipe"), self._ours("1f1b")
         if self._orders[0].spec is None:
             raise InputError(self._orders[0].failure)
-        pairs = self._torchs() if settings.against == "torch" else self._torchgpipes()
-        self._pairs = [*pairs, (self._plain(), None)]
+        makers = self._torchs() if settings.against == "torch" else {"torchgpipe": self._torchgpipe}
+        makers["pytorch"] = self._plain
+        self._pairs = [makers[name]() for name in _chosen(settings.against_schedules, [*makers])]
 
     def facts(self) -> list[tuple[str, str]]:
         config = self._config
@@ -149,24 +155,26 @@ class _Match:
     def _layers(self) -> list[str]:
         return [cost.name for cost in self._profile.costs]
 
-    def _torchs(self) -> Iterator[tuple[_Contestant, _Contestant | None]]:
+    def _torchs(self) -> dict[str, Callable[[], _Pair]]:
+        """For each schedule of torch, and each of ours that torch is to perform, a function that makes the pair."""
         schedules = import_module(verify.SCHEDULES_OF_TORCH)
-        for name, kind in vars(schedules).items():
-            if not name.startswith("Schedule") or not inspect.isclass(kind):
-                continue
-            counterpart = _COUNTERPARTS.get(name.removeprefix("Schedule"))
-            ours = self._ours(counterpart) if counterpart in SCHEDULES else None
-            yield self._of_torch(name, single=issubclass(kind, schedules.PipelineScheduleSingle)), ours
-        for name in _TO_TORCH:
-            ours = self._ours(name)
-            theirs = self._add(replace(ours, program="torch"))
-            if ours.spec is not None:
-                file = self._files / f"{name}.csv"
-                file.write_text(csv_of(ours.spec.order, ours.spec.layout.process_of_stage), encoding="utf-8")
-                theirs.file = str(file)
-            yield theirs, ours
+        found = {
+            name: partial(self._of_torch, name, single=issubclass(kind, schedules.PipelineScheduleSingle))
+            for name, kind in vars(schedules).items()
+            if name.startswith("Schedule") and inspect.isclass(kind)
+        }
+        return found | {name: partial(self._to_torch, name) for name in _TO_TORCH}
 
-    def _of_torch(self, name: str, *, single: bool) -> _Contestant:
+    def _to_torch(self, name: str) -> _Pair:
+        ours = self._ours(name)
+        theirs = self._contestant("torch", name, ours.spec, ours.failure)
+        if theirs.spec is not None:
+            file = self._files / f"{name}.csv"
+            file.write_text(csv_of(theirs.spec.order, theirs.spec.layout.process_of_stage), encoding="utf-8")
+            theirs.file = str(file)
+        return theirs, ours
+
+    def _of_torch(self, name: str, *, single: bool) -> _Pair:
         if single:
             spec, why = self._spec(self._devices)
         elif name not in _V:
@@ -178,17 +186,19 @@ class _Match:
             if spec is not None:
                 up = tuple(range(self._devices))
                 spec = _placed(spec, up + up[::-1])
-        return self._contestant("torch", name, spec, why)
+        counterpart = _COUNTERPARTS.get(name.removeprefix("Schedule"))
+        ours = self._ours(counterpart) if counterpart in SCHEDULES else None
+        return self._contestant("torch", name, spec, why), ours
 
-    def _torchgpipes(self) -> Iterator[tuple[_Contestant, _Contestant | None]]:
+    def _torchgpipe(self) -> _Pair:
         spec, why = self._spec(self._devices, schedule="gpipe", executor="in_process")
         ours = self._contestant("gpipe", "gpipe, one process", spec, why)
-        yield self._contestant("torchgpipe", "torchgpipe", spec, why), ours
+        return self._contestant("torchgpipe", "torchgpipe", spec, why), ours
 
-    def _plain(self) -> _Contestant:
+    def _plain(self) -> _Pair:
         threads = self._devices * (self._config.threads or 1)
         spec, why = self._spec(1, executor="in_process", threads=threads, recompute="never")
-        return self._contestant("pytorch", f"plain PyTorch, {plural(threads, 'thread')}", spec, why)
+        return self._contestant("pytorch", f"plain PyTorch, {plural(threads, 'thread')}", spec, why), None
 
     def _ours(self, name: str) -> _Contestant:
         """Our contestant with the schedule of this name."""
@@ -312,6 +322,14 @@ class _Match:
             return replace(row, verdict="identical")
         row = replace(row, verdict="differs", layer=found.layer, units=found.units, share=found.share)
         return row if found.units > verify.MOST_UNITS else replace(row, verdict="within the order of summation")
+
+
+def _chosen(patterns: tuple[str, ...] | None, names: list[str]) -> list[str]:
+    """Those of `names` that a pattern matches. Raises RefusedError for a pattern that matches none."""
+    for pattern in patterns or ():
+        if not fnmatch.filter(names, pattern):
+            raise RefusedError("against_schedules", pattern, f"matches none of {', '.join(names)}; use some of these")
+    return [name for name in names if patterns is None or any(fnmatch.fnmatch(name, one) for one in patterns)]
 
 
 def _terms(one: _Contestant) -> int:

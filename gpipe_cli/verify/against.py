@@ -7,6 +7,7 @@ statistics of batch norm are not compared: other programs update them in every m
 the paper). Each way runs in processes of its own, so that its peak memory is its own, and its failure, too.
 """
 
+import logging
 import math
 import time
 from collections import OrderedDict
@@ -18,6 +19,7 @@ from functools import partial
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, Literal, Protocol
 
 import torch
@@ -139,7 +141,12 @@ def run(
             first: BaseException = error
             while first.__cause__ is not None:
                 first = first.__cause__
-            process.report(Failed(process.number, with_type(first)))
+            text, sizes = shorten(with_type(first), 200, placeholder=" ..."), reading.batches.share(0, 0).sizes
+            if program == "torch" and len(set(sizes)) > 1:
+                text += (
+                    f"; its stages know micro-batches of one size, and these have {', '.join(map(str, sizes))} samples"
+                )
+            process.report(Failed(process.number, text))
         raise
     process.report(Ran(process.number, samples, tuple(seconds), peak_memory_bytes(device) - begun_bytes))
     control.barrier()  # what the last step sent has arrived before a process ends
@@ -288,6 +295,7 @@ class _Torch(_Foreign):
         from torch.distributed.pipelining import PipelineStage
 
         schedules = import_module(SCHEDULES_OF_TORCH)
+        logging.getLogger(SCHEDULES_OF_TORCH).setLevel(logging.CRITICAL)  # it draws the whole schedule at a failure
         members, timeout = range(spec.layout.processes), timedelta(seconds=config.timeout_seconds)
         group = new_group(process.number, members, self.device, timeout)
         self._objective: CrossEntropy | None = None
@@ -339,20 +347,19 @@ class _Positional(nn.Module):
         spec = way.spec
         self._last = stage == spec.partitions - 1
         self._in_tuple = any(tensor.in_tuple for tensor in spec.stage_inputs(stage))
-        self._memory_format, self._converts = way.memory_format, stage > 0
+        self._memory_format, self._first = way.memory_format, stage == 0
         self._autocast = partial(autocast, way.device, COMPUTED_IN[spec.precision])
 
     def forward(self, *tensors: torch.Tensor, micro_batch: torch.Tensor) -> Any:
         self._began(int(micro_batch))
         inner, sent = self._memory_format, torch.contiguous_format
-        if self._converts:
+        if inner is not sent and not self._first:
             tensors = tuple(_Converted.apply(tensor, inner, sent) for tensor in tensors)
         with self._autocast():
             outputs = self.layers(as_value(tensors, self._in_tuple))
-        if self._last:
+        if inner is sent or self._last:
             return outputs
-        converted = tuple(_Converted.apply(tensor, sent, inner) for tensor in as_tuple(outputs))
-        return as_value(converted)
+        return tuple(_Converted.apply(tensor, sent, inner) for tensor in as_tuple(outputs))
 
 
 class _Converted(torch.autograd.Function):
