@@ -139,10 +139,11 @@ class _Match:
 
     def facts(self) -> list[tuple[str, str]]:
         config = self._config
-        version = f"torch {torch.__version__}" if self._settings.against == "torch" else "torchgpipe"
+        ours = f"{plural(self._devices, 'process')}, {plural(config.threads or 1, 'thread')} each"
+        theirs = f"torch {torch.__version__}" if self._settings.against == "torch" else "torchgpipe, in one process"
         facts = [
             ("model", f"{choice_of(config.model)}: {plural(len(self._layers), 'layer')}"),
-            ("against", f"{version}: {plural(self._devices, 'process')}, {plural(config.threads or 1, 'thread')} each"),
+            ("against", f"{theirs}; {ours}"),
             ("measured", f"{plural(self._settings.against_rounds, 'round')} in turns, median of "
                          f"{plural(self._settings.against_steps, 'step')}; recompute={config.recompute} is ours alone"),
         ]  # fmt: skip
