@@ -395,17 +395,15 @@ class Distance:
 
 def distance(
     theirs: Path,
-    ours: Sequence[Path],
     orders: tuple[Path, Path],
     layers: Sequence[str],
     terms: int,
     precision: Precision,
 ) -> Distance:
-    """The distance of the gradients in the files of folder `theirs` from the nearest of `ours`, which differ in the
-    order of summation. `orders`: our gradients in both orders, and `terms`: n, which give the unit. `layers`: their
-    names in order."""
+    """The distance of the gradients in the files of folder `theirs` from the nearer of ours in both `orders` of
+    summation, which with n `terms` also give the unit. `layers`: their names in order."""
     share = _EPSILON[precision] * terms**0.5
-    return min((_distance(theirs, one, orders, layers, share) for one in ours), key=lambda found: found.units)
+    return min((_distance(theirs, one, orders, layers, share) for one in orders), key=lambda found: found.units)
 
 
 def _distance(theirs: Path, ours: Path, orders: tuple[Path, Path], layers: Sequence[str], share: float) -> Distance:
