@@ -28,7 +28,9 @@ def balance_of(text: str, classes: Sequence[Hashable], partitions: int) -> tuple
     if not re.fullmatch("Et+L", letters):
         raise InputError(f"{given}: must have E, then every t, then L; {example}")
     if len(stages) != partitions:
-        raise InputError(f"{given}: has {len(stages)} stages, and partitions={partitions}; use partitions={len(stages)}")
+        raise InputError(
+            f"{given}: has {len(stages)} stages, and partitions={partitions}; use partitions={len(stages)}"
+        )
     common = Counter(classes).most_common()
     blocks = [at for at, one in enumerate(classes) if (one, common[0][1]) in common]
     first, end = blocks[0], blocks[-1] + 1

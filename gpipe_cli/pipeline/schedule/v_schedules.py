@@ -68,7 +68,9 @@ def _rows(partitions: int, micro_batches: int, graphs: Callable[[int], int]) -> 
     for block in _blocks(devices, down, up):
         if partitions % 2:  # the last device does nothing where its second stage would have its turn
             block = [(tick, kind, stage - (stage > devices)) for tick, kind, stage in block if stage != devices]
-        every = sorted((tick + _PERIOD * m, kind, stage, m) for tick, kind, stage in block for m in range(micro_batches))
+        every = sorted(
+            (tick + _PERIOD * m, kind, stage, m) for tick, kind, stage in block for m in range(micro_batches)
+        )
         orders.append(deque(Action(*one) for _, *one in every))
     return [whole_backwards(row) for row in _clocked(orders, partitions, most, ahead=up > 1)]
 
