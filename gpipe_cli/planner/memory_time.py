@@ -183,9 +183,7 @@ def _micro_batches(config: TrainConfig) -> list[int]:
 
 def _point(given: TrainConfig, config: TrainConfig, plan: Plan, *, fits: bool) -> Point:
     settings: dict[str, object] = {key: getattr(config, key) for key in ("partitions", *AXES)}
-    settings = {
-        key: value for key, value in settings.items() if value is not None or getattr(given, key) is not None
-    }
+    settings = {key: value for key, value in settings.items() if value is not None or getattr(given, key) is not None}
     if plan.layout.here and plan.layout.on_cpu and plan.layout.threads > 1:
         settings["threads"] = plan.layout.threads  # a plan of one configuration may choose fewer
     if config.hardware.memory_gib != given.hardware.memory_gib:

@@ -196,6 +196,7 @@ class PlanResult:
     files: dict[str, str]  # other files of the plan: what it is -> where it is
     skips: tuple[PlannedSkip, ...] = ()
     ties: tuple[PlannedTie, ...] = ()
+    placement: str | None = None  # `looped`; None: one without a name
     device_bytes: tuple[int, ...] = ()  # peak memory of each device, whose stages are at their peaks at different times
     host_bytes: int | None = None  # page-locked on the hosts, of all stages, for checkpoints; None: not on GPUs
     curve: PlannedCurve | None = None  # of solve=memory_time
