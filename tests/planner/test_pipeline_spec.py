@@ -120,7 +120,7 @@ def test_a_gpu_under_torchrun_is_that_of_the_local_rank(
         layout_of(configure(*TINY, "partitions=2"), torchrun())
     with pytest.raises(InputError, match=r"executor=in_process: torchrun started 3 processes"):
         layout_of(configure(*TINY, "partitions=3", "executor=in_process"), torchrun())
-    Path("own.csv").write_text("0,3\n1,2\n", encoding="utf-8")
+    Path("own.csv").write_text("1,2\n0,3\n", encoding="utf-8")
     with pytest.raises(InputError, match=r"placement=own\.csv: is for 2 devices, and torchrun started 3 processes for"):
         layout_of(configure(*TINY, "partitions=4", "placement=own.csv"), torchrun())
     found = layout_of(configure(*TINY, "partitions=5"), torchrun())
