@@ -145,7 +145,7 @@ def _moves(
         for at in (places[end] - 1, places[end] + 1)
         if 0 <= at < len(ends)
     ]
-    changes = [(step,) for step in steps]
+    changes: list[tuple[tuple[int, int], ...]] = [(step,) for step in steps]
     if len(balance) <= _MANY_STAGES:
         changes += [(one, other) for one, other in combinations(steps, 2) if one[0] != other[0]]
     found = []
