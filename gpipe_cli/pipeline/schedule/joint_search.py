@@ -54,7 +54,7 @@ def search(
     """The fastest that fits, None if nothing does; and all that was tried, the fastest first.
 
     `work`: seconds of each layer for a micro-batch; `ends`: the numbers of layers after which a cut may be, none if the
-    cut is given. About `most_tried` actions are simulated with the cuts to begin with, and as many with others.
+    cut is given. About `most_tried` actions are simulated with the cuts to begin with, and half as many with others.
     """
     every: list[Found] = []
     starts = [(placed, cut) for placed in places for cut in placed.cuts]
@@ -76,13 +76,13 @@ def _found(placed: Placed, cut: Balance, most_tried: int) -> list[Found]:
 def _other_cuts(
     every: Sequence[Found], places: Sequence[Placed], before: Sequence[float], ends: Sequence[int], most_tried: int
 ) -> Iterator[Found]:
-    """What is found with cuts other than those of `every` (``before[i]``: the work of all layers before i): first the best orders with those cuts that make the work of
-    devices most even, then the best of these adjusted."""
-    found, half, rest = [*every], _Budget(most_tried // 2), _Budget(most_tried // 2)
+    """What is found with cuts other than those of `every`: first the best orders with cuts that make the work of
+    devices most even, then the best of these adjusted. ``before[i]`` is the work of all layers before layer i."""
+    found, quarter, rest = [*every], _Budget(most_tried // 4), _Budget(most_tried // 4)
     for placed in places:
         own = sorted((one for one in every if one.placed is placed and one.tried.fits), key=lambda one: one.seconds)
         for cut in _level(placed.cuts[0], placed.device_of_stage, before, ends) if own else ():
-            tried = [_with_cut(one, cut) for one in own[:_ORDERS] if half.take(one.tried.order)]
+            tried = [_with_cut(one, cut) for one in own[:_ORDERS] if quarter.take(one.tried.order)]
             found += tried
             yield from tried
     firsts: dict[tuple[str, Balance], Found] = {}
@@ -145,7 +145,7 @@ def _moves(
         for at in (places[end] - 1, places[end] + 1)
         if 0 <= at < len(ends)
     ]
-    changes = [(step,) for step in steps]
+    changes: list[tuple[tuple[int, int], ...]] = [(step,) for step in steps]
     if len(balance) <= _MANY_STAGES:
         changes += [(one, other) for one, other in combinations(steps, 2) if one[0] != other[0]]
     found = []
