@@ -18,7 +18,7 @@ class RandomOrder:
     device_of_stage: tuple[int, ...]
 
 
-def random_orders(number: int, seed: int, *, most_stages: int = 8, most_micro_batches: int = 5) -> Iterator[RandomOrder]:
+def random_orders(number: int, seed: int, *, most_stages: int = 8, most_micro_batches: int = 4) -> Iterator[RandomOrder]:
     """`number` of them, on 1 to 4 devices, each of which has a stage."""
     chance = random.Random(seed)
     for _ in range(number):

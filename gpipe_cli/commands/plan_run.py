@@ -72,8 +72,12 @@ def plan(
             curve = planned_curve(found, partial(_command, typed))
         if config.compile:
             log(f"planned {not_compiled(config)}")
-        files = {"page": str(folder / PAGE), "picture": str(folder / PICTURE)}
-        files |= {"trace": f"{folder / TRACE} (for ui.perfetto.dev)"}
+        files: dict[str, str] = {}
+        if config.is_large:
+            log("no page, picture or trace: the step has too many actions to draw")
+        else:
+            files |= {"page": str(folder / PAGE), "picture": str(folder / PICTURE)}
+            files |= {"trace": f"{folder / TRACE} (for ui.perfetto.dev)"}
         if curve is not None:
             files["curve"] = str(folder / CURVE)
         if (file := settings.write_schedule) is not None:
@@ -87,12 +91,13 @@ def plan(
                 of_all = checked_schedule(made.order, config.micro_batches, made.recompute)  # the plan may have fewer
                 write_whole(Path(file), csv_of(of_all, made.layout.row_of_stage))
             write_whole(folder / SETTINGS, to_yaml(config))
-            data = simulation_data(config, profile, made) | ({} if curve is None else {"curve": asdict(curve)})
-            write_page(folder / PAGE, about, data, (), commands=commands)
-            write_picture(folder / PICTURE, draw([predicted_view(title, made)]))
+            if not config.is_large:
+                data = simulation_data(config, profile, made) | ({} if curve is None else {"curve": asdict(curve)})
+                write_page(folder / PAGE, about, data, (), commands=commands)
+                write_picture(folder / PICTURE, draw([predicted_view(title, made)]))
+                write_trace(folder, [TracedStep("predicted", made.timeline, made.timeline.start_seconds)])
             if curve is not None:
                 write_picture(folder / CURVE, draw_curve(curve, about))
-            write_trace(folder, [TracedStep("predicted", made.timeline, made.timeline.start_seconds)])
         finally:  # a plan that cannot be written is still shown
             if shown:
                 show_plan(console, result, folder)

@@ -110,8 +110,14 @@ def place(arguments: Arguments, started: Torchrun | None) -> Placement:
     if places > partitions and (started is not None or arguments.devices is not None):
         why = f"there are {plural(places, what)}, and each needs a stage"
         raise RefusedError("partitions", partitions, f"{why}; use partitions={places} or more")
+    order = ORDERS[arguments.schedule]
+    placement, in_v = order.placement or "neighbours", order.devices(partitions)
     places = min(places, partitions)
-    placement = ORDERS[arguments.schedule].placement or "neighbours"
+    if placement == "v" and started is None and arguments.devices is None:
+        places = min(places, in_v)
+    if placement == "v" and places not in (1, in_v):
+        why = f"schedule={arguments.schedule}: there are {plural(places, what)}, and each has two stages"
+        raise RefusedError("partitions", partitions, f"{why}; use partitions={2 * places}")
     if placement == "looped" and partitions % places:
         why = f"schedule={arguments.schedule}: {plural(places, what)} would have different numbers of stages"
         raise RefusedError("partitions", partitions, f"{why}; use partitions={-(-partitions // places) * places}")

@@ -101,7 +101,7 @@ class Pipeline:
                 on. Under torchrun, it or `balance` is required.
             partitions: K, at most as many as layers.
             micro_batches: M. A mini-batch need not be a multiple of it.
-            schedule: gpipe, the paper's; 1f1b, interleaved or zero_bubble.
+            schedule: gpipe, the paper's; 1f1b, interleaved, zero_bubble, zbv, v_half or v_min.
             recompute: which micro-batches are recomputed before their backward: always, except_last (all but those
                 whose backward follows at once), never.
             balance: the number of layers of each partition; None: chosen so that the slowest partition is as fast as

@@ -167,6 +167,17 @@ def with_recomputation(order: Schedule, recompute: Recompute) -> Schedule:
     return Schedule((tuple(chain.from_iterable(map(with_its_own, row))) for row in order), order.row_of_stage)
 
 
+def whole_backwards(row: Iterable[Action]) -> list[Action]:
+    """`row` with each I that its W directly follows merged into a B on the first stage, where no stage waits for it."""
+    made: list[Action] = []
+    for a in row:
+        if a.kind is Kind.W and a.stage == 0 and made[-1] == (Kind.I, 0, a.micro_batch):
+            made[-1] = Action(Kind.B, 0, a.micro_batch)
+        else:
+            made.append(a)
+    return made
+
+
 def stage_retained(stage_actions: Sequence[Action]) -> Iterator[tuple[Action, Retain]]:
     """The actions of one stage in order, each with what the stage retains of its micro-batch afterwards. A forward
     retains nothing if there is no backward, the input if there is an ``R``, and otherwise the graph."""
