@@ -121,10 +121,9 @@ def solve_memory_time(
         assert limit_bytes is not None
         least = min(points, key=lambda point: point.memory_bytes)
         with_settings = " ".join(f"{key}={show(value)}" for key, value in least.settings.items())
-        raise NothingFitsError(
-            f"solve=memory_time: none of {plural(len(points), 'candidate')} fits {size(limit_bytes)} on each device; use "
-            f"more than {size(least.memory_bytes)}, which {with_settings} takes, or more partitions"
-        )
+        none = f"none of {plural(len(points), 'candidate')} fits {size(limit_bytes)} on each device"
+        use = f"use more than {size(least.memory_bytes)}, which {with_settings} takes, or more partitions"
+        raise NothingFitsError(f"solve=memory_time: {none}; {use}")
     bound, of = min(bounds, key=lambda pair: pair[0].seconds)
     curve = Curve(tuple(points), devices, bound, of, limit_bytes)
     return profile_model(curve.fastest.config), best, curve
@@ -193,9 +192,7 @@ def _micro_batches(config: TrainConfig) -> list[int]:
 
 def _point(given: TrainConfig, config: TrainConfig, plan: Plan, limit_bytes: int | None) -> Point:
     settings: dict[str, object] = {key: getattr(config, key) for key in ("partitions", *AXES)}
-    settings = {
-        key: value for key, value in settings.items() if value is not None or getattr(given, key) is not None
-    }
+    settings = {key: value for key, value in settings.items() if value is not None or getattr(given, key) is not None}
     if plan.layout.here and plan.layout.on_cpu and plan.layout.threads > 1:
         settings["threads"] = plan.layout.threads  # a plan of one configuration may choose fewer
     if config.hardware.memory_gib != given.hardware.memory_gib:

@@ -87,4 +87,3 @@ def _name(axes: Axes, points: Sequence[PlannedPoint], places: tuple[list[float],
             continue
         taken.append((y, x, x + width))
         axes.annotate(text, place, (6, 5), textcoords="offset points", fontsize=7.5, color=INK)
-

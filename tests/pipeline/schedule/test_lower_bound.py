@@ -18,7 +18,9 @@ def shortest(layers: list[StageCost], device_of_layer: tuple[int, ...], micro_ba
     last, devices = len(layers) - 1, range(1 + max(device_of_layer))
     seconds = {"F": "forward_seconds", "B": "backward_seconds", "I": "inputs_seconds", "W": "weights_seconds"}
     backward = "I" if split else "B"
-    actions = [(kind, k, m) for kind in ("FIW" if split else "FB") for k in range(last + 1) for m in range(micro_batches)]
+    actions = [
+        (kind, k, m) for kind in ("FIW" if split else "FB") for k in range(last + 1) for m in range(micro_batches)
+    ]
 
     def needs(kind: str, k: int, m: int) -> tuple[str, int, int] | None:
         if kind == "F":
