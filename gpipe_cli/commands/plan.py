@@ -89,7 +89,8 @@ def _plan(request: _Request, form: str, *, shown: bool) -> PlanResult:
 
 
 def _sweep(line: CommandLine, arguments: Sequence[str], form: str) -> int:
-    """Plan each combination of settings among the `arguments`; print a table of the plans, or all of them as one JSON or CSV document."""
+    """Plan each combination of the settings among the `arguments`; print a table of the plans, or all of them as one
+    JSON or CSV document."""
     for key, why in (
         ("run_folder", "each plan of a sweep has a folder of its own; give output=FOLDER"),
         ("write_schedule", "each plan of a sweep has a schedule of its own; plan one of them without -m"),

@@ -105,7 +105,7 @@ def _by_pieces(work: Sequence[float], fill: Sequence[float]) -> float:
 
 
 def _by_layer(work: Sequence[float], fill: Sequence[float]) -> float:
-    """The least T at which each layer's device is done with it; `fill` is that of a device which begins with a layer."""
+    """The least T at which each layer's device is done with it; `fill` is that of a device that begins with it."""
     longest, earlier = 0.0, math.inf
     for seconds, wait in zip(work, fill, strict=True):
         longest = max(longest, seconds + min(wait, earlier))
