@@ -11,6 +11,8 @@ from typing import Any
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.pipeline.profile.layer_cost import Halves, KeptMemory, LayerCost
 from gpipe_cli.pipeline.runtime.boundary import Boundary
+from gpipe_cli.pipeline.schedule.named_schedules import ORDERS
+from gpipe_cli.pipeline.schedule.placement import PLACEMENTS, place
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost
 from gpipe_cli.planner.cost_model import LayerSeconds, StepCosts, predicted_costs
 from gpipe_cli.planner.layout import Layout, Memory
@@ -39,7 +41,8 @@ def simulation_data(config: TrainConfig, profile: ModelProfile, plan: Plan) -> S
             "schedule": "file" if config.schedule_is_file else config.schedule,
             "schedule_file": config.schedule if config.schedule_is_file else None,
             "recompute": config.recompute,
-            "stages_per_process": -(-len(plan.stages) // len(set(plan.device_of_stage))),
+            "stages_per_process": _most_stages(plan),
+            "placement": _placement(config, plan),
             "replicas": config.replicas,
             "samples": samples // config.replicas,
             "step_samples": samples,  # samples of all replicas
@@ -93,6 +96,21 @@ def simulation_data(config: TrainConfig, profile: ModelProfile, plan: Plan) -> S
         "limit_bytes": None if memory is None else memory.limit_bytes,
         "limit": None if memory is None else _limit(config, layout, memory),
     }
+
+
+def _most_stages(plan: Plan) -> int:
+    """Stages of a device, if all have as many or the last devices fewer."""
+    return -(-len(plan.stages) // len(set(plan.device_of_stage)))
+
+
+def _placement(config: TrainConfig, plan: Plan) -> str:
+    """The name of the plan's placement; where several give the same, the one that its order is made for."""
+    stages, devices = len(plan.stages), len(set(plan.device_of_stage))
+    own = ORDERS[config.schedule].placement if config.schedule in ORDERS else None
+    named = {name: place(name, stages, devices) for name in (*([own] if own else []), *PLACEMENTS)}
+    found = [name for name, device_of_stage in named.items() if device_of_stage == plan.device_of_stage]
+    consecutive = list(plan.device_of_stage) == sorted(plan.device_of_stage)
+    return found[0] if found else PLACEMENTS[0] if consecutive else "as planned"
 
 
 def _costs_of_micro_batches(config: TrainConfig, profile: ModelProfile, plan: Plan, most: int) -> dict[str, Any]:

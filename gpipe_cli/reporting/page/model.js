@@ -199,7 +199,8 @@ function wholeNumbers(costs) {
 
 const ONE_ORDER = ["file", "auto"]; // schedules of which the page knows the rows of the plan, and no others
 const MOST_TRIED = 500000; // actions, in all simulations that look for the best move of a layer
-const OWN = ["partitions", "micro_batches", "schedule", "recompute", "stages_per_process"];
+const OWN = ["partitions", "micro_batches", "schedule", "recompute", "stages_per_process", "placement"];
+const AS_PLANNED = "as planned"; // a placement without a name
 
 /** The controls that stand for the plan or the run itself. `own_devices`: nothing that devices of one machine share, as
  *  cores and memory, slows them down. */
@@ -211,18 +212,32 @@ const boundsOf = (balance) => {
   return balance.map((size) => [end, end += size]);
 };
 
+/** The controls with what the order itself decides: where stages are and, in a V, how many a device has. */
+function settled(data, controls) {
+  const chosen = {...ownControls(data), ...controls}, {schedule, partitions: K, stages_per_process: each} = chosen;
+  if (OWN.every((name) => chosen[name] === data.setting[name])) return chosen;
+  const made = MADE_FOR[schedule];
+  if (ONE_ORDER.includes(schedule)) chosen.placement = data.setting.placement;
+  else if (made) chosen.placement = made;
+  if (made === "v" && each < K) chosen.stages_per_process = Math.min(K, 2);
+  return chosen;
+}
+
 /** The device of each stage. Throws a line that says why there can be none. */
-function deviceOfStage(data, {partitions: K, stages_per_process: each, schedule}) {
-  const own = data.setting, dealt = (name) => name === "interleaved" || name === "auto";
-  const planned = schedule === "file" || dealt(schedule) === dealt(own.schedule);
-  if (planned && K === own.partitions && each === own.stages_per_process) return data.device_of_stage;
+function deviceOfStage(data, {partitions: K, stages_per_process: each, schedule, placement}) {
+  const own = data.setting;
+  if (K === own.partitions && each === own.stages_per_process && placement === own.placement) {
+    return data.device_of_stage;
+  }
+  if (placement === AS_PLANNED) {
+    throw new Error(`the placement as planned is for K = ${own.partitions} and its own devices; choose another one`);
+  }
   const devices = Math.ceil(K / each);
-  if (!dealt(schedule)) return range(K, (k) => Math.floor(k / each));
-  if (K % devices) {
+  if (schedule === "interleaved" && K % devices) {
     const use = `use K = ${Math.ceil(K / devices) * devices}`;
     throw new Error(`${schedule}: ${devices} devices would have different numbers of stages; ${use}`);
   }
-  return range(K, (k) => k % devices);
+  return placed(placement, K, each);
 }
 
 /** The bytes that each stage must stay below, or null. */
@@ -235,9 +250,8 @@ function limitOf({limit, setting}, device_of_stage) {
 
 /** Everything that follows from a choice of settings, for the view to draw; `problem` says why it cannot be. */
 function configured(data, controls) {
-  const chosen = {...ownControls(data), ...controls};
   try {
-    return chosenStep(data, chosen);
+    return chosenStep(data, settled(data, controls));
   } catch (error) {
     return {problem: error.message, timeline: null, rows: null};
   }
@@ -443,7 +457,7 @@ function rowsFor(data, chosen, {device_of_stage, sizes, room}, problems) {
   if (same && !(changed && recompute === "auto")) return planned();
   const recomputed = (order) => recomputedRows(order, recompute, sizes, room, problems);
   if (ONE_ORDER.includes(schedule)) { // the rows are all that is known of it
-    if (K !== own.partitions || M !== own.micro_batches || chosen.stages_per_process !== own.stages_per_process) {
+    if (["partitions", "micro_batches", "stages_per_process"].some((name) => chosen[name] !== own[name])) {
       const of = `K = ${own.partitions}, M = ${own.micro_batches}`;
       throw new Error(`the order of ${schedule} is for ${of} and its own devices; choose another schedule`);
     }
@@ -488,7 +502,7 @@ function moves(data, controls) {
 
 window.gpipe = {
   action, key, greatest, microBatches, sources, order, withRecomputation, fewestRecomputations, check, linearize, csv,
-  stagesOf, clock, SCHEDULES,
+  stagesOf, clock, SCHEDULES, MADE_FOR, placed, rowsOfDevices, settled,
   simulate, breakdown, idleRegions, memory, peakWaiting, critical, lastTransfer, held, layerCosts, microBatchSizes,
   slowdowns, partition, crossing, skipBytes, ownControls, configured, bubbles, moves,
 };

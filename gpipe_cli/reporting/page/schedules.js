@@ -1,9 +1,10 @@
 // The schedule of a step as data: rows of actions {kind, stage, micro_batch}, one row per device or stage. The same
-// rules as in pipeline/schedule/{schedules,orders,dependencies,recomputation,schedule_file}.py, where they are
-// explained; a test in a browser holds the two against each other.
+// rules as in pipeline/schedule/{schedule,placement,named_schedules,dependencies,recomputation,schedule_file}.py, where
+// they are explained; a test in a browser holds the two against each other.
 
 const KINDS = ["F", "R", "B", "I", "W"];
 const SCHEDULES = ["gpipe", "1f1b", "interleaved", "zero_bubble"];
+const MADE_FOR = {interleaved: "looped"}; // the placement of an order that has a row for each device
 
 const act = (kind, stage, micro_batch) => ({kind, stage, micro_batch});
 const key = (a) => `${a.stage}${a.kind}${a.micro_batch}`;
@@ -51,6 +52,28 @@ function sources(rows) {
     const half = key(act("I", a.stage + 1, a.micro_batch));
     return split.has(half) ? half : key(act("B", a.stage + 1, a.micro_batch));
   };
+}
+
+// --- where stages are
+
+/** The device of each of K stages: neighbours, with `each` of them on a device but the last, looped, or v. */
+function placed(name, K, each) {
+  const devices = Math.ceil(K / each), there = (stage) => Math.floor(stage / devices) % 2 === 0;
+  switch (name) {
+    case "neighbours": return range(K, (stage) => Math.floor(stage / each));
+    case "looped": return range(K, (stage) => stage % devices);
+    case "v":
+      if (K < 2 * devices) return range(K, (stage) => stage < devices ? stage : K - 1 - stage);
+      return range(K, (stage) => there(stage) ? stage % devices : devices - 1 - stage % devices);
+  }
+  throw new Error(`placement ${name} is unknown`);
+}
+
+/** A row for each device: its stages' actions in an order in which it can perform them. */
+function rowsOfDevices(rows, device_of_stage) {
+  const devices = range(1 + greatest(device_of_stage), () => []);
+  for (const a of linearize(rows, device_of_stage)) devices[device_of_stage[a.stage]].push(a);
+  return devices;
 }
 
 // --- orders with a name
@@ -330,11 +353,7 @@ function checkStage(stage, actions, M, trains) {
 /** The text of a file that `schedule=FILE.csv` runs: the rows as they are, or one per device if `device_of_stage`
  *  is given. */
 function csv(rows, device_of_stage) {
-  let devices = rows;
-  if (device_of_stage) {
-    devices = range(1 + greatest(device_of_stage), () => []);
-    for (const a of linearize(rows, device_of_stage)) devices[device_of_stage[a.stage]].push(a);
-  }
+  const devices = device_of_stage ? rowsOfDevices(rows, device_of_stage) : rows;
   const {ticks} = clock(devices);
   const columns = 1 + greatest(ticks.flat());
   return devices.map((row, number) => {

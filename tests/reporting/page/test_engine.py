@@ -17,7 +17,8 @@ from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory
 from gpipe_cli.pipeline.schedule.breakdown import breakdown
 from gpipe_cli.pipeline.schedule.dependencies import ScheduleError, check
 from gpipe_cli.pipeline.schedule.held import Held, bytes_held, peak_waiting
-from gpipe_cli.pipeline.schedule.named_schedules import SCHEDULES, order
+from gpipe_cli.pipeline.schedule.named_schedules import ORDERS, SCHEDULES, order
+from gpipe_cli.pipeline.schedule.placement import PLACEMENTS, place
 from gpipe_cli.pipeline.schedule.schedule import RECOMPUTE, Schedule, with_recomputation
 from gpipe_cli.pipeline.schedule.schedule_file import csv_of, read_schedule
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost, SkipCost, StageCost, TieCost, ideal_bubble, simulate
@@ -137,8 +138,11 @@ def random_case(chance: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
     ]
     edges = [EdgeCost(chance.uniform(0, 1), chance.uniform(0, 1)) for _ in range(K - 1)] * chance.randint(0, 1)
     slowdown = [1.0, *(chance.uniform(1, 3) for _ in range(chance.randint(1, 4)))] * chance.randint(0, 1)
-    of_rows = list(range(K)) if name != "interleaved" else [k % devices for k in range(K)]
+    placement = ORDERS[name].placement
+    of_rows = list(place(placement, K, devices)) if placement else list(range(K))
     device_of_stage = chance.choice([of_rows, [row // 2 for row in of_rows]])
+    if placement is None and chance.random() < 0.5:
+        device_of_stage = list(place(chance.choice(PLACEMENTS), K, chance.randint(1, K)))
     ties = [
         TieCost(tuple(sorted(chance.sample(range(K), chance.randint(1, K)))), chance.uniform(0, 3))
         for _ in range(chance.randint(0, 2))
@@ -236,6 +240,15 @@ def test_a_schedule_is_refused_as_python_refuses_it(page: "Page") -> None:
     assert any(verdict and "deadlock" in verdict["what"] and verdict["waits"] for verdict in found)
 
 
+def test_stages_are_on_the_devices_of_python(page: "Page") -> None:
+    asked = [(name, K, each) for name in PLACEMENTS for K in range(1, 13) for each in range(1, K + 1)]
+    for (name, K, each), found in zip(
+        asked, page.evaluate("all => all.map(one => gpipe.placed(...one))", asked), strict=True
+    ):
+        rows = layout_of(configure(*EVEN, f"partitions={K}", f"stages_per_process={each}", f"placement={name}"))
+        assert tuple(found) == rows.row_of_stage, (name, K, each)
+
+
 # --- what settings lead to
 
 TOO_LARGE = ("partitions=6", "micro_batches=3", "schedule=interleaved", "stages_per_process=2", "recompute=except_last")
@@ -247,6 +260,8 @@ OTHERS = (
     ("partitions=3", "micro_batches=16", "schedule=zero_bubble", "recompute=never"),
     TOO_LARGE,
     ("partitions=6", "micro_batches=11", "schedule=gpipe", "stages_per_process=3"),
+    ("partitions=6", "micro_batches=11", "schedule=1f1b", "stages_per_process=2", "placement=v"),
+    ("partitions=5", "micro_batches=10", "schedule=zero_bubble", "stages_per_process=2", "placement=looped"),
 )
 LIMITED = ("hardware.memory_gib=0.005", "recompute=auto")
 
@@ -255,7 +270,7 @@ def controls(settings: Sequence[str]) -> dict[str, Any]:
     """Those of the page, at the defaults of the plan that it begins with."""
     given = dict(setting.split("=") for setting in settings if "." not in setting)
     own = {"partitions": 2, "micro_batches": 4, "schedule": "zero_bubble", "recompute": "except_last",
-           "stages_per_process": 1}  # fmt: skip
+           "stages_per_process": 1, "placement": "neighbours"}  # fmt: skip
     return {key: type(value)(given.get(key, value)) for key, value in own.items()}
 
 
