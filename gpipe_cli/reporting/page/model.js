@@ -296,17 +296,23 @@ function chosenStep(data, chosen) {
   const timeline = simulate(rows, {stages, edges, slowdown, device_of_stage, ties, skips: long});
   const [begin] = windowOf(timeline), step_seconds = endOf(timeline) - begin + data.costs.set_up / devices;
   const waiting = peakWaiting(rows, waitingSkips(data, balance, sizes), device_of_stage);
-  const memoryOf = stagesOf(rows).map((actions, k) => {
-    const [first, end] = bounds[k], ofSize = new Map(sizes.map((n) => [n, held(data, first, end, n)]));
-    const heldBytes = memory(actions, sizes.map((n) => ofSize.get(n)));
-    return {...fixed[k], buffers: fixed[k].buffers + waiting[k], held: heldBytes};
+  const heldSizes = bounds.map(([first, end]) => {
+    const ofSize = new Map(sizes.map((n) => [n, held(data, first, end, n)]));
+    return sizes.map((n) => ofSize.get(n));
+  });
+  const memoryOf = stagesOf(rows).map((actions, k) =>
+    ({...fixed[k], buffers: fixed[k].buffers + waiting[k], held: memory(actions, heldSizes[k])}));
+  const device_memory = deviceMemory(rows, device_of_stage, heldSizes).map((held, device) => {
+    const own = memoryOf.filter((_, k) => device_of_stage[k] === device), all = (name) => own.map((of) => of[name]);
+    const stored = ["weights", "gradients", "optimizer", "buffers"].map((name) => [name, sum(all(name))]);
+    return {...Object.fromEntries(stored), workspace: greatest(all("workspace"), 0), held};
   });
   memoryOf.forEach(({held: most, ...stored}, k) => {
     const over = limit === null ? 0 : sum(Object.values(stored)) + greatest(most, 0) - limit;
     if (over > 0) problems.push(`stage ${k} needs ${(over / 2 ** 20).toFixed(1)} MiB more than there are`);
   });
   const result = {...base, timeline, step_seconds, samples_per_second: own.step_samples / step_seconds,
-    breakdown: breakdown(timeline, M, step_seconds), memory: memoryOf};
+    breakdown: breakdown(timeline, M, step_seconds), memory: memoryOf, device_memory};
   return problems.length ? {...result, problem: problems[0]} : result;
 }
 
@@ -502,7 +508,7 @@ function moves(data, controls) {
 
 window.gpipe = {
   action, key, greatest, microBatches, sources, order, withRecomputation, fewestRecomputations, check, linearize, csv,
-  stagesOf, clock, SCHEDULES, MADE_FOR, placed, rowsOfDevices, settled,
+  stagesOf, clock, SCHEDULES, MADE_FOR, AS_PLANNED, placed, rowsOfDevices, settled,
   simulate, breakdown, idleRegions, memory, peakWaiting, critical, lastTransfer, held, layerCosts, microBatchSizes,
   slowdowns, partition, crossing, skipBytes, ownControls, configured, bubbles, moves,
 };
