@@ -143,8 +143,8 @@ function buildLane(result, device, stages, top, bar) {
   const label = make("text", {class: "name", x, y: two ? y - 6 : y}, node, name);
   label.piece = {figure, what: "stage", stage: stages[0]};
   if (two) {
-    const few = stages.length > 3 ? `${stages.length} stages` : `stages ${stages.join(", ")}`;
-    make("text", {class: "small", x, y: y + 7}, node, few);
+    const all = stages.join(", "), fits = [`stages ${all}`, all].find(text => text.length * 6.2 < x);
+    make("text", {class: "small", x, y: y + 7}, node, fits ?? `${stages.length} stages`);
   }
   const plot = make("g", {"clip-path": "url(#plot)"}, node), lane = {device, stages, top, bar, node, plot};
   lane.spans = several ? figure.ofDevice.get(device) : figure.timeline.spans[stages[0]];
