@@ -288,7 +288,7 @@ function chosenStep(data, chosen) {
   const largest = bounds.map(([first, end]) => held(data, first, end, sizes[0]));
   const fixed = bounds.map(([first, end]) => fixedMemory(data, first, end, sizes[0]));
   const room = limit === null ? null : fixed.map((one) => limit - sum(Object.values(one)));
-  const rows = rowsFor(data, chosen, {device_of_stage, sizes: largest, room}, problems);
+  const rows = rowsFor(data, chosen, {device_of_stage, sizes: largest, room});
   const base = {rows, balance, stages, edges, ties, skips: long, device_of_stage, slowdown,
     micro_batches: M, sizes, devices, limit_bytes: limit};
   const faulty = check(rows);
@@ -307,10 +307,11 @@ function chosenStep(data, chosen) {
     const stored = ["weights", "gradients", "optimizer", "buffers"].map((name) => [name, sum(all(name))]);
     return {...Object.fromEntries(stored), workspace: greatest(all("workspace"), 0), held};
   });
-  memoryOf.forEach(({held: most, ...stored}, k) => {
-    const over = limit === null ? 0 : sum(Object.values(stored)) + greatest(most, 0) - limit;
-    if (over > 0) problems.push(`stage ${k} needs ${(over / 2 ** 20).toFixed(1)} MiB more than there are`);
-  });
+  const over = memoryOf.map(({held: most, ...stored}) => sum(Object.values(stored)) + greatest(most, 0) - limit);
+  if (limit !== null && greatest(over) > 0) {
+    const again = chosen.recompute === "auto" ? " even if it recomputes all it can" : "";
+    problems.push(`stage ${over.indexOf(greatest(over))} lacks ${(greatest(over) / 2 ** 20).toFixed(1)} MiB${again}`);
+  }
   const result = {...base, timeline, step_seconds, samples_per_second: own.step_samples / step_seconds,
     breakdown: breakdown(timeline, M, step_seconds), memory: memoryOf, device_memory};
   return problems.length ? {...result, problem: problems[0]} : result;
@@ -454,14 +455,14 @@ function fullest(actions, M) {
 }
 
 /** The rows: as edited, those of the plan for its own settings, or an order with recomputation. */
-function rowsFor(data, chosen, {device_of_stage, sizes, room}, problems) {
+function rowsFor(data, chosen, {device_of_stage, sizes, room}) {
   const {schedule, recompute, partitions: K, micro_batches: M} = chosen, own = data.setting;
   if (chosen.rows) return chosen.rows.map((row) => row.map((a) => typeof a === "string" ? action(a) : a));
   const planned = () => data.rows.map((row) => row.map(action));
   const same = OWN.every((name) => chosen[name] === own[name]);
   const changed = chosen.balance || chosen.backward_factor !== 1 || chosen.link_factor !== 1;
   if (same && !(changed && recompute === "auto")) return planned();
-  const recomputed = (order) => recomputedRows(order, recompute, sizes, room, problems);
+  const recomputed = (order) => recomputedRows(order, recompute, sizes, room);
   if (ONE_ORDER.includes(schedule)) { // the rows are all that is known of it
     if (["partitions", "micro_batches", "stages_per_process"].some((name) => chosen[name] !== own[name])) {
       const of = `K = ${own.partitions}, M = ${own.micro_batches}`;
@@ -470,19 +471,16 @@ function rowsFor(data, chosen, {device_of_stage, sizes, room}, problems) {
     if (recompute === own.recompute) return planned();
     return recomputed(planned().map((row) => row.filter((a) => a.kind !== "R")));
   }
-  if (schedule === "zero_bubble" && !own.splits) throw new Error("zero_bubble: compiled backwards cannot be halved");
+  if (SPLITTING.includes(schedule) && !own.splits) throw new Error(`${schedule}: compiled backwards cannot be halved`);
   return recomputed(order(schedule, K, M, new Set(device_of_stage).size));
 }
 
-/** `auto`: as few as fit, none without a limit. */
-function recomputedRows(rows, recompute, sizes, room, problems) {
+/** `auto`: as few as fit, none without a limit, and all but the last if nothing fits. */
+function recomputedRows(rows, recompute, sizes, room) {
   if (recompute !== "auto") return withRecomputation(rows, recompute);
   if (room === null) return rows;
-  const {recomputed, missing} = fewestRecomputations(rows, sizes, room), most = greatest(missing);
-  if (most <= 0) return withRecomputation(rows, recomputed);
-  const stage = missing.indexOf(most), lacks = `${(most / 2 ** 20).toFixed(1)} MiB`;
-  problems.push(`stage ${stage} lacks ${lacks} for activations even if it recomputes all it can`);
-  return withRecomputation(rows, "except_last");
+  const {recomputed, missing} = fewestRecomputations(rows, sizes, room);
+  return withRecomputation(rows, greatest(missing) > 0 ? "except_last" : recomputed);
 }
 
 /** What a step takes if one layer moves over a boundary, the shortest first: {from_stage, to_stage, layer, balance,

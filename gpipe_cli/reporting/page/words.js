@@ -6,6 +6,9 @@ const ORDERS = {
   "1f1b": "each backward as early as possible, then a forward and a backward in turns",
   interleaved: "1f1b for devices with several stages, which are not neighbours",
   zero_bubble: "1f1b with each backward split: weight gradients (W) may fill idle time",
+  zbv: "no bubble on a V, with the activations of 1f1b: devices have two stages, one down and one back up",
+  v_half: "on a V as zbv, with half of the activations",
+  v_min: "on a V as zbv, with a third of the activations",
   auto: "an order searched for these times and this memory",
   file: "the order of the file that the run has",
 };

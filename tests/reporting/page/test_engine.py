@@ -129,6 +129,7 @@ def random_case(chance: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
     """What JavaScript is asked, and what Python says."""
     name, devices = chance.choice(SCHEDULES), chance.randint(1, 4)
     K = devices * chance.randint(1, 8 // devices) if name == "interleaved" else chance.randint(1, 8)
+    devices = -(-K // 2) if ORDERS[name].placement == "v" else devices
     M = chance.randint(1, 32)
     sets = [chance.sample(range(M), chance.randint(0, M)) for _ in range(K)]
     recompute: Any = chance.choice([*RECOMPUTE, sets])
@@ -204,6 +205,14 @@ def test_simulations_are_those_of_python(page: "Page", tmp_path: Path) -> None:
         assert [list(map(str, row)) for row in read_schedule(str(file), asked["K"], asked["M"])] == expected["rows"]
 
 
+def test_orders_on_a_v_are_those_of_python(page: "Page") -> None:
+    names = [name for name in SCHEDULES if ORDERS[name].placement == "v"]
+    asked = [*product(names, range(1, 17), (1, 2, 3, 7, 8, 40)), ("zbv", 64, 100)]
+    found = page.evaluate("all => all.map(one => gpipe.order(...one).map(row => row.map(gpipe.key).join()))", asked)
+    for one, rows in zip(asked, found, strict=True):
+        assert rows == [",".join(map(str, row)) for row in order(*one)], one
+
+
 def test_a_schedule_is_refused_as_python_refuses_it(page: "Page") -> None:
     """What an edit may lead to: actions that change places, are missing or double."""
     chance, schedules = random.Random(0), []
@@ -262,6 +271,8 @@ OTHERS = (
     ("partitions=6", "micro_batches=11", "schedule=gpipe", "stages_per_process=3"),
     ("partitions=6", "micro_batches=11", "schedule=1f1b", "stages_per_process=2", "placement=v"),
     ("partitions=5", "micro_batches=10", "schedule=zero_bubble", "stages_per_process=2", "placement=looped"),
+    ("partitions=6", "micro_batches=9", "schedule=zbv"),
+    ("partitions=5", "micro_batches=11", "schedule=v_min", "recompute=never"),
 )
 LIMITED = ("hardware.memory_gib=0.005", "recompute=auto")
 
