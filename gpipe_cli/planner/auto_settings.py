@@ -24,7 +24,7 @@ from gpipe_cli.planner.cost_model import predicted_costs
 from gpipe_cli.planner.data_sheet import number_of_gpus, resolved
 from gpipe_cli.planner.layout import layout_of
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model, refuse_single_samples
-from gpipe_cli.planner.plan import CostsOf, Plan, TooLargeError, find_cut, make_plan, plan_step
+from gpipe_cli.planner.plan import CostsOf, Plan, TooLargeError, best_cut, make_plan, plan_step
 from gpipe_cli.planner.step_schedule import mini_batch_samples
 from gpipe_cli.system.machine import usable_cores
 from gpipe_cli.units import size
@@ -124,8 +124,8 @@ class _Planner:
             if config.schedule == AUTO_SCHEDULE:
                 make_plan(config, self.profile, costs, layout)
             else:
-                cut = find_cut(config, self.profile, costs, layout, layout.limit_bytes)
-                cut.held(cut.order, cut.recompute(config, layout.limit_bytes), layout)
+                cut = best_cut(config, self.profile, costs, layout)
+                cut.held(cut.order, cut.recompute(config, layout), layout)
         except InputError:
             return False
         return True
@@ -203,7 +203,7 @@ class _Planner:
             cut = "the cut of partition.method=lingvo does not fit;"
         remedies = [self.remedy(config) or "a smaller model"]
         if given is not None:
-            enough = (error.memory.limit_bytes + error.missing_bytes) * error.memory.stages
+            enough = error.enough_bytes * error.memory.stages
             remedies.append(f"hardware.memory_gib={math.ceil(enough / 2**30 * 1e4) / 1e4:.10g}")
         elif remedies == ["a smaller model"]:
             remedies.append("a machine with more memory")

@@ -3,6 +3,7 @@ allocated (sections 2 and 3 of the paper). A run begins with the same plan, so i
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
@@ -16,6 +17,7 @@ from gpipe_cli.pipeline.schedule.breakdown import Breakdown, breakdown
 from gpipe_cli.pipeline.schedule.lingvo_partitioner import cut_by_share, cut_stack
 from gpipe_cli.pipeline.schedule.named_schedules import AUTO_SCHEDULE, order
 from gpipe_cli.pipeline.schedule.partitioner import NoCutFitsError, SkipSends, check_balance, imbalance, partition
+from gpipe_cli.pipeline.schedule.placement import stages_of_devices
 from gpipe_cli.pipeline.schedule.recomputation import DoesNotFitError
 from gpipe_cli.pipeline.schedule.schedule import Kind, Recompute, Schedule, recomputes
 from gpipe_cli.pipeline.schedule.search import Problem, find
@@ -48,7 +50,8 @@ class Plan:
     timeline: Timeline
     step_seconds: float  # updates and set-up included
     breakdown: Breakdown
-    memory: tuple[StageMemory, ...]
+    memory: tuple[StageMemory, ...]  # of each stage at its own fullest moment
+    device_bytes: tuple[int, ...]  # of each device at its fullest moment, when not all of its stages are at theirs
     imbalance: float  # cost of the slowest stage over the mean, minus 1
     chosen_order: str = ""  # the name of the order that schedule=auto chose
     compared: "Mapping[str, Plan | None]" = field(default_factory=dict)  # order's name -> its plan; None: does not fit
@@ -80,11 +83,17 @@ def _bounds(balance: Sequence[int]) -> tuple[tuple[int, int], ...]:
 
 
 class TooLargeError(InputError):
-    """No cut fits the memory; in the best cut made without a limit, `stage` exceeds it by `missing_bytes`."""
+    """No cut fits the memory; in the best cut made without a limit, the device of `stage`, which has `stages` of them
+    and this as the fullest, exceeds it by `missing_bytes`."""
 
-    def __init__(self, stage: int, missing_bytes: int, memory: Memory) -> None:
+    def __init__(self, stage: int, missing_bytes: int, memory: Memory, stages: int = 1) -> None:
         super().__init__(f"stage {stage} is {missing_bytes} bytes over the limit of {memory.limit_bytes}")
-        self.stage, self.missing_bytes, self.memory = stage, missing_bytes, memory
+        self.stage, self.missing_bytes, self.memory, self.stages = stage, missing_bytes, memory, stages
+
+    @property
+    def enough_bytes(self) -> int:
+        """A limit to the memory of a stage with which the device would do."""
+        return self.memory.limit_bytes - (-self.missing_bytes // self.stages)
 
 
 def order_of(config: TrainConfig, layout: Layout) -> Schedule:
@@ -122,24 +131,39 @@ class Cut:
     def bounds(self) -> tuple[tuple[int, int], ...]:
         return _bounds(self.balance)
 
-    def recompute(self, config: TrainConfig, limit_bytes: int | None) -> Recompute:
-        """What `config` says or, for `auto`, as little recomputation as fits; `except_last` if nothing fits."""
+    def recompute(self, config: TrainConfig, layout: Layout) -> Recompute:
+        """What `config` says or, for `auto`, none if that fits, and as little as fits each stage's share of its
+        device's memory; `except_last` if nothing fits."""
         if config.recompute != "auto":
             return config.recompute
+        if len(set(layout.device_of_stage)) < len(self.balance):
+            with suppress(TooLargeError):
+                self.held(self.order, "never", layout)
+                return "never"
         try:
-            return self.memory.fewest_recomputations(self.order.first(len(self.sizes)), self.bounds, limit_bytes)
+            order = self.order.first(len(self.sizes))
+            return self.memory.fewest_recomputations(order, self.bounds, layout.limit_bytes)
         except DoesNotFitError:
             return "except_last"
 
-    def held(self, order: Schedule, recompute: Recompute, layout: Layout) -> tuple[StageMemory, ...]:
-        """The memory of each stage in this order of actions. Raises TooLargeError if a stage exceeds the limit."""
+    def held(
+        self, order: Schedule, recompute: Recompute, layout: Layout
+    ) -> tuple[tuple[StageMemory, ...], tuple[int, ...]]:
+        """The memory of each stage in this order of actions, and the peak bytes of each device. Raises TooLargeError
+        if a device exceeds the limits of its stages together."""
         schedule, limit = unchecked_schedule(order, len(self.sizes), recompute), layout.memory
         held = self.memory.stages(schedule, self.bounds, layout.device_of_stage)
+        peaks = self.memory.devices(held, schedule, self.bounds, layout.device_of_stage)
         if limit is not None:
-            missing_bytes, stage = max((stage.total_bytes - limit.limit_bytes, k) for k, stage in enumerate(held))
+            of_devices = stages_of_devices(layout.device_of_stage)
+            missing_bytes, _, stage, device = max(
+                (peaks[device] - len(stages) * limit.limit_bytes, held[k].total_bytes, k, device)
+                for device, stages in enumerate(of_devices)
+                for k in stages
+            )
             if missing_bytes > 0:
-                raise TooLargeError(stage, missing_bytes, limit)
-        return held
+                raise TooLargeError(stage, missing_bytes, limit, len(of_devices[device]))
+        return held, peaks
 
 
 def find_cut(
@@ -177,6 +201,15 @@ def find_cut(
     return Cut(tuple(balance), imbalance(work, balance, **sends), order, sizes, memory)
 
 
+def best_cut(config: TrainConfig, profile: ModelProfile, costs: StepCosts, layout: Layout) -> Cut:
+    """The best cut whose stages all stay below the layout's limit, or the best of all if there is none: it may fit even
+    so where stages share a device. `Cut.held` judges it. Raises InputError as `find_cut` does."""
+    try:
+        return find_cut(config, profile, costs, layout, layout.limit_bytes)
+    except NoCutFitsError:
+        return find_cut(config, profile, costs, layout, None)
+
+
 def _lingvo_cut(config: TrainConfig, profile: ModelProfile) -> tuple[int, ...]:
     """The cut by Lingvo's rule: by forward FLOPs or the user's costs; for Transformers by the number of layers.
 
@@ -210,19 +243,18 @@ def make_plan(config: TrainConfig, profile: ModelProfile, costs: StepCosts, layo
         TooLargeError: no cut stays below the layout's limit to the memory on every stage.
         InputError: as in `find_cut`.
     """
-    try:
-        cut = find_cut(config, profile, costs, layout, layout.limit_bytes)
-    except NoCutFitsError:  # refused below, with the bytes that the best cut lacks
-        cut = find_cut(config, profile, costs, layout, None)
+    cut = best_cut(config, profile, costs, layout)
     if config.schedule == AUTO_SCHEDULE and (chosen := _fastest_order(config, cut, costs, layout)) is not None:
         return chosen
-    return _simulated(cut, costs, layout, cut.order, cut.recompute(config, layout.limit_bytes))
+    return _simulated(cut, costs, layout, cut.order, cut.recompute(config, layout))
 
 
 def _fastest_order(config: TrainConfig, cut: Cut, costs: StepCosts, layout: Layout) -> Plan | None:
     """The plan with the fastest order, found by search or named; None if no order fits."""
     stages, edges = _stages_and_edges(cut, costs)
-    room = None if layout.limit_bytes is None else cut.memory.room(cut.bounds, layout.limit_bytes)
+    room = None
+    if layout.limit_bytes is not None:
+        room = cut.memory.room(cut.bounds, layout.limit_bytes, layout.device_of_stage)
     split = config.splits_backward and any(stage.weights_seconds for stage in stages)
     # all M: a mini-batch of text may have more micro-batches than this one of the longest sentences
     problem = Problem(
@@ -243,8 +275,8 @@ def _fastest_order(config: TrainConfig, cut: Cut, costs: StepCosts, layout: Layo
 
 
 def _simulated(cut: Cut, costs: StepCosts, layout: Layout, order: Schedule, recompute: Recompute) -> Plan:
-    """The plan of a step with these actions in this order. Raises TooLargeError if a stage exceeds the limit."""
-    held = cut.held(order, recompute, layout)
+    """The plan of a step with these actions in this order. Raises TooLargeError if a device exceeds the limit."""
+    held, device_bytes = cut.held(order, recompute, layout)
     stages, edges = _stages_and_edges(cut, costs)
     schedule = checked_schedule(order, len(cut.sizes), recompute)
     timeline = simulate(
@@ -267,6 +299,7 @@ def _simulated(cut: Cut, costs: StepCosts, layout: Layout, order: Schedule, reco
         step_seconds=step_seconds,
         breakdown=breakdown(timeline, len(cut.sizes), step_seconds),
         memory=held,
+        device_bytes=device_bytes,
         imbalance=cut.imbalance,
     )
 

@@ -17,7 +17,8 @@ from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.data.micro_batches import share_of
 from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory, Layers
 from gpipe_cli.pipeline.runtime.routes import routes
-from gpipe_cli.pipeline.schedule.held import Held, Waiting, live, peak_bytes, peak_waiting
+from gpipe_cli.pipeline.schedule.held import Held, Waiting, live, peak_bytes, peak_waiting, peaks_of_devices
+from gpipe_cli.pipeline.schedule.placement import stages_of_devices
 from gpipe_cli.pipeline.schedule.recomputation import fewest_recomputations
 from gpipe_cli.pipeline.schedule.schedule import Action, Recompute, Schedule
 from gpipe_cli.planner.data_sheet import computes_on_gpu
@@ -121,6 +122,22 @@ class MemoryModel:
         held = self.saved(schedule, bounds), peak_waiting(schedule, self._skips(bounds), device_of_stage)
         return tuple(stage(*span, *of_stage) for span, *of_stage in zip(bounds, *held, strict=True))
 
+    def devices(
+        self, held: Sequence[StageMemory], schedule: Schedule, bounds: Bounds, device_of_stage: Sequence[int]
+    ) -> tuple[int, ...]:
+        """The peak bytes of each device: what its stages, which hold `held`, store all the time, the most that their
+        activations take together, and the largest workspace of one of them, as one action runs at a time."""
+        of_devices = stages_of_devices(device_of_stage)
+        if len(of_devices) == len(held):
+            return tuple(held[k].total_bytes for (k,) in of_devices)
+        together = peaks_of_devices(schedule, self._held(bounds), device_of_stage)
+        return tuple(
+            most
+            + sum(held[k].total_bytes - held[k].activations_bytes - held[k].workspace_bytes for k in stages)
+            + max(held[k].workspace_bytes for k in stages)
+            for most, stages in zip(together, of_devices, strict=True)
+        )
+
     def _skips(self, bounds: Bounds) -> Waiting:
         """The bytes of skips between stages that are no neighbours."""
         profile, crossing = self._profile, [self._profile.costs[end - 1].outputs for _, end in bounds[:-1]]
@@ -138,18 +155,25 @@ class MemoryModel:
 
     def saved(self, schedule: Schedule, bounds: Bounds) -> tuple[int, ...]:
         """The most bytes of activations held at once on each stage."""
+        return peak_bytes(schedule, self._held(bounds))
+
+    def _held(self, bounds: Bounds) -> list[list[Held]]:
+        """For each stage, the bytes of each micro-batch in each way to hold it."""
         of_stages = [{n: of.held(*span) for n, of in self._of_size.items()} for span in bounds]
-        return peak_bytes(schedule, [[held[n] for n in self._sizes] for held in of_stages])
+        return [[held[n] for n in self._sizes] for held in of_stages]
 
     def largest(self, bounds: Bounds) -> list[Held]:
         """For each stage, the bytes of the largest micro-batch in each way to hold it."""
         return [self._largest.held(*span) for span in bounds]
 
-    def room(self, bounds: Bounds, limit_bytes: int) -> list[int]:
-        """The bytes that the limit leaves each stage for activations."""
+    def room(self, bounds: Bounds, limit_bytes: int, device_of_stage: Sequence[int] = ()) -> list[int]:
+        """The bytes that the limit, which is per stage, leaves for activations: of each stage or, with a device for
+        each stage, of all stages of each device together."""
+        stored = [int(self._stored_by(first, end)) for first, end in bounds]
+        workspace = [int(self._workspace[first:end].max()) for first, end in bounds]
         return [
-            limit_bytes - int(self._stored_by(first, end)) - int(self._workspace[first:end].max())
-            for first, end in bounds
+            sum(limit_bytes - stored[k] for k in stages) - max(workspace[k] for k in stages)
+            for stages in stages_of_devices(device_of_stage or range(len(bounds)))
         ]
 
     def _stored_by(self, first: Layers, end: Layers) -> Whole:

@@ -152,6 +152,7 @@ class PlanResult:
     files: dict[str, str]  # other files of the plan: what it is -> where it is
     skips: tuple[PlannedSkip, ...] = ()
     ties: tuple[PlannedTie, ...] = ()
+    device_bytes: tuple[int, ...] = ()  # peak memory of each device, whose stages are at their peaks at different times
     host_bytes: int | None = None  # page-locked on the hosts, of all stages, for checkpoints; None: not on GPUs
 
     @property

@@ -207,7 +207,8 @@ def test_the_largest_mini_batch_fits_and_one_sample_more_a_micro_batch_does_not(
     samples, rest = divmod(getattr(config, key), each)
     assert (rest, choice.chosen.value, choice.chosen.plan) == (0, str(samples * each), plan)
     assert samples > 1
-    assert max(stage.total_bytes for stage in plan.memory) <= limit
+    stages = map(plan.device_of_stage.count, range(len(plan.device_bytes)))
+    assert all(held <= limit * several for held, several in zip(plan.device_bytes, stages, strict=True))
     more = replace(config, **{key: (samples + 1) * each})
     with pytest.raises(TooLargeError):
         plan_of(more, found, limit)
@@ -223,7 +224,8 @@ def test_on_gpus_the_largest_mini_batch_follows_their_memory(monkeypatch: pytest
     config, plan, _ = choose(configure(*settings), ["batch_size"], found, predicted_costs)
     limit = layout_of(config).limit_bytes
     assert config.hardware.memory_gib == rest / 2 / 2**30, "two stages share the GPU"
-    assert max(stage.total_bytes for stage in plan.memory) <= limit == rest // 2
+    assert limit == rest // 2
+    assert plan.device_bytes[0] <= rest
     more = replace(config, batch_size=config.batch_size + 4)
     with pytest.raises(TooLargeError):
         plan_of(more, found, limit)

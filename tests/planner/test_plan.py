@@ -83,6 +83,22 @@ def test_an_error_names_stage_and_bytes_if_no_cut_fits() -> None:
     assert (error.value.missing_bytes, error.value.stage) == max((bytes_, k) for k, bytes_ in enumerate(missing))
 
 
+def test_a_devices_stages_share_its_memory() -> None:
+    """In a V the first stage of a device holds its graphs long and its last one briefly: a limit fits that the first
+    exceeds with what it may use of it."""
+    ways = ("partitions=4", "placement=v", "stages_per_process=2", "partition.balance=[3,2,1,1]", "schedule=1f1b")
+    free = planned(*ways, "recompute=never")
+    enough = -(-max(free.device_bytes) // 2)
+    assert max(stage.total_bytes for stage in free.memory) > enough
+    tight = planned(*ways, "recompute=auto", limit=enough / MIB)
+    assert (tight.device_bytes, tight.recomputed) == (free.device_bytes, (0,) * 4)
+    assert sum(free.device_bytes) < sum(stage.total_bytes for stage in free.memory)
+    with pytest.raises(TooLargeError) as error:
+        planned(*ways, "recompute=never", limit=(enough - 1) / MIB)
+    over = error.value
+    assert (over.missing_bytes, over.stages, over.enough_bytes) == (max(free.device_bytes) - 2 * enough + 2, 2, enough)
+
+
 def test_a_spec_is_the_plans() -> None:
     config = configure(*EVEN, "partitions=2", "recompute=auto", "hardware.memory_gib=0.002")
     plan = plan_of(config, traced())

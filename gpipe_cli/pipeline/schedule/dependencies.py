@@ -6,7 +6,7 @@ same grid.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from heapq import heappop, heappush
 
 from gpipe_cli.errors import InputError
@@ -85,6 +85,16 @@ def linearize_retained(schedule: Schedule, device_of_stage: Sequence[int] = ()) 
     """`linearize`, with what the stage of each action retains of the micro-batch after it."""
     of_stages = [stage_retained(actions) for actions in schedule.stages]
     return [next(of_stages[action.stage]) for action in linearize(schedule, device_of_stage)]  # stages keep their order
+
+
+def performed(schedule: Schedule, device_of_stage: Sequence[int]) -> Iterable[tuple[Action, Retain]]:
+    """All actions, those of each device in its order, each with what its stage retains afterwards. Raises as
+    `linearize` does, unless every row has a device of its own."""
+    pairs = {*zip(schedule.row_of_stage, device_of_stage, strict=True)}
+    if len(pairs) == len(set(device_of_stage)) == len(schedule):
+        of_stages = [stage_retained(actions) for actions in schedule.stages]
+        return (next(of_stages[action.stage]) for row in schedule for action in row)
+    return linearize_retained(schedule, device_of_stage)
 
 
 def check(schedule: Schedule) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from operator import add, mul
 from typing import NamedTuple
 
-from gpipe_cli.pipeline.schedule.dependencies import linearize
+from gpipe_cli.pipeline.schedule.dependencies import linearize, performed
 from gpipe_cli.pipeline.schedule.schedule import RETURNS, Action, Kind, Retain, Schedule, stage_retained
 
 
@@ -57,6 +57,23 @@ def peak_bytes(schedule: Schedule, sizes: Sequence[Sequence[Held]]) -> tuple[int
     assert len(sizes) == len(schedule.stages), "sizes for each stage"
     held = (bytes_held(actions, of_stage) for actions, of_stage in zip(schedule.stages, sizes, strict=True))
     return tuple(max(stage, default=0) for stage in held)
+
+
+def peaks_of_devices(
+    schedule: Schedule, sizes: Sequence[Sequence[Held]], device_of_stage: Sequence[int]
+) -> tuple[int, ...]:
+    """For each device, the most bytes that its stages hold together for micro-batches in flight, in the order of its
+    actions; ``sizes`` as in `peak_bytes`. It is at most the sum of the stages' own peaks, which may come one after
+    another. Raises ScheduleError on a deadlock."""
+    changes = [{size: changed_bytes(size) for size in set(of_stage)} for of_stage in sizes]
+    now = [0] * (1 + max(device_of_stage))
+    most = now.copy()
+    for (kind, stage, m), retain in performed(schedule, device_of_stage):
+        begin, end = changes[stage][sizes[stage][m]][kind, retain]
+        device = device_of_stage[stage]
+        most[device] = max(most[device], now[device] + begin)
+        now[device] += begin + end
+    return tuple(most)
 
 
 Waiting = Mapping[tuple[int, int], Sequence[tuple[int, int]]]

@@ -10,6 +10,7 @@ Controllable Memory"). Eight stages on four devices:
     v            0 7 | 1 6 | 2 5 | 3 4
 """
 
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 PlacementName = Literal["neighbours", "looped", "v"]
@@ -32,3 +33,11 @@ def place(name: PlacementName, stages: int, devices: int) -> tuple[int, ...]:
                 return tuple(min(stage, stages - 1 - stage) if stage >= devices else stage for stage in range(stages))
             turns = (divmod(stage, devices) for stage in range(stages))
             return tuple(devices - 1 - at if turn % 2 else at for turn, at in turns)
+
+
+def stages_of_devices(device_of_stage: Sequence[int]) -> list[list[int]]:
+    """The stages of each device, which are numbered from 0 on."""
+    found: list[list[int]] = [[] for _ in range(1 + max(device_of_stage))]
+    for stage, device in enumerate(device_of_stage):
+        found[device].append(stage)
+    return found

@@ -11,16 +11,18 @@ where there is one too many, drop the one that ends last, as it takes room for l
 
 from collections.abc import Sequence
 from heapq import heappop, heappush
+from itertools import pairwise
 
 from gpipe_cli.errors import InputError
+from gpipe_cli.pipeline.schedule.dependencies import performed
 from gpipe_cli.pipeline.schedule.held import Held, changed_bytes
+from gpipe_cli.pipeline.schedule.placement import stages_of_devices
 from gpipe_cli.pipeline.schedule.schedule import (
     RETURNS,
     Action,
     Kind,
     Retain,
     Schedule,
-    backward_follows_forward,
     stage_retained,
 )
 
@@ -38,7 +40,7 @@ class DoesNotFitError(InputError):
 
 
 def fewest_recomputations(
-    order: Schedule, sizes: Sequence[Held], limit_bytes: Sequence[int]
+    order: Schedule, sizes: Sequence[Held], limit_bytes: Sequence[int], device_of_stage: Sequence[int] = ()
 ) -> tuple[frozenset[int], ...]:
     """For each stage, the fewest micro-batches to recompute such that its activations stay within a limit.
 
@@ -47,40 +49,59 @@ def fewest_recomputations(
     input no larger than the graph. A micro-batch whose backward directly follows its forward is never recomputed, as
     nothing would be gained. ``gpipe`` recomputes the first micro-batches, ``1f1b`` the last ones before memory is full.
 
-    Raises DoesNotFitError for the stage that lacks most.
+    With a device for each stage, the limits are for the stages of each device together, and fewer recomputations may be
+    enough where these stages differ.
+
+    Raises DoesNotFitError for the stage that lacks most, or the first stage of the device that does.
     """
-    found = [_on_stage(*of_stage) for of_stage in zip(order.stages, sizes, limit_bytes, strict=True)]
-    missing, stage = max((missing, -stage) for stage, (_, missing) in enumerate(found))
+    order = Schedule((tuple(a for a in row if a.kind is not Kind.R) for row in order), order.row_of_stage)
+    rows = [list(stage_retained(actions)) for actions in order.stages]
+    firsts: Sequence[int] = range(len(rows))
+    if device_of_stage:
+        firsts = [stages[0] for stages in stages_of_devices(device_of_stage)]
+        rows = [[] for _ in firsts]
+        for action, retain in performed(order, device_of_stage):
+            rows[device_of_stage[action.stage]].append((action, retain))
+    found: list[set[int]] = [set() for _ in sizes]
+    lacking = []
+    for first, row, limit in zip(firsts, rows, limit_bytes, strict=True):
+        recomputed, missing = _on_device(row, sizes, limit)
+        lacking.append((missing, -first))
+        for stage, micro_batch in recomputed:
+            found[stage].add(micro_batch)
+    missing, stage = max(lacking)
     if missing > 0:
         raise DoesNotFitError(-stage, missing)
-    return tuple(recomputed for recomputed, _ in found)
+    return tuple(map(frozenset, found))
 
 
-def _on_stage(actions: Sequence[Action], size: Held, limit_bytes: int) -> tuple[frozenset[int], int]:
-    """The micro-batches to recompute, and how many bytes are missing even so (0 if the stage fits).
-
-    Recomputations in `actions` are ignored, as each holds only what its backward holds.
-    """
-    assert 0 <= size.input <= size.graph, "a graph holds its input"
-    actions = [a for a in actions if a.kind is not Kind.R]
-    changes = changed_bytes(size)
-    again, _ = changes[Kind.R, Retain.GRAPH]  # bytes that a recomputation adds, and that dropping a graph saves
-    ends = {a.micro_batch: at for at, a in enumerate(actions) if a.kind in RETURNS}
-    free = backward_follows_forward(actions)
-    recomputed: set[int] = set()
-    kept: list[tuple[int, int]] = []  # heap: micro-batches that may be dropped, the one that ends last on top
+def _on_device(
+    row: Sequence[tuple[Action, Retain]], sizes: Sequence[Held], limit_bytes: int
+) -> tuple[set[tuple[int, int]], int]:
+    """The recomputations that are needed (stage, micro-batch), and how many bytes are missing even so (0: it fits)."""
+    changes = [changed_bytes(size) for size in sizes]
+    # bytes that a recomputation adds, and that dropping a graph saves
+    again = [of_stage[Kind.R, Retain.GRAPH][0] for of_stage in changes]
+    assert all(0 <= size.input <= size.graph for size in sizes), "a graph holds its input"
+    ends = {(a.stage, a.micro_batch): at for at, (a, _) in enumerate(row) if a.kind in RETURNS}
+    pairs = pairwise(a for a, _ in row)
+    free = {b[1:] for a, b in pairs if b.kind in RETURNS and a == (Kind.F, *b[1:])}
+    recomputed: set[tuple[int, int]] = set()
+    kept: list[tuple[int, tuple[int, int]]] = []  # heap: graphs that may be dropped, the one that ends last on top
     held = missing = 0  # bytes held now, and the most bytes over the limit
-    for at, (a, retain) in enumerate(stage_retained(actions)):
-        begin, end = changes[a.kind, retain]
+    for at, ((kind, stage, micro_batch), retain) in enumerate(row):
+        graph = stage, micro_batch
+        begin, end = changes[stage][kind, retain]
         held += begin
-        if a.kind is Kind.F and a.micro_batch not in free:
-            heappush(kept, (-ends[a.micro_batch], a.micro_batch))
-        elif a.kind in RETURNS and a.micro_batch in recomputed:
-            held += again
+        if kind is Kind.F and graph not in free and again[stage] > 0:
+            heappush(kept, (-ends[graph], graph))
+        elif kind in RETURNS and graph in recomputed:
+            held += again[stage]
         # If the top of `kept` has ended, all of them have.
-        while held > limit_bytes and kept and -kept[0][0] > at and again > 0:
-            recomputed.add(heappop(kept)[1])
-            held -= again
+        while held > limit_bytes and kept and -kept[0][0] > at:
+            dropped = heappop(kept)[1]
+            recomputed.add(dropped)
+            held -= again[dropped[0]]
         missing = max(missing, held - limit_bytes)
         held += end
-    return frozenset(recomputed), missing
+    return recomputed, missing

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import product
 
-from gpipe_cli.pipeline.schedule.held import Held, changed_bytes, peak_bytes
+from gpipe_cli.pipeline.schedule.held import Held, changed_bytes, peaks_of_devices
 from gpipe_cli.pipeline.schedule.named_schedules import SCHEDULES, order
 from gpipe_cli.pipeline.schedule.recomputation import DoesNotFitError, fewest_recomputations
 from gpipe_cli.pipeline.schedule.schedule import (
@@ -65,7 +65,7 @@ class Problem:
     device_of_stage: Sequence[int]  # the device of each stage
     micro_batches: int
     sizes: Sequence[Held]  # bytes of the largest micro-batch in each way to hold it
-    room: Sequence[int] | None  # bytes for activations; None: no limit
+    room: Sequence[int] | None  # bytes for activations of each device; None: no limit
     recompute: Recompute  # a mode, or `auto`: as few recomputations as fit
     split: bool  # whether backwards may be split into I and W
     ties: Sequence[TieCost] = ()
@@ -116,7 +116,9 @@ def _tried(problem: Problem, name: str, candidate: Schedule) -> Tried:
     recompute = problem.recompute
     if recompute == "auto":
         try:
-            found = () if problem.room is None else fewest_recomputations(candidate, problem.sizes, problem.room)
+            found: tuple[frozenset[int], ...] = ()
+            if problem.room is not None:
+                found = fewest_recomputations(candidate, problem.sizes, problem.room, problem.device_of_stage)
         except DoesNotFitError:
             return Tried(name, with_recomputation(candidate, "always"))
         recompute = found or "never"
@@ -161,7 +163,8 @@ def _in_waits(problem: Problem, schedule: Schedule, timeline: Timeline) -> Sched
 def _fits(problem: Problem, schedule: Schedule) -> bool:
     if problem.room is None:
         return True
-    peaks = peak_bytes(schedule, [[size] * problem.micro_batches for size in problem.sizes])
+    sizes = [[size] * problem.micro_batches for size in problem.sizes]
+    peaks = peaks_of_devices(schedule, sizes, problem.device_of_stage)
     return all(peak <= room for peak, room in zip(peaks, problem.room, strict=True))
 
 
@@ -205,7 +208,7 @@ class _Greedy:
         # (F or B, stage, micro-batch) -> when the inputs of this action arrive
         self._there = {(Kind.F, 0, m): 0.0 for m in range(problem.micro_batches)}
         self._links = LinkQueues(problem.edges, problem.device_of_stage)
-        self._held = [0 for _ in stages]  # bytes per stage, between two actions
+        self._held = [0 for _ in devices]  # bytes per device, between two actions
         self._more = [_more_bytes(size, recomputed=recomputes(problem.recompute)) for size in problem.sizes]
         # heap: when, whether a device may begin (False, the end of an action, sorts first), device, ended action
         self._events: list[tuple[float, bool, int, Action]] = []
@@ -248,20 +251,25 @@ class _Greedy:
         return self._there.get((kind, stage, self._next[kind][stage]), math.inf)
 
     def _has_room(self, stage: int) -> bool:
-        """Whether the stage may have one more micro-batch in flight."""
-        begun, size, room = self._next[Kind.F][stage], self._problem.sizes[stage], self._problem.room
+        """Whether the stage may have one more micro-batch in flight. Later stages of its device, which the micro-batch
+        reaches next, are left room for it."""
+        begun, room, device = self._next[Kind.F][stage], self._problem.room, self._problem.device_of_stage[stage]
         flying = begun - self._next[Kind.B][stage]
         late = begun - self._next[Kind.W][stage] if self._split else 0
         if flying >= self._most[stage] or late >= 2 * max(self._most):
             return False
-        return room is None or flying == 0 or self._held[stage] + size.graph <= room[stage]
+        if room is None or flying == 0:
+            return True
+        idle = (k for k in self._of_device[device] if k > stage and self._next[Kind.F][k] == self._next[Kind.B][k])
+        needed = sum(self._problem.sizes[k].graph for k in (stage, *idle))
+        return self._held[device] + needed <= room[device]
 
     def _take(self, now: float, device: int, kind: Kind, stage: int) -> None:
         action = Action(Kind.I if kind is Kind.B and self._split else kind, stage, self._next[kind][stage])
         self._rows[device].append(action)
         self._busy[device] = True
         self._next[kind][stage] += 1
-        self._held[stage] += self._more[stage][action.kind]
+        self._held[device] += self._more[stage][action.kind]
         seconds = self._problem.stages[stage].seconds(action.kind, Retain.GRAPH)
         heappush(self._events, (now + seconds, False, device, action))
 

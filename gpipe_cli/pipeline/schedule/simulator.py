@@ -13,12 +13,12 @@ that slow each other down as they share the memory and caches of one machine.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from gpipe_cli.pipeline.schedule.dependencies import linearize, linearize_retained
-from gpipe_cli.pipeline.schedule.schedule import Action, Kind, Retain, Schedule, stage_retained
+from gpipe_cli.pipeline.schedule.dependencies import linearize, performed
+from gpipe_cli.pipeline.schedule.schedule import Action, Kind, Retain, Schedule
 from gpipe_cli.pipeline.schedule.timeline import Event, EventKind, Span, Timeline, gap
 
 
@@ -134,15 +134,6 @@ def simulate(
     return Timeline(tuple(map(tuple, run.spans)), tuple(map(tuple, run.events)), devices if shared else ())
 
 
-def _performed(schedule: Schedule, device_of_stage: Sequence[int]) -> Iterable[tuple[Action, Retain]]:
-    """All actions, those of each device in its order, each with what its stage retains afterwards."""
-    pairs = {*zip(schedule.row_of_stage, device_of_stage, strict=True)}
-    if len(pairs) == len(set(device_of_stage)) == len(schedule):  # every row has a device of its own
-        of_stages = [stage_retained(actions) for actions in schedule.stages]
-        return (next(of_stages[action.stage]) for row in schedule for action in row)
-    return linearize_retained(schedule, device_of_stage)
-
-
 class _Run:
     """One discrete-event simulation. Events are ends of actions and arrivals of tensors.
 
@@ -170,7 +161,7 @@ class _Run:
         devices = 1 + max(device_of_stage)
         # per device: the actions left, the action that each needs, and its seconds; the first may be running
         self._left: list[deque[tuple[Action, Action | None, float]]] = [deque() for _ in range(devices)]
-        for action, retain in _performed(schedule, device_of_stage):
+        for action, retain in performed(schedule, device_of_stage):
             seconds = stages[action.stage].seconds(action.kind, retain)
             self._left[device_of_stage[action.stage]].append((action, schedule.source(action), seconds))
         updated = [stage for stage, cost in enumerate(stages) if cost.update_seconds > 0]

@@ -139,7 +139,11 @@ def _outcome(plan: PlanResult) -> Iterator[tuple[str, str]]:
         yield "" if n else "tied", f"{tie.name} on stages {stages}, {size(tie.bytes)} of gradients once a step"
     held, limit = plan.held_bytes, plan.hardware.limit_bytes
     memory = f"{size(max(held))} on stage {held.index(max(held))}, the fullest"
-    yield "memory", f"{memory}, predicted" if limit is None else f"{memory}, predicted, of {size(limit)}"
+    shared = len(plan.device_bytes) < len(held)
+    yield "memory", f"{memory}, predicted" + ("" if limit is None or shared else f", of {size(limit)}")
+    if shared and (most := max(plan.device_bytes, default=0)):
+        of = "" if limit is None else f", of {size(limit)} per stage"
+        yield "", f"{size(most)} on device {plan.device_bytes.index(most)}, the fullest, at one moment, predicted{of}"
     if plan.host_bytes is not None:
         yield "", f"checkpoints take {size(plan.host_bytes)} of the hosts' memory, page-locked"
 

@@ -74,6 +74,7 @@ def plan_result(
         step_samples=samples,
         step_tokens=tokens,
         hardware=hardware,
+        device_bytes=plan.device_bytes,
         host_bytes=sum(m.weights_bytes + m.optimizer_bytes for m in plan.memory) if computes_on_gpu(config) else None,
         step_seconds=plan.step_seconds,
         samples_per_second=samples / plan.step_seconds,

@@ -12,7 +12,7 @@ from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.schedule import named_schedules
 from gpipe_cli.pipeline.schedule.breakdown import breakdown
 from gpipe_cli.pipeline.schedule.dependencies import linearize
-from gpipe_cli.pipeline.schedule.held import Held, bytes_held, live, peak_bytes
+from gpipe_cli.pipeline.schedule.held import Held, bytes_held, live, peak_bytes, peaks_of_devices
 from gpipe_cli.pipeline.schedule.named_schedules import SCHEDULES, forward_only
 from gpipe_cli.pipeline.schedule.schedule import RECOMPUTE, Action, Kind, Schedule
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost, StageCost, TieCost, ideal_bubble, simulate
@@ -261,3 +261,40 @@ def test_what_is_held_while_each_action_runs(name: str) -> None:
         assert peak_bytes(schedule, sizes) == tuple(max(of for _, of in stage) for stage in again)
         for actions, of, stage in zip(schedule.stages, sizes, again, strict=True):
             assert list(bytes_held(actions, of)) == [held for _, held in stage]
+
+
+def held_now(begun: Sequence[Action], ended: set[Action], actions: Sequence[Action], sizes: Sequence[Held]) -> int:
+    """The bytes that a stage holds, from what it has begun and ended so far."""
+    total, stage = 0, actions[0].stage
+    for m, size in enumerate(sizes):
+        f, r, b, i, w = (Action(kind, stage, m) for kind in (Kind.F, Kind.R, Kind.B, Kind.I, Kind.W))
+        if f in begun and b not in ended and i not in ended:
+            total += size.input if r in actions and r not in begun else size.graph
+        total += size.gradients if i in begun and i not in ended else 0
+        total += size.weights if i in ended and w not in ended else 0
+    return total
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_stages_of_a_device_are_not_at_their_fullest_together(seed: int) -> None:
+    """Their peak is that of the moment when they hold most in sum, counted from nothing at every moment."""
+    random_ = random.Random(seed)
+    k, m, name = random_.randint(2, 6), random_.randint(1, 6), random_.choice(SCHEDULES)
+    chosen = tuple(frozenset(m for m in range(m) if random_.random() < 0.5) for _ in range(k))
+    schedule = some_whole(build(name, k, m, chosen), random_)
+    sizes = [[Held(*(random_.randint(0, 9) for _ in range(4))) for _ in range(m)] for _ in range(k)]
+    placed = [random_.randrange(3) for _ in range(k)]
+    device_of_stage = [sorted({*placed}).index(device) for device in placed]
+    most = [0] * len({*placed})
+    begun: list[Action] = []
+    ended: set[Action] = set()
+    for action in linearize(schedule, device_of_stage):
+        begun.append(action)
+        device = device_of_stage[action.stage]
+        of_device = [stage for stage in range(k) if device_of_stage[stage] == device]
+        together = sum(held_now(begun, ended, schedule.stages[stage], sizes[stage]) for stage in of_device)
+        most[device] = max(most[device], together)
+        ended.add(action)
+    assert peaks_of_devices(schedule, sizes, device_of_stage) == tuple(most)
+    alone = peak_bytes(schedule, sizes)
+    assert peaks_of_devices(schedule, sizes, range(k)) == alone

@@ -211,7 +211,8 @@ def test_stages_that_share_a_device_are_shown_so(tmp_path: Path) -> None:
     assert {stage.memory.limit_bytes for stage in written.stages} == {int(74.5 * 2**30) // 2}
     lines = shown(written, tmp_path, width=120)
     assert "74.5 GiB of memory, shared by 2 stages, links" in row(lines, "             74.5 GiB")
-    assert row(lines, "memory  ").endswith("predicted, of 37.2 GiB")
+    assert row(lines, "memory  ").endswith("the fullest, predicted")
+    assert any(line.endswith("the fullest, at one moment, predicted, of 37.2 GiB per stage") for line in lines)
     table = lines[lines.index("stages: FLOPs of the forward, bytes and predicted time of one micro-batch") :]
     assert table[1].split()[:3] == ["stage", "process", "layers"]
     assert [line.split()[:2] for line in table[3:7]] == [["0", "0"], ["1", "0"], ["2", "1"], ["3", "1"]]
