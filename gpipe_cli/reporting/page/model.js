@@ -240,7 +240,7 @@ function deviceOfStage(data, {partitions: K, stages_per_process: each, schedule,
   return placed(placement, K, each);
 }
 
-/** The bytes that each stage must stay below, or null. */
+/** The bytes that each stage must stay below, those of a device together, or null. */
 function limitOf({limit, setting}, device_of_stage) {
   if (!limit) return null;
   const most = greatest(device_of_stage.map((device) => device_of_stage.filter((other) => other === device).length));
@@ -288,32 +288,28 @@ function chosenStep(data, chosen) {
   const largest = bounds.map(([first, end]) => held(data, first, end, sizes[0]));
   const fixed = bounds.map(([first, end]) => fixedMemory(data, first, end, sizes[0]));
   const room = limit === null ? null : fixed.map((one) => limit - sum(Object.values(one)));
-  const rows = rowsFor(data, chosen, {device_of_stage, sizes: largest, room});
+  const heldSizes = bounds.map(([first, end]) => {
+    const ofSize = new Map(sizes.map((n) => [n, held(data, first, end, n)]));
+    return sizes.map((n) => ofSize.get(n));
+  });
+  const skipping = waitingSkips(data, balance, sizes);
+  const memoryOf = (rows) => memoryInAll(rows, device_of_stage, fixed, heldSizes, skipping);
+  const fits = (rows) => devices < K && greatest(lacking(memoryOf(rows).devices, limit)) <= 0;
+  const rows = rowsFor(data, chosen, {device_of_stage, sizes: largest, room, fits});
   const base = {rows, balance, stages, edges, ties, skips: long, device_of_stage, slowdown,
     micro_batches: M, sizes, devices, limit_bytes: limit};
   const faulty = check(rows);
   if (faulty) return {...base, timeline: null, problem: faulty.what, faulty};
   const timeline = simulate(rows, {stages, edges, slowdown, device_of_stage, ties, skips: long});
   const [begin] = windowOf(timeline), step_seconds = endOf(timeline) - begin + data.costs.set_up / devices;
-  const waiting = peakWaiting(rows, waitingSkips(data, balance, sizes), device_of_stage);
-  const heldSizes = bounds.map(([first, end]) => {
-    const ofSize = new Map(sizes.map((n) => [n, held(data, first, end, n)]));
-    return sizes.map((n) => ofSize.get(n));
-  });
-  const memoryOf = stagesOf(rows).map((actions, k) =>
-    ({...fixed[k], buffers: fixed[k].buffers + waiting[k], held: memory(actions, heldSizes[k])}));
-  const device_memory = deviceMemory(rows, device_of_stage, heldSizes).map((held, device) => {
-    const own = memoryOf.filter((_, k) => device_of_stage[k] === device), all = (name) => own.map((of) => of[name]);
-    const stored = ["weights", "gradients", "optimizer", "buffers"].map((name) => [name, sum(all(name))]);
-    return {...Object.fromEntries(stored), workspace: greatest(all("workspace"), 0), held};
-  });
-  const over = memoryOf.map(({held: most, ...stored}) => sum(Object.values(stored)) + greatest(most, 0) - limit);
-  if (limit !== null && greatest(over) > 0) {
+  const inAll = memoryOf(rows), lacks = limit === null ? [0] : lacking(inAll.devices, limit), most = greatest(lacks);
+  if (most > 0) {
+    const device = lacks.indexOf(most), who = devices < K ? `device ${device}` : `stage ${device_of_stage.indexOf(device)}`;
     const again = chosen.recompute === "auto" ? " even if it recomputes all it can" : "";
-    problems.push(`stage ${over.indexOf(greatest(over))} lacks ${(greatest(over) / 2 ** 20).toFixed(1)} MiB${again}`);
+    problems.push(`${who} lacks ${(most / 2 ** 20).toFixed(1)} MiB${again}`);
   }
   const result = {...base, timeline, step_seconds, samples_per_second: own.step_samples / step_seconds,
-    breakdown: breakdown(timeline, M, step_seconds), memory: memoryOf, device_memory};
+    breakdown: breakdown(timeline, M, step_seconds), memory: inAll.stages, device_memory: inAll.devices};
   return problems.length ? {...result, problem: problems[0]} : result;
 }
 
@@ -369,6 +365,28 @@ function skipBytes(data, {stash, pop}, samples) {
   const tensors = data.memory.boundaries[stash + 1].filter(([, , , popped]) => popped === pop);
   const bytes = (some) => sum(some.map(([base, each]) => base + each * samples));
   return [bytes(tensors), bytes(tensors.filter(([, , returned]) => returned))];
+}
+
+/** What each stage holds, at its own fullest moment, and what each device does, whose stages compute one at a time:
+ *  {stages, devices}, of each {weights, gradients, optimizer, buffers, workspace, held while each action runs}. */
+function memoryInAll(rows, device_of_stage, fixed, heldSizes, skipping) {
+  const waiting = peakWaiting(rows, skipping, device_of_stage);
+  const stages = stagesOf(rows).map((actions, k) =>
+    ({...fixed[k], buffers: fixed[k].buffers + waiting[k], held: memory(actions, heldSizes[k])}));
+  const own = range(1 + greatest(device_of_stage), (device) => stages.filter((_, k) => device_of_stage[k] === device));
+  if (own.length === stages.length) return {stages, devices: own.flat()};
+  const devices = deviceMemory(rows, device_of_stage, heldSizes).map((held, device) => {
+    const all = (name) => own[device].map((of) => of[name]);
+    const stored = ["weights", "gradients", "optimizer", "buffers"].map((name) => [name, sum(all(name))]);
+    return {...Object.fromEntries(stored), workspace: greatest(all("workspace")), held, stages: own[device].length};
+  });
+  return {stages, devices};
+}
+
+/** The bytes by which each device is over the limits of its stages together. */
+function lacking(devices, limit) {
+  return devices.map(({held, stages = 1, ...stored}) =>
+    sum(Object.values(stored)) + greatest(held, 0) - stages * limit);
 }
 
 /** What a stage stores all the time, and the workspace of its largest layer. */
@@ -455,14 +473,14 @@ function fullest(actions, M) {
 }
 
 /** The rows: as edited, those of the plan for its own settings, or an order with recomputation. */
-function rowsFor(data, chosen, {device_of_stage, sizes, room}) {
+function rowsFor(data, chosen, {device_of_stage, sizes, room, fits}) {
   const {schedule, recompute, partitions: K, micro_batches: M} = chosen, own = data.setting;
   if (chosen.rows) return chosen.rows.map((row) => row.map((a) => typeof a === "string" ? action(a) : a));
   const planned = () => data.rows.map((row) => row.map(action));
   const same = OWN.every((name) => chosen[name] === own[name]);
   const changed = chosen.balance || chosen.backward_factor !== 1 || chosen.link_factor !== 1;
   if (same && !(changed && recompute === "auto")) return planned();
-  const recomputed = (order) => recomputedRows(order, recompute, sizes, room);
+  const recomputed = (order) => recomputedRows(order, recompute, sizes, room, fits);
   if (ONE_ORDER.includes(schedule)) { // the rows are all that is known of it
     if (["partitions", "micro_batches", "stages_per_process"].some((name) => chosen[name] !== own[name])) {
       const of = `K = ${own.partitions}, M = ${own.micro_batches}`;
@@ -475,10 +493,11 @@ function rowsFor(data, chosen, {device_of_stage, sizes, room}) {
   return recomputed(order(schedule, K, M, new Set(device_of_stage).size));
 }
 
-/** `auto`: as few as fit, none without a limit, and all but the last if nothing fits. */
-function recomputedRows(rows, recompute, sizes, room) {
+/** `auto`: none without a limit or if devices with several stages fit so, as few as fit each stage's share of its device,
+ *  and all but the last if nothing fits. */
+function recomputedRows(rows, recompute, sizes, room, fits) {
   if (recompute !== "auto") return withRecomputation(rows, recompute);
-  if (room === null) return rows;
+  if (room === null || fits(rows)) return rows;
   const {recomputed, missing} = fewestRecomputations(rows, sizes, room);
   return withRecomputation(rows, greatest(missing) > 0 ? "except_last" : recomputed);
 }

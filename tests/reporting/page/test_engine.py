@@ -260,7 +260,7 @@ def test_stages_are_on_the_devices_of_python(page: "Page") -> None:
 
 # --- what settings lead to
 
-TOO_LARGE = ("partitions=6", "micro_batches=3", "schedule=interleaved", "stages_per_process=2", "recompute=except_last")
+TOO_LARGE = ("partitions=6", "micro_batches=2", "schedule=interleaved", "stages_per_process=2", "recompute=except_last")
 OTHERS = (
     ("partitions=2",),
     ("partitions=1", "micro_batches=1"),
@@ -359,17 +359,19 @@ def test_tied_weights_are_as_in_a_plan(page: "Page") -> None:
 
 @pytest.mark.parametrize("given", [(), LIMITED, ("replicas=2",)], ids=["plain", "limited", "replicas"])
 def test_other_settings_lead_to_what_a_plan_of_them_says(page: "Page", given: tuple[str, ...]) -> None:
-    """From the data of one plan: the cut, the order, the step, its shares, and the memory of each stage."""
+    """From the data of one plan: the cut, the order, the step, its shares, the memory of each stage and device."""
     data, _ = planned(*given)
     others = [one for one in OTHERS if "micro_batches=16" not in one or not given]  # more than a replica has samples
     if given == LIMITED:
         others = [(*one, "recompute=auto") for one in others if "micro_batches=1" not in one and one != TOO_LARGE]
     found = page.evaluate(
         """([data, all]) => all.map(controls => {
-          const {problem, balance, rows, step_seconds, breakdown, memory, samples_per_second} =
+          const {problem, balance, rows, step_seconds, breakdown, memory, device_memory, samples_per_second} =
             gpipe.configured(data, controls);
           return {problem: problem || null, balance, rows: rows.map(row => row.map(gpipe.key)), step_seconds, breakdown,
-            memory: memory.map(({held, ...rest}) => ({...rest, held: Math.max(...held)})), samples_per_second};
+            memory: memory.map(({held, ...rest}) => ({...rest, held: Math.max(...held)})), samples_per_second,
+            devices: device_memory.map(of =>
+              of.weights + of.gradients + of.optimizer + of.buffers + of.workspace + Math.max(...of.held))};
         })""",
         [data, [controls((*given, *other)) for other in others]],
     )
@@ -385,7 +387,7 @@ def test_other_settings_lead_to_what_a_plan_of_them_says(page: "Page", given: tu
             "memory": [{"weights": m.weights_bytes, "gradients": m.gradients_bytes, "optimizer": m.optimizer_bytes,
                         "buffers": m.buffers_bytes, "workspace": m.workspace_bytes,
                         "held": m.activations_bytes} for m in plan.memory],
-            "samples_per_second": 22 / plan.step_seconds,
+            "samples_per_second": 22 / plan.step_seconds, "devices": list(plan.device_bytes),
         }, str(other))  # fmt: skip
 
 
@@ -493,14 +495,15 @@ def test_what_cannot_be_is_said(page: "Page") -> None:
     data, _ = planned(*LIMITED)
     interleaved = {"schedule": "interleaved", "stages_per_process": 2}
     settings = [
-        {"partitions": 6, "micro_batches": 3, **interleaved}, {"partitions": 8}, {"micro_batches": 23},
+        {"partitions": 6, "micro_batches": 2, **interleaved}, {"partitions": 8}, {"micro_batches": 23},
         {"partitions": 5, **interleaved}, {"rows": [["0F0", "0B0"], ["1B0", "1F0"]]},
     ]  # fmt: skip
     ask = "([data, all]) => all.map(controls => gpipe.configured(data, controls).problem)"
     said = page.evaluate(ask, [data, settings])
     with pytest.raises(TooLargeError) as over:
         planned(*LIMITED, *TOO_LARGE, "recompute=auto")
-    assert f"stage {over.value.stage} lacks {over.value.missing_bytes / 2**20:.1f} MiB" in said[0]
+    device = over.value.stage % 3
+    assert f"device {device} lacks {over.value.missing_bytes / 2**20:.1f} MiB" in said[0]
     assert "the model has only 7 layers" in said[1]
     assert "there are only 22 samples" in said[2]
     assert "use K = 6" in said[3]
