@@ -4,7 +4,7 @@ other settings by itself.
 `cost_model.py`, `ActivationMemory` and `stage_memory.py` define these seconds and bytes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -28,8 +28,16 @@ _MOST_MICRO_BATCHES = 64
 _MOST_COSTS = 4000  # layers times numbers of micro-batches: predicting more takes longer than planning
 
 
-def simulation_data(config: TrainConfig, profile: ModelProfile, plan: Plan) -> SimulationData:
-    """A plan and what it was made from, in seconds and bytes; sequences have an entry per layer or per stage."""
+def simulation_data(
+    config: TrainConfig, profile: ModelProfile, plan: Plan, micro_batches: Collection[int] = ()
+) -> SimulationData:
+    """A plan and what it was made from, in seconds and bytes; sequences have an entry per layer or per stage.
+
+    `micro_batches`: numbers that the page has to offer besides its own. A curve of `solve=memory_time` is put beside
+    these data as `curve`: {points: [{command, setting: {partitions, micro_batches, schedule, placement, recompute,
+    stages_per_process, balance}, rows (of schedule=auto), step_seconds, memory_bytes, dominated}], lower_bound_seconds,
+    limit_bytes}.
+    """
     costs, layout, samples = plan.costs, plan.layout, mini_batch_samples(config, profile.lengths)
     memory = layout.memory
     linked = costs if costs.rates is None else _costs(config, profile, plan, plan.micro_batches)
@@ -84,7 +92,7 @@ def simulation_data(config: TrainConfig, profile: ModelProfile, plan: Plan) -> S
             "basis": costs.basis,
             "set_up": costs.set_up,
             "halves": "known" if profile.splits else "assumed",
-            **_costs_of_micro_batches(config, profile, plan, samples // config.replicas),
+            **_costs_of_micro_batches(config, profile, plan, samples // config.replicas, micro_batches),
         },
         "slowdown": {
             "at_once": _at_once(plan),
@@ -113,14 +121,16 @@ def _placement(config: TrainConfig, plan: Plan) -> str:
     return found[0] if found else PLACEMENTS[0] if consecutive else "as planned"
 
 
-def _costs_of_micro_batches(config: TrainConfig, profile: ModelProfile, plan: Plan, most: int) -> dict[str, Any]:
+def _costs_of_micro_batches(
+    config: TrainConfig, profile: ModelProfile, plan: Plan, most: int, more: Collection[int]
+) -> dict[str, Any]:
     """The costs of a mean micro-batch for each number of micro-batches that the page offers. Layers whose costs are
     equal for all these numbers are of one kind."""
     layers = len(profile.costs)
     offered = [*range(1, 17), *range(20, 33, 4), *range(40, _MOST_MICRO_BATCHES + 1, 8)]
     if len(offered) * layers > _MOST_COSTS:
         offered = [1 << power for power in range(7)]
-    offered = sorted({m for m in offered if m <= most} | {plan.micro_batches})
+    offered = sorted({m for m in offered if m <= most} | {plan.micro_batches, *more})
     found = [_costs(config, profile, plan, m) for m in offered]
     split = any(of.inputs or of.weights for of in plan.costs.layers)
     free = EdgeCost(0.0, 0.0)

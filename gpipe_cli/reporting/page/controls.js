@@ -57,9 +57,12 @@ function onField(id, read) {
 }
 
 function startControls() {
-  field("partitions").max = Math.min(data.layers.length, Math.max(16, state.own.partitions));
+  const points = data.curve?.points.map(point => point.setting) ?? [];
+  const offered = Math.max(16, state.own.partitions, ...points.map(setting => setting.partitions));
+  field("partitions").max = Math.min(data.layers.length, offered);
   field("micro_batches").max = offeredMicroBatches().length - 1;
-  addChoices("schedule", ORDERS, name => !ONE_ORDER.includes(name) || state.own.schedule === name);
+  addChoices("schedule", ORDERS, name => !ONE_ORDER.includes(name) || state.own.schedule === name ||
+    points.some(setting => setting.schedule === name));
   addChoices("recompute", RECOMPUTES, () => true);
   addChoices("placement", PLACEMENTS, name => name !== gpipe.AS_PLANNED || state.own.placement === name);
   onField("partitions", Number);
@@ -218,7 +221,7 @@ function showControls() {
 
 // Whether the order leaves the placement open.
 function mayPlace({schedule}) {
-  return !(schedule in gpipe.MADE_FOR) && gpipe.SCHEDULES.includes(schedule);
+  return !(schedule in gpipe.MADE_FOR) && (gpipe.SCHEDULES.includes(schedule) || Boolean(data.curve));
 }
 
 function placementInWords(placement, several) {
@@ -282,7 +285,7 @@ function changes() {
   if (controls.backward_factor !== 1) found.push(`backward \u00d7 ${decimal(controls.backward_factor)}`);
   if (controls.link_factor !== 1) found.push(`transfers \u00d7 ${decimal(controls.link_factor)}`);
   if (controls.own_devices && !explored(controls)) found.push("a device of its own for each stage");
-  if (controls.balance) found.push(`layers ${data.balance.join("-")} \u2192 ${controls.balance.join("-")}`);
+  if (controls.balance && String(controls.balance) !== String(data.balance)) found.push(`layers ${data.balance.join("-")} \u2192 ${controls.balance.join("-")}`);
   if (controls.rows) found.push("order by hand");
   return found;
 }
@@ -367,7 +370,8 @@ function bubbleCauses(figure, ideal) {
   const steps = [...gpipe.bubbles(data, figure), ideal], way = Math.sign(ideal - steps[0]);
   const parts = steps.slice(1).map((now, at) => way * (now - steps[at])), all = way * (ideal - steps[0]);
   if (all < 0.005) return "";
-  const causes = figure.joined ? [...BUBBLE_CAUSES.slice(0, -1), "stages of a device are no neighbours"] : BUBBLE_CAUSES;
+  const {schedule, rows} = state.controls, formulas = !rows && ["gpipe", "1f1b"].includes(schedule);
+  const causes = formulas ? [...BUBBLE_CAUSES.slice(0, -1), "stages of a device are no neighbours"] : BUBBLE_CAUSES;
   const named = causes.filter((_, at) => parts[at] > all / 10);
   return `${way > 0 ? "less" : "more"} here: ${named.join("; ")}`;
 }
@@ -484,17 +488,20 @@ function findMove() {
 
 // ---- the address ----
 
-function writeAddress() {
+function addressOf(controls) {
   const words = new URLSearchParams();
   for (const [name, word] of Object.entries(IN_ADDRESS)) {
-    if (state.controls[name] !== state.own[name]) words.set(word, state.controls[name]);
+    if (controls[name] !== state.own[name]) words.set(word, controls[name]);
   }
-  const {own_devices} = state.controls;
+  const {own_devices, balance, rows} = controls;
   if (devicesShare() && (words.size || own_devices)) words.set("devices", own_devices ? "own" : "shared");
-  if (state.controls.balance) words.set("layers", state.controls.balance.join("-"));
-  if (state.controls.rows) {
-    words.set("order", state.controls.rows.map(row => row.map(gpipe.key).join(".")).join("~"));
-  }
+  if (balance) words.set("layers", balance.join("-"));
+  if (rows) words.set("order", rows.map(row => row.map(gpipe.key).join(".")).join("~"));
+  return String(words);
+}
+
+function writeAddress() {
+  const words = new URLSearchParams(addressOf(state.controls));
   if (data.steps.length && state.recorded !== data.steps.length - 1) words.set("step", data.steps[state.recorded].step);
   try {
     history.replaceState(null, "", `${location.href.split("#")[0]}${words.size ? `#${words}` : ""}`);

@@ -98,6 +98,7 @@ function update() {
   showOrder();
   showMoves();
   showLegend();
+  showCurve();
   field("costs").textContent = costsInWords();
   const changed = changes();
   if (!state.pointed) explained.textContent = state.stale ? "" : changed.length ? changeInWords() : HINT;
@@ -195,6 +196,7 @@ function start() {
   startNavigation();
   startEditing();
   startQuestions();
+  startCurve();
   for (const name of ["critical", "memory", "one"]) {
     field(name).checked = state[name];
     field(name).addEventListener("change", event => {

@@ -217,7 +217,7 @@ function settled(data, controls) {
   const chosen = {...ownControls(data), ...controls}, {schedule, partitions: K, stages_per_process: each} = chosen;
   if (OWN.every((name) => chosen[name] === data.setting[name])) return chosen;
   const made = MADE_FOR[schedule];
-  if (ONE_ORDER.includes(schedule)) chosen.placement = data.setting.placement;
+  if (ONE_ORDER.includes(schedule) && !data.curve) chosen.placement = data.setting.placement;
   else if (made) chosen.placement = made;
   if (made === "v" && each < K) chosen.stages_per_process = Math.min(K, 2);
   return chosen;
@@ -482,15 +482,23 @@ function rowsFor(data, chosen, {device_of_stage, sizes, room, fits}) {
   if (same && !(changed && recompute === "auto")) return planned();
   const recomputed = (order) => recomputedRows(order, recompute, sizes, room, fits);
   if (ONE_ORDER.includes(schedule)) { // the rows are all that is known of it
-    if (["partitions", "micro_batches", "stages_per_process"].some((name) => chosen[name] !== own[name])) {
-      const of = `K = ${own.partitions}, M = ${own.micro_batches}`;
-      throw new Error(`the order of ${schedule} is for ${of} and its own devices; choose another schedule`);
+    const of = (data.curve ? data.curve.points : []).find((point) => point.rows && sameSetting(point.setting, chosen));
+    if (of) return of.rows.map((row) => row.map(action));
+    if (["partitions", "micro_batches", "stages_per_process", "placement"].some((name) => chosen[name] !== own[name])) {
+      const known = `K = ${own.partitions}, M = ${own.micro_batches}`;
+      throw new Error(`the order of ${schedule} is for ${known} and its own devices; choose another schedule`);
     }
     if (recompute === own.recompute) return planned();
     return recomputed(planned().map((row) => row.filter((a) => a.kind !== "R")));
   }
   if (SPLITTING.includes(schedule) && !own.splits) throw new Error(`${schedule}: compiled backwards cannot be halved`);
   return recomputed(order(schedule, K, M, new Set(device_of_stage).size));
+}
+
+/** Whether a point of the curve is of this choice, and of this cut if one is given. */
+function sameSetting(setting, chosen) {
+  return OWN.every((name) => chosen[name] === setting[name])
+    && (!chosen.balance || String(chosen.balance) === String(setting.balance));
 }
 
 /** `auto`: none without a limit or if devices with several stages fit so, as few as fit each stage's share of its device,
