@@ -69,11 +69,13 @@ AUTO_BATCH = ("batch_size", "batch_tokens")  # settings whose `auto` is the larg
 SCHEDULES = (*named_schedules.SCHEDULES, AUTO_SCHEDULE)
 SCHEDULE_FILE = ".csv"  # suffix of a file with a schedule or a placement
 MOST_ACTIONS = 5_000_000  # actions of a schedule; the paper's largest has 200,000
+MOST_PLANNED = 30_000_000  # of a named schedule in a plan for another machine: 2,048 stages and 4,096 micro-batches
 
 
 @dataclass(frozen=True, slots=True)
 class PartitionConfig:
-    balance: tuple[Partitions, ...] | None  # layers of each partition; checked later against the model's layers
+    # layers of each partition, or a layout as in Megatron-LM; checked later against the model's layers
+    balance: tuple[Partitions, ...] | str | None
     costs: tuple[NotNegative, ...] | None = None  # cost of each layer, in any unit (the paper's c_i)
     method: Literal["exact", "lingvo"] = "exact"
 
@@ -169,6 +171,10 @@ class TrainConfig:
     def schedule_is_file(self) -> bool:
         return self.schedule.endswith(SCHEDULE_FILE)
 
+    @property
+    def placement_is_file(self) -> bool:
+        return self.placement is not None and self.placement.endswith(SCHEDULE_FILE)
+
     def _check_schedule(self) -> None:
         """Raises InputError for a schedule or a placement that is neither a name nor a file, and for two that do not go
         together."""
@@ -177,7 +183,7 @@ class TrainConfig:
             raise RefusedError("schedule", self.schedule, f"{allowed}; for example schedule={SCHEDULES[0]}")
         if (placement := self.placement) is None:
             return
-        if placement not in PLACEMENTS and not placement.endswith(SCHEDULE_FILE):
+        if placement not in PLACEMENTS and not self.placement_is_file:
             allowed = f"must be one of {', '.join(PLACEMENTS)}, or a file NAME{SCHEDULE_FILE}"
             raise RefusedError("placement", placement, f"{allowed}; for example placement=looped")
         if self.schedule_is_file:
@@ -263,7 +269,7 @@ class TrainConfig:
     def _check_mini_batch(self) -> None:
         """Raises InputError if the mini-batch size is missing, given twice, or incompatible with other settings."""
         tokens, samples = self.batch_tokens, self.batch_size
-        k, m, r = self.partitions, self.micro_batches, self.replicas
+        m, r = self.micro_batches, self.replicas
         if tokens is not None and not self.text:
             raise RefusedError("batch_tokens", tokens, "images have no tokens; leave it out and use batch_size")
         if (samples is None) == (tokens is None):
@@ -283,9 +289,24 @@ class TrainConfig:
         if samples is not None and m > samples:
             use = f"use micro_batches={samples} or fewer, or batch_size={m} or more"
             raise RefusedError("micro_batches", m, f"a mini-batch has only batch_size={samples} samples; {use}")
-        if (actions := 3 * k * m) > MOST_ACTIONS:
-            use = f"use micro_batches={MOST_ACTIONS // 3 // k} or fewer"
-            why = f"with partitions={k} a step has {actions} actions, more than {MOST_ACTIONS}; {use}"
+        columns = not self.hardware.here and self.schedule in named_schedules.SCHEDULES and self.recompute != "auto"
+        self.refuse_actions(MOST_PLANNED if columns else MOST_ACTIONS)
+
+    @property
+    def is_large(self) -> bool:
+        """Whether a step has more actions than are made into objects: it can be planned, but not drawn or performed."""
+        return self._actions > MOST_ACTIONS
+
+    @property
+    def _actions(self) -> int:
+        return 3 * self.partitions * self.micro_batches
+
+    def refuse_actions(self, most: int) -> None:
+        """Raises RefusedError if a step has more than `most` actions."""
+        k, m = self.partitions, self.micro_batches
+        if self._actions > most:
+            use = f"use micro_batches={most // 3 // k} or fewer"
+            why = f"with partitions={k} a step has {self._actions} actions, more than {most}; {use}"
             raise RefusedError("micro_batches", m, why)
 
 
@@ -345,7 +366,7 @@ class BenchSettings:
 class PlanSettings:
     """What `conf/plan.yaml` adds to the settings of `gpipe train`."""
 
-    solve: Literal["max_model"] | None
+    solve: Literal["max_model", "memory_time"] | None
     write_schedule: str | None  # a file that does not exist yet
 
 

@@ -17,7 +17,7 @@ from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.schedule.named_schedules import AUTO_SCHEDULE, ORDERS, Order
 from gpipe_cli.pipeline.schedule.placement import PlacementName, place
 from gpipe_cli.planner.data_sheet import number_of_gpus, resolved
-from gpipe_cli.planner.step_schedule import schedule_of_file
+from gpipe_cli.planner.step_schedule import placement_of_file, schedule_of_file
 from gpipe_cli.system.accelerator import TYPE, torch_is_built_for
 from gpipe_cli.system.machine import usable_cores, usable_memory_bytes
 from gpipe_cli.units import plural
@@ -221,12 +221,14 @@ def _rows(config: TrainConfig, places: int | None) -> tuple[int, ...]:
     partitions, each = config.partitions, config.stages_per_process
     if config.schedule_is_file:
         return schedule_of_file(config).row_of_stage
+    if config.placement_is_file:
+        return placement_of_file(config)
     if places is None:
         places = _order(config).devices(partitions, each)
     if config.schedule == "interleaved" and partitions % places:
         why = f"{plural(places, 'device')} would have different numbers of stages; use partitions="
         raise RefusedError("partitions", partitions, f"schedule=interleaved: {why}{-(-partitions // places) * places}")
-    placement = _placement(config)
+    placement = placement_of(config)
     if placement == "neighbours" and each is not None and places == -(-partitions // each):
         return tuple(stage // each for stage in range(partitions))
     return place(placement, partitions, places)
@@ -236,15 +238,17 @@ def _order(config: TrainConfig) -> Order:
     return ORDERS.get(config.schedule, Order())
 
 
-def _placement(config: TrainConfig) -> PlacementName:
+def placement_of(config: TrainConfig) -> PlacementName:
     """The placement that the settings give, or that suits the schedule."""
     given = config.placement or _order(config).placement
     return given or ("looped" if config.schedule == AUTO_SCHEDULE else "neighbours")  # type: ignore[return-value]
 
 
-def _has_fixed_rows(config: TrainConfig) -> bool:
-    """Whether the schedule itself says how many devices there are."""
-    return config.schedule_is_file or _order(config).placement == "v"
+def _fixes_rows(config: TrainConfig) -> str | None:
+    """The setting that itself says how many devices there are, if one does: a file, or a schedule of its own shape."""
+    if config.placement_is_file:
+        return "placement"
+    return "schedule" if config.schedule_is_file or _order(config).placement == "v" else None
 
 
 def _check_stages_per_process(config: TrainConfig) -> None:
@@ -252,14 +256,15 @@ def _check_stages_per_process(config: TrainConfig) -> None:
     partitions, each = config.partitions, config.stages_per_process
     if each is None:
         return
-    if config.schedule_is_file:
-        raise RefusedError("stages_per_process", each, f"schedule={config.schedule} says it; leave it out")
+    if config.schedule_is_file or config.placement_is_file:
+        given = f"schedule={config.schedule}" if config.schedule_is_file else f"placement={config.placement}"
+        raise RefusedError("stages_per_process", each, f"{given} says it; leave it out")
     if _order(config).placement == "v" and each != 2:
         raise RefusedError("stages_per_process", each, f"schedule={config.schedule} has two; leave it out")
     if each > partitions:
         use = f"use stages_per_process={partitions}, or partitions={each} or more"
         raise RefusedError("stages_per_process", each, f"a pipeline has only {plural(partitions, 'stage')}; {use}")
-    if config.executor == "in_process" and _placement(config) == "neighbours":
+    if config.executor == "in_process" and placement_of(config) == "neighbours":
         why = "executor=in_process has all stages in one process; leave one of the two out"
         raise RefusedError("stages_per_process", each, why)
 
@@ -268,7 +273,7 @@ def _own_processes(config: TrainConfig, rows: int, gpus: int) -> int:
     """The number of processes that the command starts for each pipeline."""
     if config.partitions == 1 or config.executor == "in_process":
         return 1
-    if config.stages_per_process is not None or _has_fixed_rows(config):
+    if config.stages_per_process is not None or _fixes_rows(config):
         return rows
     return min(config.partitions, max(1, gpus // config.replicas)) if gpus else config.partitions
 
@@ -290,9 +295,9 @@ def _torchruns_processes(config: TrainConfig, rows: int, started: Torchrun) -> i
     processes = started.processes // replicas
     if each is not None and processes != rows:
         raise InputError(f"stages_per_process={each}: {many} for {partitions} stages; leave it out")
-    if _has_fixed_rows(config) and 1 < processes != rows:
+    if (setting := _fixes_rows(config)) and 1 < processes != rows:
         why = f"is for {plural(rows, 'device')}, and {many} for each replica; start as many"
-        raise RefusedError("schedule", config.schedule, why)
+        raise RefusedError(setting, getattr(config, setting), why)
     return processes
 
 
@@ -301,7 +306,7 @@ _Devices = tuple[tuple[str, ...], ...]  # per pipeline, the device of each stage
 
 def _gpus_of_one_process(config: TrainConfig, rows: Sequence[int], own: int) -> tuple[tuple[int, ...], _Devices]:
     """The row and the devices of each stage, if every pipeline has a single process, which drives `own` GPUs."""
-    if config.stages_per_process is None and not _has_fixed_rows(config):
+    if config.stages_per_process is None and not _fixes_rows(config):
         rows = _rows(config, min(own, config.partitions))
     used = min(own, 1 + max(rows))
     gpus = [row * used // (1 + max(rows)) for row in rows]

@@ -7,7 +7,7 @@ from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.pipeline.schedule.dependencies import ScheduleError, check
 from gpipe_cli.pipeline.schedule.schedule import Recompute, Schedule, with_recomputation
-from gpipe_cli.pipeline.schedule.schedule_file import read_schedule
+from gpipe_cli.pipeline.schedule.schedule_file import read_placement, read_schedule
 
 
 def mini_batch_samples(config: TrainConfig, lengths: Sequence[int]) -> int:
@@ -35,6 +35,15 @@ def schedule_of_file(config: TrainConfig) -> Schedule:
         why = f"schedule={config.schedule} cuts backwards in two, and compiled code cannot be cut"
         raise RefusedError("compile", True, f"{why}; use compile=false")
     return found
+
+
+def placement_of_file(config: TrainConfig) -> tuple[int, ...]:
+    """The device of each stage, by the file that `placement` names. Raises RefusedError if it does not fit."""
+    assert config.placement is not None
+    try:
+        return read_placement(config.placement, config.partitions)
+    except ScheduleError as error:
+        raise RefusedError("placement", config.placement, error.what) from None
 
 
 @lru_cache(maxsize=16)  # they can be large

@@ -61,6 +61,10 @@ def test_types_survive_yaml(tmp_path: Path) -> None:
     assert (one.partition.balance, one.partition.costs, one.dataset.classes) == ((10,), (2.0,), (3,))
     assert (one.freeze, one.logger) == (("stem",), ("mlflow",)), "a list of one member needs no brackets"
     assert train("logger=[]").logger == ()
+    for text in ("Et*3|t*4 L", "E, (t|)*3 L"):  # a layout: a text is none of the numbers
+        given = train(f"partition.balance={text}" if "(" not in text else f"partition.balance='{text}'")
+        assert given.partition.balance == text
+        assert load(save(given, tmp_path / f"{len(text)}")) == given
     timm = train("model=timm", "model.name=resnet18", "freeze=[taken]", "model.pretrained=true")
     assert timm.freeze == ("taken",), "weights of timm count as taken"
     for config in (timm, train("model=hf", "model.name=a/b", "model.config={vocab_size: 9}")):  # both have any name
@@ -102,6 +106,8 @@ def test_types_survive_yaml(tmp_path: Path) -> None:
         ("model=transformer_nmt batch_size=64", "batch_size=64, batch_tokens=2048: both are given; add"),
         ("batch_size=null", "batch_size=null, batch_tokens=null: neither is given"),
         ("model=transformer_nmt learning_rate=paper", "learning_rate=paper: is so much per sample"),
+        ("placement=zigzag", "placement=zigzag: must be one of neighbours, looped, v, or a file NAME.csv"),
+        ("placement=v schedule=interleaved", "placement=v: schedule=interleaved is made for placement=looped; leave"),
     ],
 )
 def test_bad_values_are_one_line(overrides: str, line: str) -> None:

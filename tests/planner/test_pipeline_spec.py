@@ -1,5 +1,6 @@
 """The cut, devices and processes of a run, and what a dry run says of them."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -56,22 +57,45 @@ def test_more_stages_in_a_process_than_there_are_are_refused() -> None:
         (8, "partitions=4", (0, 1, 2, 3), "0 1 2 3"),
         (8, "partitions=4 stages_per_process=3", (0, 0, 0, 1), "0 0 0 1"),
         (2, "partitions=4 executor=in_process", (0, 0, 0, 0), "0 0 1 1"),
+        (2, "partitions=4 placement=v", (0, 1, 1, 0), "0 1 1 0"),
+        (2, "partitions=4 placement=looped executor=in_process", (0, 0, 0, 0), "0 1 0 1"),
         (0, "partitions=4 stages_per_process=2", (0, 0, 1, 1), None),
+        (0, "partitions=4 stages_per_process=2 placement=v", (0, 1, 1, 0), None),
+        (8, "partitions=4 placement=own.csv", (1, 0, 0, 1), "1 0 0 1"),
+        (8, "partitions=4 placement=own.csv executor=in_process", (0, 0, 0, 0), "1 0 0 1"),
+        (1, "partitions=4 placement=own.csv executor=in_process", (0, 0, 0, 0), "0 0 0 0"),
+        (0, "partitions=4 placement=own.csv schedule=auto", (1, 0, 0, 1), None),
     ],
 )
 def test_stages_share_gpus_and_processes(
     gpus: int, settings: str, process_of_stage: tuple[int, ...], stages: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    Path("own.csv").write_text("1,2\n0,3\n", encoding="utf-8")
     monkeypatch.setattr(layout, "number_of_gpus", lambda config: gpus)
     found = layout_of(configure(*TINY, *settings.split()))
     assert found.process_of_stage == process_of_stage
     assert found.devices == (("cpu",) * 4 if stages is None else tuple(f"cuda:{gpu}" for gpu in stages.split()))
 
 
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ("partitions=5", "placement=own.csv: has 4 partitions, and partitions=5; use partitions=4"),
+        ("partitions=4 stages_per_process=2", "stages_per_process=2: placement=own.csv says it; leave it out"),
+        ("partitions=4 schedule=interleaved", "placement=own.csv: schedule=interleaved is made for placement=looped;"),
+        ("partitions=4 schedule=own.csv", "placement=own.csv: schedule=own.csv says which device has which stages;"),
+    ],
+)
+def test_a_placement_that_does_not_fit_the_other_settings(settings: str, line: str) -> None:
+    Path("own.csv").write_text("1,2\n0,3\n", encoding="utf-8")
+    with pytest.raises(InputError, match=f"^{re.escape(line)}"):
+        layout_of(configure(*TINY, "placement=own.csv", *settings.split()))
+
+
 @pytest.mark.parametrize(("settings", "boundaries", "sums"), [
     ("partitions=4 executor=in_process", 0, 0), ("partitions=2", 1, 0), ("partitions=4", 2, 0),
     ("partitions=4 stages_per_process=2", 1, 0), ("partitions=4 schedule=interleaved stages_per_process=2", 3, 0),
-    ("partitions=4 replicas=2", 2, 1), ("partitions=4 replicas=2 executor=in_process", 0, 1),
+    ("partitions=4 placement=v stages_per_process=2", 2, 0), ("partitions=4 replicas=2", 2, 1), ("partitions=4 replicas=2 executor=in_process", 0, 1),
 ])  # fmt: skip
 def test_a_gpu_holds_nccl_s_buffers_too(
     settings: str, boundaries: int, sums: int, monkeypatch: pytest.MonkeyPatch
@@ -95,6 +119,9 @@ def test_a_gpu_under_torchrun_is_that_of_the_local_rank(
         layout_of(configure(*TINY, "partitions=2"), torchrun())
     with pytest.raises(InputError, match=r"executor=in_process: torchrun started 3 processes"):
         layout_of(configure(*TINY, "partitions=3", "executor=in_process"), torchrun())
+    Path("own.csv").write_text("0,3\n1,2\n", encoding="utf-8")
+    with pytest.raises(InputError, match=r"placement=own\.csv: is for 2 devices, and torchrun started 3 processes for"):
+        layout_of(configure(*TINY, "partitions=4", "placement=own.csv"), torchrun())
     found = layout_of(configure(*TINY, "partitions=5"), torchrun())
     assert found.process_of_stage == (0, 0, 1, 1, 2)
     assert {found.devices[k] for k in range(5) if found.process_of_stage[k] == rank} == {f"cuda:{local_rank}"}

@@ -103,6 +103,45 @@ def test_all_schedules_that_sum_upwards_make_the_same_run(tmp_path: Path) -> Non
     assert (second / "checkpoints" / "best").resolve().is_dir(), "the new folder can be evaluated by itself"
 
 
+# of torch's ScheduleZBVZeroBubble and ScheduleDualPipeV; the first as torch writes it unless told `compute_only`
+ZBV = """\
+0UNSHARD,3UNSHARD,0F0,0SEND_F0,0F1,0SEND_F1,3RECV_F0,0F2,0SEND_F2,3F0,3RECV_F1,3I0,3SEND_B0,3W0,3F1,3I1,3SEND_B1,\
+0RECV_B0,3W1,0F3,0SEND_F3,3RECV_F2,0I0,0W0,3F2,3I2,3SEND_B2,0RECV_B1,3W2,0I1,3RECV_F3,0W1,3F3,3I3,3SEND_B3,0RECV_B2,\
+3W3,3REDUCE_GRAD,0RECV_B3,3RESHARD,0I2,0W2,0I3,0W3,0REDUCE_GRAD,0RESHARD
+1UNSHARD,2UNSHARD,1RECV_F0,1F0,1RECV_F1,2F0,2SEND_F0,1RECV_F2,1F1,2F1,2SEND_F1,2RECV_B0,2I0,2W0,1F2,2RECV_B1,1I0,\
+1SEND_B0,1W0,1RECV_F3,2F2,2SEND_F2,2I1,2W1,1F3,2RECV_B2,1I1,1SEND_B1,1W1,2F3,2SEND_F3,2I2,2W2,2RECV_B3,1I2,1SEND_B2,\
+2I3,1I3,1SEND_B3,1W2,2W3,2REDUCE_GRAD,2RESHARD,1W3,1REDUCE_GRAD,1RESHARD
+"""
+DUAL_PIPE_V = """\
+0F0,0F1,0F2,3F0,3I0,3W0,3F1,(0F3;3B1)OVERLAP_F_B,(3F2;0B0)OVERLAP_F_B,3B2,(3F3;0B1)OVERLAP_F_B,3B3,0I2,0W2,0I3,0W3
+1F0,2F0,1F1,2F1,1F2,2B0,(2F2;1B0)OVERLAP_F_B,(1F3;2B1)OVERLAP_F_B,(2F3;1B1)OVERLAP_F_B,2B2,1B2,2I3,1I3,2W3,1W3
+"""
+
+
+def test_placements_and_files_of_torch_make_the_same_run(tmp_path: Path) -> None:
+    """One run of three parts, each over two processes: in a V, by a schedule of torch, in the placement of a file; and
+    one in this process by torch's other schedule for a V; against one partition."""
+    settings = [*TINY, *LIVELY, "epochs=1", "micro_batches=4", "schedule=1f1b"]
+    train_here(configure(*settings, "partitions=1", "executor=in_process"), tmp_path / "whole")
+    for name, text in (("zbv", ZBV), ("dual", DUAL_PIPE_V), ("own", "0,2\n3,1\n")):
+        Path(f"{name}.csv").write_text(text, encoding="utf-8")
+    settings.append("partitions=4")
+    dual = configure(*settings, "executor=in_process", "schedule=dual.csv", "recompute=always")
+    train_here(dual, tmp_path / "dual")
+    begun = [*settings, "executor=distributed"]
+    for steps, given, processes in (
+        (1, ["placement=v", "stages_per_process=2"], [0, 1, 1, 0]),
+        (2, ["placement=null", "stages_per_process=null", "schedule=zbv.csv"], [0, 1, 1, 0]),
+        (3, ["schedule=auto", "placement=own.csv", "recompute=always"], [0, 1, 0, 1]),
+    ):
+        folder = tmp_path / f"{steps}"
+        assert command("train", *begun, *given, f"max_steps={steps}", f"run_folder={folder}") == 0
+        assert [part["process"] for part in read_result(folder)["partitions"]] == processes
+        begun = [f"resume={folder}"]
+    for folder in (tmp_path / "dual", tmp_path / "3"):
+        assert_same_tensors(final_tensors(folder), final_tensors(tmp_path / "whole"))
+
+
 def test_threads_are_kept_whatever_k_would_get(tmp_path: Path) -> None:
     """Each process gets its share of the cores, so K = 1 has twice the threads of K = 2, which sum in another order:
     a run of K = 2 that went on as K = 1, all else left alone, ended with other bits."""

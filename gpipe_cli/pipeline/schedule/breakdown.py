@@ -18,10 +18,11 @@ idle time beyond the second term is the bubble. Stages that take turns on one de
 them computes the others are not idle.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gpipe_cli.pipeline.schedule.schedule import Kind
-from gpipe_cli.pipeline.schedule.timeline import Event, EventKind, Span, Timeline
+from gpipe_cli.pipeline.schedule.timeline import EventKind, Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,31 +49,50 @@ def breakdown(timeline: Timeline, micro_batches: int, step_seconds: float | None
     begin, end, window = timeline.start_seconds, timeline.end_seconds, timeline.step_seconds
     if step_seconds is None:
         step_seconds = timeline.step_end_seconds - begin
-
-    devices: dict[int, tuple[list[Span], list[Event]]] = {}
+    of_devices: dict[int, DeviceTime] = {}
     device_of_stage = timeline.device_of_stage or range(len(timeline.stages))
     for device, spans, events in zip(device_of_stage, timeline.stages, timeline.events, strict=True):
-        of_device = devices.setdefault(device, ([], []))
-        of_device[0].extend(spans)
-        of_device[1].extend(events)
-    busy = [sum(span.seconds for span in spans) for spans, _ in devices.values()]
-    recompute = sum(span.seconds for spans in timeline.stages for span in spans if span.action.kind is Kind.R)
-    update = transfer = idle = set_up = 0.0
-    for worked, (_, between) in zip(busy, devices.values(), strict=True):
-        inside = outside = 0.0  # updates and sums over replicas may lie outside the window
-        for event in between:
+        own = of_devices.setdefault(device, DeviceTime())
+        own.work += sum(span.seconds for span in spans)
+        own.recompute += sum(span.seconds for span in spans if span.action.kind is Kind.R)
+        for event in events:
             if event.what is EventKind.WAITING:
                 continue
             within = max(0.0, min(event.end_seconds, end) - max(event.start_seconds, begin))
-            counted = event.seconds if event.action is None else within
-            inside += within
-            outside += counted - within
-            if event.what is EventKind.UPDATE:
-                update += counted
-            else:
-                transfer += counted
-        idle += max(0.0, window - worked - inside)
-        set_up += max(0.0, step_seconds - window - outside)
+            own.add(event.what, within, event.seconds - within if event.action is None else 0.0)
+    return shares(list(of_devices.values()), micro_batches, window, step_seconds)
+
+
+@dataclass(slots=True)
+class DeviceTime:
+    """Seconds of one device in a step. The window is from the beginning of the first action of all devices to the end
+    of the last; updates and sums over replicas may lie outside."""
+
+    work: float = 0.0  # all actions
+    recompute: float = 0.0  # of these, recomputations
+    transfer: float = 0.0  # exposed transfers and sums over replicas
+    update: float = 0.0
+    inside: float = 0.0  # transfers and updates within the window
+    outside: float = 0.0  # and outside
+
+    def add(self, what: EventKind, inside: float, outside: float) -> None:
+        """Add a transfer or an update."""
+        self.inside += inside
+        self.outside += outside
+        if what is EventKind.UPDATE:
+            self.update += inside + outside
+        else:
+            self.transfer += inside + outside
+
+
+def shares(devices: Sequence[DeviceTime], micro_batches: int, window: float, step_seconds: float) -> Breakdown:
+    """The breakdown of a step of `step_seconds` whose actions took `window` seconds from the first to the last."""
+    busy = [device.work for device in devices]
+    recompute = sum(device.recompute for device in devices)
+    transfer = sum(device.transfer for device in devices)
+    update = sum(device.update for device in devices)
+    idle = sum(max(0.0, window - device.work - device.inside) for device in devices)
+    set_up = sum(max(0.0, step_seconds - window - device.outside) for device in devices)
     unequal = sum(max(busy) - seconds for seconds in busy) * (micro_batches - 1) / micro_batches
     imbalance = min(idle, unequal)
 

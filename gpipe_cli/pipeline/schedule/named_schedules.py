@@ -7,7 +7,7 @@ and B takes two (a dot is an idle tick; `gpipe plan` draws any schedule):
     stage 1 | .  F0 F1 F2 .  .  I0 F3 I1 W0 F4 I2 W1 F5 I3 W2 I4 W3 I5 W4 W5
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
@@ -17,7 +17,7 @@ from gpipe_cli.pipeline.schedule import v_schedules
 from gpipe_cli.pipeline.schedule.placement import PlacementName
 from gpipe_cli.pipeline.schedule.schedule import Action, Kind, Recompute, Schedule, with_recomputation
 
-Rows = list[list[Action]]
+Rows = Iterable[list[Action]]
 PlaceActions = Callable[[int, int, int], Rows]  # (K partitions, M micro-batches, P devices) -> rows
 
 
@@ -50,13 +50,19 @@ def order(name: str, partitions: int, micro_batches: int, devices: int | None = 
 
     Raises ValueError for an unknown name, and for fewer than one partition or micro-batch.
     """
+    return Schedule(map(tuple, rows(name, partitions, micro_batches, devices)))
+
+
+def rows(name: str, partitions: int, micro_batches: int, devices: int | None = None) -> Rows:
+    """The rows of `order`, each made when it is asked for: those of a thousand devices are too large to have at once.
+    Raises what `order` raises."""
     for setting, value in (("partitions", partitions), ("micro_batches", micro_batches)):
         if value < 1:
             raise ValueError(f"{setting}={value}: must be at least 1; use {setting}=1 to do without")
     if name not in ORDERS:
         raise ValueError(f"schedule={name}: unknown; use one of {', '.join(ORDERS)}")
-    rows: PlaceActions = ORDERS[name].rows or import_module(f"gpipe_cli.pipeline.schedule.{name}").rows
-    return Schedule(map(tuple, rows(partitions, micro_batches, devices or ORDERS[name].devices(partitions))))
+    place: PlaceActions = ORDERS[name].rows or import_module(f"gpipe_cli.pipeline.schedule.{name}").rows
+    return place(partitions, micro_batches, devices or ORDERS[name].devices(partitions))
 
 
 @lru_cache
@@ -71,14 +77,14 @@ def _pass(kind: Kind, stage: int, micro_batches: int) -> list[Action]:
 
 
 def _gpipe(partitions: int, micro_batches: int, devices: int) -> Rows:
-    return [_pass(Kind.F, k, micro_batches) + _pass(Kind.B, k, micro_batches)[::-1] for k in range(partitions)]
+    return (_pass(Kind.F, k, micro_batches) + _pass(Kind.B, k, micro_batches)[::-1] for k in range(partitions))
 
 
 def _1f1b(partitions: int, micro_batches: int, devices: int) -> Rows:
-    return [
+    return (
         _in_turns(_pass(Kind.F, k, micro_batches), _pass(Kind.B, k, micro_batches), partitions - 1 - k)
         for k in range(partitions)
-    ]
+    )
 
 
 def _in_turns(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int) -> list[Action]:
@@ -95,19 +101,17 @@ def _interleaved(partitions: int, micro_batches: int, devices: int) -> Rows:
     many = max(1, micro_batches // devices)  # groups of P micro-batches or slightly more: fewer do not fill P devices
     firsts = [-(-group * micro_batches // many) for group in range(many + 1)]  # the larger ones first
     groups = [range(*ends) for ends in pairwise(firsts)]
-    rows = []
     for device in range(devices):
         stages = range(device, partitions, devices)
         forwards = [Action(Kind.F, k, m) for group in groups for k in stages for m in group]
         backwards = [Action(Kind.B, k, m) for group in groups for k in reversed(stages) for m in group]
         # ticks until the first gradient can have come back: none on one device, two for each of P devices
         ahead = 2 * (devices - 1 - device) if of_device > 1 else devices - 1 - device
-        rows.append(_in_turns(forwards, backwards, ahead + (of_device - 1) * len(groups[0])))
-    return rows
+        yield _in_turns(forwards, backwards, ahead + (of_device - 1) * len(groups[0]))
 
 
 def _zero_bubble(partitions: int, micro_batches: int, devices: int) -> Rows:
-    return [list(_zero_bubble_stage(k, partitions, micro_batches)) for k in range(partitions)]
+    return (list(_zero_bubble_stage(k, partitions, micro_batches)) for k in range(partitions))
 
 
 def _zero_bubble_stage(stage: int, partitions: int, micro_batches: int) -> Iterator[Action]:

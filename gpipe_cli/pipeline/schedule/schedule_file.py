@@ -1,22 +1,35 @@
-"""Schedules as CSV files, in the format of torch.distributed.pipelining (`_load_csv` with `compute_only` in its
-schedules.py): a row per device, a cell per action in order, `0F0`, `1B0`, `1I0`, `1W0`; empty cells are idle ticks.
+"""Schedules as CSV files, in the format of torch.distributed.pipelining (`_load_csv` in its schedules.py): a row per
+device, a cell per action in order, `0F0`, `1B0`, `1I0`, `1W0`; empty cells are idle ticks.
+
+A cell `(0F1;7B0)OVERLAP_F_B`, as torch's ScheduleDualPipeV has them, is performed in the order in which it is written,
+which is what torch does unless a program overlaps the two itself. Cells with communication (`0SEND_F0`) or of sharded
+weights (`0UNSHARD`), which torch writes unless it is told `compute_only`, are skipped: here both follow from the order.
 
 Recomputations (`1R0`) are our extension. A file with any has to list all; for a file without, `recompute` decides.
+
+A placement is such a file, too: all that counts is which row a stage is in. So a cell may also be a stage alone (`7`).
 """
 
 import csv
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import zip_longest
 from pathlib import Path
+from typing import TypeVar
 
 from gpipe_cli.pipeline.schedule.dependencies import ScheduleError, check, clock, linearize
-from gpipe_cli.pipeline.schedule.schedule import Action, Kind, Row, Schedule
+from gpipe_cli.pipeline.schedule.schedule import Action, Kind, Schedule
 from gpipe_cli.system.files import read_text
 
-_CELL = re.compile(r"([0-9]{1,6})([FRBIW])([0-9]{1,6})")
+T = TypeVar("T")
+
+_ACTION = re.compile(r"([0-9]{1,6})([FRBIW])([0-9]{1,6})")
+_BOTH = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
+_IMPLIED = re.compile(r"[0-9]{1,6}(?:(?:SEND|RECV)_[FB][0-9]{1,6}|UNSHARD|RESHARD|REDUCE_GRAD)")
+_STAGE = re.compile(r"[0-9]{1,6}")
+_AN_ACTION = "a stage, one of F R B I W and a micro-batch: 0F0"
 
 
 @lru_cache
@@ -25,50 +38,84 @@ def read_schedule(path: str, partitions: int, micro_batches: int) -> Schedule:
 
     Raises ScheduleError, which says what is wrong and where, but does not name the file.
     """
-    try:
-        rows = _rows(read_text(Path(path)))
-    except (OSError, csv.Error) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise ScheduleError(f"cannot be read: {why}; gpipe plan write_schedule=FILE.csv writes one") from None
+    rows = _rows(path, _actions, f"empty, or {_AN_ACTION}")
     if not rows:
         raise ScheduleError("has no action; gpipe plan write_schedule=FILE.csv writes some")
-    schedule = Schedule(rows)
-    for setting, has, given in (
-        ("partitions", 1 + max(action.stage for row in rows for action in row), partitions),
-        ("micro_batches", schedule.micro_batches, micro_batches),
-    ):
-        if has != given:
-            raise ScheduleError(f"has {has} {setting}, and {setting}={given}; use {setting}={has}")
+    schedule = Schedule(map(tuple, rows))
+    _check_number("partitions", 1 + max(action.stage for row in rows for action in row), partitions)
+    _check_number("micro_batches", schedule.micro_batches, micro_batches)
     check(schedule)
     if not schedule.trains:
         raise ScheduleError("has no backward; add a B, or an I and a W, for every F")
     return schedule
 
 
-def _rows(text: str) -> list[Row]:
-    """The actions of each line that has any. Raises ScheduleError for a cell that is not an action, and csv.Error."""
-    lines = csv.reader(io.StringIO(text))
-    rows: list[Row] = []
-    actions: dict[str, Action] = {}  # cell -> action
+@lru_cache
+def read_placement(path: str, partitions: int) -> tuple[int, ...]:
+    """The device of each of this number of stages, by the file `path`. Raises ScheduleError, as `read_schedule`."""
+    devices: dict[int, int] = {}  # of each stage
+    for device, stages in enumerate(_rows(path, _stages, f"empty, or a stage (0), or {_AN_ACTION}")):
+        for stage in stages:
+            if devices.setdefault(stage, device) != device:
+                rows = f"rows {devices[stage]} and {device}"
+                raise ScheduleError(f"has stage {stage} in {rows}; leave it in the row of the device that computes it")
+    if not devices:
+        raise ScheduleError("has no stage; write those of each device in a row")
+    _check_number("partitions", 1 + max(devices), partitions)
+    for stage in range(partitions):
+        if stage not in devices:
+            raise ScheduleError(f"has no stage {stage}; add it to a row")
+    return tuple(devices[stage] for stage in range(partitions))
+
+
+def _check_number(setting: str, has: int, given: int) -> None:
+    if has != given:
+        raise ScheduleError(f"has {has} {setting}, and {setting}={given}; use {setting}={has}")
+
+
+def _rows(path: str, parse: Callable[[str], tuple[T, ...] | None], allowed: str) -> list[list[T]]:
+    """What `parse` finds in the cells of each line that has any. Raises ScheduleError for a file that cannot be read, and
+    for a cell of which `parse` makes None."""
+    rows: list[list[T]] = []
+    parsed: dict[str, tuple[T, ...]] = {"": ()}
     twice: set[str] = set()
-    for cells in lines:
-        row = []
-        for column, cell in enumerate(map(str.strip, cells), start=1):
-            if cell in actions:
-                if cell not in twice:  # one duplicate is error enough; the grid of a million would take minutes
-                    row.append(actions[cell])
-                twice.add(cell)
-            elif match := _CELL.fullmatch(cell):
-                actions[cell] = Action(Kind(match[2]), int(match[1]), int(match[3]))
-                row.append(actions[cell])
-            elif cell:
-                raise ScheduleError(
-                    f"line {lines.line_num}, cell {column} is {cell[:40]!r}; a cell is empty, or a stage, one "
-                    "of F R B I W and a micro-batch: 0F0"
-                )
-        if row:
-            rows.append(tuple(row))
+    try:
+        lines = csv.reader(io.StringIO(read_text(Path(path))))
+        for cells in lines:
+            row: list[T] = []
+            for column, cell in enumerate(map(str.strip, cells), start=1):
+                if cell not in parsed:
+                    if (found := parse(cell)) is None:
+                        where = f"line {lines.line_num}, cell {column}"
+                        raise ScheduleError(f"{where} is {cell[:40]!r}; a cell is {allowed}")
+                    row += parsed.setdefault(cell, found)
+                elif cell and cell not in twice:  # one duplicate is error enough; the grid of a million takes minutes
+                    row += parsed[cell]
+                    twice.add(cell)
+            if row:
+                rows.append(row)
+    except (OSError, csv.Error) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ScheduleError(f"cannot be read: {why}; gpipe plan write_schedule=FILE.csv writes one") from None
     return rows
+
+
+def _actions(cell: str) -> tuple[Action, ...] | None:
+    """The actions of a cell; None if it is none."""
+    if match := _ACTION.fullmatch(cell):
+        return (Action(Kind(match[2]), int(match[1]), int(match[3])),)
+    if match := _BOTH.fullmatch(cell):
+        first, second = map(_actions, match.groups())
+        return first + second if first and second else None
+    return () if _IMPLIED.fullmatch(cell) else None
+
+
+def _stages(cell: str) -> tuple[int, ...] | None:
+    """The stages that a cell names; None if it is none."""
+    if _STAGE.fullmatch(cell):
+        return (int(cell),)
+    actions = _actions(cell)
+    return None if actions is None else tuple(action.stage for action in actions)
 
 
 def csv_of(schedule: Schedule, row_of_stage: Sequence[int] = ()) -> str:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import product
 
+from gpipe_cli.pipeline.schedule.columns import Columns, simulate_columns
 from gpipe_cli.pipeline.schedule.held import Held, changed_bytes, peaks_of_devices
 from gpipe_cli.pipeline.schedule.named_schedules import SCHEDULES, order
 from gpipe_cli.pipeline.schedule.recomputation import DoesNotFitError, fewest_recomputations
@@ -34,7 +35,8 @@ from gpipe_cli.pipeline.schedule.simulator import EdgeCost, LinkQueues, SkipCost
 from gpipe_cli.pipeline.schedule.timeline import Timeline
 
 _AS_GOOD = 1.001  # an earlier candidate, which is simpler, wins unless a later one is faster by more
-_MOST_TRIED = 500_000  # actions of all candidates together, to search for seconds at most
+_MANY_ROWS = 16  # from here on, columns are faster than events
+_MOST_TRIED = 1_000_000  # actions of all candidates together, to search for seconds at most
 
 
 @dataclass(frozen=True)
@@ -125,12 +127,13 @@ def _tried(problem: Problem, name: str, candidate: Schedule) -> Tried:
     schedule = with_recomputation(candidate, recompute)
     if not _fits(problem, schedule):
         return Tried(name, schedule)
+    if all(a.kind is not Kind.R for row in schedule for a in row):
+        return Tried(name, schedule, _seconds(problem, schedule))
     timeline = _simulated(problem, schedule)
     direct = timeline.step_end_seconds
-    if any(a.kind is Kind.R for row in schedule for a in row):
-        earlier = _in_waits(problem, schedule, timeline)
-        if _fits(problem, earlier) and (seconds := _simulated(problem, earlier).step_end_seconds) < direct:
-            return Tried(f"{name}, R in waits", earlier, seconds)
+    earlier = _in_waits(problem, schedule, timeline)
+    if _fits(problem, earlier) and (seconds := _seconds(problem, earlier)) < direct:
+        return Tried(f"{name}, R in waits", earlier, seconds)
     return Tried(name, schedule, direct)
 
 
@@ -168,6 +171,15 @@ def _fits(problem: Problem, schedule: Schedule) -> bool:
     return all(peak <= room for peak, room in zip(peaks, problem.room, strict=True))
 
 
+def _seconds(problem: Problem, schedule: Schedule) -> float:
+    """When the last update has ended."""
+    alone = len(schedule) == 1 + max(problem.device_of_stage)  # each row has a device
+    slower = any(factor != 1 for factor in problem.slowdown[: len(schedule)])
+    if len(schedule) < _MANY_ROWS or not alone or slower or problem.skips:
+        return _simulated(problem, schedule).step_end_seconds
+    return simulate_columns(Columns.of(schedule), problem.stages, problem.edges, problem.ties).step_end_seconds
+
+
 def _simulated(problem: Problem, schedule: Schedule) -> Timeline:
     return simulate(
         schedule, problem.stages, problem.edges, problem.slowdown, problem.device_of_stage, problem.ties, problem.skips
@@ -201,6 +213,7 @@ class _Greedy:
         self._problem, self._split, self._patience = problem, split, patience
         as_1f1b = len(stages) + (len(stages) // len(devices) - 1) * len(devices)
         self._most = [most or min(problem.micro_batches, as_1f1b - k) for k in stages]
+        self._latest = 2 * max(self._most)  # micro-batches between F and W
         self._of_device = [[k for k in stages if problem.device_of_stage[k] == device] for device in devices]
         self._rows: list[list[Action]] = [[] for _ in devices]
         self._busy = [False for _ in devices]
@@ -232,16 +245,17 @@ class _Greedy:
 
     def _begin(self, now: float, device: int) -> None:
         """Start the most urgent action that is ready on a free device, if any."""
-        stages = self._of_device[device]
-        arrivals = {(kind, k): self._arrival(kind, k) for kind in (Kind.B, Kind.F) for k in reversed(stages)}
-        for (kind, k), arrival in arrivals.items():
-            if arrival <= now:
-                self._take(now, device, kind, k)
-                return
+        stages, first = self._of_device[device], math.inf
+        for kind in (Kind.B, Kind.F):
+            for k in reversed(stages):
+                if (arrival := self._arrival(kind, k)) <= now:
+                    self._take(now, device, kind, k)
+                    return
+                first = min(first, arrival)
         held = [k for k in stages if self._next[Kind.W][k] < self._next[Kind.B][k]] if self._split else []
         if held:
             of = max(held, key=lambda k: self._next[Kind.B][k] - self._next[Kind.W][k])
-            if min(arrivals.values()) - now >= self._patience * self._problem.stages[of].weights_seconds:
+            if first - now >= self._patience * self._problem.stages[of].weights_seconds:
                 self._take(now, device, Kind.W, of)
 
     def _arrival(self, kind: Kind, stage: int) -> float:
@@ -256,7 +270,7 @@ class _Greedy:
         begun, room, device = self._next[Kind.F][stage], self._problem.room, self._problem.device_of_stage[stage]
         flying = begun - self._next[Kind.B][stage]
         late = begun - self._next[Kind.W][stage] if self._split else 0
-        if flying >= self._most[stage] or late >= 2 * max(self._most):
+        if flying >= self._most[stage] or late >= self._latest:
             return False
         if room is None or flying == 0:
             return True

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from random_orders import random_orders
 
 from gpipe_cli.pipeline.runtime import replicas as module
 from gpipe_cli.pipeline.runtime.p2p_transport import P2PTransport
@@ -94,6 +95,14 @@ def test_no_order_of_launches_deadlocks(name: str, idle: float, links: Any) -> N
         if partitions > 2 and counts in [(1,), (4,), (4, 3), (3, 0, 2)]:
             skips = [(0, partitions - 1), (0, 2), *([(1, 3)] if partitions > 3 else [])]
             assert finishes(links, schedules, of_stage, idle, skips=sorted({*skips})), (partitions, each, counts)
+
+
+@pytest.mark.parametrize("idle", [0, 0.5, 1], ids=["at once", "any", "idle"])
+def test_no_random_order_deadlocks(idle: float, links: Any) -> None:
+    """Whichever process has which stages: several edges join the same two processes, in both directions, and two stages
+    of an edge may be in the same one."""
+    for one in list(random_orders(300, seed=0))[int(2 * idle) :: 3]:
+        assert finishes(links, [one.schedule], one.device_of_stage, idle), one
 
 
 def test_every_edge_is_used_before_the_first_step_in_a_common_order(

@@ -128,11 +128,9 @@ def in_threads(work: Callable[[int], None], number: int) -> None:
             done.result()
 
 
-def in_processes(world: World, case: Case, neighbours: bool = False) -> None:
-    """Each process is a thread with a device of its own; it has stages that take turns, or two `neighbours`."""
-    of_stage, boundaries = case.process_of_stage, boundaries_of(case)
-    if neighbours:
-        of_stage = tuple(stage // 2 for stage in range(case.partitions))
+def in_processes(world: World, case: Case, of_stage: tuple[int, ...] = ()) -> None:
+    """Each process is a thread with a device of its own; `of_stage`: the process of each stage, if not the case's."""
+    of_stage, boundaries = of_stage or case.process_of_stage, boundaries_of(case)
     places = [torch.device("cpu", process) for process in of_stage]
     forward = [(Kind.F, route.sender, route.receiver) for route in routes(boundaries)]
     edges: list[Edge] = [*forward, *((Kind.B, receiver, sender) for _, sender, receiver in forward)]
@@ -211,10 +209,12 @@ def test_tied_weights_have_no_races(schedule: str, world: World) -> None:
     assert world.races == []
 
 
+@pytest.mark.parametrize("of_stage", [(0, 0, 1, 1), (0, 1, 1, 0)], ids=["neighbours", "v"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
-def test_steps_of_neighbours_have_no_races(schedule: str, world: World) -> None:
-    """A stage hands a part of its receive buffer on to the next stage of the same process."""
-    in_processes(world, replace(PAIRS, schedule=schedule), neighbours=True)
+def test_steps_of_neighbours_have_no_races(schedule: str, of_stage: tuple[int, ...], world: World) -> None:
+    """A stage hands a part of its receive buffer on to the next stage of the same process; in a V that one sends it on
+    to the process that it came from."""
+    in_processes(world, replace(PAIRS, schedule=schedule), of_stage)
     assert world.races == []
 
 
@@ -412,7 +412,7 @@ def test_a_planted_race_is_found(fault: str, world: World, monkeypatch: pytest.M
         case "sums":  # without batch norms, whose sums wait for all others
             in_replicas(world, replace(case, model="plain", partitions=3), 2)
         case "neighbours":
-            in_processes(world, PAIRS, neighbours=True)
+            in_processes(world, PAIRS, (0, 0, 1, 1))
         case "recorded":
             recorded(world)
         case _:

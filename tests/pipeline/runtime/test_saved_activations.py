@@ -9,6 +9,7 @@ import pytest
 import torch
 from engine_runs import CPU, covering
 from memory_runs import SAMPLES, cuts_of, held, held_between_halves
+from random_orders import random_orders
 from schedule_runs import build
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -50,6 +51,17 @@ def test_stages_hold_what_was_predicted(name: str) -> None:
         for spans in cuts_of(len(costs), cuts, MOST.get(name, 99)):
             halves, predicted_halves = held_between_halves(sample, costs, samples, spans)
             assert halves == predicted_halves, spans
+
+
+def test_stages_hold_what_was_predicted_in_every_order() -> None:
+    """Random ones, on random placements: what is held follows from each stage's own actions."""
+    sample = SAMPLES["flattening"]
+    costs = sample.costs(splits=True)
+    for one in random_orders(30, seed=1, most_stages=min(4, len(costs))):
+        ends = accumulate(micro_batch_sizes(len(costs), len(one.device_of_stage)), initial=0)
+        sizes = 2 * one.schedule.micro_batches + 1, one.schedule.micro_batches
+        measured, predicted = held(sample, costs, one.schedule, *sizes, list(pairwise(ends)))
+        assert measured == predicted, one
 
 
 @pytest.mark.parametrize("name", ["amoebanet", "flattening", "translation"])

@@ -17,8 +17,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from gpipe_cli.pipeline.schedule.dependencies import ScheduleError, check, linearize
 from gpipe_cli.pipeline.schedule.named_schedules import SCHEDULES
-from gpipe_cli.pipeline.schedule.schedule import RECOMPUTE, Schedule
-from gpipe_cli.pipeline.schedule.schedule_file import csv_of, read_schedule
+from gpipe_cli.pipeline.schedule.schedule import RECOMPUTE, Kind, Schedule
+from gpipe_cli.pipeline.schedule.schedule_file import csv_of, read_placement, read_schedule
 
 
 def read(file: Path, partitions: int, micro_batches: int) -> Schedule:
@@ -60,35 +60,51 @@ def their_stages(devices: int, partitions: int) -> list[PipelineStage]:
     return [PipelineStage(nn.Identity(), stage, partitions, cpu) for stage in range(0, partitions, devices)]
 
 
+def in_turns(action: theirs._Action) -> tuple[theirs._Action, ...]:
+    """What torch does for an action of a schedule without a program that overlaps two."""
+    return action.sub_actions or (action,)
+
+
 def test_files_of_torch_are_read(devices: int, tmp_path: Path) -> None:
-    """All of its schedules of devices with several stages; those that cut backwards in two, and one whose devices have
-    the first and the last stage. What they do is what is read."""
+    """All of its schedules of devices with several stages; those that cut backwards in two, and those whose devices
+    have the first and the last stage. What they do is what is read, with and without communication."""
     file = tmp_path / "schedule.csv"
-    looped = tuple(range(devices)) * 2
+    looped, v = tuple(range(devices)) * 2, (*range(devices), *reversed(range(devices)))
     for kind, rows in (
         (theirs.ScheduleLoopedBFS, looped),
         (theirs.ScheduleInterleaved1F1B, looped),
         (theirs.ScheduleInterleavedZeroBubble, looped),
         (theirs.ScheduleInterleavedZeroBubble, tuple(range(devices))),
-        (theirs.ScheduleZBVZeroBubble, (*range(devices), *reversed(range(devices)))),
+        (theirs.ScheduleZBVZeroBubble, v),
+        (theirs.ScheduleDualPipeV, v),
     ):
-        for micro_batches in (devices, 3 * devices):
+        for micro_batches in (2 * devices, 2 * devices + 1, 6 * devices):
+            if "Interleaved" in kind.__name__ and micro_batches % devices:
+                continue  # they need groups of as many
             made = kind(their_stages(devices, len(rows)), micro_batches, loss_fn=nn.MSELoss())
-            made._dump_csv(str(file), format="compute_only")
-            found = read(file, len(rows), micro_batches)
-            assert found.row_of_stage == rows
-            assert bool(found.split) == ("ZeroBubble" in kind.__name__)
-            actions = [[str(a) for a in made.pipeline_order[rank] if a is not None] for rank in range(devices)]
-            assert [[str(a) for a in row] for row in found] == actions
+            actions = [
+                [str(one) for a in made.pipeline_order[rank] if a is not None for one in in_turns(a)]
+                for rank in range(devices)
+            ]
+            for form in ("compute_only", "compute_comms"):
+                made._dump_csv(str(file), format=form)
+                found = read(file, len(rows), micro_batches)
+                assert [[str(a) for a in row] for row in found] == actions
+                read_placement.cache_clear()
+                assert found.row_of_stage == read_placement(str(file), len(rows)) == rows
+            for stage in found.stages:  # gradients are summed as in gpipe or in 1f1b, and have the same bits
+                sums = [a.micro_batch for a in stage if a.kind in (Kind.B, Kind.W)]
+                assert sums == sorted(sums, reverse=kind is theirs.ScheduleLoopedBFS)
+            assert bool(found.split) == (kind.__name__.endswith(("ZeroBubble", "V")))
             for fewer in range(1, micro_batches):
                 check(found.first(fewer))
 
 
 def test_torch_reads_our_files(devices: int, tmp_path: Path) -> None:
     file = tmp_path / "schedule.csv"
-    for name, each, micro_batches in itertools.product(SCHEDULES, (1, 2), (1, 5)):
-        schedule = build(name, each * devices, micro_batches, "never")
-        rows = tuple(range(devices)) * each
+    for name, each, micro_batches in itertools.product(SCHEDULES, (1, 2, "v"), (1, 5)):
+        rows = tuple(range(devices)) * each if each != "v" else (*range(devices), *reversed(range(devices)))
+        schedule = build(name, len(rows), micro_batches, "never")
         file.write_text(csv_of(schedule, rows), encoding="utf-8")
         made = theirs._PipelineScheduleRuntime(their_stages(devices, len(rows)), micro_batches, loss_fn=nn.MSELoss())
         made._load_csv(str(file))
@@ -100,7 +116,11 @@ def test_torch_reads_our_files(devices: int, tmp_path: Path) -> None:
     ("text", "line"),
     [
         ("0F0,0F1,,0B0,0B1\n1F0,1B0,1G1", "line 2, cell 3 is '1G1'; a cell is empty, or a stage, one of F R B I W"),
-        ("0F0,0SEND_F0", "line 1, cell 2 is '0SEND_F0'"),  # with communication, as torch writes it unless told
+        ("0F0,0SEND_G0", "line 1, cell 2 is '0SEND_G0'"),
+        ("(0F0;1F1)OVERLAP", "line 1, cell 1 is '(0F0;1F1)OVERLAP'"),
+        ("(0F0;)OVERLAP_F_B", "line 1, cell 1 is '(0F0;)OVERLAP_F_B'"),
+        ("(0F0;0UNSHARD)OVERLAP_F_B", "line 1, cell 1 is '(0F0;0UNSHARD)OVERLAP_F_B'"),
+        ("7", "line 1, cell 1 is '7'"),  # of a placement
         ("-1F0", "line 1, cell 1 is '-1F0'"),
         ("0F0,0F1,0B1\n1F0,1F1,1B1,1B0", "0B0 is missing; add it to stage 0\nstage 0 > F0 F1"),
         ("0F0,0F1,0F1,0B0,0B1\n1F0,1F1,1B0,1B1", "0F1 is there twice; remove one\nstage 0 > F0  F1! F1!"),
@@ -120,6 +140,26 @@ def test_a_file_that_is_no_schedule_of_the_training(text: str, line: str, tmp_pa
     file.write_text(text, encoding="utf-8")
     with pytest.raises(ScheduleError, match=f"^schedule: {re.escape(line)}"):
         read(file, 2, 2)
+
+
+def test_a_placement_is_read(tmp_path: Path) -> None:
+    """Of stages alone, or of their actions."""
+    file = tmp_path / "placement.csv"
+    for text in ("0,3\n\n1,2\n", " 3 ,0F0,0F1\n1,2,2\n", "0F0,3B0\n(1F0;2B0)OVERLAP_F_B,1RECV_F0\n"):
+        file.write_text(text, encoding="utf-8")
+        read_placement.cache_clear()
+        assert read_placement(str(file), 4) == (0, 1, 1, 0)
+    for text, line in (
+        ("0,3\n1,x", "line 2, cell 2 is 'x'; a cell is empty, or a stage (0), or a stage, one of F R B I W and"),
+        ("0,3\n1,2,3", "has stage 3 in rows 0 and 1; leave it in the row of the device that computes it"),
+        ("0,3\n1", "has no stage 2; add it to a row"),
+        ("0,2\n1", "has 3 partitions, and partitions=4; use partitions=3"),
+        ("", "has no stage; write those of each device in a row"),
+    ):
+        file.write_text(text, encoding="utf-8")
+        read_placement.cache_clear()
+        with pytest.raises(ScheduleError, match=f"^schedule: {re.escape(line)}"):
+            read_placement(str(file), 4)
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
