@@ -5,7 +5,6 @@ schedules after it do so by the order of a step.
 All candidates use the same number of devices, and are compared with what no step on so many devices can beat.
 """
 
-import math
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
@@ -27,7 +26,7 @@ from gpipe_cli.units import plural, size
 
 AXES = ("schedule", "placement", "recompute", "micro_batches", "stages_per_process")  # what varies, unless it is given
 _MOST_MICRO_BATCHES = 4096  # of all stages together, K M: a step of more takes seconds to simulate
-_MOST_FOR_AUTO = 256  # K M up to which schedule=auto searches, as it simulates dozens of orders
+_MOST_FOR_AUTO = 128  # K M up to which schedule=auto searches, as it simulates dozens of orders
 _SILENT_SECONDS = 5.0
 
 
@@ -92,20 +91,26 @@ def solve_memory_time(
     points: list[Point] = []
     bounds: list[tuple[LowerBound, int]] = []
     best: Plan | None = None
+    keeps_all = set[tuple[object, ...]]()  # the settings, but for `recompute`, with which nothing has to be recomputed
     refused: InputError | None = None
     told = time.monotonic()
     for number, one in enumerate(candidates, 1):
+        others = (one.schedule, one.placement, one.partitions, one.micro_batches)
+        if one.recompute == "auto" and others in keeps_all:
+            continue
         try:
-            planned, plan, fits = _planned(one, costs_of)
+            planned, plan = _planned(one, costs_of)
         except InputError as error:
             refused = refused or error
             continue
         if len(set(plan.device_of_stage)) != devices:
             continue
-        fits = fits and max(plan.device_bytes) <= (limit_bytes or math.inf)
-        points.append(_point(config, planned, plan, fits=fits))
+        point = _point(config, planned, plan, limit_bytes)
+        if point.fits and one.recompute == "never":
+            keeps_all.add(others)
+        points.append(point)
         bounds.append((_bound(planned, plan), plan.micro_batches))
-        if fits and (best is None or plan.step_seconds < best.step_seconds):
+        if point.fits and (best is None or _speed(plan) < _speed(best)):
             best = plan
         if time.monotonic() - told > _SILENT_SECONDS:
             told = time.monotonic()
@@ -117,26 +122,31 @@ def solve_memory_time(
         least = min(points, key=lambda point: point.memory_bytes)
         with_settings = " ".join(f"{key}={show(value)}" for key, value in least.settings.items())
         raise NothingFitsError(
-            f"solve=memory_time: none of {plural(len(points), 'candidate')} fits {size(limit_bytes)} on each device; the least "
-            f"is {size(least.memory_bytes)}, with {with_settings}"
+            f"solve=memory_time: none of {plural(len(points), 'candidate')} fits {size(limit_bytes)} on each device; use "
+            f"more than {size(least.memory_bytes)}, which {with_settings} takes, or more partitions"
         )
     bound, of = min(bounds, key=lambda pair: pair[0].seconds)
     curve = Curve(tuple(points), devices, bound, of, limit_bytes)
     return profile_model(curve.fastest.config), best, curve
 
 
-def _planned(config: TrainConfig, costs_of: CostsOf) -> tuple[TrainConfig, Plan, bool]:
-    """The configuration of a point, its plan, and whether that fits: what does not fit is planned without a limit.
-    Raises InputError if it cannot be planned."""
+def _speed(plan: Plan) -> tuple[float, int]:
+    """What is less for a better plan, of two equally fast ones for that with less memory, as on the front."""
+    return plan.step_seconds, max(plan.device_bytes)
+
+
+def _planned(config: TrainConfig, costs_of: CostsOf) -> tuple[TrainConfig, Plan]:
+    """The configuration of a point and its plan: what does not fit is planned without a limit. Raises InputError if it
+    cannot be planned."""
     profile = profile_model(config)
     refuse_single_samples(config, mini_batch_samples(config, profile.lengths), profile)
     try:
-        return config, plan_step(config, profile, costs_of), True
+        return config, plan_step(config, profile, costs_of)
     except TooLargeError:
         if config.recompute == "auto":
             raise
         config = replace(config, hardware=replace(config.hardware, memory_gib=None))
-        return config, plan_step(config, profile, costs_of), False
+        return config, plan_step(config, profile, costs_of)
 
 
 def _candidates(config: TrainConfig, given: Collection[str], devices: int, limited: bool) -> Iterator[TrainConfig]:
@@ -181,7 +191,7 @@ def _micro_batches(config: TrainConfig) -> list[int]:
     return sorted({*(1 << power for power in range(whole.bit_length())), config.micro_batches})
 
 
-def _point(given: TrainConfig, config: TrainConfig, plan: Plan, *, fits: bool) -> Point:
+def _point(given: TrainConfig, config: TrainConfig, plan: Plan, limit_bytes: int | None) -> Point:
     settings: dict[str, object] = {key: getattr(config, key) for key in ("partitions", *AXES)}
     settings = {
         key: value for key, value in settings.items() if value is not None or getattr(given, key) is not None
@@ -199,7 +209,7 @@ def _point(given: TrainConfig, config: TrainConfig, plan: Plan, *, fits: bool) -
         max(plan.device_bytes),
         plan.step_seconds,
         plan.breakdown,
-        fits,
+        limit_bytes is None or max(plan.device_bytes) <= limit_bytes,
     )
 
 
