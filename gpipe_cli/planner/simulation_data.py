@@ -11,11 +11,11 @@ from typing import Any
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.pipeline.profile.layer_cost import Halves, KeptMemory, LayerCost
 from gpipe_cli.pipeline.runtime.boundary import Boundary
-from gpipe_cli.pipeline.schedule.named_schedules import ORDERS
 from gpipe_cli.pipeline.schedule.placement import PLACEMENTS, place
+from gpipe_cli.pipeline.schedule.schedule import Schedule
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost
 from gpipe_cli.planner.cost_model import LayerSeconds, StepCosts, predicted_costs
-from gpipe_cli.planner.layout import Layout, Memory
+from gpipe_cli.planner.layout import Layout, Memory, placement_of
 from gpipe_cli.planner.model_profile import ModelProfile
 from gpipe_cli.planner.plan import Plan
 from gpipe_cli.planner.stage_memory import buffers_bytes
@@ -58,7 +58,7 @@ def simulation_data(
             "chosen_order": plan.chosen_order,  # the order that schedule=auto chose
             "balance_given": config.partition.balance is not None or config.partition.method != "exact",
         },
-        "rows": [list(map(str, row)) for row in plan.schedule],
+        "rows": rows_of(plan.schedule),
         "balance": plan.balance,
         "device_of_stage": plan.device_of_stage,
         "layers": [
@@ -106,16 +106,19 @@ def simulation_data(
     }
 
 
+def rows_of(schedule: Schedule) -> list[list[str]]:
+    return [list(map(str, row)) for row in schedule]
+
+
 def _most_stages(plan: Plan) -> int:
     """Stages of a device, if all have as many or the last devices fewer."""
     return -(-len(plan.stages) // len(set(plan.device_of_stage)))
 
 
 def _placement(config: TrainConfig, plan: Plan) -> str:
-    """The name of the plan's placement; where several give the same, the one that its order is made for."""
-    stages, devices = len(plan.stages), len(set(plan.device_of_stage))
-    own = ORDERS[config.schedule].placement if config.schedule in ORDERS else None
-    named = {name: place(name, stages, devices) for name in (*([own] if own else []), *PLACEMENTS)}
+    """The name of the plan's placement; where several give the same, that of its settings."""
+    stages, devices, own = len(plan.stages), len(set(plan.device_of_stage)), placement_of(config)
+    named = {name: place(name, stages, devices) for name in sorted(PLACEMENTS, key=lambda name: name != own)}
     found = [name for name, device_of_stage in named.items() if device_of_stage == plan.device_of_stage]
     consecutive = list(plan.device_of_stage) == sorted(plan.device_of_stage)
     return found[0] if found else PLACEMENTS[0] if consecutive else "as planned"

@@ -51,8 +51,14 @@ function controlsOf({setting}) {
 }
 
 function choosePoint(point) {
-  state.history.push(state.controls);
-  setControls(controlsOf(point));
+  const controls = controlsOf(point);
+  if (gpipe.configured(data, controls).timeline) {
+    state.history.push(state.controls);
+    setControls(controls);
+  } else { // an order that was searched for, and is not kept here
+    markPoint(point);
+    explained.textContent = "The lanes of this point are not in this page: its command draws them.";
+  }
   live.textContent = explained.textContent;
 }
 
@@ -73,8 +79,10 @@ async function copyCommand() {
 }
 
 function showCurve() {
-  if (!data.curve) return;
-  const now = pointOfControls();
+  if (data.curve) markPoint(pointOfControls());
+}
+
+function markPoint(now) {
   for (const link of field("curve").querySelectorAll("a")) {
     link.setAttribute("aria-current", link.point === now);
   }

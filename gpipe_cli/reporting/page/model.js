@@ -484,7 +484,7 @@ function rowsFor(data, chosen, {device_of_stage, sizes, room, fits}) {
   if (ONE_ORDER.includes(schedule)) { // the rows are all that is known of it
     const of = (data.curve ? data.curve.points : []).find((point) => point.rows && sameSetting(point.setting, chosen));
     if (of) return of.rows.map((row) => row.map(action));
-    if (["partitions", "micro_batches", "stages_per_process", "placement"].some((name) => chosen[name] !== own[name])) {
+    if (OWN.some((name) => name !== "recompute" && chosen[name] !== own[name])) {
       const known = `K = ${own.partitions}, M = ${own.micro_batches}`;
       throw new Error(`the order of ${schedule} is for ${known} and its own devices; choose another schedule`);
     }
