@@ -124,8 +124,9 @@ class _Match:
             config = replace(config, model=replace(config.model, **zero))  # type: ignore[arg-type]  # fields that it has
         self._settings, self._files = settings, files
         self._config = replace(
-            config, threads=threads, recompute=mode, schedule="1f1b", stages_per_process=None, executor="distributed",
-            hardware=replace(config.hardware, memory_gib=None), ema_decay=0.0, gradient_clipping=0.0,
+            config, threads=threads, recompute=mode, schedule="1f1b", stages_per_process=None, placement=None,
+            executor="distributed", hardware=replace(config.hardware, memory_gib=None), ema_decay=0.0,
+            gradient_clipping=0.0,
         )  # fmt: skip
         self._given = config
         self._profile: ModelProfile = profile_model(self._config)
@@ -184,10 +185,7 @@ class _Match:
                 self._several, schedule="interleaved", stages_per_process=self._several // self._devices
             )
         else:
-            spec, why = self._spec(2 * self._devices, schedule="interleaved", stages_per_process=2)
-            if spec is not None:
-                up = tuple(range(self._devices))
-                spec = _placed(spec, up + up[::-1])
+            spec, why = self._spec(2 * self._devices, placement="v", stages_per_process=2)
         counterpart = _COUNTERPARTS.get(name.removeprefix("Schedule"))
         ours = self._ours(counterpart) if counterpart in SCHEDULES else None
         return self._contestant("torch", name, spec, why), ours
@@ -341,9 +339,3 @@ def _terms(one: _Contestant) -> int:
     """How many terms a sum over the samples and the positions of the mini-batch may have."""
     assert one.spec is not None
     return math.prod(one.spec.inputs[0].shape(one.rounds[0][0].samples, one.spec.lengths))
-
-
-def _placed(spec: PipelineSpec, process_of_stage: tuple[int, ...]) -> PipelineSpec:
-    """The spec with its stages in other processes."""
-    layout = replace(spec.layout, process_of_stage=process_of_stage, row_of_stage=process_of_stage)
-    return replace(spec, layout=layout)
