@@ -156,10 +156,11 @@ def _candidates(config: TrainConfig, given: Collection[str], devices: int, limit
     schedules = [config.schedule] if "schedule" in given else [*ORDERS, AUTO_SCHEDULE]
     modes: list[Any] = ["never", "except_last", "always", *(["auto"] if limited else [])]
     modes = [config.recompute] if "recompute" in given else modes
+    by_hand = config.stages_per_process is not None
     numbers = [config.micro_batches] if "micro_batches" in given else _micro_batches(config)
     for (partitions, each), schedule in product(stages, schedules):
         several = partitions > devices
-        placements = [config.placement] if "placement" in given else _placements(schedule, several, each is not None)
+        placements = [config.placement] if "placement" in given else _placements(schedule, several, by_hand)
         for placement, mode, m in product(placements, modes, numbers):
             searched = schedule == AUTO_SCHEDULE
             if len(modes) > 1 and ((mode == "except_last" and m == 1) or (mode == "always" and searched)):
