@@ -124,10 +124,12 @@ def _with_orders(curve: PlannedCurve, found: Curve) -> dict[str, Any]:
 
 
 def _command(typed: Sequence[str], point: Point) -> str:
-    """The command that plans a point: the user's own arguments, and the settings of the point in place of those."""
+    """The command that trains a point or, for other hardware, plans it: the user's own arguments, and the settings of
+    the point in place of those."""
     replaced = {"solve", "format", "write_schedule", "run_folder", *AXES, *point.settings}
     kept = (one for one in typed if key_of(one) not in replaced)
-    return shlex.join(["gpipe", "plan", *kept, *(f"{key}={show(value)}" for key, value in point.settings.items())])
+    command = "train" if point.config.hardware.here else "plan"
+    return shlex.join(["gpipe", command, *kept, *(f"{key}={show(value)}" for key, value in point.settings.items())])
 
 
 def _require_figures(config: TrainConfig, *, several: bool) -> None:

@@ -17,9 +17,9 @@ from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.schedule.breakdown import Breakdown
 from gpipe_cli.pipeline.schedule.lower_bound import LowerBound, lower_bound
 from gpipe_cli.pipeline.schedule.named_schedules import AUTO_SCHEDULE, ORDERS, Order
-from gpipe_cli.pipeline.schedule.placement import PLACEMENTS
+from gpipe_cli.pipeline.schedule.placement import PLACEMENTS, name_of
 from gpipe_cli.pipeline.schedule.schedule import Schedule
-from gpipe_cli.planner.layout import layout_of, placement_of
+from gpipe_cli.planner.layout import layout_of
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model, refuse_single_samples
 from gpipe_cli.planner.plan import CostsOf, Plan, TooLargeError, plan_step, stage_cost
 from gpipe_cli.planner.step_schedule import mini_batch_samples
@@ -158,10 +158,11 @@ def _candidates(config: TrainConfig, given: Collection[str], devices: int, limit
     schedules = [config.schedule] if "schedule" in given else [*ORDERS, AUTO_SCHEDULE]
     modes: list[Any] = ["never", "except_last", "always", *(["auto"] if limited else [])]
     modes = [config.recompute] if "recompute" in given else modes
+    by_hand = config.stages_per_process is not None
     numbers = [config.micro_batches] if "micro_batches" in given else _micro_batches(config)
     for (partitions, each), schedule in product(stages, schedules):
         several = partitions > devices
-        placements = [config.placement] if "placement" in given else _placements(schedule, several, each is not None)
+        placements = [config.placement] if "placement" in given else _placements(schedule, several, by_hand)
         for placement, mode, m in product(placements, modes, numbers):
             searched = schedule == AUTO_SCHEDULE
             if len(modes) > 1 and ((mode == "except_last" and m == 1) or (mode == "always" and searched)):
@@ -202,7 +203,7 @@ def _point(given: TrainConfig, config: TrainConfig, plan: Plan, limit_bytes: int
     return Point(
         config,
         settings,
-        placement_of(config),
+        name_of(plan.device_of_stage) or str(config.placement),  # a file's has no name
         plan.balance,
         max(map(plan.device_of_stage.count, plan.device_of_stage)),
         max(plan.device_bytes),

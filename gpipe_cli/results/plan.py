@@ -133,7 +133,7 @@ class PlannedSetting:
 class PlannedPoint:
     """A candidate of `solve=memory_time`."""
 
-    command: str  # the plan of this point: `gpipe plan partitions=8 ...`
+    command: str  # runs this point, `gpipe train partitions=8 ...`, or plans it if it is for other hardware
     setting: PlannedSetting
     memory_bytes: int  # of the fullest device, at its peak
     step_seconds: float
