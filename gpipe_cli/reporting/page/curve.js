@@ -126,18 +126,23 @@ function drawCurve(now) {
   }
 }
 
-// From values to places, with some room around them.
+// From values to places on a logarithmic scale, with some room around them.
 function scale(values, from, to) {
-  const least = Math.min(...values), most = Math.max(...values), room = 0.1 * (most - least || most || 1);
-  const [begin, end] = [Math.max(0, least - room), most + room];
-  return {begin, end, from, to, at: value => from + (to - from) * (value - begin) / (end - begin)};
+  const least = Math.min(...values), most = Math.max(...values), room = Math.max(1.05, (most / least) ** 0.08);
+  const [begin, end] = [least / room, most * room];
+  return {begin, end, from, to, at: value => from + (to - from) * Math.log(value / begin) / Math.log(end / begin)};
 }
 
-// Round values, at least so many pixels from each other: of bytes and of seconds.
-function ticks({begin, end, from, to}, pixels) {
-  const least = (end - begin) * pixels / Math.abs(to - from), unit = end > 1024 ? 1024 ** Math.floor(Math.log2(end) / 10) : 1;
-  const power = 10 ** Math.floor(Math.log10(least / unit)) * unit;
-  const step = [1, 2, 5, 10].map(n => n * power).find(step => step >= least * 0.999);
-  const first = Math.ceil(begin / step);
-  return Array.from({length: Math.max(0, Math.floor(end / step) - first + 1)}, (_, n) => (first + n) * step);
+// Round values, at least so many pixels from each other: 1, 2 and 5 times powers of ten, of bytes powers of two; and more
+// of them where the ends are close together.
+function ticks({begin, end, at}, pixels) {
+  const found = [];
+  const base = end > 1024 ? 2 : 10;
+  for (let power = base ** Math.floor(Math.log(begin) / Math.log(base)); power <= end; power *= base) {
+    for (const n of base === 2 ? [1, 1.5] : [1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9]) found.push(n * power);
+  }
+  const inside = found.filter(value => value >= begin && value <= end);
+  const round = inside.filter(value => base === 2 ? Number.isInteger(Math.log2(value)) : /^[125]/.test(value.toExponential()));
+  const far = chosen => chosen.filter((value, n) => !n || Math.abs(at(value) - at(chosen[n - 1])) >= pixels);
+  return far(round.length > 2 ? round : inside);
 }
