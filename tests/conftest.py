@@ -14,7 +14,7 @@ LONGEST = (
     "test_compiled", "test_going_on", "test_replicas", "test_plan_command", "test_machine_timing", "test_readme",
     "test_what_belongs_to_a_run", "test_unwritten", "test_text", "test_background_writer", "test_sweep", "test_bench",
     "test_consistency", "test_models", "test_check_command", "test_cuda_calls", "test_pipeline", "test_hugging_face",
-    "test_skips", "test_tied_weights",
+    "test_skips", "test_tied_weights", "test_check_against",
 )  # fmt: skip
 
 # Commands start their own processes, also where the tests themselves are started by something that sets these.

@@ -1,6 +1,7 @@
 """Models as a user writes them, for `model.target=custom_models:...`."""
 
 import functools
+import inspect
 import os
 import random
 import time
@@ -214,6 +215,25 @@ class Twice(nn.Module):
 def with_layers(*layers: nn.Module) -> nn.Sequential:
     """A small network with these layers between a convolution and a classifier."""
     return nn.Sequential(nn.Conv2d(3, 4, 3, stride=2), *layers, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 4))
+
+
+class Contrary(nn.Module):
+    """A fault that only torch's stages have: there the gradient through this layer has the other sign."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Conv2d(4, 4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.inner(x)
+        frame = inspect.currentframe()
+        while frame is not None and not frame.f_code.co_filename.endswith("pipelining/stage.py"):
+            frame = frame.f_back
+        return y if frame is None else 2 * y.detach() - y
+
+
+def contrary() -> nn.Sequential:
+    return with_layers(nn.ReLU(), Contrary(), nn.Tanh())
 
 
 def odd() -> nn.Sequential:

@@ -18,7 +18,7 @@ class RandomOrder:
     device_of_stage: tuple[int, ...]
 
 
-def random_orders(number: int, seed: int, *, most_stages: int = 8, most_micro_batches: int = 4) -> Iterator[RandomOrder]:
+def random_orders(number: int, seed: int, most_stages: int = 8) -> Iterator[RandomOrder]:
     """`number` of them, on 1 to 4 devices, each of which has a stage."""
     chance = random.Random(seed)
     for _ in range(number):
@@ -26,7 +26,7 @@ def random_orders(number: int, seed: int, *, most_stages: int = 8, most_micro_ba
         devices = chance.randint(1, min(4, stages))
         device_of_stage = [*range(devices), *(chance.randrange(devices) for _ in range(stages - devices))]
         chance.shuffle(device_of_stage)
-        in_order = _in_one_order(chance, stages, chance.randint(1, most_micro_batches))
+        in_order = _in_one_order(chance, stages, chance.randint(1, 4))
         row_of_stage = chance.choice((device_of_stage, range(stages)))
         rows: list[list[Action]] = [[] for _ in range(1 + max(row_of_stage))]
         for action in in_order:

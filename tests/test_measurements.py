@@ -32,11 +32,6 @@ NOISE = [
 PEERS = ["Schedule1F1B-channels_last", *(["torchgpipe"] if importlib.util.find_spec("torchgpipe") else [])]
 # What makes it small, and the rows of its table.
 PROGRAMS = {
-    "beside_torch": (
-        [*NOISE, "cost=figures", "dataset=synthetic_images", "--rounds=1", "--steps=1", "--micro-batches", "2",
-         "--schedules", "interleaved", "--against", "Schedule1F1B"],
-        r"\ngpipe +interleaved +4 +16 +(\d+) +\1 +0\.0e\+00  yes\n(.*\n)+gpipe, 1f1b +\d.* of Schedule1F1B",
-    ),
     "paper_choices": (
         ["--only=AmoebaNet-D (18, 128)", "--sets=1", "model.normal_cells=4",
          "model.filters=16", "dataset.image_size=16"],

@@ -125,7 +125,7 @@ def memory_format_of(config: TrainConfig) -> Literal["contiguous", "channels_las
     """The memory format of images and of an image model's weights: a key of MEMORY_FORMATS."""
     if config.memory_format != "auto":
         return config.memory_format
-    # convolutions are faster in channels_last, on CPUs too (by half: recipes/measurements/beside_torch.py); where that
+    # convolutions are faster in channels_last, on CPUs too (by half: gpipe check against=torch); where that
     # is not known, a timing has replaced `auto` (`benchmark/machine_timing.py`)
     return "contiguous" if config.text else "channels_last"
 

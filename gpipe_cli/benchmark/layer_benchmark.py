@@ -311,9 +311,11 @@ def _slowest_link(spec: PipelineSpec, process: int, control: ControlGroup, group
     if groups is None:
         return None if device.type == "cpu" else slowest_copies([torch.device(name) for name in spec.layout.devices])
     found = []
-    for sender in range(control.size - 1):
-        if process in (sender, sender + 1):
-            seconds = [_message_seconds(spec, process, sender, groups, size) for size in _LINK_BYTES[device.type]]
+    # processes that have neighbouring stages -> the first of two such stages
+    pairs = enumerate(itertools.pairwise(spec.layout.process_of_stage))
+    for ends, stage in {frozenset(pair): stage for stage, pair in pairs if pair[0] != pair[1]}.items():
+        if process in ends:
+            seconds = [_message_seconds(spec, process, stage, groups, size) for size in _LINK_BYTES[device.type]]
             found.append(_link(device, seconds))
         control.barrier()
     return max((link for of_process in control.collect(found) for link in of_process), key=_large_seconds)
@@ -335,11 +337,12 @@ def slowest_copies(devices: Sequence[torch.device]) -> Link:
     return max(links, key=_large_seconds)
 
 
-def _message_seconds(spec: PipelineSpec, process: int, sender: int, groups: ProcessGroups, size: int) -> float:
-    """The seconds of a message of `size` bytes from process `sender` to the next: half the median round trip."""
-    receiver, device = sender + 1, torch.device(spec.layout.device_of(process))
-    first, last = spec.layout.stages_of(receiver)[0], spec.layout.stages_of(sender)[-1]
-    there, back = groups.links.of_edge[Kind.F, first - 1, first], groups.links.of_edge[Kind.B, last + 1, last]
+def _message_seconds(spec: PipelineSpec, process: int, stage: int, groups: ProcessGroups, size: int) -> float:
+    """The seconds of a message of `size` bytes from `stage` to the next, in another process: half the median round
+    trip."""
+    sender, receiver = spec.layout.process_of_stage[stage : stage + 2]
+    device = torch.device(spec.layout.device_of(process))
+    there, back = groups.links.of_edge[Kind.F, stage, stage + 1], groups.links.of_edge[Kind.B, stage + 1, stage]
     message = [torch.zeros(size, dtype=torch.uint8, device=device)]
     taken = []
     for _ in range(_LINK_ROUNDS):

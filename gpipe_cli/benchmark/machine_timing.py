@@ -33,6 +33,7 @@ from gpipe_cli.errors import InputError
 from gpipe_cli.launch.fork_server import temporary_folder
 from gpipe_cli.launch.supervisor import run_task
 from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory
+from gpipe_cli.pipeline.schedule.named_schedules import AUTO_SCHEDULE
 from gpipe_cli.planner.cost_model import LayerTimes, StepCosts, measured_costs, predicted_costs
 from gpipe_cli.planner.data_sheet import gpu_of, resolved
 from gpipe_cli.planner.device_rates import DeviceRates, Figures, Rates, fit_rates, rates_of_sheet
@@ -82,7 +83,8 @@ def step_costs(config: TrainConfig, profile: ModelProfile, layout: Layout, log: 
     mean = mean_micro_batch(config, profile.lengths)
     samples = ceil(mean)
     # any cut of a single pipeline will do to start the workers: each of them times all layers
-    one = replace(_without_limit(config), replicas=1, threads=layout.threads)
+    order = "1f1b" if config.schedule == AUTO_SCHEDULE else config.schedule  # what a search finds does not matter here
+    one = replace(_without_limit(config), schedule=order, replicas=1, threads=layout.threads)
     spec = make_pipeline_spec(one, profile)
 
     def work() -> dict[str, Any]:

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from datetime import datetime
 
 from gpipe_cli.commands.command_line import read
-from gpipe_cli.commands.composing import TRAINING_KEYS, compose, training
+from gpipe_cli.commands.composing import TRAINING_KEYS, compose, own, training
 from gpipe_cli.commands.folders import run_folder
 from gpipe_cli.commands.outcome import preparing
-from gpipe_cli.config.settings import find_run
+from gpipe_cli.config.settings import CheckSettings, find_run
 from gpipe_cli.errors import InputError
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.system.interrupts import interruptible_import
@@ -25,6 +25,9 @@ def main(arguments: Sequence[str]) -> int:
     tree = compose(line, TRAINING_KEYS)
     if tree is None:
         return 0
+    settings = own(CheckSettings, "check", tree)
+    if settings.against is not None and "recompute" not in line.overrides:
+        tree.recompute = "never"  # torch's schedules recompute nothing
     config, auto = training(tree, line.overrides)
     for key in auto:
         raise InputError(f"{key}=auto: a check needs a number; give one")
@@ -33,6 +36,7 @@ def main(arguments: Sequence[str]) -> int:
     with preparing(), run_folder(config, datetime.now(), what="check") as folder:
         fork_server.start(config)  # the server imports torch in parallel with this process
         with interruptible_import():
+            from gpipe_cli.commands.check_against import run_against
             from gpipe_cli.commands.check_run import run_check
 
-        return run_check(config, folder)
+        return run_check(config, folder) if settings.against is None else run_against(config, settings, folder)

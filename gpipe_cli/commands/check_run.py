@@ -24,7 +24,7 @@ from gpipe_cli.launch.job import Failure, Reason
 from gpipe_cli.launch.supervisor import run_task
 from gpipe_cli.pipeline.profile.layer_probes import Finding
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
-from gpipe_cli.pipeline.schedule.named_schedules import SCHEDULES, order
+from gpipe_cli.pipeline.schedule.named_schedules import ORDERS, SCHEDULES, order
 from gpipe_cli.pipeline.schedule.schedule import RecomputeMode
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
 from gpipe_cli.planner.pipeline_spec import PipelineSpec, make_pipeline_spec
@@ -36,7 +36,7 @@ from gpipe_cli.training.fine_tuning import find_weights
 from gpipe_cli.units import plural
 from gpipe_cli.verify import variants as verify
 
-_FEWER: tuple[RecomputeMode, ...] = ("never", "always")  # recompute modes tried with zero_bubble and interleaved
+_FEWER: tuple[RecomputeMode, ...] = ("never", "always")  # recompute modes tried with further schedules
 
 
 def run_check(config: TrainConfig, folder: Path) -> int:
@@ -162,13 +162,19 @@ class _Checked:
             self._run(_of_schedules([make_pipeline_spec(several, profile)]), self._ways(k, "replicas"))
 
     def _further(self, usual: TrainConfig) -> Iterator[tuple[TrainConfig, tuple[RecomputeMode, ...]]]:
-        """Configurations with further schedules, and the recompute modes to try: zero_bubble, interleaved with the most
-        partitions that stages_per_process divides, and the given schedule if it is not a named one."""
+        """Configurations with further schedules, and the recompute modes to try: zero_bubble, those in a V that differ,
+        with an even number of partitions, interleaved with the most partitions that stages_per_process divides, and the
+        given schedule if it is not a named one."""
         config = self._config
         if config.partitions == 1:
             return
         if not config.compile:
             yield replace(usual, schedule="zero_bubble"), _FEWER
+            even = _cut(usual, config.partitions - config.partitions % 2)
+            in_v = [name for name, one in ORDERS.items() if one.placement == "v"]
+            different = {order(name, even.partitions, even.micro_batches): name for name in reversed(in_v)}
+            for name in different.values():
+                yield replace(even, schedule=name), _FEWER
         each = max(2, config.stages_per_process or 2)
         if partitions := config.partitions - config.partitions % each:
             interleaved = replace(_cut(usual, partitions), schedule="interleaved", stages_per_process=each)

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -19,8 +20,8 @@ from gpipe_cli.pipeline.schedule.schedule_file import csv_of
 from gpipe_cli.planner.auto_settings import solve_max_model
 from gpipe_cli.planner.data_sheet import resolved
 from gpipe_cli.planner.layout import layout_of
-from gpipe_cli.planner.memory_time import AXES, Point, solve_memory_time
-from gpipe_cli.planner.simulation_data import simulation_data
+from gpipe_cli.planner.memory_time import AXES, Curve, Point, solve_memory_time
+from gpipe_cli.planner.simulation_data import rows_of, simulation_data
 from gpipe_cli.planner.step_schedule import checked_schedule
 from gpipe_cli.reporting.page.page import PAGE, write_page
 from gpipe_cli.reporting.plots.chrome_trace import TRACE, TracedStep, write_trace
@@ -32,7 +33,7 @@ from gpipe_cli.reporting.run.lines import show_text
 from gpipe_cli.reporting.tables.plan import show_plan
 from gpipe_cli.reporting.tables.plan_result import plan_result, planned_curve
 from gpipe_cli.results.files import write_result
-from gpipe_cli.results.plan import PLAN, PlanResult
+from gpipe_cli.results.plan import PLAN, PlannedCurve, PlanResult
 from gpipe_cli.system.files import write_whole
 
 PICTURE, CURVE = "timeline.png", "curve.png"
@@ -61,6 +62,7 @@ def plan(
         log = partial(show_text, console)
         _require_figures(config, several=config.partitions > 1 or "partitions" in auto)
         costs_of, curve = partial(step_costs, log=log), None
+        drawn: dict[str, Any] = {}  # of the page, besides the plan
         if settings.solve is None:
             prepared = prepare(config, auto, log, elsewhere=not config.hardware.here)
             config, profile, made, comparisons = prepared.config, prepared.profile, prepared.plan, prepared.comparisons
@@ -70,6 +72,7 @@ def plan(
             profile, made, found = solve_memory_time(config, given, costs_of, log)
             config, comparisons = found.fastest.config, ()
             curve = planned_curve(found, partial(_command, typed))
+            drawn["curve"] = _with_orders(curve, found)
         if config.compile:
             log(f"planned {not_compiled(config)}")
         files: dict[str, str] = {}
@@ -92,7 +95,8 @@ def plan(
                 write_whole(Path(file), csv_of(of_all, made.layout.row_of_stage))
             write_whole(folder / SETTINGS, to_yaml(config))
             if not config.is_large:
-                data = simulation_data(config, profile, made) | ({} if curve is None else {"curve": asdict(curve)})
+                offered = {point.setting.micro_batches for point in curve.points} if curve else ()
+                data = simulation_data(config, profile, made, offered) | drawn
                 write_page(folder / PAGE, about, data, (), commands=commands)
                 write_picture(folder / PICTURE, draw([predicted_view(title, made)]))
                 write_trace(folder, [TracedStep("predicted", made.timeline, made.timeline.start_seconds)])
@@ -110,11 +114,22 @@ def plan(
         gc.enable()
 
 
+def _with_orders(curve: PlannedCurve, found: Curve) -> dict[str, Any]:
+    """The curve for the page, which cannot search: with the rows of the orders on the front that were searched for."""
+    points = [
+        asdict(point) | ({} if of.searched is None or point.dominated else {"rows": rows_of(of.searched)})
+        for point, of in zip(curve.points, found.points, strict=True)
+    ]
+    return asdict(curve) | {"points": points}
+
+
 def _command(typed: Sequence[str], point: Point) -> str:
-    """The command that plans a point: the user's own arguments, and the settings of the point in place of those."""
+    """The command that trains a point or, for other hardware, plans it: the user's own arguments, and the settings of
+    the point in place of those."""
     replaced = {"solve", "format", "write_schedule", "run_folder", *AXES, *point.settings}
     kept = (one for one in typed if key_of(one) not in replaced)
-    return shlex.join(["gpipe", "plan", *kept, *(f"{key}={show(value)}" for key, value in point.settings.items())])
+    command = "train" if point.config.hardware.here else "plan"
+    return shlex.join(["gpipe", command, *kept, *(f"{key}={show(value)}" for key, value in point.settings.items())])
 
 
 def _require_figures(config: TrainConfig, *, several: bool) -> None:

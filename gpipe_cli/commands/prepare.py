@@ -8,6 +8,7 @@ from pathlib import Path
 from gpipe_cli.benchmark.machine_timing import memory_format_seconds, step_costs, times_machine
 from gpipe_cli.config.settings import MOST_ACTIONS, MemoryFormat, TrainConfig, load
 from gpipe_cli.distributed.torchrun import Torchrun
+from gpipe_cli.pipeline.schedule.named_schedules import ORDERS
 from gpipe_cli.planner.auto_settings import Choice, choose
 from gpipe_cli.planner.layout import Layout, own_threads
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model, refuse_single_samples
@@ -70,10 +71,7 @@ def prepare(
     notes += [("chosen", _words(comparison)) for comparison in comparisons]
     if config.compile:
         notes.append(("planned", not_compiled(config)))
-    if config.schedule == "interleaved" and spec.layout.of_pipeline == spec.partitions > 1:
-        use = f"partitions={2 * config.partitions} stages_per_process=2 interleaves"
-        notes.append(("schedule", f"interleaved is 1f1b where a process has one stage; {use}"))
-    notes += [*formats, *threads, *_resumed_threads(config, spec.layout.processes)]
+    notes += [*_without_effect(config, spec), *formats, *threads, *_resumed_threads(config, spec.layout.processes)]
     notes += [*_turns(spec.layout), *_uneven(config, spec)]
     return Prepared(config, profile, plan, spec, comparisons, tuple(notes))
 
@@ -140,6 +138,19 @@ def _turns(layout: Layout) -> Iterator[tuple[str, str]]:
         yield "cores", f"{processes} processes of {threads} take turns on {cores}: not a pipeline's speed"
     elif layout.one_device:
         yield "devices", f"{len(layout.devices)} stages take turns on {layout.devices[0]}: not a pipeline's speed"
+
+
+def _without_effect(config: TrainConfig, spec: PipelineSpec) -> Iterator[tuple[str, str]]:
+    """A line if a schedule or a placement needs more stages to make a difference."""
+    two, one_each = "partitions={} stages_per_process=2", spec.layout.of_pipeline == spec.partitions > 1
+    if config.schedule == "interleaved" and one_each:
+        use = two.format(2 * config.partitions)
+        yield "schedule", f"interleaved is 1f1b where a process has one stage; {use} interleaves"
+    elif config.placement in ("looped", "v") and one_each:
+        use = two.format(max(4, config.partitions))
+        yield "placement", f"{config.placement} is neighbours where a process has one stage; {use} gives it two"
+    elif config.partitions == 2 and config.schedule in ORDERS and ORDERS[config.schedule].placement == "v":
+        yield "schedule", f"{config.schedule} has both stages on one device; partitions=4 has two on each of two"
 
 
 def _uneven(config: TrainConfig, spec: PipelineSpec) -> Iterator[tuple[str, str]]:

@@ -363,6 +363,16 @@ class BenchSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckSettings:
+    """What `conf/check.yaml` adds to the settings of `gpipe train`."""
+
+    against: Literal["torch", "torchgpipe"] | None  # the other program; None: pipelines of ours
+    against_schedules: tuple[str, ...] | None  # shell patterns of the names of its schedules; None: all
+    against_steps: Annotated[int, Within(1, 1_000_000)]
+    against_rounds: Annotated[int, Within(1, 1000)]
+
+
+@dataclass(frozen=True, slots=True)
 class PlanSettings:
     """What `conf/plan.yaml` adds to the settings of `gpipe train`."""
 
@@ -375,6 +385,7 @@ class PlanSettings:
 OWNERS = {
     "recipe": "reproduce",
     **{field.name: "plan" for field in fields(PlanSettings)},
+    **{field.name: "check" for field in fields(CheckSettings)},
     **{field.name: "bench" for field in fields(BenchSettings)},
     **{field.name: "launch" for field in fields(LaunchSettings)},
 }

@@ -162,7 +162,7 @@ class Pipeline:
 
         Returns the loss of the mini-batch, without graph: on the device of the last stage; under torchrun in every
         process, on the CPU. There `inputs` may be None but in the process of the first stage (process 0), `targets` but
-        in that of the last one (the last process).
+        in that of the last one (the last process; in a V process 0, too).
 
         Raises InputError for arguments that cannot be used, ActionFailedError if a layer or the loss fails, and
         PeerLostError if another process is lost.
@@ -193,7 +193,7 @@ class Pipeline:
     def forward(self, inputs: Values | None) -> Any:
         """What the last layer returns for a mini-batch (N, ...), in evaluation mode and without a graph: a tensor
         (N, ...), or a tuple of them, on the device of the last stage. Under torchrun it is None in all processes but
-        the last one, and `inputs` may be None in all but the first one. `pipeline(inputs)` is the same."""
+        that of the last stage, and `inputs` may be None in all but the first one. `pipeline(inputs)` is the same."""
         self._require(training=False)
         traced, tensors, sizes = self._begin(inputs)
         objective = _Outputs() if self._has_last else None
@@ -408,7 +408,8 @@ class Pipeline:
     def _of_last(self, value: torch.Tensor | None) -> torch.Tensor:
         """The value of the process of the last stage, in every process."""
         if self._control.size > 1:
-            value = self._control.collect(None if value is None else value.cpu())[-1]
+            found = self._control.collect(None if value is None else value.cpu())
+            value = found[self._placement.process_of_stage[-1]]
         assert value is not None
         return value
 

@@ -20,11 +20,12 @@ from gpipe_cli.config.typed import NothingFitsError, show
 from gpipe_cli.distributed.torchrun import Torchrun
 from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.schedule.named_schedules import AUTO_SCHEDULE, ORDERS, Order
+from gpipe_cli.pipeline.schedule.placement import name_of
 from gpipe_cli.planner.cost_model import predicted_costs
 from gpipe_cli.planner.data_sheet import number_of_gpus, resolved
 from gpipe_cli.planner.layout import layout_of
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model, refuse_single_samples
-from gpipe_cli.planner.plan import CostsOf, Plan, TooLargeError, best_cut, make_plan, plan_step
+from gpipe_cli.planner.plan import CostsOf, Plan, TooLargeError, best_cut, fits_somehow, plan_step
 from gpipe_cli.planner.step_schedule import mini_batch_samples
 from gpipe_cli.system.machine import usable_cores
 from gpipe_cli.units import size
@@ -122,10 +123,9 @@ class _Planner:
         costs = predicted_costs(config, self.profile, layout)
         try:
             if config.schedule == AUTO_SCHEDULE:
-                make_plan(config, self.profile, costs, layout)
-            else:
-                cut = best_cut(config, self.profile, costs, layout)
-                cut.held(cut.order, cut.recompute(config, layout), layout)
+                return fits_somehow(config, self.profile, costs, layout)
+            cut = best_cut(config, self.profile, costs, layout)
+            cut.held(cut.order, cut.recompute(config, layout), layout)
         except InputError:
             return False
         return True
@@ -256,9 +256,9 @@ def _orders(chosen: Candidate) -> Iterator[Choice]:
             name: replace(chosen, value=name, plan=other, reason="" if other else "does not fit")
             for name, other in plan.compared.items()
         }
-        rule, devices = _SHORTEST, len(set(plan.device_of_stage))
-        if 1 < devices < len(plan.device_of_stage):
-            rule += f", stage k on device k mod {devices}"
+        rule, placement = _SHORTEST, name_of(plan.device_of_stage)
+        if placement is not None and 1 < len(plan.device_bytes) < len(plan.stages):
+            rule += f"; placement {placement}, cut {show(plan.balance)}"
         yield Choice("schedule", rule, tuple(tried.values()), tried[plan.chosen_order])
 
 

@@ -17,8 +17,9 @@ from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.schedule.breakdown import Breakdown
 from gpipe_cli.pipeline.schedule.lower_bound import LowerBound, lower_bound
 from gpipe_cli.pipeline.schedule.named_schedules import AUTO_SCHEDULE, ORDERS, Order
-from gpipe_cli.pipeline.schedule.placement import PLACEMENTS
-from gpipe_cli.planner.layout import layout_of, placement_of
+from gpipe_cli.pipeline.schedule.placement import PLACEMENTS, name_of
+from gpipe_cli.pipeline.schedule.schedule import Schedule
+from gpipe_cli.planner.layout import layout_of
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model, refuse_single_samples
 from gpipe_cli.planner.plan import CostsOf, Plan, TooLargeError, plan_step, stage_cost
 from gpipe_cli.planner.step_schedule import mini_batch_samples
@@ -43,6 +44,7 @@ class Point:
     step_seconds: float
     breakdown: Breakdown
     fits: bool  # whether it is within the limit; without a limit all are
+    searched: Schedule | None  # what schedule=auto has found
 
 
 @dataclass(frozen=True)
@@ -201,13 +203,14 @@ def _point(given: TrainConfig, config: TrainConfig, plan: Plan, limit_bytes: int
     return Point(
         config,
         settings,
-        placement_of(config),
+        name_of(plan.device_of_stage) or str(config.placement),  # a file's has no name
         plan.balance,
         max(map(plan.device_of_stage.count, plan.device_of_stage)),
         max(plan.device_bytes),
         plan.step_seconds,
         plan.breakdown,
         limit_bytes is None or max(plan.device_bytes) <= limit_bytes,
+        plan.schedule if config.schedule == AUTO_SCHEDULE else None,
     )
 
 

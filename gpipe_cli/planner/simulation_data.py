@@ -4,16 +4,18 @@ other settings by itself.
 `cost_model.py`, `ActivationMemory` and `stage_memory.py` define these seconds and bytes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.pipeline.profile.layer_cost import Halves, KeptMemory, LayerCost
 from gpipe_cli.pipeline.runtime.boundary import Boundary
+from gpipe_cli.pipeline.schedule.placement import PLACEMENTS, place
+from gpipe_cli.pipeline.schedule.schedule import Schedule
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost
 from gpipe_cli.planner.cost_model import LayerSeconds, StepCosts, predicted_costs
-from gpipe_cli.planner.layout import Layout, Memory
+from gpipe_cli.planner.layout import Layout, Memory, placement_of
 from gpipe_cli.planner.model_profile import ModelProfile
 from gpipe_cli.planner.plan import Plan
 from gpipe_cli.planner.stage_memory import buffers_bytes
@@ -26,8 +28,16 @@ _MOST_MICRO_BATCHES = 64
 _MOST_COSTS = 4000  # layers times numbers of micro-batches: predicting more takes longer than planning
 
 
-def simulation_data(config: TrainConfig, profile: ModelProfile, plan: Plan) -> SimulationData:
-    """A plan and what it was made from, in seconds and bytes; sequences have an entry per layer or per stage."""
+def simulation_data(
+    config: TrainConfig, profile: ModelProfile, plan: Plan, micro_batches: Collection[int] = ()
+) -> SimulationData:
+    """A plan and what it was made from, in seconds and bytes; sequences have an entry per layer or per stage.
+
+    `micro_batches`: numbers that the page has to offer besides its own. A curve of `solve=memory_time` is put beside
+    these data as `curve`: {points: [{command, setting: {partitions, micro_batches, schedule, placement, recompute,
+    stages_per_process, balance}, rows (of schedule=auto), step_seconds, memory_bytes, dominated}], lower_bound_seconds,
+    limit_bytes}.
+    """
     costs, layout, samples = plan.costs, plan.layout, mini_batch_samples(config, profile.lengths)
     memory = layout.memory
     linked = costs if costs.rates is None else _costs(config, profile, plan, plan.micro_batches)
@@ -39,7 +49,8 @@ def simulation_data(config: TrainConfig, profile: ModelProfile, plan: Plan) -> S
             "schedule": "file" if config.schedule_is_file else config.schedule,
             "schedule_file": config.schedule if config.schedule_is_file else None,
             "recompute": config.recompute,
-            "stages_per_process": -(-len(plan.stages) // len(set(plan.device_of_stage))),
+            "stages_per_process": _most_stages(plan),
+            "placement": _placement(config, plan),
             "replicas": config.replicas,
             "samples": samples // config.replicas,
             "step_samples": samples,  # samples of all replicas
@@ -47,7 +58,7 @@ def simulation_data(config: TrainConfig, profile: ModelProfile, plan: Plan) -> S
             "chosen_order": plan.chosen_order,  # the order that schedule=auto chose
             "balance_given": config.partition.balance is not None or config.partition.method != "exact",
         },
-        "rows": [list(map(str, row)) for row in plan.schedule],
+        "rows": rows_of(plan.schedule),
         "balance": plan.balance,
         "device_of_stage": plan.device_of_stage,
         "layers": [
@@ -81,7 +92,7 @@ def simulation_data(config: TrainConfig, profile: ModelProfile, plan: Plan) -> S
             "basis": costs.basis,
             "set_up": costs.set_up,
             "halves": "known" if profile.splits else "assumed",
-            **_costs_of_micro_batches(config, profile, plan, samples // config.replicas),
+            **_costs_of_micro_batches(config, profile, plan, samples // config.replicas, micro_batches),
         },
         "slowdown": {
             "at_once": _at_once(plan),
@@ -95,14 +106,34 @@ def simulation_data(config: TrainConfig, profile: ModelProfile, plan: Plan) -> S
     }
 
 
-def _costs_of_micro_batches(config: TrainConfig, profile: ModelProfile, plan: Plan, most: int) -> dict[str, Any]:
+def rows_of(schedule: Schedule) -> list[list[str]]:
+    return [list(map(str, row)) for row in schedule]
+
+
+def _most_stages(plan: Plan) -> int:
+    """Stages of a device, if all have as many or the last devices fewer."""
+    return -(-len(plan.stages) // len(set(plan.device_of_stage)))
+
+
+def _placement(config: TrainConfig, plan: Plan) -> str:
+    """The name of the plan's placement; where several give the same, that of its settings."""
+    stages, devices, own = len(plan.stages), len(set(plan.device_of_stage)), placement_of(config)
+    named = {name: place(name, stages, devices) for name in sorted(PLACEMENTS, key=lambda name: name != own)}
+    found = [name for name, device_of_stage in named.items() if device_of_stage == plan.device_of_stage]
+    consecutive = list(plan.device_of_stage) == sorted(plan.device_of_stage)
+    return found[0] if found else PLACEMENTS[0] if consecutive else "as planned"
+
+
+def _costs_of_micro_batches(
+    config: TrainConfig, profile: ModelProfile, plan: Plan, most: int, more: Collection[int]
+) -> dict[str, Any]:
     """The costs of a mean micro-batch for each number of micro-batches that the page offers. Layers whose costs are
     equal for all these numbers are of one kind."""
     layers = len(profile.costs)
     offered = [*range(1, 17), *range(20, 33, 4), *range(40, _MOST_MICRO_BATCHES + 1, 8)]
     if len(offered) * layers > _MOST_COSTS:
         offered = [1 << power for power in range(7)]
-    offered = sorted({m for m in offered if m <= most} | {plan.micro_batches})
+    offered = sorted({m for m in offered if m <= most} | {plan.micro_batches, *more})
     found = [_costs(config, profile, plan, m) for m in offered]
     split = any(of.inputs or of.weights for of in plan.costs.layers)
     free = EdgeCost(0.0, 0.0)

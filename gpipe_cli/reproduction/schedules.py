@@ -8,7 +8,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self
 
-from gpipe_cli.pipeline.schedule.named_schedules import order
+from gpipe_cli.pipeline.schedule.dependencies import linearize
+from gpipe_cli.pipeline.schedule.named_schedules import ORDERS, order
+from gpipe_cli.pipeline.schedule.placement import place
+from gpipe_cli.pipeline.schedule.schedule import Kind, Schedule
 from gpipe_cli.pipeline.schedule.simulator import StageCost, simulate
 from gpipe_cli.reporting.plots.timeline_values import idle
 from gpipe_cli.reporting.run.summary import speed_kind
@@ -17,7 +20,10 @@ from gpipe_cli.reproduction.runner import Findings, Runner, number
 from gpipe_cli.units import percent, size
 
 # Schedules by the number of stages on each device.
-_ROWS = {1: ("gpipe", "1f1b", "zero_bubble", "auto"), 2: ("gpipe", "1f1b", "interleaved", "zero_bubble", "auto")}
+_ROWS = {
+    1: ("gpipe", "1f1b", "zero_bubble", "auto"),
+    2: ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "v_half", "v_min", "auto"),
+}
 
 
 @dataclass(frozen=True)
@@ -79,6 +85,7 @@ def _notes(planned: _Results, measured: _Results) -> Iterator[tuple[str, str]]:
             yield "auto", f"{stages}: {plan['schedule'].removeprefix('auto ').strip('()')}"
     yield "simulated", f"from {next(iter(planned.values()))['hardware']['source']}; each device computes by itself"
     yield "unit clock", "every F, I and W takes one tick, a B two, transfers none"
+    yield "graphs", "how many micro-batches' activations, from F to W or B, the fullest device holds on that clock"
     for kind in sorted({found["kind"] for found in measured.values() if found["kind"]} - {"measured"}):
         yield "measured", f"{speed_kind(kind)}; not the speed of a pipeline"
 
@@ -106,6 +113,7 @@ def _table(devices: int, planned: _Results, measured: _Results) -> Table:
         column("activations", "simulated", size, lambda row: _fullest(planned[row])),
         column("speed", "simulated", speed, lambda row: relative(planned, "step_seconds", row, -1)),
         column("unit clock", "simulated", speed, lambda row: _unit_clock(row, micro_batches)),
+        column("graphs", "simulated", partial(number, digits=1), lambda row: _graphs(row, micro_batches)),
     ]
     if any(row in measured for row in rows):
         columns += [
@@ -134,9 +142,28 @@ def _unit_clock(row: Row, micro_batches: int) -> float | None:
         return None
     tick = StageCost(1.0, 1.0, 2.0, 1.0, 1.0)
 
-    def seconds(name: str) -> float:
-        device_of_stage = [k % row.devices if name == "interleaved" else k // row.each for k in range(row.stages)]
-        actions = order(name, row.stages, micro_batches, row.devices)
-        return simulate(actions, [tick] * row.stages, device_of_stage=device_of_stage).step_seconds
+    def seconds(one: Row) -> float:
+        actions, device_of_stage = _placed(one, micro_batches)
+        return simulate(actions, [tick] * one.stages, device_of_stage=device_of_stage).step_seconds
 
-    return seconds("gpipe") / seconds(row.schedule)
+    return seconds(row.base) / seconds(row)
+
+
+def _graphs(row: Row, micro_batches: int) -> float | None:
+    """The most micro-batches whose activations a device holds by the unit clock; one of its stages has 1/`each` of
+    them. None for `auto`."""
+    if row.schedule == "auto":
+        return None
+    actions, device_of_stage = _placed(row, micro_batches)
+    held, most = Counter[int](), 0
+    for action in linearize(actions, device_of_stage):
+        device = device_of_stage[action.stage]
+        held[device] += (action.kind is Kind.F) - (action.kind in (Kind.B, Kind.W))
+        most = max(most, held[device])
+    return most / row.each
+
+
+def _placed(row: Row, micro_batches: int) -> tuple[Schedule, tuple[int, ...]]:
+    """The order of a row that is not `auto`, and the device of each stage."""
+    actions = order(row.schedule, row.stages, micro_batches, row.devices)
+    return actions, place(ORDERS[row.schedule].placement or "neighbours", row.stages, row.devices)

@@ -133,7 +133,7 @@ class PlannedSetting:
 class PlannedPoint:
     """A candidate of `solve=memory_time`."""
 
-    command: str  # the plan of this point: `gpipe plan partitions=8 ...`
+    command: str  # runs this point, `gpipe train partitions=8 ...`, or plans it if it is for other hardware
     setting: PlannedSetting
     memory_bytes: int  # of the fullest device, at its peak
     step_seconds: float
@@ -196,6 +196,7 @@ class PlanResult:
     files: dict[str, str]  # other files of the plan: what it is -> where it is
     skips: tuple[PlannedSkip, ...] = ()
     ties: tuple[PlannedTie, ...] = ()
+    placement: str | None = None  # `looped`; None: one without a name
     device_bytes: tuple[int, ...] = ()  # peak memory of each device, whose stages are at their peaks at different times
     host_bytes: int | None = None  # page-locked on the hosts, of all stages, for checkpoints; None: not on GPUs
     curve: PlannedCurve | None = None  # of solve=memory_time

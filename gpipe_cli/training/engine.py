@@ -192,23 +192,35 @@ def build_stage(
     whole: Callable[[], nn.Sequential] | None,
 ) -> Stage:
     """Stage `index`, in training mode; `model` is the whole model on the meta device, `whole` is from `real_model`."""
-    memory_format, device = MEMORY_FORMATS[spec.memory_format], torch.device(spec.layout.devices[index])
-    first, layers = spec.first_layers[index], len(spec.layer_names[index])
-    module = materialize(model, first, layers, run_seed=config.seed, device=device, whole=whole, ties=spec.ties)
-    freeze(module, spec.frozen)
-    module.to(memory_format=memory_format)
-    share_memory(module, spec.ties)  # not earlier: a move separates parameters that share memory
+    device = torch.device(spec.layout.devices[index])
     stage = Stage(
         index,
-        module,
-        first_layer=first,
+        build_layers(config, spec, index, model, whole),
+        first_layer=spec.first_layers[index],
         inputs=inputs_of(spec.training_boundaries, index),
         evaluation_inputs=inputs_of(spec.evaluation_boundaries, index),
         device=device,
         run_seed=config.seed,
-        memory_format=memory_format,
+        memory_format=MEMORY_FORMATS[spec.memory_format],
         computed_in=COMPUTED_IN[spec.precision],
         compiled=spec.compile,
     )
     stage.set_training(True)
     return stage
+
+
+def build_layers(
+    config: TrainConfig,
+    spec: PipelineSpec,
+    index: int,
+    model: nn.Sequential,
+    whole: Callable[[], nn.Sequential] | None,
+) -> nn.Sequential:
+    """The layers of stage `index` with their initial weights, as plain PyTorch has them; arguments as `build_stage`."""
+    first, layers = spec.first_layers[index], len(spec.layer_names[index])
+    device = torch.device(spec.layout.devices[index])
+    module = materialize(model, first, layers, run_seed=config.seed, device=device, whole=whole, ties=spec.ties)
+    freeze(module, spec.frozen)
+    module.to(memory_format=MEMORY_FORMATS[spec.memory_format])
+    share_memory(module, spec.ties)  # not earlier: a move separates parameters that share memory
+    return module

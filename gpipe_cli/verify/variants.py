@@ -18,6 +18,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from gpipe_cli.assembly.build import COMPUTED_IN, build_model, real_model
 from gpipe_cli.assembly.learning_rate import learning_rate
@@ -32,8 +33,7 @@ from gpipe_cli.models.amoebanet import set_progress
 from gpipe_cli.pipeline.profile.layer_probes import Finding, probing
 from gpipe_cli.pipeline.runtime.boundary import as_tuple, as_value, digest, split_all
 from gpipe_cli.pipeline.runtime.executor import ActionFailedError, OnAction
-from gpipe_cli.pipeline.runtime.frozen import freeze, set_training
-from gpipe_cli.pipeline.runtime.initial_weights import materialize
+from gpipe_cli.pipeline.runtime.frozen import set_training
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
 from gpipe_cli.pipeline.runtime.precision import autocast
 from gpipe_cli.pipeline.runtime.randomness import seed_layer
@@ -41,7 +41,7 @@ from gpipe_cli.pipeline.schedule.schedule import RECOMPUTE, Action, Kind, Recomp
 from gpipe_cli.planner.model_profile import refuse_single_samples
 from gpipe_cli.planner.pipeline_spec import PipelineSpec
 from gpipe_cli.training.data_feed import Data, MiniBatch, Reading
-from gpipe_cli.training.engine import Engine, WorkerProcess, build_engine
+from gpipe_cli.training.engine import Engine, WorkerProcess, build_engine, build_layers
 from gpipe_cli.training.fine_tuning import fine_tune
 from gpipe_cli.training.milestones import starting_point
 from gpipe_cli.training.step import compute_gradients, gather_metrics, objective_of, placed, rehearse, update_weights
@@ -281,20 +281,13 @@ class _Runs:
         device, current = engine.first_device, 0
         pretrained = config.init_from is None
         model, whole = build_model(config, pretrained=pretrained), real_model(config, pretrained=pretrained)
-        ties = engine.spec.ties
-        model = materialize(model, 0, len(model), run_seed=config.seed, device=device, whole=whole, ties=ties)
-        freeze(model, engine.spec.frozen)
-        model.to(memory_format=engine.memory_format)
+        model = build_layers(config, engine.spec, 0, model, whole)
         set_training(model, True)
         set_progress(model, 1.0)
         if config.init_from is not None:
             model.load_state_dict(engine.stages[0].module.state_dict())
 
-        def seed(number: int, layer: nn.Module, inputs: Any) -> None:
-            seed_layer(device, config.seed, 0, current, number)
-
-        for number, layer in enumerate(model):
-            layer.register_forward_pre_hook(partial(seed, number), prepend=True)
+        seed_before_layers(model, 0, config.seed, device, lambda: current)
         digests: Digests = {}
         self._observe(model, digests, lambda: (What.OUTPUT, current))
         mini_batch = self._first_mini_batch(config)
@@ -391,10 +384,7 @@ class _Runs:
 
     def _first_mini_batch(self, config: TrainConfig) -> MiniBatch:
         """The first mini-batch, cut into the micro-batches of a variant."""
-        reading = replace(self.reading, batches=replace(self.reading.batches, micro_batches=config.micro_batches))
-        if reading.loaded is not None and reading.split is not None:
-            reading = replace(reading, loaded=LoadedBatches(reading.split, reading.batches, 0, 0, 1, 0))
-        return MiniBatch(reading, 0, 0)
+        return first_mini_batch(self.reading, config.micro_batches)
 
     def _distance(self, gradients: Mapping[str, torch.Tensor], schedule: str) -> float:
         """The norm of the difference from a reference's gradients, over all processes, as a share of their norm."""
@@ -410,6 +400,27 @@ class _Runs:
             difference = 0.0  # counted by the first replica
         difference = sum(self.control.collect(difference))
         return float((difference / norm) ** 0.5) if norm else float(difference > 0)
+
+
+def first_mini_batch(reading: Reading, micro_batches: int) -> MiniBatch:
+    """The first mini-batch of a training, cut into `micro_batches`; its inputs are read anew."""
+    reading = replace(reading, batches=replace(reading.batches, micro_batches=micro_batches))
+    if reading.loaded is not None and reading.split is not None:
+        reading = replace(reading, loaded=LoadedBatches(reading.split, reading.batches, 0, 0, 1, 0))
+    return MiniBatch(reading, 0, 0)
+
+
+def seed_before_layers(
+    layers: nn.Sequential, first_layer: int, run_seed: int, device: torch.device, micro_batch: Callable[[], int]
+) -> list[RemovableHandle]:
+    """From now on, before each layer of a plain model, generators are seeded as in a stage that runs step 0, so that
+    dropout draws the same. `first_layer`: the number of the first of `layers`. Returns handles that end it."""
+
+    def seed(number: int, layer: nn.Module, inputs: Any) -> None:
+        seed_layer(device, run_seed, 0, micro_batch(), number)
+
+    numbered = enumerate(layers, first_layer)
+    return [layer.register_forward_pre_hook(partial(seed, number), prepend=True) for number, layer in numbered]
 
 
 def summed_as(order: Schedule) -> str | None:

@@ -58,6 +58,7 @@ def test_processes_do_not_matter(tmp_path: Path) -> None:
         {"partitions": 2},
         {"partitions": 4, "schedule": "interleaved", "recompute": "always", "ends_only": True},
         {"partitions": 4, "schedule": "zero_bubble", "balance": [1, 2, 2, 1]},
+        {"partitions": 4, "schedule": "zbv"},
         {"partitions": 2, "schedule": "1f1b", "recompute": "never", "lengths": [5, 9, 3]},
     ]
     done = started(tmp_path, library_runs.__file__, str(tmp_path), json.dumps(cases))
@@ -257,6 +258,7 @@ WRONG: dict[str, Callable[[], object]] = {
     "partitions=0": lambda: small(partitions=0),
     "partitions=3": lambda: small(partitions=3, example=torch.ones(1, 2)),
     "partitions=1": lambda: small(partitions=1, devices=["cpu", "cpu"]),
+    "partitions=4": lambda: small(partitions=4, devices=["cpu"] * 3, schedule="zbv"),
     "partitions=3 ": lambda: small(partitions=3, devices=["cpu", "cpu"], schedule="interleaved"),
     "micro_batches=2": lambda: small(nn.Linear(2, 2), nn.BatchNorm1d(2)).step(ONES[:3], ONES[:3], F.mse_loss),
     "micro_batches=two": lambda: small(micro_batches="two"),

@@ -95,7 +95,8 @@ def test_a_placement_that_does_not_fit_the_other_settings(settings: str, line: s
 @pytest.mark.parametrize(("settings", "boundaries", "sums"), [
     ("partitions=4 executor=in_process", 0, 0), ("partitions=2", 1, 0), ("partitions=4", 2, 0),
     ("partitions=4 stages_per_process=2", 1, 0), ("partitions=4 schedule=interleaved stages_per_process=2", 3, 0),
-    ("partitions=4 placement=v stages_per_process=2", 2, 0), ("partitions=4 replicas=2", 2, 1), ("partitions=4 replicas=2 executor=in_process", 0, 1),
+    ("partitions=4 placement=v stages_per_process=2", 2, 0),
+    ("partitions=4 replicas=2", 2, 1), ("partitions=4 replicas=2 executor=in_process", 0, 1),
 ])  # fmt: skip
 def test_a_gpu_holds_nccl_s_buffers_too(
     settings: str, boundaries: int, sums: int, monkeypatch: pytest.MonkeyPatch
@@ -119,7 +120,7 @@ def test_a_gpu_under_torchrun_is_that_of_the_local_rank(
         layout_of(configure(*TINY, "partitions=2"), torchrun())
     with pytest.raises(InputError, match=r"executor=in_process: torchrun started 3 processes"):
         layout_of(configure(*TINY, "partitions=3", "executor=in_process"), torchrun())
-    Path("own.csv").write_text("0,3\n1,2\n", encoding="utf-8")
+    Path("own.csv").write_text("1,2\n0,3\n", encoding="utf-8")
     with pytest.raises(InputError, match=r"placement=own\.csv: is for 2 devices, and torchrun started 3 processes for"):
         layout_of(configure(*TINY, "partitions=4", "placement=own.csv"), torchrun())
     found = layout_of(configure(*TINY, "partitions=5"), torchrun())

@@ -37,13 +37,16 @@ def told(command: str, settings: Mapping[str, str], folder: Path) -> tuple[str, 
 def test_every_schedule_has_a_row_for_each_number_of_devices(tmp_path: Path) -> None:
     found = Schedules((2, 4)).reproduce(answering(tmp_path, told))
     two, four = found.tables
-    assert column(two, "K") == ["2"] * 4 + ["4"] * 5
+    assert column(two, "K") == ["2"] * 4 + ["4"] * 8
     assert column(two, "speed", "simulated") == column(two, "speed", "measured") == [
-        "1.00", "1.00", "2.00", "1.00", "1.00", "1.00", "1.00", "2.00", "1.00",
+        "1.00", "1.00", "2.00", "1.00", "1.00", "1.00", "1.00", "2.00", "1.00", "1.00", "1.00", "1.00",
     ]  # fmt: skip
-    assert column(two, "activations", "measured") == ["1.0 MiB"] * 4 + ["2.0 MiB"] * 5
+    assert column(two, "activations", "measured") == ["1.0 MiB"] * 4 + ["2.0 MiB"] * 8
     # 3 (M + P - 1) ticks of gpipe over 3 M + P - 1 of zero bubble
     assert column(four, "unit clock", "simulated")[:4] == ["1.00", "1.00", f"{33 / 27:.2f}", "-"]
+    # 6 (M + P - 1) over 6 M + P - 1, and memory as the schedules promise
+    assert column(four, "unit clock", "simulated")[-4:] == [f"{66 / 51:.2f}", f"{66 / 54:.2f}", f"{66 / 59:.2f}", "-"]
+    assert column(four, "graphs", "simulated")[4:] == ["8.0", "7.5", "5.5", "8.0", "4.0", "3.0", "2.0", "-"]
     assert ("auto", "4 devices of 2 stages: 1f1b") in found.notes
 
 

@@ -103,6 +103,20 @@ def test_all_schedules_that_sum_upwards_make_the_same_run(tmp_path: Path) -> Non
     assert (second / "checkpoints" / "best").resolve().is_dir(), "the new folder can be evaluated by itself"
 
 
+def test_what_auto_finds_makes_the_same_run(tmp_path: Path) -> None:
+    """Placement, cut and order are searched: over two processes, and in this one, where all stages take turns."""
+    settings = [*TINY, *LIVELY, "epochs=1", "micro_batches=4"]
+    train_here(configure(*settings, "schedule=1f1b", "partitions=1", "executor=in_process"), tmp_path / "whole")
+    settings += ["schedule=auto", "partitions=4"]
+    folder = tmp_path / "two"
+    both = ["executor=distributed", "stages_per_process=2", "hardware=h100", f"run_folder={folder}"]
+    assert command("train", *settings, *both) == 0
+    assert {part["process"] for part in read_result(folder)["partitions"]} == {0, 1}
+    train_here(configure(*settings, "executor=in_process"), tmp_path / "one")
+    for name in ("two", "one"):
+        assert_same_tensors(final_tensors(tmp_path / name), final_tensors(tmp_path / "whole"))
+
+
 # of torch's ScheduleZBVZeroBubble and ScheduleDualPipeV; the first as torch writes it unless told `compute_only`
 ZBV = """\
 0UNSHARD,3UNSHARD,0F0,0SEND_F0,0F1,0SEND_F1,3RECV_F0,0F2,0SEND_F2,3F0,3RECV_F1,3I0,3SEND_B0,3W0,3F1,3I1,3SEND_B1,\

@@ -256,7 +256,7 @@ def peak_bytes_of_rows(columns: Columns, sizes: Sequence[Held]) -> tuple[int, ..
 
 
 def peak_bytes_of_stages(columns: Columns, sizes: Sequence[Held]) -> tuple[int, ...]:
-    """For each stage, the most bytes held for micro-batches in flight: `held.peak_bytes` with micro-batches of a size."""
+    """For each stage, the most bytes held for micro-batches in flight: `held.peak_bytes` of one size."""
     found = [0] * len(sizes)
     for begun, ended, stages in _changes(columns, sizes):
         for stage in np.unique(stages):

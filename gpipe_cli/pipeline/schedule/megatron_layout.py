@@ -1,14 +1,14 @@
 """A cut written as Megatron-LM's `--pipeline-model-parallel-layout` (its pipeline_parallel_layer_layout.py):
-`E t*3 | (t*4 |)*2 t*2 L` has four stages, of which the first two hold the embedding and three blocks, and four blocks.
+`E t*3 | (t*4 |)*2 t*2 L` is `E t t t | t t t t | t t t t | t t L`, four stages.
 
-`|` ends a stage and `*n` repeats a letter or a group in brackets; blanks and commas do not count. Megatron builds models
-out of letters, here a model is there already. So `t` is one of its layers, from the first to the last of the class that
-most layers have; `E` are all layers before these, `L` all layers behind them.
+`|` separates stages and `*n` repeats a letter or a group in brackets; blanks and commas do not count. Megatron builds a
+model out of these letters; here the model is there already. So `t` is one layer, from the first to the last of the
+class that most layers have; `E` stands for all layers before these, `L` for all layers behind them.
 """
 
 import re
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 from gpipe_cli.errors import InputError
 from gpipe_cli.units import plural
@@ -16,7 +16,7 @@ from gpipe_cli.units import plural
 _GROUPS = (re.compile(r"\(([^()]+)\)\*([0-9]{1,3})"), re.compile(r"(.)\*([0-9]{1,3})"))
 
 
-def balance_of(text: str, classes: Sequence[Hashable], partitions: int) -> tuple[int, ...]:
+def balance_of(text: str, classes: Sequence[object], partitions: int) -> tuple[int, ...]:
     """The layers of each stage of a model whose layers have these `classes`, cut as `text` says; a stage may have none.
 
     Raises InputError for a text that is no layout, or is one of another model or of another number of `partitions`.
@@ -28,7 +28,8 @@ def balance_of(text: str, classes: Sequence[Hashable], partitions: int) -> tuple
     if not re.fullmatch("Et+L", letters):
         raise InputError(f"{given}: must have E, then every t, then L; {example}")
     if len(stages) != partitions:
-        raise InputError(f"{given}: has {len(stages)} stages, and partitions={partitions}; use partitions={len(stages)}")
+        many = len(stages)
+        raise InputError(f"{given}: has {many} stages, and partitions={partitions}; use partitions={many}")
     common = Counter(classes).most_common()
     blocks = [at for at, one in enumerate(classes) if (one, common[0][1]) in common]
     first, end = blocks[0], blocks[-1] + 1

@@ -14,7 +14,7 @@ from importlib import import_module
 from itertools import chain, pairwise
 
 from gpipe_cli.pipeline.schedule import v_schedules
-from gpipe_cli.pipeline.schedule.placement import PlacementName
+from gpipe_cli.pipeline.schedule.placement import PlacementName, place
 from gpipe_cli.pipeline.schedule.schedule import Action, Kind, Recompute, Schedule, with_recomputation
 
 Rows = Iterable[list[Action]]
@@ -141,6 +141,15 @@ class Order:
         """P, on how many devices the order places K = `partitions` stages: in a V each has two, one down and one up."""
         default = 2 if self.placement == "v" else 1
         return -(-partitions // (stages_per_device or default))
+
+    def suits(self, device_of_stage: Sequence[int]) -> bool:
+        """Whether the order has its rows where the stages are."""
+        stages, devices = len(device_of_stage), 1 + max(device_of_stage)
+        if self.placement is None:
+            return True
+        if not 1 < devices < stages or tuple(device_of_stage) != place(self.placement, stages, devices):
+            return False
+        return devices == self.devices(stages) if self.placement == "v" else stages % devices == 0
 
 
 ORDERS = {

@@ -35,6 +35,13 @@ def place(name: PlacementName, stages: int, devices: int) -> tuple[int, ...]:
             return tuple(devices - 1 - at if turn % 2 else at for turn, at in turns)
 
 
+def name_of(device_of_stage: Sequence[int]) -> PlacementName | None:
+    """The name of a placement; None if it has none. Where several names give the same, as with a stage on each device,
+    the first of `PLACEMENTS`."""
+    stages, devices = len(device_of_stage), 1 + max(device_of_stage)
+    return next((name for name in PLACEMENTS if place(name, stages, devices) == tuple(device_of_stage)), None)
+
+
 def stages_of_devices(device_of_stage: Sequence[int]) -> list[list[int]]:
     """The stages of each device, which are numbered from 0 on."""
     found: list[list[int]] = [[] for _ in range(1 + max(device_of_stage))]

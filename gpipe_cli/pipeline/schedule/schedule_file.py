@@ -74,8 +74,8 @@ def _check_number(setting: str, has: int, given: int) -> None:
 
 
 def _rows(path: str, parse: Callable[[str], tuple[T, ...] | None], allowed: str) -> list[list[T]]:
-    """What `parse` finds in the cells of each line that has any. Raises ScheduleError for a file that cannot be read, and
-    for a cell of which `parse` makes None."""
+    """What `parse` finds in the cells of each line that has any. Raises ScheduleError for a file that cannot be read,
+    and for a cell of which `parse` makes None."""
     rows: list[list[T]] = []
     parsed: dict[str, tuple[T, ...]] = {"": ()}
     twice: set[str] = set()

@@ -18,7 +18,8 @@ from itertools import product
 
 from gpipe_cli.pipeline.schedule.columns import Columns, simulate_columns
 from gpipe_cli.pipeline.schedule.held import Held, changed_bytes, peaks_of_devices
-from gpipe_cli.pipeline.schedule.named_schedules import SCHEDULES, order
+from gpipe_cli.pipeline.schedule.named_schedules import ORDERS, SCHEDULES, order
+from gpipe_cli.pipeline.schedule.placement import name_of
 from gpipe_cli.pipeline.schedule.recomputation import DoesNotFitError, fewest_recomputations
 from gpipe_cli.pipeline.schedule.schedule import (
     RETURNS,
@@ -34,9 +35,10 @@ from gpipe_cli.pipeline.schedule.schedule import (
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost, LinkQueues, SkipCost, StageCost, TieCost, simulate
 from gpipe_cli.pipeline.schedule.timeline import Timeline
 
-_AS_GOOD = 1.001  # an earlier candidate, which is simpler, wins unless a later one is faster by more
+AS_GOOD = 1.001  # an earlier candidate, which is simpler, wins unless a later one is faster by more
+IN_WAITS = ", R in waits"  # ends the names of orders whose recomputations were moved
 _MANY_ROWS = 16  # from here on, columns are faster than events
-_MOST_TRIED = 1_000_000  # actions of all candidates together, to search for seconds at most
+MOST_TRIED = 1_000_000  # actions of all candidates together, to search for seconds at most
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class Tried:
     """A candidate order and its simulated step time, which ends with the last update."""
 
     name: str
+    order: Schedule  # without recomputations
     schedule: Schedule
     seconds: float = math.inf  # infinite if the order does not fit the memory
 
@@ -74,31 +77,33 @@ class Problem:
     skips: Sequence[SkipCost] = ()
 
 
-def find(problem: Problem) -> tuple[Tried | None, tuple[Tried, ...]]:
-    """The fastest order that fits, None if none does; and all orders that were tried, the fastest first."""
+def find(problem: Problem, most_tried: int = MOST_TRIED) -> tuple[Tried | None, tuple[Tried, ...]]:
+    """The fastest order that fits, None if none does; and all orders that were tried, the fastest first. Every order
+    that has a name and is made for this placement is tried, others until all have `most_tried` actions."""
     tried: list[Tried] = []
     known: set[Schedule] = set()
+    actions, placement = 0, name_of(problem.device_of_stage)
     for name, candidate in _candidates(problem):
-        if candidate in known:
-            continue
-        known.add(candidate)
-        tried.append(_tried(problem, name, candidate))
-        if len(tried) * sum(map(len, candidate)) > _MOST_TRIED:
+        own = name in ORDERS and (ORDERS[name].placement or "neighbours") == placement
+        if tried and not own and actions + sum(map(len, candidate)) > most_tried:
+            if name in ORDERS:
+                continue
             break
+        actions += sum(map(len, candidate))
+        if candidate not in known:
+            known.add(candidate)
+            tried.append(tried_order(problem, name, candidate))
     fastest = sorted(tried, key=lambda one: one.seconds)
-    best = next((one for one in tried if one.fits and one.seconds <= fastest[0].seconds * _AS_GOOD), None)
+    best = next((one for one in tried if one.fits and one.seconds <= fastest[0].seconds * AS_GOOD), None)
     return best, tuple(fastest)
 
 
 def _candidates(problem: Problem) -> Iterator[tuple[str, Schedule]]:
     partitions, micro_batches = len(problem.stages), problem.micro_batches
     devices = 1 + max(problem.device_of_stage)
-    yield "1f1b", order("1f1b", partitions, micro_batches)
-    if problem.split:
-        yield "zero_bubble", order("zero_bubble", partitions, micro_batches)
-    looped = [stage % devices for stage in range(partitions)]
-    if 1 < devices < partitions and partitions % devices == 0 and list(problem.device_of_stage) == looped:
-        yield "interleaved", order("interleaved", partitions, micro_batches, devices)
+    for name, one in ORDERS.items():
+        if name != "gpipe" and (problem.split or not one.splits) and one.suits(problem.device_of_stage):
+            yield name, order(name, partitions, micro_batches, devices)
     flights = dict.fromkeys(min(most, micro_batches) for most in (0, devices, 2 * devices, micro_batches))
     # if few graphs fit, more micro-batches in flight may be worth recomputations
     modes = ("auto", "always") if problem.recompute == "auto" and problem.room is not None else (problem.recompute,)
@@ -113,7 +118,7 @@ def _candidates(problem: Problem) -> Iterator[tuple[str, Schedule]]:
             yield name + way, Schedule(tuple(whole_backwards(row)) for row in placed)
 
 
-def _tried(problem: Problem, name: str, candidate: Schedule) -> Tried:
+def tried_order(problem: Problem, name: str, candidate: Schedule) -> Tried:
     """The candidate with recomputations added, moved into waits if that is faster and fits."""
     recompute = problem.recompute
     if recompute == "auto":
@@ -122,19 +127,19 @@ def _tried(problem: Problem, name: str, candidate: Schedule) -> Tried:
             if problem.room is not None:
                 found = fewest_recomputations(candidate, problem.sizes, problem.room, problem.device_of_stage)
         except DoesNotFitError:
-            return Tried(name, with_recomputation(candidate, "always"))
+            return Tried(name, candidate, with_recomputation(candidate, "always"))
         recompute = found or "never"
     schedule = with_recomputation(candidate, recompute)
     if not _fits(problem, schedule):
-        return Tried(name, schedule)
+        return Tried(name, candidate, schedule)
     if all(a.kind is not Kind.R for row in schedule for a in row):
-        return Tried(name, schedule, _seconds(problem, schedule))
+        return Tried(name, candidate, schedule, _seconds(problem, schedule))
     timeline = _simulated(problem, schedule)
     direct = timeline.step_end_seconds
     earlier = _in_waits(problem, schedule, timeline)
     if _fits(problem, earlier) and (seconds := _seconds(problem, earlier)) < direct:
-        return Tried(f"{name}, R in waits", earlier, seconds)
-    return Tried(name, schedule, direct)
+        return Tried(f"{name}{IN_WAITS}", candidate, earlier, seconds)
+    return Tried(name, candidate, schedule, direct)
 
 
 def _in_waits(problem: Problem, schedule: Schedule, timeline: Timeline) -> Schedule:

@@ -57,7 +57,7 @@ def _rows(partitions: int, micro_batches: int, graphs: Callable[[int], int]) -> 
     """The row of each device, which holds at most `graphs` of the number of devices; of an odd number of partitions the
     last device has one."""
     devices = -(-partitions // 2)
-    most = graphs(devices)
+    most = graphs(devices) if partitions > 1 else 1  # a single stage gains nothing from a delayed W
     if most >= min(zbv_graphs(devices), 2 * micro_batches):
         down, up = 2, 4
     elif most >= v_half_graphs(devices):
@@ -68,8 +68,10 @@ def _rows(partitions: int, micro_batches: int, graphs: Callable[[int], int]) -> 
     for block in _blocks(devices, down, up):
         if partitions % 2:  # the last device does nothing where its second stage would have its turn
             block = [(tick, kind, stage - (stage > devices)) for tick, kind, stage in block if stage != devices]
-        every = sorted((tick + _PERIOD * m, kind, stage, m) for tick, kind, stage in block for m in range(micro_batches))
-        orders.append(deque(Action(*one) for _, *one in every))
+        repeated = (
+            (tick + _PERIOD * m, Action(kind, stage, m)) for tick, kind, stage in block for m in range(micro_batches)
+        )
+        orders.append(deque(action for _, action in sorted(repeated)))
     return [whole_backwards(row) for row in _clocked(orders, partitions, most, ahead=up > 1)]
 
 

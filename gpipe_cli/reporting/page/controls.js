@@ -1,7 +1,7 @@
 // The setting that is simulated: sliders, what they say in numbers, the address that keeps it.
 const BY_HAND = new Option("by hand", "by hand"); // offered while it is so
 const IN_ADDRESS = {partitions: "K", micro_batches: "M", schedule: "schedule", recompute: "recompute",
-                    stages_per_process: "stages", backward_factor: "backward", link_factor: "transfers"};
+                    stages_per_process: "stages", placement: "placement", backward_factor: "backward", link_factor: "transfers"};
 
 function offeredMicroBatches() {
   return Object.keys(data.costs.of).map(Number).sort((a, b) => a - b);
@@ -57,15 +57,20 @@ function onField(id, read) {
 }
 
 function startControls() {
-  field("partitions").max = Math.min(data.layers.length, Math.max(16, state.own.partitions));
+  const points = data.curve?.points.map(point => point.setting) ?? [];
+  const offered = Math.max(16, state.own.partitions, ...points.map(setting => setting.partitions));
+  field("partitions").max = Math.min(data.layers.length, offered);
   field("micro_batches").max = offeredMicroBatches().length - 1;
-  addChoices("schedule", ORDERS, name => !ONE_ORDER.includes(name) || state.own.schedule === name);
+  addChoices("schedule", ORDERS, name => !ONE_ORDER.includes(name) || state.own.schedule === name ||
+    points.some(setting => setting.schedule === name));
   addChoices("recompute", RECOMPUTES, () => true);
+  addChoices("placement", PLACEMENTS, name => name !== gpipe.AS_PLANNED || state.own.placement === name);
   onField("partitions", Number);
   onField("micro_batches", at => offeredMicroBatches()[at]);
   onField("schedule", String);
   onField("recompute", String);
   onField("stages_per_process", Number);
+  onField("placement", String);
   onField("backward_factor", at => 2 ** (at / 4));
   onField("link_factor", at => 2 ** (-at / 4));
   onField("own_devices", Boolean);
@@ -152,15 +157,19 @@ function changeInWords() {
 function differing(figure, other) {
   const shown = of => [
     ["step", "takes", duration(of.step_seconds)], ["recomputation", "is", percent(of.breakdown.recompute)],
-    ["bubble", "is", percent(of.breakdown.bubble)], ["fullest stage", "holds", size(fullestPeak(of))],
+    ["bubble", "is", percent(of.breakdown.bubble)], [`fullest ${devicesShared(of) ? "device" : "stage"}`, "holds", size(fullestPeak(of))],
   ];
   const before = shown(other);
   return shown(figure).map(([name, verb, now], at) => [name, verb, before[at][2], now])
     .filter(([, , was, now]) => was !== now);
 }
 
-function fullestPeak({memory}) {
-  return Math.max(...memory.map(peak));
+function fullestPeak({device_memory}) {
+  return Math.max(...device_memory.map(peak));
+}
+
+function devicesShared({ofDevice, device_of_stage}) {
+  return ofDevice ? ofDevice.size < device_of_stage.length : new Set(device_of_stage).size < device_of_stage.length;
 }
 
 // Why more micro-batches can make a step longer: the smaller ones cost more per sample.
@@ -187,15 +196,19 @@ function showControls() {
   field("recompute").value = controls.recompute;
   field("own_devices").checked = controls.own_devices;
   field("devices-meaning").textContent = devicesInWords();
+  const {placement, stages_per_process} = gpipe.settled(data, controls), several = stages_per_process > 1;
   field("stages_per_process").max = controls.partitions;
   field("stages_per_process").disabled = controls.partitions === 1;
-  field("stages_per_process").value = controls.stages_per_process;
+  field("stages_per_process").value = stages_per_process;
+  field("placement").value = placement;
+  field("placement").disabled = !several || stages_per_process >= controls.partitions || !mayPlace(controls);
+  field("placement-meaning").textContent = placementInWords(placement, several);
   field("backward_factor").value = 4 * Math.log2(controls.backward_factor);
   field("link_factor").value = -4 * Math.log2(controls.link_factor);
   const faster = 1 / controls.link_factor;
   say("partitions", controls.partitions);
   say("micro_batches", controls.micro_batches);
-  say("stages_per_process", controls.stages_per_process);
+  say("stages_per_process", stages_per_process);
   say("backward_factor", `1 : ${decimal(backwardRatio())}`);
   say("link_factor", faster === 1 ? "as it is" :
     faster > 1 ? `${decimal(faster)} \u00d7 faster` : `${decimal(1 / faster)} \u00d7 slower`);
@@ -204,6 +217,18 @@ function showControls() {
     : against({recompute: controls.recompute === "never" ? "always" : "never"}));
   field("undo").disabled = !state.history.length;
   field("own").disabled = !changes().length;
+}
+
+// Whether the order leaves the placement open.
+function mayPlace({schedule}) {
+  return !(schedule in gpipe.MADE_FOR) && (gpipe.SCHEDULES.includes(schedule) || Boolean(data.curve));
+}
+
+function placementInWords(placement, several) {
+  if (!several) return "of several stages a device";
+  const {schedule} = state.controls;
+  const made = schedule in gpipe.MADE_FOR ? `, for which ${schedule} is made` : "";
+  return PLACEMENTS[placement].replace("PLANNED", owner()) + made;
 }
 
 function say(id, text) {
@@ -254,12 +279,13 @@ function backwardRatio() {
 function changes() {
   const {controls, own} = state;
   const names = {partitions: "K", micro_batches: "M", stages_per_process: "stages per device"};
-  const found = OWN.filter(name => controls[name] !== own[name])
-    .map(name => `${names[name] ?? name} ${own[name]} \u2192 ${controls[name]}`);
+  const now = gpipe.settled(data, controls);
+  const found = OWN.filter(name => now[name] !== own[name])
+    .map(name => `${names[name] ?? name} ${own[name]} \u2192 ${now[name]}`);
   if (controls.backward_factor !== 1) found.push(`backward \u00d7 ${decimal(controls.backward_factor)}`);
   if (controls.link_factor !== 1) found.push(`transfers \u00d7 ${decimal(controls.link_factor)}`);
   if (controls.own_devices && !explored(controls)) found.push("a device of its own for each stage");
-  if (controls.balance) found.push(`layers ${data.balance.join("-")} \u2192 ${controls.balance.join("-")}`);
+  if (controls.balance && String(controls.balance) !== String(data.balance)) found.push(`layers ${data.balance.join("-")} \u2192 ${controls.balance.join("-")}`);
   if (controls.rows) found.push("order by hand");
   return found;
 }
@@ -344,40 +370,22 @@ function bubbleCauses(figure, ideal) {
   const steps = [...gpipe.bubbles(data, figure), ideal], way = Math.sign(ideal - steps[0]);
   const parts = steps.slice(1).map((now, at) => way * (now - steps[at])), all = way * (ideal - steps[0]);
   if (all < 0.005) return "";
-  const named = BUBBLE_CAUSES.filter((_, at) => parts[at] > all / 10);
+  const {schedule, rows} = state.controls, formulas = !rows && ["gpipe", "1f1b"].includes(schedule);
+  const causes = formulas ? [...BUBBLE_CAUSES.slice(0, -1), "stages of a device are no neighbours"] : BUBBLE_CAUSES;
+  const named = causes.filter((_, at) => parts[at] > all / 10);
   return `${way > 0 ? "less" : "more"} here: ${named.join("; ")}`;
 }
 
 function memoryTile(section) {
-  const {figure} = state, peaks = figure.memory.map(peak), limit = figure.limit_bytes;
-  const most = peaks.indexOf(Math.max(...peaks)), shared = figure.ofDevice.size < figure.device_of_stage.length;
-  const [device, together] = [...figure.ofDevice.keys()].map(of => [of, devicePeak(figure, of)])
-    .reduce((one, other) => other[1] > one[1] ? other : one);
-  const versus = limit && `${peaks[most] > limit ? "over" : "within"} the limit of ${size(limit)} a stage`;
-  const before = fullestPeak(state.ownFigure);
-  const own = changes().length ? `${owner()}'s own setting: ${size(before)}` : "";
-  const node = shared
-    ? tile(section, "most ", size(together), `on ${deviceWord(figure, device)}`,
-      `stage ${most} alone: ${size(peaks[most])}`, versus, own)
-    : tile(section, "most ", size(peaks[most]), `on stage ${most}`, versus, own);
+  const {figure} = state, peaks = figure.device_memory.map(peak), shared = devicesShared(figure);
+  const device = peaks.indexOf(Math.max(...peaks)), stages = stagesOn(figure, device), {limit_bytes} = figure;
+  const limit = limit_bytes * stages.length, each = shared ? `device ${device}` : "a stage";
+  const versus = limit && `${peaks[device] > limit ? "over" : "within"} the limit of ${size(limit)} of ${each}`;
+  const own = changes().length ? `${owner()}'s own setting: ${size(fullestPeak(state.ownFigure))}` : "";
+  const alone = stages.length > 1
+    && `${list(stages.map(stage => size(peak(figure.memory[stage]))))} for each of its stages alone`;
+  const node = tile(section, "most ", size(peaks[device]), `on ${deviceWord(figure, device)}`, alone, versus, own);
   node.firstChild.append(word("memory"));
-}
-
-// What the stages of a device hold at once; of a stage between two actions, what it held during the one before.
-function devicePeak(figure, device) {
-  const stages = figure.device_of_stage.flatMap((of, stage) => of === device ? [stage] : []), now = new Map();
-  for (const stage of stages) {
-    const {weights, gradients, optimizer, buffers, workspace} = figure.memory[stage];
-    now.set(stage, weights + gradients + optimizer + buffers + workspace);
-  }
-  const stored = new Map(now), begun = stages.flatMap(stage =>
-    figure.timeline.spans[stage].map((span, at) => ({start: span.start, stage, held: figure.memory[stage].held[at]})));
-  let most = 0;
-  for (const {stage, held} of begun.sort((one, other) => one.start - other.start)) {
-    now.set(stage, stored.get(stage) + held);
-    most = Math.max(most, [...now.values()].reduce((sum, bytes) => sum + bytes, 0));
-  }
-  return most;
 }
 
 function measuredLine() {
@@ -480,17 +488,20 @@ function findMove() {
 
 // ---- the address ----
 
-function writeAddress() {
+function addressOf(controls) {
   const words = new URLSearchParams();
   for (const [name, word] of Object.entries(IN_ADDRESS)) {
-    if (state.controls[name] !== state.own[name]) words.set(word, state.controls[name]);
+    if (controls[name] !== state.own[name]) words.set(word, controls[name]);
   }
-  const {own_devices} = state.controls;
+  const {own_devices, balance, rows} = controls;
   if (devicesShare() && (words.size || own_devices)) words.set("devices", own_devices ? "own" : "shared");
-  if (state.controls.balance) words.set("layers", state.controls.balance.join("-"));
-  if (state.controls.rows) {
-    words.set("order", state.controls.rows.map(row => row.map(gpipe.key).join(".")).join("~"));
-  }
+  if (balance) words.set("layers", balance.join("-"));
+  if (rows) words.set("order", rows.map(row => row.map(gpipe.key).join(".")).join("~"));
+  return String(words);
+}
+
+function writeAddress() {
+  const words = new URLSearchParams(addressOf(state.controls));
   if (data.steps.length && state.recorded !== data.steps.length - 1) words.set("step", data.steps[state.recorded].step);
   try {
     history.replaceState(null, "", `${location.href.split("#")[0]}${words.size ? `#${words}` : ""}`);
@@ -508,13 +519,14 @@ function readAddress() {
     stages_per_process: value => Number.isInteger(value) && value >= 1 && value <= controls.partitions,
     schedule: value => value !== BY_HAND.value && [...field("schedule").options].some(one => one.value === value),
     recompute: value => [...field("recompute").options].some(option => option.value === value),
+    placement: value => [...field("placement").options].some(option => option.value === value),
     backward_factor: value => value >= 0.25 && value <= 4,
     link_factor: value => value >= 1 / 16 && value <= 16,
   };
   for (const [name, word] of Object.entries(IN_ADDRESS)) {
     const given = words.get(word);
     if (given === null) continue;
-    const value = name === "schedule" || name === "recompute" ? given : Number(given);
+    const value = ["schedule", "recompute", "placement"].includes(name) ? given : Number(given);
     if (offered[name](value)) controls[name] = value;
   }
   const own_devices = {own: devicesShare(), shared: false}[words.get("devices")];

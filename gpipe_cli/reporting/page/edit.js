@@ -1,5 +1,16 @@
 // The order of actions, changed by hand: an action is dragged, or moved with Alt and an arrow, within its row.
 
+// The rows that are edited: those of the lanes that one sees.
+function rowsOfLanes({joined, order, rows, device_of_stage}) {
+  return joined && !order ? gpipe.rowsOfDevices(rows, device_of_stage) : rows;
+}
+
+// Whose row it is.
+function rowWord(row, figure) {
+  const stages = new Set(row.map(action => action.stage)), [stage] = stages;
+  return stages.size > 1 ? `device ${figure.device_of_stage[stage]}` : `stage ${stage}`;
+}
+
 // Where an action is: its row and its place there.
 function placeOf(rows, key) {
   const row = rows.findIndex(actions => actions.some(action => gpipe.key(action) === key));
@@ -15,7 +26,8 @@ function withMoved(rows, key, to) {
 }
 
 function moveByKey({figure, span}, arrowKey) {
-  const key = gpipe.key(span.action), [row, from] = placeOf(figure.rows, key), last = figure.rows[row].length - 1;
+  const key = gpipe.key(span.action), rows = rowsOfLanes(figure), [row, from] = placeOf(rows, key);
+  const last = rows[row].length - 1;
   const to = {ArrowLeft: from - 1, ArrowRight: from + 1, Home: 0, End: last}[arrowKey] ?? from;
   if (to < 0 || to > last || to === from) return;
   moveAction(figure, key, to);
@@ -26,9 +38,10 @@ function moveByKey({figure, span}, arrowKey) {
 
 function moveAction(figure, key, to) {
   pointAt(null);
-  change({rows: withMoved(figure.rows, key, to)});
+  const rows = rowsOfLanes(figure), whose = rowWord(rows[placeOf(rows, key)[0]], figure);
+  change({rows: withMoved(rows, key, to)});
   const now = state.stale ? null : state.figure;
-  explained.textContent = `${key} is now number ${to + 1} of its row: ${outcome(figure, now, gpipe.action(key).stage)}`;
+  explained.textContent = `${key} is now number ${to + 1} of ${whose}: ${outcome(figure, now, gpipe.action(key).stage)}`;
 }
 
 // What the move of an action of a stage leads to, in time and in memory; of an order that cannot run there is nothing.
@@ -36,20 +49,21 @@ function outcome(before, now, stage) {
   if (!now?.timeline) return "this order cannot run.";
   const than = change => before.order ? "" : `, ${change()} before`;
   const time = () => difference(now.step_seconds, before.step_seconds, "shorter than", "longer than", "as long as");
-  const own = of => peak(of.memory[stage]), change = of => {
+  const own = of => peak(of.device_memory[of.device_of_stage[stage]]), change = of => {
     const more = of(now) - of(before);
     return more ? `${size(Math.abs(more))} ${more > 0 ? "more" : "less"} than` : "as much as";
   };
   const holds = (name, of) => `${name} ${size(of(now))}${than(() => change(of))}`;
   const is = own(now) === fullestPeak(now) && (before.order || own(before) === fullestPeak(before));
+  const who = deviceWord(now, now.device_of_stage[stage]), device = devicesShared(now) ? "device" : "stage";
   return `a step of ${duration(now.step_seconds)}${than(time)}. ` +
-    holds(`Stage ${stage}${is ? ", the fullest," : ""} holds up to`, own) +
-    `${is ? "" : `; ${holds("the fullest stage", fullestPeak)}`}. Idle: ${percent(idleShare(now))}.`;
+    holds(`${capital(who)}${is ? ", the fullest," : ""} holds up to`, own) +
+    `${is ? "" : `; ${holds(`the fullest ${device}`, fullestPeak)}`}. Idle: ${percent(idleShare(now))}.`;
 }
 
 function dragAction(event, piece) {
-  const {figure, span} = piece, key = gpipe.key(span.action), [row] = placeOf(figure.rows, key);
-  const others = figure.rows[row].map(action => figure.spanOf.get(gpipe.key(action))).filter(other => other !== span);
+  const {figure, span} = piece, key = gpipe.key(span.action), rows = rowsOfLanes(figure), [row] = placeOf(rows, key);
+  const others = rows[row].map(action => figure.spanOf.get(gpipe.key(action))).filter(other => other !== span);
   const grabbed = pointerTime(event) - span.start;
   const {node} = drawn.get("simulated").bars.get(key);
   let to = null, ghost = null;
@@ -60,16 +74,14 @@ function dragAction(event, piece) {
     ghost.bar.setAttribute("x", xOf(start));
     placeInsertion(ghost.line, others, to, piece.stage);
     if (to === was) return;
-    const tried = gpipe.configured(data, {...state.controls, rows: withMoved(figure.rows, key, to)});
+    const tried = gpipe.configured(data, {...state.controls, rows: withMoved(rows, key, to)});
     explained.textContent = `${key} here: ${outcome(figure, tried, piece.stage)}`;
   };
   drag(event, follow, false, done => {
     ghost?.bar.remove();
     ghost?.line.remove();
     node.style.opacity = "";
-    if (done && to !== null && to !== placeOf(figure.rows, key)[1]) {
-      moveAction(figure, key, to);
-    }
+    if (done && to !== null && to !== placeOf(rows, key)[1]) moveAction(figure, key, to);
   });
 }
 
@@ -123,10 +135,10 @@ function save(name, text, type) {
 
 const FILE = "my_schedule.csv";
 
-// Settings of that one run, plan or measurement, and what the file says or this page knows: what is recomputed, how
-// stages share processes, how many replicas `auto` has led to.
+// Settings of that one run, plan or measurement, and what the file says or this page knows: what is recomputed, where
+// stages are, how many replicas `auto` has led to.
 const OF_ONE_RUN = ["run_folder", "resume", "write_schedule", "solve", "steps", "warm_up_steps", "rounds",
-                    "stages_per_process", "recompute", "replicas"];
+                    "stages_per_process", "placement", "recompute", "replicas"];
 
 // The words of a command line behind the command.
 function wordsOf(typed) {
@@ -134,16 +146,34 @@ function wordsOf(typed) {
   return words.slice(1 + words.findIndex(word => /^(train|plan|bench|check)$/.test(word)));
 }
 
+// Whether settings without a file make the order that is shown.
+function isNamed() {
+  return !state.controls.rows && gpipe.SCHEDULES.includes(state.controls.schedule);
+}
+
+// What the order that is shown is made from, where it has a name: else it is in a file, which says where stages are.
+function orderSettings() {
+  const {schedule, recompute, placement, stages_per_process, partitions} = gpipe.settled(data, state.controls);
+  const set = {schedule: isNamed() ? schedule : FILE}, {rows} = state.figure;
+  if (!isNamed()) { // of a file without an R this setting decides
+    return rows.some(row => row.some(action => action.kind === "R")) ? set : {...set, recompute: "never"};
+  }
+  const made = gpipe.MADE_FOR[schedule];
+  if (placement !== (made ?? "neighbours") && stages_per_process > 1) set.placement = placement;
+  if (stages_per_process === partitions && partitions > 1) set.executor = "in_process";
+  else if (stages_per_process !== (made === "v" ? 2 : 1)) set.stages_per_process = stages_per_process;
+  return {...set, recompute};
+}
+
 // The command line that runs what is shown, as far as it differs from the run's own; of a run that was resumed, a
 // setting has the value that was typed last.
 function commandOf(command) {
-  const {controls} = state, {rows} = state.figure;
-  const recomputes = rows.some(row => row.some(action => action.kind === "R"));
-  const set = {partitions: controls.partitions, micro_batches: controls.micro_batches, schedule: FILE};
-  if (!recomputes) set.recompute = "never"; // of a file without an R this setting decides
+  const {controls} = state;
+  const set = {partitions: controls.partitions, micro_batches: controls.micro_batches, ...orderSettings()};
   if (data.setting.replicas > 1) set.replicas = data.setting.replicas;
   if (controls.balance) set["partition.balance"] = `[${controls.balance.join(",")}]`;
   const dropped = [...Object.keys(set), ...OF_ONE_RUN, "-m", "--multirun"];
+  if (isNamed()) dropped.push("executor");
   if (controls.partitions !== state.own.partitions) dropped.push("partition.balance");
   if (controls.partitions !== state.own.partitions || controls.balance) dropped.push("partition.method");
   const keyOf = word => word.replace(/^['"]/, "").split("=")[0];
@@ -162,6 +192,7 @@ function showOrder() {
     ? `The order was changed by hand. Saved as ${FILE}, it is a schedule that gpipe runs.`
     : "Drag an action to another place of its row: the step is simulated anew at once. What is shown can be saved, " +
       "changed by hand or not.";
+  field("run-text").textContent = isNamed() ? "Run it" : `Run ${FILE}`;
   field("csv").disabled = wrong;
   field("reset").disabled = !edited;
   field("commands").classList.toggle("stale", wrong);

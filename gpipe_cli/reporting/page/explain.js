@@ -43,9 +43,9 @@ function ownSource(figure, action) {
 function explainAction(figure, span) {
   const {action, start, end} = span;
   const {kind, stage, micro_batch} = action;
-  const first = `${gpipe.key(action)} is the ${KIND_WORDS[kind]} of micro-batch ${micro_batch} on stage ${stage}: ` +
+  const first = `${gpipe.key(action)} is the ${KIND_WORDS[kind]} of micro-batch ${micro_batch} on ${stageWord(figure, stage)}: ` +
     `${duration(end - start)}, from ${duration(start)} to ${duration(end)}.`;
-  return `${first} ${whyThen(figure, span)}${skipsInWords(figure, action)}`;
+  return `${first} ${whyThen(figure, span)}${linkInWords(figure, action)}${skipsInWords(figure, action)}`;
 }
 
 // Why an action did not start earlier.
@@ -63,13 +63,20 @@ function whyThen(figure, span) {
   return own ? `It needs ${gpipe.key(own.action)}.` : "It is the first of its device and waits for nothing.";
 }
 
+// Of neighbouring stages on one device.
+function linkInWords(figure, action) {
+  const sent = source(figure, action)?.action;
+  if (!sent || figure.device_of_stage[sent.stage] !== figure.device_of_stage[action.stage]) return "";
+  return ` What ${gpipe.key(sent)} gives it stays on the device: no link is between.`;
+}
+
 function waitSentence(figure, span, needed, free) {
-  const {action, start} = span, on = needed.action.stage, name = gpipe.key(needed.action);
+  const {action, start} = span, on = stageWord(figure, needed.action.stage), name = gpipe.key(needed.action);
   const computed = Math.min(Math.max(needed.end, free), start);
-  const who = `stage ${action.stage} waits ${duration(start - free)} for ${name}`;
-  if (computed - free < shortest(figure)) return `Before it, ${who}, which stage ${on} has computed: it is on its way.`;
+  const who = `${stageWord(figure, action.stage)} waits ${duration(start - free)} for ${name}`;
+  if (computed - free < shortest(figure)) return `Before it, ${who}, which ${on} has computed: it is on its way.`;
   const way = start - computed > shortest(figure) ? `, and it is ${duration(start - computed)} on its way` : "";
-  return `Before it, ${who}: stage ${on} computes it until ${duration(needed.end)}${way}.`;
+  return `Before it, ${who}: ${on} computes it until ${duration(needed.end)}${way}.`;
 }
 
 // Below this a wait is not told: nobody sees it.
@@ -90,11 +97,11 @@ function explainRegion(figure, region) {
       "from its work";
     return `${first} ${who} is idle before ${gpipe.key(next.action)}${measured}.${cause}`;
   }
-  const name = gpipe.key(needed.action), on = needed.action.stage;
+  const name = gpipe.key(needed.action), on = stageWord(figure, needed.action.stage);
   if (why === "transfer") {
-    return `${first} ${who} waits for ${name}, which stage ${on} has computed: it is on its way over the link.`;
+    return `${first} ${who} waits for ${name}, which ${on} has computed: it is on its way over the link.`;
   }
-  return `${first} ${who} waits for ${name}, which it needs for ${gpipe.key(next.action)}: stage ${on} computes it ` +
+  return `${first} ${who} waits for ${name}, which it needs for ${gpipe.key(next.action)}: ${on} computes it ` +
     `until ${duration(needed.end)}.${cause}`;
 }
 
@@ -109,43 +116,72 @@ function criticalInWords(figure) {
 
 function lastAction(figure) {
   const spans = figure.timeline.spans.flat(), last = spans.reduce((most, span) => span.end > most.end ? span : most);
-  return `stage ${last.action.stage} has ended ${gpipe.key(last.action)}`;
+  return `${stageWord(figure, last.action.stage)} has ended ${gpipe.key(last.action)}`;
 }
 
 function mostWork(figure) {
-  const work = figure.timeline.spans.map(spans => spans.reduce((sum, span) => sum + span.end - span.start, 0));
+  const work = figure.timeline.spans.map((_, stage) => workOf(figure, stage));
   const most = work.indexOf(Math.max(...work));
   const mean = work.reduce((sum, seconds) => sum + seconds, 0) / work.length;
   return `stage ${most} works longest, ${duration(work[most])}; the mean is ${duration(mean)}`;
 }
 
+// "stage 7", and where it is if it is not alone there.
+function stageWord(figure, stage) {
+  const device = figure.device_of_stage[stage];
+  return stagesOn(figure, device).length > 1 ? `stage ${stage} of device ${device}` : `stage ${stage}`;
+}
+
+// What a lane stands for.
+function laneWord(figure, stage) {
+  return figure.joined ? deviceWord(figure, figure.device_of_stage[stage]) : `stage ${stage}`;
+}
+
 function deviceWord(figure, device) {
-  const stages = figure.device_of_stage.flatMap((of, stage) => of === device ? [stage] : []);
+  const stages = stagesOn(figure, device);
   return stages.length === 1 ? `stage ${stages[0]}` : `device ${device} (stages ${list(stages)})`;
 }
 
 function explainEvent(figure, event) {
   if (event.what === "update") {
-    return `weight update of stage ${event.stage}: ${duration(event.end - event.start)}. ${WORDS.update}`;
+    return `weight update of ${stageWord(figure, event.stage)}: ${duration(event.end - event.start)}. ${WORDS.update}`;
   }
-  return `${shareWord(event.what)}, ${duration(event.end - event.start)} on stage ${event.stage}.`;
+  return `${shareWord(event.what)}, ${duration(event.end - event.start)} on ${stageWord(figure, event.stage)}.`;
 }
 
 function explainMemory(figure, stage, time) {
-  const {weights, gradients, optimizer, buffers, workspace, held} = figure.memory[stage];
-  const spans = figure.timeline.spans[stage];
+  const device = figure.device_of_stage[stage], spans = figure.ofDevice.get(device);
+  const {weights, gradients, optimizer, buffers, workspace, held} = figure.device_memory[device];
   const at = spans.findLastIndex(span => span.start <= time);
   const now = at < 0 || time > spans.at(-1).end ? 0 : held[at];
   const all = weights + gradients + optimizer + buffers + workspace + now;
-  return `stage ${stage} at ${duration(time)}: ${size(all)} = weights ${size(weights)} + gradients and optimizer ` +
-    `${size(gradients + optimizer)} + buffers ${size(buffers)} + activations ${size(now)} + work space ${size(workspace)}.`;
+  return `${deviceWord(figure, device)} at ${duration(time)}: ${size(all)} = weights ${size(weights)} + gradients and ` +
+    `optimizer ${size(gradients + optimizer)} + buffers ${size(buffers)} + activations ${size(now)} + work space ` +
+    `${size(workspace)}.`;
 }
 
+// Of the stage, or of all stages of its lane.
 function explainStage(figure, stage) {
-  const spans = figure.timeline.spans[stage];
-  const work = spans.reduce((sum, span) => sum + span.end - span.start, 0);
+  const {stages} = drawn.get(figure.kind).rows[stage];
+  if (stages.length === 1) return stageInWords(figure, stage);
+  const shared = stages.map(one => `stage ${one} (${layersOf(figure, one).length} layers, ${duration(workOf(figure, one))})`);
+  const work = stages.reduce((sum, one) => sum + workOf(figure, one), 0);
+  return `${deviceWord(figure, figure.device_of_stage[stage])} has ${list(shared)}. It computes ${duration(work)} of a ` +
+    `step of ${duration(figure.step_seconds)}, ${percent(work / figure.step_seconds)}.`;
+}
+
+function layersOf(figure, stage) {
   const first = figure.balance.slice(0, stage).reduce((sum, many) => sum + many, 0);
-  const names = data.layers.slice(first, first + figure.balance[stage]).map(layer => layer.name);
+  return data.layers.slice(first, first + figure.balance[stage]).map(layer => layer.name);
+}
+
+function workOf(figure, stage) {
+  return figure.timeline.spans[stage].reduce((sum, span) => sum + span.end - span.start, 0);
+}
+
+function stageInWords(figure, stage) {
+  const work = workOf(figure, stage), names = layersOf(figure, stage);
+  const first = figure.balance.slice(0, stage).reduce((sum, many) => sum + many, 0);
   const shown = names.length > 5 ? [...names.slice(0, 2), `${names.length - 3} more`, names.at(-1)] : names;
   return `stage ${stage} has ${names.length} of ${data.layers.length} layers: ${list(shown)}. It computes ` +
     `${duration(work)} of a step of ${duration(figure.step_seconds)}, ${percent(work / figure.step_seconds)}.` +
@@ -164,7 +200,20 @@ function longestLayer(figure, first, names) {
 function explainMoment(figure, time) {
   const parts = [...figure.ofDevice].map(([device, spans]) => {
     const now = spans.find(span => span.start <= time && time < span.end);
-    return now ? `stage ${now.action.stage} ${shortName(now.action)}` : `${deviceWord(figure, device)} idle`;
+    if (!now) return `${figure.joined ? `device ${device}` : deviceWord(figure, device)} idle`;
+    return figure.joined ? `device ${device} ${gpipe.key(now.action)}` : `stage ${now.action.stage} ${shortName(now.action)}`;
   });
   return `${duration(time)}: ${parts.join(", ")}`;
+}
+
+// Of each action that cannot start, what it waits for and why that does not come: [[key, key it waits for]].
+function deadlockInWords(figure, waits) {
+  const parts = waits.map(([waiting, needed]) => {
+    const [{stage}, other] = [waiting, needed].map(gpipe.action);
+    const row = figure.rows.find(actions => actions.some(action => gpipe.key(action) === needed)).map(gpipe.key);
+    const before = waits.find(([first]) => row.includes(first))?.[0];
+    return `${stageWord(figure, stage)} waits in ${waiting} for ${needed}` + (before === needed ? ""
+      : `, which ${stageWord(figure, other.stage)} would do after ${before}`);
+  });
+  return `${parts.join("; ")}. `;
 }

@@ -23,7 +23,8 @@ function colour(kind, microBatch, microBatches) {
   return hues[Math.round(microBatch / Math.max(1, microBatches - 1) * (hues.length - 1))];
 }
 
-// A timeline with what sentences and arrows ask for: spans by name, by device, and the one before each.
+// A timeline with what sentences and arrows ask for: spans by name, by device, and the one before each. `joined`: whether
+// a device has a lane for all of its stages, as they are not neighbours and micro-batches come to it again.
 function figureOf(kind, timeline, parts) {
   const device_of_stage = timeline.device_of_stage?.length ? timeline.device_of_stage
     : timeline.spans.map((_, stage) => stage);
@@ -39,10 +40,19 @@ function figureOf(kind, timeline, parts) {
     spans.sort((a, b) => a.start - b.start);
     spans.forEach((span, at) => at && beforeOnDevice.set(span, spans[at - 1]));
   }
-  const large = spanOf.size > MOST_BARS;
+  const large = spanOf.size > MOST_BARS, last = new Map();
+  const joined = device_of_stage.some((device, stage) => {
+    const again = last.has(device) && last.get(device) !== stage - 1;
+    last.set(device, stage);
+    return again;
+  });
   const sourceOf = gpipe.sources(timeline.spans.map(spans => spans.map(span => span.action)));
   const crossing = gpipe.crossing(data.skips, parts.balance);
-  return {kind, timeline, device_of_stage, large, spanOf, sourceOf, crossing, beforeOnDevice, ofDevice, ...parts};
+  return {kind, timeline, device_of_stage, joined, large, spanOf, sourceOf, crossing, beforeOnDevice, ofDevice, ...parts};
+}
+
+function stagesOn(figure, device) {
+  return figure.device_of_stage.flatMap((of, stage) => of === device ? [stage] : []);
 }
 
 function startPicture() {
@@ -86,25 +96,26 @@ function heights(stages) {
 function build(figure) {
   const group = make("g", {class: `figure ${figure.kind}`, role: "group", "aria-label": `${figure.kind} timeline`},
                      layers.figures);
-  const result = {figure, group, items: [], bars: new Map(), rows: [], wide: view.width >= 720};
+  const result = {figure, group, items: [], bars: new Map(), lanes: [], rows: [], wide: view.width >= 720};
   const title = make("text", {class: "about", x: 2, y: 12}, group);
   make("tspan", {class: "kind"}, title, figure.kind);
   make("tspan", {dx: 10}, title, figure.about);
   const ends = figure.order ? "" : `step ${duration(figure.step_seconds)}, idle ${percent(idleShare(figure))}`;
   result.ends = make("text", {class: "ends", y: result.wide ? 12 : 29}, group, ends);
   let top = HEADER + (result.wide ? 0 : 17);
-  const [bar, curve] = figure.kind === "K = 1" ? [18, 0] : heights(figure.device_of_stage.length);
+  const {joined} = figure, shared = figure.ofDevice.size < figure.device_of_stage.length;
+  const lanes = joined ? figure.ofDevice.size : figure.device_of_stage.length;
+  const [bar, curve] = figure.kind === "K = 1" ? [18, 0] : heights(lanes);
   const memory = figure.memory && !figure.order && state.memory ? curve : 0;
-  const most = memory ? memoryTop(figure) : 0;
-  const shared = figure.ofDevice.size < figure.device_of_stage.length;
   for (const device of figure.ofDevice.keys()) {
-    const stages = figure.device_of_stage.flatMap((of, stage) => of === device ? [stage] : []);
-    if (shared) {
+    const stages = stagesOn(figure, device), first = top + DEVICE;
+    if (shared && !joined) {
       make("text", {class: "device", x: 2, y: top + 9}, group, deviceTitle(device, stages));
-      top += DEVICE;
+      top = first;
     }
-    for (const stage of stages) top = buildLane(result, stage, device, top, bar, memory, most);
-    if (shared) make("path", {class: "floor", d: `M3 ${result.rows[stages[0]].top}V${top - 5}`}, group);
+    for (const of of joined ? [stages] : stages.map(stage => [stage])) top = buildLane(result, device, of, top, bar);
+    if (memory) top = buildMemory(result, device, top, memory);
+    if (shared && !joined) make("path", {class: "floor", d: `M3 ${first}V${top - 5}`}, group);
   }
   result.height = top;
   if (figure.large) {
@@ -123,38 +134,55 @@ function idleShare(figure) {
   return IDLE.reduce((sum, name) => sum + figure.breakdown[name], 0);
 }
 
-function buildLane(result, stage, device, top, bar, memory, most) {
-  const {figure, group} = result;
-  const lane = make("g", {class: "stage", role: "group", "aria-label": `stage ${stage}`}, group);
-  const label = make("text", {class: "name", x: view.left - 8, y: top + bar / 2}, lane,
-                     figure.kind === "K = 1" ? "all layers" : `stage ${stage}`);
-  label.piece = {figure, what: "stage", stage};
-  const plot = make("g", {"clip-path": "url(#plot)"}, lane);
-  result.rows[stage] = {top, bar, lane};
+// A lane is of one stage, or of all stages of a device.
+function buildLane(result, device, stages, top, bar) {
+  const {figure, group} = result, several = stages.length > 1, y = top + bar / 2;
+  const name = figure.kind === "K = 1" ? "all layers" : figure.joined ? `device ${device}` : `stage ${stages[0]}`;
+  const node = make("g", {class: "stage", role: "group", "aria-label": laneWord(figure, stages[0])}, group);
+  const two = several && bar >= 26, x = view.left - 8;
+  const label = make("text", {class: "name", x, y: two ? y - 6 : y}, node, name);
+  label.piece = {figure, what: "stage", stage: stages[0]};
+  if (two) {
+    const all = stages.join(", "), fits = [`stages ${all}`, all].find(text => text.length * 6.2 < x);
+    make("text", {class: "small", x, y: y + 7}, node, fits ?? `${stages.length} stages`);
+  }
+  const plot = make("g", {"clip-path": "url(#plot)"}, node), lane = {device, stages, top, bar, node, plot};
+  lane.spans = several ? figure.ofDevice.get(device) : figure.timeline.spans[stages[0]];
+  result.lanes.push(lane);
+  for (const stage of stages) result.rows[stage] = lane;
   const room = {y: top, height: bar};
   if (!figure.order) {
-    addBox(result, plot, {...room, class: figure.ofDevice.size < figure.device_of_stage.length ? "other" : "idle"},
-           0, figure.step_seconds);
+    const taken = !figure.joined && figure.ofDevice.size < figure.device_of_stage.length; // the device may do another's
+    addBox(result, plot, {...room, class: taken ? "other" : "idle"}, 0, figure.step_seconds);
     const regions = figure.large ? [] : figure.regions.get(device);
     for (const region of regions) {
-      const node = addBox(result, plot, {...room, class: `region ${region.why}`}, region.start, region.end);
-      node.piece = {figure, what: "region", stage, region: {...region, device}};
+      const box = addBox(result, plot, {...room, class: `region ${region.why}`}, region.start, region.end);
+      box.piece = {figure, what: "region", stage: stages[0], region: {...region, device}};
     }
-    for (const region of regions) addName(result, plot, region, top + bar / 2);
-    for (const event of figure.timeline.events[stage].filter(event => event.what === "update")) {
-      const node = addBox(result, plot, {...room, class: "bar update"}, event.start, event.end);
-      node.piece = {figure, what: "event", stage, event: {...event, stage}};
-      addText(result, plot, ["update"], event, top + bar / 2, "on update");
+    for (const region of regions) addName(result, plot, region, y);
+    for (const stage of stages) {
+      for (const event of figure.timeline.events[stage].filter(event => event.what === "update")) {
+        const box = addBox(result, plot, {...barOf(lane, stage), class: "bar update"}, event.start, event.end);
+        box.piece = {figure, what: "event", stage, event: {...event, stage}};
+        addText(result, plot, ["update"], event, y, "on update");
+      }
     }
   }
   if (figure.large) {
-    const node = addBox(result, plot, {...room, fill: "transparent"}, 0, figure.step_seconds);
-    node.piece = {figure, what: "lane", stage};
+    const box = addBox(result, plot, {...room, fill: "transparent"}, 0, figure.step_seconds);
+    box.piece = {figure, what: "lane", stage: stages[0]};
   } else {
-    for (const span of figure.timeline.spans[stage]) addAction(result, plot, span, top, bar);
+    for (const span of lane.spans) addAction(result, plot, span, lane);
   }
-  top += bar + 4;
-  return memory ? buildMemory(result, lane, plot, stage, top, memory, most) : top;
+  return top + bar + 4;
+}
+
+// Where the bars of a stage are in its lane: of several stages each later one is lower, so that one sees in a V the way
+// down and the way back up.
+function barOf({stages, top, bar}, stage) {
+  if (stages.length < 2) return {y: top, height: bar};
+  const way = Math.round(bar / 4);
+  return {y: top + way * stages.indexOf(stage) / (stages.length - 1), height: bar - way};
 }
 
 function addBox(result, parent, attributes, start, end) {
@@ -175,46 +203,57 @@ function addName(result, plot, region, y) {
   addText(result, plot, [`${word} ${duration(region.end - region.start)}`, word], region, y, "region");
 }
 
-function addAction(result, plot, span, top, bar) {
-  const {figure} = result, {action} = span, key = gpipe.key(action);
+function addAction(result, plot, span, lane) {
+  const {figure} = result, {action} = span, key = gpipe.key(action), {y, height} = barOf(lane, action.stage);
   const fill = colour(action.kind, action.micro_batch, figure.micro_batches);
-  const attributes = {y: top, height: bar, fill, class: `bar action ${action.kind}`, role: "img", tabindex: -1,
+  const attributes = {y, height, fill, class: `bar action ${action.kind}`, role: "img", tabindex: -1,
                       "data-key": key, "aria-label": actionLabel(figure, span)};
   if (action.kind === "R") attributes.style = `stroke:${colour("F", action.micro_batch, figure.micro_batches)}`;
   const node = addBox(result, plot, attributes, span.start, span.end);
   node.piece = {figure, what: "action", stage: action.stage, span};
-  const text = addText(result, plot, [shortName(action)], span, top + bar / 2, `on ${action.kind}`);
+  const texts = lane.stages.length > 1 ? [key, shortName(action)] : [shortName(action)];
+  const text = addText(result, plot, texts, span, y + height / 2, `on ${action.kind}`);
   result.bars.set(key, {node, text, span});
   if (figure.marked?.has(key)) node.classList.add("marked");
 }
 
 function actionLabel(figure, {action, start, end}) {
   const {kind, stage, micro_batch} = action;
-  const what = `${gpipe.key(action)}, ${KIND_WORDS[kind]} of micro-batch ${micro_batch} on stage ${stage}`;
+  const what = `${gpipe.key(action)}, ${KIND_WORDS[kind]} of micro-batch ${micro_batch} on ${stageWord(figure, stage)}`;
   return figure.order ? what : `${what}, ${duration(start)} to ${duration(end)}`;
 }
 
-// The limit as it is drawn: one far above is only told in words.
+// The limit as it is drawn, of a stage: one far above is only told in words.
 function shownLimit(figure) {
-  return figure.limit_bytes && figure.limit_bytes < 2.5 * Math.max(...figure.memory.map(peak)) ? figure.limit_bytes : 0;
+  const most = Math.max(...devicesMemory(figure).map(([device, of]) => peak(of) / stagesOn(figure, device).length));
+  return figure.limit_bytes && figure.limit_bytes < 2.5 * most ? figure.limit_bytes : 0;
 }
 
-// What the top of all memory curves stands for: the same for every stage.
+// [device, what its stages hold together]
+function devicesMemory(figure) {
+  return [...figure.ofDevice.keys()].map(device => [device, figure.device_memory[device]]);
+}
+
+// What the top of all memory curves stands for: the same for every device.
 function memoryTop(figure) {
-  return 1.04 * Math.max(shownLimit(figure), ...figure.memory.map(peak));
+  const limit = shownLimit(figure);
+  return 1.04 * Math.max(...devicesMemory(figure).flatMap(([device, of]) =>
+    [peak(of), limit * stagesOn(figure, device).length]));
 }
 
 function peak({weights, gradients, optimizer, buffers, workspace, held}) {
   return weights + gradients + optimizer + buffers + workspace + gpipe.greatest(held, 0);
 }
 
-// What is held over time, stacked: weights, gradients with the optimizer's state, buffers and work space, activations.
-function buildMemory(result, lane, plot, stage, top, height, most) {
-  const {figure} = result, {weights, gradients, optimizer, buffers, workspace, held} = figure.memory[stage];
+// What a device holds over time, stacked: weights, gradients with the optimizer's state, buffers and work space,
+// activations.
+function buildMemory(result, device, top, height) {
+  const {figure} = result, {weights, gradients, optimizer, buffers, workspace, held} = figure.device_memory[device];
+  const stages = stagesOn(figure, device), {node, plot} = result.rows[stages.at(-1)], most = memoryTop(figure);
   const at = bytes => top + height - height * bytes / most;
   const middle = {x: view.left - 8, y: top + height / 2};
-  const text = make("text", {class: "small", ...middle}, lane, size(peak(figure.memory[stage])));
-  text.piece = {figure, what: "memory", stage};
+  const text = make("text", {class: "small", ...middle}, node, size(peak(figure.device_memory[device])));
+  text.piece = {figure, what: "memory", stage: stages[0]};
   const end = figure.step_seconds;
   let below = 0;
   for (const [name, bytes] of [["weights", weights], ["state", gradients + optimizer],
@@ -222,14 +261,14 @@ function buildMemory(result, lane, plot, stage, top, height, most) {
     addBox(result, plot, {class: name, y: at(below + bytes), height: at(below) - at(below + bytes)}, 0, end);
     below += bytes;
   }
-  const curve = make("path", {class: "held", d: heldPath(figure.timeline.spans[stage], held, below, at)}, plot);
+  const curve = make("path", {class: "held", d: heldPath(figure.ofDevice.get(device), held, below, at)}, plot);
   result.items.push({node: curve, curve: true});
   make("path", {class: "floor", d: `M${view.left} ${top + height}H9999`}, plot);
   if (shownLimit(figure)) {
-    make("path", {class: "limit", d: `M${view.left} ${at(figure.limit_bytes)}H9999`}, plot);
+    make("path", {class: "limit", d: `M${view.left} ${at(figure.limit_bytes * stages.length)}H9999`}, plot);
   }
   const cover = addBox(result, plot, {y: top, height, fill: "transparent"}, 0, end);
-  cover.piece = {figure, what: "memory", stage};
+  cover.piece = {figure, what: "memory", stage: stages[0]};
   return top + height + 6;
 }
 
@@ -377,11 +416,11 @@ function paint(one) {
   canvas.height = one.height;
   pen.globalCompositeOperation = "lighter";
   one.figure.timeline.spans.forEach((spans, stage) => {
-    const {top, bar} = one.rows[stage];
+    const {y, height} = barOf(one.rows[stage], stage);
     for (const {action, start, end} of spans) {
       if (end < view.start || start > view.start + view.seconds) continue;
       pen.fillStyle = colour(action.kind, action.micro_batch, one.figure.micro_batches);
-      pen.fillRect(xOf(start) - view.left, top, xOf(end) - xOf(start), bar);
+      pen.fillRect(xOf(start) - view.left, y, xOf(end) - xOf(start), height);
     }
   });
   one.picture.setAttribute("href", canvas.toDataURL());
@@ -410,8 +449,8 @@ function tickStep(seconds) {
   return [1, 2, 5, 10].map(n => n * power).find(step => step >= most * 0.999);
 }
 
-// The middle of a lane's bars, in the picture.
+// The middle of a stage's bars, in the picture.
 function laneY(kind, stage, part = 0.5) {
-  const one = drawn.get(kind), row = one.rows[stage];
-  return one.top + row.top + row.bar * part;
+  const one = drawn.get(kind), {y, height} = barOf(one.rows[stage], stage);
+  return one.top + y + height * part;
 }

@@ -48,7 +48,9 @@ function measuredFigure() {
 function aboutControls(controls) {
   const short = `K = ${controls.partitions}, M = ${controls.micro_batches}`;
   if (view.width < 720) return short;
-  const order = controls.rows ? "order by hand" : controls.schedule;
+  const {placement, stages_per_process} = gpipe.settled(data, controls);
+  const placed = stages_per_process > 1 && stages_per_process < controls.partitions ? ` (${placement})` : "";
+  const order = (controls.rows ? "order by hand" : controls.schedule) + placed;
   return `${short}, ${order}, recompute ${controls.recompute}${controls.own_devices ? ", own devices" : ""}`;
 }
 
@@ -96,6 +98,7 @@ function update() {
   showOrder();
   showMoves();
   showLegend();
+  showCurve();
   field("costs").textContent = costsInWords();
   const changed = changes();
   if (!state.pointed) explained.textContent = state.stale ? "" : changed.length ? changeInWords() : HINT;
@@ -126,7 +129,10 @@ function showProblem(result, wrong) {
   title.textContent = wrong ? "This order cannot run. " : result.timeline ? "This does not fit. " : "This cannot be. ";
   box.append(title, `${state.problem}. `);
   if (wrong) box.append("The actions in question have a red rim. ");
-  if (wrong?.waits.length > 1) box.append("Arrows go to what they wait for, in a circle: none can ever start. ");
+  if (wrong?.waits.length > 1) {
+    box.append("Arrows go to what they wait for, in a circle: none can ever start. ");
+    if (wrong.waits.length < 9) box.append(capital(deadlockInWords(drawn.get("simulated").figure, wrong.waits)));
+  }
   if (!result.timeline) box.append("Numbers are those of the last setting that could run. ");
   const button = document.createElement("button");
   button.type = "button";
@@ -149,6 +155,7 @@ function showLegend() {
     entry(mark, `${kind} ${KIND_WORDS[kind]}`);
   }
   entry("", `left: micro-batch 0, right: ${M - 1}`);
+  if (state.figure.joined) entry("", "2F0: of stage 2; the later of a device's stages are lower");
   const marks = [...IDLE.map(name => [name, shareWord(name)]), ["update", "weight update"]];
   if (state.memory) {
     marks.push(["weights", "weights"], ["state", "gradients, optimizer"], ["space", "buffers, work space"]);
@@ -189,6 +196,7 @@ function start() {
   startNavigation();
   startEditing();
   startQuestions();
+  startCurve();
   for (const name of ["critical", "memory", "one"]) {
     field(name).checked = state[name];
     field(name).addEventListener("change", event => {

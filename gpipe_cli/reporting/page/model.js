@@ -199,7 +199,8 @@ function wholeNumbers(costs) {
 
 const ONE_ORDER = ["file", "auto"]; // schedules of which the page knows the rows of the plan, and no others
 const MOST_TRIED = 500000; // actions, in all simulations that look for the best move of a layer
-const OWN = ["partitions", "micro_batches", "schedule", "recompute", "stages_per_process"];
+const OWN = ["partitions", "micro_batches", "schedule", "recompute", "stages_per_process", "placement"];
+const AS_PLANNED = "as planned"; // a placement without a name
 
 /** The controls that stand for the plan or the run itself. `own_devices`: nothing that devices of one machine share, as
  *  cores and memory, slows them down. */
@@ -211,21 +212,35 @@ const boundsOf = (balance) => {
   return balance.map((size) => [end, end += size]);
 };
 
+/** The controls with what the order itself decides: where stages are and, in a V, how many a device has. */
+function settled(data, controls) {
+  const chosen = {...ownControls(data), ...controls}, {schedule, partitions: K, stages_per_process: each} = chosen;
+  if (OWN.every((name) => chosen[name] === data.setting[name])) return chosen;
+  const made = MADE_FOR[schedule];
+  if (ONE_ORDER.includes(schedule) && !data.curve) chosen.placement = data.setting.placement;
+  else if (made) chosen.placement = made;
+  if (made === "v" && each < K) chosen.stages_per_process = Math.min(K, 2);
+  return chosen;
+}
+
 /** The device of each stage. Throws a line that says why there can be none. */
-function deviceOfStage(data, {partitions: K, stages_per_process: each, schedule}) {
-  const own = data.setting, dealt = (name) => name === "interleaved" || name === "auto";
-  const planned = schedule === "file" || dealt(schedule) === dealt(own.schedule);
-  if (planned && K === own.partitions && each === own.stages_per_process) return data.device_of_stage;
+function deviceOfStage(data, {partitions: K, stages_per_process: each, schedule, placement}) {
+  const own = data.setting;
+  if (K === own.partitions && each === own.stages_per_process && placement === own.placement) {
+    return data.device_of_stage;
+  }
+  if (placement === AS_PLANNED) {
+    throw new Error(`the placement as planned is for K = ${own.partitions} and its own devices; choose another one`);
+  }
   const devices = Math.ceil(K / each);
-  if (!dealt(schedule)) return range(K, (k) => Math.floor(k / each));
-  if (K % devices) {
+  if (schedule === "interleaved" && K % devices) {
     const use = `use K = ${Math.ceil(K / devices) * devices}`;
     throw new Error(`${schedule}: ${devices} devices would have different numbers of stages; ${use}`);
   }
-  return range(K, (k) => k % devices);
+  return placed(placement, K, each);
 }
 
-/** The bytes that each stage must stay below, or null. */
+/** The bytes that each stage must stay below, those of a device together, or null. */
 function limitOf({limit, setting}, device_of_stage) {
   if (!limit) return null;
   const most = greatest(device_of_stage.map((device) => device_of_stage.filter((other) => other === device).length));
@@ -235,9 +250,8 @@ function limitOf({limit, setting}, device_of_stage) {
 
 /** Everything that follows from a choice of settings, for the view to draw; `problem` says why it cannot be. */
 function configured(data, controls) {
-  const chosen = {...ownControls(data), ...controls};
   try {
-    return chosenStep(data, chosen);
+    return chosenStep(data, settled(data, controls));
   } catch (error) {
     return {problem: error.message, timeline: null, rows: null};
   }
@@ -274,25 +288,28 @@ function chosenStep(data, chosen) {
   const largest = bounds.map(([first, end]) => held(data, first, end, sizes[0]));
   const fixed = bounds.map(([first, end]) => fixedMemory(data, first, end, sizes[0]));
   const room = limit === null ? null : fixed.map((one) => limit - sum(Object.values(one)));
-  const rows = rowsFor(data, chosen, {device_of_stage, sizes: largest, room}, problems);
+  const heldSizes = bounds.map(([first, end]) => {
+    const ofSize = new Map(sizes.map((n) => [n, held(data, first, end, n)]));
+    return sizes.map((n) => ofSize.get(n));
+  });
+  const skipping = waitingSkips(data, balance, sizes);
+  const memoryOf = (rows) => memoryInAll(rows, device_of_stage, fixed, heldSizes, skipping);
+  const fits = (rows) => devices < K && greatest(lacking(memoryOf(rows).devices, limit)) <= 0;
+  const rows = rowsFor(data, chosen, {device_of_stage, sizes: largest, room, fits});
   const base = {rows, balance, stages, edges, ties, skips: long, device_of_stage, slowdown,
     micro_batches: M, sizes, devices, limit_bytes: limit};
   const faulty = check(rows);
   if (faulty) return {...base, timeline: null, problem: faulty.what, faulty};
   const timeline = simulate(rows, {stages, edges, slowdown, device_of_stage, ties, skips: long});
   const [begin] = windowOf(timeline), step_seconds = endOf(timeline) - begin + data.costs.set_up / devices;
-  const waiting = peakWaiting(rows, waitingSkips(data, balance, sizes), device_of_stage);
-  const memoryOf = stagesOf(rows).map((actions, k) => {
-    const [first, end] = bounds[k], ofSize = new Map(sizes.map((n) => [n, held(data, first, end, n)]));
-    const heldBytes = memory(actions, sizes.map((n) => ofSize.get(n)));
-    return {...fixed[k], buffers: fixed[k].buffers + waiting[k], held: heldBytes};
-  });
-  memoryOf.forEach(({held: most, ...stored}, k) => {
-    const over = limit === null ? 0 : sum(Object.values(stored)) + greatest(most, 0) - limit;
-    if (over > 0) problems.push(`stage ${k} needs ${(over / 2 ** 20).toFixed(1)} MiB more than there are`);
-  });
+  const inAll = memoryOf(rows), lacks = limit === null ? [0] : lacking(inAll.devices, limit), most = greatest(lacks);
+  if (most > 0) {
+    const device = lacks.indexOf(most), who = devices < K ? `device ${device}` : `stage ${device_of_stage.indexOf(device)}`;
+    const again = chosen.recompute === "auto" ? " even if it recomputes all it can" : "";
+    problems.push(`${who} lacks ${(most / 2 ** 20).toFixed(1)} MiB${again}`);
+  }
   const result = {...base, timeline, step_seconds, samples_per_second: own.step_samples / step_seconds,
-    breakdown: breakdown(timeline, M, step_seconds), memory: memoryOf};
+    breakdown: breakdown(timeline, M, step_seconds), memory: inAll.stages, device_memory: inAll.devices};
   return problems.length ? {...result, problem: problems[0]} : result;
 }
 
@@ -348,6 +365,28 @@ function skipBytes(data, {stash, pop}, samples) {
   const tensors = data.memory.boundaries[stash + 1].filter(([, , , popped]) => popped === pop);
   const bytes = (some) => sum(some.map(([base, each]) => base + each * samples));
   return [bytes(tensors), bytes(tensors.filter(([, , returned]) => returned))];
+}
+
+/** What each stage holds, at its own fullest moment, and what each device does, whose stages compute one at a time:
+ *  {stages, devices}, of each {weights, gradients, optimizer, buffers, workspace, held while each action runs}. */
+function memoryInAll(rows, device_of_stage, fixed, heldSizes, skipping) {
+  const waiting = peakWaiting(rows, skipping, device_of_stage);
+  const stages = stagesOf(rows).map((actions, k) =>
+    ({...fixed[k], buffers: fixed[k].buffers + waiting[k], held: memory(actions, heldSizes[k])}));
+  const own = range(1 + greatest(device_of_stage), (device) => stages.filter((_, k) => device_of_stage[k] === device));
+  if (own.length === stages.length) return {stages, devices: own.flat()};
+  const devices = deviceMemory(rows, device_of_stage, heldSizes).map((held, device) => {
+    const all = (name) => own[device].map((of) => of[name]);
+    const stored = ["weights", "gradients", "optimizer", "buffers"].map((name) => [name, sum(all(name))]);
+    return {...Object.fromEntries(stored), workspace: greatest(all("workspace")), held, stages: own[device].length};
+  });
+  return {stages, devices};
+}
+
+/** The bytes by which each device is over the limits of its stages together. */
+function lacking(devices, limit) {
+  return devices.map(({held, stages = 1, ...stored}) =>
+    sum(Object.values(stored)) + greatest(held, 0) - stages * limit);
 }
 
 /** What a stage stores all the time, and the workspace of its largest layer. */
@@ -434,35 +473,41 @@ function fullest(actions, M) {
 }
 
 /** The rows: as edited, those of the plan for its own settings, or an order with recomputation. */
-function rowsFor(data, chosen, {device_of_stage, sizes, room}, problems) {
+function rowsFor(data, chosen, {device_of_stage, sizes, room, fits}) {
   const {schedule, recompute, partitions: K, micro_batches: M} = chosen, own = data.setting;
   if (chosen.rows) return chosen.rows.map((row) => row.map((a) => typeof a === "string" ? action(a) : a));
   const planned = () => data.rows.map((row) => row.map(action));
   const same = OWN.every((name) => chosen[name] === own[name]);
   const changed = chosen.balance || chosen.backward_factor !== 1 || chosen.link_factor !== 1;
   if (same && !(changed && recompute === "auto")) return planned();
-  const recomputed = (order) => recomputedRows(order, recompute, sizes, room, problems);
+  const recomputed = (order) => recomputedRows(order, recompute, sizes, room, fits);
   if (ONE_ORDER.includes(schedule)) { // the rows are all that is known of it
-    if (K !== own.partitions || M !== own.micro_batches || chosen.stages_per_process !== own.stages_per_process) {
-      const of = `K = ${own.partitions}, M = ${own.micro_batches}`;
-      throw new Error(`the order of ${schedule} is for ${of} and its own devices; choose another schedule`);
+    const of = (data.curve ? data.curve.points : []).find((point) => point.rows && sameSetting(point.setting, chosen));
+    if (of) return of.rows.map((row) => row.map(action));
+    if (OWN.some((name) => name !== "recompute" && chosen[name] !== own[name])) {
+      const known = `K = ${own.partitions}, M = ${own.micro_batches}`;
+      throw new Error(`the order of ${schedule} is for ${known} and its own devices; choose another schedule`);
     }
     if (recompute === own.recompute) return planned();
     return recomputed(planned().map((row) => row.filter((a) => a.kind !== "R")));
   }
-  if (schedule === "zero_bubble" && !own.splits) throw new Error("zero_bubble: compiled backwards cannot be halved");
+  if (SPLITTING.includes(schedule) && !own.splits) throw new Error(`${schedule}: compiled backwards cannot be halved`);
   return recomputed(order(schedule, K, M, new Set(device_of_stage).size));
 }
 
-/** `auto`: as few as fit, none without a limit. */
-function recomputedRows(rows, recompute, sizes, room, problems) {
+/** Whether a point of the curve is of this choice, and of this cut if one is given. */
+function sameSetting(setting, chosen) {
+  return OWN.every((name) => chosen[name] === setting[name])
+    && (!chosen.balance || String(chosen.balance) === String(setting.balance));
+}
+
+/** `auto`: none without a limit or if devices with several stages fit so, as few as fit each stage's share of its device,
+ *  and all but the last if nothing fits. */
+function recomputedRows(rows, recompute, sizes, room, fits) {
   if (recompute !== "auto") return withRecomputation(rows, recompute);
-  if (room === null) return rows;
-  const {recomputed, missing} = fewestRecomputations(rows, sizes, room), most = greatest(missing);
-  if (most <= 0) return withRecomputation(rows, recomputed);
-  const stage = missing.indexOf(most), lacks = `${(most / 2 ** 20).toFixed(1)} MiB`;
-  problems.push(`stage ${stage} lacks ${lacks} for activations even if it recomputes all it can`);
-  return withRecomputation(rows, "except_last");
+  if (room === null || fits(rows)) return rows;
+  const {recomputed, missing} = fewestRecomputations(rows, sizes, room);
+  return withRecomputation(rows, greatest(missing) > 0 ? "except_last" : recomputed);
 }
 
 /** What a step takes if one layer moves over a boundary, the shortest first: {from_stage, to_stage, layer, balance,
@@ -488,7 +533,7 @@ function moves(data, controls) {
 
 window.gpipe = {
   action, key, greatest, microBatches, sources, order, withRecomputation, fewestRecomputations, check, linearize, csv,
-  stagesOf, clock, SCHEDULES,
+  stagesOf, clock, SCHEDULES, MADE_FOR, AS_PLANNED, placed, rowsOfDevices, settled,
   simulate, breakdown, idleRegions, memory, peakWaiting, critical, lastTransfer, held, layerCosts, microBatchSizes,
   slowdowns, partition, crossing, skipBytes, ownControls, configured, bubbles, moves,
 };

@@ -25,7 +25,7 @@ function pointAt(piece, time = 0) {
 }
 
 function regionNode({figure, stage, region}) {
-  return [...drawn.get(figure.kind).rows[stage]?.lane.querySelectorAll("rect.region") ?? []]
+  return [...drawn.get(figure.kind).rows[stage]?.node.querySelectorAll("rect.region") ?? []]
     .find(node => node.piece.region.start === region.start);
 }
 
@@ -45,7 +45,7 @@ function showTip(event, piece) {
   tip.hidden = !piece || ["stage", "memory"].includes(piece.what) || view.width < 560; // there it would cover too much
   if (tip.hidden) return;
   const {span, region, event: happened} = piece, shown = span || region || happened;
-  const name = span ? `${shortName(span.action)} ${KIND_WORDS[span.action.kind]}`
+  const name = span ? `${(piece.figure.joined ? gpipe.key : shortName)(span.action)} ${KIND_WORDS[span.action.kind]}`
     : shareWord(region?.why ?? happened.what);
   const {start, end} = shown, times = `\nstarts at ${duration(start)}, takes ${duration(end - start)}`;
   tip.textContent = piece.figure.order ? name : name + times;
@@ -89,6 +89,11 @@ function skipArrows(group, figure, span, name) {
 }
 
 function arrow(group, kind, from, to, name) {
+  const {rows} = drawn.get(kind), [one, other] = [from, to].map(({action}) => rows[action.stage]);
+  if (one === other) { // of one device: no link
+    arc(group, kind, from, to, name);
+    return;
+  }
   const [x1, x2] = [xOf(from.end) - 2, xOf(to.start) + 2];
   const [y1, y2] = [laneY(kind, from.action.stage), laneY(kind, to.action.stage)];
   const bend = Math.max(14, Math.abs(x2 - x1) / 2);
@@ -97,12 +102,13 @@ function arrow(group, kind, from, to, name) {
   make("path", {class: name, d}, group);
 }
 
-// From an action to one of the same row, over what is between.
-function arc(group, kind, from, to) {
-  const [x1, x2, y] = [xOf(from.end) - 2, xOf(to.start) + 2, laneY(kind, to.action.stage)];
-  const up = Math.min(24, 8 + (x2 - x1) / 8);
-  const d = `M${x1} ${y - 4}C${x1 + 12} ${y - up} ${x2 - 12} ${y - up} ${x2} ${y - 4}`;
-  make("path", {class: "arrow before", d}, group);
+// From an action to one of the same lane, over what is between.
+function arc(group, kind, from, to, name = "arrow before") {
+  const x1 = xOf(from.end) - 2, x2 = Math.max(xOf(to.start) + 2, x1 + 6);
+  const [y1, y2] = [from, to].map(({action}) => laneY(kind, action.stage) - 4), up = Math.min(24, 8 + (x2 - x1) / 8) - 4;
+  const d = `M${x1} ${y1}C${x1 + 12} ${y1 - up} ${x2 - 12} ${y2 - up} ${x2} ${y2}`;
+  if (!name.includes("before")) make("path", {class: "halo", d}, group);
+  make("path", {class: name, d}, group);
 }
 
 function waitArrow(group, figure, names) {
@@ -110,8 +116,10 @@ function waitArrow(group, figure, names) {
   if (!waiting || !needed) return;
   const [x1, x2] = [waiting, needed].map(span => (xOf(span.start) + xOf(span.end)) / 2);
   const [y1, y2] = [waiting, needed].map(span => laneY("simulated", span.action.stage));
-  make("path", {class: "halo", d: `M${x1} ${y1}L${x2} ${y2}`}, group);
-  make("path", {class: "arrow waits", d: `M${x1} ${y1}L${x2} ${y2}`}, group);
+  const {rows} = drawn.get("simulated"), same = rows[waiting.action.stage] === rows[needed.action.stage];
+  const d = `M${x1} ${y1}${same ? `Q${(x1 + x2) / 2} ${Math.min(y1, y2) - 26} ` : "L"}${x2} ${y2}`;
+  make("path", {class: "halo", d}, group);
+  make("path", {class: "arrow waits", d}, group);
 }
 
 function criticalPath(group, figure) {
@@ -258,9 +266,10 @@ function drag(event, follow, atOnce = false, end = () => {}) {
 function pieceAt(event) {
   const piece = event.target.piece ?? null, time = pointerTime(event);
   if (piece?.what !== "lane") return piece;
-  const {figure, stage} = piece, span = figure.timeline.spans[stage].find(one => one.start <= time && time < one.end);
+  const {figure} = piece, {spans} = drawn.get(figure.kind).rows[piece.stage];
+  const span = spans.find(one => one.start <= time && time < one.end);
   if (!span) return null;
-  return state.pointed?.span === span ? state.pointed : {figure, what: "action", stage, span};
+  return state.pointed?.span === span ? state.pointed : {figure, what: "action", stage: span.action.stage, span};
 }
 
 function onPointerMove(event) {
@@ -292,23 +301,17 @@ function onFocus(event) {
   event.target.setAttribute("tabindex", 0);
 }
 
-// The action that an arrow key goes to: the next one of the row, or the nearest in time of the next row.
+// The action that an arrow key goes to: the next one of the lane, or the nearest in time of the next lane.
 function neighbour({figure, span, stage}, key) {
-  const spans = figure.timeline.spans[stage], at = spans.indexOf(span);
+  const {spans} = drawn.get(figure.kind).rows[stage], at = spans.indexOf(span);
   const along = {ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: spans.length - 1}[key];
   if (along !== undefined) return spans[along] && [figure.kind, spans[along]];
-  const rows = [...drawn.values()].sort((a, b) => a.top - b.top)
-    .flatMap(one => one.rows.map((row, stage) => [one, stage])).sort((a, b) => rowTop(a) - rowTop(b));
-  const now = rows.findIndex(([one, of]) => one.figure === figure && of === stage);
-  const next = rows[now + (key === "ArrowDown" ? 1 : -1)];
+  const lanes = [...drawn.values()].sort((a, b) => a.top - b.top).flatMap(one => one.lanes.map(lane => [one, lane]));
+  const now = lanes.findIndex(([one, lane]) => one.figure === figure && lane.spans === spans);
+  const next = lanes[now + (key === "ArrowDown" ? 1 : -1)];
   if (!next) return undefined;
   const middle = (span.start + span.end) / 2, away = other => Math.abs((other.start + other.end) / 2 - middle);
-  const others = next[0].figure.timeline.spans[next[1]];
-  return [next[0].figure.kind, others.reduce((best, other) => away(other) < away(best) ? other : best)];
-}
-
-function rowTop([one, stage]) {
-  return one.top + one.rows[stage].top;
+  return [next[0].figure.kind, next[1].spans.reduce((best, other) => away(other) < away(best) ? other : best)];
 }
 
 function onKey(event) {

@@ -1,9 +1,12 @@
 // The schedule of a step as data: rows of actions {kind, stage, micro_batch}, one row per device or stage. The same
-// rules as in pipeline/schedule/{schedules,orders,dependencies,recomputation,schedule_file}.py, where they are
-// explained; a test in a browser holds the two against each other.
+// rules as in pipeline/schedule/{schedule,placement,named_schedules,v_schedules,dependencies,recomputation,
+// schedule_file}.py, where they are explained; a test in a browser holds the two against each other.
 
 const KINDS = ["F", "R", "B", "I", "W"];
-const SCHEDULES = ["gpipe", "1f1b", "interleaved", "zero_bubble"];
+const SCHEDULES = ["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "v_half", "v_min"];
+// The placement of an order that has a row for each device.
+const MADE_FOR = {interleaved: "looped", zbv: "v", v_half: "v", v_min: "v"};
+const SPLITTING = ["zero_bubble", "zbv", "v_half", "v_min"]; // orders whose backwards are cut into I and W
 
 const act = (kind, stage, micro_batch) => ({kind, stage, micro_batch});
 const key = (a) => `${a.stage}${a.kind}${a.micro_batch}`;
@@ -53,6 +56,28 @@ function sources(rows) {
   };
 }
 
+// --- where stages are
+
+/** The device of each of K stages: neighbours, with `each` of them on a device but the last, looped, or v. */
+function placed(name, K, each) {
+  const devices = Math.ceil(K / each), there = (stage) => Math.floor(stage / devices) % 2 === 0;
+  switch (name) {
+    case "neighbours": return range(K, (stage) => Math.floor(stage / each));
+    case "looped": return range(K, (stage) => stage % devices);
+    case "v":
+      if (K < 2 * devices) return range(K, (stage) => stage < devices ? stage : K - 1 - stage);
+      return range(K, (stage) => there(stage) ? stage % devices : devices - 1 - stage % devices);
+  }
+  throw new Error(`placement ${name} is unknown`);
+}
+
+/** A row for each device: its stages' actions in an order in which it can perform them. */
+function rowsOfDevices(rows, device_of_stage) {
+  const devices = range(1 + greatest(device_of_stage), () => []);
+  for (const a of linearize(rows, device_of_stage)) devices[device_of_stage[a.stage]].push(a);
+  return devices;
+}
+
 // --- orders with a name
 
 const pass = (kind, stage, M) => range(M, (m) => act(kind, stage, m));
@@ -64,6 +89,7 @@ function order(name, K, M, devices = K) {
     case "1f1b": return range(K, (k) => inTurns(pass("F", k, M), pass("B", k, M), K - 1 - k));
     case "interleaved": return interleaved(K, M, devices);
     case "zero_bubble": return range(K, (k) => zeroBubble(k, K, M));
+    case "zbv": case "v_half": case "v_min": return onV(K, M, GRAPHS[name]);
   }
   throw new Error(`schedule ${name} is unknown`);
 }
@@ -95,6 +121,88 @@ function zeroBubble(stage, K, M) {
     if (a.kind === "I" && a.micro_batch >= stage) made.push(act("W", stage, held++));
   }
   while (stage && held < M) made.push(act("W", stage, held++));
+  return made;
+}
+
+// The most graphs that each of so many devices holds.
+const GRAPHS = {
+  zbv: (devices) => 2 * devices,
+  v_half: (devices) => 2 * Math.floor((devices + 2) / 2),
+  v_min: (devices) => 2 * Math.floor((devices + 4) / 3),
+};
+const PERIOD = 6; // ticks from a micro-batch to the next
+
+function onV(K, M, graphs) {
+  const devices = Math.ceil(K / 2), most = graphs(devices);
+  const [down, up] = most >= Math.min(GRAPHS.zbv(devices), 2 * M) ? [2, 4]
+    : most >= GRAPHS.v_half(devices) ? [1, 2] : [1, 1];
+  const orders = blocks(devices, down, up).map((block) => {
+    const there = block.filter(({stage}) => K % 2 === 0 || stage !== devices);
+    const every = there.flatMap(({tick, kind, stage}) => range(M, (m) =>
+      ({tick: tick + PERIOD * m, a: act(kind, stage - (K % 2 && stage > devices ? 1 : 0), m)})));
+    return every.sort((one, other) => one.tick - other.tick).map(({a}) => a);
+  });
+  return clocked(orders, K, most, up > 1).map(wholeBackwards);
+}
+
+/** For each device, the ticks of micro-batch 0's forwards and backwards, with kind and stage. */
+function blocks(devices, down, up) {
+  const last = 2 * devices - 1, found = range(devices, () => []);
+  const way = [...range(last + 1, (k) => ["F", k]), ...range(last + 1, (k) => ["I", last - k])];
+  let tick = 0;
+  for (const [kind, stage] of way) {
+    const block = found[Math.min(stage, last - stage)];
+    while (block.some((other) => (tick - other.tick) % PERIOD === 0)) tick++;
+    block.push({tick, kind, stage});
+    tick += kind === "I" || stage === devices - 1 || stage === last ? 1 : stage < devices ? down : up;
+  }
+  return found;
+}
+
+/** The rows of devices that perform these forwards and backwards on a clock, with their W in between. */
+function clocked(orders, K, most, ahead) {
+  const rows = orders.map(() => []), delayed = orders.map(() => []), held = orders.map(() => 0);
+  const ended = {F: range(K, () => 0), I: range(K, () => 0), W: range(K, () => 0)};
+  const ready = ({kind, stage, micro_batch: m}) => {
+    if (kind === "F") return stage === 0 || ended.F[stage - 1] > m;
+    return ended.F[stage] > m && (stage === K - 1 || ended.I[stage + 1] > m);
+  };
+  const early = (device, left) => { // the next forward of the way down, if there is room for it until its turn
+    let room = most - held[device];
+    for (const a of left) {
+      if (room === 0) return null;
+      if (a.kind === "F" && a.stage === device) return a;
+      room += a.kind === "F" ? -1 : 1;
+    }
+    return null;
+  };
+  const chosen = (left, device) => {
+    if (left.length && ready(left[0]) && (left[0].kind !== "F" || held[device] < most)) return left.shift();
+    if (delayed[device].length) return delayed[device].shift();
+    const next = ahead ? early(device, left) : null;
+    return next && ready(next) ? left.splice(left.indexOf(next), 1)[0] : null;
+  };
+  while ([...orders, ...delayed].some((left) => left.length)) {
+    orders.map(chosen).forEach((a, device) => {
+      if (!a) return;
+      rows[device].push(a);
+      ended[a.kind][a.stage]++;
+      if (a.kind === "I") delayed[device].push(act("W", a.stage, a.micro_batch));
+      else held[device] += a.kind === "F" ? 1 : -1;
+    });
+  }
+  return rows;
+}
+
+/** Each I of stage 0 that its W directly follows is a B, as no stage waits for it. */
+function wholeBackwards(row) {
+  const made = [];
+  for (const a of row) {
+    const before = made[made.length - 1];
+    const whole = a.kind === "W" && a.stage === 0 && key(before) === key(act("I", 0, a.micro_batch));
+    if (whole) made[made.length - 1] = act("B", 0, a.micro_batch);
+    else made.push(a);
+  }
   return made;
 }
 
@@ -330,11 +438,7 @@ function checkStage(stage, actions, M, trains) {
 /** The text of a file that `schedule=FILE.csv` runs: the rows as they are, or one per device if `device_of_stage`
  *  is given. */
 function csv(rows, device_of_stage) {
-  let devices = rows;
-  if (device_of_stage) {
-    devices = range(1 + greatest(device_of_stage), () => []);
-    for (const a of linearize(rows, device_of_stage)) devices[device_of_stage[a.stage]].push(a);
-  }
+  const devices = device_of_stage ? rowsOfDevices(rows, device_of_stage) : rows;
   const {ticks} = clock(devices);
   const columns = 1 + greatest(ticks.flat());
   return devices.map((row, number) => {

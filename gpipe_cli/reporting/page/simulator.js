@@ -250,15 +250,34 @@ function between(pieces, begin, end) {
 
 const NONE = {graph: 0, input: 0, gradients: 0, weights: 0};
 
-/** The bytes held for micro-batches in flight while each action of a stage runs; `sizes` of each micro-batch. */
-function memory(stageActions, sizes) {
+/** The bytes held for micro-batches in flight while each action of a stage runs, and after it: [during, after];
+ *  `sizes` of each micro-batch. */
+function around(stageActions, sizes) {
   const kept = retained(stageActions), ways = Object.keys(NONE);
   let now = 0;
   return stageActions.map((a, n) => {
     const bytes = (counts) => sum(counts.map((count, way) => count * sizes[a.micro_batch][ways[way]]));
     const [begins, ends] = data.holds[`${a.kind} ${kept[n]}`].map(bytes), during = now + begins;
-    now = during + ends;
-    return during;
+    return [during, now = during + ends];
+  });
+}
+
+const memory = (stageActions, sizes) => around(stageActions, sizes).map(([during]) => during);
+
+/** The bytes that all stages of each device hold for micro-batches in flight while each of its actions runs; `sizes` of
+ *  each stage and micro-batch. */
+function deviceMemory(rows, device_of_stage, sizes) {
+  const of = new Map();
+  stagesOf(rows).forEach((actions, k) => around(actions, sizes[k]).forEach((bytes, n) => of.set(key(actions[n]), bytes)));
+  return rowsOfDevices(rows, device_of_stage).map((row) => {
+    const now = new Map();
+    let all = 0;
+    return row.map((a) => {
+      const [during, after] = of.get(key(a)), others = all - (now.get(a.stage) || 0);
+      now.set(a.stage, after);
+      all = others + after;
+      return others + during;
+    });
   });
 }
 

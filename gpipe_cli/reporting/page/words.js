@@ -6,8 +6,17 @@ const ORDERS = {
   "1f1b": "each backward as early as possible, then a forward and a backward in turns",
   interleaved: "1f1b for devices with several stages, which are not neighbours",
   zero_bubble: "1f1b with each backward split: weight gradients (W) may fill idle time",
+  zbv: "no bubble on a V, with the activations of 1f1b: devices have two stages, one down and one back up",
+  v_half: "on a V as zbv, with half of the activations",
+  v_min: "on a V as zbv, with a third of the activations",
   auto: "an order searched for these times and this memory",
   file: "the order of the file that the run has",
+};
+const PLACEMENTS = {
+  neighbours: "a device has consecutive stages: as in the paper",
+  looped: "micro-batches pass through all devices several times: stages 0, P, 2P, \u2026 of P devices are on the first",
+  v: "micro-batches go to the last device and come back: the first device has the last stage, too",
+  "as planned": "as the file has it that the PLANNED has",
 };
 const RECOMPUTES = {
   never: "all activations are kept",
@@ -19,8 +28,10 @@ const RECOMPUTES = {
 const BUBBLE_CAUSES = ["devices share cores", "recomputation fills waits", "stages are unequal", "transfers take time",
                        "set-up and update take time", "the order is neither gpipe nor 1f1b"];
 const WORDS = {
-  stage: "A part of the model: some of its layers, one after another. Each stage has a row. It computes on its own " +
-    "device, or takes turns with others on one.",
+  stage: "A part of the model: some of its layers, one after another. It computes on its own device, or takes turns " +
+    "with others on one. Each stage has a row; where the stages of a device are no neighbours, the device has one, " +
+    "with later stages lower in it.",
+  placement: "Which device has which stages, if they have several each. Between stages of one device nothing is sent.",
   "1F0": "An action in full: the stage, what it does, the micro-batch. 1F0 is F0 in the row of stage 1.",
   "micro-batch": "One of the M pieces of a mini-batch, as equal as they can be. While one stage works on a piece, " +
     "the next stage can work on the piece before it. That is what makes a pipeline fast.",
@@ -33,7 +44,7 @@ const WORDS = {
     "up, past those between, and its gradient straight back.",
   activations: "What a forward has to keep until its backward: they are most of the memory while many micro-batches " +
     "are on their way.",
-  memory: "What a stage holds for its layers: weights, their gradients, the state of the optimizer, buffers for sums " +
+  memory: "What a device holds for the layers of its stages: weights, their gradients, the state of the optimizer, buffers for sums " +
     "over replicas and for checkpoints, work space of one layer, and activations. What the libraries and the process " +
     "hold by themselves comes on top.",
   schedule: "Which actions each device performs, and in which order.",
@@ -104,6 +115,10 @@ function difference(value, of, less, more, same) {
 // "F2", without its stage: the row says that.
 function shortName(action) {
   return action.kind + action.micro_batch;
+}
+
+function capital(text) {
+  return text[0].toUpperCase() + text.slice(1);
 }
 
 // "1, 2 and 5"

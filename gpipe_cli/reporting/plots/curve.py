@@ -76,9 +76,8 @@ def _name(axes: Axes, points: Sequence[PlannedPoint], places: tuple[list[float],
     """Labels right above the points of the front, the ends first; one that would cover another is left out."""
     taken: list[tuple[float, float, float]] = []
     placed = list(zip(points, *places, strict=True))
-    for point, across, up in [*placed[-1:], *placed[:-1]]:
-        place = across, up
-        setting = point.setting
+    for point, *xy in [*placed[-1:], *placed[:-1]]:
+        setting, place = point.setting, (xy[0], xy[1])
         text = f"M {setting.micro_batches}, {setting.recompute}"
         if setting.stages_per_process > 1:
             text += f", {setting.placement}"

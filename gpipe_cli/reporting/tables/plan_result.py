@@ -8,6 +8,7 @@ from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory
 from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor
 from gpipe_cli.pipeline.runtime.routes import Route, routes
 from gpipe_cli.pipeline.schedule.dependencies import grid
+from gpipe_cli.pipeline.schedule.placement import name_of
 from gpipe_cli.pipeline.schedule.simulator import ideal_bubble
 from gpipe_cli.planner.auto_settings import Choice
 from gpipe_cli.planner.data_sheet import computes_on_gpu, resolved
@@ -79,6 +80,7 @@ def plan_result(
         step_samples=samples,
         step_tokens=tokens,
         hardware=hardware,
+        placement=name_of(plan.device_of_stage),
         device_bytes=plan.device_bytes,
         host_bytes=sum(m.weights_bytes + m.optimizer_bytes for m in plan.memory) if computes_on_gpu(config) else None,
         step_seconds=plan.step_seconds,

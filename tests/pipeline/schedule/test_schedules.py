@@ -9,7 +9,7 @@ from schedule_runs import build, parse
 
 from gpipe_cli.pipeline.schedule import named_schedules
 from gpipe_cli.pipeline.schedule.dependencies import check, grid, linearize
-from gpipe_cli.pipeline.schedule.named_schedules import SCHEDULES, forward_only
+from gpipe_cli.pipeline.schedule.named_schedules import ORDERS, SCHEDULES, forward_only
 from gpipe_cli.pipeline.schedule.schedule import (
     RECOMPUTE,
     RETURNS,
@@ -76,12 +76,13 @@ def test_every_schedule_passes_its_own_check() -> None:
         schedule = build(name, partitions, micro_batches, recompute)
         check(schedule)
         assert (len(schedule.stages), schedule.micro_batches) == (partitions, micro_batches)
-        assert bool(schedule.split) == (name == "zero_bubble" and partitions > 1)
+        assert bool(schedule.split) == (ORDERS[name].splits and partitions > 1)
         upwards = list(range(micro_batches))
         for stage, actions in enumerate(schedule.stages):
-            for kind in (Kind.I, Kind.W) if schedule.split and stage > 0 else (Kind.B,):
-                back = [a.micro_batch for a in actions if a.kind is kind]
+            for kinds in (RETURNS, (Kind.B, Kind.W)):  # only the first stage has whole backwards beside split ones
+                back = [a.micro_batch for a in actions if a.kind in kinds]
                 assert back == (upwards[::-1] if name == "gpipe" else upwards)
+            assert stage == 0 or not schedule.split or all(a.kind is not Kind.B for a in actions)
         for row in schedule:  # an R stands directly before its backward, also among actions of other stages
             for before, after in itertools.pairwise(row):
                 if before.kind is Kind.R:
@@ -96,7 +97,7 @@ def test_every_schedule_passes_its_own_check() -> None:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_schedule_without_micro_batches_has_stages(name: str) -> None:
     """It is what a replica without samples performs, and does not know its stages from its actions."""
-    for order in (named_schedules.order(name, 4, 3, 2 if name == "interleaved" else 4), forward_only(4, 3)):
+    for order in (named_schedules.order(name, 4, 3, 2 if ORDERS[name].placement else 4), forward_only(4, 3)):
         empty = with_recomputation(order.first(0), "always")
         check(empty)
         assert (empty.stages, empty.micro_batches, linearize(empty)) == (((),) * 4, 0, ())
@@ -145,7 +146,7 @@ def test_what_a_forward_keeps_is_read_off_the_schedule() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("zb", 2, 2, "never"), "schedule=zb: unknown; use one of gpipe, 1f1b, interleaved, zero_bubble"),
+        (("zb", 2, 2, "never"), "schedule=zb: unknown; use one of gpipe, 1f1b, interleaved, zero_bubble, zbv"),
         (("gpipe", 2, 2, "sometimes"), "recompute=sometimes: unknown; use one of always, except_last, never"),
         (("gpipe", 0, 2, "never"), "partitions=0: must be at least 1"),
         (("1f1b", 2, 0, "never"), "micro_batches=0: must be at least 1"),

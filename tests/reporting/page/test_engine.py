@@ -17,7 +17,8 @@ from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory
 from gpipe_cli.pipeline.schedule.breakdown import breakdown
 from gpipe_cli.pipeline.schedule.dependencies import ScheduleError, check
 from gpipe_cli.pipeline.schedule.held import Held, bytes_held, peak_waiting
-from gpipe_cli.pipeline.schedule.named_schedules import SCHEDULES, order
+from gpipe_cli.pipeline.schedule.named_schedules import ORDERS, SCHEDULES, order
+from gpipe_cli.pipeline.schedule.placement import PLACEMENTS, place
 from gpipe_cli.pipeline.schedule.schedule import RECOMPUTE, Schedule, with_recomputation
 from gpipe_cli.pipeline.schedule.schedule_file import csv_of, read_schedule
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost, SkipCost, StageCost, TieCost, ideal_bubble, simulate
@@ -128,6 +129,7 @@ def random_case(chance: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
     """What JavaScript is asked, and what Python says."""
     name, devices = chance.choice(SCHEDULES), chance.randint(1, 4)
     K = devices * chance.randint(1, 8 // devices) if name == "interleaved" else chance.randint(1, 8)
+    devices = -(-K // 2) if ORDERS[name].placement == "v" else devices
     M = chance.randint(1, 32)
     sets = [chance.sample(range(M), chance.randint(0, M)) for _ in range(K)]
     recompute: Any = chance.choice([*RECOMPUTE, sets])
@@ -137,8 +139,11 @@ def random_case(chance: random.Random) -> tuple[dict[str, Any], dict[str, Any]]:
     ]
     edges = [EdgeCost(chance.uniform(0, 1), chance.uniform(0, 1)) for _ in range(K - 1)] * chance.randint(0, 1)
     slowdown = [1.0, *(chance.uniform(1, 3) for _ in range(chance.randint(1, 4)))] * chance.randint(0, 1)
-    of_rows = list(range(K)) if name != "interleaved" else [k % devices for k in range(K)]
+    placement = ORDERS[name].placement
+    of_rows = list(place(placement, K, devices)) if placement else list(range(K))
     device_of_stage = chance.choice([of_rows, [row // 2 for row in of_rows]])
+    if placement is None and chance.random() < 0.5:
+        device_of_stage = list(place(chance.choice(PLACEMENTS), K, chance.randint(1, K)))
     ties = [
         TieCost(tuple(sorted(chance.sample(range(K), chance.randint(1, K)))), chance.uniform(0, 3))
         for _ in range(chance.randint(0, 2))
@@ -200,6 +205,14 @@ def test_simulations_are_those_of_python(page: "Page", tmp_path: Path) -> None:
         assert [list(map(str, row)) for row in read_schedule(str(file), asked["K"], asked["M"])] == expected["rows"]
 
 
+def test_orders_on_a_v_are_those_of_python(page: "Page") -> None:
+    names = [name for name in SCHEDULES if ORDERS[name].placement == "v"]
+    asked = [*product(names, range(1, 17), (1, 2, 3, 7, 8, 40)), ("zbv", 64, 100)]
+    found = page.evaluate("all => all.map(one => gpipe.order(...one).map(row => row.map(gpipe.key).join()))", asked)
+    for one, rows in zip(asked, found, strict=True):
+        assert rows == [",".join(map(str, row)) for row in order(*one)], one
+
+
 def test_a_schedule_is_refused_as_python_refuses_it(page: "Page") -> None:
     """What an edit may lead to: actions that change places, are missing or double."""
     chance, schedules = random.Random(0), []
@@ -236,9 +249,18 @@ def test_a_schedule_is_refused_as_python_refuses_it(page: "Page") -> None:
     assert any(verdict and "deadlock" in verdict["what"] and verdict["waits"] for verdict in found)
 
 
+def test_stages_are_on_the_devices_of_python(page: "Page") -> None:
+    asked = [(name, K, each) for name in PLACEMENTS for K in range(1, 13) for each in range(1, K + 1)]
+    for (name, K, each), found in zip(
+        asked, page.evaluate("all => all.map(one => gpipe.placed(...one))", asked), strict=True
+    ):
+        rows = layout_of(configure(*EVEN, f"partitions={K}", f"stages_per_process={each}", f"placement={name}"))
+        assert tuple(found) == rows.row_of_stage, (name, K, each)
+
+
 # --- what settings lead to
 
-TOO_LARGE = ("partitions=6", "micro_batches=3", "schedule=interleaved", "stages_per_process=2", "recompute=except_last")
+TOO_LARGE = ("partitions=6", "micro_batches=2", "schedule=interleaved", "stages_per_process=2", "recompute=except_last")
 OTHERS = (
     ("partitions=2",),
     ("partitions=1", "micro_batches=1"),
@@ -247,6 +269,10 @@ OTHERS = (
     ("partitions=3", "micro_batches=16", "schedule=zero_bubble", "recompute=never"),
     TOO_LARGE,
     ("partitions=6", "micro_batches=11", "schedule=gpipe", "stages_per_process=3"),
+    ("partitions=6", "micro_batches=11", "schedule=1f1b", "stages_per_process=2", "placement=v"),
+    ("partitions=5", "micro_batches=10", "schedule=zero_bubble", "stages_per_process=2", "placement=looped"),
+    ("partitions=6", "micro_batches=9", "schedule=zbv"),
+    ("partitions=5", "micro_batches=11", "schedule=v_min", "recompute=never"),
 )
 LIMITED = ("hardware.memory_gib=0.005", "recompute=auto")
 
@@ -255,7 +281,7 @@ def controls(settings: Sequence[str]) -> dict[str, Any]:
     """Those of the page, at the defaults of the plan that it begins with."""
     given = dict(setting.split("=") for setting in settings if "." not in setting)
     own = {"partitions": 2, "micro_batches": 4, "schedule": "zero_bubble", "recompute": "except_last",
-           "stages_per_process": 1}  # fmt: skip
+           "stages_per_process": 1, "placement": "neighbours"}  # fmt: skip
     return {key: type(value)(given.get(key, value)) for key, value in own.items()}
 
 
@@ -333,17 +359,19 @@ def test_tied_weights_are_as_in_a_plan(page: "Page") -> None:
 
 @pytest.mark.parametrize("given", [(), LIMITED, ("replicas=2",)], ids=["plain", "limited", "replicas"])
 def test_other_settings_lead_to_what_a_plan_of_them_says(page: "Page", given: tuple[str, ...]) -> None:
-    """From the data of one plan: the cut, the order, the step, its shares, and the memory of each stage."""
+    """From the data of one plan: the cut, the order, the step, its shares, the memory of each stage and device."""
     data, _ = planned(*given)
     others = [one for one in OTHERS if "micro_batches=16" not in one or not given]  # more than a replica has samples
     if given == LIMITED:
         others = [(*one, "recompute=auto") for one in others if "micro_batches=1" not in one and one != TOO_LARGE]
     found = page.evaluate(
         """([data, all]) => all.map(controls => {
-          const {problem, balance, rows, step_seconds, breakdown, memory, samples_per_second} =
+          const {problem, balance, rows, step_seconds, breakdown, memory, device_memory, samples_per_second} =
             gpipe.configured(data, controls);
           return {problem: problem || null, balance, rows: rows.map(row => row.map(gpipe.key)), step_seconds, breakdown,
-            memory: memory.map(({held, ...rest}) => ({...rest, held: Math.max(...held)})), samples_per_second};
+            memory: memory.map(({held, ...rest}) => ({...rest, held: Math.max(...held)})), samples_per_second,
+            devices: device_memory.map(of =>
+              of.weights + of.gradients + of.optimizer + of.buffers + of.workspace + Math.max(...of.held))};
         })""",
         [data, [controls((*given, *other)) for other in others]],
     )
@@ -359,7 +387,7 @@ def test_other_settings_lead_to_what_a_plan_of_them_says(page: "Page", given: tu
             "memory": [{"weights": m.weights_bytes, "gradients": m.gradients_bytes, "optimizer": m.optimizer_bytes,
                         "buffers": m.buffers_bytes, "workspace": m.workspace_bytes,
                         "held": m.activations_bytes} for m in plan.memory],
-            "samples_per_second": 22 / plan.step_seconds,
+            "samples_per_second": 22 / plan.step_seconds, "devices": list(plan.device_bytes),
         }, str(other))  # fmt: skip
 
 
@@ -467,14 +495,15 @@ def test_what_cannot_be_is_said(page: "Page") -> None:
     data, _ = planned(*LIMITED)
     interleaved = {"schedule": "interleaved", "stages_per_process": 2}
     settings = [
-        {"partitions": 6, "micro_batches": 3, **interleaved}, {"partitions": 8}, {"micro_batches": 23},
+        {"partitions": 6, "micro_batches": 2, **interleaved}, {"partitions": 8}, {"micro_batches": 23},
         {"partitions": 5, **interleaved}, {"rows": [["0F0", "0B0"], ["1B0", "1F0"]]},
     ]  # fmt: skip
     ask = "([data, all]) => all.map(controls => gpipe.configured(data, controls).problem)"
     said = page.evaluate(ask, [data, settings])
     with pytest.raises(TooLargeError) as over:
         planned(*LIMITED, *TOO_LARGE, "recompute=auto")
-    assert f"stage {over.value.stage} lacks {over.value.missing_bytes / 2**20:.1f} MiB" in said[0]
+    device = over.value.stage % 3
+    assert f"device {device} lacks {over.value.missing_bytes / 2**20:.1f} MiB" in said[0]
     assert "the model has only 7 layers" in said[1]
     assert "there are only 22 samples" in said[2]
     assert "use K = 6" in said[3]

@@ -339,6 +339,105 @@ def test_an_order_that_cannot_run_is_explained_and_undone(page: "Page", written:
     assert (shown_order(page, 0), shown_order(page, 1)) == before
 
 
+def test_stages_of_a_v_share_lanes_and_are_told_apart(page: "Page", written: Path, tmp_path: Path) -> None:
+    open_at(page, written, "#K=4&M=3&schedule=1f1b&recompute=never")
+    placement, commands = page.locator("#placement"), page.locator("#commands")
+    setting = {"partitions": 4, "micro_batches": 3, "schedule": "1f1b", "recompute": "never"}
+    assert placement.is_disabled(), "of one stage a device"
+    page.locator("#stages_per_process").fill("2")
+    assert page.locator(".simulated .name").all_text_contents() == [f"stage {k}" for k in range(4)]
+    assert "placement" not in commands.inner_text()
+    placement.select_option("v")
+    setting |= {"stages_per_process": 2, "placement": "v"}
+    assert shown_step(page) == in_words(simulated(page, **setting))
+    assert page.locator(".simulated .name").all_text_contents() == ["device 0", "device 1"]
+    assert "schedule=1f1b placement=v stages_per_process=2 recompute=never" in commands.inner_text()
+    first, last = (action(page, key).bounding_box() for key in ("0F0", "3F0"))
+    assert first
+    assert last
+    assert first["y"] < last["y"] < first["y"] + first["height"], "lower in the same lane"
+
+    action(page, "2F1").focus()
+    said = page.locator("#explained").inner_text()
+    assert "on stage 2 of device 1" in said
+    assert "What 1F1 gives it stays on the device" in said
+    lane = page.evaluate("""() => ["0", "3"].flatMap(stage =>
+      [...document.querySelectorAll(`.simulated .action[data-key^="${stage}"]`)])
+      .sort((a, b) => a.getAttribute("x") - b.getAttribute("x")).map(bar => bar.dataset.key)""")
+    action(page, "0F0").focus()
+    for key in lane:
+        assert page.evaluate("document.activeElement.dataset.key") == key
+        page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowDown")
+    assert page.evaluate("document.activeElement.dataset.key")[0] in "12"
+
+    with page.expect_download() as download:
+        page.locator("#csv").click()
+    download.value.save_as(tmp_path / "my_schedule.csv")
+    schedule = read_schedule(str(tmp_path / "my_schedule.csv"), 4, 3)
+    assert schedule.row_of_stage == (0, 1, 1, 0)
+    assert [str(a) for a in schedule[0]] == lane
+
+    action(page, "3F0").focus()
+    page.keyboard.press("Alt+Home")
+    problem = page.locator("#problem").inner_text()
+    assert "3F0 waits for 2F0" in problem
+    assert "Stage 3 of device 0 waits in 3F0 for 2F0, which stage 2 of device 1 would do after 1F0" in problem
+    assert "stage 1 of device 1 waits in 1F0 for 0F0, which stage 0 of device 0 would do after 3F0" in problem
+    assert page.locator(".pointed .waits").count() == 2
+    page.locator("#problem button").click()
+
+    page.locator("#schedule").select_option("zbv")
+    assert (placement.input_value(), placement.is_disabled()) == ("v", True)
+    assert "schedule=zbv recompute=never" in commands.inner_text()
+    page.set_viewport_size({"width": 480, "height": 1000})
+    page.wait_for_function("document.getElementById('lanes').clientWidth < 480")
+    assert page.evaluate(OUTSIDE) == []
+
+
+def test_a_point_of_the_curve_is_a_click_away_from_its_lanes_and_its_command(page: "Page", tmp_path: Path) -> None:
+    profile, points = traced(*SETTINGS, "schedule=zero_bubble"), []
+    own = configure(*SETTINGS)
+    for settings in (
+        ("schedule=gpipe", "recompute=never"), ("schedule=1f1b", "recompute=always", "micro_batches=8"),
+        ("schedule=auto", "recompute=never", "partitions=4", "stages_per_process=2", "placement=v"),
+        ("schedule=zbv", "recompute=never", "partitions=4", "micro_batches=8"),
+    ):  # fmt: skip
+        config = configure(*SETTINGS, *settings)
+        plan = plan_of(config, profile)
+        setting = simulation_data(config, profile, plan)["setting"] | {"balance": plan.balance}
+        rows = {"rows": [list(map(str, row)) for row in plan.schedule]} if config.schedule == "auto" else {}
+        points.append({"command": f"gpipe plan {' '.join(settings)}", "setting": setting, **rows, "dominated": False,
+                       "step_seconds": plan.step_seconds, "memory_bytes": max(plan.device_bytes)})  # fmt: skip
+    points[0]["dominated"] = True
+    data = simulation_data(own, profile, plan_of(own, profile), [8])
+    assert page.locator("#curve").is_hidden()
+    bound = 0.9 * min(point["step_seconds"] for point in points)
+    path = tmp_path / "curve.html"
+    write_page(path, "curve", {**data, "curve": {"points": points, "lower_bound_seconds": bound}}, [])
+    open_at(page, path, "")
+    assert page.locator("#chosen").is_hidden(), "the plan is none of the points"
+    assert page.locator("#curve circle").count() == 4
+    assert f"No step can be shorter than {in_words(bound)}" in page.locator("#curve-text").inner_text()
+    page.locator("#curve summary").first.click()
+    for point in sorted(points[1:], key=lambda point: point["memory_bytes"]):
+        memory, schedule = in_mebibytes(point["memory_bytes"]), point["setting"]["schedule"]
+        text = f"{memory}, {in_words(point['step_seconds'])}: {schedule}"
+        link = page.locator("#front a").filter(has_text=text)
+        link.focus()
+        page.keyboard.press("Enter")
+        assert link.get_attribute("aria-current") == "true"
+        assert shown_step(page) == in_words(point["step_seconds"])
+        assert memory in tiles(page)
+        assert page.locator("#chosen-command").inner_text() == point["command"]
+        open_at(page, path, link.get_attribute("href") or "")
+        assert page.locator("#chosen-command").inner_text() == point["command"], "its address is a way to it, too"
+        page.locator("#curve summary").first.click()
+    page.locator("#curve circle.dominated").click()
+    assert page.locator("#chosen-command").inner_text() == points[0]["command"]
+    assert page.evaluate(OUTSIDE) == []
+
+
 def test_what_is_dragged_says_what_it_costs_in_memory(page: "Page", written: Path) -> None:
     """It said how much time the new order saves, and not that stage 0 holds one micro-batch more for it."""
     open_at(page, written, "#schedule=1f1b&recompute=never")

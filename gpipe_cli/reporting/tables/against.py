@@ -1,0 +1,138 @@
+"""The report of `gpipe check against=torch`: for each schedule of another program whether its gradients are ours, and
+both programs' speed and memory."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+from rich.console import Console
+
+from gpipe_cli.reporting.run.lines import show_facts, show_text
+from gpipe_cli.reporting.tables.check import CHECK
+from gpipe_cli.reporting.tables.table import NONE, Column, Table, show_table
+from gpipe_cli.results.files import write_result
+from gpipe_cli.units import MIB, plural, rate
+
+Verdict = Literal["identical", "within the order of summation", "differs", "fails", "ours fails", "left out"]
+_AGREES = ("identical", "within the order of summation")
+UNIT = (
+    "for each layer what the order of summation explains: the distance between our own gradients summed from the last "
+    "micro-batch to the first and from the first to the last, or if that is less, epsilon sqrt(n) of their norm, for "
+    "sums of n terms"
+)
+
+
+@dataclass(frozen=True)
+class Measured:
+    samples: int  # of a step
+    rounds: list[list[float]]  # the seconds of each timed step of each round
+    memory_bytes: int  # peak of the fullest process: of the allocator on a GPU, on a CPU what the process has grown by
+
+    @property
+    def seconds(self) -> float:
+        """Of a step: the median of a round's steps, and of all rounds."""
+        return median(map(median, self.rounds))
+
+
+@dataclass(frozen=True)
+class Row:
+    """A schedule of another program, and ours beside it."""
+
+    program: str
+    schedule: str
+    stages: int
+    verdict: Verdict
+    ours: str  # the schedule of ours whose speed and memory stand beside it
+    measured: Measured | None
+    ours_measured: Measured | None
+    layer: str | None = None  # the first layer that differs, in the order of the backward; else the one furthest away
+    units: float | None = None  # its distance from ours, in units of `UNIT`
+    share: float | None = None  # its distance from ours as a share of our gradient's norm
+    text: str = ""  # why it fails or is left out
+
+    @property
+    def ratios(self) -> list[float]:
+        """Our speed as a multiple of theirs, in each round that both have finished."""
+        if self.measured is None or self.ours_measured is None:
+            return []
+        both = zip(self.measured.rounds, self.ours_measured.rounds, strict=False)
+        return [median(theirs) / median(ours) for theirs, ours in both]
+
+
+@dataclass(frozen=True)
+class AgainstReport:
+    against: str
+    version: str  # of torch
+    rows: tuple[Row, ...]
+    config: dict[str, Any]
+
+    @property
+    def agrees(self) -> bool:
+        """Whether gradients could be compared with a schedule of the other program, and none differs."""
+        bad = any(row.verdict in ("differs", "ours fails") for row in self.rows)
+        return not bad and any(row.verdict in _AGREES and row.program != "pytorch" for row in self.rows)
+
+    @property
+    def verdict(self) -> str:
+        """The conclusion, which is the last line of the report."""
+        bad = [row for row in self.rows if row.verdict == "differs"]
+        if bad:
+            first = bad[0]
+            assert first.units is not None
+            where = f"{first.schedule} in layer {first.layer}, by {first.units:.1e} units"
+            return f"differs: {len(bad)} of {plural(len(self.rows), 'row')}; first {where}"
+        if not self.agrees:
+            return f"fails: no gradients of {self.against} could be compared"
+        same = [row for row in self.rows if row.verdict in _AGREES]
+        bits = sum(row.verdict == "identical" for row in same)
+        return f"agrees: {len(same)} of {plural(len(self.rows), 'row')}, {bits} of them bit by bit"
+
+
+def write_against(folder: Path, report: AgainstReport) -> Path:
+    """Writes check.json into ``folder`` and returns its path. Raises OSError."""
+    rows = [asdict(row) | {"ratios": row.ratios} for row in report.rows]
+    verdict = {"agrees": report.agrees, "verdict": report.verdict, "unit": UNIT}
+    write_result(folder, asdict(report) | {"rows": rows} | verdict, CHECK)
+    return folder / CHECK
+
+
+def show_against(console: Console, folder: Path, report: AgainstReport) -> None:
+    headings = [
+        Column("theirs"), Column("stages", number=True), Column("gradients"), Column("samples/s", number=True),
+        Column("MiB", number=True), Column("ours"), Column("samples/s", number=True), Column("MiB", number=True),
+        Column("ours / theirs", number=True),
+    ]  # fmt: skip
+    console.print()
+    show_table(console, Table.of_rows("", headings, map(_cells, report.rows)), gap=2)
+    console.print()
+    notes: list[tuple[str, str]] = [(row.verdict, f"{row.schedule}: {row.text}") for row in report.rows if row.text]
+    if any(row.units is not None for row in report.rows):
+        notes.append(("unit", UNIT))
+    notes.append(("MiB", "peak of the fullest process; ours / theirs: speed, median (least, greatest) of the rounds"))
+    show_facts(console, [*dict.fromkeys(notes), ("details", str(folder / CHECK))])
+    show_text(console, report.verdict, "bold")
+
+
+def _cells(row: Row) -> Sequence[str]:
+    ratios = row.ratios
+    spread = f"{median(ratios):.2f} ({min(ratios):.2f}, {max(ratios):.2f})" if ratios else NONE
+    name = row.schedule if row.program != "torch" or row.schedule.startswith("Schedule") else f"our {row.schedule}"
+    return (
+        name, str(row.stages or NONE), _result(row), *_speed(row.measured), row.ours, *_speed(row.ours_measured), spread
+    )  # fmt: skip
+
+
+def _speed(measured: Measured | None) -> tuple[str, str]:
+    if measured is None:
+        return NONE, NONE
+    return rate(measured.samples / measured.seconds), f"{measured.memory_bytes / MIB:.0f}"
+
+
+def _result(row: Row) -> str:
+    if row.units is None:
+        return row.verdict
+    if row.verdict == "differs":
+        return f"differs in layer {row.layer}, {row.units:.1e} units"
+    return f"{row.verdict} ({row.units:.1f} units)"

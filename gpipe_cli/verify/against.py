@@ -1,0 +1,444 @@
+"""The workers' side of `gpipe check against=...`: one way to train a few steps, by our executor or by another program.
+
+All ways start from the same weights, take the same mini-batch in the same micro-batches, minimise the same loss (a sum
+over elements divided by the mini-batch's denominator) and draw the same random numbers in the first step, whose
+gradients are written to files. The steps after it are timed, with the weights updated by the same optimizer. Running
+statistics of batch norm are not compared: other programs update them in every micro-batch, ours once (section 2.2 of
+the paper). Each way runs in processes of its own, so that its peak memory is its own, and its failure, too.
+"""
+
+import logging
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from importlib import import_module
+from itertools import chain
+from pathlib import Path
+from textwrap import shorten
+from typing import Any, Literal, Protocol
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from gpipe_cli.assembly.build import COMPUTED_IN, MEMORY_FORMATS, build_model, real_model
+from gpipe_cli.assembly.learning_rate import learning_rate
+from gpipe_cli.assembly.loss import CrossEntropy
+from gpipe_cli.assembly.optimizer import build_optimizer, set_learning_rate
+from gpipe_cli.config.groups import Precision
+from gpipe_cli.config.settings import TrainConfig
+from gpipe_cli.config.typed import with_type
+from gpipe_cli.distributed.control_group import ControlGroup
+from gpipe_cli.distributed.process_groups import ProcessGroups, new_group
+from gpipe_cli.models.amoebanet import set_progress
+from gpipe_cli.pipeline.runtime.boundary import Tensors, as_tuple, as_value, in_layout, split_all
+from gpipe_cli.pipeline.runtime.frozen import set_training
+from gpipe_cli.pipeline.runtime.precision import autocast
+from gpipe_cli.pipeline.runtime.tied_weights import trained_parameters
+from gpipe_cli.pipeline.schedule.schedule import Action, Kind
+from gpipe_cli.planner.model_profile import refuse_single_samples
+from gpipe_cli.planner.pipeline_spec import PipelineSpec
+from gpipe_cli.system.accelerator import is_accelerator, to_device, wait_for_device
+from gpipe_cli.system.process_memory import peak_memory_bytes
+from gpipe_cli.training.data_feed import Data, MiniBatch
+from gpipe_cli.training.engine import WorkerProcess, build_engine, build_layers
+from gpipe_cli.training.milestones import starting_point
+from gpipe_cli.training.step import StepNumbers, compute_gradients, gather_metrics, objective_of, update_weights
+from gpipe_cli.verify.variants import first_mini_batch, seed_before_layers
+
+Program = Literal["gpipe", "torch", "torchgpipe", "pytorch"]
+# The distance from our gradients, in units of what the order of summation explains, that is still no difference.
+MOST_UNITS = 16.0
+_EPSILON: Mapping[Precision, float] = {"float32": 2**-23, "tf32": 2**-10, "bfloat16": 2**-7}
+WARM_UP_STEPS = 2  # not timed: torch runs a micro-batch to learn its shapes, and files are written
+SCHEDULES_OF_TORCH = "torch.distributed.pipelining.schedules"
+ORDER_FILE = "order.csv"  # the order in which a schedule of torch computes, beside the gradients of its first step
+
+
+@dataclass(frozen=True)
+class Ran:
+    """Message to the parent: what one process measured."""
+
+    process: int
+    samples: int  # of the mini-batch, over all processes
+    seconds: tuple[float, ...]  # of each timed step
+    memory_bytes: int  # peak: of the allocator on a GPU, on a CPU what the process has grown by
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Message to the parent: the other program failed in one process; `text` is its own message, on one line."""
+
+    process: int
+    text: str
+
+
+class Way(Protocol):
+    """One way to train in this process. `backward` leaves the gradients of a mini-batch in `.grad`."""
+
+    def backward(self, mini_batch: MiniBatch, *, first: bool) -> None: ...
+
+    def gradients(self) -> Mapping[int, Mapping[str, nn.Parameter]]:
+        """By stage, and by name; a tied weight may be in several stages, and its gradients are then to be added."""
+
+    def update(self) -> None:
+        """Update the weights and drop the gradients."""
+
+
+def run(
+    config: TrainConfig,
+    spec: PipelineSpec,
+    process: WorkerProcess,
+    *,
+    program: Program,
+    schedule: str,
+    steps: int,
+    folder: Path,
+) -> None:
+    """Train `steps` steps as one process of the layout of `spec`, and report a `Ran`.
+
+    `schedule`: a class of torch's, or a file of an order for torch; for other programs it is in `spec`. The gradients
+    of the first step are written to `folder`, a file for each stage. If another program fails, a `Failed` is reported.
+    Raises InputError for what the user can fix, and what the program raises.
+    """
+    device = torch.device(spec.layout.device_of(process.number))
+    begun_bytes = peak_memory_bytes(device)
+    data = Data(replace(config, data_workers=0), spec, process.number, starting_point(config, None), None)
+    control, groups = process.connect()
+    begun_bytes = 0 if is_accelerator(device) else begun_bytes
+    reading = data.reading(control, training=True)
+    samples = reading.batches.size(0, 0)
+    refuse_single_samples(config, samples)
+    way: Way
+    seconds = []
+    try:
+        if program == "gpipe":
+            way = _Ours(config, spec, process, control, groups)
+        elif program == "torch":
+            way = _Torch(config, spec, process, schedule, folder)
+        else:
+            way = _Whole(config, spec, process, chunked=program == "torchgpipe")
+        for step in range(WARM_UP_STEPS + steps):
+            begun = time.perf_counter()
+            way.backward(first_mini_batch(reading, config.micro_batches), first=step == 0)
+            if step == 0:
+                for stage, parameters in way.gradients().items():
+                    found = {name: one.grad for name, one in parameters.items() if one.grad is not None}
+                    written = {name: one.cpu().contiguous() for name, one in found.items()}
+                    save_file(written, folder / f"{stage}.safetensors")
+            way.update()
+            wait_for_device(device)
+            if step >= WARM_UP_STEPS:
+                seconds.append(time.perf_counter() - begun)
+    except Exception as error:
+        if program != "gpipe":
+            first: BaseException = error
+            while first.__cause__ is not None:
+                first = first.__cause__
+            text, sizes = shorten(with_type(first), 200, placeholder=" ..."), reading.batches.share(0, 0).sizes
+            if program == "torch" and len(set(sizes)) > 1:
+                text += (
+                    f"; its stages know micro-batches of one size, and these have {', '.join(map(str, sizes))} samples"
+                )
+            process.report(Failed(process.number, text))
+        raise
+    process.report(Ran(process.number, samples, tuple(seconds), peak_memory_bytes(device) - begun_bytes))
+    control.barrier()  # what the last step sent has arrived before a process ends
+
+
+class _Ours:
+    """Our executor, with all that a step of `gpipe train` does, metrics included."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        spec: PipelineSpec,
+        process: WorkerProcess,
+        control: ControlGroup,
+        groups: ProcessGroups | None,
+    ) -> None:
+        self._engine = build_engine(config, spec, control, groups, on_action=process.on_action)
+        self._engine.set_progress(1.0)
+        self._numbers: StepNumbers | None = None
+
+    def backward(self, mini_batch: MiniBatch, *, first: bool) -> None:
+        self._numbers = compute_gradients(self._engine, mini_batch, step=0)
+
+    def gradients(self) -> Mapping[int, Mapping[str, nn.Parameter]]:
+        return {k: self._engine.owned(k) for k in self._engine.stages}
+
+    def update(self) -> None:
+        assert self._numbers is not None
+        update_weights(self._engine, self._numbers, _rate(self._engine.config))
+        gather_metrics(self._engine, self._numbers)()
+        self._engine.executor.settle()
+
+
+class _Foreign:
+    """What the ways of other programs share: the stages of this process as plain modules, an optimizer, the loss."""
+
+    def __init__(self, config: TrainConfig, spec: PipelineSpec, process: WorkerProcess) -> None:
+        self.config, self.spec, self.process = config, spec, process
+        self.device = torch.device(spec.layout.device_of(process.number))
+        self.memory_format = MEMORY_FORMATS[spec.memory_format]
+        model, whole = build_model(config, pretrained=True), real_model(config, pretrained=True)
+        self.stages = {k: build_layers(config, spec, k, model, whole) for k in spec.layout.stages_of(process.number)}
+        for module in self.stages.values():
+            set_training(module, True)
+            set_progress(module, 1.0)
+        self.named = {k: trained_parameters(module, spec.ties) for k, module in self.stages.items()}
+        optimizers = (build_optimizer(config.optimizer, own) for own in self.named.values())
+        self._optimizers = [optimizer for optimizer in optimizers if optimizer is not None]
+
+    def gradients(self) -> Mapping[int, Mapping[str, nn.Parameter]]:
+        return self.named
+
+    def update(self) -> None:
+        for optimizer in self._optimizers:
+            set_learning_rate(optimizer, _rate(self.config))
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+    def inputs(self, mini_batch: MiniBatch) -> Tensors | None:
+        """The mini-batch, (N, ...) each, on the device of the first stage; None in other processes."""
+        inputs = mini_batch.inputs()
+        if inputs is None:
+            return None
+        return tuple(in_layout(to_device(tensor, self.device), self.memory_format) for tensor in inputs)
+
+    def objective(self, mini_batch: MiniBatch, sizes: tuple[int, ...]) -> CrossEntropy | None:
+        """The loss, for pieces of so many samples; None in processes without the last stage."""
+        if self.spec.partitions - 1 not in self.stages:
+            return None
+        targets = mini_batch.targets()
+        return objective_of(self.config, targets, sizes, self.config.label_smoothing, self.device)
+
+    def seed_layers(self, micro_batch: Callable[[], int]) -> Callable[[], None]:
+        """Seed before each layer, as our stages do; the function returned ends it."""
+        handles = [
+            handle
+            for k, module in self.stages.items()
+            for handle in seed_before_layers(
+                module, self.spec.first_layers[k], self.config.seed, self.device, micro_batch
+            )
+        ]
+
+        def end() -> None:
+            for handle in handles:
+                handle.remove()
+
+        return end
+
+
+class _Whole(_Foreign):
+    """The model as its user would call it: by plain PyTorch, or as torchgpipe's `GPipe` on the devices of the stages.
+
+    Plain PyTorch takes its first step in micro-batches, backwards from the last to the first as in schedule gpipe, and
+    with the threads of one of our processes, so that gradients can be compared; its other steps take the whole
+    mini-batch at once, with the threads of all of them.
+    """
+
+    def __init__(self, config: TrainConfig, spec: PipelineSpec, process: WorkerProcess, *, chunked: bool) -> None:
+        super().__init__(config, spec, process)
+        self._chunked = chunked
+        self._model: nn.Module = nn.Sequential(
+            OrderedDict(chain.from_iterable(module.named_children() for module in self.stages.values()))
+        )
+        if not chunked:
+            (self._model,) = self.stages.values()  # skips need its own class
+            return
+        from torchgpipe import GPipe
+
+        self._model = GPipe(
+            self._model,
+            balance=[len(names) for names in spec.layer_names],
+            devices=[torch.device(device) for device in spec.layout.devices],
+            chunks=config.micro_batches,
+            checkpoint=str(spec.recompute),
+        )
+
+    def backward(self, mini_batch: MiniBatch, *, first: bool) -> None:
+        whole = self._chunked or not first
+        sizes = mini_batch.share.sizes
+        sizes = (sum(sizes),) if whole else sizes
+        inputs, objective = self.inputs(mini_batch), self.objective(mini_batch, sizes)
+        assert inputs is not None
+        assert objective is not None
+        if not whole and self.config.threads is not None:
+            torch.set_num_threads(self.config.threads)
+        current = 0
+        unseed = self.seed_layers(lambda: current) if not whole else lambda: None
+        losses = []
+        for current, piece in enumerate(split_all(inputs, sizes)):
+            self.process.on_action(Action(Kind.F, 0, current), sizes[current], mini_batch.lengths)
+            with autocast(self.device, COMPUTED_IN[self.spec.precision]):
+                losses.append(objective.loss(current, as_tuple(self._model(as_value(piece)))))
+        unseed()
+        for loss in reversed(losses):
+            loss.backward()
+        torch.set_num_threads(self.spec.layout.threads)
+
+
+class _Torch(_Foreign):
+    """A schedule of torch.distributed.pipelining, or an order in a file performed by its runtime."""
+
+    def __init__(
+        self, config: TrainConfig, spec: PipelineSpec, process: WorkerProcess, schedule: str, folder: Path
+    ) -> None:
+        super().__init__(config, spec, process)
+        from torch.distributed.pipelining import PipelineStage
+
+        schedules = import_module(SCHEDULES_OF_TORCH)
+        logging.getLogger(SCHEDULES_OF_TORCH).setLevel(logging.CRITICAL)  # it draws the whole schedule at a failure
+        members, timeout = range(spec.layout.processes), timedelta(seconds=config.timeout_seconds)
+        group = new_group(process.number, members, self.device, timeout)
+        self._objective: CrossEntropy | None = None
+        self._current = 0
+        stages = [
+            PipelineStage(_Positional(self, k, module), k, spec.partitions, self.device, group=group)
+            for k, module in self.stages.items()
+        ]
+        settings = {"n_microbatches": config.micro_batches, "loss_fn": self._loss, "scale_grads": False}
+        kind = getattr(schedules, schedule, None)
+        if kind is None:
+            self._runner = schedules._PipelineScheduleRuntime(stages, **settings)
+            self._runner._load_csv(schedule)
+        elif issubclass(kind, schedules.PipelineScheduleSingle):
+            self._runner = kind(stages[0], **settings)
+        else:
+            self._runner = kind(stages, **settings)
+            if process.number == 0:
+                self._runner._dump_csv(str(folder / ORDER_FILE), format="compute_only")
+
+    def _loss(self, output: Any, micro_batch: torch.Tensor) -> torch.Tensor:
+        assert self._objective is not None
+        return self._objective.loss(int(micro_batch), as_tuple(output))
+
+    def began(self, stage: int, micro_batch: int) -> None:
+        """Called by a stage before its forward."""
+        self._current = micro_batch
+        self.process.on_action(Action(Kind.F, stage, micro_batch), self._sizes[micro_batch], self._lengths)
+
+    def backward(self, mini_batch: MiniBatch, *, first: bool) -> None:
+        self._sizes, self._lengths = mini_batch.share.sizes, mini_batch.lengths
+        inputs, self._objective = self.inputs(mini_batch), self.objective(mini_batch, self._sizes)
+        unseed = self.seed_layers(lambda: self._current) if first else lambda: None
+        # torch splits all of these: every stage is told which micro-batch it has, and so is the loss
+        numbers = torch.arange(self.config.micro_batches)
+        targets = {} if self._objective is None else {"target": numbers}
+        self._runner.step(*(inputs or ()), **targets, micro_batch=numbers)
+        unseed()
+
+
+class _Positional(nn.Module):
+    """Adapts a stage's layers, which take a tensor or a tuple, to torch's stages, which pass separate contiguous
+    tensors: with memory_format=channels_last both ends of a boundary convert images."""
+
+    def __init__(self, way: _Torch, stage: int, layers: nn.Sequential) -> None:
+        super().__init__()
+        self.layers = layers
+        self._began = partial(way.began, stage)
+        spec = way.spec
+        self._last = stage == spec.partitions - 1
+        self._in_tuple = any(tensor.in_tuple for tensor in spec.stage_inputs(stage))
+        self._memory_format, self._first = way.memory_format, stage == 0
+        self._autocast = partial(autocast, way.device, COMPUTED_IN[spec.precision])
+
+    def forward(self, *tensors: torch.Tensor, micro_batch: torch.Tensor) -> Any:
+        self._began(int(micro_batch))
+        inner, sent = self._memory_format, torch.contiguous_format
+        if inner is not sent and not self._first:
+            tensors = tuple(_Converted.apply(tensor, inner, sent) for tensor in tensors)
+        with self._autocast():
+            outputs = self.layers(as_value(tensors, self._in_tuple))
+        if inner is sent or self._last:
+            return outputs
+        return tuple(_Converted.apply(tensor, sent, inner) for tensor in as_tuple(outputs))
+
+
+class _Converted(torch.autograd.Function):
+    """A tensor in one memory format, and its gradient in another."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, memory_format: torch.memory_format, back: torch.memory_format
+    ) -> torch.Tensor:
+        ctx.back = back
+        return in_layout(tensor, memory_format)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return in_layout(gradients[0], ctx.back), None, None
+
+
+def _rate(config: TrainConfig) -> float:
+    return learning_rate(config.learning_rate, 0, 1, config.batch_size, 1)
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far gradients are from ours. A unit is, for each layer, what the order of summation explains: the larger of
+    the distance between our own gradients summed from the last micro-batch to the first and from the first to the last,
+    and epsilon sqrt(n) of our gradient's norm, where n is the number of terms of a sum over samples and positions.
+    Distances are norms over a layer."""
+
+    units: float  # of the layer below; 0: all bits are the same; infinite: not finite, or ours is zero
+    share: float  # the distance as a share of our gradient's norm, in the same layer
+    layer: str | None  # the first in the order of the backward with more than MOST_UNITS; else the one with the most
+
+
+def distance(
+    theirs: Path,
+    orders: tuple[Path, Path],
+    layers: Sequence[str],
+    terms: int,
+    precision: Precision,
+) -> Distance:
+    """The distance of the gradients in the files of folder `theirs` from the nearer of ours in both `orders` of
+    summation, which with n `terms` also give the unit. `layers`: their names in order."""
+    share = _EPSILON[precision] * terms**0.5
+    return min((_distance(theirs, one, orders, layers, share) for one in orders), key=lambda found: found.units)
+
+
+def _distance(theirs: Path, ours: Path, orders: tuple[Path, Path], layers: Sequence[str], share: float) -> Distance:
+    most = Distance(0.0, 0.0, None)
+    with ExitStack() as stack:
+        read = [_Gradients(folder, stack) for folder in (theirs, ours, *orders)]
+        names = sorted(set().union(*(one.files for one in read)))
+        for layer in reversed(layers):
+            own = [name for name in names if name.partition(".")[0] == layer]
+            squares = torch.zeros(3, dtype=torch.float64)  # of the difference, of the unit, of our gradient
+            for name in own:
+                they, we, one, other = (gradients.of(name) for gradients in read)
+                squares += torch.stack([(they - we).square().sum(), (one - other).square().sum(), we.square().sum()])
+            away, order, norm = squares.sqrt().tolist()
+            unit = max(order, share * norm)
+            units = away / unit if unit else 0.0 if away == 0 else math.inf
+            units = math.inf if math.isnan(units) else units
+            if units > most.units:
+                most = Distance(units, away / norm if norm else math.inf, layer)
+            if units > MOST_UNITS:
+                break
+    return most
+
+
+class _Gradients:
+    """The gradients in the files of a folder, one for each stage; those of a tied weight are added up."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self.files: dict[str, list[Any]] = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            file = stack.enter_context(safe_open(path, "pt"))
+            for name in file.keys():  # noqa: SIM118  # not a dictionary
+                self.files.setdefault(name, []).append(file)
+
+    def of(self, name: str) -> torch.Tensor:
+        """The gradient in float64; zero if there is none."""
+        found = [file.get_tensor(name).double() for file in self.files.get(name, ())]
+        return sum(found, torch.zeros((), dtype=torch.float64))
