@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from gpipe_cli.pipeline.schedule.schedule import Action, Kind, whole_backwards
+from gpipe_cli.pipeline.schedule.schedule import Action, Kind, actions, whole_backwards
 
 _PERIOD = 6  # ticks from a micro-batch to the next: F, I and W on each of a device's two stages
 
@@ -79,7 +79,7 @@ def _rows(partitions: int, micro_batches: int, graphs: Callable[[int], int]) -> 
         place[late], micro_batch[late] = place[back], micro_batch[back]  # each W in the order of the I
         stage = np.minimum(place, 2 * partitions - 1 - place)
         kinds = map((Kind.F, Kind.I, Kind.W).__getitem__, (back + 2 * late).tolist())
-        yield whole_backwards(map(Action, kinds, stage.tolist(), micro_batch.tolist()))
+        yield whole_backwards(actions(kinds, stage.tolist(), micro_batch.tolist()))
 
 
 def _block(devices: int, down: int, up: int) -> NDArray[np.int32]:
