@@ -27,7 +27,7 @@ from gpipe_cli.units import plural, size
 
 AXES = ("schedule", "placement", "recompute", "micro_batches", "stages_per_process")  # what varies, unless it is given
 _MOST_MICRO_BATCHES = 4096  # of all stages together, K M: a step of more takes seconds to simulate
-_MOST_FOR_AUTO = 128  # K M up to which schedule=auto searches, as it simulates dozens of orders
+_MOST_FOR_AUTO = 64  # K M up to which schedule=auto searches, as it simulates dozens of orders
 _SILENT_SECONDS = 5.0
 
 
@@ -179,12 +179,14 @@ def _candidates(config: TrainConfig, given: Collection[str], devices: int, limit
 
 
 def _placements(schedule: str, several: bool, by_hand: bool) -> list[Any]:
-    """The placements that suit a schedule: those of devices with one stage each do not differ. `by_hand`: the user says
-    how many stages a device has; consecutive ones are worth a try only then, as they could be one stage."""
+    """The placements that suit a schedule: those of devices with one stage each do not differ, and schedule=auto itself
+    compares them. `by_hand`: the user says how many stages a device has; consecutive ones are worth a try only then, as
+    they could be one stage."""
     order = ORDERS.get(schedule, Order())
     if not several:
         return [] if order.placement else [None]
-    return [None] if order.placement else [name for name in PLACEMENTS if by_hand or name != "neighbours"]
+    chosen = order.placement or schedule == AUTO_SCHEDULE
+    return [None] if chosen else [name for name in PLACEMENTS if by_hand or name != "neighbours"]
 
 
 def _micro_batches(config: TrainConfig) -> list[int]:

@@ -49,11 +49,10 @@ class Columns:
     @classmethod
     def of(cls, rows: Iterable[Sequence[Action]]) -> Self:
         """The columns of a schedule, or of rows that are made while they are asked for."""
-        found, empty = [], ((), (), ())
+        found = []
         for row in rows:
-            kinds, stages, micro_batches = zip(*row, strict=True) if row else empty
-            letters = np.frombuffer("".join(kinds).encode(), np.uint8)
-            found.append((letters, np.array(stages, np.int32), np.array(micro_batches, np.int32)))
+            letters = np.frombuffer("".join([a[0] for a in row]).encode(), np.uint8)
+            found.append((letters, *(np.array([a[part] for a in row], np.int32) for part in (1, 2))))
         kind, stage, micro_batch = (np.concatenate(column) for column in zip(*found, strict=True))
         return cls(kind, stage, micro_batch, np.cumsum([len(letters) for letters, _, _ in found]))
 

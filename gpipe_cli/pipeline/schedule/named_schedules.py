@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
-from itertools import chain, pairwise
+from itertools import chain, pairwise, repeat
 
 from gpipe_cli.pipeline.schedule import v_schedules
 from gpipe_cli.pipeline.schedule.placement import PlacementName, place
-from gpipe_cli.pipeline.schedule.schedule import Action, Kind, Recompute, Schedule, with_recomputation
+from gpipe_cli.pipeline.schedule.schedule import Action, Kind, Recompute, Schedule, actions, with_recomputation
 
 Rows = Iterable[list[Action]]
 PlaceActions = Callable[[int, int, int], Rows]  # (K partitions, M micro-batches, P devices) -> rows
@@ -73,7 +73,7 @@ def forward_only(partitions: int, micro_batches: int) -> Schedule:
 
 def _pass(kind: Kind, stage: int, micro_batches: int) -> list[Action]:
     """One action of each micro-batch, from 0 to M - 1."""
-    return [Action(kind, stage, m) for m in range(micro_batches)]
+    return actions(repeat(kind), repeat(stage), range(micro_batches))
 
 
 def _gpipe(partitions: int, micro_batches: int, devices: int) -> Rows:

@@ -17,7 +17,7 @@ those of the weights, which are needed only when the step ends (Qi et al. 2023, 
 
 from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain, pairwise
 from typing import Literal, NamedTuple, Self, get_args
 
@@ -65,6 +65,11 @@ class Action(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind.value}{self.micro_batch}"
+
+
+def actions(kinds: Iterable[Kind], stages: Iterable[int], micro_batches: Iterable[int]) -> list[Action]:
+    """An action of each; for millions of them, as `Action` itself takes twice as long."""
+    return list(map(partial(tuple.__new__, Action), zip(kinds, stages, micro_batches, strict=False)))
 
 
 Row = tuple[Action, ...]

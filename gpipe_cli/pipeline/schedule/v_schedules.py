@@ -20,10 +20,12 @@ A step of P >= 3 devices takes this many ticks, where F, I and W take one each; 
 With so few micro-batches that all their graphs may be held, the three are the same.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator
 
-from gpipe_cli.pipeline.schedule.schedule import Action, Kind, whole_backwards
+import numpy as np
+from numpy.typing import NDArray
+
+from gpipe_cli.pipeline.schedule.schedule import Action, Kind, actions, whole_backwards
 
 _PERIOD = 6  # ticks from a micro-batch to the next: F, I and W on each of a device's two stages
 
@@ -41,19 +43,19 @@ def v_min_graphs(devices: int) -> int:
     return 2 * ((devices + 4) // 3)
 
 
-def zbv(partitions: int, micro_batches: int, devices: int) -> list[list[Action]]:
+def zbv(partitions: int, micro_batches: int, devices: int) -> Iterator[list[Action]]:
     return _rows(partitions, micro_batches, zbv_graphs)
 
 
-def v_half(partitions: int, micro_batches: int, devices: int) -> list[list[Action]]:
+def v_half(partitions: int, micro_batches: int, devices: int) -> Iterator[list[Action]]:
     return _rows(partitions, micro_batches, v_half_graphs)
 
 
-def v_min(partitions: int, micro_batches: int, devices: int) -> list[list[Action]]:
+def v_min(partitions: int, micro_batches: int, devices: int) -> Iterator[list[Action]]:
     return _rows(partitions, micro_batches, v_min_graphs)
 
 
-def _rows(partitions: int, micro_batches: int, graphs: Callable[[int], int]) -> list[list[Action]]:
+def _rows(partitions: int, micro_batches: int, graphs: Callable[[int], int]) -> Iterator[list[Action]]:
     """The row of each device, which holds at most `graphs` of the number of devices; of an odd number of partitions the
     last device has one."""
     devices = -(-partitions // 2)
@@ -64,78 +66,71 @@ def _rows(partitions: int, micro_batches: int, graphs: Callable[[int], int]) -> 
         down, up = 1, 2
     else:
         down, up = 1, 1
-    orders = []
-    for block in _blocks(devices, down, up):
-        if partitions % 2:  # the last device does nothing where its second stage would have its turn
-            block = [(tick, kind, stage - (stage > devices)) for tick, kind, stage in block if stage != devices]
-        repeated = (
-            (tick + _PERIOD * m, Action(kind, stage, m)) for tick, kind, stage in block for m in range(micro_batches)
-        )
-        orders.append(deque(action for _, action in sorted(repeated)))
-    return [whole_backwards(row) for row in _clocked(orders, partitions, most, ahead=up > 1)]
+    block = _block(devices, down, up)
+    if partitions % 2:  # the last device does nothing where its second stage would have its turn
+        block = np.delete(block, [devices, 3 * devices - 1])
+    for performed in _clocked(block, micro_batches, most, ahead=up > 1).T:
+        place = performed[performed >= 0]
+        micro_batch = np.zeros_like(place)
+        for own in np.unique(place):
+            micro_batch[place == own] = range(micro_batches) if own < 2 * partitions else 0
+        late = place == 2 * partitions
+        back = (place >= partitions) & ~late
+        place[late], micro_batch[late] = place[back], micro_batch[back]  # each W in the order of the I
+        stage = np.minimum(place, 2 * partitions - 1 - place)
+        kinds = map((Kind.F, Kind.I, Kind.W).__getitem__, (back + 2 * late).tolist())
+        yield whole_backwards(actions(kinds, stage.tolist(), micro_batch.tolist()))
 
 
-def _blocks(devices: int, down: int, up: int) -> list[list[tuple[int, Kind, int]]]:
-    """For each device, the ticks of micro-batch 0's forwards and backwards, with kind and stage. From device to device
-    a forward takes `down` or `up` ticks, everything else takes one, and longer until no repetition collides."""
-    last = 2 * devices - 1
-    blocks: list[list[tuple[int, Kind, int]]] = [[] for _ in range(devices)]
-    tick = 0
-    for kind, stage in [*((Kind.F, k) for k in range(last + 1)), *((Kind.I, last - k) for k in range(last + 1))]:
-        block = blocks[min(stage, last - stage)]
-        while any((tick - other) % _PERIOD == 0 for other, _, _ in block):
+def _block(devices: int, down: int, up: int) -> NDArray[np.int32]:
+    """When micro-batch 0 is at each place of its path: the F of stages 0 to 2 P - 1, then the I of these stages, last
+    to first. From device to device a forward takes `down` or `up` ticks, everything else takes one, and longer until no
+    repetition collides."""
+    stages = 2 * devices
+    taken: list[set[int]] = [set() for _ in range(devices)]  # ticks of each device, modulo the period
+    tick, ticks = 0, []
+    for place in range(2 * stages):
+        stage = min(place, 2 * stages - 1 - place)
+        of_device = taken[min(stage, stages - 1 - stage)]
+        while tick % _PERIOD in of_device:
             tick += 1
-        block.append((tick, kind, stage))
-        if kind is Kind.I or stage in (devices - 1, last):
+        of_device.add(tick % _PERIOD)
+        ticks.append(tick)
+        if place >= stages or stage in (devices - 1, stages - 1):
             tick += 1
         else:
             tick += down if stage < devices else up
-    return blocks
+    return np.array(ticks, np.int32)
 
 
-def _clocked(orders: Sequence[deque[Action]], partitions: int, most: int, *, ahead: bool) -> list[list[Action]]:
-    """The rows of devices that perform these forwards and backwards in order, on a clock where every action takes one
-    tick, with their W in between; `ahead`: and with forwards ahead of their turn."""
-    rows: list[list[Action]] = [[] for _ in orders]
-    delayed: list[deque[Action]] = [deque() for _ in orders]  # the W that each device has not yet performed
-    held = [0 for _ in orders]  # graphs of each device
-    ended = {kind: [0] * partitions for kind in Kind}  # number of actions of each stage
-    while any(orders) or any(delayed):
-        begun: list[tuple[int, Action]] = []
-        for device, left in enumerate(orders):
-            if left and _ready(left[0], ended) and (left[0].kind is not Kind.F or held[device] < most):
-                begun.append((device, left.popleft()))
-            elif delayed[device]:
-                begun.append((device, delayed[device].popleft()))
-            elif ahead and (early := _forward_ahead(device, left, most - held[device])) and _ready(early, ended):
-                left.remove(early)
-                begun.append((device, early))
-        assert begun, "the block alone holds more graphs than there may be"
-        for device, action in begun:
-            rows[device].append(action)
-            ended[action.kind][action.stage] += 1
-            if action.kind is Kind.I:
-                delayed[device].append(action._replace(kind=Kind.W))
-            else:
-                held[device] += 1 if action.kind is Kind.F else -1
-    return rows
-
-
-def _forward_ahead(device: int, left: Iterable[Action], room: int) -> Action | None:
-    """The device's next forward of the way down, if there is room for it all the time from now until its turn."""
-    for action in left:
-        if room == 0:
-            break
-        if action.kind is Kind.F and action.stage == device:
-            return action
-        room += -1 if action.kind is Kind.F else 1
-    return None
-
-
-def _ready(action: Action, ended: dict[Kind, list[int]]) -> bool:
-    """Whether the results that a forward or backward needs are there; every stage begins with micro-batch 0."""
-    kind, stage, m = action
-    if kind is Kind.F:
-        return stage == 0 or ended[Kind.F][stage - 1] > m
-    last = stage == len(ended[kind]) - 1
-    return ended[Kind.F][stage] > m and (last or ended[kind][stage + 1] > m)
+def _clocked(block: NDArray[np.int32], micro_batches: int, most: int, *, ahead: bool) -> NDArray[np.int32]:
+    """What each device does in each tick (ticks, P), on a clock where every action takes one: the place of its F or I
+    on the path of a micro-batch, whose 2 K turns `block` gives, 2 K for a W, and -1 if it waits. `ahead`: with forwards
+    ahead of their turn."""
+    stages = len(block) // 2
+    device = np.arange(-(-stages // 2), dtype=np.int32)
+    own = np.stack([device, stages - 1 - device, stages + device, 2 * stages - 1 - device])  # F down and up, I up, down
+    done = np.zeros(2 * stages + 1, np.int32)  # number of micro-batches that have been at each place
+    done[-1] = micro_batches  # before the first place, which waits for nothing
+    held, delayed = np.zeros((2, len(device)), np.int32)  # graphs of each device; those that a W will free
+    ticks = []
+    while (done < micro_batches).any() or delayed.any():
+        turns = block[own] + _PERIOD * done[own]
+        turns[done[own] == micro_batches] = np.iinfo(np.int32).max
+        place = own[turns.argmin(axis=0), device]
+        begins = (done[place - 1] > done[place]) & ((place >= stages) | (held < most))
+        late = ~begins & (delayed > 0)
+        if ahead:  # there must be room until its turn: it is least before the next I
+            down, up, *back = turns
+            before = np.maximum(-(-(np.minimum.reduce([down, *back]) - up) // _PERIOD), 0)  # forwards of the way up
+            early = ~begins & ~late & (done[own[0] - 1] > done[own[0]]) & (held + before < most)
+            place = np.where(early, own[0], place)
+            begins |= early
+        assert begins.any() or late.any(), "the block alone holds more graphs than there may be"
+        done[place[begins]] += 1
+        held += begins & (place < stages)
+        delayed += begins & (place >= stages)
+        held -= late
+        delayed -= late
+        ticks.append(np.where(begins, place, np.where(late, 2 * stages, -1)).astype(np.int32))
+    return np.array(ticks)
