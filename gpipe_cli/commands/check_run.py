@@ -162,17 +162,17 @@ class _Checked:
             self._run(_of_schedules([make_pipeline_spec(several, profile)]), self._ways(k, "replicas"))
 
     def _further(self, usual: TrainConfig) -> Iterator[tuple[TrainConfig, tuple[RecomputeMode, ...]]]:
-        """Configurations with further schedules, and the recompute modes to try: zero_bubble, those in a V that differ,
-        with an even number of partitions, interleaved with the most partitions that stages_per_process divides, and the
-        given schedule if it is not a named one."""
+        """Configurations with further schedules, and the recompute modes to try: zero_bubble, those on a V that differ,
+        with an even number of partitions that has several devices, interleaved with the most partitions that
+        stages_per_process divides, and the given schedule if it is not a named one."""
         config = self._config
         if config.partitions == 1:
             return
         if not config.compile:
             yield replace(usual, schedule="zero_bubble"), _FEWER
             even = _cut(usual, config.partitions - config.partitions % 2)
-            in_v = [name for name, one in ORDERS.items() if one.placement == "v"]
-            different = {order(name, even.partitions, even.micro_batches): name for name in reversed(in_v)}
+            on_v = [name for name, one in ORDERS.items() if one.placement == "v"] if even.partitions > 2 else []
+            different = {order(name, even.partitions, even.micro_batches): name for name in reversed(on_v)}
             for name in different.values():
                 yield replace(even, schedule=name), _FEWER
         each = max(2, config.stages_per_process or 2)

@@ -133,7 +133,7 @@ const GRAPHS = {
 const PERIOD = 6; // ticks from a micro-batch to the next
 
 function onV(K, M, graphs) {
-  const devices = Math.ceil(K / 2), most = graphs(devices);
+  const devices = Math.ceil(K / 2), most = K > 1 ? graphs(devices) : 1; // one stage gains nothing from a delayed W
   const [down, up] = most >= Math.min(GRAPHS.zbv(devices), 2 * M) ? [2, 4]
     : most >= GRAPHS.v_half(devices) ? [1, 2] : [1, 1];
   const orders = blocks(devices, down, up).map((block) => {
