@@ -12,7 +12,7 @@ SETTINGS = [*TINY, "batch_size=4", "partitions=2", "hardware=h200"]
 
 @pytest.fixture(scope="module")
 def curve() -> Curve:
-    profile, plan, curve = solve_memory_time(configure(*SETTINGS), ["partitions"], predicted_costs)
+    profile, plan, curve = solve_memory_time(configure(*SETTINGS), ["partitions", "recompute"], predicted_costs)
     assert curve.fastest.step_seconds == plan.step_seconds
     assert len(profile.costs) == sum(plan.balance)
     return curve
