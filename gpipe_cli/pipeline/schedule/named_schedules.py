@@ -61,8 +61,8 @@ def rows(name: str, partitions: int, micro_batches: int, devices: int | None = N
             raise ValueError(f"{setting}={value}: must be at least 1; use {setting}=1 to do without")
     if name not in ORDERS:
         raise ValueError(f"schedule={name}: unknown; use one of {', '.join(ORDERS)}")
-    place: PlaceActions = ORDERS[name].rows or import_module(f"gpipe_cli.pipeline.schedule.{name}").rows
-    return place(partitions, micro_batches, devices or ORDERS[name].devices(partitions))
+    place_actions: PlaceActions = ORDERS[name].rows or import_module(f"gpipe_cli.pipeline.schedule.{name}").rows
+    return place_actions(partitions, micro_batches, devices or ORDERS[name].devices(partitions))
 
 
 @lru_cache
