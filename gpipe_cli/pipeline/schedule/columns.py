@@ -51,8 +51,9 @@ class Columns:
         """The columns of a schedule, or of rows that are made while they are asked for."""
         found = []
         for row in rows:
-            letters = np.frombuffer("".join([a[0] for a in row]).encode(), np.uint8)
-            found.append((letters, *(np.array([a[part] for a in row], np.int32) for part in (1, 2))))
+            letters = np.frombuffer("".join([a.kind for a in row]).encode(), np.uint8)
+            stages, micro_batches = np.array([a.stage for a in row], np.int32), [a.micro_batch for a in row]
+            found.append((letters, stages, np.array(micro_batches, np.int32)))
         kind, stage, micro_batch = (np.concatenate(column) for column in zip(*found, strict=True))
         return cls(kind, stage, micro_batch, np.cumsum([len(letters) for letters, _, _ in found]))
 

@@ -15,11 +15,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from heapq import heappop, heappush
-from itertools import product
-
-import numpy as np
+from itertools import chain, product
 
 from gpipe_cli.pipeline.schedule.columns import Columns, Times, peak_bytes_of_rows, simulate_columns
+from gpipe_cli.pipeline.schedule.dependencies import linearize
 from gpipe_cli.pipeline.schedule.held import Held, changed_bytes, peaks_of_devices
 from gpipe_cli.pipeline.schedule.named_schedules import ORDERS, SCHEDULES, order
 from gpipe_cli.pipeline.schedule.placement import name_of
@@ -40,8 +39,8 @@ from gpipe_cli.pipeline.schedule.timeline import Timeline
 
 AS_GOOD = 1.001  # an earlier candidate, which is simpler, wins unless a later one is faster by more
 IN_WAITS = ", R in waits"  # ends the names of orders whose recomputations were moved
-_MANY_ROWS = 16  # from here on, columns are faster than events
-MOST_TRIED = 1_000_000  # actions of all candidates together, to search for seconds at most
+_MANY_DEVICES = 16  # from here on, columns are faster than events
+MOST_TRIED = 600_000  # actions of all candidates together, to search for seconds at most
 
 
 @dataclass(frozen=True)
@@ -151,11 +150,21 @@ class _Step:
     schedule: Schedule
 
     @cached_property
+    def _of_devices(self) -> Schedule:
+        """With a row per device, whose stages take turns in the order of `linearize`."""
+        device_of_stage = self.problem.device_of_stage
+        if self.schedule.row_of_stage == tuple(device_of_stage):
+            return self.schedule
+        rows: list[list[Action]] = [[] for _ in range(1 + max(device_of_stage))]
+        for a in linearize(self.schedule, device_of_stage):
+            rows[device_of_stage[a.stage]].append(a)
+        return Schedule(map(tuple, rows))
+
+    @cached_property
     def _columns(self) -> Columns | None:
-        problem, rows = self.problem, len(self.schedule)
-        alone = self.schedule.row_of_stage == tuple(problem.device_of_stage)
-        slower = any(factor != 1 for factor in problem.slowdown[:rows])
-        return None if rows < _MANY_ROWS or not alone or slower or problem.skips else Columns.of(self.schedule)
+        devices = 1 + max(self.problem.device_of_stage)
+        slower = any(factor != 1 for factor in self.problem.slowdown[:devices])
+        return None if devices < _MANY_DEVICES or slower or self.problem.skips else Columns.of(self._of_devices)
 
     @cached_property
     def _times(self) -> Times | Timeline:
@@ -170,12 +179,10 @@ class _Step:
         return self._times.step_end_seconds
 
     @property
-    def start_seconds(self) -> list[list[float]]:
-        """Of each action of each row."""
+    def start_seconds(self) -> dict[Action, float]:
         if isinstance(self._times, Times):
-            return [row.tolist() for row in np.split(self._times.start_seconds, self._times.columns.ends[:-1])]
-        starts = {span.action: span.start_seconds for spans in self._times.stages for span in spans}
-        return [[starts[a] for a in row] for row in self.schedule]
+            return dict(zip(chain(*self._of_devices), self._times.start_seconds.tolist(), strict=True))
+        return {span.action: span.start_seconds for spans in self._times.stages for span in spans}
 
     @property
     def fits(self) -> bool:
@@ -192,15 +199,15 @@ class _Step:
 
 def _in_waits(step: _Step) -> Schedule:
     """The schedule with recomputations moved ahead into the waits that their devices have."""
-    rows, costs = [], step.problem.stages
-    for row, starts in zip(step.schedule, step.start_seconds, strict=True):
+    rows, costs, starts = [], step.problem.stages, step.start_seconds
+    for row in step.schedule:
         ahead = deque(a for a in row if a.kind is Kind.R)
         made: dict[Action, None] = {}  # used as an ordered set
         free = 0.0
-        for a, start in zip(row, starts, strict=True):
+        for a in row:
             if a in made:
                 continue
-            wait = start - free
+            wait = starts[a] - free
             if ahead and ahead[0] == a:
                 ahead.popleft()
             while ahead and wait > 0 and ahead[0]._replace(kind=Kind.F) in made:
@@ -210,7 +217,7 @@ def _in_waits(step: _Step) -> Schedule:
                 made[ahead.popleft()] = None
                 wait -= seconds
             made[a] = None
-            free = start + costs[a.stage].seconds(a.kind, Retain.GRAPH)
+            free = starts[a] + costs[a.stage].seconds(a.kind, Retain.GRAPH)
         rows.append(tuple(made))
     return Schedule(rows)
 

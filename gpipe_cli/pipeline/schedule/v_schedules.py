@@ -113,11 +113,12 @@ def _clocked(block: NDArray[np.int32], micro_batches: int, most: int, *, ahead: 
     own = np.stack([device, stages - 1 - device, stages + device, 2 * stages - 1 - device])  # F down and up, I up, down
     done = np.zeros(2 * stages + 1, np.int32)  # number of micro-batches that have been at each place
     done[-1] = micro_batches  # before the first place, which waits for nothing
+    never = np.iinfo(np.int32).max
     held, delayed = np.zeros((2, len(device)), np.int32)  # graphs of each device; those that a W will free
     ticks = []
     while (done < micro_batches).any() or delayed.any():
         turns = block[own] + _PERIOD * done[own]
-        turns[done[own] == micro_batches] = np.iinfo(np.int32).max
+        turns[done[own] == micro_batches] = never
         place = own[turns.argmin(axis=0), device]
         begins = (done[place - 1] > done[place]) & ((place >= stages) | (held < most))
         late = ~begins & (delayed > 0)
