@@ -157,8 +157,9 @@ def _uneven(config: TrainConfig, spec: PipelineSpec) -> Iterator[tuple[str, str]
     """A line if processes' numbers of stages make their work uneven: the partitioner balances stages only."""
     layout, partitions = spec.layout, spec.partitions
     processes = layout.processes
-    stages = [len(layout.stages_of(process)) for process in range(processes)]
-    work = [sum(spec.cost[k] for k in layout.stages_of(process)) for process in range(processes)]
+    of_process = [layout.stages_of(process) for process in range(processes)]
+    stages = [len(own) for own in of_process]
+    work = [sum(spec.cost[k] for k in own) for own in of_process]
     most = max(range(processes), key=work.__getitem__)
     if stages[most] == min(stages) or work[most] * processes <= _UNEVEN * sum(work):
         return

@@ -8,6 +8,7 @@ and this machine's devices. Plans, workers and reports only read the `Layout`.
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 
 from gpipe_cli.config.settings import TrainConfig
@@ -86,7 +87,7 @@ class Layout:
         """R, the number of pipelines."""
         return len(self.replica_devices)
 
-    @property
+    @cached_property
     def of_pipeline(self) -> int:
         """P, the number of processes of each pipeline."""
         return 1 + max(self.process_of_stage)

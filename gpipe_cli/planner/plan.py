@@ -26,7 +26,7 @@ from gpipe_cli.pipeline.schedule.named_schedules import AUTO_SCHEDULE, ORDERS, o
 from gpipe_cli.pipeline.schedule.partitioner import NoCutFitsError, SkipSends, check_balance, imbalance, partition
 from gpipe_cli.pipeline.schedule.placement import name_of, stages_of_devices
 from gpipe_cli.pipeline.schedule.recomputation import DoesNotFitError
-from gpipe_cli.pipeline.schedule.schedule import Action, Kind, Recompute, Schedule, recomputes, with_recomputation
+from gpipe_cli.pipeline.schedule.schedule import Kind, Recompute, Schedule, recomputes
 from gpipe_cli.pipeline.schedule.search import Problem, find
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost, SkipCost, StageCost, TieCost, simulate
 from gpipe_cli.pipeline.schedule.timeline import Timeline
@@ -399,15 +399,9 @@ def _large(config: TrainConfig, cut: Cut, costs: StepCosts, layout: Layout) -> P
     Raises RefusedError for what columns cannot say, and TooLargeError if a stage exceeds the limit.
     """
     partitions, many = config.partitions, 1 + max(layout.row_of_stage)
-
-    def actions(row: Sequence[Action]) -> Sequence[Action]:
-        if len(cut.sizes) < config.micro_batches:
-            row = [a for a in row if a.micro_batch < len(cut.sizes)]
-        if config.recompute == "never":
-            return row
-        return with_recomputation(Schedule([tuple(row)], range(partitions)), config.recompute)[0]
-
     of_devices = rows(config.schedule, partitions, config.micro_batches, many)
+    if len(cut.sizes) < config.micro_batches:
+        of_devices = ([a for a in row if a.micro_batch < len(cut.sizes)] for row in of_devices)
     for unknown, why in (
         (_skips(cut, costs), "the model has long skips"),
         (any(factor != 1 for factor in costs.slowdown[:many]), "devices slow each other down"),
@@ -416,7 +410,7 @@ def _large(config: TrainConfig, cut: Cut, costs: StepCosts, layout: Layout) -> P
         if unknown:
             use = f"use micro_batches={MOST_ACTIONS // 3 // partitions} or fewer"
             raise RefusedError("micro_batches", config.micro_batches, f"{why}, and a step is large; {use}")
-    columns = Columns.of(map(actions, of_devices))
+    columns = Columns.of(of_devices).with_recomputation(config.recompute)
     largest = cut.memory.largest(cut.bounds)
     held = cut.memory.holding(cut.bounds, peak_bytes_of_stages(columns, largest), [0] * partitions)
     device_bytes = device_peaks(held, peak_bytes_of_rows(columns, largest), layout.device_of_stage)

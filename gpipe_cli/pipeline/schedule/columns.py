@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.schedule.breakdown import Breakdown, DeviceTime, shares
 from gpipe_cli.pipeline.schedule.held import Held, changed_bytes
-from gpipe_cli.pipeline.schedule.schedule import RETURNS, Action, Kind, Retain
+from gpipe_cli.pipeline.schedule.schedule import RECOMPUTE, RETURNS, Action, Kind, Retain
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost, StageCost, TieCost
 from gpipe_cli.pipeline.schedule.timeline import EventKind
 
@@ -51,8 +51,9 @@ class Columns:
         """The columns of a schedule, or of rows that are made while they are asked for."""
         found = []
         for row in rows:
-            letters = np.frombuffer("".join([a[0] for a in row]).encode(), np.uint8)
-            found.append((letters, *(np.array([a[part] for a in row], np.int32) for part in (1, 2))))
+            letters = np.frombuffer("".join([a.kind for a in row]).encode(), np.uint8)
+            stages, micro_batches = np.array([a.stage for a in row], np.int32), [a.micro_batch for a in row]
+            found.append((letters, stages, np.array(micro_batches, np.int32)))
         kind, stage, micro_batch = (np.concatenate(column) for column in zip(*found, strict=True))
         return cls(kind, stage, micro_batch, np.cumsum([len(letters) for letters, _, _ in found]))
 
@@ -95,6 +96,20 @@ class Columns:
         done = np.isin(self.kind, [_code(Kind.B), _code(Kind.W)])
         found[done | ~self._also(self.returns)] = _RETAINED[Retain.NOTHING]
         return found
+
+    def with_recomputation(self, mode: str) -> Self:
+        """As `schedule.with_recomputation` of an order without recomputations, with one of ``RECOMPUTE``."""
+        assert mode in RECOMPUTE, mode
+        if mode == "never":
+            return self
+        again = self.returns.copy()
+        if mode == "except_last":
+            by_stage = np.argsort(self.stage, kind="stable")
+            again[by_stage[1:][np.diff(self.pieces[by_stage]) == 0]] = False  # directly after the forward
+        at = np.flatnonzero(again)
+        kind = np.insert(self.kind, at, _code(Kind.R))
+        stage, micro_batch = (np.insert(column, at, column[at]) for column in (self.stage, self.micro_batch))
+        return type(self)(kind, stage, micro_batch, self.ends + np.searchsorted(at, self.ends))
 
     def _also(self, chosen: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """For each action, whether one of the `chosen` has the same stage and micro-batch."""

@@ -13,10 +13,12 @@ import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from heapq import heappop, heappush
-from itertools import product
+from itertools import chain, product
 
-from gpipe_cli.pipeline.schedule.columns import Columns, simulate_columns
+from gpipe_cli.pipeline.schedule.columns import Columns, Times, peak_bytes_of_rows, simulate_columns
+from gpipe_cli.pipeline.schedule.dependencies import linearize
 from gpipe_cli.pipeline.schedule.held import Held, changed_bytes, peaks_of_devices
 from gpipe_cli.pipeline.schedule.named_schedules import ORDERS, SCHEDULES, order
 from gpipe_cli.pipeline.schedule.placement import name_of
@@ -37,8 +39,8 @@ from gpipe_cli.pipeline.schedule.timeline import Timeline
 
 AS_GOOD = 1.001  # an earlier candidate, which is simpler, wins unless a later one is faster by more
 IN_WAITS = ", R in waits"  # ends the names of orders whose recomputations were moved
-_MANY_ROWS = 16  # from here on, columns are faster than events
-MOST_TRIED = 1_000_000  # actions of all candidates together, to search for seconds at most
+_MANY_DEVICES = 16  # from here on, columns are faster than events
+MOST_TRIED = 600_000  # actions of all candidates together, to search for seconds at most
 
 
 @dataclass(frozen=True)
@@ -130,23 +132,75 @@ def tried_order(problem: Problem, name: str, candidate: Schedule) -> Tried:
             return Tried(name, candidate, with_recomputation(candidate, "always"))
         recompute = found or "never"
     schedule = with_recomputation(candidate, recompute)
-    if not _fits(problem, schedule):
+    step = _Step(problem, schedule)
+    if not step.fits:
         return Tried(name, candidate, schedule)
-    if all(a.kind is not Kind.R for row in schedule for a in row):
-        return Tried(name, candidate, schedule, _seconds(problem, schedule))
-    timeline = _simulated(problem, schedule)
-    direct = timeline.step_end_seconds
-    earlier = _in_waits(problem, schedule, timeline)
-    if _fits(problem, earlier) and (seconds := _seconds(problem, earlier)) < direct:
-        return Tried(f"{name}{IN_WAITS}", candidate, earlier, seconds)
-    return Tried(name, candidate, schedule, direct)
+    if any(a.kind is Kind.R for row in schedule for a in row):
+        earlier = _Step(problem, _in_waits(step))
+        if earlier.fits and earlier.seconds < step.seconds:
+            return Tried(f"{name}{IN_WAITS}", candidate, earlier.schedule, earlier.seconds)
+    return Tried(name, candidate, schedule, step.seconds)
 
 
-def _in_waits(problem: Problem, schedule: Schedule, timeline: Timeline) -> Schedule:
-    """`schedule` with recomputations moved ahead into the waits that their devices have in `timeline`."""
-    starts = {span.action: span.start_seconds for spans in timeline.stages for span in spans}
-    rows = []
-    for row in schedule:
+@dataclass(frozen=True)
+class _Step:
+    """A step that is simulated: by columns where that is faster and says the same, otherwise by events."""
+
+    problem: Problem
+    schedule: Schedule
+
+    @cached_property
+    def _of_devices(self) -> Schedule:
+        """With a row per device, whose stages take turns in the order of `linearize`."""
+        device_of_stage = self.problem.device_of_stage
+        if self.schedule.row_of_stage == tuple(device_of_stage):
+            return self.schedule
+        rows: list[list[Action]] = [[] for _ in range(1 + max(device_of_stage))]
+        for a in linearize(self.schedule, device_of_stage):
+            rows[device_of_stage[a.stage]].append(a)
+        return Schedule(map(tuple, rows))
+
+    @cached_property
+    def _columns(self) -> Columns | None:
+        devices = 1 + max(self.problem.device_of_stage)
+        slower = any(factor != 1 for factor in self.problem.slowdown[:devices])
+        return None if devices < _MANY_DEVICES or slower or self.problem.skips else Columns.of(self._of_devices)
+
+    @cached_property
+    def _times(self) -> Times | Timeline:
+        of = self.problem
+        if self._columns is not None:
+            return simulate_columns(self._columns, of.stages, of.edges, of.ties)
+        return simulate(self.schedule, of.stages, of.edges, of.slowdown, of.device_of_stage, of.ties, of.skips)
+
+    @property
+    def seconds(self) -> float:
+        """When the last update has ended."""
+        return self._times.step_end_seconds
+
+    @property
+    def start_seconds(self) -> dict[Action, float]:
+        if isinstance(self._times, Times):
+            return dict(zip(chain(*self._of_devices), self._times.start_seconds.tolist(), strict=True))
+        return {span.action: span.start_seconds for spans in self._times.stages for span in spans}
+
+    @property
+    def fits(self) -> bool:
+        problem = self.problem
+        if problem.room is None:
+            return True
+        if self._columns is not None:
+            peaks: Sequence[int] = peak_bytes_of_rows(self._columns, problem.sizes)
+        else:
+            sizes = [[size] * problem.micro_batches for size in problem.sizes]
+            peaks = peaks_of_devices(self.schedule, sizes, problem.device_of_stage)
+        return all(peak <= room for peak, room in zip(peaks, problem.room, strict=True))
+
+
+def _in_waits(step: _Step) -> Schedule:
+    """The schedule with recomputations moved ahead into the waits that their devices have."""
+    rows, costs, starts = [], step.problem.stages, step.start_seconds
+    for row in step.schedule:
         ahead = deque(a for a in row if a.kind is Kind.R)
         made: dict[Action, None] = {}  # used as an ordered set
         free = 0.0
@@ -157,38 +211,15 @@ def _in_waits(problem: Problem, schedule: Schedule, timeline: Timeline) -> Sched
             if ahead and ahead[0] == a:
                 ahead.popleft()
             while ahead and wait > 0 and ahead[0]._replace(kind=Kind.F) in made:
-                seconds = problem.stages[ahead[0].stage].graph_seconds
+                seconds = costs[ahead[0].stage].graph_seconds
                 if seconds > 2 * wait:  # more time would be lost than won
                     break
                 made[ahead.popleft()] = None
                 wait -= seconds
             made[a] = None
-            free = starts[a] + problem.stages[a.stage].seconds(a.kind, Retain.GRAPH)
+            free = starts[a] + costs[a.stage].seconds(a.kind, Retain.GRAPH)
         rows.append(tuple(made))
     return Schedule(rows)
-
-
-def _fits(problem: Problem, schedule: Schedule) -> bool:
-    if problem.room is None:
-        return True
-    sizes = [[size] * problem.micro_batches for size in problem.sizes]
-    peaks = peaks_of_devices(schedule, sizes, problem.device_of_stage)
-    return all(peak <= room for peak, room in zip(peaks, problem.room, strict=True))
-
-
-def _seconds(problem: Problem, schedule: Schedule) -> float:
-    """When the last update has ended."""
-    alone = len(schedule) == 1 + max(problem.device_of_stage)  # each row has a device
-    slower = any(factor != 1 for factor in problem.slowdown[: len(schedule)])
-    if len(schedule) < _MANY_ROWS or not alone or slower or problem.skips:
-        return _simulated(problem, schedule).step_end_seconds
-    return simulate_columns(Columns.of(schedule), problem.stages, problem.edges, problem.ties).step_end_seconds
-
-
-def _simulated(problem: Problem, schedule: Schedule) -> Timeline:
-    return simulate(
-        schedule, problem.stages, problem.edges, problem.slowdown, problem.device_of_stage, problem.ties, problem.skips
-    )
 
 
 def _more_bytes(size: Held, *, recomputed: bool) -> dict[Kind, int]:

@@ -69,7 +69,7 @@ def _rows(partitions: int, micro_batches: int, graphs: Callable[[int], int]) -> 
     block = _block(devices, down, up)
     if partitions % 2:  # the last device does nothing where its second stage would have its turn
         block = np.delete(block, [devices, 3 * devices - 1])
-    for performed in _clocked(block, micro_batches, most, ahead=up > 1).T:
+    for device, performed in enumerate(_clocked(block, micro_batches, most, ahead=up > 1).T):
         place = performed[performed >= 0]
         micro_batch = np.zeros_like(place)
         for own in np.unique(place):
@@ -79,7 +79,8 @@ def _rows(partitions: int, micro_batches: int, graphs: Callable[[int], int]) -> 
         place[late], micro_batch[late] = place[back], micro_batch[back]  # each W in the order of the I
         stage = np.minimum(place, 2 * partitions - 1 - place)
         kinds = map((Kind.F, Kind.I, Kind.W).__getitem__, (back + 2 * late).tolist())
-        yield whole_backwards(actions(kinds, stage.tolist(), micro_batch.tolist()))
+        row = actions(kinds, stage.tolist(), micro_batch.tolist())
+        yield row if device else whole_backwards(row)  # only device 0 has stage 0
 
 
 def _block(devices: int, down: int, up: int) -> NDArray[np.int32]:
@@ -112,11 +113,12 @@ def _clocked(block: NDArray[np.int32], micro_batches: int, most: int, *, ahead: 
     own = np.stack([device, stages - 1 - device, stages + device, 2 * stages - 1 - device])  # F down and up, I up, down
     done = np.zeros(2 * stages + 1, np.int32)  # number of micro-batches that have been at each place
     done[-1] = micro_batches  # before the first place, which waits for nothing
+    never = np.iinfo(np.int32).max
     held, delayed = np.zeros((2, len(device)), np.int32)  # graphs of each device; those that a W will free
     ticks = []
     while (done < micro_batches).any() or delayed.any():
         turns = block[own] + _PERIOD * done[own]
-        turns[done[own] == micro_batches] = np.iinfo(np.int32).max
+        turns[done[own] == micro_batches] = never
         place = own[turns.argmin(axis=0), device]
         begins = (done[place - 1] > done[place]) & ((place >= stages) | (held < most))
         late = ~begins & (delayed > 0)

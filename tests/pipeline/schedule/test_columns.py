@@ -11,7 +11,7 @@ from gpipe_cli.pipeline.schedule.breakdown import breakdown
 from gpipe_cli.pipeline.schedule.columns import Columns, peak_bytes_of_rows, simulate_columns
 from gpipe_cli.pipeline.schedule.held import Held, changed_bytes
 from gpipe_cli.pipeline.schedule.named_schedules import SCHEDULES, forward_only
-from gpipe_cli.pipeline.schedule.schedule import RECOMPUTE, Schedule, stage_retained
+from gpipe_cli.pipeline.schedule.schedule import RECOMPUTE, Schedule, stage_retained, with_recomputation
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost, StageCost, TieCost, simulate
 
 
@@ -71,6 +71,15 @@ def test_peaks_are_those_of_the_actions(name: str) -> None:
                 now += begin + end
             expected.append(most)
         assert peak_bytes_of_rows(Columns.of(schedule), sizes) == tuple(expected)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_recomputations_are_those_of_the_actions(name: str) -> None:
+    order = build(name, 6, 7, "never")
+    for mode in RECOMPUTE:
+        found, expected = Columns.of(order).with_recomputation(mode), Columns.of(with_recomputation(order, mode))
+        for column, of_actions in zip(vars(found).values(), vars(expected).values(), strict=True):
+            assert column.tolist() == of_actions.tolist()
 
 
 def test_a_schedule_that_deadlocks_is_refused() -> None:
