@@ -50,7 +50,6 @@ def read_schedule(path: str, partitions: int, micro_batches: int) -> Schedule:
     return schedule
 
 
-@lru_cache
 def read_placement(path: str, partitions: int) -> tuple[int, ...]:
     """The device of each of this number of stages, by the file `path`. Raises ScheduleError, as `read_schedule`."""
     devices: dict[int, int] = {}  # of each stage
