@@ -90,7 +90,6 @@ def test_files_of_torch_are_read(devices: int, tmp_path: Path) -> None:
                 made._dump_csv(str(file), format=form)
                 found = read(file, len(rows), micro_batches)
                 assert [[str(a) for a in row] for row in found] == actions
-                read_placement.cache_clear()
                 assert found.row_of_stage == read_placement(str(file), len(rows)) == rows
             for stage in found.stages:  # gradients are summed as in gpipe or in 1f1b, and have the same bits
                 sums = [a.micro_batch for a in stage if a.kind in (Kind.B, Kind.W)]
@@ -147,7 +146,6 @@ def test_a_placement_is_read(tmp_path: Path) -> None:
     file = tmp_path / "placement.csv"
     for text in ("0,3\n\n1,2\n", " 3 ,0F0,0F1\n1,2,2\n", "0F0,3B0\n(1F0;2B0)OVERLAP_F_B,1RECV_F0\n"):
         file.write_text(text, encoding="utf-8")
-        read_placement.cache_clear()
         assert read_placement(str(file), 4) == (0, 1, 1, 0)
     for text, line in (
         ("0,3\n1,x", "line 2, cell 2 is 'x'; a cell is empty, or a stage (0), or a stage, one of F R B I W and"),
@@ -157,7 +155,6 @@ def test_a_placement_is_read(tmp_path: Path) -> None:
         ("", "has no stage; write those of each device in a row"),
     ):
         file.write_text(text, encoding="utf-8")
-        read_placement.cache_clear()
         with pytest.raises(ScheduleError, match=f"^schedule: {re.escape(line)}"):
             read_placement(str(file), 4)
 
