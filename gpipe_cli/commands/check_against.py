@@ -213,7 +213,8 @@ class _Match:
         """The pipeline with so many stages, or why there is none."""
         given = self._given
         cut = given.partition if partitions == given.partitions else PartitionConfig(None)
-        config = replace(self._config, partitions=partitions, partition=cut, **settings)  # type: ignore[arg-type]
+        settings |= {"partitions": partitions, "partition": cut}
+        config = replace(self._config, **settings)  # type: ignore[arg-type]  # fields that it has
         try:
             return make_pipeline_spec(config, self._profile), ""
         except InputError as error:
@@ -297,8 +298,9 @@ class _Match:
 
     def _row(self, theirs: _Contestant, ours: _Contestant | None) -> Row:
         if ours is None:  # plain PyTorch stands beside the fastest of ours
-            able = [one for one in self._contestants.values() if one.program == "gpipe" and one.rounds]
-            ours = min(able, key=lambda one: one.measured().seconds, default=self._orders[1])  # type: ignore[union-attr]
+            able = [one for one in self._contestants.values() if one.program == "gpipe"]
+            times = [(took.seconds, at) for at, one in enumerate(able) if (took := one.measured()) is not None]
+            ours = able[min(times)[1]] if times else self._orders[1]
         row = Row(
             program=theirs.program, schedule=theirs.schedule,
             stages=0 if theirs.spec is None else theirs.spec.partitions, verdict="fails",

@@ -54,8 +54,7 @@ def plan(
     """Plan `config`, write the plan into `folder`, and return its numbers.
 
     `console` gets a line before each slow part, and the plan if `shown`; `typed`: the user's arguments, which set the
-    keys `given`. Raises InputError for what cannot be planned
-    or does not fit the memory.
+    keys `given`. Raises InputError for what cannot be planned or does not fit the memory.
     """
     gc.disable()  # a large plan has a million small objects, and garbage collections would take seconds
     try:

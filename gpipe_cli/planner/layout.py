@@ -251,9 +251,10 @@ def _order(config: TrainConfig) -> Order:
 
 
 def placement_of(config: TrainConfig) -> PlacementName:
-    """The placement that the settings give, or that suits the schedule."""
+    """The placement that the settings name, or that suits the schedule. A file has no name: `_rows` reads it."""
     given = config.placement or _order(config).placement
-    return given or ("looped" if config.schedule == AUTO_SCHEDULE else "neighbours")  # type: ignore[return-value]
+    suits = "looped" if config.schedule == AUTO_SCHEDULE else "neighbours"
+    return given or suits  # type: ignore[return-value]  # the settings were checked
 
 
 def _fixes_rows(config: TrainConfig) -> str | None:

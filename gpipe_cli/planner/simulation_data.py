@@ -11,7 +11,7 @@ from typing import Any
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.pipeline.profile.layer_cost import Halves, KeptMemory, LayerCost
 from gpipe_cli.pipeline.runtime.boundary import Boundary
-from gpipe_cli.pipeline.schedule.placement import PLACEMENTS, place
+from gpipe_cli.pipeline.schedule.placement import PLACEMENTS, name_of, place
 from gpipe_cli.pipeline.schedule.schedule import Schedule
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost
 from gpipe_cli.planner.cost_model import LayerSeconds, StepCosts, predicted_costs
@@ -117,11 +117,11 @@ def _most_stages(plan: Plan) -> int:
 
 def _placement(config: TrainConfig, plan: Plan) -> str:
     """The name of the plan's placement; where several give the same, that of its settings."""
-    stages, devices, own = len(plan.stages), len(set(plan.device_of_stage)), placement_of(config)
-    named = {name: place(name, stages, devices) for name in sorted(PLACEMENTS, key=lambda name: name != own)}
-    found = [name for name, device_of_stage in named.items() if device_of_stage == plan.device_of_stage]
-    consecutive = list(plan.device_of_stage) == sorted(plan.device_of_stage)
-    return found[0] if found else PLACEMENTS[0] if consecutive else "as planned"
+    own, device_of_stage = placement_of(config), plan.device_of_stage
+    if own in PLACEMENTS and place(own, len(device_of_stage), len(set(device_of_stage))) == device_of_stage:
+        return own
+    consecutive = list(device_of_stage) == sorted(device_of_stage)
+    return name_of(device_of_stage) or (PLACEMENTS[0] if consecutive else "as planned")
 
 
 def _costs_of_micro_batches(

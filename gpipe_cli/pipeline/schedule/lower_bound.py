@@ -16,10 +16,6 @@ class LowerBound:
     seconds: float
     work_seconds: float
 
-    @property
-    def fill_seconds(self) -> float:
-        return self.seconds - self.work_seconds
-
 
 def lower_bound(
     layers: Sequence[StageCost],
