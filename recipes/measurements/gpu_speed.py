@@ -121,7 +121,7 @@ def figures_of_peer(config: TrainConfig, chunks: int | None, device: str) -> str
 def plain(config: TrainConfig, chunks: int | None) -> Step:
     """A training step of the same model and optimizer without a pipeline, or by torchgpipe if ``chunks`` is given."""
     spec, device, layers, inputs = built(config)
-    model = nn.Sequential(InPrecision(layers, device, COMPUTED_IN[config.precision]))
+    model: nn.Module = nn.Sequential(InPrecision(layers, device, COMPUTED_IN[config.precision]))
     optimizer = build_optimizer(config.optimizer, dict(model.named_parameters()))
     assert optimizer is not None
     set_learning_rate(optimizer, 1e-4)
