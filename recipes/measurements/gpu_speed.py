@@ -121,14 +121,15 @@ def figures_of_peer(config: TrainConfig, chunks: int | None, device: str) -> str
 def plain(config: TrainConfig, chunks: int | None) -> Step:
     """A training step of the same model and optimizer without a pipeline, or by torchgpipe if ``chunks`` is given."""
     spec, device, layers, inputs = built(config)
-    model: nn.Module = nn.Sequential(InPrecision(layers, device, COMPUTED_IN[config.precision]))
-    optimizer = build_optimizer(config.optimizer, dict(model.named_parameters()))
+    whole = nn.Sequential(InPrecision(layers, device, COMPUTED_IN[config.precision]))
+    optimizer = build_optimizer(config.optimizer, dict(whole.named_parameters()))
     assert optimizer is not None
     set_learning_rate(optimizer, 1e-4)
+    model: nn.Module = whole
     if chunks is not None:
         from torchgpipe import GPipe
 
-        model = GPipe(model, [1], devices=[device], chunks=chunks, checkpoint=config.recompute)
+        model = GPipe(whole, [1], devices=[device], chunks=chunks, checkpoint=config.recompute)
     targets = torch.randint(outputs_of(config), (config.batch_size or 0, *spec.lengths[:1]), device=device)
 
     def step() -> None:
