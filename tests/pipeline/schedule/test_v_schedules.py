@@ -5,10 +5,12 @@ import itertools
 import pytest
 
 from gpipe_cli.pipeline.schedule.dependencies import check
+from gpipe_cli.pipeline.schedule.held import Held
 from gpipe_cli.pipeline.schedule.named_schedules import ORDERS, order
-from gpipe_cli.pipeline.schedule.placement import place
+from gpipe_cli.pipeline.schedule.placement import PLACEMENTS, place
 from gpipe_cli.pipeline.schedule.schedule import Kind, Schedule
-from gpipe_cli.pipeline.schedule.simulator import StageCost, simulate
+from gpipe_cli.pipeline.schedule.search import Problem, find
+from gpipe_cli.pipeline.schedule.simulator import EdgeCost, StageCost, simulate
 from gpipe_cli.pipeline.schedule.v_schedules import v_half_graphs, v_min_graphs, zbv_graphs
 
 GRAPHS = {"zbv": zbv_graphs, "v_half": v_half_graphs, "v_min": v_min_graphs}
@@ -57,6 +59,24 @@ def test_idle_ticks_and_graphs(line: str) -> None:
         idle = ticks(schedule, 2 // each) - 6 * micro_batches
         found.append(f"{idle:.0f}/{graphs(schedule) * 2 // each}")
     assert found == expected
+
+
+@pytest.mark.parametrize("line", TABLE.strip().splitlines()[1:4])
+def test_auto_is_as_fast_as_every_named_schedule_that_holds_as_much(line: str) -> None:
+    """With two stages on each device."""
+    (devices, micro_batches), figures = map(int, line[:5].split()), line[5:].replace("/ ", "/").split()
+    named = [tuple(map(int, of_one.split("/"))) for of_one in figures]
+    stages = 2 * devices
+
+    def problem(name: str, room: int) -> Problem:
+        sizes, links = [Held(graph=1, weights=1)] * stages, [EdgeCost(0, 0)] * (stages - 1)
+        row_of_stage = place(name, stages, devices)
+        return Problem([TICK] * stages, links, (), row_of_stage, micro_batches, sizes, [room] * devices, "never", True)
+
+    for room in {held for _, held in named}:
+        found = [find(problem(name, room))[0] for name in PLACEMENTS]
+        best = min(one.seconds for one in found if one is not None)
+        assert best <= 6 * micro_batches + min(idle for idle, held in named if held <= room)
 
 
 def test_a_step_in_a_v() -> None:
