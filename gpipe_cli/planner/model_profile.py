@@ -110,7 +110,7 @@ def profile_model(config: TrainConfig, lengths: tuple[int, ...] | None = None) -
     return _profile(_Traced(tuple(facts), config), lengths)
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=16)
 def _profile(traced: _Traced, lengths: tuple[int, ...]) -> ModelProfile:
     config = traced.config
     model, inputs = build.build_model(config), build.model_inputs(config)
