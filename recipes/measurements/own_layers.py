@@ -24,6 +24,7 @@ from runs import command_line, config_of
 
 from gpipe_cli.assembly.build import build_model
 from gpipe_cli.config.settings import TrainConfig
+from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.launch.supervisor import run_task
 from gpipe_cli.pipeline.schedule.schedule import Action
 from gpipe_cli.planner.pipeline_spec import PipelineSpec, make_pipeline_spec
@@ -83,6 +84,7 @@ def peaks_of(described: Any, folder: Path) -> Peaks:
     del model
     settings = [f"model.name={folder}", "model.pretrained=true", "partitions=4", "executor=distributed"]
     config = config_of([*SETTINGS, *settings])
+    fork_server.start(config)
     spec, layers = make_pipeline_spec(config), dict(build_model(config).named_children())
     failure = run_task(partial(train_watched, config, spec, folder), spec, 60.0, lambda message: None)
     if failure is not None:
@@ -103,6 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from transformers import LlamaForCausalLM, logging
 
     logging.disable_progress_bar()
+    fork_server.kill()  # one that was started for another model has not imported transformers
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         tiny = peaks_of(llama(64, 4, 64), folder / "tiny")
