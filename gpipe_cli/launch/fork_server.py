@@ -26,7 +26,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from gpipe_cli.config.groups import HuggingFaceConfig, ImagesConfig, TimmConfig
+from gpipe_cli.config.groups import HuggingFaceConfig, ImagesConfig, TextConfig, TimmConfig
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.system.forked_call import end_with_parent
 from gpipe_cli.system.interrupts import STOPS, deferred_signals
@@ -84,8 +84,8 @@ class ForkServer:
         self._starter = 0  # id of the process that has started the server, which its forks use, too
 
     def start(self, config: TrainConfig | None = None) -> tuple[int, socket.socket]:
-        """Start the server, with the libraries of this run, unless it runs already. Returns its process id and the
-        socket to it, without waiting for the imports."""
+        """Start the server, with the libraries of this run, unless it runs already: then it imports them before its
+        next fork. Returns its process id and the socket to it, without waiting for the imports."""
         if config is not None:
             self._imported = [*_IMPORTED, *_libraries(config)]
         parent = os.getpid()
@@ -117,6 +117,7 @@ class ForkServer:
         connection, workers_end = Pipe()
         status, servers_end = Pipe(duplex=False)
         with workers_end, servers_end, open(os.memfd_create("gpipe_job"), "wb") as file:
+            pickle.dump(self._imported, file)
             pickle.dump((os.getcwd(), sys.path, job), file)
             file.flush()
             number, control = self.start()
@@ -188,6 +189,8 @@ def _libraries(config: TrainConfig) -> list[str]:
     found = ["timm"] if isinstance(config.model, TimmConfig) else []
     if isinstance(config.model, HuggingFaceConfig):
         found += ["transformers.modeling_utils", *(["peft"] if config.model.lora else [])]
+    if isinstance(config.dataset, TextConfig) and config.dataset.tokenizer is not None:
+        found.append("transformers.models.auto.tokenization_auto")
     if isinstance(config.dataset, ImagesConfig):
         found.append("torchvision.transforms.v2")
     if config.dataset.name == "digits":
@@ -195,14 +198,18 @@ def _libraries(config: TrainConfig) -> list[str]:
     return found
 
 
+def _import(names: Sequence[str]) -> None:
+    for name in names:
+        with suppress(ImportError):  # the worker will report it
+            importlib.import_module(name)
+
+
 def serve(imported: Sequence[str]) -> None:
     """The program of the server, until its parent ends. `imported`: modules that it imports before it forks."""
     control = socket.socket(fileno=os.dup(0))
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)  # the workers have no input
-    for name in imported:
-        with suppress(ImportError):  # the worker will report it
-            importlib.import_module(name)
+    _import(imported)
     ended, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake)
@@ -222,6 +229,9 @@ def serve(imported: Sequence[str]) -> None:
             if not message:
                 return
             connection, theirs, job_file, activity = descriptors
+            with open(job_file, "rb", closefd=False) as file:
+                file.seek(0)
+                _import(pickle.load(file))
             number = os.fork()
             if number == 0:
                 for descriptor in (control.detach(), ended, wake, theirs):
@@ -242,6 +252,7 @@ def _be_worker(server: int, job_file: int, connection: int, activity: int) -> No
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         with open(job_file, "rb") as file:
             file.seek(0)
+            pickle.load(file)  # what the server has imported
             folder, sys.path[:], job = pickle.load(file)
         os.chdir(folder)
         from gpipe_cli.launch.worker import main
