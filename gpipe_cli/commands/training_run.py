@@ -217,9 +217,12 @@ def run_and_report(
         show.finish("interrupted", "nobody reads the output any more")
         raise
     except OSError as error:  # this process cannot write a file that the run needs
+        gone = None if folder.is_dir() else f"{folder}: {GONE}"
         if not show.started:
+            if gone is not None and isinstance(error, FileNotFoundError):
+                raise FileNotFoundError(gone) from error
             raise
-        show.finish("failed", one_line(error) if folder.is_dir() else f"{folder}: {GONE}")
+        show.finish("failed", gone or one_line(error))
         return FAILED
     if failure is None:
         show.finish("interrupted" if stopped else "completed", None)

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 from plan_runs import traced
-from training_runs import TINY, children, configure, spec_of, until_asked
+from training_runs import TINY, children, configure, libraries_of_the_server, spec_of, until_asked
 
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.launch.supervisor import run_task
-from gpipe_cli.training.engine import WorkerProcess
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
@@ -36,11 +35,6 @@ def test_workers_that_end_as_they_were_asked_to_have_done_their_task() -> None:
     assert not Path("/proc", str(server)).exists()
 
 
-def says_what_it_found(process: WorkerProcess) -> None:
-    """A task that sends which of two libraries the fork server has imported."""
-    process.report({"sklearn.datasets", "transformers"} & sys.modules.keys())
-
-
 def test_a_server_that_runs_imports_what_another_run_needs() -> None:
     """Each worker of a sweep or of a recipe's later run imported the libraries of its model and data by itself."""
     pytest.importorskip("transformers")
@@ -50,6 +44,6 @@ def test_a_server_that_runs_imports_what_another_run_needs() -> None:
     fork_server.kill()
     for config in (digits, hugging_face):
         number, _ = fork_server.start(config)
-        assert run_task(says_what_it_found, spec, 60.0, found.append) is None
+        assert run_task(libraries_of_the_server, spec, 60.0, found.append) is None
     assert fork_server.start()[0] == number, "the same server"
     assert found == [{"sklearn.datasets"}, {"sklearn.datasets", "transformers"}]
