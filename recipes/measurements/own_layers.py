@@ -105,7 +105,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from transformers import LlamaForCausalLM, logging
 
     logging.disable_progress_bar()
-    fork_server.kill()  # one that was started for another model has not imported transformers
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         tiny = peaks_of(llama(64, 4, 64), folder / "tiny")
