@@ -147,11 +147,12 @@ function bestCut(whole, L, K, skips, furthest) {
     for (let j = stash + 1; j <= pop; j++) for (let i = 0; i <= stash; i++) between[j][i] += forward;
     for (let j = pop + 1; j <= L; j++) for (let i = stash + 1; i <= pop; i++) between[j][i] += backward;
   });
+  const bound = furthest === null ? costOfEven(before, between, K) : Infinity; // no part of a best cut costs more
   let least = range(L + 1, (j) => j ? Infinity : 0);
   for (let k = 0; k < K; k++) { // the least maximum
     const longer = range(L + 1, () => Infinity);
     for (let j = k + 1; j <= L - K + k + 1; j++) {
-      for (let i = k; i < j; i++) {
+      for (let i = j - 1; i >= k && before[j] - before[i] <= bound; i--) { // longer parts cost more still
         if (reaches(k, i, j)) longer[j] = Math.min(longer[j], Math.max(least[i], between[j][i]));
       }
     }
@@ -163,11 +164,11 @@ function bestCut(whole, L, K, skips, furthest) {
   for (let k = 0; k < K; k++) {
     const longer = range(L + 1, () => null), begin = range(L + 1, () => 0);
     for (let j = k + 1; j <= L - K + k + 1; j++) {
-      for (let i = k; i < j; i++) {
+      for (let i = j - 1; i >= k && before[j] - before[i] <= most; i--) {
         const cost = between[j][i];
         if (cost > most || squares[i] === null || !reaches(k, i, j)) continue;
         const total = squares[i] + BigInt(cost) ** 2n;
-        if (longer[j] === null || total < longer[j]) [longer[j], begin[j]] = [total, i];
+        if (longer[j] === null || total <= longer[j]) [longer[j], begin[j]] = [total, i]; // of equals the earliest
       }
     }
     squares = longer;
@@ -176,6 +177,19 @@ function bestCut(whole, L, K, skips, furthest) {
   const sizes = [];
   for (let k = K - 1, end = L; k >= 0; end = begins[k--][end]) sizes.unshift(end - begins[k][end]);
   return sizes;
+}
+
+/** The greatest cost of a part if each cut is where the costs before it reach their share. */
+function costOfEven(before, between, K) {
+  const L = before.length - 1;
+  let most = 0, i = 0;
+  for (let k = 1; k <= K; k++) {
+    let j = k < K ? i + 1 : L;
+    while (k < K && j < L - K + k && before[j] * K < before[L] * k) j++;
+    most = Math.max(most, between[j][i]);
+    i = j;
+  }
+  return most;
 }
 
 /** Costs times one common factor, below 2^31 in sum; exact if they are simple enough for that. */
