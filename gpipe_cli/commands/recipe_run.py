@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import IO, Literal
 
@@ -70,8 +70,9 @@ class Machine:
             raise CommandFailedError(result.error)
 
 
-def simulating_recipe(name: str) -> Simulate:
-    """A function that plans the recipe `name` with given settings. It raises InputError as `gpipe plan` does."""
-
-    trees = Trees(read("train", ["-cd", str(FOLDER), "-cn", name]), TRAINING_KEYS)
+@cache
+def simulating_recipe(name: str | None) -> Simulate:
+    """A function that plans the recipe `name` with given settings; None: the defaults of `gpipe train`. It raises
+    InputError as `gpipe plan` does."""
+    trees = Trees(read("train", [] if name is None else ["-cd", str(FOLDER), "-cn", name]), TRAINING_KEYS)
     return simulating(lambda settings: training(trees.tree(settings), {}))

@@ -113,7 +113,7 @@ class LargestModel:
     def train(self, partitions: int, naive: bool, runner: Runner) -> Trained | None:
         """Find the largest model that fits the device at hand, and train it for two steps; None if none fits."""
         name = f"{'Naive' if naive else 'Pipeline'}-{partitions}"
-        cell = self._cell(partitions, naive)
+        cell = self.cell(partitions, naive)
         folder = f"here_{name.lower()}"
         largest = _grown(self.grown, _plan(runner, f"{folder}_largest", *cell, _SOLVED))
         if largest is None:
@@ -127,7 +127,7 @@ class LargestModel:
     def plan(self, at: int, runner: Runner) -> Planned:
         """The plan of the paper's model ``sizes[at]``, without a memory limit if it does not fit."""
         one = self.sizes[at]
-        settings = *one.settings, *self._cell(one.partitions, naive=at == 0)
+        settings = *one.settings, *self.cell(one.partitions, naive=at == 0)
         folder = f"planned_{at + 1}"
         fitting = _plan(runner, folder, *settings)
         plan = fitting or runner.without(_LIMIT).plan(folder, *settings, f"{_LIMIT}=null")
@@ -139,7 +139,7 @@ class LargestModel:
         from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory  # imports torch; listing recipes does not
 
         halves = "schedule=zero_bubble"  # so that the profile includes what the gradients of weights need
-        settings = *self.sizes[0].settings, *self._cell(1, naive=True), halves, f"precision={precision}", more
+        settings = *self.sizes[0].settings, *self.cell(1, naive=True), halves, f"precision={precision}", more
         try:
             found = runner.without(key_of(more)).simulated(*settings)
         except NothingFitsError:
@@ -150,7 +150,7 @@ class LargestModel:
         fused = held.weights - held.gradients
         return Naive(precision, found.samples, stage.activations_bytes + stage.workspace_bytes, fused)
 
-    def _cell(self, partitions: int, naive: bool) -> tuple[str, ...]:
+    def cell(self, partitions: int, naive: bool) -> tuple[str, ...]:
         """The settings in which the rows of the table differ."""
         micro_batches, mode = (1, "never") if naive else (self.micro_batches, "always")
         return f"partitions={partitions}", f"micro_batches={micro_batches}", f"recompute={mode}"

@@ -211,7 +211,7 @@ function addAction(result, plot, span, lane) {
   if (action.kind === "R") attributes.style = `stroke:${colour("F", action.micro_batch, figure.micro_batches)}`;
   const node = addBox(result, plot, attributes, span.start, span.end);
   node.piece = {figure, what: "action", stage: action.stage, span};
-  const texts = lane.stages.length > 1 ? [key, shortName(action)] : [shortName(action)];
+  const texts = [...lane.stages.length > 1 ? [key] : [], shortName(action), action.kind];
   const text = addText(result, plot, texts, span, y + height / 2, `on ${action.kind}`);
   result.bars.set(key, {node, text, span});
   if (figure.marked?.has(key)) node.classList.add("marked");

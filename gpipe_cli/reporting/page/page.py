@@ -7,6 +7,7 @@ Measured steps are drawn beside simulated ones. The page itself simulates, from 
 import base64
 import json
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,36 +23,58 @@ MOST_BARS = 8000  # measured bars of all steps together; more would make a page 
 
 # The order matters: each script uses names that earlier ones define.
 ENGINE = ("schedules.js", "simulator.js", "model.js")
-VIEW = ("words.js", "lanes.js", "explain.js", "navigate.js", "edit.js", "controls.js", "curve.js", "main.js")
+LANES = ("words.js", "lanes.js", "explain.js")
+VIEW = (*LANES, "navigate.js", "edit.js", "controls.js", "curve.js", "challenge.js", "presets.js", "main.js")
 SCRIPTS = ("../theme.js", *ENGINE, *VIEW)
+STYLES = ("../style.css", "page.css", "lanes.css")
 
 
-def write_page(
-    path: Path,
+@cache
+def shared() -> dict[str, Any]:
+    """What the pages of all runs and plans are drawn from: colours, and the bytes held around actions."""
+    return {
+        "colours": {what: [colour(what, n, HUES) for n in range(HUES)] for what in ACTIONS},
+        "holds": {f"{kind} {retain}": around for (kind, retain), around in HOLDS.items()},
+    }
+
+
+def page_values(
     title: str,
     data: Mapping[str, Any],
-    steps: Sequence[StepPicture],
+    steps: Sequence[StepPicture] = (),
     *,
     commands: Sequence[str] = (),
     run: str | None = None,
     contended: float | None = None,
-) -> None:
-    """Writes the page with the newest of `steps`, at most MOST_STEPS with at most MOST_BARS bars. Raises OSError.
+) -> dict[str, Any]:
+    """The values of a page of `simulation_data`, with the newest of `steps`, at most MOST_STEPS with at most MOST_BARS
+    bars; besides them a page needs those of `shared`.
 
     If the newest step alone has too many bars, an image of it is shown. `commands`: the command lines as typed; `run`:
     the run folder; `contended`: the share of time in which other programs used the run's cores, if they slowed it.
     """
-    drawn_from = {
-        "colours": {what: [colour(what, n, HUES) for n in range(HUES)] for what in ACTIONS},
-        "holds": {f"{kind} {retain}": around for (kind, retain), around in HOLDS.items()},
-    }
     about = {"title": title, "commands": commands, "run": run, "contended": contended}
-    values = {**drawn_from, **about, **data, **_measured(steps)}
-    parts = {"data": in_script(values)}
-    parts["css"] = _part("../style.css") + _part("page.css")
-    parts["script"] = "\n".join(_part(name) for name in SCRIPTS)
-    page = _part("page.html").split("{{")
-    write_whole(path, page[0] + "".join(parts[name] + text for name, _, text in (p.partition("}}") for p in page[1:])))
+    return {**about, **data, **_measured(steps)}
+
+
+def write_page(path: Path, title: str, data: Mapping[str, Any], steps: Sequence[StepPicture], **about: Any) -> None:
+    """Writes the page of `page_values` with these arguments. Raises OSError."""
+    write_whole(path, explorer(shared() | page_values(title, data, steps, **about)))
+
+
+def explorer(values: Mapping[str, Any]) -> str:
+    """The page as a document. `values`: `shared()` with `page_values`, or with `presets`, of which each is {name,
+    group, title, note, packed: its page_values as JSON, in gzip and base64}."""
+    return assembled(
+        "page.html", data=in_script(values), css="".join(map(part, STYLES)),
+        script="\n".join(map(part, SCRIPTS)),
+    )  # fmt: skip
+
+
+def assembled(template: str, **parts: str) -> str:
+    """The document `template` of this folder with `parts` in the places of their names: {{css}}."""
+    first, *others = part(template).split("{{")
+    return first + "".join(parts[name] + text for name, _, text in (other.partition("}}") for other in others))
 
 
 def in_script(values: Mapping[str, Any]) -> str:
@@ -59,7 +82,7 @@ def in_script(values: Mapping[str, Any]) -> str:
     return json.dumps(values, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
-def _part(name: str) -> str:
+def part(name: str) -> str:
     return (Path(__file__).parent / name).read_text(encoding="utf-8")
 
 
