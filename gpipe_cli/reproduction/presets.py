@@ -90,6 +90,7 @@ _GPT = Preset(
     ),
 )  # fmt: skip
 _MULTILINGUAL = "multilingual_6b"
+_TEXT = "Transformer", "-", "TPU v3, 16 GB"  # as in AmoebaNet-D (18, 256), but Transformer-13
 
 
 def presets() -> Iterator[Preset]:
@@ -112,11 +113,11 @@ def _largest(recipe: str) -> Iterator[Preset]:
     """The cells of the paper's Table 1: the largest models."""
     experiment = load(recipe).largest_model
     assert experiment is not None
-    model = "AmoebaNet-D" if "amoebanet" in recipe else "Transformer"
+    model, join, device = ("AmoebaNet-D", " ", "TPU v2, 8 GB") if "amoebanet" in recipe else _TEXT
     for at, one in enumerate(experiment.sizes):
         yield Preset(
-            f"{recipe}-{one.name}".replace("_", "-").lower(), f"Table 1: the largest {model}",
-            f"{one.name}: {model} {one.shown}, {one.parameters / 1e9:.3g} billion parameters",
+            f"{recipe}-{one.name}".replace("_", "-").lower(), f"Table 1: the largest {model} on {device} each",
+            f"{one.name}: {model}{join}{one.shown}, {one.parameters / 1e9:.3g} billion parameters",
             (*one.settings, *experiment.cell(one.partitions, naive=at == 0)), recipe,
         )  # fmt: skip
 
@@ -129,6 +130,6 @@ def _speeds(recipe: str) -> Iterator[Preset]:
     for row in model.rows:
         cell = f"partitions={row.partitions}", f"micro_batches={row.micro_batches}"
         yield Preset(
-            f"{recipe}-k{row.partitions}-m{row.micro_batches}".replace("_", "-"), f"Table 2: {model.name}",
+            f"{recipe}-k{row.partitions}-m{row.micro_batches}".replace("_", "-"), f"Table 2: {model.name} on K TPU v{2 if 'amoebanet' in recipe else 3}",
             f"{row.cell}: {model.name}", (*model.settings, *model.figures, *cell), recipe,
         )  # fmt: skip
