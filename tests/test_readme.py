@@ -12,10 +12,14 @@ import yaml
 from training_runs import command
 
 from gpipe_cli.cli import COMMANDS, main
+from gpipe_cli.reporting.plots.moving_timeline import moving_timeline
+from gpipe_cli.reporting.site.site import MOVING
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-RECIPES = (ROOT / "recipes" / "README.md").read_text(encoding="utf-8")
+PAGES = {
+    page: page.read_text(encoding="utf-8") for page in (ROOT / "README.md", *sorted((ROOT / "recipes").rglob("*.md")))
+}
+README, ALL = PAGES[ROOT / "README.md"], "".join(PAGES.values())
 # One command of each kind, with what makes it short.
 SMALL = ["model.normal_cells=3", "model.filters=4", "hardware=cpu", "data_workers=0", "threads=1"]
 FIRST = {
@@ -42,6 +46,7 @@ RUNS = {
         *SMALL, "partitions=2", "gpus_per_node=1",
     ],
     "gpipe reproduce": [],
+    "gpipe site public presets=digits": [],
 }  # fmt: skip
 SWEEP = {  # in this order
     "gpipe train -m partitions=1,2 micro_batches=4,16 max_steps=20": [
@@ -54,13 +59,13 @@ TRIED = FIRST | RUNS | SWEEP
 
 
 def blocks(kind: str) -> list[str]:
-    """The code blocks of a kind, of both files."""
-    return re.findall(rf"^```{kind}\n(.*?)^```$", README + RECIPES, re.MULTILINE | re.DOTALL)
+    """The code blocks of a kind, of all pages, the README's first."""
+    return re.findall(rf"^```{kind}\n(.*?)^```$", ALL, re.MULTILINE | re.DOTALL)
 
 
 def commands() -> list[str]:
     """Every line that begins `gpipe` or `torchrun ... -m gpipe_cli`, in blocks and in the text, without its comment."""
-    text = re.sub(r"^```.*?^```$", "", README + RECIPES, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^```.*?^```$", "", ALL, flags=re.MULTILINE | re.DOTALL)
     blocks_of_lines = [re.sub(r" *\\\n *", " ", block).splitlines() for block in blocks("bash")]
     lines = [line for block in blocks_of_lines for line in block] + re.findall(r"`([^`\n]+)`", text)
     found = [re.sub(r"^torchrun .*-m gpipe_cli\b", "gpipe", line.partition("  #")[0].strip()) for line in lines]
@@ -75,7 +80,7 @@ def refusals() -> list[tuple[str, str]]:
 
 def composed() -> list[str]:
     """The commands that Hydra composes. The others only run."""
-    only_run = ("compare", "diff", "list", "help", "reproduce")
+    only_run = ("compare", "diff", "list", "help", "reproduce", "site")
     return [line for line in commands() if line.split()[1] not in only_run and "my_sweep" not in line]
 
 
@@ -108,7 +113,7 @@ def run(line: str, settings: list[str]) -> int:
 
 
 def test_the_readme_has_what_is_tested_here() -> None:
-    assert len(README.splitlines()) <= 300
+    assert len(README.splitlines()) <= 220
     assert len(refusals()) >= 3
     assert TRIED.keys() <= {*commands()}
     assert {line.split()[1] for line in TRIED} == COMMANDS.keys()
@@ -185,14 +190,18 @@ def test_refusals_are_the_real_ones(line: str, answer: str, capsys: pytest.Captu
     assert (captured.out, captured.err) == ("", f"{answer}\n")
 
 
-@pytest.mark.parametrize(("text", "folder"), [(README, ROOT), (RECIPES, ROOT / "recipes")], ids=["README", "recipes"])
-def test_links_lead_somewhere(text: str, folder: Path) -> None:
-    links = re.findall(r"\]\(([^)#]+)[)#]", text)
-    assert [link for link in links if "://" not in link and not (folder / link).exists()] == []
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#]+)[)#]", PAGES[page])
+    assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == []
+
+
+def test_the_moving_picture_is_the_programs() -> None:
+    assert (ROOT / "recipes" / "pictures" / MOVING).read_text(encoding="utf-8") == moving_timeline()
 
 
 def test_versions_are_those_of_the_package() -> None:
-    assert not re.search(r"/(home|root|work|tmp)/", README + RECIPES)
+    assert not re.search(r"/(home|root|work|tmp)/", ALL)
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert 'requires-python = ">=3.11,<3.14"' in project
     assert "Python 3.11, 3.12 or 3.13" in README

@@ -30,9 +30,16 @@ def planned(preset: Preset) -> SitePreset:
         )
     data = simulation_data(found.config, found.profile, found.plan)
     goals = {name: value for name, value in asdict(preset.challenge).items() if value is not None}
+    answer = goals.pop("answer")
     facts = _facts(found)
     return SitePreset(
-        preset.name, preset.group, preset.title, note, facts, preset.command, {**data, "challenge": goals}
+        preset.name,
+        preset.group,
+        preset.title,
+        note,
+        facts,
+        preset.command,
+        {**data, "challenge": goals, "answer": answer},
     )
 
 

@@ -15,10 +15,11 @@ from gpipe_cli.reproduction.recipe import load
 class Challenge:
     """A goal for whoever explores a preset. What is None is not asked for."""
 
+    answer: str  # controls that reach it, as words of the explorer's address
     faster: float | None = None  # how many times as fast as the preset's own setting
     idle: float | None = None  # share of a step that devices may be idle, 0 to 1
     gib: float | None = None  # memory that no device may exceed
-    devices: int | None = None  # devices that may be used
+    devices: int | None = None  # devices that have to be used: one alone is never idle
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,27 +46,31 @@ class Preset:
 
 # Of each preset, by its name. A test finds a setting that meets each of them.
 CHALLENGES = {
-    "digits": Challenge(faster=1.25, devices=4),
-    "gpt-7b": Challenge(idle=0.1, gib=40, devices=8),
-    "multilingual-6b": Challenge(gib=12, devices=16),
-    "table1-amoebanet-naive-1": Challenge(gib=8, devices=1),
-    "table1-amoebanet-pipeline-1": Challenge(faster=1.3, gib=8, devices=1),
-    "table1-amoebanet-pipeline-2": Challenge(faster=1.4, gib=8, devices=2),
-    "table1-amoebanet-pipeline-4": Challenge(faster=1.2, gib=8, devices=4),
-    "table1-amoebanet-pipeline-8": Challenge(faster=1.2, gib=8, devices=8),
-    "table1-transformer-naive-1": Challenge(gib=16, devices=1),
-    "table1-transformer-pipeline-1": Challenge(gib=16, devices=2),
-    "table1-transformer-pipeline-8": Challenge(gib=16, devices=8),
-    "table1-transformer-pipeline-32": Challenge(idle=0.2, gib=32, devices=16),
-    "table1-transformer-pipeline-128": Challenge(idle=0.2, gib=48, devices=32),
-    "table2-amoebanet-k2-m1": Challenge(idle=0.1, gib=8, devices=2),
-    "table2-amoebanet-k2-m4": Challenge(idle=0.1, gib=8, devices=2),
-    "table2-amoebanet-k2-m32": Challenge(idle=0.05, gib=4, devices=2),
-    "table2-amoebanet-k4-m1": Challenge(idle=0.1, gib=8, devices=4),
-    "table2-amoebanet-k4-m4": Challenge(idle=0.1, gib=4, devices=4),
-    "table2-amoebanet-k4-m32": Challenge(faster=1.4, gib=8, devices=4),
-    "table2-amoebanet-k8-m1": Challenge(idle=0.15, gib=8, devices=8),
-    "table2-amoebanet-k8-m4": Challenge(faster=2.5, gib=8, devices=8),
+    "digits": Challenge("schedule=zero_bubble", faster=1.25, devices=4),
+    "gpt-7b": Challenge("M=64&schedule=1f1b&recompute=except_last", idle=0.1, gib=40, devices=8),
+    "multilingual-6b": Challenge("schedule=1f1b", gib=12, devices=16),
+    "table1-amoebanet-naive-1": Challenge("M=64&recompute=except_last", gib=8, devices=1),
+    "table1-amoebanet-pipeline-1": Challenge("schedule=1f1b&recompute=never", faster=1.3, gib=8, devices=1),
+    "table1-amoebanet-pipeline-2": Challenge("schedule=1f1b&recompute=never", faster=1.4, gib=8, devices=2),
+    "table1-amoebanet-pipeline-4": Challenge("schedule=1f1b&recompute=never", faster=1.2, gib=8, devices=4),
+    "table1-amoebanet-pipeline-8": Challenge("M=64&schedule=1f1b&recompute=never", faster=1.2, gib=8, devices=8),
+    "table1-transformer-naive-1": Challenge("M=32&recompute=except_last", gib=16, devices=1),
+    "table1-transformer-pipeline-1": Challenge("K=2", gib=16, devices=2),
+    "table1-transformer-pipeline-8": Challenge("K=16&schedule=interleaved&stages=2", gib=16, devices=8),
+    "table1-transformer-pipeline-32": Challenge("schedule=interleaved&stages=2", idle=0.2, gib=32, devices=16),
+    "table1-transformer-pipeline-128": Challenge("schedule=interleaved&stages=4", idle=0.2, gib=48, devices=32),
+    "table2-amoebanet-k2-m1": Challenge("M=32", idle=0.1, gib=8, devices=2),
+    "table2-amoebanet-k2-m4": Challenge("M=64&schedule=1f1b&recompute=never", idle=0.1, gib=8, devices=2),
+    "table2-amoebanet-k2-m32": Challenge("K=4&schedule=interleaved&stages=2", idle=0.05, gib=4, devices=2),
+    "table2-amoebanet-k4-m1": Challenge("K=8&M=28&schedule=zbv&stages=2", idle=0.1, gib=8, devices=4),
+    "table2-amoebanet-k4-m4": Challenge(
+        "K=8&M=64&schedule=interleaved&recompute=except_last&stages=2", idle=0.1, gib=4, devices=4
+    ),
+    "table2-amoebanet-k4-m32": Challenge("M=24&schedule=1f1b&recompute=never", faster=1.4, gib=8, devices=4),
+    "table2-amoebanet-k8-m1": Challenge("K=16&M=48&schedule=zbv&stages=2", idle=0.15, gib=8, devices=8),
+    "table2-amoebanet-k8-m4": Challenge(
+        "K=16&M=28&schedule=interleaved&recompute=never&stages=2", faster=2.5, gib=8, devices=8
+    ),
     "table2-amoebanet-k8-m32": Challenge(faster=1.5, gib=4, devices=8),
     "table2-transformer-k2-m1": Challenge(faster=1.4, gib=16, devices=2),
     "table2-transformer-k2-m4": Challenge(idle=0.05, gib=16, devices=2),

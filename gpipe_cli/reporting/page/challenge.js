@@ -6,8 +6,8 @@ const GOALS = { // of each: what is asked for in words, what the step has, wheth
     -idleShare(figure), -wanted, value => percent(-value)],
   gib: (wanted, figure) => [`at most ${decimal(wanted)} GiB on each device`,
     -fullestPeak(figure), -wanted * 2 ** 30, value => size(-value)],
-  devices: (wanted, figure) => [`at most ${wanted} device${wanted > 1 ? "s" : ""}`,
-    -figure.ofDevice.size, -wanted, value => String(-value)],
+  devices: (wanted, figure) => [`on ${wanted} device${wanted > 1 ? "s" : ""}`,
+    -Math.abs(figure.ofDevice.size - wanted), 0, () => String(figure.ofDevice.size)],
 };
 
 function showChallenge() {
@@ -24,6 +24,10 @@ function showChallenge() {
     line.className = met ? "met" : "unmet";
     line.textContent = `${met ? "\u2713" : "\u2717"} ${text}: now ${cannot && state.stale ? "nothing" : shown(value)}`;
     all &&= met;
+  }
+  if (data.answer) {
+    field("answer").href = `#preset=${data.preset.name}&${data.answer}`;
+    field("answer").textContent = data.answer.replaceAll("&", ", ").replaceAll("=", " = ");
   }
   const text = all ? "\u2713 met" : "";
   if (field("challenge-met").textContent !== text) field("challenge-met").textContent = text;

@@ -428,9 +428,8 @@ function showShares() {
   if (changes().length) columns.push([`${ownName()}, simulated`, state.ownFigure]);
   table.replaceChildren();
   const head = table.createTHead().insertRow(), body = table.createTBody();
-  for (const name of ["", ...columns.map(column => column[0])]) {
-    head.appendChild(document.createElement("th")).textContent = name;
-  }
+  head.insertCell();
+  for (const [name] of columns) head.appendChild(document.createElement("th")).textContent = name;
   const row = (name, cell, part) => {
     const line = body.insertRow();
     if (part) line.className = "part";

@@ -64,7 +64,9 @@ def _step(partitions: int, micro_batches: int, top: int) -> Iterator[str]:
             x, width = LEFT + start * SECOND, (end - start) * SECOND
             kind, fill = action.kind.value, colour(action.kind.value, action.micro_batch, micro_batches)
             yield f'<rect x="{x:.1f}" y="{y}" width="{width - 0.7:.1f}" height="{BAR}" fill="{fill}"/>'
-            yield f'<text class="on {kind}" x="{x + width / 2:.1f}" y="{middle}">{kind}{action.micro_batch}</text>'
+            name = f"{kind}{action.micro_batch}" if width >= 20 else kind
+            if width >= 10:
+                yield f'<text class="on {kind}" x="{x + width / 2:.1f}" y="{middle}">{name}</text>'
 
 
 def _timeline(partitions: int, micro_batches: int) -> Timeline:
@@ -78,12 +80,12 @@ def _end(timeline: Timeline) -> float:
 
 
 def _words(partitions: int, micro_batches: int) -> str:
-    """`four devices, 8 micro-batches: 4.1 s, idle 27.3 %`."""
+    """`cut into 4 stages and 8 micro-batches: 4.1 s, idle 27.3 %`."""
     timeline = _timeline(partitions, micro_batches)
     seconds = _end(timeline)
     idle = 1 - breakdown(timeline, micro_batches, seconds).compute
-    where = "one device" if partitions == 1 else f"cut in {plural(partitions, 'stage')}"
-    pieces = f", {plural(micro_batches, 'micro-batch')}" if micro_batches > 1 else ""
+    where = "one device" if partitions == 1 else f"cut into {plural(partitions, 'stage')}"
+    pieces = f" and {plural(micro_batches, 'micro-batch')}" if micro_batches > 1 else ""
     return f"{where}{pieces}: {seconds:.1f} s, {'never idle' if partitions == 1 else f'idle {percent(idle)}'}"
 
 
