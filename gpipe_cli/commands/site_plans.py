@@ -30,7 +30,7 @@ def planned(preset: Preset) -> SitePreset:
         )
     data = simulation_data(found.config, found.profile, found.plan)
     goals = {name: value for name, value in asdict(preset.challenge).items() if value is not None}
-    answer = goals.pop("answer")
+    explored = {**data, "answer": goals.pop("answer"), "challenge": goals}
     facts = _facts(found)
     return SitePreset(
         preset.name,

@@ -64,23 +64,39 @@ CHALLENGES = {
     "table2-amoebanet-k2-m32": Challenge("K=4&schedule=interleaved&stages=2", idle=0.05, gib=4, devices=2),
     "table2-amoebanet-k4-m1": Challenge("K=8&M=28&schedule=zbv&stages=2", idle=0.1, gib=8, devices=4),
     "table2-amoebanet-k4-m4": Challenge(
-        "K=8&M=64&schedule=interleaved&recompute=except_last&stages=2", idle=0.1, gib=4, devices=4
+        "K=8&M=64&schedule=interleaved&recompute=except_last&stages=2",
+        "K=8&M=64&schedule=interleaved&recompute=except_last&stages=2",
+        idle=0.1,
+        gib=4,
+        devices=4,
     ),
     "table2-amoebanet-k4-m32": Challenge("M=24&schedule=1f1b&recompute=never", faster=1.4, gib=8, devices=4),
     "table2-amoebanet-k8-m1": Challenge("K=16&M=48&schedule=zbv&stages=2", idle=0.15, gib=8, devices=8),
     "table2-amoebanet-k8-m4": Challenge(
-        "K=16&M=28&schedule=interleaved&recompute=never&stages=2", faster=2.5, gib=8, devices=8
+        "K=16&M=28&schedule=interleaved&recompute=never&stages=2",
+        "K=16&M=28&schedule=interleaved&recompute=never&stages=2",
+        faster=2.5,
+        gib=8,
+        devices=8,
     ),
-    "table2-amoebanet-k8-m32": Challenge(faster=1.5, gib=4, devices=8),
-    "table2-transformer-k2-m1": Challenge(faster=1.4, gib=16, devices=2),
-    "table2-transformer-k2-m4": Challenge(idle=0.05, gib=16, devices=2),
-    "table2-transformer-k2-m32": Challenge(faster=1.1, gib=16, devices=2),
-    "table2-transformer-k4-m1": Challenge(faster=2, gib=16, devices=4),
-    "table2-transformer-k4-m4": Challenge(idle=0.1, gib=16, devices=4),
-    "table2-transformer-k4-m32": Challenge(idle=0.1, gib=8, devices=4),
-    "table2-transformer-k8-m1": Challenge(faster=4, gib=16, devices=8),
-    "table2-transformer-k8-m4": Challenge(idle=0.1, gib=16, devices=8),
-    "table2-transformer-k8-m32": Challenge(idle=0.1, gib=10, devices=8),
+    "table2-amoebanet-k8-m32": Challenge(
+        "K=16&schedule=interleaved&recompute=never&stages=2", faster=1.5, gib=4, devices=8
+    ),
+    "table2-transformer-k2-m1": Challenge("schedule=zero_bubble&recompute=never", faster=1.4, gib=16, devices=2),
+    "table2-transformer-k2-m4": Challenge(
+        "K=4&schedule=zbv&recompute=except_last&stages=2", idle=0.05, gib=16, devices=2
+    ),
+    "table2-transformer-k2-m32": Challenge("K=4&M=12&schedule=interleaved&stages=2", faster=1.1, gib=16, devices=2),
+    "table2-transformer-k4-m1": Challenge("M=4&recompute=never", faster=2, gib=16, devices=4),
+    "table2-transformer-k4-m4": Challenge(
+        "M=16&schedule=zero_bubble&recompute=except_last", idle=0.1, gib=16, devices=4
+    ),
+    "table2-transformer-k4-m32": Challenge("K=8&M=64&schedule=interleaved&stages=2", idle=0.1, gib=8, devices=4),
+    "table2-transformer-k8-m1": Challenge("M=8&schedule=zero_bubble&recompute=never", faster=4, gib=16, devices=8),
+    "table2-transformer-k8-m4": Challenge(
+        "M=32&schedule=zero_bubble&recompute=except_last", idle=0.1, gib=16, devices=8
+    ),
+    "table2-transformer-k8-m32": Challenge("M=64&schedule=1f1b&recompute=except_last", idle=0.1, gib=10, devices=8),
 }
 _DIGITS = Preset(
     "digits", "To begin with", "Digits: a small AmoebaNet-D on four CPU cores",
@@ -132,9 +148,10 @@ def _speeds(recipe: str) -> Iterator[Preset]:
     experiment = load(recipe).throughput
     assert experiment is not None
     (model,) = experiment.models
+    group = f"Table 2: {model.name} on K TPU {'v2' if 'amoebanet' in recipe else 'v3'}"
     for row in model.rows:
         cell = f"partitions={row.partitions}", f"micro_batches={row.micro_batches}"
         yield Preset(
-            f"{recipe}-k{row.partitions}-m{row.micro_batches}".replace("_", "-"), f"Table 2: {model.name} on K TPU v{2 if 'amoebanet' in recipe else 3}",
+            f"{recipe}-k{row.partitions}-m{row.micro_batches}".replace("_", "-"), group,
             f"{row.cell}: {model.name}", (*model.settings, *model.figures, *cell), recipe,
         )  # fmt: skip
