@@ -31,16 +31,7 @@ def planned(preset: Preset) -> SitePreset:
     data = simulation_data(found.config, found.profile, found.plan)
     goals = {name: value for name, value in asdict(preset.challenge).items() if value is not None}
     explored = {**data, "answer": goals.pop("answer"), "challenge": goals}
-    facts = _facts(found)
-    return SitePreset(
-        preset.name,
-        preset.group,
-        preset.title,
-        note,
-        facts,
-        preset.command,
-        {**data, "challenge": goals, "answer": answer},
-    )
+    return SitePreset(preset.name, preset.group, preset.title, note, _facts(found), preset.command, explored)
 
 
 def _facts(found: Simulated) -> str:

@@ -64,20 +64,12 @@ CHALLENGES = {
     "table2-amoebanet-k2-m32": Challenge("K=4&schedule=interleaved&stages=2", idle=0.05, gib=4, devices=2),
     "table2-amoebanet-k4-m1": Challenge("K=8&M=28&schedule=zbv&stages=2", idle=0.1, gib=8, devices=4),
     "table2-amoebanet-k4-m4": Challenge(
-        "K=8&M=64&schedule=interleaved&recompute=except_last&stages=2",
-        "K=8&M=64&schedule=interleaved&recompute=except_last&stages=2",
-        idle=0.1,
-        gib=4,
-        devices=4,
+        "K=8&M=20&schedule=zbv&recompute=except_last&stages=2", idle=0.1, gib=4, devices=4
     ),
     "table2-amoebanet-k4-m32": Challenge("M=24&schedule=1f1b&recompute=never", faster=1.4, gib=8, devices=4),
     "table2-amoebanet-k8-m1": Challenge("K=16&M=48&schedule=zbv&stages=2", idle=0.15, gib=8, devices=8),
     "table2-amoebanet-k8-m4": Challenge(
-        "K=16&M=28&schedule=interleaved&recompute=never&stages=2",
-        "K=16&M=28&schedule=interleaved&recompute=never&stages=2",
-        faster=2.5,
-        gib=8,
-        devices=8,
+        "K=16&M=20&schedule=zbv&recompute=never&stages=2", faster=2.5, gib=8, devices=8
     ),
     "table2-amoebanet-k8-m32": Challenge(
         "K=16&schedule=interleaved&recompute=never&stages=2", faster=1.5, gib=4, devices=8
