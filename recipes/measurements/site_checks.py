@@ -72,11 +72,11 @@ def keys(page: Page, address: str) -> Iterator[Row]:
     """Each press of the right arrow draws another scene, up to the last one."""
     page.emulate_media(reduced_motion="reduce")  # at once
     page.goto(address)
-    seen = [page.locator("#lanes .about").first.inner_text()]
+    seen = [page.locator("#lanes .about").first.text_content()]
     for _ in range(page.locator(".beat").count() - 1):
         page.keyboard.press("ArrowRight")
         page.wait_for_function("seen => document.querySelector('#lanes .about').textContent !== seen", arg=seen[-1])
-        seen.append(page.locator("#lanes .about").first.inner_text())
+        seen.append(page.locator("#lanes .about").first.text_content())
     yield FRONT, "keys", plural(len(seen), "picture"), len(seen) == page.locator(".beat").count()
     page.emulate_media(reduced_motion="no-preference")
 
@@ -91,9 +91,10 @@ def frames(page: Page, address: str) -> Iterator[Row]:
 
 def challenges(page: Page, address: str) -> Iterator[Row]:
     page.goto(address)
-    for name in page.locator("#preset option").evaluate_all("all => all.map(one => one.value)"):
-        page.goto(f"{address}#preset={name}")
-        page.reload()
+    choice = page.locator("#preset")
+    for name, title in choice.locator("option").evaluate_all("all => all.map(one => [one.value, one.text])"):
+        choice.select_option(name)
+        page.wait_for_function("title => document.title.startsWith(title)", arg=title)  # it opens the page anew
         met = page.locator("#challenge-met")
         before = met.inner_text()
         page.locator("#challenge summary").click()

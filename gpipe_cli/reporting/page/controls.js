@@ -41,17 +41,19 @@ function setControls(controls) {
   update();
 }
 
-// A slider sends many values while it is dragged: to undo them is one step.
+// A slider sends many values while it is dragged: to undo them is one step, and the address, which takes a browser
+// milliseconds, is written when it is let go.
 function onField(id, read) {
-  let sliding = false;
   field(id).addEventListener("input", event => {
     const value = read(event.target.type === "checkbox" ? event.target.checked : event.target.value);
     if (value === state.controls[id] && !(id === "schedule" && state.controls.rows)) return;
-    change({[id]: value}, sliding);
-    sliding = event.target.type === "range";
+    const again = state.sliding;
+    state.sliding = event.target.type === "range";
+    change({[id]: value}, again);
   });
   field(id).addEventListener("change", () => {
-    sliding = false;
+    state.sliding = false;
+    writeAddress();
     live.textContent = explained.textContent;
   });
 }

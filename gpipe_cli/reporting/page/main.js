@@ -12,6 +12,7 @@ const state = {
   recorded: 0, // number of the measured step that is shown
   pointed: null, // what the pointer or the focus is on
   time: null, playing: false, dragging: false, // of the play head and the pointer
+  sliding: false, // a slider is being dragged
   critical: false, memory: true, one: true, // what is shown beside the lanes
   move: null, // the cut with the best layer moved
 };
@@ -105,7 +106,7 @@ function update() {
   if (!state.pointed) explained.textContent = state.stale ? "" : changed.length ? changeInWords() : HINT;
   field("changed").textContent = changed.length ? `Changed: ${changed.join("; ")}.`
     : `This is the ${owner()}'s own setting.`;
-  writeAddress();
+  if (!state.sliding) writeAddress();
   if (view.fitted) fit();
   layOut();
 }

@@ -33,7 +33,8 @@ text{{font:13px system-ui,sans-serif;fill:#25262c;dominant-baseline:central}}
 
 def moving_timeline() -> str:
     """The picture as an SVG document, which needs no script. It stands still for who prefers that."""
-    shapes, top = [], 0
+    shapes: list[str] = []
+    top = 0
     for partitions, micro_batches in STEPS:
         shapes += _step(partitions, micro_batches, top)
         top += TITLE + partitions * (BAR + GAP) + 8
