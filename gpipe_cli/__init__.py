@@ -85,7 +85,7 @@ def show(folder: str | PathLike[str], *, height: int = 600, whole: bool = False)
         show("outputs/my_run")
 
     Args:
-        folder: a folder with a pipeline.html: of `gpipe train`, `gpipe bench` or `gpipe plan`.
+        folder: of `gpipe train`, `gpipe bench` or `gpipe plan`, with a pipeline.html; or that file.
         height: of the frame, in pixels.
         whole: the whole page, with the controls that simulate other settings; False: its numbers and timelines.
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from commands import gpipe, plan
+from commands import gpipe, new, plan
 
 from gpipe_cli.pipeline.schedule.breakdown import breakdown
 from gpipe_cli.pipeline.schedule.dependencies import ScheduleError, clock, grid
@@ -127,11 +127,11 @@ def _one_f_one_b(answer: str) -> str | None:
             return f"stage {stage} keeps {found} micro-batches at once; 1F1B returns one before it takes more"
     if _ticks(schedule) > _ticks(known):
         return f"it takes {_ticks(schedule)} ticks and could take fewer: a stage waits although it has work"
-    with TemporaryDirectory() as folder:
-        file = Path(folder, "answer.csv")
-        file.write_text(answer)
-        settings = "model=custom model.target=models:mlp hardware=cpu threads=1 executor=in_process"
-        different = gpipe(f"check schedule={file} {settings} run_folder={Path(folder, 'check')}")
+    file = Path("outputs", "exercise_2a.csv")
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(answer)
+    settings = "model=custom model.target=models:mlp hardware=cpu threads=1 executor=in_process"
+    different = gpipe(f"check schedule={file} {settings} run_folder={new('2a_check')}")
     return "gpipe check finds other gradients" if different else None
 
 
@@ -155,7 +155,9 @@ def _mended(answer: str, broken: str) -> str | None:
     _graded(schedule)
 
     def rows(text: str) -> list[list[str]]:
-        return [[cell.strip() for cell in line.split(",") if cell.strip()] for line in text.split()]
+        return [
+            [cell.strip() for cell in line.split(",") if cell.strip()] for line in text.splitlines() if line.strip()
+        ]
 
     changed = [k for k, (ours, theirs) in enumerate(zip(rows(answer), rows(broken), strict=True)) if ours != theirs]
     return f"rows {changed} were changed; one is enough" if len(changed) != 1 else None
@@ -178,9 +180,10 @@ def _kept_bytes(answer: Callable[[int, int, int], int], recompute: str) -> str |
 
 
 def _fastest(answer: str, settings: str, limit: int) -> str | None:
+    _given(answer)
     plans = {mode: plan(f"{settings} recompute={mode}") for mode in ("never", "always", "except_last")}
     fits = {mode: max(stage["memory"]["total_bytes"] for stage in it["stages"]) <= limit for mode, it in plans.items()}
-    if _given(answer) not in plans:
+    if answer not in plans:
         return f"choose one of {', '.join(plans)}"
     if not fits[answer]:
         return "its fullest stage does not fit"

@@ -14,8 +14,8 @@ from rich.console import Console
 
 from gpipe_cli.cli import main
 
-# In a notebook rich makes each line an output of its own; a command should look as it does in a shell.
-Console.__init__ = partialmethod(Console.__init__, force_jupyter=False)  # type: ignore[assignment, method-assign]
+# In a notebook rich makes each line an output of its own, and draws spinners; a command should print as into a file.
+Console.__init__ = partialmethod(Console.__init__, force_jupyter=False, force_terminal=False)  # type: ignore[assignment, method-assign]
 os.environ.setdefault("COLUMNS", "110")
 
 
@@ -29,12 +29,27 @@ def plan(line: str) -> Any:
 
     Raises ValueError with the command's message if it cannot be planned.
     """
+    return json.loads(_quietly("plan", *shlex.split(line), "format=json"))
+
+
+def bench(name: str, line: str) -> Path:
+    """Measures as `gpipe bench LINE` does, without its output, into outputs/NAME; returns that folder.
+
+    Raises ValueError with the command's message if it cannot be measured.
+    """
+    folder = new(name)
+    _quietly("bench", *shlex.split(line), f"run_folder={folder}")
+    return folder
+
+
+def _quietly(*arguments: str) -> str:
+    """What a command prints. Raises ValueError with its message if it fails."""
     out, errors = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
-        code = main(["plan", *shlex.split(line), "format=json"])
+        code = main([*arguments])
     if code:
         raise ValueError(errors.getvalue().strip())
-    return json.loads(out.getvalue())
+    return out.getvalue()
 
 
 def new(name: str) -> Path:

@@ -87,6 +87,8 @@ def test_a_frame_holds_the_page_as_it_is(planned: Path) -> None:
     frame = gpipe_cli.show(planned, whole=True, height=321)._repr_html_()
     assert re.fullmatch(r'<iframe srcdoc="[^"]*" height="321" [^<>]*></iframe>', frame)
     assert html.unescape(frame.split('"')[1]) == source
+    assert gpipe_cli.show(planned / "pipeline.html", whole=True, height=321)._repr_html_() == frame
+    assert len(repr(gpipe_cli.show(planned))) < 100  # a notebook saves it beside the frame
 
 
 class TestInABrowser:

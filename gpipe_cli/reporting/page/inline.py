@@ -1,7 +1,7 @@
 """pipeline.html inside a notebook: an object that Jupyter displays, of text alone, so that no IPython is needed."""
 
 import html
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from gpipe_cli.errors import InputError
@@ -23,7 +23,7 @@ body{margin:0!important;padding:0 4px!important}
 class InlinePage:
     """A page in a frame of its own: its styles and scripts do not meet those of the notebook."""
 
-    source: str  # HTML of a whole document
+    source: str = field(repr=False)  # HTML of a whole document; Jupyter saves the repr, too
     height: int  # pixels
 
     def _repr_html_(self) -> str:
@@ -33,14 +33,14 @@ class InlinePage:
 
 def inline_page(folder: Path, height: int, whole: bool) -> InlinePage:
     """The implementation of `gpipe_cli.show`, which documents the arguments and errors."""
-    path = folder / PAGE
-    if not folder.is_dir():
+    path = folder if folder.name == PAGE else folder / PAGE
+    if not path.parent.is_dir():
         raise InputError(f"{folder}: there is no such folder; give that of a run or a plan, such as outputs/my_run")
     try:
         source = read_text(path)
     except FileNotFoundError:
         why = "a run writes it when an epoch ends, gpipe plan always"
-        raise InputError(f"{folder}: has no {PAGE} ({why}); give the folder of such a run or plan") from None
+        raise InputError(f"{path.parent}: has no {PAGE} ({why}); give the folder of such a run or plan") from None
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror}); mend that, or run into a new folder") from error
     if not whole:
