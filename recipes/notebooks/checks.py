@@ -2,11 +2,13 @@
 
 import shlex
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from commands import gpipe, new, plan
+from commands import gpipe, new
+from commands import plan as plan_now
 
 from gpipe_cli.pipeline.schedule.breakdown import breakdown
 from gpipe_cli.pipeline.schedule.dependencies import ScheduleError, clock, grid
@@ -18,6 +20,8 @@ from gpipe_cli.pipeline.schedule.simulator import StageCost, simulate
 from gpipe_cli.pipeline.schedule.timeline import Timeline
 from gpipe_cli.reproduction.recipe import load
 from gpipe_cli.reproduction.throughput import Throughput
+
+plan = lru_cache(plan_now)  # an answer may be checked often; no plan here reads a file that the reader changes
 
 SIZES = ((1, 1), (1, 4), (2, 1), (2, 3), (3, 2), (4, 4), (4, 8), (5, 3))  # K, M
 
