@@ -134,7 +134,7 @@ def _one_f_one_b(answer: str) -> str | None:
     file = Path("outputs", "exercise_2a.csv")
     file.parent.mkdir(exist_ok=True)
     file.write_text(answer)
-    settings = "model=custom model.target=models:mlp hardware=cpu threads=1 executor=in_process"
+    settings = "model=custom model.target=models:mlp device=cpu hardware=cpu threads=1 executor=in_process"
     different = gpipe(f"check schedule={file} {settings} run_folder={new('2a_check')}")
     return "gpipe check finds other gradients" if different else None
 
@@ -169,7 +169,9 @@ def _mended(answer: str, broken: str) -> str | None:
 
 # --- 3: memory
 
-_MIDDLE = "partitions=3 partition.balance=[4,4,2] model=custom model.target=models:mlp hardware=cpu threads=1"
+_MIDDLE = (
+    "partitions=3 partition.balance=[4,4,2] model=custom model.target=models:mlp device=cpu hardware=cpu threads=1"
+)
 
 
 def _kept_bytes(answer: Callable[[int, int, int], int], recompute: str) -> str | None:
