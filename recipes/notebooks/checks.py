@@ -23,6 +23,7 @@ from gpipe_cli.reproduction.throughput import Throughput
 
 plan = lru_cache(plan_now)  # an answer may be checked often; no plan here reads a file that the reader changes
 
+_HERE = "model=custom model.target=models:mlp device=cpu hardware=cpu threads=1"
 SIZES = ((1, 1), (1, 4), (2, 1), (2, 3), (3, 2), (4, 4), (4, 8), (5, 3))  # K, M
 
 
@@ -134,8 +135,7 @@ def _one_f_one_b(answer: str) -> str | None:
     file = Path("outputs", "exercise_2a.csv")
     file.parent.mkdir(exist_ok=True)
     file.write_text(answer)
-    settings = "model=custom model.target=models:mlp device=cpu hardware=cpu threads=1 executor=in_process"
-    different = gpipe(f"check schedule={file} {settings} run_folder={new('2a_check')}")
+    different = gpipe(f"check schedule={file} {_HERE} executor=in_process run_folder={new('2a_check')}")
     return "gpipe check finds other gradients" if different else None
 
 
@@ -169,9 +169,7 @@ def _mended(answer: str, broken: str) -> str | None:
 
 # --- 3: memory
 
-_MIDDLE = (
-    "partitions=3 partition.balance=[4,4,2] model=custom model.target=models:mlp device=cpu hardware=cpu threads=1"
-)
+_MIDDLE = f"{_HERE} partitions=3 partition.balance=[4,4,2]"
 
 
 def _kept_bytes(answer: Callable[[int, int, int], int], recompute: str) -> str | None:
