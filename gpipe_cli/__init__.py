@@ -1,17 +1,20 @@
 """GPipe (Huang et al., 2019): micro-batch pipeline parallelism, as a training application for the command line.
 
-From Python, `load` returns the trained model of a run, and `Pipeline` trains layers in a loop of one's own.
+From Python, `load` returns the trained model of a run, `result` its numbers, `show` its timelines in a notebook, and
+`Pipeline` trains layers in a loop of one's own.
 """
 
 from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:  # importing torch takes seconds, and `gpipe --help` does not need it
     from torch import nn
 
     from gpipe_cli.library.pipeline import Pipeline
+    from gpipe_cli.reporting.page.inline import InlinePage
 
-__all__ = ["Pipeline", "load"]
+__all__ = ["Pipeline", "load", "result", "show"]
 
 
 def __getattr__(name: str) -> Any:
@@ -52,3 +55,43 @@ def load(
     from gpipe_cli.training.checkpoint.whole_model import load_run
 
     return load_run(str(run_folder), averaged, checkpoint)
+
+
+def result(run_folder: str | PathLike[str]) -> dict[str, str | int | float | None]:
+    """The numbers and settings of a run as one flat dict: a row of a DataFrame.
+
+        from gpipe_cli import result
+        pandas.DataFrame([result("outputs/a"), result("outputs/b")])[["micro_batches", "step_seconds"]]
+
+    The keys are those of `gpipe compare format=json`, which `gpipe help KEY` explains: measures of result.json in
+    seconds, bytes and shares from 0 to 1, of several stages the largest. Shares of a step end in `_measured` and
+    `_predicted` (`transfer_measured`). Measures that the run lacks are left out. Then come all settings by their dotted
+    names (`model.filters`); lists are text as on the command line.
+
+    Args:
+        run_folder: the folder of a `gpipe train` or `gpipe bench` run.
+
+    Raises InputError, one line, if the folder is not that of one run, or its result cannot be read.
+    """
+    from gpipe_cli.reporting.compare.run_record import flat_result
+
+    return flat_result(Path(run_folder))
+
+
+def show(folder: str | PathLike[str], *, height: int = 600, whole: bool = False) -> "InlinePage":
+    """The interactive timelines of a run or a plan, for a cell of a notebook.
+
+        from gpipe_cli import show
+        show("outputs/my_run")
+
+    Args:
+        folder: of `gpipe train`, `gpipe bench` or `gpipe plan`, with a pipeline.html; or that file.
+        height: of the frame, in pixels.
+        whole: the whole page, with the controls that simulate other settings; False: its numbers and timelines.
+
+    Returns an object that Jupyter displays as a frame; it needs no connection and no IPython. Raises InputError, one
+    line, if the folder has no such page.
+    """
+    from gpipe_cli.reporting.page.inline import inline_page
+
+    return inline_page(Path(folder), height, whole)

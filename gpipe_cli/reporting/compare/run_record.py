@@ -19,6 +19,7 @@ from gpipe_cli.errors import InputError
 from gpipe_cli.results.files import RESULT, flattened
 from gpipe_cli.results.measures import MEASURES, TEST_TOP1, TRAIN_LOSS
 from gpipe_cli.results.run import RunResult, read_run_result
+from gpipe_cli.units import plural
 
 MOST_POINTS = 100_000  # points of a curve; TensorBoard's reader samples longer ones, deterministically
 # Noisy curves, as single steps wait for data, disks and other programs; they are drawn as running medians.
@@ -27,6 +28,8 @@ COMPARED = (TRAIN_LOSS, TEST_TOP1, MEASURES["test_perplexity"].tag, *SPEEDS)
 
 # Groups and settings that do not apply to a measurement: gpipe bench sets them itself and refuses them.
 NOT_OF_A_BENCH = frozenset({"epochs", "max_steps", "evaluate_every_epochs", "check_layers", "checkpoint"})
+
+Plain = str | int | float | None
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,31 @@ def same_curves(curves: Sequence[Curve | None]) -> list[list[int]]:
             bits = struct.pack(f"{points}q{points}f", *curve.steps, *curve.values)
             groups.setdefault(bits, []).append(position)
     return [group for group in groups.values() if len(group) > 1]
+
+
+def flat_result(folder: Path) -> dict[str, Plain]:
+    """The implementation of `gpipe_cli.result`, which documents the content and errors."""
+    runs = find_runs(folder)
+    if runs != [folder]:
+        raise InputError(f"{folder}: holds {plural(len(runs), 'run')}; give the folder of one, such as {runs[0]}")
+    record = read_run(folder)
+    result, settings = record.result, {key: _plain(value) for key, value in record.settings.items()}
+    facts = {"speed_kind": result.samples_per_second_kind, "machine": record.machine}
+    numbers = {key: measure.value(result) for key, measure in MEASURES.items() if measure.of}
+    for kind, shares in (("measured", result.breakdown.measured), ("predicted", result.breakdown.predicted)):
+        numbers |= {f"{name}_{kind}": share for name, share in (shares or {}).items()}
+    return {
+        "run": folder.name,
+        "command": result.command,
+        "status": result.status,
+        **{key: settings.get(key) for key in ("partitions", "micro_batches")},  # the first columns of a DataFrame
+        **{key: value for key, value in (numbers | facts).items() if value is not None},
+        **settings,
+    }
+
+
+def _plain(value: Any) -> Plain:
+    return value if value is None or isinstance(value, str | int | float) else show(value)
 
 
 def find_runs(folder: Path) -> list[Path]:
