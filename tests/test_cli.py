@@ -163,6 +163,9 @@ def test_help_and_configuration_import_no_torch() -> None:
         ("diff x", "gpipe diff: x: give the folders of two runs, gpipe diff RUN RUN"),
         ("diff x y", "gpipe diff: RUN=x: no run there"),
         ("help recompte", "gpipe help: recompte: there is no such topic; did you mean recompute?"),
+        ("help -k", "-k: which word to look for is missing; write gpipe help -k memory"),
+        ("help -k bubbel", "-k bubbel: no topic has this word; the nearest are bubble, "),
+        ("help -k memory pizza", "-k memory pizza: no topic has all of these words; the nearest are "),
         ("list recipe", "recipe: there is no such list; did you mean recipes?"),
         ("list models vit* x", "x: gpipe list models takes one pattern and nothing more"),
         # what Hydra asserts, or has no type of error for
@@ -283,6 +286,8 @@ def test_a_file_that_is_no_configuration_is_one_line(
         ("gpipe train -cd recipes -cn figure", "figure3_resnet101"),
         ("gpipe list h", "hardware"),
         ("gpipe help micro", "micro-batch micro_batches"),
+        ("gpipe help -k micro", "micro-batch micro_batches"),
+        ("gpipe help -", "-k"),
     ],
 )
 def test_tab_completion(

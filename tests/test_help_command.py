@@ -1,6 +1,7 @@
 """`gpipe help`: what the files, the glossary and the recipes say, and nothing of its own."""
 
 import contextlib
+import re
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,31 @@ def test_topics(topic: str, shown: str, monkeypatch: pytest.MonkeyPatch, capsys:
     with contextlib.suppress(SystemExit):  # by Hydra, after the help of a command
         assert command("help", topic) == 0
     assert shown in capsys.readouterr().out
+
+
+def found(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, str]:
+    """Topic -> excerpt of each line of `gpipe help -k`."""
+    assert command("help", "-k", *words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    parts = [re.fullmatch(r"gpipe help (\S+(?: \S+)*)(?: {2,}(.*))?", line) for line in lines]
+    return {part[1]: part[2] for part in parts if part is not None}
+
+
+def test_topics_are_found_by_words(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line for each, of every kind; those with the word in their name are first; what only lists them is none."""
+    monkeypatch.setenv("COLUMNS", "80")
+    memory = found(capsys, "MEMORY")
+    assert set(memory) >= {"hardware.memory_gib", "recompute", "unet_memory", "memory_bytes_fullest", "d", "plan"}
+    assert ["memory" in name for name in memory] == sorted(("memory" in name for name in memory), reverse=True)
+    assert not {"settings", "measures", "model", "memory_gib"} & set(memory)
+    assert memory["recompute"] == "auto: as few as fit the memory", "the clause with the word"
+    assert all(topic in topics() for topic in memory)
+    assert {"recompute", "solve"} & set(memory) & set(found(capsys, "memory", "model")) == {"solve"}, "all of the words"
+    batches = found(capsys, "micro-batch")
+    assert list(found(capsys, "micro_batches")) == list(found(capsys, "Micro", "batches")) == list(batches)
+    assert list(batches)[:2] == ["micro-batch", "micro_batches"]
+    assert "settings" in found(capsys, "settings")
 
 
 @pytest.mark.parametrize(
