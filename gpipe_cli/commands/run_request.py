@@ -8,7 +8,7 @@ from pathlib import Path
 from gpipe_cli.commands.folders import run_folder
 from gpipe_cli.commands.outcome import preparing
 from gpipe_cli.config.settings import GO_ON, BenchSettings, TrainConfig, find_run, going_on, load
-from gpipe_cli.distributed.torchrun import leads, may_restart
+from gpipe_cli.distributed.torchrun import leads, may_restart, torchrun
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.reporting.run.description import model_name
 from gpipe_cli.reporting.run.lines import log, logging_to
@@ -42,9 +42,10 @@ class RunRequest:
         now = {key: getattr(self.config, key) for key in OF_INVOCATION} | {"resume": str(folder)}
         return replace(self, config=replace(load(folder), **now), auto=()).into(folder)
 
-    def perform(self, *typed: str) -> int:
-        """Train or measure; `typed`: the command line without `gpipe`. Returns the exit code; raises InputError for
-        what the user can fix."""
+    def perform(self, *typed: str, guided: bool = False) -> int:
+        """Train or measure; `typed`: the command line without `gpipe`; `guided`: it is for a person who runs this one,
+        and is told what takes time at the start, and what to do next. Returns the exit code; raises InputError for what
+        the user can fix."""
         now = datetime.now().astimezone()
         start = Start(to_the_second(now), shlex.join(["gpipe", *typed]))
         config, again = self.config, self.config.resume == GO_ON
@@ -67,7 +68,7 @@ class RunRequest:
             with interruptible_import():
                 from gpipe_cli.commands.training_run import launch  # torch comes with it
 
-            return launch(config, self.auto, self.bench, folder, start, again=again)
+            return launch(config, self.auto, self.bench, folder, start, again=again, guided=guided and not torchrun())
 
 
 def _named(config: TrainConfig, auto: tuple[str, ...]) -> str:

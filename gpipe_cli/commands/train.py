@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
     tree = sweep.compose(line, show)
     if tree is None:
         return 1 if any(run.failed for run in sweep.runs) else 0
-    return requested(tree, line.overrides).perform("train", *arguments)
+    return requested(tree, line.overrides).perform("train", *arguments, guided=True)
 
 
 def requested(tree: DictConfig, given: Mapping[str, object]) -> RunRequest:
