@@ -4,8 +4,7 @@ change nothing. Both are made of what the user typed."""
 import shlex
 from collections.abc import Callable, Collection, Sequence
 
-from gpipe_cli.commands.run_request import OF_INVOCATION
-from gpipe_cli.config.settings import AUTO, AUTO_BATCH, GO_ON, TrainConfig, key_of
+from gpipe_cli.config.settings import AUTO, AUTO_BATCH, GO_ON, OF_INVOCATION, TrainConfig, key_of
 
 _LEAST_SAMPLES = 2  # of a micro-batch: batch norm cannot train on one value per channel
 _OF_K = ("partitions", "partition", "placement", "stages_per_process")  # settings and groups that are for the old K

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gpipe_cli.commands.folders import run_folder
 from gpipe_cli.commands.outcome import preparing
-from gpipe_cli.config.settings import GO_ON, BenchSettings, TrainConfig, find_run, going_on, load
+from gpipe_cli.config.settings import GO_ON, OF_INVOCATION, BenchSettings, TrainConfig, find_run, going_on, load
 from gpipe_cli.distributed.torchrun import leads, may_restart, torchrun
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.reporting.run.description import model_name
@@ -16,9 +16,6 @@ from gpipe_cli.reporting.sinks.sink import refuse_missing
 from gpipe_cli.reporting.tables.table import SYMBOLS
 from gpipe_cli.results.run import Start, to_the_second
 from gpipe_cli.system.interrupts import interruptible_import
-
-# Settings of one invocation of the command, not of the run that it resumes.
-OF_INVOCATION = ("resume", "max_restarts", "run_folder", "output", "dry_run", "max_steps")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from gpipe_cli.results.run import RunResult
 from gpipe_cli.system.machine import usable_cores
 from gpipe_cli.units import percent
 
-_FASTER = 1.1  # speeds that differ by less are called equal: medians of a dozen steps vary by that much
+_FASTER = 1.1  # speeds that differ by less are called equal: medians of so few steps vary by that much
 _COLUMNS = chosen("step_seconds", "samples_per_second")
 _SHARES = chosen("bubble_measured", "idle_measured")
 
