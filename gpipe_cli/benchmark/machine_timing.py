@@ -45,6 +45,7 @@ from gpipe_cli.planner.step_schedule import mean_micro_batch
 from gpipe_cli.system.files import read_json, write_whole
 from gpipe_cli.system.gpus import Gpu, busy_share, driver_version
 from gpipe_cli.system.machine import cpu_model, usable_cores, usable_memory_bytes
+from gpipe_cli.system.phase import phase
 from gpipe_cli.units import duration, percent, plural
 
 Log = Callable[[str], None]
@@ -68,7 +69,7 @@ def step_costs(config: TrainConfig, profile: ModelProfile, layout: Layout, log: 
     """The costs of all layers for a mean micro-batch of `config`, predicted or measured as `cost` says. Costs timed on
     this machine are calibrated by earlier runs of the same model, except with `cost=measured_anew`.
 
-    `log` gets a line before anything is timed. Raises InputError if the stages
+    `log` gets a line before anything is timed, unless a terminal shows it as a phase. Raises InputError if the stages
     cannot be placed, or the layers not timed.
     """
     if config.cost == "figures":
@@ -404,7 +405,8 @@ def _timed(
     machine, gpus = kind == "hardware", len(facts["gpus"])
     if remembered is None or (machine and not gpus and _drifted(remembered["probe_seconds"])):
         doing = line if remembered is None else "timing this machine again, as its speed has changed (hardware=auto)"
-        log(f"{doing} ...")
+        if not phase(doing):
+            log(f"{doing} ...")
         busy = _busy(gpus) if machine else 0.0
         remembered = {"found": work(), "probe_seconds": _probe(), "at": time.time()}
         if busy > _BUSY_SHARE:

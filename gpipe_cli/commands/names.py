@@ -13,5 +13,5 @@ COMMANDS = {
     "compare": "compare runs: a table of what differs, curves, bars, and an HTML page",
     "diff": "set two runs side by side: settings, versions and results that differ",
     "list": "list models, datasets, hardware, recipes or runs",
-    "help": "explain a setting, a choice, a word or a recipe",
+    "help": "explain a setting, a choice, a word or a recipe; with -k find them",
 }

@@ -48,8 +48,7 @@ def launch(
 
     The settings in `auto` are chosen first; with `bench` the training is only measured; result.json records `start`;
     `again`: `folder` may hold an earlier start of this run, to be resumed or complete already; `guided`: as in
-    `RunRequest.perform`. Raises InputError for
-    what the user can fix before anything has run.
+    `RunRequest.perform`. Raises InputError for what the user can fix before anything has run.
     """
     if config.max_restarts and torchrun() is not None:
         why = f"torchrun itself starts processes again, by --max-restarts={config.max_restarts}; leave this out"
@@ -86,7 +85,6 @@ def evaluate(settings: EvaluateSettings, config: TrainConfig) -> int:
     decision = agree(lambda: Decision(folder, None, source()))
     assert decision.source is not None
     task = partial(evaluate_checkpoint, training, settings.decode, decision.source, spec)
-    phase(_starting(spec))
     show = EvaluationReport(training, decision.source, folder) if leads() else NoReport()
     return run_and_report(task, spec, training.timeout_seconds, show, folder, decision.start)
 
@@ -136,12 +134,6 @@ def _train(
     training = replace(training, resume=decision.resume)
     task = partial(train, training, text, spec, decision.folder, source=decision.source, only_steps=not is_run)
     show = RunReport(prepared, folder, start, bench, restarts, guided=guided) if leads() else NoReport()
-    starting = _starting(spec)
-    if guided and not restarts:
-        why = f", so that {spec.partitions} stages can compute at once" if spec.layout.processes > 1 else ""
-        show_text(Console(), f"{starting}{why} ...")
-    else:
-        phase(starting)
     left = is_run and len(restarts) < config.max_restarts
     try:
         return run_and_report(
@@ -151,10 +143,6 @@ def _train(
         show.break_off()
         lost.config = training
         raise
-
-
-def _starting(spec: PipelineSpec) -> str:
-    return f"reading data, starting {plural(spec.layout.processes_here, 'process')}"
 
 
 def _with_gpus_left(config: TrainConfig) -> tuple[TrainConfig, str]:
@@ -218,6 +206,8 @@ def run_and_report(
         stopped = stopped or isinstance(message, TrainingStopped)
         show.on_message(message)
 
+    why = ", so that stages can compute at once," if spec.layout.processes > 1 else ""
+    phase(f"starting {plural(spec.layout.processes_here, 'process')}{why} and reading data")
     try:
         failure = run_task(task, spec, timeout_seconds, on_message, start, stoppable=stoppable)
     except KeyboardInterrupt as asked:
