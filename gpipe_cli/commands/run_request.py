@@ -40,8 +40,8 @@ class RunRequest:
         return replace(self, config=replace(load(folder), **now), auto=()).into(folder)
 
     def perform(self, *typed: str, guided: bool = False) -> int:
-        """Train or measure; `typed`: the command line without `gpipe`; `guided`: the summary ends with the commands that
-        one would want next. Returns the exit code; raises InputError for what the user can fix."""
+        """Train or measure; `typed`: the command line without `gpipe`; `guided`: the summary proposes commands to type
+        next. Returns the exit code; raises InputError for what the user can fix."""
         now = datetime.now().astimezone()
         start = Start(to_the_second(now), shlex.join(["gpipe", *typed]))
         config, again = self.config, self.config.resume == GO_ON
