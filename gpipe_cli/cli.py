@@ -9,27 +9,13 @@ import sys
 import time
 from importlib.metadata import version
 
+from gpipe_cli.commands.names import COMMANDS
 from gpipe_cli.commands.outcome import outcome, run_command
 from gpipe_cli.config.typed import nearest, show
 from gpipe_cli.distributed.torchrun import leads, torchrun
 from gpipe_cli.errors import BAD_INPUT, INTERRUPTED, STOPPED, UNREAD, InputError
 from gpipe_cli.system.streams import prepare_streams
 
-COMMANDS = {
-    "train": "train a model with GPipe, or with -m a sweep over settings",
-    "bench": "measure steps: speed, bubble, memory, FLOP/s; with -m a table of settings",
-    "plan": "predict a step without running it: time, bubble, memory; for this machine or another",
-    "evaluate": "evaluate a run's checkpoint on its test set, with any number of partitions",
-    "export": "write a run's model as one file for other programs: safetensors, torch, ONNX",
-    "check": "prove on your own model that partitions, schedules and recomputation change nothing",
-    "launch": "write the script of a SLURM job that trains, or with -m of a job array; submit it if told to",
-    "reproduce": "run tables, figures and results of the paper, at the scale that the machine allows",
-    "compare": "compare runs: a table of what differs, curves, bars, and an HTML page",
-    "diff": "set two runs side by side: settings, versions and results that differ",
-    "site": "write a static site that explains pipelining, with models to explore",
-    "list": "list models, datasets, hardware, recipes or runs",
-    "help": "explain a setting, a choice, a word or a recipe",
-}
 USAGE = "\n".join(
     [
         "GPipe: training with micro-batch pipeline parallelism.",
@@ -41,6 +27,7 @@ USAGE = "\n".join(
         "",
         "  gpipe COMMAND --help    settings and examples of a command",
         "  gpipe help TOPIC        what a setting or a word means: gpipe help micro_batches",
+        "  gpipe help -k WORD      topics whose name or text has a word: gpipe help -k memory",
         "  gpipe --version",
         "",
         "With GPIPE_FULL_ERROR=1 in the environment an error comes with its traceback.",

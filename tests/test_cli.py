@@ -163,6 +163,15 @@ def test_help_and_configuration_import_no_torch() -> None:
         ("diff x", "gpipe diff: x: give the folders of two runs, gpipe diff RUN RUN"),
         ("diff x y", "gpipe diff: RUN=x: no run there"),
         ("help recompte", "gpipe help: recompte: there is no such topic; did you mean recompute?"),
+        ("help -k", "-k: which word to look for is missing; write gpipe help -k memory"),
+        ("help -k bubbel", "-k bubbel: no topic has this word; the nearest are bubble, "),
+        ("help -k memory pizza", "-k memory pizza: no topic has all of these words; the nearest are "),
+        ("demo opne=false", "gpipe demo: opne=false: there is no such setting; did you mean open?"),
+        ("demo open=maybe", "gpipe demo: open=maybe: must be true or false; for example open=false"),
+        (
+            "demo partitions=4",
+            "partitions=4: gpipe demo takes only open=false and output=FOLDER",
+        ),
         ("list recipe", "recipe: there is no such list; did you mean recipes?"),
         ("list models vit* x", "x: gpipe list models takes one pattern and nothing more"),
         # what Hydra asserts, or has no type of error for
@@ -269,9 +278,10 @@ def test_a_file_that_is_no_configuration_is_one_line(
 @pytest.mark.parametrize(
     ("typed", "offered"),
     [
-        ("gpipe tr", "train bench plan evaluate export check launch reproduce compare diff list help"),
+        ("gpipe tr", "train bench demo plan evaluate export check launch reproduce compare diff list help"),
         ("gpipe train model.fil", "model.filters="),
         ("gpipe launch s", "slurm"),
+        ("gpipe demo o", "open=false"),
         ("gpipe train logger=[m", "logger=[mlflow]"),
         ("gpipe launch slurm gpus", "gpus_per_node="),
         ("gpipe nonsense x", ""),
@@ -283,6 +293,8 @@ def test_a_file_that_is_no_configuration_is_one_line(
         ("gpipe train -cd recipes -cn figure", "figure3_resnet101"),
         ("gpipe list h", "hardware"),
         ("gpipe help micro", "micro-batch micro_batches"),
+        ("gpipe help -k micro", "micro-batch micro_batches"),
+        ("gpipe help -", "-k"),
     ],
 )
 def test_tab_completion(

@@ -1,7 +1,7 @@
 """`gpipe help`: what the files, the glossary and the recipes say, and nothing of its own."""
 
 import contextlib
-from pathlib import Path
+import re
 
 import pytest
 from training_runs import command
@@ -46,6 +46,31 @@ def test_topics(topic: str, shown: str, monkeypatch: pytest.MonkeyPatch, capsys:
     assert shown in capsys.readouterr().out
 
 
+def found(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, str]:
+    """Topic -> excerpt of each line of `gpipe help -k`."""
+    assert command("help", "-k", *words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    parts = [re.fullmatch(r"gpipe help (\S+(?: \S+)*)(?: {2,}(.*))?", line) for line in lines]
+    return {part[1]: part[2] for part in parts if part is not None}
+
+
+def test_topics_are_found_by_words(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """One line for each, of every kind; those with the word in their name are first; what only lists them is none."""
+    monkeypatch.setenv("COLUMNS", "80")
+    memory = found(capsys, "MEMORY")
+    assert set(memory) >= {"hardware.memory_gib", "recompute", "unet_memory", "memory_bytes_fullest", "d", "plan"}
+    assert ["memory" in name for name in memory] == sorted(("memory" in name for name in memory), reverse=True)
+    assert not {"settings", "measures", "model", "memory_gib"} & set(memory)
+    assert memory["recompute"] == "auto: as few as fit the memory", "the clause with the word"
+    assert all(topic in topics() for topic in memory)
+    assert {"recompute", "solve"} & set(memory) & set(found(capsys, "memory", "model")) == {"solve"}, "all of the words"
+    batches = found(capsys, "micro-batch")
+    assert list(found(capsys, "micro_batches")) == list(found(capsys, "Micro", "batches")) == list(batches)
+    assert list(batches)[:2] == ["micro-batch", "micro_batches"]
+    assert "settings" in found(capsys, "settings")
+
+
 @pytest.mark.parametrize(
     ("topic", "figures"),
     [
@@ -71,10 +96,8 @@ def test_pictures_have_figures_of_the_schedules_themselves(
     assert max(map(len, shown.splitlines())) <= 80
 
 
-def test_words_are_those_of_the_readme() -> None:
-    """As they were when gpipe was installed."""
-    known, readme = glossary(), (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+def test_words_are_those_of_the_glossary() -> None:
+    known = glossary()
     assert {"bubble", "stage", "load imbalance", "recipe"} <= known.keys()
     assert [word for word, _ in topics()["words"]] == list(known)
     assert known["micro-batch"] == "one of the M pieces of a mini-batch (M, m)"
-    assert all(f"| {word} |" in readme for word in known)

@@ -41,6 +41,7 @@ RUNS = {
     "gpipe help micro_batches": [],
     "gpipe plan partitions=2 micro_batches=auto recompute=auto hardware.memory_gib=0.05": SMALL,
     "gpipe bench partitions=2 micro_batches=8": [*SMALL, "partitions=1", "steps=1", "warm_up_steps=0"],
+    "gpipe demo": ["--help"],  # test_demo_command.py runs it
     "gpipe check model=custom model.target=mymodel:digits": ["executor=in_process"],
     "gpipe launch slurm nodes=2 gpus_per_node=4 time=1-00:00 partitions=8 sbatch.partition=gpu": [
         *SMALL, "partitions=2", "gpus_per_node=1",
@@ -80,7 +81,7 @@ def refusals() -> list[tuple[str, str]]:
 
 def composed() -> list[str]:
     """The commands that Hydra composes. The others only run."""
-    only_run = ("compare", "diff", "list", "help", "reproduce", "site")
+    only_run = ("demo", "compare", "diff", "list", "help", "reproduce", "site")
     return [line for line in commands() if line.split()[1] not in only_run and "my_sweep" not in line]
 
 

@@ -90,7 +90,7 @@ def step_costs(config: TrainConfig, profile: ModelProfile, layout: Layout, log: 
     def work() -> dict[str, Any]:
         return asdict(_measure(config, profile, spec, samples, _LAYER_SECONDS, apart=False))
 
-    line = f"timing each of {len(profile.costs)} layers for micro-batches of {samples} (cost={config.cost})"
+    line = f"timing {len(profile.costs)} layers on micro-batches of {samples}, to cut evenly (cost={config.cost})"
     facts = _layer_facts(config, profile, layout, samples)
     try:
         found, _ = _timed("costs", facts, line, log, work, anew=config.cost == "measured_anew")
@@ -194,7 +194,7 @@ def times_machine(config: TrainConfig, layout: Layout) -> bool:
 def _timed_machine(reference: TrainConfig, log: Log) -> DeviceRates | None:
     """The timed rates of `reference`, looked up once for each command; None if this machine cannot be timed."""
     facts = _machine_facts(reference, layout_of(reference))
-    line = "timing this machine for a few seconds (hardware=auto)"
+    line = "timing this machine briefly, to cut the model evenly (hardware=auto)"
     try:
         found, at = _timed("hardware", facts, line, log, partial(_time_machine, reference))
     except (InputError, OSError) as error:  # a machine that cannot be timed may still train
@@ -404,7 +404,7 @@ def _timed(
     remembered = None if anew else _remembered(file)
     machine, gpus = kind == "hardware", len(facts["gpus"])
     if remembered is None or (machine and not gpus and _drifted(remembered["probe_seconds"])):
-        doing = line if remembered is None else f"{line}, as its speed has changed since it was last timed"
+        doing = line if remembered is None else "timing this machine again, as its speed has changed (hardware=auto)"
         if not phase(doing):
             log(f"{doing} ...")
         busy = _busy(gpus) if machine else 0.0

@@ -45,6 +45,9 @@ def complete(shell: Sequence[str], commands: Sequence[str]) -> list[str] | None:
         return None
     if command not in commands or command in ("compare", "diff"):  # folders, which shells complete by themselves
         return None
+    if command == "demo":
+        offer(["open=false"])
+        return None
     if command == "launch" and len(words) == 2:
         offer(["slurm"])
         return None
@@ -52,7 +55,7 @@ def complete(shell: Sequence[str], commands: Sequence[str]) -> list[str] | None:
         del words[1]
     last, key = words[-1], words[-1].partition("=")[0].lstrip("+")
     if command in ("list", "help", "reproduce") or words[-2] in ("-cn", "--config-name"):
-        offer(_names(command, first=len(words) == 2))
+        offer(_names(command, first=len(words) == 2 or words[1] == "-k"))
     elif "=" in last and (allowed := _values(command, key, last.partition("=")[2])):
         offer(f"{last.partition('=')[0]}={value}" for value in allowed)
     else:
@@ -70,7 +73,7 @@ def _names(command: str, *, first: bool) -> Sequence[str]:
     if command == "help":
         from gpipe_cli.commands.help import topics
 
-        return sorted({name.replace(" ", "_") for name in topics()}) if first else []
+        return ["-k", *sorted({name.replace(" ", "_") for name in topics()})] if first else []
     from gpipe_cli.commands.recipe_run import ReproduceSettings
     from gpipe_cli.commands.reproduce import ALL
     from gpipe_cli.reproduction.recipe import names

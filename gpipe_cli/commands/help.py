@@ -1,27 +1,31 @@
-"""`gpipe help TOPIC`: explains a setting, a choice, a word, a measure or a recipe, and draws pictures of schedules. All
-texts come from `conf/`, the README's glossary, the recipes and `results.measures`; none is written for it alone."""
+"""`gpipe help TOPIC`: explains a setting, a choice, a word, a measure or a recipe, and draws pictures of schedules;
+`gpipe help -k WORD` finds topics. All texts come from `conf/`, the glossary, the recipes, `results.measures`
+and `commands.names`; none is written for it alone."""
 
 import re
 import sys
 import textwrap
 from collections import defaultdict
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, metadata
+from difflib import get_close_matches
 
 from rich.console import Console
 
 from gpipe_cli.commands import list as lists
 from gpipe_cli.commands.help_pictures import drawn
+from gpipe_cli.commands.names import COMMANDS
 from gpipe_cli.config.comments import GROUPS, all_settings, of_choices
 from gpipe_cli.config.settings import SCHEDULES, TrainConfig
 from gpipe_cli.config.typed import choices, nearest
 from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.run.lines import show_line
 from gpipe_cli.reproduction.recipe import load, names
+from gpipe_cli.reproduction.runner import FOLDER
 from gpipe_cli.results.measures import MEASURES, explained
+from gpipe_cli.units import plural
 
 HELP = """\
-Explains a setting, a choice of one, a word of the README's glossary, a measure, or a recipe.
+Explains a setting, a choice of one, a word of the glossary, a measure, or a recipe.
 
 Usage: gpipe help micro_batches        a setting of any command, also model.filters or filters
        gpipe help 1f1b                 a choice: of a schedule, with a picture; of a model, a data set, hardware
@@ -30,16 +34,22 @@ Usage: gpipe help micro_batches        a setting of any command, also model.filt
        gpipe help table2_amoebanet     a recipe
        gpipe help words                all words; also settings (of gpipe train) and measures
        gpipe help train                as gpipe train --help
+       gpipe help -k memory            the topics whose name or text has a word, a line for each; of several words, all
 
 gpipe list models, datasets, hardware, recipes or runs lists what there is.
 """
 _INDENT = "    "
+_LISTS = ("words", "settings", "measures", *GROUPS)  # topics that list the entries of others
+_WIDEST = 26  # characters of a topic's column; a longer topic takes room from the text beside it
+_MORE = " ..."
 
 
 def main(arguments: Sequence[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         sys.stdout.write(HELP)
         return 0
+    if arguments[0] == "-k":
+        return _search(" ".join(arguments[1:]).split())
     topic, known = " ".join(arguments), topics()
     if topic in lists.TOPICS:
         return lists.main([topic])
@@ -50,10 +60,10 @@ def main(arguments: Sequence[str]) -> int:
         hint = nearest(topic, list(known)) or "; gpipe help says what topics are"
         raise InputError(f"{topic}: there is no such topic{hint}")
     console = Console()
-    width = max(40, min(console.width, 120))
+    width = _width(console)
     for heading, text in found:
         show_line(console, heading, "bold")
-        for clause in (text or _of_recipe(heading)).split(" | "):  # allowed values, one per line
+        for clause in _whole(heading, text).split(" | "):  # allowed values, one per line
             wrapped = textwrap.wrap(
                 clause, width, initial_indent=_INDENT, subsequent_indent=f"{_INDENT}  ", break_long_words=False,
                 break_on_hyphens=False,
@@ -89,29 +99,87 @@ def topics() -> dict[str, list[tuple[str, str]]]:
             found[name].append((f"{group}={name}", text))
             found[group].append((f"{group}={name}", text))
     for name in names():
-        found[name].append((f"gpipe reproduce {name}", ""))  # `_of_recipe` has the text
+        found[name].append((f"gpipe reproduce {name}", ""))  # `_whole` adds the text
     for measure in MEASURES.values():
         entry = f"{measure.key}  ({measure.name})", explained(measure)
         found[measure.key].append(entry)
         found["measures"].append(entry)
+    for name, line in COMMANDS.items():
+        found[name].append((f"gpipe {name}", line))
     return dict(found)
 
 
-def _of_recipe(heading: str) -> str:
-    """The text about one recipe, read only when it is shown: reading all of them takes a second."""
+def _search(words: Sequence[str]) -> int:
+    """Shows a line for each topic that has all `words` in its name or in the text of one entry: first those that have
+    them in the name, then in the order of the sources. Raises InputError if there is none."""
+    if not words:
+        raise InputError("-k: which word to look for is missing; write gpipe help -k memory")
+    wanted, known = [_plain(word) for word in words], topics()
+    texts: dict[str, list[str]] = defaultdict(list)  # topic -> its texts that have the words
+    seen = set[tuple[str, str]]()  # a topic that only lists entries of others is found by its name alone
+    for name, entries in sorted(known.items(), key=lambda one: one[0] in _LISTS):
+        for heading, text in entries:
+            entry = heading.partition("  ")[0], _whole(heading, text)
+            if _has(f"{name} {' '.join(entry)}", wanted) and entry not in seen:
+                texts[name].append(entry[1])
+            seen.add(entry)
+        if name in _LISTS and name not in texts and _has(name, wanted):
+            texts[name].append(f"lists {plural(len(entries), 'topic')}")
+    if not texts:
+        near = get_close_matches(" ".join(words), known, 3, 0.5) or ["words", "settings", "measures"]
+        what = "all of these words" if words[1:] else "this word"
+        raise InputError(f"-k {' '.join(words)}: no topic has {what}; the nearest are {', '.join(near)}")
+    order = list(known)
+    found = sorted(texts, key=lambda name: (not _has(name, wanted), order.index(name)))
+    console, column = Console(), min(_WIDEST, max(map(len, found)))
+    for name in found:
+        begin = f"gpipe help {name:<{column}}  "
+        looked_for = [] if _has(name, wanted) else wanted
+        excerpt = _excerpt(max(texts[name], key=len), looked_for, _width(console) - len(begin))
+        show_line(console, f"{begin}{excerpt}".rstrip())
+    return 0
+
+
+def _excerpt(text: str, wanted: Sequence[str], room: int) -> str:
+    """The first clause of `text` that has one of the words, or else its first clause, in at most `room` characters; ""
+    if that is no room to read anything."""
+    if room < 4 * len(_MORE):
+        return ""
+    clauses = re.split(r" \| |(?<=[.]) (?=[A-Z])", text)
+    shown = next((one for one in clauses if any(_has(one, [word]) for word in wanted)), clauses[0])
+    ends = [at + len(word) for word in wanted if (at := _searched(shown).find(word)) >= 0]
+    if ends and min(ends) > room - len(_MORE) and len(shown) > room:
+        begin = min(min(ends) - room // 2, len(shown) - room + len(_MORE))
+        shown = f"{_MORE.strip()} {shown[begin:].partition(' ')[2]}"
+    return textwrap.shorten(shown, room, placeholder=_MORE)
+
+
+def _has(text: str, wanted: Sequence[str]) -> bool:
+    """Whether `text` has all the words, which are as `_plain` spells them."""
+    return all(word in _searched(text) for word in wanted)
+
+
+def _searched(text: str) -> str:
+    """`text` as words of `_plain` occur in it: of `micro_batches` and `Micro-Batches`, `micro batch`."""
+    return text.lower().replace("_", " ").replace("-", " ")
+
+
+def _width(console: Console) -> int:
+    return max(40, min(console.width, 120))
+
+
+def _whole(heading: str, text: str) -> str:
+    """The text of an entry. That of a recipe is read only when it is needed: reading all of them takes a second."""
+    if not heading.startswith("gpipe reproduce "):
+        return text
     recipe = load(heading.removeprefix("gpipe reproduce "))
     return f"{recipe.title} ({recipe.source}). At a desk: {recipe.desk.scaled}; {recipe.desk.duration}."
 
 
 def glossary() -> dict[str, str]:
-    """The README's glossary, word -> meaning with the symbol in parentheses, from the installed package's metadata; {}
-    if gpipe is not installed."""
-    try:
-        about = metadata("gpipe-cli")
-    except PackageNotFoundError:
-        return {}
-    readme = str(about.get("Description") or about.get_payload())  # type: ignore[attr-defined]  # a method of email.message.Message
-    rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \| ?([^|]*?) ?\|$", readme.partition("\n## Glossary\n")[2], re.MULTILINE)
+    """The words of recipes/glossary.md: word -> meaning, with the symbol in parentheses."""
+    table = (FOLDER / "glossary.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \| ?([^|]*?) ?\|$", table, re.MULTILINE)
     meanings = {word: f"{text} ({symbol})" if symbol else text for word, text, symbol in rows if word != "word"}
     return {word: text.replace("`", "") for word, text in meanings.items()}
 

@@ -77,7 +77,7 @@ def preparing(what: str = "") -> Iterator[None]:
     """Around slow work before any output: importing torch, starting workers. `what`: what is prepared, for `phase`."""
     if (lost := lost_output()) is not None:
         raise lost
-    phase("importing torch", what)
+    phase("importing torch, which computes the layers", what)
     try:
         yield
     finally:  # in case no output has replaced the line

@@ -55,7 +55,7 @@ def prepare(
     config, formats = _faster_memory_format(config, profile, started, log)
     if config.memory_format == "contiguous" and formats:
         profile = profile_model(config)  # layers copy other tensors
-    phase("planning a step")
+    phase(f"choosing {', '.join(auto)}, which predicts many steps" if auto else "planning a step")
     costs_of = partial(step_costs, log=log)
     config, plan, comparisons = choose(config, auto, profile, costs_of, started, elsewhere=elsewhere)
     threads: tuple[tuple[str, str], ...] = ()

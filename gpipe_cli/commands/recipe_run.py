@@ -52,22 +52,25 @@ class Machine:
         chosen, why = self.scale(recipe, whole, given)
         show = partial(show_line, self.console)
         return recipe.reproduce(
-            chosen, why, self.gpus, given, folder, self._perform, simulating_recipe(recipe.name), show
+            chosen, why, self.gpus, given, folder, partial(perform, self.console), simulating_recipe(recipe.name), show
         )
 
-    def _perform(self, command: Sequence[str], log: IO[str]) -> None:
-        if command[0] != "plan":
-            fork_server.start()  # shared by all forks
-        fork = fork_command(lambda: run_command(command[0], command[1:]), log.fileno())
-        result = ended(fork, following(self.console, Path(log.name)))  # starts a thread, so after the fork
-        if result.exit_code < 0:
-            fork_server.kill()  # ends the workers of a command that was killed before it could end them
-        if result.error:
-            log.write(f"gpipe {command[0]}: {result.error}\n")
-        if result.exit_code == BAD_INPUT:
-            raise result.refusal or InputError(result.error)
-        if result.exit_code != 0:
-            raise CommandFailedError(result.error)
+
+def perform(console: Console, command: Sequence[str], log: IO[str]) -> None:
+    """Run a command in a fork that writes to `log`, whose newest line `console` shows in a terminal. Raises the
+    command's InputError, or CommandFailedError."""
+    if command[0] != "plan":
+        fork_server.start()  # shared by all forks
+    fork = fork_command(lambda: run_command(command[0], command[1:]), log.fileno())
+    result = ended(fork, following(console, Path(log.name)))  # starts a thread, so after the fork
+    if result.exit_code < 0:
+        fork_server.kill()  # ends the workers of a command that was killed before it could end them
+    if result.error:
+        log.write(f"gpipe {command[0]}: {result.error}\n")
+    if result.exit_code == BAD_INPUT:
+        raise result.refusal or InputError(result.error)
+    if result.exit_code != 0:
+        raise CommandFailedError(result.error)
 
 
 @cache

@@ -1,5 +1,6 @@
 """The parent's side of a run: messages of the workers become console lines, files and TensorBoard events."""
 
+import shlex
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -11,6 +12,7 @@ from rich.console import Console
 from gpipe_cli.assembly.build import open_data
 from gpipe_cli.benchmark.machine_timing import remember_run
 from gpipe_cli.commands.median_step import MedianStep
+from gpipe_cli.commands.next_commands import next_commands
 from gpipe_cli.commands.prepare import Prepared
 from gpipe_cli.config.groups import ImagesConfig
 from gpipe_cli.config.settings import CONFIG, BenchSettings, TrainConfig, to_yaml
@@ -55,9 +57,11 @@ class RunReport:
         start: Start | None,
         bench: BenchSettings | None = None,
         restarts: tuple[Restart, ...] = (),
+        *,
+        guided: bool = False,
     ) -> None:
         self._prepared, self._folder, self._bench = prepared, folder, bench
-        self._start_of_run, self._restarts = start, restarts
+        self._start_of_run, self._restarts, self._guided = start, restarts, guided
         self.started = False
         self._reporter: Reporter  # set once the training has started
         self._last: events.StepDone | None = None  # the step whose recording comes next
@@ -123,12 +127,17 @@ class RunReport:
 
     def _start(self, ready: events.TrainingReady) -> None:
         write_whole(self._folder / CONFIG, to_yaml(self._prepared.config))
+        config, then = self._prepared.config, None
+        if self._guided and self._start_of_run is not None:
+            typed = shlex.split(self._start_of_run.command)[2:]  # without `gpipe train`
+            then = next_commands(typed, config, len(self._prepared.profile.costs), ready.data.train_samples or 0)
         bench = {"bench": True, "warm_up_steps": self._bench.warm_up_steps} if self._bench is not None else {}
         run = _described(
             self._prepared, ready.data, ready.notes, ready.steps_per_epoch,
             first_step=ready.first_step, gpu_names=ready.gpu_names, compiled=ready.compiled,
             start=self._start_of_run, restarts=self._restarts, test=ready.test, best=ready.best,
-            simulation=simulation_data(self._prepared.config, self._prepared.profile, self._prepared.plan), **bench,
+            simulation=simulation_data(config, self._prepared.profile, self._prepared.plan),
+            next_commands=then, **bench,
         )  # fmt: skip
         self._steps_per_epoch, self._warmed_up = ready.steps_per_epoch, ready.first_step + run.warm_up_steps
         self._reporter, self.started = Reporter(self._folder, run), True

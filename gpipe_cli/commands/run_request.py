@@ -7,8 +7,8 @@ from pathlib import Path
 
 from gpipe_cli.commands.folders import run_folder
 from gpipe_cli.commands.outcome import preparing
-from gpipe_cli.config.settings import GO_ON, BenchSettings, TrainConfig, find_run, going_on, load
-from gpipe_cli.distributed.torchrun import leads, may_restart
+from gpipe_cli.config.settings import GO_ON, OF_INVOCATION, BenchSettings, TrainConfig, find_run, going_on, load
+from gpipe_cli.distributed.torchrun import leads, may_restart, torchrun
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.reporting.run.description import model_name
 from gpipe_cli.reporting.run.lines import log, logging_to
@@ -16,9 +16,6 @@ from gpipe_cli.reporting.sinks.sink import refuse_missing
 from gpipe_cli.reporting.tables.table import SYMBOLS
 from gpipe_cli.results.run import Start, to_the_second
 from gpipe_cli.system.interrupts import interruptible_import
-
-# Settings of one invocation of the command, not of the run that it resumes.
-OF_INVOCATION = ("resume", "max_restarts", "run_folder", "output", "dry_run", "max_steps")
 
 
 @dataclass(frozen=True)
@@ -42,9 +39,9 @@ class RunRequest:
         now = {key: getattr(self.config, key) for key in OF_INVOCATION} | {"resume": str(folder)}
         return replace(self, config=replace(load(folder), **now), auto=()).into(folder)
 
-    def perform(self, *typed: str) -> int:
-        """Train or measure; `typed`: the command line without `gpipe`. Returns the exit code; raises InputError for
-        what the user can fix."""
+    def perform(self, *typed: str, guided: bool = False) -> int:
+        """Train or measure; `typed`: the command line without `gpipe`; `guided`: the summary proposes commands to type
+        next. Returns the exit code; raises InputError for what the user can fix."""
         now = datetime.now().astimezone()
         start = Start(to_the_second(now), shlex.join(["gpipe", *typed]))
         config, again = self.config, self.config.resume == GO_ON
@@ -67,7 +64,7 @@ class RunRequest:
             with interruptible_import():
                 from gpipe_cli.commands.training_run import launch  # torch comes with it
 
-            return launch(config, self.auto, self.bench, folder, start, again=again)
+            return launch(config, self.auto, self.bench, folder, start, again=again, guided=guided and not torchrun())
 
 
 def _named(config: TrainConfig, auto: tuple[str, ...]) -> str:

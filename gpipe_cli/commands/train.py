@@ -7,11 +7,11 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from gpipe_cli.commands.composing import take_auto, training, with_given
-from gpipe_cli.commands.run_request import OF_INVOCATION, RunRequest
+from gpipe_cli.commands.run_request import RunRequest
 from gpipe_cli.commands.sweep import sweep_of
 from gpipe_cli.config.comments import GROUPS
 from gpipe_cli.config.groups import choice_of
-from gpipe_cli.config.settings import AUTO_BATCH, GO_ON, TrainConfig, find_run, has_checkpoint, load
+from gpipe_cli.config.settings import AUTO_BATCH, GO_ON, OF_INVOCATION, TrainConfig, find_run, has_checkpoint, load
 from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.reporting.tables.sweep import show_sweep
 
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
     tree = sweep.compose(line, show)
     if tree is None:
         return 1 if any(run.failed for run in sweep.runs) else 0
-    return requested(tree, line.overrides).perform("train", *arguments)
+    return requested(tree, line.overrides).perform("train", *arguments, guided=True)
 
 
 def requested(tree: DictConfig, given: Mapping[str, object]) -> RunRequest:

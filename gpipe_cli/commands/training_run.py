@@ -40,14 +40,15 @@ from gpipe_cli.units import plural
 
 
 def launch(
-    config: TrainConfig, auto: Collection[str], bench: BenchSettings | None, folder: Path, start: Start, *, again: bool
-) -> int:
+    config: TrainConfig, auto: Collection[str], bench: BenchSettings | None, folder: Path, start: Start, *, again: bool,
+    guided: bool = False,
+) -> int:  # fmt: skip
     """Run the training to its end; returns the exit code (0, 1 failed, 2 bad input, 3 stopped by SIGTERM or SIGUSR1,
     130 interrupted).
 
     The settings in `auto` are chosen first; with `bench` the training is only measured; result.json records `start`;
-    `again`: `folder` may hold an earlier start of this run, to be resumed or complete already. Raises InputError for
-    what the user can fix before anything has run.
+    `again`: `folder` may hold an earlier start of this run, to be resumed or complete already; `guided`: as in
+    `RunRequest.perform`. Raises InputError for what the user can fix before anything has run.
     """
     if config.max_restarts and torchrun() is not None:
         why = f"torchrun itself starts processes again, by --max-restarts={config.max_restarts}; leave this out"
@@ -63,7 +64,7 @@ def launch(
             show_text(Console(), f"{folder}: {done}")
             return 0
         try:
-            return _train(now, auto, bench, folder, start, again, restarts)
+            return _train(now, auto, bench, folder, start, again, guided, restarts)
         except _LostError as error:
             lost = error
         fork_server.kill()  # whatever state it is in
@@ -110,6 +111,7 @@ def _train(
     folder: Path,
     start: Start,
     again: bool,
+    guided: bool,
     restarts: tuple[Restart, ...],
 ) -> int:
     """One start of a training, from `prepare` to its end."""
@@ -131,7 +133,7 @@ def _train(
         raise RefusedError("run_folder", config.run_folder, why)
     training = replace(training, resume=decision.resume)
     task = partial(train, training, text, spec, decision.folder, source=decision.source, only_steps=not is_run)
-    show = RunReport(prepared, folder, start, bench, restarts) if leads() else NoReport()
+    show = RunReport(prepared, folder, start, bench, restarts, guided=guided) if leads() else NoReport()
     left = is_run and len(restarts) < config.max_restarts
     try:
         return run_and_report(
@@ -204,8 +206,8 @@ def run_and_report(
         stopped = stopped or isinstance(message, TrainingStopped)
         show.on_message(message)
 
-    processes = plural(spec.layout.processes_here, "process")
-    phase(f"starting {processes}, reading data")
+    why = ", so that stages can compute at once," if spec.layout.processes > 1 else ""
+    phase(f"starting {plural(spec.layout.processes_here, 'process')}{why} and reading data")
     try:
         failure = run_task(task, spec, timeout_seconds, on_message, start, stoppable=stoppable)
     except KeyboardInterrupt as asked:

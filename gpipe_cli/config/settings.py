@@ -66,6 +66,8 @@ MaxRestarts = Annotated[int, Within(0, 1000)]
 TimeoutSeconds = Annotated[float, Within(0.1, 604_800, why="which is a week")]
 AUTO = ("partitions", "replicas", "micro_batches")  # settings that may be `auto`: the value predicted to be fastest
 AUTO_BATCH = ("batch_size", "batch_tokens")  # settings whose `auto` is the largest value that fits the memory
+# Settings of one invocation of the command, not of the run that it resumes.
+OF_INVOCATION = ("resume", "max_restarts", "run_folder", "output", "dry_run", "max_steps")
 SCHEDULES = (*named_schedules.SCHEDULES, AUTO_SCHEDULE)
 SCHEDULE_FILE = ".csv"  # suffix of a file with a schedule or a placement
 MOST_ACTIONS = 5_000_000  # actions of a schedule; the paper's largest has 200,000

@@ -34,7 +34,7 @@ class Share:
 
 def share_of(samples: int, micro_batches: int, replicas: int = 1, replica: int = 0) -> Share:
     """The share of pipeline `replica`: at most `micro_batches`, M, of them. All R shares together are the micro-batches
-    of a single pipeline with R x M (law 7 of the README).
+    of a single pipeline with R x M (law 7 of recipes/contributing.md).
 
     >>> share_of(7, 2, replicas=2, replica=1)
     Share(first_sample=4, first_micro_batch=2, sizes=(2, 1))

@@ -65,7 +65,7 @@ def test_every_layer_is_timed_and_remembered_until_something_changes(cache: Path
     assert costs.set_up > 0
     assert 1.0 == costs.slowdown[0] <= costs.slowdown[1]
     assert min(edge.forward_seconds for edge in costs.edges) > 0
-    assert lines == [f"timing each of {len(profile.costs)} layers for micro-batches of 3 (cost=measured) ..."]
+    assert lines == [f"timing {len(profile.costs)} layers on micro-batches of 3, to cut evenly (cost=measured) ..."]
     (file,) = cache.iterdir()
     raw = json.loads(file.read_text(encoding="utf-8"))[0]["found"]
     assert costs.layers[1].backward == pytest.approx(raw["alone"][1][2] * 8 / 9)

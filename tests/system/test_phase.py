@@ -48,13 +48,14 @@ def test_phases_are_named_on_one_line_that_nothing_is_left_of(
     """For many seconds a terminal said `starting ...`."""
     assert command("train", *DRY, "run_folder=piped") == 0
     piped = capsys.readouterr().out.replace("piped", "shown").splitlines()
-    with terminal(monkeypatch, 100) as written:
+    with terminal(monkeypatch, 110) as written:
         assert command("train", *DRY, "run_folder=shown") == 0
     what = "AmoebaNet-D (3, 4) on synthetic_images, K = 2, M = 3"
+    torch = "importing torch, which computes the layers"
     phases = [phase.strip() for phase in re.split(r"[\r\n]", written[0]) if phase.strip().endswith(" ...")]
     assert phases == [
         "reading the settings ...",
-        *(f"{what}: {doing} ..." for doing in ("importing torch", "building the model", "planning a step")),
+        *(f"{what}: {doing} ..." for doing in (torch, "building the model", "planning a step")),
     ]
     assert [line for line in seen(written[0]) if line] == [line.rstrip() for line in piped if line.strip()]
 
@@ -62,6 +63,6 @@ def test_phases_are_named_on_one_line_that_nothing_is_left_of(
 def test_what_is_refused_stands_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     with terminal(monkeypatch, 40) as written:
         assert command("train", *DRY, "partitions=20") == 2
-    assert "building the model ...\r" in written[0], "without the title, which has no room"
+    assert "\rbuilding the model ... " in written[0], "without the title, which has no room"
     assert seen(written[0]) == [""]
     assert capsys.readouterr().err.startswith("gpipe train: partitions=20: ")

@@ -8,11 +8,12 @@ the auxiliary head, and is not comparable with the test loss beside it.
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from math import ceil
 from pathlib import Path
 
 from rich.console import Console
 from rich.live import Live
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.table import Column
 from rich.text import Text
 
@@ -51,8 +52,9 @@ class RunConsole:
             return
         assert run.steps_per_epoch is not None
         epoch = min(run.first_step // run.steps_per_epoch + 1, run.config.epochs)
-        self._bar.add_task("", total=run.total_steps, epoch=f"{epoch}/{run.config.epochs}")
-        self._show_bar(run.first_step, "waiting", "for the first step")
+        each = None if run.prediction is None else run.prediction.step_seconds
+        self._bar.add_task("", total=run.total_steps, epoch=f"{epoch}/{run.config.epochs}", step_seconds=each)
+        self._show_bar(run.first_step, "waiting", "for the first step", "(slow: it allocates memory)")
         self._bar.start()
 
     def _show_bar(self, done: int, *state: str) -> bool:
@@ -68,6 +70,8 @@ class RunConsole:
 
     def step(self, message: StepDone, speed: float | None) -> None:
         """Shows a step; ``speed`` is the recent one in samples/s, for text in tokens/s."""
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], step_seconds=message.seconds)
         if self._run.bench:
             self._measured(message, speed)
             return
@@ -152,14 +156,15 @@ class RunConsole:
 
 def progress_bar(console: Console, counted: str) -> Progress | None:
     """A transient bar, to which the caller adds one task; None outside a terminal. `counted` is the format of the text
-    left of the bar; the task's field `state` has the phrases right of it, the most important first."""
+    left of the bar; the task's field `state` has the phrases right of it, the most important first, and `step_seconds`
+    how long one of its steps takes, as far as that is known."""
     if not console.is_terminal or console.is_dumb_terminal:
         return None
     return Progress(
         TextColumn(counted, markup=False, table_column=Column(no_wrap=True)),
         BarColumn(bar_width=None),
         _State(console, counted),
-        TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True)),
+        _TimeLeft(Column(no_wrap=True)),
         console=console, expand=True, transient=True,
     )  # fmt: skip
 
@@ -177,6 +182,23 @@ def following(console: Console, log: Path) -> Iterator[None]:
 
     with Live(console=console, get_renderable=newest, transient=True) if console.is_terminal else nullcontext():
         yield
+
+
+class _TimeLeft(ProgressColumn):
+    """The time left: until two steps are done, from which rich measures it, as the field `step_seconds` has it."""
+
+    max_refresh = 0.5  # seconds, so that the time does not flicker
+
+    def render(self, task: Task) -> Text:
+        left, each = task.time_remaining, task.fields.get("step_seconds")
+        if left is None and each is not None and task.remaining is not None:
+            left = each * task.remaining
+        if left is None:
+            return Text("--:--", "progress.remaining")
+        minutes, seconds = divmod(ceil(left), 60)
+        hours, minutes = divmod(minutes, 60)
+        shown = f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes:02}:{seconds:02}"
+        return Text(shown, "progress.remaining")
 
 
 class _State(ProgressColumn):

@@ -44,6 +44,7 @@ class RunDescription:
     restarts: tuple[Restart, ...] = ()  # restarts within this command
     warm_up_steps: int = WARM_UP_STEPS  # first steps, which do not count towards the speed
     simulation: Mapping[str, Any] = field(default_factory=dict)  # planner.simulation_data, for the page
+    next_commands: tuple[tuple[str, str], ...] | None = None  # label, command; None: the summary is not to show any
 
     @property
     def model_name(self) -> str:

@@ -203,7 +203,10 @@ class Reporter:
         if self._steps - self._run.first_step > self._run.warm_up_steps:
             self._compare()
         self._show_disturbed()
-        show_summary(self._console.console, result, self._folder, self._run.flops.peak_source, *self._resumable())
+        show_summary(
+            self._console.console, result, self._folder, self._run.flops.peak_source, *self._resumable(),
+            self._run.next_commands,
+        )  # fmt: skip
         if unwritten is not None:
             raise unwritten
 

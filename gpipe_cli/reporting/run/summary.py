@@ -27,12 +27,14 @@ EXAMPLES = 5  # translations that the console shows; evaluate.json has all
 
 
 def show_summary(
-    console: Console, result: RunResult, folder: Path, peak: str, checkpoint: str, resume: str | None
-) -> None:
+    console: Console, result: RunResult, folder: Path, peak: str, checkpoint: str, resume: str | None,
+    next_commands: Sequence[tuple[str, str]] | None = None,
+) -> None:  # fmt: skip
     """Shows the outcome of a training or a measurement.
 
     `peak`: the source of the peak FLOP/s in the MFU, or why it is unknown. Of a training that was stopped,
     `checkpoint`: where its last checkpoint is; `resume`: the run folder to resume, None if there is no checkpoint.
+    `next_commands`: shown with their labels after a training that was completed.
     """
     status, seconds, bench = result.status, MEASURES["seconds"].text(result), result.command == "bench"
     epochs = f"{plural(result.epochs, 'epoch')}, " if result.epochs and not bench else ""
@@ -61,16 +63,23 @@ def show_summary(
     if bench:
         show_facts(console, _flops(result, peak))
     facts = [("run folder", str(folder))]
-    if (folder / PAGE).exists():
-        facts.append(("page", str(folder / PAGE)))
+    page, curves = folder / PAGE, f"tensorboard --logdir {shlex.quote(str(folder))}"
+    has_curves = not bench and result.steps and "tensorboard" in result.config["logger"] and folder.is_dir()
+    if next_commands is not None and status == "completed":
+        looks = [shlex.quote(str(page))] * page.exists() + [curves] * bool(has_curves)
+        facts += [*zip(("look", ""), looks, strict=False), *next_commands]
+        show_facts(console, facts)
+        return
+    if page.exists():
+        facts.append(("page", str(page)))
     if not bench:
         if failed := result.failed_checkpoints:
             facts.append(("not written", f"{plural(failed, 'checkpoint')} of those that were due"))
         if status in ("interrupted", "failed"):
             facts.append(("checkpoint", checkpoint))
             facts += [] if resume is None else [("go on with", f"gpipe train {override('resume', resume)}")]
-        if result.steps and "tensorboard" in result.config["logger"] and folder.is_dir():
-            facts.append(("curves", f"tensorboard --logdir {shlex.quote(str(folder))}"))
+        if has_curves:
+            facts.append(("curves", curves))
     show_facts(console, facts)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from reporting_runs import LANGUAGE_MODEL, TRANSLATION, description, evaluation, log, spec, step
+from reporting_runs import LANGUAGE_MODEL, TRANSLATION, description, evaluation, log, plan, spec, step
 from rich.console import Console
 
 from gpipe_cli.planner.pipeline_spec import PipelineSpec
@@ -179,6 +179,17 @@ def test_a_terminal_shows_a_bar_of_one_line_and_keeps_the_epochs(width: int) -> 
     state = r"loss 1\.7500 top-1 43\.8 % 512\.0 samples/s lr 0\.04 .*" if width == 80 else r"loss 1\.7500 .*"
     assert re.search(rf"{state}(\d:\d\d|-:--) *$", bars[-1]), bars[-1]
     assert file.getvalue().count("\x1b[?25l") == file.getvalue().count("\x1b[?25h") == 1  # the cursor is back
+
+
+def test_the_time_left_is_there_from_the_first_step_on() -> None:
+    """Rich needs two steps, which may take minutes; before the first one, there is the prediction: 12 steps of 60 s."""
+    console, file = log(force_terminal=True, _environ={"TERM": "xterm"})
+    screen = RunConsole(console, description(plan=plan(step_seconds=60.0)))
+    screen.start()
+    screen.step(step(1, seconds=400.0), 512.0)
+    screen.stop()
+    left = re.findall(r"(\d?:?\d\d:\d\d) *(?:[\r\n]|$)", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue()))
+    assert list(dict.fromkeys(left)) == ["12:00", "1:13:20"]
 
 
 def test_the_summary_of_a_completed_run(summary: Callable[..., str]) -> None:

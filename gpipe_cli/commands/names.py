@@ -1,0 +1,18 @@
+"""The commands of `gpipe`, each with the line that `gpipe --help` and `gpipe help -k` show."""
+
+COMMANDS = {
+    "train": "train a model with GPipe, or with -m a sweep over settings",
+    "bench": "measure steps: speed, bubble, memory, FLOP/s; with -m a table of settings",
+    "demo": "thirty seconds: what two processes, and micro-batches, do to the speed on this machine",
+    "plan": "predict a step without running it: time, bubble, memory; for this machine or another",
+    "evaluate": "evaluate a run's checkpoint on its test set, with any number of partitions",
+    "export": "write a run's model as one file for other programs: safetensors, torch, ONNX",
+    "check": "prove on your own model that partitions, schedules and recomputation change nothing",
+    "launch": "write the script of a SLURM job that trains, or with -m of a job array; submit it if told to",
+    "reproduce": "run tables, figures and results of the paper, at the scale that the machine allows",
+    "compare": "compare runs: a table of what differs, curves, bars, and an HTML page",
+    "diff": "set two runs side by side: settings, versions and results that differ",
+    "site": "write a static site that explains pipelining, with models to explore",
+    "list": "list models, datasets, hardware, recipes or runs",
+    "help": "explain a setting, a choice, a word or a recipe; with -k find them",
+}
