@@ -278,7 +278,7 @@ def test_a_file_that_is_no_configuration_is_one_line(
 @pytest.mark.parametrize(
     ("typed", "offered"),
     [
-        ("gpipe tr", "train bench demo plan evaluate export check launch reproduce compare diff list help"),
+        ("gpipe tr", "train bench demo plan evaluate export check launch reproduce compare diff site list help"),
         ("gpipe train model.fil", "model.filters="),
         ("gpipe launch s", "slurm"),
         ("gpipe demo o", "open=false"),

@@ -58,7 +58,7 @@ PROGRAMS = {
     ),
     "site_checks": (
         ["--presets=digits,table1-transformer-naive-1"],
-        r"(\| .* \| yes \|\n){15}\| table1-transformer-naive-1 \| challenge \| met by M = 32, .* \| yes \|$",
+        r"(\| .* \| yes \|\n){14}\| table1-transformer-naive-1 \| challenge \| met by M = 32, .* \| yes \|$",
     ),
     "malformed_command_lines": (["--lines=2", "--seed=21"], r"all +2 lines +0 failed"),
 }  # fmt: skip
