@@ -23,10 +23,10 @@ def planned(preset: Preset) -> SitePreset:
         preset = replace(preset, settings=(*preset.settings, f"{_LIMIT}=null"))
         found = simulate(preset.settings)
         need = size(max(found.plan.device_bytes))
-        limit = str(error).partition(":")[0]
+        limit = str(error).partition(":")[0].partition("=")[2]
         note = (
-            f"This needs {need} on the fullest device by our count, more than {limit}, in which the paper trained it "
-            "(recipes/README.md says where the counts differ). So the plan has no limit."
+            f"By our count this takes {need} on the fullest device, more than the {limit} GiB in which the paper "
+            "reports that it was trained. The plan assumes that there is enough memory."
         )
     data = simulation_data(found.config, found.profile, found.plan)
     goals = {name: value for name, value in asdict(preset.challenge).items() if value is not None}

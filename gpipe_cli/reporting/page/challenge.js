@@ -13,18 +13,22 @@ const GOALS = { // of each: what is asked for in words, what the step has, wheth
 function showChallenge() {
   const {challenge} = data;
   if (!challenge) return;
-  const {figure} = state, list = field("challenge-goals"), cannot = Boolean(state.problem);
+  const {figure} = state, list = field("challenge-goals");
   field("challenge").hidden = false;
   field("challenge-text").textContent = "Find a setting that reaches all of these at once:";
-  list.replaceChildren();
-  let all = !cannot;
-  for (const [name, wanted] of Object.entries(challenge)) {
-    const [text, value, least, shown] = GOALS[name](wanted, figure), met = value >= least && !cannot;
+  const goal = (met, text) => {
     const line = list.appendChild(document.createElement("li"));
     line.className = met ? "met" : "unmet";
-    line.textContent = `${met ? "\u2713" : "\u2717"} ${text}: now ${cannot && state.stale ? "nothing" : shown(value)}`;
+    line.textContent = `${met ? "\u2713" : "\u2717"} ${text}`;
+  };
+  list.replaceChildren();
+  let all = !state.problem;
+  for (const [name, wanted] of Object.entries(challenge)) {
+    const [text, value, least, shown] = GOALS[name](wanted, figure), met = value >= least && !state.stale;
+    goal(met, state.stale ? text : `${text}: now ${shown(value)}`);
     all &&= met;
   }
+  if (state.problem) goal(false, state.stale ? "a step that can run" : "within the memory of the devices");
   if (data.answer) {
     field("answer").href = `#preset=${data.preset.name}&${data.answer}`;
     field("answer").textContent = data.answer.replaceAll("&", ", ").replaceAll("=", " = ");

@@ -95,7 +95,9 @@ function startQuestions() {
   const more = offeredMicroBatches().findLast(many => many <= 4 * own.micro_batches);
   ask("Where is the bubble?", showBubble);
   if (own.micro_batches < most) tryIt(`What would M = ${more} do?`, {micro_batches: more});
-  tryIt("What does recomputation cost and save?", {recompute: own.recompute === "never" ? "always" : "never"});
+  const keeps = own.recompute === "never";
+  tryIt(keeps ? "What does recomputation cost and save?" : "What if nothing were recomputed?",
+    {recompute: keeps ? "always" : "never"});
   if (own.schedule !== "1f1b") tryIt("What does 1f1b change?", {schedule: "1f1b"});
   ask("Which layer should move?", () => {
     toOwn();
@@ -253,8 +255,8 @@ function against(values) {
   if (stale || figure.large) return ""; // it would take seconds
   const other = gpipe.configured(data, {...controls, ...values});
   if (!other.timeline) return "";
-  const parts = differing(figure, other).map(([what, , was, now]) => `${what} ${was} \u2192 ${now}`);
-  return `.\nIn place of ${name}, here: ${parts.join(", ") || "all the same"}.`;
+  const parts = differing(figure, other).map(([what, , was, now]) => `${what} ${now} (${was})`);
+  return parts.length ? `.\nHere, and in parentheses with ${name}: ${parts.join(", ")}.` : `.\nHere the same as ${name}.`;
 }
 
 // What the switch does, in the words of what is shown.
@@ -323,23 +325,22 @@ function showNumbers() {
   tile(section, "samples per second", decimal(figure.samples_per_second), same ? "" :
     `${difference(figure.samples_per_second, ownFigure.samples_per_second, "fewer than", "more than", "as many as")} ` +
     `with ${ownName()}, ${decimal(ownFigure.samples_per_second)}`);
-  const speedup = one.step_seconds / figure.step_seconds;
-  const whole = wholeSeconds();
+  const speedup = one.step_seconds / figure.step_seconds, whole = wholeInWords(figure);
   tile(section, "speed-up", `${speedup.toFixed(2)} \u00d7`, "over K = 1 with the same M and recomputation",
-    gain(speedup, devices),
-    devices > 1 && devicesShare() && sharingInWords(devices),
-    whole && `K = 1, M = 1, without recomputation: ${duration(whole)}` +
-      (whole < figure.step_seconds ? ", which is faster" : ""));
+    gain(speedup, devices), devices > 1 && devicesShare() && sharingInWords(devices), whole);
   bubbleTile(section, devices);
   memoryTile(section);
   section.classList.toggle("stale", Boolean(state.stale));
 }
 
-// A step of one device that takes the mini-batch whole: what a pipeline has to beat. 0: not known, or it does not fit.
-function wholeSeconds() {
-  if (!data.costs.of[1]) return 0;
+// A step of one device that takes the mini-batch whole: what a pipeline has to beat.
+function wholeInWords({step_seconds}) {
+  if (!data.costs.of[1]) return "";
   const result = gpipe.configured(data, {...oneControls(state.controls), micro_batches: 1, recompute: "never"});
-  return result.problem ? 0 : result.step_seconds;
+  const plain = "K = 1, M = 1, without recomputation";
+  if (result.problem) return `${plain}, would not fit`;
+  const faster = result.step_seconds < step_seconds;
+  return `${faster ? "slower than " : ""}${plain}: ${duration(result.step_seconds)}`;
 }
 
 // How much of what is possible.

@@ -320,7 +320,7 @@ function chosenStep(data, chosen) {
   if (most > 0) {
     const device = lacks.indexOf(most), who = devices < K ? `device ${device}` : `stage ${device_of_stage.indexOf(device)}`;
     const again = chosen.recompute === "auto" ? " even if it recomputes all it can" : "";
-    problems.push(`${who} lacks ${(most / 2 ** 20).toFixed(1)} MiB${again}`);
+    problems.push(`${who} lacks ${size(most)}${again}`);
   }
   const result = {...base, timeline, step_seconds, samples_per_second: own.step_samples / step_seconds,
     breakdown: breakdown(timeline, M, step_seconds), memory: inAll.stages, device_memory: inAll.devices};

@@ -20,7 +20,7 @@ const PLACEMENTS = {
 };
 const RECOMPUTES = {
   never: "all activations are kept",
-  except_last: "every micro-batch, but those whose backward follows at once",
+  except_last: "all but micro-batches whose backward comes right after their forward: in gpipe's order the last one",
   always: "every micro-batch, as in the paper",
   auto: "as few micro-batches as fit the memory",
 };
@@ -48,6 +48,8 @@ const WORDS = {
     "over replicas and for checkpoints, work space of one layer, and activations. What the libraries and the process " +
     "hold by themselves comes on top.",
   schedule: "Which actions each device performs, and in which order.",
+  "1F1B": "A schedule: each backward as early as possible, then one forward and one backward in turns. Only K " +
+    "micro-batches are under way at a time, so that a stage keeps fewer activations than in GPipe's order.",
   bubble: "Idle time that equal stages would have, too: the last stages wait at the beginning for their first " +
     "micro-batch, and the first stages while it comes back. Of equal stages, with gpipe or 1f1b and without " +
     "recomputation, its share is (K-1)/(M+K-1): more micro-batches make it small. Here: idle time not due to " +
@@ -62,7 +64,7 @@ const WORDS = {
 
 // Whose setting the page begins with.
 function owner() {
-  return data.run ? "run" : "plan";
+  return data.run ? "run" : data.preset ? "preset" : "plan";
 }
 
 // Whether devices share cores or memory, and so slow each other down.

@@ -2,7 +2,7 @@
 // drawn by its own lanes.
 const data = JSON.parse(field("data").textContent);
 const LAYERS = 8, FORWARD = 4, BACKWARD = 8; // seconds of the whole mini-batch, all layers
-const START = 0.03, SEND = 0.005, UPDATE = 0.1; // seconds: of each action and message, and of all weights
+const START = 0.03, UPDATE = 0.1; // seconds: of each action, sending included, and of all weights
 const GIB = 2 ** 30, WEIGHTS = 1, ACTIVATIONS = 1.5, INPUT = 0.25, LIMIT = 6; // GiB: of a layer, of all M inputs, a device
 const NARROW = 560; // pixels of a picture that has no room for a comparison
 const WAIT = 0.55; // share of the window's height at which a beat begins to move
@@ -18,9 +18,8 @@ function simulated({K, M, schedule = "gpipe", recompute = "never"}) {
   const [forward, backward] = [FORWARD, BACKWARD].map(seconds => seconds / K / M + START);
   const stages = range(K, () => ({forward, graph: forward, backward, inputs: backward / 2, weights: backward / 2,
     update: UPDATE / K, sum: 0}));
-  const edges = range(K - 1, () => ({forward: SEND, backward: SEND}));
   const rows = gpipe.withRecomputation(gpipe.order(schedule, K, M), recompute), device_of_stage = range(K);
-  const timeline = gpipe.simulate(rows, {stages, edges, device_of_stage}), step_seconds = endOf(timeline);
+  const timeline = gpipe.simulate(rows, {stages, device_of_stage}), step_seconds = endOf(timeline);
   const input = INPUT * GIB / M, graph = input + ACTIVATIONS * GIB * LAYERS / K / M;
   const sizes = range(M, () => ({graph, input, gradients: 0, weights: graph}));
   const device_memory = rows.map(row => ({weights: WEIGHTS * GIB * LAYERS / K, gradients: 0, optimizer: 0, buffers: 0,
@@ -40,7 +39,7 @@ const FACTS = {
   faster: figure => `${(state.asItRan.step_seconds / figure.step_seconds).toFixed(2)} \u00d7`,
 };
 const NAMES = {step: "time of a step", idle: "devices idle", memory: "memory, fullest device",
-  faster: "as fast as one device"};
+  faster: "speed, one device: 1"};
 
 function settingOf(beat) {
   return beat.dataset.setting === "own" ? own : JSON.parse(beat.dataset.setting);
@@ -123,9 +122,10 @@ function onSceneKey(event) {
   const way = {ArrowRight: 1, ArrowLeft: -1}[event.key];
   if (!way || event.altKey || event.ctrlKey || event.metaKey || /^(SELECT|INPUT)$/.test(event.target.tagName)) return;
   const beat = beats[beats.indexOf(shown) + way];
-  if (!beat) return;
+  if (!beat && way < 0) return;
   event.preventDefault();
-  goTo(beat);
+  if (beat) goTo(beat);
+  else field("slower").scrollIntoView({behavior: still.matches ? "instant" : "smooth"});
 }
 
 // ---- your turn ----
@@ -181,12 +181,20 @@ function open() {
 
 // What the letters and the pattern mean.
 function showKey() {
+  const entry = (mark, text) => {
+    const node = field("key").appendChild(document.createElement("span"));
+    node.append(mark, text);
+  };
   for (const kind of ["F", "B", "R"]) {
-    const mark = field("key").appendChild(document.createElement("i"));
+    const mark = document.createElement("i");
     mark.style.background = `linear-gradient(90deg,${range(5, m => colour(kind, m, 5)).join(",")})`;
-    field("key").append(`${kind} ${KIND_WORDS[kind]} `);
+    entry(mark, `${kind} ${KIND_WORDS[kind]}`);
   }
-  field("key").append("hatched: idle");
+  for (const [name, text] of [["bubble", "idle"], ["weights", "weights"], ["held", "activations"], ["limit", "memory limit"]]) {
+    const mark = make("svg", {viewBox: "0 0 30 14"});
+    make("path", {class: name, d: name === "limit" ? "M0 7H30" : "M0 0H30V14H0z"}, mark);
+    entry(mark, text);
+  }
 }
 
 start();

@@ -31,6 +31,7 @@ from gpipe_cli.planner.plan import Plan, TooLargeError, make_plan
 from gpipe_cli.planner.shared_layers import Shared
 from gpipe_cli.planner.simulation_data import simulation_data
 from gpipe_cli.reporting.page.page import write_page
+from gpipe_cli.units import size
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -503,7 +504,7 @@ def test_what_cannot_be_is_said(page: "Page") -> None:
     with pytest.raises(TooLargeError) as over:
         planned(*LIMITED, *TOO_LARGE, "recompute=auto")
     device = over.value.stage % 3
-    assert f"device {device} lacks {over.value.missing_bytes / 2**20:.1f} MiB" in said[0]
+    assert f"device {device} lacks {size(over.value.missing_bytes)}" in said[0]
     assert "the model has only 7 layers" in said[1]
     assert "there are only 22 samples" in said[2]
     assert "use K = 6" in said[3]
