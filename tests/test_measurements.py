@@ -203,12 +203,15 @@ def test_figures_that_a_gpu_replaces_are_where_the_table_says(load: Callable[[st
     report = load("gpu_report")
     assert report.FIGURES.keys() == load("gpu_acceptance").PARTS.keys()
     places = [place for part in report.FIGURES.values() for of in part.values() for place in of]
-    for file in ("README.md", "recipes/README.md"):
+    for file in ("README.md", "recipes/README.md", "recipes/gpus.md", "recipes/contributing.md"):
         text = (FOLDER.parent.parent / file).read_text(encoding="utf-8")
         quoted = [place.removeprefix(f"{file}: ") for place in places if place.startswith(f"{file}: ")]
         assert quoted
         assert [place for place in quoted if place not in text] == []
-    assert all(place.startswith((report.README, report.RECIPES, report.PREDICTION)) for place in places)
+    assert all(
+        place.startswith((report.README, report.RECIPES, report.GPUS, report.LAWS, report.PREDICTION))
+        for place in places
+    )
 
 
 def test_parts_that_hang_are_killed_and_the_calls_are_joined(

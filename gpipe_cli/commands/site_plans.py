@@ -26,7 +26,8 @@ def planned(preset: Preset) -> SitePreset:
         limit = str(error).partition(":")[0].partition("=")[2]
         note = (
             f"By our count this takes {need} on the fullest device, more than the {limit} GiB in which the paper "
-            "reports that it was trained. The plan assumes that there is enough memory."
+            "reports that it was trained, without saying in which precision or with how many micro-batches. This plan "
+            "assumes that there is enough memory."
         )
     data = simulation_data(found.config, found.profile, found.plan)
     goals = {name: value for name, value in asdict(preset.challenge).items() if value is not None}

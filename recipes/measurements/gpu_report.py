@@ -32,34 +32,35 @@ class Call:
 
 # What follows is a text of that file.
 README, RECIPES, PREDICTION = "README.md: ", "recipes/README.md: ", "prediction: "
+GPUS, LAWS = "recipes/gpus.md: ", "recipes/contributing.md: "
 NEW = ()
 
 # For each part, regular expressions of what its rows show; the first that is found counts.
 FIGURES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "versions": {
         "^data sheet of": (f"{PREDICTION}the data sheet is found by the name that the driver gives the GPU",),
-        "^hardware=auto": (f"{README}`hardware=h100` predicts a machine that you do not have",),
+        "^hardware=auto": (f"{GPUS}`hardware=h100` predicts a machine that you do not have",),
         "^hardware=|^Python|^torch|^gpipe|^dependencies|^NCCL|^driver|^GPUs by NVML": NEW,
     },
     "tests": {
-        "^pytest -m gpu": (f"{README}makes every run bit-identical, also on a GPU",
+        "^pytest -m gpu": (f"{GPUS}makes every run bit-identical, also on a GPU",
                            f"{PREDICTION}misaligned statistics of batch norms would end in a CUDA error"),
         "^failed": NEW,
     },
-    "check": {"^gpipe check": (f"{README}**K does not matter**",)},
-    "resumption": {"^K=2, then 4": (f"{README}**Resuming does not matter**",)},
+    "check": {"^gpipe check": (f"{LAWS}**K does not matter**",)},
+    "resumption": {"^K=2, then 4": (f"{LAWS}**Resuming does not matter**",)},
     "links": {
         "processes on one device": (f"{RECIPES}| in the order of all actions (on GPUs) | at once, or when the GPU is",
                                     f"{PREDICTION}no order of messages deadlocks, however large"),
     },
-    "nodes": {"^the other one names": (f"{README}so is a machine that is lost",)},
+    "nodes": {"^the other one names": (f"{LAWS}so is a machine that is lost",)},
     "synchronisations": {
-        "calls that wait": (f"{README}Logging and checkpoints never stall a GPU",),
+        "calls that wait": (f"{GPUS}Logging and checkpoints never stall a GPU",),
         "the run$": NEW,
     },
     "memory": {
-        "^activations": (f"{README}saved activations to the byte", f"{PREDICTION}1 GiB is enough for the libraries"),
-        "^out of memory": (f"{README}a stage that fails or is killed ends the run, and is named",),
+        "^activations": (f"{LAWS}saved activations to the byte", f"{PREDICTION}1 GiB is enough for the libraries"),
+        "^out of memory": (f"{LAWS}a stage that fails or is killed ends the run, and is named",),
     },
     "prediction": {
         "cost=figures": (f"{RECIPES}median |error| of 178 speeds 7.5 %",),
@@ -74,7 +75,7 @@ FIGURES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "^transformer_lm": NEW,
     },
     "speeds": {
-        "deterministic=": (f"{README}`false` chooses the fastest kernels",),
+        "deterministic=": (f"{GPUS}`false` chooses the fastest kernels",),
         "memory_format=": (f"{RECIPES}recompute / compute is 0.34 measured",
                            f"{PREDICTION}channels last may be slower in float32, by its depthwise convolutions"),
         "partitions=1$": NEW,

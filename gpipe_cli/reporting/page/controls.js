@@ -212,7 +212,7 @@ function showControls() {
   const faster = 1 / controls.link_factor;
   say("partitions", controls.partitions);
   say("micro_batches", controls.micro_batches);
-  say("stages_per_process", stages_per_process);
+  say("stages_per_process", several ? `${stages_per_process}: ${state.figure.ofDevice.size} devices` : stages_per_process);
   say("backward_factor", `1 : ${decimal(backwardRatio())}`);
   say("link_factor", faster === 1 ? "as it is" :
     faster > 1 ? `${decimal(faster)} \u00d7 faster` : `${decimal(1 / faster)} \u00d7 slower`);
@@ -243,7 +243,7 @@ function say(id, text) {
 function orderInWords() {
   const {schedule, stages_per_process, rows} = state.controls;
   if (rows) return `changed by hand, from ${schedule}` + against({schedule, rows: undefined});
-  if (schedule === "interleaved" && stages_per_process === 1) return "needs 2 or more stages a device: so it is 1f1b";
+  if (schedule === "interleaved" && stages_per_process === 1) return "needs 2 or more stages per device, below: so it is 1f1b";
   const chosen = schedule === "auto" && data.setting.chosen_order;
   return (chosen ? `${ORDERS.auto}: ${chosen}` : ORDERS[schedule]) +
     against({schedule: schedule === "gpipe" ? "1f1b" : "gpipe"});
@@ -291,6 +291,10 @@ function changes() {
   if (controls.own_devices && !explored(controls)) found.push("a device of its own for each stage");
   if (controls.balance && String(controls.balance) !== String(data.balance)) found.push(`layers ${data.balance.join("-")} \u2192 ${controls.balance.join("-")}`);
   if (controls.rows) found.push("order by hand");
+  if (found.length && !controls.balance && controls.partitions === own.partitions && own.partitions <= 16 && !state.stale &&
+    String(state.figure.balance) !== String(data.balance)) {
+    found.push(`layers cut anew, ${data.balance.join("-")} \u2192 ${state.figure.balance.join("-")}`);
+  }
   return found;
 }
 
@@ -339,8 +343,8 @@ function wholeInWords({step_seconds}) {
   const result = gpipe.configured(data, {...oneControls(state.controls), micro_batches: 1, recompute: "never"});
   const plain = "K = 1, M = 1, without recomputation";
   if (result.problem) return `${plain}, would not fit`;
-  const faster = result.step_seconds < step_seconds;
-  return `${faster ? "slower than " : ""}${plain}: ${duration(result.step_seconds)}`;
+  const ratio = result.step_seconds / step_seconds;
+  return `${ratio.toFixed(2)} \u00d7 over ${plain}, ${duration(result.step_seconds)}` + (ratio < 1 ? ": slower" : "");
 }
 
 // How much of what is possible.

@@ -19,25 +19,26 @@ const PLACEMENTS = {
   "as planned": "as the file has it that the PLANNED has",
 };
 const RECOMPUTES = {
-  never: "all activations are kept",
-  except_last: "all but micro-batches whose backward comes right after their forward: in gpipe's order the last one",
-  always: "every micro-batch, as in the paper",
-  auto: "as few micro-batches as fit the memory",
+  never: "keeps the activations of all micro-batches",
+  except_last: "recomputes all micro-batches but those whose backward comes right after their forward: with gpipe the " +
+    "last one, with 1f1b all on the last stage",
+  always: "recomputes every micro-batch, as in the paper",
+  auto: "recomputes as few micro-batches as the memory allows",
 };
 // What takes the bubble away from its formula, in the order of gpipe.bubbles; the last one is what is left.
 const BUBBLE_CAUSES = ["devices share cores", "recomputation fills waits", "stages are unequal", "transfers take time",
                        "set-up and update take time", "the order is neither gpipe nor 1f1b"];
 const WORDS = {
   stage: "A part of the model: some of its layers, one after another. It computes on its own device, or takes turns " +
-    "with others on one. Each stage has a row; where the stages of a device are no neighbours, the device has one, " +
-    "with later stages lower in it.",
+    "with others on one. Each stage has a row; stages of one device that are not neighbours share a row, the later " +
+    "ones lower in it.",
   placement: "Which device has which stages, if they have several each. Between stages of one device nothing is sent.",
   "1F0": "An action in full: the stage, what it does, the micro-batch. 1F0 is F0 in the row of stage 1.",
   "micro-batch": "One of the M pieces of a mini-batch, as equal as they can be. While one stage works on a piece, " +
     "the next stage can work on the piece before it. That is what makes a pipeline fast.",
   forward: "F: a stage computes its outputs for a micro-batch, and sends them to the next stage.",
   backward: "B: a stage computes gradients of a micro-batch, and sends those of its inputs to the stage before. " +
-    "Cut in two, I computes what is sent and W the gradients of the weights, for which nobody waits.",
+    "If it is cut in two, the action I computes what is sent, and W the gradients of the weights, for which nobody waits.",
   recompute: "R: the forward once more. A stage that does not keep the activations of a micro-batch saves memory, " +
     "and has to compute them again before its backward.",
   skip: "A tensor that a layer keeps (Stash) for a much later one (Pop). It goes straight to the stage that takes it " +
@@ -52,7 +53,7 @@ const WORDS = {
     "micro-batches are under way at a time, so that a stage keeps fewer activations than in GPipe's order.",
   bubble: "Idle time that equal stages would have, too: the last stages wait at the beginning for their first " +
     "micro-batch, and the first stages while it comes back. Of equal stages, with gpipe or 1f1b and without " +
-    "recomputation, its share is (K-1)/(M+K-1): more micro-batches make it small. Here: idle time not due to " +
+    "recomputation, its share is (K-1)/(M+K-1): more micro-batches make it small. Counted as bubble is all idle time not due to " +
     "imbalance, transfer or set-up.",
   imbalance: "Idle time because one stage has more work than another, and all wait for the slowest.",
   transfer: "Time in which a stage waits for tensors that are computed, and still on their way over the link.",

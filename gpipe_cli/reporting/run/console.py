@@ -53,7 +53,7 @@ class RunConsole:
         assert run.steps_per_epoch is not None
         epoch = min(run.first_step // run.steps_per_epoch + 1, run.config.epochs)
         each = None if run.prediction is None else run.prediction.step_seconds
-        self._bar.add_task("", total=run.total_steps, epoch=f"{epoch}/{run.config.epochs}", step_seconds=each)
+        self._bar.add_task("", total=run.total_steps, epoch=f"{epoch}/{run.config.epochs}", each=each)
         self._show_bar(run.first_step, "waiting", "for the first step", "(slow: it allocates memory)")
         self._bar.start()
 
@@ -71,7 +71,7 @@ class RunConsole:
     def step(self, message: StepDone, speed: float | None) -> None:
         """Shows a step; ``speed`` is the recent one in samples/s, for text in tokens/s."""
         if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], step_seconds=message.seconds)
+            self._bar.update(self._bar.task_ids[0], each=message.seconds)
         if self._run.bench:
             self._measured(message, speed)
             return
@@ -185,12 +185,12 @@ def following(console: Console, log: Path) -> Iterator[None]:
 
 
 class _TimeLeft(ProgressColumn):
-    """The time left: until two steps are done, from which rich measures it, as the field `step_seconds` has it."""
+    """The time left. Until two steps are done, from which rich measures it, it is by the field `each`, seconds a step."""
 
     max_refresh = 0.5  # seconds, so that the time does not flicker
 
     def render(self, task: Task) -> Text:
-        left, each = task.time_remaining, task.fields.get("step_seconds")
+        left, each = task.time_remaining, task.fields.get("each")
         if left is None and each is not None and task.remaining is not None:
             left = each * task.remaining
         if left is None:

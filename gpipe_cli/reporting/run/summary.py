@@ -63,6 +63,8 @@ def show_summary(
     if bench:
         show_facts(console, _flops(result, peak))
     facts = [("run folder", str(folder))]
+    if not bench and (failed := result.failed_checkpoints):
+        facts.append(("not written", f"{plural(failed, 'checkpoint')} of those that were due"))
     page, curves = folder / PAGE, f"tensorboard --logdir {shlex.quote(str(folder))}"
     has_curves = not bench and result.steps and "tensorboard" in result.config["logger"] and folder.is_dir()
     if next_commands is not None and status == "completed":
@@ -73,8 +75,6 @@ def show_summary(
     if page.exists():
         facts.append(("page", str(page)))
     if not bench:
-        if failed := result.failed_checkpoints:
-            facts.append(("not written", f"{plural(failed, 'checkpoint')} of those that were due"))
         if status in ("interrupted", "failed"):
             facts.append(("checkpoint", checkpoint))
             facts += [] if resume is None else [("go on with", f"gpipe train {override('resume', resume)}")]
