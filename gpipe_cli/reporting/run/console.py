@@ -185,7 +185,8 @@ def following(console: Console, log: Path) -> Iterator[None]:
 
 
 class _TimeLeft(ProgressColumn):
-    """The time left. Until two steps are done, from which rich measures it, it is by the field `each`, seconds a step."""
+    """The time left. Until two steps are done, from which rich measures it, it follows from the task's field `each`,
+    the seconds of a step."""
 
     max_refresh = 0.5  # seconds, so that the time does not flicker
 
