@@ -8,6 +8,7 @@ import textwrap
 from collections import defaultdict
 from collections.abc import Sequence
 from difflib import get_close_matches
+from functools import cache
 
 from rich.console import Console
 
@@ -168,6 +169,7 @@ def _width(console: Console) -> int:
     return max(40, min(console.width, 120))
 
 
+@cache
 def _whole(heading: str, text: str) -> str:
     """The text of an entry. That of a recipe is read only when it is needed: reading all of them takes a second."""
     if not heading.startswith("gpipe reproduce "):

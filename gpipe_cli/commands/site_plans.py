@@ -36,10 +36,10 @@ def planned(preset: Preset) -> SitePreset:
 
 
 def _facts(found: Simulated) -> str:
-    """`K = 8, M = 16 of 4 samples: 5.01 s a step, idle 28.0 %; memory: 47.9 GiB on the fullest device, ...`."""
+    """`K = 8, M = 16 of 4 samples: 5.01 s per step, idle 28.0 %; memory: 47.9 GiB on the fullest device, ...`."""
     plan, shares = found.plan, found.plan.breakdown
     idle = shares.bubble + shares.imbalance + shares.transfer + shares.set_up
     fullest, in_all, devices = max(plan.device_bytes), sum(plan.device_bytes), len(plan.device_bytes)
-    memory = size(fullest) + ("" if devices == 1 else f" on the fullest device, {size(in_all)} on all {devices}")
+    memory = size(fullest) + ("" if devices == 1 else f" on the fullest device, {size(in_all)} across all {devices}")
     pieces = f"M = {plural(plan.micro_batches, 'micro-batch')} of {plural(plan.samples, 'sample')}"
-    return f"K = {devices}, {pieces}: {duration(plan.step_seconds)} a step, idle {percent(idle)}; memory {memory}"
+    return f"K = {devices}, {pieces}: {duration(plan.step_seconds)} per step, idle {percent(idle)}; memory {memory}"

@@ -46,7 +46,7 @@ class Preset:
 
 # Of each preset, by its name. A test finds a setting that meets each of them.
 CHALLENGES = {
-    "digits": Challenge("schedule=zero_bubble", faster=1.25, devices=4),
+    "digits": Challenge("M=11&schedule=1f1b", faster=1.15, devices=4),
     "gpt-7b": Challenge("M=64&schedule=1f1b&recompute=except_last", faster=1.1, idle=0.1, gib=40, devices=8),
     "multilingual-6b": Challenge("schedule=1f1b", gib=12, devices=16),
     "table1-amoebanet-naive-1": Challenge("M=64&recompute=except_last", gib=8, devices=1),
@@ -91,11 +91,11 @@ CHALLENGES = {
     "table2-transformer-k8-m32": Challenge("M=64&schedule=1f1b&recompute=except_last", idle=0.1, gib=10, devices=8),
 }
 _DIGITS = Preset(
-    "digits", "To begin with", "Digits: a small AmoebaNet-D on four CPU cores",
+    "digits", "Start here", "Digits: a small AmoebaNet-D on four CPU cores",
     ("hardware=cpu", "partitions=4", "micro_batches=4", "batch_size=128", "recompute=never"),
 )  # fmt: skip
 _GPT = Preset(
-    "gpt-7b", "Models of today", "GPT, 7 billion parameters, on 8 H100",
+    "gpt-7b", "Large models of text", "GPT, 7 billion parameters, on 8 H100s",
     (
         "model=transformer_lm", "dataset=synthetic_text", "~presets", "hardware=h100", "precision=bfloat16",
         "partitions=8", "micro_batches=16", "recompute=always", "batch_size=64", "ema_decay=0", "model.layers=32",
@@ -113,7 +113,7 @@ def presets() -> Iterator[Preset]:
     size = load(_MULTILINGUAL).size
     assert size is not None
     yield Preset(
-        "multilingual-6b", "Models of today", "Translation, 6 billion parameters, on 16 TPU v3",
+        "multilingual-6b", "Large models of text", "Translation, 6 billion parameters, on 16 TPU v3s",
         ("hardware=tpu_v3", *size.settings), _MULTILINGUAL,
     )  # fmt: skip
     for kind in ("amoebanet", "transformer"):
@@ -140,7 +140,7 @@ def _speeds(recipe: str) -> Iterator[Preset]:
     experiment = load(recipe).throughput
     assert experiment is not None
     (model,) = experiment.models
-    group = f"Table 2: {model.name} on K TPU {'v2' if 'amoebanet' in recipe else 'v3'}"
+    group = f"Table 2: {model.name} on K devices, TPU {'v2' if 'amoebanet' in recipe else 'v3'}"
     for row in model.rows:
         cell = f"partitions={row.partitions}", f"micro_batches={row.micro_batches}"
         yield Preset(

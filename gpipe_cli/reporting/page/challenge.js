@@ -1,7 +1,7 @@
 // The challenge of a preset: goals for the setting, judged by the step that is simulated.
 const GOALS = { // of each: what is asked for in words, what the step has, whether that is enough
   faster: (wanted, figure) => [`at least ${decimal(wanted)} \u00d7 as fast as ${data.than ?? "this preset's own setting"}`,
-    state.asItRan.step_seconds / figure.step_seconds, wanted, value => `${value.toFixed(2)} \u00d7`],
+    Number((state.asItRan.step_seconds / figure.step_seconds).toFixed(2)), wanted, value => `${value.toFixed(2)} \u00d7`],
   idle: (wanted, figure) => [`devices idle for at most ${percent(wanted)} of the step`,
     -idleShare(figure), -wanted, value => percent(-value)],
   gib: (wanted, figure) => [`at most ${decimal(wanted)} GiB on each device`,

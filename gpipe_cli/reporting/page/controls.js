@@ -152,7 +152,7 @@ function showBubble() {
 // What the changes lead to, against the run's own setting.
 function changeInWords() {
   const parts = differing(state.figure, state.ownFigure).map(([name, verb, was, now]) =>
-    `the ${name} ${verb} ${now} in place of ${was}`);
+    `the ${name} ${verb} ${now} instead of ${was}`);
   const text = list(parts) || "step, recomputation, bubble and memory stay as they are";
   return `${changes().join("; ")}: ${text}.${smallInWords()}`;
 }
@@ -183,9 +183,9 @@ function smallInWords() {
   const factor = perSample(figure) / perSample(ownFigure) / state.controls.backward_factor;
   if (figure.micro_batches === ownFigure.micro_batches || Math.abs(factor - 1) < 0.1) return "";
   const [now, before] = [figure, ownFigure].map(of => decimal(samples(of)));
-  return ` A micro-batch has ${now} of the samples in place of ${before}, and a sample takes ` +
+  return ` A micro-batch has ${now} of the samples instead of ${before}, and a sample takes ` +
     `${factor.toFixed(2)} \u00d7 as long to compute: ` +
-    `${factor > 1 ? "small ones use a device less well" : "large ones use a device better"}.`;
+    `${factor > 1 ? "small ones use the device less efficiently" : "large ones use the device more efficiently"}.`;
 }
 
 // ---- what the controls say ----
@@ -482,12 +482,12 @@ function findMove() {
   const [best] = gpipe.moves(data, state.controls), now = figure.step_seconds;
   const cut = `Layers of the stages: ${figure.balance.join(", ")}; ${mostWork(figure)}.`;
   if (!best || best.step_seconds > now * (1 - 5e-4)) {
-    text.textContent = `None: no single layer that moves to a neighbour makes the step shorter. ${cut}`;
+    text.textContent = `None: moving any one layer to a neighbouring stage would not shorten the step. ${cut}`;
     return;
   }
   state.move = best.balance;
   text.textContent = `${data.layers[best.layer].name}, from stage ${best.from_stage} to stage ${best.to_stage}: ` +
-    `the step would take ${duration(best.step_seconds)} in place of ${duration(now)}, ` +
+    `the step would take ${duration(best.step_seconds)} instead of ${duration(now)}, ` +
     `${difference(best.step_seconds, now, "shorter", "longer", "the same")}. ${cut}`;
   field("move").hidden = false;
 }

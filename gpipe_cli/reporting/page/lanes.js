@@ -303,10 +303,14 @@ function addEnds(result) {
   result.more = make("text", {class: "ends more", y: HEADER + 9}, group);
 }
 
-// Height and places of the figures; afterwards their times.
-function layOut() {
+// The room for the picture. To ask for it makes a browser lay out the whole page: not while a slider is dragged.
+function takeWidth() {
   view.width = Math.max(280, svg.parentNode.clientWidth);
   view.left = view.width < 560 ? 66 : 80;
+}
+
+// Height and places of the figures; afterwards their times.
+function layOut() {
   let top = AXIS;
   for (const kind of ["measured", "simulated", "K = 1"]) {
     const one = drawn.get(kind);

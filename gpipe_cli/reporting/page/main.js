@@ -175,8 +175,7 @@ function showLegend() {
 
 // All figures anew, for another width or with other parts.
 function redraw() {
-  view.width = Math.max(280, svg.parentNode.clientWidth);
-  view.left = view.width < 560 ? 66 : 80;
+  takeWidth();
   showMeasured();
   update();
 }

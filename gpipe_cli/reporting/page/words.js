@@ -39,11 +39,11 @@ const WORDS = {
   forward: "F: a stage computes its outputs for a micro-batch, and sends them to the next stage.",
   backward: "B: a stage computes gradients of a micro-batch, and sends those of its inputs to the stage before. " +
     "If it is cut in two, the action I computes what is sent, and W the gradients of the weights, for which nobody waits.",
-  recompute: "R: the forward once more. A stage that does not keep the activations of a micro-batch saves memory, " +
+  recompute: "R: the forward pass again. A stage that does not keep the activations of a micro-batch saves memory, " +
     "and has to compute them again before its backward.",
   skip: "A tensor that a layer keeps (Stash) for a much later one (Pop). It goes straight to the stage that takes it " +
     "up, past those between, and its gradient straight back.",
-  activations: "What a forward has to keep until its backward: they are most of the memory while many micro-batches " +
+  activations: "What the forward pass must keep for its backward pass: they are most of the memory while many micro-batches " +
     "are on their way.",
   memory: "What a device holds for the layers of its stages: weights, their gradients, the state of the optimizer, buffers for sums " +
     "over replicas and for checkpoints, work space of one layer, and activations. What the libraries and the process " +
@@ -51,7 +51,7 @@ const WORDS = {
   schedule: "Which actions each device performs, and in which order.",
   "1F1B": "A schedule: each backward as early as possible, then one forward and one backward in turns. Only K " +
     "micro-batches are under way at a time, so that a stage keeps fewer activations than in GPipe's order.",
-  bubble: "Idle time that equal stages would have, too: the last stages wait at the beginning for their first " +
+  bubble: "Idle time that even equal stages would have: the last stages wait at the beginning for their first " +
     "micro-batch, and the first stages while it comes back. Of equal stages, with gpipe or 1f1b and without " +
     "recomputation, its share is (K-1)/(M+K-1): more micro-batches make it small. Counted as bubble is all idle time not due to " +
     "imbalance, transfer or set-up.",

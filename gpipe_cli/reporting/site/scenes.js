@@ -51,8 +51,7 @@ function showBeat(beat) {
   shown = beat;
   const figure = state.figure = simulated(settingOf(beat)), over = fullestPeak(figure) > LIMIT * GIB;
   state.problem = null;
-  view.width = svg.parentNode.clientWidth;
-  view.left = view.width < NARROW ? 66 : 80;
+  takeWidth();
   show("simulated", figure);
   show("K = 1", figure.ofDevice.size > 1 && view.width >= NARROW ? state.asItRan : null);
   view.start = 0;
@@ -83,14 +82,19 @@ function beginsAt() {
   return view.width < innerWidth * 0.7 ? WAIT : 0.85;
 }
 
+// How far one scrolls while a beat is drawn: on a phone until its heading is below the picture.
+function way(height) {
+  if (beginsAt() === WAIT) return Math.min(height * 0.75, innerHeight * 0.5);
+  return Math.max(60, innerHeight * beginsAt() - field("stage").offsetHeight);
+}
+
 // The beat that one reads, and how much of its picture has been drawn.
 function follow() {
   const line = innerHeight * beginsAt(), top = beat => beat.getBoundingClientRect().top;
   const beat = beats.findLast(one => top(one) < line + 1) ?? beats[0];
   const {height} = beat.getBoundingClientRect();
   const whole = still.matches || beat.dataset.setting === "own";
-  revealed = beat === beats[0] ? opening : whole ? 1
-    : Math.min(1, (line - top(beat)) / Math.min(height * 0.75, innerHeight * 0.5));
+  revealed = beat === beats[0] ? opening : whole ? 1 : Math.min(1, (line - top(beat)) / way(height));
   if (beat !== shown) showBeat(beat);
   else placeHead();
 }
@@ -107,7 +111,7 @@ function requestFollow() {
 
 function goTo(beat) {
   const begin = scrollY, {top, height} = beat.getBoundingClientRect();
-  const room = Math.min(height * 0.75, innerHeight * 0.5) + 2;
+  const room = way(height) + 2;
   const end = begin + top - innerHeight * beginsAt() + room, since = performance.now(), mine = ++keyed;
   const move = now => {
     if (mine !== keyed) return;

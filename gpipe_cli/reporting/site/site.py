@@ -59,10 +59,12 @@ def _packed(one: SitePreset) -> dict[str, str]:
 
 def _listed(presets: Sequence[SitePreset]) -> Iterator[str]:
     for group, members in groupby(presets, attrgetter("group")):
-        yield f'<h3>{escape(group)}</h3><ul class="presets">'
+        folded = group.startswith("Table")  # there are many of these
+        yield f"<details><summary>{escape(group)}</summary>" if folded else f"<h3>{escape(group)}</h3>"
+        yield '<ul class="presets">'
         for one in members:
             link = f"{EXPLORER}#{urlencode({'preset': one.name})}"
             note = f"<small>{escape(one.note)}</small>" if one.note else ""
             yield f'<li><a href="{escape(link)}">{escape(one.title)}</a><small>{escape(one.facts)}</small>{note}'
             yield f"<details><summary>command</summary><pre>{escape(one.command)}</pre></details></li>"
-        yield "</ul>"
+        yield "</ul></details>" if folded else "</ul>"

@@ -220,7 +220,7 @@ def test_whoever_explores_gets_a_device_for_each_stage(page: "Page", crowded: Pa
     assert (switch.is_checked(), shown_step(page)) == (True, in_words(alone))
     assert "each stage has a device of its own" in tiles(page)
     # with the run's own setting on as many devices as it has stages: else the devices would pass for a merit of K
-    assert f"takes {in_words(alone)} in place of {in_words(own_alone)}" in explained.inner_text()
+    assert f"takes {in_words(alone)} instead of {in_words(own_alone)}" in explained.inner_text()
     assert page.url.endswith("#K=4&devices=own")
     switch.uncheck()
     assert shown_step(page) == in_words(shared)
@@ -529,7 +529,7 @@ def test_questions_are_answered_in_a_sentence(page: "Page") -> None:
     assert "of the step is bubble" in page.locator("#explained").inner_text()
     ask.filter(has_text="recomputed").click()
     own, never = (in_words(simulated(page, recompute=mode)) for mode in ("except_last", "never"))
-    assert f"the step takes {never} in place of {own}" in page.locator("#explained").inner_text()
+    assert f"the step takes {never} instead of {own}" in page.locator("#explained").inner_text()
     ask.filter(has_text="M = 16").click()
     assert in_words(simulated(page, micro_batches=16)) in page.locator("#explained").inner_text()
     ask.filter(has_text="Where is the bubble").click()
