@@ -114,7 +114,7 @@ def _search(words: Sequence[str]) -> int:
     """Shows a line for each topic that has all `words` in its name or in the text of one entry: first those that have
     them in the name, then in the order of the sources. Raises InputError if there is none."""
     if not words:
-        raise InputError("-k: which word to look for is missing; write gpipe help -k memory")
+        raise InputError("-k: give a word to look for; for example gpipe help -k memory")
     wanted, known = [_plain(word) for word in words], topics()
     texts: dict[str, list[str]] = defaultdict(list)  # topic -> its texts that have the words
     seen = set[tuple[str, str]]()  # a topic that only lists entries of others is found by its name alone

@@ -52,6 +52,7 @@ function showBeat(beat) {
   const figure = state.figure = simulated(settingOf(beat)), over = fullestPeak(figure) > LIMIT * GIB;
   state.problem = null;
   takeWidth();
+  svg.classList.toggle("many", figure.micro_batches > 32); // white rims would leave little of the colours
   show("simulated", figure);
   show("K = 1", figure.ofDevice.size > 1 && view.width >= NARROW ? state.asItRan : null);
   view.start = 0;
