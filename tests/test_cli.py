@@ -163,7 +163,7 @@ def test_help_and_configuration_import_no_torch() -> None:
         ("diff x", "gpipe diff: x: give the folders of two runs, gpipe diff RUN RUN"),
         ("diff x y", "gpipe diff: RUN=x: no run there"),
         ("help recompte", "gpipe help: recompte: there is no such topic; did you mean recompute?"),
-        ("help -k", "-k: which word to look for is missing; write gpipe help -k memory"),
+        ("help -k", "-k: give a word to look for; for example gpipe help -k memory"),
         ("help -k bubbel", "-k bubbel: no topic has this word; the nearest are bubble, "),
         ("help -k memory pizza", "-k memory pizza: no topic has all of these words; the nearest are "),
         ("demo opne=false", "gpipe demo: opne=false: there is no such setting; did you mean open?"),
