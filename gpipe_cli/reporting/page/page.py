@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from gpipe_cli.pipeline.schedule.held import HOLDS
 from gpipe_cli.reporting.plots.palette import colour
@@ -29,6 +29,14 @@ SCRIPTS = ("../theme.js", *ENGINE, *VIEW)
 STYLES = ("../style.css", "page.css", "lanes.css")
 
 
+class About(TypedDict, total=False):
+    """What else a page says."""
+
+    commands: Sequence[str]  # the command lines as typed
+    run: str | None  # the run folder
+    contended: float | None  # the share of time in which other programs used the run's cores, if they slowed it
+
+
 @cache
 def shared() -> dict[str, Any]:
     """What the pages of all runs and plans are drawn from: colours, and the bytes held around actions."""
@@ -42,22 +50,17 @@ def page_values(
     title: str,
     data: Mapping[str, Any],
     steps: Sequence[StepPicture] = (),
-    *,
-    commands: Sequence[str] = (),
-    run: str | None = None,
-    contended: float | None = None,
+    **about: Unpack[About],
 ) -> dict[str, Any]:
     """The values of a page of `simulation_data`, with the newest of `steps`, at most MOST_STEPS with at most MOST_BARS
-    bars; besides them a page needs those of `shared`.
-
-    If the newest step alone has too many bars, an image of it is shown. `commands`: the command lines as typed; `run`:
-    the run folder; `contended`: the share of time in which other programs used the run's cores, if they slowed it.
-    """
-    about = {"title": title, "commands": commands, "run": run, "contended": contended}
-    return {**about, **data, **_measured(steps)}
+    bars; besides them a page needs those of `shared`. If the newest step alone has too many bars, an image of it is
+    shown."""
+    return {"title": title, "commands": (), "run": None, "contended": None, **about, **data, **_measured(steps)}
 
 
-def write_page(path: Path, title: str, data: Mapping[str, Any], steps: Sequence[StepPicture], **about: Any) -> None:
+def write_page(
+    path: Path, title: str, data: Mapping[str, Any], steps: Sequence[StepPicture], **about: Unpack[About]
+) -> None:
     """Writes the page of `page_values` with these arguments. Raises OSError."""
     write_whole(path, explorer(shared() | page_values(title, data, steps, **about)))
 

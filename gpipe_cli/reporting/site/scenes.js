@@ -11,7 +11,7 @@ const state = {memory: true, figure: null, asItRan: null, problem: null, stale: 
 const own = {K: 2, M: 4, schedule: "gpipe", recompute: "never"};
 const beats = [...document.querySelectorAll(".beat")];
 const still = matchMedia("(prefers-reduced-motion: reduce)");
-let shown = null, revealed = 1, keyed = 0, opening = still.matches ? 1 : 0; // share of the first picture that is drawn
+let shown = null, revealed = 1, keyed = 0, opening = 0; // share of the first picture that is drawn
 
 // One step: `K` equal stages, `M` equal micro-batches.
 function simulated({K, M, schedule = "gpipe", recompute = "never"}) {
@@ -170,7 +170,7 @@ function start() {
   startOwn();
   showKey();
   showBeat(beats[0]);
-  open();
+  drawFirst();
   addEventListener("scroll", requestFollow, {passive: true});
   for (const what of ["wheel", "touchstart", "pointerdown"]) addEventListener(what, () => ++keyed, {passive: true});
   addEventListener("resize", () => showBeat(shown));
@@ -178,10 +178,10 @@ function start() {
 }
 
 // The first picture is drawn as the page opens.
-function open() {
-  opening = Math.min(1, opening + 1 / 60 / KEY_SECONDS);
+function drawFirst(since = performance.now()) {
+  opening = still.matches ? 1 : Math.min(1, (performance.now() - since) / 1000 / KEY_SECONDS);
   follow();
-  if (opening < 1) requestAnimationFrame(open);
+  if (opening < 1) requestAnimationFrame(() => drawFirst(since));
 }
 
 // What the letters and the pattern mean.
