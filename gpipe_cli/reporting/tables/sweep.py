@@ -76,7 +76,7 @@ class Run:
 
 
 def show_sweep(runs: Sequence[Run]) -> None:
-    """Prints a row for each run, and the errors of those that failed."""
+    """Prints a row for each run, the errors of those that failed, and the command that compares the others."""
     runs = sorted(runs, key=lambda run: run.number)
     # A sweep over images and text has the columns of both. Text has tokens/s, as its samples differ in length.
     texts = {run.result.text for run in runs if run.result} or {False}
@@ -111,6 +111,8 @@ def show_sweep(runs: Sequence[Run]) -> None:
     for run in runs:
         if run.failed and run.error:
             show_text(console, f"run {run.number}: {run.error}")
+    if sum(run.result is not None for run in runs) > 1:
+        show_facts(console, [("look", f"gpipe compare {shlex.quote(str(folder))}")])
 
 
 def _cut(run: Run, key: str) -> Any:
