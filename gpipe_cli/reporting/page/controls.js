@@ -255,8 +255,8 @@ function against(values) {
   if (stale || figure.large) return ""; // it would take seconds
   const other = gpipe.configured(data, {...controls, ...values});
   if (!other.timeline) return "";
-  const parts = differing(figure, other).map(([what, , was, now]) => `${what} ${now} (${was})`);
-  return parts.length ? `.\nHere, and in parentheses with ${name}: ${parts.join(", ")}.` : `.\nHere the same as ${name}.`;
+  const parts = differing(other, figure).map(([what, , was, now]) => `\n${what} ${was} \u2192 ${now}`);
+  return `.\nWith ${name}${parts.length ? `:${parts.join("")}` : " the same here."}`;
 }
 
 // What the switch does, in the words of what is shown.

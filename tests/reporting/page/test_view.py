@@ -264,7 +264,7 @@ def test_hints_say_what_the_numbers_say(page: "Page", crowded: Path) -> None:
         for choice in choices:
             page.locator(f"#{id}").select_option(choice)
             hint, numbers = page.locator(f"#{id}-meaning").inner_text(), tiles(page)
-            said = re.findall(r"(?:step|bubble|fullest stage) ([\d.]+ \S+) \(", hint)
+            said = re.findall(r"(?:step|bubble|fullest stage) ([\d.]+ \S+) \u2192", hint)
             assert said, hint
             assert all(now in numbers for now in said), (choice, hint)
 
@@ -461,7 +461,7 @@ def test_what_is_dragged_says_what_it_costs_in_memory(page: "Page", written: Pat
     holds = f"holds up to {in_mebibytes(after[0])}, {in_mebibytes(after[0] - before[0])} more than before"
     assert holds in said
     assert schedule.input_value() == "by hand"
-    hint = f"fullest stage {in_mebibytes(max(after))} ({in_mebibytes(max(before))})"
+    hint = f"fullest stage {in_mebibytes(max(after))} \u2192 {in_mebibytes(max(before))}"
     assert hint in page.locator("#schedule-meaning").inner_text()
 
     drag(page, "0F2", "0B0", lambda target: target["x"] + target["width"] - 5)
