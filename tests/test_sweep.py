@@ -96,8 +96,8 @@ def test_the_table_shows_results_and_failures(
         Run("model=b", tmp_path / "e", 0, 12.0, replace(text, test=Evaluation()), number=5),  # it diverged
     ]
     show_sweep(runs)
-    *lines, reason, look = capsys.readouterr().out.splitlines()
-    assert look.split() == ["look", *f"gpipe compare {tmp_path}".split()]
+    *lines, reason, compare = capsys.readouterr().out.splitlines()
+    assert compare.split() == ["compare", *f"gpipe compare {tmp_path}".split()]
     assert reason == "run 2: partition.balance=[4,8]: [no]"
     assert "top-1  samples/s  perplexity  tokens/s" in next(line for line in lines if "what differs" in line)
     rows = [re.split(r"  +", line.strip())[1:] for line in lines[-len(runs) :]]  # no name is broken

@@ -112,7 +112,7 @@ def show_sweep(runs: Sequence[Run]) -> None:
         if run.failed and run.error:
             show_text(console, f"run {run.number}: {run.error}")
     if sum(run.result is not None for run in runs) > 1:
-        show_facts(console, [("look", f"gpipe compare {shlex.quote(str(folder))}")])
+        show_facts(console, [("compare", f"gpipe compare {shlex.quote(str(folder))}")])
 
 
 def _cut(run: Run, key: str) -> Any:
