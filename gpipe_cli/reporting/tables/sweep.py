@@ -76,7 +76,7 @@ class Run:
 
 
 def show_sweep(runs: Sequence[Run]) -> None:
-    """Prints a row for each run, the errors of those that failed, and the command that compares the others."""
+    """Prints a row for each run, the errors of those that failed, and the command that compares those with a result."""
     runs = sorted(runs, key=lambda run: run.number)
     # A sweep over images and text has the columns of both. Text has tokens/s, as its samples differ in length.
     texts = {run.result.text for run in runs if run.result} or {False}
