@@ -1,6 +1,7 @@
 """Builds the model and the data that settings describe: the only module that knows every kind of model by name."""
 
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from functools import cache
 from typing import Literal
@@ -19,6 +20,7 @@ from gpipe_cli.data.vocabulary import PAD
 from gpipe_cli.models import hugging_face
 from gpipe_cli.models.amoebanet import amoebanet
 from gpipe_cli.models.custom import build_custom
+from gpipe_cli.models.skips import Sequence
 from gpipe_cli.models.timm_models import build_timm
 from gpipe_cli.models.transformer import transformer_lm, transformer_nmt
 from gpipe_cli.models.unet import unet
@@ -43,6 +45,19 @@ def real_model(config: TrainConfig, *, pretrained: bool) -> Callable[[], nn.Sequ
     if isinstance(config.model, groups.CustomConfig | groups.ResNetConfig | groups.TimmConfig):
         return cache(lambda: _model(config, weights=pretrained))
     return None
+
+
+def user_model(config: TrainConfig, values: Mapping[str, torch.Tensor]) -> nn.Sequential:
+    """The model as its function returns it, to be called as a whole: a weight that several layers use is one parameter.
+    Parameters and buffers get the `values` that are there under one of their names, and share their memory."""
+    model = _model(config, weights=False)
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    for name, tensor in named:
+        if name in values:
+            value = values[name].detach()
+            value = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+            torch.utils.swap_tensors(tensor, value)  # the object stays, and so does what else refers to it
+    return Sequence(OrderedDict(model.named_children()))  # nn.Sequential's own forward knows no skips
 
 
 def _model(config: TrainConfig, *, weights: bool) -> nn.Sequential:

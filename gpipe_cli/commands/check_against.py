@@ -224,6 +224,10 @@ class _Match:
         crossing = () if spec is None else chain.from_iterable(spec.training_boundaries)
         if program == "torch" and any(tensor.skip for tensor in crossing):
             spec, why = None, "torch's stages pass nothing over another stage, and the model has skips"
+        if program == "torchgpipe" and self._profile.tied:
+            spec, why = None, "torchgpipe refuses layers that share a parameter, and the model has tied weights"
+        if program == "torchgpipe" and self._profile.skips:
+            spec, why = None, "torchgpipe passes on only what its own @skippable layers stash, and the model has skips"
         return self._add(_Contestant(program, schedule, spec, self._files, failure=why))
 
     def _add(self, one: _Contestant) -> _Contestant:

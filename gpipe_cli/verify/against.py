@@ -36,9 +36,7 @@ from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.config.typed import with_type
 from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.distributed.process_groups import ProcessGroups, new_group
-from gpipe_cli.models.amoebanet import set_progress
 from gpipe_cli.pipeline.runtime.boundary import Tensors, as_tuple, as_value, in_layout, split_all
-from gpipe_cli.pipeline.runtime.frozen import set_training
 from gpipe_cli.pipeline.runtime.precision import autocast
 from gpipe_cli.pipeline.runtime.tied_weights import trained_parameters
 from gpipe_cli.pipeline.schedule.schedule import Action, Kind
@@ -50,7 +48,7 @@ from gpipe_cli.training.data_feed import Data, MiniBatch
 from gpipe_cli.training.engine import WorkerProcess, build_engine, build_layers
 from gpipe_cli.training.milestones import starting_point
 from gpipe_cli.training.step import StepNumbers, compute_gradients, gather_metrics, objective_of, update_weights
-from gpipe_cli.verify.variants import first_mini_batch, seed_before_layers
+from gpipe_cli.verify.variants import first_mini_batch, plain_model, seed_before_layers
 
 Program = Literal["gpipe", "torch", "torchgpipe", "pytorch"]
 # The distance from our gradients, in units of what the order of summation explains, that is still no difference.
@@ -181,17 +179,16 @@ class _Ours:
 
 
 class _Foreign:
-    """What the ways of other programs share: the stages of this process as plain modules, an optimizer, the loss."""
+    """What the ways of other programs share: the user's layers by stage of this process, an optimizer, the loss."""
 
     def __init__(self, config: TrainConfig, spec: PipelineSpec, process: WorkerProcess) -> None:
         self.config, self.spec, self.process = config, spec, process
         self.device = torch.device(spec.layout.device_of(process.number))
         self.memory_format = MEMORY_FORMATS[spec.memory_format]
         model, whole = build_model(config, pretrained=True), real_model(config, pretrained=True)
-        self.stages = {k: build_layers(config, spec, k, model, whole) for k in spec.layout.stages_of(process.number)}
-        for module in self.stages.values():
-            set_training(module, True)
-            set_progress(module, 1.0)
+        ours = {k: build_layers(config, spec, k, model, whole) for k in spec.layout.stages_of(process.number)}
+        theirs, starts = plain_model(config, spec, ours.values()), spec.first_layers
+        self.stages = {k: theirs[starts[k] : starts[k] + len(layers)] for k, layers in ours.items()}
         self.named = {k: trained_parameters(module, spec.ties) for k, module in self.stages.items()}
         optimizers = (build_optimizer(config.optimizer, own) for own in self.named.values())
         self._optimizers = [optimizer for optimizer in optimizers if optimizer is not None]
@@ -251,7 +248,7 @@ class _Whole(_Foreign):
             OrderedDict(chain.from_iterable(module.named_children() for module in self.stages.values()))
         )
         if not chunked:
-            (self._model,) = self.stages.values()  # skips need its own class
+            (self._model,) = self.stages.values()  # of the class that knows skips
             return
         from torchgpipe import GPipe
 

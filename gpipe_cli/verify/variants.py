@@ -6,7 +6,7 @@ outputs, of every gradient, and of the weights and buffers after the step.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from gpipe_cli.assembly.build import COMPUTED_IN, build_model, real_model
+from gpipe_cli.assembly.build import COMPUTED_IN, user_model
 from gpipe_cli.assembly.learning_rate import learning_rate
 from gpipe_cli.config.groups import Precision
 from gpipe_cli.config.settings import PartitionConfig, TrainConfig
@@ -33,7 +33,7 @@ from gpipe_cli.models.amoebanet import set_progress
 from gpipe_cli.pipeline.profile.layer_probes import Finding, probing
 from gpipe_cli.pipeline.runtime.boundary import as_tuple, as_value, digest, split_all
 from gpipe_cli.pipeline.runtime.executor import ActionFailedError, OnAction
-from gpipe_cli.pipeline.runtime.frozen import set_training
+from gpipe_cli.pipeline.runtime.frozen import freeze, set_training
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
 from gpipe_cli.pipeline.runtime.precision import autocast
 from gpipe_cli.pipeline.runtime.randomness import seed_layer
@@ -41,7 +41,7 @@ from gpipe_cli.pipeline.schedule.schedule import RECOMPUTE, Action, Kind, Recomp
 from gpipe_cli.planner.model_profile import refuse_single_samples
 from gpipe_cli.planner.pipeline_spec import PipelineSpec
 from gpipe_cli.training.data_feed import Data, MiniBatch, Reading
-from gpipe_cli.training.engine import Engine, WorkerProcess, build_engine, build_layers
+from gpipe_cli.training.engine import Engine, WorkerProcess, build_engine
 from gpipe_cli.training.fine_tuning import fine_tune
 from gpipe_cli.training.milestones import starting_point
 from gpipe_cli.training.step import compute_gradients, gather_metrics, objective_of, placed, rehearse, update_weights
@@ -279,14 +279,7 @@ class _Runs:
         engine = self._engine(variant)
         config = engine.config
         device, current = engine.first_device, 0
-        pretrained = config.init_from is None
-        model, whole = build_model(config, pretrained=pretrained), real_model(config, pretrained=pretrained)
-        model = build_layers(config, engine.spec, 0, model, whole)
-        set_training(model, True)
-        set_progress(model, 1.0)
-        if config.init_from is not None:
-            model.load_state_dict(engine.stages[0].module.state_dict())
-
+        model = plain_model(config, engine.spec, [engine.stages[0].module])
         seed_before_layers(model, 0, config.seed, device, lambda: current)
         digests: Digests = {}
         self._observe(model, digests, lambda: (What.OUTPUT, current))
@@ -400,6 +393,19 @@ class _Runs:
             difference = 0.0  # counted by the first replica
         difference = sum(self.control.collect(difference))
         return float((difference / norm) ** 0.5) if norm else float(difference > 0)
+
+
+def plain_model(config: TrainConfig, spec: PipelineSpec, stages: Iterable[nn.Module]) -> nn.Sequential:
+    """The user's model in training mode, with the weights and buffers of `stages`; its other layers are of no use."""
+    values: dict[str, torch.Tensor] = {}
+    for stage in stages:
+        values |= stage.named_parameters(remove_duplicate=False)
+        values |= stage.named_buffers(remove_duplicate=False)
+    model = user_model(config, values)
+    freeze(model, spec.frozen)
+    set_training(model, True)
+    set_progress(model, 1.0)
+    return model
 
 
 def first_mini_batch(reading: Reading, micro_batches: int) -> MiniBatch:
