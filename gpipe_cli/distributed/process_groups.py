@@ -14,7 +14,6 @@ import torch.distributed as dist
 from gpipe_cli.distributed.control_group import Awaited, ControlGroup, Waits
 from gpipe_cli.distributed.rendezvous import store
 from gpipe_cli.pipeline.runtime.link import Edge, GroupLink, Link, Links, ThreadedLink
-from gpipe_cli.pipeline.runtime.replicas import Replicas
 from gpipe_cli.pipeline.runtime.tied_weights import Group
 from gpipe_cli.pipeline.schedule.schedule import Kind
 from gpipe_cli.system.accelerator import is_accelerator, use_device
@@ -30,10 +29,12 @@ _LINK_BLOCKS = 4
 
 @dataclass(frozen=True)
 class ProcessGroups:
-    """The links of this process to neighbouring stages, each a group of two, and the group of its replicas."""
+    """The links of this process to neighbouring stages, each a group of two, and the groups of its replicas. They hold
+    nothing of an engine, as one process may build several engines on them."""
 
     links: Links
-    replicas: Replicas | None = None  # the processes with the same stages; None without replicas
+    # the processes with the same stages, for each of their devices; empty without replicas
+    replicas: Mapping[torch.device, dist.ProcessGroup] = field(default_factory=dict)
     tied: Mapping[Group, dist.ProcessGroup] = field(default_factory=dict)  # the processes with the same tied weights
 
 
@@ -92,8 +93,7 @@ def connect_processes(
     for place, own in product(range(of_pipeline if replicas > 1 else 0), devices):
         group = new_group(process, range(place, processes, of_pipeline), own, timeout)
         of_device |= {} if group is None else {own: group}
-    same_stages = Replicas(of_device, replicas, awaits) if replicas > 1 else None
-    groups = ProcessGroups(Links(links | far, timeout.total_seconds(), timeout_seconds, awaits), same_stages, tied)
+    groups = ProcessGroups(Links(links | far, timeout.total_seconds(), timeout_seconds, awaits), of_device, tied)
     return ControlGroup(process, processes, control, waits), groups
 
 

@@ -152,8 +152,10 @@ def build_engine(
             boundaries,
             torch.device(spec.layout.device_of(process)),
         )
-    if groups is not None and groups.replicas is not None:
-        groups.replicas.connect(groups.links.connect_seconds)
+    replicas = None
+    if groups is not None and groups.replicas:
+        replicas = Replicas(groups.replicas, spec.layout.replicas, groups.links.waits)
+        replicas.connect(groups.links.connect_seconds)
     tied = tied_weights(spec, stages, process, groups)
     parameters = {k: trained_parameters(stage.module, spec.ties) for k, stage in stages.items()}
     return Engine(
@@ -166,7 +168,7 @@ def build_engine(
         optimizers={k: build_optimizer(config.optimizer, own) for k, own in parameters.items()},
         averages={k: WeightAverage(s.module, config.ema_decay) for k, s in stages.items()} if config.ema_decay else {},
         parameters=parameters,
-        replicas=None if groups is None else groups.replicas,
+        replicas=replicas,
         tied=tied,
     )
 

@@ -168,9 +168,8 @@ def test_a_group_of_another_device_is_found(noted: Noted, monkeypatch: pytest.Mo
                            **settings: Any) -> Any:  # fmt: skip
         control, groups = connect(process, of_stage, replicas, devices[:1], *more, **settings)
         assert groups is not None
-        assert groups.replicas is not None
-        (group,) = groups.replicas.groups.values()
-        return control, replace(groups, replicas=Replicas(dict.fromkeys(devices, group), replicas))
+        (group,) = groups.replicas.values()
+        return control, replace(groups, replicas=dict.fromkeys(devices, group))
 
     monkeypatch.setitem(globals(), "connect_processes", bound_to_the_first)
     step(

@@ -51,9 +51,9 @@ class _Bucket:
 
 @dataclass
 class Replicas:
-    """The `size` processes that have the same stages, one in each pipeline and in that order; `groups` has a process
-    group of them for each device of their stages. Every wait is inside the context `waits`; methods raise PeerLostError
-    if another replica is lost."""
+    """Sums one engine's gradients over the `size` processes that have the same stages, one in each pipeline and in that
+    order; `groups` has a process group of them for each device of their stages. Every wait is inside the context
+    `waits`; methods raise PeerLostError if another replica is lost."""
 
     groups: Mapping[torch.device, dist.ProcessGroup]
     size: int
