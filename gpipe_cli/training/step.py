@@ -5,7 +5,8 @@ one gather per step. For that gather each process packs its own metrics into a f
 
     sums       (5,)     over the mini-batch: elements, loss, cross-entropy, top-1, top-5
     stages     (K, 4)   the fields of `StageMetrics` for each stage
-    norms      (P,)     of its parameters' gradients, in global order, padded with -1; P is the most of any process
+    norms      (P,)     of its parameters' gradients, in global order; -1 for a parameter without one, and as padding
+                        (P is the most parameters of any process)
     recording  (S,)     `Recording.seconds` of the process's stages, one after another
 
 Other numbers that it does not know are 0: sums are added up over all processes, and metrics of a stage are maxima over
@@ -54,7 +55,7 @@ class StepNumbers:
     stages: Mapping[int, StageMetrics]
     totals: Callable[[], Totals] | None  # only in the process of the last stage
     norms: torch.Tensor  # float64: the norm of each gradient of this process, on the device
-    read_norms: Callable[[], torch.Tensor]  # returns `norms` on the host
+    read_norms: Callable[[], torch.Tensor]  # returns them on the host as `norms` (P,) above
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,10 @@ def compute_gradients(engine: Engine, mini_batch: MiniBatch, step: int, begun_by
         stages[k] = StageMetrics(peak_memory_bytes(device), *counted, recording.without_core(k))
     norms = norms_of(engine.counted())
     totals = None if objective is None else objective.begin_totals()
-    return StepNumbers(recording, stages, totals, norms, to_host(norms))
+    owned = [parameter for k in engine.stages for parameter in engine.owned(k).values()]
+    have = [number for number, parameter in enumerate(owned) if parameter.grad is not None]
+    padded = partial(_padded, to_host(norms), have, engine.spec.most_parameter_tensors)
+    return StepNumbers(recording, stages, totals, norms, padded)
 
 
 def update_weights(engine: Engine, numbers: StepNumbers, rate: float) -> None:
@@ -126,7 +130,7 @@ def update_weights(engine: Engine, numbers: StepNumbers, rate: float) -> None:
         norms = numbers.norms
         if control.size > 1:
             with control.waits(Awaited.PROCESS):  # see `gather_metrics`
-                padded = _padded(numbers.read_norms(), engine.spec.most_parameter_tensors)
+                padded = numbers.read_norms()
             norms = _known(control.gather(padded)()[: engine.spec.layout.of_pipeline]).to(norms.device)
         clip(engine.gradients(), norms, largest)
     for k, optimizer in engine.optimizers.items():
@@ -225,7 +229,7 @@ def gather_metrics(engine: Engine, numbers: StepNumbers) -> Callable[[], StepMet
     with control.waits(Awaited.PROCESS):  # reading from a GPU blocks while that GPU waits for another process
         if numbers.totals is not None:
             to_sums.copy_(torch.tensor(astuple(numbers.totals()), dtype=torch.float64))
-        to_norms.copy_(_padded(numbers.read_norms(), len(to_norms)))
+        to_norms.copy_(numbers.read_norms())
         seconds = [value for _, values in sorted(numbers.recording.seconds().items()) for value in values]
     if spec.layout.replica_of(control.rank) == 0:  # the timeline shows replica 0 only
         to_recording[: len(seconds)] = torch.tensor(seconds, dtype=torch.float64) - control.clock_offset_seconds
@@ -240,7 +244,7 @@ def gather_metrics(engine: Engine, numbers: StepNumbers) -> Callable[[], StepMet
             values = iter(recordings[process].tolist())
             for stage in spec.layout.stages_of(process):
                 recorded[stage] = list(islice(values, MARKS * len(schedule.stages[stage]) + ENDS))
-        _refuse_different(all_norms, spec.layout.of_pipeline)
+        _refuse_different(engine, all_norms)
         of_stages = torch.stack(all_stages).amax(dim=0).tolist()  # the largest over replicas
         norm = float(global_norm(_known(all_norms[: spec.layout.of_pipeline])))
         return StepMetrics(_sum(all_sums), norm, tuple(StageMetrics(*of) for of in of_stages), recorded)
@@ -270,19 +274,31 @@ def clip(gradients: list[torch.Tensor], norms: torch.Tensor, largest: float) -> 
         torch._foreach_mul_(list(group), factor.to(device, dtype, non_blocking=True))
 
 
-def _refuse_different(norms: Sequence[torch.Tensor], of_pipeline: int) -> None:
-    """Raises InputError if the gradients of replicas differ, whose weights would part: `norms` of all processes."""
-    for process, found in enumerate(norms[of_pipeline:]):
-        if not torch.allclose(found, norms[process % of_pipeline], rtol=1e-3, equal_nan=True):
-            raise InputError(
-                f"replicas={len(norms) // of_pipeline}: replicas have different gradients; which parameters a layer "
-                "uses must not depend on the samples; use replicas=1"
-            )
+def _refuse_different(engine: Engine, norms: Sequence[torch.Tensor]) -> None:
+    """Raises InputError if a parameter has a gradient in one replica only, and RuntimeError if its gradients have other
+    norms in two: their weights would part. `norms`, (P,) each, are those of all processes."""
+    spec = engine.spec
+    for process, found in enumerate(norms):
+        first = norms[process % spec.layout.of_pipeline]
+        different = (~torch.isclose(found, first, rtol=1e-3, equal_nan=True)).tolist()
+        if True not in different:
+            continue
+        place = different.index(True)
+        layers = {layer for k in spec.layout.stages_of(process) for layer in spec.layer_names[k]}
+        names = [name for name, _ in engine.model.named_parameters() if name.partition(".")[0] in layers]
+        where = f"replicas={spec.layout.replicas}: in replicas 0 and {spec.layout.replica_of(process)}, "
+        where += f"the gradient of {names[place]}"
+        if -1.0 not in (float(first[place]), float(found[place])):
+            raise RuntimeError(f"{where} has different sums")
+        raise InputError(
+            f"{where} exists only once; which parameters a layer uses must not depend on the samples; use replicas=1"
+        )
 
 
-def _padded(norms: torch.Tensor, length: int) -> torch.Tensor:
+def _padded(norms: Callable[[], torch.Tensor], have: Sequence[int], length: int) -> torch.Tensor:
+    """Norms on the host, at the places of the parameters that `have` gradients; -1 elsewhere."""
     padded = torch.full((length,), -1.0, dtype=torch.float64)
-    padded[: len(norms)] = norms
+    padded[torch.tensor(have, dtype=torch.long)] = norms()
     return padded
 
 

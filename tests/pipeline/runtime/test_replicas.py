@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from engine_runs import CPU, SumOfSquares
 from torch import nn
+from training_runs import TINY, configure, pipeline_of
 
 from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.runtime import replicas as module
@@ -182,7 +183,13 @@ def test_a_gradient_that_is_added_to_once_more_is_refused(alone: Replicas) -> No
 
 
 def test_replicas_with_different_gradients_are_refused() -> None:
-    same, fewer = torch.tensor([1.0, 2.0, -1.0]), torch.tensor([1.0, -1.0, -1.0])
-    _refuse_different([same, fewer, same, fewer], 2)
-    with pytest.raises(InputError, match=r"^replicas=2: .*use replicas=1"):
-        _refuse_different([same, same, same, fewer], 2)
+    """The line said that what a layer uses depends on the samples, also where sums had been lost."""
+    images = ["dataset.image_size=8", *TINY[2:3], *TINY[4:]]
+    model = ["model=custom", "model.target=custom_models:small", "partitions=2", "partition.balance=[1,7]"]
+    engine = pipeline_of(configure(*images, *model, "replicas=2"))
+    first, last = torch.tensor([1.0, 2.0, -1.0, -1.0, -1.0]), torch.arange(5.0)
+    _refuse_different(engine, [first, last, first, last])
+    with pytest.raises(InputError, match=r"^replicas=2: .* the gradient of 0.bias exists only once; .*use replicas=1"):
+        _refuse_different(engine, [first, last, torch.tensor([1.0, -1, -1, -1, -1]), last])
+    with pytest.raises(RuntimeError, match=r"in replicas 0 and 1, the gradient of 2.weight has different sums"):
+        _refuse_different(engine, [first, last, first, torch.tensor([0, 2, 2.0, 3, 4])])
