@@ -276,9 +276,9 @@ class _Checked:
             elif self._watched.draws:
                 why = "random numbers, as for dropout, are drawn for each micro-batch"
             if why:
-                return replace(row, verdict="differs, as it must", text=why)
+                return replace(row, verdict="differs, as it must", layer=None, stage=None, text=why)
         own = [finding for finding in self._findings if finding.layer == row.layer]
-        if row.verdict == "differs" and row.layer is None:  # compared across orders of summation: no layer can be named
+        if row.verdict == "differs" and not (own or row.text):  # compared across orders of summation
             own = [finding for finding in self._findings if finding.kind in ("random", "state")]
         if not own and row.verdict == "fails" and row.partitions in self._together:
             begin = {names[0] for names in self._together[row.partitions].layer_names[1:]}

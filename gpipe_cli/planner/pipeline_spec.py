@@ -57,6 +57,9 @@ class PipelineSpec:
         """For each tied weight, the stage of each of its uses."""
         return stages_of(self.ties, self.layer_names)
 
+    def stage_of(self, layer: str) -> int:
+        return next(k for k, names in enumerate(self.layer_names) if layer in names)
+
     def stage_inputs(self, stage: int) -> Boundary:
         """What a stage is given in training: by other stages, or the first layer's inputs."""
         return inputs_of(self.training_boundaries, stage) if stage else self.inputs

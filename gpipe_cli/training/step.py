@@ -280,14 +280,14 @@ def _refuse_different(engine: Engine, norms: Sequence[torch.Tensor]) -> None:
     spec = engine.spec
     for process, found in enumerate(norms):
         first = norms[process % spec.layout.of_pipeline]
-        different = (~torch.isclose(found, first, rtol=1e-3, equal_nan=True)).tolist()
-        if True not in different:
+        close = torch.isclose(found, first, rtol=1e-3, equal_nan=True)
+        place = int(close.int().argmin())  # the first that is not close, if any
+        if close[place]:
             continue
-        place = different.index(True)
         layers = {layer for k in spec.layout.stages_of(process) for layer in spec.layer_names[k]}
         names = [name for name, _ in engine.model.named_parameters() if name.partition(".")[0] in layers]
-        where = f"replicas={spec.layout.replicas}: in replicas 0 and {spec.layout.replica_of(process)}, "
-        where += f"the gradient of {names[place]}"
+        both = f"in replicas 0 and {spec.layout.replica_of(process)}"
+        where = f"replicas={spec.layout.replicas}: {both}, the gradient of {names[place]}"
         if -1.0 not in (float(first[place]), float(found[place])):
             raise RuntimeError(f"{where} has different sums")
         raise InputError(

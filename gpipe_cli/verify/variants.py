@@ -6,11 +6,13 @@ outputs, of every gradient, and of the weights and buffers after the step.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -55,6 +57,7 @@ Verdict = Literal["reference", "identical", "within tolerance", "differs", "diff
 # Norm of the gradients' difference, as a share of their norm: more than another order of summation causes, less than a
 # lost micro-batch does. It depends on the bits of the significand: 24, 11 and 8.
 TOLERANCE: Mapping[Precision, float] = {"float32": 1e-5, "tf32": 1e-3, "bfloat16": 1e-2}
+_BUFFER_TOLERANCE = 1e-3  # the same for a module's buffers, if larger: float32 moments of many values are less exact
 
 
 class Variant(NamedTuple):
@@ -138,7 +141,15 @@ class ReferenceDone:
 
 
 PipelineSpecs = Mapping[tuple[int, str], PipelineSpec]  # keys: partitions, schedule
-Step = tuple[float, Digests, dict[str, torch.Tensor]]  # mean loss, digests, this process's gradients on the CPU by name
+
+
+class Step(NamedTuple):
+    """The results of a step in one process; tensors are on the CPU, by name."""
+
+    loss: float  # mean loss of the mini-batch
+    digests: Digests
+    gradients: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
 
 
 def check(
@@ -228,7 +239,7 @@ class _Runs:
         config = engine.config
         # an error of a layer ends the probes here, and is reported in the rows of the variants
         with suppress(ActionFailedError, ChangedInputError), probing(engine.stages.values()) as probed:
-            rehearse(engine, self._first_mini_batch(config))
+            rehearse(engine, first_mini_batch(self.reading, config.micro_batches))
         inside = engine.stages[0].module.modules()
         norms = any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in inside)
         return LayersProbed(probed.findings, probed.draws, norms, micro_batch_sizes(samples, config.micro_batches))
@@ -247,28 +258,57 @@ class _Runs:
 
     def compare(self, variant: Variant, references: Mapping[str, ReferenceDone]) -> tuple[Row, ReferenceDone | None]:
         """Run a variant; returns its row, and its results if it is a reference."""
-        plain, tolerance = variant.executor == "pytorch", TOLERANCE[self.base.precision]
-        loss, digests, gradients = self._run_plain(variant) if plain else self._run(variant)
-        digests[Place(What.LOSS, 0, 0, self.layers[-1])] = loss.hex()
+        plain = variant.executor == "pytorch"
+        step = self._run_plain(variant) if plain else self._run(variant)
+        step.digests[Place(What.LOSS, 0, 0, self.layers[-1])] = step.loss.hex()
         if self.is_reference(variant):
-            save_file(gradients, self.folder / f"{variant.schedule}.safetensors")
+            save_file(step.gradients, self.folder / f"{variant.schedule}.safetensors")
+            torch.save(step.buffers, self.folder / f"{variant.schedule}.buffers")
             first = next(iter(references), None)
-            row = Row(*variant, "reference")
-            if first is not None:
-                row = within(variant, self._distance(gradients, first), tolerance)
-            return row, ReferenceDone(variant.schedule, loss, digests)
+            row = Row(*variant, "reference") if first is None else self._within(variant, step, first)
+            return row, ReferenceDone(variant.schedule, step.loss, step.digests)
         reference = self.reference_of(variant)
-        found = first_difference(digests, references[reference].digests)
-        least = min((place for place in self.control.collect(found) if place is not None), default=None)
+        other_sums = variant.executor == "replicas" or variant.micro_batches != self.base.micro_batches
+        if other_sums or summed_as(self._spec(variant).order) is None:
+            return self._within(variant, step, reference), None
+        least = self._first(first_difference(step.digests, references[reference].digests))
+        if plain:
+            return self._within(variant, step, reference, least), None
         if least is None:
             return Row(*variant, "identical"), None
-        distance = self._distance(gradients, reference)
-        row = within(variant, distance, tolerance)
-        other_sums = variant.executor == "replicas" or variant.micro_batches != self.base.micro_batches
-        other_sums |= summed_as(self._spec(variant).order) is None
-        if other_sums or (plain and row.verdict == "within tolerance"):
-            return row, None
-        return differs(variant, self._spec(variant), least, distance), None
+        share, _ = self._distance(step.gradients, reference)
+        return differs(variant, self._spec(variant), least, share), None
+
+    def _within(self, variant: Variant, step: Step, schedule: str, first: Place | None = None) -> Row:
+        """The row of a variant that may differ from the reference of `schedule` within the tolerance: its gradients
+        together, and the buffers of each module. `first`: the first place where bits differ, if that is known."""
+        share, layer = self._distance(step.gradients, schedule)
+        row, spec = within(variant, share, TOLERANCE[self.base.precision]), self._spec(variant)
+        if first is not None and (row.bad or share == 0):
+            return differs(variant, spec, first, share)
+        if row.bad:  # with finite numbers, which add up, the layer is known
+            return replace(row, layer=layer, stage=spec.stage_of(layer)) if row.difference else row
+        first = self._first(self._other_buffer(step.buffers, schedule))
+        return row if first is None else differs(variant, spec, first, share)
+
+    def _first(self, place: Place | None) -> Place | None:
+        """The first of the places of all processes."""
+        return min((found for found in self.control.collect(place) if found is not None), default=None)
+
+    def _other_buffer(self, buffers: Mapping[str, torch.Tensor], schedule: str) -> Place | None:
+        """The first of this process's buffers that differs from a reference's by more than a share of its norm, which
+        is taken of all buffers of a shape in a module: a running mean may be zero but for rounding."""
+        tolerance = max(_BUFFER_TOLERANCE, TOLERANCE[self.base.precision])
+        references = torch.load(self.folder / f"{schedule}.buffers")
+        kinds: dict[tuple[str, torch.Size], list[str]] = {}
+        for name, buffer in buffers.items():
+            kinds.setdefault((name.rpartition(".")[0], buffer.shape), []).append(name)
+        different = []
+        for names in kinds.values():
+            own, other = (torch.stack([of[name].double() for name in names]) for of in (buffers, references))
+            if not torch.equal(own, other) and not (own - other).norm() <= tolerance * own.norm():
+                different.append(self._place(What.BUFFER, names[0]))
+        return min(different, default=None)
 
     def _run_plain(self, variant: Variant) -> Step:
         """Like `_run`, in plain PyTorch without a weight update: all pipelines could be wrong in the same way.
@@ -283,23 +323,24 @@ class _Runs:
         seed_before_layers(model, 0, config.seed, device, lambda: current)
         digests: Digests = {}
         self._observe(model, digests, lambda: (What.OUTPUT, current))
-        mini_batch = self._first_mini_batch(config)
+        mini_batch = first_mini_batch(self.reading, config.micro_batches)
         inputs, targets = placed(engine, mini_batch.inputs()), mini_batch.targets()
         sizes = mini_batch.share.sizes
         objective = objective_of(config, targets, sizes, config.label_smoothing, engine.last_device)
         assert inputs is not None
         assert objective is not None
         losses = []
-        for current, piece in enumerate(split_all(inputs, sizes)):
-            with autocast(device, COMPUTED_IN[config.precision]):
-                outputs = as_tuple(model(as_value(piece)))
-            losses.append(objective.loss(current, outputs))
-            objective.observe(current, outputs, losses[-1].detach())
-        for loss in reversed(losses):  # the order in which schedule gpipe sums gradients
-            loss.backward()
+        with tracking_mini_batch(model, lambda: current):
+            for current, piece in enumerate(split_all(inputs, sizes)):
+                with autocast(device, COMPUTED_IN[config.precision]):
+                    outputs = as_tuple(model(as_value(piece)))
+                losses.append(objective.loss(current, outputs))
+                objective.observe(current, outputs, losses[-1].detach())
+            for loss in reversed(losses):  # the order in which schedule gpipe sums gradients
+                loss.backward()
         gradients = _gradients(dict(model.named_parameters()))
         digests |= self._digests(What.GRADIENT, {name: gradients.get(name) for name, _ in model.named_parameters()})
-        return objective.totals().means[0], digests, gradients
+        return Step(objective.totals().means[0], digests, gradients, _on_cpu(model.named_buffers()))
 
     def _run(self, variant: Variant) -> Step:
         digests: Digests = {}
@@ -320,16 +361,17 @@ class _Runs:
             self._observe(module, digests, output)
         steps = self.reading.batches.steps_per_epoch
         rate = learning_rate(config.learning_rate, 0, steps, config.batch_size, config.epochs * steps)
-        numbers = compute_gradients(engine, self._first_mini_batch(config), step=0)
+        numbers = compute_gradients(engine, first_mini_batch(self.reading, config.micro_batches), step=0)
         for k in engine.stages:
             gradients |= _gradients(engine.owned(k))
         update_weights(engine, numbers, rate)
         engine.executor.settle()
-        for k, stage in engine.stages.items():
+        for k in engine.stages:
             digests |= self._digests(What.GRADIENT, {name: gradients.get(name) for name in engine.owned(k)})
-            digests |= self._digests(What.BUFFER, dict(stage.module.named_buffers()))
             digests |= self._digests(What.WEIGHT, engine.parameters[k])
-        return gather_metrics(engine, numbers)().totals.means[0], digests, gradients
+        buffers = _on_cpu(chain.from_iterable(module.named_buffers() for module in modules))
+        digests |= self._digests(What.BUFFER, buffers)
+        return Step(gather_metrics(engine, numbers)().totals.means[0], digests, gradients, buffers)
 
     def _observe(self, model: nn.Module, digests: Digests, output: Callable[[], tuple[What, int]]) -> None:
         """Record a digest of every layer's output in `digests`; `output` returns its kind and its micro-batch."""
@@ -343,13 +385,14 @@ class _Runs:
 
     def _digests(self, what: What, tensors: Mapping[str, torch.Tensor | None]) -> Digests:
         """The digests of parameters, gradients or buffers by name; the name begins with that of the layer."""
-        found = {}
-        for name, tensor in tensors.items():
-            layer = name.partition(".")[0]
-            number = self.layers.index(layer)
-            order = -number if what is What.GRADIENT else number
-            found[Place(what, order, 0, layer, name)] = "" if tensor is None else digest((tensor,))
-        return found
+        return {
+            self._place(what, name): "" if tensor is None else digest((tensor,)) for name, tensor in tensors.items()
+        }
+
+    def _place(self, what: What, name: str) -> Place:
+        layer = name.partition(".")[0]
+        number = self.layers.index(layer)
+        return Place(what, -number if what is What.GRADIENT else number, 0, layer, name)
 
     def _engine(self, variant: Variant, on_action: OnAction | None = None) -> Engine:
         """A new engine for a variant, with the weights from which all variants start."""
@@ -375,24 +418,25 @@ class _Runs:
         engine.set_progress(1.0)  # drop-path as at the end of training: at the beginning it drops nothing
         return engine
 
-    def _first_mini_batch(self, config: TrainConfig) -> MiniBatch:
-        """The first mini-batch, cut into the micro-batches of a variant."""
-        return first_mini_batch(self.reading, config.micro_batches)
-
-    def _distance(self, gradients: Mapping[str, torch.Tensor], schedule: str) -> float:
-        """The norm of the difference from a reference's gradients, over all processes, as a share of their norm."""
-        difference, norm, left = 0.0, 0.0, dict(gradients)
+    def _distance(self, gradients: Mapping[str, torch.Tensor], schedule: str) -> tuple[float, str]:
+        """The norm of the difference from a reference's gradients, over all processes, as a share of their norm, and
+        the first layer in the order of the backward with a part of it that is above the mean of all layers."""
+        squares, norm, left = dict.fromkeys(self.layers, 0.0), 0.0, dict(gradients)
         with safe_open(self.folder / f"{schedule}.safetensors", "pt") as file:
             for name in file.keys():  # noqa: SIM118  # not a dictionary
                 reference = file.get_tensor(name).double()
                 norm += float(reference.square().sum())
                 if name in left:
-                    difference += float((left.pop(name).double() - reference).square().sum())
-        difference += sum(float(gradient.double().square().sum()) for gradient in left.values())
+                    left[name] = left[name].double() - reference
+        for name, difference in left.items():
+            squares[name.partition(".")[0]] += float(difference.double().square().sum())
         if self.specs[max(self.specs)].layout.replica_of(self.control.rank):
-            difference = 0.0  # counted by the first replica
-        difference = sum(self.control.collect(difference))
-        return float((difference / norm) ** 0.5) if norm else float(difference > 0)
+            squares.clear()  # counted by the first replica
+        of_processes = self.control.collect(squares)
+        parts = {layer: sum(of.get(layer, 0.0) for of in of_processes) for layer in reversed(self.layers)}
+        whole = sum(parts.values())
+        layer = next(layer for layer, part in parts.items() if not part < whole / len(parts))
+        return float((whole / norm) ** 0.5) if norm else float(whole > 0), layer
 
 
 def plain_model(config: TrainConfig, spec: PipelineSpec, stages: Iterable[nn.Module]) -> nn.Sequential:
@@ -414,6 +458,28 @@ def first_mini_batch(reading: Reading, micro_batches: int) -> MiniBatch:
     if reading.loaded is not None and reading.split is not None:
         reading = replace(reading, loaded=LoadedBatches(reading.split, reading.batches, 0, 0, 1, 0))
     return MiniBatch(reading, 0, 0)
+
+
+@contextmanager
+def tracking_mini_batch(model: nn.Module, micro_batch: Callable[[], int]) -> Iterator[None]:
+    """Inside, a plain model runs its micro-batches. Afterwards the running statistics of its batch norms are those that
+    plain PyTorch has if each norm is given the whole mini-batch at once, computed in float64."""
+    norms = [one for one in model.modules() if isinstance(one, nn.modules.batchnorm._BatchNorm) and one.training]
+    copies = [deepcopy(norm).double() for norm in norms]
+    given: dict[nn.Module, dict[int, list[torch.Tensor]]] = {norm: {} for norm in norms}
+
+    def record(norm: nn.Module, inputs: tuple[torch.Tensor]) -> None:
+        given[norm].setdefault(micro_batch(), []).append(inputs[0].detach())
+
+    handles = [norm.register_forward_pre_hook(record) for norm in norms]
+    yield
+    for handle, norm, copy in zip(handles, norms, copies, strict=True):
+        handle.remove()
+        with torch.no_grad():
+            for pieces in zip(*given[norm].values(), strict=True):  # more than one if a forward applies the norm again
+                copy.forward(torch.cat(pieces).double())  # not a call: hooks observe micro-batches
+            for buffer, exact in zip(norm.buffers(recurse=False), copy.buffers(recurse=False), strict=True):
+                buffer.copy_(exact)
 
 
 def seed_before_layers(
@@ -443,11 +509,11 @@ def summed_as(order: Schedule) -> str | None:
 
 def _gradients(parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
     """Copies of the gradients on the CPU, by the names of their parameters."""
-    return {
-        name: parameter.grad.cpu().clone(memory_format=torch.contiguous_format)
-        for name, parameter in parameters.items()
-        if parameter.grad is not None
-    }
+    return _on_cpu((name, one.grad) for name, one in parameters.items() if one.grad is not None)
+
+
+def _on_cpu(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {name: tensor.cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors}
 
 
 def first_difference(own: Digests, reference: Digests) -> Place | None:
@@ -483,7 +549,7 @@ def differs(variant: Variant, spec: PipelineSpec, first: Place, distance: float)
         "differs",
         difference=distance if math.isfinite(distance) else None,
         layer=first.layer,
-        stage=next(k for k, names in enumerate(spec.layer_names) if first.layer in names),
+        stage=spec.stage_of(first.layer),
         micro_batch=first.micro_batch if first.what in (What.OUTPUT, What.RECOMPUTED_OUTPUT) else None,
         text=text,
     )

@@ -130,6 +130,6 @@ def _cells(rows: Sequence[Row]) -> tuple[str, ...]:
 
 
 def _result(row: Row) -> str:
-    value = "" if row.difference is None or row.layer is not None else f" ({row.difference:.1e})"
+    value = "" if row.difference is None or (row.layer and row.text) else f" ({row.difference:.1e})"
     where = "" if row.layer is None else f" in layer {row.layer}"
     return f"{row.verdict}{where}{value}"
