@@ -1,12 +1,16 @@
 """What holds for all tests."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from gpipe_cli.benchmark import machine_timing as timing
+from gpipe_cli.commands import composing
+from gpipe_cli.commands.command_line import CommandLine
 
 # The files that take longest, which begin first, so that at the end no core waits for one of them.
 LONGEST = (
@@ -42,6 +46,22 @@ def same_random_numbers() -> None:
 @pytest.fixture(autouse=True)
 def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def trees_are_composed_once() -> Iterator[None]:
+    """Hydra takes 0.2 s for each tree. Those with files of a test's own are composed anew."""
+    compose, trees = composing._composed, dict[tuple[str, ...], Any]()
+
+    def composed(line: CommandLine, chosen: tuple[str, ...]) -> Any:
+        if composing._user_folders(line) or line.options["config_name"]:
+            return compose(line, chosen)
+        key = (line.command, *chosen)
+        return trees[key] if key in trees else trees.setdefault(key, compose(line, chosen))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(composing, "_composed", composed)
+        yield
 
 
 @pytest.fixture(autouse=True)
