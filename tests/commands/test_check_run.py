@@ -16,8 +16,6 @@ from torch.nn.utils import parametrizations
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from training_runs import TINY, assert_same_tensors, configure, final_tensors, of_type, train_here
 
-from gpipe_cli.commands.check_run import _Checked
-from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.profile.layer_probes import Probed, _Seen, probing
 from gpipe_cli.pipeline.runtime.executor import ActionFailedError, Executor
@@ -25,9 +23,8 @@ from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.runtime.transport import LocalTransport
 from gpipe_cli.pipeline.schedule.named_schedules import build
-from gpipe_cli.training.engine import WorkerProcess
 from gpipe_cli.training.events import TrainingReady
-from gpipe_cli.verify.variants import LayersProbed, Place, Row, Variant, What, check, first_difference, within
+from gpipe_cli.verify.variants import Place, Variant, What, first_difference, within
 
 CUSTOM = ["model=custom", "dataset.image_size=8", *TINY[2:3], *TINY[4:]]
 CPU = torch.device("cpu")
@@ -181,44 +178,6 @@ def test_watching_changes_no_bit_of_a_run(tmp_path: Path) -> None:
     heard = train_here(configure(*settings, f"resume={tmp_path / 'begun'}"), tmp_path / "watched")
     assert [label for label, _ in of_type(heard, TrainingReady)[0].notes] == ["layers"]
     assert_same_tensors(final_tensors(tmp_path / "watched"), final_tensors(tmp_path / "not_watched"))
-
-
-@pytest.mark.parametrize(
-    ("settings", "verdict", "layer"),
-    [
-        (["model.target=custom_models:odd"], "identical", None),
-        # what a layer is given lies in memory as in every other pipeline, and not as its layer before has left it
-        (["model.target=custom_models:looks_at_strides"], "differs", "2"),
-        (["model.target=custom_models:odd", "freeze=['1?']", "memory_format=contiguous"], "identical", None),
-    ],
-)
-def test_a_pipeline_is_compared_with_plain_pytorch(
-    settings: list[str], verdict: str, layer: str | None, tmp_path: Path
-) -> None:
-    """All variants could be wrong in the same way, as they were where each lost the forward of a batch norm."""
-    config = configure(*CUSTOM, *settings, "partitions=1")
-    specs, (first, untouched, *_) = _Checked(config).runs[0]
-    messages: list[object] = []
-    process = WorkerProcess(0, lambda: (ControlGroup(0, 1), None), messages.append, lambda *action: None)
-    check(config, specs, process, variants=(first, untouched), earlier={}, folder=tmp_path, source=None)
-    watched, row = messages[0], messages[-1]
-    assert isinstance(watched, LayersProbed)
-    assert isinstance(row, Row)
-    assert (row.executor, row.verdict, row.layer) == ("pytorch", verdict, layer)
-    assert not watched.findings
-    if verdict == "differs":
-        assert row.difference is not None
-        assert row.difference > 1e-3
-
-
-def test_compiled_code_is_not_compared_with_plain_pytorch() -> None:
-    """It has other last digits, and batch norm amplifies them: the row differed for the default model."""
-    for compiled in (False, True):
-        checked = _Checked(configure(*CUSTOM, "model.target=custom_models:odd", f"compile={compiled}", "partitions=1"))
-        executors = {variant.executor for _, variants in checked.runs for variant in variants}
-        assert ("pytorch" in executors) is not compiled
-        said = dict(checked.facts(LayersProbed((), False, True, (3, 3, 2)))).get("pytorch", "")
-        assert ("compile=false" in said) is compiled
 
 
 def test_the_first_difference_is_where_it_began() -> None:

@@ -40,7 +40,7 @@ def empty_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @needs_compiler
-def test_the_laws_hold_in_compiled_code(tmp_path: Path) -> None:
+def test_the_laws_hold_in_compiled_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One partition of which nothing is recomputed, and three of which all is, in a worker that finds what was
     compiled: the same bits, with batch norm and dropout; equal layers are compiled once. The last digits are not those
     of compile=false, and no more than these."""
@@ -67,6 +67,9 @@ def test_the_laws_hold_in_compiled_code(tmp_path: Path) -> None:
         torch.testing.assert_close(tensor, uncompiled[name], rtol=1e-3, atol=1e-5, msg=name)
     compiled = read_result(tmp_path / "cut")["compiled"]
     assert (compiled["graphs"], compiled["found"] > 0) == (3, True)
+    one_sample = ["micro_batches=1", "batch_size=1", "partitions=2", "executor=in_process"]
+    assert command("check", *SETTINGS, *one_sample) == 0
+    assert "plain PyTorch is compared with compile=false only" in capsys.readouterr().out
 
 
 @needs_compiler

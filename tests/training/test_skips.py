@@ -94,10 +94,6 @@ def test_a_loaded_model_runs_by_itself(whole: Path, tmp_path: Path) -> None:
     assert command("export", f"run={whole}", f"file={tmp_path / 'model.safetensors'}") == 0
 
 
-def test_check_proves_it() -> None:
-    assert command("check", *SETTINGS, "partitions=3") == 0
-
-
 WRONG = {
     "never popped": ([Stash("a"), torch.nn.ReLU()], r'layer 0: Stash\("a"\) is never popped'),
     "popped before": ([Pop("a"), Stash("a"), Pop("a")], r'layer 0: Pop\("a"\) comes before any Stash'),
