@@ -49,14 +49,20 @@ def real_model(config: TrainConfig, *, pretrained: bool) -> Callable[[], nn.Sequ
 
 def user_model(config: TrainConfig, values: Mapping[str, torch.Tensor]) -> nn.Sequential:
     """The model as its function returns it, to be called as a whole: a weight that several layers use is one parameter.
-    Parameters and buffers get the `values` that are there under one of their names, and share their memory."""
+    Parameters and buffers get the `values` that are there under one of their names, their devices and strides too."""
     model = _model(config, weights=False)
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     for name, tensor in named:
-        if name in values:
-            value = values[name].detach()
+        if name not in values:
+            continue
+        value = values[name].detach()
+        if tensor.is_meta:  # of Hugging Face, whose layers are initialised one by one
             value = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
-            torch.utils.swap_tensors(tensor, value)  # the object stays, and so does what else refers to it
+            torch.utils.swap_tensors(tensor, value)
+        elif (tensor.device, tensor.stride()) == (value.device, value.stride()):
+            tensor.detach().copy_(value)  # layers may keep tensors in the same memory
+        else:
+            tensor.data = value  # as when a module is moved
     return Sequence(OrderedDict(model.named_children()))  # nn.Sequential's own forward knows no skips
 
 
