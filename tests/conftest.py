@@ -5,20 +5,24 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from gpipe_cli.benchmark import machine_timing as timing
 from gpipe_cli.commands import composing
 from gpipe_cli.commands.command_line import CommandLine
+from gpipe_cli.reporting.plots import picture
 
 # The files that take longest, which begin first, so that at the end no core waits for one of them.
 LONGEST = (
-    "test_measurements", "test_launch_command", "test_failures", "test_torchrun", "test_fine_tuning", "test_train_loop",
-    "test_compiled", "test_going_on", "test_replicas", "test_plan_command", "test_machine_timing", "test_readme",
-    "test_what_belongs_to_a_run", "test_unwritten", "test_text", "test_background_writer", "test_sweep", "test_bench",
-    "test_consistency", "test_models", "test_check_command", "test_cuda_calls", "test_pipeline", "test_hugging_face",
-    "test_skips", "test_tied_weights", "test_check_against",
+    "test_measurements", "test_quoted_lines", "test_check_matrix", "test_launch_command", "test_failures",
+    "test_torchrun", "test_fine_tuning", "test_train_loop", "test_compiled", "test_going_on", "test_replicas",
+    "test_plan_command", "test_machine_timing", "test_readme", "test_what_belongs_to_a_run", "test_unwritten",
+    "test_text", "test_background_writer", "test_sweep", "test_bench", "test_consistency", "test_models",
+    "test_check_command", "test_cuda_calls", "test_pipeline", "test_hugging_face", "test_skips", "test_tied_weights",
+    "test_check_against", "test_races", "test_deadlocks", "test_laws", "test_cli", "test_reproduce_command",
+    "test_recipes", "test_notebooks",
 )  # fmt: skip
 
 # Commands start their own processes, also where the tests themselves are started by something that sets these.
@@ -62,6 +66,12 @@ def trees_are_composed_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(composing, "_composed", composed)
         yield
+
+
+@pytest.fixture(autouse=True)
+def pictures_are_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes 0.4 s for each run; they are drawn in `reporting`."""
+    monkeypatch.setattr(picture, "pixels", lambda _: np.zeros((1, 1, 3), np.uint8))
 
 
 @pytest.fixture(autouse=True)

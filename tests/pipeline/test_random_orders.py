@@ -93,7 +93,7 @@ def test_check_simulator_and_executor_agree(part: int) -> None:
     """What passes the check is simulated to its end and performed, each action once and on each device in the same
     order, with the bits of one partition."""
     chance = random.Random(part)
-    for one in ORDERS[part::3]:
+    for one in ORDERS[part:100:3]:
         schedule, device_of_stage = one.schedule, one.device_of_stage
         check(schedule)
         order = linearize(schedule, device_of_stage)

@@ -79,10 +79,8 @@ def finishes(links: Any, schedules: Sequence[Schedule], of_stage: Sequence[int],
 def test_no_order_of_launches_deadlocks(name: str, idle: float, links: Any) -> None:
     """Nor with skips, nor with replicas that have unequal numbers of micro-batches, or no samples. Stages are one or
     two for each process."""
-    unequal = [(4, 3), (1, 0), (2, 2, 1), (3, 0, 2), (1, 6)] if name in SCHEDULES else []
-    for (partitions, each), counts in product(
-        [(2, 1), (3, 1), (4, 1), (4, 2)], [*((count,) for count in range(1, 7)), *unequal]
-    ):
+    unequal = [(4, 3), (1, 0), (3, 0, 2)] if name in SCHEDULES else []
+    for (partitions, each), counts in product([(2, 1), (3, 1), (4, 1), (4, 2)], [(1,), (4,), (6,), *unequal]):
         processes, recompute = partitions // each, RECOMPUTE[sum(counts) % len(RECOMPUTE)]
         of_stage = [stage % processes if name == "interleaved" else stage // each for stage in range(partitions)]
         schedules = [
@@ -101,7 +99,7 @@ def test_no_order_of_launches_deadlocks(name: str, idle: float, links: Any) -> N
 def test_no_random_order_deadlocks(idle: float, links: Any) -> None:
     """Whichever process has which stages: several edges join the same two processes, in both directions, and two stages
     of an edge may be in the same one."""
-    for one in list(random_orders(300, seed=0))[int(2 * idle) :: 3]:
+    for one in list(random_orders(100, seed=0))[int(2 * idle) :: 3]:
         assert finishes(links, [one.schedule], one.device_of_stage, idle), one
 
 

@@ -1,0 +1,8 @@
+"""What holds for tests of what is reported."""
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def pictures_are_not_drawn() -> None:
+    """They are, here."""
