@@ -76,14 +76,6 @@ def test_an_exported_file_has_the_weight_once(form: str, whole: Path, tmp_path: 
     assert len([name for name in NAMES if name in tensors]) == (1 if form == "safetensors" else 3)
 
 
-def test_replicas_sum_each_use(tmp_path: Path) -> None:
-    """Each use first over the replicas, then all uses: the cut does not matter, either."""
-    given = [*SETTINGS, "replicas=2", "schedule=1f1b"]
-    for partitions in (1, 2):
-        assert command("train", *given, f"partitions={partitions}", f"run_folder={tmp_path / str(partitions)}") == 0
-    assert_same_tensors(final_tensors(tmp_path / "2"), final_tensors(tmp_path / "1"))
-
-
 def test_a_tied_weight_counts_once() -> None:
     """Parameters, trained ones and the plan's bytes; a stage with one use has the weight, and buffers for the gradients
     of the others."""
