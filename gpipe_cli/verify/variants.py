@@ -55,8 +55,9 @@ EXECUTORS: tuple[Executor, ...] = ("in_process", "pytorch", "distributed", "repl
 Verdict = Literal["reference", "identical", "within tolerance", "differs", "differs, as it must", "fails", "left out"]
 
 # Norm of the gradients' difference, as a share of their norm: more than another order of summation causes, less than a
-# lost micro-batch does. It depends on the bits of the significand: 24, 11 and 8.
-TOLERANCE: Mapping[Precision, float] = {"float32": 1e-5, "tf32": 1e-3, "bfloat16": 1e-2}
+# lost micro-batch does. It depends on the bits of the significand: 24, 11 and 8. In bfloat16, batch norm over 4 values
+# with gradients that lie channels last makes it 1.2e-2 (timm's test_efficientnet for images of 32 pixels).
+TOLERANCE: Mapping[Precision, float] = {"float32": 1e-5, "tf32": 1e-3, "bfloat16": 2e-2}
 _BUFFER_TOLERANCE = 1e-3  # the same for a module's buffers, if larger: float32 moments of many values are less exact
 
 

@@ -116,6 +116,8 @@ class BatchStatistics:
         parts = of_replicas(self._moments(used))
         if not used:  # this replica has no sample of the mini-batch
             seen = [bool(total[0]) for total in self._of_norms(torch.stack(tuple(parts)).sum(dim=0)[0])]
+        if not any(seen):  # all norms are frozen
+            return []
         total, mean, squares = parts[0]
         if len(parts) > 1:
             total = sum(part[0] for part in parts)  # whole numbers: exact in any order
