@@ -77,6 +77,7 @@ def own_folder(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a Ctrl-C that a destructor lost
 @pytest.mark.parametrize("line", quoted())
 def test_a_quoted_line_runs_as_printed(
     line: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

@@ -49,7 +49,7 @@ def real_model(config: TrainConfig, *, pretrained: bool) -> Callable[[], nn.Sequ
 
 def user_model(config: TrainConfig, values: Mapping[str, torch.Tensor]) -> nn.Sequential:
     """The model as its function returns it, to be called as a whole: a weight that several layers use is one parameter.
-    Parameters and buffers get the `values` that are there under one of their names, their devices and strides too."""
+    Parameters and buffers that are in `values` under one of their names take value, device and strides from there."""
     model = _model(config, weights=False)
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     for name, tensor in named:
