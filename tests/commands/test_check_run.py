@@ -24,7 +24,7 @@ from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.runtime.transport import LocalTransport
 from gpipe_cli.pipeline.schedule.named_schedules import build
 from gpipe_cli.training.events import TrainingReady
-from gpipe_cli.verify.variants import Place, Variant, What, first_difference, within
+from gpipe_cli.verify.variants import Variant, within
 
 CUSTOM = ["model=custom", "dataset.image_size=8", *TINY[2:3], *TINY[4:]]
 CPU = torch.device("cpu")
@@ -178,24 +178,6 @@ def test_watching_changes_no_bit_of_a_run(tmp_path: Path) -> None:
     heard = train_here(configure(*settings, f"resume={tmp_path / 'begun'}"), tmp_path / "watched")
     assert [label for label, _ in of_type(heard, TrainingReady)[0].notes] == ["layers"]
     assert_same_tensors(final_tensors(tmp_path / "watched"), final_tensors(tmp_path / "not_watched"))
-
-
-def test_the_first_difference_is_where_it_began() -> None:
-    places = [  # forwards, recomputed, the loss, backwards, after the step
-        Place(What.OUTPUT, 0, 1, "0"),
-        Place(What.OUTPUT, 7, 0, "7"),
-        Place(What.RECOMPUTED_OUTPUT, 0, 1, "0"),
-        Place(What.LOSS, 0, 0, "7"),
-        Place(What.GRADIENT, -7, 0, "7", "7.weight"),
-        Place(What.GRADIENT, 0, 0, "0", "0.weight"),
-        Place(What.BUFFER, 2, 0, "2", "2.running_mean"),
-        Place(What.WEIGHT, 0, 0, "0", "0.weight"),
-    ]
-    same = dict.fromkeys(places, "")
-    reference = {place: value for place, value in same.items() if place.what is not What.RECOMPUTED_OUTPUT}
-    assert first_difference(same, reference) is None
-    for number, first in enumerate(places):
-        assert first_difference(same | dict.fromkeys(reversed(places[number:]), "other"), reference) == first
 
 
 def test_another_order_of_sums_has_a_tolerance() -> None:
