@@ -139,6 +139,24 @@ class Tracking(nn.Module):
         return x + 0
 
 
+class KeepsTensors(nn.Module):
+    """Keeps random numbers that are no buffer, an expanded buffer and a complex one; gives its norm a keyword."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale = torch.randn(width, 1, 1)
+        self.register_buffer("ones", torch.ones(1).expand(width))
+        self.register_buffer("turns", torch.full((width, 1, 1), 0.6 + 0.8j))
+        self.norm = nn.BatchNorm2d(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(input=(x * self.scale * self.turns).real) + self.ones.sum()
+
+
+def keeps_tensors(width: int = 4) -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(3, width, 3), KeepsTensors(width), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+
 class Remembers(nn.Module):
     """Gives what depends on how often it was called, and counts that in an attribute."""
 

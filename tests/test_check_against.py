@@ -66,8 +66,9 @@ SKIPS = [*IMAGES, "dataset.image_size=16", "model.target=custom_models:hourglass
     [
         # micro-batches of 3, 3 and 2 samples; the other contestants still run
         ("torch", [*TEXT, "micro_batches=3"], ["fails", "identical"], "of one size, and these have 3, 3, 2 samples"),
-        # plain PyTorch had a weight of its own for each use of a tied one, and differed by 800,000 units
-        ("torch", TIED, [SUMS, SUMS], ""),
+        # plain PyTorch had a weight of its own for each use of a tied one, and differed by 800,000 units; the first and
+        # the last of four stages are in one process
+        ("torch", [*TIED, "model.layers=2", "against_schedules=[ScheduleZBVZeroBubble,pytorch]"], [SUMS, SUMS], ""),
         ("torch", SKIPS, ["left out", SUMS], "the model has skips"),
         ("torchgpipe", [*TEXT, "recompute=always"], ["identical", "identical"], ""),
         ("torchgpipe", TIED, ["left out", SUMS], "the model has tied weights"),
@@ -77,7 +78,7 @@ SKIPS = [*IMAGES, "dataset.image_size=16", "model.target=custom_models:hourglass
 def test_the_users_model_is_compared(program: str, settings: list[str], verdicts: list[str], words: str) -> None:
     pytest.importorskip(program)
     only = ["against_schedules=[ScheduleGPipe,pytorch]"] if program == "torch" else []
-    code, found = checked(*settings, *only, program=program)
+    code, found = checked(*only, *settings, program=program)
     theirs, _ = found["rows"]
     assert [row["verdict"] for row in found["rows"]] == verdicts
     assert (code, words in theirs["text"]) == (int(bool(words)), True)

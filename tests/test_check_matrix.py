@@ -49,6 +49,7 @@ RUNS = {
     "U-Net": [*MASKS, "model=unet", "model.depth=1", "model.base_channels=2", "model.num_convs=1", APART],
     "custom": [*CUSTOM[:-1], "freeze=['0']", THREE, REPLICAS],
     "odd": [*IMAGES, "model=custom", "model.target=custom_models:odd", "dataset.image_size=8"],
+    "custom, keeps tensors": [*CUSTOM[:-2], "model.target=custom_models:keeps_tensors"],
     "skips": [*SKIPS, "freeze=[norm]", THREE, REPLICAS, BF16],
     "language model": [*LM, THREE],
     "language model, tied": [*LM, TIED, APART, REPLICAS],

@@ -25,6 +25,7 @@ from gpipe_cli.models.timm_models import build_timm
 from gpipe_cli.models.transformer import transformer_lm, transformer_nmt
 from gpipe_cli.models.unet import unet
 from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor
+from gpipe_cli.pipeline.runtime.randomness import mix, seed_generator
 
 MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 
@@ -50,7 +51,14 @@ def real_model(config: TrainConfig, *, pretrained: bool) -> Callable[[], nn.Sequ
 def user_model(config: TrainConfig, values: Mapping[str, torch.Tensor]) -> nn.Sequential:
     """The model as its function returns it, to be called as a whole: a weight that several layers use is one parameter.
     Parameters and buffers that are in `values` under one of their names take value, device and strides from there."""
+    seed_generator(torch.device("cpu"), mix(config.seed))  # as before a model of `real_model`
     model = _model(config, weights=False)
+    device = next((value.device for value in values.values()), torch.device("cpu"))
+    needed = {name.partition(".")[0] for name in values}
+    for name, layer in model.named_children():
+        tensors = [*layer.parameters(), *layer.buffers()]
+        if (name in needed or not tensors) and not any(tensor.is_meta for tensor in tensors):
+            layer.to(device)  # takes along what else it keeps
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     for name, tensor in named:
         if name not in values:
@@ -59,10 +67,10 @@ def user_model(config: TrainConfig, values: Mapping[str, torch.Tensor]) -> nn.Se
         if tensor.is_meta:  # of Hugging Face, whose layers are initialised one by one
             value = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
             torch.utils.swap_tensors(tensor, value)
-        elif (tensor.device, tensor.stride()) == (value.device, value.stride()):
+        elif tensor.stride() == value.stride() and 0 not in value.stride():
             tensor.detach().copy_(value)  # layers may keep tensors in the same memory
         else:
-            tensor.data = value  # as when a module is moved
+            tensor.data = value
     return Sequence(OrderedDict(model.named_children()))  # nn.Sequential's own forward knows no skips
 
 

@@ -275,8 +275,8 @@ def clip(gradients: list[torch.Tensor], norms: torch.Tensor, largest: float) -> 
 
 
 def _refuse_different(engine: Engine, norms: Sequence[torch.Tensor]) -> None:
-    """Raises InputError if a parameter has a gradient in one replica only, and RuntimeError if its gradients have other
-    norms in two: their weights would part. `norms`, (P,) each, are those of all processes."""
+    """Raises InputError if a parameter has a gradient in one replica only, and RuntimeError if its gradients have
+    different norms in two replicas: their weights would diverge. `norms`, (P,) each, are those of all processes."""
     spec = engine.spec
     for process, found in enumerate(norms):
         first = norms[process % spec.layout.of_pipeline]
@@ -291,7 +291,8 @@ def _refuse_different(engine: Engine, norms: Sequence[torch.Tensor]) -> None:
         if -1.0 not in (float(first[place]), float(found[place])):
             raise RuntimeError(f"{where} has different sums")
         raise InputError(
-            f"{where} exists only once; which parameters a layer uses must not depend on the samples; use replicas=1"
+            f"{where} exists in only one of them; which parameters a layer uses must not depend on the samples; "
+            "use replicas=1"
         )
 
 

@@ -189,7 +189,11 @@ class _Foreign:
         ours = {k: build_layers(config, spec, k, model, whole) for k in spec.layout.stages_of(process.number)}
         theirs, starts = plain_model(config, spec, ours.values()), spec.first_layers
         self.stages = {k: theirs[starts[k] : starts[k] + len(layers)] for k, layers in ours.items()}
-        self.named = {k: trained_parameters(module, spec.ties) for k, module in self.stages.items()}
+        self.named: dict[int, dict[str, nn.Parameter]] = {}
+        for k, module in self.stages.items():  # a weight that several of them use is one parameter
+            known = {id(one) for named in self.named.values() for one in named.values()}
+            named = trained_parameters(module, spec.ties)
+            self.named[k] = {name: one for name, one in named.items() if id(one) not in known}
         optimizers = (build_optimizer(config.optimizer, own) for own in self.named.values())
         self._optimizers = [optimizer for optimizer in optimizers if optimizer is not None]
 

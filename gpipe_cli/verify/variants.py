@@ -12,7 +12,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property, partial
-from itertools import chain
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -306,9 +306,12 @@ class _Runs:
             kinds.setdefault((name.rpartition(".")[0], buffer.shape), []).append(name)
         different = []
         for names in kinds.values():
-            own, other = (torch.stack([of[name].double() for name in names]) for of in (buffers, references))
+            own, other = (
+                torch.stack([of[name] for name in names]).to(torch.complex128) for of in (buffers, references)
+            )
             if not torch.equal(own, other) and not (own - other).norm() <= tolerance * own.norm():
-                different.append(self._place(What.BUFFER, names[0]))
+                worst = (own - other).abs().reshape(len(names), -1).sum(dim=1).argmax()
+                different.append(self._place(What.BUFFER, names[int(worst)]))
         return min(different, default=None)
 
     def _run_plain(self, variant: Variant) -> Step:
@@ -441,7 +444,7 @@ class _Runs:
 
 
 def plain_model(config: TrainConfig, spec: PipelineSpec, stages: Iterable[nn.Module]) -> nn.Sequential:
-    """The user's model in training mode, with the weights and buffers of `stages`; its other layers are of no use."""
+    """The user's model in training mode, with the weights and buffers of `stages`; only their layers can be run."""
     values: dict[str, torch.Tensor] = {}
     for stage in stages:
         values |= stage.named_parameters(remove_duplicate=False)
@@ -469,16 +472,18 @@ def tracking_mini_batch(model: nn.Module, micro_batch: Callable[[], int]) -> Ite
     copies = [deepcopy(norm).double() for norm in norms]
     given: dict[nn.Module, dict[int, list[torch.Tensor]]] = {norm: {} for norm in norms}
 
-    def record(norm: nn.Module, inputs: tuple[torch.Tensor]) -> None:
-        given[norm].setdefault(micro_batch(), []).append(inputs[0].detach())
+    def record(norm: nn.Module, inputs: tuple[torch.Tensor, ...], keywords: dict[str, torch.Tensor]) -> None:
+        (value,) = (*inputs, *keywords.values())
+        given[norm].setdefault(micro_batch(), []).append(value.detach())
 
-    handles = [norm.register_forward_pre_hook(record) for norm in norms]
+    handles = [norm.register_forward_pre_hook(record, with_kwargs=True) for norm in norms]
     yield
     for handle, norm, copy in zip(handles, norms, copies, strict=True):
         handle.remove()
         with torch.no_grad():
-            for pieces in zip(*given[norm].values(), strict=True):  # more than one if a forward applies the norm again
-                copy.forward(torch.cat(pieces).double())  # not a call: hooks observe micro-batches
+            for pieces in zip_longest(*given[norm].values()):  # more than one if a forward applies the norm again
+                # not a call: hooks observe micro-batches
+                copy.forward(torch.cat([piece for piece in pieces if piece is not None]).double())
             for buffer, exact in zip(norm.buffers(recurse=False), copy.buffers(recurse=False), strict=True):
                 buffer.copy_(exact)
 
@@ -544,7 +549,8 @@ def differs(variant: Variant, spec: PipelineSpec, first: Place, distance: float)
         case What.GRADIENT:
             text = f"the gradient of {first.name} is another, though all layers gave the same"
         case What.BUFFER | What.WEIGHT:
-            text = f"{first.name} is another after the step, though all gradients are the same"
+            alike = "agree" if distance else "are the same"
+            text = f"{first.name} is another after the step, though all gradients {alike}"
     return Row(
         *variant,
         "differs",
