@@ -54,7 +54,7 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def trees_are_composed_once() -> Iterator[None]:
-    """Hydra takes 0.2 s for each tree. Those with files of a test's own are composed anew."""
+    """Hydra takes 0.2 s to compose a configuration. One that includes a test's own files is composed every time."""
     compose, trees = composing._composed, dict[tuple[str, ...], Any]()
 
     def composed(line: CommandLine, chosen: tuple[str, ...]) -> Any:
@@ -70,7 +70,7 @@ def trees_are_composed_once() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def pictures_are_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes 0.4 s for each run; they are drawn in `reporting`."""
+    """Drawing takes 0.4 s for each run. The tests in `reporting` look at pictures, and do draw them."""
     monkeypatch.setattr(picture, "pixels", lambda _: np.zeros((1, 1, 3), np.uint8))
 
 

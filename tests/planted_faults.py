@@ -63,7 +63,7 @@ FAULTS: dict[str, tuple[Any, str, Any, str]] = {
     "a bucket not summed": (Replicas, "finish", drop_other_replicas,
         "first in layer 7; "),
     "buckets of an earlier engine": (Replicas, "begin_step", keep_first_stages,
-        "replicas=2: in replicas 0 and 1, the gradient of 0.weight has different sums"),
+        "replicas=2: in replicas 0 and 1, the gradient of 0.weight differs after it was summed"),
     "dropout seeded by stage": (Stage, "begin_step", count_stages,
         "first in layer 4; micro-batch 0 leaves layer 4 with other values"),
     "a micro-batch twice": (executor, "split_all", repeat_first,

@@ -51,14 +51,14 @@ def real_model(config: TrainConfig, *, pretrained: bool) -> Callable[[], nn.Sequ
 def user_model(config: TrainConfig, values: Mapping[str, torch.Tensor]) -> nn.Sequential:
     """The model as its function returns it, to be called as a whole: a weight that several layers use is one parameter.
     Parameters and buffers that are in `values` under one of their names take value, device and strides from there."""
-    seed_generator(torch.device("cpu"), mix(config.seed))  # as before a model of `real_model`
+    seed_generator(torch.device("cpu"), mix(config.seed))  # the seed of every process that builds the whole model
     model = _model(config, weights=False)
     device = next((value.device for value in values.values()), torch.device("cpu"))
     needed = {name.partition(".")[0] for name in values}
     for name, layer in model.named_children():
         tensors = [*layer.parameters(), *layer.buffers()]
         if (name in needed or not tensors) and not any(tensor.is_meta for tensor in tensors):
-            layer.to(device)  # takes along what else it keeps
+            layer.to(device)  # and not only the `values`: a layer may keep other tensors, and move them itself
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     for name, tensor in named:
         if name not in values:
@@ -68,9 +68,9 @@ def user_model(config: TrainConfig, values: Mapping[str, torch.Tensor]) -> nn.Se
             value = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
             torch.utils.swap_tensors(tensor, value)
         elif tensor.stride() == value.stride() and 0 not in value.stride():
-            tensor.detach().copy_(value)  # layers may keep tensors in the same memory
+            tensor.detach().copy_(value)  # in place: a layer may keep views of it
         else:
-            tensor.data = value
+            tensor.data = value  # an expanded tensor cannot be written, and other strides have to be taken over
     return Sequence(OrderedDict(model.named_children()))  # nn.Sequential's own forward knows no skips
 
 

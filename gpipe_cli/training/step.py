@@ -289,7 +289,7 @@ def _refuse_different(engine: Engine, norms: Sequence[torch.Tensor]) -> None:
         both = f"in replicas 0 and {spec.layout.replica_of(process)}"
         where = f"replicas={spec.layout.replicas}: {both}, the gradient of {names[place]}"
         if -1.0 not in (float(first[place]), float(found[place])):
-            raise RuntimeError(f"{where} has different sums")
+            raise RuntimeError(f"{where} differs after it was summed")
         raise InputError(
             f"{where} exists in only one of them; which parameters a layer uses must not depend on the samples; "
             "use replicas=1"

@@ -34,6 +34,7 @@ from gpipe_cli.distributed.process_groups import ProcessGroups
 from gpipe_cli.models.amoebanet import set_progress
 from gpipe_cli.pipeline.profile.layer_probes import Finding, probing
 from gpipe_cli.pipeline.runtime.boundary import as_tuple, as_value, digest, split_all
+from gpipe_cli.pipeline.runtime.deferred_batch_norm import tracking_norms
 from gpipe_cli.pipeline.runtime.executor import ActionFailedError, OnAction
 from gpipe_cli.pipeline.runtime.frozen import freeze, set_training
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
@@ -56,9 +57,9 @@ Verdict = Literal["reference", "identical", "within tolerance", "differs", "diff
 
 # Norm of the gradients' difference, as a share of their norm: more than another order of summation causes, less than a
 # lost micro-batch does. It depends on the bits of the significand: 24, 11 and 8. In bfloat16, batch norm over 4 values
-# with gradients that lie channels last makes it 1.2e-2 (timm's test_efficientnet for images of 32 pixels).
+# whose gradients arrive in channels_last makes it 1.2e-2 (timm's test_efficientnet, images of 32 pixels).
 TOLERANCE: Mapping[Precision, float] = {"float32": 1e-5, "tf32": 1e-3, "bfloat16": 2e-2}
-_BUFFER_TOLERANCE = 1e-3  # the same for a module's buffers, if larger: float32 moments of many values are less exact
+_BUFFER_TOLERANCE = 1e-3  # the same for a module's buffers: float32 moments of many values have fewer exact digits
 
 
 class Variant(NamedTuple):
@@ -299,7 +300,6 @@ class _Runs:
     def _other_buffer(self, buffers: Mapping[str, torch.Tensor], schedule: str) -> Place | None:
         """The first of this process's buffers that differs from a reference's by more than a share of its norm, which
         is taken of all buffers of a shape in a module: a running mean may be zero but for rounding."""
-        tolerance = max(_BUFFER_TOLERANCE, TOLERANCE[self.base.precision])
         references = torch.load(self.folder / f"{schedule}.buffers")
         kinds: dict[tuple[str, torch.Size], list[str]] = {}
         for name, buffer in buffers.items():
@@ -309,7 +309,7 @@ class _Runs:
             own, other = (
                 torch.stack([of[name] for name in names]).to(torch.complex128) for of in (buffers, references)
             )
-            if not torch.equal(own, other) and not (own - other).norm() <= tolerance * own.norm():
+            if not torch.equal(own, other) and not (own - other).norm() <= _BUFFER_TOLERANCE * own.norm():
                 worst = (own - other).abs().reshape(len(names), -1).sum(dim=1).argmax()
                 different.append(self._place(What.BUFFER, names[int(worst)]))
         return min(different, default=None)
@@ -468,7 +468,7 @@ def first_mini_batch(reading: Reading, micro_batches: int) -> MiniBatch:
 def tracking_mini_batch(model: nn.Module, micro_batch: Callable[[], int]) -> Iterator[None]:
     """Inside, a plain model runs its micro-batches. Afterwards the running statistics of its batch norms are those that
     plain PyTorch has if each norm is given the whole mini-batch at once, computed in float64."""
-    norms = [one for one in model.modules() if isinstance(one, nn.modules.batchnorm._BatchNorm) and one.training]
+    norms = [norm for norm in tracking_norms(model) if norm.training]
     copies = [deepcopy(norm).double() for norm in norms]
     given: dict[nn.Module, dict[int, list[torch.Tensor]]] = {norm: {} for norm in norms}
 

@@ -5,4 +5,4 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def pictures_are_not_drawn() -> None:
-    """They are, here."""
+    """The tests in this folder look at pictures, so they are drawn."""
