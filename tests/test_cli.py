@@ -166,12 +166,6 @@ def test_help_and_configuration_import_no_torch() -> None:
         ("help -k", "-k: give a word to look for; for example gpipe help -k memory"),
         ("help -k bubbel", "-k bubbel: no topic has this word; the nearest are bubble, "),
         ("help -k memory pizza", "-k memory pizza: no topic has all of these words; the nearest are "),
-        ("demo opne=false", "gpipe demo: opne=false: there is no such setting; did you mean open?"),
-        ("demo open=maybe", "gpipe demo: open=maybe: must be true or false; for example open=false"),
-        (
-            "demo partitions=4",
-            "partitions=4: gpipe demo takes only open=false and output=FOLDER",
-        ),
         ("list recipe", "recipe: there is no such list; did you mean recipes?"),
         ("list models vit* x", "x: gpipe list models takes one pattern and nothing more"),
         # what Hydra asserts, or has no type of error for
@@ -278,10 +272,9 @@ def test_a_file_that_is_no_configuration_is_one_line(
 @pytest.mark.parametrize(
     ("typed", "offered"),
     [
-        ("gpipe tr", "train bench demo plan evaluate export check launch reproduce compare diff site list help"),
+        ("gpipe tr", "train bench plan evaluate export check launch reproduce compare diff site list help"),
         ("gpipe train model.fil", "model.filters="),
         ("gpipe launch s", "slurm"),
-        ("gpipe demo o", "open=false"),
         ("gpipe train logger=[m", "logger=[mlflow]"),
         ("gpipe launch slurm gpus", "gpus_per_node="),
         ("gpipe nonsense x", ""),

@@ -45,9 +45,6 @@ def complete(shell: Sequence[str], commands: Sequence[str]) -> list[str] | None:
         return None
     if command not in commands or command in ("compare", "diff"):  # folders, which shells complete by themselves
         return None
-    if command == "demo":
-        offer(["open=false"])
-        return None
     if command == "launch" and len(words) == 2:
         offer(["slurm"])
         return None

@@ -3,7 +3,6 @@
 COMMANDS = {
     "train": "train a model with GPipe, or with -m a sweep over settings",
     "bench": "measure steps: speed, bubble, memory, FLOP/s; with -m a table of settings",
-    "demo": "thirty seconds: what two processes, and micro-batches, do to the speed on this machine",
     "plan": "predict a step without running it: time, bubble, memory; for this machine or another",
     "evaluate": "evaluate a run's checkpoint on its test set, with any number of partitions",
     "export": "write a run's model as one file for other programs: safetensors, torch, ONNX",
