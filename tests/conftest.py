@@ -16,7 +16,7 @@ from gpipe_cli.reporting.plots import picture
 
 # The files that take longest, which begin first, so that at the end no core waits for one of them.
 LONGEST = (
-    "test_measurements", "test_quoted_lines", "test_check_matrix", "test_launch_command", "test_failures",
+    "test_measurements", "test_quoted_lines", "test_check_matrix", "test_slurm", "test_failures",
     "test_torchrun", "test_fine_tuning", "test_train_loop", "test_compiled", "test_going_on", "test_replicas",
     "test_plan_command", "test_machine_timing", "test_readme", "test_what_belongs_to_a_run", "test_unwritten",
     "test_text", "test_background_writer", "test_sweep", "test_bench", "test_consistency", "test_models",

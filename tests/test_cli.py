@@ -119,40 +119,8 @@ def test_help_and_configuration_import_no_torch() -> None:
         ("evaluate -m run=x,y", "gpipe evaluate: -m: evaluate has no sweeps"),
         (f"compare {'a' * 300}", "File name too long"),
         ("train -m seed=interval(1,9)", "seed=interval(1,9): bounds are for a search; add hydra/sweeper=optuna"),
-        ("launch slurm -m seed=interval(1,9)", "seed=interval(1,9): an array has no search; give the values"),
         ("train hydra/sweeper=optuna", "hydra/sweeper=optuna: a search is a sweep of several runs; add -m"),
         ("train -m hydra/sweeper=optuna hydra.sweeper=3 seed=1,2", "hydra.sweeper=3: is a group of settings"),
-        ("launch partitions=2", "gpipe launch: slurm is missing; write gpipe launch slurm"),
-        ("launch slurm time=1:2:3:4", "gpipe launch: time=1:2:3:4: must be [days-]hours:minutes[:seconds], minutes"),
-        ("launch slurm time=0:00", "gpipe launch: time=0:00: must be above 0"),
-        ("launch slurm time=0:04", "gpipe launch: time=0:04: SLURM warns a job 120 to 180 s before"),
-        ("launch slurm sbatch.signal=B:USR1@300", "gpipe launch: sbatch.signal=B:USR1@300: must be USR1 or TERM"),
-        ("launch slurm sbatch.partion=gpu", "sbatch.partion=gpu: sbatch has no such option; did you mean partition?"),
-        ("launch slurm sbatch.wrap=ls", "gpipe launch: sbatch.wrap=ls: belongs on the command line"),
-        ("launch slurm sbatch.nodelist=[[a],[b]]", "gpipe launch: sbatch.nodelist=[[a],[b]]: must be"),
-        ("launch slurm run_folder=/etc/passwd", "gpipe launch: run_folder=/etc/passwd: no folder can be made there"),
-        ("launch slurm run_folder=/", "gpipe launch: run_folder=/: the folder is not empty and holds no run"),
-        (
-            "launch slurm -m seed=1,2 hydra.sweep.dir=/etc/passwd",
-            "run_folder=/etc/passwd/seed=1: no folder can be made there",
-        ),
-        (
-            "launch slurm sbatch.ntasks_per_node=2",
-            "sbatch.ntasks_per_node=2: gpipe has a setting for it; give processes_per",
-        ),
-        ("launch slurm sbatch.Mem=2", "gpipe launch: sbatch.Mem=2: must be the long name of an option of sbatch"),
-        ("launch slurm processes_per_node=2", "processes_per_node=2: each needs a GPU, and a node has gpus_per_node=1"),
-        ("launch slurm device=cpu", "gpipe launch: device=cpu: gpus_per_node=1 would idle; use gpus_per_node=0"),
-        ("launch slurm resume=outputs/a", "gpipe launch: resume=outputs/a: a job begins a run"),
-        ("launch slurm init_from=outputs/a", "gpipe launch: init_from=outputs/a: no run there"),
-        ("launch slurm -m nodes=1,2", "nodes=1,2: all elements of a job array have the same; give one value"),
-        ("launch slurm -m nodes=2", "gpipe launch: -m: no setting has several values"),
-        ("launch slurm -m partitions=1,2 run_folder=a", "gpipe launch: run_folder=a: the folder of a sweep"),
-        ("launch slurm -m partitions=2,20", "partitions=20: the model has only 10 layers; use partitions=10 or fewer"),
-        (
-            "launch slurm nodes=2 gpus_per_node=4 partitions=8 cost=measured",
-            "cost=measured: layers are not timed under",
-        ),
         ("bench max_steps=3", "max_steps=3: a measurement ends after its steps; give steps=... and warm_up_steps=..."),
         ("bench +dry_run.x=null", "dry_run.x=null: a measurement of nothing"),
         ("bench resume=nowhere", "resume=nowhere: a measurement begins anew, and this is no sweep"),
@@ -227,9 +195,7 @@ def test_what_torchrun_never_sets_is_refused(variables: str, line: str, monkeypa
         run_command("train", ["dry_run=true"])
 
 
-@pytest.mark.parametrize(
-    "line", ["train -m seed=1,2", "plan", "check init_from=null", "launch slurm", "reproduce consistency"]
-)
+@pytest.mark.parametrize("line", ["train -m seed=1,2", "plan", "check init_from=null", "reproduce consistency"])
 def test_what_is_one_process_is_refused_under_torchrun(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of its processes once ran the whole sweep, all in the same folder."""
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}.items():
@@ -272,11 +238,9 @@ def test_a_file_that_is_no_configuration_is_one_line(
 @pytest.mark.parametrize(
     ("typed", "offered"),
     [
-        ("gpipe tr", "train bench plan evaluate export check launch reproduce compare diff site list help"),
+        ("gpipe tr", "train bench plan evaluate export check reproduce compare diff site list help"),
         ("gpipe train model.fil", "model.filters="),
-        ("gpipe launch s", "slurm"),
         ("gpipe train logger=[m", "logger=[mlflow]"),
-        ("gpipe launch slurm gpus", "gpus_per_node="),
         ("gpipe nonsense x", ""),
         ("gpipe compare out", ""),  # folders, which shells complete by themselves
         ("gpipe compare outputs/my_run format=c", "format=csv"),

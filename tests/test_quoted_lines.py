@@ -19,7 +19,7 @@ from gpipe_cli.launch.supervisor import Supervisor
 
 # Those that end by themselves within half a minute.
 SHORT = re.compile(
-    r"gpipe (evaluate|export|compare|diff|list(?! models ')|help|launch|plan(?!.*solve)|site .*presets|reproduce$"
+    r"gpipe (evaluate|export|compare|diff|list(?! models ')|help|plan(?!.*solve)|site .*presets|reproduce$"
     r"|bench( partitions=2 micro_batches=8| hardware=cpu .*)?$"
     r"|check model=custom|train .*(--help|--cfg|dry_run|resume=.*sweep))"
 )

@@ -45,11 +45,6 @@ def complete(shell: Sequence[str], commands: Sequence[str]) -> list[str] | None:
         return None
     if command not in commands or command in ("compare", "diff"):  # folders, which shells complete by themselves
         return None
-    if command == "launch" and len(words) == 2:
-        offer(["slurm"])
-        return None
-    if command == "launch" and words[1] == "slurm":  # which is not a setting
-        del words[1]
     last, key = words[-1], words[-1].partition("=")[0].lstrip("+")
     if command in ("list", "help", "reproduce") or words[-2] in ("-cn", "--config-name"):
         offer(_names(command, first=len(words) == 2 or words[1] == "-k"))

@@ -73,14 +73,13 @@ def run_folder(
     patience = ENDING_SECONDS if again else 0.0
     with locked_folder(chosen, setting, new=config.run_folder is None, patience_seconds=patience) as folder:
         if not goes_on:
-            refuse_content(folder, again=again)
+            _refuse_content(folder, again=again)
         remove_partial_files(folder)
         yield folder
 
 
-def refuse_content(folder: Path, *, again: bool) -> None:
-    """Raises InputError for a folder that is not empty; with `again` it may hold an earlier start of the run. Raises
-    OSError if it is not a folder."""
+def _refuse_content(folder: Path, *, again: bool) -> None:
+    """Raises InputError for a folder that is not empty; with `again` it may hold an earlier start of the run."""
     left = {path.name for path in folder.iterdir() if not path.match(PARTIAL)} - {LOCK}
     is_run = CONFIG in left or left <= _BEFORE_CONFIG
     if left and not (again and is_run):

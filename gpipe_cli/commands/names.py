@@ -7,7 +7,6 @@ COMMANDS = {
     "evaluate": "evaluate a run's checkpoint on its test set, with any number of partitions",
     "export": "write a run's model as one file for other programs: safetensors, torch, ONNX",
     "check": "prove on your own model that partitions, schedules and recomputation change nothing",
-    "launch": "write the script of a SLURM job that trains, or with -m of a job array; submit it if told to",
     "reproduce": "run tables, figures and results of the paper, at the scale that the machine allows",
     "compare": "compare runs: a table of what differs, curves, bars, and an HTML page",
     "diff": "set two runs side by side: settings, versions and results that differ",

@@ -19,7 +19,6 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gpipe_cli.config import groups
-from gpipe_cli.config.slurm import LaunchSettings
 from gpipe_cli.config.typed import (
     Count,
     NotNegative,
@@ -389,7 +388,6 @@ OWNERS = {
     **{field.name: "plan" for field in fields(PlanSettings)},
     **{field.name: "check" for field in fields(CheckSettings)},
     **{field.name: "bench" for field in fields(BenchSettings)},
-    **{field.name: "launch" for field in fields(LaunchSettings)},
 }
 
 
@@ -399,7 +397,7 @@ def key_of(setting: str) -> str:
 
 
 def owner(setting: str) -> str | None:
-    """The only command that takes `setting`, such as `steps=5` or `sbatch.mem=64G`; None if several take it."""
+    """The only command that takes `setting`, such as `steps=5`; None if several take it."""
     return OWNERS.get(key_of(setting).partition(".")[0])
 
 

@@ -1,6 +1,4 @@
-"""Reads the environment variables that torchrun sets for its processes, or SLURM's srun in a script that sets
-WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
-"""
+"""Reads the environment variables that torchrun sets for its processes."""
 
 import os
 import re
@@ -14,7 +12,7 @@ _MOST = 10_000  # limit of processes, each with a partition
 
 @dataclass(frozen=True)
 class Torchrun:
-    """This process's place among several that torchrun or srun has started."""
+    """This process's place among several that torchrun has started."""
 
     rank: int
     processes: int
@@ -23,16 +21,13 @@ class Torchrun:
 
 
 def torchrun() -> Torchrun | None:
-    """This process's place among those that torchrun or srun has started; None: the command starts its own.
+    """This process's place among those that torchrun has started; None: the command starts its own.
 
     Raises:
         InputError: the variables contradict each other, or one is not a number.
     """
     processes = _number("WORLD_SIZE", 1, _MOST, 1)
-    names = "RANK", "LOCAL_RANK"
-    if processes > 1 and "RANK" not in os.environ:  # without WORLD_SIZE each process of srun is a command of its own
-        names = "SLURM_PROCID", "SLURM_LOCALID"
-    rank = _number(names[0], 0, processes - 1, 0)
+    rank = _number("RANK", 0, processes - 1, 0)
     if processes == 1:
         return None
     if not os.environ.get("MASTER_ADDR"):
@@ -42,7 +37,7 @@ def torchrun() -> Torchrun | None:
         )
     store_address()
     here = _number("LOCAL_WORLD_SIZE", 1, processes, processes)
-    return Torchrun(rank, processes, here, _number(names[1], 0, here - 1, rank % here))
+    return Torchrun(rank, processes, here, _number("LOCAL_RANK", 0, here - 1, rank % here))
 
 
 def refuse_torchrun(why: str) -> None:

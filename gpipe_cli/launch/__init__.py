@@ -1,1 +1,1 @@
-"""Starts workers from a fork server, watches them and stops them together; writes scripts for SLURM."""
+"""Starts workers from a fork server, watches them and stops them together."""

@@ -27,11 +27,10 @@ import runs
 
 from gpipe_cli.cli import COMMANDS
 from gpipe_cli.config.settings import BenchSettings, PlanSettings, TrainConfig
-from gpipe_cli.config.slurm import LaunchSettings
 from gpipe_cli.config.typed import Within
 
 SECONDS = 120.0  # the limit for one command line; a machine may be busy
-TRAIN = {"train": TrainConfig, "plan": PlanSettings, "bench": BenchSettings, "launch slurm": LaunchSettings}
+TRAIN = {"train": TrainConfig, "plan": PlanSettings, "bench": BenchSettings}
 TINY = ["model.normal_cells=3", "model.filters=4", "dataset=synthetic_images", "dataset.image_size=16",
         "dataset.num_classes=4", "dataset.train_samples=16", "dataset.test_samples=4", "batch_size=8", "partitions=1",
         "data_workers=0", "threads=1", "max_steps=2", "device=cpu", "hardware=cpu"]  # fmt: skip
@@ -116,7 +115,7 @@ WORDS: dict[str, Sequence[str]] = {
 }
 PHRASES = {
     "mistyped command": """lists | -x | '' | halp | <any> --no-such-option | train --partitions=4 | plan -h -x |
-        train train | evaluate run | list nothing | help nothing_at_all | launch slrum""",
+        train train | evaluate run | list nothing | help nothing_at_all""",
     "group": """<command> model=nothing | <command> dataset=../digits | <command> model=[amoebanet] | <command> ~dataset
         <command> optimizer=null | <command> hardware=cpu9 | <command> model.depth=50 | <command> model@x=amoebanet
         <command> model=transformer_lm dataset=digits | <command> model=custom model.target=broken:build
@@ -134,9 +133,6 @@ PHRASES = {
         <command> compile=true schedule=zero_bubble | train resume=auto | train logger=tensorbord""",
     "schedule file": """<command> schedule=<schedule> | plan write_schedule=text | plan write_schedule=missing/x.csv
         train write_schedule=x.csv | plan -m partitions=1,2 write_schedule=x.csv""",
-    "launch": """launch slurm time=1:75 | launch slurm time=abc | launch slurm sbatch.partiton=gpu
-        launch slurm sbatch.signal=KILL |
-        launch slurm nodes=0 | launch slurm partitions=20 | launch slurm resume=run""",
     "formats": """plan format=<form> | compare run format=<form> | list models format=<form> | diff run run output=x
         export run=run format=<form> | export run=run file=x.bin | compare run format=csv output=x""",
     "sweep": """train -m partitions=0,-1 | bench -m partitions=1,abc | train -m model=nothing,amoebanet
