@@ -1,13 +1,11 @@
-"""`gpipe compare`: a table of runs with the settings that differ and the results, and a page with their curves."""
+"""`gpipe compare`: a table of runs with the settings that differ and the results."""
 
 import sys
 from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
 
 from rich.console import Console
 
-from gpipe_cli.commands.folders import locked_folder
 from gpipe_cli.commands.words import words_and_settings
 from gpipe_cli.config.settings import newest_runs
 from gpipe_cli.config.typed import RefusedError
@@ -16,9 +14,10 @@ from gpipe_cli.reporting.tables.table import TABLE, formatted
 
 OUTPUT = Path("outputs")
 HELP = """\
-Compares runs: a table of the settings that differ and of the results, and their curves.
+Compares runs: a table of the settings that differ and of the results. TensorBoard draws their curves; the last line is
+the command that shows them.
 
-Usage: gpipe compare RUN [RUN ...] [format=FORMAT] [output=FOLDER]
+Usage: gpipe compare RUN [RUN ...] [format=FORMAT]
 
 RUN is the folder of a run of gpipe train or gpipe bench, or one with runs up to two levels below: a sweep, or outputs.
 All speeds, bubbles and memory in one column were measured. Runs that failed and runs of different models are shown,
@@ -26,19 +25,12 @@ with a note that says what cannot be compared. Below a sweep its settings that w
 partitions than there are layers.
 
 Settings
-  format             table: columns that the terminal has room for, and the files below |
-                     json, csv: all columns, numbers with all their digits; no files
-  output             where the files go (outputs/<time>_compare); an earlier
-                     comparison there is replaced
-
-Files
-  comparison.html    table to be sorted, speed-up over K, and curves, in one file
-                     that loads nothing
-  comparison.csv     the table, all columns
+  format             table: columns that the terminal has room for |
+                     json, csv: all columns, numbers with all their digits
 
 Examples
   gpipe compare outputs/2026-01-31_12-00-00_sweep
-  gpipe compare outputs/first outputs/second output=/tmp/both
+  gpipe compare outputs/first outputs/second
   gpipe compare outputs format=csv | column -s, -t
   gpipe compare outputs format=json | jq -r '.[] | [.run, .samples_per_second] | @tsv'
 
@@ -53,20 +45,19 @@ def main(arguments: Sequence[str]) -> int:
         sys.stdout.write(HELP)
         return 0
     runs, settings = words_and_settings(arguments, "format", "output")
-    form, output = settings["format"], settings.get("output")
+    if (output := settings.get("output")) is not None:
+        raise RefusedError("output", output, "gpipe compare writes no files; write format=csv > FILE")
     for dashed in (run for run in runs if run.startswith("-")):
-        raise InputError(f"{dashed}: there is no such option; write format=csv or output=FOLDER")
+        raise InputError(f"{dashed}: there is no such option; write format=csv")
     if not runs:
         raise InputError(f"RUN: give the folder of a run, or of several{_newest()}")
-    if form != TABLE and output is not None:
-        raise RefusedError("output", output, f"format={form} writes no files; leave one of them out")
-    return _compare(list(map(Path, runs)), form, None if output is None else Path(output))
+    return _compare(list(map(Path, runs)), settings["format"])
 
 
-def _compare(folders: Sequence[Path], form: str, output: Path | None) -> int:
+def _compare(folders: Sequence[Path], form: str) -> int:
     from gpipe_cli.commands.sweep_folder import left_out
     from gpipe_cli.reporting.compare.comparison import compare
-    from gpipe_cli.reporting.compare.report import all_columns, show_comparison, write_comparison
+    from gpipe_cli.reporting.compare.report import all_columns, show_comparison
     from gpipe_cli.reporting.compare.run_record import RunRecord, find_runs, read_run
 
     problems: list[str] = []
@@ -91,24 +82,10 @@ def _compare(folders: Sequence[Path], form: str, output: Path | None) -> int:
     for problem in problems:  # on stderr: a program may read the table
         sys.stderr.write(f"gpipe compare: left out: {problem}\n")
     comparison = compare(runs)
-    if form != TABLE:
+    if form == TABLE:
+        show_comparison(Console(), comparison)
+    else:
         sys.stdout.write(formatted(all_columns(comparison), form))
-        return 0
-    chosen = output or OUTPUT / f"{datetime.now():%Y-%m-%d_%H-%M-%S}_compare"
-    with locked_folder(chosen, f"output={chosen}", new=output is None) as folder:
-        console, unread = Console(), None
-        try:
-            show_comparison(console, comparison)
-        except SystemExit as end:  # rich raises it when a pipe is closed, `gpipe compare ... | head`
-            unread = end
-        try:
-            write_comparison(console, comparison, folder)
-        except OSError as error:
-            raise InputError(
-                f"output={folder}: cannot be written to ({error.strerror}); give another, or format=csv"
-            ) from error
-        if unread is not None:
-            raise unread
     return 0
 
 

@@ -8,7 +8,7 @@ COMMANDS = {
     "export": "write a run's model as one file for other programs: safetensors, torch, ONNX",
     "check": "prove on your own model that partitions, schedules and recomputation change nothing",
     "reproduce": "run tables, figures and results of the paper, at the scale that the machine allows",
-    "compare": "compare runs: a table of what differs, curves, bars, and an HTML page",
+    "compare": "compare runs: a table of the settings that differ and the results",
     "diff": "set two runs side by side: settings, versions and results that differ",
     "site": "write a static site that explains pipelining, with models to explore",
     "list": "list models, datasets, hardware, recipes or runs",

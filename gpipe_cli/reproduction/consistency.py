@@ -5,6 +5,7 @@ between repeated runs. Ours are bit-identical, and the deviation between seeds i
 """
 
 import hashlib
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,17 +14,15 @@ from statistics import stdev
 from typing import TYPE_CHECKING, Self
 
 from gpipe_cli.errors import InputError
-from gpipe_cli.reporting.compare.comparison import compare
 from gpipe_cli.reporting.compare.run_record import RunRecord, read_run, same_curves
 from gpipe_cli.reporting.tables.table import NONE, Column, Table
 from gpipe_cli.reproduction.runner import Findings, Runner, number, numbers
-from gpipe_cli.results.measures import MEASURES, TEST_TOP1, TRAIN_LOSS
+from gpipe_cli.results.measures import MEASURES, TRAIN_LOSS
 from gpipe_cli.units import percent, plural
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-CURVES = "comparison.html"
 DIGITS = 12  # digits of a digest in the table; whole digests are compared
 
 
@@ -50,9 +49,7 @@ class Consistency:
     seeds: tuple[int, ...]
 
     def reproduce(self, runner: Runner) -> Findings:
-        """Train all runs, compare losses and final weights bit by bit, and draw their curves onto one page."""
-        from gpipe_cli.reporting.compare.page import write_page
-
+        """Train all runs, and compare losses and final weights bit by bit."""
         for key, values in (("partitions", self.partitions), ("seed", self.seeds)):
             if (value := runner.given(key)) is not None:
                 listed = ", ".join(map(str, values))
@@ -60,10 +57,8 @@ class Consistency:
         same = [_train(runner, partitions, self.seeds[0]) for partitions in self.partitions]
         repeated = [same[0], *(_train(runner, self.partitions[0], seed) for seed in self.seeds[1:])]
         runs = [*same, *repeated[1:]]
-        page, said = runner.folder / CURVES, tuple(notes(same))
-        tags = (TRAIN_LOSS, MEASURES["test_loss"].tag, TEST_TOP1)
-        write_page(page, compare([run.record for run in runs]), [note for _, note in said], tags)
-        return Findings((_table(runs), _spread(same, repeated)), said, (("curves", str(page)),))
+        curves = ("curves", f"tensorboard --logdir {shlex.quote(str(runner.folder))}")
+        return Findings((_table(runs), _spread(same, repeated)), (*notes(same), curves))
 
     def smallest(self) -> Self:
         return replace(self, partitions=self.partitions[:2], seeds=self.seeds[:2])

@@ -48,7 +48,7 @@ class Findings:
 
     tables: tuple[Table, ...]
     notes: tuple[tuple[str, str], ...] = ()  # label, line: what was simulated and from what, what is odd
-    files: tuple[tuple[str, str], ...] = ()  # description, path: pictures, pages
+    files: tuple[tuple[str, str], ...] = ()  # description, path: pictures
     comparable: bool = True  # False: data or sizes are not the paper's, so no difference was taken
 
 

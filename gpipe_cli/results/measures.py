@@ -227,7 +227,7 @@ _ALL = (
 )  # fmt: skip
 MEASURES: Mapping[str, Measure] = {measure.key: measure for measure in _ALL}
 
-TRAIN_LOSS, TEST_TOP1 = MEASURES["train_loss"].tag, MEASURES["test_top1"].tag
+TRAIN_LOSS = MEASURES["train_loss"].tag
 
 
 def chosen(*keys: str) -> list[Measure]:

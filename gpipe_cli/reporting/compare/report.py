@@ -1,24 +1,24 @@
-"""What `gpipe compare` prints, a table, and the files that it writes, CSV and a page.
+"""What `gpipe compare` prints: a table, and notes about it.
 
 Each run is a row, as in the paper's tables 2 and 5. Notes say which numbers cannot be compared: the paper states the
 hardware of its tables 2 and 3 and the data sets of table 4, but the runs compared here may differ in these.
 """
 
+import os
+import shlex
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from rich.console import Console
 
 from gpipe_cli.config.typed import show
 from gpipe_cli.reporting.compare.comparison import Comparison, listed
-from gpipe_cli.reporting.compare.run_record import COMPARED, RunRecord, same_curves
+from gpipe_cli.reporting.compare.run_record import RunRecord, same_curves
 from gpipe_cli.reporting.run.lines import show_facts, show_line
-from gpipe_cli.reporting.tables.table import SYMBOLS, Column, Table, show_table, to_csv
-from gpipe_cli.system.files import write_whole
+from gpipe_cli.reporting.tables.table import SYMBOLS, Column, Table, show_table
+from gpipe_cli.results.measures import TRAIN_LOSS
 from gpipe_cli.units import plural
 
 TRAINED = "completed"
-CSV, PAGE = "comparison.csv", "comparison.html"
 
 
 def show_comparison(console: Console, comparison: Comparison) -> None:
@@ -32,26 +32,14 @@ def show_comparison(console: Console, comparison: Comparison) -> None:
     first, last = [number, *named, *comparison.settings[:naming]], comparison.settings[naming:]
     show_table(console, Table("", [*first, *results, *last], len(first)), gap=1, elsewhere="format=csv")
     console.print()
-    show_facts(console, [("note", note) for note in notes(comparison)])
+    show_facts(console, [("note", note) for note in (*notes(comparison), *same_curve_notes(comparison))])
+    if with_curves := [run.folder.resolve() for run in comparison.runs if run.curves]:
+        show_facts(console, [("curves", f"tensorboard --logdir {shlex.quote(os.path.commonpath(with_curves))}")])
 
 
 def all_columns(comparison: Comparison) -> Table:
     """The comparison for programs: values are in the units of result.json."""
-    return Table(CSV, [Column("run", cells=comparison.names), *comparison.columns])
-
-
-def write_comparison(console: Console, comparison: Comparison, folder: Path) -> None:
-    """Writes all files into ``folder``, which must exist, and prints their paths. Raises OSError."""
-    from gpipe_cli.reporting.compare.page import write_page
-
-    tags = [tag for tag in COMPARED if any(tag in run.curves for run in comparison.runs)]
-    same = [note for tag in tags[:1] for note in same_curve_notes(comparison, tag)]
-    if not tags:
-        same = ["no run has curves, so there are none to draw"]
-    write_whole(folder / CSV, to_csv(all_columns(comparison)))
-    write_page(folder / PAGE, comparison, [*notes(comparison), *same], tags)
-    show_facts(console, [("note", note) for note in same])  # after all is written: the console may be a closed pipe
-    show_facts(console, [("page", str(folder / PAGE)), ("table", str(folder / CSV))])
+    return Table("", [Column("run", cells=comparison.names), *comparison.columns])
 
 
 def notes(comparison: Comparison) -> Iterator[str]:
@@ -96,10 +84,10 @@ def notes(comparison: Comparison) -> Iterator[str]:
     yield from _of_which(comparison, "resumed, so their time is that since then", resumed)
 
 
-def same_curve_notes(comparison: Comparison, tag: str) -> list[str]:
+def same_curve_notes(comparison: Comparison) -> list[str]:
     """`train/loss is identical to the last bit: A, B, C`, for each group of runs."""
-    groups = same_curves([run.curves.get(tag) for run in comparison.runs])
-    return [f"{tag} is identical to the last bit: {comparison.referred(group)}" for group in groups]
+    groups = same_curves([run.curves.get(TRAIN_LOSS) for run in comparison.runs])
+    return [f"{TRAIN_LOSS} is identical to the last bit: {comparison.referred(group)}" for group in groups]
 
 
 def _of_which(comparison: Comparison, sentence: str, true: Sequence[bool]) -> Iterator[str]:

@@ -17,14 +17,11 @@ from gpipe_cli.config.settings import CONFIG, runs_below
 from gpipe_cli.config.typed import show
 from gpipe_cli.errors import InputError
 from gpipe_cli.results.files import RESULT, flattened
-from gpipe_cli.results.measures import MEASURES, TEST_TOP1, TRAIN_LOSS
+from gpipe_cli.results.measures import MEASURES
 from gpipe_cli.results.run import RunResult, read_run_result
 from gpipe_cli.units import plural
 
 MOST_POINTS = 100_000  # points of a curve; TensorBoard's reader samples longer ones, deterministically
-# Noisy curves, as single steps wait for data, disks and other programs; they are drawn as running medians.
-SPEEDS = (MEASURES["samples_per_second"].tag, MEASURES["tokens_per_second"].tag)
-COMPARED = (TRAIN_LOSS, TEST_TOP1, MEASURES["test_perplexity"].tag, *SPEEDS)
 
 # Groups and settings that do not apply to a measurement: gpipe bench sets them itself and refuses them.
 NOT_OF_A_BENCH = frozenset({"epochs", "max_steps", "evaluate_every_epochs", "check_layers", "checkpoint"})
@@ -69,9 +66,7 @@ class RunRecord:
 
     @cached_property
     def curves(self) -> Mapping[str, Curve]:
-        """The scalars of the run by tag; for text, without the speed in samples, which differ in length."""
-        found, (samples, tokens) = read_curves(self.folder), SPEEDS
-        return {tag: curve for tag, curve in found.items() if tag != samples or tokens not in found}
+        return read_curves(self.folder)
 
 
 def read_run(folder: Path) -> RunRecord:

@@ -168,23 +168,19 @@ def to_markdown(table: Table) -> str:
     return headings + ruler + "".join(map(line, table.rows))
 
 
-def to_html(table: Table, colours: Sequence[str] = (), links: Sequence[str] = ()) -> str:
-    """The table as a `table` element. ``colours``: of a square before each row's name; ``links``: HTML for a column
-    after the names. Scripts can sort rows by `data-value`, which is empty where there is no value."""
+def to_html(table: Table, links: Sequence[str] = ()) -> str:
+    """The table as a `table` element. ``links``: HTML for a column after the names."""
     heads = []
     for column in table.columns:
         origin = f"<small>{column.origin_line}</small>" if column.origin_line else ""
         heads.append(f'<th scope="col"{_class(column)}>{escape(column.heading)}{origin}</th>')
-    heads[1:1] = ['<th scope="col" class="text plain">see</th>'] if links else []
+    heads[1:1] = ['<th scope="col" class="text">see</th>'] if links else []
     lines = [f"<table><thead><tr>{''.join(heads)}</tr></thead><tbody>"]
     for row, (name, *cells) in enumerate(table.rows):
-        mark = f'<i style="background:{colours[row]}"></i>' if colours else ""
-        line = f'<th scope="row" data-value="{row}">{mark}{escape(name)}</th>'
+        line = f'<th scope="row">{escape(name)}</th>'
         line += f'<td class="text">{links[row]}</td>' if links else ""
         for column, cell in zip(table.columns[1:], cells, strict=True):
-            value = column.plain_values[row]
-            raw = "" if value is None else str(value) if column.right else cell
-            line += f'<td data-value="{escape(raw)}"{_class(column, cell)}>{escape(cell)}</td>'
+            line += f"<td{_class(column, cell)}>{escape(cell)}</td>"
         lines.append(f"<tr>{line}</tr>")
     return "\n".join([*lines, "</tbody></table>"])
 

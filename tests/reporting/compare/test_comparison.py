@@ -2,13 +2,11 @@
 
 import csv
 import io
-import json
 import math
 import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
 
 import numpy as np
 import pytest
@@ -16,7 +14,6 @@ from reporting_runs import LANGUAGE_MODEL, evaluation, log, plan, reporter_in, s
 
 from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.compare.comparison import Comparison, compare, differing, names
-from gpipe_cli.reporting.compare.page import MOST_OF_CHART, MOST_POINTS, running_median, write_page
 from gpipe_cli.reporting.compare.report import all_columns, notes, same_curve_notes, show_comparison
 from gpipe_cli.reporting.compare.run_record import Curve, RunRecord, find_runs, read_run, same_curves
 from gpipe_cli.reporting.compare.scaling import Scaling, devices, scalings
@@ -131,7 +128,7 @@ def test_same_curves_are_the_same_to_the_last_bit(runs: list[RunRecord]) -> None
     assert same_curves([one, replace(one, complete=False), one, None, None]) == [[0, 2]], "one is only a sample"
     assert same_curves([Curve((1,), (0.0,)), Curve((1,), (-0.0,))]) == []
     # NaN included; K = 4 differs in one bit, K = 16 is shorter
-    (note,) = same_curve_notes(compare(runs), "train/loss")
+    (note,) = same_curve_notes(compare(runs))
     assert note == "train/loss is identical to the last bit: partitions=1, partitions=2"
 
 
@@ -209,48 +206,6 @@ def test_what_cannot_be_compared_is_noted(runs: list[RunRecord], text: RunRecord
         assert re.search(note, noted(changed(runs[1], **change))), note
 
 
-def page_of(path: Path, runs: list[RunRecord], *tags: str) -> dict[str, Any]:
-    """What the script of the page about these runs reads."""
-    write_page(path, compare(runs), ["<script>x"], tags)
-    found: dict[str, Any] = json.loads(path.read_text("utf-8").partition('id="data">')[2].partition("</script>")[0])
-    return found
-
-
-def test_the_page_is_one_file_that_loads_nothing(tmp_path: Path, runs: list[RunRecord]) -> None:
-    odd = RunRecord(runs[1].folder, {**runs[1].settings, "schedule": "<b>&"}, runs[1].result)
-    (chart,) = page_of(tmp_path / "page.html", [runs[0], odd], "train/loss")["curves"]
-    page = (tmp_path / "page.html").read_text(encoding="utf-8")
-    without_comments = re.sub(r"/\*.*?\*/", "", page, flags=re.DOTALL)  # the library names its origin
-    assert not re.search(r"https?:|@import|<link|fetch\(|XMLHttp|\bsrc=", without_comments)
-    assert "Copyright (c) 2022 Leon Sorokin" in page
-    assert "<li>&lt;script&gt;x</li>" in page
-    assert 'data-value="&lt;b&gt;&amp;"' in page
-    assert f'data-value="{runs[0].result.memory_bytes[1]}"' in page  # sorted by bytes, shown in MiB
-    links = re.findall(r'href="([^"]*)"', page)
-    assert [(tmp_path / unquote(link)).resolve() for link in links] == [run.folder.resolve() for run in (runs[0], odd)]
-    assert "tensorboard --logdir" in page
-    assert [line["values"] for line in chart["lines"]] == [[3.0, None, 1.5, 1.25, 1.0]] * 2
-    assert [line["at"] for line in chart["lines"]] == [[0, 1, 2, 3, 4]] * 2
-    assert [line["width"] for line in chart["lines"]] == [7.0, 1.4], "both are seen"
-    assert running_median([1.0] * 15 + [100.0] + [2.0] * 15) == [1.0] * 15 + [2.0] * 16, "of a speed"
-
-
-def test_a_long_curve_is_thinned_and_keeps_its_peaks(tmp_path: Path, runs: list[RunRecord]) -> None:
-    steps = range(1, 5_001)
-    long = Curve(tuple(steps), tuple(100.0 if step == 3_107 else 1 / step for step in steps))
-    many = [replace(runs[0]) for _ in range(60)]
-    for one in many:
-        one.__dict__["curves"] = {"train/loss": long}  # as if read
-    (chart,) = page_of(tmp_path / "page.html", many[:1], "train/loss")["curves"]
-    (line,) = chart["lines"]
-    known = dict(zip(chart["x"], line["values"], strict=True))
-    assert len(known) <= MOST_POINTS + 2
-    assert (known[1], known[3_107], known[5_000]) == (1.0, 100.0, 1 / 5_000)
-    assert chart["logarithmic"]
-    (chart,) = page_of(tmp_path / "page.html", many, "train/loss")["curves"]
-    assert MOST_OF_CHART / 2 < sum(len(line["values"]) for line in chart["lines"]) <= MOST_OF_CHART + 2 * 60
-
-
 def test_speed_up_is_over_the_run_with_the_fewest_devices_that_is_most_alike(runs: list[RunRecord]) -> None:
     """The runs are twice and four times as slow with K = 2 and 4; the fourth failed."""
     expected = [Scaling(1.0, 1.0, 0), Scaling(0.5, 0.25, 0), Scaling(0.25, 0.0625, 0), None]
@@ -279,39 +234,8 @@ def test_speed_up_is_over_the_run_with_the_fewest_devices_that_is_most_alike(run
         assert scalings([runs[0], other]) == [None, None]
 
 
-def test_speed_up_and_efficiency_stand_in_tables_and_on_the_page(tmp_path: Path, runs: list[RunRecord]) -> None:
+def test_speed_up_and_efficiency_stand_in_tables(runs: list[RunRecord]) -> None:
     assert [row["speed_up"] for row in rows(compare(runs))] == ["1.0", "0.5", "0.25", ""]
     assert [row["efficiency"] for row in rows(compare(runs))] == ["1.0", "0.25", "0.0625", ""]
-    speed_up, efficiency = page_of(tmp_path / "page.html", runs)["scaling"]
-    assert speed_up["x"] == efficiency["x"] == [1, 2, 4]
-    assert {line["label"]: line["values"] for line in speed_up["lines"]} == {
-        "ideal": [1, 2, 4],
-        "measured": [1, 0.5, 0.25],
-    }
-    assert efficiency["lines"][1]["values"] == [1, 0.25, 0.0625]
     shared = [changed(run, samples_per_second_kind="measured_one_device") for run in runs]
     assert {row.get("efficiency") for row in rows(compare(shared))} == {None}
-
-
-def test_a_line_over_k_has_the_runs_of_the_same_work_and_a_name_of_its_own(
-    tmp_path: Path, runs: list[RunRecord]
-) -> None:
-    """Two seeds make one point; settings that have nothing to do with speed name no line."""
-
-    def other(run: RunRecord, speed: float = 1.0, **settings: Any) -> RunRecord:
-        faster = run.result.samples_per_second * speed
-        return replace(changed(run, samples_per_second=faster), settings={**run.settings, **settings})
-
-    first, second = runs[:2]
-    again = other(second, 2.0, seed=5, epochs=9)
-    wide = [other(run, **{"model.filters": 64}) for run in (first, second)]
-    many = [other(run, micro_batches=8) for run in (first, second)]
-    speed_up, _ = page_of(tmp_path / "page.html", [first, second, again, *wide, *many])["scaling"]
-    assert {line["label"]: line["values"] for line in speed_up["lines"]} == {
-        "ideal": [1, 2], "M = 4: runs 1 to 3": [1, 0.75], "M = 4: runs 4, 5": [1, 0.5], "M = 8": [1, 0.5],
-    }  # fmt: skip
-
-    later = [other(run, batch_size=64) for run in runs[1:3]]  # speed-up 1 is at two devices there
-    speed_up, efficiency = page_of(tmp_path / "page.html", [first, second, *later])["scaling"]
-    labels = [[line["label"].partition(" ")[0] for line in chart["lines"]] for chart in (speed_up, efficiency)]
-    assert labels == [["batch_size", "batch_size"], ["ideal", "batch_size", "batch_size"]]
