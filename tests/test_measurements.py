@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-from browser import CHROMIUM
 from training_runs import configure
 
 from gpipe_cli.benchmark import machine_timing
@@ -56,10 +55,6 @@ PROGRAMS = {
         ["--width=64", "--blocks=4", "--vocabulary=500", "--planned-width=64", "--planned-blocks=8"],
         r"(\| [0-3] \| \d+ \(\d\d%\) .*\n){4}\ngpipe plan of 0\.00 billion parameters, partitions=8: \d",
     ),
-    "site_checks": (
-        ["--presets=digits,table1-transformer-naive-1"],
-        r"(\| .* \| yes \|\n){14}\| table1-transformer-naive-1 \| challenge \| met by M = 32, .* \| yes \|$",
-    ),
     "malformed_command_lines": (["--lines=2", "--seed=21"], r"all +2 lines +0 failed"),
 }  # fmt: skip
 
@@ -84,10 +79,6 @@ def test_a_measurement_runs(
         pytest.skip("the part would not die")
     if name == "own_layers":
         pytest.importorskip("transformers")
-    if name == "site_checks":
-        pytest.importorskip("axe_playwright_python")
-        if CHROMIUM is None:
-            pytest.skip("no chromium in PATH")
     monkeypatch.setattr(machine_timing, "_LAYER_SECONDS", 0.1)
     monkeypatch.setattr(sys, "argv", [name])  # Hydra reads it
     code = load(name).main(arguments)

@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 
 from gpipe_cli.cli import main
-from gpipe_cli.reporting.plots.moving_timeline import moving_timeline
-from gpipe_cli.reporting.site.site import MOVING
 
 ROOT = Path(__file__).parent.parent
 PAGES = {
@@ -70,10 +68,6 @@ def test_refusals_are_the_real_ones(line: str, answer: str, capsys: pytest.Captu
 def test_links_lead_somewhere(page: Path) -> None:
     links = re.findall(r"\]\(([^)#]+)[)#]", PAGES[page])
     assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == []
-
-
-def test_the_moving_picture_is_the_programs() -> None:
-    assert (ROOT / "recipes" / "pictures" / MOVING).read_text(encoding="utf-8") == moving_timeline()
 
 
 def test_versions_are_those_of_the_package() -> None:

@@ -10,7 +10,7 @@ COMMANDS = {
     "reproduce": "run tables, figures and results of the paper, at the scale that the machine allows",
     "compare": "compare runs: a table of the settings that differ and the results",
     "diff": "set two runs side by side: settings, versions and results that differ",
-    "site": "write a static site that explains pipelining, with models to explore",
+    "site": "write a static site that explains pipelining, with a plan to explore",
     "list": "list models, datasets, hardware, recipes or runs",
     "help": "explain a setting, a choice, a word or a recipe; with -k find them",
 }

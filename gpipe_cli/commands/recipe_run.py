@@ -74,8 +74,7 @@ def perform(console: Console, command: Sequence[str], log: IO[str]) -> None:
 
 
 @cache
-def simulating_recipe(name: str | None) -> Simulate:
-    """A function that plans the recipe `name` with given settings; None: the defaults of `gpipe train`. It raises
-    InputError as `gpipe plan` does."""
-    trees = Trees(read("train", [] if name is None else ["-cd", str(FOLDER), "-cn", name]), TRAINING_KEYS)
+def simulating_recipe(name: str) -> Simulate:
+    """A function that plans the recipe `name` with given settings. It raises InputError as `gpipe plan` does."""
+    trees = Trees(read("train", ["-cd", str(FOLDER), "-cn", name]), TRAINING_KEYS)
     return simulating(lambda settings: training(trees.tree(settings), {}))

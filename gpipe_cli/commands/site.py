@@ -1,44 +1,44 @@
-"""`gpipe site FOLDER`: writes a static site that teaches pipelining, with presets to explore."""
+"""`gpipe site FOLDER`: writes a static site that teaches pipelining, with a plan to explore."""
 
-import os
+import shlex
 import sys
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
+from gpipe_cli.commands.command_line import read
+from gpipe_cli.commands.composing import TRAINING_KEYS, compose, training
 from gpipe_cli.commands.folders import locked_folder
-from gpipe_cli.commands.words import words_and_settings
-from gpipe_cli.config.typed import RefusedError, nearest
+from gpipe_cli.commands.outcome import preparing
 from gpipe_cli.errors import InputError
-from gpipe_cli.reporting.run.lines import show_line
-from gpipe_cli.reproduction.presets import Preset, presets
+from gpipe_cli.launch.fork_server import fork_server
+from gpipe_cli.reporting.run.lines import show_line, show_text
 from gpipe_cli.system.interrupts import interruptible_import
-from gpipe_cli.units import plural
 
 HELP = """\
 Writes a site that explains pipelining to readers who have installed nothing.
 
-Usage: gpipe site FOLDER [presets=PATTERN,...]
+Usage: gpipe site FOLDER [setting=value ...]
 
 Settings
-  presets            which models the explorer offers, by name or pattern: digits, 'table2*' (all of them); all take a
-                     minute or two, as each is planned
+  those of gpipe plan: the explorer shows this plan; without any, that of the default training
 
 Files
   index.html         GPipe in five scenes that move as one scrolls or presses a key
-  explorer.html      the page that gpipe plan and gpipe train write, for all presets, each with a challenge
-  timeline.svg       the picture at the top of the README
+  pipeline.html      the page that gpipe plan and gpipe train write, to explore the plan
 
-The files load nothing, not even from each other: they work from a disk, in a mail, or on any host of static files.
+The files load nothing: they work from a disk, in a mail, or on any host of static files.
 
 Examples
   gpipe site public
-  gpipe site public presets=digits,gpt-7b
+  gpipe site public partitions=4 micro_batches=8 hardware=cpu
 
 Exit codes: 0 written, 2 not.
 """
+_NO_PRESETS = "the explorer has one plan; give its settings, as to gpipe plan, or leave it out"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -47,37 +47,41 @@ def main(arguments: Sequence[str]) -> int:
     if any(argument in ("-h", "--help") for argument in arguments):
         sys.stdout.write(HELP)
         return 0
-    folders, given = words_and_settings(arguments, "presets")
-    if len(folders) != 1:
-        raise InputError(f"FOLDER: give one folder for the site, and not {len(folders)}; for example gpipe site public")
-    if (word := folders[0]).startswith("-") or ("=" in word and not os.path.exists(word)):
-        raise InputError(f"{word}: there is no such option; write gpipe site FOLDER or presets=digits")
-    wanted = _wanted(given.get("presets", "*"))
-    folder = Path(word)
-    with locked_folder(folder, word, new=False) as folder:
-        console = Console()
+    word, *settings = arguments or [""]
+    if not word or word.startswith("-") or "=" in word:
+        raise InputError(f"FOLDER: give the folder of the site before anything else{word and f', and not {word}'}; "
+                         "for example gpipe site public")  # fmt: skip
+    line = replace(read("site", settings, "a site has one plan"), command="train")
+    line.refuse(
+        {
+            **dict.fromkeys(("run_folder", "output"), "the site is written into FOLDER; leave it out"),
+            **dict.fromkeys(("resume", "dry_run"), "a site runs nothing; leave it out"),
+            "presets": _NO_PRESETS,
+        }
+    )
+    tree = compose(line, TRAINING_KEYS)
+    if tree is None:
+        return 0
+    config, auto = training(tree, line.overrides)
+    with locked_folder(Path(word), word, new=False) as folder, preparing():
+        if config.cost != "figures":
+            fork_server.start()  # the server imports torch in parallel with this process
         with interruptible_import():
-            from gpipe_cli.commands.site_plans import planned
-            from gpipe_cli.reporting.site.site import EXPLORER, FRONT, write_site
-        found = []
-        for number, preset in enumerate(wanted, 1):
-            show_line(console, f"planning     {number} of {len(wanted)}: {preset.title}")
-            found.append(planned(preset))
+            from gpipe_cli.commands.prepare import prepare
+            from gpipe_cli.planner.simulation_data import simulation_data
+            from gpipe_cli.reporting.page.page import PAGE, write_page
+            from gpipe_cli.reporting.run.description import model_name
+            from gpipe_cli.reporting.site.site import FRONT, write_front
+        console = Console()
+        made = prepare(config, auto, partial(show_text, console), elsewhere=not config.hardware.here)
+        title = f"{model_name(made.config)} on {made.config.dataset.name}"
+        command = shlex.join(["gpipe", "plan", *settings])
         try:
-            write_site(folder, found)
+            data = simulation_data(made.config, made.profile, made.plan)
+            write_page(folder / PAGE, title, data, (), commands=[command])
+            write_front(folder, title, command)
         except OSError as error:
             raise InputError(f"{word}: cannot be written to ({error.strerror}); give another folder") from error
-        show_line(console, f"written      {folder / FRONT} and {folder / EXPLORER}: {plural(len(found), 'preset')}")
+        show_line(console, f"written      {folder / FRONT} and {folder / PAGE}")
         show_line(console, f"open         {(folder / FRONT).resolve().as_uri()}")
     return 0
-
-
-def _wanted(patterns: str) -> list[Preset]:
-    """The presets whose names match one of the patterns. Raises RefusedError for a pattern that matches none."""
-    known = list(presets())
-    names = [one.name for one in known]
-    for pattern in patterns.split(","):
-        if not any(fnmatchcase(name, pattern) for name in names):
-            hint = nearest(pattern, names) or f"; choose among {', '.join(names)}"
-            raise RefusedError("presets", pattern, f"there is no such preset{hint}")
-    return [one for one in known if any(fnmatchcase(one.name, pattern) for pattern in patterns.split(","))]

@@ -508,7 +508,6 @@ function addressOf(controls) {
 
 function writeAddress() {
   const words = new URLSearchParams(addressOf(state.controls));
-  if (data.preset) words.set("preset", data.preset.name);
   if (data.steps.length && state.recorded !== data.steps.length - 1) words.set("step", data.steps[state.recorded].step);
   try {
     history.replaceState(null, "", `${location.href.split("#")[0]}${words.size ? `#${words}` : ""}`);

@@ -1,5 +1,5 @@
 // The page: its data, its state, and what follows when the state changes.
-const data = await opened();
+const data = JSON.parse(field("data").textContent);
 const state = {
   own: null, // the controls of the run's own setting
   controls: null, // those that are simulated
@@ -100,7 +100,6 @@ function update() {
   showMoves();
   showLegend();
   showCurve();
-  showChallenge();
   field("costs").textContent = costsInWords();
   const changed = changes();
   if (!state.pointed) explained.textContent = state.stale ? "" : changed.length ? changeInWords() : HINT;
@@ -219,9 +218,7 @@ function start() {
     field("words").appendChild(document.createElement("dt")).textContent = name;
     field("words").appendChild(document.createElement("dd")).textContent = text;
   }
-  startPresets();
   addEventListener("hashchange", () => {
-    if (data.preset && presetOfAddress(given.presets) !== data.preset.name) return location.reload();
     state.history.push(state.controls);
     state.controls = readAddress();
     redraw();

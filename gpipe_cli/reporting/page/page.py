@@ -24,7 +24,7 @@ MOST_BARS = 8000  # measured bars of all steps together; more would make a page 
 # The order matters: each script uses names that earlier ones define.
 ENGINE = ("schedules.js", "simulator.js", "model.js")
 LANES = ("words.js", "lanes.js", "explain.js")
-VIEW = (*LANES, "navigate.js", "edit.js", "controls.js", "curve.js", "challenge.js", "presets.js", "main.js")
+VIEW = (*LANES, "navigate.js", "edit.js", "controls.js", "curve.js", "main.js")
 SCRIPTS = ("../theme.js", *ENGINE, *VIEW)
 STYLES = ("../style.css", "page.css", "lanes.css")
 
@@ -46,32 +46,17 @@ def shared() -> dict[str, Any]:
     }
 
 
-def page_values(
-    title: str,
-    data: Mapping[str, Any],
-    steps: Sequence[StepPicture] = (),
-    **about: Unpack[About],
-) -> dict[str, Any]:
-    """The values of a page of `simulation_data`, with the newest of `steps`, at most MOST_STEPS with at most MOST_BARS
-    bars; besides them a page needs those of `shared`. If the newest step alone has too many bars, an image of it is
-    shown."""
-    return {"title": title, "commands": (), "run": None, "contended": None, **about, **data, **_measured(steps)}
-
-
 def write_page(
     path: Path, title: str, data: Mapping[str, Any], steps: Sequence[StepPicture], **about: Unpack[About]
 ) -> None:
-    """Writes the page of `page_values` with these arguments. Raises OSError."""
-    write_whole(path, explorer(shared() | page_values(title, data, steps, **about)))
-
-
-def explorer(values: Mapping[str, Any]) -> str:
-    """The page as a document. `values`: `shared()` with `page_values`, or with `presets`, of which each is {name,
-    group, title, note, packed: its page_values as JSON, in gzip and base64}."""
-    return assembled(
-        "page.html", data=in_script(values), css="".join(map(part, STYLES)),
+    """Writes the page of `simulation_data`, with the newest of `steps`, at most MOST_STEPS with at most MOST_BARS bars;
+    if the newest step alone has too many, an image of it is shown. Raises OSError."""
+    values = {"title": title, "commands": (), "run": None, "contended": None, **about, **data, **_measured(steps)}
+    page = assembled(
+        "page.html", data=in_script(shared() | values), css="".join(map(part, STYLES)),
         script="\n".join(map(part, SCRIPTS)),
     )  # fmt: skip
+    write_whole(path, page)
 
 
 def assembled(template: str, **parts: str) -> str:

@@ -65,7 +65,7 @@ const WORDS = {
 
 // Whose setting the page begins with.
 function owner() {
-  return data.run ? "run" : data.preset ? "preset" : "plan";
+  return data.run ? "run" : "plan";
 }
 
 // Whether devices share cores or memory, and so slow each other down.

@@ -1,1 +1,1 @@
-"""The site that teaches pipelining: a front page that explains it, and an explorer of presets."""
+"""The site that teaches pipelining: a front page that explains it, and leads to the page of a plan."""

@@ -7,7 +7,7 @@ const GIB = 2 ** 30, WEIGHTS = 1, ACTIVATIONS = 1.5, INPUT = 0.25, LIMIT = 6; //
 const NARROW = 560; // pixels of a picture that has no room for a comparison
 const WAIT = 0.55; // share of the window's height at which a beat begins to move
 const KEY_SECONDS = 2.5; // until the next beat has been drawn
-const state = {memory: true, figure: null, asItRan: null, problem: null, stale: false};
+const state = {memory: true, figure: null, asItRan: null};
 const own = {K: 2, M: 4, schedule: "gpipe", recompute: "never"};
 const beats = [...document.querySelectorAll(".beat")];
 const still = matchMedia("(prefers-reduced-motion: reduce)");
@@ -50,7 +50,6 @@ function settingOf(beat) {
 function showBeat(beat) {
   shown = beat;
   const figure = state.figure = simulated(settingOf(beat)), over = fullestPeak(figure) > LIMIT * GIB;
-  state.problem = null;
   takeWidth();
   svg.classList.toggle("many", figure.micro_batches > 32); // white rims would leave little of the colours
   show("simulated", figure);
@@ -143,11 +142,8 @@ function startOwn() {
       showBeat(beats.at(-1));
       revealed = 1;
       placeHead();
-      showChallenge();
     });
   }
-  state.figure = simulated(own);
-  showChallenge();
 }
 
 function fullestPeak({device_memory}) {
