@@ -70,8 +70,6 @@ def _requested(tree: DictConfig, typed: Sequence[str], given: Mapping[str, objec
         if not file.endswith(SCHEDULE_FILE):
             why = f"a schedule is read by its ending; use write_schedule={file}{SCHEDULE_FILE}"
             raise RefusedError("write_schedule", file, why)
-        if config.is_large:
-            raise RefusedError("write_schedule", file, "the step has too many actions for a file; leave it out")
         refuse_file("write_schedule", Path(file), taken="another, or remove it")
     return _Request(config, auto, settings, tuple(typed), given)
 

@@ -74,12 +74,8 @@ def plan(
             drawn["curve"] = _with_orders(curve, found)
         if config.compile:
             log(f"planned {not_compiled(config)}")
-        files: dict[str, str] = {}
-        if config.is_large:
-            log("no page, picture or trace: the step has too many actions to draw")
-        else:
-            files |= {"page": str(folder / PAGE), "picture": str(folder / PICTURE)}
-            files |= {"trace": f"{folder / TRACE} (for ui.perfetto.dev)"}
+        files = {"page": str(folder / PAGE), "picture": str(folder / PICTURE)}
+        files["trace"] = f"{folder / TRACE} (for ui.perfetto.dev)"
         if curve is not None:
             files["curve"] = str(folder / CURVE)
         if (file := settings.write_schedule) is not None:
@@ -93,12 +89,11 @@ def plan(
                 of_all = checked_schedule(made.order, config.micro_batches, made.recompute)  # the plan may have fewer
                 write_whole(Path(file), csv_of(of_all, made.layout.row_of_stage))
             write_whole(folder / SETTINGS, to_yaml(config))
-            if not config.is_large:
-                offered = {point.setting.micro_batches for point in curve.points} if curve else ()
-                data = simulation_data(config, profile, made, offered) | drawn
-                write_page(folder / PAGE, about, data, (), commands=commands)
-                write_picture(folder / PICTURE, draw([predicted_view(title, made)]))
-                write_trace(folder, [TracedStep("predicted", made.timeline, made.timeline.start_seconds)])
+            offered = {point.setting.micro_batches for point in curve.points} if curve else ()
+            data = simulation_data(config, profile, made, offered) | drawn
+            write_page(folder / PAGE, about, data, (), commands=commands)
+            write_picture(folder / PICTURE, draw([predicted_view(title, made)]))
+            write_trace(folder, [TracedStep("predicted", made.timeline, made.timeline.start_seconds)])
             if curve is not None:
                 write_picture(folder / CURVE, draw_curve(curve, about))
         finally:  # a plan that cannot be written is still shown

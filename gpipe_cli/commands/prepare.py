@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from gpipe_cli.benchmark.machine_timing import memory_format_seconds, step_costs, times_machine
-from gpipe_cli.config.settings import MOST_ACTIONS, MemoryFormat, TrainConfig, load
+from gpipe_cli.config.settings import MemoryFormat, TrainConfig, load
 from gpipe_cli.distributed.torchrun import Torchrun
 from gpipe_cli.pipeline.schedule.named_schedules import ORDERS
 from gpipe_cli.planner.auto_settings import Choice, choose
@@ -48,8 +48,6 @@ def prepare(
     `log` gets a line before each slow part; `started`: this process, if torchrun started it; `elsewhere`: the plan is
     for another machine. Raises InputError for what cannot be built, partitioned or placed, or does not fit the memory.
     """
-    if not elsewhere:
-        config.refuse_actions(MOST_ACTIONS)  # a plan for another machine may have more
     phase("building the model")
     profile = profile_model(config)
     config, formats = _faster_memory_format(config, profile, started, log)

@@ -70,7 +70,6 @@ OF_INVOCATION = ("resume", "max_restarts", "run_folder", "output", "dry_run", "m
 SCHEDULES = (*named_schedules.SCHEDULES, AUTO_SCHEDULE)
 SCHEDULE_FILE = ".csv"  # suffix of a file with a schedule or a placement
 MOST_ACTIONS = 5_000_000  # actions of a schedule; the paper's largest has 200,000
-MOST_PLANNED = 30_000_000  # of a named schedule in a plan for another machine: 2,048 stages and 4,096 micro-batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,24 +289,9 @@ class TrainConfig:
         if samples is not None and m > samples:
             use = f"use micro_batches={samples} or fewer, or batch_size={m} or more"
             raise RefusedError("micro_batches", m, f"a mini-batch has only batch_size={samples} samples; {use}")
-        columns = not self.hardware.here and self.schedule in named_schedules.SCHEDULES and self.recompute != "auto"
-        self.refuse_actions(MOST_PLANNED if columns else MOST_ACTIONS)
-
-    @property
-    def is_large(self) -> bool:
-        """Whether a step has more actions than are made into objects: it can be planned, but not drawn or performed."""
-        return self._actions > MOST_ACTIONS
-
-    @property
-    def _actions(self) -> int:
-        return 3 * self.partitions * self.micro_batches
-
-    def refuse_actions(self, most: int) -> None:
-        """Raises RefusedError if a step has more than `most` actions."""
-        k, m = self.partitions, self.micro_batches
-        if self._actions > most:
-            use = f"use micro_batches={most // 3 // k} or fewer"
-            why = f"with partitions={k} a step has {self._actions} actions, more than {most}; {use}"
+        if (actions := 3 * self.partitions * m) > MOST_ACTIONS:
+            use = f"use micro_batches={MOST_ACTIONS // 3 // self.partitions} or fewer"
+            why = f"with partitions={self.partitions} a step has {actions} actions, more than {MOST_ACTIONS}; {use}"
             raise RefusedError("micro_batches", m, why)
 
 

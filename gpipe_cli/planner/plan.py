@@ -9,20 +9,16 @@ from functools import cache, partial
 from itertools import accumulate
 from typing import Any
 
-import numpy as np
-
-from gpipe_cli.config.settings import MOST_ACTIONS, TrainConfig
-from gpipe_cli.config.typed import RefusedError
+from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.data.micro_batches import share_of
 from gpipe_cli.distributed.torchrun import Torchrun
 from gpipe_cli.errors import InputError
 from gpipe_cli.models.transformer import SelfAttentionLayer
 from gpipe_cli.pipeline.schedule.breakdown import Breakdown, breakdown
-from gpipe_cli.pipeline.schedule.columns import Columns, peak_bytes_of_rows, peak_bytes_of_stages, simulate_columns
 from gpipe_cli.pipeline.schedule.joint_search import Balance, Found, Placed, search
 from gpipe_cli.pipeline.schedule.lingvo_partitioner import cut_by_share, cut_stack
 from gpipe_cli.pipeline.schedule.megatron_layout import balance_of
-from gpipe_cli.pipeline.schedule.named_schedules import AUTO_SCHEDULE, ORDERS, order, rows
+from gpipe_cli.pipeline.schedule.named_schedules import AUTO_SCHEDULE, ORDERS, order
 from gpipe_cli.pipeline.schedule.partitioner import NoCutFitsError, SkipSends, check_balance, imbalance, partition
 from gpipe_cli.pipeline.schedule.placement import name_of, stages_of_devices
 from gpipe_cli.pipeline.schedule.recomputation import DoesNotFitError
@@ -34,7 +30,7 @@ from gpipe_cli.planner.cost_model import StepCosts, predicted_costs
 from gpipe_cli.planner.layout import Layout, Memory, layout_of, layouts_of_auto
 from gpipe_cli.planner.model_profile import ModelProfile
 from gpipe_cli.planner.shared_layers import check_cut, keeping_together, places_of_cuts
-from gpipe_cli.planner.stage_memory import MemoryModel, StageMemory, device_peaks
+from gpipe_cli.planner.stage_memory import MemoryModel, StageMemory
 from gpipe_cli.planner.step_schedule import checked_schedule, mini_batch_samples, schedule_of_file, unchecked_schedule
 
 _SHOWN = 3  # number of the fastest orders of schedule=auto that are shown beside the named ones
@@ -104,10 +100,7 @@ class TooLargeError(InputError):
 
 
 def order_of(config: TrainConfig, layout: Layout) -> Schedule:
-    """The order of a training step with all M micro-batches; without actions if it is large. Raises what
-    `schedule_of_file` raises."""
-    if config.is_large:
-        return Schedule((), layout.row_of_stage)
+    """The order of a training step with all M micro-batches. Raises what `schedule_of_file` raises."""
     if config.schedule_is_file:
         return schedule_of_file(config)
     name = "1f1b" if config.schedule == AUTO_SCHEDULE else config.schedule  # auto: 1f1b until there are costs
@@ -169,21 +162,16 @@ class Cut:
         schedule = unchecked_schedule(order, len(self.sizes), recompute)
         held = self.memory.stages(schedule, self.bounds, layout.device_of_stage)
         peaks = self.memory.devices(held, schedule, self.bounds, layout.device_of_stage)
-        _check_fits(held, peaks, layout)
+        if (limit := layout.memory) is not None:
+            of_devices = stages_of_devices(layout.device_of_stage)
+            missing_bytes, _, stage, device = max(
+                (peaks[device] - len(stages) * limit.limit_bytes, held[k].total_bytes, k, device)
+                for device, stages in enumerate(of_devices)
+                for k in stages
+            )
+            if missing_bytes > 0:
+                raise TooLargeError(stage, missing_bytes, limit, len(of_devices[device]))
         return held, peaks
-
-
-def _check_fits(held: Sequence[StageMemory], peaks: Sequence[int], layout: Layout) -> None:
-    """Raises TooLargeError if the peak bytes of a device exceed the limits of its stages together."""
-    if (limit := layout.memory) is not None:
-        of_devices = stages_of_devices(layout.device_of_stage)
-        missing_bytes, _, stage, device = max(
-            (peaks[device] - len(stages) * limit.limit_bytes, held[k].total_bytes, k, device)
-            for device, stages in enumerate(of_devices)
-            for k in stages
-        )
-        if missing_bytes > 0:
-            raise TooLargeError(stage, missing_bytes, limit, len(of_devices[device]))
 
 
 def find_cut(
@@ -274,8 +262,6 @@ def make_plan(config: TrainConfig, profile: ModelProfile, costs: StepCosts, layo
         TooLargeError: no cut stays below the layout's limit to the memory on every stage.
         InputError: as in `find_cut`.
     """
-    if config.is_large:  # the cut with the shortest step, whatever memory its stages need
-        return _large(config, find_cut(config, profile, costs, layout, None), costs, layout)
     cut = best_cut(config, profile, costs, layout)
     if config.schedule == AUTO_SCHEDULE and (chosen := _fastest(config, profile, cut, costs, layout)) is not None:
         return chosen
@@ -371,7 +357,8 @@ def _simulated(cut: Cut, costs: StepCosts, layout: Layout, order: Schedule, reco
     timeline = simulate(
         schedule, stages, edges, costs.slowdown, layout.device_of_stage, _ties(cut, costs), _skips(cut, costs)
     )
-    step_seconds = timeline.step_end_seconds - timeline.start_seconds + _set_up_seconds(costs, layout)
+    set_up_seconds = costs.set_up / len(set(layout.device_of_stage))
+    step_seconds = timeline.step_end_seconds - timeline.start_seconds + set_up_seconds
     return Plan(
         balance=cut.balance,
         recompute=recompute,
@@ -390,58 +377,6 @@ def _simulated(cut: Cut, costs: StepCosts, layout: Layout, order: Schedule, reco
         device_bytes=device_bytes,
         imbalance=cut.imbalance,
     )
-
-
-def _large(config: TrainConfig, cut: Cut, costs: StepCosts, layout: Layout) -> Plan:
-    """The plan of a step with more actions than are made into objects, by columns of numbers: `order`, `schedule` and
-    `timeline` are empty. Micro-batches are held as if all were as large as the largest.
-
-    Raises RefusedError for what columns cannot say, and TooLargeError if a stage exceeds the limit.
-    """
-    partitions, many = config.partitions, 1 + max(layout.row_of_stage)
-    of_devices = rows(config.schedule, partitions, config.micro_batches, many)
-    if len(cut.sizes) < config.micro_batches:
-        of_devices = ([a for a in row if a.micro_batch < len(cut.sizes)] for row in of_devices)
-    for unknown, why in (
-        (_skips(cut, costs), "the model has long skips"),
-        (any(factor != 1 for factor in costs.slowdown[:many]), "devices slow each other down"),
-        (many < partitions and ORDERS[config.schedule].placement is None, "stages of several rows share a device"),
-    ):
-        if unknown:
-            use = f"use micro_batches={MOST_ACTIONS // 3 // partitions} or fewer"
-            raise RefusedError("micro_batches", config.micro_batches, f"{why}, and a step is large; {use}")
-    columns = Columns.of(of_devices).with_recomputation(config.recompute)
-    largest = cut.memory.largest(cut.bounds)
-    held = cut.memory.holding(cut.bounds, peak_bytes_of_stages(columns, largest), [0] * partitions)
-    device_bytes = device_peaks(held, peak_bytes_of_rows(columns, largest), layout.device_of_stage)
-    _check_fits(held, device_bytes, layout)
-    stages, edges = _stages_and_edges(cut, costs)
-    times = simulate_columns(columns, stages, edges, _ties(cut, costs))
-    step_seconds = times.step_end_seconds + _set_up_seconds(costs, layout)
-    recomputed = np.bincount(columns.stage[columns.kind == ord(Kind.R.value)], minlength=partitions)
-    nothing = Schedule((), layout.row_of_stage)
-    return Plan(
-        balance=cut.balance,
-        recompute=config.recompute,
-        samples=cut.sizes[0],
-        micro_batches=len(cut.sizes),
-        costs=costs,
-        layout=layout,
-        stages=stages,
-        order=nothing,
-        schedule=nothing,
-        recomputed=tuple(recomputed.tolist()),
-        timeline=Timeline((), ()),
-        step_seconds=step_seconds,
-        breakdown=times.breakdown(step_seconds),
-        memory=held,
-        device_bytes=device_bytes,
-        imbalance=cut.imbalance,
-    )
-
-
-def _set_up_seconds(costs: StepCosts, layout: Layout) -> float:
-    return costs.set_up / len(set(layout.device_of_stage))
 
 
 def _stages_and_edges(cut: Cut, costs: StepCosts) -> tuple[tuple[StageCost, ...], list[EdgeCost]]:

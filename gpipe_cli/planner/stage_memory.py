@@ -91,19 +91,6 @@ def _tied(tied: Sequence[TiedWeight], first: Layers, end: Layers) -> _Tied:
     return _Tied(weights, optimizer, received)
 
 
-def device_peaks(
-    held: Sequence[StageMemory], together: Sequence[int], device_of_stage: Sequence[int]
-) -> tuple[int, ...]:
-    """The peak bytes of each device: what its stages, which hold `held`, store all the time, the most that their
-    activations take `together`, and the largest workspace of one of them, as one action runs at a time."""
-    return tuple(
-        most
-        + sum(held[k].total_bytes - held[k].activations_bytes - held[k].workspace_bytes for k in stages)
-        + max(held[k].workspace_bytes for k in stages)
-        for most, stages in zip(together, stages_of_devices(device_of_stage), strict=True)
-    )
-
-
 class MemoryModel:
     """How much memory stages need, for any cut. `sizes`: samples of each micro-batch, the largest first."""
 
@@ -121,11 +108,9 @@ class MemoryModel:
     def stages(
         self, schedule: Schedule, bounds: Bounds, device_of_stage: Sequence[int] = ()
     ) -> tuple[StageMemory, ...]:
+        """The memory of each stage at its fullest moment."""
+        saved = self.saved(schedule, bounds)
         waiting = peak_waiting(schedule, self._skips(bounds), device_of_stage)
-        return self.holding(bounds, self.saved(schedule, bounds), waiting)
-
-    def holding(self, bounds: Bounds, saved: Sequence[int], waiting: Sequence[int]) -> tuple[StageMemory, ...]:
-        """The memory of stages that hold these bytes of activations, and of skips that wait, at their fullest."""
 
         def stage(first: int, end: int, saved: int, waiting: int) -> StageMemory:
             own, tied = self._profile.weights[first:end], _tied(self._profile.tied, first, end)
@@ -143,13 +128,19 @@ class MemoryModel:
     def devices(
         self, held: Sequence[StageMemory], schedule: Schedule, bounds: Bounds, device_of_stage: Sequence[int]
     ) -> tuple[int, ...]:
-        """The peak bytes of each device, whose stages hold `held`."""
+        """The peak bytes of each device: what its stages, which hold `held`, store all the time, the most that their
+        activations take together, and the largest workspace of one of them, as one action runs at a time."""
         of_devices = stages_of_devices(device_of_stage)
         if len(of_devices) == len(held):
             together = tuple(held[k].activations_bytes for (k,) in of_devices)
         else:
             together = peaks_of_devices(schedule, self._held(bounds), device_of_stage)
-        return device_peaks(held, together, device_of_stage)
+        return tuple(
+            most
+            + sum(held[k].total_bytes - held[k].activations_bytes - held[k].workspace_bytes for k in stages)
+            + max(held[k].workspace_bytes for k in stages)
+            for most, stages in zip(together, of_devices, strict=True)
+        )
 
     def _skips(self, bounds: Bounds) -> Waiting:
         """The bytes of skips between stages that are no neighbours."""

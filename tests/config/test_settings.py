@@ -92,7 +92,7 @@ def test_types_survive_yaml(tmp_path: Path) -> None:
         # settings that do not go together
         ("micro_batches=64", "batch_size=32 samples; use micro_batches=32 or fewer, or batch_size=64 or more"),
         ("partitions=10000 batch_size=1000 micro_batches=1000", "more than 5000000; use micro_batches=166"),
-        ("partitions=9000 batch_size=2000 micro_batches=2000 hardware=tpu_v3", "than 30000000; use micro_batches=1111"),
+        ("partitions=9000 batch_size=2000 micro_batches=2000 hardware=tpu_v3", "than 5000000; use micro_batches=185"),
         ("init_head=keep", "init_head=keep: no weights are taken, as init_from=null; give init_from=..."),
         ("freeze=[taken]", "freeze=[taken]: nothing is taken, as init_from=null; give init_from=..., or name layers"),
         ("dataset.augmentation.random_resized_crop=[1,0.5]", "random_resized_crop=[1.0,0.5]: must be two ascending"),

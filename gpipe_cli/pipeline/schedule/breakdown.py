@@ -18,7 +18,6 @@ idle time beyond the second term is the bubble. Stages that take turns on one de
 them computes the others are not idle.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gpipe_cli.pipeline.schedule.schedule import Kind
@@ -38,6 +37,19 @@ class Breakdown:
     set_up: float  # the rest of the step, before, after and beside the update
 
 
+@dataclass(slots=True)
+class _DeviceTime:
+    """Seconds of one device in a step. The window is from the beginning of the first action of all devices to the end
+    of the last; updates and sums over replicas may lie outside."""
+
+    work: float = 0.0  # all actions
+    recompute: float = 0.0  # of these, recomputations
+    transfer: float = 0.0  # exposed transfers and sums over replicas
+    update: float = 0.0
+    inside: float = 0.0  # transfers and updates within the window
+    outside: float = 0.0  # and outside
+
+
 def breakdown(timeline: Timeline, micro_batches: int, step_seconds: float | None = None) -> Breakdown:
     """The breakdown of a measured or simulated step of M `micro_batches`.
 
@@ -49,44 +61,24 @@ def breakdown(timeline: Timeline, micro_batches: int, step_seconds: float | None
     begin, end, window = timeline.start_seconds, timeline.end_seconds, timeline.step_seconds
     if step_seconds is None:
         step_seconds = timeline.step_end_seconds - begin
-    of_devices: dict[int, DeviceTime] = {}
+    of_devices: dict[int, _DeviceTime] = {}
     device_of_stage = timeline.device_of_stage or range(len(timeline.stages))
     for device, spans, events in zip(device_of_stage, timeline.stages, timeline.events, strict=True):
-        own = of_devices.setdefault(device, DeviceTime())
+        own = of_devices.setdefault(device, _DeviceTime())
         own.work += sum(span.seconds for span in spans)
         own.recompute += sum(span.seconds for span in spans if span.action.kind is Kind.R)
         for event in events:
             if event.what is EventKind.WAITING:
                 continue
             within = max(0.0, min(event.end_seconds, end) - max(event.start_seconds, begin))
-            own.add(event.what, within, event.seconds - within if event.action is None else 0.0)
-    return shares(list(of_devices.values()), micro_batches, window, step_seconds)
-
-
-@dataclass(slots=True)
-class DeviceTime:
-    """Seconds of one device in a step. The window is from the beginning of the first action of all devices to the end
-    of the last; updates and sums over replicas may lie outside."""
-
-    work: float = 0.0  # all actions
-    recompute: float = 0.0  # of these, recomputations
-    transfer: float = 0.0  # exposed transfers and sums over replicas
-    update: float = 0.0
-    inside: float = 0.0  # transfers and updates within the window
-    outside: float = 0.0  # and outside
-
-    def add(self, what: EventKind, inside: float, outside: float) -> None:
-        """Add a transfer or an update."""
-        self.inside += inside
-        self.outside += outside
-        if what is EventKind.UPDATE:
-            self.update += inside + outside
-        else:
-            self.transfer += inside + outside
-
-
-def shares(devices: Sequence[DeviceTime], micro_batches: int, window: float, step_seconds: float) -> Breakdown:
-    """The breakdown of a step of `step_seconds` whose actions took `window` seconds from the first to the last."""
+            outside = event.seconds - within if event.action is None else 0.0
+            own.inside += within
+            own.outside += outside
+            if event.what is EventKind.UPDATE:
+                own.update += within + outside
+            else:
+                own.transfer += within + outside
+    devices = list(of_devices.values())
     busy = [device.work for device in devices]
     recompute = sum(device.recompute for device in devices)
     transfer = sum(device.transfer for device in devices)

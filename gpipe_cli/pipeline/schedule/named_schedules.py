@@ -50,19 +50,13 @@ def order(name: str, partitions: int, micro_batches: int, devices: int | None = 
 
     Raises ValueError for an unknown name, and for fewer than one partition or micro-batch.
     """
-    return Schedule(map(tuple, rows(name, partitions, micro_batches, devices)))
-
-
-def rows(name: str, partitions: int, micro_batches: int, devices: int | None = None) -> Rows:
-    """The rows of `order`, each made when it is asked for: those of a thousand devices are too large to have at once.
-    Raises what `order` raises."""
     for setting, value in (("partitions", partitions), ("micro_batches", micro_batches)):
         if value < 1:
             raise ValueError(f"{setting}={value}: must be at least 1; use {setting}=1 to do without")
     if name not in ORDERS:
         raise ValueError(f"schedule={name}: unknown; use one of {', '.join(ORDERS)}")
     place_actions: PlaceActions = ORDERS[name].rows or import_module(f"gpipe_cli.pipeline.schedule.{name}").rows
-    return place_actions(partitions, micro_batches, devices or ORDERS[name].devices(partitions))
+    return Schedule(map(tuple, place_actions(partitions, micro_batches, devices or ORDERS[name].devices(partitions))))
 
 
 @lru_cache

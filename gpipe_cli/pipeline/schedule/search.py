@@ -15,10 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from heapq import heappop, heappush
-from itertools import chain, product
+from itertools import product
 
-from gpipe_cli.pipeline.schedule.columns import Columns, Times, peak_bytes_of_rows, simulate_columns
-from gpipe_cli.pipeline.schedule.dependencies import linearize
 from gpipe_cli.pipeline.schedule.held import Held, changed_bytes, peaks_of_devices
 from gpipe_cli.pipeline.schedule.named_schedules import ORDERS, SCHEDULES, order
 from gpipe_cli.pipeline.schedule.placement import name_of
@@ -39,7 +37,6 @@ from gpipe_cli.pipeline.schedule.timeline import Timeline
 
 AS_GOOD = 1.001  # an earlier candidate, which is simpler, wins unless a later one is faster by more
 IN_WAITS = ", R in waits"  # ends the names of orders whose recomputations were moved
-_MANY_DEVICES = 16  # from here on, columns are faster than events
 MOST_TRIED = 600_000  # actions of all candidates together, to search for seconds at most
 
 
@@ -144,62 +141,35 @@ def tried_order(problem: Problem, name: str, candidate: Schedule) -> Tried:
 
 @dataclass(frozen=True)
 class _Step:
-    """A step that is simulated: by columns where that is faster and says the same, otherwise by events."""
+    """A step that is simulated."""
 
     problem: Problem
     schedule: Schedule
 
     @cached_property
-    def _of_devices(self) -> Schedule:
-        """With a row per device, whose stages take turns in the order of `linearize`."""
-        device_of_stage = self.problem.device_of_stage
-        if self.schedule.row_of_stage == tuple(device_of_stage):
-            return self.schedule
-        rows: list[list[Action]] = [[] for _ in range(1 + max(device_of_stage))]
-        for a in linearize(self.schedule, device_of_stage):
-            rows[device_of_stage[a.stage]].append(a)
-        return Schedule(map(tuple, rows))
-
-    @cached_property
-    def _columns(self) -> Columns | None:
-        devices = 1 + max(self.problem.device_of_stage)
-        slower = any(factor != 1 for factor in self.problem.slowdown[:devices])
-        return None if devices < _MANY_DEVICES or slower or self.problem.skips else Columns.of(self._of_devices)
-
-    @cached_property
-    def _times(self) -> Times | Timeline:
+    def timeline(self) -> Timeline:
         of = self.problem
-        if self._columns is not None:
-            return simulate_columns(self._columns, of.stages, of.edges, of.ties)
         return simulate(self.schedule, of.stages, of.edges, of.slowdown, of.device_of_stage, of.ties, of.skips)
 
     @property
     def seconds(self) -> float:
         """When the last update has ended."""
-        return self._times.step_end_seconds
-
-    @property
-    def start_seconds(self) -> dict[Action, float]:
-        if isinstance(self._times, Times):
-            return dict(zip(chain(*self._of_devices), self._times.start_seconds.tolist(), strict=True))
-        return {span.action: span.start_seconds for spans in self._times.stages for span in spans}
+        return self.timeline.step_end_seconds
 
     @property
     def fits(self) -> bool:
         problem = self.problem
         if problem.room is None:
             return True
-        if self._columns is not None:
-            peaks: Sequence[int] = peak_bytes_of_rows(self._columns, problem.sizes)
-        else:
-            sizes = [[size] * problem.micro_batches for size in problem.sizes]
-            peaks = peaks_of_devices(self.schedule, sizes, problem.device_of_stage)
+        sizes = [[size] * problem.micro_batches for size in problem.sizes]
+        peaks = peaks_of_devices(self.schedule, sizes, problem.device_of_stage)
         return all(peak <= room for peak, room in zip(peaks, problem.room, strict=True))
 
 
 def _in_waits(step: _Step) -> Schedule:
     """The schedule with recomputations moved ahead into the waits that their devices have."""
-    rows, costs, starts = [], step.problem.stages, step.start_seconds
+    rows, costs = [], step.problem.stages
+    starts = {span.action: span.start_seconds for spans in step.timeline.stages for span in spans}
     for row in step.schedule:
         ahead = deque(a for a in row if a.kind is Kind.R)
         made: dict[Action, None] = {}  # used as an ordered set
