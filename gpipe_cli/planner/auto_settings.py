@@ -20,12 +20,11 @@ from gpipe_cli.config.typed import NothingFitsError, show
 from gpipe_cli.distributed.torchrun import Torchrun
 from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.schedule.named_schedules import AUTO_SCHEDULE, ORDERS, Order
-from gpipe_cli.pipeline.schedule.placement import name_of
 from gpipe_cli.planner.cost_model import predicted_costs
 from gpipe_cli.planner.data_sheet import number_of_gpus, resolved
 from gpipe_cli.planner.layout import layout_of
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model, refuse_single_samples
-from gpipe_cli.planner.plan import CostsOf, Plan, TooLargeError, best_cut, fits_somehow, plan_step
+from gpipe_cli.planner.plan import CostsOf, Plan, TooLargeError, fits, plan_step
 from gpipe_cli.planner.step_schedule import mini_batch_samples
 from gpipe_cli.system.machine import usable_cores
 from gpipe_cli.units import size
@@ -116,19 +115,8 @@ class _Planner:
             return Candidate(value, config, self.profile, None, reason, error)
 
     def fits(self, config: TrainConfig) -> bool:
-        """Whether a cut fits the memory. That does not depend on the seconds of layers, so a data sheet is enough. A
-        step is simulated only for `schedule=auto`, which may find an order that needs less memory than any named one.
-        """
-        layout = layout_of(config, self.started)
-        costs = predicted_costs(config, self.profile, layout)
-        try:
-            if config.schedule == AUTO_SCHEDULE:
-                return fits_somehow(config, self.profile, costs, layout)
-            cut = best_cut(config, self.profile, costs, layout)
-            cut.held(cut.order, cut.recompute(config, layout), layout)
-        except InputError:
-            return False
-        return True
+        """Whether a cut fits the memory."""
+        return fits(config, self.profile, layout_of(config, self.started))
 
     def fastest(self, config: TrainConfig, auto: frozenset[str], elsewhere: bool) -> Choice:
         """The candidate with the shortest step. Raises NothingFitsError or InputError as `choose` does."""
@@ -220,7 +208,7 @@ class _Planner:
         """
 
         @cache
-        def fits(changes: tuple[_Change, ...]) -> bool:
+        def enough(changes: tuple[_Change, ...]) -> bool:
             settings = dict(chain(*changes))
             parts = {key.partition(".")[2]: settings.pop(key) for key in list(settings) if key.startswith("partition.")}
             settings["partition"] = replace(config.partition, **parts)
@@ -233,18 +221,18 @@ class _Planner:
             return tuple(kind[-1] for kind in kinds)
 
         kinds = _changes(config, self.profile)
-        needed = next(([kind] for kind in kinds if fits(in_full([kind]))), [])
-        if not needed and kinds and fits(in_full(kinds)):
+        needed = next(([kind] for kind in kinds if enough(in_full([kind]))), [])
+        if not needed and kinds and enough(in_full(kinds)):
             needed = kinds
             for kind in reversed(kinds):
                 fewer = [other for other in needed if other is not kind]
-                needed = fewer if fits(in_full(fewer)) else needed
-        if not needed and (smaller := _smaller_mini_batches(config, self.profile)) and fits(in_full([smaller])):
+                needed = fewer if enough(in_full(fewer)) else needed
+        if not needed and (smaller := _smaller_mini_batches(config, self.profile)) and enough(in_full([smaller])):
             needed = [smaller]
         least = in_full(needed)
         for at, kind in enumerate(needed):
             milder = [(*least[:at], change, *least[at + 1 :]) for change in kind[:-1]]
-            least = (*milder, least)[bisect_left(milder, True, key=fits)]
+            least = (*milder, least)[bisect_left(milder, True, key=enough)]
         return " ".join(f"{key}={show(value)}" for key, value in dict(chain(*least)).items())
 
 
@@ -256,10 +244,7 @@ def _orders(chosen: Candidate) -> Iterator[Choice]:
             name: replace(chosen, value=name, plan=other, reason="" if other else "does not fit")
             for name, other in plan.compared.items()
         }
-        rule, placement = _SHORTEST, name_of(plan.device_of_stage)
-        if placement is not None and 1 < len(plan.device_bytes) < len(plan.stages):
-            rule += f"; placement {placement}, cut {show(plan.balance)}"
-        yield Choice("schedule", rule, tuple(tried.values()), tried[plan.chosen_order])
+        yield Choice("schedule", _SHORTEST, tuple(tried.values()), tried[plan.chosen_order])
 
 
 def _recomputation(chosen: Candidate) -> Iterator[Choice]:

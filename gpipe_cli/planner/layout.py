@@ -16,7 +16,7 @@ from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.distributed.torchrun import Torchrun
 from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.schedule.named_schedules import AUTO_SCHEDULE, ORDERS, Order
-from gpipe_cli.pipeline.schedule.placement import PLACEMENTS, PlacementName, place
+from gpipe_cli.pipeline.schedule.placement import PlacementName, place
 from gpipe_cli.planner.data_sheet import number_of_gpus, resolved
 from gpipe_cli.planner.step_schedule import placement_of_file, schedule_of_file
 from gpipe_cli.system.accelerator import TYPE, torch_is_built_for
@@ -173,17 +173,6 @@ def layout_of(config: TrainConfig, started: Torchrun | None = None) -> Layout:
     if layout.shares_cores and layout.processes > 1:
         at_once = min(at_once, max(1, usable_cores() // threads))
     return replace(layout, at_once=at_once, memory=_memory(config, layout))
-
-
-def layouts_of_auto(config: TrainConfig, layout: Layout) -> tuple[Layout, ...]:
-    """The layouts that `schedule=auto` may choose from: `layout`, which is that of `config`; where devices have several
-    stages and the settings give no placement, also those of the other placements."""
-    found = {layout.device_of_stage: layout}
-    several = 1 < len(set(layout.device_of_stage)) < config.partitions
-    for name in PLACEMENTS if several and config.placement is None else ():
-        other = layout_of(replace(config, placement=name), layout.started)
-        found.setdefault(other.device_of_stage, replace(other, memory=layout.memory))
-    return tuple(found.values())
 
 
 def own_threads(processes: int) -> int:

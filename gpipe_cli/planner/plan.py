@@ -5,7 +5,6 @@ allocated (sections 2 and 3 of the paper). A run begins with the same plan, so i
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
 from itertools import accumulate
 from typing import Any
 
@@ -15,21 +14,20 @@ from gpipe_cli.distributed.torchrun import Torchrun
 from gpipe_cli.errors import InputError
 from gpipe_cli.models.transformer import SelfAttentionLayer
 from gpipe_cli.pipeline.schedule.breakdown import Breakdown, breakdown
-from gpipe_cli.pipeline.schedule.joint_search import Balance, Found, Placed, search
 from gpipe_cli.pipeline.schedule.lingvo_partitioner import cut_by_share, cut_stack
 from gpipe_cli.pipeline.schedule.megatron_layout import balance_of
-from gpipe_cli.pipeline.schedule.named_schedules import AUTO_SCHEDULE, ORDERS, order
+from gpipe_cli.pipeline.schedule.named_schedules import AUTO_SCHEDULE, order
 from gpipe_cli.pipeline.schedule.partitioner import NoCutFitsError, SkipSends, check_balance, imbalance, partition
-from gpipe_cli.pipeline.schedule.placement import name_of, stages_of_devices
+from gpipe_cli.pipeline.schedule.placement import stages_of_devices
 from gpipe_cli.pipeline.schedule.recomputation import DoesNotFitError
 from gpipe_cli.pipeline.schedule.schedule import Kind, Recompute, Schedule, recomputes
 from gpipe_cli.pipeline.schedule.search import Problem, find
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost, SkipCost, StageCost, TieCost, simulate
 from gpipe_cli.pipeline.schedule.timeline import Timeline
 from gpipe_cli.planner.cost_model import StepCosts, predicted_costs
-from gpipe_cli.planner.layout import Layout, Memory, layout_of, layouts_of_auto
+from gpipe_cli.planner.layout import Layout, Memory, layout_of
 from gpipe_cli.planner.model_profile import ModelProfile
-from gpipe_cli.planner.shared_layers import check_cut, keeping_together, places_of_cuts
+from gpipe_cli.planner.shared_layers import check_cut, keeping_together
 from gpipe_cli.planner.stage_memory import MemoryModel, StageMemory
 from gpipe_cli.planner.step_schedule import checked_schedule, mini_batch_samples, schedule_of_file, unchecked_schedule
 
@@ -135,10 +133,6 @@ class Cut:
     def bounds(self) -> tuple[tuple[int, int], ...]:
         return _bounds(self.balance)
 
-    def at(self, balance: Balance, config: TrainConfig, costs: StepCosts) -> "Cut":
-        """Another cut of the same model."""
-        return replace(self, balance=balance, imbalance=imbalance(_work(config, costs), balance, **_sends(costs)))
-
     def recompute(self, config: TrainConfig, layout: Layout) -> Recompute:
         """What `config` says or, for `auto`, none if that fits, and as little as fits each stage's share of its
         device's memory; `except_last` if nothing fits."""
@@ -174,14 +168,11 @@ class Cut:
         return held, peaks
 
 
-def find_cut(
-    config: TrainConfig, profile: ModelProfile, costs: StepCosts, layout: Layout, limit_bytes: int | None
-) -> Cut:
-    """Where to cut the model for `config`. No step is simulated.
+def _best_cut(config: TrainConfig, profile: ModelProfile, costs: StepCosts, layout: Layout) -> Cut:
+    """The best cut whose stages all stay below the layout's limit, or the best of all if there is none: it may fit even
+    so where stages share a device. `Cut.held` judges it. No step is simulated.
 
-    Raises:
-        NoCutFitsError: no cut stays below `limit_bytes` on every stage.
-        InputError: the user's balance does not fit the model, or Lingvo's rule leaves a stage without layers.
+    Raises InputError if the user's balance does not fit the model, or Lingvo's rule leaves a stage without layers.
     """
     sizes = share_of(mini_batch_samples(config, profile.lengths), config.micro_batches, config.replicas).sizes
     memory = MemoryModel(config, profile, sizes)
@@ -193,13 +184,13 @@ def find_cut(
     elif balance is None and config.partition.method == "lingvo":
         balance = _lingvo_cut(config, profile)
     elif balance is None:
-        furthest = keeping_together(profile.shared, len(work), config.partitions, memory.furthest(order, limit_bytes))
-        try:
-            balance = partition(work, config.partitions, **sends, furthest=furthest)
-        except NoCutFitsError:
-            if limit_bytes is not None:
-                raise
-            balance = partition(work, config.partitions, **sends, furthest=None)  # splits shared layers: refused below
+        for limit in dict.fromkeys((layout.limit_bytes, None)):
+            furthest = keeping_together(profile.shared, len(work), config.partitions, memory.furthest(order, limit))
+            with suppress(NoCutFitsError):
+                balance = partition(work, config.partitions, **sends, furthest=furthest)
+                break
+        else:  # splits shared layers: refused below
+            balance = partition(work, config.partitions, **sends, furthest=None)
     check_balance(balance, len(profile.costs), config.partitions)
     check_cut(profile.shared, balance)
     return Cut(tuple(balance), imbalance(work, balance, **sends), order, sizes, memory)
@@ -218,15 +209,6 @@ def _sends(costs: StepCosts) -> dict[str, Any]:
         "backward_sends": [edge.backward_seconds for edge in costs.edges],
         "skips": costs.skips,
     }
-
-
-def best_cut(config: TrainConfig, profile: ModelProfile, costs: StepCosts, layout: Layout) -> Cut:
-    """The best cut whose stages all stay below the layout's limit, or the best of all if there is none: it may fit even
-    so where stages share a device. `Cut.held` judges it. Raises InputError as `find_cut` does."""
-    try:
-        return find_cut(config, profile, costs, layout, layout.limit_bytes)
-    except NoCutFitsError:
-        return find_cut(config, profile, costs, layout, None)
 
 
 def _lingvo_cut(config: TrainConfig, profile: ModelProfile) -> tuple[int, ...]:
@@ -260,67 +242,45 @@ def make_plan(config: TrainConfig, profile: ModelProfile, costs: StepCosts, layo
 
     Raises:
         TooLargeError: no cut stays below the layout's limit to the memory on every stage.
-        InputError: as in `find_cut`.
+        InputError: as in `_best_cut`.
     """
-    cut = best_cut(config, profile, costs, layout)
-    if config.schedule == AUTO_SCHEDULE and (chosen := _fastest(config, profile, cut, costs, layout)) is not None:
+    cut = _best_cut(config, profile, costs, layout)
+    if config.schedule == AUTO_SCHEDULE and (chosen := _fastest_order(config, cut, costs, layout)) is not None:
         return chosen
     return _simulated(cut, costs, layout, cut.order, cut.recompute(config, layout))
 
 
-def fits_somehow(config: TrainConfig, profile: ModelProfile, costs: StepCosts, layout: Layout) -> bool:
-    """Whether `schedule=auto` finds an order that fits. Raises InputError as `find_cut` does."""
-    cut = best_cut(config, profile, costs, layout)
-    return any(
-        find(placed.problem(balance))[0] is not None
-        for placed, _ in _places(config, profile, cut, costs, layout)
-        for balance in placed.cuts
-    )
+def fits(config: TrainConfig, profile: ModelProfile, layout: Layout) -> bool:
+    """Whether a cut fits the memory. That does not depend on the seconds of layers, so a data sheet is enough. A step
+    is simulated only for `schedule=auto`, which may find an order that needs less memory than any named one."""
+    costs = predicted_costs(config, profile, layout)
+    try:
+        cut = _best_cut(config, profile, costs, layout)
+        if config.schedule == AUTO_SCHEDULE:
+            return find(_problem(config, cut, costs, layout))[0] is not None
+        cut.held(cut.order, cut.recompute(config, layout), layout)
+    except InputError:
+        return False
+    return True
 
 
-def _fastest(config: TrainConfig, profile: ModelProfile, cut: Cut, costs: StepCosts, layout: Layout) -> Plan | None:
-    """The plan with the fastest placement, cut and order, found by search or named; None if no order fits."""
-    places = _places(config, profile, cut, costs, layout)
-    layers, devices = len(profile.costs), len(set(layout.device_of_stage))
-    given = config.partition.balance is not None or config.partition.method == "lingvo"
-    ends = [] if given or devices == 1 else places_of_cuts(profile.shared, layers)
-    best, every = search([placed for placed, _ in places], _work(config, costs), ends)
+def _fastest_order(config: TrainConfig, cut: Cut, costs: StepCosts, layout: Layout) -> Plan | None:
+    """The plan with the fastest order, found by search or named; None if no order fits."""
+    best, tried = find(_problem(config, cut, costs, layout))
     if best is None:
         return None
-    layout_by_name = {placed.name: other for placed, other in places}
-
-    def planned(found: Found) -> Plan:
-        own, schedule = cut.at(found.balance, config, costs), found.tried.schedule
-        return _simulated(own, costs, layout_by_name[found.placed.name], schedule, _recomputed(schedule))
-
-    shown = _shown(best, every, several=len(places) > 1)
-    compared = {name: planned(found) if found.tried.fits else None for name, found in shown.items()}
-    name = next(name for name, found in shown.items() if found is best)
-    chosen = compared[name]
+    compared = {
+        one.name: _simulated(cut, costs, layout, one.schedule, _recomputed(one.schedule)) if one.fits else None
+        for one in tried
+        if one is best or one.named or one in tried[:_SHOWN]
+    }
+    chosen = compared[best.name]
     assert chosen is not None
-    return replace(chosen, chosen_order=name, compared=compared)
+    return replace(chosen, chosen_order=best.name, compared=compared)
 
 
-def _places(
-    config: TrainConfig, profile: ModelProfile, cut: Cut, costs: StepCosts, layout: Layout
-) -> list[tuple[Placed, Layout]]:
-    """The placements that `schedule=auto` may choose from, each with its layout and the cuts to begin with: `cut` and,
-    where memory is limited, those that a user would get with a named schedule."""
-    places = []
-    for other in layouts_of_auto(config, layout):
-        devices = other.device_of_stage
-        cuts = [cut.balance]
-        for name, one in ORDERS.items() if layout.memory is not None else ():
-            if name != "gpipe" and one.suits(devices):
-                cuts.append(best_cut(replace(config, schedule=name), profile, costs, other).balance)
-        problem = cache(partial(_problem, config, cut, costs, other))
-        places.append((Placed(name_of(devices) or "", devices, tuple(dict.fromkeys(cuts)), problem), other))
-    return places
-
-
-def _problem(config: TrainConfig, cut: Cut, costs: StepCosts, layout: Layout, balance: Balance) -> Problem:
-    """What an order is made for, if the model is cut as `balance` says."""
-    cut = replace(cut, balance=balance)
+def _problem(config: TrainConfig, cut: Cut, costs: StepCosts, layout: Layout) -> Problem:
+    """What an order is made for."""
     stages, edges = _stages_and_edges(cut, costs)
     room = None
     if layout.limit_bytes is not None:
@@ -331,22 +291,6 @@ def _problem(config: TrainConfig, cut: Cut, costs: StepCosts, layout: Layout, ba
         stages, edges, costs.slowdown, layout.device_of_stage, config.micro_batches, cut.memory.largest(cut.bounds),
         room, config.recompute, split, _ties(cut, costs), _skips(cut, costs),
     )  # fmt: skip
-
-
-def _shown(best: Found, every: Sequence[Found], *, several: bool) -> dict[str, Found]:
-    """What to compare, by name: the best, other fast orders, and the best of each placement and of each named order;
-    `several`: with the placement in the name."""
-    by_name: dict[str, Found] = {}
-    for found in (best, *every):
-        by_name.setdefault(f"{found.tried.name}, {found.placed.name}" if several else found.tried.name, found)
-    shown, seen = dict[str, Found](), set[str]()
-    for at, (name, found) in enumerate(by_name.items()):
-        # a named order counts with any placement; "1f1b, R in waits" is 1f1b
-        kinds = {found.placed.name, *([found.tried.name.partition(",")[0]] if found.tried.named else [])}
-        if at < _SHOWN or not kinds <= seen:
-            shown[name] = found
-            seen |= kinds
-    return dict(sorted(shown.items(), key=lambda item: item[1].seconds))
 
 
 def _simulated(cut: Cut, costs: StepCosts, layout: Layout, order: Schedule, recompute: Recompute) -> Plan:

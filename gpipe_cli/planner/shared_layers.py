@@ -96,7 +96,7 @@ def _text(first: str, second: str, what: str) -> str:
     return f"layers {first} and {second} share {what}: in different stages each would have its own copy"
 
 
-def places_of_cuts(shared: Sequence[Shared], layers: int) -> list[int]:
+def _places_of_cuts(shared: Sequence[Shared], layers: int) -> list[int]:
     """The numbers of layers after which a cut keeps together what is shared."""
     return [end for end in range(1, layers) if not any(one.first < end <= one.second for one in shared)]
 
@@ -108,7 +108,7 @@ def keeping_together(
     share something."""
     if not shared:
         return furthest
-    begins = {0, *places_of_cuts(shared, layers)}
+    begins = {0, *_places_of_cuts(shared, layers)}
     rows = [[layers] * layers] * partitions if furthest is None else furthest
     return [[end if first in begins else first for first, end in enumerate(row)] for row in rows]
 
@@ -116,7 +116,7 @@ def keeping_together(
 def check_cut(shared: Sequence[Shared], balance: Sequence[int], setting: str = "partition.balance") -> None:
     """Raises SeparatedError if stages with the numbers of layers in `balance` would share something."""
     partitions, layers = len(balance), sum(balance)
-    places = places_of_cuts(shared, layers)
+    places = _places_of_cuts(shared, layers)
     for end in list(accumulate(balance))[:-1]:
         for one in shared:
             if not one.first < end <= one.second:

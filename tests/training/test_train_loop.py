@@ -104,7 +104,7 @@ def test_all_schedules_that_sum_upwards_make_the_same_run(tmp_path: Path) -> Non
 
 
 def test_what_auto_finds_makes_the_same_run(tmp_path: Path) -> None:
-    """Placement, cut and order are searched: over two processes, and in this one, where all stages take turns."""
+    """An order is searched: over two processes, and in this one, where all stages take turns."""
     settings = [*TINY, *LIVELY, "epochs=1", "micro_batches=4"]
     train_here(configure(*settings, "schedule=1f1b", "partitions=1", "executor=in_process"), tmp_path / "whole")
     settings += ["schedule=auto", "partitions=4"]

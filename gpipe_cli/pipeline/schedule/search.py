@@ -35,9 +35,8 @@ from gpipe_cli.pipeline.schedule.schedule import (
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost, LinkQueues, SkipCost, StageCost, TieCost, simulate
 from gpipe_cli.pipeline.schedule.timeline import Timeline
 
-AS_GOOD = 1.001  # an earlier candidate, which is simpler, wins unless a later one is faster by more
-IN_WAITS = ", R in waits"  # ends the names of orders whose recomputations were moved
-MOST_TRIED = 600_000  # actions of all candidates together, to search for seconds at most
+_AS_GOOD = 1.001  # an earlier candidate, which is simpler, wins unless a later one is faster by more
+_MOST_TRIED = 600_000  # actions of all candidates together, to search for seconds at most
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,6 @@ class Tried:
     """A candidate order and its simulated step time, which ends with the last update."""
 
     name: str
-    order: Schedule  # without recomputations
     schedule: Schedule
     seconds: float = math.inf  # infinite if the order does not fit the memory
 
@@ -76,24 +74,24 @@ class Problem:
     skips: Sequence[SkipCost] = ()
 
 
-def find(problem: Problem, most_tried: int = MOST_TRIED) -> tuple[Tried | None, tuple[Tried, ...]]:
+def find(problem: Problem) -> tuple[Tried | None, tuple[Tried, ...]]:
     """The fastest order that fits, None if none does; and all orders that were tried, the fastest first. Every order
-    that has a name and is made for this placement is tried, others until all have `most_tried` actions."""
+    that has a name and is made for this placement is tried, others until all have _MOST_TRIED actions."""
     tried: list[Tried] = []
     known: set[Schedule] = set()
     actions, placement = 0, name_of(problem.device_of_stage)
     for name, candidate in _candidates(problem):
         own = name in ORDERS and (ORDERS[name].placement or "neighbours") == placement
-        if tried and not own and actions + sum(map(len, candidate)) > most_tried:
+        if tried and not own and actions + sum(map(len, candidate)) > _MOST_TRIED:
             if name in ORDERS:
                 continue
             break
         actions += sum(map(len, candidate))
         if candidate not in known:
             known.add(candidate)
-            tried.append(tried_order(problem, name, candidate))
+            tried.append(_tried(problem, name, candidate))
     fastest = sorted(tried, key=lambda one: one.seconds)
-    best = next((one for one in tried if one.fits and one.seconds <= fastest[0].seconds * AS_GOOD), None)
+    best = next((one for one in tried if one.fits and one.seconds <= fastest[0].seconds * _AS_GOOD), None)
     return best, tuple(fastest)
 
 
@@ -117,7 +115,7 @@ def _candidates(problem: Problem) -> Iterator[tuple[str, Schedule]]:
             yield name + way, Schedule(tuple(whole_backwards(row)) for row in placed)
 
 
-def tried_order(problem: Problem, name: str, candidate: Schedule) -> Tried:
+def _tried(problem: Problem, name: str, candidate: Schedule) -> Tried:
     """The candidate with recomputations added, moved into waits if that is faster and fits."""
     recompute = problem.recompute
     if recompute == "auto":
@@ -126,17 +124,17 @@ def tried_order(problem: Problem, name: str, candidate: Schedule) -> Tried:
             if problem.room is not None:
                 found = fewest_recomputations(candidate, problem.sizes, problem.room, problem.device_of_stage)
         except DoesNotFitError:
-            return Tried(name, candidate, with_recomputation(candidate, "always"))
+            return Tried(name, with_recomputation(candidate, "always"))
         recompute = found or "never"
     schedule = with_recomputation(candidate, recompute)
     step = _Step(problem, schedule)
     if not step.fits:
-        return Tried(name, candidate, schedule)
+        return Tried(name, schedule)
     if any(a.kind is Kind.R for row in schedule for a in row):
         earlier = _Step(problem, _in_waits(step))
         if earlier.fits and earlier.seconds < step.seconds:
-            return Tried(f"{name}{IN_WAITS}", candidate, earlier.schedule, earlier.seconds)
-    return Tried(name, candidate, schedule, step.seconds)
+            return Tried(f"{name}, R in waits", earlier.schedule, earlier.seconds)
+    return Tried(name, schedule, step.seconds)
 
 
 @dataclass(frozen=True)
