@@ -74,8 +74,7 @@ MOST_ACTIONS = 5_000_000  # actions of a schedule; the paper's largest has 200,0
 
 @dataclass(frozen=True, slots=True)
 class PartitionConfig:
-    # layers of each partition, or a layout as in Megatron-LM; checked later against the model's layers
-    balance: tuple[Partitions, ...] | str | None
+    balance: tuple[Partitions, ...] | None  # layers of each partition; checked later against the model's layers
     costs: tuple[NotNegative, ...] | None = None  # cost of each layer, in any unit (the paper's c_i)
     method: Literal["exact", "lingvo"] = "exact"
 

@@ -180,9 +180,9 @@ def _convert(kind: Any, value: Any, key: str, keys: Sequence[str], *, listed: bo
         number = _convert(bare, value, key, keys)
         _check_bounds(key, number, bounds)
         return number
-    if get_origin(kind) in (UnionType, Union):  # `X | None`, of a Literal X a Union, or `X | str | None`
-        present, *text = (option for option in get_args(kind) if option is not NoneType)
-        return None if value is None else _convert(str if text and type(value) is str else present, value, key, keys)
+    if get_origin(kind) in (UnionType, Union):  # only `X | None` occurs; of a Literal X it is a Union
+        (present,) = (option for option in get_args(kind) if option is not NoneType)
+        return None if value is None else _convert(present, value, key, keys)
     if _is_group(kind):
         if isinstance(value, dict):
             return _group(kind, value, key, keys)

@@ -15,7 +15,6 @@ from gpipe_cli.errors import InputError
 from gpipe_cli.models.transformer import SelfAttentionLayer
 from gpipe_cli.pipeline.schedule.breakdown import Breakdown, breakdown
 from gpipe_cli.pipeline.schedule.lingvo_partitioner import cut_by_share, cut_stack
-from gpipe_cli.pipeline.schedule.megatron_layout import balance_of
 from gpipe_cli.pipeline.schedule.named_schedules import AUTO_SCHEDULE, order
 from gpipe_cli.pipeline.schedule.partitioner import NoCutFitsError, SkipSends, check_balance, imbalance, partition
 from gpipe_cli.pipeline.schedule.placement import stages_of_devices
@@ -179,9 +178,7 @@ def _best_cut(config: TrainConfig, profile: ModelProfile, costs: StepCosts, layo
     order = order_of(config, layout)
     work, sends = _work(config, costs), _sends(costs)
     balance = config.partition.balance
-    if isinstance(balance, str):
-        balance = balance_of(balance, [type(layer) for layer in profile.model], config.partitions)
-    elif balance is None and config.partition.method == "lingvo":
+    if balance is None and config.partition.method == "lingvo":
         balance = _lingvo_cut(config, profile)
     elif balance is None:
         for limit in dict.fromkeys((layout.limit_bytes, None)):

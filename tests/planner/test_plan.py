@@ -1,13 +1,11 @@
 """Plans: what a step will take and hold, for every cut, schedule and way to recompute."""
 
-import re
 from itertools import pairwise
 
 import pytest
 from plan_runs import CUSTOM, EVEN, plan_of, traced
 from training_runs import configure
 
-from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.schedule.schedule import Kind
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost
 from gpipe_cli.planner.cost_model import LayerSeconds, StepCosts
@@ -66,24 +64,6 @@ def test_auto_recomputes_no_more_than_it_must(schedule: str) -> None:
         assert counts[-1] <= sum(always.recomputed)
     assert counts[0] > 0
     assert all(b <= a for a, b in pairwise(counts))
-
-
-def test_a_layout_of_megatron_plans_what_its_numbers_plan() -> None:
-    gpt = (
-        "model=transformer_lm", "model.layers=5", "model.width=8", "model.heads=2", "model.hidden=16", "model.length=8",
-        "dataset=synthetic_text", "batch_size=8", "partitions=3", "device=cpu",
-    )  # fmt: skip
-    profile = traced(*gpt)
-    plans = [
-        plan_of(configure(*gpt, f"partition.balance={balance}"), profile) for balance in ("'Ett|(t|)*1ttL'", "[3,1,3]")
-    ]
-    assert plans[0] == plans[1]
-    for balance, line in (
-        ("Et|t*4 L", "Et|t*4 L: has 2 stages, and partitions=3; use partitions=2"),
-        ("Et*5||L", "[6,0,1]: every partition needs at least one layer"),
-    ):
-        with pytest.raises(InputError, match=f"^{re.escape(f'partition.balance={line}')}"):
-            plan_of(configure(*gpt, f"partition.balance={balance}"), profile)
 
 
 def test_the_cut_gives_way_to_a_limit() -> None:

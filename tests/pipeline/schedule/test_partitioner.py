@@ -2,7 +2,6 @@
 
 import itertools
 import random
-import re
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
@@ -10,7 +9,6 @@ import pytest
 
 from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.schedule.lingvo_partitioner import cut_by_share, cut_stack
-from gpipe_cli.pipeline.schedule.megatron_layout import balance_of
 from gpipe_cli.pipeline.schedule.partitioner import NoCutFitsError, check_balance, imbalance, partition
 
 
@@ -148,35 +146,3 @@ def test_a_stack_too_short_for_its_rounding_names_a_number_that_works() -> None:
     with pytest.raises(InputError, match=r"leaves partition 5 of 8 without a layer; use .*partitions=5$"):
         cut_stack([True] * 10, 8)
     assert cut_stack([True] * 10, 5) == (2,) * 5
-
-
-@pytest.mark.parametrize(
-    ("text", "classes", "balance"),
-    [
-        ("E t*3 | t*4 | t L", "eBBBBBBBBs", (4, 4, 2)),
-        ("Et*3|(tt|)*2,t,|L", "eBBBBBBBBs", (4, 2, 2, 1, 1)),
-        ("E|(t|t)*2|L", "eBBBBs", (1, 1, 2, 1, 1)),
-        ("Ett|ttL", "mnBxBBo", (4, 3)),  # two layers before the blocks, and another one between them
-        ("Et|t*4 L", "xAAyBBz", (2, 5)),  # of two classes as many: encoder and decoder
-        ("Et|tL", "BB", (1, 1)),
-    ],
-)
-def test_a_layout_of_megatron_is_a_cut(text: str, classes: str, balance: tuple[int, ...]) -> None:
-    """Its letters are counted by hand; a letter of `classes` is the class of a layer."""
-    assert balance_of(text, classes, len(balance)) == balance
-
-
-@pytest.mark.parametrize(
-    ("text", "line"),
-    [
-        ("Ettt|tm|L", "'m' is neither one of E, t and L nor part of | and *n; for example"),
-        ("Et*4)|L", "')' is neither"),
-        ("ttt|t", "must have E, then every t, then L; for example partition.balance='E t|t*2 L'"),
-        ("Et|Et|tL", "must have E, then every t, then L;"),
-        ("Et*4L", "has 1 stages, and partitions=2; use partitions=1"),
-        ("Et*2|t*3L", "has 5 t, and the model 4 (E is 1 layer and L is 2); use as many"),
-    ],
-)
-def test_a_layout_that_does_not_fit(text: str, line: str) -> None:
-    with pytest.raises(InputError, match=f"^{re.escape(f'partition.balance={text}: {line}')}"):
-        balance_of(text, "eBBBBno", 2)
