@@ -169,11 +169,6 @@ class Remembers(nn.Module):
         return x * self.calls
 
 
-def asks() -> nn.Module:
-    """Gives something else where gradients are recorded."""
-    return Does(lambda x: x * 2 if torch.is_grad_enabled() else x * 3)
-
-
 def marks(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """(x, numbers, mask) of x; the two others need no gradient."""
     return x, torch.arange(len(x), device=x.device), torch.ones(len(x), 1, 1, 1, device=x.device)
@@ -286,7 +281,6 @@ def network_with(layer: Callable[[], nn.Module]) -> Callable[[], nn.Sequential]:
     return lambda: with_layers(layer())
 
 
-works_in_place = network_with(lambda: nn.ReLU(inplace=True))
 scales_in_place = network_with(lambda: Does(lambda x: (x.detach().mul_(0.5), x + 0)[1]))  # autograd does not see it
 # nor does torch's count of changes see this one
 halves_unseen = network_with(lambda: Does(lambda x: (x.data.mul_(0.5), x + 0)[1]))
@@ -328,17 +322,8 @@ def blocks() -> nn.Sequential:
 
 def draws_elsewhere(source: str) -> nn.Sequential:
     """One layer adds noise from a source that torch's seed does not rule."""
-    generator = np.random.default_rng(0)
-    draw: Callable[[], float] = {"random": random.random, "numpy": np.random.rand, "generator": generator.random}[
-        source
-    ]
+    draw: Callable[[], float] = {"random": random.random, "generator": np.random.default_rng(0).random}[source]
     return with_layers(Does(lambda x: x + 0 if x.is_meta else x + float(draw())))
-
-
-def shares() -> nn.Sequential:
-    """Its second and third layers have one module."""
-    inner = nn.Linear(192, 192)
-    return nn.Sequential(nn.Flatten(), nn.Sequential(inner), nn.Sequential(inner), nn.ReLU(), nn.Linear(192, 4))
 
 
 class Holds(nn.Module):
@@ -350,11 +335,6 @@ class Holds(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.conv(x) + self.others[0](x)
-
-
-def holds_another() -> nn.Sequential:
-    conv = nn.Conv2d(4, 4, 1)
-    return with_layers(conv, Holds(conv))
 
 
 def repeats_a_module() -> nn.Sequential:
@@ -461,27 +441,6 @@ def reads_another(ways: Sequence[str], before: bool = False, frozen: bool = Fals
     return with_layers(nn.Tanh(), *(reversed(layers) if before else layers), nn.Tanh())
 
 
-class Follows(nn.Module):
-    """Follows the mean of what it sees in an attribute, of some kind, that only an evaluation looks at."""
-
-    def __init__(self, kind: str = "float") -> None:
-        super().__init__()
-        kinds: dict[str, Any] = {"float": 0.0, "tensor": torch.zeros(()), "list": [0.0], "array": np.zeros(1)}
-        self.seen = kinds[kind]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        in_place = isinstance(self.seen, list | np.ndarray)
-        if not self.training:
-            return x - (float(self.seen[0]) if in_place else self.seen)
-        if not x.is_meta:
-            mean = float(x.detach().mean())
-            if in_place:
-                self.seen[0] += mean
-            else:
-                self.seen = self.seen + mean
-        return x + 0
-
-
 class Caches(nn.Module):
     """Keeps what follows from shapes alone, and what nobody looks at; an evaluation takes from there what it can."""
 
@@ -499,28 +458,6 @@ class Caches(nn.Module):
         if self.mask is None or self.mask.shape != x.shape:
             self.mask = torch.ones_like(x)
         return x * self.mask + self.tables[width]
-
-
-follows = network_with(Follows)
-
-
-class Runs(nn.Module):
-    """Runs its own convolution, and a function."""
-
-    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.conv, self.function = nn.Conv2d(3, 3, 1), function
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.conv(x) + self.function(x)
-
-
-def run_the_first() -> nn.Sequential:
-    """Three equal layers that all run the convolution of the first, which so reads nothing but its own."""
-    layers: list[Runs] = []
-    layers += [Runs(lambda x: layers[0].conv(x))]
-    layers += [Runs(layers[0].function) for _ in range(2)]
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(192, 4))
 
 
 @functools.cache

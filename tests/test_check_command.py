@@ -45,18 +45,12 @@ def test_a_schedule_of_a_file_is_checked_too(tmp_path: Path) -> None:
     assert (row["verdict"], row["recompute"], 0 < row["difference"] < 1e-5) == ("within tolerance", "except_last", True)
 
 
-IN_PLACE = "layer 1 changes its input in place"
-
-
 @pytest.mark.parametrize(
     ("model", "settings", "left_out", "verdict", "words"),
     [
         # it halves what it is given, unseen by torch: a recomputation begins with a half
         ("halves_unseen", [IN_PROCESS, "partition.balance=[1,4]"], 0, "differs: 5 of 17 variants; first in layer 1",
-         f"layer 1 gives other values when micro-batch 0 is recomputed; {IN_PLACE}"),
-        # nothing differs at this cut, and at another it would
-        ("halves_unseen", [IN_PROCESS, "partition.balance=[3,2]"], 0, f"refused: {IN_PLACE}", IN_PLACE),
-        ("works_in_place", [], 0, "fails: 6 of 6 variants; first in layer 1", IN_PLACE),  # as shapes show it
+         "layer 1 gives other values when micro-batch 0 is recomputed"),
         # the first variant fails, which the others cannot be compared with then
         ("wants_no_values", [], 24, "fails: 2 of 2 variants; first in layer 1",
          "layer 1 raises RuntimeError: no values; please"),
@@ -64,8 +58,6 @@ IN_PLACE = "layer 1 changes its input in place"
          "layer 1 raises RuntimeError: not alone"),
         # what a layer is given lies in memory as in every other pipeline, and not as its layer before has left it
         ("looks_at_strides", [IN_PROCESS, "partitions=1"], 0, "differs: 1 of 7 variants; first in layer 2", "layer 2"),
-        ("shares", [IN_PROCESS, "partition.balance=[2,3]"], 0, "fails: 6 of 13 variants",
-         "layers 1 and 2 share module 0"),
     ],
 )  # fmt: skip
 def test_a_layer_that_cannot_be_pipelined_is_named(
@@ -78,8 +70,8 @@ def test_a_layer_that_cannot_be_pipelined_is_named(
     assert not found["identical"]
     assert found["verdict"].startswith(verdict)
     bad = rows(found, verdict="differs") + rows(found, verdict="fails")
-    assert all(words.rpartition("; ")[2] in row["text"] and "\n" not in row["text"] for row in bad)
-    assert (bad == []) == verdict.startswith("refused") or any(words in row["text"] for row in bad)
+    assert all("\n" not in row["text"] for row in bad)
+    assert any(words in row["text"] for row in bad)
     assert len(rows(found, verdict="left out")) == left_out
-    assert words.rpartition("; ")[2] in " ".join(captured.out.split())
+    assert words in " ".join(captured.out.split())
     assert "Traceback" not in captured.out + captured.err

@@ -2,7 +2,7 @@
 
 The paper promises that none does (sections 1 and 2.2), and this program that no bit does. Its tests prove that for the
 bundled models; `gpipe check` does so for the user's own model, data and machine. This module decides which variants
-there are and which processes run them, and explains failures by what the layer probes found.
+there are and which processes run them.
 """
 
 import tempfile
@@ -22,13 +22,10 @@ from gpipe_cli.errors import InputError
 from gpipe_cli.launch.fork_server import temporary_folder
 from gpipe_cli.launch.job import Failure, Reason
 from gpipe_cli.launch.supervisor import run_task
-from gpipe_cli.pipeline.profile.layer_probes import Finding
-from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
 from gpipe_cli.pipeline.schedule.named_schedules import ORDERS, SCHEDULES, order
 from gpipe_cli.pipeline.schedule.schedule import RecomputeMode
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
 from gpipe_cli.planner.pipeline_spec import PipelineSpec, make_pipeline_spec
-from gpipe_cli.planner.shared_layers import SeparatedError
 from gpipe_cli.reporting.run.lines import show_error, show_facts
 from gpipe_cli.reporting.tables.check import CheckReport, show_check, write_check
 from gpipe_cli.system.machine import usable_cores
@@ -60,8 +57,8 @@ def run_check(config: TrainConfig, folder: Path) -> int:
 
         def on_message(message: object) -> None:
             checked.on_message(message)
-            if isinstance(message, verify.LayersProbed):
-                show_facts(console, checked.facts(message))
+            if isinstance(message, verify.MiniBatchRead):
+                show_facts(console, checked.facts(message.sizes))
             status.update(f"{len(checked.rows)} of {checked.expected} runs")
 
         for specs, variants in checked.runs:
@@ -108,18 +105,8 @@ class _Checked:
         # (replicas, *process of each stage) -> the specs and variants that such processes run one after another; the
         # group with the references comes first.
         self._groups: dict[tuple[int, ...], tuple[dict[tuple[int, str], PipelineSpec], list[verify.Variant]]] = {}
-        self._findings: list[Finding] = []
-        self._watched: verify.LayersProbed | None = None
         self._together: dict[int, PipelineSpec] = {}  # partitions -> the spec with all stages in one process
-        self._shared: tuple[str, ...] = ()
-        try:
-            profile = profile_model(config)
-        except ChangedInputError as error:
-            self._findings.append(Finding("in_place", error.layer, str(error)))
-            self._add(self._ways(config.partitions, "in_process"), "fails", str(error), error.layer)
-        else:
-            self._shared = tuple(shared.text for shared in profile.shared)
-            self._place(profile)
+        self._place(profile_model(config))
         self.runs = list(self._groups.values())
         self.expected = len(self.rows) + sum(len(variants) for _, variants in self.runs)
 
@@ -129,11 +116,7 @@ class _Checked:
         usual = replace(self._config, schedule=verify.REFERENCES[0], stages_per_process=None, placement=None)
         for partitions in range(usual.partitions, 0, -1):
             config = _cut(usual, partitions)
-            try:
-                self._together[partitions] = make_pipeline_spec(replace(config, executor="in_process"), profile)
-            except SeparatedError as error:
-                self._add(self._ways(partitions, "in_process"), "fails", str(error))
-                continue
+            self._together[partitions] = make_pipeline_spec(replace(config, executor="in_process"), profile)
             if partitions > 1 and config.executor != "in_process":
                 spec = make_pipeline_spec(config, profile)
                 if spec.layout.distributed:
@@ -155,8 +138,7 @@ class _Checked:
         for k in sorted(apart):
             self._run(_of_schedules([apart[k]]), self._ways(k, "distributed"))
         for config, modes in self._further(usual):
-            if config.partitions in self._together:
-                self._place_further(config, modes, profile)
+            self._place_further(config, modes, profile)
         for k in sorted(self._together) if self._replicas > 1 else ():
             several = replace(_cut(usual, k), replicas=self._replicas, micro_batches=whole // self._replicas)
             self._run(_of_schedules([make_pipeline_spec(several, profile)]), self._ways(k, "replicas"))
@@ -209,9 +191,6 @@ class _Checked:
     def on_message(self, message: object) -> None:
         """Handle a worker's message."""
         match message:
-            case verify.LayersProbed():
-                self._findings += message.findings
-                self._watched = message
             case verify.ReferenceDone():
                 self.references[message.schedule] = message
             case verify.Row():
@@ -237,19 +216,16 @@ class _Checked:
             self._add([missing.pop(0)], "fails", failure.text)  # the worker was killed, or could not report the failure
         self._add(missing, "left out", "not run: processes that work together ended with the failure before")
 
-    def _add(
-        self, variants: Sequence[verify.Variant], verdict: verify.Verdict, text: str, layer: str | None = None
-    ) -> None:
-        self.rows |= {variant: verify.Row(*variant, verdict, layer=layer, text=text) for variant in variants}
+    def _add(self, variants: Sequence[verify.Variant], verdict: verify.Verdict, text: str) -> None:
+        self.rows |= {variant: verify.Row(*variant, verdict, text=text) for variant in variants}
 
-    def facts(self, found: verify.LayersProbed) -> list[tuple[str, str]]:
+    def facts(self, sizes: Sequence[int]) -> list[tuple[str, str]]:
         """What is checked, as lines (label, text)."""
         config = self._config
-        layers = sum(len(names) for names in self._together[1].layer_names)
-        pieces = plural(len(found.micro_batch_sizes), "micro-batch")
+        layers, pieces = len(self._together[1].layer_names[0]), plural(len(sizes), "micro-batch")
         return [
             ("model", f"{choice_of(config.model)}: {plural(layers, 'layer')}"),
-            ("mini-batch", f"{plural(sum(found.micro_batch_sizes), 'sample')} of {config.dataset.name} in {pieces}"),
+            ("mini-batch", f"{plural(sum(sizes), 'sample')} of {config.dataset.name} in {pieces}"),
             ("variants", f"{self.expected - 1}, {plural(config.threads or 1, 'thread')} for each process"),
             *([("pytorch", "plain PyTorch is compared with compile=false only")] if config.compile else ()),
         ]
@@ -257,34 +233,10 @@ class _Checked:
     def report(self) -> CheckReport:
         first = self.references.get(verify.REFERENCES[0])
         return CheckReport(
-            rows=tuple(sorted((self._explained(row) for row in self.rows.values()), key=_order)),
-            findings=tuple(self._findings),
-            shared=self._shared,
+            rows=tuple(sorted(self.rows.values(), key=_order)),
             loss=None if first is None else first.loss,
             config=asdict(self._config),
         )
-
-    def _explained(self, row: verify.Row) -> verify.Row:
-        """`row`; a failure with its reason, where a probe found one."""
-        if not row.bad:
-            return row
-        if row.micro_batches != self._config.micro_batches and row.verdict == "differs":
-            assert self._watched is not None
-            why = ""
-            if self._watched.batch_norm:
-                why = "batch norm normalizes each micro-batch (paper, section 2.2)"
-            elif self._watched.draws:
-                why = "random numbers, as for dropout, are drawn for each micro-batch"
-            if why:
-                return replace(row, verdict="differs, as it must", layer=None, stage=None, text=why)
-        own = [finding for finding in self._findings if finding.layer == row.layer]
-        if row.verdict == "differs" and not (own or row.text):  # compared across orders of summation
-            own = [finding for finding in self._findings if finding.kind in ("random", "state")]
-        if not own and row.verdict == "fails" and row.partitions in self._together:
-            begin = {names[0] for names in self._together[row.partitions].layer_names[1:]}
-            own = [finding for finding in self._findings if finding.kind == "in_place" and finding.layer in begin]
-        why = "; ".join(finding.text for finding in own if finding.text not in row.text)
-        return replace(row, text=f"{row.text}; {why}" if row.text and why else row.text or why)
 
 
 def _order(row: verify.Row) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -342,10 +343,8 @@ def _check_layers(engine: Engine, training: Reading, progress: Progress) -> tupl
     """
     began = time.perf_counter()
     epoch, position = next(training.batches.stream(progress.epoch, progress.position, engine.config.epochs))
-    with probing(engine.stages.values()) as probed:
+    with probing(engine.stages.values()) as found:
         rehearse(engine, MiniBatch(training, epoch, position))
-    findings = [finding for part in engine.control.collect(probed.findings) for finding in part]
-    if findings:
-        remedy = "" if findings[0].kind == "foreign" else "; check_layers=false trains it as it is"
-        raise InputError(f"model={choice_of(engine.config.model)}: {findings[0].text}{remedy}")
+    for text in chain.from_iterable(engine.control.collect(found)):
+        raise InputError(f"model={choice_of(engine.config.model)}: {text}; check_layers=false trains it as it is")
     return "layers", f"run twice on a micro-batch, the same both times ({time.perf_counter() - began:.1f} s)"

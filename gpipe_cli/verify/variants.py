@@ -7,7 +7,7 @@ outputs, of every gradient, and of the weights and buffers after the step.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -32,7 +32,6 @@ from gpipe_cli.data.micro_batches import micro_batch_sizes
 from gpipe_cli.distributed.control_group import Awaited, ControlGroup
 from gpipe_cli.distributed.process_groups import ProcessGroups
 from gpipe_cli.models.amoebanet import set_progress
-from gpipe_cli.pipeline.profile.layer_probes import Finding, probing
 from gpipe_cli.pipeline.runtime.boundary import as_tuple, as_value, digest, split_all
 from gpipe_cli.pipeline.runtime.deferred_batch_norm import tracking_norms
 from gpipe_cli.pipeline.runtime.executor import ActionFailedError, OnAction
@@ -43,11 +42,12 @@ from gpipe_cli.pipeline.runtime.randomness import seed_layer
 from gpipe_cli.pipeline.schedule.schedule import RECOMPUTE, Action, Kind, RecomputeMode, Schedule
 from gpipe_cli.planner.model_profile import refuse_single_samples
 from gpipe_cli.planner.pipeline_spec import PipelineSpec
+from gpipe_cli.system.accelerator import generators
 from gpipe_cli.training.data_feed import Data, MiniBatch, Reading
 from gpipe_cli.training.engine import Engine, WorkerProcess, build_engine
 from gpipe_cli.training.fine_tuning import fine_tune
 from gpipe_cli.training.milestones import starting_point
-from gpipe_cli.training.step import compute_gradients, gather_metrics, objective_of, placed, rehearse, update_weights
+from gpipe_cli.training.step import compute_gradients, gather_metrics, objective_of, placed, update_weights
 
 Executor = Literal["in_process", "pytorch", "distributed", "replicas"]  # pytorch: the plain model
 REFERENCES = ("gpipe", "1f1b")  # schedules that sum gradients from the last micro-batch to the first, and vice versa
@@ -124,13 +124,10 @@ Digests = dict[Place, str]  # digests of a step's results in one process; "": th
 
 
 @dataclass(frozen=True)
-class LayersProbed:
-    """Message to the parent, before the first variant: the results of probing each layer on the mini-batch."""
+class MiniBatchRead:
+    """Message to the parent, before the first variant: the numbers of samples of the micro-batches."""
 
-    findings: tuple[Finding, ...]
-    draws: bool  # whether a layer draws random numbers, as for dropout
-    batch_norm: bool  # whether the model has batch norm in training mode
-    micro_batch_sizes: tuple[int, ...]
+    sizes: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -152,6 +149,7 @@ class Step(NamedTuple):
     digests: Digests
     gradients: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
+    of_micro_batches: str = ""  # why the results depend on the number of micro-batches, if they do
 
 
 def check(
@@ -176,9 +174,12 @@ def check(
     spec = specs[max(specs)]
     data = Data(replace(config, data_workers=0), spec, process.number, starting_point(config, None), run)
     control, groups = process.connect()
-    runs = _Runs(config, specs, process, control, groups, data.reading(control, training=True), folder, source)
+    reading = data.reading(control, training=True)
+    runs = _Runs(config, specs, process, control, groups, reading, folder, source)
     if not earlier:
-        process.report(runs.probe_layers(variants[0]))
+        samples = reading.batches.size(0, 0)
+        refuse_single_samples(config, samples)
+        process.report(MiniBatchRead(micro_batch_sizes(samples, config.micro_batches)))
     references = dict(earlier)
     for variant in variants:
         if runs.reference_of(variant) not in references and not runs.is_reference(variant):
@@ -233,19 +234,6 @@ class _Runs:
         """The names of all layers of the model, in order."""
         return [name for names in self.specs[max(self.specs)].layer_names for name in names]
 
-    def probe_layers(self, variant: Variant) -> LayersProbed:
-        """Before the first variant: refuse a mini-batch that cannot be trained on; probe each layer."""
-        samples = self.reading.batches.size(0, 0)
-        refuse_single_samples(self.base, samples)
-        engine = self._engine(variant)
-        config = engine.config
-        # an error of a layer ends the probes here, and is reported in the rows of the variants
-        with suppress(ActionFailedError, ChangedInputError), probing(engine.stages.values()) as probed:
-            rehearse(engine, first_mini_batch(self.reading, config.micro_batches))
-        inside = engine.stages[0].module.modules()
-        norms = any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in inside)
-        return LayersProbed(probed.findings, probed.draws, norms, micro_batch_sizes(samples, config.micro_batches))
-
     def is_reference(self, variant: Variant) -> bool:
         usual = variant.micro_batches == self.base.micro_batches and variant.executor not in ("pytorch", "replicas")
         plain = variant.partitions == 1 and variant.recompute == "never"
@@ -272,7 +260,10 @@ class _Runs:
         reference = self.reference_of(variant)
         other_sums = variant.executor == "replicas" or variant.micro_batches != self.base.micro_batches
         if other_sums or summed_as(self._spec(variant).order) is None:
-            return self._within(variant, step, reference), None
+            row = self._within(variant, step, reference)
+            if row.verdict == "differs" and step.of_micro_batches:
+                row = Row(*variant, "differs, as it must", row.difference, text=step.of_micro_batches)
+            return row, None
         least = self._first(first_difference(step.digests, references[reference].digests))
         if plain:
             return self._within(variant, step, reference, least), None
@@ -363,6 +354,8 @@ class _Runs:
         modules = [stage.module for stage in engine.stages.values()]
         for module in modules:
             self._observe(module, digests, output)
+        other_micro_batches = variant.executor == "in_process" and variant.micro_batches != self.base.micro_batches
+        reasons = reasons_to_differ(modules[0], engine.first_device) if other_micro_batches else []
         steps = self.reading.batches.steps_per_epoch
         rate = learning_rate(config.learning_rate, 0, steps, config.batch_size, config.epochs * steps)
         numbers = compute_gradients(engine, first_mini_batch(self.reading, config.micro_batches), step=0)
@@ -375,7 +368,8 @@ class _Runs:
             digests |= self._digests(What.WEIGHT, engine.parameters[k])
         buffers = _on_cpu(chain.from_iterable(module.named_buffers() for module in modules))
         digests |= self._digests(What.BUFFER, buffers)
-        return Step(gather_metrics(engine, numbers)().totals.means[0], digests, gradients, buffers)
+        loss = gather_metrics(engine, numbers)().totals.means[0]
+        return Step(loss, digests, gradients, buffers, next(iter(reasons), ""))
 
     def _observe(self, model: nn.Module, digests: Digests, output: Callable[[], tuple[What, int]]) -> None:
         """Record a digest of every layer's output in `digests`; `output` returns its kind and its micro-batch."""
@@ -441,6 +435,28 @@ class _Runs:
         whole = sum(parts.values())
         layer = next(layer for layer, part in parts.items() if not part < whole / len(parts))
         return float((whole / norm) ** 0.5) if norm else float(whole > 0), layer
+
+
+def reasons_to_differ(layers: nn.Module, device: torch.device) -> list[str]:
+    """Why another number of micro-batches gives other results; that random numbers are drawn is seen while the layers
+    run."""
+    reasons = []
+    if any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in layers.modules()):
+        reasons.append("batch norm normalizes each micro-batch (paper, section 2.2)")
+    before: list[torch.Tensor] = []
+
+    def begins(layer: nn.Module, inputs: Any) -> None:
+        before[:] = [generator.get_state() for generator in generators(device)]
+
+    def ended(layer: nn.Module, inputs: Any, outputs: Any) -> None:
+        now = [generator.get_state() for generator in generators(device)]
+        if not all(map(torch.equal, now, before)):
+            reasons.append("random numbers, as for dropout, are drawn for each micro-batch")
+
+    for layer in layers.children():
+        layer.register_forward_pre_hook(begins)
+        layer.register_forward_hook(ended)
+    return reasons
 
 
 def plain_model(config: TrainConfig, spec: PipelineSpec, stages: Iterable[nn.Module]) -> nn.Sequential:

@@ -80,7 +80,7 @@ def buffered(table: torch.Tensor) -> nn.Module:
     [
         (lambda: [Block(norm := nn.BatchNorm2d(4, affine=False)), nn.Sequential(nn.Flatten(), norm)], "module 1"),
         (lambda: [buffered(table := torch.ones(4)), buffered(table)], "buffer table"),
-        (lambda: [Block(inner := custom_models.asks()), Block(inner)], "module inner"),
+        (lambda: [Block(inner := custom_models.CountsCalls()), Block(inner)], "module inner"),
         (lambda: [Block(activation := nn.ReLU()), Block(activation)], None),  # one of torch's functions
     ],
 )

@@ -11,7 +11,6 @@ from typing import Any
 
 from rich.console import Console
 
-from gpipe_cli.pipeline.profile.layer_probes import Finding
 from gpipe_cli.reporting.run.lines import show_facts, show_text
 from gpipe_cli.reporting.tables.table import Column, Table, show_table
 from gpipe_cli.results.files import write_result
@@ -25,15 +24,13 @@ _KINDS = tuple(map(attrgetter, ("schedule", "partitions", "recompute", "executor
 @dataclass(frozen=True)
 class CheckReport:
     rows: tuple[Row, ...]
-    findings: tuple[Finding, ...]
-    shared: tuple[str, ...]  # sentences about layers that must stay in one partition
     loss: float | None  # mean loss per element of the mini-batch; None if the reference failed
     config: dict[str, Any]
 
     @property
     def identical(self) -> bool:
-        """Whether no variant differs or fails, and no layer has a finding, even if no variant shows its effect."""
-        return not self.findings and not any(row.bad for row in self.rows)
+        """Whether no variant differs or fails."""
+        return not any(row.bad for row in self.rows)
 
     @property
     def verdict(self) -> str:
@@ -41,13 +38,12 @@ class CheckReport:
         word = "differs" if any(row.verdict == "differs" for row in self.rows) else "fails"
         compared = [row for row in self.rows if row.verdict not in ("reference", "left out")]
         bad = [row for row in compared if row.bad]
-        if self.identical and self.loss is not None:
+        if self.identical:
+            assert self.loss is not None
             return (
                 "identical: partitions, recomputation and executors change nothing "
                 f"({plural(len(compared), 'variant')}, loss {loss(self.loss)})"
             )
-        if not bad:
-            return f"refused: {self.findings[0].text}"
         layers = list(dict.fromkeys(row.layer for row in bad if row.layer is not None))
         where = f"; first in layer {', '.join(layers[:3])}" if layers else ""
         return f"{word}: {len(bad)} of {len(compared)} variants{where}"
@@ -78,9 +74,6 @@ def show_check(console: Console, folder: Path, report: CheckReport) -> None:
     for text, verdict in unusual.items():
         if text and not any(text in other and text != other for other in unusual):
             notes.append((verdict, text))
-    shown = " ".join(row.text for row in report.rows)
-    notes += [("refused", finding.text) for finding in report.findings if finding.text not in shown]
-    notes += [("shared", text) for text in report.shared if text not in shown]
     show_facts(console, [*notes, ("details", str(folder / CHECK))])
     show_text(console, report.verdict, "bold")
 
