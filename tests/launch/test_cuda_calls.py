@@ -14,6 +14,7 @@ from gpipe_cli.system.hidden_gpus import hidden_gpus
 
 IMAGES = " ".join(setting for setting in TINY[2:] if not setting.startswith("device=")) + " device=cuda"
 AMOEBANET = f"{IMAGES} model.normal_cells=3 model.filters=4"
+SMALL = f"{IMAGES} model=custom model.target=custom_models:small"
 TEXT = (
     "device=cuda model=transformer_lm model.layers=2 model.width=16 model.hidden=32 model.heads=2 model.length=8 "
     "dataset=synthetic_text dataset.vocabulary=50 batch_tokens=null batch_size=8 micro_batches=2"
@@ -34,23 +35,24 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return counting_library(tmp_path_factory.mktemp("counting"))
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_neither_the_fork_server_nor_a_parent_asks_cuda_while_it_shows_gpus(
     library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The recipe comes last: its commands are forks that trace, which fails if autograd has counted a GPU before."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    settings = [*TINY, "optimizer=adam", "max_steps=1", "executor=in_process"]
-    train_here(configure(*settings), tmp_path / "trained")
+    own = [*TINY[2:], "model=custom", "model.target=custom_models:small", "optimizer=adam", "max_steps=1"]
+    train_here(configure(*own, "executor=in_process"), tmp_path / "trained")
     own, others = counted(
         library, tmp_path, "",
-        f"plan {AMOEBANET} partitions=auto precision=bfloat16 optimizer=adam",
+        f"plan {SMALL} partitions=auto precision=bfloat16 optimizer=adam",
         f"train {AMOEBANET} partitions=2 precision=bfloat16",
         f"train {TEXT} partitions=2 precision=bfloat16 optimizer=adam hardware=h100",
         f"train {IMAGES} model=timm model.name=test_resnet optimizer=sgd",
-        f"train {IMAGES} model=custom model.target=custom_models:small optimizer=adafactor precision=bfloat16",
+        f"train {SMALL} optimizer=adafactor precision=bfloat16",
         f"bench {TEXT} optimizer=adam cost=measured hardware=h100",
-        f"check {AMOEBANET} partitions=2 optimizer=adam",
+        f"check {SMALL} partitions=2 optimizer=adam",
         "train resume=trained epochs=5 device=cuda",
         "evaluate run=trained checkpoint=last device=cuda",
         "export run=trained checkpoint=last",

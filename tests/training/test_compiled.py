@@ -39,6 +39,7 @@ def empty_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         fork_server.kill()
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_the_laws_hold_in_compiled_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One partition of which nothing is recomputed, and three of which all is, in a worker that finds what was

@@ -72,6 +72,7 @@ sys.exit(main())
 """
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_when_torchrun_starts_it_again_and_writes_a_checkpoint_when_it_is_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,12 +146,12 @@ def test_no_process_outlives_a_torchrun_that_is_killed(tmp_path: Path) -> None:
     They end also where the workers, and the server they come from, are stopped and cannot end themselves.
     """
     folder = tmp_path / "run"
-    settings = [*TINY, "partitions=1", "epochs=10000", "checkpoint.every_steps=1", "hardware=cpu", "data_workers=1"]
+    settings = [*SETTINGS, "model.target=custom_models:small", "partitions=1", "data_workers=1"]
     with (
         tempfile.TemporaryDirectory() as name,  # the path of a test is too long for sockets
         subprocess.Popen(
             [*TORCHRUN, "--nproc-per-node=1", "-m", "gpipe_cli", "train", *settings, f"run_folder={folder}"],
-            env=os.environ | {"TMPDIR": name},
+            env=os.environ | {"TMPDIR": name, "PYTHONPATH": str(Path(__file__).parent.parent)},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         ) as program,
@@ -185,6 +186,7 @@ def test_a_process_whose_torchrun_was_killed_as_it_began_ends(monkeypatch: pytes
         rendezvous.earlier_folder()
 
 
+@pytest.mark.slow
 def test_machines_with_different_tokenizers_are_refused(tmp_path: Path) -> None:
     """Each reads the folder of that name on its own; inputs of one tokenizer and targets of another were trained on."""
     write_tokenizer = pytest.importorskip("tokenizer_files").write_tokenizer
