@@ -9,6 +9,8 @@ import pytest
 import torch
 from training_runs import (
     LIVELY,
+    LIVELY_SMALL,
+    SMALL,
     TINY,
     assert_same_tensors,
     command,
@@ -29,6 +31,7 @@ from gpipe_cli.training.events import Evaluated, StepDone
 from gpipe_cli.training.milestones import Milestones, is_best, score_of, starting_point
 
 SETTINGS = [*TINY, *LIVELY, "model.auxiliary_head=true", "epochs=2", "checkpoint.keep=9"]
+QUICK = [*SMALL, *LIVELY_SMALL]
 STEPS = 6
 
 
@@ -86,10 +89,10 @@ def test_two_processes_make_the_same_run(whole: tuple[Path, list[object]], distr
 def test_all_schedules_that_sum_upwards_make_the_same_run(tmp_path: Path) -> None:
     """Two stages that are not neighbours in each of two processes; stopped inside an epoch, and gone on with another
     cut, other processes and backwards in two halves. The evaluation is the same, too."""
-    one = [*SETTINGS, "schedule=1f1b", "partitions=1", "executor=in_process"]
+    one = [*QUICK, "epochs=2", "schedule=1f1b", "partitions=1", "executor=in_process"]
     expected = train_here(configure(*one), tmp_path / "whole")
     whole = final_tensors(tmp_path / "whole")
-    interleaved = [*SETTINGS, "schedule=interleaved", "partitions=4", "stages_per_process=2"]
+    interleaved = [*QUICK, "epochs=2", "schedule=interleaved", "partitions=4", "stages_per_process=2"]
     first, second = tmp_path / "first", tmp_path / "second"
     assert command("train", *interleaved, "executor=distributed", "max_steps=2", f"run_folder={first}") == 0
     assert [part["process"] for part in read_result(first)["partitions"]] == [0, 1, 0, 1]
@@ -105,7 +108,7 @@ def test_all_schedules_that_sum_upwards_make_the_same_run(tmp_path: Path) -> Non
 
 def test_what_auto_finds_makes_the_same_run(tmp_path: Path) -> None:
     """An order is searched: over two processes, and in this one, where all stages take turns."""
-    settings = [*TINY, *LIVELY, "epochs=1", "micro_batches=4"]
+    settings = [*QUICK, "epochs=1", "micro_batches=4"]
     train_here(configure(*settings, "schedule=1f1b", "partitions=1", "executor=in_process"), tmp_path / "whole")
     settings += ["schedule=auto", "partitions=4"]
     folder = tmp_path / "two"
@@ -135,7 +138,7 @@ DUAL_PIPE_V = """\
 def test_placements_and_files_of_torch_make_the_same_run(tmp_path: Path) -> None:
     """One run of three parts, each over two processes: in a V, by a schedule of torch, in the placement of a file; and
     one in this process by torch's other schedule for a V; against one partition."""
-    settings = [*TINY, *LIVELY, "epochs=1", "micro_batches=4", "schedule=1f1b"]
+    settings = [*QUICK, "epochs=1", "micro_batches=4", "schedule=1f1b"]
     train_here(configure(*settings, "partitions=1", "executor=in_process"), tmp_path / "whole")
     for name, text in (("zbv", ZBV), ("dual", DUAL_PIPE_V), ("own", "0,2\n3,1\n")):
         Path(f"{name}.csv").write_text(text, encoding="utf-8")
@@ -159,7 +162,7 @@ def test_placements_and_files_of_torch_make_the_same_run(tmp_path: Path) -> None
 def test_threads_are_kept_whatever_k_would_get(tmp_path: Path) -> None:
     """Each process gets its share of the cores, so K = 1 has twice the threads of K = 2, which sum in another order:
     a run of K = 2 that went on as K = 1, all else left alone, ended with other bits."""
-    defaults = [*(setting for setting in SETTINGS if setting != "threads=1"), "partitions=2", "max_steps=1"]
+    defaults = [*(setting for setting in SMALL if setting != "threads=1"), "partitions=2", "max_steps=1"]
     defaults.append("hardware=cpu")  # else it may be one thread that is chosen
     assert command("train", *defaults, f"run_folder={tmp_path}") == 0
     used = read_result(tmp_path)["hardware"]["threads_per_process"]
@@ -167,19 +170,19 @@ def test_threads_are_kept_whatever_k_would_get(tmp_path: Path) -> None:
     assert load(tmp_path).threads == used, "which a run that goes on keeps"
 
 
-def test_a_run_goes_on_in_its_own_folder_from_an_earlier_checkpoint(
-    whole: tuple[Path, list[object]], tmp_path: Path
-) -> None:
+def test_a_run_goes_on_in_its_own_folder_from_an_earlier_checkpoint(tmp_path: Path) -> None:
     """At the end of an epoch, with another cut. What was done after the checkpoint, and reported, is done again: same
     bits, and one curve."""
-    folder = tmp_path / "run"
-    settings = [*SETTINGS, "partitions=2", "executor=in_process", "checkpoint.every_steps=2", "logger=[csv]"]
+    folder, whole = tmp_path / "run", tmp_path / "whole"
+    settings = [*QUICK, "epochs=2", "checkpoint.keep=9", "executor=in_process"]
+    train_here(configure(*settings, "partitions=1"), whole)
+    settings += ["partitions=2", "checkpoint.every_steps=2", "logger=[csv]"]
     assert command("train", *settings, "max_steps=5", f"run_folder={folder}") == 0
     assert read_result(folder)["samples_per_second_kind"] == "measured_one_device"  # its stages take turns
     for step in (4, 5):  # as if the run had been killed after step 5, having written its checkpoint of step 3
         shutil.rmtree(folder / "checkpoints" / f"step_{step:08d}")
     assert command("train", f"resume={folder}", f"run_folder={folder}", "partitions=1") == 0
-    assert_same_tensors(final_tensors(folder), final_tensors(whole[0]))
+    assert_same_tensors(final_tensors(folder), final_tensors(whole))
     assert steps_of(folder) == list(range(1, STEPS + 1))
 
 
