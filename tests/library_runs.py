@@ -3,7 +3,7 @@
     python library_runs.py FOLDER CASES
 
 trains once for each of the cases, a list of arguments of `train` in JSON, and writes FOLDER/PROCESS.pt: for each, what
-`train` returns.
+`train` returns. Then it fails in the second step of another training, in the last stage.
 """
 
 import json
@@ -112,7 +112,18 @@ def train(
     return found if outputs is None else found | {"outputs": outputs}
 
 
+def fail() -> None:
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        assert targets.sum() < 100, "a wild target"
+        return F.mse_loss(outputs, targets)
+
+    pipeline = Pipeline([nn.Linear(4, 4), nn.Linear(4, 4)], torch.zeros(8, 4), partitions=2, micro_batches=4)
+    for value in (1.0, 1000.0):
+        pipeline.step(torch.ones(8, 4), torch.full((8, 4), value), loss)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     results = [train(**case) for case in json.loads(sys.argv[2])]
     torch.save(results, Path(sys.argv[1]) / f"{os.environ.get('RANK', '0')}.pt")
+    fail()

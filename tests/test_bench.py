@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from reporting_runs import log
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from training_runs import LIVELY, TINY, command, configure, of_type, spec_of, train_here
+from training_runs import LIVELY_SMALL, SMALL, command, configure, of_type, spec_of, train_here
 
 from gpipe_cli.commands import bench
 from gpipe_cli.planner.cost_model import predicted_costs
@@ -37,13 +37,15 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Five steps of two stages: more than an epoch, and past where a training would be evaluated and saved."""
     output = tmp_path_factory.mktemp("measured")
     two = ["partitions=2", "executor=in_process", "hardware=cpu", "hardware.peak_tflops=0.002", "logger=[tensorboard]"]
-    assert command("bench", *TINY, *LIVELY, *FIVE, *two, f"output={output}") == 0
+    assert command("bench", *SMALL, *LIVELY_SMALL, *FIVE, *two, f"output={output}") == 0
     (folder,) = output.iterdir()
     return folder
 
 
 def test_the_steps_are_those_of_a_training(measured: Path, tmp_path: Path) -> None:
-    heard = train_here(configure(*TINY, *LIVELY, "partitions=1", "epochs=5", "max_steps=5", "hardware=cpu"), tmp_path)
+    heard = train_here(
+        configure(*SMALL, *LIVELY_SMALL, "partitions=1", "epochs=5", "max_steps=5", "hardware=cpu"), tmp_path
+    )
     events = EventAccumulator(str(measured))
     events.Reload()
     found = [event.value for event in events.Scalars("train/loss")]
@@ -53,13 +55,13 @@ def test_the_steps_are_those_of_a_training(measured: Path, tmp_path: Path) -> No
 
 def test_what_a_measurement_leaves(measured: Path) -> None:
     result = read_result(measured)
-    assert "_bench_amoebanet_synthetic_images_K2_M3" in measured.name
+    assert "_bench_custom_synthetic_images_K2_M3" in measured.name
     assert (result["command"], result["status"], result["steps"]) == ("bench", "completed", 5)
     assert (result["warm_up_steps"], result["speed_steps"]) == (2, 3)
     assert not (measured / "checkpoints").exists()
     assert {path.name for path in measured.iterdir()} >= {"config.yaml", "pipeline.html", "timeline.png", "log.txt"}
     (start,) = result["starts"]
-    assert start["command"].startswith("gpipe bench model.normal_cells=3 ")
+    assert start["command"].startswith("gpipe bench dataset=synthetic_images ")
     assert start["code"] == {"gpipe": commit_of(Path(bench.__file__))}
     assert (measured / "log.txt").read_text().count(" speed ") == 1
     first, third = result["samples_per_second_quartiles"]
@@ -211,7 +213,7 @@ def test_ends_of_a_cell() -> None:
 
 def test_the_peak_is_that_of_what_it_ran_on() -> None:
     """A plan may name any machine; this one is a CPU."""
-    config = configure(*TINY, "hardware=tpu_v3", "partitions=1")
+    config = configure(*SMALL, "hardware=tpu_v3", "partitions=1")
     profile = profile_model(config)
     flops = step_flops(config, profile, spec_of(config), predicted_costs(config, profile, layout_of(config)))
     assert flops.peak_per_second is None

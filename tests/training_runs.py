@@ -40,8 +40,8 @@ TINY = [
     "dataset.num_classes=4", "dataset.train_samples=22", "dataset.test_samples=10", "logger=[]", "batch_size=8",
     "micro_batches=3", "data_workers=0", "threads=1", "device=cpu",
 ]  # fmt: skip
-# The same with eight layers of a user's own, with batch norm and dropout, for all that is not about AmoebaNet: its shapes
-# are traced in a tenth of the time, and its steps take a sixth.
+# The same with eight layers of a user's own, which have batch norm and dropout, for all that is not about AmoebaNet:
+# shapes are traced in a tenth of the time, and steps take a sixth.
 SMALL = [*TINY[2:], "model=custom", "model.target=custom_models:small", "check_layers=false"]
 # everything that has a state or draws random numbers
 LIVELY_SMALL = [

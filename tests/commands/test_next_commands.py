@@ -5,7 +5,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from training_runs import TINY, command, configure
+from training_runs import SMALL, command, configure
 
 from gpipe_cli.commands.next_commands import next_commands
 
@@ -47,7 +47,7 @@ def test_what_cannot_be_is_not_proposed() -> None:
 def test_the_commands_that_a_training_ends_with_work(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """In a folder whose name a shell would take for three words."""
     folder = tmp_path / "it's a run"
-    short = [*TINY, "micro_batches=1", "partitions=2", "executor=in_process", "max_steps=1", "hardware=cpu"]
+    short = [*SMALL, "micro_batches=1", "partitions=2", "executor=in_process", "max_steps=1", "hardware=cpu"]
     arguments = [one for one in short if one != "micro_batches=3"]
     assert command("train", *arguments, f"run_folder='{folder}'".replace("it's", "it\\'s")) == 0
     lines = capfd.readouterr().out.splitlines()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from reporting_runs import events, page_data
-from training_runs import TINY, configure, train_here
+from training_runs import SMALL, configure, train_here
 
 from gpipe_cli.commands.prepare import prepare
 from gpipe_cli.commands.run_report import RunReport
@@ -15,7 +15,7 @@ from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.training.events import StepDone
 
 # five steps an epoch, the last one of 6 samples; in all three epochs but for the last two steps
-SETTINGS = (*TINY, "dataset.train_samples=38", "epochs=3", "max_steps=13", "executor=in_process", "partitions=2",
+SETTINGS = (*SMALL, "dataset.train_samples=38", "epochs=3", "max_steps=13", "executor=in_process", "partitions=2",
             "hardware=v100", "logger=[tensorboard]", "ema_decay=0")  # fmt: skip
 
 

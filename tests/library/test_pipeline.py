@@ -41,74 +41,63 @@ def test_partitions_do_not_matter(settings: dict[str, Any]) -> None:
     assert_same_tensors(train(**settings), whole(settings["schedule"]))
 
 
-def started(folder: Path, *program: str) -> subprocess.CompletedProcess[str]:
-    """The result of a program that torchrun starts twice."""
+LINKED = {"schedule": "1f1b", "linked": True, "recompute": "always"}
+CASES: list[dict[str, Any]] = [
+    {"partitions": 2},
+    {"partitions": 4, "schedule": "interleaved", "recompute": "always", "ends_only": True},
+    {"partitions": 4, "schedule": "zero_bubble", "balance": [1, 2, 2, 1]},
+    {"partitions": 4, "schedule": "zbv"},
+    {"partitions": 2, "schedule": "1f1b", "recompute": "never", "lengths": [5, 9, 3]},
+    *({"partitions": k, **LINKED} for k in (2, 4)),
+]
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """All that is run under torchrun, in one start, of two processes: their folder, and how they ended."""
+    folder = tmp_path_factory.mktemp("started")
     paths = os.pathsep.join([str(Path(library_runs.__file__).parent), str(Path(gpipe_cli.__file__).parents[1])])
-    command = [*TORCHRUN, "--nproc-per-node=2", *program]
+    command = [*TORCHRUN, "--nproc-per-node=2", library_runs.__file__, str(folder), json.dumps(CASES)]
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
+    return folder, subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False
     )
 
 
-def test_processes_do_not_matter(tmp_path: Path) -> None:
+def test_processes_do_not_matter(started: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     """Two processes with one stage each, or two, chosen or given: each has the gradients of its own layers, and all
-    else. Sentences may be longer from one mini-batch to the next."""
-    cases: list[dict[str, Any]] = [
-        {"partitions": 2},
-        {"partitions": 4, "schedule": "interleaved", "recompute": "always", "ends_only": True},
-        {"partitions": 4, "schedule": "zero_bubble", "balance": [1, 2, 2, 1]},
-        {"partitions": 4, "schedule": "zbv"},
-        {"partitions": 2, "schedule": "1f1b", "recompute": "never", "lengths": [5, 9, 3]},
-    ]
-    done = started(tmp_path, library_runs.__file__, str(tmp_path), json.dumps(cases))
-    assert done.returncode == 0, done.stderr
-    of_first, of_last = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
-    for case, first, last in zip(cases, of_first, of_last, strict=True):
-        expected = whole(case.get("schedule", "gpipe"), tuple(case.get("lengths", (5, 5, 5))))
+    else. Sentences may be longer from one mini-batch to the next; a weight of three layers and a skip over all."""
+    folder, done = started
+    assert (folder / "1.pt").exists(), done.stderr
+    of_first, of_last = (torch.load(folder / f"{rank}.pt") for rank in range(2))
+    for case, first, last in zip(CASES, of_first, of_last, strict=True):
+        if "linked" in case:
+            expected = train(linked=True, partitions=1, schedule="1f1b", recompute="never")
+        else:
+            expected = whole(case.get("schedule", "gpipe"), tuple(case.get("lengths", (5, 5, 5))))
         shared = {name for name in expected if name.startswith(("loss", "norm", "final"))}
-        assert first.keys() & last.keys() == shared
-        assert_same_tensors(first | last, expected)
-        assert_same_tensors({name: first[name] for name in shared}, {name: last[name] for name in shared})
+        for results in (first, last):
+            assert_same_tensors({name: results[name] for name in shared}, {name: expected[name] for name in shared})
+        if "linked" not in case:
+            assert first.keys() & last.keys() == shared
+            assert_same_tensors(first | last, expected)
 
 
-def test_tied_weights_and_skips(tmp_path: Path) -> None:
-    """A weight of three layers and a skip over all: the same bits for every cut, in one process and in two."""
-    for schedule in ("gpipe", "1f1b"):
-        expected = train(linked=True, partitions=1, schedule=schedule, recompute="never")
-        seen = {name for name in expected if name.startswith(("loss", "norm", "final"))}
-        for partitions in (2, 3, 4):
-            found = train(linked=True, partitions=partitions, schedule=schedule)
-            assert_same_tensors(found, expected)
-    cases = [{"partitions": k, "schedule": "1f1b", "linked": True, "recompute": "always"} for k in (2, 4)]
-    done = started(tmp_path, library_runs.__file__, str(tmp_path), json.dumps(cases))
-    assert done.returncode == 0, done.stderr
-    for rank in range(2):
-        for found in torch.load(tmp_path / f"{rank}.pt"):
-            assert_same_tensors({name: found[name] for name in seen}, {name: expected[name] for name in seen})
-
-
-FAILING = """
-import torch
-from torch import nn
-from gpipe_cli import Pipeline
-
-def loss(outputs, targets):
-    assert targets.sum() < 100, "a wild target"
-    return nn.functional.mse_loss(outputs, targets)
-
-pipeline = Pipeline([nn.Linear(4, 4), nn.Linear(4, 4)], torch.zeros(8, 4), partitions=2, micro_batches=4)
-for value in (1.0, 1000.0):
-    pipeline.step(torch.ones(8, 4), torch.full((8, 4), value), loss)
-"""
-
-
-def test_a_process_that_fails_ends_all_and_says_what_failed(tmp_path: Path) -> None:
-    (tmp_path / "failing.py").write_text(FAILING)
-    done = started(tmp_path, "failing.py")
+def test_a_process_that_fails_ends_all_and_says_what_failed(
+    started: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    _, done = started
     assert done.returncode == 1
     assert "ActionFailedError: 1F0 failed (stage 1" in done.stderr
     assert "a wild target" in done.stderr
+
+
+def test_tied_weights_and_skips() -> None:
+    """A weight of three layers and a skip over all: the same bits for every cut."""
+    for schedule in ("gpipe", "1f1b"):
+        expected = train(linked=True, partitions=1, schedule=schedule, recompute="never")
+        for partitions in (2, 4):
+            assert_same_tensors(train(linked=True, partitions=partitions, schedule=schedule), expected)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])

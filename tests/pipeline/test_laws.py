@@ -45,7 +45,7 @@ FROZEN = {
 CASES = covering(
     executor=("in_process", "distributed"),
     partitions=(1, 2, 3, 4),
-    micro_batches=(1, 3, 4, 8),  # of 10, 7 and 3 samples: even and uneven, and more than there are samples
+    micro_batches=(1, 4, 8),  # of 10, 7 and 3 samples: even and uneven, and more than there are samples
     schedule=SCHEDULES,
     stages_per_process=(1, 2),
     recompute=RECOMPUTE,
@@ -112,9 +112,9 @@ def test_tied_weights_and_skips_do_not_depend_on_the_cut(settings: dict[str, Any
 
 
 def test_no_cut_of_a_model_with_skips_matters() -> None:
-    """Every cut of its 21 layers in two, and 30 cuts in three and four."""
+    """Every cut of its 21 layers in two, and 12 cuts in three and four."""
     chance, every = random.Random(0), cycle(product(SCHEDULES, RECOMPUTE))
-    some = [tuple(sorted(chance.sample(range(1, 21), pieces - 1))) for pieces in [3, 4] * 15]
+    some = [tuple(sorted(chance.sample(range(1, 21), pieces - 1))) for pieces in [3, 4] * 6]
     for cuts in [*combinations(range(1, 21), 1), *some]:
         balance = tuple(b - a for a, b in pairwise((0, *cuts, 21)))
         schedule, recompute = next(every)
@@ -155,10 +155,11 @@ def test_gradients_of_tied_weights_are_those_of_plain_pytorch(partitions: int) -
 
 @pytest.mark.parametrize("frozen", FROZEN)
 def test_no_cut_matters(frozen: str) -> None:
-    """Every cut of the six layers in two and in three, also where a whole stage has nothing to train; and what is
-    frozen ends as it began, buffers too."""
-    every = cycle(product(SCHEDULES, RECOMPUTE))
-    for cuts in [*combinations(range(1, 6), 1), *combinations(range(1, 6), 2), (1, 2, 4)]:
+    """Every cut of the six layers in two and in three, also where a whole stage has nothing to train (where other
+    layers are frozen, one cut in four); and what is frozen ends as it began, buffers too."""
+    every, cuts_of_all = cycle(product(SCHEDULES, RECOMPUTE)), [(1, 2, 4)]
+    cuts_of_all += [*combinations(range(1, 6), 1), *combinations(range(1, 6), 2)]
+    for cuts in cuts_of_all if frozen == "both" else cuts_of_all[::4]:
         balance = tuple(b - a for a, b in pairwise((0, *cuts, 6)))
         schedule, recompute = next(every)
         ways = {"schedule": schedule, "recompute": recompute, "stages_per_process": 2}

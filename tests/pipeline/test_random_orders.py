@@ -1,4 +1,4 @@
-"""Whatever is legal runs, and gives the same bits: 300 random orders on random placements, of up to 8 stages on up to 4
+"""Whatever is legal runs, and gives the same bits: 100 random orders on random placements, of up to 8 stages on up to 4
 devices. That none deadlocks over links is shown by runtime/test_deadlocks.py."""
 
 import random
@@ -24,7 +24,7 @@ from gpipe_cli.pipeline.schedule.dependencies import ScheduleError, check, linea
 from gpipe_cli.pipeline.schedule.schedule import Action, Kind, Schedule
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost, StageCost, simulate
 
-ORDERS = list(random_orders(300, seed=0))
+ORDERS = list(random_orders(100, seed=0))
 LAYERS, WIDTH, SAMPLES = 8, 4, 3  # samples of a micro-batch
 
 
@@ -80,12 +80,12 @@ def test_the_orders_are_of_all_kinds() -> None:
     devices = Counter(1 + max(one.device_of_stage) for one in ORDERS)
     assert {*devices} == {1, 2, 3, 4}
     assert {len(one.device_of_stage) for one in ORDERS} == {*range(1, 9)}
-    assert len({one.device_of_stage for one in ORDERS}) > 150
+    assert len({one.device_of_stage for one in ORDERS}) > 50
     per_stage = sum(len(one.schedule) > 1 + max(one.device_of_stage) for one in ORDERS)
-    assert 50 < per_stage < 250
-    assert 50 < sum(bool(one.schedule.split) for one in ORDERS) < 250
+    assert 15 < per_stage < 85
+    assert 15 < sum(bool(one.schedule.split) for one in ORDERS) < 85
     neighbours_together = sum(any(a == b for a, b in pairwise(one.device_of_stage)) for one in ORDERS)
-    assert neighbours_together > 100
+    assert neighbours_together > 30
 
 
 @pytest.mark.parametrize("part", range(3))
@@ -93,7 +93,7 @@ def test_check_simulator_and_executor_agree(part: int) -> None:
     """What passes the check is simulated to its end and performed, each action once and on each device in the same
     order, with the bits of one partition."""
     chance = random.Random(part)
-    for one in ORDERS[part:100:3]:
+    for one in ORDERS[part::3]:
         schedule, device_of_stage = one.schedule, one.device_of_stage
         check(schedule)
         order = linearize(schedule, device_of_stage)
@@ -157,8 +157,8 @@ def test_what_cannot_end_is_refused() -> None:
         for attempt in (check, linearize, lambda schedule: simulate(schedule, stages)):  # noqa: B023
             with pytest.raises(ScheduleError, match="deadlock"):
                 attempt(schedule)
-    assert min(found.values()) > 50
-    for one in ORDERS[:100]:  # an action before one that it needs on its own stage, or with the order of an edge broken
+    assert min(found.values()) > 15
+    for one in ORDERS:  # an action before one that it needs on its own stage, or with the order of an edge broken
         rows = [list(row) for row in one.schedule]
         row = chance.choice([row for row in rows if row])
         stage = chance.choice(row).stage

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 from training_runs import (
+    SMALL,
     TINY,
     children,
     command,
@@ -29,7 +30,7 @@ from gpipe_cli.results.files import RESULT, read_result
 from gpipe_cli.training.milestones import DivergedError, starting_point
 
 BOUND = 20  # seconds; it takes 2 to 3, the rest is for a machine that does other things too
-ENDLESS = [*TINY, "epochs=10000", "partitions=2", "executor=distributed", "checkpoint.every_steps=1", "hardware=cpu"]
+ENDLESS = [*SMALL, "epochs=10000", "partitions=2", "executor=distributed", "checkpoint.every_steps=1", "hardware=cpu"]
 
 # what stage 1 was doing, at whatever moment of a run that writes a checkpoint after every step
 DOING = r"(in 1[FRB]\d \(input (\(\d+, \d+, \d+, \d+\)(, )?)+\)|waiting for a checkpoint to be written)"
@@ -42,7 +43,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /
     ("of_loader", "number", "settings", "cause"),
     [
         # its neighbour waits for it, and was once said to be lost; itself it outlived the run
-        (False, signal.SIGSTOP, ["timeout_seconds=2"],
+        (False, signal.SIGSTOP, ["timeout_seconds=2", "partition.balance=[3,5]"],
          rf"stage 1 has been silent for [2-9] s {DOING}, longer than timeout_seconds=2;"),
         # it held up a run of one partition for ever, and survived others
         (True, signal.SIGSTOP, ["timeout_seconds=2", "partitions=1", "data_workers=1"],
@@ -160,7 +161,7 @@ def test_what_one_worker_of_two_refuses_is_one_line(tmp_path: Path, capsys: pyte
 
 
 def test_a_finished_run_is_not_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    settings = [*TINY[2:], "model=custom", "model.target=custom_models:small"]
+    settings = SMALL
     train_here(configure(*settings, "partitions=1", "executor=in_process", "epochs=1"), tmp_path / "done")
     assert command("train", "resume=done", "partitions=2") == 2
     refused_in_one_line(capsys, tmp_path, "resume=done: that run has done 3 steps, and epochs allows 3;")
@@ -172,7 +173,7 @@ def test_a_finished_run_is_not_resumed(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_a_run_that_diverges_says_so(tmp_path: Path) -> None:
-    settings = [*TINY, "partitions=2", "executor=in_process", "learning_rate.per_sample=1e30"]
+    settings = [*SMALL, "partitions=2", "executor=in_process", "learning_rate.per_sample=1e30"]
     line = r"step 2 .* it has diverged at learning rate .* use a smaller learning_rate.per_sample"
     with pytest.raises(DivergedError, match=line):
         train_here(configure(*settings, "checkpoint.every_steps=2"), tmp_path)

@@ -24,20 +24,31 @@ from gpipe_cli.training.engine import Engine
 from gpipe_cli.training.events import StepDone, TrainingReady
 from gpipe_cli.training.fine_tuning import find_weights, fine_tune
 
-DIGITS = [
-    "model.normal_cells=3", "model.filters=4", "model.drop_path=0.3", "dataset.image_size=16", "batch_size=8",
-    "micro_batches=3", "data_workers=0", "threads=1", "device=cpu", "ema_decay=0.9", "gradient_clipping=0.5",
-    "max_steps=3", "learning_rate.warmup_epochs=0",
+COMMON = [
+    "dataset.image_size=16", "batch_size=8", "micro_batches=3", "data_workers=0", "threads=1", "device=cpu",
+    "ema_decay=0.9", "gradient_clipping=0.5", "max_steps=3", "learning_rate.warmup_epochs=0",
 ]  # fmt: skip
-FIRST, SECOND = "dataset.classes=[0,1,2,3,4]", "dataset.classes=[5,6,7,8,9]"
+DIGITS = [*COMMON, "model=custom", "model.target=custom_models:small"]  # the last of its eight layers is the classifier
+FIRST, SECOND = "dataset.classes=[0,1,2,3]", "dataset.classes=[4,5,6,7]"
+# in mini-batches of 7 no micro-batch has a single sample, which the batch norm of its second classifier would refuse
+CELLS = [*COMMON, "model.normal_cells=3", "model.filters=4", "max_steps=1"]
+AUXILIARY = [*CELLS, "dataset.image_size=24", "batch_size=7", "model.auxiliary_head=true"]
 HERE = "executor=in_process"
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three steps on the digits 0 to 4, in two partitions."""
+    """Three steps on the digits 0 to 3, in two partitions."""
     folder = tmp_path_factory.mktemp("source")
     train_here(configure(*DIGITS, FIRST, HERE, "partitions=2"), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def auxiliary(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A step of AmoebaNet with two classifiers."""
+    folder = tmp_path_factory.mktemp("auxiliary")
+    train_here(configure(*AUXILIARY, FIRST, HERE), folder)
     return folder
 
 
@@ -67,17 +78,17 @@ def test_all_but_the_classifier_is_taken(source: Path) -> None:
     averages = {name for name in theirs if name.startswith("ema/")}
     for name in (name for name in state if name.startswith("model/")):
         average = name.replace("model/", "ema/", 1)
-        expected = fresh[name] if "/classifier." in name else theirs[average if average in averages else name]
+        expected = fresh[name] if name.startswith("model/7.") else theirs[average if average in averages else name]
         assert torch.equal(state[name], expected), name
         if average in averages:
             assert torch.equal(state[average], state[name]), average
-    assert not torch.equal(state["model/stem.0.weight"], fresh["model/stem.0.weight"])
-    assert state["model/stem.1.num_batches_tracked"] == 3
+    assert not torch.equal(state["model/0.weight"], fresh["model/0.weight"])
+    assert state["model/2.num_batches_tracked"] == 3
     assert not any(name.startswith("optimizer/") for name in state)
     assert {average.updates for average in engine.averages.values()} == {0}
     assert notes == {
-        "taken": f"6 layers from {source} (best, step 3, averaged weights)",
-        "new": "1 layer: classifier",
+        "taken": f"7 layers from {source} (best, step 3, averaged weights)",
+        "new": "1 layer: 7",
     }
     assert nothing == {}
 
@@ -86,54 +97,52 @@ def test_all_but_the_classifier_is_taken(source: Path) -> None:
     ("settings", "kept"),
     [
         (FIRST, True),
-        ("dataset.classes=[0,1,2,4,3]", False),
+        ("dataset.classes=[0,1,3,2]", False),
         (f"{FIRST} init_head=new", False),
         (f"{SECOND} init_head=keep", True),
     ],
 )
 def test_the_classifier_is_kept_where_the_classes_are_the_same(settings: str, kept: bool, source: Path) -> None:
     _, state, notes = begun(*DIGITS, *settings.split(), f"init_from={source}", "seed=3")
-    theirs = final_tensors(source)["ema/classifier.logits.weight"]
-    assert torch.equal(state["model/classifier.logits.weight"], theirs) == kept
-    assert notes["new"] == ("nothing, the classifier is that run's" if kept else "1 layer: classifier")
+    theirs = final_tensors(source)["ema/7.weight"]
+    assert torch.equal(state["model/7.weight"], theirs) == kept
+    assert notes["new"] == ("nothing, the classifier is that run's" if kept else "1 layer: 7")
 
 
-def test_what_is_refused_is_said_in_one_line(source: Path, tmp_path: Path) -> None:
-    given = [*DIGITS, SECOND, f"init_from={source}"]
-    other = "step_00000003 is of another model"
+def test_what_is_refused_is_said_in_one_line(source: Path, auxiliary: Path, tmp_path: Path) -> None:
+    given = [*AUXILIARY, SECOND, f"init_from={auxiliary}"]
+    other = "step_00000001 is of another model"
     assert refused(configure(*given, "model.normal_cells=6")) == (
-        f"init_from={source}: {other} (only here: cell_03, cell_04, cell_05; only there: none); "
+        f"init_from={auxiliary}: {other} (only here: cell_03, cell_04, cell_05; only there: none); "
         "use model.normal_cells=3, as there"
     )
-    line = refused(configure("model=resnet", "model.depth=18", f"init_from={source}"))
-    assert f"{other} (only here: layer1_0, layer1_1, layer2_0, layer2_1 ...; only there: cell_00, " in line
+    line = refused(configure("model=resnet", "model.depth=18", f"init_from={auxiliary}"))
+    assert f"{other} (only here: layer1_0, layer1_1, layer2_0, layer2_1 ...; only there: auxiliary_head, " in line
     assert line.endswith("; use model=amoebanet, as there")
     line = refused(configure(*given, "model.filters=8"))
     assert line.endswith("; use model.filters=4, as there")
-    line = refused(configure(*given[:-2], "dataset.classes=[1,2,3]", given[-1], "init_head=keep"))
-    assert line == (
-        f"init_head=keep: classifier.logits.bias has shape (5,) in {source} and (3,) here; "
-        "use init_head=new, or the same classes"
-    )
+    kept = ["init_head=keep", f"init_from={auxiliary}"]
+    line = refused(configure(*AUXILIARY, "dataset.classes=[1,2,3]", *kept))
+    assert line.startswith("init_head=keep: ")
+    assert line.endswith(f"has shape (4,) in {auxiliary} and (3,) here; use init_head=new, or the same classes")
     (tmp_path / "config.yaml").write_text((source / "config.yaml").read_text())
     line = refused(configure(*DIGITS, SECOND, f"init_from={tmp_path}"))
     assert line.startswith(f"init_from={tmp_path}: the run has written no checkpoint")
 
 
-def test_a_second_classifier_may_be_on_one_side_only(source: Path, tmp_path: Path) -> None:
+def test_a_second_classifier_may_be_on_one_side_only(auxiliary: Path, tmp_path: Path) -> None:
     """AmoebaNet's auxiliary head: its logits are a classifier, what is below them is not."""
-    # in mini-batches of 7 no micro-batch has a single sample, which its batch norm would refuse
-    auxiliary = [*DIGITS, "dataset.image_size=24", "batch_size=7", "model.auxiliary_head=true", "max_steps=1"]
-    train_here(configure(*auxiliary, FIRST, HERE), tmp_path)
-    _, state, notes = begun(*auxiliary, SECOND, f"init_from={tmp_path}")
-    theirs = final_tensors(tmp_path)
+    _, state, notes = begun(*AUXILIARY, SECOND, f"init_from={auxiliary}")
+    theirs = final_tensors(auxiliary)
     assert torch.equal(state["model/auxiliary_head.features.1.weight"], theirs["ema/auxiliary_head.features.1.weight"])
     assert not torch.equal(state["model/auxiliary_head.logits.weight"], theirs["ema/auxiliary_head.logits.weight"])
     assert notes["taken"].startswith("6 layers and part of auxiliary_head from ")
     assert notes["new"] == "1 layer: classifier; auxiliary_head.logits"
-    _, _, notes = begun(*DIGITS, SECOND, "dataset.image_size=24", f"init_from={tmp_path}")
+    single = [*CELLS, "dataset.image_size=24"]
+    _, _, notes = begun(*single, SECOND, f"init_from={auxiliary}")
     assert notes["new"] == "1 layer: classifier"
-    _, _, notes = begun(*auxiliary, FIRST, f"init_from={source}")
+    train_here(configure(*single, FIRST, HERE), tmp_path)
+    _, _, notes = begun(*AUXILIARY, FIRST, f"init_from={tmp_path}")
     assert notes["new"] == "1 layer: auxiliary_head"
 
 
@@ -195,11 +204,11 @@ def test_patterns_name_layers_modules_and_parameters() -> None:
 def test_the_laws_hold_for_fine_tuning(source: Path, tmp_path: Path) -> None:
     """K does not matter, nor an interruption with another K, in this process or in several; and what is frozen stays,
     averages and statistics too: the first of three stages has nothing to train, the others do in part."""
-    freeze = "freeze=[stem,cell_00,reduction_0,'cell_0*.1.*','*.bias']"
+    freeze = "freeze=['0','1','[27].bias']"
     settings = [*DIGITS, SECOND, f"init_from={source}", freeze, "max_steps=4"]
     heard = train_here(configure(*settings, HERE, "partitions=1"), tmp_path / "whole")
     whole = final_tensors(tmp_path / "whole")
-    run = [*settings, "executor=distributed", "recompute=always", "partitions=3", "partition.balance=[2,2,3]"]
+    run = [*settings, "executor=distributed", "recompute=always", "partitions=3", "partition.balance=[2,2,4]"]
     run.append("stages_per_process=2")
     assert command("train", *run, "max_steps=2", f"run_folder={tmp_path / 'a'}") == 0
     train_here(configure(*settings, HERE, "partitions=2", f"resume={tmp_path / 'a'}"), tmp_path / "b")
@@ -212,7 +221,7 @@ def test_the_laws_hold_for_fine_tuning(source: Path, tmp_path: Path) -> None:
     moved = [name for name in before if not torch.equal(before[name], whole[name])]
     still = [name for name in moved if (path := name.partition("/")[2]).startswith(inside) or path in found.parameters]
     assert not still, still[:5]
-    assert any(name.startswith("model/classifier.") for name in moved)
+    assert any(name.startswith("model/7.") for name in moved)
     assert before.keys() == {name for name in whole if not name.startswith("optimizer/")}, "all tensors are there"
     assert not any(name.startswith(tuple(f"optimizer/{module}" for module in inside)) for name in whole)
     assert any(step.gradient_norm > 0.5 for step in of_type(heard, StepDone)), "clipping never acted"
@@ -238,16 +247,16 @@ def test_a_run_remembers_no_more_than_where_it_came_from(
     settings = [*DIGITS, SECOND, HERE, f"init_from={source}", "freeze=[taken]", "partitions=2", "max_steps=1"]
     assert command("train", *settings, f"run_folder={run}") == 0
     said = capsys.readouterr().out
-    assert f"\ntaken        6 layers from {source} (best, step 3, averaged weights)\n" in said
-    assert "\nnew          1 layer: classifier\n" in said
+    assert f"\ntaken        7 layers from {source} (best, step 3, averaged weights)\n" in said
+    assert "\nnew          1 layer: 7\n" in said
     assert "; stage 0 has nothing to train\n" in said
     text = (run / "config.yaml").read_text()
     (run / "config.yaml").write_text(text.replace(str(source), str(tmp_path / "gone")))
     assert command("evaluate", f"run={run}", "partitions=2") == 0
-    changes = ["freeze=[classifier.logits.bias]", "max_steps=2", f"run_folder={tmp_path / 'on'}"]
+    changes = ["freeze=[7.bias]", "max_steps=2", f"run_folder={tmp_path / 'on'}"]
     assert command("train", f"resume={run}", *changes) == 0
     first, second = final_tensors(run), final_tensors(tmp_path / "on")
-    for name, thawed in (("stem.0.weight", True), ("classifier.logits.bias", False)):
+    for name, thawed in (("0.weight", True), ("7.bias", False)):
         assert any(one.startswith(f"optimizer/{name}") for one in first) != thawed
         assert any(one.startswith(f"optimizer/{name}") for one in second) == thawed
         assert torch.equal(first[f"model/{name}"], second[f"model/{name}"]) != thawed

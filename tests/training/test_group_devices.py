@@ -17,7 +17,7 @@ import torch.distributed as dist
 from forged_gpu import Event, Watched, forge
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from training_runs import TINY, configure, spec_of
+from training_runs import SMALL, configure, spec_of
 
 from gpipe_cli.assembly.build import open_data
 from gpipe_cli.distributed import process_groups
@@ -103,7 +103,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Noted]:
 
 def step(noted: Noted, monkeypatch: pytest.MonkeyPatch, process: int, settings: Sequence[str]) -> None:
     """A step of one process of a run."""
-    on_gpus = [*(one for one in TINY if not one.startswith("device=")), "device=cuda", "hardware=cpu"]
+    on_gpus = [*(one for one in SMALL if not one.startswith("device=")), "device=cuda", "hardware=cpu"]
     config = configure(*on_gpus, *settings)
     spec = spec_of(config)
     layout = spec.layout

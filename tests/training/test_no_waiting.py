@@ -15,7 +15,7 @@ import torch
 from forged_gpu import Event, Watched, forge
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from training_runs import LIVELY, TINY, configure, spec_of
+from training_runs import LIVELY, SMALL, TINY, configure, spec_of
 
 from gpipe_cli.assembly.build import build_model, open_data
 from gpipe_cli.assembly.optimizer import build_optimizer, set_learning_rate
@@ -80,7 +80,7 @@ def test_a_step_waits_for_nothing_of_its_own(settings: list[str]) -> None:
 @pytest.mark.usefixtures("gpu")
 def test_an_evaluation_waits_at_its_end_only() -> None:
     """The host waited for the sums of each mini-batch before it launched the next one."""
-    config = configure(*TINY, "micro_batches=1", "partitions=2", "executor=in_process")
+    config = configure(*SMALL, "micro_batches=1", "partitions=2", "executor=in_process")
     spec = spec_of(config).on(((GPU, GPU),))
     _, split = open_data(config)
     inputs, targets = split.inputs(0, list(range(8)), ()), split.targets_of(0, torch.arange(8), ())
@@ -141,7 +141,7 @@ def test_loaders_do_not_touch_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     monkeypatch.setattr(torch._C, "_cuda_getDeviceCount", lambda: asked.append("count") or 1, raising=False)
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: asked.append("open"))
-    config = configure(*TINY, "data_workers=1")
+    config = configure(*SMALL, "data_workers=1")
     spec = spec_of(config).on(((GPU, GPU),))
     data = data_feed.Data(config, spec, 0, starting_point(config, None), None)
     assert len(multiprocessing.active_children()) == 2

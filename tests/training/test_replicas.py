@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from training_runs import LIVELY, TINY, assert_same_tensors, command, configure, final_tensors, train_here
+from training_runs import LIVELY_SMALL, SMALL, assert_same_tensors, command, configure, final_tensors, train_here
 
 from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.data.batches import Catalogue, MiniBatches
@@ -14,8 +14,8 @@ from gpipe_cli.training.checkpoint.files import read_index, read_tensors
 
 # mini-batches of 8, 8 and 6 samples in pieces of 2, 2 | 2, 2 and 2, 2 | 1, 1
 SETTINGS = [
-    *TINY,
-    *LIVELY,
+    *SMALL,
+    *LIVELY_SMALL,
     "micro_batches=2",
     "replicas=2",
     "epochs=2",
@@ -54,7 +54,7 @@ def test_replicas_without_samples(tmp_path: Path) -> None:
     training and in a test, and the hypotheses that still grow in a decoding. The
     replicas without samples performed an empty schedule, which did not know its number of stages, and the run was lost
     after its first epoch."""
-    images = [*TINY, "dataset.drop_last=true", "dataset.test_samples=9", "batch_size=8"]  # tests: 8, then 1 sample
+    images = [*SMALL, "dataset.drop_last=true", "dataset.test_samples=9", "batch_size=8"]  # tests: 8, then 1 sample
     sentences = [("aba ba", "ba"), ("ab", "ab ba"), ("b", "a"), ("ba ba ab", "ab"), ("a", "b b")]
     for name in ("train", "test"):
         lines = [f"{source}\t{target}\tde-en" for source, target in sentences]

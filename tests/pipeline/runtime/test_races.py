@@ -165,40 +165,28 @@ def in_replicas(world: World, case: Case, size: int) -> None:
 
 
 PAIRS = Case(partitions=4, micro_batches=4, stages_per_process=2, samples=(7, 10))
-CASES = [
-    Case(samples=(7, 10), **row)
-    for row in covering(
-        schedule=[*SCHEDULES], recompute=[*RECOMPUTE], partitions=[2, 3, 4], micro_batches=[1, 3, 4],
-        stages_per_process=[1, 2],
-    )
-]  # fmt: skip
+CASES = covering(
+    schedule=[*SCHEDULES], recompute=[*RECOMPUTE], partitions=[2, 3, 4], micro_batches=[1, 3, 4],
+    stages_per_process=[1, 2], run=[in_one_process, in_processes],
+)  # fmt: skip
 
 
-def name_of(case: Case) -> str:
-    return f"{case.schedule} {case.recompute} K={case.partitions}"
-
-
-@pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_steps_between_devices_have_no_races(case: Case, world: World) -> None:
-    """Layers hand on their input, and one tensor twice."""
-    in_one_process(world, case)
+@pytest.mark.parametrize("row", CASES, ids=lambda row: f"{row['run'].__name__} {row['schedule']} {row['recompute']}")
+def test_steps_have_no_races(row: dict[str, Any], world: World) -> None:
+    """Between devices, and between processes, whose buffers grow and are used by several micro-batches. Layers hand on
+    their input, and one tensor twice."""
+    run, case = row["run"], Case(samples=(7, 10), **{name: row[name] for name in row if name != "run"})
+    run(world, case)
     assert world.races == []
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.processes > 1], ids=name_of)
-def test_steps_between_processes_have_no_races(case: Case, world: World) -> None:
-    """Buffers grow, and are used by several micro-batches."""
-    in_processes(world, case)
-    assert world.races == []
-
-
-@pytest.mark.parametrize("schedule", [*SCHEDULES])
-@pytest.mark.parametrize("each", [1, 2])
-def test_skips_have_no_races(schedule: str, each: int, world: World) -> None:
-    """Skips of images and of a tensor that goes on as well, between devices and between processes."""
-    case = Case(model="skipping", schedule=schedule, partitions=4, recompute="except_last", stages_per_process=each)
-    in_one_process(world, case)
-    in_processes(world, case)
+@pytest.mark.parametrize("number", range(len(SCHEDULES)))
+def test_skips_have_no_races(number: int, world: World) -> None:
+    """Skips of images and of a tensor that goes on as well, between devices and between processes, each of which has
+    one stage or two."""
+    settings = {"model": "skipping", "schedule": [*SCHEDULES][number], "recompute": "except_last"}
+    for run, each in ((in_one_process, 1 + number % 2), (in_processes, 2 - number % 2)):
+        run(world, Case(**settings, partitions=4, stages_per_process=each))
     assert world.races == []
 
 
