@@ -9,7 +9,6 @@ from typing import IO, Any
 
 from gpipe_cli.commands.outcome import run_command
 from gpipe_cli.commands.recipe_run import simulating_recipe
-from gpipe_cli.reporting.plots.timeline_values import SHARES
 from gpipe_cli.reporting.tables.table import Table
 from gpipe_cli.reproduction.runner import CommandFailedError, Runner, Scale
 
@@ -54,18 +53,6 @@ def answering(
 
     every = (*settings, *given)
     return Runner("nothing", folder, every, perform, simulate, lambda line: None, scale, given)
-
-
-def shares_of_a_step(command: str, settings: Mapping[str, str], folder: Path) -> tuple[str, dict[str, Any]]:
-    """An answer to the recipe `breakdown`."""
-    if command == "plan":
-        assert settings["cost"] == "measured"
-        simulated = {**dict.fromkeys(SHARES, 0.0), "compute": 0.75, "recompute": 0.25}
-        view = {"stages": [{}, {}], "micro_batches": 16, "model_name": "Some model", "breakdown": simulated}
-        return "plan.json", {**view, "bubble": 0.05, "hardware": {"source": "layers measured on this machine"}}
-    measured = {**dict.fromkeys(SHARES, 0.01), "compute": 0.7, "recompute": 0.21, "transfer": 0.05}
-    row = {"breakdown": measured, "bubble": 0.07, "ideal_bubble": 1 / 17, "kind": "measured_one_device", "reason": None}
-    return "bench.json", {"rows": [row]}
 
 
 def column(table: Table, heading: str, origin: str = "") -> list[str]:

@@ -58,10 +58,3 @@ def test_the_full_model_has_the_paper_s_size(name: str) -> None:
     config, _ = configure(name, *size.settings)
     counted = sum(parameter.numel() for parameter in build_model(config).parameters())
     assert counted == pytest.approx(size.parameters, rel=0.03)
-
-
-def test_fine_tuning_is_of_the_model_that_learned_imagenet() -> None:
-    ours, _ = configure("imagenet_amoebanet_b")
-    for name in names():
-        if name.startswith("transfer_"):
-            assert configure(name)[0].model == ours.model

@@ -51,6 +51,7 @@ def test_without_a_name_the_recipes_are_listed_in_the_order_of_the_paper(capsys:
         ("breakdown dry_run=true", "dry_run=true: a recipe is run; use gpipe train -cd recipes -cn NAME dry_run=true"),
         ("breakdown seed=1,2", "seed=1,2: all commands share one value; run the recipe once for each"),
         ("seed=1", "seed=1: of which recipe?"),
+        ("imagenet_amoebanet_b scale=paper output=out", "give dataset.root=FOLDER"),
         # refused by the command that the recipe runs, a process
         ("breakdown scale=desk filters=8", "filters=8: there is no such setting; did you mean model.filters?"),
         ("breakdown batch_size=8", "or batch_size=16 or more (a setting of this recipe)"),

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-from gpipe_cli.reporting.reproduced.chart import charts
 from gpipe_cli.reporting.reproduced.page import REPORT, write_report
 from gpipe_cli.reporting.reproduced.verdict import Verdict, verdict
 from gpipe_cli.reporting.tables.recipe import (
@@ -71,17 +70,6 @@ def test_the_number_that_stands_for_a_claim_is_the_largest_model_or_the_first_qu
     assert verdict(SIZES) == Verdict("parameters, Pipeline-8", "1.80 B", "1.84 B", "planned", "+2.4 %")
     assert verdict(SCORES) == Verdict("top-1", "84.4 %", "100.00 %", "measured", "-")
     assert verdict(Table.of_rows("", [Column("K"), Column("speed", "measured")], [("2", "1.00")])) is None
-
-
-def test_plots_are_of_the_numbers_in_the_table() -> None:
-    one, four = charts(SPEEDS)
-    assert (one.title, one.places, one.unit) == ("M = 1", ["2", "4"], "K")
-    assert [(line.name, line.values) for line in four.lines] == [
-        ("paper", [1.07, 1.26]), ("here, measured", [1.45, None]), ("full size, simulated", [1.35, None]),
-    ], "N is no speed"  # fmt: skip
-    (sizes,) = charts(SIZES)
-    assert [line.values for line in sizes.lines] == [[82e6, 1.8e9], [81.1e6, 1.84e9]]
-    assert not list(charts(SCORES))  # percent and a loss on one axis say nothing
 
 
 def test_the_page_loads_nothing_and_has_a_picture_of_each_table_with_a_number_of_the_paper(tmp_path: Path) -> None:

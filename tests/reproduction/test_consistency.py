@@ -7,7 +7,6 @@ import pytest
 import torch
 from recipe_runs import TINY, column, real_runner
 
-from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.compare.run_record import read_run
 from gpipe_cli.reproduction.consistency import DIGITS, Consistency, Trained, digest, notes, tensors_apart
 from gpipe_cli.reproduction.recipe import load
@@ -53,11 +52,6 @@ def test_what_differs_is_said(found: tuple[Findings, Path]) -> None:
     assert said["losses"] == "K = 3: of 2 steps, some losses differ from those with K = 1"
     assert said["weights"].startswith("K = 3: ")
     assert f"of {len(runs[0].tensors)} tensors differ" in said["weights"]
-
-
-def test_what_is_compared_cannot_be_set(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"seed=1: this recipe compares .*; leave it out"):
-        WHAT.reproduce(real_runner("consistency", tmp_path, "seed=1"))
 
 
 def test_digests_are_of_names_types_shapes_and_bits() -> None:

@@ -1,6 +1,5 @@
 """Speed over K and M: which commands, and which numbers in which column."""
 
-import os
 from collections.abc import Callable, Mapping
 from itertools import product
 from pathlib import Path
@@ -14,7 +13,7 @@ from gpipe_cli.commands.recipe_run import simulating_recipe
 from gpipe_cli.config.typed import NothingFitsError
 from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.schedule.simulator import ideal_bubble
-from gpipe_cli.reproduction import runner, throughput
+from gpipe_cli.reproduction import runner
 from gpipe_cli.reproduction.recipe import load
 from gpipe_cli.reproduction.throughput import Model, Row, Throughput
 
@@ -121,36 +120,6 @@ def test_cells_without_a_number_say_why(tmp_path: Path) -> None:
     assert ("found", "Some model: could not be measured here: K = 2, M = 4") in found.notes
 
 
-def test_slow_links_are_simulated_only_where_there_are_no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    second = Model("Other", ROWS[:1], ("hardware=p40",), settings=("model=resnet", "batch_size=8"))
-    what = Throughput((*WHAT.models, second), slow_links=True)
-    machine = Machine()
-    found = what.reproduce(answering(tmp_path, machine, "seed=1", settings=(CPU, "model.filters=16")))
-    assert all(command == "simulated" for command, _ in machine.asked)
-    assert ("measured", "nothing: slow links need 2 GPUs or more") in found.notes
-    assert not [c for table in found.tables for c in table.columns if c.origin == "measured"]
-    other = [settings for _, settings in machine.asked if settings.get("model") == "resnet"]
-    assert [s.get("batch_size") for s in other] == ["8", "8"]
-    assert all("model.filters" not in s for s in other)  # the first model's setting
-    assert {settings["seed"] for _, settings in machine.asked} == {"1"}
-    monkeypatch.setenv("NCCL_P2P_DISABLE", "0")
-    with throughput._through_host():  # in the commands only
-        assert os.environ["NCCL_P2P_DISABLE"] == "1"
-    assert os.environ["NCCL_P2P_DISABLE"] == "0"
-
-
-def test_what_the_user_may_have_resized_is_not_compared(tmp_path: Path) -> None:
-    """With `model.filters=16` a row was said to be off from the paper's model by so much."""
-    for given, compared in (((CPU, "steps=2"), True), ((CPU, "model.filters=16"), False)):
-        found = WHAT.reproduce(answering(tmp_path, Machine(), *given, scale="paper"))
-        (table,) = found.tables
-        here = column(table, "here - paper", "difference")
-        assert here == (["-0.50", "+0.10", "-", "-"] if compared else ["-"] * 4)
-        assert (set(column(table, "Lingvo's cut - paper", "difference")) != {"-"}) == compared
-        assert ("found" in dict(found.notes)) == compared
-        assert found.comparable == compared
-
-
 def test_cells_that_cannot_be_do_not_take_the_others_with_them(tmp_path: Path) -> None:
     """After two minutes of measuring, a plan refused `partitions=8`, which nobody had typed, and all was lost."""
     reason = "partitions=4: the model has only 3 layers; use partitions=3 or fewer"
@@ -170,14 +139,6 @@ def test_cells_that_cannot_be_do_not_take_the_others_with_them(tmp_path: Path) -
     with pytest.raises(InputError, match=r"^partitions=4: "):
         Throughput(WHAT.models, slow_links=True).reproduce(slow)
     assert len(slow.commands) == 1
-
-
-def test_costs_that_the_user_gives_are_for_what_is_measured(tmp_path: Path) -> None:
-    """With `cost=measured_anew` the full-size layers were timed."""
-    machine = Machine()
-    WHAT.reproduce(answering(tmp_path, machine, CPU, "cost=measured_anew", "executor=distributed"))
-    assert {s["cost"] for s in machine.settings("bench")} == {"measured_anew"}
-    assert not [s for s in machine.settings("simulated") if s.keys() & {"cost", "executor"}]
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 from recipe_runs import HERE, TINY, answering, column, real_runner
-from training_runs import command
 
-from gpipe_cli.errors import InputError
 from gpipe_cli.reproduction.recipe import load
 from gpipe_cli.reproduction.runner import last_wins
 from gpipe_cli.reproduction.training import RUN, Classification, FineTuning, Size, Translation
@@ -70,30 +68,6 @@ def test_fine_tuning_is_the_mean_of_its_runs(given: tuple[str, ...], tmp_path: P
     assert FIRST in commands[0]
 
 
-def test_what_fine_tuning_cannot_do_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="seed=3: this recipe runs seeds 0 to 1 and takes their mean; leave it out"):
-        TUNED.reproduce(answering(tmp_path, trained, "seed=3"))
-    with pytest.raises(InputError, match=r"init_from=null: .*gpipe reproduce imagenet_amoebanet_b scale=paper .*"):
-        TUNED.reproduce(answering(tmp_path, trained, scale="paper"))
-
-
-def test_what_the_user_may_have_changed_is_not_compared(tmp_path: Path) -> None:
-    """How it is run makes no difference (law 1), a smaller model does."""
-    classified = Classification(84.4, 97.0)
-    what: Classification | FineTuning
-    for what, given, compared in (
-        (classified, ("partitions=8", "dataset.root=data"), "+5.60"),
-        (classified, ("model.filters=16",), ""),
-        (TUNED, ("init_from=run", "recompute=never"), "+1.00"),
-        (TUNED, ("init_from=run", "dataset=digits"), ""),
-    ):
-        runner = answering(tmp_path, trained, *given, scale="paper")
-        found = what.reproduce(runner)
-        assert column(found.tables[0], "", "difference")[0] == (compared or "-")
-        assert found.comparable == bool(compared)
-        assert all(given[0] in shlex.split(one) for one in runner.commands)
-
-
 def test_a_translation(tmp_path: Path) -> None:
     pairs = [(f"Haus{n} am See", f"house{n} by the lake", "de-en") for n in range(30)]
     for part, rows in (("train", pairs[5:]), ("test", pairs[:5])):
@@ -119,12 +93,3 @@ def test_a_translation(tmp_path: Path) -> None:
     assert measured[5:] == [f"{evaluation['translation'][key]:.2f}" for key in ("chrf", "chrf_copy")]
     assert column(table, "", "paper") == ["2.50", "-", "-", "30.00", "-", "-", "-"]
     assert "of at most 200 tokens" in dict(found.notes)["trained"]
-
-
-def test_without_imagenet_one_line_says_how_to_get_it(capsys: pytest.CaptureFixture[str]) -> None:
-    small = (*TINY, "micro_batches=4")
-    assert command("reproduce", "imagenet_amoebanet_b", "scale=paper", "output=out", *small) == 2
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    for part in ("dataset.root=data/imagenet", "image-net.org", "give dataset.root=FOLDER", "scale=desk"):
-        assert part in line
-    assert not Path("out").exists()
