@@ -20,7 +20,7 @@ LONGEST = (
     "test_torchrun", "test_fine_tuning", "test_train_loop", "test_compiled", "test_going_on", "test_replicas",
     "test_plan_command", "test_machine_timing", "test_readme", "test_what_belongs_to_a_run", "test_unwritten",
     "test_text", "test_background_writer", "test_sweep", "test_bench", "test_consistency", "test_models",
-    "test_check_command", "test_cuda_calls", "test_pipeline", "test_hugging_face", "test_skips", "test_tied_weights",
+    "test_check_command", "test_pipeline", "test_hugging_face", "test_skips", "test_tied_weights",
     "test_check_against", "test_races", "test_deadlocks", "test_laws", "test_cli", "test_reproduce_command",
     "test_recipes", "test_notebooks",
 )  # fmt: skip

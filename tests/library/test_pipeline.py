@@ -13,7 +13,6 @@ from typing import Any
 import library_runs
 import pytest
 import torch
-from cuda_calls import COMPILER, counting_library, runtime_library
 from engine_runs import covering
 from library_runs import lively_layers, mini_batch, train
 from torch import nn
@@ -209,26 +208,6 @@ def test_it_prints_its_stages() -> None:
     first, *stages = repr(pipeline).splitlines()
     assert "6 layers" in first
     assert [line.split()[:4] for line in stages] == [["stage", "0", "cpu", "2"], ["stage", "1", "cpu", "4"]]
-
-
-ASKS_LATER = """
-import torch
-from torch import nn
-from gpipe_cli import Pipeline
-
-pipeline = Pipeline([nn.Linear(2, 2), nn.Linear(2, 2)], partitions=2, micro_batches=2, devices=["cpu"])
-pipeline.step(torch.ones(4, 2), torch.ones(4, 2), nn.functional.mse_loss)
-assert torch.cuda.is_available()
-"""
-
-
-@pytest.mark.skipif(COMPILER is None or runtime_library() is None, reason="needs a C compiler, and a torch with CUDA")
-def test_a_pipeline_on_the_cpu_leaves_the_program_its_gpus_and_opens_none(tmp_path: Path) -> None:
-    """Tracing hides GPUs from whoever has not asked for them before: for good, in a process of the program's own."""
-    calls = tmp_path / "calls"
-    environment = {"LD_PRELOAD": str(counting_library(tmp_path)), "CUDA_CALLS": str(calls), "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-c", ASKS_LATER], env=os.environ | environment, check=True)
-    assert {line.split(" ", 1)[1] for line in calls.read_text().splitlines()} == {"cudaGetDeviceCount"}
 
 
 def small(*layers: nn.Module, example: Any = None, **arguments: Any) -> Pipeline:
