@@ -20,7 +20,6 @@ from gpipe_cli.launch.supervisor import Supervisor
 # Those that end by themselves within half a minute.
 SHORT = re.compile(
     r"gpipe (evaluate|export|compare|diff|list(?! models ')|help|plan(?!.*solve)|site |reproduce$"
-    r"|bench( partitions=2 micro_batches=8| hardware=cpu .*)?$"
     r"|check model=custom|train .*(--help|--cfg|dry_run|resume=.*sweep))"
 )
 # What needs machines, memory or files that are not here is only composed.
@@ -111,7 +110,8 @@ def test_a_quoted_line_runs_as_printed(
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, alarm)
     printed = capfd.readouterr()
-    assert code == expected, printed.out + printed.err
+    # a measurement may have ended before the Ctrl-C
+    assert code == expected or (code == 0 and arguments[0] == "bench"), printed.out + printed.err
     assert "Traceback" not in printed.out + printed.err
 
 
