@@ -111,10 +111,3 @@ def test_whatever_is_simulated_makes_a_valid_trace(name: str, stages: int, devic
     events = read(step)
     assert sum(e["ph"] == "s" for e in events) == 2 * (stages - 1) * 6  # a forward and a backward over every edge
     assert sum(e["ph"] == "X" and e["cat"] in "FRBIW" for e in events) == sum(map(len, step.timeline.stages))
-
-
-def test_of_very_large_steps_there_are_only_the_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chrome_trace, "MOST_DETAILED", 4)
-    events = read(measured())
-    assert {e["ph"] for e in events} == {"M", "X"}
-    assert not any(e["name"].startswith("waiting") for e in events)

@@ -1,16 +1,13 @@
 """Pictures of timelines, measured with a ruler, and their colours in the space that people see in."""
 
-from typing import Any
-
 import numpy as np
-import pytest
-from reporting_runs import shares, timeline
+from reporting_runs import timeline
 
 from gpipe_cli.reporting.plots import palette
 from gpipe_cli.reporting.plots import timeline as drawing
 from gpipe_cli.reporting.plots.picture import DPI, WIDTH_INCHES
 from gpipe_cli.reporting.plots.timeline import draw
-from gpipe_cli.reporting.plots.timeline_values import Bar, TimelineView
+from gpipe_cli.reporting.plots.timeline_values import TimelineView
 
 
 def test_lightness_tells_kinds_of_actions_and_yellow_micro_batches() -> None:
@@ -56,23 +53,3 @@ def test_bars_are_where_their_times_say_in_the_colours_of_their_micro_batches() 
     idle = {colour_at(picture, views, 0, 1, 0.1 + n / 5000) for n in range(10)}
     assert palette.rgb(palette.IDLE) in idle
     assert len(idle) > 1  # hatched
-
-
-def test_all_kinds_of_actions_have_a_place_in_the_legend() -> None:
-    """With I and W it was cut off at the lower edge."""
-    kinds: list[Any] = ["F", "R", "B", "I", "W"]
-    bars = tuple(Bar(what, 0, n, n + 1) for n, what in enumerate(kinds))
-    below = draw([TimelineView("all", "measured", (bars,), 5, shares(0.0))])[-round(1.2 * DPI) :]
-    for what in kinds:
-        face = palette.rgb(palette.colour(what, 0, 1))
-        rows = (below == face).all(axis=2).any(axis=1).nonzero()[0]
-        assert DPI * 0.14 < len(rows) < DPI * 0.18, what
-        assert len(below) - rows.max() > 2, what
-
-
-def test_many_bars_are_plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drawing, "MOST_BARS", 1)
-    views = [timeline()]
-    picture = draw(views)
-    assert colour_at(picture, views, 0, 0, 0.085, down=0.5) == palette.rgb(palette.colour("R", 0, 2)), "without a name"
-    assert {colour_at(picture, views, 0, 1, 0.1 + n / 5000) for n in range(10)} == {palette.rgb(palette.IDLE)}

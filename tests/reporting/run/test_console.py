@@ -3,13 +3,12 @@ import re
 import shlex
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from reporting_runs import LANGUAGE_MODEL, TRANSLATION, description, evaluation, log, plan, spec, step
+from reporting_runs import description, evaluation, log, plan, spec, step
 from rich.console import Console
 
 from gpipe_cli.planner.pipeline_spec import PipelineSpec
@@ -18,8 +17,7 @@ from gpipe_cli.reporting.run.console import RunConsole, following
 from gpipe_cli.reporting.run.lines import show_line
 from gpipe_cli.reporting.run.reporter import Reporter
 from gpipe_cli.reporting.run.summary import show_summary
-from gpipe_cli.results.run import Breakdowns, StageMemory, read_run_result
-from gpipe_cli.training.events import DataFacts
+from gpipe_cli.results.run import read_run_result
 
 SHARES = {
     "compute": 0.5, "recompute": 0.2, "update": 0.05, "bubble": 0.1, "imbalance": 0.05, "transfer": 0.05, "set_up": 0.05
@@ -70,53 +68,12 @@ def test_the_banner_says_what_runs() -> None:
     assert "1 cuda:1 2: normal_3, classifier 812.3 k 48.8 %" in rows
 
 
-@pytest.mark.parametrize(
-    ("settings", "line"),
-    [
-        (("batch_size=22",), "mini-batch   22 = 1 replica x 4 micro-batches x 6 or 5 samples"),
-        (("resume=outputs/a",), "resumed from outputs/a, 0 steps done"),
-        (LANGUAGE_MODEL, "preset       small: settings that suit this model and data set; what is given wins\n"),
-        (LANGUAGE_MODEL, "dataset      python_docs: 412 training and 46 test sequences of 128 tokens\n"),
-        (LANGUAGE_MODEL, "vocabulary   2,000 tokens\n"),
-        (TRANSLATION, "dataset      cldr: 160,123 training and 8,123 test sentences, 214 languages\n"),
-        (TRANSLATION, "mini-batch   4,096 tokens = 1 replica x 4 micro-batches\n"),
-        (("max_steps=5",), "3 epochs of 4 steps, stopping after 5 steps\n"),
-        (("learning_rate.warmup_epochs=0",), " learning rate 0.04\n"),
-    ],
-)
-def test_lines_of_the_banner(settings: tuple[str, ...], line: str) -> None:
-    assert line in banner(*settings)
-    assert "dataset      digits\n" in banner(steps_per_epoch=None, data=DataFacts()), "of a run without its data"
-
-
 def large(name: str) -> PipelineSpec:
     """Eight stages of 36 layers."""
     names = (tuple(f"{name}_{number:03d}" for number in range(36)),) * 8
     sizes: dict[str, Any] = {"parameters": (155_300_000,) * 8, "cost": (0.1,) * 8}
     sizes |= {"devices": ("cuda:7",) * 8, "process_of_stage": range(8)}
     return spec(layer_names=names, lengths=(128,), **sizes)
-
-
-def test_big_numbers_fit_80_columns_and_stay_apart() -> None:
-    console, file = log(force_terminal=True, _environ={"TERM": "dumb"})
-    settings = (*TRANSLATION, "epochs=100", "preset=null", "model.width=1024")
-    run = description(*settings, spec=large("a_rather_long_layer_name"))
-    screen = RunConsole(console, run, line_seconds=0)
-    show_banner(console, run, Path("outputs/run"))
-    worst = {"epoch": 100, "top1": 1.0, "learning_rate": 0.000012345}
-    screen.step(step(1, text=True, cross_entropy=12.3456, **worst), 999_999.4)
-    screen.step(step(4, text=True, cross_entropy=12.3456, **worst), 1_234_567.8)
-    screen.evaluated(evaluation(4, text=True, epoch=100, loss=13.5, top1=1.0))
-    lines = file.getvalue().splitlines()
-    assert max(map(len, lines)) <= 80
-    *_, heading, sign_of_life, tested = lines
-    assert re.split("  +| (?=train|token|test|perp)", heading) == [
-        *("epoch", "train loss", "token acc", "test loss", "perplexity", "token acc", "tokens/s", "lr")
-    ]
-    assert sign_of_life.split() == ["100/100", "25%", "12.3456", "100.0", "%", "999,999", "1.23e-05"]
-    assert tested.split() == [
-        *("100/100", "12.3456", "100.0", "%", "13.5000", "729,416", "100.0", "%", "1.23", "M", "1.23e-05", "best")
-    ]
 
 
 def test_a_log_has_one_line_for_an_epoch_and_no_escape_codes() -> None:
@@ -140,22 +97,6 @@ def test_a_log_has_one_line_for_an_epoch_and_no_escape_codes() -> None:
         ["1/3", "1.7846", "25.0", "%", "512.0", "0.04"],
         ["2/3", "1.3500", "25.0", "%", "1.2500", "87.5", "%", "100.0", "%", "512.0", "0.04", "best"],
     ]
-
-
-def test_a_narrow_terminal_breaks_no_word_and_keeps_numbers_and_units_together(summary: Callable[..., str]) -> None:
-    """The shares of a step and the parts of the memory, which are tables of numbers, broke into two lines each."""
-    memory = tuple(StageMemory(stage, *[2**20] * 7) for stage in (0, 1))
-    changes: dict[str, Any] = {"breakdown": Breakdowns(SHARES, SHARES), "memory": memory}
-    wide = summary(**changes)
-    lines = summary(width=60, **changes).splitlines()
-    assert {word for line in lines for word in line.split()} >= set(wide.split()) - {"="}
-    for line in lines:
-        assert len(line) <= 60 or len(line.split()) <= 4, "a path or a command"
-    assert not [line for line, below in pairwise(lines)
-                if re.search(r"\d$", line) and re.match(r" {13}(%|[a-zA-Z]+(/s)?\b)", below)]  # fmt: skip
-    first = lines.index("% of a step  measured predicted")
-    assert lines[first + 4].split() == ["idle", "25.0", "25.0"]
-    assert lines[lines.index("memory, MiB  stage 0 stage 1") + 7].startswith("peak ")
 
 
 @pytest.mark.parametrize("width", [80, 40])
@@ -206,19 +147,6 @@ def test_the_summary_of_a_completed_run(summary: Callable[..., str]) -> None:
     assert "(medians of the first 2 steps, which are slow)" in summary(speed_includes_warm_up=True, speed_steps=2)
     assert summary(status="interrupted", steps=0).startswith("\ninterrupted before the first step was done\n")
     assert summary(epochs=0, steps=3).startswith("\ncompleted in 2 min 13 s: 3 steps\n")
-
-
-def test_parts_of_the_memory_add_up_as_they_are_shown(summary: Callable[..., str]) -> None:
-    """Each of them would be rounded down, and the peak up."""
-    part = round(0.04 * 2**20)
-    stage = StageMemory(0, round(1535.24 * 2**20), part, part, part, part, part, round(1535.44 * 2**20))
-    lines = summary(memory=(stage, replace(stage, stage=1))).splitlines()
-    first = lines.index("memory, MiB  libraries weights gradients optimizer activations   other =    peak")
-    assert lines[first + 1] == "stage 0        1,535.2     0.1       0.1       0.0         0.0     0.0 = 1,535.4"
-    assert max(map(len, lines[first : first + 3])) <= 80
-    many = [replace(stage, stage=k, peak=stage.peak + k) for k in range(9)]
-    assert [line[:12].strip() for line in summary(memory=many).splitlines() if line.startswith("stage ")] == ["stage 8"]
-    assert "memory, GiB " in summary(memory=[replace(stage, peak=2**34, stage=None)])
 
 
 @pytest.mark.parametrize("folder", ["outputs/a_K2", "sweep/a=4,b=[2]", "it's $HOME \\slash", "a\\b=\\"])

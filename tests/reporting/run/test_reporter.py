@@ -1,5 +1,5 @@
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,6 @@ from reporting_runs import (
     plan,
     reporter_in,
     shares,
-    spec,
     step,
     timeline,
 )
@@ -153,23 +152,6 @@ def test_shares_of_a_run_are_medians_without_the_warm_up(tmp_path: Path) -> None
     ]
 
 
-def test_a_prediction_is_compared_once_after_twenty_steps(tmp_path: Path) -> None:
-    figures = plan(step_seconds=0.125)
-    figures = replace(figures, costs=replace(figures.costs, source="hardware=cpu figures", basis="data_sheet"))
-    reporter, file = reporter_in(tmp_path, plan=figures)
-    for number in range(1, 20):
-        reporter.step(step(number, without_core=(0.0, 0.4)))
-    assert "predicted" not in file.getvalue()
-    reporter.step(step(20))
-    lines = file.getvalue().splitlines()
-    assert "predicted    125.0 ms a step, measured 62.5 ms (0.50 times as long)" in lines
-    assert "             from hardware=cpu figures; cost=measured times the layers themselves" in lines
-    assert "             measured_contended: other programs used these cores for 40.0 % of the time" in lines
-    reporter.step(step(21))
-    reporter.finish("completed")
-    assert file.getvalue().count("predicted ") == 1  # nothing else was measured
-
-
 @pytest.mark.parametrize(("steps", "share", "seconds"), [(20, 0.05, 0.0625), (19, 0.05, None), (20, 0.596, None)])
 def test_a_run_that_was_short_or_disturbed_is_no_base_of_predictions(
     steps: int, share: float, seconds: float | None, tmp_path: Path
@@ -206,20 +188,3 @@ def test_the_picture_of_a_step_is_in_the_folder_and_in_tensorboard(tmp_path: Pat
     one, _, both = events(tmp_path).Images("pictures/timeline")
     assert (one.step, both.step) == (4, 8)
     assert both.height > one.height
-
-
-def test_the_page_says_with_the_summary_that_other_programs_used_the_cores(tmp_path: Path) -> None:
-    """A run whose stages had no core for a third of the time was shown beside the prediction without a word."""
-    together = spec(devices=("cuda:0", "cuda:0"), process_of_stage=(0, 0))
-    for places, kind in ((spec(), "measured_contended"), (together, "measured_one_device")):
-        folder = tmp_path / kind
-        reporter, file = reporter_in(folder, spec=places)
-        for number in range(1, 9):
-            if number == 6:  # drawn before it is over
-                reporter.timeline(StepPicture(1, 5, (timeline(),)))
-            reporter.step(step(number, without_core=(0.0, 0.2 if number < 6 else 0.312)))
-        reporter.finish("completed")
-        result, shown = read_result(folder), page_data(folder)["contended"]
-        assert result["samples_per_second_kind"] == kind
-        assert shown == (result["without_core"] if kind == "measured_contended" else None)
-        assert kind in file.getvalue()

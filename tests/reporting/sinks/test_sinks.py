@@ -1,11 +1,8 @@
 """Sinks beside TensorBoard: the same points, settings and pictures, in stores that are read back."""
 
 import csv
-import json
 import resource
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -104,48 +101,6 @@ def test_metrics_csv_is_appended_to_and_waits_for_a_disk_that_is_full(tmp_path: 
     writer.flush()
     text = (tmp_path / "metrics.csv").read_text(encoding="utf-8")
     assert text == 'step,train/loss,"memory/stages_0,1_gib"\n1,2.0,0.5\n2,1.5,\n'
-
-
-def leveldb_records(content: bytes, first: int) -> Iterator[bytes]:
-    """The records of a log, https://github.com/google/leveldb/blob/main/doc/log_format.md; `first`: bytes of the first
-    block that are none of `content`."""
-    at, whole = 0, b""
-    while at < len(content):
-        left = 32768 - (at + first) % 32768
-        if left < 7:
-            at += left
-            continue
-        length, kind = int.from_bytes(content[at + 4 : at + 6], "little"), content[at + 6]
-        whole += content[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4):  # whole, or the last part
-            yield whole
-            whole = b""
-
-
-def test_weights_and_biases_offline_has_what_the_events_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb")
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    folder = tmp_path / "run"
-    report(folder, "logger=[tensorboard,wandb]")
-    (written,) = folder.glob("wandb/offline-run-*/run-*.wandb")
-    deadline, records = time.monotonic() + 10, list[Any]()
-    while not any(record.HasField("exit") for record in records) and time.monotonic() < deadline:
-        time.sleep(0.05)  # W&B's process may write the end a moment after the run has ended
-        records = [*map(Record.FromString, leveldb_records(written.read_bytes()[7:], first=7))]
-    assert [record.exit.exit_code for record in records if record.HasField("exit")] == [0]
-    found = dict[str, list[Any]]()
-    for record in records:
-        items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
-        for tag, value in items.items():
-            found.setdefault(tag, []).append((items["step"], value))
-    assert found["pictures/timeline/_type"] == [(4, "image-file")]
-    for tag, expected in points(folder).items():
-        assert [(step, np.float32(value)) for step, value in found[tag]] == expected, tag
-    kept = {file.name for file in (written.parent / "files" / "gpipe").iterdir()}
-    assert kept >= {"result.json", "pipeline.html", "banner.txt"}
 
 
 def test_a_server_that_is_not_there_ends_no_run(

@@ -1,10 +1,7 @@
 """The events of runs, read back from their files as TensorBoard reads them."""
 
 import math
-import re
 import resource
-from dataclasses import astuple, replace
-from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +9,6 @@ import pytest
 from reporting_runs import (
     LANGUAGE_MODEL,
     MIB,
-    TRANSLATION,
     description,
     evaluation,
     events,
@@ -24,15 +20,13 @@ from reporting_runs import (
 )
 from tensorboard.plugins.hparams import api_pb2, metadata
 from torch.utils.tensorboard.summary import scalar
-from training_runs import configure
 
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.config.typed import settings as all_keys
 from gpipe_cli.reporting.plots.timeline_values import StepPicture
 from gpipe_cli.reporting.sinks.sink import hyperparameters
-from gpipe_cli.reporting.sinks.tensorboard import EventFile, typed_text
+from gpipe_cli.reporting.sinks.tensorboard import EventFile
 from gpipe_cli.results.files import read_result
-from gpipe_cli.training.events import Translation
 from gpipe_cli.units import GIB
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what TensorBoard brings along
@@ -151,21 +145,6 @@ def test_a_step_that_is_drawn_has_a_picture_and_the_parts_of_the_memory(tmp_path
         assert len(parts) == 6
 
 
-def test_translations_are_a_table_that_shows_them_as_they_are(tmp_path: Path) -> None:
-    from tensorboard.plugin_util import markdown_to_safe_html
-
-    translations = (
-        Translation("ru-en", "Россия | РФ", "Russia", "a|b <2en> *c* _d_ `e` \\| [f]"),
-        Translation("fr-en", "a\nb\tc", "& &amp; \\", ""),
-    )
-    reporter, _ = reporter_in(tmp_path, *TRANSLATION)
-    reporter.evaluated(evaluation(4, text=True, translations=translations))
-    shown = markdown_to_safe_html(words(tmp_path, "translations"))  # what TensorBoard itself makes of it
-    cells = [unescape(cell) for cell in re.findall(r"<t[hd]>(.*?)</t[hd]>", shown, re.DOTALL)]
-    assert cells[:4] == ["pair", "source", "reference", "translation"]
-    assert cells[4:] == [*astuple(translations[0]), "fr-en", "a b c", "& &amp; \\", ""]
-
-
 def test_what_is_no_number_is_no_error_and_what_there_is_not_has_no_curve(tmp_path: Path) -> None:
     reporter, _ = reporter_in(tmp_path, *LANGUAGE_MODEL)
     reporter.step(step(1, text=True, loss=math.nan, cross_entropy=1e4, gradient_norm=None, memory_bytes=()))
@@ -175,27 +154,6 @@ def test_what_is_no_number_is_no_error_and_what_there_is_not_has_no_curve(tmp_pa
     assert all(math.isnan(event.value) for event in events(tmp_path).Scalars("train/loss"))
     assert [step for step, _ in curve(tmp_path, "train/gradient_norm")] == [2]
     assert [step for step, _ in curve(tmp_path, "memory/stage_0_gib")] == [2]
-
-
-def test_numbers_and_switches_stay_what_they_are_all_else_is_text_and_null_is_left_out() -> None:
-    custom = ("model=custom", "model.target=mine:net", "model.arguments={width:64,bias:true}")
-    found = hyperparameters(replace(configure(*custom, "partition.balance=[4,6]"), gradient_clipping=math.inf))
-    expected = {
-        "partitions": 2, "dry_run": False, "label_smoothing": 0.1, "partition.balance": "[4,6]",
-        "gradient_clipping": "inf", "model.arguments": "{width:64,bias:true}",
-    }  # fmt: skip
-    assert {key: found[key] for key in expected} == expected
-    assert not {"max_steps", "model.weights"} & found.keys()
-
-
-def test_hparams_shows_numbers_as_they_are_typed_and_sorts_them() -> None:
-    """It showed M = 4 as 4.0000. A text is shown whole, and sorted by its characters."""
-    typed = ["0.00001", "0.0001", "0.01", "0.5", "1", "2", "4", "16", "128", "1234567890"]
-    for kind in (float, lambda text: int(text) if text.isdecimal() else float(text)):
-        shown = [str(typed_text(kind(text))) for text in typed]
-        assert [text.lstrip() for text in shown] == typed
-        assert sorted(shown) == shown
-    assert (typed_text(True), typed_text("1f1b")) == (True, "1f1b")
 
 
 def test_a_run_that_is_killed_is_there_with_its_settings_and_what_a_sweep_varies_is_shown_first(tmp_path: Path) -> None:

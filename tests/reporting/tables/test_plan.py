@@ -10,8 +10,6 @@ from plan_runs import EVEN, HOURGLASS, plan_of, traced
 from reporting_runs import log, shares
 from training_runs import configure
 
-from gpipe_cli.planner.pipeline_spec import placed
-from gpipe_cli.reporting.run.description import precision_facts
 from gpipe_cli.reporting.tables.plan import show_plan
 from gpipe_cli.reporting.tables.plan_result import plan_result
 from gpipe_cli.results.files import read_result
@@ -154,53 +152,6 @@ def test_no_line_is_wider_than_the_console(tmp_path: Path, width: int, partition
     assert any("R of 4" in line for line in lines) == (partitions > 1)
     assert any(f"{partitions - 40} more in plan.json" in line for line in lines) == (partitions > 40)
     assert len(read_result(tmp_path, "plan.json")["stages"]) == partitions
-
-
-def test_equal_layers_and_stages_share_a_row_and_the_grid_is_shown_where_it_fits(tmp_path: Path) -> None:
-    wide = "stage 0 | " + "F0 " * 30
-    assert "grid         too large to be shown here; plan.json has it" in shown(plan(grid=(wide,)), tmp_path)
-    lines = shown(plan(128, 13, grid=(wide,)), tmp_path, width=120)
-    assert wide.rstrip() in lines
-    assert row(lines, "layer_1 ...").startswith("layer_1 ... layer_1662 x1662 ")
-    assert row(lines, "0-126 ").startswith("0-126 13 each: embedding ... layer_1650 ")
-
-
-def test_text_has_tokens_and_unknown_figures_are_left_out(tmp_path: Path) -> None:
-    unknown = replace(
-        real().hardware, name="mine", source="layers measured on this machine", flops_per_second=None,
-        peak_flops_per_second={"float32": None, "bfloat16": None}, memory_bytes=None, link_bytes_per_second=None,
-    )  # fmt: skip
-    text = {"sample": "sequence", "step_tokens": 4096, "tokens_per_second": 8192.0, "utilisation": None}
-    lines = shown(plan(hardware=unknown, **text), tmp_path)
-    assert "mini-batch   32 sequences, 4,096 tokens" in lines
-    assert "speed        8,192 tokens/s, 64.0 sequences/s, predicted" in lines
-    assert "hardware     mine" in lines
-    assert not any("utilisation" in line or "of limit" in line or "FLOP/s" in line for line in lines)
-
-
-@pytest.mark.parametrize(
-    ("settings", "lines"),
-    [
-        (
-            "hardware=h100 precision=bfloat16",
-            ["h100: 67 TFLOP/s in float32,", "assumed: 590.4 TFLOP/s in bfloat16", "weights stay float32"],
-        ),
-        ("hardware=t4 precision=tf32", ["t4: 8.1 TFLOP/s in float32", "assumed: 4.9 TFLOP/s in float32"]),
-        ("hardware=t4 precision=bfloat16", ["emulated on this device, no faster than float32"]),
-        ("hardware=tpu_v3", ["tpu_v3: 61.5 TFLOP/s in bfloat16", "assumed: 30.0 TFLOP/s\n"]),
-        ("hardware=cpu precision=tf32", ["tf32: not on this device, where it is float32"]),
-    ],
-)
-def test_a_plan_says_of_which_precision_its_flops_are(settings: str, lines: list[str], tmp_path: Path) -> None:
-    """`hardware=h100 precision=bfloat16` said 590.4 TFLOP/s, and nothing of what they are a share of."""
-    config = configure(*EVEN, "partitions=2", *settings.split())
-    made = plan_of(config, traced())
-    said = "\n".join(shown(plan_result(config, traced(), made, (), {}), tmp_path, width=120))
-    assert all(line in said for line in lines), said
-    if config.hardware.name == "cpu":  # a run says the same
-        spec = placed(config, traced(), made)
-        ((label, fact),) = precision_facts(spec.precision, spec.computes_in)
-        assert f"{label:<12} {fact}" in said
 
 
 def test_stages_that_share_a_device_are_shown_so(tmp_path: Path) -> None:
