@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 import scipy.io
 import torch
-from image_files import opened, pack, served, write_images
+from image_files import opened, write_images
 from PIL import Image
-from torchvision import datasets
-from torchvision.datasets import imagenet as torchvision_imagenet
 
 from gpipe_cli.data.images import ImageSplit
 from gpipe_cli.data.photographs import DECODED, PHOTOGRAPHS
@@ -134,57 +132,6 @@ def test_targets_classes_and_pixels(tmp_path: Path, name: str) -> None:
     assert message.endswith(f"{PHOTOGRAPHS[name].contents}; {PHOTOGRAPHS[name].get}")
 
 
-def test_imagenet_has_the_names_of_its_synsets(tmp_path: Path) -> None:
-    """Two classes share their first word."""
-    write_imagenet(tmp_path)
-    torch.save(({"n01440764": ("crane",), "n02012849": ("crane", "bird")}, []), tmp_path / "meta.bin")
-    for split in open_tiny("imagenet", tmp_path):
-        assert split.samples.class_names == ("crane", "crane, bird")
-    (tmp_path / "meta.bin").write_bytes(b"<html>\n404\n</html>\n")
-    assert "'meta.bin' of imagenet are missing or damaged" in refusal("imagenet", tmp_path)
-
-
-def test_imagenet_is_unpacked_from_its_archives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, root = tmp_path / "source", tmp_path / "root"
-    for folder in (source / "devkit/data", root):
-        folder.mkdir(parents=True)
-    wnids = ["n01440764", "n02012849"]
-    columns = [(name, object) for name in ("ILSVRC2012_ID", "WNID", "words", "gloss", "num_children")]
-    synsets = [
-        (1, wnids[0], "tench, Tinca tinca", "a", 0),
-        (2, wnids[1], "crane", "b", 0),
-        (3, "n00000001", "animal", "c", 2),  # a synset with children is no class
-    ]
-    scipy.io.savemat(source / "devkit/data/meta.mat", {"synsets": np.array(synsets, dtype=columns)})
-    (source / "devkit/data/ILSVRC2012_validation_ground_truth.txt").write_text("2\n1\n")
-    write_images(source / "val", "ILSVRC2012_val_00000001.JPEG", "ILSVRC2012_val_00000002.JPEG")
-
-    # torchvision knows the archives by their MD5.
-    def archive(key: str, **content: Path) -> None:
-        name, _ = torchvision_imagenet.ARCHIVE_META[key]
-        monkeypatch.setitem(torchvision_imagenet.ARCHIVE_META, key, (name, pack(root / name, **content)))
-
-    for wnid in wnids:
-        write_images(source / wnid, f"{wnid}_1.JPEG")
-        pack(source / f"{wnid}.tar", **{f"{wnid}_1.JPEG": source / wnid / f"{wnid}_1.JPEG"})
-    archive("train", **{f"{wnid}.tar": source / f"{wnid}.tar" for wnid in wnids})
-    archive("val", **{path.name: path for path in (source / "val").iterdir()})
-    archive("devkit", ILSVRC2012_devkit_t12=source / "devkit")
-
-    for _ in range(2):  # unpacked, and found unpacked
-        train, test = open_tiny("imagenet", root)
-        assert train.samples.class_names == ("tench, Tinca tinca", "crane")
-        assert train.samples.targets.tolist() == [0, 1]
-        # The first validation image belongs to the second class.
-        paths = test.samples.pixels.paths  # type: ignore[attr-defined]
-        assert [Path(path).stem[-1] for path in paths] == ["2", "1"]
-
-
-def test_imagenet_without_an_archive(tmp_path: Path) -> None:
-    torch.save(({}, []), tmp_path / "meta.bin")
-    assert "The archive ILSVRC2012_img_train.tar is not present" in refusal("imagenet", tmp_path)
-
-
 def test_sizes_must_be_the_papers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Smaller ones are accepted when that is asked for, larger ones never."""
     name = "food101"
@@ -202,20 +149,6 @@ def test_sizes_must_be_the_papers(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         open_tiny(name, tmp_path)
     paper_has(2, 2)
     assert refusal(name, tmp_path).endswith("2 training images, found 3; remove what is not part of it")
-
-
-@pytest.mark.parametrize("name", ["stanford_cars", "food101"])
-def test_images_that_are_listed_but_missing(tmp_path: Path, name: str) -> None:
-    tiny = WRITERS[name](tmp_path)
-    (tmp_path / tiny.place).unlink()
-    message = refusal(name, tmp_path, partial=False)
-    assert f"1 of 2 test images that {name} lists are missing, e.g. '{tmp_path / tiny.place}'; " in message
-    assert ("dataset.download=true" in message) == (name == "food101")
-    train, test = open_tiny(name, tmp_path)
-    assert (train.catalogue.samples, test.samples.targets.tolist()) == (3, [0])
-    for path in tmp_path.rglob("*.jpg"):
-        path.unlink()
-    assert re.search(r"training images, found 0; complete the data(?!.*partial)", refusal(name, tmp_path))
 
 
 def test_the_table_is_the_configuration() -> None:
@@ -240,31 +173,3 @@ def test_broken_annotations_are_one_line(tmp_path: Path, name: str, place: str) 
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 3])
     assert PHOTOGRAPHS[name].contents in refusal(name, tmp_path)
-
-
-def test_annotations_that_contradict_each_other(tmp_path: Path) -> None:
-    write_oxford_pets(tmp_path)
-    listed = tmp_path / "oxford-iiit-pet/annotations/test.txt"
-    listed.write_text("american_bulldog_1 2 2 1\nAbyssinian_2 3 1 1\n")
-    assert "a test image of a class that is none of the 2 named" in refusal("oxford_pets", tmp_path)
-    write_food101(tmp_path)
-    (tmp_path / "food-101/meta/test.json").write_text('{"waffles": ["waffles/22"]}')
-    assert "1 differ (apple_pie)" in refusal("food101", tmp_path)
-
-
-def test_downloading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchvision's reader is told the address and the MD5 of an archive of the tiny set."""
-    (tmp_path / "server").mkdir()
-    tiny = write_food101(tmp_path / "source")
-    packed = pack(tmp_path / "server/food-101.tar.gz", **{"food-101": tmp_path / "source/food-101"})
-    monkeypatch.setattr(datasets.Food101, "_MD5", packed)
-    monkeypatch.setattr(datasets.Food101, "_URL", (tmp_path / "nowhere.tar.gz").as_uri())
-    message = refusal("food101", tmp_path / "data", download=True)
-    assert message.startswith(f"dataset.download=true: could not download food101 to '{tmp_path / 'data'}'")
-    assert "check the network" in message
-    with served(tmp_path / "server") as address:
-        monkeypatch.setattr(datasets.Food101, "_URL", f"{address}/food-101.tar.gz")
-        open_tiny("food101", tmp_path / "data", download=True)
-    # the server is gone, and not asked again
-    train, test = open_tiny("food101", tmp_path / "data", download=True)
-    assert (train.samples.targets.tolist(), test.samples.targets.tolist()) == ([0, 1, 1], tiny.test_targets)
