@@ -33,10 +33,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "settings",
     [
-        ("partitions=3", "executor=in_process", "schedule=zero_bubble"),
-        ("partitions=2", "executor=distributed", "schedule=1f1b", "recompute=always"),
+        ("partitions=3", "executor=in_process", "schedule=zero_bubble", "recompute=always"),
         ("partitions=4", "executor=distributed", "schedule=interleaved", "stages_per_process=2"),
-        ("partitions=3", "executor=in_process", "schedule=auto"),
     ],
     ids=lambda settings: settings[2],
 )
