@@ -37,7 +37,7 @@ def plan(*settings: str) -> dict[str, Any]:
 
 
 def test_a_plan_is_shown_and_written(capsys: pytest.CaptureFixture[str]) -> None:
-    read = plan(*PLAN, "partitions=2")
+    read = plan(*PLAN, "partitions=2", "verbose=true")
     shown = capsys.readouterr().out
     (folder,) = Path("outputs").iterdir()
     assert "_plan_amoebanet_synthetic_images_K2_M4" in folder.name
@@ -120,6 +120,7 @@ def test_the_model_is_built_and_traced_once_and_nothing_is_simulated_that_does_n
         ("-m partitions=20,40", "partitions=20: the model has only"),
         ("-m partitions=1,2 run_folder=x", "run_folder=x: each plan of a sweep has a folder of its own"),
         ("-m partitions=1,2 write_schedule=x.csv", "write_schedule=x.csv: each plan of a sweep has a schedule"),
+        ("-m partitions=1,2 verbose=true", "verbose=true: a sweep is a table with a row for each plan"),
         ("-m batch_size=interval(4,8)", "batch_size=interval(4,8): a plan has no search"),
         ("write_schedule=order.txt", "write_schedule=order.txt: a schedule is read by its ending; use"),
         ("write_schedule=order.csv", "write_schedule=order.csv: it is there already; give another, or remove it"),

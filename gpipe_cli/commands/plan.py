@@ -92,6 +92,7 @@ def _sweep(line: CommandLine, arguments: Sequence[str], form: str) -> int:
     for key, why in (
         ("run_folder", "each plan of a sweep has a folder of its own; give output=FOLDER"),
         ("write_schedule", "each plan of a sweep has a schedule of its own; plan one of them without -m"),
+        ("verbose", "a sweep is a table with a row for each plan; plan one of them without -m"),
     ):
         if (value := line.overrides.get(key)) is not None:
             raise RefusedError(key, value, why)

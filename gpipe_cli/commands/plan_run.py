@@ -98,7 +98,7 @@ def plan(
                 write_picture(folder / CURVE, draw_curve(curve, about))
         finally:  # a plan that cannot be written is still shown
             if shown:
-                show_plan(console, result, folder)
+                show_plan(console, result, folder, verbose=settings.verbose)
             else:
                 write_result(folder, asdict(result), PLAN)
         return result

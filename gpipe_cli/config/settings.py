@@ -362,6 +362,7 @@ class PlanSettings:
 
     solve: Literal["max_model", "memory_time"] | None
     write_schedule: str | None  # a file that does not exist yet
+    verbose: bool
 
 
 # Key -> the only command that takes it; the others refuse it on the command line. In a recipe they ignore it: one file

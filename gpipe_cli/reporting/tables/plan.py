@@ -36,23 +36,27 @@ _WORDS = ("schedule", "placement", "recompute", "chosen", "fits")  # columns of 
 GRID_LINES = 34  # the most lines of a grid in the console: two blocks of sixteen stages
 
 
-def show_plan(console: Console, plan: PlanResult, folder: Path) -> None:
-    """Writes plan.json into ``folder``, which must exist, and shows it. Raises OSError if it could not be written."""
+def show_plan(console: Console, plan: PlanResult, folder: Path, *, verbose: bool = False) -> None:
+    """Writes plan.json into ``folder``, which must exist, and shows the plan, the answers first; if ``verbose``, with
+    its layers, the parts of the memory and the grid. Raises OSError if it could not be written."""
     try:
         write_result(folder, asdict(plan), PLAN)
     finally:
         show_text(console, "plan: everything below is predicted, nothing was run", "bold")
-        show_facts(console, _what(plan))
+        show_facts(console, [*_answers(plan), *_what(plan)])
         console.print()
-        _show_layers(console, plan.layers)
+        if verbose:
+            _show_layers(console, plan.layers)
         _show_stages(console, plan.stages, plan.micro_batches)
-        _show_memory(console, plan.stages)
+        if verbose:
+            _show_memory(console, plan.stages)
         for comparison in plan.comparisons:
             _show_comparison(console, comparison)
         if plan.curve is not None:
             _show_curve(console, plan.curve)
-        _show_grid(console, plan.grid)
-        show_facts(console, _outcome(plan))
+        if verbose:
+            _show_grid(console, plan.grid)
+        show_facts(console, _details(plan))
         show_shares(console, {"predicted": plan.breakdown}, plan.ideal_bubble)
         show_facts(console, [*plan.files.items(), ("written to", str(folder / PLAN))])
 
@@ -161,10 +165,23 @@ def _what(plan: PlanResult) -> Iterator[tuple[str, str]]:
         yield "", f"copies {copies}B/s, {launch:.3g} us for an operation at least"
 
 
-def _outcome(plan: PlanResult) -> Iterator[tuple[str, str]]:
-    yield "predicted", f"step {_step(plan.step_seconds)}"
+def _answers(plan: PlanResult) -> Iterator[tuple[str, str]]:
     speed, tokens = f"{rate(plan.samples_per_second)} {plan.sample}s/s", plan.tokens_per_second
-    yield "speed", f"{speed if tokens is None else f'{rate(tokens)} tokens/s, {speed}'}, predicted"
+    speeds = speed if tokens is None else f"{rate(tokens)} tokens/s, {speed}"
+    yield "predicted", f"{_step(plan.step_seconds)} a step, {speeds}"
+    work = plan.replicas * plan.breakdown["compute"] + plan.breakdown["update"]
+    yield "speed-up", f"{len(plan.device_bytes) * work:.2f} times one device that recomputes nothing"
+    held, limit = plan.held_bytes, plan.hardware.limit_bytes
+    memory = f"{size(max(held))} on stage {held.index(max(held))}, the fullest"
+    shared = len(plan.device_bytes) < len(held)
+    fits = "; give hardware.memory_gib to see whether it fits" if limit is None else f": fits {size(limit)}"
+    yield "memory", memory + (fits if not shared or limit is None else "")
+    if shared and (most := max(plan.device_bytes)):
+        of = "" if limit is None else f": fits {size(limit)} for each stage"
+        yield "", f"{size(most)} on device {plan.device_bytes.index(most)}, the fullest, at one moment{of}"
+
+
+def _details(plan: PlanResult) -> Iterator[tuple[str, str]]:
     if plan.utilisation is not None:
         yield "utilisation", f"{percent(plan.utilisation)} of these figures, predicted, without recomputation"
         if plan.recomputed_flops:
@@ -181,13 +198,6 @@ def _outcome(plan: PlanResult) -> Iterator[tuple[str, str]]:
     for n, tie in enumerate(plan.ties):
         stages = f"{', '.join(map(str, tie.stages[:-1]))} and {tie.stages[-1]}"
         yield "" if n else "tied", f"{tie.name} on stages {stages}, {size(tie.bytes)} of gradients once a step"
-    held, limit = plan.held_bytes, plan.hardware.limit_bytes
-    memory = f"{size(max(held))} on stage {held.index(max(held))}, the fullest"
-    shared = len(plan.device_bytes) < len(held)
-    yield "memory", f"{memory}, predicted" + ("" if limit is None or shared else f", of {size(limit)}")
-    if shared and (most := max(plan.device_bytes, default=0)):
-        of = "" if limit is None else f", of {size(limit)} per stage"
-        yield "", f"{size(most)} on device {plan.device_bytes.index(most)}, the fullest, at one moment, predicted{of}"
     if plan.host_bytes is not None:
         yield "", f"checkpoints take {size(plan.host_bytes)} of the hosts' memory, page-locked"
 

@@ -75,9 +75,9 @@ def plan(partitions: int = 2, per_stage: int = 3, *, uneven: bool = False, **cha
     return replace(real(), layers=layers, stages=stages, **(numbers | changes))
 
 
-def shown(made: PlanResult, folder: Path, width: int = 80) -> list[str]:
+def shown(made: PlanResult, folder: Path, width: int = 80, *, verbose: bool = True) -> list[str]:
     console, file = log(width=width, force_terminal=True)
-    show_plan(console, made, folder)
+    show_plan(console, made, folder, verbose=verbose)
     return [line.rstrip() for line in file.getvalue().splitlines()]
 
 
@@ -106,12 +106,12 @@ def test_numbers_of_a_plan(tmp_path: Path) -> None:
         "             assumed: 40.0 TFLOP/s in float32",
         "             131.0 GiB of memory, links 350.0 GB/s, latency 10 us",
         "costs from   hardware=h200 figures",
-        "predicted    step 500.0 ms",
-        "speed        64.0 samples/s, predicted",
+        "predicted    500.0 ms a step, 64.0 samples/s",
+        "speed-up     1.14 times one device that recomputes nothing",
         "utilisation  25.0 % of these figures, predicted, without recomputation",
         "             recomputation adds 25.0 % to the operations",
         "balance      the slowest stage takes 3.2 % more than the mean of all",
-        "memory       1.8 GiB on stage 0, the fullest, predicted, of 131.0 GiB",
+        "memory       1.8 GiB on stage 0, the fullest: fits 131.0 GiB",
         "predicted       55.0      20.0    2.0   23.0 =   15.0       3.0      1.0    4.0",
         "ideal bubble 20.0 %, (K-1)/(M+K-1) for K equal devices that only compute",
         "picture      plan.png",
@@ -125,6 +125,13 @@ def test_numbers_of_a_plan(tmp_path: Path) -> None:
     assert memory.total_bytes == sum(astuple(memory)[:5])
     show_plan(log()[0], result, tmp_path)
     assert from_tree(PlanResult, read_result(tmp_path, "plan.json")) == result
+
+
+def test_a_plan_answers_first_and_lists_layers_only_if_told_to(tmp_path: Path) -> None:
+    lines = shown(plan(grid=("stage 0 | F0 F1",)), tmp_path, verbose=False)
+    assert [line.split()[0] for line in lines[1:4]] == ["predicted", "speed-up", "memory"]
+    assert row(lines, "0      3:").endswith("165.5 M 5.0 G 12.5 ms 25.0 ms 8.0 MiB")
+    assert not any(line.startswith(("layer_1", "stage 0 |", "memory: ")) for line in lines)
 
 
 def test_skips_past_other_stages_are_named_with_their_bytes(tmp_path: Path) -> None:
@@ -162,8 +169,8 @@ def test_stages_that_share_a_device_are_shown_so(tmp_path: Path) -> None:
     assert {stage.memory.limit_bytes for stage in written.stages} == {int(74.5 * 2**30) // 2}
     lines = shown(written, tmp_path, width=120)
     assert "74.5 GiB of memory, shared by 2 stages, links" in row(lines, "             74.5 GiB")
-    assert row(lines, "memory  ").endswith("the fullest, predicted")
-    assert any(line.endswith("the fullest, at one moment, predicted, of 37.2 GiB per stage") for line in lines)
+    assert row(lines, "memory  ").endswith("the fullest")
+    assert any(line.endswith("the fullest, at one moment: fits 37.2 GiB for each stage") for line in lines)
     table = lines[lines.index("stages: FLOPs of the forward, bytes and predicted time of one micro-batch") :]
     assert table[1].split()[:3] == ["stage", "process", "layers"]
     assert [line.split()[:2] for line in table[3:7]] == [["0", "0"], ["1", "0"], ["2", "1"], ["3", "1"]]
