@@ -4,7 +4,6 @@ import csv
 import json
 import re
 import resource
-import shlex
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from gpipe_cli.assembly import build
 from gpipe_cli.benchmark import machine_timing as timing
 from gpipe_cli.commands import plan_run
 from gpipe_cli.errors import InputError
-from gpipe_cli.pipeline.schedule.named_schedules import ORDERS
 from gpipe_cli.pipeline.schedule.simulator import ideal_bubble
 from gpipe_cli.planner import model_profile
 from gpipe_cli.planner import plan as planner
@@ -111,11 +109,8 @@ def test_the_model_is_built_and_traced_once_and_nothing_is_simulated_that_does_n
     [
         ("hardware.memory_gib=0.0001", "hardware.memory_gib=0.0001: no cut fits; in the best one stage"),
         ("solve=max_model hardware.memory_gib=1 partitions=auto", "partitions=auto cannot be chosen at the same time"),
-        ("solve=memory_time micro_batches=auto", "micro_batches=auto: solve=memory_time tries several numbers anyway"),
-        ("solve=memory_time partitions=auto", "partitions=auto cannot be chosen at the same time; give a number"),
-        ("solve=memory_time batch_size=auto", "batch_size=auto cannot be chosen at the same time; give a number"),
-        ("solve=memory_time partition.balance=[3,4]", "partition.balance=[3,4]: is a cut of one size of the model"),
-        ("solve=memory_time recompute=never hardware.memory_gib=0.001", "solve=memory_time: none of "),
+        ("solve=max_model batch_size=auto", "batch_size=auto cannot be chosen at the same time; give a number"),
+        ("solve=max_model partition.balance=[3,4]", "partition.balance=[3,4]: is a cut of one size of the model"),
         ("format=xml", "format=xml: must be one of table, json, csv; for example format=json"),
         ("-m partitions=20,40", "partitions=20: the model has only"),
         ("-m partitions=1,2 run_folder=x", "run_folder=x: each plan of a sweep has a folder of its own"),
@@ -192,39 +187,6 @@ def test_a_sweep_is_a_table_of_plans(capsys: pytest.CaptureFixture[str]) -> None
     shown = capsys.readouterr().out
     assert re.search(r"\n 2 +4 +always +\d", shown)
     assert "cannot be    partitions=20: the model has only" in shown
-
-
-def test_a_curve_of_memory_and_time(capsys: pytest.CaptureFixture[str]) -> None:
-    """What is given stays; each point's command plans just that point; programs get all that was tried."""
-    settings = [*PLAN, "partitions=2", "hardware=h100", "hardware.memory_gib=0.002", "solve=memory_time"]
-    read = plan(*settings)
-    shown = " ".join(capsys.readouterr().out.split())
-    points, front = read["curve"]["points"], [one for one in read["curve"]["points"] if not one["dominated"]]
-    (folder,) = Path("outputs").iterdir()
-    assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG")
-    assert '"curve":{"points":[' in (folder / "pipeline.html").read_text(encoding="utf-8")
-    assert {one["setting"]["micro_batches"] for one in points} == {4}
-    assert {one["setting"]["schedule"] for one in points} == {*ORDERS, "auto"}
-    assert {one["setting"]["stages_per_process"] for one in points} == {1, 2}
-    assert {one["fits"] for one in points} == {True, False}
-    assert "no step on 2 devices takes less than" in shown
-    (chosen,) = [one for one in points if one["chosen"]]
-    assert chosen in front
-    assert (read["step_seconds"], max(read["device_bytes"])) == (chosen["step_seconds"], chosen["memory_bytes"])
-    assert all(one["command"] in shown for one in front)
-    for one in points:
-        again = configure(*shlex.split(one["command"])[2:])
-        made = planner.plan_step(again, model_profile.profile_model(again))
-        assert (made.step_seconds, max(made.device_bytes)) == (one["step_seconds"], one["memory_bytes"]), one["command"]
-    capsys.readouterr()
-    assert command("plan", *settings, "schedule=1f1b", "recompute=never", "format=csv") == 0
-    rows = list(csv.DictReader(capsys.readouterr().out.splitlines()))
-    assert {row["schedule"] for row in rows} == {"1f1b"}
-    assert command("plan", "-m", *settings, "schedule=1f1b,gpipe", "recompute=except_last", "format=json") == 0
-    swept = json.loads(capsys.readouterr().out)
-    for one, name in zip(swept, ("1f1b", "gpipe"), strict=True):
-        assert {point["setting"]["schedule"] for point in one["curve"]["points"]} == {name}
-        assert all(f" schedule={name}" in point["command"] for point in one["curve"]["points"])
 
 
 def test_a_plan_that_cannot_be_written_is_shown(capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,8 +33,6 @@ class _Request:
     config: TrainConfig
     auto: tuple[str, ...]  # settings that are to be chosen
     settings: PlanSettings
-    typed: tuple[str, ...]  # the arguments, without -m
-    given: Mapping[str, object]  # key or group -> value of the settings among them
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -43,27 +41,24 @@ def main(arguments: Sequence[str]) -> int:
     line.refuse(dict.fromkeys(("resume", "dry_run"), "a plan runs nothing, and begins with nothing; leave it out"))
     refuse_torchrun("a plan needs one process, whatever it is for; call gpipe plan")
     if line.options["multirun"] and not line.is_question:
-        return _sweep(line, arguments, form)
+        return _sweep(line, form)
     tree = compose(line, TRAINING_KEYS)
     if tree is None:
         return 0
-    found = _plan(_requested(tree, arguments, line.overrides), form, shown=form == TABLE)
+    found = _plan(_requested(tree, line.overrides), form, shown=form == TABLE)
     if form != TABLE:
-        from gpipe_cli.reporting.tables.plan import points_of, stages_of
+        from gpipe_cli.reporting.tables.plan import stages_of
 
-        rows = stages_of(found) if found.curve is None else points_of(found.curve, found.curve.points)
-        sys.stdout.write(as_json(asdict(found)) if form == "json" else to_csv(rows))
+        sys.stdout.write(as_json(asdict(found)) if form == "json" else to_csv(stages_of(found)))
     return 0
 
 
-def _requested(tree: DictConfig, typed: Sequence[str], given: Mapping[str, object]) -> _Request:
+def _requested(tree: DictConfig, given: Mapping[str, object]) -> _Request:
     settings = own(PlanSettings, "plan", tree)
     config, auto = training(tree, given)
     if settings.solve is not None and config.partition.balance is not None:
         why = f"is a cut of one size of the model, and solve={settings.solve} tries others; leave it out"
         raise RefusedError("partition.balance", config.partition.balance, why)
-    if settings.solve == "memory_time" and "micro_batches" in auto:
-        raise RefusedError("micro_batches", "auto", "solve=memory_time tries several numbers anyway; leave it out")
     if settings.solve is not None and auto:
         raise InputError(f"solve={settings.solve}: {auto[0]}=auto cannot be chosen at the same time; give a number")
     if (file := settings.write_schedule) is not None:
@@ -71,7 +66,7 @@ def _requested(tree: DictConfig, typed: Sequence[str], given: Mapping[str, objec
             why = f"a schedule is read by its ending; use write_schedule={file}{SCHEDULE_FILE}"
             raise RefusedError("write_schedule", file, why)
         refuse_file("write_schedule", Path(file), taken="another, or remove it")
-    return _Request(config, auto, settings, tuple(typed), given)
+    return _Request(config, auto, settings)
 
 
 def _plan(request: _Request, form: str, *, shown: bool) -> PlanResult:
@@ -83,12 +78,11 @@ def _plan(request: _Request, form: str, *, shown: bool) -> PlanResult:
         with interruptible_import():
             from gpipe_cli.commands.plan_run import plan
 
-        return plan(config, auto, request.settings, folder, console, request.typed, request.given, shown=shown)
+        return plan(config, auto, request.settings, folder, console, shown=shown)
 
 
-def _sweep(line: CommandLine, arguments: Sequence[str], form: str) -> int:
-    """Plan each combination of the settings among the `arguments`; print a table of the plans, or all of them as one
-    JSON or CSV document."""
+def _sweep(line: CommandLine, form: str) -> int:
+    """Plan each combination of the settings; print a table of the plans, or all of them as one JSON or CSV document."""
     for key, why in (
         ("run_folder", "each plan of a sweep has a folder of its own; give output=FOLDER"),
         ("write_schedule", "each plan of a sweep has a schedule of its own; plan one of them without -m"),
@@ -100,10 +94,9 @@ def _sweep(line: CommandLine, arguments: Sequence[str], form: str) -> int:
     refused: list[InputError] = []
     line.refuse_search("a plan has no search; give the values, one after the other")
     trees, jobs = Trees(line, TRAINING_KEYS), combinations(line)
-    options = [one for one in arguments if one not in (*line.typed, "-m", "--multirun")]
     for job, (_, varied) in zip(jobs, differences(jobs, line.same), strict=True):
         try:
-            request = _requested(trees.tree(job), [*options, *job], values_of(job))
+            request = _requested(trees.tree(job), values_of(job))
             found.append(SweptPlan(varied, None, _plan(request, form, shown=False)))
         except SettingError:
             raise

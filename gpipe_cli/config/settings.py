@@ -360,7 +360,7 @@ class CheckSettings:
 class PlanSettings:
     """What `conf/plan.yaml` adds to the settings of `gpipe train`."""
 
-    solve: Literal["max_model", "memory_time"] | None
+    solve: Literal["max_model"] | None
     write_schedule: str | None  # a file that does not exist yet
     verbose: bool
 

@@ -109,8 +109,11 @@ class MemoryModel:
         self, schedule: Schedule, bounds: Bounds, device_of_stage: Sequence[int] = ()
     ) -> tuple[StageMemory, ...]:
         """The memory of each stage at its fullest moment."""
-        saved = self.saved(schedule, bounds)
         waiting = peak_waiting(schedule, self._skips(bounds), device_of_stage)
+        return self.holding(bounds, self.saved(schedule, bounds), waiting)
+
+    def holding(self, bounds: Bounds, saved: Sequence[int], waiting: Sequence[int]) -> tuple[StageMemory, ...]:
+        """The memory of stages that hold these bytes of activations, and of skips that wait, at their fullest."""
 
         def stage(first: int, end: int, saved: int, waiting: int) -> StageMemory:
             own, tied = self._profile.weights[first:end], _tied(self._profile.tied, first, end)

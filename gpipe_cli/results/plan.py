@@ -117,50 +117,6 @@ class PlannedChoice:
 
 
 @dataclass(frozen=True)
-class PlannedSetting:
-    """What varies between the points of a curve, each as a run has it."""
-
-    partitions: int
-    micro_batches: int
-    schedule: str
-    placement: str
-    recompute: str
-    stages_per_process: int
-    balance: tuple[int, ...]  # layers of each partition
-
-
-@dataclass(frozen=True)
-class PlannedPoint:
-    """A candidate of `solve=memory_time`."""
-
-    command: str  # runs this point, `gpipe train partitions=8 ...`, or plans it if it is for other hardware
-    setting: PlannedSetting
-    memory_bytes: int  # of the fullest device, at its peak
-    step_seconds: float
-    idle: float  # share of the device-time of a step
-    fits: bool  # whether it is within the limit
-    dominated: bool  # another has less memory and is as fast, or is faster with as much; False: on the front
-    chosen: bool  # the fastest that fits, whose plan this is
-
-
-@dataclass(frozen=True)
-class PlannedCurve:
-    """All candidates of `solve=memory_time`, and the time that no step on so many devices can beat."""
-
-    points: tuple[PlannedPoint, ...]
-    devices: int
-    lower_bound_seconds: float
-    work_seconds: float  # of it, the work of the fullest device if that is shared out as evenly as possible
-    lower_bound_micro_batches: int  # M at which the bound is that low
-    limit_bytes: int | None  # of a device
-
-    @property
-    def front(self) -> list[PlannedPoint]:
-        """The points that no other dominates, the least memory first."""
-        return sorted((point for point in self.points if not point.dominated), key=lambda point: point.memory_bytes)
-
-
-@dataclass(frozen=True)
 class PlanResult:
     """A planned optimizer step."""
 
@@ -199,7 +155,6 @@ class PlanResult:
     placement: str | None = None  # `looped`; None: one without a name
     device_bytes: tuple[int, ...] = ()  # peak memory of each device, whose stages are at their peaks at different times
     host_bytes: int | None = None  # page-locked on the hosts, of all stages, for checkpoints; None: not on GPUs
-    curve: PlannedCurve | None = None  # of solve=memory_time
 
     @property
     def held_bytes(self) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ Consecutive layers or stages that are alike share a row: the paper's largest Tra
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import groupby
 from operator import attrgetter, itemgetter
 from pathlib import Path
@@ -21,9 +21,7 @@ from gpipe_cli.results.files import flattened, write_result
 from gpipe_cli.results.plan import (
     PLAN,
     PlannedChoice,
-    PlannedCurve,
     PlannedLayer,
-    PlannedPoint,
     PlannedStage,
     PlanResult,
     SweptPlan,
@@ -32,7 +30,6 @@ from gpipe_cli.units import count, duration, memory_unit, operations, percent, p
 
 MOST_ROWS = 40  # a table with more rows shows only the first and the last ones
 MOST_SKIPS = 3  # more are counted only
-_WORDS = ("schedule", "placement", "recompute", "chosen", "fits")  # columns of a curve that are no numbers
 GRID_LINES = 34  # the most lines of a grid in the console: two blocks of sixteen stages
 
 
@@ -52,8 +49,6 @@ def show_plan(console: Console, plan: PlanResult, folder: Path, *, verbose: bool
             _show_memory(console, plan.stages)
         for comparison in plan.comparisons:
             _show_comparison(console, comparison)
-        if plan.curve is not None:
-            _show_curve(console, plan.curve)
         if verbose:
             _show_grid(console, plan.grid)
         show_facts(console, _details(plan))
@@ -65,38 +60,6 @@ def stages_of(plan: PlanResult) -> Table:
     """A row for each stage, for programs; keys of its memory are dotted, `memory.total_bytes`."""
     rows = [{"stage": k, **dict(flattened(asdict(stage)))} for k, stage in enumerate(plan.stages)]
     return Table("stages", [Column(key, values=[row[key] for row in rows]) for key in rows[0]])
-
-
-def points_of(curve: PlannedCurve, points: Sequence[PlannedPoint]) -> Table:
-    """A row for each of these points of a curve."""
-
-    def column(key: str, heading: str, form: Callable[[Any], str] = show, *, printed: bool = True) -> Column:
-        values = [getattr(point if hasattr(point, key) else point.setting, key) for point in points]
-        column = Column.of(key, heading, values, form, printed=printed)
-        return column if key not in _WORDS else replace(column, number=False)
-
-    least = curve.lower_bound_seconds
-    return Table(
-        "memory and time",
-        [
-            column("memory_bytes", "memory", size),
-            column("step_seconds", "step", _step),
-            Column.of("times_bound", "of bound", [point.step_seconds / least for point in points], "{:.2f}x".format),
-            column("idle", "idle", percent),
-            column("schedule", "schedule"),
-            column("placement", "placement"),
-            column("recompute", "recompute"),
-            column("micro_batches", SYMBOLS["micro_batches"]),
-            column("partitions", SYMBOLS["partitions"]),
-            column("stages_per_process", "K/P"),
-            column("chosen", "", lambda chosen: "fastest" if chosen else ""),
-            column("fits", "", lambda fits: "" if fits else "over the limit"),
-            column("dominated", "dominated", printed=False),
-            column("balance", "balance", printed=False),
-            column("command", "command", printed=False),
-        ],
-        2,
-    )
 
 
 def plans_of(plans: Sequence[SweptPlan]) -> Table:
@@ -270,25 +233,6 @@ def _show_comparison(console: Console, comparison: PlannedChoice) -> None:
         rows.append([candidate.value, *known, verdict])
     title = f"{setting} compared, predicted: {comparison.rule}"
     _show_rows(console, title, (setting, "step", "fullest stage", ""), rows)
-
-
-def _show_curve(console: Console, curve: PlannedCurve) -> None:
-    """The front, the time that it is measured against, and the command of each of its points."""
-    front, tried = curve.front, plural(len(curve.points), "candidate")
-    show_text(console, f"memory of the fullest device and time of a step, predicted: the best of {tried}", "bold")
-    show_table(console, points_of(curve, front), elsewhere=PLAN)
-    console.print()
-    fill = curve.lower_bound_seconds - curve.work_seconds
-    bound = f"no step on {plural(curve.devices, 'device')} takes less than {_step(curve.lower_bound_seconds)}"
-    parts = f"{_step(curve.work_seconds)} of work for the fullest, {_step(fill)} to fill the pipeline"
-    facts = [("bound", f"{bound}, with M = {curve.lower_bound_micro_batches}: {parts}")]
-    if curve.limit_bytes is not None:
-        facts.append(("limit", f"{size(curve.limit_bytes)} on each device"))
-    if any(point.setting.schedule == "gpipe" for point in front):
-        facts.append(("bits", "gpipe adds gradients in the reverse of the others' order: the last digits differ"))
-    show_facts(console, facts)
-    show_facts(console, [(size(point.memory_bytes), point.command) for point in front])
-    console.print()
 
 
 def _show_grid(console: Console, lines: Sequence[str] | None) -> None:

@@ -1,6 +1,6 @@
 """Converts a plan into the numbers of plan.json (`results/plan.py`)."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 from gpipe_cli.config.settings import TrainConfig
@@ -13,7 +13,6 @@ from gpipe_cli.pipeline.schedule.simulator import ideal_bubble
 from gpipe_cli.planner.auto_settings import Choice
 from gpipe_cli.planner.data_sheet import computes_on_gpu, resolved
 from gpipe_cli.planner.device_rates import computes_in, reached_tflops
-from gpipe_cli.planner.memory_time import Curve, Point
 from gpipe_cli.planner.model_profile import ModelProfile
 from gpipe_cli.planner.plan import Plan
 from gpipe_cli.planner.step_schedule import mini_batch_samples
@@ -22,12 +21,9 @@ from gpipe_cli.reporting.run.description import model_name, words_of
 from gpipe_cli.results.plan import (
     PlannedCandidate,
     PlannedChoice,
-    PlannedCurve,
     PlannedHardware,
     PlannedLayer,
     PlannedMemory,
-    PlannedPoint,
-    PlannedSetting,
     PlannedSkip,
     PlannedStage,
     PlannedTie,
@@ -43,7 +39,6 @@ def plan_result(
     plan: Plan,
     comparisons: Sequence[Choice],
     files: Mapping[str, str],
-    curve: PlannedCurve | None = None,
 ) -> PlanResult:
     """The numbers of the plan of `config`. `files`: the other files written, description -> path."""
     samples, partitions = mini_batch_samples(config, profile.lengths), len(plan.stages)
@@ -97,37 +92,6 @@ def plan_result(
         comparisons=tuple(map(_choice, comparisons)),
         grid=tuple(lines) if lines else None,
         files=dict(files),
-        curve=curve,
-    )
-
-
-def planned_curve(curve: Curve, command_of: Callable[[Point], str]) -> PlannedCurve:
-    """The numbers of a curve; `command_of`: the command that plans a point."""
-    front, fastest = curve.front, curve.fastest
-    points = tuple(
-        PlannedPoint(
-            command=command_of(point),
-            setting=PlannedSetting(
-                partitions=point.config.partitions,
-                micro_batches=point.config.micro_batches,
-                schedule=point.config.schedule,
-                placement=point.placement,
-                recompute=point.config.recompute,
-                stages_per_process=point.stages_per_device,
-                balance=point.balance,
-            ),
-            memory_bytes=point.memory_bytes,
-            step_seconds=point.step_seconds,
-            idle=idle(asdict(point.breakdown)),
-            fits=point.fits,
-            dominated=not any(point is one for one in front),
-            chosen=point is fastest,
-        )
-        for point in curve.points
-    )
-    bound = curve.bound
-    return PlannedCurve(
-        points, curve.devices, bound.seconds, bound.work_seconds, curve.bound_micro_batches, curve.limit_bytes
     )
 
 
