@@ -128,8 +128,6 @@ def test_help_and_configuration_import_no_torch() -> None:
         ("bench -m rounds=1,2", "rounds=1,2: all rows of a table have the same; give one number"),
         ("check partitions=auto", "gpipe check: partitions=auto: "),
         ("check resume=outputs/x", "gpipe check: resume=outputs/x: a check runs the first mini-batch of a training"),
-        ("diff x", "gpipe diff: x: give the folders of two runs, gpipe diff RUN RUN"),
-        ("diff x y", "gpipe diff: RUN=x: no run there"),
         ("help recompte", "gpipe help: recompte: there is no such topic; did you mean recompute?"),
         ("help -k", "-k: give a word to look for; for example gpipe help -k memory"),
         ("help -k bubbel", "-k bubbel: no topic has this word; the nearest are bubble, "),
@@ -238,7 +236,7 @@ def test_a_file_that_is_no_configuration_is_one_line(
 @pytest.mark.parametrize(
     ("typed", "offered"),
     [
-        ("gpipe tr", "train bench plan evaluate export check reproduce compare diff site list help"),
+        ("gpipe tr", "train bench plan evaluate export check reproduce compare site list help"),
         ("gpipe train model.fil", "model.filters="),
         ("gpipe train logger=[m", "logger=[mlflow]"),
         ("gpipe nonsense x", ""),

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -68,6 +69,41 @@ def test_a_sweep_is_compared(compare: Compare) -> None:
         result = read_result(Path(f"outputs/sweep/K{k}"))
         assert (found["partitions"], found["steps"], found["bubble_ideal"]) == (k, 2, result["bubble"]["ideal"])
         assert found["samples_per_second"] == result["samples_per_second"]
+
+
+def test_of_two_runs_all_that_differs_is_shown(
+    compare: Compare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    runs = [tmp_path / name for name in ("one", "two")]
+    for run, k in zip(runs, (1, 2), strict=True):
+        shutil.copytree(f"outputs/sweep/K{k}", run)
+
+    def differing() -> tuple[dict[str, list[str]], str]:
+        """The rows of the table and the facts below by their first cell, and all that is shown."""
+        shown = compare(*runs, f"output={tmp_path / 'files'}")[1]
+        lines = [re.split(r"  +", line.strip()) for line in shown.splitlines() if line]
+        return {first: cells for first, *cells in lines}, shown
+
+    found, shown = differing()
+    assert found["differs"] == ["partitions=1", "partitions=2", "difference"]
+    assert found["partitions"] == ["1", "2"]
+    assert re.fullmatch(r"[+-][\d,.]+ %", found["samples/s"][2])
+    assert "test loss " in found["the same"][0]
+    assert not {"micro_batches", "torch", "test loss", "commit of gpipe"} & found.keys()
+    assert "differs from step" not in shown
+
+    result = read_result(runs[0])
+    result["versions"]["timm"] = "0.0.1"
+    result["starts"][-1]["code"]["gpipe"] = {"commit": "0123456789abcdef", "changed": True}
+    result["test"]["top1"] += 0.125
+    write_result(runs[0], result)
+    found, _ = differing()
+    assert found["version of timm"][0] == "0.0.1"
+    assert found["commit of gpipe"][0] == "0123456789ab, changed"
+    assert found["test top-1"][2] == "-12.50 points"
+    first, second = rows(compare(*runs, "format=csv")[1])
+    assert (first["version of timm"], first["partitions"], second["partitions"]) == ("0.0.1", "1", "2")
 
 
 def test_what_a_sweep_was_refused_is_named(compare: Compare, tmp_path: Path) -> None:

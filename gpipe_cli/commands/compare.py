@@ -22,7 +22,7 @@ Usage: gpipe compare RUN [RUN ...] [format=FORMAT]
 RUN is the folder of a run of gpipe train or gpipe bench, or one with runs up to two levels below: a sweep, or outputs.
 All speeds, bubbles and memory in one column were measured. Runs that failed and runs of different models are shown,
 with a note that says what cannot be compared. Below a sweep its settings that were refused are named, such as more
-partitions than there are layers.
+partitions than there are layers. Of two runs all that differs is shown, a row for each setting, version and result.
 
 Settings
   format             table: columns that the terminal has room for |

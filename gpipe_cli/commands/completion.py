@@ -40,10 +40,10 @@ def complete(shell: Sequence[str], commands: Sequence[str]) -> list[str] | None:
         sys.stdout.write(separator.join(commands) + "\n")
         return None
     command = words.pop(1)
-    if command in ("compare", "diff", "list", "plan") and words[-1].startswith("format"):
+    if command in ("compare", "list", "plan") and words[-1].startswith("format"):
         offer(f"format={form}" for form in FORMATS)
         return None
-    if command not in commands or command in ("compare", "diff"):  # folders, which shells complete by themselves
+    if command not in commands or command == "compare":  # folders, which shells complete by themselves
         return None
     last, key = words[-1], words[-1].partition("=")[0].lstrip("+")
     if command in ("list", "help", "reproduce") or words[-2] in ("-cn", "--config-name"):

@@ -121,7 +121,7 @@ PHRASES = {
         <command> model=transformer_lm dataset=digits | <command> model=custom model.target=broken:build
         <command> model=custom model.target=number:build
         <command> model=timm model.name=none | <command> hydra.x=3""",
-    "files": """train resume=<odd> | train init_from=<odd> | evaluate run=<odd> | export run=<odd> | diff <odd> run
+    "files": """train resume=<odd> | train init_from=<odd> | evaluate run=<odd> | export run=<odd>
         <command> run_folder=<unwritable> | <command> run_folder=run | <command> output=<unwritable> | compare <odd>
         train model=transformer_nmt dataset=parallel_text dataset.root=two.tsv | list runs missing""",
     "configuration": """<command> -cd conf -cn <yaml> | <command> -cd missing -cn <yaml> | <command> hydra.run=3
@@ -133,7 +133,7 @@ PHRASES = {
         <command> compile=true schedule=zero_bubble | train resume=auto | train logger=tensorbord""",
     "schedule file": """<command> schedule=<schedule> | plan write_schedule=text | plan write_schedule=missing/x.csv
         train write_schedule=x.csv | plan -m partitions=1,2 write_schedule=x.csv""",
-    "formats": """plan format=<form> | compare run format=<form> | list models format=<form> | diff run run output=x
+    "formats": """plan format=<form> | compare run format=<form> | list models format=<form>
         export run=run format=<form> | export run=run file=x.bin | compare run format=csv output=x""",
     "sweep": """train -m partitions=0,-1 | bench -m partitions=1,abc | train -m model=nothing,amoebanet
         train -m 'seed=choice()' | train -m seed=1,2 model.depth=50 | bench -m seed=1,2 hydra.run.dir=x

@@ -6,8 +6,9 @@ they are few (`partitions=2`), else by folders. Measured, predicted and ideal va
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from gpipe_cli.config.typed import show
 from gpipe_cli.reporting.compare.run_record import RunRecord
@@ -192,11 +193,29 @@ def _results(runs: Sequence[RunRecord]) -> list[Column]:
         *columns,
         fact("machine", [run.machine for run in runs]),
         fact("torch", [result.versions.get("torch") for result in results]),
+        *_ran_on(results),
         fact("model", [result.model for result in results]),
         fact("dataset", [result.dataset for result in results], heading="data set"),
         fact("error", [run.error for run in runs]),
         fact("folder", [str(run.folder) for run in runs]),
     ]
+
+
+def _ran_on(results: Sequence[RunResult]) -> Iterator[Column]:
+    """Other versions and facts of the machine, and commits of the code, in which runs differ; for files only."""
+    ran_on: list[dict[str, Any]] = []
+    for result in results:
+        named = {f"version of {package}": version for package, version in result.versions.items()}
+        for whose, commit in (result.starts[-1].code if result.starts else {}).items():
+            changed = {None: ", perhaps changed", True: ", changed", False: ""}
+            named[f"commit of {whose}"] = commit and commit["commit"][:12] + changed[commit["changed"]]
+        ran_on.append(named | {key: result.hardware.get(key) for key in ("system", "memory_bytes")})
+    for key in dict.fromkeys(key for facts in ran_on for key in facts if key != "version of torch"):
+        values = [facts.get(key) for facts in ran_on]
+        if any(value != values[0] for value in values):
+            yield Column(
+                key, cells=[NONE if value is None else show(value) for value in values], values=values, printed=False
+            )
 
 
 def _alike(measure: Measure, results: Sequence[RunResult]) -> list[float | None]:

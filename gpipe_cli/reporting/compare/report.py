@@ -7,15 +7,16 @@ hardware of its tables 2 and 3 and the data sets of table 4, but the runs compar
 import os
 import shlex
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from rich.console import Console
 
 from gpipe_cli.config.typed import show
 from gpipe_cli.reporting.compare.comparison import Comparison, listed
-from gpipe_cli.reporting.compare.run_record import RunRecord, same_curves
+from gpipe_cli.reporting.compare.run_record import RunRecord, first_difference, same_curves
 from gpipe_cli.reporting.run.lines import show_facts, show_line
 from gpipe_cli.reporting.tables.table import SYMBOLS, Column, Table, show_table
-from gpipe_cli.results.measures import TRAIN_LOSS
+from gpipe_cli.results.measures import MEASURES, SHARE, TRAIN_LOSS, Measure
 from gpipe_cli.units import plural
 
 TRAINED = "completed"
@@ -25,16 +26,51 @@ def show_comparison(console: Console, comparison: Comparison) -> None:
     count = len(comparison.runs)
     completed = all(run.result.status == TRAINED for run in comparison.runs)
     show_line(console, f"{plural(count, 'run')}{f', {TRAINED}' if completed else ''}", "bold")
+    if count == 2:
+        _show_two(console, comparison)
+    else:
+        _show_rows(console, comparison, completed)
+    console.print()
+    show_facts(console, [("note", note) for note in (*notes(comparison), *same_curve_notes(comparison))])
+    if with_curves := [run.folder.resolve() for run in comparison.runs if run.curves]:
+        show_facts(console, [("curves", f"tensorboard --logdir {shlex.quote(os.path.commonpath(with_curves))}")])
+
+
+def _show_rows(console: Console, comparison: Comparison, completed: bool) -> None:
+    """A row for each run; `completed`: whether all are, which needs no column."""
+    count = len(comparison.runs)
     number = Column("run", cells=[str(number + 1) for number in range(count)], number=True)
     results = [column for column in comparison.results if column.key != "status" or not completed]
     naming = len(comparison.settings) if comparison.by_settings else len(SYMBOLS)  # else too many to name a run
     named = [] if comparison.by_settings else [Column("name", cells=comparison.names)]
     first, last = [number, *named, *comparison.settings[:naming]], comparison.settings[naming:]
     show_table(console, Table("", [*first, *results, *last], len(first)), gap=1, elsewhere="format=csv")
+
+
+def _show_two(console: Console, comparison: Comparison) -> None:
+    """A row for each setting, result and fact in which two runs differ; the measures that are the same in a line."""
+    rows, same = list[tuple[str, ...]](), list[str]()
+    for column in comparison.columns:
+        (first, second), measure = column.plain_values, MEASURES.get(column.key)
+        cells = list(map(measure.shown, (first, second))) if measure else column.cells
+        name = measure.name if measure else column.key or column.heading
+        if (first, *cells[:1]) != (second, *cells[1:]):
+            rows.append((name, *cells, _difference(measure, first, second)))
+        elif measure and first is not None:
+            same.append(f"{name} {cells[0]}")
+    numbers = [Column(heading, number=True) for heading in (*comparison.names, "difference")]
+    show_table(console, Table.of_rows("", [Column("differs"), *numbers], rows))
     console.print()
-    show_facts(console, [("note", note) for note in (*notes(comparison), *same_curve_notes(comparison))])
-    if with_curves := [run.folder.resolve() for run in comparison.runs if run.curves]:
-        show_facts(console, [("curves", f"tensorboard --logdir {shlex.quote(os.path.commonpath(with_curves))}")])
+    show_facts(console, [("the same", ", ".join(same))] if same else [])
+
+
+def _difference(measure: Measure | None, first: Any, second: Any) -> str:
+    """The second value of a measure less the first one: in points for shares, else relative to the first one."""
+    if measure is None or None in (first, second):
+        return ""
+    if measure.unit is SHARE:
+        return f"{100 * (second - first):+.2f} points"
+    return f"{100 * (second / first - 1):+.1f} %" if first else ""
 
 
 def all_columns(comparison: Comparison) -> Table:
@@ -85,9 +121,12 @@ def notes(comparison: Comparison) -> Iterator[str]:
 
 
 def same_curve_notes(comparison: Comparison) -> list[str]:
-    """`train/loss is identical to the last bit: A, B, C`, for each group of runs."""
-    groups = same_curves([run.curves.get(TRAIN_LOSS) for run in comparison.runs])
-    return [f"{TRAIN_LOSS} is identical to the last bit: {comparison.referred(group)}" for group in groups]
+    """`train/loss is identical to the last bit: A, B, C`, for each group of runs; of two runs also where they part."""
+    curves = [run.curves.get(TRAIN_LOSS) for run in comparison.runs]
+    same = same_curves(curves)
+    apart = first_difference(*curves) if len(curves) == 2 and not same else None
+    differs = [] if apart is None else [f"{TRAIN_LOSS} differs from step {apart:,} on"]
+    return differs + [f"{TRAIN_LOSS} is identical to the last bit: {comparison.referred(group)}" for group in same]
 
 
 def _of_which(comparison: Comparison, sentence: str, true: Sequence[bool]) -> Iterator[str]:

@@ -117,6 +117,14 @@ def same_curves(curves: Sequence[Curve | None]) -> list[list[int]]:
     return [group for group in groups.values() if len(group) > 1]
 
 
+def first_difference(one: Curve | None, other: Curve | None) -> int | None:
+    """The first step at which two curves differ; None if they are the same as far as both go, or one is missing."""
+    if one is None or other is None:
+        return None
+    pairs = zip(one.steps, map(repr, one.values), other.steps, map(repr, other.values), strict=False)
+    return next((step for step, value, *theirs in pairs if [step, value] != theirs), None)
+
+
 def flat_result(folder: Path) -> dict[str, Plain]:
     """The implementation of `gpipe_cli.result`, which documents the content and errors."""
     runs = find_runs(folder)

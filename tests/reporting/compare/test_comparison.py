@@ -130,6 +130,8 @@ def test_same_curves_are_the_same_to_the_last_bit(runs: list[RunRecord]) -> None
     # NaN included; K = 4 differs in one bit, K = 16 is shorter
     (note,) = same_curve_notes(compare(runs))
     assert note == "train/loss is identical to the last bit: partitions=1, partitions=2"
+    (note,) = same_curve_notes(compare(runs[1:3]))
+    assert note == "train/loss differs from step 5 on"
 
 
 def test_the_table_has_what_differs_and_what_came_of_it(runs: list[RunRecord]) -> None:
@@ -166,7 +168,7 @@ def test_a_measurement_shows_what_only_it_has(runs: list[RunRecord]) -> None:
         runs[0], command="bench", samples_per_second_quartiles=(500.0, 525.5), model_flops_per_second=2.5e9, mfu=0.25,
         test=None, best=None, samples_per_second_kind="measured_one_device",
     )  # fmt: skip
-    both = compare([bench, runs[1]])
+    both = compare([bench, runs[1], runs[1]])
     printed = table(both, 160)
     assert "500.0 525.5 one device" in printed
     assert "2.5 G 25.0" in printed
