@@ -19,10 +19,6 @@ from gpipe_cli.pipeline.profile.layer_cost import LayerCost
 from gpipe_cli.pipeline.runtime.saved_activations import storage_of
 
 
-class SeparatedError(InputError):
-    """The cut lies between layers that share something."""
-
-
 @dataclass(frozen=True)
 class Shared:
     """Layer number `second` shares something with the earlier layer number `first`; `text` says what."""
@@ -114,7 +110,7 @@ def keeping_together(
 
 
 def check_cut(shared: Sequence[Shared], balance: Sequence[int], setting: str = "partition.balance") -> None:
-    """Raises SeparatedError if stages with the numbers of layers in `balance` would share something."""
+    """Raises InputError if stages with the numbers of layers in `balance` would share something."""
     partitions, layers = len(balance), sum(balance)
     places = _places_of_cuts(shared, layers)
     for end in list(accumulate(balance))[:-1]:
@@ -126,4 +122,4 @@ def check_cut(shared: Sequence[Shared], balance: Sequence[int], setting: str = "
                 ends = [places[at * len(places) // (partitions - 1)] for at in range(partitions - 1)]
                 sizes = [after - before for before, after in pairwise([0, *ends, layers])]
                 remedy = f"keep them together, as by {setting}=[{','.join(map(str, sizes))}]"
-            raise SeparatedError(f"partitions={partitions}: {one.text}; {remedy}")
+            raise InputError(f"partitions={partitions}: {one.text}; {remedy}")

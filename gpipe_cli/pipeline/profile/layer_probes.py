@@ -1,7 +1,8 @@
 """Refuses layers that a recomputation cannot repeat (paper section 2.3), by watching them as a micro-batch runs twice.
 
 A recomputation gives the same bits only if a layer leaves its input unchanged, draws random numbers only from torch's
-generators, and keeps no state between calls. A training with another layer would go wrong without a word.
+generators, and keeps no state between calls; and a tensor that a layer has kept from the meta device has no values, and
+gives whatever lies in memory. A training with such a layer would go wrong without a word.
 """
 
 import pickle
@@ -15,7 +16,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from gpipe_cli.pipeline.profile.reads import Reads
 from gpipe_cli.pipeline.runtime.boundary import Tensors, as_tuple, same_bits
+from gpipe_cli.pipeline.runtime.initial_weights import NO_VALUES
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.system.accelerator import is_accelerator
@@ -32,7 +35,8 @@ def probing(stages: Collection[Stage]) -> Iterator[list[str]]:
         stack.callback(np.random.set_state, np.random.get_state(legacy=True))
         for stage in stages:
             stack.enter_context(_put_back(stage.module))
-            watch = _Watch(found)
+            watch = _Watch(found, stage.compiled)
+            stack.enter_context(watch.reading)
             for name, layer in stage.module.named_children():
                 stack.callback(layer.register_forward_pre_hook(watch.begins, prepend=True).remove)
                 stack.callback(layer.register_forward_hook(partial(watch.ended, name)).remove)
@@ -42,8 +46,10 @@ def probing(stages: Collection[Stage]) -> Iterator[list[str]]:
 class _Watch:
     """Watches the layers of one stage: compares a layer's state before and after a run, and the outputs of its runs."""
 
-    def __init__(self, found: list[str]) -> None:
-        self._found = found
+    def __init__(self, found: list[str], compiled: bool) -> None:
+        self._found, self._compiled = found, compiled
+        self.reading = ExitStack()  # holds a mode while a layer runs
+        self._reads = Reads()
         self._before: list[Any] = []  # for each running layer: one may run another, without torch's knowledge
         self._outputs: dict[str, Tensors] = {}  # layer name -> the outputs of its first run
 
@@ -51,11 +57,17 @@ class _Watch:
         kept = {key: (tensor, tensor.detach().clone(), tensor._version) for key, tensor in _tensors(layer).items()}
         given = [(tensor, tensor.detach().clone()) for tensor in as_tuple(inputs[0])]
         self._before.append((kept, given, _other_generators()))
+        if len(self._before) == 1 and not self._compiled:  # torch refuses to run compiled code under a dispatch mode
+            self._reads = self.reading.enter_context(Reads())
 
     def ended(self, name: str, layer: nn.Module, inputs: Any, output: Any) -> None:
         kept, given, generators = self._before.pop()
         if self._before:
             return
+        self.reading.close()
+        for tensor in self._reads.tensors.values():
+            if tensor.is_meta:
+                self._found.append(f"layer {name} reads a tensor {tuple(tensor.shape)} that {NO_VALUES}")
         if not all(same_bits(*pair) for pair in given):
             self._found.append(str(ChangedInputError(name)))
         if _other_generators() != generators:
