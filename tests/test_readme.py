@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from training_runs import TINY
 
 from gpipe_cli.cli import main
+from gpipe_cli.results.files import read_result
 
 ROOT = Path(__file__).parent.parent
 PAGES = {
@@ -33,7 +35,11 @@ def test_the_readme_has_what_is_tested_here() -> None:
     assert len(refusals()) >= 3
 
 
-@pytest.mark.parametrize("program", blocks("python")[1:])
+PROGRAMS = [program for program in blocks("python")[1:] if "optuna" not in program]
+(SEARCH,) = (program for program in blocks("python") if "optuna" in program)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_programs_run_alone_and_under_torchrun(program: str) -> None:
     """Each of the processes prints what one alone prints. To a file of its own: torchrun starts Python unbuffered, a
     line's end is written apart, and two processes' lines once ran into each other."""
@@ -46,6 +52,17 @@ def test_programs_run_alone_and_under_torchrun(program: str) -> None:
     )  # fmt: skip
     assert alone
     assert [file.read_text() for file in Path("logs").rglob("stdout.log")] == [alone, alone]
+
+
+def test_a_search_learns_from_the_runs_before() -> None:
+    pytest.importorskip("optuna", "4")
+    tiny = ", ".join(map(repr, [*TINY, "partitions=1", "hardware=cpu", "max_steps=1"]))
+    Path("program.py").write_text(SEARCH.replace('"epochs=3"', tiny).replace("n_trials=20", "n_trials=2"))
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    ended = subprocess.run([sys.executable, "program.py"], env=environment, capture_output=True, text=True, check=True)
+    found = re.search(r"\{'momentum': 0\.\d+\} (.*)", ended.stdout)
+    assert found is not None
+    assert float(found[1]) == max(read_result(Path(f"outputs/search/{n}"))["test"]["top1"] for n in (0, 1))
 
 
 def test_the_line_for_tab_completion_installs_it() -> None:

@@ -22,7 +22,6 @@ from gpipe_cli.config.typed import ELSEWHERE, RefusedError, SettingError, neares
 from gpipe_cli.errors import InputError
 
 FOLDERS = ("run", "resume", "init_from", "run_folder", "output", "dataset.root", "file")
-SWEEPER = "hydra/sweeper"
 
 
 class _Options(argparse.ArgumentParser):
@@ -70,11 +69,6 @@ class CommandLine:
         return frozenset(self.overrides) - self.swept
 
     @property
-    def searches(self) -> bool:
-        """Whether Optuna chooses the settings of a sweep's runs; then gpipe reads hydra.sweeper.*, not Hydra."""
-        return self.overrides.get(SWEEPER) == "optuna"
-
-    @property
     def is_question(self) -> bool:
         """Whether an option only asks for something to be printed, such as --help or --cfg."""
         names = ("help", "cfg", "info", "hydra_help", "version", "shell_completion")
@@ -85,12 +79,6 @@ class CommandLine:
         """The settings, as typed, that all runs of a sweep share."""
         return tuple(str(o.input_line) for o in self.parsed if not o.is_sweep_override())
 
-    def refuse_search(self, why: str) -> None:
-        """Raises RefusedError for bounds, `seed=interval(0,9)`, which only a search takes; `why` has the remedy."""
-        for o in self.parsed:
-            if o.is_sweep_override() and not o.is_discrete_sweep():
-                raise RefusedError(o.key_or_group, o.get_value_string(), why)
-
     def refuse(self, remedies: Mapping[str, str]) -> None:
         """Raises InputError for a setting in `remedies` (key or group -> what to do instead), and for a group that is
         set to anything but the name of a choice."""
@@ -100,7 +88,7 @@ class CommandLine:
             remedy = remedies.get(key) or remedies.get(key.partition(".")[0])
             if remedy is not None and ("." in key or value not in (None, False)):
                 raise RefusedError(key, value, remedy)
-        for group in (*GROUPS, SWEEPER):
+        for group in GROUPS:
             if not isinstance(choice := self.overrides.get(group, ""), str):
                 number = isinstance(choice, int | float) and group == "learning_rate"
                 hint = f"write {ELSEWHERE['lr']}={choice}" if number else "gpipe train --help lists them"

@@ -29,7 +29,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
-from gpipe_cli.commands.command_line import SWEEPER, CommandLine, parsed_settings, translated
+from gpipe_cli.commands.command_line import CommandLine, parsed_settings, translated
 from gpipe_cli.config.comments import FOLDER, GROUPS
 from gpipe_cli.config.settings import (
     AUTO,
@@ -51,31 +51,25 @@ T = TypeVar("T")
 TRAINING_KEYS = tuple(settings(TrainConfig))
 
 
-def sweep_values(line: CommandLine, more: Mapping[str, str] | None = None) -> dict[str, tuple[Override, list[str]]]:
-    """Key -> override and values of each setting of a sweep: `["1", "2"]`; [] for bounds; for a setting with one value
-    the setting as typed, `["seed=1"]`. `more`: settings that a file sweeps (`hydra.sweeper.params`); typed ones win.
-    Raises InputError."""
+def combinations(line: CommandLine, more: Mapping[str, str] | None = None) -> list[tuple[str, ...]]:
+    """The settings of each run of a sweep: all combinations; the setting typed last varies fastest. `more`: settings
+    that a file sweeps (`hydra.sweeper.params`); typed ones win. Raises InputError."""
     typed = [*(f"{key}={value}" for key, value in (more or {}).items()), *line.typed]
     try:
         with _initialized(line):  # glob(*) looks up the choices of a group
             parsed = OverridesParser.create(GlobalHydra.instance().config_loader()).parse_overrides(typed)
-            return {o.get_key_element(): (o, _values(o)) for o in parsed}
+            return list(itertools.product(*{o.get_key_element(): _each(o) for o in parsed}.values()))
     except HydraException as error:
         raise translated(error) from error
 
 
-def combinations(line: CommandLine, more: Mapping[str, str] | None = None) -> list[tuple[str, ...]]:
-    """The settings of each run of a sweep: all combinations; the setting typed last varies fastest."""
-    each = [[f"{key}={value}" for value in values] if o.is_sweep_override() else values
-            for key, (o, values) in sweep_values(line, more).items()]  # fmt: skip
-    return list(itertools.product(*each))
-
-
-def _values(o: Override) -> list[str]:
-    """The values of a swept setting, [] for bounds; for any other setting, the setting itself."""
+def _each(o: Override) -> list[str]:
+    """A setting with each of its values. Raises RefusedError for bounds, `seed=interval(0,9)`."""
     if not o.is_sweep_override():
         return [str(o.input_line)]
-    return list(o.sweep_string_iterator()) if o.is_discrete_sweep() else []
+    if not o.is_discrete_sweep():
+        raise RefusedError(o.key_or_group, o.get_value_string(), "a sweep has no bounds; give the values one by one")
+    return [f"{o.get_key_element()}={value}" for value in o.sweep_string_iterator()]
 
 
 def compose(line: CommandLine, keys: Sequence[str]) -> DictConfig | None:
@@ -158,8 +152,6 @@ class Trees:
     def whole(self, typed: Sequence[str]) -> DictConfig:
         """The tree with these settings, Hydra's part included. Raises InputError."""
         parsed = parsed_settings(typed)
-        if self._line.searches:
-            parsed = [o for o in parsed if not o.key_or_group.startswith((SWEEPER, "hydra.sweeper"))]
         for o in parsed:  # a recipe may have keys of other commands; typing one is an error
             whose, key = owner(o.key_or_group), o.key_or_group
             if not o.is_delete() and whose not in (None, self._line.command):

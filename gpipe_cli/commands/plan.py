@@ -92,7 +92,6 @@ def _sweep(line: CommandLine, form: str) -> int:
             raise RefusedError(key, value, why)
     found: list[SweptPlan] = []
     refused: list[InputError] = []
-    line.refuse_search("a plan has no search; give the values, one after the other")
     trees, jobs = Trees(line, TRAINING_KEYS), combinations(line)
     for job, (_, varied) in zip(jobs, differences(jobs, line.same), strict=True):
         try:

@@ -17,18 +17,17 @@ from rich.console import Console
 from rich.text import Text
 
 from gpipe_cli.commands import outcome
-from gpipe_cli.commands.command_line import SWEEPER, CommandLine, read, values_of
+from gpipe_cli.commands.command_line import CommandLine, read, values_of
 from gpipe_cli.commands.composing import TRAINING_KEYS, Trees, combinations, compose
 from gpipe_cli.commands.folders import numbered
 from gpipe_cli.commands.run_request import RunRequest
-from gpipe_cli.commands.search import best_of, objective, search_of
 from gpipe_cli.commands.sweep_folder import PLACE, SWEEP, Attempt, SweepFolder
 from gpipe_cli.config.settings import has_checkpoint, key_of
 from gpipe_cli.config.typed import RefusedError, SettingError, quoted
 from gpipe_cli.distributed.torchrun import refuse_torchrun
 from gpipe_cli.errors import BAD_INPUT, INTERRUPTED, STOPPED, UNREAD, InputError
 from gpipe_cli.launch.fork_server import fork_server
-from gpipe_cli.reporting.run.lines import override, show_facts
+from gpipe_cli.reporting.run.lines import override
 from gpipe_cli.reporting.tables.sweep import HOPELESS, Run, bench_status, show_rest
 from gpipe_cli.results.run import run_result_or_none
 from gpipe_cli.system.interrupts import Stopped
@@ -81,8 +80,7 @@ class Sweep:
         return None
 
     def show_rest(self) -> None:
-        """Show the best run of a search, and the command that completes an incomplete sweep."""
-        show_facts(Console(), [("best", best)] if (best := best_of(self.path)) else [])
+        """Show the command that completes an incomplete sweep."""
         if len(self.runs) < self.planned or not all(map(self._is_final, self.runs)):
             show_rest(self.planned, self.runs, f"gpipe {self.line.command} {override('resume', str(self.path))}")
 
@@ -90,42 +88,27 @@ class Sweep:
         refuse_torchrun("each of its processes would run the whole sweep; call gpipe without it, or it for each run")
         trees = Trees(line, TRAINING_KEYS)
         whole = trees.whole(line.fixed)
-        search = search_of(line, whole)
-        jobs = [] if search else combinations(line, whole.hydra.sweeper.params)
+        jobs = combinations(line, whole.hydra.sweeper.params)
         self._folder.choose(Path(whole.hydra.sweep.dir))
-        if search is None:
-            self._perform_jobs(trees, jobs, 0, len(jobs))
-            return
-        try:
-            for index in range(search.n_trials):
-                trial, job = search.ask()
-                (last,) = self._perform_jobs(trees, [job], index, search.n_trials)
-                search.tell(trial, objective(line.command, last.result))
-        finally:
-            search.write_best(self.path)
-
-    def _perform_jobs(self, trees: Trees, jobs: Sequence[Sequence[str]], first: int, of: int) -> list[Run]:
-        """Run `jobs`, numbers `first`, `first` + 1, ... (from 0) of the sweep's `of`; returns the last run of each."""
-        begins = first == 0 and not self._folder.resumes
+        begins = not self._folder.resumes
         requests = [self._request(trees, job) for job in jobs]
         refusals = [request for request in requests if isinstance(request, InputError)]
         for refusal in refusals if begins else ():
             if isinstance(refusal, SettingError) or len(refusals) == len(requests):
                 raise refusal
         named = zip(differences(jobs, self.line.same), requests, strict=True)
-        cells = [Cell(number, *name, request) for number, (name, request) in enumerate(named, first + 1)]
+        cells = [Cell(number, *name, request) for number, (name, request) in enumerate(named, 1)]
         self._folder.record()
         self.rounds = max(
             (one.bench.rounds for one in requests if isinstance(one, RunRequest) and one.bench), default=1
         )
-        if first == 0:
-            self.planned = of * self.rounds
+        self.planned = len(cells) * self.rounds
         last: dict[int, Run] = {}
         for turn, cell in itertools.product(range(1, self.rounds + 1), cells):
             if (before := last.get(cell.number)) and self._is_final(before) and bench_status(before) in HOPELESS:
                 self.planned -= 1  # another round would give the same
                 continue
-            run = self._turn(cell, turn, of)
+            run = self._turn(cell, turn, len(cells))
             if run is not None:  # None: the sweep is ending, and this run had not ended earlier
                 last[cell.number] = run
                 self.runs.append(run)
@@ -136,7 +119,6 @@ class Sweep:
             (self.path / SWEEP).unlink()
             self.runs.clear()
             raise InputError(refused[0].error)
-        return [last[cell.number] for cell in cells]
 
     def _request(self, trees: Trees, job: Sequence[str]) -> RunRequest | InputError:
         try:
@@ -235,19 +217,15 @@ def sweep_of(command: str, arguments: Sequence[str], requested: Requested) -> Sw
     line = read(command, arguments)
     folder = _resumed_folder(line)
     if folder is None:
-        refuse_without_effect(line)
+        _refuse_without_effect(line)
         folder = SweepFolder(command, arguments)
     else:
         line = read(command, [*folder.arguments, f"{PLACE}{quoted(folder.path)}"])
     return Sweep(line, folder, requested, arguments)
 
 
-def refuse_without_effect(line: CommandLine) -> None:
-    """Raises InputError for a setting without effect: a run's folder given to a sweep, a sweep's folder given to a run,
-    or a search without -m."""
-    for key, value in line.overrides.items():
-        if key.startswith((SWEEPER, SWEEPER.replace("/", "."))) and not (line.options["multirun"] or line.is_question):
-            raise RefusedError(key, value, "a search is a sweep of several runs; add -m, or leave it out")
+def _refuse_without_effect(line: CommandLine) -> None:
+    """Raises RefusedError for a run's folder given to a sweep, and a sweep's folder given to a run."""
     what, given_by, other = "a run", "run_folder", "hydra.sweep.dir"
     if line.options["multirun"]:
         what, given_by, other = "a sweep, in which those of its runs lie,", other, given_by

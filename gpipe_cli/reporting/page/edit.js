@@ -179,8 +179,8 @@ function commandOf(command) {
   const keyOf = word => word.replace(/^['"]/, "").split("=")[0];
   const typed = new Map(data.commands.flatMap(wordsOf).map(word => [keyOf(word), word]));
   const words = [...typed].filter(([key]) => !dropped.includes(key) && !/^hydra[./]/.test(key));
-  // of a sweep or a search: which value this run had is not known here
-  const swept = words.filter(([, word]) => /=([^[({'"]*,|(choice|interval|range|glob)\()/.test(word));
+  // of a sweep: which value this run had is not known here
+  const swept = words.filter(([, word]) => /=([^[({'"]*,|(choice|range|glob)\()/.test(word));
   const kept = words.filter(word => !swept.includes(word)).map(([, word]) => word);
   kept.push(...swept.map(([key]) => `${key}=...`));
   return ["gpipe", command, ...kept, ...Object.entries(set).map(([key, value]) => `${key}=${value}`)].join(" ");

@@ -26,7 +26,7 @@ pytestmark = NEEDED
 SETTINGS = (*EVEN, "hardware=v100", "batch_size=16", "partitions=2", "micro_batches=4")
 BALANCE = "partition.balance=[4,6,4,3]"  # of the hourglass: images go to stage 3, high to 2, low from 1 to 2
 COMMANDS = (
-    "gpipe train -m hydra/sweeper=optuna hardware=v100 'seed=choice(1,2)' batch_size=32 partitions=2 replicas=auto",
+    "gpipe train -m hydra.sweep.dir=swept hardware=v100 'seed=choice(1,2)' batch_size=32 partitions=2 replicas=auto",
     "gpipe train resume=outputs/run batch_size=16 recompute=auto",
 )
 
