@@ -7,11 +7,12 @@ import importlib
 import os
 import sys
 import time
+from fnmatch import fnmatchcase
 from importlib.metadata import version
 
-from gpipe_cli.commands.names import COMMANDS
+from gpipe_cli.commands.names import COMMANDS, OLD_COMMANDS, OLD_SETTINGS
 from gpipe_cli.commands.outcome import outcome, run_command
-from gpipe_cli.config.typed import nearest, show
+from gpipe_cli.config.typed import RefusedError, nearest, show
 from gpipe_cli.distributed.torchrun import leads, torchrun
 from gpipe_cli.errors import BAD_INPUT, INTERRUPTED, STOPPED, UNREAD, InputError
 from gpipe_cli.system.streams import prepare_streams
@@ -25,9 +26,9 @@ USAGE = "\n".join(
         "Commands",
         *(f"  {name:<11}{line}" for name, line in COMMANDS.items()),
         "",
-        "  gpipe COMMAND --help    settings and examples of a command",
-        "  gpipe help TOPIC        what a setting or a word means: gpipe help micro_batches",
-        "  gpipe help -k WORD      topics whose name or text has a word: gpipe help -k memory",
+        "  gpipe COMMAND --help  settings and examples of a command",
+        "  gpipe help TOPIC      what a setting or a word means: gpipe help micro_batches",
+        "  gpipe help -k WORD    topics with a word: gpipe help -k memory",
         "  gpipe --version",
         "",
         "With GPIPE_FULL_ERROR=1 in the environment an error comes with its traceback.",
@@ -69,7 +70,10 @@ def _main(given: list[str]) -> int:
         case ["help", command] if command in COMMANDS:
             return run_command(command, ["--help"])
         case [command, *rest] if command in COMMANDS:
+            _refuse_old_settings(command, rest)
             return run_command(command, rest)
+        case [command, *_] if command in OLD_COMMANDS:
+            raise InputError(f"{command}: this command is gone; {OLD_COMMANDS[command]}")
         case [command, *_]:
             hint = nearest(command, list(COMMANDS)) or f"; choose one of {', '.join(COMMANDS)}"
             raise InputError(f"{show(command)}: there is no such command{hint}; see gpipe --help")
@@ -77,3 +81,12 @@ def _main(given: list[str]) -> int:
             sys.stderr.write(USAGE)
             return BAD_INPUT
     return 0
+
+
+def _refuse_old_settings(command: str, arguments: list[str]) -> None:
+    """Raises RefusedError for a setting, or a value of one, that the version before this one had."""
+    for argument in arguments:
+        key, _, value = argument.lstrip("+").partition("=")
+        for pattern, remedy in OLD_SETTINGS.items():
+            if fnmatchcase(f"{command} {key}={value}", pattern):
+                raise RefusedError(key, value, f"is gone; {remedy}")

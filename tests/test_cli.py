@@ -80,6 +80,8 @@ def test_the_installed_program_answers() -> None:
     ended = subprocess.run([program], capture_output=True, text=True)
     assert (ended.returncode, ended.stdout) == (2, "")
     assert "Usage: gpipe COMMAND" in ended.stderr
+    lines = ended.stderr.splitlines()
+    assert (len(lines) <= 24, max(map(len, lines)) <= 80) == (True, True), "a screen"
 
 
 def test_help_and_configuration_import_no_torch() -> None:
@@ -96,6 +98,11 @@ def test_help_and_configuration_import_no_torch() -> None:
     ("arguments", "line"),
     [
         ("tain", "gpipe: tain: there is no such command; did you mean train?; see gpipe --help"),
+        # what the version before this one had
+        ("demo open=false", "gpipe: demo: this command is gone; use gpipe bench -m partitions=1,2 micro_batches=1,4"),
+        ("launch slurm nodes=2", "gpipe: launch: this command is gone; copy a template of recipes/slurm"),
+        ("diff x y", "gpipe: diff: this command is gone; use gpipe compare RUN RUN"),
+        ("train -m hydra/sweeper=optuna seed=1,2", "gpipe train: hydra/sweeper=optuna: is gone; a sweep runs all"),
         ("train filters=3", "gpipe train: filters=3: there is no such setting; did you mean model.filters?"),
         ("train lr=0.1", "there is no such setting; write learning_rate=constant learning_rate.peak=0.1"),
         ("train learning_rate=0.1", "must be the name of a choice; write learning_rate=constant learning_rate.peak="),
@@ -234,7 +241,7 @@ def test_a_file_that_is_no_configuration_is_one_line(
 @pytest.mark.parametrize(
     ("typed", "offered"),
     [
-        ("gpipe tr", "train bench plan evaluate export check reproduce compare site list help"),
+        ("gpipe tr", "train evaluate plan bench check reproduce compare export site list help"),
         ("gpipe train model.fil", "model.filters="),
         ("gpipe train logger=[m", "logger=[mlflow]"),
         ("gpipe nonsense x", ""),

@@ -1,15 +1,26 @@
-"""The commands of `gpipe`, each with the line that `gpipe --help` and `gpipe help -k` show."""
+"""The commands of `gpipe`, each with the line that `gpipe --help` and `gpipe help -k` show, and what has gone."""
 
 COMMANDS = {
-    "train": "train a model with GPipe, or with -m a sweep over settings",
-    "bench": "measure steps: speed, bubble, memory, FLOP/s; with -m a table of settings",
-    "plan": "predict a step without running it: time, bubble, memory; for this machine or another",
-    "evaluate": "evaluate a run's checkpoint on its test set, with any number of partitions",
-    "export": "write a run's model as one file for other programs: safetensors, torch, ONNX",
-    "check": "prove on your own model that partitions, schedules and recomputation change nothing",
-    "reproduce": "run tables, figures and results of the paper, at the scale that the machine allows",
-    "compare": "compare runs: a table of the settings, versions and results that differ",
-    "site": "write a static site that explains pipelining, with a plan to explore",
+    "train": "train a model with GPipe; with -m, one for each of several settings",
+    "evaluate": "evaluate a run's checkpoint on its test set, with any partitions",
+    "plan": "predict a step: time, bubble, memory; here or on another machine",
+    "bench": "measure steps: speed, bubble, memory; with -m a table of settings",
+    "check": "prove on your model that pipelining and recomputing change nothing",
+    "reproduce": "run tables, figures and results of the paper",
+    "compare": "compare runs: settings, versions and results that differ",
+    "export": "write a run's model as one file: safetensors, torch, ONNX",
+    "site": "write a static site that explains pipelining",
     "list": "list models, datasets, hardware, recipes or runs",
-    "help": "explain a setting, a choice, a word or a recipe; with -k find them",
+    "help": "explain a setting, a choice, a word or a recipe; with -k find it",
+}
+
+# Old words: what the version before this one had -> today's way.
+OLD_COMMANDS = {
+    "demo": "use gpipe bench -m partitions=1,2 micro_batches=1,4",
+    "launch": "copy a template of recipes/slurm, and submit it by sbatch",
+    "diff": "use gpipe compare RUN RUN",
+}
+# By patterns of `COMMAND setting=value`.
+OLD_SETTINGS = {
+    "* hydra/sweeper=*": "a sweep runs all combinations; recipes/models.md has a search in ten lines of Python",
 }
