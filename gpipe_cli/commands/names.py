@@ -23,4 +23,8 @@ OLD_COMMANDS = {
 # By patterns of `COMMAND setting=value`.
 OLD_SETTINGS = {
     "* hydra/sweeper=*": "a sweep runs all combinations; recipes/models.md has a search in ten lines of Python",
+    "* partition.balance=*|*": "write the number of layers of each partition, partition.balance=[4,6]",
+    "plan solve=memory_time": "compare plans: gpipe plan -m schedule=gpipe,1f1b recompute=always,never",
+    "compare output=*": "gpipe compare writes no files; write format=csv > FILE; tensorboard --logdir shows curves",
+    "site presets=*": "the explorer has one model; give its settings, gpipe site FOLDER partitions=4",
 }
