@@ -4,11 +4,11 @@ import ast
 import graphlib
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "gpipe_cli"
 FILES = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
-TREES = {name: ast.parse(FILES[name].read_text(encoding="utf-8")) for name in sorted(FILES)}
 
 # From the lowest floor to the highest: a room imports only from itself and from the floors below its own.
 FLOORS = (
@@ -50,10 +50,18 @@ FLOORS = (
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
 
-def imports(name: str) -> list[tuple[str, str]]:
-    """The file, and each module that it imports, at its top or inside a function."""
+@cache
+def nodes() -> list[tuple[str, ast.AST]]:
+    """Every node of the syntax of every file, with the file's name."""
+    trees = {name: ast.parse(FILES[name].read_text(encoding="utf-8")) for name in sorted(FILES)}
+    return [(name, node) for name, tree in trees.items() for node in ast.walk(tree)]
+
+
+@cache
+def imports() -> list[tuple[str, str]]:
+    """Each file, with each module that it imports, at its top or inside a function."""
     found = []
-    for node in ast.walk(TREES[name]):
+    for name, node in nodes():
         match node:
             case ast.Import(names=names):
                 found += [(name, alias.name) for alias in names]
@@ -66,8 +74,8 @@ def imports(name: str) -> list[tuple[str, str]]:
     return found
 
 
-IMPORTS = [entry for name in TREES for entry in imports(name)]
-OWN = [(where, module) for where, module in IMPORTS if module in FILES]
+def own_imports() -> list[tuple[str, str]]:
+    return [(where, module) for where, module in imports() if module in FILES]
 
 
 def room(name: str) -> str:
@@ -83,13 +91,13 @@ def is_of(module: str, *packages: str) -> bool:
 def test_rooms_import_from_the_floors_below() -> None:
     homeless = {name for name in FILES if not room(name)} - {"gpipe_cli.pipeline.__init__"}
     assert not homeless
-    apart = [(where, module) for where, module in OWN if room(where) != room(module)]
+    apart = [(where, module) for where, module in own_imports() if room(where) != room(module)]
     assert not [(where, module) for where, module in apart if FLOOR[room(where)] <= FLOOR[room(module)]]
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
     graph: dict[str, set[str]] = {}
-    for where, module in OWN:
+    for where, module in own_imports():
         graph.setdefault(where, set()).add(module)
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the files
 
@@ -101,12 +109,12 @@ def test_schedules_need_no_torch() -> None:
 
 
 def test_hydra_is_known_to_settings_and_commands_only() -> None:
-    rooms = {room(where) for where, module in IMPORTS if is_of(module, "hydra", "omegaconf")}
+    rooms = {room(where) for where, module in imports() if is_of(module, "hydra", "omegaconf")}
     assert rooms <= {"config", "commands", "cli"}
 
 
 def test_processes_communicate_in_few_rooms() -> None:
-    rooms = {room(where) for where, module in IMPORTS if is_of(module, "torch.distributed")}
+    rooms = {room(where) for where, module in imports() if is_of(module, "torch.distributed")}
     # verify: torch.distributed.pipelining is one of the programs that ours is compared with
     assert rooms <= {"pipeline.runtime", "distributed", "launch", "benchmark", "training", "verify"}
 
@@ -114,19 +122,17 @@ def test_processes_communicate_in_few_rooms() -> None:
 def test_accelerators_have_one_door() -> None:
     """What another kind of accelerator needs is then in one file, and what the program does on one can be watched."""
     door = "gpipe_cli.system.accelerator"
-    uses = {name for name, tree in TREES.items() for node in ast.walk(tree) if ast.unparse(node) == "torch.cuda"}
-    types = {name for name, tree in TREES.items() for node in ast.walk(tree)
-             if isinstance(node, ast.Constant) and node.value == "cuda"}  # fmt: skip
+    uses = {name for name, node in nodes() if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.cuda"}
+    types = {name for name, node in nodes() if isinstance(node, ast.Constant) and node.value == "cuda"}
     assert not uses
     spelt = "config.settings", "planner.layout", "pipeline.profile.tracing"  # the setting `device`
     assert types <= {door, *(f"gpipe_cli.{name}" for name in spelt)}
-    calls = [(name, ast.unparse(node.func)) for name, tree in TREES.items() for node in ast.walk(tree)
-             if isinstance(node, ast.Call)]  # fmt: skip
+    calls = [(name, ast.unparse(node.func)) for name, node in nodes() if isinstance(node, ast.Call)]
     watched = "torch.accelerator.", "torch.Stream", "torch.Event"
     assert {name for name, called in calls if called.startswith(watched)} == {door}
 
 
 def test_only_reports_and_the_command_line_print() -> None:
-    calls = ((name, node) for name, tree in TREES.items() for node in ast.walk(tree) if isinstance(node, ast.Call))
+    calls = ((name, node) for name, node in nodes() if isinstance(node, ast.Call))
     printing = {name for name, call in calls if isinstance(call.func, ast.Name) and call.func.id == "print"}
     assert not [name for name in printing if not room(name).startswith(("reporting", "cli"))]
