@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from browser import NEEDED, opened_page
-from training_runs import command
+from training_runs import SMALL, command
 
 import gpipe_cli
 from gpipe_cli.errors import InputError
@@ -17,7 +17,7 @@ from gpipe_cli.errors import InputError
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
-SMALL = ("model.normal_cells=3", "model.filters=4", "hardware=cpu", "threads=1", "executor=in_process")
+HERE = (*SMALL, "hardware=cpu", "executor=in_process")
 
 
 @pytest.fixture(scope="module")
@@ -26,14 +26,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     for m in (2, 4):
         settings = [f"micro_batches={m}", "steps=1", "warm_up_steps=0", f"run_folder={folder / f'M{m}'}"]
-        assert command("bench", *SMALL, "partition.balance=[3,4]", *settings) == 0
+        assert command("bench", *HERE, "partition.balance=[3,5]", *settings) == 0
     return folder
 
 
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("plan") / "plan"
-    assert command("plan", *SMALL, f"run_folder={folder}") == 0
+    assert command("plan", *HERE, f"run_folder={folder}") == 0
     return folder
 
 
@@ -47,7 +47,7 @@ def test_a_result_is_a_row_of_plain_values(runs: Path) -> None:
     assert [(row["run"], row["partitions"], row["micro_batches"]) for row in rows] == [("M2", 2, 2), ("M4", 2, 4)]
     assert [*rows[0]] == [*rows[1]]
     assert all(value is None or isinstance(value, str | int | float) for row in rows for value in row.values())
-    assert rows[0]["partition.balance"] == "[3,4]"
+    assert rows[0]["partition.balance"] == "[3,5]"
 
 
 def test_a_result_has_the_numbers_of_a_comparison(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
