@@ -16,13 +16,13 @@ from gpipe_cli.reporting.plots import picture
 
 # The files that take longest, which begin first, so that at the end no core waits for one of them.
 LONGEST = (
-    "test_measurements", "test_quoted_lines", "test_check_matrix", "test_slurm", "test_failures",
-    "test_torchrun", "test_fine_tuning", "test_train_loop", "test_compiled", "test_going_on", "test_replicas",
-    "test_plan_command", "test_machine_timing", "test_readme", "test_what_belongs_to_a_run", "test_unwritten",
-    "test_text", "test_background_writer", "test_sweep", "test_bench", "test_consistency", "test_models",
-    "test_check_command", "test_pipeline", "test_hugging_face", "test_skips", "test_tied_weights",
-    "test_check_against", "test_races", "test_deadlocks", "test_laws", "test_cli", "test_reproduce_command",
-    "test_recipes", "test_notebooks",
+    "test_notebooks", "test_torchrun", "test_compiled", "test_quoted_lines", "test_check_matrix", "test_measurements",
+    "test_hugging_face", "test_train_loop", "test_readme", "test_failures", "test_machine_timing", "test_text",
+    "test_consistency", "test_fine_tuning", "test_reproduce_command", "test_pipeline", "test_laws", "test_races",
+    "test_going_on", "test_what_belongs_to_a_run", "test_sweep", "test_plan_command", "test_check_against",
+    "test_check_command", "test_replicas", "test_timm", "test_deadlocks", "test_training", "test_cli", "test_bench",
+    "test_models", "test_slurm", "test_extending", "test_skips", "test_tied_weights", "test_unwritten",
+    "test_background_writer", "test_notebook_objects", "test_next_commands", "test_random_orders",
 )  # fmt: skip
 
 # Commands start their own processes, also where the tests themselves are started by something that sets these.
