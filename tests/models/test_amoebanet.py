@@ -193,32 +193,6 @@ def test_wiring(
     torch.testing.assert_close(result, by_hand(cell, x, skip))
 
 
-def test_one_state_is_rectified_once() -> None:
-    """D reads the rectified state 0 in three operations; autograd keeps one tensor for them."""
-    cell = cell_of(NORMAL["d"], 1)
-    seen: list[Tensor] = []
-    for apply in cell.operations:
-        if isinstance(apply, AfterRelu):
-            apply.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    cell(inputs(PREVIOUS))
-    assert (len(seen), len(set(seen))) == (5, 3)  # of states 1, 0, 0, 0, 5
-
-
-def test_predecessor() -> None:
-    kind = NORMAL["d"]
-    assert isinstance(cell_of(kind, 1, PREVIOUS).previous, nn.Identity)
-    assert isinstance(cell_of(kind, 1, FeatureMap(8, 14)).previous, FactorizedReduction)
-    projection = cell_of(kind, 1, FeatureMap(6, 7)).previous
-    x = torch.randn(2, 6, 7, 7)
-    torch.testing.assert_close(projection(x), projection(F.relu(x)), rtol=0, atol=0)
-    # the first cell of a network reads the stem as it is
-    cell, x = cell_of(REDUCTION["d"], 2, previous=None), torch.randn(2, 12, 7, 7)
-    result, current = cell(x)
-    assert current is x
-    assert isinstance(cell.previous, nn.Identity)
-    torch.testing.assert_close(result, by_hand(cell, x, x), rtol=0, atol=0)
-
-
 def test_drop_path_spares_identities_only() -> None:
     kind = NORMAL["b"]
     cell = cell_of(kind, 1, drop_path=0.5)

@@ -3,7 +3,6 @@ initial values and its files of weights, in any cut; and what is refused."""
 
 import json
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -247,14 +246,6 @@ def test_files_of_the_base_model_and_in_bfloat16(tmp_path: Path) -> None:
     assert torch.equal(found.eval()(tokens), whole(tmp_path / "half").eval()(tokens).logits)
 
 
-def test_a_classifier_for_other_classes_is_drawn(tmp_path: Path) -> None:
-    folder = saved(tmp_path, "vit")
-    layers = with_values(on_meta(folder, partial(image_classifier, num_classes=4, image_size=PIXELS)))
-    assert layers[-1].classifier.weight.shape[0] == 4
-    assert float(layers[-1].classifier.weight.detach().std()) == pytest.approx(0.02, rel=0.3)
-    assert torch.equal(layers[-1].vit.layernorm.weight, whole(folder, IMAGES).vit.layernorm.weight)
-
-
 def test_a_layer_reads_the_files_of_its_own_tensors_only(tmp_path: Path) -> None:
     """As every process does: without the file of the first layer all others can be had."""
     folder = saved(tmp_path, "llama", shards="20KB")
@@ -263,16 +254,6 @@ def test_a_layer_reads_the_files_of_its_own_tensors_only(tmp_path: Path) -> None
     with_values(on_meta(folder), first=1)
     with pytest.raises(InputError, match=r"has no file model-.*model\.pretrained=false"):
         with_values(on_meta(folder))
-
-
-def test_equal_blocks_are_traced_once(tmp_path: Path) -> None:
-    """Planning a model with hundreds of blocks would take minutes otherwise; a block that slides is another."""
-    layers = on_meta(saved(tmp_path, "qwen3"))
-    embedding, first, second, slides, head = map(signature, layers)
-    assert first == second
-    assert len({embedding, first, slides, head}) == 4
-    layers[2].requires_grad_(False)
-    assert signature(layers[2]) != first
 
 
 DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}}
@@ -298,29 +279,6 @@ def test_refused(name: str, settings: dict[str, Any], message: str, tmp_path: Pa
     with pytest.raises(InputError, match=message) as caught:
         with_values(on_meta(saved(tmp_path, name), partial(kind.build, **settings), **config))
     assert len(str(caught.value).splitlines()) == 1
-
-
-def test_refused_folders(tmp_path: Path) -> None:
-    folder = saved(tmp_path / "model", "llama")
-    (folder / "model.safetensors").write_text("cut off")
-    with pytest.raises(InputError, match=r"model\.safetensors: cannot be read as safetensors"):
-        with_values(on_meta(folder))
-    (folder / "model.safetensors.index.json").write_text("[]")
-    with pytest.raises(InputError, match=r"index\.json: is no index of files"):
-        with_values(on_meta(folder))
-    with pytest.raises(InputError, match=r"model\.name=.*config\.json"):
-        on_meta(tmp_path / "nothing")
-    for kind in (CAUSAL, MASKED, PAIRS, IMAGES):
-        (folder / "config.json").write_text(json.dumps({"model_type": "opt"}))
-        with pytest.raises(InputError, match=r"family opt has no chain of layers for .*; use one of "):
-            on_meta(folder, kind.build)
-
-
-def test_without_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    folder = saved(tmp_path, "llama")
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(InputError, match=r"model=hf: .*gpipe-cli\[transformers\]"):
-        on_meta(folder)
 
 
 SHORT = ["model=hf", "model.pretrained=true", "epochs=1", "micro_batches=2", "threads=1", "device=cpu", "logger=[]"]

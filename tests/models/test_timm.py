@@ -2,7 +2,6 @@
 files of weights; and what is refused."""
 
 import copy
-import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import pytest
 import timm
 import torch
-from huggingface_hub import constants
 from networks import as_boundary
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -82,17 +80,6 @@ def test_same_bits_as_timm(name: str, settings: dict[str, Any]) -> None:
     assert all(len(cost.outputs) == 1 for cost in costs)
 
 
-def test_names_of_layers() -> None:
-    with torch.device("meta"):
-        resnet, convnext, vgg = (
-            [path for path, _ in chain(timm.create_model(name)).named_children()]
-            for name in ("resnet18", "convnext_atto", "vgg11")
-        )
-    assert resnet == ["stem", *[f"layer{stage}_{block}" for stage in range(1, 5) for block in range(2)], "head"]
-    assert convnext[:4] == ["stem", "stages_0_blocks_0", "stages_0_blocks_1", "stages_1_blocks_0"]
-    assert vgg == [*[f"features_{index}" for index in (0, 3, 6, 8, 11, 13, 16, 18)], "head"]
-
-
 def test_a_tensor_that_no_layer_has_is_noticed() -> None:
     model = timm.create_model("test_resnet")
     model.register_buffer("extra", torch.zeros(1), persistent=False)
@@ -118,16 +105,6 @@ def test_a_model_without_memory() -> None:
         model = build("resnet50.a1_in1k", num_classes=1000)  # a tag may be given
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     assert sum(parameter.numel() for parameter in model.parameters()) == 25_557_032
-
-
-def test_settings_arrive() -> None:
-    with torch.device("meta"):
-        model = build("vit_tiny_patch16_224", dropout=0.25, drop_path=0.5, image_size=48)
-    assert max(getattr(module, "drop_prob", None) or 0 for module in model.modules()) == 0.5
-    assert model.get_submodule("head.head_drop").p == 0.25
-    assert model.get_submodule("stem").pos_embed.shape == (1, 10, 192)
-    assert model.get_submodule("head.head").out_features == 7
-    assert build(dropout=0.25).get_submodule("head.dropout").p == 0.25
 
 
 @pytest.mark.parametrize(("name", "head"), [(SMALL, "fc."), ("test_convnext", "head.fc.")])
@@ -185,17 +162,6 @@ def test_files_that_are_not_the_models_weights(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=message) as caught:
             build(weights=str(tmp_path / name))
         assert str(caught.value).startswith(f"model.weights={tmp_path / name}: ")
-
-
-def test_pretrained_weights_out_of_reach(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    caplog.set_level(logging.ERROR, logger="timm")
-    message = r"^model\.pretrained=true: the weights of resnet18 cannot be had here .*model\.weights=FILE"
-    with pytest.raises(InputError, match=message):
-        build("resnet18", pretrained=True)
 
 
 @pytest.mark.parametrize(
