@@ -20,7 +20,7 @@ from gpipe_cli.commands.outcome import run_command
 from gpipe_cli.config.settings import ExportConfig
 from gpipe_cli.errors import InputError
 from gpipe_cli.training.checkpoint.files import checkpoints_in, select
-from gpipe_cli.training.checkpoint.whole_model import new_model, whole_model
+from gpipe_cli.training.checkpoint.whole_model import whole_model
 from gpipe_cli.training.events import EvaluationDone, FileEvaluated, ModelWritten, Scores
 
 SHORT = [*TINY[2:], "max_steps=2", "executor=in_process", "checkpoint.every_steps=1"]
@@ -163,11 +163,6 @@ def test_a_file_with_other_results_is_a_failure(capsys: pytest.CaptureFixture[st
 
 # --- ONNX, whose packages are an extra
 
-TEXT = [
-    "~presets", "dataset=synthetic_text", "dataset.vocabulary=40", "dataset.train_samples=8", "dataset.test_samples=8",
-    "model.width=8", "model.hidden=8", "model.heads=2", "model.layers=1", "model.length=8", "threads=1", "device=cpu",
-]  # fmt: skip
-
 
 def test_onnx_computes_what_the_checkpoint_does(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     onnx, onnxruntime = pytest.importorskip("onnx"), pytest.importorskip("onnxruntime")
@@ -187,41 +182,3 @@ def test_onnx_computes_what_the_checkpoint_does(tmp_path: Path, capfd: pytest.Ca
     for samples in (1, 3):
         (found,) = session.run(["logits"], {"images": IMAGES[:samples].numpy()})
         torch.testing.assert_close(torch.from_numpy(found), logits[:samples], rtol=1e-3, atol=1e-3 * logits.abs().max())
-
-
-@pytest.mark.parametrize(
-    ("settings", "any_batch"),
-    [
-        (["model=transformer_nmt", "model.head_width=4", *TEXT], True),
-        (["model=custom", "model.target=custom_models:takes_samples_apart", *TINY[2:]], False),
-    ],
-    ids=["nmt", "custom"],
-)
-def test_onnx_takes_other_sizes_than_it_was_traced_with(settings: list[str], any_batch: bool) -> None:
-    """Batches, and sentences; torch says so of more models than of which it is so. The last one gets single samples."""
-    pytest.importorskip("onnxruntime")
-    from gpipe_cli.training.onnx_file import onnx_content, onnx_program
-
-    config = configure(*settings)
-    model = new_model(config).eval()
-    content, any_size = onnx_content(config, model, {"made": "here"}, 1)
-    assert any_size == any_batch
-    for samples, lengths in ((5, (8, 5)), (1, (3, 8))):
-        inputs: tuple[torch.Tensor, ...] = (torch.rand(samples, 3, 16, 16),)
-        if config.task != "classification":
-            inputs = tuple(torch.randint(1, 40, (samples, length)) for length in lengths)
-        with torch.no_grad():
-            wanted = model(inputs[0] if len(inputs) == 1 else inputs)
-        (found,) = onnx_program(content, 1)[1](inputs)
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
-
-
-def test_what_depends_on_values_has_no_onnx_file() -> None:
-    pytest.importorskip("onnxruntime")
-    from gpipe_cli.training.onnx_file import onnx_content
-
-    config = configure(*TINY[2:], "model=custom", "model.target=custom_models:asks_for_a_value")
-    with pytest.raises(InputError, match=r"^format=onnx: this model cannot be exported \(.*; use format=saf") as caught:
-        onnx_content(config, new_model(config).eval(), {}, 1)
-    assert "\n" not in str(caught.value)
-    assert len(str(caught.value)) < 300

@@ -3,18 +3,16 @@
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
-from hydra import compose, initialize_config_module
 from training_runs import command, unread
 
-from gpipe_cli.commands import composing, folders
+from gpipe_cli.commands import folders
 from gpipe_cli.commands.command_line import read
-from gpipe_cli.commands.composing import TRAINING_KEYS, Trees, combinations
+from gpipe_cli.commands.composing import combinations
 from gpipe_cli.commands.outcome import Outcome, ended, fork_command
 from gpipe_cli.commands.sweep import Sweep, differences, free_folder, sweep_of
 from gpipe_cli.commands.sweep_folder import SWEEP, Attempt, SweepFolder
@@ -64,21 +62,6 @@ def test_folders_are_new_and_safe(tmp_path: Path) -> None:
     assert free_folder(tmp_path, "..").parent == tmp_path
     assert free_folder(tmp_path, "..").name == "run"
     assert len(free_folder(tmp_path, "x" * 1000).name) <= 255
-
-
-def test_a_sweep_composes_each_choice_of_groups_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hundreds of jobs took Hydra minutes; the trees are those that it would have composed for each."""
-    composed: list[Sequence[str]] = []
-    before = composing._composed
-    monkeypatch.setattr(composing, "_composed", lambda line, chosen: composed.append(chosen) or before(line, chosen))
-    choices = ([], ["model=resnet"], ["model=transformer_lm", "dataset=text_files"])
-    values = ["batch_size=8", "partition.balance=[4,6]", "hardware.memory_gib=null"]
-    jobs = [[*chosen, f"seed={seed}", *values] for chosen in choices for seed in (1, 2, 3)]
-    trees = Trees(read("train", []), TRAINING_KEYS)
-    found = [trees.tree(job) for job in jobs]
-    with initialize_config_module("gpipe_cli.conf", version_base="1.3"):
-        assert found == [compose("train", job) for job in jobs]
-    assert len(composed) == len(choices)
 
 
 def test_the_table_shows_results_and_failures(

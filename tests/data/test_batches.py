@@ -94,20 +94,6 @@ def test_every_sample_once_and_padded_to_the_longest(data: Catalogue, limit: dic
         assert batches.lengths(1, position) == longest
 
 
-def test_a_short_last_one_can_be_dropped_without_a_preference_for_short_sentences() -> None:
-    data = sentences()
-    batches = batches_of(data, batch_size=64, drop_last=True)
-    dropped = []
-    for epoch in range(2):
-        parts = epoch_of(batches, epoch)
-        assert [len(part) for part in parts] == [64] * 7
-        dropped.append(set(range(500)) - set(chain.from_iterable(parts)))
-    assert dropped[0] != dropped[1]
-    assert data.lengths is not None
-    longest = data.lengths.amax(dim=1)
-    assert int(longest[list(dropped[0])].min()) < int(longest.double().median())
-
-
 def test_the_token_budget_is_kept_and_used() -> None:
     """No mini-batch costs more, and no other way to cut the sorted samples needs fewer (all ways are tried)."""
     data = sentences()
@@ -124,14 +110,6 @@ def test_the_token_budget_is_kept_and_used() -> None:
                 if ordered[end - 1] * (end - start) <= budget:
                     fewest[end] = min(fewest[end], fewest[start] + 1)
         assert len(parts) == fewest[-1]
-
-
-def test_ties_are_drawn_and_turns_are_shuffled() -> None:
-    data = Catalogue(60, lengths=torch.tensor([[3, 4], [9, 2]], dtype=torch.int32).repeat_interleave(30, dim=0))
-    batches = batches_of(data, batch_size=10)
-    partners = {frozenset(part) for epoch in range(5) for part in epoch_of(batches, epoch)}
-    assert len(partners) == 30  # never the same ten twice
-    assert {batches.lengths(epoch, 0) for epoch in range(10)} == {(3, 4), (9, 2)}  # not always the short ones first
 
 
 def test_without_shuffling_sorted_by_length_and_always_the_same() -> None:

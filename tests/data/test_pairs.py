@@ -118,18 +118,6 @@ def test_no_entry_of_the_test_is_in_training(splits: tuple[Pairs, Pairs]) -> Non
         assert not trained & tested
 
 
-def test_names_are_what_babel_gives(splits: tuple[Pairs, Pairs]) -> None:
-    rows = rows_of(splits[0]) + rows_of(splits[1])
-    of = {code: {row[:2] for row in rows if row[2] == f"{code}-en"} for code in ("am", "de", "fr", "zh", "zh_Hant")}
-    english, amharic = Locale("en").territories, Locale("am").territories
-    assert {(name, english[entry]) for entry, name in amharic.items() if entry in english and name != entry} <= of["am"]
-    assert {("allemand", "German"), ("cyrillique", "Cyrillic")} <= of["fr"]
-    assert ("US-Dollar", "US Dollar") in of["de"]
-    # of another script only what is written otherwise than in the usual one
-    assert len(of["zh_Hant"]) > 100
-    assert not {name for _, name in of["zh_Hant"] & of["zh"]} & set(english.values())
-
-
 def test_directions_are_read_from_the_cache(
     splits: tuple[Pairs, Pairs], cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,20 +161,6 @@ def numbers(tmp_path_factory: pytest.TempPathFactory) -> tuple[PairSplit, PairSp
 
 def texts(split: PairSplit, index: int) -> tuple[str, str]:
     return split.pairs.sources[index], split.pairs.references[index]
-
-
-def test_catalogue(numbers: tuple[PairSplit, PairSplit]) -> None:
-    train, test = numbers
-    assert (len(train.pairs), len(test.pairs)) == (124, 4)
-    assert train.pairs.languages == test.pairs.languages == ("de-en", "en-fr")
-    assert train.vocabulary.size == 300
-    lengths, groups = train.catalogue.lengths, train.catalogue.groups
-    assert lengths is not None
-    assert groups is not None
-    assert groups.tolist() == [0] * 64 + [1] * 60
-    for index in (0, 7, 70, 123):
-        source, reference = (train.vocabulary.encode([text])[0] for text in texts(train, index))
-        assert lengths[index].tolist() == [len(source) + 2, len(reference) + 1]
 
 
 def test_tokens_of_a_mini_batch(numbers: tuple[PairSplit, PairSplit]) -> None:

@@ -76,16 +76,6 @@ def test_partitions_and_micro_batches_are_chosen_together(profile: ModelProfile)
     assert sum(tried.plan is not None for tried in choice.candidates) == 1
 
 
-def test_nothing_to_choose_is_one_line(profile: ModelProfile) -> None:
-    """The profile is not looked at."""
-    for settings, line in (
-        ([*SETTINGS, "batch_size=1", "micro_batches=1"], "micro_batches=auto: batch_size=1 cannot be divided"),
-        ([*LM, "batch_size=null", "batch_tokens=64"], "micro_batches=auto: batch_tokens=64 does not say how many"),
-    ):
-        with pytest.raises(InputError, match=line):
-            choose(configure(*settings), ["micro_batches"], profile, with_overhead(0.0))
-
-
 def needed_gib(config: TrainConfig, profile: ModelProfile) -> float:
     plan = plan_of(config, profile)
     return max(stage.total_bytes for stage in plan.memory) / 2**30
@@ -172,12 +162,6 @@ def test_a_limit_of_the_machine_is_no_setting_to_raise(monkeypatch: pytest.Monke
     with pytest.raises(InputError, match=r"^recompute=auto: 976\.6 KiB are here for a stage: no cut fits") as error:
         choose(config, [], traced(*SETTINGS), predicted_costs)
     assert "memory_gib" not in str(error.value)
-
-
-def test_of_what_is_chosen_nothing_may_fit_either(profile: ModelProfile) -> None:
-    config = configure(*SETTINGS, "hardware.memory_gib=0.0001")
-    with pytest.raises(NothingFitsError, match=r"micro_batches=auto: none of 5 candidates fits; .*needs .* more"):
-        choose(config, ["micro_batches"], profile, predicted_costs)
 
 
 @pytest.mark.parametrize(

@@ -98,24 +98,6 @@ def test_a_model_that_returns_no_numbers_translates_nothing() -> None:
     assert beam.over
 
 
-def test_equal_candidates_go_to_the_lower_hypothesis_and_then_to_the_lower_token() -> None:
-    beam = Beam(Case(beam=2, length_penalty=0.0).search, 9)
-    beam.advance([[(END, -9.0), (6, -1.0), (5, -1.0), (7, -1.0)]])
-    assert [hypothesis.tokens for hypothesis in beam.growing] == [(5,), (6,)]
-    beam.advance([[(END, -9.0), (7, -1.0)], [(END, -9.0), (5, -1.0), (6, -1.0)]])
-    assert [hypothesis.tokens for hypothesis in beam.growing] == [(5, 7), (6, 5)]
-
-
-@pytest.mark.parametrize(("penalty", "grows"), [(1.0, -2.4), (-1.0, -0.9), (0.0, -1.0)])
-def test_a_search_is_over_once_nothing_can_beat_the_best(penalty: float, grows: float) -> None:
-    """-2.4 is at best -1.03 after nine tokens; -0.9 is at best -1.05 after two; what is equal comes too late."""
-    beam = Beam(Case(beam=2, length_penalty=penalty).search, 9)
-    beam.advance([[(END, -1.0), (5, grows), (6, -99.0)]])
-    assert beam.growing
-    assert beam.over
-    assert beam.translation() == []
-
-
 def test_candidates_rank_equal_tokens_by_their_number_and_leave_out_what_is_forbidden() -> None:
     logits = torch.zeros(2, 3, 450)
     logits[1, -1, [9, 300]] = 1.0
