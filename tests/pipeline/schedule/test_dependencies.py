@@ -132,15 +132,3 @@ def test_a_grid_shows_that_stages_take_turns_on_a_device() -> None:
             shown = [at[tick] for tick in sorted(at) if tick[1] == device]
             assert shown == [str(a) for a in linearize(schedule, device_of_stage) if device_of_stage[a.stage] == device]
     assert grid(schedule, device_of_stage=(0, 1, 2, 3)) == grid(schedule)
-
-
-def test_a_wide_grid_continues_in_blocks() -> None:
-    schedule = build("gpipe", 4, 12, "always")
-    blocks = grid(schedule, width=60).split("\n\n")
-    assert len(blocks) > 1
-    assert max(map(len, "\n".join(blocks).split("\n"))) <= 60
-    rows = zip(*(block.split("\n") for block in blocks), strict=True)
-    whole = grid(schedule, width=1000).split("\n")
-    assert ["".join(line.partition("|")[2] for line in row).split() for row in rows] == [
-        line.partition("|")[2].split() for line in whole
-    ]

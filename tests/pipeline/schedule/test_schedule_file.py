@@ -171,32 +171,3 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
         make()
         with pytest.raises(ScheduleError, match=r"^schedule: cannot be read: .*; gpipe plan write_schedule="):
             read(file, 2, 2)
-
-
-def test_an_action_a_hundred_thousand_times_is_shown_twice(tmp_path: Path) -> None:
-    """The grid of a file of 32 MB was drawn for minutes, and then printed."""
-    file = tmp_path / "schedule.csv"
-    for cell in ("0F0,", "0F0\n"):
-        file.write_text(100_000 * cell, encoding="utf-8")
-        with pytest.raises(ScheduleError, match=r"0F0 is (there twice|in row 1)") as error:
-            read(file, 1, 1)
-        assert str(error.value).count("F0!") == 2
-
-
-def test_a_mark_of_the_encoding_is_no_cell(tmp_path: Path) -> None:
-    file = tmp_path / "schedule.csv"
-    file.write_text("\N{BOM}0F0,0B0\n", encoding="utf-8")  # as spreadsheets write it
-    assert read(file, 1, 1) == build("gpipe", 1, 1, "never")
-
-
-def test_only_the_part_of_a_wide_grid_that_is_marked_is_shown(tmp_path: Path) -> None:
-    """An error is one line on the console."""
-    file, text = tmp_path / "schedule.csv", csv_of(build("1f1b", 4, 64, "never"))
-    for damaged, line in (
-        (text.replace("2F30", "2F29"), "2F29 is there twice"),
-        (text.replace("3B63", ""), "3B63 is missing"),
-    ):
-        file.write_text(damaged, encoding="utf-8")
-        with pytest.raises(ScheduleError, match=line) as error:
-            read(file, 4, 64)
-        assert len(str(error.value).splitlines()) == 5

@@ -1,14 +1,10 @@
-import subprocess
-import sys
 from dataclasses import astuple
 
 import pytest
 from reporting_runs import spec
 
 from gpipe_cli.planner.stage_memory import StageMemory as PlannedMemory
-from gpipe_cli.reporting.plots.timeline_values import IDLE, SHARES, in_percent
-from gpipe_cli.reporting.run.measurement import StepMedians, kind_of_speed, process_seconds, stage_memory
-from gpipe_cli.reporting.run.step_breakdown import difference, measured_breakdown
+from gpipe_cli.reporting.run.measurement import StepMedians, kind_of_speed, stage_memory
 from gpipe_cli.results.run import StageMemory
 
 
@@ -62,36 +58,3 @@ def test_stages_that_share_a_peak_share_a_row(
     found = stage_memory(placed, [PlannedMemory(1, 0, 0, 2, 0)] * 4, [100] * 4, None, None)
     assert [entry.stage for entry in found] == stages
     assert sum(entry.peak for entry in found) == 100 * len(stages)
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_a_process_counts_from_its_first_moment() -> None:
-    script = "import time, sys; time.sleep(0.1); from gpipe_cli.reporting.run.measurement import process_seconds as p; "
-    said = subprocess.run([sys.executable, "-c", script + "print(p())"], capture_output=True, text=True, check=True)
-    assert 0.1 < float(said.stdout) < process_seconds()
-
-
-def test_medians_are_scaled_to_a_whole() -> None:
-    measured = StepMedians(warm_up_steps=0)
-    assert measured_breakdown(measured) is None
-    for name in ("bubble", "transfer", "update"):
-        measured.add(dict.fromkeys(SHARES, 0.0) | {name: 0.4, "compute": 0.6})
-    assert measured_breakdown(measured) == dict.fromkeys(SHARES, 0.0) | {"compute": 1.0}  # medians: 0.6, all others 0
-
-
-def test_what_is_shown_adds_up() -> None:
-    """Rounded by themselves the seven would be 100.1 %, and the idle ones 0.1 less than idle."""
-    thirds = dict(zip(SHARES, (0.40046, 0.1, 0.05, 0.22484, 0.11247, 0.06174, 0.05049), strict=True))
-    shown = in_percent(thirds)
-    assert sum(shown[name] for name in SHARES) == pytest.approx(100)
-    assert shown["idle"] == pytest.approx(sum(shown[name] for name in IDLE))
-    assert all(abs(shown[name] - 100 * thirds[name]) < 0.1 for name in SHARES)
-    assert set(in_percent(dict.fromkeys(SHARES, 0.0)).values()) == {0}
-
-
-def test_differences_in_words() -> None:
-    words = {
-        (100, 88): "12 % less", (100, 100.4): "as predicted", (1, 21): "21 times as much",
-        (3, 1): "0.33 times as much", (0, 5): "nothing was predicted",
-    }  # fmt: skip
-    assert {numbers: difference(*numbers) for numbers in words} == words
