@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 from gpipe_cli.benchmark import machine_timing as timing
 from gpipe_cli.commands import composing
 from gpipe_cli.commands.command_line import CommandLine
+from gpipe_cli.config.groups import AmoebaNetConfig
+from gpipe_cli.planner import model_profile
 from gpipe_cli.reporting.plots import picture
 
 # The files that take longest, which begin first, so that at the end no core waits for one of them.
@@ -54,17 +57,35 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def trees_are_composed_once() -> Iterator[None]:
-    """Hydra takes 0.2 s to compose a configuration. One that includes a test's own files is composed every time."""
+    """Hydra takes 0.2 s to compose a configuration. One that includes a test's own files, and not only recipes, is
+    composed every time."""
     compose, trees = composing._composed, dict[tuple[str, ...], Any]()
+    recipes = Path(__file__).parent.parent / "recipes"
 
     def composed(line: CommandLine, chosen: tuple[str, ...]) -> Any:
-        if composing._user_folders(line) or line.options["config_name"]:
+        folders = {folder.resolve() for folder in composing._user_folders(line)}
+        if not folders <= {recipes}:
             return compose(line, chosen)
-        key = (line.command, *chosen)
+        key = (line.command, str(line.options["config_name"]), *map(str, folders), *chosen)
         return trees[key] if key in trees else trees.setdefault(key, compose(line, chosen))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(composing, "_composed", composed)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def amoebanets_are_traced_once() -> Iterator[None]:
+    """To trace the smallest takes 1.5 s. What a user's own model is may change from test to test."""
+    trace = model_profile._profile.__wrapped__
+    of_amoebanets, of_others = lru_cache(maxsize=None)(trace), lru_cache(maxsize=16)(trace)
+
+    def profile(traced: Any, lengths: tuple[int, ...]) -> Any:
+        return (of_amoebanets if type(traced.config.model) is AmoebaNetConfig else of_others)(traced, lengths)
+
+    profile.cache_clear = lambda: (of_amoebanets.cache_clear(), of_others.cache_clear())  # type: ignore[attr-defined]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_profile, "_profile", profile)
         yield
 
 
