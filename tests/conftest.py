@@ -1,4 +1,7 @@
-"""What holds for all tests."""
+"""What holds for all tests.
+
+What takes long to import is imported in fixtures: the process that hands tests out to others needs none of it.
+"""
 
 import os
 from collections.abc import Iterator
@@ -6,16 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
-
-from gpipe_cli.benchmark import machine_timing as timing
-from gpipe_cli.commands import composing
-from gpipe_cli.commands.command_line import CommandLine
-from gpipe_cli.config.groups import AmoebaNetConfig
-from gpipe_cli.planner import model_profile
-from gpipe_cli.reporting.plots import picture
 
 # The files that take longest, which begin first, so that at the end no core waits for one of them.
 LONGEST = (
@@ -32,9 +26,6 @@ LONGEST = (
 for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
     os.environ.pop(name, None)
 
-# One thread in the test process: bit-equality is promised at the same number of threads, and the stages have one.
-torch.set_num_threads(1)
-
 
 def pytest_configure(config: pytest.Config) -> None:
     config.option.loadscopereorder = False  # pytest-xdist would begin with the files that have most tests
@@ -45,8 +36,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: place.get(item.path.stem, len(LONGEST)))
 
 
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    """Bit-equality is promised at the same number of threads, and the stages have one."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(autouse=True)
 def same_random_numbers() -> None:
+    import torch
+
     torch.manual_seed(0)
 
 
@@ -59,10 +60,12 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def trees_are_composed_once() -> Iterator[None]:
     """Hydra takes 0.2 s to compose a configuration. One that includes a test's own files, and not only recipes, is
     composed every time."""
+    from gpipe_cli.commands import composing
+
     compose, trees = composing._composed, dict[tuple[str, ...], Any]()
     recipes = Path(__file__).parent.parent / "recipes"
 
-    def composed(line: CommandLine, chosen: tuple[str, ...]) -> Any:
+    def composed(line: Any, chosen: tuple[str, ...]) -> Any:
         folders = {folder.resolve() for folder in composing._user_folders(line)}
         if not folders <= {recipes}:
             return compose(line, chosen)
@@ -77,6 +80,9 @@ def trees_are_composed_once() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="session")
 def amoebanets_are_traced_once() -> Iterator[None]:
     """To trace the smallest takes 1.5 s. What a user's own model is may change from test to test."""
+    from gpipe_cli.config.groups import AmoebaNetConfig
+    from gpipe_cli.planner import model_profile
+
     trace = model_profile._profile.__wrapped__
     of_amoebanets, of_others = lru_cache(maxsize=None)(trace), lru_cache(maxsize=16)(trace)
 
@@ -92,6 +98,10 @@ def amoebanets_are_traced_once() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def pictures_are_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing takes 0.4 s for each run. The tests in `reporting` look at pictures, and do draw them."""
+    import numpy as np
+
+    from gpipe_cli.reporting.plots import picture
+
     monkeypatch.setattr(picture, "pixels", lambda _: np.zeros((1, 1, 3), np.uint8))
 
 
@@ -99,4 +109,6 @@ def pictures_are_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
 def machine_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands that run in the test process plan by the figures of hardware=cpu: to time the machine takes seconds for
     each of them. `benchmark/test_machine_timing.py` and the processes that tests start do time it."""
-    monkeypatch.setattr(timing, "machine_rates", lambda *_: None)
+    from gpipe_cli.benchmark import machine_timing
+
+    monkeypatch.setattr(machine_timing, "machine_rates", lambda *_: None)
