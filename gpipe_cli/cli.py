@@ -8,7 +8,6 @@ import os
 import sys
 import time
 from fnmatch import fnmatchcase
-from importlib.metadata import version
 
 from gpipe_cli.commands.names import COMMANDS, OLD_COMMANDS, OLD_SETTINGS
 from gpipe_cli.commands.outcome import outcome, run_command
@@ -63,6 +62,8 @@ def _main(given: list[str]) -> int:
         case ["-h" | "--help"]:
             sys.stdout.write(USAGE)
         case ["--version"]:
+            from importlib.metadata import version
+
             sys.stdout.write(f"gpipe {version('gpipe-cli')}\n")
         case ["-sc" | "--shell-completion", *rest]:
             completed = importlib.import_module("gpipe_cli.commands.completion").complete(rest, list(COMMANDS))

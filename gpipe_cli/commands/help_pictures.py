@@ -8,7 +8,6 @@ from gpipe_cli.pipeline.schedule.dependencies import grid
 from gpipe_cli.pipeline.schedule.held import Held, live
 from gpipe_cli.pipeline.schedule.named_schedules import ORDERS, build
 from gpipe_cli.pipeline.schedule.schedule import RECOMPUTE, Kind, Schedule
-from gpipe_cli.pipeline.schedule.search import Problem, find
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost, StageCost, ideal_bubble, simulate
 from gpipe_cli.pipeline.schedule.timeline import Timeline
 from gpipe_cli.reporting.run.lines import aligned, wrapped
@@ -62,6 +61,8 @@ def _step(name: str, schedule: Schedule, width: int, recompute: str = "never") -
 
 
 def _auto(width: int) -> Iterator[str]:
+    from gpipe_cli.pipeline.schedule.search import Problem, find  # numpy comes with it
+
     problem = Problem(
         [COST] * STAGES, [EdgeCost(0, 0)] * (STAGES - 1), (), range(STAGES), MICRO_BATCHES, [Held(1, 0)] * STAGES,
         room=None, recompute="never", split=True,

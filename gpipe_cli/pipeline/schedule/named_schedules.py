@@ -13,7 +13,6 @@ from functools import lru_cache
 from importlib import import_module
 from itertools import chain, pairwise, repeat
 
-from gpipe_cli.pipeline.schedule import v_schedules
 from gpipe_cli.pipeline.schedule.placement import PlacementName, place
 from gpipe_cli.pipeline.schedule.schedule import Action, Kind, Recompute, Schedule, actions, with_recomputation
 
@@ -123,6 +122,11 @@ def _zero_bubble_stage(stage: int, partitions: int, micro_batches: int) -> Itera
         yield from (Action(Kind.W, stage, m) for m in range(held, micro_batches))
 
 
+def _v(name: str) -> PlaceActions:
+    """The function `name` of v_schedules.py, which is imported when it is first called: numpy comes with it."""
+    return lambda *sizes: getattr(import_module("gpipe_cli.pipeline.schedule.v_schedules"), name)(*sizes)
+
+
 @dataclass(frozen=True)
 class Order:
     """How a named schedule places the actions of a step, and its properties."""
@@ -151,9 +155,9 @@ ORDERS = {
     "1f1b": Order(_1f1b),
     "interleaved": Order(_interleaved, placement="looped"),
     "zero_bubble": Order(_zero_bubble, splits=True),
-    "zbv": Order(v_schedules.zbv, placement="v", splits=True),
-    "v_half": Order(v_schedules.v_half, placement="v", splits=True),
-    "v_min": Order(v_schedules.v_min, placement="v", splits=True),
+    "zbv": Order(_v("zbv"), placement="v", splits=True),
+    "v_half": Order(_v("v_half"), placement="v", splits=True),
+    "v_min": Order(_v("v_min"), placement="v", splits=True),
 }
 AUTO_SCHEDULE = "auto"  # an order made for the costs of the layers and the memory: `search.py`
 SCHEDULES = tuple(ORDERS)
