@@ -57,12 +57,13 @@ def test_bad_input_is_one_line_and_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.fixture(scope="module")
+def page() -> "Iterator[Page]":
+    yield from opened_page()
+
+
 class TestInABrowser:
     pytestmark = NEEDED
-
-    @pytest.fixture(scope="class")
-    def page(self) -> "Iterator[Page]":
-        yield from opened_page()
 
     @pytest.mark.parametrize("name", ["index.html", "pipeline.html"])
     def test_a_page_loads_nothing_and_is_for_all_readers(self, name: str, site: Path, page: "Page") -> None:

@@ -1,16 +1,20 @@
 """All data for simulating a step with any K, M and schedule, as a JSON value: the page beside a plan or a run simulates
 other settings by itself.
 
-`cost_model.py`, `ActivationMemory` and `stage_memory.py` define these seconds and bytes.
+`cost_model.py`, `partitioner.py` and `stage_memory.py` define these seconds, cuts and bytes. A number of bytes that
+depends on n, the samples of a micro-batch, is a pair: [base, each] for base + each n.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
+from itertools import accumulate
 from typing import Any
 
 from gpipe_cli.config.settings import TrainConfig
-from gpipe_cli.pipeline.profile.layer_cost import Halves, KeptMemory, LayerCost
+from gpipe_cli.models.skips import Skip
 from gpipe_cli.pipeline.runtime.boundary import Boundary
+from gpipe_cli.pipeline.schedule.held import Held
+from gpipe_cli.pipeline.schedule.partitioner import NoCutFitsError, partition
 from gpipe_cli.pipeline.schedule.placement import PLACEMENTS, name_of, place
 from gpipe_cli.pipeline.schedule.schedule import Schedule
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost
@@ -18,26 +22,20 @@ from gpipe_cli.planner.cost_model import LayerSeconds, StepCosts, predicted_cost
 from gpipe_cli.planner.layout import Layout, Memory, placement_of
 from gpipe_cli.planner.model_profile import ModelProfile
 from gpipe_cli.planner.plan import Plan
-from gpipe_cli.planner.stage_memory import buffers_bytes
+from gpipe_cli.planner.shared_layers import keeping_together
+from gpipe_cli.planner.stage_memory import Bounds, MemoryModel
 from gpipe_cli.planner.step_schedule import mini_batch_samples
 from gpipe_cli.system.machine import usable_cores
 
 SimulationData = dict[str, Any]
 
-_MOST_MICRO_BATCHES = 64
+_MOST_MICRO_BATCHES, _MOST_STAGES = 64, 16
+_MOST_LAYERS = 200  # of a model for which every number of stages is offered: to cut a longer one takes longer
 _MOST_COSTS = 4000  # layers times numbers of micro-batches: predicting more takes longer than planning
 
 
-def simulation_data(
-    config: TrainConfig, profile: ModelProfile, plan: Plan, micro_batches: Collection[int] = ()
-) -> SimulationData:
-    """A plan and what it was made from, in seconds and bytes; sequences have an entry per layer or per stage.
-
-    `micro_batches`: numbers that the page has to offer besides its own. A curve of `solve=memory_time` is put beside
-    these data as `curve`: {points: [{command, setting: {partitions, micro_batches, schedule, placement, recompute,
-    stages_per_process, balance}, rows (of schedule=auto), step_seconds, memory_bytes, dominated}], lower_bound_seconds,
-    limit_bytes}.
-    """
+def simulation_data(config: TrainConfig, profile: ModelProfile, plan: Plan) -> SimulationData:
+    """A plan and what it was made from, in seconds and bytes; sequences have an entry per layer or per stage."""
     costs, layout, samples = plan.costs, plan.layout, mini_batch_samples(config, profile.lengths)
     memory = layout.memory
     linked = costs if costs.rates is None else _costs(config, profile, plan, plan.micro_batches)
@@ -59,40 +57,34 @@ def simulation_data(
             "balance_given": config.partition.balance is not None or config.partition.method != "exact",
         },
         "rows": rows_of(plan.schedule),
-        "balance": plan.balance,
+        **_cuts(config, profile, plan, linked),
         "device_of_stage": plan.device_of_stage,
         "layers": [
             {
                 "name": cost.name,
-                "weights_bytes": weights.weight_bytes,
-                "gradients_bytes": weights.gradient_bytes,
-                "optimizer_bytes": weights.optimizer_bytes,
-                "buffers_bytes": buffers_bytes(config, weights),
                 "update": update,
                 "sum": added_up,
+                "workspace": held["graph"],
             }
-            for cost, weights, update, added_up in zip(
-                profile.costs, profile.weights, costs.updates, costs.sums or (0.0,) * len(profile.costs), strict=True
+            for cost, update, added_up, held in zip(
+                profile.costs,
+                costs.updates,
+                costs.sums or (0.0,) * len(profile.costs),
+                _held(config, profile, [(at, at + 1) for at in range(len(profile.costs))]),
+                strict=True,
             )
         ],
-        "ties": [
-            {
-                "layers": tied.layers,
-                "weights_bytes": tied.weight_bytes,
-                "gradients_bytes": tied.gradient_bytes,
-                "optimizer_bytes": tied.optimizer_bytes,
-                "seconds": seconds.get(tied.layers, 0.0),
-            }
-            for tied in profile.tied
+        "ties": [{"layers": tied.layers, "seconds": seconds.get(tied.layers, 0.0)} for tied in profile.tied],
+        "skips": [
+            {"stash": skip.stash, "pop": skip.pop, "bytes": _skip_bytes(profile, skip)} for skip in profile.skips
         ],
-        "skips": [{"name": skip.name, "stash": skip.stash, "pop": skip.pop} for skip in profile.skips],
         "shared": [[one.first, one.second, one.text] for one in profile.shared],
         "costs": {
             "source": costs.source,
             "basis": costs.basis,
             "set_up": costs.set_up,
             "halves": "known" if profile.splits else "assumed",
-            **_costs_of_micro_batches(config, profile, plan, samples // config.replicas, micro_batches),
+            **_costs_of_micro_batches(config, profile, plan, samples // config.replicas),
         },
         "slowdown": {
             "at_once": _at_once(plan),
@@ -100,7 +92,6 @@ def simulation_data(
             "factor": costs.together[0],
             "together": costs.together[1],
         },
-        "memory": _memory(profile),
         "limit_bytes": None if memory is None else memory.limit_bytes,
         "limit": None if memory is None else _limit(config, layout, memory),
     }
@@ -124,16 +115,74 @@ def _placement(config: TrainConfig, plan: Plan) -> str:
     return name_of(device_of_stage) or (PLACEMENTS[0] if consecutive else "as planned")
 
 
-def _costs_of_micro_batches(
-    config: TrainConfig, profile: ModelProfile, plan: Plan, most: int, more: Collection[int]
-) -> dict[str, Any]:
+def _cuts(config: TrainConfig, profile: ModelProfile, plan: Plan, costs: StepCosts) -> dict[str, Any]:
+    """The plan's cut, and for each K that the page offers the fastest one without and with recomputation. The page
+    says whether they fit the memory."""
+    layers = len(profile.costs)
+    offered = range(1, _MOST_STAGES + 1) if layers <= _MOST_LAYERS else [1 << n for n in range(5)]
+
+    def cut(balance: Sequence[int]) -> dict[str, Any]:
+        bounds = [(end - size, end) for size, end in zip(balance, accumulate(balance), strict=True)]
+        none = [0] * len(bounds)
+        stored = MemoryModel(config, profile, [1]).holding(bounds, none, none)
+        held = _held(config, profile, bounds)
+        stages = [
+            {"weights": one.weights_bytes, "gradients": one.gradients_bytes, "optimizer": one.optimizer_bytes,
+             "buffers": one.buffers_bytes, "held": of}
+            for one, of in zip(stored, held, strict=True)
+        ]  # fmt: skip
+        return {"balance": list(balance), "stages": stages}
+
+    def fastest(partitions: int, *, again: bool) -> Sequence[int]:
+        work = [layer.graph + layer.backward + (layer.forward if again else 0.0) for layer in costs.layers]
+        together = keeping_together(profile.shared, layers, partitions, None)
+        sends = {"forward_sends": [edge.forward_seconds for edge in costs.edges],
+                 "backward_sends": [edge.backward_seconds for edge in costs.edges]}  # fmt: skip
+        try:
+            return partition(work, partitions, skips=costs.skips, furthest=together, **sends)
+        except NoCutFitsError:  # it separates layers that share something, which the page says
+            return partition(work, partitions, skips=costs.skips, **sends)
+
+    return {
+        "cut": cut(plan.balance),
+        "cuts": {
+            str(k): [cut(fastest(k, again=again)) for again in (False, True)]
+            for k in sorted({*offered, len(plan.balance)})
+            if k <= layers
+        },
+    }
+
+
+def _held(config: TrainConfig, profile: ModelProfile, spans: Bounds) -> list[dict[str, list[int]]]:
+    """Of each span of layers, the bytes of a micro-batch in each way to hold it. Where backwards were not traced in
+    halves, as much is held between them as before."""
+    one, two = (MemoryModel(config, profile, [samples]).largest(spans) for samples in (1, 2))
+    found = [
+        {way: [2 * first - second, second - first] for way, first, second in zip(Held._fields, *both, strict=True)}
+        for both in zip(one, two, strict=True)
+    ]
+    return found if profile.splits else [{**of, "weights": of["graph"]} for of in found]
+
+
+def _skip_bytes(profile: ModelProfile, skip: Skip) -> list[list[int]]:
+    """The bytes of a skip, and of its gradient."""
+    tensors = tuple(tensor for tensor in profile.costs[skip.stash].outputs if tensor.skip == skip.name)
+
+    def size(of: Boundary) -> list[int]:
+        none, one = (sum(tensor.bytes(samples, profile.lengths) for tensor in of) for samples in (0, 1))
+        return [none, one - none]
+
+    return [size(tensors), size(tuple(tensor for tensor in tensors if tensor.has_gradient))]
+
+
+def _costs_of_micro_batches(config: TrainConfig, profile: ModelProfile, plan: Plan, most: int) -> dict[str, Any]:
     """The costs of a mean micro-batch for each number of micro-batches that the page offers. Layers whose costs are
     equal for all these numbers are of one kind."""
     layers = len(profile.costs)
     offered = [*range(1, 17), *range(20, 33, 4), *range(40, _MOST_MICRO_BATCHES + 1, 8)]
     if len(offered) * layers > _MOST_COSTS:
         offered = [1 << power for power in range(7)]
-    offered = sorted({m for m in offered if m <= most} | {plan.micro_batches, *more})
+    offered = sorted({m for m in offered if m <= most} | {plan.micro_batches})
     found = [_costs(config, profile, plan, m) for m in offered]
     split = any(of.inputs or of.weights for of in plan.costs.layers)
     free = EdgeCost(0.0, 0.0)
@@ -193,34 +242,3 @@ def _limit(config: TrainConfig, layout: Layout, memory: Memory) -> dict[str, Any
         own = config.hardware.memory_gib is not None
         of = "stage" if own else "machine" if layout.on_cpu else "device"
     return {"bytes": memory.device_bytes, "of": of}
-
-
-def _memory(profile: ModelProfile) -> dict[str, Any]:
-    """The arguments of `ActivationMemory`; a tensor takes `a + b n` bytes for n samples."""
-    pops = {skip.name: skip.pop for skip in profile.skips}
-    boundaries = (profile.inputs, *(cost.outputs for cost in profile.costs))
-    return {
-        "boundaries": [_tensors(of, profile.lengths, pops) for of in boundaries],
-        "trained": [cost.trained for cost in profile.costs],
-        "saved": [_saved(cost.saved) for cost in profile.costs],
-        "kept": [_kept(cost) for cost in profile.costs] if profile.splits else None,
-    }
-
-
-def _tensors(boundary: Boundary, lengths: Sequence[int], pops: Mapping[str, int]) -> list[list[int]]:
-    """[a, b, whether a gradient returns] of each tensor, and of a skip the layer that pops it."""
-    sizes = [(tensor.bytes(0, lengths), tensor.bytes(1, lengths)) for tensor in boundary]
-    return [
-        [none, one - none, int(tensor.has_gradient), *([pops[tensor.skip]] if tensor.skip else [])]
-        for tensor, (none, one) in zip(boundary, sizes, strict=True)
-    ]
-
-
-def _saved(saved: KeptMemory) -> list[Any]:
-    return [saved.tensors, saved.base_bytes, saved.per_sample_bytes, saved.same_memory]
-
-
-def _kept(cost: LayerCost) -> list[Any]:
-    """Inputs and gradients that are kept between the two halves of a backward."""
-    halves = cost.halves or Halves()
-    return [_saved(halves.kept_inputs), _saved(halves.kept_gradients)]

@@ -4,25 +4,27 @@ const IN_ADDRESS = {partitions: "K", micro_batches: "M", schedule: "schedule", r
                     stages_per_process: "stages", placement: "placement", backward_factor: "backward", link_factor: "transfers"};
 
 function offeredMicroBatches() {
-  return Object.keys(data.costs.of).map(Number).sort((a, b) => a - b);
+  return Object.keys(data.costs.of).map(Number);
+}
+
+function offeredPartitions() {
+  return Object.keys(data.cuts).map(Number);
 }
 
 // ---- changing it ----
 
-// New values for some controls. An order by hand belongs to the setting that it was made for, a cut to its K.
-function change(values, again = false) {
+// New values for some controls. An order by hand belongs to the setting that it was made for.
+function change(values, remember = true) {
   const controls = {...state.controls, ...values};
   const kept = Object.keys(values).every(name =>
     ["rows", "backward_factor", "link_factor", "own_devices"].includes(name));
-  if (!kept && !("rows" in values)) controls.rows = undefined;
+  if (!kept) controls.rows = undefined;
   if ("partitions" in values) {
     const before = state.controls, oneDevice = before.partitions > 1 && before.stages_per_process >= before.partitions;
-    controls.balance = undefined;
     controls.stages_per_process = oneDevice ? controls.partitions
       : Math.min(controls.partitions, controls.stages_per_process);
   }
-  if (!again) state.history.push(state.controls);
-  setControls(withDevices(controls, state.controls));
+  return setControls(withDevices(controls, state.controls), remember);
 }
 
 // Whether a setting is another than the run's own, whatever its devices share, and in whatever order they work.
@@ -36,9 +38,18 @@ function withDevices(controls, before = state.own) {
   return explored(controls) === explored(before) ? controls : {...controls, own_devices};
 }
 
-function setControls(controls) {
+// Simulates other controls; those that cannot be are refused, and false is returned.
+function setControls(controls, remember = true) {
+  const result = gpipe.configured(data, controls);
+  if (!result.timeline) {
+    showControls();
+    showProblem("This cannot be.", result.problem);
+    return false;
+  }
+  if (remember) state.history.push(state.controls);
   state.controls = controls;
-  update();
+  update(result);
+  return true;
 }
 
 // A slider sends many values while it is dragged: to undo them is one step, and the address, which takes a browser
@@ -49,7 +60,7 @@ function onField(id, read) {
     if (value === state.controls[id] && !(id === "schedule" && state.controls.rows)) return;
     const again = state.sliding;
     state.sliding = event.target.type === "range";
-    change({[id]: value}, again);
+    if (!change({[id]: value}, !again)) state.sliding = again;
   });
   field(id).addEventListener("change", () => {
     state.sliding = false;
@@ -59,15 +70,12 @@ function onField(id, read) {
 }
 
 function startControls() {
-  const points = data.curve?.points.map(point => point.setting) ?? [];
-  const offered = Math.max(16, state.own.partitions, ...points.map(setting => setting.partitions));
-  field("partitions").max = Math.min(data.layers.length, offered);
+  field("partitions").max = offeredPartitions().length - 1;
   field("micro_batches").max = offeredMicroBatches().length - 1;
-  addChoices("schedule", ORDERS, name => !ONE_ORDER.includes(name) || state.own.schedule === name ||
-    points.some(setting => setting.schedule === name));
+  addChoices("schedule", ORDERS, name => gpipe.isKnown(name) || state.own.schedule === name);
   addChoices("recompute", RECOMPUTES, () => true);
   addChoices("placement", PLACEMENTS, name => name !== gpipe.AS_PLANNED || state.own.placement === name);
-  onField("partitions", Number);
+  onField("partitions", at => offeredPartitions()[at]);
   onField("micro_batches", at => offeredMicroBatches()[at]);
   onField("schedule", String);
   onField("recompute", String);
@@ -77,11 +85,7 @@ function startControls() {
   onField("link_factor", at => 2 ** (-at / 4));
   onField("own_devices", Boolean);
   field("own_devices").closest(".field").hidden = !devicesShare();
-  field("own").addEventListener("click", () => {
-    state.history.push(state.controls);
-    setControls(state.own);
-  });
-  field("move").addEventListener("click", () => change({balance: state.move, rows: state.controls.rows}));
+  field("own").addEventListener("click", () => setControls(state.own));
 }
 
 function addChoices(id, texts, offered) {
@@ -99,19 +103,11 @@ function startQuestions() {
   tryIt(keeps ? "What does recomputation cost and save?" : "What if nothing were recomputed?",
     {recompute: keeps ? "always" : "never"});
   if (own.schedule !== "1f1b") tryIt("What does 1f1b change?", {schedule: "1f1b"});
-  ask("Which layer should move?", () => {
-    toOwn();
-    clearTimeout(askingMoves);
-    findMove();
-    live.textContent = explained.textContent = `With the ${owner()}'s own setting: ${field("move-text").textContent}`;
-  });
 }
 
 // Questions are about the run's own setting, whatever was tried before.
 function toOwn() {
-  if (!changes().length) return;
-  state.history.push(state.controls);
-  setControls(state.own);
+  if (changes().length) setControls(state.own);
 }
 
 function ask(text, answer) {
@@ -127,7 +123,6 @@ function ask(text, answer) {
 // One thing changed of the run's own setting, so that the answer is about nothing else.
 function tryIt(text, values) {
   ask(text, () => {
-    state.history.push(state.controls);
     setControls(withDevices({...state.own, ...values}));
     live.textContent = explained.textContent;
   });
@@ -192,7 +187,7 @@ function smallInWords() {
 
 function showControls() {
   const {controls} = state;
-  field("partitions").value = controls.partitions;
+  field("partitions").value = offeredPartitions().indexOf(controls.partitions);
   field("micro_batches").value = offeredMicroBatches().indexOf(controls.micro_batches);
   if (controls.rows) field("schedule").append(BY_HAND);
   else BY_HAND.remove();
@@ -205,7 +200,8 @@ function showControls() {
   field("stages_per_process").disabled = controls.partitions === 1;
   field("stages_per_process").value = stages_per_process;
   field("placement").value = placement;
-  field("placement").disabled = !several || stages_per_process >= controls.partitions || !mayPlace(controls);
+  field("placement").disabled = !several || stages_per_process >= controls.partitions
+    || controls.schedule === "interleaved" || !gpipe.isKnown(controls.schedule);
   field("placement-meaning").textContent = placementInWords(placement, several);
   field("backward_factor").value = 4 * Math.log2(controls.backward_factor);
   field("link_factor").value = -4 * Math.log2(controls.link_factor);
@@ -223,15 +219,9 @@ function showControls() {
   field("own").disabled = !changes().length;
 }
 
-// Whether the order leaves the placement open.
-function mayPlace({schedule}) {
-  return !(schedule in gpipe.MADE_FOR) && (gpipe.SCHEDULES.includes(schedule) || Boolean(data.curve));
-}
-
 function placementInWords(placement, several) {
   if (!several) return "of several stages a device";
-  const {schedule} = state.controls;
-  const made = schedule in gpipe.MADE_FOR ? `, for which ${schedule} is made` : "";
+  const {schedule} = state.controls, made = schedule === "interleaved" ? ", for which interleaved is made" : "";
   return PLACEMENTS[placement].replace("PLANNED", owner()) + made;
 }
 
@@ -251,8 +241,8 @@ function orderInWords() {
 
 // What is shown against another choice, both simulated: no hint can say anything else than the tiles.
 function against(values) {
-  const {figure, controls, stale} = state, [name] = Object.values(values);
-  if (stale || figure.large) return ""; // it would take seconds
+  const {figure, controls} = state, [name] = Object.values(values);
+  if (figure.large) return ""; // it would take seconds
   const other = gpipe.configured(data, {...controls, ...values});
   if (!other.timeline) return "";
   const parts = differing(other, figure).map(([what, , was, now]) => `\n${what} ${was} \u2192 ${now}`);
@@ -289,11 +279,10 @@ function changes() {
   if (controls.backward_factor !== 1) found.push(`backward \u00d7 ${decimal(controls.backward_factor)}`);
   if (controls.link_factor !== 1) found.push(`transfers \u00d7 ${decimal(controls.link_factor)}`);
   if (controls.own_devices && !explored(controls)) found.push("a device of its own for each stage");
-  if (controls.balance && String(controls.balance) !== String(data.balance)) found.push(`layers ${data.balance.join("-")} \u2192 ${controls.balance.join("-")}`);
   if (controls.rows) found.push("order by hand");
-  if (found.length && !controls.balance && controls.partitions === own.partitions && own.partitions <= 16 && !state.stale &&
-    String(state.figure.balance) !== String(data.balance)) {
-    found.push(`layers cut anew, ${data.balance.join("-")} \u2192 ${state.figure.balance.join("-")}`);
+  if (found.length && controls.partitions === own.partitions && own.partitions <= 16 &&
+    String(state.figure.balance) !== String(data.cut.balance)) {
+    found.push(`layers cut anew, ${data.cut.balance.join("-")} \u2192 ${state.figure.balance.join("-")}`);
   }
   return found;
 }
@@ -334,7 +323,6 @@ function showNumbers() {
     gain(speedup, devices), devices > 1 && devicesShare() && sharingInWords(devices), whole);
   bubbleTile(section, devices);
   memoryTile(section);
-  section.classList.toggle("stale", Boolean(state.stale));
 }
 
 // A step of one device that takes the mini-batch whole: what a pipeline has to beat.
@@ -366,21 +354,9 @@ function bubbleTile(section, devices) {
   const {figure} = state, {micro_batches: M} = figure, K = state.controls.stages_per_process > 1 ? "D" : "K";
   const node = tile(section, "", percent(figure.breakdown.bubble), `all idle time: ${percent(idleShare(figure))}`,
     `equal ${K === "D" ? "devices" : "stages"} with gpipe or 1f1b: (${K}\u22121)/(M+${K}\u22121) = ` +
-      `(${devices}\u22121)/(${M}+${devices}\u22121) = ${percent((devices - 1) / (M + devices - 1))}`,
-    figure.large ? "" : bubbleCauses(figure, (devices - 1) / (M + devices - 1)));
+      `(${devices}\u22121)/(${M}+${devices}\u22121) = ${percent((devices - 1) / (M + devices - 1))}`);
   node.firstChild.append(word("bubble"));
   node.id = "ideal";
-}
-
-// Why the bubble is not what its formula says, where it is not: what changes it most of what the formula leaves out.
-function bubbleCauses(figure, ideal) {
-  const steps = [...gpipe.bubbles(data, figure), ideal], way = Math.sign(ideal - steps[0]);
-  const parts = steps.slice(1).map((now, at) => way * (now - steps[at])), all = way * (ideal - steps[0]);
-  if (all < 0.005) return "";
-  const {schedule, rows} = state.controls, formulas = !rows && ["gpipe", "1f1b"].includes(schedule);
-  const causes = formulas ? [...BUBBLE_CAUSES.slice(0, -1), "stages of a device are no neighbours"] : BUBBLE_CAUSES;
-  const named = causes.filter((_, at) => parts[at] > all / 10);
-  return `${way > 0 ? "less" : "more"} here: ${named.join("; ")}`;
 }
 
 function memoryTile(section) {
@@ -459,39 +435,6 @@ function gauge(cell, share) {
   room.appendChild(document.createElement("i")).style.width = `${60 * Math.min(1, share)}px`;
 }
 
-// ---- which layer should move ----
-
-let askingMoves = 0;
-function showMoves() {
-  clearTimeout(askingMoves);
-  field("move").hidden = true;
-  if (state.stale) return;
-  askingMoves = setTimeout(findMove, 200); // each move is a simulation of its own: not while a slider is dragged
-}
-
-function findMove() {
-  const text = field("move-text"), {figure} = state;
-  if (figure.large) {
-    text.textContent = "With so many actions not every move is tried here.";
-    return;
-  }
-  if (figure.device_of_stage.length < 2) {
-    text.textContent = "With one stage there is no boundary that a layer could cross.";
-    return;
-  }
-  const [best] = gpipe.moves(data, state.controls), now = figure.step_seconds;
-  const cut = `Layers of the stages: ${figure.balance.join(", ")}; ${mostWork(figure)}.`;
-  if (!best || best.step_seconds > now * (1 - 5e-4)) {
-    text.textContent = `None: moving any one layer to a neighbouring stage would not shorten the step. ${cut}`;
-    return;
-  }
-  state.move = best.balance;
-  text.textContent = `${data.layers[best.layer].name}, from stage ${best.from_stage} to stage ${best.to_stage}: ` +
-    `the step would take ${duration(best.step_seconds)} instead of ${duration(now)}, ` +
-    `${difference(best.step_seconds, now, "shorter", "longer", "the same")}. ${cut}`;
-  field("move").hidden = false;
-}
-
 // ---- the address ----
 
 function addressOf(controls) {
@@ -499,15 +442,14 @@ function addressOf(controls) {
   for (const [name, word] of Object.entries(IN_ADDRESS)) {
     if (controls[name] !== state.own[name]) words.set(word, controls[name]);
   }
-  const {own_devices, balance, rows} = controls;
-  if (devicesShare() && (words.size || own_devices)) words.set("devices", own_devices ? "own" : "shared");
-  if (balance) words.set("layers", balance.join("-"));
-  if (rows) words.set("order", rows.map(row => row.map(gpipe.key).join(".")).join("~"));
-  return String(words);
+  if (devicesShare() && (words.size || controls.own_devices)) {
+    words.set("devices", controls.own_devices ? "own" : "shared");
+  }
+  return words;
 }
 
 function writeAddress() {
-  const words = new URLSearchParams(addressOf(state.controls));
+  const words = addressOf(state.controls);
   if (data.steps.length && state.recorded !== data.steps.length - 1) words.set("step", data.steps[state.recorded].step);
   try {
     history.replaceState(null, "", `${location.href.split("#")[0]}${words.size ? `#${words}` : ""}`);
@@ -520,7 +462,7 @@ function writeAddress() {
 function readAddress() {
   const words = new URLSearchParams(location.hash.slice(1)), controls = {...state.own};
   const offered = {
-    partitions: value => Number.isInteger(value) && value >= 1 && value <= Number(field("partitions").max),
+    partitions: value => offeredPartitions().includes(value),
     micro_batches: value => offeredMicroBatches().includes(value),
     stages_per_process: value => Number.isInteger(value) && value >= 1 && value <= controls.partitions,
     schedule: value => value !== BY_HAND.value && [...field("schedule").options].some(one => one.value === value),
@@ -537,24 +479,7 @@ function readAddress() {
   }
   const own_devices = {own: devicesShare(), shared: false}[words.get("devices")];
   controls.own_devices = own_devices ?? withDevices(controls).own_devices;
-  const balance = words.get("layers")?.split("-").map(Number);
-  const total = balance?.reduce((sum, many) => sum + (many >= 1 ? many : NaN), 0);
-  if (balance?.length === controls.partitions && total === data.layers.length) controls.balance = balance;
-  controls.rows = rowsOfAddress(words.get("order"), controls);
   const recorded = data.steps.findIndex(step => String(step.step) === words.get("step"));
   if (recorded >= 0) state.recorded = recorded;
   return controls;
-}
-
-// The rows of an address, if they are as many actions of as many stages as the setting has.
-function rowsOfAddress(text, {partitions, micro_batches}) {
-  if (!text) return undefined;
-  let rows;
-  try {
-    rows = text.split("~").map(row => row.split(".").map(gpipe.action));
-  } catch {
-    return undefined;
-  }
-  const fits = rows.flat().every(action => action.stage < partitions && action.micro_batch < micro_batches);
-  return fits && new Set(rows.flat().map(action => action.stage)).size === partitions ? rows : undefined;
 }

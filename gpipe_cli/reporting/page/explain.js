@@ -12,27 +12,6 @@ function awaited(figure, action) {
   return last ? figure.spanOf.get(gpipe.key(last.from)) : source(figure, action);
 }
 
-// The skips that a forward takes up, and those of which a backward gets the gradients: {name, sender, receiver, from: the
-// span that computes them, bytes: of a simulation}.
-function skipsInto(figure, {kind, stage, micro_batch}) {
-  const forward = kind === "F", kinds = forward ? ["F"] : ["B", "I"];
-  if (!forward && !kinds.includes(kind)) return [];
-  return figure.crossing.filter(skip => stage === (forward ? skip.receiver : skip.sender)).flatMap(skip => {
-    const other = forward ? skip.sender : skip.receiver;
-    const from = kinds.map(kind => figure.spanOf.get(gpipe.key({kind, stage: other, micro_batch}))).find(Boolean);
-    const bytes = gpipe.skipBytes(data, skip, figure.sizes?.[micro_batch] ?? 1)[forward ? 0 : 1];
-    return from && bytes ? [{...skip, from, bytes: figure.sizes && bytes}] : []; // integers have no gradient
-  });
-}
-
-function skipsInWords(figure, action) {
-  const parts = skipsInto(figure, action).map(({name, from, bytes}) =>
-    `${name} from stage ${from.action.stage}${bytes ? `, ${size(bytes)}` : ""}`);
-  if (!parts.length) return "";
-  const what = action.kind === "F" ? "takes up the" : "gets the gradient of the";
-  return ` It ${what} ${parts.length > 1 ? "skips" : "skip"} ${parts.join("; ")}.`;
-}
-
 // The action of the same stage whose result this one needs: a backward its forward, or its recomputation.
 function ownSource(figure, action) {
   const {kind, stage, micro_batch} = action;
@@ -45,7 +24,7 @@ function explainAction(figure, span) {
   const {kind, stage, micro_batch} = action;
   const first = `${gpipe.key(action)} is the ${KIND_WORDS[kind]} of micro-batch ${micro_batch} on ${stageWord(figure, stage)}: ` +
     `${duration(end - start)}, from ${duration(start)} to ${duration(end)}.`;
-  return `${first} ${whyThen(figure, span)}${linkInWords(figure, action)}${skipsInWords(figure, action)}`;
+  return `${first} ${whyThen(figure, span)}${linkInWords(figure, action)}`;
 }
 
 // Why an action did not start earlier.
@@ -103,15 +82,6 @@ function explainRegion(figure, region) {
   }
   return `${first} ${who} waits for ${name}, which it needs for ${gpipe.key(next.action)}: ${on} computes it ` +
     `until ${duration(needed.end)}.${cause}`;
-}
-
-function criticalInWords(figure) {
-  const chain = gpipe.critical(figure.timeline, figure.rows);
-  const seconds = wanted => chain.filter(({what}) => (what === "transfer") === wanted)
-    .reduce((sum, {start, end}) => sum + end - start, 0);
-  const transfers = seconds(true) > shortest(figure) ? ` and ${duration(seconds(true))} of transfers` : "";
-  return `critical path, simulated: ${duration(seconds(false))} of actions${transfers}, each of which waits for the ` +
-    "one before; only what makes one of them shorter makes the step shorter.";
 }
 
 function lastAction(figure) {
@@ -181,39 +151,7 @@ function workOf(figure, stage) {
 
 function stageInWords(figure, stage) {
   const work = workOf(figure, stage), names = layersOf(figure, stage);
-  const first = figure.balance.slice(0, stage).reduce((sum, many) => sum + many, 0);
   const shown = names.length > 5 ? [...names.slice(0, 2), `${names.length - 3} more`, names.at(-1)] : names;
   return `stage ${stage} has ${names.length} of ${data.layers.length} layers: ${list(shown)}. It computes ` +
-    `${duration(work)} of a step of ${duration(figure.step_seconds)}, ${percent(work / figure.step_seconds)}.` +
-    longestLayer(figure, first, names);
-}
-
-// Of the layers of a stage, the one that sets the least time that a cut could give it.
-function longestLayer(figure, first, names) {
-  const costs = gpipe.layerCosts(data, figure.micro_batches)?.layers.slice(first, first + names.length);
-  if (!costs || names.length < 2) return "";
-  const seconds = costs.map(([, graph, backward]) => graph + backward), most = Math.max(...seconds);
-  return ` ${names[seconds.indexOf(most)]} takes longest, ${duration(most)} a micro-batch.`;
-}
-
-// What every device does at a moment: for the play head.
-function explainMoment(figure, time) {
-  const parts = [...figure.ofDevice].map(([device, spans]) => {
-    const now = spans.find(span => span.start <= time && time < span.end);
-    if (!now) return `${figure.joined ? `device ${device}` : deviceWord(figure, device)} idle`;
-    return figure.joined ? `device ${device} ${gpipe.key(now.action)}` : `stage ${now.action.stage} ${shortName(now.action)}`;
-  });
-  return `${duration(time)}: ${parts.join(", ")}`;
-}
-
-// Of each action that cannot start, what it waits for and why that does not come: [[key, key it waits for]].
-function deadlockInWords(figure, waits) {
-  const parts = waits.map(([waiting, needed]) => {
-    const [{stage}, other] = [waiting, needed].map(gpipe.action);
-    const row = figure.rows.find(actions => actions.some(action => gpipe.key(action) === needed)).map(gpipe.key);
-    const before = waits.find(([first]) => row.includes(first))?.[0];
-    return `${stageWord(figure, stage)} waits in ${waiting} for ${needed}` + (before === needed ? ""
-      : `, which ${stageWord(figure, other.stage)} would do after ${before}`);
-  });
-  return `${parts.join("; ")}. `;
+    `${duration(work)} of a step of ${duration(figure.step_seconds)}, ${percent(work / figure.step_seconds)}.`;
 }

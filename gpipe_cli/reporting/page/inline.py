@@ -11,7 +11,7 @@ from gpipe_cli.system.files import read_text
 # A notebook has its own text around the page, and is narrow. The rule is added here and not to page.css, so that it
 # also holds in pages that were written before.
 _LANES_ONLY = """<style>
-header,#intro,#questions,#controls,main>#curve,#order,#moves,#shares,#words,main>section:has(#shares,#words),
+header,#intro,#questions,#controls,#order,#shares,#words,main>section:has(#shares,#words),
 main>p.pale,#numbers small{display:none!important}
 #columns{display:block!important}
 #numbers{grid-template-columns:repeat(5,1fr)!important}

@@ -4,7 +4,7 @@ const SVG = "http://www.w3.org/2000/svg";
 const field = id => document.getElementById(id);
 const svg = field("lanes");
 const HEADER = 24, AXIS = 24, GAP = 14, DEVICE = 17, RIGHT = 14;
-const MOST_BARS = 8000; // of a figure; more are painted as one picture
+const MOST_BARS = 8000; // of a figure; more are not drawn
 const view = {start: 0, seconds: 1, width: 800, left: 84}; // what of the time axis is shown, and where
 const drawn = new Map(); // kind of a figure -> what was built for it
 let layers; // the groups of the picture: ticks, figures, what is pointed at, play head
@@ -47,8 +47,7 @@ function figureOf(kind, timeline, parts) {
     return again;
   });
   const sourceOf = gpipe.sources(timeline.spans.map(spans => spans.map(span => span.action)));
-  const crossing = gpipe.crossing(data.skips, parts.balance);
-  return {kind, timeline, device_of_stage, joined, large, spanOf, sourceOf, crossing, beforeOnDevice, ofDevice, ...parts};
+  return {kind, timeline, device_of_stage, joined, large, spanOf, sourceOf, beforeOnDevice, ofDevice, ...parts};
 }
 
 function stagesOn(figure, device) {
@@ -69,11 +68,9 @@ function startPicture() {
   pattern("imbalance", 6, 0, "var(--waiting)", ["circle", {cx: 3, cy: 3, r: 1.1, fill: "var(--transfer)"}]);
   pattern("transfer", 4, 45, "var(--paper)",
           ["path", {d: "M0 0V4M0 0H4", stroke: "var(--transfer)", "stroke-width": 2.2}]);
-  for (const id of ["point", "badpoint", "skippoint"]) {
-    const marker = make("marker", {id, viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 8, markerHeight: 8,
-                                   markerUnits: "userSpaceOnUse", orient: "auto"}, defs);
-    make("path", {d: "M0 0L8 4L0 8z", class: id}, marker);
-  }
+  const marker = make("marker", {id: "point", viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 8, markerHeight: 8,
+                                 markerUnits: "userSpaceOnUse", orient: "auto"}, defs);
+  make("path", {d: "M0 0L8 4L0 8z", class: "point"}, marker);
   const plot = make("clipPath", {id: "plot"}, defs);
   make("rect", {y: -10000, height: 20000}, plot);
   layers = {plot: plot.firstChild};
@@ -100,13 +97,18 @@ function build(figure) {
   const title = make("text", {class: "about", x: 2, y: 12}, group);
   make("tspan", {class: "kind"}, title, figure.kind);
   make("tspan", {dx: 10}, title, figure.about);
-  const ends = figure.order ? "" : `step ${duration(figure.step_seconds)}, idle ${percent(idleShare(figure))}`;
+  const ends = `step ${duration(figure.step_seconds)}, idle ${percent(idleShare(figure))}`;
   result.ends = make("text", {class: "ends", y: result.wide ? 12 : 29}, group, ends);
   let top = HEADER + (result.wide ? 0 : 17);
+  if (figure.large) {
+    title.append(`, ${figure.spanOf.size.toLocaleString("en")} actions: too many to be drawn here`);
+    result.height = top;
+    return result;
+  }
   const {joined} = figure, shared = figure.ofDevice.size < figure.device_of_stage.length;
   const lanes = joined ? figure.ofDevice.size : figure.device_of_stage.length;
   const [bar, curve] = figure.kind === "K = 1" ? [18, 0] : heights(lanes);
-  const memory = figure.memory && !figure.order && state.memory ? curve : 0;
+  const memory = figure.memory && state.memory ? curve : 0;
   for (const device of figure.ofDevice.keys()) {
     const stages = stagesOn(figure, device), first = top + DEVICE;
     if (shared && !joined) {
@@ -118,10 +120,6 @@ function build(figure) {
     if (shared && !joined) make("path", {class: "floor", d: `M3 ${first}V${top - 5}`}, group);
   }
   result.height = top;
-  if (figure.large) {
-    const attributes = {preserveAspectRatio: "none", height: top, "pointer-events": "none", "clip-path": "url(#plot)"};
-    result.picture = make("image", attributes, group);
-  }
   addEnds(result);
   return result;
 }
@@ -151,29 +149,22 @@ function buildLane(result, device, stages, top, bar) {
   result.lanes.push(lane);
   for (const stage of stages) result.rows[stage] = lane;
   const room = {y: top, height: bar};
-  if (!figure.order) {
-    const taken = !figure.joined && figure.ofDevice.size < figure.device_of_stage.length; // the device may do another's
-    addBox(result, plot, {...room, class: taken ? "other" : "idle"}, 0, figure.step_seconds);
-    const regions = figure.large ? [] : figure.regions.get(device);
-    for (const region of regions) {
-      const box = addBox(result, plot, {...room, class: `region ${region.why}`}, region.start, region.end);
-      box.piece = {figure, what: "region", stage: stages[0], region: {...region, device}};
-    }
-    for (const region of regions) addName(result, plot, region, y);
-    for (const stage of stages) {
-      for (const event of figure.timeline.events[stage].filter(event => event.what === "update")) {
-        const box = addBox(result, plot, {...barOf(lane, stage), class: "bar update"}, event.start, event.end);
-        box.piece = {figure, what: "event", stage, event: {...event, stage}};
-        addText(result, plot, ["update"], event, y, "on update");
-      }
+  const taken = !figure.joined && figure.ofDevice.size < figure.device_of_stage.length; // the device may do another's
+  addBox(result, plot, {...room, class: taken ? "other" : "idle"}, 0, figure.step_seconds);
+  const regions = figure.regions.get(device);
+  for (const region of regions) {
+    const box = addBox(result, plot, {...room, class: `region ${region.why}`}, region.start, region.end);
+    box.piece = {figure, what: "region", stage: stages[0], region: {...region, device}};
+  }
+  for (const region of regions) addName(result, plot, region, y);
+  for (const stage of stages) {
+    for (const event of figure.timeline.events[stage].filter(event => event.what === "update")) {
+      const box = addBox(result, plot, {...barOf(lane, stage), class: "bar update"}, event.start, event.end);
+      box.piece = {figure, what: "event", stage, event: {...event, stage}};
+      addText(result, plot, ["update"], event, y, "on update");
     }
   }
-  if (figure.large) {
-    const box = addBox(result, plot, {...room, fill: "transparent"}, 0, figure.step_seconds);
-    box.piece = {figure, what: "lane", stage: stages[0]};
-  } else {
-    for (const span of lane.spans) addAction(result, plot, span, lane);
-  }
+  for (const span of lane.spans) addAction(result, plot, span, lane);
   return top + bar + 4;
 }
 
@@ -214,13 +205,12 @@ function addAction(result, plot, span, lane) {
   const texts = [...lane.stages.length > 1 ? [key] : [], shortName(action), action.kind];
   const text = addText(result, plot, texts, span, y + height / 2, `on ${action.kind}`);
   result.bars.set(key, {node, text, span});
-  if (figure.marked?.has(key)) node.classList.add("marked");
 }
 
 function actionLabel(figure, {action, start, end}) {
   const {kind, stage, micro_batch} = action;
-  const what = `${gpipe.key(action)}, ${KIND_WORDS[kind]} of micro-batch ${micro_batch} on ${stageWord(figure, stage)}`;
-  return figure.order ? what : `${what}, ${duration(start)} to ${duration(end)}`;
+  return `${gpipe.key(action)}, ${KIND_WORDS[kind]} of micro-batch ${micro_batch} on ${stageWord(figure, stage)}, ` +
+    `${duration(start)} to ${duration(end)}`;
 }
 
 // The limit as it is drawn, of a stage: one far above is only told in words.
@@ -287,7 +277,6 @@ function heldPath(spans, held, below, at) {
 // Where a step ends; for the simulated one also where that of the run's own setting would.
 function addEnds(result) {
   const {figure, group} = result;
-  if (figure.order) return;
   const plot = make("g", {"clip-path": "url(#plot)", "pointer-events": "none"}, group);
   const top = HEADER + (result.wide ? -2 : 15); // below what stands at the right
   const line = (seconds, name) => {
@@ -355,10 +344,8 @@ function place() {
   for (const one of drawn.values()) {
     for (const item of one.items) placeItem(item, one, right);
     if (one.more) placeMore(one, right);
-    if (one.picture) placePicture(one);
   }
   placePointed();
-  placeHead();
 }
 
 function placeItem(item, one, right) {
@@ -398,38 +385,6 @@ function placeMore(one, right) {
   one.more.setAttribute("x", right);
   one.more.setAttribute("y", 12);
   one.ends.setAttribute("visibility", beyond && one.wide ? "hidden" : "visible");
-}
-
-// A picture of many bars is stretched while one zooms, and painted anew when that is over.
-function placePicture(one) {
-  const {start, end} = one.painted ?? paint(one), inside = xOf(start);
-  one.picture.setAttribute("x", inside);
-  one.picture.setAttribute("width", xOf(end) - inside);
-  clearTimeout(one.painting);
-  if (start === view.start && end === view.start + view.seconds) return;
-  one.painting = setTimeout(() => {
-    paint(one);
-    placePicture(one);
-  }, 120);
-}
-
-// Of bars that are narrower than a pixel each adds as much as its share of it.
-function paint(one) {
-  const canvas = document.createElement("canvas"), pen = canvas.getContext("2d");
-  canvas.width = Math.round(plotWidth());
-  canvas.height = one.height;
-  pen.globalCompositeOperation = "lighter";
-  one.figure.timeline.spans.forEach((spans, stage) => {
-    const {y, height} = barOf(one.rows[stage], stage);
-    for (const {action, start, end} of spans) {
-      if (end < view.start || start > view.start + view.seconds) continue;
-      pen.fillStyle = colour(action.kind, action.micro_batch, one.figure.micro_batches);
-      pen.fillRect(xOf(start) - view.left, y, xOf(end) - xOf(start), height);
-    }
-  });
-  one.picture.setAttribute("href", canvas.toDataURL());
-  one.painted = {start: view.start, end: view.start + view.seconds};
-  return one.painted;
 }
 
 function placeTicks() {

@@ -4,17 +4,14 @@ const state = {
   own: null, // the controls of the run's own setting
   controls: null, // those that are simulated
   history: [], // those before, for undo
-  figure: null, // what is simulated; of an order that cannot run the last one that could
+  figure: null, // what is simulated
   asItRan: null, onOwnDevices: null, // the run's own setting, simulated
   ownFigure: null, oneFigure: null, // of these two the one that others are compared with; and K = 1
-  problem: null, // why the controls cannot be, in one line
-  stale: false, // figure is not of these controls: they have none
   recorded: 0, // number of the measured step that is shown
   pointed: null, // what the pointer or the focus is on
-  time: null, playing: false, dragging: false, // of the play head and the pointer
+  dragging: false, // of the pointer
   sliding: false, // a slider is being dragged
-  critical: false, memory: true, one: true, // what is shown beside the lanes
-  move: null, // the cut with the best layer moved
+  memory: true, one: true, // what is shown beside the lanes
 };
 
 function simulatedFigure(kind, result, controls, about) {
@@ -39,7 +36,7 @@ function measuredFigure() {
   const timeline = {spans, events, device_of_stage: data.device_of_stage};
   const M = gpipe.microBatches(timeline.spans.map(row => row.map(span => span.action))); // fewer, in a short last step
   return figureOf("measured", timeline, {
-    step_seconds: step.step_seconds, breakdown: step.breakdown, micro_batches: M, balance: data.balance,
+    step_seconds: step.step_seconds, breakdown: step.breakdown, micro_batches: M, balance: data.cut.balance,
     regions: new Map(gpipe.idleRegions(timeline, M, step.step_seconds)),
     about: `epoch ${step.epoch}, step ${step.step.toLocaleString("en")}` +
       (step.median_of > 1 ? `, the median of ${step.median_of.toLocaleString("en")} steps` : ""),
@@ -75,34 +72,27 @@ function showMeasured() {
 }
 
 function oneControls(controls) {
-  return {...controls, partitions: 1, stages_per_process: 1, schedule: "gpipe", balance: undefined, rows: undefined};
+  return {...controls, partitions: 1, stages_per_process: 1, schedule: "gpipe", rows: undefined};
 }
 
-// Simulates the controls and draws everything that follows from them.
-function update() {
+// Draws the simulated step of the controls, and everything that follows from it.
+function update(result) {
   const {controls} = state;
-  const result = gpipe.configured(data, controls), wrong = result.faulty ?? null;
   state.ownFigure = controls.own_devices && explored(controls) ? state.onOwnDevices : state.asItRan;
-  state.problem = result.problem ?? null;
-  state.stale = !result.timeline;
-  if (result.timeline) {
-    state.figure = simulatedFigure("simulated", result, controls, aboutControls(controls));
-    state.figure.own_seconds = state.ownFigure.step_seconds;
-  }
+  state.figure = simulatedFigure("simulated", result, controls, aboutControls(controls));
+  state.figure.own_seconds = state.ownFigure.step_seconds;
   const one = oneControls(controls);
   state.oneFigure = simulatedFigure("K = 1", gpipe.configured(data, one), one, "the whole model on one device");
-  showSimulated(result, wrong);
+  showSimulated();
   showControls();
-  showProblem(result, wrong);
+  showProblem("This does not fit.", result.problem);
   showNumbers();
   showShares();
   showOrder();
-  showMoves();
   showLegend();
-  showCurve();
   field("costs").textContent = costsInWords();
   const changed = changes();
-  if (!state.pointed) explained.textContent = state.stale ? "" : changed.length ? changeInWords() : HINT;
+  if (!state.pointed) explained.textContent = changed.length ? changeInWords() : HINT;
   field("changed").textContent = changed.length ? `Changed: ${changed.join("; ")}.`
     : `This is the ${owner()}'s own setting.`;
   if (!state.sliding) writeAddress();
@@ -110,36 +100,21 @@ function update() {
   layOut();
 }
 
-function showSimulated(result, wrong) {
+function showSimulated() {
   const pointed = state.pointed?.figure.kind !== "measured" && state.pointed?.span;
   if (state.pointed?.figure.kind !== "measured") state.pointed = null;
-  show("simulated", wrong ? orderFigure(result) : state.figure);
-  drawn.get("simulated").group.classList.toggle("stale", state.stale && !wrong);
+  show("simulated", state.figure);
   show("K = 1", state.one && state.controls.partitions > 1 ? state.oneFigure : null);
   const again = pointed && drawn.get("simulated").bars.get(gpipe.key(pointed.action));
   if (again && svg.querySelector(".action:focus")) pointAt(again.node.piece);
   if (!svg.querySelector('.action[tabindex="0"]')) svg.querySelector(".simulated .action")?.setAttribute("tabindex", 0);
 }
 
-function showProblem(result, wrong) {
-  const box = field("problem");
-  box.hidden = !state.problem;
-  box.replaceChildren();
-  if (!state.problem) return;
-  const title = document.createElement("b");
-  title.textContent = wrong ? "This order cannot run. " : result.timeline ? "This does not fit. " : "This cannot be. ";
-  box.append(title, `${state.problem}. `);
-  if (wrong) box.append("The actions in question have a red rim. ");
-  if (wrong?.waits.length > 1) {
-    box.append("Arrows go to what they wait for, in a circle: none can ever start. ");
-    if (wrong.waits.length < 9) box.append(capital(deadlockInWords(drawn.get("simulated").figure, wrong.waits)));
-  }
-  if (!result.timeline) box.append("Numbers are those of the last setting that could run. ");
-  const button = document.createElement("button");
-  button.type = "button";
-  button.textContent = "undo";
-  button.addEventListener("click", undo);
-  if (state.history.length) box.append(button);
+function showProblem(title, problem) {
+  const box = field("problem"), bold = document.createElement("b");
+  box.hidden = !problem;
+  bold.textContent = `${title} `;
+  box.replaceChildren(bold, `${problem}.`);
 }
 
 function showLegend() {
@@ -163,11 +138,9 @@ function showLegend() {
     marks.push(["held", "activations"]);
     if (shownLimit(state.figure)) marks.push(["limit", "memory limit"]);
   }
-  if (state.figure.skips.length) marks.push(["skip", "skips of micro-batch 0, or of the one pointed at"]);
   for (const [name, text] of marks) {
-    const line = ["limit", "skip"].includes(name);
     const mark = make("svg", {viewBox: "0 0 30 14", "aria-hidden": true});
-    make("path", {class: name, d: line ? "M0 7H30" : "M0 0H30V14H0z"}, mark);
+    make("path", {class: name, d: name === "limit" ? "M0 7H30" : "M0 0H30V14H0z"}, mark);
     entry(mark, text);
   }
 }
@@ -176,7 +149,7 @@ function showLegend() {
 function redraw() {
   takeWidth();
   showMeasured();
-  update();
+  update(gpipe.configured(data, state.controls));
 }
 
 function start() {
@@ -191,20 +164,16 @@ function start() {
   [state.asItRan, state.onOwnDevices] = [false, true].map(own_devices =>
     simulatedFigure("simulated", gpipe.configured(data, {...state.own, own_devices}), state.own, ""));
   state.figure = state.ownFigure = state.asItRan;
-  state.controls = readAddress();
+  state.controls = state.own;
   view.fitted = true;
   startNavigation();
   startEditing();
   startQuestions();
-  startCurve();
-  for (const name of ["critical", "memory", "one"]) {
+  for (const name of ["memory", "one"]) {
     field(name).checked = state[name];
     field(name).addEventListener("change", event => {
       state[name] = event.target.checked;
       redraw();
-      if (name === "critical" && state.critical && !state.stale) {
-        live.textContent = explained.textContent = criticalInWords(state.figure);
-      }
     });
   }
   field("recorded").addEventListener("input", event => {
@@ -219,10 +188,10 @@ function start() {
     field("words").appendChild(document.createElement("dd")).textContent = text;
   }
   addEventListener("hashchange", () => {
-    state.history.push(state.controls);
-    state.controls = readAddress();
-    redraw();
+    setControls(readAddress());
   });
+  const asked = readAddress();
+  if (gpipe.configured(data, asked).timeline) state.controls = asked;
   redraw();
 }
 

@@ -1,4 +1,4 @@
-// What is pointed at, the play head, and moving in time: with pointer, wheel and keys.
+// What is pointed at, and moving in time: with pointer, wheel and keys.
 const explained = field("explained"), tip = field("tip");
 const live = field("live");
 
@@ -6,7 +6,7 @@ const live = field("live");
 
 function sentence(piece, time) {
   const {figure, what, stage} = piece;
-  if (what === "action") return figure.order ? actionLabel(figure, piece.span) : explainAction(figure, piece.span);
+  if (what === "action") return explainAction(figure, piece.span);
   if (what === "region") return explainRegion(figure, piece.region);
   if (what === "event") return explainEvent(figure, piece.event);
   return what === "memory" ? explainMemory(figure, stage, time) : explainStage(figure, stage);
@@ -32,7 +32,6 @@ function regionNode({figure, stage, region}) {
 // The way of one micro-batch through all stages.
 function light({figure, span}) {
   const one = drawn.get(figure.kind);
-  if (figure.large) return; // of a picture nothing can light up
   one.group.classList.add("lighting");
   for (const {node, text, span: other} of one.bars.values()) {
     if (other.action.micro_batch !== span.action.micro_batch) continue;
@@ -41,51 +40,21 @@ function light({figure, span}) {
   }
 }
 
-function showTip(event, piece) {
-  tip.hidden = !piece || ["stage", "memory"].includes(piece.what) || view.width < 560; // there it would cover too much
-  if (tip.hidden) return;
-  const {span, region, event: happened} = piece, shown = span || region || happened;
-  const name = span ? `${(piece.figure.joined ? gpipe.key : shortName)(span.action)} ${KIND_WORDS[span.action.kind]}`
-    : shareWord(region?.why ?? happened.what);
-  const {start, end} = shown, times = `\nstarts at ${duration(start)}, takes ${duration(end - start)}`;
-  tip.textContent = piece.figure.order ? name : name + times;
-  const below = event.clientY + 18 + tip.offsetHeight < innerHeight;
-  tip.style.left = `${Math.max(4, Math.min(event.clientX + 14, innerWidth - tip.offsetWidth - 8))}px`;
-  tip.style.top = `${below ? event.clientY + 18 : event.clientY - tip.offsetHeight - 10}px`;
-}
-
-// Arrows, the critical path, and what waits for what in an order that cannot run.
+// The way of the micro-batch of the action that is pointed at.
 function placePointed() {
-  const group = layers.pointed;
+  const group = layers.pointed, {pointed} = state;
   group.replaceChildren();
   group.setAttribute("clip-path", "url(#plot)");
-  const simulated = drawn.get("simulated")?.figure;
-  if (simulated?.waits) simulated.waits.forEach(names => waitArrow(group, simulated, names));
-  else if (state.critical && simulated) criticalPath(group, simulated);
-  const {pointed} = state;
-  if (pointed?.what !== "action" && simulated && !simulated.order && !state.critical) {
-    const first = [...simulated.spanOf.values()].filter(({action}) => action.micro_batch === 0);
-    for (const other of first) skipArrows(group, simulated, other, "before");
-  }
-  if (pointed?.what !== "action" || pointed.figure.order) return;
+  if (pointed?.what !== "action") return;
   const {figure, span} = pointed;
   for (const other of figure.spanOf.values()) {
     if (other === span || other.action.micro_batch !== span.action.micro_batch) continue;
     const needed = source(figure, other.action);
     if (needed) arrow(group, figure.kind, needed, other, "arrow before");
-    skipArrows(group, figure, other, "before");
   }
   const needed = source(figure, span.action), own = ownSource(figure, span.action);
   if (own && span.start - own.end > NEAR) arc(group, figure.kind, own, span);
   if (needed) arrow(group, figure.kind, needed, span, "arrow");
-  skipArrows(group, figure, span, "");
-}
-
-// Between neighbours a skip goes with what the next layer gets.
-function skipArrows(group, figure, span, name) {
-  for (const {sender, receiver, from} of skipsInto(figure, span.action)) {
-    if (receiver > sender + 1) arrow(group, figure.kind, from, span, `arrow skip ${name}`);
-  }
 }
 
 function arrow(group, kind, from, to, name) {
@@ -111,77 +80,9 @@ function arc(group, kind, from, to, name = "arrow before") {
   make("path", {class: name, d}, group);
 }
 
-function waitArrow(group, figure, names) {
-  const [waiting, needed] = names.map(name => figure.spanOf.get(name));
-  if (!waiting || !needed) return;
-  const [x1, x2] = [waiting, needed].map(span => (xOf(span.start) + xOf(span.end)) / 2);
-  const [y1, y2] = [waiting, needed].map(span => laneY("simulated", span.action.stage));
-  const {rows} = drawn.get("simulated"), same = rows[waiting.action.stage] === rows[needed.action.stage];
-  const d = `M${x1} ${y1}${same ? `Q${(x1 + x2) / 2} ${Math.min(y1, y2) - 26} ` : "L"}${x2} ${y2}`;
-  make("path", {class: "halo", d}, group);
-  make("path", {class: "arrow waits", d}, group);
-}
-
-function criticalPath(group, figure) {
-  let d = "";
-  for (const {action, start, end, what} of gpipe.critical(figure.timeline, figure.rows)) {
-    if (what === "transfer") continue; // it is the line to the next action
-    const y = laneY("simulated", action.stage, 0.85); // below the names
-    d += `${d ? "L" : "M"}${xOf(start) + 2} ${y}L${xOf(end) - 2} ${y}`;
-  }
-  make("path", {class: "halo", d}, group);
-  make("path", {class: "path", d}, group);
-}
-
-// ---- the play head ----
-
 function stepsEnd() {
-  const shown = [...drawn.values()].filter(one => one.figure.kind !== "K = 1");
-  // an order has no times to compare
-  const own = shown.some(one => one.figure.order) ? 0 : state.ownFigure.step_seconds;
-  return Math.max(...shown.map(one => one.figure.step_seconds), own);
-}
-
-function placeHead() {
-  layers.head.replaceChildren();
-  if (state.time === null) return;
-  const x = xOf(state.time);
-  if (x < view.left - 1 || x > view.width - RIGHT + 1) return;
-  make("path", {class: "head", d: `M${x} ${AXIS - 6}V${view.height - AXIS + 4}`}, layers.head);
-  make("path", {class: "head", d: `M${x - 5} ${AXIS - 14}H${x + 5}L${x} ${AXIS - 5}z`}, layers.head);
-}
-
-function setTime(seconds) {
-  state.time = Math.min(Math.max(0, seconds), stepsEnd());
-  const slider = field("time");
-  slider.value = 1000 * state.time / stepsEnd();
-  slider.setAttribute("aria-valuetext", duration(state.time));
-  const figure = drawn.get("simulated").figure;
-  if (!figure.order) explained.textContent = `simulated, ${explainMoment(figure, state.time)}`;
-  if (state.time > view.start + view.seconds || state.time < view.start) moveTo(state.time - view.seconds / 10);
-  requestPlace();
-}
-
-function play(on) {
-  state.playing = on;
-  const button = field("play");
-  button.textContent = on ? "\u275a\u275a" : "\u25b6";
-  button.setAttribute("aria-label", on ? "pause" : "play");
-  if (!on) {
-    if (state.time !== null) live.textContent = explained.textContent;
-    return;
-  }
-  if (state.time === null || state.time >= stepsEnd() * 0.999) setTime(0);
-  let before = performance.now();
-  const tick = now => {
-    if (!state.playing) return;
-    const long = Number(field("speed").value);
-    setTime(state.time + (now - before) / 1000 * stepsEnd() / long);
-    before = now;
-    if (state.time >= stepsEnd()) play(false);
-    else requestAnimationFrame(tick);
-  };
-  requestAnimationFrame(tick);
+  const shown = [...drawn.values()].map(one => one.figure).filter(figure => figure.kind !== "K = 1");
+  return Math.max(...shown.map(figure => figure.step_seconds), state.ownFigure.step_seconds);
 }
 
 // ---- moving in time ----
@@ -231,25 +132,22 @@ function pointerTime(event) {
 
 function onPointerDown(event) {
   if (event.button !== 0) return;
-  const y = event.clientY - svg.getBoundingClientRect().top, piece = event.target.piece;
-  if (y < AXIS || y > view.height - AXIS) drag(event, moved => setTime(pointerTime(moved)), true);
-  else if (piece?.what === "action" && piece.figure.kind === "simulated") dragAction(event, piece);
+  const {piece} = event.target;
+  if (piece?.what === "action" && piece.figure.kind === "simulated") dragAction(event, piece);
   else {
     const from = event.clientX, start = view.start;
     drag(event, moved => moveTo(start - (moved.clientX - from) * view.seconds / plotWidth()));
   }
 }
 
-// Follows the pointer until it is released; a click without a way is none, unless asked for.
-function drag(event, follow, atOnce = false, end = () => {}) {
-  let moving = atOnce;
+// Follows the pointer until it is released; a click without a way is none.
+function drag(event, follow, end = () => {}) {
+  let moving = false;
   const controller = new AbortController(), options = {signal: controller.signal};
-  if (atOnce) follow(event);
   addEventListener("pointermove", moved => {
     if (!moving && Math.hypot(moved.clientX - event.clientX, moved.clientY - event.clientY) < 4) return;
     moving = true;
     state.dragging = true;
-    tip.hidden = true;
     follow(moved);
   }, options);
   const stop = done => {
@@ -262,22 +160,11 @@ function drag(event, follow, atOnce = false, end = () => {}) {
   addEventListener("keydown", pressed => pressed.key === "Escape" && stop(false), options);
 }
 
-// What the pointer is on; of many bars there is one picture, and their times tell.
-function pieceAt(event) {
-  const piece = event.target.piece ?? null, time = pointerTime(event);
-  if (piece?.what !== "lane") return piece;
-  const {figure} = piece, {spans} = drawn.get(figure.kind).rows[piece.stage];
-  const span = spans.find(one => one.start <= time && time < one.end);
-  if (!span) return null;
-  return state.pointed?.span === span ? state.pointed : {figure, what: "action", stage: span.action.stage, span};
-}
-
 function onPointerMove(event) {
   if (state.dragging) return;
-  const piece = pieceAt(event);
+  const {piece} = event.target;
   if (piece) pointAt(piece, pointerTime(event));
   else if (state.pointed) pointAt(null);
-  showTip(event, piece);
 }
 
 // ---- keys ----
@@ -319,7 +206,6 @@ function onKey(event) {
   const arrows = ["ArrowLeft", "ArrowRight", "ArrowUp", "ArrowDown", "Home", "End"];
   if (event.key === "Escape") {
     pointAt(null);
-    tip.hidden = true;
   } else if (piece?.what === "action" && arrows.includes(event.key)) {
     event.preventDefault();
     if (event.altKey) {
@@ -328,9 +214,6 @@ function onKey(event) {
     }
     const next = neighbour(piece, event.key);
     if (next) focusAction(next[0], gpipe.key(next[1].action));
-  } else if (piece && event.key === " ") {
-    event.preventDefault();
-    play(!state.playing);
   }
 }
 
@@ -349,22 +232,16 @@ function onPageKey(event) {
 
 function startNavigation() {
   svg.addEventListener("pointermove", onPointerMove);
-  svg.addEventListener("pointerleave", event => state.dragging || (pointAt(null), showTip(event, null)));
+  svg.addEventListener("pointerleave", () => state.dragging || pointAt(null));
   svg.addEventListener("pointerdown", onPointerDown);
   svg.addEventListener("wheel", onWheel, {passive: false});
   svg.parentNode.addEventListener("focusin", onFocus); // on an SVG it would make that a stop of the Tab key
   svg.addEventListener("keydown", onKey);
   document.addEventListener("keydown", onPageKey);
-  const on = (id, what, does) => field(id).addEventListener(what, does);
-  on("play", "click", () => play(!state.playing));
-  on("time", "input", event => setTime(event.target.value / 1000 * stepsEnd()));
-  on("closer", "click", () => zoom(1.6));
-  on("wider", "click", () => zoom(1 / 1.6));
-  on("fit", "click", fit);
-  for (const [text, seconds] of [["slow", 24], ["medium", 10], ["fast", 4]]) {
-    field("speed").append(new Option(`${text}: ${seconds} s a step`, seconds));
-  }
-  field("speed").value = 10;
+  const on = (id, does) => field(id).addEventListener("click", does);
+  on("closer", () => zoom(1.6));
+  on("wider", () => zoom(1 / 1.6));
+  on("fit", fit);
   new ResizeObserver(() => {
     if (view.width !== Math.max(280, svg.parentNode.clientWidth)) redraw();
   }).observe(svg.parentNode);

@@ -24,7 +24,7 @@ MOST_BARS = 8000  # measured bars of all steps together; more would make a page 
 # The order matters: each script uses names that earlier ones define.
 ENGINE = ("schedules.js", "simulator.js", "model.js")
 LANES = ("words.js", "lanes.js", "explain.js")
-VIEW = (*LANES, "navigate.js", "edit.js", "controls.js", "curve.js", "main.js")
+VIEW = (*LANES, "navigate.js", "edit.js", "controls.js", "main.js")
 SCRIPTS = ("../theme.js", *ENGINE, *VIEW)
 STYLES = ("../style.css", "page.css", "lanes.css")
 

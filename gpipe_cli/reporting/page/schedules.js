@@ -1,16 +1,13 @@
 // The schedule of a step as data: rows of actions {kind, stage, micro_batch}, one row per device or stage. The same
-// rules as in pipeline/schedule/{schedule,placement,named_schedules,v_schedules,dependencies,recomputation,
-// schedule_file}.py, where they are explained; a test in a browser holds the two against each other.
+// rules as in pipeline/schedule/{schedule,placement,named_schedules,dependencies,recomputation}.py, where they are
+// explained; a test in a browser holds the two against each other.
 
-const KINDS = ["F", "R", "B", "I", "W"];
-const SCHEDULES = ["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "v_half", "v_min"];
-// The placement of an order that has a row for each device.
-const MADE_FOR = {interleaved: "looped", zbv: "v", v_half: "v", v_min: "v"};
-const SPLITTING = ["zero_bubble", "zbv", "v_half", "v_min"]; // orders whose backwards are cut into I and W
+const SCHEDULES = ["gpipe", "1f1b", "interleaved", "zero_bubble"]; // of others the page has the order of the plan
 
 const act = (kind, stage, micro_batch) => ({kind, stage, micro_batch});
 const key = (a) => `${a.stage}${a.kind}${a.micro_batch}`;
 const returns = (a) => a.kind === "B" || a.kind === "I";
+const NEEDED = {F: [], R: ["F"], B: ["F", "R"], I: ["F", "R"], W: ["I"]}; // before it, on the same stage
 const range = (count, make = (n) => n) => Array.from({length: count}, (_, n) => make(n));
 const sum = (values) => values.reduce((total, value) => total + value, 0);
 const greatest = (values, least = -Infinity) => values.reduce((most, value) => Math.max(most, value), least);
@@ -89,7 +86,6 @@ function order(name, K, M, devices = K) {
     case "1f1b": return range(K, (k) => inTurns(pass("F", k, M), pass("B", k, M), K - 1 - k));
     case "interleaved": return interleaved(K, M, devices);
     case "zero_bubble": return range(K, (k) => zeroBubble(k, K, M));
-    case "zbv": case "v_half": case "v_min": return onV(K, M, GRAPHS[name]);
   }
   throw new Error(`schedule ${name} is unknown`);
 }
@@ -124,88 +120,6 @@ function zeroBubble(stage, K, M) {
   return made;
 }
 
-// The most graphs that each of so many devices holds.
-const GRAPHS = {
-  zbv: (devices) => 2 * devices,
-  v_half: (devices) => 2 * Math.floor((devices + 2) / 2),
-  v_min: (devices) => 2 * Math.floor((devices + 4) / 3),
-};
-const PERIOD = 6; // ticks from a micro-batch to the next
-
-function onV(K, M, graphs) {
-  const devices = Math.ceil(K / 2), most = K > 1 ? graphs(devices) : 1; // one stage gains nothing from a delayed W
-  const [down, up] = most >= Math.min(GRAPHS.zbv(devices), 2 * M) ? [2, 4]
-    : most >= GRAPHS.v_half(devices) ? [1, 2] : [1, 1];
-  const orders = blocks(devices, down, up).map((block) => {
-    const there = block.filter(({stage}) => K % 2 === 0 || stage !== devices);
-    const every = there.flatMap(({tick, kind, stage}) => range(M, (m) =>
-      ({tick: tick + PERIOD * m, a: act(kind, stage - (K % 2 && stage > devices ? 1 : 0), m)})));
-    return every.sort((one, other) => one.tick - other.tick).map(({a}) => a);
-  });
-  return clocked(orders, K, most, up > 1).map(wholeBackwards);
-}
-
-/** For each device, the ticks of micro-batch 0's forwards and backwards, with kind and stage. */
-function blocks(devices, down, up) {
-  const last = 2 * devices - 1, found = range(devices, () => []);
-  const way = [...range(last + 1, (k) => ["F", k]), ...range(last + 1, (k) => ["I", last - k])];
-  let tick = 0;
-  for (const [kind, stage] of way) {
-    const block = found[Math.min(stage, last - stage)];
-    while (block.some((other) => (tick - other.tick) % PERIOD === 0)) tick++;
-    block.push({tick, kind, stage});
-    tick += kind === "I" || stage === devices - 1 || stage === last ? 1 : stage < devices ? down : up;
-  }
-  return found;
-}
-
-/** The rows of devices that perform these forwards and backwards on a clock, with their W in between. */
-function clocked(orders, K, most, ahead) {
-  const rows = orders.map(() => []), delayed = orders.map(() => []), held = orders.map(() => 0);
-  const ended = {F: range(K, () => 0), I: range(K, () => 0), W: range(K, () => 0)};
-  const ready = ({kind, stage, micro_batch: m}) => {
-    if (kind === "F") return stage === 0 || ended.F[stage - 1] > m;
-    return ended.F[stage] > m && (stage === K - 1 || ended.I[stage + 1] > m);
-  };
-  const early = (device, left) => { // the next forward of the way down, if there is room for it until its turn
-    let room = most - held[device];
-    for (const a of left) {
-      if (room === 0) return null;
-      if (a.kind === "F" && a.stage === device) return a;
-      room += a.kind === "F" ? -1 : 1;
-    }
-    return null;
-  };
-  const chosen = (left, device) => {
-    if (left.length && ready(left[0]) && (left[0].kind !== "F" || held[device] < most)) return left.shift();
-    if (delayed[device].length) return delayed[device].shift();
-    const next = ahead ? early(device, left) : null;
-    return next && ready(next) ? left.splice(left.indexOf(next), 1)[0] : null;
-  };
-  while ([...orders, ...delayed].some((left) => left.length)) {
-    orders.map(chosen).forEach((a, device) => {
-      if (!a) return;
-      rows[device].push(a);
-      ended[a.kind][a.stage]++;
-      if (a.kind === "I") delayed[device].push(act("W", a.stage, a.micro_batch));
-      else held[device] += a.kind === "F" ? 1 : -1;
-    });
-  }
-  return rows;
-}
-
-/** Each I of stage 0 that its W directly follows is a B, as no stage waits for it. */
-function wholeBackwards(row) {
-  const made = [];
-  for (const a of row) {
-    const before = made[made.length - 1];
-    const whole = a.kind === "W" && a.stage === 0 && key(before) === key(act("I", 0, a.micro_batch));
-    if (whole) made[made.length - 1] = act("B", 0, a.micro_batch);
-    else made.push(a);
-  }
-  return made;
-}
-
 // --- recomputation
 
 /** The micro-batches of a stage whose backward directly follows their forward: recomputing them gains nothing. */
@@ -218,54 +132,16 @@ function backwardFollowsForward(stageActions) {
   return found;
 }
 
-/** With an R before each backward that needs one. `mode`: always, except_last, never, or a set for each stage. */
+/** With an R before each backward that needs one. `mode`: always, except_last or never. */
 function withRecomputation(rows, mode) {
   if (rows.some((row) => row.some((a) => a.kind === "R"))) return rows;
   const recomputed = stagesOf(rows).map((actions, k) => {
-    if (typeof mode !== "string") return new Set(mode[k]);
     if (mode === "never") return new Set();
     const free = mode === "except_last" ? backwardFollowsForward(actions) : new Set();
     return new Set(actions.filter((a) => returns(a) && !free.has(a.micro_batch)).map((a) => a.micro_batch));
   });
   const needed = (a) => returns(a) && recomputed[a.stage].has(a.micro_batch);
   return rows.map((row) => row.flatMap((a) => needed(a) ? [act("R", a.stage, a.micro_batch), a] : [a]));
-}
-
-/** For each stage the fewest micro-batches to recompute such that its activations fit into `room`, and the bytes that
- *  are missing even so. `sizes` are of one micro-batch of each stage: {graph, input, gradients, weights}. */
-function fewestRecomputations(rows, sizes, room) {
-  const found = stagesOf(rows).map((actions, k) => fewestOnStage(actions, sizes[k], room[k]));
-  return {recomputed: found.map((one) => one.recomputed), missing: found.map((one) => one.missing)};
-}
-
-function fewestOnStage(actions, size, limit) {
-  const rest = size.graph - size.input, ends = new Map(), free = backwardFollowsForward(actions);
-  actions.forEach((a, at) => { if (returns(a)) ends.set(a.micro_batch, at); });
-  const recomputed = new Set(), kept = new Heap();
-  let inFlight = 0, graphs = 0, weights = 0, missing = 0;
-  actions.forEach((a, at) => {
-    const m = a.micro_batch;
-    if (a.kind === "F") {
-      inFlight++;
-      graphs++;
-      if (!free.has(m)) kept.push([-ends.get(m), m]);
-    } else if (returns(a) && recomputed.has(m)) {
-      graphs++;
-    }
-    let held = inFlight * size.input + graphs * rest + weights * size.weights + (a.kind === "I" ? size.gradients : 0);
-    while (held > limit && kept.size && -kept.first[0] > at && rest > 0) {
-      recomputed.add(kept.pop()[1]);
-      graphs--;
-      held -= rest;
-    }
-    missing = Math.max(missing, held - limit);
-    if (returns(a)) {
-      inFlight--;
-      graphs--;
-    }
-    weights += (a.kind === "I") - (a.kind === "W");
-  });
-  return {recomputed, missing};
 }
 
 /** What a stage retains of the micro-batch after each of its actions: nothing, input, graph or weights. */
@@ -343,107 +219,31 @@ function linearize(rows, device_of_stage) {
   return performed;
 }
 
-/** The earliest tick of each action if every one takes a tick; and of rows that cannot go on, what waits for what. */
-function clock(rows) {
-  const source = sources(rows), ticks = rows.map(() => []), ended = new Map(), waiting = new Map();
-  const ready = [...rows.keys()];
-  while (ready.length) {
-    const number = ready.pop(), own = ticks[number];
-    let tick = own.length ? own[own.length - 1] + 1 : 0;
-    while (own.length < rows[number].length) {
-      const a = rows[number][own.length], needed = source(a);
-      if (needed !== null) {
-        if (!ended.has(needed)) {
-          waiting.set(needed, [...(waiting.get(needed) || []), number]);
-          break;
-        }
-        tick = Math.max(tick, ended.get(needed));
-      }
-      own.push(tick++);
-      if (!ended.has(key(a))) ended.set(key(a), tick);
-      ready.push(...(waiting.get(key(a)) || []));
-      waiting.delete(key(a));
-    }
-  }
-  const stuck = rows.map((row, number) => row[ticks[number].length]).filter((a) => a);
-  return {ticks, waits: stuck.map((a) => [key(a), source(a)])};
-}
-
-/** null, or why a schedule cannot run: {what, marked: [keys], waits: [[key, key it waits for]]}. */
+/** null, or why rows, of which each has the right actions, cannot run in their order. */
 function check(rows) {
-  const fault = (what, ...marked) => ({what, marked, waits: []});
-  if (!rows.some((row) => row.length)) return fault("is empty: it needs at least one stage and one forward");
-  const homes = new Map();
-  for (const [number, row] of rows.entries()) {
-    for (const a of row) {
-      if (!homes.has(a.stage)) homes.set(a.stage, number);
-      if (homes.get(a.stage) !== number) {
-        const where = `${key(a)} is in row ${number}, and stage ${a.stage} in row ${homes.get(a.stage)}`;
-        return fault(`${where}; put all actions of a stage into one row`, key(a));
-      }
+  const stages = stagesOf(rows);
+  for (const actions of stages) {
+    const at = new Map(actions.map((a, n) => [key(a), n]));
+    for (const [n, a] of actions.entries()) {
+      const needed = NEEDED[a.kind].map((kind) => key({...a, kind})).find((other) => at.get(other) > n);
+      if (needed) return `${key(a)} needs ${needed}, which would come after it`;
     }
   }
-  const stages = stagesOf(rows), M = microBatches(rows), trains = rows.some((row) => row.some((a) => a.kind !== "F"));
-  for (const [stage, actions] of stages.entries()) {
-    const found = checkStage(stage, actions, M, trains);
-    if (found) return fault(...found);
+  for (const [sender, receiver, travels] of range(stages.length - 1).flatMap((k) =>
+    [[k, k + 1, (a) => a.kind === "F"], [k + 1, k, returns]])) {
+    const received = stages[receiver].filter(travels);
+    const n = stages[sender].filter(travels).findIndex((a, at) => a.micro_batch !== received[at].micro_batch);
+    if (n >= 0) return `stage ${receiver} would want ${key(received[n])} while stage ${sender} sends another micro-batch`;
   }
-  for (let stage = 0; stage < stages.length - 1; stage++) {
-    for (const [sends, sender, receiver] of [["F", stage, stage + 1], ["B", stage + 1, stage]]) {
-      const travels = (a) => sends === "F" ? a.kind === "F" : returns(a);
-      const received = stages[receiver].filter(travels);
-      for (const [n, s] of stages[sender].filter(travels).entries()) {
-        const r = received[n];
-        if (s.micro_batch === r.micro_batch) continue;
-        const where = `stage ${sender} sends after ${key(s)} when stage ${receiver} receives for ${key(r)}`;
-        return fault(`${where}; give both stages the same order of ${sends}`, key(s), key(r));
-      }
-    }
-  }
-  const {waits} = clock(rows);
-  if (!waits.length) return null;
-  const what = waits.map(([waiting, needed]) => `${waiting} waits for ${needed}`).join("; ");
-  return {what: `deadlock (${what}); reorder the marked actions`, marked: waits.map(([waiting]) => waiting), waits};
-}
-
-function checkStage(stage, actions, M, trains) {
-  const seen = Object.fromEntries(KINDS.map((kind) => [kind, new Set()]));
-  const at = (kind, m) => key(act(kind, stage, m));
-  for (const a of actions) {
-    const {kind, micro_batch: m} = a;
-    if (seen[kind].has(m)) return [`${key(a)} is there twice; remove one`, key(a)];
-    if (seen.B.has(m) || (kind !== "W" && seen.I.has(m))) {
-      if (kind === "R") return [`${key(a)} comes after the backward it is for; put it before`, key(a)];
-      const other = at(seen.I.has(m) ? "I" : "B", m);
-      return [`${key(a)} and ${other} are two backwards of one micro-batch; remove one`, key(a), other];
-    }
-    const needed = {F: null, W: "I"}[kind];
-    const first = needed === undefined ? "F" : needed;
-    if (first !== null && !seen[first].has(m)) {
-      const put = at(first, m);
-      return [`${key(a)} comes before ${put}, which it needs; put ${put} first`, key(a), put];
-    }
-    seen[kind].add(m);
-  }
-  for (const kind of trains ? ["F", "B", "W"] : ["F"]) {
-    for (let m = 0; m < M; m++) {
-      const other = {F: [], B: ["I"], W: ["B"]}[kind];
-      if ([kind, ...other].some((one) => seen[one].has(m))) continue;
-      return [`${at(kind, m)} is missing; add it to stage ${stage}`, at(kind, m)];
-    }
+  try {
+    linearize(rows);
+  } catch {
+    return "stages would wait for each other in a circle";
   }
   return null;
 }
 
-/** The text of a file that `schedule=FILE.csv` runs: the rows as they are, or one per device if `device_of_stage`
- *  is given. */
+/** The text of a file that `schedule=FILE.csv` runs: a row for each device. */
 function csv(rows, device_of_stage) {
-  const devices = device_of_stage ? rowsOfDevices(rows, device_of_stage) : rows;
-  const {ticks} = clock(devices);
-  const columns = 1 + greatest(ticks.flat());
-  return devices.map((row, number) => {
-    const cells = range(columns, () => "");
-    row.forEach((a, n) => { cells[ticks[number][n]] = key(a); });
-    return cells.join(",") + "\n";
-  }).join("");
+  return rowsOfDevices(rows, device_of_stage).map((row) => `${row.map(key).join(",")}\n`).join("");
 }

@@ -301,39 +301,6 @@ function peakWaiting(rows, skips, device_of_stage) {
   return most;
 }
 
-/** What the end of the step waits for, from its beginning on: {action, start, end}, and of transfers to an action
- *  {action, from, what: "transfer", start, end}. Of a simulated timeline. */
-function critical(timeline, rows) {
-  const source = sources(rows), spans = new Map(), previous = new Map(), chain = [], ends = [];
-  for (const one of devicesOf(timeline, 0)) {
-    const ordered = [...one.spans].sort((a, b) => a.start - b.start || a.end - b.end);
-    ordered.forEach((span, n) => {
-      spans.set(key(span.action), span);
-      if (n) previous.set(key(span.action), ordered[n - 1]);
-    });
-    const last = greatest(one.events.filter((e) => e.what === "update").map((e) => e.end), ordered.at(-1).end);
-    ends.push([last, ordered.at(-1)]);
-  }
-  const slack = 1e-12 * greatest(ends.map(([end]) => end));
-  let at = ends.sort((a, b) => b[0] - a[0])[0][1];
-  while (at) {
-    chain.push({action: at.action, start: at.start, end: at.end});
-    const before = previous.get(key(at.action)), needed = source(at.action);
-    if (needed === null || (before && before.end >= at.start - slack)) {
-      at = before;
-      continue;
-    }
-    let transfer = lastTransfer(timeline, at.action);
-    at = spans.get(needed);
-    for (; transfer; transfer = transfer.before) {
-      chain.push(transfer);
-      at = spans.get(key(transfer.from));
-      if (transfer.start <= at.end + slack) break; // else the link was busy
-    }
-  }
-  return chain.reverse();
-}
-
 /** Of what comes for an action over links, what is there last; undefined if nothing does. */
 function lastTransfer(timeline, a) {
   const came = timeline.transfers.get(key(a)) || [];

@@ -6,7 +6,7 @@ const ORDERS = {
   "1f1b": "each backward as early as possible, then a forward and a backward in turns",
   interleaved: "1f1b for devices with several stages, which are not neighbours",
   zero_bubble: "1f1b with each backward split: weight gradients (W) may fill idle time",
-  zbv: "no bubble on a V, with the activations of 1f1b: devices have two stages, one down and one back up",
+  zbv: "no bubble on a V: devices have two stages, one down and one back up",
   v_half: "on a V as zbv, with half of the activations",
   v_min: "on a V as zbv, with a third of the activations",
   auto: "an order searched for these times and this memory",
@@ -23,11 +23,8 @@ const RECOMPUTES = {
   except_last: "recomputes all micro-batches but those whose backward comes right after their forward: with gpipe the " +
     "last one, with 1f1b all on the last stage",
   always: "recomputes every micro-batch, as in the paper",
-  auto: "recomputes as few micro-batches as the memory allows",
+  auto: "of the plan as few micro-batches as the memory allows; elsewhere none, or if that does not fit, as except_last",
 };
-// What takes the bubble away from its formula, in the order of gpipe.bubbles; the last one is what is left.
-const BUBBLE_CAUSES = ["devices share cores", "recomputation fills waits", "stages are unequal", "transfers take time",
-                       "set-up and update take time", "the order is neither gpipe nor 1f1b"];
 const WORDS = {
   stage: "A part of the model: some of its layers, one after another. It computes on its own device, or takes turns " +
     "with others on one. Each stage has a row; stages of one device that are not neighbours share a row, the later " +
@@ -41,8 +38,6 @@ const WORDS = {
     "If it is cut in two, the action I computes what is sent, and W the gradients of the weights, for which nobody waits.",
   recompute: "R: the forward pass again. A stage that does not keep the activations of a micro-batch saves memory, " +
     "and has to compute them again before its backward.",
-  skip: "A tensor that a layer keeps (Stash) for a much later one (Pop). It goes straight to the stage that takes it " +
-    "up, past those between, and its gradient straight back.",
   activations: "What the forward pass must keep for its backward pass: they are most of the memory while many micro-batches " +
     "are on their way.",
   memory: "What a device holds for the layers of its stages: weights, their gradients, the state of the optimizer, buffers for sums " +
@@ -59,8 +54,6 @@ const WORDS = {
   transfer: "Time in which a stage waits for tensors that are computed, and still on their way over the link.",
   "set-up": "The rest of a step, before and after the actions: to fetch the data, to start the work.",
   update: "The optimizer changes the weights, once per step.",
-  "critical path": "The longest chain of actions that wait for each other. Only what makes one of them shorter makes " +
-    "the step shorter.",
 };
 
 // Whose setting the page begins with.

@@ -67,10 +67,8 @@ function showBeat(beat) {
   layOut();
 }
 
-// What the lanes ask of a page: nothing is pointed at, and the play head is where the picture ends.
-function placePointed() {}
-
-function placeHead() {
+// What the lanes ask of a page: here the play head is where the picture ends.
+function placePointed() {
   const x = xOf(revealed * view.seconds), end = view.width - RIGHT;
   layers.plot.setAttribute("width", Math.max(0, Math.min(x, end) - view.left));
   layers.head.replaceChildren();
@@ -96,7 +94,7 @@ function follow() {
   const whole = still.matches || beat.dataset.setting === "own";
   revealed = beat === beats[0] ? opening : whole ? 1 : Math.min(1, (line - top(beat)) / way(height));
   if (beat !== shown) showBeat(beat);
-  else placeHead();
+  else placePointed();
 }
 
 let following = 0;
@@ -141,7 +139,7 @@ function startOwn() {
       own[name] = typeof own[name] === "number" ? Number(event.target.value) : event.target.value;
       showBeat(beats.at(-1));
       revealed = 1;
-      placeHead();
+      placePointed();
     });
   }
 }
