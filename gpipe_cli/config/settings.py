@@ -351,7 +351,6 @@ class CheckSettings:
     """What `conf/check.yaml` adds to the settings of `gpipe train`."""
 
     against: Literal["torch", "torchgpipe"] | None  # the other program; None: pipelines of ours
-    against_schedules: tuple[str, ...] | None  # shell patterns of the names of its schedules; None: all
     against_steps: Annotated[int, Within(1, 1_000_000)]
     against_rounds: Annotated[int, Within(1, 1000)]
 

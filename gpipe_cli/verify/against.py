@@ -10,13 +10,11 @@ the paper). Each way runs in processes of its own, so that its peak memory is it
 import logging
 import math
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from importlib import import_module
 from itertools import chain
 from pathlib import Path
 from textwrap import shorten
@@ -48,22 +46,19 @@ from gpipe_cli.training.data_feed import Data, MiniBatch
 from gpipe_cli.training.engine import WorkerProcess, build_engine, build_layers
 from gpipe_cli.training.milestones import starting_point
 from gpipe_cli.training.step import StepNumbers, compute_gradients, gather_metrics, objective_of, update_weights
-from gpipe_cli.verify.variants import first_mini_batch, plain_model, seed_before_layers
+from gpipe_cli.verify.variants import first_mini_batch, plain_model, seeding_layers
 
 Program = Literal["gpipe", "torch", "torchgpipe", "pytorch"]
 # The distance from our gradients, in units of what the order of summation explains, that is still no difference.
 MOST_UNITS = 16.0
 _EPSILON: Mapping[Precision, float] = {"float32": 2**-23, "tf32": 2**-10, "bfloat16": 2**-7}
 WARM_UP_STEPS = 2  # not timed: torch runs a micro-batch to learn its shapes, and files are written
-SCHEDULES_OF_TORCH = "torch.distributed.pipelining.schedules"
-ORDER_FILE = "order.csv"  # the order in which a schedule of torch computes, beside the gradients of its first step
 
 
 @dataclass(frozen=True)
 class Ran:
     """Message to the parent: what one process measured."""
 
-    process: int
     samples: int  # of the mini-batch, over all processes
     seconds: tuple[float, ...]  # of each timed step
     memory_bytes: int  # peak: of the allocator on a GPU, on a CPU what the process has grown by
@@ -101,9 +96,9 @@ def run(
 ) -> None:
     """Train `steps` steps as one process of the layout of `spec`, and report a `Ran`.
 
-    `schedule`: a class of torch's, or a file of an order for torch; for other programs it is in `spec`. The gradients
-    of the first step are written to `folder`, a file for each stage. If another program fails, a `Failed` is reported.
-    Raises InputError for what the user can fix, and what the program raises.
+    `schedule`: a class of torch's; for other programs it is in `spec`. The gradients of the first step are written to
+    `folder`, a file for each stage. If another program fails, a `Failed` is reported. Raises InputError for what the
+    user can fix, and what the program raises.
     """
     device = torch.device(spec.layout.device_of(process.number))
     begun_bytes = peak_memory_bytes(device)
@@ -119,7 +114,7 @@ def run(
         if program == "gpipe":
             way = _Ours(config, spec, process, control, groups)
         elif program == "torch":
-            way = _Torch(config, spec, process, schedule, folder)
+            way = _Torch(config, spec, process, schedule)
         else:
             way = _Whole(config, spec, process, chunked=program == "torchgpipe")
         for step in range(WARM_UP_STEPS + steps):
@@ -139,14 +134,9 @@ def run(
             first: BaseException = error
             while first.__cause__ is not None:
                 first = first.__cause__
-            text, sizes = shorten(with_type(first), 200, placeholder=" ..."), reading.batches.share(0, 0).sizes
-            if program == "torch" and len(set(sizes)) > 1:
-                text += (
-                    f"; its stages know micro-batches of one size, and these have {', '.join(map(str, sizes))} samples"
-                )
-            process.report(Failed(process.number, text))
+            process.report(Failed(process.number, shorten(with_type(first), 200, placeholder=" ...")))
         raise
-    process.report(Ran(process.number, samples, tuple(seconds), peak_memory_bytes(device) - begun_bytes))
+    process.report(Ran(samples, tuple(seconds), peak_memory_bytes(device) - begun_bytes))
     control.barrier()  # what the last step sent has arrived before a process ends
 
 
@@ -189,11 +179,7 @@ class _Foreign:
         ours = {k: build_layers(config, spec, k, model, whole) for k in spec.layout.stages_of(process.number)}
         theirs, starts = plain_model(config, spec, ours.values()), spec.first_layers
         self.stages = {k: theirs[starts[k] : starts[k] + len(layers)] for k, layers in ours.items()}
-        self.named: dict[int, dict[str, nn.Parameter]] = {}
-        for k, module in self.stages.items():  # a weight that several of them use is one parameter
-            known = {id(one) for named in self.named.values() for one in named.values()}
-            named = trained_parameters(module, spec.ties)
-            self.named[k] = {name: one for name, one in named.items() if id(one) not in known}
+        self.named = {k: trained_parameters(module, spec.ties) for k, module in self.stages.items()}
         optimizers = (build_optimizer(config.optimizer, own) for own in self.named.values())
         self._optimizers = [optimizer for optimizer in optimizers if optimizer is not None]
 
@@ -220,21 +206,10 @@ class _Foreign:
         targets = mini_batch.targets()
         return objective_of(self.config, targets, sizes, self.config.label_smoothing, self.device)
 
-    def seed_layers(self, micro_batch: Callable[[], int]) -> Callable[[], None]:
-        """Seed before each layer, as our stages do; the function returned ends it."""
-        handles = [
-            handle
-            for k, module in self.stages.items()
-            for handle in seed_before_layers(
-                module, self.spec.first_layers[k], self.config.seed, self.device, micro_batch
-            )
-        ]
-
-        def end() -> None:
-            for handle in handles:
-                handle.remove()
-
-        return end
+    def seeding(self, micro_batch: Callable[[], int]) -> AbstractContextManager[None]:
+        """Inside, before each layer of the one stage that is here, generators are seeded as our stages do."""
+        ((index, layers),) = self.stages.items()
+        return seeding_layers(layers, self.spec.first_layers[index], self.config.seed, self.device, micro_batch)
 
 
 class _Whole(_Foreign):
@@ -248,16 +223,15 @@ class _Whole(_Foreign):
     def __init__(self, config: TrainConfig, spec: PipelineSpec, process: WorkerProcess, *, chunked: bool) -> None:
         super().__init__(config, spec, process)
         self._chunked = chunked
-        self._model: nn.Module = nn.Sequential(
-            OrderedDict(chain.from_iterable(module.named_children() for module in self.stages.values()))
-        )
+        self._model: nn.Module
         if not chunked:
-            (self._model,) = self.stages.values()  # of the class that knows skips
+            (self._model,) = self.stages.values()
             return
         from torchgpipe import GPipe
 
+        computed_in = COMPUTED_IN[spec.precision]
         self._model = GPipe(
-            self._model,
+            nn.Sequential(*(_InPrecision(layer, self.device, computed_in) for layer in chain(*self.stages.values()))),
             balance=[len(names) for names in spec.layer_names],
             devices=[torch.device(device) for device in spec.layout.devices],
             chunks=config.micro_batches,
@@ -274,48 +248,48 @@ class _Whole(_Foreign):
         if not whole and self.config.threads is not None:
             torch.set_num_threads(self.config.threads)
         current = 0
-        unseed = self.seed_layers(lambda: current) if not whole else lambda: None
         losses = []
-        for current, piece in enumerate(split_all(inputs, sizes)):
-            self.process.on_action(Action(Kind.F, 0, current), sizes[current], mini_batch.lengths)
-            with autocast(self.device, COMPUTED_IN[self.spec.precision]):
-                losses.append(objective.loss(current, as_tuple(self._model(as_value(piece)))))
-        unseed()
+        with nullcontext() if whole else self.seeding(lambda: current):
+            for current, piece in enumerate(split_all(inputs, sizes)):
+                self.process.on_action(Action(Kind.F, 0, current), sizes[current], mini_batch.lengths)
+                with autocast(self.device, COMPUTED_IN[self.spec.precision]):
+                    losses.append(objective.loss(current, as_tuple(self._model(as_value(piece)))))
         for loss in reversed(losses):
             loss.backward()
         torch.set_num_threads(self.spec.layout.threads)
 
 
+class _InPrecision(nn.Module):
+    """Autocast inside a layer: torchgpipe runs layers in threads of its own, which do not inherit it."""
+
+    def __init__(self, layer: nn.Module, device: torch.device, computed_in: torch.dtype | None) -> None:
+        super().__init__()
+        self.layer, self._autocast = layer, partial(autocast, device, computed_in)
+
+    def forward(self, inputs: Any) -> Any:
+        with self._autocast():
+            return self.layer(inputs)
+
+
 class _Torch(_Foreign):
-    """A schedule of torch.distributed.pipelining, or an order in a file performed by its runtime."""
+    """A schedule of torch.distributed.pipelining, with a stage in each process."""
 
-    def __init__(
-        self, config: TrainConfig, spec: PipelineSpec, process: WorkerProcess, schedule: str, folder: Path
-    ) -> None:
+    def __init__(self, config: TrainConfig, spec: PipelineSpec, process: WorkerProcess, schedule: str) -> None:
         super().__init__(config, spec, process)
-        from torch.distributed.pipelining import PipelineStage
+        from torch.distributed import pipelining
 
-        schedules = import_module(SCHEDULES_OF_TORCH)
-        logging.getLogger(SCHEDULES_OF_TORCH).setLevel(logging.CRITICAL)  # it draws the whole schedule at a failure
+        # it draws the whole schedule at a failure
+        logging.getLogger(pipelining.schedules.__name__).setLevel(logging.CRITICAL)
         members, timeout = range(spec.layout.processes), timedelta(seconds=config.timeout_seconds)
         group = new_group(process.number, members, self.device, timeout)
         self._objective: CrossEntropy | None = None
         self._current = 0
-        stages = [
-            PipelineStage(_Positional(self, k, module), k, spec.partitions, self.device, group=group)
-            for k, module in self.stages.items()
-        ]
-        settings = {"n_microbatches": config.micro_batches, "loss_fn": self._loss, "scale_grads": False}
-        kind = getattr(schedules, schedule, None)
-        if kind is None:
-            self._runner = schedules._PipelineScheduleRuntime(stages, **settings)
-            self._runner._load_csv(schedule)
-        elif issubclass(kind, schedules.PipelineScheduleSingle):
-            self._runner = kind(stages[0], **settings)
-        else:
-            self._runner = kind(stages, **settings)
-            if process.number == 0:
-                self._runner._dump_csv(str(folder / ORDER_FILE), format="compute_only")
+        ((index, layers),) = self.stages.items()
+        stage = pipelining.PipelineStage(
+            _Positional(self, index, layers), index, spec.partitions, self.device, group=group
+        )
+        kind = getattr(pipelining, schedule)
+        self._runner = kind(stage, n_microbatches=config.micro_batches, loss_fn=self._loss, scale_grads=False)
 
     def _loss(self, output: Any, micro_batch: torch.Tensor) -> torch.Tensor:
         assert self._objective is not None
@@ -329,12 +303,11 @@ class _Torch(_Foreign):
     def backward(self, mini_batch: MiniBatch, *, first: bool) -> None:
         self._sizes, self._lengths = mini_batch.share.sizes, mini_batch.lengths
         inputs, self._objective = self.inputs(mini_batch), self.objective(mini_batch, self._sizes)
-        unseed = self.seed_layers(lambda: self._current) if first else lambda: None
         # torch splits all of these: every stage is told which micro-batch it has, and so is the loss
         numbers = torch.arange(self.config.micro_batches)
         targets = {} if self._objective is None else {"target": numbers}
-        self._runner.step(*(inputs or ()), **targets, micro_batch=numbers)
-        unseed()
+        with self.seeding(lambda: self._current) if first else nullcontext():
+            self._runner.step(*(inputs or ()), **targets, micro_batch=numbers)
 
 
 class _Positional(nn.Module):
@@ -404,7 +377,7 @@ def distance(
     """The distance of the gradients in the files of folder `theirs` from the nearer of ours in both `orders` of
     summation, which with n `terms` also give the unit. `layers`: their names in order."""
     share = _EPSILON[precision] * terms**0.5
-    return min((_distance(theirs, one, orders, layers, share) for one in orders), key=lambda found: found.units)
+    return min((_distance(theirs, ours, orders, layers, share) for ours in orders), key=lambda found: found.units)
 
 
 def _distance(theirs: Path, ours: Path, orders: tuple[Path, Path], layers: Sequence[str], share: float) -> Distance:

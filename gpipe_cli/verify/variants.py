@@ -20,7 +20,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from gpipe_cli.assembly.build import COMPUTED_IN, user_model
 from gpipe_cli.assembly.learning_rate import learning_rate
@@ -315,7 +314,6 @@ class _Runs:
         config = engine.config
         device, current = engine.first_device, 0
         model = plain_model(config, engine.spec, [engine.stages[0].module])
-        seed_before_layers(model, 0, config.seed, device, lambda: current)
         digests: Digests = {}
         self._observe(model, digests, lambda: (What.OUTPUT, current))
         mini_batch = first_mini_batch(self.reading, config.micro_batches)
@@ -325,7 +323,8 @@ class _Runs:
         assert inputs is not None
         assert objective is not None
         losses = []
-        with tracking_mini_batch(model, lambda: current):
+        seeding = seeding_layers(model, 0, config.seed, device, lambda: current)
+        with seeding, tracking_mini_batch(model, lambda: current):
             for current, piece in enumerate(split_all(inputs, sizes)):
                 with autocast(device, COMPUTED_IN[config.precision]):
                     outputs = as_tuple(model(as_value(piece)))
@@ -504,17 +503,21 @@ def tracking_mini_batch(model: nn.Module, micro_batch: Callable[[], int]) -> Ite
                 buffer.copy_(exact)
 
 
-def seed_before_layers(
+@contextmanager
+def seeding_layers(
     layers: nn.Sequential, first_layer: int, run_seed: int, device: torch.device, micro_batch: Callable[[], int]
-) -> list[RemovableHandle]:
-    """From now on, before each layer of a plain model, generators are seeded as in a stage that runs step 0, so that
-    dropout draws the same. `first_layer`: the number of the first of `layers`. Returns handles that end it."""
+) -> Iterator[None]:
+    """Inside, before each layer of a plain model, generators are seeded as in a stage that runs step 0, so that dropout
+    draws the same. `first_layer`: the number of the first of `layers`."""
 
     def seed(number: int, layer: nn.Module, inputs: Any) -> None:
         seed_layer(device, run_seed, 0, micro_batch(), number)
 
     numbered = enumerate(layers, first_layer)
-    return [layer.register_forward_pre_hook(partial(seed, number), prepend=True) for number, layer in numbered]
+    handles = [layer.register_forward_pre_hook(partial(seed, number), prepend=True) for number, layer in numbered]
+    yield
+    for handle in handles:
+        handle.remove()
 
 
 def summed_as(order: Schedule) -> str | None:

@@ -42,7 +42,6 @@ class Row:
 
     program: str
     schedule: str
-    stages: int
     verdict: Verdict
     ours: str  # the schedule of ours whose speed and memory stand beside it
     measured: Measured | None
@@ -99,10 +98,9 @@ def write_against(folder: Path, report: AgainstReport) -> Path:
 
 
 def show_against(console: Console, folder: Path, report: AgainstReport) -> None:
+    speed = Column("samples/s", number=True), Column("MiB", number=True)
     headings = [
-        Column("theirs"), Column("stages", number=True), Column("gradients"), Column("samples/s", number=True),
-        Column("MiB", number=True), Column("ours"), Column("samples/s", number=True), Column("MiB", number=True),
-        Column("ours / theirs", number=True),
+        Column("theirs"), Column("gradients"), *speed, Column("ours"), *speed, Column("ours / theirs", number=True)
     ]  # fmt: skip
     console.print()
     show_table(console, Table.of_rows("", headings, map(_cells, report.rows)), gap=2)
@@ -118,10 +116,7 @@ def show_against(console: Console, folder: Path, report: AgainstReport) -> None:
 def _cells(row: Row) -> Sequence[str]:
     ratios = row.ratios
     spread = f"{median(ratios):.2f} ({min(ratios):.2f}, {max(ratios):.2f})" if ratios else NONE
-    name = row.schedule if row.program != "torch" or row.schedule.startswith("Schedule") else f"our {row.schedule}"
-    return (
-        name, str(row.stages or NONE), _result(row), *_speed(row.measured), row.ours, *_speed(row.ours_measured), spread
-    )  # fmt: skip
+    return row.schedule, _result(row), *_speed(row.measured), row.ours, *_speed(row.ours_measured), spread
 
 
 def _speed(measured: Measured | None) -> tuple[str, str]:
