@@ -1,154 +1,147 @@
-"""What gpu_acceptance.py needs on a machine that has torch and a GPU, but neither gpipe nor a network: wheels of what
-is missing there, and a command line for each call. They are rehearsed here as if this machine were that one.
+"""What holds on the GPU at hand, and how fast it is there beside other programs: one command, one table.
+
+    python recipes/measurements/gpu_kit.py [--parts tests,check,peers] [--seconds 180] [--folder gpu_kit]
+
+`tests` runs pytest -m gpu, `check` gpipe check of four models in two precisions, and `peers` gpipe check against=... in
+the sizes of torchgpipe's benchmarks. Every row is a process that is killed after --seconds. The table
+FOLDER/gpu_kit.md is written after each row, so that a kit that is interrupted leaves what it has found. With
+--device=cpu all models are tiny.
+
+A machine without a network gets the wheels that images with PyTorch lack, made in the root of a checkout:
+
+    pip wheel -q --no-deps -w kit . hydra-core omegaconf antlr4-python3-runtime Babel torchgpipe==0.0.7
+
+and there, in the root of the same checkout:
+
+    pip install -q --no-index --no-deps --target site kit/*.whl
+    PYTHONPATH=site PYTHONSAFEPATH=1 python recipes/measurements/gpu_kit.py
 """
 
+import argparse
+import json
 import os
-import shlex
-import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from importlib import metadata
+from contextlib import suppress
 from pathlib import Path
+from statistics import median
+
+import torch
+
+from gpipe_cli.reporting.tables.table import Column, Table, to_markdown
+from gpipe_cli.system.files import write_whole
+from gpipe_cli.system.gpus import usable_gpus
+from gpipe_cli.system.machine import cpu_model
 
 ROOT = Path(__file__).parents[2]
-# What gpipe and gpu_acceptance.py need, and images with PyTorch for CUDA do not have. Where no version is named, it is
-# that of this machine, so that they suit each other.
-MISSING = "hydra-core,omegaconf,antlr4-python3-runtime,Babel,torchgpipe==0.0.7"
-PYTHON, PLATFORMS = "3.12", ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
-CARRIED_MIB = 64  # limit of the kit and the checkout together
-COMMAND_SECONDS = 600  # limit of a call
-INSTALLATION_SECONDS = 75  # at most, with the imports and the end of the call
-# Becomes the command that it is given, in a namespace with a loopback interface and a host name that nothing resolves.
-ALONE = """
-import fcntl, os, socket, struct, sys
-fcntl.ioctl(socket.socket(), 0x8914, struct.pack("16sh22x", b"lo", 0x41))  # SIOCSIFFLAGS: up and running
-socket.sethostname("no-such-host")
-os.execvp(sys.argv[1], sys.argv[1:])
-"""
+PARTS = ("tests", "check", "peers")
+TESTS = ("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests/test_gpu.py")
+SMALL = ("dataset=synthetic_images dataset.image_size=16 dataset.num_classes=4 dataset.train_samples=32 "
+         "dataset.test_samples=8 batch_size=8 model.normal_cells=3 model.filters=8")  # fmt: skip
+TEXT = ("dataset=synthetic_text dataset.vocabulary=1000 dataset.train_samples=64 dataset.test_samples=8 batch_size=16 "
+        "batch_tokens=null model.layers=4 model.width=64 model.hidden=128 model.heads=4 model.length=32")  # fmt: skip
+IMAGES = SMALL.partition(" model.")[0].replace("size=16", "size=64")
+CHECKED = {
+    "amoebanet": SMALL,
+    "resnet": f"{IMAGES} model.depth=18",
+    "transformer_lm": TEXT,
+    "timm": f"{IMAGES} model.name=convnext_atto",
+}
+# the models of torchgpipe's benchmarks and of the paper's Table 2, in a size that one device holds
+LARGE = "dataset=synthetic_images dataset.image_size=224 dataset.num_classes=1000 dataset.test_samples=8"
+PEERS = {
+    "amoebanet": f"{LARGE} dataset.train_samples=64 model.normal_cells=18 model.filters=256 batch_size=32",
+    "resnet": f"{LARGE} dataset.train_samples=128 model.depth=101 batch_size=64",
+    "transformer_lm": "dataset=synthetic_text dataset.vocabulary=32000 dataset.train_samples=32 dataset.test_samples=8 "
+                      "batch_tokens=null batch_size=16 model.layers=6 model.width=1024 model.hidden=4096 "
+                      "model.heads=16 model.length=1024",
+}  # fmt: skip
+Row = tuple[str, str, str]  # what was run, whether it held, figures
 
 
-class Refused(Exception):
-    """One line that says why there is no kit or no rehearsal, and what to do."""
+def lines(part: str, device: str) -> Iterator[list[str]]:
+    """The command lines of `gpipe` of a part."""
+    models = CHECKED if part == "check" or device == "cpu" else PEERS
+    several = torch.cuda.device_count() > 1 or device == "cpu"
+    for model, settings in models.items():
+        for precision in ("float32", "bfloat16"):
+            line = ["check", f"model={model}", *settings.split(), f"precision={precision}", f"device={device}",
+                    "micro_batches=4", "threads=1", "data_workers=0", "hardware=cpu"]  # fmt: skip
+            if part == "check":
+                yield [*line, "partitions=2", "executor=in_process"]
+                continue
+            yield [*line, "against=torchgpipe", "partitions=1"]
+            if several:
+                yield [*line, "against=torch", "partitions=2"]
 
 
-@dataclass(frozen=True)
-class Done:
-    """A command line that was rehearsed."""
-
-    table: Path  # the file that it should have left
-    seconds: float
-    code: int
-    printed: str
-
-
-def pack(kit: Path, missing: Sequence[str]) -> str:
-    """Fill the folder ``kit`` with a wheel of gpipe, made from the checkout as it is, and one of each requirement in
-    ``missing``, in the version that is installed here unless it names another; returns a line with its size.
-
-    Raises Refused if a wheel cannot be had, or if there is too much to carry.
-    """
-    if kit.exists() and any(one.suffix != ".whl" for one in kit.iterdir()):
-        raise Refused(f"--pack={kit}: has other files than wheels; name another folder, which is replaced")
-    shutil.rmtree(kit, ignore_errors=True)
-    with tempfile.TemporaryDirectory() as temporary:
-        source, built = Path(temporary) / "source", Path(temporary) / "built"
-        copy_checkout(source)
-        carried = size_mib(source)
-        sources = [str(source)]
-        for name in missing:
-            installed = [one.version for one in metadata.distributions(name=name)]
-            wanted = f"{name}=={installed[0]}" if installed else name
-            elsewhere = [f"--python-version={PYTHON}", *(f"--platform={platform}" for platform in PLATFORMS)]
-            if pip("download", "--only-binary=:all:", *elsewhere, f"--dest={kit}", wanted):
-                sources.append(wanted)
-        if failure := pip("wheel", "--no-build-isolation", f"--wheel-dir={built}", *sources):
-            raise Refused(failure)
-        kit.mkdir(parents=True, exist_ok=True)
-        for wheel in built.iterdir():
-            if not wheel.name.endswith("-none-any.whl"):
-                raise Refused(f"{wheel.name}: is for this machine; there is none for Python {PYTHON} on Linux")
-            shutil.move(wheel, kit)
-    size = size_mib(kit)
-    if size + carried > CARRIED_MIB:
-        raise Refused(
-            f"--pack={kit}: {size:.0f} MiB and {carried:.0f} of the checkout are more than the {CARRIED_MIB} MiB that "
-            "may be carried; name fewer packages with --missing"
-        )
-    return f"{kit}: {size:.1f} MiB in {len([*kit.iterdir()])} wheels; the checkout has {carried:.1f} MiB"
+def figures(folder: Path, printed: str) -> str:
+    """What a check has found: speeds beside other programs, or its verdict; else the last line that was printed."""
+    file = folder / "check" / "check.json"
+    if not file.exists():
+        return (printed.strip().splitlines() or [""])[-1][:300]
+    report = json.loads(file.read_text(encoding="utf-8"))
+    if "against" not in report:
+        return str(report["verdict"])
+    shown = []
+    for row in report["rows"]:
+        speeds = [
+            "-" if one is None else f"{one['samples'] / median(map(median, one['rounds'])):.1f}"
+            for one in (row["measured"], row["ours_measured"])
+        ]
+        shown.append(f"{row['schedule']} {speeds[0]}, gpipe {speeds[1]} samples/s, {row['verdict']}")
+    return "; ".join(shown)
 
 
-def pip(command: str, *arguments: str) -> str:
-    """Run a command of pip; returns the last line of its failure, or ''."""
-    line = [sys.executable, "-m", "pip", command, "-q", "--no-deps", "--disable-pip-version-check", *arguments]
-    done = subprocess.run(line, capture_output=True, text=True, check=False)
-    return (done.stderr.strip().splitlines() or [f"pip {command}: failed"])[-1] if done.returncode else ""
-
-
-def inside(kit: Path) -> Path:
-    """The path of ``kit`` in the checkout that carries it: at its root if it is outside of this one."""
-    kit = kit.resolve()
-    return kit.relative_to(ROOT) if kit.is_relative_to(ROOT) else Path(kit.name)
-
-
-def copy_checkout(to: Path) -> None:
-    """Copy the tracked files, and the untracked ones that git does not ignore."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-coz", "--exclude-standard"], cwd=ROOT, capture_output=True, check=False
-    )
-    if listed.returncode:
-        raise Refused(f"{ROOT}: is not a git repository, whose files could be listed")
-    for name in filter(None, listed.stdout.decode().split("\0")):
-        if (ROOT / name).is_file() and not name.endswith(".whl"):  # a kit may not be ignored, a file be deleted
-            (to / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, to / name)
-
-
-def size_mib(folder: Path) -> float:
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 2**20
-
-
-def commands(kit: Path, folder: str, calls: int) -> list[str]:
-    """A command line for each call, in bash, for the root of the checkout. The system's packages stay as they are."""
-    wheels = f"{shlex.quote(str(inside(kit)))}/*.whl"
-    return [
-        f"site=$(mktemp -d) && python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir"
-        f' --disable-pip-version-check --target "$site" {wheels} &&'
-        f' PYTHONPATH="$site${{PYTHONPATH:+:$PYTHONPATH}}" python3 recipes/measurements/gpu_acceptance.py'
-        f' --device=cuda --call={call + 1} --folder="{folder}"'
-        for call in range(calls)
-    ]  # fmt: skip
-
-
-def rehearse(kit: Path, python: Path, calls: Sequence[int], place: Path, *options: str) -> Iterator[tuple[int, Done]]:
-    """Run the command lines of ``calls``, with ``options`` added, on a fresh copy of the checkout with nothing but
-    ``kit`` and the packages of the interpreter ``python``, and without a network where this is permitted.
-
-    Raises Refused if there is no kit, or ``python`` cannot be that machine's python3.
-    """
-    python = python.absolute()
-    if not any(kit.glob("*.whl")):
-        raise Refused(f"--rehearse={kit}: has no wheels; make it with --pack={kit}")
-    if not (python.parent / "python3").exists():
-        raise Refused(f"--python={python}: there is no python3 beside it; name one of a virtual environment")
-    copy_checkout(place / "checkout")
-    shutil.copytree(kit, place / "checkout" / inside(kit))
-    alone = ["unshare", "--map-root-user", "--net", "--uts", sys.executable, "-c", ALONE]
-    if subprocess.run(["env", *alone, "true"], capture_output=True, check=False).returncode:
-        print("rehearsal: unshare is not permitted here, so that nothing but pip is kept off the network")
-        alone = []
-    for call in calls:
-        home = place / f"home_{call}"
-        home.mkdir()
-        environment = {"HOME": str(home), "TMPDIR": str(home), "OUT": str(home / "out"), "PIP_CONFIG_FILE": os.devnull,
-                       "PATH": f"{python.parent}:/usr/local/bin:/usr/bin:/bin"}  # fmt: skip
-        command = " ".join([commands(kit, "$OUT", call)[-1], *options])
-        began = time.monotonic()
-        done = subprocess.run(
-            ["timeout", str(COMMAND_SECONDS), *alone, "bash", "-c", command], cwd=place / "checkout", env=environment,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+def perform(command: Sequence[str], folder: Path, seconds: float) -> Row:
+    """Run Python with these arguments, for at most so many seconds."""
+    began = time.monotonic()
+    with (folder / "log").open("w+", encoding="utf-8") as log:
+        program = subprocess.Popen(
+            [sys.executable, *command], stdout=log, stderr=log, cwd=ROOT, start_new_session=True,
+            env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "", "PYTHONSAFEPATH": "1"},
         )  # fmt: skip
-        yield call, Done(home / "out/gpu_acceptance.json", time.monotonic() - began, done.returncode, done.stdout)
+        try:
+            held = "yes" if program.wait(seconds) == 0 else "NO"
+        except subprocess.TimeoutExpired:
+            held = f"NO: not done after {seconds:.0f} s"
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(program.pid, signal.SIGKILL)
+            program.wait()
+        log.seek(0)
+        found = figures(folder, log.read())
+    what = " ".join(command).removeprefix("-m ").partition(" run_folder=")[0]
+    return what, held, f"{found} ({time.monotonic() - began:.0f} s)"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if usable_gpus() else "cpu")
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--seconds", type=float, default=180.0, help="limit of each row")
+    parser.add_argument("--folder", type=Path, default=Path("gpu_kit"))
+    options = parser.parse_args(arguments)
+    if unknown := set(options.parts.split(",")) - set(PARTS):
+        parser.error(f"--parts={','.join(sorted(unknown))}: must be among {', '.join(PARTS)}")
+    names = ", ".join(gpu.name for gpu in usable_gpus()) if options.device == "cuda" else cpu_model()
+    title, rows = f"{names}, torch {torch.__version__}", list[Row]()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    for part in options.parts.split(","):
+        commands = [TESTS] if part == "tests" else [("-m", "gpipe_cli", *line) for line in lines(part, options.device)]
+        for command in commands:
+            with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+                place = [] if part == "tests" else [f"run_folder={folder}/check"]
+                rows.append(perform([*command, *place], Path(folder), options.seconds))
+            table = to_markdown(Table.of_rows(title, map(Column, ("what", "held", "figures")), rows))
+            write_whole(options.folder / "gpu_kit.md", f"{table}\n")
+            print(*rows[-1], sep="  ", flush=True)
+    return 0 if all(held == "yes" for _, held, _ in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -7,6 +7,7 @@ that failed; its exit code is 1 if one failed.
     python recipes/measurements/malformed_command_lines.py [--lines 400] [--seed 0] [setting=value ...]
 """
 
+import argparse
 import os
 import random
 import re
@@ -22,8 +23,6 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
-
-import runs
 
 from gpipe_cli.cli import COMMANDS
 from gpipe_cli.config.settings import BenchSettings, PlanSettings, TrainConfig
@@ -60,31 +59,29 @@ def keys_of(kind: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
 KEYS = {command: dict(keys_of(kind)) for command, kind in TRAIN.items()}
 
 
-def one_of(pick: random.Random, suits: Callable[[Any], bool] = lambda hint: True) -> tuple[Arguments, str, Any]:
+def one_of(pick: random.Random, suits: Callable[[Any], bool] = lambda hint: True) -> tuple[str, str, Any]:
     """A command, one of its settings whose type suits, and that type."""
-    found = [(c, key, hint) for c, keys in KEYS.items() for key, hint in keys.items() if suits(hint)]
-    command, key, hint = pick.choice(found)
-    return tuple(command.split()), key, hint
+    return pick.choice([(c, key, hint) for c, keys in KEYS.items() for key, hint in keys.items() if suits(hint)])
 
 
 def unknown_setting(pick: random.Random) -> Arguments:
     command, key, _ = one_of(pick)
     at = pick.randrange(len(key))
     wrong = pick.choice([f"{key[:at]}x{key[at:]}", f"{key[:at]}{key[at:].upper()}X", f"{key}ss", f"{key}.x"])
-    return *command, f"{pick.choice(['', '+', '++'])}{wrong}={pick.choice(['3', 'abc', '[1,2]', 'null'])}"
+    return command, f"{pick.choice(['', '+', '++'])}{wrong}={pick.choice(['3', 'abc', '[1,2]', 'null'])}"
 
 
 def wrong_type(pick: random.Random) -> Arguments:
     command, key, hint = one_of(pick, lambda hint: hint in (int, float, bool))
     values = {int: ["1.5", "true", "1e3"], float: ["true", "1,5"], bool: ["3", "maybe"]}[hint]
-    return *command, f"{key}={pick.choice([*values, 'abc', '[1]', '{a:1}', '1_x'])}"
+    return command, f"{key}={pick.choice([*values, 'abc', '[1]', '{a:1}', '1_x'])}"
 
 
 def out_of_range(pick: random.Random) -> Arguments:
     command, key, hint = one_of(pick, lambda h: get_origin(h) is Annotated and isinstance(get_args(h)[1], Within))
     kind, bounds = get_args(hint)
     below = kind(bounds.least - (1 if kind is int else max(abs(bounds.least), 1.0)))
-    return *command, f"{key}={pick.choice([str(below), 'nan', 'inf', '-inf', '-' + '9' * 400, '1e400'])}"
+    return command, f"{key}={pick.choice([str(below), 'nan', 'inf', '-inf', '-' + '9' * 400, '1e400'])}"
 
 
 def syntax(pick: random.Random) -> Arguments:
@@ -92,7 +89,7 @@ def syntax(pick: random.Random) -> Arguments:
     value = pick.choice(["[1,2", "{a:1", "'3", '"3', "3)", "$(", "[" * 50_000, "]", "choice(", "${", "${nowhere}",
                          f"${{{key}}}", "${oc.decode:'['}", "${now:}", "range(1)", "glob(*)", "\\", "a=b=c", "${..}",
                          "???", f"${{oc.decode:{ENDLESS}}}"])  # fmt: skip
-    return *command, pick.choice([f"{key}={value}", f"={key}", "=", key, f"{key}"])
+    return command, pick.choice([f"{key}={value}", f"={key}", "=", key, f"{key}"])
 
 
 def control_characters(pick: random.Random) -> Arguments:
@@ -137,7 +134,7 @@ PHRASES = {
         export run=run format=<form> | export run=run file=x.bin | compare run format=csv output=x""",
     "sweep": """train -m partitions=0,-1 | bench -m partitions=1,abc | train -m model=nothing,amoebanet
         train -m 'seed=choice()' | train -m seed=1,2 model.depth=50 | bench -m seed=1,2 hydra.run.dir=x
-        train seed=1,2 | train -m hydra/sweeper=nothing seed=1,2 | train -m 'seed=interval(1,2)'""",
+        train seed=1,2 | train -m 'seed=interval(1,2)'""",
     "reproduce": """reproduce <recipe>x | reproduce <recipe> scale=huge | reproduce <recipe> nothing=3
         reproduce <recipe> ~seed | reproduce <recipe> -m | reproduce <recipe> dry_run=true | reproduce seed=1""",
     "torchrun": """RANK=<number> train partitions=2 | WORLD_SIZE=<number> plan | RANK=5 WORLD_SIZE=2 train seed=1""",
@@ -202,7 +199,8 @@ def fault(line: Arguments, place: Path) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = runs.command_line(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("settings", nargs="*", metavar="setting=value", help="settings of train, plan and bench")
     parser.add_argument("--lines", type=int, default=400)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
@@ -214,7 +212,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             Path(folder, "place", name).write_bytes(content)
         os.mkfifo(Path(folder, "place", "fifo"))
         Path(folder, "place", "loop").symlink_to("loop")
-        runs.gpipe("train", *TINY, run_folder=Path(folder, "place", "run"))  # the command lines refer to this run
+        made = gpipe(("train", *TINY, "run_folder=run"), Path(folder))  # the command lines refer to this run
+        if error := made.communicate()[1]:
+            raise SystemExit(error)
         for kind, line in lines(options.lines, options.seed):
             counts[kind] += 1
             if found := fault((*line, *(options.settings if line[0] in TRAIN else [])), Path(folder)):

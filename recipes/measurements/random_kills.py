@@ -1,19 +1,17 @@
-"""Random kills: a run that loses processes ends bit-identical to an undisturbed one.
+"""Runs that lose random processes end with the bits of an undisturbed run.
 
-A training of the default job begins at K = 2. At a random moment, or while a checkpoint is being written, one of its
-processes (the parent, a stage, a data loader or the fork server) is killed by SIGKILL. The killed training must leave
-no process and no temporary file behind. The same command with resume=auto and another K then continues from the last
-checkpoint, or from the beginning if there is none, and may be killed once more. When the run is complete, its weights,
-averaged weights, optimizer state, results and curves are compared bit for bit with those of an undisturbed run. Only
-the length of the training and the interval of checkpoints are set: the number of threads, on which bits depend, is that
-of K = 2, and resuming keeps it.
+A training begins at K = 2. At a random moment, or while a checkpoint is being written, one of its processes (parent,
+stage, data loader or fork server) is killed by SIGKILL, and must leave no process and no temporary file behind.
+The same command with resume=auto and another K continues, and may be killed once more. When the run is complete, its
+weights, averaged weights, optimizer state, results and curves are those of an undisturbed run, bit for bit. The seed
+determines which process is killed, when, and the values of K, not what the process is doing at that moment.
 
-The seed determines which process is killed, when, and the values of K, not what the process is doing at that moment.
+    python recipes/measurements/random_kills.py [--runs 30] [--seed 0] [setting=value ...]
 
-Usage: python recipes/measurements/random_kills.py [--runs 30] [--seed 0] [setting=value ...]
-       Linux; 25 minutes on 2 cores
+Linux; 25 minutes on 2 cores.
 """
 
+import argparse
 import os
 import signal
 import subprocess
@@ -22,15 +20,12 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from datetime import date
 from logging import ERROR, getLogger
 from pathlib import Path
 from random import Random
 
-from runs import command_line, gpipe, same_tensors
-
+from gpipe_cli.pipeline.runtime.boundary import same_bits
 from gpipe_cli.reporting.compare.run_record import read_curves
-from gpipe_cli.reporting.run.measurement import hardware, versions
 from gpipe_cli.reproduction.consistency import last_tensors
 from gpipe_cli.results.files import read_result
 from gpipe_cli.training.checkpoint.files import checkpoints_in
@@ -52,7 +47,7 @@ class Trial:
         self._temporary.mkdir(exist_ok=True)
 
     def start(self, partitions: int | None = None) -> "subprocess.Popen[bytes]":
-        """Start the command that begins or resumes the run; None: the K of its settings."""
+        """Start the command that begins or resumes the run; None: with the K of its settings."""
         settings = [*SETTINGS, *self._settings, "resume=auto", f"run_folder={self.folder}"]
         settings += [] if partitions is None else [f"partitions={partitions}"]
         with self.log.open("ab") as log:
@@ -116,8 +111,9 @@ def compare(one: Path, other: Path) -> str:
         points = {tag: zip(curve.steps, curve.values, strict=True) for tag, curve in found.items()}
         curves.append({f"{tag}, step {step}": value for tag in found for step, value in points[tag]})
         results.append(read_result(folder))
-    same, names = same_tensors(*tensors), tensors[0].keys() | tensors[1].keys()
-    different = [] if same == len(names) else [f"{len(names) - same} tensors"]
+    names = tensors[0].keys() | tensors[1].keys()
+    both = tensors[0].keys() & tensors[1].keys()
+    different = [name for name in names if name not in both or not same_bits(tensors[0][name], tensors[1][name])]
     different += [point for point in curves[0].keys() & curves[1].keys() if curves[0][point] != curves[1][point]]
     if results[0]["status"] == "completed":  # a run may be killed between its last checkpoint and its end
         different += [key for key in ("steps", "test", "best") if results[0][key] != results[1][key]]
@@ -128,7 +124,8 @@ def compare(one: Path, other: Path) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = command_line(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("settings", nargs="*", metavar="setting=value", help="settings of gpipe train")
     parser.add_argument("--runs", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
@@ -137,11 +134,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     random = Random(seed)
     with tempfile.TemporaryDirectory(prefix="kills_") as base:
         undisturbed, began = Trial(Path(base), "undisturbed", settings), time.monotonic()
-        gpipe("train", *SETTINGS, *settings, run_folder=undisturbed.folder)
+        if undisturbed.start().wait():
+            raise SystemExit(undisturbed.log.read_text(encoding="utf-8"))
         seconds = time.monotonic() - began
-        machine, packages = hardware((), 0), versions()
-        print(f"{machine['cores']} cores of {machine['cpu']}, torch {packages['torch']}, Python {packages['python']}")
-        print(f"{date.today()}, seed {seed}; undisturbed: {undisturbed.done()} after {seconds:.0f} s")
+        print(f"seed {seed}; undisturbed: {undisturbed.done()} after {seconds:.0f} s")
         print(ROW.format("run", "K", "began at", "killed", "after", "of process", "left", "exit code"))
         kills = 0
         for run in range(1, runs + 1):

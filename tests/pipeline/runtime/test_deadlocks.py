@@ -1,15 +1,12 @@
 """No order of launches deadlocks where a send is a kernel that runs until its tensor is received, a collective one that
 runs until all replicas take part, and any launch may wait for an idle device, as when a kernel is first loaded.
-
-The simulated device is that of recipes/measurements/link_order.py, which tries all sizes; here are small ones.
 """
 
-import importlib
 from collections.abc import Callable, Sequence
 from itertools import product
-from pathlib import Path
 from typing import Any
 
+import ordered_links
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,8 +17,6 @@ from gpipe_cli.pipeline.runtime.p2p_transport import P2PTransport
 from gpipe_cli.pipeline.runtime.replicas import Replicas
 from gpipe_cli.pipeline.schedule.named_schedules import SCHEDULES, build, forward_only
 from gpipe_cli.pipeline.schedule.schedule import RECOMPUTE, Schedule
-
-FOLDER = Path(__file__).parents[3] / "recipes" / "measurements"
 
 
 class Group:
@@ -52,11 +47,10 @@ def gather(parts: Sequence[torch.Tensor], part: torch.Tensor, group: Any) -> Non
 
 @pytest.fixture
 def links(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(FOLDER))
     monkeypatch.setattr(dist, "all_to_all_single", begin)
     monkeypatch.setattr(dist, "all_gather", gather)
     monkeypatch.setattr(module, "_all_gather", begin)
-    return importlib.import_module("link_order")
+    return ordered_links
 
 
 def finishes(links: Any, schedules: Sequence[Schedule], of_stage: Sequence[int], idle: float, **settings: Any) -> bool:

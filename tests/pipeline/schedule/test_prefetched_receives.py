@@ -1,6 +1,6 @@
 """When receives are posted: in the order of what is sent, in time, and never over something that is still kept.
 
-That nothing deadlocks is shown by recipes/measurements/link_order.py, which test_measurements.py runs.
+That nothing deadlocks is shown by test_deadlocks.py.
 """
 
 from itertools import pairwise, product

@@ -1,12 +1,10 @@
-"""Checks without a GPU whether schedules deadlock under NCCL's rule of order. A training's executor runs stages that
-compute nothing, over links that a simulated device serves.
+"""A simulated device that serves links under NCCL's rule of order: a training's executor runs on it stages that compute
+nothing, and either ends or is stuck.
 
 The rule: operations of a process in one process group run one after another, and a send ends only when its receive
 runs. There is a group for each edge and direction. Receives are posted in the order of
 `schedule/prefetched_receives.py`, as on GPUs, or early, as on CPUs. Kernels are launched at once or, as when a kernel
-is first used, each when the device is idle. A process has one stage or two, neighbours except for `interleaved`.
-
-Usage: python recipes/measurements/link_order.py [--partitions 8] [--micro-batches 32]      ten minutes
+is first used, each when the device is idle.
 """
 
 import random
@@ -19,7 +17,6 @@ from itertools import product
 from typing import Any
 
 import torch
-from runs import command_line
 
 from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor, Tensors
 from gpipe_cli.pipeline.runtime.deferred_batch_norm import OfReplicas
@@ -28,9 +25,7 @@ from gpipe_cli.pipeline.runtime.link import Edge, Links
 from gpipe_cli.pipeline.runtime.p2p_transport import P2PTransport
 from gpipe_cli.pipeline.runtime.replicas import Replicas
 from gpipe_cli.pipeline.runtime.routes import Boundaries, routes
-from gpipe_cli.pipeline.schedule.named_schedules import SCHEDULES, build, forward_only
-from gpipe_cli.pipeline.schedule.schedule import RECOMPUTE, Action, Kind, Schedule
-from gpipe_cli.reporting.tables.table import Column, Table, to_markdown
+from gpipe_cli.pipeline.schedule.schedule import Action, Kind, Schedule
 
 CPU = torch.device("cpu")
 BOUNDARY = (BoundaryTensor((1,), (0,), torch.float32, True),)
@@ -258,32 +253,3 @@ def finishes(
     if unexpected := [e for e in failed if not isinstance(e, StuckError) and not isinstance(e.__cause__, StuckError)]:
         raise unexpected[0]
     return not failed
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = command_line(__doc__)
-    parser.add_argument("--partitions", type=int, default=8)
-    parser.add_argument("--micro-batches", type=int, default=32)
-    options = parser.parse_args(arguments)
-    sizes = list(product(range(2, options.partitions + 1), range(1, options.micro_batches + 1)))
-    rows = []
-    for early, each, idle in product((False, True), (1, 2), (False, True)):
-        for name, recompute in (*product(SCHEDULES, RECOMPUTE), ("evaluation", "")):
-            if name == "interleaved" and each == 1:  # the same as 1f1b
-                continue
-            stuck, shown = [], [(k, m) for k, m in sizes if name != "interleaved" or k % each == 0]
-            for k, m in shown:
-                schedule = forward_only(k, m) if name == "evaluation" else build(name, k, m, recompute, k // each)
-                neighbours = [stage // each for stage in range(k)]
-                processes = schedule.row_of_stage if name == "interleaved" else neighbours
-                if not finishes([schedule], processes, early=early, idle=idle):
-                    stuck.append((k, m))
-            how = str(each), "early" if early else "in order", "idle" if idle else "at once"
-            first = "K={}, M={}".format(*stuck[0]) if stuck else ""
-            rows.append((*how, f"{name} {recompute}".strip(), f"{len(stuck)} of {len(shown)}", first))
-    columns = ("stages of a process", "receives", "launches", "schedule", "deadlocks", "first")
-    print(to_markdown(Table.of_rows("Links with NCCL's rule of order", map(Column, columns), rows)))
-
-
-if __name__ == "__main__":
-    main()
