@@ -94,6 +94,19 @@ def test_help_lists_and_configuration_import_nothing_heavy() -> None:
     assert list(Path().iterdir()) == []
 
 
+def test_help_shows_what_most_users_need_and_names_the_option_for_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
+    def shown(option: str) -> list[str]:
+        assert main(["train", option]) == 0
+        return capsys.readouterr().out.splitlines()
+
+    short, whole = shown("--help"), shown("--help-all")
+    settings = [line.split()[0] for line in short if re.match(r"  \w+ {2,}\S", line)]
+    assert len(settings) == 15
+    assert short[-1].endswith("gpipe train --help-all")
+    assert whole[: len(short) - 1] == short[:-1]
+    assert any(line.startswith("  executor ") for line in whole[len(short) :])
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [

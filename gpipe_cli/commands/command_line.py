@@ -33,7 +33,7 @@ class _Options(argparse.ArgumentParser):
         self.add_argument("overrides", nargs="*")
         for short, name in (("-h", "--help"), ("-m", "--multirun"), ("-sc", "--shell-completion")):
             self.add_argument(short, name, action="store_true")
-        for name in ("--hydra-help", "--version", "--resolve"):
+        for name in ("--help-all", "--hydra-help", "--version", "--resolve"):
             self.add_argument(name, action="store_true")
         for short, name in (("-cp", "--config-path"), ("-cn", "--config-name"), ("-cd", "--config-dir")):
             self.add_argument(short, name)
@@ -71,7 +71,7 @@ class CommandLine:
     @property
     def is_question(self) -> bool:
         """Whether an option only asks for something to be printed, such as --help or --cfg."""
-        names = ("help", "cfg", "info", "hydra_help", "version", "shell_completion")
+        names = ("help", "help_all", "cfg", "info", "hydra_help", "version", "shell_completion")
         return any(self.options[name] for name in names)
 
     @property

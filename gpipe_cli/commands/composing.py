@@ -9,6 +9,7 @@ runs of a sweep share what was composed. Only what `_hydras_own_program` does ha
 import copy
 import itertools
 import math
+import re
 import sys
 import textwrap
 import warnings
@@ -49,6 +50,7 @@ from gpipe_cli.system.interrupts import interruptible_import
 
 T = TypeVar("T")
 TRAINING_KEYS = tuple(settings(TrainConfig))
+_DIVISION = re.compile(r"^.* --help-all\n\n", re.MULTILINE)  # between what --help shows and the rest
 
 
 def combinations(line: CommandLine, more: Mapping[str, str] | None = None) -> list[tuple[str, ...]]:
@@ -74,15 +76,18 @@ def _each(o: Override) -> list[str]:
 
 def compose(line: CommandLine, keys: Sequence[str]) -> DictConfig | None:
     """The tree of `conf/COMMAND.yaml` with what was typed; for `keys` see `Trees`. None if something was printed
-    instead (`--help`, `--cfg`, `--info`, completion). Raises InputError if it cannot be composed."""
+    instead (`--help`, `--help-all`, `--cfg`, `--info`, completion). Raises InputError if it cannot be composed."""
     options = line.options
-    if line.is_question and not (options["help"] or options["cfg"]):
+    if line.is_question and not (options["help"] or options["help_all"] or options["cfg"]):
         _hydras_own_program(line)
         return None
     tree = Trees(line, keys).whole(line.fixed if options["multirun"] else line.typed)
-    if options["help"]:
+    if options["help"] or options["help_all"]:
         template = Template(tree.hydra.help.template)
-        sys.stdout.write(template.safe_substitute(APP_CONFIG_GROUPS=_groups_shown(line, tree)) + "\n")
+        shown = template.safe_substitute(APP_CONFIG_GROUPS=_groups_shown(line, tree)) + "\n"
+        if (divided := _DIVISION.search(shown)) is not None:
+            shown = shown.replace(divided[0], "") if options["help_all"] else shown[: divided.end() - 1]
+        sys.stdout.write(shown)
         return None
     if options["cfg"] is not None:
         sys.stdout.write(_shown(tree, options))
