@@ -25,15 +25,9 @@ from gpipe_cli.config.typed import typed
 from gpipe_cli.distributed.torchrun import refuse_torchrun
 from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.reproduced.page import REPORT, write_report
+from gpipe_cli.reporting.reproduced.readme import README, with_results
 from gpipe_cli.reporting.run.lines import override, show_facts, show_line
-from gpipe_cli.reporting.tables.recipe import (
-    README,
-    REPRODUCTION,
-    read_reproduction,
-    show_reproduction,
-    with_results,
-    write_reproduction,
-)
+from gpipe_cli.reporting.tables.recipe import REPRODUCTION, read_reproduction, show_reproduction, write_reproduction
 from gpipe_cli.reporting.tables.table import Column, Table, show_table
 from gpipe_cli.reproduction.recipe import Recipe, load, names
 from gpipe_cli.reproduction.runner import FOLDER, LOG, CommandFailedError, last_wins

@@ -1,18 +1,12 @@
 """The page of `gpipe reproduce all` and the results in recipes/README.md: their numbers are those of the tables."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from gpipe_cli.reporting.reproduced.page import REPORT, write_report
+from gpipe_cli.reporting.reproduced.readme import BEGIN, END, with_results
 from gpipe_cli.reporting.reproduced.verdict import Verdict, verdict
-from gpipe_cli.reporting.tables.recipe import (
-    BEGIN,
-    END,
-    Reproduction,
-    markdown,
-    read_reproduction,
-    with_results,
-    write_reproduction,
-)
+from gpipe_cli.reporting.tables.recipe import Reproduction, markdown, read_reproduction, write_reproduction
 from gpipe_cli.reporting.tables.table import Column, Table
 from gpipe_cli.reproduction.runner import counts, numbers
 
@@ -85,8 +79,16 @@ def test_the_results_in_the_readme_are_written_anew_between_its_marks() -> None:
     readme = (Path(__file__).parent.parent.parent / "recipes" / "README.md").read_text(encoding="utf-8")
     before, _, rest = readme.partition(BEGIN)
     after = rest.partition(END)[2]
-    renewed = with_results(readme, [FOUND])
+    trained = replace(FOUND, name="trained", tables=(SCORES,))
+    mine = replace(FOUND, name="mine", tables=(replace(SPEEDS, columns=[*SPEEDS.columns[:2], *SPEEDS.columns[3:]]),))
+    all_three = [replace(FOUND, notes=(*FOUND.notes, ("our choice", "M = 4"))), trained, mine]
+    renewed = with_results(readme, all_three)
     assert renewed.startswith(f"{before}{BEGIN}")
     assert renewed.endswith(f"{END}{after}")
     assert "| 4 | 1 | 1.13 | 47 | - | 1.06 | - | -0.07 |" in renewed
-    assert with_results(renewed, [FOUND]) == renewed
+    assert "| [trained](trained.yaml) | K < 8 is slow | top-1 | 84.4 % | 100.00 % | measured | other" in renewed
+    assert "### trained" not in renewed, "its claim says all"
+    assert "| [mine](mine.yaml) | K < 8 is slow | a & b |" in renewed
+    assert "### mine" not in renewed, "no number of the paper"
+    assert "our choice" not in renewed.partition(BEGIN)[2].partition(END)[0]
+    assert with_results(renewed, all_three) == renewed

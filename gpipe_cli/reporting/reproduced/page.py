@@ -16,7 +16,7 @@ from gpipe_cli.system.files import write_whole
 from gpipe_cli.units import duration, plural
 
 REPORT = "report.html"
-_CLAIMS = [
+CLAIMS = [
     Column(name, number=name in ("paper", "ours", "difference", "min"))
     for name in ("the paper", "number", "paper", "ours", "ours is", "difference", "min")
 ]
@@ -50,9 +50,9 @@ def _page(reproductions: Sequence[Reproduction], failed: Mapping[str, str], styl
         yield '<section><h2>Not reproduced</h2><ul class="failed">'
         yield from (f"<li><code>{escape(name)}</code> failed: {escape(why)}</li>" for name, why in failed.items())
         yield "</ul></section>"
-    rows = [(row, f'<a href="#{one.name}">{one.name}</a>') for one in reproductions for row in _claims(one)]
-    claims = Table.of_rows("claims", _CLAIMS, (row for row, _ in rows))
-    yield f'<section><h2>Claims</h2><div class="wide claims">{to_html(claims, links=[link for _, link in rows])}</div>'
+    rows = [(row, f'<a href="#{one.name}">{one.name}</a>') for one in reproductions for row in claims(one)]
+    table = Table.of_rows("claims", CLAIMS, (row for row, _ in rows))
+    yield f'<section><h2>Claims</h2><div class="wide claims">{to_html(table, links=[link for _, link in rows])}</div>'
     yield "</section>"
     yield '<section><h2>How a number was obtained</h2><dl class="kinds">'
     yield from (f"<dt>{kind}</dt><dd>{escape(words)}</dd>" for kind, words in KINDS.items())
@@ -62,7 +62,7 @@ def _page(reproductions: Sequence[Reproduction], failed: Mapping[str, str], styl
     yield "</main></body></html>"
 
 
-def _claims(one: Reproduction) -> Iterator[tuple[str, ...]]:
+def claims(one: Reproduction) -> Iterator[tuple[str, ...]]:
     """A row for each table with a number of the paper beside one of ours; if there is none, one row with a note."""
     words = next((line for label, line in one.notes if label in ("weights", "found")), "no number in the paper")
     claim, minutes = one.claim, f"{one.seconds / 60:.1f}"

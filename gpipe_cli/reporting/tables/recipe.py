@@ -1,6 +1,5 @@
 """The report of `gpipe reproduce`: the paper's numbers, ours and the difference; on the console, as Markdown, JSON."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,6 @@ from gpipe_cli.system.files import write_whole
 from gpipe_cli.units import duration
 
 REPRODUCTION = "reproduction"  # .json and .md
-README = "README.md"
-BEGIN, END = (
-    "<!-- written by gpipe reproduce all -->",
-    "<!-- until here -->",
-)  # the comments in recipes/README.md that enclose the results
 
 
 @dataclass(frozen=True)
@@ -85,27 +79,6 @@ def markdown(reproduction: Reproduction) -> str:
     lines += [f"* {label}: {line}" for label, line in reproduction.notes]
     lines += [f"* took: {duration(reproduction.seconds)} on {reproduction.machine}", ""]
     return "\n".join(lines)
-
-
-def with_results(readme: str, reproductions: Sequence[Reproduction]) -> str:
-    """``readme`` with these results in place of the text between its comments BEGIN and END."""
-    before, _, rest = readme.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{_results(reproductions)}{END}{after}"
-
-
-def _results(reproductions: Sequence[Reproduction]) -> str:
-    seconds = duration(sum(one.seconds for one in reproductions))
-    machines = "; ".join(dict.fromkeys(one.machine for one in reproductions))
-    columns = [
-        Column("recipe", cells=[f"[{one.name}]({one.name}.yaml)" for one in reproductions]),
-        Column("reproduces", cells=[one.title for one in reproductions]),
-        Column("the paper's scale takes", cells=[one.needs for one in reproductions]),
-        Column("scale", cells=[one.scale for one in reproductions]),
-        Column("minutes", cells=[f"{one.seconds / 60:.1f}" for one in reproductions], number=True),
-    ]
-    lines = [f"All recipes took {seconds} on {machines}.", "", to_markdown(Table("", columns))]
-    return "\n".join([*lines, *map(markdown, reproductions)])
 
 
 def _plain(table: Table) -> dict[str, Any]:
