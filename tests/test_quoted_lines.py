@@ -40,6 +40,7 @@ def quoted() -> list[str]:
     lines = re.sub(
         r" *\\\n *| {2}# .*", lambda found: " " if "\\" in found[0] else "", "".join(blocks("bash"))
     ).splitlines()
+    lines = [part for line in lines for part in line.split(" && ")]
     lines += [code for page in PAGES.values() for code in re.findall(r"`(gpipe [^`\n]+ [^`\n]+)`", page)]
     for file in (*(ROOT / "conf").glob("*.yaml"), *(ROOT / "gpipe_cli" / "commands").glob("*.py")):
         lines += re.findall(r"^ {2,}((?:gpipe|torchrun .*-m gpipe_cli) (?:\S| (?! ))+)", file.read_text("utf-8"), re.M)
