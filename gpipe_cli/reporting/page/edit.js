@@ -106,7 +106,8 @@ function saveOrder() {
 function showOrder() {
   const {partitions, micro_batches, schedule, recompute, stages_per_process, placement, rows} =
     gpipe.settled(data, state.controls);
-  const named = !rows && gpipe.isKnown(schedule), settings = {partitions, micro_batches, schedule: named ? schedule : FILE};
+  const named = !rows && gpipe.isKnown(schedule);
+  const settings = {partitions, micro_batches, schedule: named ? schedule : FILE};
   if (named) settings.recompute = recompute;
   else if (!state.figure.rows.flat().some(({kind}) => kind === "R")) settings.recompute = "never";
   if (named && stages_per_process > 1) Object.assign(settings, {stages_per_process, placement});

@@ -203,8 +203,8 @@ function cutOf(data, {partitions: K, recompute}) {
   return cuts[K][again(recompute) ? 1 : 0];
 }
 
-/** The rows: as edited, those of the plan for its own settings, or an order with recomputation. With `auto` other settings
- *  than the plan's recompute nothing if that fits the memory, and else all that is worth it. */
+/** The rows: as edited, those of the plan for its own settings, or an order with recomputation. With `auto` settings
+ *  other than the plan's recompute nothing if that fits the memory, and else all that is worth it. */
 function rowsFor(data, chosen, device_of_stage, fits) {
   const {schedule, recompute, partitions: K, micro_batches: M, rows} = chosen, own = data.setting;
   if (rows) return rows;
@@ -222,7 +222,7 @@ function rowsFor(data, chosen, device_of_stage, fits) {
 }
 
 window.gpipe = {
-  action, key, greatest, sources, order, withRecomputation, check, csv, microBatches, SCHEDULES, AS_PLANNED, placed,
+  action, key, greatest, sources, order, withRecomputation, check, csv, microBatches, AS_PLANNED, placed,
   rowsOfDevices, settled, isKnown, simulate, breakdown, idleRegions, memory, peakWaiting, stagesOf, lastTransfer,
-  layerCosts, slowdowns, ownControls, configured,
+  slowdowns, ownControls, configured,
 };

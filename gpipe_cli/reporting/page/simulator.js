@@ -5,7 +5,7 @@
  *  {forward, backward} seconds between neighbours, none if left out; `slowdown[n - 1]`: how much slower everything is
  *  while n devices compute; `device_of_stage`: the device of each stage; `ties`: {stages, seconds} of weights that several
  *  stages have; `skips`: {sender, receiver, forward, backward} between stages that are no neighbours. Of the timeline,
- *  `transfers` has by action what comes for it over links: {action, from, start, end, before: the link's last one}.
+ *  `transfers` has by action what comes for it over links: {from: the action that it is of, end}.
  *  Throws for a schedule that deadlocks. */
 function simulate(rows, {stages, edges = [], slowdown = [], device_of_stage = null, ties = [], skips = []}) {
   const device = device_of_stage && device_of_stage.length ? device_of_stage : rowsOf(rows), source = sources(rows);
@@ -31,8 +31,8 @@ function simulate(rows, {stages, edges = [], slowdown = [], device_of_stage = nu
   const neighbours = edges.map((edge, k) => ({...edge, sender: k, receiver: k + 1}));
   for (const {sender, receiver, forward, backward} of edges.length ? [...neighbours, ...skips] : []) {
     if (device[sender] === device[receiver]) continue;
-    ahead[receiver].push({from: sender, seconds: forward, last: null});
-    back[sender].push({from: receiver, seconds: backward, last: null});
+    ahead[receiver].push({from: sender, seconds: forward, free: 0});
+    back[sender].push({from: receiver, seconds: backward, free: 0});
   }
   let now = 0, virtual = 0; // ends are on a virtual clock, which stands for undisturbed work
 
@@ -110,8 +110,8 @@ function simulate(rows, {stages, edges = [], slowdown = [], device_of_stage = nu
   function carry(link, a) {
     const sent = (a.kind === "F" ? ["F"] : ["B", "I"]).map((kind) => act(kind, link.from, a.micro_batch));
     const from = sent.find((one) => ended.has(key(one)));
-    const start = Math.max(ended.get(key(from)), link.last ? link.last.end : 0), end = start + link.seconds;
-    return link.last = {action: a, from, what: "transfer", start, end, before: link.last};
+    const start = Math.max(ended.get(key(from)), link.free);
+    return {from, end: link.free = start + link.seconds};
   }
 
   devices.forEach(begin);

@@ -23,7 +23,8 @@ const RECOMPUTES = {
   except_last: "recomputes all micro-batches but those whose backward comes right after their forward: with gpipe the " +
     "last one, with 1f1b all on the last stage",
   always: "recomputes every micro-batch, as in the paper",
-  auto: "of the plan as few micro-batches as the memory allows; elsewhere none, or if that does not fit, as except_last",
+  auto: "as few micro-batches as the memory allows; of settings other than the plan's none, or if that does not fit, " +
+    "as except_last",
 };
 const WORDS = {
   stage: "A part of the model: some of its layers, one after another. It computes on its own device, or takes turns " +
