@@ -116,7 +116,7 @@ def test_help_shows_what_most_users_need_and_names_the_option_for_the_rest(capsy
         ("launch slurm nodes=2", "gpipe: launch: this command is gone; copy a template of recipes/slurm"),
         ("diff x y", "gpipe: diff: this command is gone; use gpipe compare RUN RUN"),
         ("train -m hydra/sweeper=optuna seed=1,2", "gpipe train: hydra/sweeper=optuna: is gone; a sweep runs all"),
-        ("plan solve=memory_time", "gpipe plan: solve=memory_time: is gone; compare plans, gpipe plan -m"),
+        ("plan solve=memory_time", "gpipe plan: solve=memory_time: is gone; compare plans: gpipe plan -m"),
         ("check partition.balance=t*3|t*3", "gpipe check: partition.balance=t*3|t*3: is gone; write the number"),
         ("compare x output=y", "gpipe compare: output=y: is gone; gpipe compare writes no files"),
         ("site x presets=digits", "gpipe site: presets=digits: is gone; the explorer has one model"),
