@@ -354,7 +354,7 @@ function placeItem(item, one, right) {
     const scale = plotWidth() / view.seconds;
     node.setAttribute("transform", `translate(${view.left - view.start * scale} 0) scale(${scale} 1)`);
   } else if (item.own !== undefined) {
-    node.setAttribute("x", Math.min(xOf(item.own), right - 68)); // its text is up to 136 wide
+    node.setAttribute("x", Math.max(view.left + 68, Math.min(xOf(item.own), right - 68))); // its text is up to 136 wide
   } else if (item.at !== undefined) {
     node.setAttribute("d", `M${xOf(item.at).toFixed(1)} ${item.top}V${item.bottom}`);
   } else {
