@@ -155,6 +155,10 @@ class Cell(nn.Module):
         )
         self.drop_path = ScheduledDropPath(drop_path)
 
+    def reads(self) -> tuple[nn.Module, list[object]]:
+        """What the forward reads, and the genotype in that, which never changes: equal cells are traced once."""
+        return self, [self.genotype]
+
     def forward(self, inputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         current, previous, *auxiliary = inputs if isinstance(inputs, tuple) else (inputs, inputs)
         states = [self.current(F.relu(current)), self.previous(previous)]
