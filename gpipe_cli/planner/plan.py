@@ -4,7 +4,7 @@ allocated (sections 2 and 3 of the paper). A run begins with the same plan, so i
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
@@ -96,28 +96,6 @@ class TooLargeError(InputError):
         return self.memory.limit_bytes - (-self.missing_bytes // self.stages)
 
 
-def order_of(config: TrainConfig, layout: Layout) -> Schedule:
-    """The order of a training step with all M micro-batches. Raises what `schedule_of_file` raises."""
-    if config.schedule_is_file:
-        return schedule_of_file(config)
-    name = "1f1b" if config.schedule == AUTO_SCHEDULE else config.schedule  # auto: 1f1b until there are costs
-    return order(name, config.partitions, config.micro_batches, 1 + max(layout.row_of_stage))
-
-
-def stage_cost(costs: StepCosts, first: int, end: int) -> StageCost:
-    """The cost of a stage of the layers `first` to `end - 1`."""
-    layers = costs.layers[first:end]
-    return StageCost(
-        sum(seconds.forward for seconds in layers),
-        sum(seconds.graph for seconds in layers),
-        sum(seconds.backward for seconds in layers),
-        sum(seconds.inputs for seconds in layers),
-        sum(seconds.weights for seconds in layers),
-        update_seconds=sum(costs.updates[first:end]),
-        sum_seconds=sum(costs.sums[first:end]),
-    )
-
-
 @dataclass(frozen=True)
 class Cut:
     """The stages of a plan before a step is simulated: what they hold does not depend on how long they take."""
@@ -171,18 +149,23 @@ def _best_cut(config: TrainConfig, profile: ModelProfile, costs: StepCosts, layo
     """The best cut whose stages all stay below the layout's limit, or the best of all if there is none: it may fit even
     so where stages share a device. `Cut.held` judges it. No step is simulated.
 
-    Raises InputError if the user's balance does not fit the model, or Lingvo's rule leaves a stage without layers.
+    Raises InputError if the user's balance or file does not fit the model and the other settings, or if Lingvo's rule
+    leaves a stage without layers.
     """
     sizes = share_of(mini_batch_samples(config, profile.lengths), config.micro_batches, config.replicas).sizes
     memory = MemoryModel(config, profile, sizes)
-    order = order_of(config, layout)
+    if config.schedule_is_file:
+        made = schedule_of_file(config)
+    else:  # auto: 1f1b until there are costs
+        name = "1f1b" if config.schedule == AUTO_SCHEDULE else config.schedule
+        made = order(name, config.partitions, config.micro_batches, 1 + max(layout.row_of_stage))
     work, sends = _work(config, costs), _sends(costs)
     balance = config.partition.balance
     if balance is None and config.partition.method == "lingvo":
         balance = _lingvo_cut(config, profile)
     elif balance is None:
         for limit in dict.fromkeys((layout.limit_bytes, None)):
-            furthest = keeping_together(profile.shared, len(work), config.partitions, memory.furthest(order, limit))
+            furthest = keeping_together(profile.shared, len(work), config.partitions, memory.furthest(made, limit))
             with suppress(NoCutFitsError):
                 balance = partition(work, config.partitions, **sends, furthest=furthest)
                 break
@@ -190,7 +173,7 @@ def _best_cut(config: TrainConfig, profile: ModelProfile, costs: StepCosts, layo
             balance = partition(work, config.partitions, **sends, furthest=None)
     check_balance(balance, len(profile.costs), config.partitions)
     check_cut(profile.shared, balance)
-    return Cut(tuple(balance), imbalance(work, balance, **sends), order, sizes, memory)
+    return Cut(tuple(balance), imbalance(work, balance, **sends), made, sizes, memory)
 
 
 def _work(config: TrainConfig, costs: StepCosts) -> list[float]:
@@ -322,7 +305,14 @@ def _simulated(cut: Cut, costs: StepCosts, layout: Layout, order: Schedule, reco
 
 def _stages_and_edges(cut: Cut, costs: StepCosts) -> tuple[tuple[StageCost, ...], list[EdgeCost]]:
     """The cost of each stage and of each edge between two stages."""
-    stages = tuple(stage_cost(costs, first, end) for first, end in cut.bounds)
+    stages = tuple(
+        StageCost(
+            *map(sum, zip(*map(astuple, costs.layers[first:end]), strict=True)),
+            update_seconds=sum(costs.updates[first:end]),
+            sum_seconds=sum(costs.sums[first:end]),
+        )
+        for first, end in cut.bounds
+    )
     edges = [costs.edges[end - 1] for _, end in cut.bounds[:-1]]
     for sender, receiver, skip in _crossing(cut, costs):
         if receiver == sender + 1:  # in one message with what the next layer gets
