@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from training_runs import configure
 
+from gpipe_cli.reporting.tables.against import AgainstReport, Measured, Row, write_against
 from gpipe_cli.system.gpus import usable_gpus
 
 FOLDER = Path(__file__).parent.parent / "recipes" / "measurements"
@@ -62,10 +63,7 @@ def test_what_a_gpu_is_asked_to_do_are_settings(load: Callable[[str], Any]) -> N
 
 
 def test_speeds_beside_another_program_are_a_row(load: Callable[[str], Any], tmp_path: Path) -> None:
-    pytest.importorskip("torchgpipe")
-    kit = load("gpu_kit")
-    line = next(iter(kit.lines("peers", "cpu")))
-    command = ["-m", "gpipe_cli", *line, "against_steps=1", "against_rounds=1", f"run_folder={tmp_path / 'check'}"]
-    what, held, figures = kit.perform(command, tmp_path, 300)
-    assert (what.split()[:2], held) == (["gpipe_cli", "check"], "yes")
-    assert re.search(r"^torchgpipe [\d.]+, gpipe [\d.]+ samples/s, .*; plain PyTorch", figures)
+    theirs, ours = Measured(8, [[1.0, 4.0, 2.0]], 1), Measured(8, [[1.0]], 1)
+    row = Row("torchgpipe", "torchgpipe", "identical", "gpipe", theirs, ours)
+    file = write_against(tmp_path, AgainstReport("torchgpipe", "2", (row,), {}))
+    assert load("gpu_kit").figures(file, "") == "torchgpipe 4.0, gpipe 8.0 samples/s, identical"

@@ -79,9 +79,8 @@ def lines(part: str, device: str) -> Iterator[list[str]]:
                 yield [*line, "against=torch", "partitions=2"]
 
 
-def figures(folder: Path, printed: str) -> str:
-    """What a check has found: speeds beside other programs, or its verdict; else the last line that was printed."""
-    file = folder / "check" / "check.json"
+def figures(file: Path, printed: str) -> str:
+    """What a check.json says: speeds beside other programs, or a verdict; without one the last line printed."""
     if not file.exists():
         return (printed.strip().splitlines() or [""])[-1][:300]
     report = json.loads(file.read_text(encoding="utf-8"))
@@ -114,7 +113,7 @@ def perform(command: Sequence[str], folder: Path, seconds: float) -> Row:
                 os.killpg(program.pid, signal.SIGKILL)
             program.wait()
         log.seek(0)
-        found = figures(folder, log.read())
+        found = figures(folder / "check" / "check.json", log.read())
     what = " ".join(command).removeprefix("-m ").partition(" run_folder=")[0]
     return what, held, f"{found} ({time.monotonic() - began:.0f} s)"
 

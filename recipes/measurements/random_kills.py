@@ -12,6 +12,7 @@ Linux; 25 minutes on 2 cores.
 """
 
 import argparse
+import io
 import os
 import signal
 import subprocess
@@ -19,11 +20,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from logging import ERROR, getLogger
 from pathlib import Path
 from random import Random
 
+from gpipe_cli.cli import main as gpipe
 from gpipe_cli.pipeline.runtime.boundary import same_bits
 from gpipe_cli.reporting.compare.run_record import read_curves
 from gpipe_cli.reproduction.consistency import last_tensors
@@ -134,8 +136,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     random = Random(seed)
     with tempfile.TemporaryDirectory(prefix="kills_") as base:
         undisturbed, began = Trial(Path(base), "undisturbed", settings), time.monotonic()
-        if undisturbed.start().wait():
-            raise SystemExit(undisturbed.log.read_text(encoding="utf-8"))
+        with redirect_stdout(io.StringIO()) as printed:
+            if gpipe(["train", *SETTINGS, *settings, f"run_folder={undisturbed.folder}"]):
+                raise SystemExit(printed.getvalue())
         seconds = time.monotonic() - began
         print(f"seed {seed}; undisturbed: {undisturbed.done()} after {seconds:.0f} s")
         print(ROW.format("run", "K", "began at", "killed", "after", "of process", "left", "exit code"))
