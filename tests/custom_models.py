@@ -291,7 +291,6 @@ tracks = network_with(Tracking)
 
 asks_for_a_value = network_with(lambda: Does(lambda x: x * 2 if x.is_meta or x.sum().item() > 0 else x))
 norms_twice = network_with(Twice)
-takes_samples_apart = network_with(lambda: Does(lambda x: torch.stack(list(x))))
 
 
 class CountsCalls(nn.Module):

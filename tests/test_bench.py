@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import custom_models
 import numpy as np
 import pytest
 from reporting_runs import log
@@ -62,7 +63,8 @@ def test_what_a_measurement_leaves(measured: Path) -> None:
     assert {path.name for path in measured.iterdir()} >= {"config.yaml", "pipeline.html", "timeline.png", "log.txt"}
     (start,) = result["starts"]
     assert start["command"].startswith("gpipe bench dataset=synthetic_images ")
-    assert start["code"] == {"gpipe": commit_of(Path(bench.__file__))}
+    models = commit_of(Path(custom_models.__file__))
+    assert start["code"] == {"gpipe": commit_of(Path(bench.__file__)), "model": models}
     assert (measured / "log.txt").read_text().count(" speed ") == 1
     first, third = result["samples_per_second_quartiles"]
     assert first <= result["samples_per_second"] <= third

@@ -63,6 +63,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "pairs.tsv").write_text("".join(f"the fox {n}\tle renard {n}\tfr-en\n" for n in range(600)))
     outputs, short = folder / "outputs", ["max_steps=1", "partitions=1", "threads=1", "data_workers=0", "hardware=cpu"]
     pairs = ["model=transformer_nmt", "dataset=parallel_text", "dataset.root=pairs.tsv", "dataset.vocabulary=300"]
+    pairs += ["model.layers=1", "model.width=16", "model.hidden=32", "model.heads=2"]
     with pytest.MonkeyPatch().context() as patch:
         patch.chdir(folder)
         assert command("train", *short, "dataset.classes=[0,1,2,3,4]", "run_folder=outputs/my_run") == 0

@@ -26,10 +26,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "settings",
     [
-        ("schedule=zero_bubble", "partitions=3", "executor=distributed"),
         ("schedule=interleaved", "partitions=4", "executor=distributed", "stages_per_process=2"),
-        ("schedule=auto", "partitions=5", "executor=in_process"),
-        ("schedule=1f1b", "partitions=4", "executor=in_process", "recompute=always"),
+        ("schedule=zero_bubble", "partitions=5", "executor=in_process", "recompute=always"),
     ],
     ids=lambda settings: settings[0],
 )
