@@ -232,4 +232,4 @@ def until_asked(process: WorkerProcess) -> None:
 
 def libraries_of_the_server(process: WorkerProcess) -> None:
     """A task that sends which of two libraries the fork server has imported."""
-    process.report({"sklearn.datasets", "transformers"} & sys.modules.keys())
+    process.report({"torchvision.transforms.v2", "transformers"} & sys.modules.keys())

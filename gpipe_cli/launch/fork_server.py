@@ -193,8 +193,6 @@ def _libraries(config: TrainConfig) -> list[str]:
         found.append("transformers.models.auto.tokenization_auto")
     if isinstance(config.dataset, ImagesConfig):
         found.append("torchvision.transforms.v2")
-    if config.dataset.name == "digits":
-        found += ["sklearn.datasets", "sklearn.model_selection"]
     return found
 
 
