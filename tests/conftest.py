@@ -107,8 +107,8 @@ def pictures_are_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def machine_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands that run in the test process plan by the figures of hardware=cpu: to time the machine takes seconds for
-    each of them. `benchmark/test_machine_timing.py` and the processes that tests start do time it."""
+    """Commands that run in the test process plan by the figures of hardware=cpu: to time layers takes seconds for each
+    of them. `benchmark/test_machine_timing.py` and the processes that tests start do time them."""
     from gpipe_cli.benchmark import machine_timing
 
-    monkeypatch.setattr(machine_timing, "machine_rates", lambda *_: None)
+    monkeypatch.setattr(machine_timing, "_layer_times", lambda *_: None)

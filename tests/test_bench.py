@@ -14,8 +14,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from training_runs import LIVELY_SMALL, SMALL, command, configure, of_type, spec_of, train_here
 
 from gpipe_cli.commands import bench
-from gpipe_cli.planner.cost_model import predicted_costs
-from gpipe_cli.planner.layout import layout_of
 from gpipe_cli.planner.mfu import step_flops
 from gpipe_cli.planner.model_profile import profile_model
 from gpipe_cli.reporting.tables.sweep import Run, bench_status, bench_table, show_bench, write_bench
@@ -217,6 +215,6 @@ def test_the_peak_is_that_of_what_it_ran_on() -> None:
     """A plan may name any machine; this one is a CPU."""
     config = configure(*SMALL, "hardware=tpu_v3", "partitions=1")
     profile = profile_model(config)
-    flops = step_flops(config, profile, spec_of(config), predicted_costs(config, profile, layout_of(config)))
+    flops = step_flops(config, profile, spec_of(config))
     assert flops.peak_per_second is None
     assert "hardware=tpu_v3 is not what it ran on" in flops.peak_source

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -15,7 +15,8 @@ from engine_runs import Case, SumOfSquares, run_in_process
 from torch import nn
 from training_runs import LIVELY, TINY, assert_same_tensors, command, configure, final_tensors
 
-from gpipe_cli.benchmark.machine_timing import _timed_machine, machine_rates
+from gpipe_cli.benchmark import machine_timing
+from gpipe_cli.benchmark.machine_timing import step_costs
 from gpipe_cli.data.micro_batches import micro_batch_sizes
 from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.stage import Stage
@@ -23,6 +24,7 @@ from gpipe_cli.pipeline.runtime.transport import LocalTransport
 from gpipe_cli.pipeline.schedule.named_schedules import SCHEDULES, build
 from gpipe_cli.pipeline.schedule.schedule import RECOMPUTE
 from gpipe_cli.planner.layout import layout_of
+from gpipe_cli.planner.model_profile import profile_model
 from gpipe_cli.results.files import read_result
 from gpipe_cli.training.checkpoint.background_writer import Snapshot
 
@@ -138,22 +140,17 @@ def test_the_command_trains_on_the_device(precision: str, tmp_path: Path) -> Non
     assert (folder / "pipeline.html").is_file()
 
 
-def test_the_device_is_timed_once_for_each_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_are_timed_once_for_each_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     lines: list[str] = []
-    products = []
     for precision in ("float32", "bfloat16", "bfloat16"):
-        _timed_machine.cache_clear()
+        monkeypatch.setattr(machine_timing, "_known", {})
         config = configure(*SETTINGS, f"precision={precision}", "partitions=1")
-        rates = machine_rates(config, layout_of(config), lines.append)
-        assert rates is not None
-        assert rates.figures is not None
-        assert torch.cuda.get_device_name(0) in rates.source
-        assert min(asdict(rates.figures).values()) > 0
-        assert min(rates.forward.layer, rates.backward.layer, rates.link_byte_seconds) > 0
-        products.append(rates.figures.product_flops_per_second)
-    assert sum(line.startswith("timing this machine") for line in lines) == 2 or "another program" in str(lines)
-    assert products[1] > products[0] or not torch.cuda.is_bf16_supported(including_emulation=False)
+        profile = profile_model(config)
+        costs = step_costs(config, profile, layout_of(config), lines.append)
+        assert costs.basis == "timed_layers"
+        assert all(min(layer.forward, layer.graph, layer.backward) > 0 for layer in costs.layers)
+    assert len(lines) == 2
 
 
 def test_a_snapshot_has_what_was_there_before_later_kernels() -> None:

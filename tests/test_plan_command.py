@@ -12,7 +12,6 @@ import pytest
 from training_runs import TINY, command, configure
 
 from gpipe_cli.assembly import build
-from gpipe_cli.benchmark import machine_timing as timing
 from gpipe_cli.commands import plan_run
 from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.schedule.simulator import ideal_bubble
@@ -50,18 +49,6 @@ def test_a_plan_is_shown_and_written(capsys: pytest.CaptureFixture[str]) -> None
     assert read["ideal_bubble"] == ideal_bubble(2, 4)
     assert "stage 0 | F0 F1 F2 F3" in shown
     assert "everything below is predicted" in shown
-
-
-def test_a_measured_plan_is_that_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "_probe", lambda: 1.0)  # remembered whatever else the machine of the tests does
-    monkeypatch.setattr(timing, "_LAYER_SECONDS", 0.1)
-    read = plan(*PLAN, "partitions=2", "cost=measured")
-    assert "measured on this machine" in str(read["hardware"]["source"])
-    assert command("train", *PLAN, "partitions=2", "cost=measured", "dry_run=true", "run_folder=dry") == 0
-    result = json.loads(Path("dry/result.json").read_text(encoding="utf-8"))
-    assert result["prediction"]["step_seconds"] == read["step_seconds"]
-    layers = [len(stage["layers"]) for stage in read["stages"]]
-    assert [len(stage["layers"]) for stage in result["partitions"]] == layers
 
 
 def test_a_training_chooses_too_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:

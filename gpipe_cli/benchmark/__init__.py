@@ -1,1 +1,1 @@
-"""What times a machine: its reference layers, its links, and the layers of a model."""
+"""What times the layers of a model and the links of a machine."""

@@ -1,9 +1,9 @@
-"""Times each layer for one micro-batch on the device at hand (c_i in section 2.1 of the paper), and the device itself:
-a matrix product, a convolution, a copy, a launch and a message.
+"""Times each layer for micro-batches of two sizes on the device at hand (c_i in section 2.1 of the paper), and
+messages between devices.
 
 Layers are timed inside a stage, all forwards before all backwards, as in training: a layer that runs alone, again and
 again, finds its input in the cache. A model that is too large for one device is timed in segments. As processes of one
-machine share its memory and caches, layers are timed twice: by one process alone, and by all of them at the same time.
+machine share its memory and caches, the larger micro-batch is timed twice: by one process, and by all at the same time.
 """
 
 import itertools
@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
-from gpipe_cli.assembly.build import COMPUTED_IN, MEMORY_FORMATS, build_model, outputs_of, real_model, targets_of
+from gpipe_cli.assembly.build import MEMORY_FORMATS, build_model, outputs_of, real_model, targets_of
 from gpipe_cli.assembly.optimizer import build_optimizer, gradients_of
 from gpipe_cli.assembly.weight_average import WeightAverage
 from gpipe_cli.config.settings import TrainConfig
@@ -28,8 +27,6 @@ from gpipe_cli.pipeline.runtime.boundary import Boundary, Tensors, as_tuple, in_
 from gpipe_cli.pipeline.runtime.recording import Recorder
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.schedule.schedule import Kind, Retain
-from gpipe_cli.planner.cost_model import LayerTimes, Pass
-from gpipe_cli.planner.device_rates import Figures
 from gpipe_cli.planner.pipeline_spec import PipelineSpec
 from gpipe_cli.system.accelerator import TYPE, is_accelerator, wait_for_device
 from gpipe_cli.training.engine import WorkerProcess, build_stage
@@ -40,7 +37,12 @@ _PATIENCE = 5  # the first _LEAST passes may take this many times `Timing.second
 _LONG_SECONDS = 0.5  # work that takes longer runs only twice
 _LINK_BYTES = {"cpu": (1 << 10, 1 << 22), TYPE: (1 << 10, 1 << 26)}  # two sizes give latency and bandwidth
 _LINK_ROUNDS = 15
-_LAUNCHES = 200
+
+
+Link = tuple[float, float]  # latency in seconds, bandwidth in bytes per second
+# The seconds of each layer: forward, forward that keeps its graph, backward; if that is split, also its halves for the
+# inputs and for the weights.
+Pass = list[tuple[float, ...]]
 
 
 @dataclass(frozen=True)
@@ -49,44 +51,49 @@ class Timing:
 
     config: TrainConfig
     segments: PipelineSpec  # the model cut into segments, each of which fits the device
-    samples: int  # samples of the micro-batch
+    samples: tuple[int, int]  # samples of the smaller and of the larger micro-batch
     seconds: float  # about how long passes over each segment are repeated
-    apart: bool  # wait for the device after each layer, so that no two layers overlap
     splits: bool  # also time the two halves of each backward: gradients of inputs, and of weights
 
 
+@dataclass(frozen=True)
+class Timed:
+    """What process 0 reports."""
+
+    seconds: tuple[Pass, Pass]  # for both sizes
+    updates: list[float]  # seconds of the update of each layer's weights
+    set_up: float  # seconds once a step
+    slowdown: float  # how much longer layers take while all processes compute
+    link: Link | None  # None: nothing is sent
+
+
 def measure(timing: Timing, spec: PipelineSpec, process: WorkerProcess) -> None:
-    """Time every layer. All processes of `spec` call this at the same time; process 0 reports LayerTimes."""
+    """Time every layer. All processes of `spec` call this at the same time; process 0 reports what it has Timed."""
     config, segments = timing.config, timing.segments
     control, groups = process.connect()
     own = spec.layout.device_of(process.number)
     segments = segments.on(((own,) * segments.partitions,))  # every process times all segments, one after another
     whole = real_model(config, pretrained=False)
-    alone: Pass = []
+    alone: tuple[Pass, Pass] = [], []
     together: Pass = []
     updates: list[float] = []
-    spreads: list[tuple[float, float]] = []
     set_up = 0.0
     for index in range(segments.partitions):
-        stage = build_stage(config, segments, index, build_model(config), whole)
-        timer = _Timer(timing, stage)
+        timer = _Timer(timing, build_stage(config, segments, index, build_model(config), whole))
         if control.leads:
-            passes, spread = timer.passes()
-            alone, spreads = alone + passes, [*spreads, spread]
+            for layers, samples in zip(alone, timing.samples, strict=True):
+                layers += timer.passes(samples)
         control.barrier()
         if control.size > 1:
-            passes, spread = timer.passes()
-            together, spreads = together + passes, [*spreads, spread]
+            together += timer.passes(timing.samples[1])
         if control.leads:
             updates += timer.updates()
             set_up += timer.set_up()
         control.barrier()
     link = _slowest_link(spec, process.number, control, groups)
     if control.leads:
-        figures = device_figures(torch.device(own), spec.precision, spec.memory_format)
-        least, most = zip(*spreads, strict=True)
-        times = LayerTimes(alone, together or None, updates, set_up, link, figures, (min(least), max(most)))
-        process.report(times)
+        slowdown = max(1.0, sum(map(sum, together)) / sum(map(sum, alone[1])))
+        process.report(Timed(alone, updates, set_up, slowdown, link))
     control.barrier()
 
 
@@ -95,10 +102,26 @@ class _Timer:
 
     def __init__(self, timing: Timing, stage: Stage) -> None:
         self._timing, self._config, self._stage = timing, timing.config, stage
-        spec, config, samples, splits = timing.segments, timing.config, timing.samples, timing.splits
         self._layers = list(stage.module.children())
-        device = stage.device
-        self._clock = Recorder({stage.index: device}).clocks[stage.index]
+        self._clock = Recorder({stage.index: stage.device}).clocks[stage.index]
+        self._samples = 0  # of the micro-batch drawn last
+        self._inputs: Tensors = ()
+        self._gradients: Sequence[torch.Tensor | None] = ()
+        self._targets: torch.Tensor | None = None  # only for the segment with the last layer
+        self._finishing: list[float] = []
+        self._forward: list[Any] = []
+        self._backward: dict[int, Any] = {}
+        self._weights: list[tuple[int, Any]] = []  # number of the layer and mark of each weight gradient
+        for number, layer in enumerate(self._layers):
+            for weight in layer.parameters() if timing.splits else ():
+                if weight.requires_grad:
+                    weight.register_post_accumulate_grad_hook(partial(self._weight_is_done, number))
+            layer.register_forward_pre_hook(lambda layer, inputs: self._forward.append(self._clock.now()))
+            layer.register_forward_hook(partial(self._await_gradient, number))
+
+    def _draw(self, samples: int) -> None:
+        """Draw a micro-batch of `samples`, and the gradients of the segment's outputs."""
+        stage, spec, config = self._stage, self._timing.segments, self._config
         generator = torch.Generator().manual_seed(0)
         memory_format = MEMORY_FORMATS[spec.memory_format]
 
@@ -108,37 +131,20 @@ class _Timer:
                 draw = torch.randn if described.dtype.is_floating_point else partial(torch.randint, highest)
                 shape = described.shape(samples, spec.lengths)
                 made.append(draw(shape, generator=generator, dtype=described.dtype))
-            return tuple(in_layout(tensor.to(device), memory_format) for tensor in made)
+            return tuple(in_layout(tensor.to(stage.device), memory_format) for tensor in made)
 
         outputs = outputs_of(config)
-        self._inputs = drawn(spec.stage_inputs(stage.index), outputs)
-        self._gradients: Sequence[torch.Tensor | None] = ()
-        self._targets: torch.Tensor | None = None  # only for the segment with the last layer
+        self._samples, self._inputs = samples, drawn(spec.stage_inputs(stage.index), outputs)
         if stage.index == spec.partitions - 1:
             self._targets = torch.randint(outputs, targets_of(config, samples, spec.lengths), generator=generator)
         else:
             boundary = spec.stage_outputs(stage.index)
             gradients = drawn(boundary, 1)
             self._gradients = [g if t.has_gradient else None for g, t in zip(gradients, boundary, strict=True)]
-        self._finishing: list[float] = []
-        self._forward: list[Any] = []
-        self._backward: dict[int, Any] = {}
-        self._weights: list[tuple[int, Any]] = []  # number of the layer and mark of each weight gradient
-        for number, layer in enumerate(self._layers):
-            for weight in layer.parameters() if splits else ():
-                if weight.requires_grad:
-                    weight.register_post_accumulate_grad_hook(partial(self._weight_is_done, number))
-            layer.register_forward_pre_hook(lambda layer, inputs: self._forward.append(self._mark()))
-            layer.register_forward_hook(partial(self._await_gradient, number))
-
-    def _mark(self) -> Any:
-        if self._timing.apart:
-            wait_for_device(self._stage.device)
-        return self._clock.now()
 
     def _await_gradient(self, number: int, layer: nn.Module, inputs: Any, outputs: Any) -> None:
         def gradient_is_there(gradient: torch.Tensor) -> None:
-            self._backward[number] = self._mark()
+            self._backward[number] = self._clock.now()
 
         given = [tensor for value in inputs for tensor in as_tuple(value)]
         for tensor in as_tuple(outputs):
@@ -147,13 +153,12 @@ class _Timer:
                 tensor.register_hook(gradient_is_there)
 
     def _weight_is_done(self, number: int, weight: torch.Tensor) -> None:
-        self._weights.append((number, self._mark()))
+        self._weights.append((number, self._clock.now()))
 
-    def passes(self) -> tuple[Pass, tuple[float, float]]:
-        """The median seconds of each layer, and the durations of a short and a long pass (10th and 90th percentile)
-        relative to a mean pass. All medians are scaled by one factor so that they sum to a mean pass: occasional
-        interruptions show in no layer's median, but slow down every step.
-        """
+    def passes(self, samples: int) -> Pass:
+        """The median seconds of each layer for a micro-batch of `samples`, scaled by one factor so that they sum to a
+        mean pass: occasional interruptions show in no layer's median, but slow down every step."""
+        self._draw(samples)
         began = time.perf_counter()
         for _ in range(_WARM_UP):
             self._one_pass()
@@ -166,13 +171,10 @@ class _Timer:
             and time.perf_counter() - began < self._timing.seconds * (_PATIENCE if len(taken) < _LEAST else 1)
         ):
             taken.append(self._one_pass())
-        passes = sorted(sum(map(sum, one)) for one in taken)
-        mean = sum(passes) / len(passes)
-        tenth = len(passes) // 10
-        spread = min(1.0, passes[tenth] / mean), max(1.0, passes[-1 - tenth] / mean)
+        mean = sum(sum(map(sum, one)) for one in taken) / len(taken)
         medians = [tuple(map(median, zip(*layer, strict=True))) for layer in zip(*taken, strict=True)]
         factor = mean / sum(map(sum, medians))
-        return [tuple(factor * seconds for seconds in layer) for layer in medians], spread
+        return [tuple(factor * seconds for seconds in layer) for layer in medians]
 
     def _one_pass(self) -> Pass:
         stage, clock = self._stage, self._clock
@@ -207,7 +209,7 @@ class _Timer:
         return list(zip(*columns, strict=True))
 
     def _begin_step(self) -> None:
-        sizes, smoothing = [self._timing.samples], self._config.label_smoothing
+        sizes, smoothing = [self._samples], self._config.label_smoothing
         targets = None if self._targets is None else (self._targets, 0)
         self._stage.begin_step(0, objective_of(self._config, targets, sizes, smoothing, self._stage.device))
 
@@ -256,31 +258,6 @@ class _Timer:
         return median_seconds(self._stage.device, partial(norms_of, gradients)) + median(self._finishing)
 
 
-def device_figures(device: torch.device, precision: str, memory_format: str) -> Figures:
-    """Speeds that the device reaches: FLOP/s of products and of convolutions in `memory_format`, bytes/s of copies
-    (read and written), and seconds per launch of an operation that does next to nothing."""
-    dtype, large = COMPUTED_IN[precision] or torch.float32, device.type != "cpu"
-    side, images, channels = (8192, 32, 256) if large else (1024, 4, 64)
-    drawn = partial(torch.randn, device=device)
-    left, right = (drawn(side, side, dtype=dtype) for _ in range(2))
-    product = median_seconds(device, partial(torch.mm, left, right))
-    image, kernel = (
-        drawn(*shape, dtype=dtype).to(memory_format=MEMORY_FORMATS[memory_format])
-        for shape in ((images, channels, 56, 56), (channels, channels, 3, 3))
-    )
-    convolution = median_seconds(device, partial(F.conv2d, image, kernel, padding=1))
-    source = drawn(1 << (26 if large else 24))
-    copy = median_seconds(device, partial(torch.empty_like(source).copy_, source))
-    number = drawn(1)
-    launches = median_seconds(device, *[partial(number.add_, 1.0)] * _LAUNCHES)
-    return Figures(
-        2 * side**3 / product,
-        2 * image.numel() * kernel[0].numel() / convolution,
-        2 * source.nbytes / copy,
-        launches / _LAUNCHES,
-    )
-
-
 def median_seconds(device: torch.device, *work: Callable[[], object]) -> float:
     """The median seconds that the device takes for all of `work`, after warm-up. Work that takes longer than half a
     second runs only twice, as a CPU without units for bfloat16 takes seconds for one product."""
@@ -296,9 +273,6 @@ def median_seconds(device: torch.device, *work: Callable[[], object]) -> float:
         if min(taken[-2:]) > _LONG_SECONDS and taken[1:]:
             return taken[-1]
     return median(taken[_WARM_UP:])
-
-
-Link = tuple[float, float]  # latency in seconds, bandwidth in bytes per second
 
 
 def _slowest_link(spec: PipelineSpec, process: int, control: ControlGroup, groups: ProcessGroups | None) -> Link | None:

@@ -73,7 +73,7 @@ def _plan(request: _Request, form: str, *, shown: bool) -> PlanResult:
     config, auto = request.config, request.auto
     console = Console(stderr=form != TABLE)  # only the JSON or CSV document goes to stdout
     with run_folder(config, datetime.now(), auto, "plan") as folder, preparing():
-        if config.cost != "figures":
+        if config.cost != "figures" and config.hardware.here:
             fork_server.start()  # the server imports torch in parallel with this process
         with interruptible_import():
             from gpipe_cli.commands.plan_run import plan

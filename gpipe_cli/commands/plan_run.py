@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from gpipe_cli.benchmark.machine_timing import step_costs, times_machine
+from gpipe_cli.benchmark.machine_timing import times_layers
 from gpipe_cli.commands.prepare import not_compiled, prepare
 from gpipe_cli.config.settings import PlanSettings, TrainConfig, to_yaml
 from gpipe_cli.errors import InputError
@@ -53,12 +53,12 @@ def plan(
     gc.disable()  # a large plan has a million small objects, and garbage collections would take seconds
     try:
         log = partial(show_text, console)
-        _require_figures(config, several=config.partitions > 1 or "partitions" in auto)
+        _require_figures(config, settings.solve, several=config.partitions > 1 or "partitions" in auto)
         if settings.solve is None:
             prepared = prepare(config, auto, log, elsewhere=not config.hardware.here)
             config, profile, made, comparisons = prepared.config, prepared.profile, prepared.plan, prepared.comparisons
         else:
-            config, profile, made, comparisons = solve_max_model(config, partial(step_costs, log=log), log)
+            config, profile, made, comparisons = solve_max_model(config, log)
         if config.compile:
             log(f"planned {not_compiled(config)}")
         files = {"page": str(folder / PAGE), "picture": str(folder / PICTURE)}
@@ -89,15 +89,15 @@ def plan(
         gc.enable()
 
 
-def _require_figures(config: TrainConfig, *, several: bool) -> None:
-    """Raises InputError if cost=figures lacks a figure of the hardware; `several` partitions need the link's too."""
+def _require_figures(config: TrainConfig, solve: str | None, *, several: bool) -> None:
+    """Raises InputError if a plan by a data sheet lacks a figure; `several` partitions need the link's too."""
     layout = layout_of(config)
     hardware = resolved(config.hardware, layout.devices)
     wanted = ["tflops", "memory_gb_per_second", *(["link_gb_per_second"] if several else [])]
     missing = [key for key in wanted if getattr(hardware, key) is None]
-    if config.cost == "figures" and missing and not times_machine(config, layout):
+    if missing and (solve or not times_layers(config, layout)):
         what = "this GPU has no file in conf/hardware" if hardware.here else f"hardware={hardware.name}"
         raise InputError(
             f"hardware.{missing[0]}=null: a step cannot be predicted without it ({what}); "
-            f"give hardware.{missing[0]}=..., another hardware, or cost=measured"
+            f"give hardware.{missing[0]}=..., or another hardware"
         )

@@ -5,21 +5,20 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from gpipe_cli.benchmark.machine_timing import memory_format_seconds, step_costs, times_machine
-from gpipe_cli.config.settings import MemoryFormat, TrainConfig, load
+from gpipe_cli.benchmark.machine_timing import step_costs
+from gpipe_cli.config.settings import TrainConfig, load
 from gpipe_cli.distributed.torchrun import Torchrun
 from gpipe_cli.pipeline.schedule.named_schedules import ORDERS
 from gpipe_cli.planner.auto_settings import Choice, choose
+from gpipe_cli.planner.data_sheet import computes_on_gpu
 from gpipe_cli.planner.layout import Layout, own_threads
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model, refuse_single_samples
 from gpipe_cli.planner.pipeline_spec import PipelineSpec, placed
 from gpipe_cli.planner.plan import Plan
 from gpipe_cli.system.machine import usable_cores
 from gpipe_cli.system.phase import phase
-from gpipe_cli.units import duration, percent, plural
+from gpipe_cli.units import percent, plural
 
-_WORTH_THREADS = 1.3  # slowdown of a step at which one thread is still chosen: a busy machine slows one thread less
-_WORTH_CONTIGUOUS = 1.1  # ratio of layers' seconds that is no matter of chance, as the format decides the bits
 _UNEVEN = 1.1  # ratio of the largest to the mean work of a process above which a line says so; our choice
 
 
@@ -49,18 +48,11 @@ def prepare(
     for another machine. Raises InputError for what cannot be built, partitioned or placed, or does not fit the memory.
     """
     phase("building the model")
+    config = _with_memory_format(config)
     profile = profile_model(config)
-    config, formats = _faster_memory_format(config, profile, started, log)
-    if config.memory_format == "contiguous" and formats:
-        profile = profile_model(config)  # layers copy other tensors
     phase(f"choosing {', '.join(auto)}, which predicts many steps" if auto else "planning a step")
     costs_of = partial(step_costs, log=log)
     config, plan, comparisons = choose(config, auto, profile, costs_of, started, elsewhere=elsewhere)
-    threads: tuple[tuple[str, str], ...] = ()
-    if not auto:  # candidates for `auto` were compared with the threads that each would get
-        config, plan, comparisons, threads = _fewest_threads(
-            config, plan, comparisons, lambda one: choose(one, (), profile, costs_of, started, elsewhere=elsewhere)
-        )
     if config.batch_size is not None:
         refuse_single_samples(config, config.batch_size, profile)
     config = replace(config, threads=plan.layout.threads)
@@ -68,50 +60,22 @@ def prepare(
     notes = [("layer costs", f"given by {plan.costs.weighted_by}")] if plan.costs.weighted_by else []
     notes += [("chosen", _words(comparison)) for comparison in comparisons]
     if config.compile:
-        notes.append(("planned", not_compiled(config)))
-    notes += [*_without_effect(config, spec), *formats, *threads, *_resumed_threads(config, spec.layout.processes)]
+        notes.append(("planned", NOT_COMPILED))
+    notes += [*_without_effect(config, spec), *_resumed_threads(config, spec.layout.processes)]
     notes += [*_turns(spec.layout), *_uneven(config, spec)]
     return Prepared(config, profile, plan, spec, comparisons, tuple(notes))
 
 
-def _faster_memory_format(
-    config: TrainConfig, profile: ModelProfile, started: Torchrun | None, log: Callable[[str], None]
-) -> tuple[TrainConfig, tuple[tuple[str, str], ...]]:
-    """The settings with the memory format that is faster by a timing of the GPU, and a line of the banner about it;
-    those given where none is timed, as under torchrun, where all processes must choose the same."""
-    if started is not None or not (seconds := memory_format_seconds(config, profile, log)):
-        return config, ()
-    last, contiguous = seconds["channels_last"], seconds["contiguous"]
-    faster: MemoryFormat = "contiguous" if contiguous * _WORTH_CONTIGUOUS < last else "channels_last"
-    text = (
-        f"{faster}: the layers take {duration(contiguous)} contiguous and {duration(last)} in channels_last, predicted"
-    )
-    return replace(config, memory_format=faster), (("memory format", text),)
+def _with_memory_format(config: TrainConfig) -> TrainConfig:
+    """The settings with `contiguous` for images in float32 on the GPUs of this machine: cuDNN's kernels for channels
+    last are made for tensor cores, which do not multiply float32. The run keeps it, wherever it goes on."""
+    unknown = config.memory_format == "auto" and config.precision == "float32" and not config.text
+    on_gpu = config.hardware.here and computes_on_gpu(config)
+    return replace(config, memory_format="contiguous") if unknown and on_gpu else config
 
 
-def _fewest_threads(
-    config: TrainConfig,
-    plan: Plan,
-    comparisons: tuple[Choice, ...],
-    plan_of: Callable[[TrainConfig], tuple[TrainConfig, Plan, tuple[Choice, ...]]],
-) -> tuple[TrainConfig, Plan, tuple[Choice, ...], tuple[tuple[str, str], ...]]:
-    """The settings, plan and comparisons with one thread per process, and a line of the banner about it, where more
-    threads gain little; else those given. With small operations threads wait for each other, on a busy machine longer.
-    """
-    threads = plan.layout.threads
-    if config.threads is not None or threads == 1 or not plan.layout.on_cpu or not times_machine(config, plan.layout):
-        return config, plan, comparisons, ()
-    one, alone, others = plan_of(replace(config, threads=1))
-    if alone.step_seconds > plan.step_seconds * _WORTH_THREADS:
-        return config, plan, comparisons, ()
-    steps = f"{duration(alone.step_seconds)} a step predicted, {duration(plan.step_seconds)} with {threads}"
-    return one, alone, others, (("threads", f"1 for each process: {steps}"),)
-
-
-def not_compiled(config: TrainConfig) -> str:
-    """What a plan with compile=true leaves out, as text; layers that are timed are compiled."""
-    times = ", and take other times" if config.cost == "figures" else ""
-    return f"as with compile=false: compiled layers keep other activations{times}"
+# What a plan with compile=true leaves out.
+NOT_COMPILED = "as with compile=false: compiled layers keep other activations, and take other times"
 
 
 def _resumed_threads(config: TrainConfig, processes: int) -> Iterator[tuple[str, str]]:

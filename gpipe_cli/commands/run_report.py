@@ -10,7 +10,6 @@ from typing import Any, Literal
 from rich.console import Console
 
 from gpipe_cli.assembly.build import open_data
-from gpipe_cli.benchmark.machine_timing import remember_run
 from gpipe_cli.commands.median_step import MedianStep
 from gpipe_cli.commands.next_commands import next_commands
 from gpipe_cli.commands.prepare import Prepared
@@ -118,8 +117,6 @@ class RunReport:
                 if ending == "completed":
                     raise
                 lost = unwritten
-            if ending != "failed" and (seconds := self._reporter.undisturbed_step_seconds) is not None:
-                remember_run(self._prepared.config, self._prepared.plan, seconds)
             if error is not None and lost is not None:  # the summary or result.json may lack it
                 show_error(error)
         elif error is not None:
@@ -288,7 +285,7 @@ def _described(
         config=config,
         plan=prepared.plan,
         spec=spec,
-        flops=step_flops(config, prepared.profile, spec, prepared.plan.costs),
+        flops=step_flops(config, prepared.profile, spec),
         data=data,
         notes=(*data.notes, *notes, *prepared.notes),
         steps_per_epoch=steps_per_epoch,

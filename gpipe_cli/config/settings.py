@@ -157,9 +157,6 @@ class TrainConfig:
         if self.resume == GO_ON and self.run_folder is None:
             why = "begins in run_folder, or goes on with what lies there, and run_folder=null; add run_folder=FOLDER"
             raise RefusedError("resume", self.resume, why)
-        if self.partition.costs is not None and self.cost != "figures":
-            why = f"cost={self.cost} times the layers; leave one of the two out"
-            raise RefusedError("partition.costs", self.partition.costs, why)
 
     @property
     def splits_backward(self) -> bool:

@@ -59,6 +59,18 @@ def agree(decide: Callable[[], Decision]) -> Decision:
     return decision if started is None else _send(started, decision)
 
 
+def decided_by_first(key: str, decide: Callable[[], str]) -> str:
+    """The text that process 0 decides under `key`, also if torchrun starts the processes again; the others wait for it.
+    Raises what `agree` raises."""
+    key = f"gpipe/{key}"
+    if not leads():
+        shared = store()
+        _wait(partial(shared.check, [key]), "process 0")
+    elif not (shared := store(hosts=not may_restart())).check([key]):
+        shared.set(key, decide())
+    return shared.get(key).decode()
+
+
 def _send(started: Torchrun, decision: Decision) -> Decision:
     paths = decision.folder, decision.resume, decision.source
     decided = json.dumps([*(None if one is None else str(Path(one).absolute()) for one in paths), decision.complete])

@@ -245,8 +245,7 @@ def choose_balance(
     """The number of layers of each partition, by what the layers cost for micro-batches of `samples` on such devices,
     according to their data sheet. Raises InputError for more partitions than layers."""
     rates = rates_of_sheet(resolved(load_hardware("auto"), [*map(str, devices)]), torch.get_num_threads())
-    forward, backward = rates.graph.seconds, rates.backward.seconds
-    work = [forward(cost.forward, samples) + backward(cost.backward, samples) for cost in traced.training]
+    work = [rates.seconds(cost.forward, samples) + rates.seconds(cost.backward, samples) for cost in traced.training]
     shared = (*shared, *traced.shared)
     try:
         return partition(work, partitions, furthest=keeping_together(shared, len(work), partitions, None))

@@ -355,10 +355,10 @@ def _smaller_mini_batches(config: TrainConfig, profile: ModelProfile) -> list[_C
 
 
 def solve_max_model(
-    config: TrainConfig, costs_of: CostsOf, log: Callable[[str], None] = lambda line: None
+    config: TrainConfig, log: Callable[[str], None] = lambda line: None
 ) -> tuple[TrainConfig, ModelProfile, Plan, tuple[Choice, ...]]:
     """The model with the most parameters that fits the memory limit, when each of its sizes grows alone: the question
-    of the paper's Table 1.
+    of the paper's Table 1. Steps are predicted by a data sheet, as every size would have to be timed.
 
     `log` is called with a line for every size that is tried after the first five seconds.
 
@@ -379,7 +379,7 @@ def solve_max_model(
         while high - low > step:
             grown = replace(config, model=replace(config.model, **{key: guess}))
             profile = profile_model(grown)
-            tried[guess] = _Planner(profile, costs_of, None).candidate(str(guess), grown)
+            tried[guess] = _Planner(profile, predicted_costs, None).candidate(str(guess), grown)
             fits = tried[guess].plan is not None
             if time.monotonic() - began > _SILENT_SECONDS:
                 log(f"model.{key}={guess} {'fits' if fits else 'does not fit'}")

@@ -1,4 +1,4 @@
-"""What layers cost on a machine (c_i in section 2.1 of the paper), predicted by a device's rates or measured.
+"""What layers cost on a machine (c_i in section 2.1 of the paper), by a device's data sheet or measured.
 All predictions read these `StepCosts`: the cut, `gpipe plan`, and the line that a run prints after 20 steps.
 """
 
@@ -14,11 +14,10 @@ from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor
 from gpipe_cli.pipeline.schedule.partitioner import SkipSends
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost, TieCost
 from gpipe_cli.planner.data_sheet import resolved
-from gpipe_cli.planner.device_rates import Basis, DeviceRates, Figures, rates_of_sheet
+from gpipe_cli.planner.device_rates import Basis, DeviceRates, rates_of_sheet
 from gpipe_cli.planner.layout import Layout
 from gpipe_cli.planner.model_profile import ModelProfile
 from gpipe_cli.planner.step_schedule import mean_micro_batch
-from gpipe_cli.units import plural
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +29,36 @@ class LayerSeconds:
     backward: float
     inputs: float = 0.0  # gradients of inputs, which the previous stage waits for; 0 if backwards are not split
     weights: float = 0.0  # gradients of weights
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """The measured seconds of the layers (`benchmark/layer_benchmark.py`), for micro-batches of two sizes: between and
+    beyond them the seconds of a layer lie on a line."""
+
+    samples: tuple[int, int]  # of the smaller and of the larger micro-batch
+    # of each layer, for both sizes: a forward, one that keeps its graph, a backward, and both halves if it is split
+    seconds: tuple[Sequence[Sequence[float]], Sequence[Sequence[float]]]
+    updates: Sequence[float]  # seconds per step of the update of each layer's weights
+    set_up: float  # seconds once per step
+    slowdown: float  # how much longer layers take while `together` processes compute
+    together: int
+    link_seconds: float
+    link_byte_seconds: float
+    source: str = ""
+    basis: Basis = "timed_layers"
+
+    def of_layers(self, samples: float) -> tuple[LayerSeconds, ...]:
+        """The seconds of each layer for a micro-batch of `samples`."""
+        return tuple(
+            LayerSeconds(*(self._seconds(*sizes, samples) for sizes in zip(small, large, strict=True)))
+            for small, large in zip(*self.seconds, strict=True)
+        )
+
+    def _seconds(self, small: float, large: float, samples: float) -> float:
+        least, most = self.samples
+        line = small + (large - small) * (samples - least) / (most - least)
+        return max(line, small * min(1.0, samples / least) if samples < least else 0.0)
 
 
 @dataclass(frozen=True)
@@ -46,79 +75,51 @@ class StepCosts:
     sums: tuple[float, ...] = ()  # seconds per step to sum each layer's gradients over replicas; (): one replica
     skips: tuple[SkipSends, ...] = ()  # of each skip, seconds per micro-batch
     ties: tuple[TieCost, ...] = ()  # of each trained tied weight; `stages` are numbers of layers until the cut is known
-    figures: Figures | None = None  # the device's measured figures, if it was timed
     weighted_by: str = ""  # where the user gives the relative costs of layers, if at all: `partition.costs`
-    rates: DeviceRates | None = None  # rates that predicted the costs; None: the costs were measured
+    known: DeviceRates | LayerTimes | None = None  # what they follow from; None: the data sheet
     together: tuple[float, int] = (1.0, 1)  # (f, n): everything is slower by the factor f while n processes compute
-    calibration: float = 1.0  # measured over predicted in earlier runs of the model here; a factor of all seconds
-    spread: tuple[float, float] = (1.0, 1.0)  # lowest and highest factor by which the seconds varied
-
-    def calibrated(self, factor: float) -> "StepCosts":
-        """These costs with all seconds times `factor`, which leaves the cut and the shares of a step as they are."""
-
-        def scaled(values: tuple[float, ...]) -> tuple[float, ...]:
-            return tuple(factor * seconds for seconds in values)
-
-        return replace(
-            self,
-            layers=tuple(LayerSeconds(*scaled(astuple(layer))) for layer in self.layers),
-            updates=scaled(self.updates),
-            edges=tuple(EdgeCost(*scaled(astuple(edge))) for edge in self.edges),
-            set_up=factor * self.set_up,
-            sums=scaled(self.sums),
-            skips=tuple(
-                replace(skip, forward=factor * skip.forward, backward=factor * skip.backward) for skip in self.skips
-            ),
-            ties=tuple(replace(tie, seconds=factor * tie.seconds) for tie in self.ties),
-            calibration=factor * self.calibration,
-        )
 
 
 def predicted_costs(
     config: TrainConfig,
     profile: ModelProfile,
     layout: Layout,
-    rates: DeviceRates | None = None,
+    known: DeviceRates | LayerTimes | None = None,
     *,
     samples: float | None = None,
     linked: bool = False,
 ) -> StepCosts:
-    """The costs of a micro-batch of `samples` (default: a mean one) by `rates` (default: the hardware's data sheet),
-    divided among layers by the user's costs, if given. `linked`: as if stages were on several devices.
+    """The costs of a micro-batch of `samples` (default: a mean one) by what is `known` of the device (default: the
+    hardware's data sheet), divided among layers by the user's costs, if given. `linked`: as if stages were on several
+    devices.
 
     Raises InputError if the user gives more or fewer costs than there are layers.
     """
-    if rates is None:
-        rates = rates_of_sheet(resolved(config.hardware, layout.devices), layout.threads, config.precision)
+    if known is None:
+        known = rates_of_sheet(resolved(config.hardware, layout.devices), layout.threads, config.precision)
     if samples is None:
         samples = mean_micro_batch(config, profile.lengths)
-    layers = []
-    updates = []
-    for cost, weights in zip(profile.costs, profile.weights, strict=True):
-        forward, graph = (each.seconds(cost.forward, samples) for each in (rates.forward, rates.graph))
-        works = (cost.backward,) if cost.halves is None else (cost.backward, cost.halves.inputs, cost.halves.weights)
-        layers.append(LayerSeconds(forward, graph, *(rates.backward.seconds(work, samples) for work in works)))
-        # weights, gradients and state are read, weights and state written
-        moved = 2 * weights.weight_bytes + weights.gradient_bytes + 2 * weights.optimizer_bytes
-        update = Work({OperationKind.ELEMENTWISE: Operations(weights.tensors, fixed_bytes=moved)})
-        updates.append(rates.backward.seconds(update, 1) if weights.gradient_bytes else 0.0)
     linked = linked or len(set(layout.device_of_stage)) > 1
-    latency, per_byte = (rates.link_seconds, rates.link_byte_seconds) if linked else (0.0, 0.0)
+    latency, per_byte = (known.link_seconds, known.link_byte_seconds) if linked else (0.0, 0.0)
+    slowdown, together = 1.0, 1
+    if isinstance(known, LayerTimes):
+        layers, updates, set_up = known.of_layers(samples), tuple(known.updates), known.set_up
+        slowdown, together = known.slowdown, known.together
+    else:
+        layers, updates, set_up = *_by_rates(profile, known, samples), 0.0
     costs = StepCosts(
-        rates.source,
-        rates.basis,
-        tuple(layers),
-        tuple(updates),
+        known.source,
+        known.basis,
+        layers,
+        updates,
         _edge_costs(profile, samples, latency, per_byte),
-        slowdowns(layout.at_once, len(layers), rates.slowdown, rates.together, config.replicas),
-        rates.tensor_seconds * sum(weights.tensors for weights in profile.weights if weights.gradient_bytes),
-        _sums_over_replicas(profile, config.replicas, rates.link_byte_seconds),
+        slowdowns(layout.at_once, len(layers), slowdown, together, config.replicas),
+        set_up,
+        _sums_over_replicas(profile, config.replicas, known.link_byte_seconds),
         _skip_costs(profile, samples, latency, per_byte),
         _tie_costs(profile, latency, per_byte),
-        rates.figures,
-        rates=rates,
-        together=(rates.slowdown, rates.together),
-        spread=rates.spread,
+        known=known,
+        together=(slowdown, together),
     )
     given = config.partition.costs
     if given is not None and len(given) != len(profile.costs):
@@ -129,6 +130,22 @@ def predicted_costs(
     if given is not None:
         return _weighted(costs, given, "partition.costs")
     return costs if profile.own_costs is None else _weighted(costs, profile.own_costs, "gpipe_cost of the layers")
+
+
+def _by_rates(
+    profile: ModelProfile, rates: DeviceRates, samples: float
+) -> tuple[tuple[LayerSeconds, ...], tuple[float, ...]]:
+    """The seconds of each layer for a micro-batch of `samples`, and of the update of its weights."""
+    layers, updates = [], []
+    for cost, weights in zip(profile.costs, profile.weights, strict=True):
+        forward = rates.seconds(cost.forward, samples)
+        works = (cost.backward,) if cost.halves is None else (cost.backward, cost.halves.inputs, cost.halves.weights)
+        layers.append(LayerSeconds(forward, forward, *(rates.seconds(work, samples) for work in works)))
+        # weights, gradients and state are read, weights and state written
+        moved = 2 * weights.weight_bytes + weights.gradient_bytes + 2 * weights.optimizer_bytes
+        update = Work({OperationKind.ELEMENTWISE: Operations(weights.tensors, fixed_bytes=moved)})
+        updates.append(rates.seconds(update, 1) if weights.gradient_bytes else 0.0)
+    return tuple(layers), tuple(updates)
 
 
 def _sums_over_replicas(profile: ModelProfile, replicas: int, per_byte: float) -> tuple[float, ...]:
@@ -196,55 +213,3 @@ def _sent(
     sizes = [(t.bytes(whole, profile.lengths) * samples / whole, t.has_gradient) for t in tensors]
     forward, back = sum(size for size, _ in sizes), sum(size for size, returns in sizes if returns)
     return latency + forward * per_byte, latency + back * per_byte if back else 0.0
-
-
-# The seconds of each layer: forward, forward that keeps its graph, backward; if that is split, also its halves for the
-# inputs and for the weights.
-Pass = list[tuple[float, ...]]
-
-
-@dataclass(frozen=True)
-class LayerTimes:
-    """The measured seconds of the layers for one micro-batch (`benchmark/layer_benchmark.py`)."""
-
-    alone: Pass  # while one process computes
-    together: Pass | None  # while all processes compute; None if there is only one
-    updates: list[float]  # seconds of the update of each layer's weights
-    set_up: float  # once a step
-    link: tuple[float, float] | None  # latency in seconds, bandwidth in bytes per second; None: nothing is sent
-    figures: Figures | None = None  # the device's measured figures
-    spread: tuple[float, float] = (1.0, 1.0)  # a short and a long pass (10th, 90th percentile), relative to the mean
-
-    @property
-    def slowdown(self) -> float:
-        """How much longer layers take while all processes compute than while one of them does."""
-        return max(1.0, sum(map(sum, self.together)) / sum(map(sum, self.alone))) if self.together else 1.0
-
-
-def measured_costs(
-    profile: ModelProfile,
-    samples: float,
-    at_once: int,
-    times: LayerTimes,
-    replicas: int = 1,
-    sum_byte_seconds: float = 0.0,
-) -> StepCosts:
-    """The costs of a mean micro-batch of `samples`, from what workers measured with `samples` rounded up.
-
-    `at_once`: how many workers, or stages of the only worker, compute at the same time; `sum_byte_seconds`: seconds per
-    byte sent to another replica.
-    """
-    timed = math.ceil(samples)
-    layers = tuple(LayerSeconds(*(seconds * (samples / timed) for seconds in layer)) for layer in times.alone)
-    slowdown = slowdowns(at_once, len(layers), times.slowdown, at_once, replicas)
-    latency, bandwidth = times.link or (0.0, 0.0)
-    per_byte = 1 / bandwidth if bandwidth else 0.0
-    edges = _edge_costs(profile, samples, latency, per_byte)
-    source = f"layers measured on this machine, {plural(timed, 'sample')} at a time"
-    sums = _sums_over_replicas(profile, replicas, sum_byte_seconds)
-    skips, ties = _skip_costs(profile, samples, latency, per_byte), _tie_costs(profile, latency, per_byte)
-    return StepCosts(
-        source, "timed_layers", layers, tuple(times.updates), edges, slowdown, times.set_up, sums, skips, ties,
-        times.figures,
-        together=(times.slowdown, at_once), spread=times.spread,
-    )  # fmt: skip

@@ -3,9 +3,7 @@
 from dataclasses import dataclass
 
 from gpipe_cli.config.settings import TrainConfig, load_hardware
-from gpipe_cli.planner.cost_model import StepCosts
 from gpipe_cli.planner.data_sheet import resolved
-from gpipe_cli.planner.device_rates import Figures
 from gpipe_cli.planner.model_profile import ModelProfile
 from gpipe_cli.planner.pipeline_spec import PipelineSpec
 from gpipe_cli.planner.step_schedule import mini_batch_samples
@@ -28,10 +26,10 @@ class StepFlops:
         return None if rate is None else self.step / planned * rate
 
 
-def step_flops(config: TrainConfig, profile: ModelProfile, spec: PipelineSpec, costs: StepCosts) -> StepFlops:
+def step_flops(config: TrainConfig, profile: ModelProfile, spec: PipelineSpec) -> StepFlops:
     """The FLOPs of a full mini-batch and the peak of the devices in use."""
     samples = mini_batch_samples(config, profile.lengths)
-    peak, source = _peak(config, spec, costs.figures)
+    peak, source = _peak(config, spec)
     return StepFlops(
         step=sum(cost.flops for cost in profile.costs) * samples,
         samples=samples,
@@ -41,11 +39,10 @@ def step_flops(config: TrainConfig, profile: ModelProfile, spec: PipelineSpec, c
     )
 
 
-def _peak(config: TrainConfig, spec: PipelineSpec, figures: Figures | None) -> tuple[float | None, str]:
+def _peak(config: TrainConfig, spec: PipelineSpec) -> tuple[float | None, str]:
     """The peak FLOP/s of all devices in use and the source of this figure; or None and why it is not known.
 
-    For a GPU without a data sheet, the peak is the measured rate of matrix products. If the settings name a machine
-    other than this one, its peak says nothing about what ran here.
+    If the settings name a machine other than this one, its peak says nothing about what ran here.
     """
     hardware, layout = config.hardware, spec.layout
     on_cpu = layout.on_cpu
@@ -57,8 +54,6 @@ def _peak(config: TrainConfig, spec: PipelineSpec, figures: Figures | None) -> t
     if peak is not None:
         of_sheet = f"{sheet.name} in {'float32' if key == 'peak_tflops' else config.precision}"
         source = of_sheet if (key, peak) == load_hardware(sheet.name).peak(config.precision) else f"hardware.{key}"
-    elif figures is not None and not on_cpu:
-        peak, source = figures.product_flops_per_second / 1e12, "the measured product rate"
     else:
         return None, f"the peak of this {'CPU' if on_cpu else 'GPU'} is not known; hardware.peak_tflops=... says it"
     # under torchrun each machine numbers its GPUs from 0

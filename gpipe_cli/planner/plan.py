@@ -62,12 +62,6 @@ class Plan:
         return self.layout.device_of_stage
 
     @property
-    def step_range(self) -> tuple[float, float]:
-        """The least and the most seconds of a step, by how much timings of the machine, or earlier runs, varied."""
-        least, most = self.costs.spread
-        return self.step_seconds * least, self.step_seconds * most
-
-    @property
     def saved_bytes(self) -> tuple[int, ...]:
         """The most bytes of activations that each stage holds at once."""
         return tuple(stage.activations_bytes for stage in self.memory)

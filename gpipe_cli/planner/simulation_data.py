@@ -6,7 +6,6 @@ depends on n, the samples of a micro-batch, is a pair: [base, each] for base + e
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
 from itertools import accumulate
 from typing import Any
 
@@ -38,7 +37,7 @@ def simulation_data(config: TrainConfig, profile: ModelProfile, plan: Plan) -> S
     """A plan and what it was made from, in seconds and bytes; sequences have an entry per layer or per stage."""
     costs, layout, samples = plan.costs, plan.layout, mini_batch_samples(config, profile.lengths)
     memory = layout.memory
-    linked = costs if costs.rates is None else _costs(config, profile, plan, plan.micro_batches)
+    linked = _costs(config, profile, plan, plan.micro_batches)
     seconds = {tie.stages: tie.seconds for tie in linked.ties}
     return {
         "setting": {
@@ -210,19 +209,10 @@ def _seconds(layer: LayerSeconds, split: bool) -> list[float]:
 
 
 def _costs(config: TrainConfig, profile: ModelProfile, plan: Plan, micro_batches: int) -> StepCosts:
-    """Costs for M = `micro_batches`, with links between all stages; measured costs are scaled to that size."""
-    costs = plan.costs
-    if costs.rates is not None:
-        samples = mini_batch_samples(config, profile.lengths)
-        mean = samples / min(samples, config.replicas * micro_batches)
-        return predicted_costs(config, profile, plan.layout, costs.rates, samples=mean, linked=True).calibrated(
-            costs.calibration
-        )
-    scale = plan.micro_batches / micro_batches
-    layers = tuple(LayerSeconds(*(scale * seconds for seconds in asdict(layer).values())) for layer in costs.layers)
-    edges = tuple(EdgeCost(scale * edge.forward_seconds, scale * edge.backward_seconds) for edge in costs.edges)
-    skips = tuple(replace(skip, forward=scale * skip.forward, backward=scale * skip.backward) for skip in costs.skips)
-    return replace(costs, layers=layers, edges=edges, skips=skips)
+    """Costs for M = `micro_batches`, with links between all stages."""
+    samples = mini_batch_samples(config, profile.lengths)
+    mean = samples / min(samples, config.replicas * micro_batches)
+    return predicted_costs(config, profile, plan.layout, plan.costs.known, samples=mean, linked=True)
 
 
 def _at_once(plan: Plan) -> int | None:
@@ -230,8 +220,6 @@ def _at_once(plan: Plan) -> int | None:
     layout = plan.layout
     if not layout.shares_cores:
         return None
-    if plan.costs.basis == "timed_layers" and layout.distributed and layout.replicas == 1:
-        return None  # layers were timed while all processes computed
     return max(1, usable_cores() // layout.threads)
 
 

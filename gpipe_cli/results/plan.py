@@ -83,8 +83,7 @@ class PlannedHardware:
     precision: str
     computes_in: str  # the type in which products and convolutions are computed
     peak_flops_per_second: dict[str, float | None]  # precision -> peak of the data sheet
-    flops_per_second: float | None  # assumed in the plan; None: the layers or the machine were timed
-    timed: dict[str, float] | None  # what the machine reaches when it repeats one operation; None: not timed
+    flops_per_second: float | None  # assumed in the plan; None: the layers were timed
     memory_bytes: int | None
     memory_stages: int | None  # number of stages that share the memory
     link_bytes_per_second: float | None

@@ -74,7 +74,6 @@ class Prediction:
     source: str  # source of the layers' costs
     measured: bool  # whether the seconds of the layers themselves were measured
     step_seconds: float
-    step_seconds_range: tuple[float, ...] = ()  # the least and the most, as the machine varies
     memory_bytes: tuple[int, ...] = ()  # per stage
     activation_bytes: tuple[int, ...] | None = None  # per stage
 

@@ -83,17 +83,6 @@ def driver_version() -> str:
         return ""
 
 
-def busy_share(number: int) -> float:
-    """The share, 0 to 1, of the last second or less in which GPU `number` of `usable_gpus` was busy; 0 where the driver
-    does not say, as for MIG instances."""
-    import pynvml
-
-    try:
-        return float(pynvml.nvmlDeviceGetUtilizationRates(_handles()[number]).gpu / 100)
-    except (pynvml.NVMLError, IndexError):
-        return 0.0
-
-
 @cache
 def _handles() -> tuple[Any, ...]:
     """NVML's handles of the GPUs that CUDA shows, in CUDA's order."""

@@ -242,7 +242,7 @@ def test_without_a_limit_and_below_one_sample_there_is_no_largest_mini_batch(
 
 def test_the_largest_model_fits_and_the_next_one_does_not() -> None:
     config = configure(*LM, "partitions=2", "hardware.memory_gib=0.001")
-    solved, profile, plan, (choice,) = solve_max_model(config, predicted_costs)
+    solved, profile, plan, (choice,) = solve_max_model(config)
     limit, layers = layout_of(config).limit_bytes, solved.model.layers
     assert max(stage.total_bytes for stage in plan.memory) <= limit
     assert len(profile.costs) == layers + 2 > 5
@@ -266,4 +266,4 @@ def test_the_largest_model_fits_and_the_next_one_does_not() -> None:
 )
 def test_what_cannot_be_solved_is_one_line(settings: list[str], line: str) -> None:
     with pytest.raises(InputError, match=line):
-        solve_max_model(configure(*settings), predicted_costs)
+        solve_max_model(configure(*settings))

@@ -1,42 +1,29 @@
-"""Seconds of layers: by a data sheet, by fitted rates, measured, or shared out as a user says."""
+"""Seconds of layers: by a data sheet, timed, or shared out as a user says."""
 
-import random
-from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import partial
 from itertools import pairwise
 
 import pytest
-import torch
-from networks import as_boundary
 from plan_runs import CUSTOM, EVEN, plan_of, traced
-from torch import nn
 from training_runs import configure
 
-from gpipe_cli.benchmark import reference_layers
 from gpipe_cli.config.settings import load_hardware
 from gpipe_cli.config.typed import show
 from gpipe_cli.errors import InputError
-from gpipe_cli.pipeline.profile.layer_cost import OperationKind, Operations, Work
-from gpipe_cli.pipeline.profile.tracing import trace_layers
+from gpipe_cli.pipeline.profile.layer_cost import OperationKind
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost
 from gpipe_cli.planner import cost_model
 from gpipe_cli.planner.cost_model import (
     LayerSeconds,
     LayerTimes,
     StepCosts,
-    measured_costs,
     predicted_costs,
     slowdowns,
 )
 from gpipe_cli.planner.device_rates import (
-    COMPUTING,
-    CONVOLUTIONS,
     DeviceRates,
-    Figures,
-    Rates,
     computes_in,
-    fit_rates,
     rates_of_sheet,
     reached_tflops,
 )
@@ -87,7 +74,7 @@ def test_convolutions_reach_less_of_tensor_cores_than_products() -> None:
         ("tpu_v3", "bfloat16", 30.0, 30.0),
         ("v100", "bfloat16", 9.4, 9.4),
     ):
-        flop = rates_of_sheet(load_hardware(name), 1, precision).forward.flop  # type: ignore[arg-type]
+        flop = rates_of_sheet(load_hardware(name), 1, precision).flop  # type: ignore[arg-type]
         assert 1e-12 / flop[OperationKind.PRODUCT] == pytest.approx(products)
         assert 1e-12 / flop[OperationKind.CONVOLUTION] == pytest.approx(convolutions)
         assert 1e-12 / flop[OperationKind.NARROW] == pytest.approx(load_hardware(name).tflops)
@@ -143,19 +130,30 @@ def test_an_unknown_gpu_is_cut_by_another_ones_sheet(monkeypatch: pytest.MonkeyP
     assert min(seconds.backward for seconds in costs.layers) > 0
 
 
-def test_measured_layers_slow_each_other_down_in_proportion() -> None:
+def timed(*values: float) -> LayerTimes:
+    """All layers alike: `values` of a micro-batch of two samples, and of one of 8 three times as many seconds."""
     count = len(traced().costs)
-    times = LayerTimes([(1.0, 2.0, 3.0)] * count, [(1.2, 2.4, 3.6)] * count, [0.1] * count, 0.25, (0.5, 1e6))
-    costs = measured_costs(traced(), 2, 3, times)
+    sizes = [values] * count, [tuple(3 * value for value in values)] * count
+    return LayerTimes((2, 8), sizes, [0.1] * count, 0.25, 1.2, 3, 0.5, 1e-6)
+
+
+def test_timed_layers_are_lines_in_samples_and_slow_each_other_down_in_proportion() -> None:
+    config = configure(*EVEN, "partitions=3")
+    layout = replace(layout_of(config), at_once=3)
+    predicted = partial(predicted_costs, config, traced(), layout)
+    costs = predicted(timed(1.0, 2.0, 3.0))
+    assert costs.layers[0] == LayerSeconds(1.0, 2.0, 3.0), "of micro-batches of two samples"
     assert costs.slowdown[:3] == pytest.approx((1.0, 1.1, 1.2))
+    assert (costs.updates[0], costs.set_up) == (0.1, 0.25)
     sent = sum(tensor.bytes(2) for tensor in traced().costs[0].outputs)
-    assert costs.edges[0].forward_seconds == pytest.approx(0.5 + sent / 1e6)
-    fewer = measured_costs(traced(), 1.5, 3, times)  # a mean: two were timed
-    assert fewer.layers[0] == LayerSeconds(0.75, 1.5, 2.25)
-    assert fewer.updates == costs.updates
-    assert fewer.edges[0].forward_seconds == pytest.approx(0.5 + 0.75 * sent / 1e6)
-    alone = measured_costs(traced(), 2, 1, replace(times, together=None, link=None))
-    assert (alone.slowdown[:2], alone.edges[0]) == ((1.0, 2.0), EdgeCost(0.0, 0.0))
+    assert costs.edges[0].forward_seconds == pytest.approx(0.5 + sent * 1e-6)
+    for samples, forward in ((1, 2 / 3), (5, 2.0), (8, 3.0), (32, 11.0)):
+        assert predicted(timed(1.0, 2.0, 3.0), samples=samples).layers[0].forward == pytest.approx(forward)
+    faster = replace(timed(1.0, 2.0, 3.0), samples=(4, 8))  # than in proportion: no layer takes less than nothing
+    assert predicted(faster, samples=1).layers[0].forward == pytest.approx(0.25)
+    alone = configure(*EVEN, "partitions=1")
+    costs = predicted_costs(alone, traced(), layout_of(alone), timed(1.0, 2.0, 3.0))
+    assert (costs.slowdown[0], costs.edges[0]) == (1.0, EdgeCost(0.0, 0.0))
 
 
 def test_the_halves_of_backwards() -> None:
@@ -165,15 +163,15 @@ def test_the_halves_of_backwards() -> None:
     costs = by_rates(profile, rates)
     for cost, seconds in zip(profile.costs, costs.layers, strict=True):
         assert cost.halves is not None
-        assert seconds.inputs == pytest.approx(rates.backward.seconds(cost.halves.inputs, 2))
-        assert seconds.weights == pytest.approx(rates.backward.seconds(cost.halves.weights, 2))
+        assert seconds.inputs == pytest.approx(rates.seconds(cost.halves.inputs, 2))
+        assert seconds.weights == pytest.approx(rates.seconds(cost.halves.weights, 2))
         assert 0 < seconds.weights < seconds.backward < 1.5 * (seconds.inputs + seconds.weights)
         assert cost.halves.inputs.flops + cost.halves.weights.flops == pytest.approx(cost.backward.flops)
     whole = by_rates(traced(), rates).layers
     assert all((seconds.inputs, seconds.weights) == (0.0, 0.0) for seconds in whole)
-    count = len(profile.costs)
-    times = LayerTimes([(1.0, 2.0, 3.0, 2.5, 1.0)] * count, None, [0.1] * count, 0.25, None)
-    assert measured_costs(profile, 1.5, 1, times).layers[0] == LayerSeconds(0.75, 1.5, 2.25, 1.875, 0.75)
+    config = configure(*EVEN, "partitions=1")
+    costs = predicted_costs(config, profile, layout_of(config), timed(1.0, 2.0, 3.0, 2.5, 1.0))
+    assert costs.layers[0] == LayerSeconds(1.0, 2.0, 3.0, 2.5, 1.0)
 
 
 def test_the_users_costs_of_layers_decide_the_cut() -> None:
@@ -197,7 +195,6 @@ def test_the_users_costs_of_layers_decide_the_cut() -> None:
     [
         ("partition.costs=[1,2]", r"partition.costs=\[1.0,2.0\]: there are 2 for 8 layers; give one for each"),
         ("partition.costs=[0,0,0,0,0,0,0,0]", "partition.costs=.*: at least one must be above 0"),
-        ("partition.costs=[1,1,1,1,1,1,1,1] cost=measured", "partition.costs=.*: cost=measured times the layers"),
         ("+model.arguments.costs=[1,1,1,null,1,1,1,1]", "layer 3 has gpipe_cost=None, and layer 0 has 1"),
         ("+model.arguments.costs=[0,0,0,0,0,0,0,0]", "gpipe_cost is 0 in all layers"),
     ],
@@ -205,65 +202,3 @@ def test_the_users_costs_of_layers_decide_the_cut() -> None:
 def test_costs_that_mean_nothing_are_refused(settings: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
         plan_of(configure(*CUSTOM, *settings.split()), traced(*CUSTOM, *settings.split()))
-
-
-@cache
-def forwards_of(layers: Callable[[], nn.Sequential]) -> list[Work]:
-    with torch.device("meta"):
-        model = layers()
-    image = torch.empty(1, 3, reference_layers.IMAGE_SIZE, reference_layers.IMAGE_SIZE, device="meta")
-    return [cost.forward for cost in trace_layers(model, as_boundary((image,)), training=True)]
-
-
-def test_the_reference_layers_tell_all_rates_of_a_device() -> None:
-    """Seconds made of known rates lead back to these rates: no two of them stand for each other in all layers."""
-    works = forwards_of(reference_layers.layers)
-    samples = reference_layers.samples_for(None)
-    draw = random.Random(1)
-    for _ in range(5):
-        byte = {kind: draw.uniform(0.5, 2.0) * 1e-10 for kind in OperationKind}
-        known = Rates(
-            draw.uniform(0.5, 2.0) * 1e-5,
-            {kind: draw.uniform(0.5, 2.0) * 1e-5 for kind in OperationKind},
-            {kind: draw.uniform(0.5, 2.0) * 1e-11 for kind in COMPUTING},
-            byte,
-            dict.fromkeys(CONVOLUTIONS, 3e-10) | {OperationKind.PRODUCT: 5e-11},
-        )
-        seconds = [known.seconds(work, samples) for work in works]
-        found = fit_rates(works, seconds, samples)
-        assert found.layer == pytest.approx(known.layer, rel=0.05)
-        for table in ("operation", "flop", "byte", "weight_byte"):
-            assert getattr(found, table) == pytest.approx(getattr(known, table), rel=0.05), table
-
-
-@pytest.mark.parametrize(
-    ("figures", "gpu_bytes"),
-    [
-        (Figures(5e14, 3e14, 2.7e12, 4e-6), 85_520_809_984),  # as of an H100 in bfloat16
-        (Figures(5e12, 4e12, 2.5e11, 6e-6), 15_828_320_256),  # and of a T4 in float32
-    ],
-)
-def test_the_rates_of_a_device_that_works_while_its_host_launches(figures: Figures, gpu_bytes: int) -> None:
-    """Of each layer alone only what takes longer is seen: what waits for the host, and what waits for the device, is
-    predicted of other layers all the same, though kinds of operations differ by half from single ones."""
-    works = forwards_of(reference_layers.layers_for_gpu)
-    samples = reference_layers.samples_for(gpu_bytes)
-    draw = random.Random(1)
-    for _ in range(3):
-        flops, copied = figures.convolution_flops_per_second, figures.copied_bytes_per_second
-        launch, flop, byte = (
-            {kind: rate * draw.uniform(1.0, 1.5) for kind in OperationKind}
-            for rate in (figures.launch_seconds, 1 / flops, 1 / copied)
-        )
-        flop[OperationKind.PRODUCT] = 1.1 / figures.product_flops_per_second
-        known = Rates(2e-5, launch, flop, byte, overlap=True, launched=True)
-        waited = [1.5e-5 + known.seconds(work, samples) * draw.uniform(0.95, 1.05) for work in works]
-        found = fit_rates(works, waited, samples, figures)
-        for few in (2, 20_000):
-            true, predicted = (
-                sum(rates.seconds(cost.forward, few) for cost in traced().costs) for rates in (known, found)
-            )
-            assert predicted == pytest.approx(true, rel=0.2), few
-    launches = Rates(1e-5, {OperationKind.POOLING: 1e-5}, byte={OperationKind.POOLING: 1e-12}, launched=True)
-    pooling = Work({OperationKind.POOLING: Operations(3, bytes=1e9)})
-    assert [launches.seconds(pooling, few) for few in (0.01, 1)] == pytest.approx([4e-5, 1e-3])

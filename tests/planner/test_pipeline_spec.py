@@ -1,8 +1,6 @@
 """The cut, devices and processes of a run, and what a dry run says of them."""
 
 import re
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,16 +8,12 @@ import torch
 from plan_runs import traced
 from training_runs import TINY, command, configure, spec_of
 
-from gpipe_cli.benchmark.machine_timing import step_costs
-from gpipe_cli.commands import prepare
-from gpipe_cli.config.settings import TrainConfig
+from gpipe_cli.commands.prepare import prepare
 from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.errors import InputError
 from gpipe_cli.planner import layout
-from gpipe_cli.planner.cost_model import StepCosts
-from gpipe_cli.planner.layout import Layout, layout_of
-from gpipe_cli.planner.model_profile import ModelProfile
+from gpipe_cli.planner.layout import layout_of
 from gpipe_cli.planner.pipeline_spec import PipelineSpec
 from gpipe_cli.results.files import read_result
 
@@ -172,18 +166,9 @@ def test_a_note_says_that_processes_have_uneven_work(settings: str, stages: str,
         assert not list(prepare._uneven(better, spec_of(better, traced(*TINY))))
 
 
-def test_a_note_says_what_a_plan_of_compiled_layers_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers that are timed are compiled, too; here nothing is timed, as that would compile them for seconds."""
-
-    def by_figures(config: TrainConfig, profile: ModelProfile, where: Layout, log: Callable[[str], None]) -> StepCosts:
-        return step_costs(replace(config, cost="figures"), profile, where, log)
-
-    monkeypatch.setattr(prepare, "step_costs", by_figures)
-    for cost, other_times in (("figures", True), ("measured", False)):
-        config = configure(*TINY, "compile=true", f"cost={cost}", "hardware=cpu", "partitions=1")
-        note = dict(prepare.prepare(config, (), lambda line: None).notes)["planned"]
-        assert "compile=false" in note
-        assert ("times" in note) is other_times
+def test_a_note_says_what_a_plan_of_compiled_layers_does_not_know() -> None:
+    config = configure(*TINY, "compile=true", "hardware=cpu", "partitions=1")
+    assert "compile=false" in dict(prepare(config, (), lambda line: None).notes)["planned"]
 
 
 def test_limits_are_given_or_the_devices_own() -> None:

@@ -291,7 +291,6 @@ function changes() {
 function costsInWords() {
   const {source, basis, halves} = data.costs, parts = [`Times of layers: ${source}.`];
   if (basis === "other_device") parts.push("They are of another device, and only tell layers from each other.");
-  if (basis === "timed_layers") parts.push("Those of another M are in proportion to what was measured.");
   const split = state.figure.timeline.spans.flat().some(({action}) => action.kind === "I");
   if (split && halves === "assumed") parts.push("I and W are taken to be half of a backward each.");
   return parts.join(" ");

@@ -26,7 +26,6 @@ SpeedKind = Literal["measured", "measured_contended", "measured_one_device"]
 
 PACKAGES = ("torch", "torchvision", "timm", "transformers", "gpipe-cli")
 CONTENDED = 0.05  # share of a stage's computing time without a core above which a speed is `measured_contended`
-DISTURBED = 0.15  # the same share, above which a run does not calibrate later predictions
 TEXT_PACKAGES = ("sentencepiece", "Babel", "sacrebleu")  # tokens, sentences and scores depend on them
 
 

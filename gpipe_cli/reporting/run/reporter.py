@@ -202,7 +202,6 @@ class Reporter:
         self._console.stop()
         if self._steps - self._run.first_step > self._run.warm_up_steps:
             self._compare()
-        self._show_disturbed()
         show_summary(
             self._console.console, result, self._folder, self._run.flops.peak_source, *self._resumable(),
             self._run.next_commands,
@@ -233,23 +232,6 @@ class Reporter:
         if kind is not None and kind != "measured":  # such a speed is not what was predicted
             show_facts(console, [("", speed_kind(kind, share))])
 
-    def _show_disturbed(self) -> None:
-        """Says that a disturbed run calibrates no later prediction, and what to do instead."""
-        prediction, share = self._run.prediction, self._medians.median("without_core") or 0.0
-        if prediction is None or share <= measurement.DISTURBED or self._one_device:
-            return
-        if prediction.costs.basis in ("timed_machine", "timed_layers"):
-            again = "cost=measured_anew times the layers when others leave the cores alone"
-            show_facts(self._console.console, [("disturbed", f"later predictions do not use this run; {again}")])
-
-    @property
-    def undisturbed_step_seconds(self) -> float | None:
-        """The median step that calibrates later predictions; None after too few steps, or if the run was disturbed."""
-        lost = [self._medians.median(share) or 0.0 for share in ("without_core", "set_up")]  # data waits are set-up
-        few = self._steps - self._run.first_step < COMPARED_STEPS
-        unfit = few or self._one_device or max(lost) > measurement.DISTURBED
-        return None if unfit else self._medians.median("step_seconds")
-
     @property
     def _kind_of_speed(self) -> tuple[measurement.SpeedKind | None, float | None]:
         """The kind of speed, and the median over steps of the highest `without_core` of any stage, 0 to 1."""
@@ -268,7 +250,7 @@ class Reporter:
         if (plan := run.prediction) is not None:
             predicted, measured = asdict(plan.breakdown), plan.costs.basis == "timed_layers"
             bytes_held = tuple(stage.total_bytes for stage in plan.memory), plan.saved_bytes
-            prediction = Prediction(plan.costs.source, measured, plan.step_seconds, plan.step_range, *bytes_held)
+            prediction = Prediction(plan.costs.source, measured, plan.step_seconds, *bytes_held)
         kinds = measured_breakdown(self._medians), predicted
         kind, without_core = self._kind_of_speed
         return RunResult(

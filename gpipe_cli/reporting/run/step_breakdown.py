@@ -54,9 +54,7 @@ def comparison(
 ) -> Iterable[tuple[str, str]]:
     """Labelled lines: predicted against measured step and, if they were counted, the saved activations of one
     mini-batch in bytes per stage."""
-    least, most = prediction.step_range
-    varied = f", {duration(least)} to {duration(most)} as the machine varies;" if least < most else ","
-    times = f"{duration(prediction.step_seconds)} a step{varied} measured {duration(step_seconds)}"
+    times = f"{duration(prediction.step_seconds)} a step, measured {duration(step_seconds)}"
     yield "predicted", f"{times} ({difference(prediction.step_seconds, step_seconds, 'as long')})"
     if predicted_bytes and counted_bytes:
         stages = range(len(counted_bytes))
@@ -67,7 +65,7 @@ def comparison(
             sizes = f"{size(predicted)} of activations, counted {size(counted)}"
             yield "", f"{name}: {sizes} ({difference(predicted, counted)})"
     if prediction.costs.basis != "timed_layers":
-        yield "", f"from {prediction.costs.source}; cost=measured times the layers themselves"
+        yield "", f"from {prediction.costs.source}; hardware=auto cost=measured times the layers themselves"
 
 
 def difference(predicted: float, found: float, times: str = "as much") -> str:

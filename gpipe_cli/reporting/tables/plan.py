@@ -121,11 +121,6 @@ def _what(plan: PlanResult) -> Iterator[tuple[str, str]]:
     if known:
         yield "", ", ".join(known)
     yield "costs from", hardware.source
-    if (timed := hardware.timed) is not None:
-        products, convolutions = (operations(timed[f"{each}_flops_per_second"]) for each in ("product", "convolution"))
-        yield "", f"products {products}FLOP/s, convolutions {convolutions}FLOP/s"
-        copies, launch = operations(timed["copied_bytes_per_second"]), 1e6 * timed["launch_seconds"]
-        yield "", f"copies {copies}B/s, {launch:.3g} us for an operation at least"
 
 
 def _answers(plan: PlanResult) -> Iterator[tuple[str, str]]:

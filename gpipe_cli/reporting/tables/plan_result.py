@@ -166,7 +166,7 @@ def _bytes(tensors: Sequence[BoundaryTensor], profile: ModelProfile, plan: Plan)
 def _hardware(config: TrainConfig, plan: Plan) -> PlannedHardware:
     memory = plan.layout.memory
     hardware = resolved(config.hardware, plan.layout.devices)
-    timed = plan.costs.basis in ("timed_machine", "timed_layers")  # then seconds do not come from a data sheet
+    timed = plan.costs.basis == "timed_layers"  # then seconds do not come from a data sheet
     reached = None if hardware.tflops is None else reached_tflops(hardware, config.precision)
     peaks = {"float32": hardware.peak_tflops, "tf32": hardware.tf32_tflops, "bfloat16": hardware.bfloat16_tflops}
 
@@ -180,7 +180,6 @@ def _hardware(config: TrainConfig, plan: Plan) -> PlannedHardware:
         computes_in=computes_in(hardware.name, config.precision),
         peak_flops_per_second={name: None if peak is None else peak * 1e12 for name, peak in peaks.items()},
         flops_per_second=times(reached, 1e12 * (plan.layout.threads if hardware.name == "cpu" else 1)),
-        timed=asdict(plan.costs.figures) if plan.costs.figures else None,
         memory_bytes=memory.device_bytes if memory else None,
         memory_stages=memory.stages if memory else None,
         link_bytes_per_second=times(hardware.link_gb_per_second, 1e9),

@@ -22,9 +22,7 @@ from gpipe_cli.pipeline.schedule.placement import PLACEMENTS, place
 from gpipe_cli.pipeline.schedule.schedule import RECOMPUTE, Schedule, with_recomputation
 from gpipe_cli.pipeline.schedule.schedule_file import read_schedule
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost, SkipCost, StageCost, TieCost, simulate
-from gpipe_cli.planner.cost_model import predicted_costs
-from gpipe_cli.planner.data_sheet import resolved
-from gpipe_cli.planner.device_rates import rates_of_sheet
+from gpipe_cli.planner.cost_model import LayerTimes, predicted_costs
 from gpipe_cli.planner.layout import layout_of
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
 from gpipe_cli.planner.plan import make_plan
@@ -291,15 +289,6 @@ def test_skips_are_as_in_a_plan(page: "Page") -> None:
     assert (long, waiting) == (7, 7)  # of three stages and more
 
 
-def test_measured_seconds_of_skips_are_in_proportion_to_a_micro_batch() -> None:
-    config, profile = configure(*SKIPPING), traced(*SKIPPING)
-    costs = replace(predicted_costs(config, profile, layout_of(config)), rates=None)
-    data = simulation_data(config, profile, make_plan(config, profile, costs, layout_of(config)))
-    own, halved = (data["costs"]["of"][M]["skips"] for M in ("4", "2"))
-    assert own == [[skip.forward, skip.backward] for skip in costs.skips]
-    assert halved == [[2 * forward, 2 * backward] for forward, backward in own]
-
-
 def test_tied_weights_are_as_in_a_plan(page: "Page") -> None:
     """From the plan of two stages: a weight that one stage has twice, or two stages once; the wait for its gradient."""
     config = configure(*TIED, "partitions=2")
@@ -353,13 +342,18 @@ def test_other_settings_lead_to_what_a_plan_of_them_says(page: "Page", replicas:
         }, str(other))  # fmt: skip
 
 
+def timed(layers: int) -> LayerTimes:
+    """Layers that slow each other down by 1.3 while two processes compute."""
+    small, large = ([(n * k, n * k, 3 * n * k) for k in range(1, layers + 1)] for n in (0.001, 0.003))
+    return LayerTimes((1, 4), (small, large), [0.001] * layers, 0.001, 1.3, 2, 0.0002, 1e-9)
+
+
 def test_a_run_on_this_machine_is_simulated_as_it_was_planned(page: "Page") -> None:
     """Where processes share cores and slow each other down, or stages take turns in one process; on devices of their
     own they do not, and only those of a stage's process still take turns."""
     for settings in (("partitions=2",), ("partitions=3", "executor=in_process"), ("partitions=2", "replicas=2")):
         config, profile = configure(*EVEN, "schedule=1f1b", *settings), traced(*EVEN)
-        sheet = rates_of_sheet(resolved(config.hardware, layout_of(config).devices), 1)
-        costs = predicted_costs(config, profile, layout_of(config), replace(sheet, slowdown=1.3, together=2))
+        costs = predicted_costs(config, profile, layout_of(config), timed(len(profile.costs)))
         plan = make_plan(config, profile, costs, layout_of(config))
         data = simulation_data(config, profile, plan)
         own = {"schedule": "1f1b"}  # whose order is made again

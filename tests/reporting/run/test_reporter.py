@@ -1,5 +1,5 @@
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -152,17 +152,21 @@ def test_shares_of_a_run_are_medians_without_the_warm_up(tmp_path: Path) -> None
     ]
 
 
-@pytest.mark.parametrize(("steps", "share", "seconds"), [(20, 0.05, 0.0625), (19, 0.05, None), (20, 0.596, None)])
-def test_a_run_that_was_short_or_disturbed_is_no_base_of_predictions(
-    steps: int, share: float, seconds: float | None, tmp_path: Path
-) -> None:
-    """A run whose cores were taken 59.6 % of the time was compared with predictions as any other."""
-    reporter, file = reporter_in(tmp_path, plan=plan())
-    for number in range(1, steps + 1):
-        reporter.step(step(number, without_core=(0.0, share)))
-    assert reporter.undisturbed_step_seconds == seconds
+def test_a_prediction_is_compared_once_after_twenty_steps(tmp_path: Path) -> None:
+    figures = plan(step_seconds=0.125)
+    figures = replace(figures, costs=replace(figures.costs, source="hardware=cpu figures", basis="data_sheet"))
+    reporter, file = reporter_in(tmp_path, plan=figures)
+    for number in range(1, 20):
+        reporter.step(step(number, without_core=(0.0, 0.4)))
+    assert "predicted" not in file.getvalue()
+    reporter.step(step(20))
+    lines = file.getvalue().splitlines()
+    assert "predicted    125.0 ms a step, measured 62.5 ms (0.50 times as long)" in lines
+    assert "             from hardware=cpu figures; hardware=auto cost=measured times the layers themselves" in lines
+    assert "             measured_contended: other programs used these cores for 40.0 % of the time" in lines
+    reporter.step(step(21))
     reporter.finish("completed")
-    assert ("cost=measured_anew" in file.getvalue()) == (share > 0.5)
+    assert file.getvalue().count("predicted ") == 1  # nothing else was measured
 
 
 def test_a_checkpoint_whose_message_was_not_read_is_one_to_go_on_from(tmp_path: Path) -> None:
