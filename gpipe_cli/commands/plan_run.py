@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from gpipe_cli.benchmark.machine_timing import times_layers
-from gpipe_cli.commands.prepare import not_compiled, prepare
+from gpipe_cli.commands.prepare import NOT_COMPILED, prepare
 from gpipe_cli.config.settings import PlanSettings, TrainConfig, to_yaml
 from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.schedule.schedule_file import csv_of
@@ -60,7 +60,7 @@ def plan(
         else:
             config, profile, made, comparisons = solve_max_model(config, log)
         if config.compile:
-            log(f"planned {not_compiled(config)}")
+            log(f"planned {NOT_COMPILED}")
         files = {"page": str(folder / PAGE), "picture": str(folder / PICTURE)}
         files["trace"] = f"{folder / TRACE} (for ui.perfetto.dev)"
         if (file := settings.write_schedule) is not None:

@@ -4,7 +4,7 @@ allocated (sections 2 and 3 of the paper). A run begins with the same plan, so i
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
@@ -301,7 +301,11 @@ def _stages_and_edges(cut: Cut, costs: StepCosts) -> tuple[tuple[StageCost, ...]
     """The cost of each stage and of each edge between two stages."""
     stages = tuple(
         StageCost(
-            *map(sum, zip(*map(astuple, costs.layers[first:end]), strict=True)),
+            sum(seconds.forward for seconds in costs.layers[first:end]),
+            sum(seconds.graph for seconds in costs.layers[first:end]),
+            sum(seconds.backward for seconds in costs.layers[first:end]),
+            sum(seconds.inputs for seconds in costs.layers[first:end]),
+            sum(seconds.weights for seconds in costs.layers[first:end]),
             update_seconds=sum(costs.updates[first:end]),
             sum_seconds=sum(costs.sums[first:end]),
         )

@@ -6,6 +6,7 @@ depends on n, the samples of a micro-batch, is a pair: [base, each] for base + e
 """
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -134,13 +135,18 @@ def _cuts(config: TrainConfig, profile: ModelProfile, plan: Plan, costs: StepCos
 
     def fastest(partitions: int, *, again: bool) -> Sequence[int]:
         work = [layer.graph + layer.backward + (layer.forward if again else 0.0) for layer in costs.layers]
-        together = keeping_together(profile.shared, layers, partitions, None)
-        sends = {"forward_sends": [edge.forward_seconds for edge in costs.edges],
-                 "backward_sends": [edge.backward_seconds for edge in costs.edges]}  # fmt: skip
+        cut_of = partial(
+            partition,
+            work,
+            partitions,
+            forward_sends=[edge.forward_seconds for edge in costs.edges],
+            backward_sends=[edge.backward_seconds for edge in costs.edges],
+            skips=costs.skips,
+        )
         try:
-            return partition(work, partitions, skips=costs.skips, furthest=together, **sends)
+            return cut_of(furthest=keeping_together(profile.shared, layers, partitions, None))
         except NoCutFitsError:  # it separates layers that share something, which the page says
-            return partition(work, partitions, skips=costs.skips, **sends)
+            return cut_of()
 
     return {
         "cut": cut(plan.balance),
