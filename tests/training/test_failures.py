@@ -59,7 +59,7 @@ def test_a_process_that_is_killed_or_stopped_ends_the_run_and_is_named(
     loaders: list[int] = []
 
     def strike() -> None:
-        wait_until((tmp_path / "checkpoints" / "last").exists, 60, "the first checkpoint")
+        wait_until((tmp_path / "checkpoints" / "last").exists, 120, "the first checkpoint")
         workers = workers_of(os.getpid())
         if of_loader:
             loaders.extend(children(workers[0]))
@@ -106,7 +106,7 @@ def test_an_interrupt_while_workers_start_ends_everything(tmp_path: Path) -> Non
     """SIGTERM is in launch/test_supervisor.py."""
 
     def interrupt() -> None:
-        wait_until(lambda: workers_of(os.getpid()), 60, "the worker")
+        wait_until(lambda: workers_of(os.getpid()), 120, "the worker")
         os.kill(os.getpid(), signal.SIGINT)
 
     assert command_struck(interrupt, "train", *ENDLESS, f"run_folder={tmp_path / 'run'}") == 130
