@@ -8,7 +8,6 @@ from rich.console import Console
 
 from gpipe_cli.commands.words import words_and_settings
 from gpipe_cli.config.settings import newest_runs
-from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.tables.table import TABLE, formatted
 
@@ -44,9 +43,7 @@ def main(arguments: Sequence[str]) -> int:
     if any(argument in ("-h", "--help") for argument in arguments):
         sys.stdout.write(HELP)
         return 0
-    runs, settings = words_and_settings(arguments, "format", "output")
-    if (output := settings.get("output")) is not None:
-        raise RefusedError("output", output, "gpipe compare writes no files; write format=csv > FILE")
+    runs, settings = words_and_settings(arguments, "format")
     for dashed in (run for run in runs if run.startswith("-")):
         raise InputError(f"{dashed}: there is no such option; write format=csv")
     if not runs:
