@@ -8,19 +8,18 @@ from pathlib import Path
 
 from rich.console import Console
 
-from gpipe_cli.commands.reproduce import RUNS_ONE, recipes
 from gpipe_cli.commands.words import words_and_settings
 from gpipe_cli.config.comments import all_settings, of_choices
 from gpipe_cli.config.groups import IMAGES
 from gpipe_cli.config.settings import CONFIG, load_hardware
 from gpipe_cli.config.typed import nearest, show
 from gpipe_cli.errors import InputError
+from gpipe_cli.models.timm_list import chains
 from gpipe_cli.reporting.compare.run_record import find_runs
 from gpipe_cli.reporting.run.lines import show_text
 from gpipe_cli.reporting.tables.table import NONE, SYMBOLS, TABLE, Column, Table, formatted, show_table
 from gpipe_cli.results.measures import Measure, chosen
 from gpipe_cli.results.run import RunResult, read_run_result
-from gpipe_cli.system.interrupts import interruptible_import
 from gpipe_cli.units import count, plural
 
 PEAKS = {"float32": "peak_tflops", "tf32": "tf32_tflops", "bfloat16": "bfloat16_tflops"}
@@ -117,9 +116,6 @@ def _choices(group: str, columns: Sequence[Column], until: str = r"(?<=\.) (?=[A
 
 
 def _timm(pattern: str) -> Listed:
-    with interruptible_import():
-        from gpipe_cli.models.timm_models import chains  # torch comes with it
-
     found, others = chains(pattern)
     names, families, layers, parameters = zip(*found, strict=True) if found else ((),) * 4
     columns = [
@@ -130,6 +126,12 @@ def _timm(pattern: str) -> Listed:
     ]
     line = f"{plural(len(found), 'chain')}; {others} more of timm's names fit {pattern} and are none"
     return Table("", columns), line
+
+
+def _recipes() -> Listed:
+    from gpipe_cli.commands.reproduce import RUNS_ONE, recipes  # all kinds of experiments come with it
+
+    return recipes(), RUNS_ONE
 
 
 def _runs(folder: Path = Path("outputs")) -> Listed:
@@ -179,6 +181,6 @@ TOPICS: dict[str, tuple[str, Callable[[], Listed]]] = {
     "models": ("models, model=...; with a pattern timm's names", _models),
     "datasets": ("data sets, dataset=...", _datasets),
     "hardware": ("devices with their figures, hardware=...", _hardware),
-    "recipes": ("tables, figures and results of the paper, gpipe reproduce NAME", lambda: (recipes(), RUNS_ONE)),
+    "recipes": ("tables, figures and results of the paper, gpipe reproduce NAME", _recipes),
     "runs": ("what has been run, in outputs or another folder", _runs),
 }

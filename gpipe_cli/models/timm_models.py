@@ -16,7 +16,6 @@ import inspect
 import itertools
 import warnings
 from collections.abc import Mapping
-from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_cli.config.typed import RefusedError, with_type
-from gpipe_cli.errors import InputError
 from gpipe_cli.models.paths import add_at
 from gpipe_cli.system.files import regular_size
 
@@ -212,27 +210,17 @@ def _tensors(model: nn.Module) -> set[str]:
     return {name for tensors in (model.named_parameters(), model.named_buffers()) for name, _ in tensors}
 
 
-def chains(pattern: str) -> tuple[list[tuple[str, str, int, int]], int]:
-    """(name, family, layers, parameters) of timm's models that match a shell pattern and are chains, and how many other
-    names match. Each is built without memory, in about a tenth of a second.
-
-    Raises InputError if none fits.
-    """
+def described(name: str) -> tuple[str, int, int] | None:
+    """Family, number of layers and of parameters of a model of timm; None if it is no chain. Nothing is allocated."""
     import timm
 
-    names = timm.list_models(pattern)
-    if not names:
-        near = get_close_matches(pattern.strip("*"), timm.list_models(), n=3)
-        remedy = f"did you mean {' or '.join(near)}?" if near else "write it as 'resnet*'"
-        raise InputError(f"{pattern}: timm has no model of such a name; {remedy}")
-    found = []
-    for name in names:
-        with torch.device("meta"), warnings.catch_warnings(action="ignore"):
-            model = timm.create_model(name)
-        parameters = sum(parameter.numel() for parameter in model.parameters())
-        with suppress(RefusedError):
-            found.append((name, type(model).__name__, len(chain(model)), parameters))
-    return found, len(names) - len(found)
+    with torch.device("meta"), warnings.catch_warnings(action="ignore"):
+        model = timm.create_model(name)
+    try:
+        layers = len(chain(model))
+    except RefusedError:
+        return None
+    return type(model).__name__, layers, sum(parameter.numel() for parameter in model.parameters())
 
 
 class Piece(nn.Module):

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from training_runs import assert_same_tensors
 
 from gpipe_cli.errors import InputError
-from gpipe_cli.models.timm_models import build_timm, chain
+from gpipe_cli.models.timm_list import chains
+from gpipe_cli.models.timm_models import build_timm, chain, described
 from gpipe_cli.pipeline.profile.tracing import trace_layers
 
 ONE_BLOCK = {"layers": (1, 1, 1, 1), "channels": (16, 32, 32, 32)}
@@ -45,6 +46,13 @@ SMALL = "test_resnet"
 def timm_state(sequence: nn.Sequential) -> dict[str, Tensor]:
     """The tensors of a chain under the names that timm gives them."""
     return {name.partition(".")[2]: tensor for name, tensor in sequence.state_dict().items()}
+
+
+@pytest.mark.parametrize("name", [SMALL, "vit_tiny_patch16_224", "regnetz_005", "test_byobnet"])
+def test_the_list_in_the_package_is_as_timm_has_it(name: str) -> None:
+    found, others = chains(name)
+    assert [row[1:] for row in found] == [one for one in [described(name)] if one is not None]
+    assert others == 1 - len(found)
 
 
 @pytest.mark.parametrize(("name", "settings"), MEMBERS)

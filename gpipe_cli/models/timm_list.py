@@ -1,0 +1,36 @@
+"""The models of timm and which of them are chains, as timm_models.csv has them: building all takes many minutes.
+
+python -m gpipe_cli.models.timm_list > gpipe_cli/models/timm_models.csv    writes the file for the installed timm
+"""
+
+import csv
+import sys
+from difflib import get_close_matches
+from fnmatch import filter as matching
+from importlib import resources
+
+from gpipe_cli.errors import InputError
+
+Row = tuple[str, str, int, int]  # name, family, layers, parameters
+
+
+def chains(pattern: str) -> tuple[list[Row], int]:
+    """Timm's models that match a shell pattern and are chains, and how many other names match. Raises InputError if
+    none fits."""
+    text = resources.files("gpipe_cli.models").joinpath("timm_models.csv").read_text("utf-8")
+    rows = {name: rest for name, *rest in csv.reader(text.splitlines())}
+    names = matching(rows, pattern)
+    if not names:
+        near = get_close_matches(pattern.strip("*"), rows, n=3)
+        remedy = f"did you mean {' or '.join(near)}?" if near else "write it as 'resnet*'"
+        raise InputError(f"{pattern}: timm has no model of such a name; {remedy}")
+    found = [(name, rows[name][0], int(rows[name][1]), int(rows[name][2])) for name in names if rows[name]]
+    return found, len(names) - len(found)
+
+
+if __name__ == "__main__":
+    from timm import list_models
+
+    from gpipe_cli.models.timm_models import described
+
+    csv.writer(sys.stdout, lineterminator="\n").writerows((name, *(described(name) or ())) for name in list_models())
