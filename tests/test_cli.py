@@ -85,7 +85,8 @@ def test_the_installed_program_answers() -> None:
 
 
 def test_help_lists_and_configuration_import_nothing_heavy() -> None:
-    lines = ["--help", "train --cfg job", "list models", "list hardware", "list recipes", "help micro_batches"]
+    lines = ["--help", "train --cfg job", "list models", "list hardware", "list recipes"]
+    lines += ["list models vit*", "help micro_batches"]
     lines += [f"{command} --help" for command in COMMANDS]
     result = subprocess.run([sys.executable, "-c", LIGHT, *lines], capture_output=True, text=True, check=False)
     assert (result.returncode, result.stderr) == (0, "")
@@ -105,6 +106,12 @@ def test_help_shows_what_most_users_need_and_names_the_option_for_the_rest(capsy
     assert short[-1].endswith("gpipe train --help-all")
     assert whole[: len(short) - 1] == short[:-1]
     assert any(line.startswith("  executor ") for line in whole[len(short) :])
+
+
+def test_a_file_that_does_not_fit_is_refused_before_anything_heavy_is_imported() -> None:
+    result = subprocess.run([sys.executable, "-c", LIGHT, "train schedule=gone.csv"], capture_output=True, text=True)
+    assert result.returncode == 2, "not the exit code of sys.exit with a text"
+    assert result.stderr.startswith("gpipe train: schedule=gone.csv: cannot be read")
 
 
 @pytest.mark.parametrize(

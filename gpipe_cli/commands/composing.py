@@ -46,6 +46,7 @@ from gpipe_cli.config.settings import (
 from gpipe_cli.config.typed import RefusedError, SettingError, nearest, one_line, quoted, settings, unknown, with_type
 from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.schedule.placement import PLACEMENTS
+from gpipe_cli.planner.step_schedule import refuse_files
 from gpipe_cli.system.interrupts import interruptible_import
 
 T = TypeVar("T")
@@ -300,7 +301,10 @@ def training(tree: DictConfig, given: Mapping[str, object]) -> tuple[TrainConfig
         OmegaConf.update(tree, key, None, force_add=True)
     _take_size_of_tokenizer(tree, given)
     auto = take_auto(tree)
-    return from_tree(TrainConfig, tree), auto
+    config = from_tree(TrainConfig, tree)
+    if not auto:
+        refuse_files(config)
+    return config, auto
 
 
 def with_given(saved: TrainConfig, given: Mapping[str, Any]) -> TrainConfig:

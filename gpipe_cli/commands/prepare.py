@@ -9,10 +9,11 @@ from gpipe_cli.benchmark.machine_timing import step_costs
 from gpipe_cli.config.settings import TrainConfig, load
 from gpipe_cli.distributed.torchrun import Torchrun
 from gpipe_cli.pipeline.schedule.named_schedules import ORDERS
+from gpipe_cli.pipeline.schedule.partitioner import check_balance, check_partitions
 from gpipe_cli.planner.auto_settings import Choice, choose
 from gpipe_cli.planner.data_sheet import computes_on_gpu
-from gpipe_cli.planner.layout import Layout, own_threads
-from gpipe_cli.planner.model_profile import ModelProfile, profile_model, refuse_single_samples
+from gpipe_cli.planner.layout import Layout, layout_of, own_threads
+from gpipe_cli.planner.model_profile import ModelProfile, number_of_layers, profile_model, refuse_single_samples
 from gpipe_cli.planner.pipeline_spec import PipelineSpec, placed
 from gpipe_cli.planner.plan import Plan
 from gpipe_cli.system.machine import usable_cores
@@ -49,6 +50,11 @@ def prepare(
     """
     phase("building the model")
     config = _with_memory_format(config)
+    if not auto:  # before layers are traced and timed
+        layout_of(config, started)
+        if isinstance(balance := config.partition.balance, tuple):
+            check_balance(balance, number_of_layers(config), config.partitions)
+        check_partitions(number_of_layers(config), config.partitions)
     profile = profile_model(config)
     phase(f"choosing {', '.join(auto)}, which predicts many steps" if auto else "planning a step")
     costs_of = partial(step_costs, log=log)

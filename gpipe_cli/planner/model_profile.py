@@ -103,17 +103,31 @@ def profile_model(config: TrainConfig, lengths: tuple[int, ...] | None = None) -
 
     Raises InputError, one line, if the model does not fit the data set, or its layers do not fit each other.
     """
+    lengths = build.greatest_lengths(config) if lengths is None else lengths
+    return _profile(_traced(config), lengths)
+
+
+def number_of_layers(config: TrainConfig) -> int:
+    """The number of the model's layers, which is built but not traced. Raises InputError as `profile_model` does."""
+    return len(_model(_traced(config)))
+
+
+def _traced(config: TrainConfig) -> _Traced:
     names = [one.name for one in fields(config) if one.name not in _WITHOUT_SHAPES]
     facts = [f"{name}={getattr(config, name)}" for name in names]
     facts += [f"on_gpu={computes_on_gpu(config)}", f"splits={config.splits_backward}"]
-    lengths = build.greatest_lengths(config) if lengths is None else lengths
-    return _profile(_Traced(tuple(facts), config), lengths)
+    return _Traced(tuple(facts), config)
+
+
+@lru_cache(maxsize=1)
+def _model(traced: _Traced) -> nn.Sequential:
+    return build.build_model(traced.config)
 
 
 @lru_cache(maxsize=16)
 def _profile(traced: _Traced, lengths: tuple[int, ...]) -> ModelProfile:
     config = traced.config
-    model, inputs = build.build_model(config), build.model_inputs(config)
+    model, inputs = _model(traced), build.model_inputs(config)
     shared = {(one.first, one.second): one for one in find_shared(model)}
     frozen = find_frozen(config, model)
     freeze(model, frozen)

@@ -25,6 +25,14 @@ def mean_micro_batch(config: TrainConfig, lengths: Sequence[int]) -> float:
     return whole / (pieces if config.batch_size is None else min(pieces, whole))
 
 
+def refuse_files(config: TrainConfig) -> None:
+    """Raises RefusedError for a file with a schedule or a placement that does not fit the other settings."""
+    if config.schedule_is_file:
+        schedule_of_file(config)
+    elif config.placement_is_file:
+        placement_of_file(config)
+
+
 def schedule_of_file(config: TrainConfig) -> Schedule:
     """The schedule in the file that `schedule` names. Raises RefusedError if it does not fit the other settings."""
     try:

@@ -67,7 +67,7 @@ def partition(
     Raises NoCutFitsError if `furthest` permits no cut, InputError for fewer partitions than one or more than layers.
     """
     layers = len(costs)
-    _require_partitions(layers, partitions)
+    check_partitions(layers, partitions)
     on_costs = [0.0] * (layers - 1) if forward_sends is None else list(forward_sends)
     back_costs = [0.0] * (layers - 1) if backward_sends is None else list(backward_sends)
     assert len(on_costs) == len(back_costs) == layers - 1, "one cost for each place between layers"
@@ -154,7 +154,7 @@ def imbalance(
 
 def check_balance(balance: Sequence[int], layers: int, partitions: int, setting: str = "partition.balance") -> None:
     """Raises InputError if a balance given by hand (layers of each partition), as `setting`, does not fit the model."""
-    _require_partitions(layers, partitions)
+    check_partitions(layers, partitions)
     even = [layers // partitions + (k < layers % partitions) for k in range(partitions)]
     remedy = f"give {partitions} positive numbers that add up to {layers}, such as {_written(even)}, or leave it out"
     given = f"{setting}={_written(balance)}"
@@ -171,7 +171,8 @@ def _written(balance: Sequence[int]) -> str:
     return f"[{','.join(map(str, balance))}]"
 
 
-def _require_partitions(layers: int, partitions: int) -> None:
+def check_partitions(layers: int, partitions: int) -> None:
+    """Raises InputError unless there are one or more partitions and a layer for each."""
     if partitions < 1:
         raise InputError(f"partitions={partitions}: must be at least 1; use partitions=1 to keep the model whole")
     if partitions > layers:
