@@ -139,7 +139,7 @@ def test_a_plan_of_the_schedule_that_was_written_is_the_same() -> None:
 def test_a_data_sheet_with_a_gap_is_refused(key: str) -> None:
     config = configure(*PLAN, "hardware=tpu_v2", f"hardware.{key}=null")
     with pytest.raises(InputError, match=rf"hardware.{key}=null: a step cannot be predicted without it"):
-        plan_run._require_figures(config, several=True)
+        plan_run._require_figures(config, None, several=True)
 
 
 def test_programs_get_the_plan_alone(capsys: pytest.CaptureFixture[str]) -> None:

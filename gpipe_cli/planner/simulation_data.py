@@ -223,10 +223,7 @@ def _costs(config: TrainConfig, profile: ModelProfile, plan: Plan, micro_batches
 
 def _at_once(plan: Plan) -> int | None:
     """How many devices of all pipelines can compute at the same time, whatever K is; None: all of them."""
-    layout = plan.layout
-    if not layout.shares_cores:
-        return None
-    return max(1, usable_cores() // layout.threads)
+    return max(1, usable_cores() // plan.layout.threads) if plan.layout.shares_cores else None
 
 
 def _limit(config: TrainConfig, layout: Layout, memory: Memory) -> dict[str, Any]:
