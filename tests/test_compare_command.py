@@ -81,7 +81,7 @@ def test_of_two_runs_all_that_differs_is_shown(
 
     def differing() -> tuple[dict[str, list[str]], str]:
         """The rows of the table and the facts below by their first cell, and all that is shown."""
-        shown = compare(*runs, f"output={tmp_path / 'files'}")[1]
+        shown = compare(*runs)[1]
         lines = [re.split(r"  +", line.strip()) for line in shown.splitlines() if line]
         return {first: cells for first, *cells in lines}, shown
 

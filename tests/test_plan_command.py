@@ -103,7 +103,7 @@ def test_the_model_is_built_and_traced_once_and_nothing_is_simulated_that_does_n
         ("-m partitions=1,2 run_folder=x", "run_folder=x: each plan of a sweep has a folder of its own"),
         ("-m partitions=1,2 write_schedule=x.csv", "write_schedule=x.csv: each plan of a sweep has a schedule"),
         ("-m partitions=1,2 verbose=true", "verbose=true: a sweep is a table with a row for each plan"),
-        ("-m batch_size=interval(4,8)", "batch_size=interval(4,8): a plan has no search"),
+        ("-m batch_size=interval(4,8)", "batch_size=interval(4,8): a sweep has no bounds"),
         ("write_schedule=order.txt", "write_schedule=order.txt: a schedule is read by its ending; use"),
         ("write_schedule=order.csv", "write_schedule=order.csv: it is there already; give another, or remove it"),
         ("write_schedule=none/order.csv", "write_schedule=none/order.csv: there is no folder none; make it"),

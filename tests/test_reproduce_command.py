@@ -27,7 +27,7 @@ TINY = [
 @pytest.fixture(autouse=True)
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(machine_timing, "_LAYER_SECONDS", 0.1)
+    monkeypatch.setattr(machine_timing, "_SECONDS", 0.1)
 
 
 def test_without_a_name_the_recipes_are_listed_in_the_order_of_the_paper(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ import torch
 from plan_runs import traced
 from training_runs import TINY, command, configure, spec_of
 
-from gpipe_cli.commands.prepare import prepare
+from gpipe_cli.commands import prepare
 from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.errors import InputError
@@ -168,7 +168,7 @@ def test_a_note_says_that_processes_have_uneven_work(settings: str, stages: str,
 
 def test_a_note_says_what_a_plan_of_compiled_layers_does_not_know() -> None:
     config = configure(*TINY, "compile=true", "hardware=cpu", "partitions=1")
-    assert "compile=false" in dict(prepare(config, (), lambda line: None).notes)["planned"]
+    assert "compile=false" in dict(prepare.prepare(config, (), lambda line: None).notes)["planned"]
 
 
 def test_limits_are_given_or_the_devices_own() -> None:
