@@ -26,7 +26,8 @@ from training_runs import (
 from gpipe_cli.commands.training_run import find_source
 from gpipe_cli.errors import InputError
 from gpipe_cli.launch.fork_server import fork_server, temporary_folder
-from gpipe_cli.results.files import RESULT, read_result
+from gpipe_cli.reporting.run.lines import LOG
+from gpipe_cli.results.files import read_result
 from gpipe_cli.training.milestones import DivergedError, starting_point
 
 BOUND = 20  # seconds; it takes 2 to 3, the rest is for a machine that does other things too
@@ -83,11 +84,12 @@ def test_ctrl_c_ends_everything_and_the_checkpoint_stays(tmp_path: Path) -> None
 
     def is_running() -> bool:
         assert program.poll() is None, program.communicate()
-        # on a busy machine the workers may be ahead of their parent, which has yet to say that the run has begun
-        return all((tmp_path / "run" / name).exists() for name in ("checkpoints/last", RESULT))
+        # the workers may be ahead of their parent, which has yet to import TensorBoard and to say so
+        begun, log = tmp_path / "run" / "checkpoints" / "last", tmp_path / "run" / LOG
+        return begun.exists() and log.exists() and "parameters" in log.read_text()
 
     try:
-        wait_until(is_running, 120, "the first checkpoint, and result.json")
+        wait_until(is_running, 120, "the first checkpoint, and the banner")
         os.killpg(program.pid, signal.SIGINT)  # the terminal sends it to all of them
         output, errors = program.communicate(timeout=BOUND)
     finally:
