@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from gpipe_cli.data.batches import Catalogue, MiniBatches, language_quotas, temperature_draws
-from gpipe_cli.errors import InputError
 
 
 def sentences(dimensions: int = 2) -> Catalogue:
@@ -117,11 +116,6 @@ def test_without_shuffling_sorted_by_length_and_always_the_same() -> None:
     lengths = torch.tensor([[5, 1], [2, 2], [1, 5], [2, 2], [1, 1]], dtype=torch.int32)
     batches = batches_of(Catalogue(5, lengths=lengths), batch_size=2, shuffle=False)
     assert epoch_of(batches, 0) == epoch_of(batches, 3) == [[4, 1], [3, 2], [0]]
-
-
-def test_the_longest_sentence_must_fit() -> None:
-    with pytest.raises(InputError, match=r"^batch_tokens=29: the longest sentence has 30 tokens; use 30 or more$"):
-        batches_of(sentences(), batch_tokens=29)
 
 
 # --- temperature

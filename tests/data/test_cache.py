@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gpipe_cli.data.cache import cache_folder, cached, digest_of
-from gpipe_cli.errors import InputError
+from gpipe_cli.data.cache import cached
 
 
 def refuse() -> bytes:
@@ -47,25 +46,3 @@ def test_several_processes_make_it_once(tmp_path: Path) -> None:
     assert len({found.get() for _ in range(4)}) == 1
     for process in multiprocessing.active_children():
         process.join()
-
-
-def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match=r"^dataset\.cache=[^\n]*/file/cache: cannot be written [^\n]*dataset\.cache"):
-        cached(tmp_path / "file" / "cache", "a", lambda: b"content")
-
-
-def test_folder_by_setting_then_environment_then_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert cache_folder(str(tmp_path / "own")) == tmp_path / "own"
-    assert cache_folder("~/own") == tmp_path / "home" / "own"
-    assert cache_folder(None) == tmp_path / "xdg" / "gpipe"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cache_folder(None) == tmp_path / "home" / ".cache" / "gpipe"
-
-
-def test_digest_depends_on_everything_and_on_nothing_else() -> None:
-    different = [("a", [1], ["ab", "c"]), ("a", [1], ["a", "bc"]), ("a", [2], ["ab", "c"]), ("b", [1], ["ab", "c"])]
-    assert len({digest_of(*given) for given in different}) == len(different)
-    assert digest_of("a", {"x": 1, "y": 2}, ["é"]) == digest_of("a", {"y": 2, "x": 1}, ["é".encode()])

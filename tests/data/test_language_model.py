@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gpipe_cli.config.groups import TextConfig
-from gpipe_cli.data.corpora import read_python_docs, read_text_files, split_sections
+from gpipe_cli.data.corpora import read_python_docs, read_text_files
 from gpipe_cli.data.text import SyntheticText, TextSplit, open_documents, open_text, unigram_perplexity
 from gpipe_cli.data.vocabulary import BEGIN, END, IGNORED, PAD, UNKNOWN, Vocabulary
 from gpipe_cli.errors import InputError
@@ -30,18 +30,6 @@ def test_python_docs_are_split_in_ten_and_share_no_paragraph() -> None:
     both = paragraphs(train) + paragraphs(test)
     assert len(both) == len(set(both))
     assert set(both) == set(paragraphs(tuple(topics.values()))) - {""}  # only repeated ones are lost
-
-
-def test_sections_end_at_paragraphs_and_every_tenth_is_for_the_test() -> None:
-    """Two paragraphs of 1,000 characters make a section; the 25th is alone, as its document ends."""
-    paragraphs = [f"{number:03d} " + "x" * 996 for number in range(40)]
-    train, test = split_sections(["\n\n".join(paragraphs[:25]), "\n\n".join([*paragraphs[20:], "the end"])])
-    sections = [*train[:9], test[0], *train[9:18], test[1], *train[18:]]
-    assert [section.split("\n\n")[0][:3] for section in sections[:13]] == [f"{n:03d}" for n in range(0, 25, 2)]
-    assert "\n\n".join(sections) == "\n\n".join([*paragraphs, "the end"])
-    assert (len(sections), len(test)) == (13 + 8, 2)
-    # white space makes no other paragraph
-    assert split_sections(["one two\n\n   one\n   two\n\n\n\n\nthree", "one  two"]) == (("one two\n\n\nthree",), ())
 
 
 def write(folder: Path, files: dict[str, str | bytes]) -> None:
@@ -65,18 +53,10 @@ def test_the_last_tenth_of_each_file(tmp_path: Path) -> None:
     assert test == ("".join(lines[91:]), "789")
 
 
-@pytest.mark.parametrize(
-    ("files", "message"),
-    [
-        ({}, r"text file '\S+/none': cannot be read \(No such file or directory\); see dataset\.root, .*"),
-        ({"a.txt": "", "b.txt": "\n \n"}, r"dataset\.root=\S+: '\S+' has no text in 2 \*\.txt files; .*"),
-        ({"a.txt": b"good\n\xff"}, r"text file '\S+/a\.txt': cannot be read \(line 2 is not UTF-8.*"),
-    ],
-)
-def test_one_line_about_what_is_wrong(tmp_path: Path, files: dict[str, str | bytes], message: str) -> None:
-    write(tmp_path, files)
-    with pytest.raises(InputError, match=rf"\A{message}\Z"):
-        read_text_files(tmp_path if files else tmp_path / "none")
+def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, {"a.txt": b"good\n\xff"})
+    with pytest.raises(InputError, match=r"^text file '\S+/a\.txt': cannot be read \(line 2 is not UTF-8"):
+        read_text_files(tmp_path)
 
 
 # --- windows

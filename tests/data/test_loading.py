@@ -11,14 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from image_files import EVERYTHING, opened, write_images
-from training_runs import configure
 
 from gpipe_cli.data.batches import MiniBatches
 from gpipe_cli.data.images import ImageSplit
 from gpipe_cli.data.loading import LoadedBatches
 from gpipe_cli.data.text import SyntheticText
 from gpipe_cli.errors import InputError
-from gpipe_cli.training.data_feed import workers_of
 
 
 @pytest.fixture
@@ -97,10 +95,3 @@ def test_a_killed_consumer_leaves_no_process_behind(
         kill(consumer.pid, number)
         assert text.read().count("Traceback") == tracebacks
     consumer.join()
-
-
-def test_decoding_files_has_several_workers_and_images_in_memory_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    folders = configure("dataset=image_folder", "dataset.root=nowhere", "dataset.num_classes=2")
-    for cores, workers in ((1, 1), (2, 2), (64, 8)):
-        monkeypatch.setattr("gpipe_cli.training.data_feed.usable_cores", lambda cores=cores: cores)
-        assert [workers_of(folders), workers_of(configure())] == [workers, 1]

@@ -37,11 +37,6 @@ def test_synthetic_masks_are_a_function_of_seed_and_index() -> None:
         torch.int64,
     )
     assert {*masks.unique().tolist()} == {0, 1, 2}
-    # a class has a colour: the pixels of one are alike, whatever the image
-    means = torch.stack([images.movedim(1, -1)[masks == number].mean(0) for number in range(3)])
-    for image, mask in zip(images.movedim(1, -1), masks, strict=True):
-        assert (image[mask == 0].mean(0) - means[0]).abs().max() < 0.1
-    assert min((means[a] - means[b]).abs().max() for a, b in ((0, 1), (0, 2), (1, 2))) > 0.1
 
 
 def folder(root: Path) -> Path:
@@ -75,17 +70,6 @@ def test_masks_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         train, _ = opened("image_masks", root, num_classes=2, augmentation=None)
         with pytest.raises(InputError, match=rf"^mask '{mask}': .*{why}"):
             train.targets_of(0, FIRST)
-    mask.write_bytes(b"no image")
-    with pytest.raises(InputError, match=rf"^mask '{mask}': cannot be read"):
-        train.targets_of(0, FIRST)
     mask.unlink()
     with pytest.raises(RefusedError, match=r"^dataset\.root=.*no mask for 1 of 1 images \(a, \.\.\.\); add them"):
-        opened("image_masks", root, num_classes=2, augmentation=None)
-
-
-@pytest.mark.parametrize("missing", ["images", "masks"])
-def test_a_missing_folder_is_refused(missing: str, tmp_path: Path) -> None:
-    root = folder(tmp_path)
-    (root / "train" / missing).rename(tmp_path / "gone")
-    with pytest.raises(RefusedError, match=rf"^dataset\.root={root}: '{root / 'train' / missing}' cannot be read"):
         opened("image_masks", root, num_classes=2, augmentation=None)

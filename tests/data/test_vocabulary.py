@@ -82,10 +82,3 @@ def test_a_vocabulary_that_cannot_be_read_is_not_learned_anew(tmp_path: Path) ->
     (tmp_path / VOCABULARY).mkdir()
     with pytest.raises(InputError, match=rf"^{tmp_path / VOCABULARY}: cannot be read \(Is a directory\); "):
         saved_vocabulary(tmp_path)
-
-
-@pytest.mark.parametrize("pieces", [b"", b"no model"])
-def test_a_damaged_vocabulary_of_an_earlier_run_is_refused(pieces: bytes, tmp_path: Path) -> None:
-    """It ended in a traceback of SentencePiece's, or was taken for one without pieces."""
-    with pytest.raises(InputError, match=r"^vocabulary\.model: .* damaged; "):
-        make_vocabulary(LINES, 310, tmp_path, word_prefix=False, pieces=pieces)
