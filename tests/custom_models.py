@@ -336,11 +336,6 @@ class Holds(nn.Module):
         return self.conv(x) + self.others[0](x)
 
 
-def repeats_a_module() -> nn.Sequential:
-    activation = nn.ReLU()
-    return nn.Sequential(nn.Flatten(), nn.Linear(192, 8), activation, nn.Linear(8, 4), activation)
-
-
 class Obeys(nn.Module):
     """Behaves as it is told, for sweeps."""
 
@@ -459,42 +454,16 @@ class Caches(nn.Module):
         return x * self.mask + self.tables[width]
 
 
-@functools.cache
-def kept_table() -> torch.Tensor:
-    """The tensor of its first call, on whatever device that was."""
-    return torch.ones(4, 4, 1, 1)
-
-
-def keeps_a_table(registered: bool = False) -> nn.Sequential:
-    layer = KeepsTensor(kept_table())
-    if registered:
-        del layer.tensor
-        layer.register_buffer("tensor", kept_table())
-    return with_layers(layer)
-
-
 OF_NO_LAYER = nn.Parameter(torch.randn(4, 4, 1, 1))
-MEANS = torch.randn(4, 4, 1, 1)
 
 
 def reads_what_no_layer_has(what: str) -> nn.Sequential:
-    conv, frozen = nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 1).requires_grad_(False)
-    scale = torch.ones(4, 1, 1, requires_grad=True)
+    conv = nn.Conv2d(4, 4, 1)
     functions = {
         "parameter of the module": lambda x: nn.functional.conv2d(x, OF_NO_LAYER),
         "module": lambda x: conv(x),
-        "tensor": lambda x: x * scale,
-        "frozen": lambda x: frozen(x),
-        "constant": lambda x: nn.functional.conv2d(x, MEANS),
-        "made": lambda x: x * torch.ones(1, device=x.device, requires_grad=True),
     }
     return with_layers(Does(functions[what]))
-
-
-def passes_aside() -> nn.Sequential:
-    """The fifth layer reads what the second was given, past the layers between."""
-    kept: list[torch.Tensor] = []
-    return with_layers(Does(lambda x: (kept.append(x), x + 0)[1]), nn.Tanh(), nn.Tanh(), Does(lambda x: x + kept.pop()))
 
 
 def same_memory(registered: str = "buffer") -> nn.Sequential:

@@ -8,14 +8,11 @@ from plan_runs import plan_of, traced
 from training_runs import TINY, configure
 
 from gpipe_cli.config.settings import TrainConfig
-from gpipe_cli.errors import InputError
-from gpipe_cli.planner import data_sheet, layout
 from gpipe_cli.planner.auto_settings import NothingFitsError, _training_samples, choose, solve_max_model
 from gpipe_cli.planner.cost_model import LayerSeconds, StepCosts, predicted_costs
 from gpipe_cli.planner.layout import Layout, layout_of
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
 from gpipe_cli.planner.plan import TooLargeError
-from gpipe_cli.system.gpus import Gpu
 
 SETTINGS = [*TINY, "batch_size=16", "hardware=h200"]
 LM = ["model=transformer_lm", "model.width=32", "model.hidden=64", "model.heads=2", "model.length=16",
@@ -81,43 +78,12 @@ def needed_gib(config: TrainConfig, profile: ModelProfile) -> float:
     return max(stage.total_bytes for stage in plan.memory) / 2**30
 
 
-def test_recomputation_is_compared_with_the_modes(profile: ModelProfile) -> None:
-    config = configure(*SETTINGS, "micro_batches=4", "partitions=2", "recompute=never")
-    limit = 0.8 * needed_gib(config, profile)
-    tight = replace(config, recompute="auto", hardware=replace(config.hardware, memory_gib=limit))
-    _, plan, (choice,) = choose(tight, [], profile, predicted_costs)
-    assert choice.setting == "recompute"
-    never, auto, most = choice.candidates
-    assert (never.plan, auto.plan) == (None, plan)
-    assert auto.value == f"auto: {plan.recomputed[0]}, {plan.recomputed[1]} of 4 per stage"
-    assert most.plan is not None
-    assert 0 < sum(plan.recomputed) < sum(most.plan.recomputed)
-
-
-def test_a_limit_that_nothing_meets_names_stage_amount_and_a_change_that_fits(profile: ModelProfile) -> None:
-    settings = [*SETTINGS, "micro_batches=2", "partitions=2", "recompute=never"]
-    limit = 0.55 * needed_gib(configure(*settings), profile)
-    settings.append(f"hardware.memory_gib={limit}")
-    with pytest.raises(NothingFitsError, match="no cut fits; in the best one stage") as error:
-        choose(configure(*settings), [], profile, predicted_costs)
-    line = str(error.value)
-    assert line.startswith(f"hardware.memory_gib={limit:g}: ")
-    changes = line.rpartition("; use ")[2].split(" or ")
-    for change in changes:  # what it advises does fit
-        choose(configure(*settings, *change.split()), [], profile, predicted_costs)
-    assert changes[-1].startswith("hardware.memory_gib=")
-    assert len(changes) == 2
-
-
 @pytest.mark.parametrize(
     ("settings", "remedy"),
     [
         ("partitions=2 micro_batches=1 recompute=always", "micro_batches=4"),
         ("partitions=2 micro_batches=4 recompute=never", "recompute=always"),
-        ("partitions=1 micro_batches=8 recompute=always", "partitions=4"),
         ("partitions=8 micro_batches=2 recompute=never", "micro_batches=8 recompute=always"),
-        ("partitions=2 partition.balance=[1,7] micro_batches=8 recompute=always", "partition.balance=null"),
-        ("partitions=8 micro_batches=8 recompute=always", "batch_size=4 micro_batches=4"),
         ("partitions=8 micro_batches=8 recompute=always batch_size=1 micro_batches=1", ""),
     ],
 )
@@ -133,35 +99,7 @@ def test_settings_are_advised_before_more_memory_and_no_more_of_them_than_it_tak
     advised, more = str(error.value).rpartition("; use ")[2].split(" or ")
     assert advised == (remedy or "a smaller model")
     assert more.startswith("hardware.memory_gib=")
-
-
-def test_the_memory_that_is_advised_is_enough() -> None:
-    """It was rounded to six digits, which is less above 100 GiB, and was that of one stage where a device has two."""
-    large = (
-        "model.width=16384",
-        "model.hidden=65536",
-        "model.heads=128",
-        "model.layers=12",
-        "partitions=4",
-        "stages_per_process=2",
-    )
-    small = [*LM, *large, "hardware.memory_gib=0.00001"]
-    profile = profile_model(configure(*small))
-    with pytest.raises(NothingFitsError) as error:
-        choose(configure(*small), [], profile, predicted_costs)
-    more = str(error.value).rpartition(" or ")[2]
-    _, plan, _ = choose(configure(*small, more), [], profile, predicted_costs)
-    assert more.startswith("hardware.memory_gib=")
-    assert max(stage.total_bytes for stage in plan.memory) > 100 * 2**30
-
-
-def test_a_limit_of_the_machine_is_no_setting_to_raise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A setting that was not given is not named, and more memory than there is cannot be advised."""
-    config = configure(*SETTINGS[:-1], "micro_batches=2", "partitions=2", "recompute=auto")
-    monkeypatch.setattr(layout, "usable_memory_bytes", lambda: 2 * 10**6)
-    with pytest.raises(InputError, match=r"^recompute=auto: 976\.6 KiB are here for a stage: no cut fits") as error:
-        choose(config, [], traced(*SETTINGS), predicted_costs)
-    assert "memory_gib" not in str(error.value)
+    choose(configure(*base, more), [], profile, predicted_costs)  # what it advises does fit
 
 
 @pytest.mark.parametrize(
@@ -170,10 +108,7 @@ def test_a_limit_of_the_machine_is_no_setting_to_raise(monkeypatch: pytest.Monke
         ([*SETTINGS, "partitions=2", "micro_batches=4"], "except_last"),
         ([*SETTINGS, "partitions=3", "micro_batches=2", "replicas=2", "schedule=1f1b"], "never"),
         ([*SETTINGS, "partitions=4", "micro_batches=4", "schedule=interleaved", "stages_per_process=2"], "always"),
-        ([*SETTINGS, "partitions=2", "micro_batches=3", "schedule=zero_bubble"], "auto"),
         ([*SETTINGS, "partitions=2", "micro_batches=3", "schedule=auto"], "auto"),
-        ([*SETTINGS, "partitions=2", "micro_batches=1", "partition.balance=[3,4]"], "auto"),
-        ([*LM, "partitions=2", "micro_batches=2", "partition.method=lingvo"], "never"),
         ([*LM, "partitions=1", "micro_batches=5", "batch_size=null", "batch_tokens=16"], "always"),
     ],
 )
@@ -198,46 +133,12 @@ def test_the_largest_mini_batch_fits_and_one_sample_more_a_micro_batch_does_not(
         plan_of(more, found, limit)
 
 
-def test_on_gpus_the_largest_mini_batch_follows_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run keeps what a stage may have, so that its cut is one that fits, and also that of a resumed run."""
-    libraries, rest = 2**30, 40 * 2**20
-    monkeypatch.setattr(data_sheet, "torch_is_built_for", lambda: True)
-    monkeypatch.setattr(data_sheet, "usable_gpus", lambda: (Gpu("NVIDIA H100 80GB HBM3", libraries + rest),))
-    settings = [*TINY, "device=auto", "partitions=2", "micro_batches=4", "batch_size=4", "dataset.train_samples=100000"]
-    found = profile_model(configure(*settings))
-    config, plan, _ = choose(configure(*settings), ["batch_size"], found, predicted_costs)
-    limit = layout_of(config).limit_bytes
-    assert config.hardware.memory_gib == rest / 2 / 2**30, "two stages share the GPU"
-    assert limit == rest // 2
-    assert plan.device_bytes[0] <= rest
-    more = replace(config, batch_size=config.batch_size + 4)
-    with pytest.raises(TooLargeError):
-        plan_of(more, found, limit)
-
-
 def test_a_mini_batch_is_no_larger_than_the_training_set(profile: ModelProfile) -> None:
     config = configure(*SETTINGS, "micro_batches=3", "batch_size=3", "dataset.train_samples=64")
     chosen, _, (choice,) = choose(config, ["batch_size"], profile, predicted_costs)
     assert (chosen.batch_size, len(choice.candidates)) == (63, 1)
     digits = configure("micro_batches=4", "batch_size=4", "hardware=h200")
     assert _training_samples(digits) == 1437, "it was the greatest that may be set, which the training refused"
-
-
-@pytest.mark.parametrize(
-    ("settings", "auto", "line"),
-    [
-        ([], ["batch_size"], r"batch_size=auto: needs a limit to the memory of a stage; give hardware\.memory_gib="),
-        (["recompute=auto"], ["batch_size"], "batch_size=auto: needs a limit"),  # not all of the machine's memory
-        ([], ["partitions", "batch_size"], "batch_size=auto: partitions=auto cannot be chosen at the same time"),
-        (["hardware.memory_gib=0.0001"], ["batch_size"], "batch_size=auto: not even one sample a micro-batch fits; "),
-    ],
-)
-def test_without_a_limit_and_below_one_sample_there_is_no_largest_mini_batch(
-    settings: list[str], auto: list[str], line: str
-) -> None:
-    config = configure(*SETTINGS[:-1], "hardware=cpu", "micro_batches=4", "batch_size=4", *settings)
-    with pytest.raises(InputError, match=line):
-        choose(config, auto, traced(*SETTINGS), predicted_costs)
 
 
 def test_the_largest_model_fits_and_the_next_one_does_not() -> None:
@@ -251,19 +152,3 @@ def test_the_largest_model_fits_and_the_next_one_does_not() -> None:
     larger = profile_model(more)
     with pytest.raises(TooLargeError):
         plan_of(more, larger, limit)
-
-
-@pytest.mark.parametrize(
-    ("settings", "line"),
-    [
-        (TINY, "solve=max_model: needs a limit"),
-        ([*LM, "hardware.memory_gib=0.00001"], "not even the smallest model fits"),
-        (
-            ["model=resnet", "dataset=synthetic_images", "hardware.memory_gib=1"],
-            "solve=max_model: model=resnet has no size that can be varied",
-        ),
-    ],
-)
-def test_what_cannot_be_solved_is_one_line(settings: list[str], line: str) -> None:
-    with pytest.raises(InputError, match=line):
-        solve_max_model(configure(*settings))

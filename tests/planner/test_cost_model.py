@@ -10,10 +10,7 @@ from training_runs import configure
 
 from gpipe_cli.config.settings import load_hardware
 from gpipe_cli.config.typed import show
-from gpipe_cli.errors import InputError
-from gpipe_cli.pipeline.profile.layer_cost import OperationKind
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost
-from gpipe_cli.planner import cost_model
 from gpipe_cli.planner.cost_model import (
     LayerSeconds,
     LayerTimes,
@@ -23,9 +20,7 @@ from gpipe_cli.planner.cost_model import (
 )
 from gpipe_cli.planner.device_rates import (
     DeviceRates,
-    computes_in,
     rates_of_sheet,
-    reached_tflops,
 )
 from gpipe_cli.planner.layout import layout_of
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
@@ -64,40 +59,6 @@ def test_a_data_sheet_gives_seconds_of_flops_bytes_and_operations() -> None:
     assert [slow.backward for slow in one.layers] == pytest.approx([4 * fast.backward for fast in four.layers])
 
 
-def test_convolutions_reach_less_of_tensor_cores_than_products() -> None:
-    """And no less than in float32, of which a GeForce's TF32 is no faster."""
-    for name, precision, products, convolutions in (
-        ("a100_80", "float32", 15.5, 15.5),
-        ("a100_80", "tf32", 15.5 * 156 / 19.5, 0.46 * 156),
-        ("a100_80", "bfloat16", 15.5 * 312 / 19.5, 0.46 * 312),
-        ("rtx_4090", "tf32", 50.0, 50.0),
-        ("tpu_v3", "bfloat16", 30.0, 30.0),
-        ("v100", "bfloat16", 9.4, 9.4),
-    ):
-        flop = rates_of_sheet(load_hardware(name), 1, precision).flop  # type: ignore[arg-type]
-        assert 1e-12 / flop[OperationKind.PRODUCT] == pytest.approx(products)
-        assert 1e-12 / flop[OperationKind.CONVOLUTION] == pytest.approx(convolutions)
-        assert 1e-12 / flop[OperationKind.NARROW] == pytest.approx(load_hardware(name).tflops)
-
-
-@pytest.mark.parametrize(
-    ("names", "tf32", "bfloat16"),
-    [
-        ("a100_40 a100_80 gh200 h100 h200 l4 l40s rtx_4090 auto", "tf32", "bfloat16"),
-        ("p40 p100_pcie t4 v100", "float32", "emulated"),
-        ("tpu_v2 tpu_v3 cpu", "float32", "bfloat16"),
-    ],
-)
-def test_a_device_says_what_it_computes_in(names: str, tf32: str, bfloat16: str) -> None:
-    """bfloat16 was said not to be on CPUs and TPUs, and on an H100 with `hardware.bfloat16_tflops=null`."""
-    for name in names.split():
-        found = computes_in(name, "float32"), computes_in(name, "tf32"), computes_in(name, "bfloat16")
-        assert found == ("float32", tf32, bfloat16)
-        sheet = load_hardware(name)
-        if tf32 == "float32":  # no precision is faster than another one there; the peak of a TPU is that of bfloat16
-            assert {reached_tflops(sheet, one) for one in ("float32", "tf32", "bfloat16")} == {sheet.tflops}
-
-
 def test_stages_that_take_turns_take_the_time_of_all() -> None:
     """Two stages in one process are no faster than one."""
     settings = [*EVEN, "recompute=never", "executor=in_process"]
@@ -121,13 +82,6 @@ def test_stages_that_take_turns_take_the_time_of_all() -> None:
     # four processes at once slow each other down by half, two by a sixth; twice as many take turns besides
     expected = (1, 7 / 6, 4 / 3, 1.5, 1.5 * 5 / 4, 1.5 * 6 / 4, 1.5 * 7 / 4, 3.0)
     assert slowdowns(4, 8, 1.5, 4) == pytest.approx(expected)
-
-
-def test_an_unknown_gpu_is_cut_by_another_ones_sheet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cost_model, "resolved", lambda hardware, device: hardware)
-    costs = predicted_costs(config := configure(*EVEN), traced(), layout_of(config))
-    assert costs.basis == "other_device"
-    assert min(seconds.backward for seconds in costs.layers) > 0
 
 
 def timed(*values: float) -> LayerTimes:
@@ -188,17 +142,3 @@ def test_the_users_costs_of_layers_decide_the_cut() -> None:
     assert balances[1:] == [(7, 1), (7, 1)]
     work = [[layer.graph + layer.backward for layer in found.layers] for found in costs]
     assert work[1] == work[2] == pytest.approx([sum(work[0]) * cost / 6 for cost in given])
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ("partition.costs=[1,2]", r"partition.costs=\[1.0,2.0\]: there are 2 for 8 layers; give one for each"),
-        ("partition.costs=[0,0,0,0,0,0,0,0]", "partition.costs=.*: at least one must be above 0"),
-        ("+model.arguments.costs=[1,1,1,null,1,1,1,1]", "layer 3 has gpipe_cost=None, and layer 0 has 1"),
-        ("+model.arguments.costs=[0,0,0,0,0,0,0,0]", "gpipe_cost is 0 in all layers"),
-    ],
-)
-def test_costs_that_mean_nothing_are_refused(settings: str, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        plan_of(configure(*CUSTOM, *settings.split()), traced(*CUSTOM, *settings.split()))

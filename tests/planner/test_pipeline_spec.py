@@ -1,6 +1,5 @@
 """The cut, devices and processes of a run, and what a dry run says of them."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -8,8 +7,6 @@ import torch
 from plan_runs import traced
 from training_runs import TINY, command, configure, spec_of
 
-from gpipe_cli.commands import prepare
-from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.errors import InputError
 from gpipe_cli.planner import layout
@@ -31,33 +28,16 @@ def test_processes_follow_the_executor() -> None:
     assert spread.most_parameter_tensors == max(spread.parameter_tensors)
 
 
-def test_a_cut_by_hand_is_the_cut() -> None:
-    layers = len(traced(*TINY).costs)
-    spec = placed("partitions=2", f"partition.balance=[1,{layers - 1}]")
-    assert [len(names) for names in spec.layer_names] == [1, layers - 1]
-
-
-def test_more_stages_in_a_process_than_there_are_are_refused() -> None:
-    with pytest.raises(RefusedError, match=r"^stages_per_process=4: .* use stages_per_process=2, or partitions=4 or"):
-        layout_of(configure(*TINY, "partitions=2", "stages_per_process=4"))
-
-
 @pytest.mark.parametrize(
     ("gpus", "settings", "process_of_stage", "stages"),
     [
-        (1, "partitions=4", (0, 0, 0, 0), "0 0 0 0"),
         (2, "partitions=4", (0, 0, 1, 1), "0 0 1 1"),
         (3, "partitions=4", (0, 0, 1, 2), "0 0 1 2"),
-        (8, "partitions=4", (0, 1, 2, 3), "0 1 2 3"),
         (8, "partitions=4 stages_per_process=3", (0, 0, 0, 1), "0 0 0 1"),
-        (2, "partitions=4 executor=in_process", (0, 0, 0, 0), "0 0 1 1"),
         (2, "partitions=4 placement=v", (0, 1, 1, 0), "0 1 1 0"),
         (2, "partitions=4 placement=looped executor=in_process", (0, 0, 0, 0), "0 1 0 1"),
-        (0, "partitions=4 stages_per_process=2", (0, 0, 1, 1), None),
         (0, "partitions=4 stages_per_process=2 placement=v", (0, 1, 1, 0), None),
         (8, "partitions=4 placement=own.csv", (1, 0, 0, 1), "1 0 0 1"),
-        (8, "partitions=4 placement=own.csv executor=in_process", (0, 0, 0, 0), "1 0 0 1"),
-        (1, "partitions=4 placement=own.csv executor=in_process", (0, 0, 0, 0), "0 0 0 0"),
         (0, "partitions=4 placement=own.csv schedule=auto", (1, 0, 0, 1), None),
     ],
 )
@@ -71,36 +51,6 @@ def test_stages_share_gpus_and_processes(
     assert found.devices == (("cpu",) * 4 if stages is None else tuple(f"cuda:{gpu}" for gpu in stages.split()))
 
 
-@pytest.mark.parametrize(
-    ("settings", "line"),
-    [
-        ("partitions=5", "placement=own.csv: has 4 partitions, and partitions=5; use partitions=4"),
-        ("partitions=4 stages_per_process=2", "stages_per_process=2: placement=own.csv says it; leave it out"),
-        ("partitions=4 schedule=interleaved", "placement=own.csv: schedule=interleaved is made for placement=looped;"),
-        ("partitions=4 schedule=own.csv", "placement=own.csv: schedule=own.csv says which device has which stages;"),
-    ],
-)
-def test_a_placement_that_does_not_fit_the_other_settings(settings: str, line: str) -> None:
-    Path("own.csv").write_text("1,2\n0,3\n", encoding="utf-8")
-    with pytest.raises(InputError, match=f"^{re.escape(line)}"):
-        layout_of(configure(*TINY, "placement=own.csv", *settings.split()))
-
-
-@pytest.mark.parametrize(("settings", "boundaries", "sums"), [
-    ("partitions=4 executor=in_process", 0, 0), ("partitions=2", 1, 0), ("partitions=4", 2, 0),
-    ("partitions=4 stages_per_process=2", 1, 0), ("partitions=4 schedule=interleaved stages_per_process=2", 3, 0),
-    ("partitions=4 placement=v stages_per_process=2", 2, 0),
-    ("partitions=4 replicas=2", 2, 1), ("partitions=4 replicas=2 executor=in_process", 0, 1),
-])  # fmt: skip
-def test_a_gpu_holds_nccl_s_buffers_too(
-    settings: str, boundaries: int, sums: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those of the process with the most neighbours: no plan counted them."""
-    monkeypatch.setattr(layout, "number_of_gpus", lambda config: 8)
-    found = layout.nccl_bytes(layout_of(configure(*TINY, *settings.split(), "batch_size=8")))
-    assert found == boundaries * 48 * 2**20 + sums * layout._SUMS_BYTES
-
-
 @pytest.mark.parametrize(("rank", "here", "local_rank"), [(0, 1, 0), (1, 2, 0), (2, 2, 1)])
 def test_a_gpu_under_torchrun_is_that_of_the_local_rank(
     rank: int, here: int, local_rank: int, monkeypatch: pytest.MonkeyPatch
@@ -112,63 +62,9 @@ def test_a_gpu_under_torchrun_is_that_of_the_local_rank(
         monkeypatch.setenv(name, str(value))
     with pytest.raises(InputError, match=r"partitions=2: torchrun started 3 processes, and each needs a stage; use"):
         layout_of(configure(*TINY, "partitions=2"), torchrun())
-    with pytest.raises(InputError, match=r"executor=in_process: torchrun started 3 processes"):
-        layout_of(configure(*TINY, "partitions=3", "executor=in_process"), torchrun())
-    Path("own.csv").write_text("1,2\n0,3\n", encoding="utf-8")
-    with pytest.raises(InputError, match=r"placement=own\.csv: is for 2 devices, and torchrun started 3 processes for"):
-        layout_of(configure(*TINY, "partitions=4", "placement=own.csv"), torchrun())
     found = layout_of(configure(*TINY, "partitions=5"), torchrun())
     assert found.process_of_stage == (0, 0, 1, 1, 2)
     assert {found.devices[k] for k in range(5) if found.process_of_stage[k] == rank} == {f"cuda:{local_rank}"}
-    monkeypatch.setattr(layout, "number_of_gpus", lambda config: here - 1)
-    with pytest.raises(InputError, match=r"device=cuda: there is no CUDA" if here == 1 else r"1 GPUs|there are 1; use"):
-        layout_of(configure(*TINY, "partitions=5", "device=cuda"), torchrun())
-
-
-@pytest.mark.parametrize(
-    ("settings", "labels"),
-    [
-        ("partitions=3 executor=distributed", ["cores"]),  # 3 processes of 1 thread on two cores
-        ("partitions=1 threads=3", ["cores"]),
-        ("partitions=2 executor=in_process", ["devices"]),
-        ("partitions=2 executor=distributed", []),
-        ("partitions=1 threads=2", []),
-    ],
-)
-def test_a_note_before_the_run_says_that_stages_take_turns(
-    settings: str, labels: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in (layout, prepare):
-        monkeypatch.setattr(module, "usable_cores", lambda: 2)
-    made = placed(*settings.split())
-    assert [label for label, _ in prepare._turns(made.layout)] == labels
-    assert made.layout.one_device == bool(labels)
-
-
-@pytest.mark.parametrize(
-    ("settings", "stages", "use"),
-    [
-        ("partitions=4 stages_per_process=3", "3 + 1 stages: process 0 has ", "stages_per_process=2 is"),
-        ("partitions=3 stages_per_process=2", "2 + 1 stages: process 0 has ", "partitions=4 is"),
-        ("partitions=7 stages_per_process=2", "2 + 2 + 2 + 1 stages: process ", ""),  # of 7 layers
-        ("partitions=4 executor=in_process", "", ""),
-    ],
-)
-def test_a_note_says_that_processes_have_uneven_work(settings: str, stages: str, use: str) -> None:
-    """The cut does not know of processes: one with three of four stages had 72 % of the work, and nothing said so."""
-    config = configure(*TINY, *settings.split())
-    notes = dict(prepare._uneven(config, spec_of(config, traced(*TINY))))
-    assert notes.get("processes", "").startswith(stages)
-    assert ("; " in notes.get("processes", "")) == bool(use)
-    if use:
-        assert use in notes["processes"]
-        better = configure(*TINY, *settings.split(), use.split()[0])
-        assert not list(prepare._uneven(better, spec_of(better, traced(*TINY))))
-
-
-def test_a_note_says_what_a_plan_of_compiled_layers_does_not_know() -> None:
-    config = configure(*TINY, "compile=true", "hardware=cpu", "partitions=1")
-    assert "compile=false" in dict(prepare.prepare(config, (), lambda line: None).notes)["planned"]
 
 
 def test_limits_are_given_or_the_devices_own() -> None:

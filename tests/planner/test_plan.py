@@ -76,13 +76,6 @@ def test_the_cut_gives_way_to_a_limit() -> None:
     assert tight.step_seconds >= free.step_seconds
 
 
-def test_an_error_names_stage_and_bytes_if_no_cut_fits() -> None:
-    with pytest.raises(TooLargeError) as error:
-        planned("partitions=2", limit=0.01)
-    missing = [stage.total_bytes - int(0.01 * MIB) for stage in planned("partitions=2").memory]
-    assert (error.value.missing_bytes, error.value.stage) == max((bytes_, k) for k, bytes_ in enumerate(missing))
-
-
 def test_a_devices_stages_share_its_memory() -> None:
     """In a V the first stage of a device holds its graphs long and its last one briefly: a limit fits that the first
     exceeds with what it may use of it."""

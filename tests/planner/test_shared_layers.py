@@ -10,16 +10,14 @@ import custom_models
 import pytest
 import torch
 from custom_models import READERS
-from networks import as_boundary
 from torch import nn
 from training_runs import TINY, configure, spec_of, train_here
 
 from gpipe_cli.commands.check_run import _Checked
 from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.errors import InputError
-from gpipe_cli.pipeline.profile.tracing import trace_layers
 from gpipe_cli.pipeline.schedule.partitioner import NoCutFitsError, partition
-from gpipe_cli.planner.shared_layers import Shared, check_cut, find_read, find_shared, keeping_together
+from gpipe_cli.planner.shared_layers import Shared, check_cut, find_shared, keeping_together
 from gpipe_cli.training.checkpoint.files import find_checkpoint
 from gpipe_cli.training.checkpoint.whole_model import whole_model
 from gpipe_cli.training.engine import WorkerProcess
@@ -98,11 +96,6 @@ def test_whatever_two_layers_share_stays_in_one_partition(
             check_cut(shared, (1, 3))
 
 
-def test_a_module_has_one_place() -> None:
-    with pytest.raises(InputError, match="layers 2 and 4 are the same module"):
-        spec_of(configure(*CUSTOM, "model.target=custom_models:repeats_a_module", "partitions=1"))
-
-
 def balances(layers: int, partitions: int) -> Iterator[tuple[int, ...]]:
     for cut in itertools.combinations(range(1, layers), partitions - 1):
         yield tuple(end - begin for begin, end in itertools.pairwise((0, *cut, layers)))
@@ -153,39 +146,6 @@ def test_layers_of_which_one_reads_the_others_weight_stay_in_one_stage(way: str)
         spec_of(configure(*settings, "partitions=8"))
 
 
-class Mixes(nn.Module):
-    """A block with a weight of its own, and a function that may read another's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.own, self.mix = nn.Linear(4, 4), lambda x: x
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.mix(self.own(x))
-
-
-def test_equal_layers_with_one_function_read_the_weight_of_the_first() -> None:
-    """The first reads its own weight by it. The others are equal, and were taken to read their own, too."""
-    blocks = [Mixes() for _ in range(3)]
-    for block in blocks:
-        block.mix = lambda x: nn.functional.linear(x, blocks[0].own.weight)
-    function = blocks[0].mix
-    for block in blocks:
-        block.mix = function
-    model = nn.Sequential(*blocks).to("meta")
-    costs = trace_layers(model, as_boundary((torch.empty(1, 4),)), training=True)
-    assert [cost.foreign for cost in costs] == [(), ("0.own.weight",), ("0.own.weight",)]
-    assert {(one.first, one.second) for one in find_read(costs)} == {(0, 1), (0, 2)}
-
-
-@pytest.mark.parametrize("way", [way for way in READERS if way not in ALIASES])
-def test_weights_without_memory_are_told_apart_too(way: str) -> None:
-    """In 16 bits layers are traced with stand-ins of their weights, also where a function holds the weight itself."""
-    settings = [*reads_another(way), "precision=bfloat16", "partitions=2"]
-    with pytest.raises(InputError, match=r"layers 2 and 4 share 2\."):
-        spec_of(configure(*settings, "partition.balance=[3,6]"))
-
-
 def test_on_one_stage_they_are_what_plain_pytorch_makes_of_them(tmp_path: Path) -> None:
     """The weight that is trained is the one that they read: bit by bit, also in two halves and recomputed."""
     config = configure(*reads_another(*READERS), CONTIGUOUS, "partitions=3")
@@ -233,28 +193,9 @@ def test_two_tensors_in_the_same_memory_are_refused(registered: str) -> None:
 OF_NO_LAYER = [*CUSTOM, "model.target=custom_models:reads_what_no_layer_has", "partitions=1"]
 
 
-@pytest.mark.parametrize("what", ["parameter of the module", "module", "tensor"])
+@pytest.mark.parametrize("what", ["parameter of the module", "module"])
 def test_a_parameter_that_no_layer_has_is_refused(what: str) -> None:
     """Nothing would train it, and no checkpoint keep it."""
     for precision, remedy in (("float32", "make it, or its module, an attribute"), ("bfloat16", "")):
         with pytest.raises(InputError, match=rf"layer 1 reads a .*; .*{remedy}"):
             spec_of(configure(*OF_NO_LAYER, f"model.arguments={{what: {what}}}", f"precision={precision}"))
-
-
-@pytest.mark.parametrize("what", ["frozen", "constant", "made"])
-def test_a_constant_may_belong_to_no_layer(what: str) -> None:
-    spec_of(configure(*OF_NO_LAYER, f"model.arguments={{what: {what}}}"))
-
-
-def test_an_activation_that_is_passed_aside_is_no_parameter() -> None:
-    spec_of(configure(*CUSTOM, "model.target=custom_models:passes_aside", "partitions=1"))
-
-
-def test_what_was_kept_from_the_meta_device_is_refused(tmp_path: Path) -> None:
-    """By a layer it was read like any other tensor, and a product with it was whatever lay in memory."""
-    custom_models.kept_table.cache_clear()
-    settings = [*CUSTOM, "model.target=custom_models:keeps_a_table", CONTIGUOUS, "partitions=1", "max_steps=1"]
-    for number, registered in enumerate((False, True)):
-        config = configure(*settings, f"model.arguments={{registered: {registered}}}")
-        with pytest.raises(InputError, match=r"has no values.*; make all tensors and modules anew in every call"):
-            train_here(config, tmp_path / str(number))
