@@ -8,7 +8,7 @@ import torch
 from recipe_runs import TINY, column, real_runner
 
 from gpipe_cli.reporting.compare.run_record import read_run
-from gpipe_cli.reproduction.consistency import DIGITS, Consistency, Trained, digest, notes, tensors_apart
+from gpipe_cli.reproduction.consistency import DIGITS, Consistency, Trained, digest, notes
 from gpipe_cli.reproduction.recipe import load
 from gpipe_cli.reproduction.runner import Findings, last_wins
 
@@ -59,10 +59,3 @@ def test_digests_are_of_names_types_shapes_and_bits() -> None:
     others = [{"a": -zeros}, {"b": zeros}, {"a": zeros.reshape(1, 2)}, {"a": zeros.int()}, {"a": square}]
     assert len({digest(tensors) for tensors in ({"a": zeros}, *others)}) == 6
     assert digest({"a": square.T}) == digest({"a": square.T.contiguous()}) != digest({"a": square})
-
-
-def test_differences_are_counted() -> None:
-    one = {"a": torch.zeros(2), "b": torch.ones(3)}
-    other = {"a": torch.zeros(2), "b": torch.tensor([1.0, 1.25, 0.5])}
-    assert tensors_apart(one, other) == "1 of 2 tensors differ, by 5.0e-01 at most"
-    assert tensors_apart(one, {"a": torch.zeros(2)}) == "1 tensor in one of them only"

@@ -8,7 +8,6 @@ from typing import IO
 import pytest
 
 from gpipe_cli.commands.recipe_run import simulating_recipe
-from gpipe_cli.errors import InputError
 from gpipe_cli.reproduction.runner import FOLDER, LOG, CommandFailedError, Runner, last_wins, with_users
 
 
@@ -61,22 +60,6 @@ def test_an_error_of_a_command_is_the_recipes(tmp_path: Path) -> None:
     log = (tmp_path / LOG).read_text(encoding="utf-8")
     assert log.startswith(f"\n$ gpipe bench -m -cd {FOLDER} -cn some_recipe partitions=1,2 ")
     assert log.endswith("said\n")
-
-
-def test_a_measurement_of_what_cannot_be_is_bad_input(tmp_path: Path) -> None:
-    rows = [{"status": "impossible", "reason": "model.filters=x: must be a whole number"}]
-    here = runner(tmp_path, CommandFailedError("model.filters=x: must be a whole number"), [])
-
-    def bench(*statuses: str) -> None:
-        (tmp_path / "a").mkdir()
-        (tmp_path / "a" / "bench.json").write_text(json.dumps({"rows": [{**rows[0], "status": s} for s in statuses]}))
-        here.bench("a", "partitions=1,2")
-
-    with pytest.raises(InputError, match=r"^model\.filters=x: must be a whole number$"):
-        bench("impossible", "impossible")
-    assert not (tmp_path / "a").exists()
-    with pytest.raises(CommandFailedError, match=r"^model\.filters=x: .*log\.txt$"):
-        bench("impossible", "failed")
 
 
 def test_one_of_batch_size_and_batch_tokens_takes_the_place_of_the_other() -> None:

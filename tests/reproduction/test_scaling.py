@@ -4,10 +4,8 @@ from pathlib import Path
 
 import pytest
 from recipe_runs import column, real_runner
-from training_runs import configure
 
-from gpipe_cli.planner.model_profile import profile_model
-from gpipe_cli.reproduction.scaling import Cell, Pipelines, ScaledModel, Scaling, plan_cell
+from gpipe_cli.reproduction.scaling import Pipelines, ScaledModel, Scaling
 
 SMALL = (
     "model=transformer_lm", "dataset=synthetic_text", "model.layers=2", "model.width=8", "model.hidden=8",
@@ -35,8 +33,3 @@ def test_replicas_take_their_share_of_a_mini_batch(tmp_path: Path) -> None:
     ((_, picture),) = found.files
     assert Path(picture).read_bytes().startswith(b"\x89PNG")
     assert any("strong: from 1 to 16 devices a replica's M goes from 8 to 1" in line for _, line in found.notes)
-
-
-def test_what_a_stage_lacks() -> None:
-    config = configure(*SMALL, "hardware.memory_gib=1e-6")
-    assert plan_cell(config, profile_model(config), Cell("tiny", "weak", 2, 2, 8, 4)).missing_bytes > 0

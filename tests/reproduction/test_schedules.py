@@ -4,10 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from recipe_runs import TINY, answering, column, real_runner
+from recipe_runs import answering, column
 
 from gpipe_cli.reporting.plots.timeline_values import SHARES
-from gpipe_cli.reproduction.recipe import load
 from gpipe_cli.reproduction.schedules import Schedules
 
 SHARED = {**dict.fromkeys(SHARES, 0.0), "compute": 0.9, "bubble": 0.1}
@@ -48,14 +47,3 @@ def test_every_schedule_has_a_row_for_each_number_of_devices(tmp_path: Path) -> 
     assert column(four, "unit clock", "simulated")[-4:] == [f"{66 / 51:.2f}", f"{66 / 54:.2f}", f"{66 / 59:.2f}", "-"]
     assert column(four, "graphs", "simulated")[4:] == ["8.0", "7.5", "5.5", "8.0", "4.0", "3.0", "2.0", "-"]
     assert ("auto", "4 devices of 2 stages: 1f1b") in found.notes
-
-
-def test_the_recipe_plans_and_measures(tmp_path: Path) -> None:
-    """One schedule of each: a plan and a measurement in this process, by the recipe's own configuration."""
-    recipe = load("schedules")
-    assert recipe.schedules == Schedules((2, 4, 8))
-    runner = real_runner("schedules", tmp_path, *TINY, "model.normal_cells=3", "steps=1", "warm_up_steps=0", "rounds=1",
-                         "dataset.train_samples=32", "micro_batches=2")  # fmt: skip
-    assert runner.plan("plan", "partitions=2", "schedule=zero_bubble")["step_seconds"] > 0
-    rows = runner.bench("bench", "schedule=auto", "partitions=2")["rows"]
-    assert [row["samples_per_second"] > 0 for row in rows] == [True]

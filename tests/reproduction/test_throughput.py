@@ -10,7 +10,6 @@ import pytest
 from recipe_runs import answering, column
 
 from gpipe_cli.commands.recipe_run import simulating_recipe
-from gpipe_cli.config.typed import NothingFitsError
 from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.schedule.simulator import ideal_bubble
 from gpipe_cli.reproduction import runner
@@ -29,13 +28,10 @@ def ideal(k: int, m: int) -> float:
 
 class Machine:
     """Measures 0.9 of the ideal; simulates twice the ideal for every cell but the first with Lingvo's cut, and three
-    times as much with an exact one.
+    times as much with an exact one. `refusal`: of a plan with these settings."""
 
-    `status`: of measured rows with M = 4; `refusal`: of a plan with these settings.
-    """
-
-    def __init__(self, status: str = "measured", refusal: Refusal = lambda settings: None) -> None:
-        self.status, self.refusal, self.asked = status, refusal, list[tuple[str, Mapping[str, str]]]()
+    def __init__(self, refusal: Refusal = lambda settings: None) -> None:
+        self.refusal, self.asked = refusal, list[tuple[str, Mapping[str, str]]]()
 
     def __call__(self, command: str, settings: Mapping[str, str], folder: Path) -> tuple[str, dict[str, Any]]:
         self.asked.append((command, settings))
@@ -49,11 +45,10 @@ class Machine:
         best = 8 if settings.get("recompute") == "never" else 9
         rows = []
         for k, m in product(ks, ms):
-            status = self.status if m == 4 else "measured"
-            speed = best * ideal(k, m) if status == "measured" else None
-            relative = speed and 9 / 8 * speed  # as if the first row were another one
+            speed = best * ideal(k, m)
+            relative = 9 / 8 * speed  # as if the first row were another one
             cell = {"partitions": k, "micro_batches": m} if len(ks) * len(ms) > 1 else {}
-            row = {"settings": cell, "status": status, "samples_per_second": speed, "relative": relative}
+            row = {"settings": cell, "status": "measured", "samples_per_second": speed, "relative": relative}
             rows.append(row | {"kind": "measured"})
         return "bench.json", {"rows": rows}
 
@@ -107,19 +102,6 @@ def test_rows_that_recompute_differently_are_sweeps_of_their_own(tmp_path: Path)
     assert column(table, "", "") == ["naive-1", "pipeline-1", ""]
 
 
-def test_cells_without_a_number_say_why(tmp_path: Path) -> None:
-    def refusal(settings: Mapping[str, str]) -> InputError | None:
-        small = settings.get("hardware") == "tpu_v2" and settings["micro_batches"] == "1"
-        return NothingFitsError("hardware.memory_gib=8: no cut fits") if small else None
-
-    found = WHAT.reproduce(answering(tmp_path, Machine("out_of_memory", refusal), settings=(CPU,)))
-    (table,) = found.tables
-    assert column(table, "here", "measured") == ["1.00", "out of memory", "-", "-"]
-    assert column(table, "Lingvo's cut", "simulated") == ["no fit", "-", "no fit", "-"]  # nothing to be relative to
-    assert column(table, "Lingvo's cut - paper", "difference") == ["-"] * 4
-    assert ("found", "Some model: could not be measured here: K = 2, M = 4") in found.notes
-
-
 def test_cells_that_cannot_be_do_not_take_the_others_with_them(tmp_path: Path) -> None:
     """After two minutes of measuring, a plan refused `partitions=8`, which nobody had typed, and all was lost."""
     reason = "partitions=4: the model has only 3 layers; use partitions=3 or fewer"
@@ -133,12 +115,6 @@ def test_cells_that_cannot_be_do_not_take_the_others_with_them(tmp_path: Path) -
     assert column(table, "here", "measured") == [*numbers, "-", "-"]
     assert column(table, "Lingvo's cut", "simulated")[2:] == ["impossible", "impossible"]
     assert ("impossible", f"Some model, K = 4, M = 1; K = 4, M = 4: {reason}") in found.notes
-
-    # with slow links nothing is measured: nothing would be lost, and the first refusal is bad input
-    slow = answering(tmp_path, refusing("2", "4"), CPU)
-    with pytest.raises(InputError, match=r"^partitions=4: "):
-        Throughput(WHAT.models, slow_links=True).reproduce(slow)
-    assert len(slow.commands) == 1
 
 
 @pytest.mark.parametrize(
