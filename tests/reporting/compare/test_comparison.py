@@ -1,7 +1,5 @@
 """Comparisons of runs that a real reporter wrote: what differs, what is the same, what cannot be compared."""
 
-import csv
-import io
 import math
 import re
 from dataclasses import replace
@@ -10,15 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from reporting_runs import LANGUAGE_MODEL, evaluation, log, plan, reporter_in, shares, step
+from reporting_runs import LANGUAGE_MODEL, evaluation, plan, reporter_in, shares, step
 
 from gpipe_cli.errors import InputError
-from gpipe_cli.reporting.compare.comparison import Comparison, compare, differing, names
-from gpipe_cli.reporting.compare.report import all_columns, notes, same_curve_notes, show_comparison
+from gpipe_cli.reporting.compare.comparison import compare, differing, names
+from gpipe_cli.reporting.compare.report import notes, same_curve_notes
 from gpipe_cli.reporting.compare.run_record import Curve, RunRecord, find_runs, read_run, same_curves
 from gpipe_cli.reporting.compare.scaling import Scaling, devices, scalings
-from gpipe_cli.reporting.tables.table import to_csv
-from gpipe_cli.results.run import BubbleShares, Partition, RunResult, read_run_result, write_run
+from gpipe_cli.results.run import Partition, read_run_result, write_run
 
 
 def ran(folder: Path, losses: list[float], *settings: str, status: Any = "completed", scale: int = 1) -> None:
@@ -70,16 +67,6 @@ def text(sweep: Path) -> RunRecord:
     return read_run(next(sweep.parent.glob("*transformer*")))
 
 
-def table(comparison: Comparison, width: int = 80) -> str:
-    console, file = log(width=width)
-    show_comparison(console, comparison)
-    return file.getvalue()
-
-
-def rows(comparison: Comparison) -> list[dict[str, str]]:
-    return list(csv.DictReader(io.StringIO(to_csv(all_columns(comparison)))))
-
-
 def test_runs_are_found_in_the_order_in_which_people_count(sweep: Path) -> None:
     assert [folder.name for folder in find_runs(sweep)] == [f"partitions={k}" for k in (1, 2, 4, 16)]
     assert find_runs(sweep / "partitions=2") == [sweep / "partitions=2"]
@@ -93,34 +80,6 @@ def test_rows_are_named_by_the_few_settings_that_differ(runs: list[RunRecord], t
     assert names(runs) == compare(runs).labels == [f"partitions={k}" for k in (1, 2, 4, 16)]
     assert names([*runs[:2], runs[1]]) == ["partitions=1", "partitions=2 #2", "partitions=2 #3"]
     assert names([runs[1], runs[1]]) == ["partitions=2 #1", "partitions=2 #2"]  # the folder's name: nothing differs
-    settings = {key: value for key, value in runs[1].settings.items() if not key.startswith(("model.", "dataset."))}
-    other = replace(text, settings={**settings, "model.name": "transformer_lm", "model.layers": 4, "dataset.name": "x"})
-    assert differing([runs[1], other]) == ["model.name", "dataset.name"]  # a setting of one model is told by the model
-    assert names([runs[1], other]) == ["model=amoebanet, dataset=digits", "model=transformer_lm, dataset=x"]
-
-
-def test_threads_have_a_column_only_where_they_were_chosen(runs: list[RunRecord]) -> None:
-    def with_threads(*threads: int) -> list[RunRecord]:
-        return [replace(run, settings={**run.settings, "threads": n}) for run, n in zip(runs, threads, strict=False)]
-
-    assert differing(with_threads(4, 2, 1)) == ["partitions"]
-    assert differing([*with_threads(4, 2, 1), *with_threads(1)]) == ["partitions", "threads"]
-    assert names([*with_threads(4), *with_threads(1)]) == ["threads=4", "threads=1"]
-
-
-def test_runs_of_which_many_settings_differ_are_named_by_their_folders_and_referred_to_by_numbers() -> None:
-    for folders, expected in (
-        ("2026-01-31_12-00-00_resnet_K2 2026-01-31_12-30-00_amoebanet_K8", "resnet_K2 amoebanet_K8"),
-        ("2026-01-31_12-00-00_x_K2 2026-01-31_12-30-00_x_K2", "12-00-00_x_K2 12-30-00_x_K2"),
-        ("a/micro_batches=4 b/micro_batches=4", "a/micro_batches=4 b/micro_batches=4"),
-    ):
-        found = [
-            RunRecord(Path("/o") / one, dict.fromkeys("abcd", n), RunResult("completed"))
-            for n, one in enumerate(folders.split())
-        ]
-        assert names(found) == expected.split()
-    many = Comparison((), [f"r{n}" for n in range(9)], False, (), ())
-    assert (many.labels[2], many.referred([0, 1, 2, 3, 6]), many.referred([4])) == ("3: r2", "runs 1 to 4, 7", "run 5")
 
 
 def test_same_curves_are_the_same_to_the_last_bit(runs: list[RunRecord]) -> None:
@@ -134,60 +93,6 @@ def test_same_curves_are_the_same_to_the_last_bit(runs: list[RunRecord]) -> None
     assert note == "train/loss differs from step 5 on"
 
 
-def test_the_table_has_what_differs_and_what_came_of_it(runs: list[RunRecord]) -> None:
-    lines = table(compare(runs)).splitlines()
-    (head,) = (number for number, line in enumerate(lines) if line.startswith("run  K M status"))
-    assert "micro" not in " ".join(lines[: head + 1])
-    assert lines[head + 2].split()[:6] == ["1", "1", "4", "completed", "87.5", "87.5"]
-    assert lines[head + 4].split()[:8] == ["3", "4", "4", "completed", "87.5", "87.5", "128.0", "0.25"]
-    assert "note         partitions=16 failed: boom\\n\\x1b[31min 1F0 [red]" in lines
-
-
-def test_csv_has_all_digits_and_what_was_measured_predicted_and_ideal_apart(
-    runs: list[RunRecord], text: RunRecord
-) -> None:
-    dry = changed(runs[0], samples_per_second_kind=None, step_seconds=None, bubble=BubbleShares())
-    first, _, _, failed, sentences, unmeasured = rows(compare([*runs, text, dry]))
-    expected = {
-        "partitions": "1", "samples_per_second": "512.0", "memory_bytes_fullest": str(2**29),
-        "step_seconds": "0.0625", "step_seconds_predicted": "0.06", "bubble_predicted": "0.12", "bubble_ideal": "0.2",
-        "test_perplexity": "", "speed_kind": "measured",
-    }  # fmt: skip
-    assert {key: first[key] for key in expected} == expected
-    assert float(first["bubble_measured"]) == pytest.approx(0.1)
-    assert (failed["status"], failed["error"]) == ("failed", "boom\\n\\x1b[31min 1F0 [red]")
-    assert (sentences["test_top1"], sentences["tokens_per_second"]) == ("", "16000.0")
-    assert float(sentences["test_perplexity"]) == pytest.approx(41.3)
-    assert [unmeasured[key] for key in ("bubble_measured", "step_seconds", "speed_kind")] == ["", "", ""]
-    (alone,) = rows(compare([dry]))
-    assert not {"bubble_measured", "step_seconds"} & set(alone)
-
-
-def test_a_measurement_shows_what_only_it_has(runs: list[RunRecord]) -> None:
-    bench = changed(
-        runs[0], command="bench", samples_per_second_quartiles=(500.0, 525.5), model_flops_per_second=2.5e9, mfu=0.25,
-        test=None, best=None, samples_per_second_kind="measured_one_device",
-    )  # fmt: skip
-    both = compare([bench, runs[1], runs[1]])
-    printed = table(both, 160)
-    assert "500.0 525.5 one device" in printed
-    assert "2.5 G 25.0" in printed
-    assert "runs of gpipe bench are not evaluated" in printed
-    assert "not the speed of a pipeline: partitions=1" in printed
-    assert "one device" not in table(compare(runs[:2]))
-
-
-def test_what_a_measurement_sets_by_itself_is_no_difference(runs: list[RunRecord], tmp_path: Path) -> None:
-    """`epochs` and `max_steps` of a bench are its own; its users cannot give them."""
-    ran(tmp_path, [3.0], "epochs=8", "max_steps=8", "checkpoint.keep=1")
-    write_run(tmp_path, replace(read_run_result(tmp_path), command="bench"))
-    bench = read_run(tmp_path)
-    short, long = (replace(bench, settings={**bench.settings, "epochs": n, "max_steps": None}) for n in (2, 5))
-    assert differing([bench, short]) == []
-    comparison = compare([bench, short, long])
-    assert [row["epochs"] for row in rows(comparison)] == ["", "2", "5"], "of a training it is"
-
-
 def test_what_cannot_be_compared_is_noted(runs: list[RunRecord], text: RunRecord) -> None:
     def noted(*others: RunRecord) -> str:
         return "\n".join(notes(compare([runs[0], *others])))
@@ -195,14 +100,10 @@ def test_what_cannot_be_compared_is_noted(runs: list[RunRecord], text: RunRecord
     assert noted(runs[1]) == ""
     assert "different tasks (classification: " in noted(text)
     assert "different models (AmoebaNet-D (6, 16): " in noted(text)
-    hardware = runs[1].result.hardware
     changes: dict[str, dict[str, Any]] = {
         r"different data sets \(digits: partitions=1; cifar10: ": {"dataset": "cifar10"},
-        r"machines \(.*2 x NVIDIA H200, .*: partitions=2\)": {"hardware": {**hardware, "gpus": ["NVIDIA H200"] * 2}},
-        r"threads per process \(1: partitions=1; 64: ": {"hardware": {**hardware, "threads_per_process": 64}},
         "running: still at work, or killed": {"status": "running"},
         "of warm-up steps is shown: partitions=2": {"speed_includes_warm_up": True},
-        "time is that since then: partitions=2": {"resumed_from": "outputs/x"},
     }
     for note, change in changes.items():
         assert re.search(note, noted(changed(runs[1], **change))), note
@@ -234,10 +135,3 @@ def test_speed_up_is_over_the_run_with_the_fewest_devices_that_is_most_alike(run
         replace(runs[1], settings={**runs[1].settings, "model.filters": 32}),
     ):
         assert scalings([runs[0], other]) == [None, None]
-
-
-def test_speed_up_and_efficiency_stand_in_tables(runs: list[RunRecord]) -> None:
-    assert [row["speed_up"] for row in rows(compare(runs))] == ["1.0", "0.5", "0.25", ""]
-    assert [row["efficiency"] for row in rows(compare(runs))] == ["1.0", "0.25", "0.0625", ""]
-    shared = [changed(run, samples_per_second_kind="measured_one_device") for run in runs]
-    assert {row.get("efficiency") for row in rows(compare(shared))} == {None}

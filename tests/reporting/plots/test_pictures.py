@@ -10,19 +10,6 @@ from gpipe_cli.reporting.plots.timeline import draw
 from gpipe_cli.reporting.plots.timeline_values import TimelineView
 
 
-def test_lightness_tells_kinds_of_actions_and_yellow_micro_batches() -> None:
-    """Blue against yellow is what most colour-blind people see; lightness belongs to the kind of action."""
-    lightness = {}
-    for what in ("R", "F", "B"):
-        red, green, blue = np.array([palette.rgb(palette.colour(what, m, 16)) for m in range(16)]).T  # type: ignore[arg-type]
-        yellow = (red + green) / 2 - blue
-        assert (np.diff(yellow) > -4).all()  # whole numbers of 255 are coarse
-        assert yellow[-1] > yellow[0] + 50
-        lightness[what] = 0.3 * red + 0.6 * green + 0.1 * blue
-    assert lightness["R"].min() > lightness["F"].max() + 20
-    assert lightness["F"].min() > lightness["B"].max() + 20
-
-
 def colour_at(
     picture: np.ndarray, views: list[TimelineView], panel: int, stage: int, seconds: float, down: float = 0.3
 ) -> tuple[int, ...]:

@@ -46,7 +46,6 @@ def test_parts_of_the_memory_add_up_to_the_peak() -> None:
     ("devices", "process_of_stage", "stages"),
     [
         ("cuda:0 cuda:0 cuda:1 cuda:1", (0, 0, 0, 0), ["0,1", "2,3"]),
-        ("cuda:0 cuda:1 cuda:2 cuda:3", (0, 0, 0, 0), [0, 1, 2, 3]),
         ("cpu cpu cpu cpu", (0, 0, 0, 1), ["0-2", 3]),
     ],
 )

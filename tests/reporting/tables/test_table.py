@@ -49,20 +49,6 @@ def test_a_terminal_of_any_width_gets_one_table_without_a_broken_word(width: int
     assert " ".join(lines[note:]).startswith(f"{left_out} more column" if left_out else "")
 
 
-def test_the_middle_of_a_name_is_left_out_only_where_it_has_no_room() -> None:
-    assert shown(RUNS, width=120, force_terminal=True)[3].startswith(str(RUNS.columns[0].cells[0]))
-    row = shown(RUNS, width=60, force_terminal=True)[2]
-    assert row.startswith("outputs/2026-01-31_")
-    assert row.split()[0].endswith("_digits_K2_M4")
-    assert "..." in row
-
-
-def test_without_another_place_no_column_is_left_out() -> None:
-    lines = shown(RUNS, elsewhere="", width=60, force_terminal=True)
-    assert {"159.3", "98.6", "digits"} <= {word for line in lines for word in line.split()}
-    assert not any("more column" in line for line in lines)
-
-
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 def test_a_pipe_gets_every_column_and_a_line_for_each_row(encoding: str) -> None:
     file = io.TextIOWrapper(io.BytesIO(), encoding)
