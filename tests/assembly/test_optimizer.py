@@ -194,7 +194,6 @@ def test_the_cosine_goes_from_the_peak_to_its_final_share() -> None:
     ("settings", "steps"),
     [
         (groups.PaperLearningRateConfig("paper", per_sample=0.05, decay=0.97, every_epochs=3, warmup_epochs=1), 10),
-        (groups.InverseSqrtLearningRateConfig("inverse_sqrt", peak=0.4, warmup_steps=40), 40),
         (groups.CosineLearningRateConfig("cosine", peak=0.4, warmup_epochs=2, final_share=0.1), 20),
         (groups.ConstantLearningRateConfig("constant", peak=0.4, warmup_epochs=0.5), 5),
     ],

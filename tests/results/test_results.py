@@ -1,16 +1,13 @@
 """Results as types: what an earlier version has written is read, and no other room knows where a number stands."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
 from training_runs import TINY, command
 
-import gpipe_cli
 from gpipe_cli.results.files import as_json
-from gpipe_cli.results.measures import MEASURES
-from gpipe_cli.results.run import RunResult, read_run_result, write_run
+from gpipe_cli.results.run import read_run_result, write_run
 
 OLDER = (Path(__file__).parent / "older_result.json").read_text(encoding="utf-8")
 
@@ -58,23 +55,4 @@ def test_a_result_is_written_as_it_was_read(older: Path, tmp_path: Path) -> None
     assert as_json(known["config"]) == as_json(written["config"])
 
 
-@pytest.mark.parametrize("key", MEASURES)
-def test_every_measure_says_what_it_is_and_stands_somewhere(key: str) -> None:
-    measure = MEASURES[key]
-    assert measure.what.endswith(".")
-    measure.value(RunResult("completed"))  # no part of its path is misspelt where there is no value
-    assert measure.of or measure.tag or key in ("speed_up", "efficiency"), "which gpipe compare computes"
-
-
 # `gpipe reproduce` and its tables read the files of commands as any program would.
-READERS_OF_FILES = ("results", "reproduction")
-
-
-def test_no_other_room_takes_a_measure_out_of_a_tree() -> None:
-    """`result["samples_per_second"]` stood in 18 files, each with a heading and a format of its own."""
-    package = Path(gpipe_cli.__file__).parent
-    parts = {part for measure in MEASURES.values() for part in measure.of.split(".") if "_" in part or part == "mfu"}
-    key = f'"({"|".join(parts)})"'
-    taken = re.compile(rf"(?<!MEASURES)\[{key}\](?! =)|\.get\({key}")
-    files = [file for file in package.rglob("*.py") if file.relative_to(package).parts[0] not in READERS_OF_FILES]
-    assert not [f"{file}: {found[0]}" for file in files for found in taken.finditer(file.read_text(encoding="utf-8"))]
