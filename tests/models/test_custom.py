@@ -19,12 +19,6 @@ MEANS = torch.ones(2)
 def build(width, depth=2):
     return nn.Sequential(OrderedDict((f"layer_{i}", nn.Linear(width, width)) for i in range(depth)))
 
-def unnamed():
-    return nn.Sequential(nn.Linear(2, 3), nn.ReLU())
-
-def faulty():
-    return len(3)
-
 class Own(nn.Sequential):
     def __init__(self, width):
         super().__init__(nn.Linear(width, width))
@@ -32,16 +26,6 @@ class Own(nn.Sequential):
 class Doubles(Own):
     def forward(self, x):
         return 2 * super().forward(x)
-
-class Scales(Own):
-    def __init__(self, width):
-        super().__init__(width)
-        self.scale = nn.Parameter(torch.ones(width))
-
-def hooked():
-    model = unnamed()
-    model.register_forward_hook(lambda module, inputs, output: 2 * output)
-    return model
 
 def lazy():
     return nn.Sequential(nn.Flatten(), nn.Sequential(nn.ReLU(), nn.LazyLinear(3)))
@@ -54,8 +38,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("zoo")
     (folder / "zoo_for_tests").mkdir()
     (folder / "zoo_for_tests" / "nets.py").write_text(SOURCE)
-    (folder / "lacking_for_tests.py").write_text("import a_module_that_nobody_has\n")
-    (folder / "leaving_for_tests.py").write_text("raise SystemExit(7)\n")
     return folder
 
 
@@ -74,31 +56,17 @@ def test_a_function_of_the_current_directory() -> None:
     assert sys.modules["zoo_for_tests.nets"].MEANS.tolist() == [1, 1]
 
 
-def test_the_own_directory_comes_first(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *(place for place in sys.path if place != str(folder))])
-    (tmp_path / "twice_for_tests.py").write_text("def build(): return None\n")
-    (folder / "twice_for_tests.py").write_text("from torch import nn\ndef build(): return nn.Sequential(nn.PReLU())\n")
-    assert len(build_custom("twice_for_tests:build", {})) == 1
-
-
 @pytest.mark.parametrize(
     ("target", "arguments", "message"),
     [
         ("zoo_for_tests.nets.build", {}, "not of the form package.module:function"),
         ("absent_for_tests:build", {}, "there is no module absent_for_tests, neither in .* nor installed"),
-        ("lacking_for_tests:build", {}, "there is no module a_module_that_nobody_has, "),
-        ("leaving_for_tests:build", {}, r"cannot be imported \(SystemExit: 7\)"),
         ("zoo_for_tests.nets:bild", {}, r"zoo_for_tests\.nets \(.*nets\.py\) has no function bild"),
-        ("zoo_for_tests.nets:MEANS", {}, "has no function MEANS; name one that returns"),
         ("zoo_for_tests.nets:build", {}, r"missing a required argument: 'width'; it takes \(width, depth=2\)"),
-        ("zoo_for_tests.nets:build", {"width": 3, "dept": 1}, "unexpected keyword argument 'dept'; it takes"),
         ("torch.nn:ReLU", {}, "is an object of type ReLU, and no nn.Sequential"),
         # only the layers of what is returned are run: once these were trained without the rest, and nothing said so
         ("zoo_for_tests.nets:Doubles", {"width": 3}, "the Doubles has a forward of its own"),
-        ("zoo_for_tests.nets:Scales", {"width": 3}, "the Scales has scale of its own"),
-        ("zoo_for_tests.nets:hooked", {}, "has hooks of its own, .*; put that into one of the layers"),
         ("zoo_for_tests.nets:lazy", {}, r"layer 1\.1 \(LazyLinear\) has no shapes before its first forward"),
-        ("torch.nn:Sequential", {}, "its layers have no parameters, there is nothing to train"),
     ],
 )
 def test_refused(target: str, arguments: dict[str, object], message: str) -> None:
@@ -106,8 +74,3 @@ def test_refused(target: str, arguments: dict[str, object], message: str) -> Non
         build_custom(target, arguments)
     assert str(caught.value).startswith(f"model.target={target}: ")
     assert "\n" not in str(caught.value)
-
-
-def test_errors_of_the_function_itself_are_not_disguised() -> None:
-    with pytest.raises(TypeError, match="has no len"):
-        build_custom("zoo_for_tests.nets:faulty", {})

@@ -198,20 +198,6 @@ def first_block(name: str) -> str:
     return ".".join((stack, block, "0", *rest)) if name.endswith("relative_attention_bias.weight") else name
 
 
-def test_the_loss_is_that_of_transformers(tmp_path: Path) -> None:
-    """In 64 bits, with transformers' own computation of the loss."""
-    folder = saved(tmp_path, "llama")
-    tokens, targets = random_tokens(12)[:, :-1], random_tokens(12)[:, 1:].contiguous()
-    layers, model = with_values(on_meta(folder)).double().eval(), whole(folder).double().eval()
-    loss = nn.functional.cross_entropy(layers(tokens).float().flatten(0, 1), targets.flatten())
-    expected = model(tokens, labels=tokens, shift_labels=targets).loss
-    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
-    loss.backward(), expected.backward()
-    own = tensors_of(layers, layers=True)
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(own[name].grad, parameter.grad, rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_initial_values_are_as_in_transformers_and_the_same_for_every_cut(name: str, tmp_path: Path) -> None:
     """Every value is set, also of tables that no file has; constants are equal, and the others spread alike."""
@@ -256,9 +242,6 @@ def test_a_layer_reads_the_files_of_its_own_tensors_only(tmp_path: Path) -> None
         with_values(on_meta(folder))
 
 
-DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}}
-
-
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
@@ -266,10 +249,6 @@ DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_thet
         ("gpt2", {"length": 65}, r"model\.length=65: .* has 64 positions"),
         ("vit", {"image_size": 32}, r"dataset\.image_size=32: .*model\.config={image_size: 32}"),
         ("llama", {"config": {"atention_dropout": 0.1}}, r"model\.config\.atention_dropout=0\.1: .*attention_dropout"),
-        ("llama", {"config": {"hidden_size": "wide"}}, r"model\.name=.*: no configuration"),
-        ("llama", {"config": DYNAMIC}, r"model\.name=.* rotary .*model\.config"),
-        ("llama", {"config": {"intermediate_size": 40}}, r"model\.safetensors of .* has .* of shape \(48, 32\)"),
-        ("llama", {"config": {"num_hidden_layers": 4}}, r"has no tensor model\.layers\.3\..*model\.pretrained=false"),
         ("llama", {"config": {"tie_word_embeddings": True}}, r"lm_head\.weight.* differ .*tie_word_embeddings: false"),
     ],
 )
@@ -326,18 +305,15 @@ def test_a_translation_in_processes_of_their_own(tmp_path: Path) -> None:
 
 def test_images(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """In layouts of two kinds: images lie channels last, what blocks exchange does not. Exported, with names."""
-    folder = saved(tmp_path / "model", "vit")
     settings = [
-        *SHORT, f"model.name={folder}", "dataset=synthetic_images", f"dataset.image_size={PIXELS}",
-        "dataset.num_classes=4", "dataset.train_samples=10", "dataset.test_samples=3", "batch_size=5",
-        "executor=in_process", "memory_format=channels_last",
+        *SHORT, f"model.name={saved(tmp_path / 'model', 'vit')}", "dataset=synthetic_images", "dataset.num_classes=4",
+        f"dataset.image_size={PIXELS}", "dataset.train_samples=10", "dataset.test_samples=3", "batch_size=5",
+        "executor=in_process", "memory_format=channels_last", "partitions=3",
     ]  # fmt: skip
-    for partitions in (1, 3):
-        train_here(configure(*settings, f"partitions={partitions}"), tmp_path / str(partitions))
-    assert_same_tensors(final_tensors(tmp_path / "1"), final_tensors(tmp_path / "3"))
-    assert command("export", f"run={tmp_path / '3'}", "format=hf") == 0
+    train_here(configure(*settings), tmp_path / "run")
+    assert command("export", f"run={tmp_path / 'run'}", "format=hf") == 0
     assert "the same loss, bit for bit" in capfd.readouterr().out
-    assert whole(tmp_path / "3" / "hf", IMAGES).config.id2label == {number: f"class {number}" for number in range(4)}
+    assert whole(tmp_path / "run" / "hf", IMAGES).config.id2label == {number: f"class {number}" for number in range(4)}
 
 
 # --- gpipe export format=hf

@@ -2,7 +2,6 @@
 files of weights; and what is refused."""
 
 import copy
-import os
 from pathlib import Path
 from typing import Any
 
@@ -88,13 +87,6 @@ def test_same_bits_as_timm(name: str, settings: dict[str, Any]) -> None:
     assert all(len(cost.outputs) == 1 for cost in costs)
 
 
-def test_a_tensor_that_no_layer_has_is_noticed() -> None:
-    model = timm.create_model("test_resnet")
-    model.register_buffer("extra", torch.zeros(1), persistent=False)
-    with pytest.raises(InputError, match="has tensors that its chain of layers does not know, such as extra"):
-        chain(model)
-
-
 def build(name: str = SMALL, **settings: Any) -> nn.Sequential:
     return build_timm(name, **{"num_classes": 7, "image_size": 32, "dropout": 0.0, "drop_path": 0.0, **settings})
 
@@ -106,13 +98,6 @@ def test_initial_values_are_those_of_timm(name: str) -> None:
     torch.manual_seed(5)
     size = {"img_size": 32} if name.startswith("vit") else {}
     assert_same_tensors(ours, timm.create_model(name, num_classes=7, **size).state_dict())
-
-
-def test_a_model_without_memory() -> None:
-    with torch.device("meta"):
-        model = build("resnet50.a1_in1k", num_classes=1000)  # a tag may be given
-    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-    assert sum(parameter.numel() for parameter in model.parameters()) == 25_557_032
 
 
 @pytest.mark.parametrize(("name", "head"), [(SMALL, "fc."), ("test_convnext", "head.fc.")])
@@ -153,20 +138,12 @@ class Evil:
 
 def test_files_that_are_not_the_models_weights(tmp_path: Path) -> None:
     own = timm.create_model(SMALL, num_classes=7).state_dict()
-    (tmp_path / "text.safetensors").write_text("no tensors")
-    os.mkfifo(tmp_path / "pipe.pth")
     for name, content, message in (
-        ("pipe.pth", None, r"cannot be read as weights .*is not a regular file"),
-        ("text.safetensors", None, "cannot be read as weights"),
         ("evil.pth", {"fc.weight": Evil()}, "cannot be read as weights"),
-        ("numbers.pth", {"fc.weight": 3}, "does not hold a dictionary of tensors"),
-        ("absent.pth", None, r"cannot be read as weights \(FileNotFoundError: .*No such file"),
         ("less.pth", {name: own[name] for name in own if "layer1.0.conv" not in name}, r"file lacks layer1.* \d more"),
-        ("more.pth", {**own, "extra": torch.zeros(1)}, r"the file has besides extra;"),
         ("shape.pth", {**own, "conv1.0.weight": torch.zeros(1, 2, 3, 3)}, r"the file has in another shape conv1"),
     ):
-        if content is not None:
-            torch.save(content, tmp_path / name)
+        torch.save(content, tmp_path / name)
         with pytest.raises(InputError, match=message) as caught:
             build(weights=str(tmp_path / name))
         assert str(caught.value).startswith(f"model.weights={tmp_path / name}: ")
@@ -176,12 +153,7 @@ def test_files_that_are_not_the_models_weights(tmp_path: Path) -> None:
     ("name", "settings", "message"),
     [
         ("resnet51", {}, r"model\.name=resnet51: timm has no model of this name; did you mean .*resnet50"),
-        ("#", {}, r"model\.name=#: timm has no model of this name; timm\.list_models"),
-        ("resnet50.a9_in1k", {}, r"model\.name=resnet50\.a9_in1k: timm has no .*; .* resnet50\.a\w+_in1k"),
         ("densenet121", {}, r"model\.name=densenet121: timm's class DenseNet has no .*; use one of ResNet, .*MlpMixer"),
-        ("test_vit3", {}, r"VisionTransformer pools by attention"),
-        ("test_vit", {}, r"VisionTransformer takes images of any size"),
-        ("vgg11", {"drop_path": 0.1}, r"model\.drop_path=0\.1: vgg11 has no branches to drop; use 0"),
         ("vit_tiny_patch16_224", {"image_size": 40}, r"dataset\.image_size=40: .* patches of 16 pixels; use 32 or 48"),
     ],
 )

@@ -5,18 +5,15 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from networks import KINDS, VOCABULARY, as_boundary, sentences, small_transformer
+from networks import KINDS, VOCABULARY, sentences, small_transformer
 
 from gpipe_cli.errors import InputError
 from gpipe_cli.models.transformer import (
     Attention,
     Embedding,
-    Projection,
-    Softmax,
     sinusoids,
     transformer_lm,
 )
-from gpipe_cli.pipeline.profile.tracing import trace_layers
 from gpipe_cli.pipeline.runtime.boundary import as_value
 
 # The parts.
@@ -59,24 +56,6 @@ def test_attention(causal: bool) -> None:
     assert not torch.equal(attention(x, x), attention(x, x)), "weights are dropped in training"
 
 
-def test_initial_weights() -> None:
-    projection = Projection(300, 500, scale=0.25)
-    bound = 0.25 * math.sqrt(6 / 800)
-    assert projection.weight.abs().max().item() == pytest.approx(bound, rel=1e-3)
-    assert projection.weight.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.02)
-    assert not projection.bias.any()
-    assert Embedding(500, 400, 1).weight.std().item() == pytest.approx(1 / 20, rel=0.02)
-
-
-def test_logits_are_clipped() -> None:
-    softmax = Softmax(8, VOCABULARY)
-    x = torch.randn(2, 3, 8)
-    free = softmax(x)
-    softmax.clip = 0.5
-    assert free.abs().max() > 0.5
-    assert torch.equal(softmax(x), free.clamp(-0.5, 0.5))
-
-
 # Both networks.
 
 
@@ -110,41 +89,7 @@ def test_table_1() -> None:
         assert f"{(without + layers * layer) / (1e6 if text.endswith('M') else 1e9):.1f}{text[-1]}" == text
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_costs_of_attention_come_from_shapes(dropout: float) -> None:
-    """Of a decoder layer: both of its attentions, where fused and where taken apart."""
-    with torch.device("meta"):
-        model = small_transformer(KINDS[2], dropout)
-        inputs = sentences(KINDS[2])
-    costs = {cost.name: cost for cost in trace_layers(model, as_boundary(inputs), training=True)}
-    source, target = inputs[0].shape[1], inputs[1].shape[1]
-    feed_forward, maps, channels = 2 * 2 * 16 * 32, 4 * 2 * 16 * 32, 32
-    forward, backward = (work.flops for work in (costs["decoder_00"].forward, costs["decoder_00"].backward))
-    of_maps = target * (1.5 * maps + feed_forward) + source * maps / 2
-    assert forward == of_maps + 4 * target * (source + target) * channels
-    # Fused attention computes its scores a second time in the backward.
-    assert 2 * forward <= backward <= 2.3 * forward
-    assert costs["embedding"].flops == costs["encoder_norm"].flops == 0
-
-
-@pytest.mark.parametrize(
-    ("width", "heads", "message"),
-    [(7, 7, r"^model\.width=7: .* use 6 or 8$"), (8, 3, r"^model\.width=8: is no multiple of model\.heads=3; .*")],
-)
-def test_widths_that_do_not_fit(width: int, heads: int, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        transformer_lm(layers=1, width=width, hidden=8, heads=heads, vocabulary=10, length=4)
-
-
 # Translation.
-
-
-def test_one_matrix_embeds_both_languages() -> None:
-    model = small_transformer(KINDS[1])
-    source, mask, target = model[0]((torch.tensor([[3, 4, 0]]), torch.tensor([[3, 5]])))
-    assert torch.equal(mask, torch.tensor([[True, True, False]]))
-    assert torch.equal(source[0, 0], target[0, 0]), "the same token at the same position"
-    assert not torch.equal(source[0, 1], target[0, 1])
 
 
 @pytest.mark.parametrize(("pad", "kind"), [(0, KINDS[1]), (7, KINDS[2])])

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpipe_cli.config.typed import RefusedError
-from gpipe_cli.models.skips import Pop, Sequence, Stash, find_skips
+from gpipe_cli.models.skips import Sequence
 from gpipe_cli.models.unet import unet
 from gpipe_cli.units import count
 
@@ -67,21 +67,6 @@ def test_it_computes_what_an_ordinary_unet_does(num_convs: int) -> None:
     assert gradients[0][0].shape == (2, 3, 16, 16)
     for ours, theirs in zip(*gradients, strict=True):
         assert torch.equal(ours, theirs)
-
-
-def test_a_skip_leads_from_each_level_to_the_same_one() -> None:
-    model = small()
-    names = [name for name, _ in model.named_children()]
-    assert names[:4] == ["down_0_conv_0", "down_0_conv_1", "down_0_skip", "down_0_pool"]
-    assert [(names[skip.stash], names[skip.pop]) for skip in find_skips(model)] == [
-        ("down_0_skip", "up_0_skip"), ("down_1_skip", "up_1_skip"),
-    ]  # fmt: skip
-    assert sum(isinstance(layer, Stash | Pop) for layer in model) == 4
-
-
-def test_every_layer_with_parameters_can_be_initialised_by_itself() -> None:
-    for module in small().modules():
-        assert hasattr(module, "reset_parameters") or not [*module.parameters(recurse=False)]
 
 
 @pytest.mark.parametrize(("image_size", "use"), [(18, "16 or 20"), (4, "8"), (5, "8")])
