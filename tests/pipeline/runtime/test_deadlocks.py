@@ -97,23 +97,6 @@ def test_no_random_order_deadlocks(idle: float, links: Any) -> None:
         assert finishes(links, [one.schedule], one.device_of_stage, idle), one
 
 
-def test_every_edge_is_used_before_the_first_step_in_a_common_order(
-    links: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A group's first operation connects it, which needs idle devices, and processes that get to it in one order."""
-    uses: dict[int, list[Any]] = {process: [] for process in range(3)}
-    put = links.Device.put
-
-    def note(device: Any, process: int, group: Any, operation: Any) -> None:
-        uses[process].append(group)
-        put(device, process, group, operation)
-
-    monkeypatch.setattr(links.Device, "put", note)
-    assert finishes(links, [build("interleaved", 6, 3, "never", 3)], [0, 1, 2, 0, 1, 2], 0)
-    for used in uses.values():
-        assert used[: len(set(used))] == sorted(set(used))
-
-
 BEGIN, CONNECT = Replicas.begin_step, P2PTransport._connect
 
 

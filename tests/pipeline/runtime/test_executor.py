@@ -11,7 +11,6 @@ from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor
 from gpipe_cli.pipeline.runtime.executor import ActionFailedError, Executor
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.runtime.transport import LocalTransport
-from gpipe_cli.pipeline.schedule.dependencies import linearize
 from gpipe_cli.pipeline.schedule.named_schedules import build
 from gpipe_cli.pipeline.schedule.schedule import Action, Kind
 
@@ -69,20 +68,3 @@ def test_a_failing_layer_is_told_with_its_action_and_shapes(kind: Kind, at: int,
         assert "layer middle" in str(caught.value)
         assert str(caught.value).endswith("ArithmeticError: it snapped")
         assert isinstance(caught.value.__cause__, ArithmeticError)
-
-
-def test_every_action_is_announced_before_it_is_performed() -> None:
-    executor, watched = make(nn.Identity())
-    schedule = build("1f1b", 3, 3, "except_last")
-    executor.run(schedule, 0, SIZES, (torch.randn(7, 4),), SumOfSquares())
-    assert watched == list(linearize(schedule))
-
-
-def test_what_is_never_received_is_noticed_and_forgotten_with_the_step() -> None:
-    transport = LocalTransport([CPU, CPU])
-    transport.begin_step(build("gpipe", 2, 2, "never"), (3, 2))
-    transport.send(Action(Kind.F, 0, 0), (torch.ones(3, 2),))
-    with pytest.raises(AssertionError, match="never received"):
-        transport.finish_step()
-    transport.begin_step(build("gpipe", 2, 2, "never"), (3, 2))
-    transport.finish_step()

@@ -17,7 +17,3 @@ def test_a_skip_is_sent_once_and_not_once_for_each_stage_between() -> None:
     straight, through = forward_bytes(boundaries, samples=5)
     assert straight == 4 * 5 * (1 + 2 + 3 + 10 + 100)
     assert through == straight + 4 * 5 * 2 * 10
-
-
-def test_without_skips_both_are_the_same() -> None:
-    assert forward_bytes([(tensor(1),), (tensor(2), tensor(4))], samples=3) == (84, 84)

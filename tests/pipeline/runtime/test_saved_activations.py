@@ -1,7 +1,6 @@
 """What real stages hold, and that it was known before."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -17,10 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from gpipe_cli.data.micro_batches import micro_batch_sizes
-from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory, Halves, KeptMemory, LayerCost, Work
-from gpipe_cli.pipeline.profile.tracing import trace_layers
 from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor
-from gpipe_cli.pipeline.runtime.saved_activations import StorageBytes, byte_range, storage_of
+from gpipe_cli.pipeline.runtime.saved_activations import storage_of
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.schedule.named_schedules import SCHEDULES
 from gpipe_cli.pipeline.schedule.schedule import RECOMPUTE, Retain
@@ -75,10 +72,6 @@ def test_every_cut_holds_what_was_predicted(name: str) -> None:
         assert measured == predicted, spans
 
 
-def tensor(width: int, has_gradient: bool = True) -> BoundaryTensor:
-    return BoundaryTensor((0, width), (1, 0), torch.float32, has_gradient)
-
-
 def stage(layers: nn.Sequential, inputs: Boundary) -> Stage:
     """A stage that counts, in its first step."""
     made = Stage(1, layers, first_layer=0, inputs=inputs, device=CPU, run_seed=3)
@@ -86,85 +79,6 @@ def stage(layers: nn.Sequential, inputs: Boundary) -> Stage:
     made.counter.on = True
     made.begin_step(0, None)
     return made
-
-
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_views_of_one_memory_count_once_and_of_what_was_given_as_far_as_they_reach(device: str) -> None:
-    x, weight = torch.zeros(10, 4, device=device), torch.zeros(5, 5, device=device)
-    whole = StorageBytes(without={storage_of(weight)})
-    whole.add([x[2:4], x[3:5].flatten(), weight.t()])
-    assert whole.bytes == x.nbytes
-    counted = StorageBytes(without={storage_of(weight)}, given=[x])
-    counted.add([x[2:4], x[3:5].flatten(), x[2:5].t(), weight.t()])
-    assert counted.bytes == 3 * 4 * 4
-    assert counted.meets(byte_range(x[4:]))
-    assert not counted.meets(byte_range(x[5:]))
-    assert not counted.meets(byte_range(torch.zeros(10, 4, device=device)))
-    counted.add([x, torch.zeros(3, 0)])
-    assert counted.bytes == 10 * 4 * 4
-    assert byte_range(torch.zeros(3, 1, device=device).expand(3, 100)).bytes == 3 * 4
-
-
-def layer(outputs: Boundary, saved: KeptMemory, trained: int = 1) -> LayerCost:
-    return LayerCost("layer", 1, Work(), Work(), outputs, trained=trained, saved=saved)
-
-
-def test_a_tensor_handed_over_twice_is_held_once_by_who_made_it_and_received_twice() -> None:
-    costs = [
-        layer((tensor(5), tensor(5)), KeptMemory(same_memory=(None, 1))),
-        layer((tensor(1),), KeptMemory((0, 1), same_memory=(None,))),
-    ]
-    memory = ActivationMemory(costs, (tensor(2),), 1)
-    assert memory.held(0, 1).graph == 4 * 2, "nobody has saved it yet"
-    assert memory.held(1, 2).graph == 4 * (5 + 5)
-    assert memory.held(0, 2).graph == 4 * (2 + 5)
-
-
-def test_a_stage_that_nothing_comes_back_through_holds_nothing() -> None:
-    frozen = [layer((tensor(5, False),), KeptMemory(same_memory=(None,)), trained=0) for _ in range(2)]
-    last = layer((tensor(1),), KeptMemory(same_memory=(None,)))
-    costs = [*frozen, layer((tensor(3),), KeptMemory((0,), 0, 1, (None,))), last]
-    memory = ActivationMemory(costs, (tensor(2, False),), 1)
-    assert memory.held(0, 2).graph == memory.held(0, 2).input == 0
-    assert memory.held(0, 3).input == 4 * 2
-    assert memory.held(1, 3).graph == 4 * 5 + 4 * 5 + 1
-
-
-def test_between_halves_a_tensor_counts_once_and_a_gradient_where_it_was_kept_first() -> None:
-    """Both layers multiply what the first one gets; the gradient that comes into the second one goes on to the first
-    as it is, and both keep it."""
-    passing = Halves(
-        kept_inputs=KeptMemory((0,), 0, 2, (0,)), kept_gradients=KeptMemory((0,), 1, 0, (0,)),
-    )  # fmt: skip
-    costs = [replace(layer((tensor(5),), KeptMemory()), halves=passing) for _ in range(2)]
-    costs.append(layer((tensor(1),), KeptMemory()))
-    memory = ActivationMemory(costs, (tensor(5),), 3)
-    whole = 3 * 4 * 5
-    assert memory.held(0, 1).gradients == memory.held(1, 2).gradients == whole + 1
-    assert memory.held(0, 2).gradients == whole + 2
-    assert memory.held(0, 2).weights == (whole + 2 * 3 * 2) + (whole + 2)
-    assert memory.held(2, 3).weights == 0
-
-
-def test_a_gradient_of_which_a_part_is_kept_is_held_whole() -> None:
-
-    class Joins(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.convolution = nn.Conv1d(4, 4, 1)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.cat([x[..., :1], self.convolution(x)], dim=2)
-
-    inputs = (BoundaryTensor((0, 4, 3), (1, 0, 0), torch.float32, True),)
-    model = nn.Sequential(Joins(), nn.Tanh())
-    memory = ActivationMemory(trace_layers(model.to("meta"), inputs, training=True, splits=True), inputs, 2)
-    made = stage(nn.Sequential(Joins()), inputs)
-    made.forward(0, (torch.rand(2, 4, 3),), Retain.GRAPH)
-    made.backward_inputs(0, (torch.rand(2, 4, 4),))
-    kept = 4 * (2 * 4 * 3 + 2 * 4 * 4)
-    assert memory.held(0, 1).weights == kept
-    assert made.counter.bytes == kept, "also the first number, which is the gradient of something else"
 
 
 class Attends(nn.Module):

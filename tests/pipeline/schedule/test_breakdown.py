@@ -9,18 +9,10 @@ from schedule_runs import build
 
 from gpipe_cli.pipeline.schedule.breakdown import Breakdown, breakdown
 from gpipe_cli.pipeline.schedule.named_schedules import SCHEDULES
-from gpipe_cli.pipeline.schedule.schedule import RECOMPUTE, Action, Kind
-from gpipe_cli.pipeline.schedule.simulator import EdgeCost, StageCost, ideal_bubble, simulate
-from gpipe_cli.pipeline.schedule.timeline import Event, EventKind, Span, Timeline
+from gpipe_cli.pipeline.schedule.schedule import RECOMPUTE
+from gpipe_cli.pipeline.schedule.simulator import EdgeCost, StageCost, simulate
 
 SHAPES = list(itertools.product((1, 2, 3, 5), (1, 2, 4, 9)))
-
-
-def test_equal_stages_have_the_ideal_bubble_and_nothing_else() -> None:
-    for name, (k, m) in itertools.product(("gpipe", "1f1b"), SHAPES):
-        found = breakdown(simulate(build(name, k, m, "never"), [StageCost(1, 1, 2)] * k), m)
-        bubble = ideal_bubble(k, m)
-        assert astuple(found) == pytest.approx((1 - bubble, 0, bubble, 0, 0, 0, 0), abs=1e-12)
 
 
 def test_unequal_stages() -> None:
@@ -67,12 +59,3 @@ def test_the_shares_add_up_to_one() -> None:
             assert min(astuple(found)) >= 0
             if recompute == "never":
                 assert found.recompute == 0
-
-
-def test_clocks_that_contradict_each_other() -> None:
-    """A step that is said to be shorter than what happened in it: still shares of one whole."""
-    spans = (Span(Action(Kind.F, 0, 0), 10.0, 12.0), Span(Action(Kind.B, 0, 0), 12.0, 14.0))
-    late = Event(EventKind.TRANSFER, 13.0, 16.0, Action(Kind.B, 0, 0))  # overlaps an action, and the window's end
-    found = breakdown(Timeline((spans,), ((late,),)), 1, step_seconds=3)
-    assert sum(astuple(found)) == pytest.approx(1)
-    assert min(astuple(found)) >= 0

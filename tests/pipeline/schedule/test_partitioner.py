@@ -9,7 +9,7 @@ import pytest
 
 from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.schedule.lingvo_partitioner import cut_by_share, cut_stack
-from gpipe_cli.pipeline.schedule.partitioner import NoCutFitsError, check_balance, imbalance, partition
+from gpipe_cli.pipeline.schedule.partitioner import NoCutFitsError, check_balance, partition
 
 
 def quality(
@@ -75,35 +75,11 @@ def test_equals_brute_force_with_sends_and_memory(sends: str, memory: str) -> No
     assert (refused > 0) == (memory != "none")
 
 
-def test_how_far_a_cut_is_from_balance() -> None:
-    costs, balance = [1, 2, 3, 4], (1, 3)
-    assert imbalance(costs, balance) == 9 / 5 - 1
-    assert imbalance(costs, balance, forward_sends=[4, 0, 0]) == pytest.approx(9 / 7 - 1)
-    assert imbalance(costs, balance, forward_sends=[10, 0, 0], backward_sends=[100, 0, 0]) == 109 / 60 - 1
-    assert imbalance([0, 0], (1, 1)) == 0
-
-
 def test_sums_do_not_round() -> None:
     """In floats 0.1 added up ten times is not 1."""
     assert partition([0.1] * 10, 5) == (2, 2, 2, 2, 2)
     assert partition([2.0**40, 2.0**20, 2.0**20, 2.0**40], 2) == (2, 2)  # simple numbers are not rounded
     assert partition([1e16, 1.0, 1e16], 2) in {(1, 2), (2, 1)}
-
-
-def test_costs_that_cannot_be_written_in_31_bits() -> None:
-    """Rounded, they are still far more exact than anything that measures or estimates them."""
-    random_ = random.Random(0)
-    costs = [random_.random() * 1e-3 for _ in range(200)]
-    found = quality(costs, partition(costs, 7))[0]
-    # What a rounded cost may be off, by layer, is a half of the 2^31th part of the sum: found and best one may both.
-    least = found * (1 - Fraction(1, 10**6))
-    ends = [0]
-    for _ in range(7):  # as many layers as a limit just below allows never reach the end
-        end = ends[-1]
-        while end < len(costs) and sum(map(Fraction, costs[ends[-1] : end + 1])) <= least:
-            end += 1
-        ends.append(end)
-    assert ends[-1] < len(costs)
 
 
 def test_numbers_that_do_not_fit() -> None:
@@ -140,9 +116,3 @@ def test_a_layer_goes_where_its_share_of_the_cost_says() -> None:
 )
 def test_a_stack_is_cut_by_the_number_of_its_layers(blocks: str, partitions: int, sizes: tuple[int, ...]) -> None:
     assert cut_stack([kind == "b" for kind in blocks], partitions) == sizes
-
-
-def test_a_stack_too_short_for_its_rounding_names_a_number_that_works() -> None:
-    with pytest.raises(InputError, match=r"leaves partition 5 of 8 without a layer; use .*partitions=5$"):
-        cut_stack([True] * 10, 8)
-    assert cut_stack([True] * 10, 5) == (2,) * 5

@@ -1,23 +1,17 @@
 """The schedules, drawn, and what they imply."""
 
 import itertools
-import random
 import re
 
 import pytest
-from schedule_runs import build, parse
+from schedule_runs import build
 
-from gpipe_cli.pipeline.schedule import named_schedules
-from gpipe_cli.pipeline.schedule.dependencies import check, grid, linearize
-from gpipe_cli.pipeline.schedule.named_schedules import ORDERS, SCHEDULES, forward_only
+from gpipe_cli.pipeline.schedule.dependencies import check, grid
+from gpipe_cli.pipeline.schedule.named_schedules import ORDERS, SCHEDULES
 from gpipe_cli.pipeline.schedule.schedule import (
     RECOMPUTE,
     RETURNS,
     Kind,
-    Retain,
-    Schedule,
-    stage_retained,
-    with_recomputation,
 )
 
 SHAPES = [(k, m) for k in range(1, 7) for m in (1, 2, 3, 4, 7, 12)]
@@ -92,66 +86,3 @@ def test_every_schedule_passes_its_own_check() -> None:
             first = schedule.first(fewer)
             check(first)
             assert {a for row in first for a in row} == {a for row in schedule for a in row if a.micro_batch < fewer}
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_a_schedule_without_micro_batches_has_stages(name: str) -> None:
-    """It is what a replica without samples performs, and does not know its stages from its actions."""
-    for order in (named_schedules.order(name, 4, 3, 2 if ORDERS[name].placement else 4), forward_only(4, 3)):
-        empty = with_recomputation(order.first(0), "always")
-        check(empty)
-        assert (empty.stages, empty.micro_batches, linearize(empty)) == (((),) * 4, 0, ())
-        assert empty.row_of_stage == order.row_of_stage
-    assert forward_only(4, 0).stages == ((),) * 4
-
-
-def test_a_device_gets_stages_that_are_not_neighbours() -> None:
-    """And no number of them leads to a deadlock, with fewer micro-batches than devices, or any other number."""
-    for devices, each, micro_batches in itertools.product((1, 2, 3, 5, 8), (2, 3), range(1, 20)):
-        order = named_schedules.order("interleaved", devices * each, micro_batches, devices)
-        assert order.row_of_stage == tuple(stage % devices for stage in range(devices * each))
-        check(order)
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_a_mode_is_a_choice_of_micro_batches(name: str) -> None:
-    """Any choice, stage by stage, is a valid schedule; the modes are three of them."""
-    random_ = random.Random(name)
-    for partitions, micro_batches in SHAPES:
-        for mode in RECOMPUTE:
-            schedule = build(name, partitions, micro_batches, mode)
-            chosen = tuple(frozenset(a.micro_batch for a in actions if a.kind is Kind.R) for actions in schedule.stages)
-            assert build(name, partitions, micro_batches, chosen) == schedule
-            if mode == "always":  # an order that says itself what is recomputed
-                assert with_recomputation(schedule, "never") == schedule
-        chosen = tuple(frozenset(m for m in range(micro_batches) if random_.random() < 0.5) for _ in range(partitions))
-        schedule = build(name, partitions, micro_batches, chosen)
-        check(schedule)
-        without = Schedule(tuple(a for a in row if a.kind is not Kind.R) for row in schedule)
-        assert without == build(name, partitions, micro_batches, "never")
-        for actions, again in zip(schedule.stages, chosen, strict=True):
-            assert {a.micro_batch for a in actions if a.kind is Kind.R} == again
-
-
-def test_what_a_forward_keeps_is_read_off_the_schedule() -> None:
-    nothing, given, graph, weights = Retain.NOTHING, Retain.INPUT, Retain.GRAPH, Retain.WEIGHTS
-    for text, kept in (
-        ("0F0 0F1 0B1 0R0 0B0", [given, graph, nothing, graph, nothing]),
-        ("0F0 0F1 0I1 0R0 0I0 0W0 0W1", [given, graph, weights, graph, weights, nothing, nothing]),
-    ):
-        assert [retain for _, retain in stage_retained(parse(text)[0])] == kept
-    assert {retain for _, retain in stage_retained(forward_only(2, 2)[0])} == {Retain.NOTHING}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("zb", 2, 2, "never"), "schedule=zb: unknown; use one of gpipe, 1f1b, interleaved, zero_bubble, zbv"),
-        (("gpipe", 2, 2, "sometimes"), "recompute=sometimes: unknown; use one of always, except_last, never"),
-        (("gpipe", 0, 2, "never"), "partitions=0: must be at least 1"),
-        (("1f1b", 2, 0, "never"), "micro_batches=0: must be at least 1"),
-    ],
-)
-def test_wrong_settings_are_named(arguments: tuple[str, int, int, str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        build(*arguments)

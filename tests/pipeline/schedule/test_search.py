@@ -84,24 +84,6 @@ def test_equal_stages_get_what_is_known_to_be_best() -> None:
         assert twice.seconds < 2 * best.seconds
 
 
-def test_recomputations_move_into_waits() -> None:
-    """1f1b recomputes directly before a backward; on 2 stages with 4 micro-batches a tick of waiting is left over
-    where a recomputation could have been."""
-    given = replace(problem(2, 4), recompute="except_last", split=False)
-    _, tried = find(given)
-    (moved,) = (one for one in tried if one.name == "1f1b, R in waits")
-    direct = simulate(with_recomputation(order("1f1b", 2, 4), "except_last"), given.stages)
-    assert (moved.seconds, direct.end_seconds) == (16, 17)
-
-
-def test_a_limit_changes_what_is_found() -> None:
-    """With room for two micro-batches between F and W nothing is held back for long; with none there is no order."""
-    free, _ = find(problem(4, 8))
-    tight, _ = find(replace(problem(4, 8), room=[20, 20, 20, 20]))
-    assert tight.seconds >= free.seconds
-    assert find(replace(problem(4, 8), room=[4, 4, 4, 4]))[0] is None
-
-
 @pytest.mark.parametrize("room", [24, 30, 36, 42, 50])
 def test_recomputing_as_few_as_fit_is_no_slower_than_all_but_the_last(room: int) -> None:
     """With a limit, orders were made as if all graphs were kept, and had few micro-batches in flight."""

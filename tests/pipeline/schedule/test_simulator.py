@@ -6,13 +6,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 import pytest
-from schedule_runs import build, parse
+from schedule_runs import build
 
-from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.schedule import named_schedules
 from gpipe_cli.pipeline.schedule.breakdown import breakdown
 from gpipe_cli.pipeline.schedule.dependencies import linearize
-from gpipe_cli.pipeline.schedule.held import Held, bytes_held, live, peak_bytes, peaks_of_devices
+from gpipe_cli.pipeline.schedule.held import Held, live, peak_bytes, peaks_of_devices
 from gpipe_cli.pipeline.schedule.named_schedules import SCHEDULES, forward_only
 from gpipe_cli.pipeline.schedule.schedule import RECOMPUTE, Action, Kind, Schedule
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost, StageCost, TieCost, ideal_bubble, simulate
@@ -139,16 +138,6 @@ def test_stages_of_one_device_take_as_long_as_one_large_stage(name: str) -> None
             assert breakdown(found, m).bubble == pytest.approx(ideal_bubble(devices, m))
 
 
-def test_all_stages_on_one_device_take_the_sum_of_all_actions() -> None:
-    stages = [StageCost(1, 2, 3, update_seconds=4), StageCost(5, 6, 7, update_seconds=8)]
-    alone = simulate(build("1f1b", 2, 5, "always"), stages, [EdgeCost(5, 5)], device_of_stage=[0, 0])
-    work = 5 * (1 + 2 + 3 + 5 + 6 + 7)
-    assert alone.step_seconds == work
-    assert [event[1:3] for (*_, event) in alone.events] == [(work, work + 4), (work + 4, work + 12)]
-    shares = breakdown(alone, 5)
-    assert shares.bubble == shares.imbalance == shares.transfer == 0
-
-
 def test_stages_that_compute_at_the_same_time_slow_each_other_down() -> None:
     """By hand: 0F0 alone until 1; then 0F1 and 1F0 share until 3 (factor 2), then 1F1 alone, and back likewise. The
     last factor holds for all more. With factor n while n compute, work is done at the pace of one, whoever does it."""
@@ -206,11 +195,6 @@ def test_waiting_and_exposed_transfers() -> None:
         assert all(a[1] == b[0] for a, b in itertools.pairwise(pieces))
 
 
-def test_a_schedule_that_deadlocks_is_refused() -> None:
-    with pytest.raises(InputError, match="deadlock"):
-        simulate(parse("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1"), equal(2, 1, 1))
-
-
 def peak_live(schedule: Schedule) -> tuple[tuple[int, int], ...]:
     """For each stage, the most graphs and the most inputs held, at whatever moments."""
     stages = [list(live(actions)) for actions in schedule.stages]
@@ -226,41 +210,6 @@ def test_peak_of_kept_micro_batches() -> None:
             assert (one, all_) == ((1, min(k - stage, m)), (1, m))
             assert peak_live(build("gpipe", k, m, "except_last"))[stage] == (1, m - 1)
     assert peak_live(forward_only(2, 4)) == ((0, 0), (0, 0))
-
-
-def replayed(actions: Sequence[Action], sizes: Sequence[Held]) -> list[tuple[Held, int]]:
-    """While each action of a stage runs, how many micro-batches it holds in each way, and their bytes: every
-    micro-batch is looked at again, each time."""
-    at = {a: number for number, a in enumerate(actions)}
-    never = len(actions)
-    found = []
-    for now, running in enumerate(actions):
-        counts, held = [0, 0, 0, 0], 0
-        for m, size in enumerate(sizes):
-            f, r, b, i, w = (at.get(running._replace(kind=kind, micro_batch=m), never) for kind in "FRBIW")
-            if min(b, i) == never:
-                continue
-            graph = (f if r == never else r) <= now <= min(b, i)
-            ways = graph, r != never and f <= now < r, now == i, i < now <= w and i != never
-            counts = [count + way for count, way in zip(counts, ways, strict=True)]
-            held += sum(of * way for of, way in zip(size, ways, strict=True))
-        found.append((Held(*counts), held))
-    return found
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_what_is_held_while_each_action_runs(name: str) -> None:
-    """Of micro-batches that differ, for any choice of what is recomputed and of backwards that are cut in two."""
-    random_ = random.Random(name)
-    for k, m in itertools.product(range(1, 5), (1, 2, 5)):
-        chosen = tuple(frozenset(m for m in range(m) if random_.random() < 0.5) for _ in range(k))
-        schedule = some_whole(build(name, k, m, chosen), random_)
-        sizes = [[Held(*(random_.randint(0, 9) for _ in range(4))) for _ in range(m)] for _ in range(k)]
-        again = [replayed(actions, of) for actions, of in zip(schedule.stages, sizes, strict=True)]
-        assert [list(live(actions)) for actions in schedule.stages] == [[held for held, _ in stage] for stage in again]
-        assert peak_bytes(schedule, sizes) == tuple(max(of for _, of in stage) for stage in again)
-        for actions, of, stage in zip(schedule.stages, sizes, again, strict=True):
-            assert list(bytes_held(actions, of)) == [held for _, held in stage]
 
 
 def held_now(begun: Sequence[Action], ended: set[Action], actions: Sequence[Action], sizes: Sequence[Held]) -> int:

@@ -4,17 +4,13 @@ import itertools
 
 import pytest
 
-from gpipe_cli.pipeline.schedule.dependencies import check
-from gpipe_cli.pipeline.schedule.held import Held
 from gpipe_cli.pipeline.schedule.named_schedules import ORDERS, order
-from gpipe_cli.pipeline.schedule.placement import PLACEMENTS, place
+from gpipe_cli.pipeline.schedule.placement import place
 from gpipe_cli.pipeline.schedule.schedule import Kind, Schedule
-from gpipe_cli.pipeline.schedule.search import Problem, find
-from gpipe_cli.pipeline.schedule.simulator import EdgeCost, StageCost, simulate
+from gpipe_cli.pipeline.schedule.simulator import StageCost, simulate
 from gpipe_cli.pipeline.schedule.v_schedules import v_half_graphs, v_min_graphs, zbv_graphs
 
 GRAPHS = {"zbv": zbv_graphs, "v_half": v_half_graphs, "v_min": v_min_graphs}
-TICK = StageCost(1, 1, 2, 1, 1)
 # Ticks of a device without work, and the most graphs of half a device's layers that one holds from F to W. A row per
 # stage has stages of twice the size, on as many devices.
 TABLE = """
@@ -61,24 +57,6 @@ def test_idle_ticks_and_graphs(line: str) -> None:
     assert found == expected
 
 
-@pytest.mark.parametrize("line", TABLE.strip().splitlines()[1:4])
-def test_auto_is_as_fast_as_every_named_schedule_that_holds_as_much(line: str) -> None:
-    """With two stages on each device."""
-    (devices, micro_batches), figures = map(int, line[:5].split()), line[5:].replace("/ ", "/").split()
-    named = [tuple(map(int, of_one.split("/"))) for of_one in figures]
-    stages = 2 * devices
-
-    def problem(name: str, room: int) -> Problem:
-        sizes, links = [Held(graph=1, weights=1)] * stages, [EdgeCost(0, 0)] * (stages - 1)
-        row_of_stage = place(name, stages, devices)
-        return Problem([TICK] * stages, links, (), row_of_stage, micro_batches, sizes, [room] * devices, "never", True)
-
-    for room in {held for _, held in named}:
-        found = [find(problem(name, room))[0] for name in PLACEMENTS]
-        best = min(one.seconds for one in found if one is not None)
-        assert best <= 6 * micro_batches + min(idle for idle, held in named if held <= room)
-
-
 def test_a_step_in_a_v() -> None:
     """More memory is never slower; an odd number of stages is the V without the second stage of the last device; no
     step is slower than that of 1f1b on as many devices."""
@@ -96,15 +74,6 @@ def test_a_step_in_a_v() -> None:
                     assert step == 6 * micro_batches + even_idle(name, devices, micro_batches)
                 elif name == "zbv" and devices > 1 and micro_batches >= devices:
                     assert step == 6 * micro_batches + devices - 1 - partitions % 2  # what bounds any order
-
-
-def test_devices_of_zbv_never_wait_between_their_first_and_last_action() -> None:
-    for devices, micro_batches in ((2, 4), (3, 6), (4, 9), (8, 16), (8, 31)):
-        timeline = simulate(order("zbv", 2 * devices, micro_batches), [TICK] * 2 * devices)
-        for device in range(devices):
-            spans = timeline.stages[device] + timeline.stages[-1 - device]
-            assert min(span.start_seconds for span in spans) == device
-            assert max(span.end_seconds for span in spans) == device + 6 * micro_batches
 
 
 @pytest.mark.parametrize(("devices", "micro_batches", "name"), [(3, 2, "zbv"), (3, 4, "v_half"), (4, 3, "v_min")])
@@ -141,14 +110,3 @@ def exists(devices: int, micro_batches: int, most: int, steps: int) -> bool:
                     after.add(tuple(map(tuple, counts)))
         states = after
     return bool(states)
-
-
-def test_rows_of_a_v() -> None:
-    """Backwards of the first stage stay whole where nothing comes between their halves; with one stage, all of them."""
-    assert order("zbv", 1, 5) == order("1f1b", 1, 5)
-    for name in GRAPHS:
-        schedule = order(name, 6, 7)
-        check(schedule)
-        assert {a.stage for row in schedule for a in row if a.kind is Kind.B} <= {0}
-    whole = [a.micro_batch for row in order("v_half", 8, 4) for a in row if a.kind is Kind.B]
-    assert whole == [2, 3]
