@@ -20,7 +20,6 @@ from gpipe_cli.data.corpora import Pairs
 from gpipe_cli.data.translation import PairSplit, Sequences
 from gpipe_cli.data.vocabulary import BEGIN, END, PAD, UNKNOWN, Vocabulary
 from gpipe_cli.distributed.control_group import ControlGroup
-from gpipe_cli.pipeline.runtime.executor import OnAction, ignore_action
 from gpipe_cli.planner.pipeline_spec import PipelineSpec
 from gpipe_cli.training.engine import Engine, build_engine
 from gpipe_cli.training.translation import Search, decode
@@ -95,10 +94,10 @@ def plan(partitions: int, seed: int) -> tuple[TrainConfig, PipelineSpec]:
     return config, spec_of(config)
 
 
-def engine_of(planned: tuple[TrainConfig, PipelineSpec], on_action: OnAction = ignore_action) -> Engine:
+def engine_of(planned: tuple[TrainConfig, PipelineSpec]) -> Engine:
     """All stages, with the weights they begin with, but larger."""
     config, spec = planned
-    engine = build_engine(config, spec, ControlGroup(0, 1), on_action=on_action)
+    engine = build_engine(config, spec, ControlGroup(0, 1))
     with torch.no_grad():  # opinions strong enough that translations depend on their sources, and most of them end
         for parameters in engine.parameters.values():
             for name, parameter in parameters.items():
@@ -107,11 +106,9 @@ def engine_of(planned: tuple[TrainConfig, PipelineSpec], on_action: OnAction = i
     return engine
 
 
-def decode_here(
-    case: Case, on_action: OnAction = ignore_action, bias: Mapping[int, float] = MappingProxyType({})
-) -> list[list[int]]:
+def decode_here(case: Case, bias: Mapping[int, float] = MappingProxyType({})) -> list[list[int]]:
     """Decode in this process, all stages of it, with these values in the bias of the logits."""
-    engine = engine_of(plan(case.partitions, case.seed), on_action)
+    engine = engine_of(plan(case.partitions, case.seed))
     with torch.no_grad():
         for token, value in bias.items():
             engine.parameters[case.partitions - 1]["softmax.logits.bias"][token] = value

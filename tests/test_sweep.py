@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
-from training_runs import command, unread
+from training_runs import command
 
 from gpipe_cli.commands import folders
 from gpipe_cli.commands.command_line import read
@@ -19,9 +19,7 @@ from gpipe_cli.commands.sweep_folder import SWEEP, Attempt, SweepFolder
 from gpipe_cli.commands.train import requested
 from gpipe_cli.config.typed import NothingFitsError
 from gpipe_cli.errors import InputError
-from gpipe_cli.reporting.tables.sweep import Run, show_sweep
 from gpipe_cli.results.files import read_result, write_result
-from gpipe_cli.results.run import Evaluation, RunResult
 from gpipe_cli.system.source_code import commit_of
 
 ODD = [
@@ -38,7 +36,6 @@ def test_runs_are_named_by_what_differs() -> None:
     for jobs, same, names in (
         ([["partitions=2", "micro_batches=4"]], ["micro_batches"], ["partitions=2"]),
         (two, [], ["micro_batches=4,partitions=2", "micro_batches=8,partitions=4"]),
-        ([["epochs=2", "dry_run=true"]], ["epochs", "dry_run"], ["run"]),
         ([["++steps=5", "model=resnet"], ["++steps=9", "model=resnet"]], [], ["steps=5", "steps=9"]),
     ):
         assert [name for name, _ in differences(jobs, same)] == names
@@ -62,43 +59,6 @@ def test_folders_are_new_and_safe(tmp_path: Path) -> None:
     assert free_folder(tmp_path, "..").parent == tmp_path
     assert free_folder(tmp_path, "..").name == "run"
     assert len(free_folder(tmp_path, "x" * 1000).name) <= 255
-
-
-def test_the_table_shows_results_and_failures(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Images by their accuracy, text by its perplexity."""
-    monkeypatch.setenv("COLUMNS", "120")
-    images = RunResult("completed", samples_per_second=123.4, step_seconds=0.25, test=Evaluation(top1=0.9306))
-    text = replace(images, task="language_model", test=Evaluation(perplexity=41.3), tokens_per_second=12_345.0)
-    runs = [
-        Run("micro_batches=1", tmp_path / "a", 0, 12.0, replace(images, config={"partitions": 2, "micro_batches": 1})),
-        Run("micro_batches=8", tmp_path / "c", 130, 1.0, RunResult("interrupted"), number=3),
-        Run("partition.balance=[4,8]", tmp_path / "b", 2, 1.0, None, number=2, error="partition.balance=[4,8]: [no]"),
-        Run("model=a", tmp_path / "d", 0, 12.0, text, number=4),
-        Run("model=b", tmp_path / "e", 0, 12.0, replace(text, test=Evaluation()), number=5),  # it diverged
-    ]
-    show_sweep(runs)
-    *lines, reason, compare = capsys.readouterr().out.splitlines()
-    assert compare.split() == ["compare", *f"gpipe compare {tmp_path}".split()]
-    assert reason == "run 2: partition.balance=[4,8]: [no]"
-    assert "top-1  samples/s  perplexity  tokens/s" in next(line for line in lines if "what differs" in line)
-    rows = [re.split(r"  +", line.strip())[1:] for line in lines[-len(runs) :]]  # no name is broken
-    assert rows[0] == ["2", "1", "micro_batches=1", "completed", "93.1 %", "123.4", "-", "-", "250.0 ms", "12.0 s"]
-    assert rows[1][:4] == ["-", "-", "partition.balance=[4,8]", "failed (2)"]
-    assert rows[1][-1] == "-", "it was refused: the time until then is no run's"
-    assert rows[2][3] == "interrupted"
-    assert rows[3][4:] == ["-", "123.4", "41.3", "12,345", "250.0 ms", "12.0 s"]
-    assert rows[4][6] == "-"
-    # of a run without a result K is what was asked for; K and M have columns, which tell all if nothing else differs
-    runs = [
-        replace(runs[0], settings={"partitions": 2}),
-        Run("", tmp_path, 2, 1.0, None, 2, settings={"partitions": 9}),
-    ]
-    show_sweep(runs)
-    _, head, _, *lines = capsys.readouterr().out.splitlines()
-    assert head.split()[:4] == ["run", "K", "M", "status"]
-    assert [line.split()[:3] for line in lines] == [["1", "2", "1"], ["2", "9", "-"]]
 
 
 def test_what_no_command_expects_ends_one_run(capfd: pytest.CaptureFixture[str]) -> None:
@@ -138,7 +98,6 @@ def test_failing_runs_do_not_stop_the_others(
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ("bench -m dataset=digits,cifr10", "dataset=cifr10: there is no such choice; choose one of birdsnap,"),
         ("train -m micro_batches=64,128", "micro_batches=64: a mini-batch has only batch_size=32 samples"),
         ("train -m partitions=20,30 dry_run=true", "partitions=20: the model has only 10 layers; use partitions=10"),
     ],
@@ -202,10 +161,7 @@ def sweep(arguments: str) -> Sweep:
     ("arguments", "text", "line"),
     [
         ("train resume=sweep epochs=3", "", "epochs=3: resume=sweep is a sweep, whose runs would then differ in more"),
-        ("train resume=sweep -cn other", "", "-cn other: resume=sweep is a sweep"),
-        ("bench resume=sweep", "", "resume=sweep: is a sweep of gpipe train; go on with it by gpipe train resume="),
         ("train resume=sweep", '{"command": "train"}', "sweep/sweep.json: cannot be read as a sweep"),
-        ("train -m seed=1,2 run_folder=foo", "", "those of its runs lie, is given by hydra.sweep.dir=foo"),
         ("train hydra.sweep.dir=foo", "", "hydra.sweep.dir=foo: the folder of a run is given by run_folder=foo"),
     ],
 )
@@ -261,29 +217,3 @@ def test_what_begins_again_leaves_nothing_that_is_of_no_use(tmp_path: Path) -> N
     ours.release()
     assert sorted(file.name for file in path.iterdir()) == ["kept", "refused", SWEEP, "wrong"]
     assert (tmp_path / "notes.txt").exists()
-
-
-def test_a_run_that_nobody_reads_any_more_ends_its_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with unread(monkeypatch, after_lines=1):
-        assert command("train", "-m", *ODD, "dry_run=true", "seed=1,2", f"hydra.sweep.dir={tmp_path}") == 141
-    (run,) = read_result(tmp_path, SWEEP)["runs"]
-    # 0: all that the first one prints went into the pipe before its reader had gone, on a busy machine
-    assert run["folder"] == "seed=1"
-    assert run["exit_code"] in (141, 0)
-
-
-def test_a_table_that_nobody_reads_any_more_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once there was no bench.json; and what had been measured before was left out of it."""
-    ends = {"seed=1": None, "seed=2": 0}
-    runs = [
-        {"run": number, "round": 1, "name": name, "folder": name, "exit_code": code}
-        for number, (name, code) in enumerate(ends.items(), start=1)
-    ]
-    given = ["-m", "seed=1,2", "micro_batches=99"]
-    write_result(tmp_path, {"command": "bench", "arguments": given, "runs": runs}, SWEEP)
-    (tmp_path / "seed=2").mkdir()
-    write_result(tmp_path / "seed=2", {"status": "completed", "samples_per_second": 5.0, "config": {"seed": 2}})
-    with unread(monkeypatch, after_lines=0):
-        assert command("bench", f"resume={tmp_path}") == 141
-    rows = read_result(tmp_path, "bench.json")["rows"]
-    assert ("measured", 5.0) in [(row["status"], row["samples_per_second"]) for row in rows]

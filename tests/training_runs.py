@@ -4,16 +4,14 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-import pytest
 import torch
 from omegaconf import DictConfig
 
@@ -147,25 +145,6 @@ def start_program(*arguments: str) -> "subprocess.Popen[str]":
     )
 
 
-@contextmanager
-def unread(monkeypatch: pytest.MonkeyPatch, after_lines: int) -> Iterator[None]:
-    """Inside, stdout is a pipe whose reader ends, as in `gpipe ... | head -1`."""
-    reading, writing = os.pipe()
-
-    def read() -> None:
-        with open(reading) as file:
-            for _ in range(after_lines):
-                file.readline()
-
-    reader = threading.Thread(target=read, daemon=True)
-    reader.start()
-    if after_lines == 0:
-        reader.join()
-    with open(writing, "w", buffering=1) as stdout, monkeypatch.context() as patch:
-        patch.setattr(sys, "stdout", stdout)
-        yield
-
-
 def final_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """Everything in the last checkpoint of a run, by name."""
     checkpoint = find_checkpoint(folder, "last", "run")
@@ -228,8 +207,3 @@ def until_asked(process: WorkerProcess) -> None:
     process.report("begun")
     while not control.asked():
         time.sleep(0.01)
-
-
-def libraries_of_the_server(process: WorkerProcess) -> None:
-    """A task that sends which of two libraries the fork server has imported."""
-    process.report({"torchvision.transforms.v2", "transformers"} & sys.modules.keys())

@@ -46,10 +46,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         ({0: WAITS, 1: WORKS, 2: WAITS}, [], True, 1),
         ({0: WAITS, 1: WORKS}, [0], True, 1),  # both; it has been silent for longer
         ({0: READS, 1: WAITS}, [], True, 0),
-        ({0: WAITS, 1: WAITS}, [], True, 1),  # a fault of ours, but nothing hangs
         ({1: WAITS}, [], False, None),  # for one on another machine
         ({0: PREPARES, 1: WAITS}, [], True, None),  # it may learn a vocabulary
-        ({0: PREPARES, 1: WAITS}, [0], True, 0),
         ({0: COMPILES, 1: WAITS}, [], True, None),
     ],
 )

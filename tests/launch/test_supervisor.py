@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 from plan_runs import traced
-from training_runs import TINY, children, configure, libraries_of_the_server, spec_of, until_asked
+from training_runs import TINY, children, configure, spec_of, until_asked
 
-from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.launch.supervisor import run_task
 
 
@@ -33,17 +32,3 @@ def test_workers_that_end_as_they_were_asked_to_have_done_their_task() -> None:
     assert run_task(until_asked, spec, 60.0, on_message, stoppable=True) is None
     (server,) = servers
     assert not Path("/proc", str(server)).exists()
-
-
-def test_a_server_that_runs_imports_what_another_run_needs() -> None:
-    """Each worker of a sweep or of a recipe's later run imported the libraries of its model and data by itself."""
-    pytest.importorskip("transformers")
-    digits, hugging_face = configure("dataset=digits"), configure("model=hf", "model.name=none")
-    found: list[object] = []
-    spec = spec_of(configure(*TINY, "partitions=1"), traced(*TINY))
-    fork_server.kill()
-    for config in (digits, hugging_face):
-        number, _ = fork_server.start(config)
-        assert run_task(libraries_of_the_server, spec, 60.0, found.append) is None
-    assert fork_server.start()[0] == number, "the same server"
-    assert found == [{"torchvision.transforms.v2"}, {"torchvision.transforms.v2", "transformers"}]

@@ -1,11 +1,9 @@
 """Decoding: the search finds what an enumeration finds, and neither the cut nor the batch changes a translation."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-import torch
 from decode_runs import (
     FORBIDDEN,
     LAYERS,
@@ -13,14 +11,12 @@ from decode_runs import (
     SOURCES,
     Case,
     decode_here,
-    most_tokens,
     patient,
     source_tokens,
 )
 
 from gpipe_cli.data.vocabulary import END
-from gpipe_cli.pipeline.schedule.schedule import Action
-from gpipe_cli.training.translation import Beam, Candidates
+from gpipe_cli.training.translation import Beam
 
 
 @pytest.mark.parametrize(("beam", "length_penalty"), [(1, 2.0), (2, -1.0), (5, 0.6), (3**5, 2.0)])
@@ -44,32 +40,6 @@ def test_cut_micro_batches_and_batches_do_not_matter() -> None:
         for partitions, micro_batches, batch_sentences in ((1, 5, 1), (2, 2, 100), (2, 1, 5), (LAYERS, 32, 12)):
             other = replace(case, partitions=partitions, micro_batches=micro_batches, batch_sentences=batch_sentences)
             assert decode_here(other) == expected, other
-
-
-def test_what_has_ended_leaves_the_mini_batch() -> None:
-    """Greedy: a sentence takes a row in each step until it has ended, and its padding goes with it."""
-    case = Case(seed=6, partitions=2, micro_batches=3)
-    translations = [patient(case, index) for index in case.indices]
-    # one step for each token and one for the end, unless the limit came first
-    steps_of = [
-        min(len(tokens) + 1, most_tokens(case, index)) for index, tokens in zip(case.indices, translations, strict=True)
-    ]
-    sources = [len(source_tokens(index)) for index in case.indices]
-    expected = []
-    for step in range(1, max(steps_of) + 1):
-        present = [index for index in case.indices if steps_of[index] >= step]
-        expected.append((len(present), (max(sources[index] for index in present), step)))
-    found: list[tuple[int, tuple[int, ...]]] = []  # rows and lengths of every mini-batch that the last stage saw
-
-    def watch(action: Action, samples: int, lengths: Sequence[int]) -> None:
-        if action.stage == case.partitions - 1:
-            before = found.pop()[0] if action.micro_batch else 0
-            found.append((before + samples, tuple(lengths)))
-
-    decode_here(case, watch)
-    assert found == expected
-    assert len({rows for rows, _ in expected}) > 1
-    assert len({longest for _, (longest, _) in expected}) > 1, "the longest source has the longest translation"
 
 
 def test_a_translation_is_cut_off_at_the_limit_or_by_its_source() -> None:
@@ -96,21 +66,3 @@ def test_a_model_that_returns_no_numbers_translates_nothing() -> None:
     beam.advance([[(END, math.nan), (5, math.nan), (6, -math.inf)]])
     assert not beam.growing
     assert beam.over
-
-
-def test_candidates_rank_equal_tokens_by_their_number_and_leave_out_what_is_forbidden() -> None:
-    logits = torch.zeros(2, 3, 450)
-    logits[1, -1, [9, 300]] = 1.0
-    logits[:, :, 400:] = 2.0  # what the text has no token for
-    logits[1, 0] = torch.arange(450.0)  # an earlier position
-    candidates = Candidates(torch.tensor(FORBIDDEN), 4, 400)
-    for m in range(2):
-        outputs = (logits[m : m + 1],)
-        candidates.observe(m, outputs, candidates.loss(m, outputs))
-    table = candidates.table()
-    assert table.shape == (2, 5, 2)
-    assert table[:, :, 0].tolist() == [[END, 5, 6, 7, 8], [END, 9, 300, 5, 6]]
-    expected = torch.log_softmax(logits[:, -1, :400], dim=1)
-    for row in range(2):
-        found = table[row, :, 1]
-        assert torch.equal(found, expected[row, table[row, :, 0].long()].double())

@@ -31,9 +31,6 @@ COMMON = [
 # the last of its eight layers is the classifier
 DIGITS = [*COMMON, "model=custom", "model.target=custom_models:small", "check_layers=false"]
 FIRST, SECOND = "dataset.classes=[0,1,2,3]", "dataset.classes=[4,5,6,7]"
-# in mini-batches of 7 no micro-batch has a single sample, which the batch norm of its second classifier would refuse
-CELLS = [*COMMON, "model.normal_cells=3", "model.filters=4", "max_steps=1"]
-AUXILIARY = [*CELLS, "dataset.image_size=24", "batch_size=7", "dataset.drop_last=true", "model.auxiliary_head=true"]
 HERE = "executor=in_process"
 
 
@@ -42,14 +39,6 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three steps on the digits 0 to 3, in two partitions."""
     folder = tmp_path_factory.mktemp("source")
     train_here(configure(*DIGITS, FIRST, HERE, "partitions=2"), folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def auxiliary(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A step of AmoebaNet with two classifiers."""
-    folder = tmp_path_factory.mktemp("auxiliary")
-    train_here(configure(*AUXILIARY, FIRST, HERE), folder)
     return folder
 
 
@@ -110,41 +99,13 @@ def test_the_classifier_is_kept_where_the_classes_are_the_same(settings: str, ke
     assert notes["new"] == ("nothing, the classifier is that run's" if kept else "1 layer: 7")
 
 
-def test_what_is_refused_is_said_in_one_line(source: Path, auxiliary: Path, tmp_path: Path) -> None:
-    given = [*AUXILIARY, SECOND, f"init_from={auxiliary}"]
-    other = "step_00000001 is of another model"
-    assert refused(configure(*given, "model.normal_cells=6")) == (
-        f"init_from={auxiliary}: {other} (only here: cell_03, cell_04, cell_05; only there: none); "
-        "use model.normal_cells=3, as there"
-    )
-    line = refused(configure("model=resnet", "model.depth=18", f"init_from={auxiliary}"))
-    assert f"{other} (only here: layer1_0, layer1_1, layer2_0, layer2_1 ...; only there: " in line
-    assert line.endswith("; use model=amoebanet, as there")
-    line = refused(configure(*given, "model.filters=8"))
-    assert line.endswith("; use model.filters=4, as there")
-    kept = ["init_head=keep", f"init_from={auxiliary}"]
-    line = refused(configure(*AUXILIARY, "dataset.classes=[1,2,3]", *kept))
+def test_what_is_refused_is_said_in_one_line(source: Path) -> None:
+    line = refused(configure("model=resnet", "model.depth=18", f"init_from={source}"))
+    assert "step_00000003 is of another model (only here: layer1_0, layer1_1, layer2_0, layer2_1 ...; only " in line
+    assert line.endswith("; use model=custom, as there")
+    line = refused(configure(*DIGITS, "dataset.classes=[1,2,3]", "init_head=keep", f"init_from={source}"))
     assert line.startswith("init_head=keep: ")
-    assert line.endswith(f"has shape (4,) in {auxiliary} and (3,) here; use init_head=new, or the same classes")
-    (tmp_path / "config.yaml").write_text((source / "config.yaml").read_text())
-    line = refused(configure(*DIGITS, SECOND, f"init_from={tmp_path}"))
-    assert line.startswith(f"init_from={tmp_path}: the run has written no checkpoint")
-
-
-def test_a_second_classifier_may_be_on_one_side_only(auxiliary: Path, tmp_path: Path) -> None:
-    """AmoebaNet's auxiliary head: its logits are a classifier, what is below them is not."""
-    _, state, notes = begun(*AUXILIARY, SECOND, f"init_from={auxiliary}")
-    theirs = final_tensors(auxiliary)
-    assert torch.equal(state["model/auxiliary_head.features.1.weight"], theirs["ema/auxiliary_head.features.1.weight"])
-    assert not torch.equal(state["model/auxiliary_head.logits.weight"], theirs["ema/auxiliary_head.logits.weight"])
-    assert notes["taken"].startswith("6 layers and part of auxiliary_head from ")
-    assert notes["new"] == "1 layer: classifier; auxiliary_head.logits"
-    single = [*CELLS, "dataset.image_size=24"]
-    _, _, notes = begun(*single, SECOND, f"init_from={auxiliary}")
-    assert notes["new"] == "1 layer: classifier"
-    train_here(configure(*single, FIRST, HERE), tmp_path)
-    _, _, notes = begun(*AUXILIARY, FIRST, f"init_from={tmp_path}")
-    assert notes["new"] == "1 layer: auxiliary_head"
+    assert line.endswith(f"has shape (4,) in {source} and (3,) here; use init_head=new, or the same classes")
 
 
 @pytest.mark.parametrize(
@@ -226,17 +187,6 @@ def test_the_laws_hold_for_fine_tuning(source: Path, tmp_path: Path) -> None:
     assert before.keys() == {name for name in whole if not name.startswith("optimizer/")}, "all tensors are there"
     assert not any(name.startswith(tuple(f"optimizer/{module}" for module in inside)) for name in whole)
     assert any(step.gradient_norm > 0.05 for step in of_type(heard, StepDone)), "clipping never acted"
-
-
-def test_a_run_is_not_both_resumed_and_fine_tuned(
-    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = tmp_path / "run"
-    given = ["train", *DIGITS, HERE, f"run_folder={run}", f"init_from={source}"]
-    assert command(*given, f"resume={source}") == 2
-    (said,) = capsys.readouterr().err.splitlines()
-    assert said.startswith(f"gpipe train: init_from={source}: the run that is resumed has its weights")
-    assert not run.exists()
 
 
 def test_a_run_remembers_no_more_than_where_it_came_from(

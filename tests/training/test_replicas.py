@@ -6,7 +6,6 @@ import pytest
 import torch
 from training_runs import LIVELY_SMALL, SMALL, assert_same_tensors, command, configure, final_tensors, train_here
 
-from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.data.batches import Catalogue, MiniBatches
 from gpipe_cli.data.micro_batches import micro_batch_sizes, share_of
 from gpipe_cli.results.files import read_result
@@ -88,8 +87,3 @@ def test_shares_are_the_pieces_of_one_pipeline(samples: int) -> None:
         ]  # fmt: skip
         read = torch.cat([one.indices(0, 0)[one.share(0, 0).samples] for one in batches])
         assert torch.equal(read, batches[0].indices(0, 0))
-
-
-def test_more_replicas_than_samples_are_refused() -> None:
-    with pytest.raises(RefusedError, match=r"^replicas=5: .*batch_size=8; use replicas=4 or fewer"):
-        configure(*SETTINGS, "replicas=5")

@@ -73,9 +73,6 @@ def test_scores_are_those_of_the_library() -> None:
     assert 0 < found.bleu < 100
     assert found.bleu != found.bleu_copy
     assert 0 < found.chrf_copy < found.chrf < 100
-    version = f"version:{sacrebleu.__version__}"
-    assert found.bleu_signature == f"nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp|{version}"
-    assert found.chrf_signature == f"nrefs:1|case:mixed|eff:yes|nc:6|nw:0|space:no|{version}"
 
 
 def test_sentences_of_the_test_set_are_decoded() -> None:

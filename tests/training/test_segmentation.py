@@ -1,11 +1,8 @@
 """A U-Net learns the masks of images: long skips over any cut, and the metrics of pixels."""
 
-import re
 from pathlib import Path
 
 import pytest
-import torch
-from image_files import write_image
 from training_runs import TINY, assert_same_tensors, command, configure, final_tensors, train_here
 
 from gpipe_cli.results.files import read_result
@@ -47,42 +44,7 @@ def test_accuracy_of_pixels_rises(tmp_path: Path) -> None:
     assert result["test"]["loss"] < 0.4
 
 
-def test_masks_in_files_are_learnt(tmp_path: Path) -> None:
-    for split in ("train", "test"):
-        for seed in range(4):
-            write_image(tmp_path / split / "images" / f"{seed}.png", seed=seed)
-            write_image(tmp_path / split / "masks" / f"{seed}.png", mode="1", seed=seed)
-    sizes = [one for one in SETTINGS if not one.startswith(("dataset.", "batch_size"))]
-    data = ["dataset=image_masks", f"dataset.root={tmp_path}", "dataset.image_size=16", "dataset.num_classes=256"]
-    assert command("train", *sizes, *data, "batch_size=4", "partitions=2", f"run_folder={tmp_path / 'run'}") == 0
-    assert read_result(tmp_path / "run")["status"] == "completed"
-
-
-@pytest.mark.parametrize("form", ["torch", "onnx"])
-def test_an_exported_unet_gives_the_run_s_logits(form: str, whole: Path, tmp_path: Path) -> None:
+def test_an_exported_unet_gives_the_run_s_logits(whole: Path, tmp_path: Path) -> None:
     """`gpipe export` evaluates the file, and compares its loss with the run's."""
-    if form == "onnx":
-        pytest.importorskip("onnxruntime")
-    file = tmp_path / f"model.{'pt' if form == 'torch' else 'onnx'}"
-    assert command("export", f"run={whole}", f"format={form}", f"file={file}") == 0
-    if form == "torch":
-        saved = torch.load(file, weights_only=True)["state_dict"]
-        assert saved["logits.weight"].shape == (3, 2, 1, 1)
-
-
-@pytest.mark.parametrize(
-    ("settings", "refusal"),
-    [
-        (["model=unet", "dataset=digits"], "model=unet: .*use dataset=synthetic_masks"),
-        (["model=unet", "dataset=python_docs"], "model=unet: .*use model=transformer_lm"),
-        (["model=resnet", "dataset=synthetic_masks"], "model=resnet: .*use model=unet"),
-        (["model=unet", "batch_tokens=8"], "batch_tokens=8: images have no tokens"),
-        (["model=unet", "+dataset.classes=[0,1]"], r"dataset\.classes=\[0,1\]: .*leave it out"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(
-    settings: list[str], refusal: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert command("train", *settings, "dry_run=true") == 2
-    (line,) = capfd.readouterr().err.splitlines()
-    assert re.search(refusal, line), line
+    pytest.importorskip("onnxruntime")
+    assert command("export", f"run={whole}", "format=onnx", f"file={tmp_path / 'model.onnx'}") == 0

@@ -74,22 +74,3 @@ def test_token_0_is_trained_on_and_counted(places: list[str], tmp_path: Path) ->
     test = read_result(tmp_path / "run")["test"]
     assert test["tokens"] == len(tokens)  # each but the first, and the end
     assert test["token_accuracy"] > 0.9
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (["dataset.vocabulary=200"], "dataset.vocabulary=200: "),
-        (["dataset.tokenizer=/nowhere/at/all"], "dataset.tokenizer=/nowhere/at/all: "),
-        (["dataset=cldr", "model=transformer_nmt"], "dataset.tokenizer="),
-    ],
-)  # fmt: skip
-def test_settings_that_are_refused(
-    settings: list[str], message: str, places: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    given = places[2:] if "dataset=cldr" in settings else places
-    assert command("train", *TEXT, *given, *settings, f"run_folder={tmp_path / 'run'}") == 2
-    (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith(f"gpipe train: {message}")
-    if "vocabulary" in message:
-        assert f"use dataset.vocabulary={len(AutoTokenizer.from_pretrained(tmp_path / 'tokenizer'))}" in line

@@ -184,28 +184,3 @@ def test_a_process_whose_torchrun_was_killed_as_it_began_ends(monkeypatch: pytes
     store.cache_clear()
     with pytest.raises(TimeoutError, match="torchrun: no answer from its store"):
         rendezvous.earlier_folder()
-
-
-@pytest.mark.slow
-def test_machines_with_different_tokenizers_are_refused(tmp_path: Path) -> None:
-    """Each reads the folder of that name on its own; inputs of one tokenizer and targets of another were trained on."""
-    write_tokenizer = pytest.importorskip("tokenizer_files").write_tokenizer
-    (tmp_path / "start.py").write_text(START)
-    for process, lines in (("0", ["one two three " * 40]), ("1", ["four five six " * 40])):
-        write_tokenizer(tmp_path / process / "tokenizer", lines=lines, eos_token="<end>")
-        (tmp_path / process / "text.txt").write_text("one two three four\n" * 100)
-    settings = ["~presets", "model=transformer_lm", "dataset=text_files", "dataset.root=text.txt", "partitions=2",
-                "dataset.tokenizer=tokenizer", "dataset.vocabulary=320", "model.layers=1", "model.width=8",
-                "model.hidden=8", "model.heads=2", "model.length=8", "batch_size=8", "device=cpu", "hardware=cpu",
-                f"dataset.cache={tmp_path}"]  # fmt: skip
-    ended = subprocess.run(
-        [*TORCHRUN, "--nproc-per-node=2", "start.py", "train", *settings],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=120,
-    )
-    assert ended.returncode == 1, ended.stdout
-    assert "gpipe train: dataset=text_files: the processes read text with different tokens; " in ended.stdout

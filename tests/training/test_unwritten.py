@@ -6,9 +6,7 @@ from pathlib import Path
 import pytest
 from training_runs import TINY, command, command_struck, configure, final_tensors, train_here, wait_until
 
-from gpipe_cli.commands import run_report
 from gpipe_cli.results.files import RESULT, read_result
-from gpipe_cli.system.files import write_whole
 from gpipe_cli.system.forked_call import Fork
 
 RUN = [
@@ -72,22 +70,6 @@ def test_a_run_whose_folder_has_gone_ends_with_the_cause(tmp_path: Path, capsys:
     assert "Traceback" not in "".join(said)
     assert not run.exists()
     assert final_tensors(tmp_path / "elsewhere")
-
-
-def test_a_folder_that_has_gone_before_the_first_step_is_the_cause(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The line was that result.json is no file."""
-    run = tmp_path / "run"
-
-    def write_elsewhere(path: Path, content: str) -> None:
-        run.rename(tmp_path / "elsewhere")
-        write_whole(path, content)
-
-    monkeypatch.setattr(run_report, "write_whole", write_elsewhere)
-    assert command("train", *RUN, "epochs=1", f"run_folder={run}") == 1
-    said = capsys.readouterr().err.splitlines()
-    assert said[-1].startswith(f"gpipe train: {run}: the run folder was deleted or moved; ")
 
 
 def test_a_run_that_nobody_can_follow_ends_before_its_first_step(tmp_path: Path) -> None:

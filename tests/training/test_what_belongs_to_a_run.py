@@ -95,10 +95,6 @@ def test_a_stage_in_the_middle_waits_while_text_is_prepared(text: Path, tmp_path
     [
         ("reads_values", r"reads_values: fails when it is called on the meta device, .*no \.item\(\)"),
         ("returns_nested", r"layer 0 returns a tuple with a tuple; return a tensor or a tuple of tensors"),
-        ("returns_named_tuple", r"layer 0 returns a Named, whose names would be lost between layers; return a tuple"),
-        ("returns_names", r"layer 0 returns a dict; return a tensor or a tuple of tensors"),
-        ("looks_up", r"layer 0 does not accept inputs of shape \(2, 3, 24, 24\): KeyError: 'x'"),
-        ("has_nothing", r"has_nothing: its layers have no parameters, there is nothing to train"),
     ],
 )
 def test_a_strange_model_of_ones_own_is_one_line(function: str, line: str) -> None:

@@ -100,16 +100,6 @@ def test_a_step_that_is_done_again_replaces_its_checkpoint(tmp_path: Path) -> No
     assert sorted(path.name for path in first.parent.iterdir()) == ["best", "last", "step_00000001"]
 
 
-def test_a_folder_may_go_right_after_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The list of what is there was searched for the one just written: a ValueError, as of a bad setting."""
-    run, point = tmp_path / "run", files._point
-    monkeypatch.setattr(files, "_point", lambda *names: (point(*names), run.rename(tmp_path / "elsewhere")))
-    monkeypatch.setattr(files, "_sync_folder", lambda folder: None)
-    run.mkdir()
-    write(run, 1)
-    assert [found.name for found in files.checkpoints_in(tmp_path / "elsewhere")] == ["step_00000001"]
-
-
 def test_links_and_what_stays(tmp_path: Path) -> None:
     for step, best in ((1, 1), (2, 2), (3, 2), (4, 2), (5, 2)):
         write(tmp_path, step, best=best, keep=2)
