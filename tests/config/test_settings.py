@@ -18,10 +18,8 @@ from gpipe_cli.commands.evaluate import of_run
 from gpipe_cli.commands.folders import run_folder
 from gpipe_cli.commands.train import requested, resumed
 from gpipe_cli.config.groups import choice_of
-from gpipe_cli.config.settings import BenchSettings, EvaluateSettings, TrainConfig, find_run, load, to_yaml
+from gpipe_cli.config.settings import BenchSettings, EvaluateSettings, TrainConfig, load, to_yaml
 from gpipe_cli.errors import InputError
-from gpipe_cli.system import gpus as gpus_here
-from gpipe_cli.system.gpus import Gpu
 
 ROOT = Path(__file__).parents[2]
 NOW = datetime(2026, 1, 31, 12, 0, 5)
@@ -74,36 +72,17 @@ def test_types_survive_yaml(tmp_path: Path) -> None:
         ("+dataset.augmentation.cutot=3", "did you mean dataset.augmentation.cutout?"),
         ("partitions=two", "partitions=two: must be a whole number; for example partitions=4"),
         ("partitions=0", "must be 1 or more and at most 10000, as no model has more layers; use partitions=1"),
-        ("model=resnet model.depth=20", "model.depth=20: must be one of 18, 34, 50, 101, 152"),
         ("output=''", "output=: must be a text of one line that is not empty"),
-        ('run_folder="a\x1bb"', "run_folder=a\\x1bb: must be a text of one line"),
-        ("dry_run=1", "dry_run=1: must be true or false"),
         ("label_smoothing=1", "label_smoothing=1.0: must be 0 or more and below 1"),
-        ("partition=3", "partition=3: is a group of settings"),
-        ("dataset.augmentation.random_resized_crop=[1]", "must be a list of 2"),
         ("partition.balance=2.5", "partition.balance=2.5: must be a list; for example partition.balance=[1,1]"),
-        ("dataset=image_folder", "dataset.root=???: a value is required; give dataset.root=..."),
-        ("~epochs", "epochs: the setting is missing"),
-        ("output=${nowhere}", "configuration: "),
         # settings that do not go together
         ("micro_batches=64", "batch_size=32 samples; use micro_batches=32 or fewer, or batch_size=64 or more"),
-        ("partitions=10000 batch_size=1000 micro_batches=1000", "more than 5000000; use micro_batches=166"),
-        ("partitions=9000 batch_size=2000 micro_batches=2000 hardware=tpu_v3", "than 5000000; use micro_batches=185"),
+        ("replicas=33", "replicas=33: "),
         ("init_head=keep", "init_head=keep: no weights are taken, as init_from=null; give init_from=..."),
-        ("freeze=[taken]", "freeze=[taken]: nothing is taken, as init_from=null; give init_from=..., or name layers"),
-        ("dataset.augmentation.random_resized_crop=[1,0.5]", "random_resized_crop=[1.0,0.5]: must be two ascending"),
-        ("+dataset.root=x", "dataset.root=x: dataset=digits has no such setting"),
         ("dataset=cifar10 dataset.root=null", "dataset.root=null: dataset=cifar10 needs a value"),
-        ("+dataset.download=true", "dataset.download=true: dataset=digits has no such setting"),
         ("dataset=cldr", "model=amoebanet: takes images, and dataset=cldr is text; use model=transformer_nmt"),
-        ("model=transformer_nmt dataset=python_docs", "has no pairs; use model=transformer_lm, or dataset=cldr"),
-        ("model=custom model.target=a:b dataset=python_docs", "model.length=null: text needs the most tokens"),
-        ("batch_size=null batch_tokens=64", "batch_tokens=64: images have no tokens; leave it out and use batch_size"),
         # (the command itself replaces the preset's batch_tokens)
         ("model=transformer_nmt batch_size=64", "batch_size=64, batch_tokens=2048: both are given; add"),
-        ("batch_size=null", "batch_size=null, batch_tokens=null: neither is given"),
-        ("model=transformer_nmt learning_rate=paper", "learning_rate=paper: is so much per sample"),
-        ("placement=zigzag", "placement=zigzag: must be one of neighbours, looped, v, or a file NAME.csv"),
         ("placement=v schedule=interleaved", "placement=v: schedule=interleaved is made for placement=looped; leave"),
     ],
 )
@@ -111,16 +90,6 @@ def test_bad_values_are_one_line(overrides: str, line: str) -> None:
     with pytest.raises(InputError, match=re.escape(line)) as error:
         train(*overrides.split())
     assert len(str(error.value).splitlines()) == 1
-
-
-@pytest.mark.parametrize("value", ["", "mps"])
-def test_a_device_that_is_not_supported_is_refused_with_those_of_this_machine(
-    value: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for gpus, here in (((), r"cpu"), ((Gpu("NVIDIA H200", 1),) * 2, r"cpu, cuda \(2 x NVIDIA H200\)")):
-        monkeypatch.setattr(gpus_here, "usable_gpus", lambda gpus=gpus: gpus)
-        with pytest.raises(InputError, match=f"^device={value}: .* auto, cpu, cuda; .* this machine has {here}$"):
-            train(f"device={value}")
 
 
 @pytest.mark.parametrize("kind", [TrainConfig, EvaluateSettings, BenchSettings])
@@ -150,28 +119,6 @@ def test_class_folders_are_counted_once(tmp_path: Path) -> None:
     (tmp_path / "train" / "fox").mkdir()
     assert load(save(config, tmp_path / "run")).dataset.num_classes == 3
     assert train(*given, "dataset.num_classes=7").dataset.num_classes == 7
-    for root, why in (
-        (tmp_path / "gone", r"gone/train' cannot be read \(No such file or directory\); give the folder that holds"),
-        (tmp_path / "run", "cannot be read"),
-        (tmp_path / "one", "has 1 class folder; put the images of each class into a folder there"),
-    ):
-        (tmp_path / "one/train/cat").mkdir(parents=True, exist_ok=True)
-        with pytest.raises(InputError, match=f"^dataset.root={root}: .*{why}"):
-            train("dataset=image_folder", f"dataset.root={root}")
-    with pytest.raises(InputError, match=r"^dataset\.root=null: dataset=image_folder needs a value"):
-        train("dataset=image_folder", "dataset.root=null", "dataset.num_classes=3")
-
-
-def test_a_file_that_is_no_configuration_is_named(tmp_path: Path) -> None:
-    file = tmp_path / "config.yaml"
-    for text, why in (
-        ("a: [", "holds no settings"),
-        ("- 1", "holds no settings"),
-        ("partitions: 2", "cannot be read as"),
-    ):
-        file.write_text(text)
-        with pytest.raises(InputError, match=rf"^.*config\.yaml: {why}.*$"):
-            load(tmp_path)
 
 
 def test_a_run_from_before_a_setting_can_be_resumed(tmp_path: Path) -> None:
@@ -196,8 +143,6 @@ def test_resume_keeps_the_run_and_takes_what_is_given() -> None:
     assert config.max_steps is None  # where the run stopped is no setting of the run that goes on
     other = resumed(saved, tree("dataset=cifar100", "dataset.root=/y"), ["dataset", "dataset.root"])
     assert other.dataset == train("dataset=cifar100", "dataset.root=/y").dataset  # another choice: the whole group
-    with pytest.raises(InputError, match="filtrs=3: there is no such setting"):
-        resumed(saved, tree("+filtrs=3"), ["filtrs"])
 
 
 def test_what_is_given_of_a_cut_takes_the_place_of_the_run_s() -> None:
@@ -205,8 +150,6 @@ def test_what_is_given_of_a_cut_takes_the_place_of_the_run_s() -> None:
     key = "partition.balance"
     assert resumed(by_rule, tree(f"{key}=[4,8]"), [key]).partition == by_hand.partition
     assert resumed(by_hand, tree("partition.method=lingvo"), ["partition.method"]).partition == by_rule.partition
-    with pytest.raises(InputError, match=r"^partition\.method=lingvo: .*leave one of the two out"):
-        train("partition.method=lingvo", f"{key}=[4,8]")
 
 
 def test_a_run_keeps_the_mini_batch_that_was_chosen_when_it_began(tmp_path: Path) -> None:
@@ -246,18 +189,6 @@ def test_evaluate_is_the_run_with_what_is_given(tmp_path: Path) -> None:
     assert (config.batch_size, config.batch_tokens) == (16, None)
 
 
-def test_an_unknown_run_lists_the_newest(tmp_path: Path) -> None:
-    for age, name in enumerate(["a", "b", "sweep/c", "d"]):
-        file = save(train(), tmp_path / name) / "config.yaml"
-        os.utime(file, (1e9 - age, 1e9 - age))
-    with pytest.raises(InputError) as error:
-        find_run("run", "nowhere", str(tmp_path))
-    newest = ", ".join(str(tmp_path / name) for name in ("a", "b", "sweep/c"))
-    assert str(error.value).endswith(f"; the newest runs are {newest}")
-    with pytest.raises(InputError, match=r"there is no run in .*empty either"):
-        find_run("run", "nowhere", str(tmp_path / "empty"))
-
-
 def open_folder(config: TrainConfig) -> None:
     with run_folder(config, NOW):
         pass
@@ -288,13 +219,6 @@ def test_a_chosen_run_folder_must_be_new_or_the_run_that_goes_on(tmp_path: Path)
     assert [path.name for path in run.iterdir()] == ["config.yaml"]
 
 
-def test_under_torchrun_one_process_makes_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost")):
-        monkeypatch.setenv(name, value)
-    with run_folder(replace(train(), output=str(tmp_path)), NOW) as folder:
-        assert not folder.exists()
-
-
 def test_every_package_is_installed() -> None:
     named = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
     found = {".".join(file.parent.relative_to(ROOT).parts) for file in ROOT.glob("gpipe_cli/**/*.py")}
@@ -312,13 +236,10 @@ BROUGHT = "optimizer.name=adam learning_rate.name=inverse_sqrt preset=small"
         ("model=transformer_nmt", f"task=translation dataset.name=cldr {BROUGHT}"),
         # what is typed wins, and the rest of the preset holds, whatever the learning rate has of a warm-up
         ("model=transformer_lm optimizer=sgd model.layers=6", "optimizer.name=sgd model.layers=6 preset=small"),
-        *((f"model=transformer_lm learning_rate={it}", f"learning_rate.name={it}") for it in ("paper", "cosine")),
         # without a preset sizes are the paper's
         ("model=transformer_lm dataset=synthetic_text", PAPERS),
-        ("model=transformer_lm ~presets dataset=text_files dataset.root=x", PAPERS),
         # a newcomer's text file was given the paper's 184 million parameters
         ("model=transformer_lm dataset=text_files dataset.root=x", "model.width=128 dataset.vocabulary=4000"),
-        ("model=transformer_nmt dataset=parallel_text dataset.root=x", "model.width=128 max_steps=400 preset=small"),
     ],
 )
 def test_a_transformer_brings_what_suits_it(overrides: str, expected: str) -> None:

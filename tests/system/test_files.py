@@ -15,7 +15,6 @@ from gpipe_cli.system.files import (
     FolderInUseError,
     FolderLock,
     read_bytes,
-    read_json,
     read_text,
     remove_partial_files,
     write_whole,
@@ -83,25 +82,6 @@ def test_a_file_of_a_user_is_regular_text_of_some_size(tmp_path: Path) -> None:
     assert read_bytes(tmp_path / "text", 14) == (tmp_path / "text").read_bytes()
     with pytest.raises(OSError, match="has more than"):
         read_bytes(tmp_path / "text", 13)
-    with pytest.raises(OSError, match="has more than"):  # its size is 0, as that of all there
-        read_bytes(Path("/proc/self/status"), 100)
-    assert read_text(Path("/proc/self/status")).startswith("Name:")
-
-
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ("[1" + "0" * 5000 + "]", "a number has more than 4300 digits$"),  # Python's own words are about sys
-        ("[" * 100_000, "it is nested too deeply$"),
-        ("{", "Expecting property name"),
-        ("\udcff", "utf-8"),
-    ],
-    ids=["digits", "deep", "cut", "bytes"],
-)
-def test_json_that_cannot_be_read_is_an_error_that_says_why(text: str, why: str, tmp_path: Path) -> None:
-    (tmp_path / "file.json").write_text(text, encoding="utf-8", errors="surrogateescape")
-    with pytest.raises(ValueError, match=why):
-        read_json(tmp_path / "file.json")
 
 
 def test_a_folder_is_one_process_s_until_that_ends(tmp_path: Path) -> None:

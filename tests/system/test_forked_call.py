@@ -33,16 +33,6 @@ def test_how_it_ended_is_known(capfd: pytest.CaptureFixture[str]) -> None:
     assert "KeyError: 'x'\n" in capfd.readouterr().err
 
 
-def test_its_output_can_go_to_a_file(tmp_path: Path) -> None:
-    def work() -> int:
-        print("out")
-        return os.system("echo more >&2")
-
-    with (tmp_path / "log.txt").open("w") as log:
-        assert Fork(work, log.fileno()).wait() == (0, 0)
-    assert (tmp_path / "log.txt").read_text() == "out\nmore\n"
-
-
 def test_an_interrupt_ends_all_of_its_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C while `gpipe reproduce` started the thread that shows a log's newest line left the run behind: its end
     was not waited for."""

@@ -12,12 +12,10 @@ UUIDS = ["GPU-aaaa-1", "GPU-aabb-2", "GPU-cccc-3"]
     ("setting", "found"),
     [
         (None, [0, 1, 2]),
-        ("", []),
         ("-1", []),
         ("2, 0", [2, 0]),
         ("1,7,0", [1]),  # up to the first that there is not
         ("GPU-cc,GPU-aaaa", [2, 0]),
-        ("GPU-aa", []),  # two begin so
         ("MIG-1234", ["MIG-1234"]),
     ],
 )
@@ -31,11 +29,7 @@ def test_visible_devices(setting: str | None, found: list[int | str]) -> None:
         ("NVIDIA H100 80GB HBM3", 80, "h100"),
         ("NVIDIA H100 PCIe", 80, None),  # slower than the one above in everything
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", 10, None),
-        ("NVIDIA GH200 480GB", 95, "gh200"),
-        ("NVIDIA A100-SXM4-80GB", 80, "a100_80"),
-        ("NVIDIA L4", 22, "l4"),
         ("Tesla V100-SXM2-16GB", 16, "v100"),
-        ("NVIDIA GeForce RTX 4090", 24, "rtx_4090"),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", 16, None),
     ],
 )

@@ -30,9 +30,7 @@ VERSION_1 = "5:cpu,cpuacct:/job\n4:memory:/job/step\n1:name=systemd:/"
 @pytest.mark.parametrize(
     ("groups", "files", "cores", "memory"),
     [
-        ("0::/", {"cpu.max": "max 100000", "memory.max": "max"}, 8, MACHINE_BYTES),
         ("0::/", {"cpu.max": "250000 100000", "memory.max": "268435456"}, 2, GIB // 4),
-        ("0::/", {"cpu.max": "50000 100000"}, 1, MACHINE_BYTES),
         # the smallest limit on the way to the root
         ("0::/a/b", {"a/b/cpu.max": "600000 100000", "a/cpu.max": "300000 100000", "a/memory.max": "4096"}, 3, 4096),
         (
@@ -50,7 +48,6 @@ VERSION_1 = "5:cpu,cpuacct:/job\n4:memory:/job/step\n1:name=systemd:/"
         ),
         # as in a container: the group's own folder is what is mounted
         (VERSION_1, {"memory/memory.limit_in_bytes": "16384"}, 8, 16384),
-        (VERSION_1, {"cpu.max": "100000 100000"}, 8, MACHINE_BYTES),
     ],
 )
 def test_limits_of_control_groups(tmp_path: Path, groups: str, files: dict[str, str], cores: int, memory: int) -> None:
