@@ -9,15 +9,11 @@ from typing import Any
 import custom_models
 import numpy as np
 import pytest
-from reporting_runs import log
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from training_runs import LIVELY_SMALL, SMALL, command, configure, of_type, spec_of, train_here
+from training_runs import LIVELY_SMALL, SMALL, command, configure, of_type, train_here
 
 from gpipe_cli.commands import bench
-from gpipe_cli.planner.mfu import step_flops
-from gpipe_cli.planner.model_profile import profile_model
-from gpipe_cli.reporting.tables.sweep import Run, bench_status, bench_table, show_bench, write_bench
-from gpipe_cli.results.bench import BenchTable
+from gpipe_cli.reporting.tables.sweep import Run, bench_table, write_bench
 from gpipe_cli.results.files import read_result, write_result
 from gpipe_cli.results.run import RunResult
 from gpipe_cli.system.source_code import commit_of
@@ -72,18 +68,15 @@ def test_what_a_measurement_leaves(measured: Path) -> None:
     assert result["mfu"] == pytest.approx(result["model_flops_per_second"] / 2e9)
 
 
-def test_text_is_measured_in_real_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_is_measured_in_real_tokens(tmp_path: Path) -> None:
     text = "model=transformer_lm dataset=synthetic_text model.layers=3 model.width=16 model.heads=2 model.length=8"
-    text += " device=cpu threads=1 batch_size=4 micro_batches=2 partitions=1 data_workers=0"
+    text += " device=cpu threads=1 batch_size=4 micro_batches=2 partitions=1 data_workers=0 hardware=tpu_v3"
     assert command("bench", *text.split(), *FIVE, f"run_folder={tmp_path}") == 0
     result = read_result(tmp_path)
     planned = result["model_flops"] / (4 * 8)
     assert result["model_flops_per_second"] == pytest.approx(planned * result["tokens_per_second"])
+    # the plan may be for any machine; this one is a CPU
     assert (result["mfu"], result["peak_flops_per_second"]) == (None, None)
-    output = capsys.readouterr().out
-    assert "measuring    3 steps after 2 of warm-up\n" in output
-    assert " tokens/s (median; quartiles " in output
-    assert "MFU          not known: the peak of this CPU is not known; hardware.peak_tflops=... says it" in output
 
 
 @pytest.fixture(scope="module")
@@ -154,32 +147,6 @@ def test_rounds_are_compared_within_themselves() -> None:
     assert second.relative == 1.5  # of 1.5, 1.4 and 2
     assert (second.samples_per_second, second.range_over_rounds) == (28.0, (15.0, 60.0))
     assert [(row.partitions, row.micro_batches) for row in (first, second)] == [(1, 4), (2, 4)]
-    table = bench_table([replace(run, settings={"seed": run.number}) for run in runs], 3)
-    head, _, *lines = shown(table, Path("x")).splitlines()[1:]
-    assert (head.split()[:4], lines[1].split()[:4]) == (["K", "M", "seed", "status"], ["2", "4", "2", "measured"])
-    assert "differs too" not in "".join(lines), "K has a column"
-
-
-def shown(table: BenchTable, folder: Path) -> str:
-    console, file = log()
-    show_bench(console, table, folder)
-    return file.getvalue()
-
-
-def test_a_row_of_text_stands_beside_one_that_cannot_be(tmp_path: Path) -> None:
-    """Only rows of text have tokens, and the heading was that of the first row: the file ended there, in a KeyError;
-    where the first row was impossible, no tokens were written."""
-    speeds = {"tokens_per_second": 80.0, "tokens_per_second_quartiles": (70.0, 90.0)}
-    text: dict[str, Any] = {"task": "language_model", **speeds}
-    impossible = Run("partitions=9", Path("y"), 2, 1.0, None, 2, 1, {"partitions": 9}, "partitions=9: has 4 layers")
-    for number in (2, 0):
-        runs = [measured_run(1, 1, 10.0, **text), replace(impossible, number=number)]
-        table = bench_table(runs, 1)
-        write_bench(tmp_path, table)
-        rows = {row["partitions"]: row for row in csv.DictReader((tmp_path / "bench.csv").open(encoding="utf-8"))}
-        assert (rows["1"]["tokens_per_second"], rows["1"]["tokens_per_second_quartiles"]) == ("80.0", "70.0 90.0")
-        assert (rows["9"]["status"], rows["9"]["tokens_per_second"]) == ("impossible", "")
-        assert "K = 9: impossible: partitions=9: has 4 layers" in shown(table, tmp_path)
 
 
 def test_what_auto_became_and_what_differs_without_being_asked_for_are_shown(tmp_path: Path) -> None:
@@ -198,23 +165,3 @@ def test_what_auto_became_and_what_differs_without_being_asked_for_are_shown(tmp
     first, second = csv.DictReader((tmp_path / "bench.csv").open(encoding="utf-8"))
     assert [(row["partitions"], row["partitions_resolved"]) for row in (first, second)] == [("auto", "4"), ("1", "1")]
     assert (first["executor"], first["executor_resolved"]) == ("auto", "in_process")  # both columns had one name
-    assert "auto: 4" in shown(table, tmp_path)
-
-
-def test_ends_of_a_cell() -> None:
-    for exit_code, error, status in (
-        (1, "0F0 failed (stage 0): OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", "out_of_memory"),
-        (1, "stage 1 was killed by signal 9 (SIGKILL) in 1F0", "out_of_memory"),
-        (1, "stage 1 was killed by signal 11 (SIGSEGV) in 1F0", "failed"),
-        (130, "exit code 130", "interrupted"),
-    ):
-        assert bench_status(Run("seed=1", Path("seed=1"), exit_code, 1.0, None, error=error)) == status, error
-
-
-def test_the_peak_is_that_of_what_it_ran_on() -> None:
-    """A plan may name any machine; this one is a CPU."""
-    config = configure(*SMALL, "hardware=tpu_v3", "partitions=1")
-    profile = profile_model(config)
-    flops = step_flops(config, profile, spec_of(config))
-    assert flops.peak_per_second is None
-    assert "hardware=tpu_v3 is not what it ran on" in flops.peak_source

@@ -54,8 +54,6 @@ def test_a_schedule_of_a_file_is_checked_too(tmp_path: Path) -> None:
         # the first variant fails, which the others cannot be compared with then
         ("wants_no_values", [], 24, "fails: 2 of 2 variants; first in layer 1",
          "layer 1 raises RuntimeError: no values; please"),
-        ("is_lonely", ["partition.balance=[1,4]"], 7, "fails: 1 of 18 variants; first in layer 1",
-         "layer 1 raises RuntimeError: not alone"),
         # what a layer is given lies in memory as in every other pipeline, and not as its layer before has left it
         ("looks_at_strides", [IN_PROCESS, "partitions=1"], 0, "differs: 1 of 7 variants; first in layer 2", "layer 2"),
     ],

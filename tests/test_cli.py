@@ -120,53 +120,36 @@ def test_a_file_that_does_not_fit_is_refused_before_anything_heavy_is_imported()
         ("tain", "gpipe: tain: there is no such command; did you mean train?; see gpipe --help"),
         # what the version before this one had
         ("demo open=false", "gpipe: demo: this command is gone; use gpipe bench -m partitions=1,2 micro_batches=1,4"),
-        ("launch slurm nodes=2", "gpipe: launch: this command is gone; copy a template of recipes/slurm"),
-        ("diff x y", "gpipe: diff: this command is gone; use gpipe compare RUN RUN"),
         ("train -m hydra/sweeper=optuna seed=1,2", "gpipe train: hydra/sweeper=optuna: is gone; a sweep runs all"),
-        ("plan solve=memory_time", "gpipe plan: solve=memory_time: is gone; compare plans: gpipe plan -m"),
-        ("check partition.balance=t*3|t*3", "gpipe check: partition.balance=t*3|t*3: is gone; write the number"),
-        ("compare x output=y", "gpipe compare: output=y: is gone; gpipe compare writes no files"),
         ("site x presets=digits", "gpipe site: presets=digits: is gone; the explorer has one model"),
         ("train filters=3", "gpipe train: filters=3: there is no such setting; did you mean model.filters?"),
-        ("train lr=0.1", "there is no such setting; write learning_rate=constant learning_rate.peak=0.1"),
-        ("train learning_rate=0.1", "must be the name of a choice; write learning_rate=constant learning_rate.peak="),
         # Settings of another command, which a recipe may have for it: typed here they once had no effect.
         ("train +rounds=5", "gpipe train: rounds=5: gpipe train has no such setting, gpipe bench has; leave it out"),
         (f"train -cd {FOLDER} -cn table2_amoebanet steps=5", "steps=5: gpipe train has no such setting, gpipe bench"),
-        ("train hydra.foo=1", "gpipe train: hydra.foo=1: Hydra has no such setting"),
         ("train dataset.root=x", "gpipe train: dataset.root=x: the chosen dataset has no such setting; leave it out"),
         ("train micro_batches=1,4", "gpipe train: micro_batches=1,4: several values are a sweep; add -m"),
         ("train partitions", "gpipe train: partitions: a setting without a value; write partitions=VALUE"),
         ("train schedule=[a", "gpipe train: schedule=[a: cannot be read"),
-        ("train +=output", "+=output: a value without a setting; write SETTING=VALUE"),
         ("train presets=x", "presets=x: the model and the data set choose it; leave it out, or give ~presets"),
-        ("bench -m seed=range(0,-5)", "seed=range(0,-5): has no values; give one or more"),
-        (f"train freeze={'[' * 3000}{']' * 3000}", "a setting is nested too deeply"),
         ("train --partitions=4", "; a setting has no dashes: partitions=4;"),
         ("train checkpoint=[1,2]", "gpipe train: checkpoint=[1,2]: is a group of settings; set one of them, e.g."),
-        ("train hardware=../model/amoebanet", "hardware=../model/amoebanet: there is no such choice; choose one of"),
         ("train -cn foo", "gpipe train: -cn foo: there is no such configuration"),
-        ("train -cd /nowhere/at/all", "gpipe train: -cd /nowhere/at/all: there is no such folder"),
         ("evaluate -m run=x,y", "gpipe evaluate: -m: evaluate has no sweeps"),
-        (f"compare {'a' * 300}", "File name too long"),
-        ("train -m seed=interval(1,9)", "seed=interval(1,9): a sweep has no bounds; give the values one by one"),
         ("bench max_steps=3", "max_steps=3: a measurement ends after its steps; give steps=... and warm_up_steps=..."),
-        ("bench +dry_run.x=null", "dry_run.x=null: a measurement of nothing"),
         ("bench resume=nowhere", "resume=nowhere: a measurement begins anew, and this is no sweep"),
-        ("bench rounds=2", "rounds=2: one configuration has nothing to take turns with; add -m"),
-        ("bench -m rounds=1,2", "rounds=1,2: all rows of a table have the same; give one number"),
         ("check partitions=auto", "gpipe check: partitions=auto: "),
-        ("check resume=outputs/x", "gpipe check: resume=outputs/x: a check runs the first mini-batch of a training"),
         ("help recompte", "gpipe help: recompte: there is no such topic; did you mean recompute?"),
-        ("help -k", "-k: give a word to look for; for example gpipe help -k memory"),
         ("help -k bubbel", "-k bubbel: no topic has this word; the nearest are bubble, "),
-        ("help -k memory pizza", "-k memory pizza: no topic has all of these words; the nearest are "),
+        ("site", "gpipe site: FOLDER: give the folder"),
+        ("site public partitions=99", "gpipe site: partitions=99: "),
+        ("compare nowhere empty", "gpipe compare: nowhere: "),
+        ("compare x fromat=csv", "fromat=csv: there is no such setting; did you mean format?"),
+        ("reproduce seed=1", "gpipe reproduce: seed=1: of which recipe?"),
+        ("reproduce all steps=5", "steps=5: table1_amoebanet does not take this setting of gpipe bench"),
+        ("plan -m partitions=1,2 run_folder=x", "run_folder=x: each plan of a sweep has a folder of its own"),
+        ("check partitions=1 against=torch", "against=torch needs a pipeline of two stages or more; use partitions=2"),
+        ("train model=unet dataset=digits", "model=unet: predicts a class for each pixel"),
         ("list recipe", "recipe: there is no such list; did you mean recipes?"),
-        ("list models vit* x", "x: gpipe list models takes one pattern and nothing more"),
-        # what Hydra asserts, or has no type of error for
-        ("train ~dataset=3", "~dataset=3: Hydra cannot use it (ValueError"),
-        ("train hydra.searchpath=[nowhere]", "hydra.searchpath=[nowhere]: Hydra cannot use it (UserWarning"),
-        (f"train seed={'1' * 5000}", "seed=11111111111111111111...: a number has at most 4300 digits; give a smaller"),
     ],
 )
 def test_bad_input_is_one_line(arguments: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -192,37 +175,15 @@ def test_under_torchrun_rank_0_reports_first(
     assert capsys.readouterr().err.startswith("gpipe train: process 1: partitions=0:")
 
 
-@pytest.mark.parametrize(
-    ("module", "arguments", "name"),
-    [
-        ("gpipe_cli.cli", ["train"], "gpipe"),
-        ("torch.distributed", ["train", "dataset=synthetic_images"], "gpipe train"),
-    ],
-)
-def test_interrupted_before_it_has_begun_it_says_so(module: str, arguments: list[str], name: str) -> None:
+def test_interrupted_before_it_has_begun_it_says_so() -> None:
     """Of a KeyboardInterrupt while it is imported torch makes a warning, after which the run began, or it aborts."""
-    ended = subprocess.run([sys.executable, "-c", INTERRUPTED, module, *arguments], capture_output=True, text=True)
-    assert (ended.returncode, ended.stderr, ended.stdout) == (130, f"{name}: interrupted\n", "")
+    line = [sys.executable, "-c", INTERRUPTED, "torch.distributed", "train", "dataset=synthetic_images"]
+    ended = subprocess.run(line, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr, ended.stdout) == (130, "gpipe train: interrupted\n", "")
     assert list(Path().iterdir()) == [], "nothing is left behind"
 
 
-@pytest.mark.parametrize(
-    ("variables", "line"),
-    [
-        ("RANK=5 WORLD_SIZE=2", "RANK='5': torchrun sets it to a whole number from 0 to 1;"),
-        (f"RANK={'1' * 5000}", "RANK='11111111111111111111...': torchrun sets it to a whole number"),
-        ("WORLD_SIZE=2", "WORLD_SIZE=2: torchrun sets MASTER_ADDR beside it, which is missing"),
-        ("WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=x", "MASTER_PORT='x'"),
-    ],
-)
-def test_what_torchrun_never_sets_is_refused(variables: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for variable in variables.split():
-        monkeypatch.setenv(*variable.split("="))
-    with pytest.raises(InputError, match=re.escape(line)):
-        run_command("train", ["dry_run=true"])
-
-
-@pytest.mark.parametrize("line", ["train -m seed=1,2", "plan", "check init_from=null", "reproduce consistency"])
+@pytest.mark.parametrize("line", ["train -m seed=1,2", "plan"])
 def test_what_is_one_process_is_refused_under_torchrun(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of its processes once ran the whole sweep, all in the same folder."""
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}.items():
@@ -240,14 +201,9 @@ BOMB = "a0: &a0 x\n" + "\n".join(f"a{n}: &a{n} [{','.join([f'*a{n - 1}'] * 9)}]"
     ("text", "line"),
     [
         ("defaults:\n  - table\n  - _self_\n", "a file includes itself in its defaults"),
-        ("a: " + "[" * 5000 + "]" * 5000, "table.yaml: holds no settings (RecursionError: maximum recursion depth"),
         ("output: gr\udcfc\udcdfe", "table.yaml: holds no settings (line 1 is not UTF-8"),
         (BOMB, "table.yaml: holds no settings (YAMLError: more than 20 aliases"),
         ("", "partitions: the setting is missing"),
-        ("3", "table.yaml: holds no settings"),
-        (f"seed: [{'1' * 5000}]", "table.yaml: holds no settings (YAMLError: a number of more than 300 digits"),
-        ("defaults: 3", "-cn table: Hydra cannot use it (ValueError: Invalid defaults list"),
-        ("seed: !!bool maybe", "table.yaml: holds no settings (KeyError"),
     ],
     ids=lambda text: text[:12],
 )
@@ -258,8 +214,7 @@ def test_a_file_that_is_no_configuration_is_one_line(
     Python refuses to read a number with more than 4,300 digits and PyYAML fails at tags, in a traceback."""
     folder = tmp_path_factory.mktemp("given")
     (folder / "table.yaml").write_text(text, encoding="utf-8", errors="surrogateescape")
-    command = ["train", "-m", "seed=1,2"] if text == "3" else ["train"]
-    assert line in refused(capsys, *command, "-cd", str(folder), "-cn", "table")
+    assert line in refused(capsys, "train", "-cd", str(folder), "-cn", "table")
 
 
 @pytest.mark.parametrize(
@@ -267,18 +222,11 @@ def test_a_file_that_is_no_configuration_is_one_line(
     [
         ("gpipe tr", "train evaluate plan bench check reproduce compare export site list help"),
         ("gpipe train model.fil", "model.filters="),
-        ("gpipe train logger=[m", "logger=[mlflow]"),
-        ("gpipe nonsense x", ""),
-        ("gpipe compare out", ""),  # folders, which shells complete by themselves
         ("gpipe compare outputs/my_run format=c", "format=csv"),
-        ("gpipe plan model.variant=", "model.variant=b model.variant=d"),
         ("gpipe evaluate run=", "run=outputs/my_run"),
         ("gpipe reproduce table2_", "table2_amoebanet table2_transformer"),
         ("gpipe train -cd recipes -cn figure", "figure3_resnet101"),
-        ("gpipe list h", "hardware"),
         ("gpipe help micro", "micro-batch micro_batches"),
-        ("gpipe help -k micro", "micro-batch micro_batches"),
-        ("gpipe help -", "-k"),
     ],
 )
 def test_tab_completion(

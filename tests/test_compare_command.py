@@ -3,7 +3,6 @@
 import csv
 import io
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -141,27 +140,6 @@ def test_all_of_outputs_and_what_is_wrong_with_it(
     assert "failed: boom" in shown
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named", "remedy"),
-    [
-        ("", "RUN", "the newest runs are outputs/"),
-        ("nowhere empty", "nowhere", "(and 1 more like it)"),
-        ("outputs/sweep output=x", "output=x", "format=csv > FILE"),
-        ("outputs/sweep fromat=csv", "fromat=csv", "did you mean format?"),
-    ],
-)
-def test_bad_input_is_one_line_and_leaves_nothing(
-    compare: Compare, place: Path, arguments: str, named: str, remedy: str
-) -> None:
-    (place / "empty").mkdir(exist_ok=True)
-    before = sorted(place.rglob("*"))
-    code, shown, error = compare(*arguments.split())
-    assert (code, shown, error.count("\n")) == (2, "", 1)
-    assert error.startswith(f"gpipe compare: {named}")
-    assert remedy in error
-    assert sorted(place.rglob("*")) == before
-
-
 @pytest.mark.usefixtures("compare")
 def test_csv_imports_no_torch() -> None:
     code = "import sys; from gpipe_cli.cli import main; main(sys.argv[1:]); print(*sys.modules, file=sys.stderr)"
@@ -169,25 +147,3 @@ def test_csv_imports_no_torch() -> None:
     answer = subprocess.run(arguments, capture_output=True, text=True, check=True)
     assert "run,partitions," in answer.stdout
     assert not {"torch", "tensorboard", "matplotlib"} & set(answer.stderr.split())
-
-
-def test_a_run_that_cannot_be_read_is_one_line(compare: Compare, tmp_path: Path) -> None:
-    """Pipes and devices were read for ever."""
-    run = tmp_path / "run"
-    shutil.copytree("outputs/sweep/K1", run)
-    result, event = run / "result.json", run / "events.out.tfevents.1.x"
-
-    def refused(file: Path) -> None:
-        code, shown, error = compare(run)
-        assert (code, shown, error.count("\n")) == (2, "", 1)
-        assert error.startswith(f"gpipe compare: {file}: ")
-
-    os.mkfifo(event)
-    refused(event)
-    event.unlink()
-    for content in ("{}", "[1]", "[" * 100_000):
-        result.write_text(content)
-        refused(result)
-    result.unlink()
-    result.symlink_to("/dev/zero")
-    refused(result)

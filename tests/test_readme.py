@@ -36,16 +36,6 @@ def test_the_readme_has_what_is_tested_here() -> None:
     assert len(refusals()) >= 2
 
 
-def test_the_first_block_trains_and_tests() -> None:
-    """The whole of the second command is .ci/run's own: only `slow` and the style are left out."""
-    train, test = [line for line in blocks("bash")[0].splitlines() if not line.startswith("#")]
-    assert train.startswith("python -m venv .venv && . .venv/bin/activate && pip install -e . && gpipe train")
-    install, tests = test.split(" && ")
-    continuous = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
-    assert re.fullmatch(r"pip install -e '\.\[test\]'", install)
-    assert tests.replace(' -m "not slow"', "") in re.sub(r' -m ""', "", continuous)
-
-
 PROGRAMS = [program for program in blocks("python")[1:] if "optuna" not in program]
 (SEARCH,) = (program for program in blocks("python") if "optuna" in program)
 

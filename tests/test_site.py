@@ -29,34 +29,6 @@ def test_the_site_is_two_files_of_one_plan(site: Path) -> None:
     assert f"gpipe plan {' '.join(PLAN)}" in front
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named", "remedy"),
-    [
-        ("", "FOLDER", "gpipe site public"),
-        ("partitions=2", "FOLDER", "gpipe site public"),
-        ("public presets=digits", "presets=digits", "give its settings"),
-        ("public partitions=99", "partitions=99", "layers"),
-        ("public -m partitions=1,2", "-m", "one plan"),
-        ("public output=x", "output=x", "leave it out"),
-    ],
-)
-def test_bad_input_is_one_line_and_leaves_nothing(
-    arguments: str,
-    named: str,
-    remedy: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert command("site", *arguments.split()) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert error.startswith(f"gpipe site: {named}")
-    assert remedy in error
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.fixture(scope="module")
 def page() -> "Iterator[Page]":
     yield from opened_page()

@@ -19,6 +19,7 @@ def test_bash_reads_a_template(template: Path) -> None:
     subprocess.run(["bash", "-n", template], check=True)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not slurm_cluster.installed(), reason="needs slurmctld, slurmd and munged, and root to start them")
 def test_a_job_that_is_stopped_is_queued_again_and_goes_on() -> None:
     """On two nodes without GPUs. SIGUSR1 to all processes of the job is what SLURM sends before its time ends."""
