@@ -59,6 +59,8 @@ def test_a_training_chooses_too_and_says_so(capsys: pytest.CaptureFixture[str]) 
     [
         ("hardware.memory_gib=0.0001", "hardware.memory_gib=0.0001: no cut fits; in the best one stage"),
         ("solve=max_model batch_size=auto", "batch_size=auto cannot be chosen at the same time; give a number"),
+        ("hardware=tpu_v2 hardware.tflops=null", "hardware.tflops=null: a step cannot be predicted without it"),
+        ("-m batch_size=interval(4,8)", "batch_size=interval(4,8): a sweep has no bounds"),
         ("write_schedule=order.csv", "write_schedule=order.csv: it is there already; give another, or remove it"),
         ("schedule=order.csv", "schedule=order.csv: 0B1 is missing; add it to stage 0\nstage 0 > F0 F1 .  B0"),
         ("schedule=split.csv compile=true", "compile=true: schedule=split.csv cuts backwards in two"),
