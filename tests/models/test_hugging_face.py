@@ -305,15 +305,18 @@ def test_a_translation_in_processes_of_their_own(tmp_path: Path) -> None:
 
 def test_images(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """In layouts of two kinds: images lie channels last, what blocks exchange does not. Exported, with names."""
+    folder = saved(tmp_path / "model", "vit")
     settings = [
-        *SHORT, f"model.name={saved(tmp_path / 'model', 'vit')}", "dataset=synthetic_images", "dataset.num_classes=4",
-        f"dataset.image_size={PIXELS}", "dataset.train_samples=10", "dataset.test_samples=3", "batch_size=5",
-        "executor=in_process", "memory_format=channels_last", "partitions=3",
+        *SHORT, f"model.name={folder}", "dataset=synthetic_images", f"dataset.image_size={PIXELS}",
+        "dataset.num_classes=4", "dataset.train_samples=10", "dataset.test_samples=3", "batch_size=5",
+        "executor=in_process", "memory_format=channels_last",
     ]  # fmt: skip
-    train_here(configure(*settings), tmp_path / "run")
-    assert command("export", f"run={tmp_path / 'run'}", "format=hf") == 0
+    for partitions in (1, 3):
+        train_here(configure(*settings, f"partitions={partitions}"), tmp_path / str(partitions))
+    assert_same_tensors(final_tensors(tmp_path / "1"), final_tensors(tmp_path / "3"))
+    assert command("export", f"run={tmp_path / '3'}", "format=hf") == 0
     assert "the same loss, bit for bit" in capfd.readouterr().out
-    assert whole(tmp_path / "run" / "hf", IMAGES).config.id2label == {number: f"class {number}" for number in range(4)}
+    assert whole(tmp_path / "3" / "hf", IMAGES).config.id2label == {number: f"class {number}" for number in range(4)}
 
 
 # --- gpipe export format=hf
