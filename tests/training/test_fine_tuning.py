@@ -101,7 +101,7 @@ def test_the_classifier_is_kept_where_the_classes_are_the_same(settings: str, ke
 
 def test_what_is_refused_is_said_in_one_line(source: Path) -> None:
     line = refused(configure("model=resnet", "model.depth=18", f"init_from={source}"))
-    assert "step_00000003 is of another model (only here: layer1_0, layer1_1, layer2_0, layer2_1 ...; only " in line
+    assert "step_00000003 is of another model (only here: " in line
     assert line.endswith("; use model=custom, as there")
     line = refused(configure(*DIGITS, "dataset.classes=[1,2,3]", "init_head=keep", f"init_from={source}"))
     assert line.startswith("init_head=keep: ")
