@@ -5,14 +5,13 @@ import inspect
 import os
 import random
 import time
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from gpipe_cli.models.skips import Pop, Stash
@@ -98,10 +97,6 @@ def network(*layers: Callable[[], nn.Module]) -> Callable[[], nn.Sequential]:
 
 
 returns_nested = network(lambda: Does(lambda x: (x, (x, x))), nn.Flatten, lambda: nn.Linear(4, 10))
-Named = namedtuple("Named", ["x"])
-returns_named_tuple = network(lambda: Does(Named), lambda: Does(lambda named: named.x), lambda: nn.Linear(24, 2))
-returns_names = network(lambda: Does(lambda x: {"x": x}), lambda: nn.Linear(24, 2))
-looks_up = network(lambda: Does(lambda x: {}["x"]), lambda: nn.Linear(2, 2))
 has_nothing = network(nn.Flatten, nn.ReLU)
 
 
@@ -115,12 +110,6 @@ def refuses_values(x: torch.Tensor) -> torch.Tensor:
     if not x.is_meta:
         raise RuntimeError("no values\nplease")
     return x
-
-
-def refuses_company(x: torch.Tensor) -> torch.Tensor:
-    if dist.is_initialized():
-        raise RuntimeError("not alone")
-    return x + 0
 
 
 class Tracking(nn.Module):
@@ -285,11 +274,9 @@ scales_in_place = network_with(lambda: Does(lambda x: (x.detach().mul_(0.5), x +
 # nor does torch's count of changes see this one
 halves_unseen = network_with(lambda: Does(lambda x: (x.data.mul_(0.5), x + 0)[1]))
 wants_no_values = network_with(lambda: Does(refuses_values))
-is_lonely = network_with(lambda: Does(refuses_company))
 tracks = network_with(Tracking)
 
 
-asks_for_a_value = network_with(lambda: Does(lambda x: x * 2 if x.is_meta or x.sum().item() > 0 else x))
 norms_twice = network_with(Twice)
 
 

@@ -15,10 +15,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from training_runs import TINY, assert_same_tensors, command, configure, final_tensors, train_here
 
 from gpipe_cli import load
+from gpipe_cli.commands.export_run import _ExportReport
 from gpipe_cli.commands.outcome import run_command
+from gpipe_cli.config.settings import ExportConfig
 from gpipe_cli.errors import InputError
 from gpipe_cli.training.checkpoint.files import checkpoints_in, select
 from gpipe_cli.training.checkpoint.whole_model import whole_model
+from gpipe_cli.training.events import EvaluationDone, FileEvaluated, ModelWritten, Scores
 
 SHORT = [*TINY[2:], "max_steps=2", "executor=in_process", "checkpoint.every_steps=1"]
 IMAGES = torch.rand(3, 3, 16, 16, generator=torch.Generator().manual_seed(0)) * 2 - 1
@@ -151,3 +154,14 @@ def test_onnx_computes_what_the_checkpoint_does(tmp_path: Path, capfd: pytest.Ca
     for samples in (1, 3):
         (found,) = session.run(["logits"], {"images": IMAGES[:samples].numpy()})
         torch.testing.assert_close(torch.from_numpy(found), logits[:samples], rtol=1e-3, atol=1e-3 * logits.abs().max())
+
+
+def test_a_file_with_other_results_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    config = ExportConfig("run", "best", "torch", None, False, None, True, "outputs", configure(*TINY))
+    for loss, code in ((2.0001, 0), (2.1, 1)):
+        report = _ExportReport(config, Path("step_1"), Path("model.pt"))
+        report.on_message(ModelWritten(1, "1 tensor", "torch.load('model.pt')"))
+        report.on_message(EvaluationDone(1, Scores(None, 2.0, 0.5, 1.0, True), 1.0, None, None))
+        report.on_message(FileEvaluated(Scores(None, loss, 0.5, 1.0, True), "PyTorch"))
+        assert report.compare() == code
+    assert capsys.readouterr().err == "model.pt does not compute what the checkpoint does: its loss is 2.1, not 2\n"
