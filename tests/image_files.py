@@ -1,7 +1,12 @@
 """Image data sets in their real formats on tiny data, for the tests of their readers."""
 
+import functools
 import hashlib
+import http.server
 import tarfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -44,3 +49,13 @@ def pack(archive: Path, **content: Path) -> str:
         for name, path in content.items():
             tar.add(path, arcname=name)
     return md5(archive.read_bytes())
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """`folder` over HTTP; yields its address."""
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(folder))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()

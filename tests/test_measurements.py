@@ -39,6 +39,7 @@ def test_every_program_is_run() -> None:
     assert {file.stem for file in FOLDER.glob("*.py")} == PROGRAMS.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_measurement_runs(
     name: str, load: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

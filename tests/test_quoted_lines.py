@@ -19,7 +19,7 @@ from gpipe_cli.launch.supervisor import Supervisor
 
 # Those that end by themselves within half a minute.
 SHORT = re.compile(
-    r"gpipe (evaluate|export|compare|list(?! models ')|help|plan|site |reproduce$"
+    r"gpipe (evaluate|export|compare|list|help|plan|site |reproduce$"
     r"|check model=custom|train .*(--help|--cfg|dry_run|resume=.*sweep))"
 )
 # What needs machines, memory or files that are not here is only composed.

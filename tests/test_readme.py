@@ -40,6 +40,7 @@ PROGRAMS = [program for program in blocks("python")[1:] if "optuna" not in progr
 (SEARCH,) = (program for program in blocks("python") if "optuna" in program)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_programs_run_alone_and_under_torchrun(program: str) -> None:
     """Each of the processes prints what one alone prints. To a file of its own: torchrun starts Python unbuffered, a

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from image_files import EVERYTHING, PLAIN, md5, opened, pack, write_image, write_images
+from image_files import EVERYTHING, PLAIN, md5, opened, pack, served, write_image, write_images
 from PIL import Image
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
@@ -168,8 +168,12 @@ def test_cifar_is_downloaded_when_asked_and_read(
     tiny = write_cifar(tmp_path / "server", reader)
     folder, archive = tmp_path / "server" / tiny.base_folder, tmp_path / "server" / tiny.filename
     tiny.tgz_md5 = pack(archive, **{tiny.base_folder: folder})
-    tiny.url = archive.as_uri()
-    read_cifar(tiny, tmp_path / "new" / "data", download=True)
+    tiny.url = (tmp_path / "not there.tar.gz").as_uri()
+    with pytest.raises(InputError, match=r"^dataset\.download=true: [^\n]*check the network[^\n]*$"):
+        read_cifar(tiny, tmp_path / "new" / "data", download=True)
+    with served(archive.parent) as address:
+        tiny.url = f"{address}/{archive.name}"
+        read_cifar(tiny, tmp_path / "new" / "data", download=True)
     train, test = read_cifar(tiny, tmp_path / "new" / "data", download=True)  # what is there is not downloaded again
     assert (len(train.targets), len(test.targets)) == (train_images, 4)
     assert train.class_names == test.class_names == tuple(f"name {number}" for number in range(classes))
