@@ -1,15 +1,20 @@
 """Law 4: running statistics are those of `nn.BatchNorm` over the whole mini-batch, whatever the micro-batches."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
+from training_runs import configure
 
+from gpipe_cli.assembly.build import build_model
 from gpipe_cli.data.micro_batches import micro_batch_sizes
 from gpipe_cli.errors import InputError
-from gpipe_cli.pipeline.runtime.deferred_batch_norm import BatchStatistics, defer_batch_norms
+from gpipe_cli.pipeline.runtime import deferred_batch_norm
+from gpipe_cli.pipeline.runtime.deferred_batch_norm import BatchStatistics, defer_batch_norms, deferring
 
 
 def images(samples: int, step: int = 0, mean: float = 0.0) -> torch.Tensor:
@@ -62,6 +67,46 @@ def test_every_norm_writes_to_an_aligned_address() -> None:
             assert written is not None
             assert written.shape == (norm.num_features,)
             assert written.storage_offset() * written.itemsize % 128 == 0
+
+
+def misaligned_norms(settings: str) -> tuple[int, int]:
+    """How many norms of a model do not write to multiples of 16 bytes, and how many there are."""
+    model = build_model(configure("dataset=synthetic_images", *settings.split()))
+    statistics = BatchStatistics()
+    norms = defer_batch_norms(model, statistics)
+    statistics.open(0)
+    views = [statistics.slot(number, 2) for number in range(len(norms))]
+    return sum(any(view.storage_offset() * 4 % 16 for view in pair if view is not None) for pair in views), len(norms)
+
+
+@pytest.mark.parametrize("settings", [  # those of conf/model and of the recipes
+    *(f"model.normal_cells={cells} model.filters={filters} dataset.image_size={size}" for cells, filters, size in (
+        (3, 4, 16), (3, 4, 32), (3, 8, 16), (3, 16, 24), (6, 4, 16), (6, 16, 24), (6, 16, 128), (6, 32, 64),
+        (6, 32, 224), (6, 64, 128), (18, 208, 224), (18, 256, 224), (72, 512, 224),
+    )),
+    "model.variant=b model.normal_cells=3 model.filters=4 dataset.image_size=16",
+    "model.variant=b model.normal_cells=18 model.filters=512 dataset.image_size=480 model.auxiliary_head=true",
+    *(f"model=resnet model.depth={depth}" for depth in (18, 34, 50, 101, 152)),
+    *(f"model=timm model.name={name}" for name in ("efficientnet_b0", "resnext101_32x4d", "seresnext101_32x4d")),
+])  # fmt: skip
+def test_the_norms_of_every_model_write_to_aligned_addresses(settings: str) -> None:
+    """In every cut: each norm takes up a multiple of so many bytes."""
+    misaligned, norms = misaligned_norms(settings)
+    assert norms
+    assert misaligned == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "found"),
+    [
+        ("model.normal_cells=6 model.filters=16 dataset.image_size=128", (119, 119)),
+        ("model.normal_cells=18 model.filters=208 dataset.image_size=224", (275, 275)),
+        ("model.normal_cells=3 model.filters=4 dataset.image_size=16", (20, 62)),
+    ],
+)
+def test_misaligned_norms_are_found(settings: str, found: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deferred_batch_norm, "_ALIGNED_BYTES", 4)
+    assert misaligned_norms(settings) == found
 
 
 def test_a_large_mean_does_not_cancel_the_variance() -> None:
@@ -135,17 +180,42 @@ def test_a_norm_stays_the_object_that_it_is() -> None:
 class Gain(nn.BatchNorm2d):
     """Has a forward of its own, and a parameter in it."""
 
-    def __init__(self, channels: int) -> None:
-        super().__init__(channels)
+    def __init__(self, channels: int, **settings: Any) -> None:
+        super().__init__(channels, **settings)
         self.gain = nn.Parameter(torch.ones(channels, 1, 1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) * self.gain
 
 
-def test_a_norm_whose_forward_is_not_known_is_refused() -> None:
+def patched() -> nn.Module:
+    norm = nn.BatchNorm2d(3)
+    norm.forward = lambda x: x  # type: ignore[method-assign]
+    return norm
+
+
+@pytest.mark.parametrize(("make", "name"), [(lambda: Gain(3), "Gain"), (lambda: nn.SyncBatchNorm(3), "SyncBatchNorm"),
+                                            (patched, "BatchNorm2d")])  # fmt: skip
+def test_a_norm_whose_forward_is_not_known_is_refused(make: Callable[[], nn.Module], name: str) -> None:
     """It used to be replaced by a plain one, without a word: its own parameters were neither trained nor saved."""
-    model = nn.Sequential(nn.Conv2d(3, 3, 1), nn.Sequential(nn.ReLU(), Gain(3)))
-    with pytest.raises(InputError, match=r"layer 1\.1 \(Gain\).*use nn\.BatchNorm1d, 2d or 3d") as refused:
+    model = nn.Sequential(nn.Conv2d(3, 3, 1), nn.Sequential(nn.ReLU(), make()))
+    with pytest.raises(InputError, match=rf"layer 1\.1 \({name}\).*use nn\.BatchNorm1d, 2d or 3d") as refused:
         defer_batch_norms(model, BatchStatistics())
     assert "\n" not in str(refused.value)
+    # what tracks nothing may do as it likes
+    assert not defer_batch_norms(nn.Sequential(Gain(3, track_running_stats=False)), BatchStatistics())
+
+
+def test_two_norms_do_not_track_one_tensor() -> None:
+    norms = nn.Sequential(nn.BatchNorm2d(3), nn.BatchNorm2d(3))
+    norms[1].running_mean = norms[0].running_mean
+    with pytest.raises(InputError, match="layers 0 and 1: two batch norms track one running_mean"):
+        defer_batch_norms(norms, BatchStatistics())
+
+
+def test_deferring_ends() -> None:
+    model = nn.Sequential(nn.BatchNorm2d(3))
+    for deferred in (True, False):
+        with deferring(model) if deferred else nullcontext():
+            model(images(4))
+        assert int(model[0].num_batches_tracked) == (not deferred)

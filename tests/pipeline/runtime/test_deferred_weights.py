@@ -39,6 +39,18 @@ class Twice(nn.Module):
         return y + self.used(x) @ self.used.weight.tanh(), self.own(y)
 
 
+class Joined(nn.Module):
+    """Two inputs, one of them as a weight would be; adds a whole parameter to the output of a product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.added = nn.Linear(8, 8, bias=False), nn.Parameter(torch.randn(4, 8))
+
+    def forward(self, inputs: Tensors) -> torch.Tensor:
+        x, y = inputs
+        return self.linear(x[:4] @ y[:8].t()[:, :8]).add(self.added)
+
+
 class Repeats(nn.Module):
     """Drops activations on its own and computes them again."""
 
@@ -48,6 +60,15 @@ class Repeats(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return checkpoint(self.inside, x, use_reentrant=self.use_reentrant)
+
+
+class Transposing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 6), nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x.transpose(1, 2)).transpose(1, 2)).mean(dim=1)
 
 
 def convolutions() -> nn.Sequential:
@@ -83,17 +104,24 @@ class Case:
     waiting: int
     first: bool = False  # stage: its inputs need no gradient
     frozen: Frozen = NOTHING_FROZEN
+    samples: int = 4
 
 
 CASES = {
     "convolutions": Case(convolutions, IMAGES, 7),
     "rows": Case(linears, ROWS, 3),
+    "sentences": Case(linears, SENTENCES, 3),
+    "transposed": Case(Transposing, SENTENCES, 2),
     "attention": Case(lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.1, batch_first=True), SENTENCES, 4),
     "used twice": Case(Twice, ROWS, 1),
+    "an input for a weight": Case(Joined, ROWS * 2, 1, samples=8),
     "handed over twice": Case(partial(Mix, 8, 8, 6), (*IMAGES, *IMAGES, MASK), 0),
     "parametrized": Case(parametrized, ROWS, 1),
     "first stage": Case(convolutions, IMAGES, 7, first=True),
     "frozen": Case(convolutions, IMAGES, 5, frozen=Frozen(modules=("layer.0", "layer.1", "layer.3"))),
+    "frozen parameters": Case(
+        convolutions, IMAGES, 5, frozen=Frozen(parameters=("layer.0.weight", "layer.3.bias", "layer.5.weight"))
+    ),
     "all frozen": Case(linears, ROWS, 0, frozen=Frozen(modules=("layer",))),
     "recomputes itself": Case(partial(Repeats, False), ROWS, 2),
     "runs a backward of its own": Case(partial(Repeats, True), ROWS, 0),
@@ -125,7 +153,9 @@ def step(case: Case, made: Stage, actions: str) -> tuple[dict[str, torch.Tensor 
     weights each W found waiting."""
     torch.manual_seed(1)
     memory_format = made._memory_format
-    given = [tuple(in_layout(random(described), memory_format) for described in case.inputs) for _ in range(3)]
+    given = [
+        tuple(in_layout(random(described, case.samples), memory_format) for described in case.inputs) for _ in range(3)
+    ]
     outputs: dict[int, Tensors] = {}
     found: dict[str, torch.Tensor | None] = {}
     waited: list[int] = []
@@ -148,8 +178,8 @@ def step(case: Case, made: Stage, actions: str) -> tuple[dict[str, torch.Tensor 
     return found | {name: parameter.grad for name, parameter in made.module.named_parameters()}, waited
 
 
-def random(described: BoundaryTensor) -> torch.Tensor:
-    shape = described.shape(4)
+def random(described: BoundaryTensor, samples: int) -> torch.Tensor:
+    shape = described.shape(samples)
     return torch.randn(shape) if described.dtype.is_floating_point else torch.ones(shape, dtype=described.dtype)
 
 
@@ -205,3 +235,29 @@ def test_on_an_accelerator_one_call_of_the_engine_adds_up_many_weights(
     assert_same(halves, whole)
     assert len(handed) == 2 * min(calls, waited[0])
     assert waited[0] > 1
+
+
+def test_hooks_see_what_they_see_otherwise() -> None:
+    """Of weights that wait, one that changes the gradient among them, and of outputs that are changed in place."""
+    case = CASES["rows"]
+    seen: list[torch.Tensor] = []
+
+    def triples(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        output.register_hook(lambda given: 3 * given)
+
+    def hooked() -> Stage:
+        made = stage_of(case, torch.contiguous_format, None)
+        first, last = made.module.layer[0], made.module.layer[3]
+        first.weight.register_hook(lambda gradient: seen.append(gradient.clone()))
+        first.weight.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad.clone()))
+        last.bias.register_hook(lambda gradient: 2 * gradient)
+        first.register_forward_hook(triples)
+        return made
+
+    whole, _ = step(case, hooked(), "F0 F1 B0 B1")
+    expected = list(seen)
+    seen.clear()
+    halves, _ = step(case, hooked(), "F0 F1 I0 I1 W0 W1")
+    assert_same(halves, whole)
+    assert len(seen) == 4
+    assert all(map(torch.equal, seen, expected))

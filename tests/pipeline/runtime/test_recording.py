@@ -1,11 +1,16 @@
 """Recorded steps: every action once, in order, and the waiting told from the transfer."""
 
 import itertools
+import os
+import subprocess
+import sys
 import time
 
+import pytest
 import torch
 from engine_runs import CPU, NOTHING_FROZEN, SumOfSquares, build_stages, costs_of, tricky_model
 
+from gpipe_cli.data.micro_batches import micro_batch_sizes
 from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.recording import ENDS, MARKS, measured_timeline, room
 from gpipe_cli.pipeline.runtime.transport import LocalTransport
@@ -14,10 +19,17 @@ from gpipe_cli.pipeline.schedule.schedule import Action, Kind
 from gpipe_cli.pipeline.schedule.timeline import Event, EventKind, Span
 
 
+def executor(partitions: int) -> Executor:
+    """The tricky model in `partitions` stages of this process."""
+    stages = build_stages(
+        tricky_model(), costs_of("tricky", NOTHING_FROZEN), micro_batch_sizes(6, partitions), here=range(partitions)
+    )
+    return Executor(stages, range(partitions), LocalTransport([CPU] * partitions))
+
+
 def test_a_step_records_every_action_of_its_stages() -> None:
     plan = build("1f1b", 3, 4, "except_last")
-    stages = build_stages(tricky_model(), costs_of("tricky", NOTHING_FROZEN), (2, 2, 2), here=range(3))
-    runs = Executor(stages, range(3), LocalTransport([CPU] * 3))
+    runs = executor(3)
     before = time.perf_counter()
     recording = runs.run(plan, 0, [2] * 4, (torch.randn(8, 3, 8, 8),), SumOfSquares())
     after = time.perf_counter()
@@ -63,3 +75,21 @@ def test_waiting_ends_when_the_neighbour_has_computed_and_the_rest_is_transfer()
         free[0] = began
         stage0[2] = 10 if kind is EventKind.TRANSFER else 15
         assert measured_timeline(plan, [stage0, free]).events[1][0] == Event(kind, began, 13, f1)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="pins processes to a core")
+def test_a_core_that_others_want_too_is_shared() -> None:
+    """Two programs that never rest, on the one core that this one may use: it has about a third of it."""
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(allowed)})  # what is started from here on may use no other
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+    try:
+        runs, plan = executor(1), build("gpipe", 1, 4, "never")
+        steps = (runs.run(plan, step, [32] * 4, (torch.randn(128, 3, 8, 8),), SumOfSquares()) for step in range(30))
+        noticed = any(recording.without_core(0) > 0.2 for recording in steps)
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+        os.sched_setaffinity(0, allowed)
+    assert noticed

@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 from engine_runs import CPU, SumOfSquares
 from torch import nn
+from training_runs import TINY, configure, pipeline_of
 
+from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.runtime import replicas as module
 from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor
 from gpipe_cli.pipeline.runtime.executor import Executor
@@ -17,6 +19,7 @@ from gpipe_cli.pipeline.runtime.replicas import Replicas
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.runtime.transport import LocalTransport
 from gpipe_cli.pipeline.schedule.named_schedules import build
+from gpipe_cli.training.step import _refuse_different
 
 
 class Odd(nn.Module):
@@ -107,6 +110,22 @@ def test_sums_begin_within_the_last_backward(
         assert happened.index("last.weight") < backwards[-1], "while the same backward runs"
 
 
+def test_a_replica_without_samples_gets_the_sums_and_no_gradient_of_what_nobody_uses(alone: Replicas) -> None:
+    made = stages()
+    step(made, "gpipe", 1, alone)
+    alone.finish()
+    for stage in made.values():
+        stage.module.zero_grad()
+    alone.begin_step({index: stage.module for index, stage in made.items()})
+    for index in made:
+        with alone.last_action(index):
+            pass
+    alone.finish()
+    found = gradients(made)
+    assert found.pop("odd.unused") is None
+    assert all(gradient is not None and not gradient.any() for gradient in found.values())
+
+
 class Varies(nn.Module):
     """Uses its weight in another way, or not at all, in micro-batches of some seeds."""
 
@@ -147,3 +166,32 @@ def test_what_a_layer_uses_may_change(schedule: str, alone: Replicas) -> None:
             assert (gradient is None) == (other is None), name
             assert gradient is None or other is None or torch.equal(gradient, other), name
         assert (found["3.product.weight"] is None) == skips
+
+
+def test_a_gradient_that_is_added_to_once_more_is_refused(alone: Replicas) -> None:
+    """It would be lost without a word."""
+    made = stages()
+    last = made[1].module.last.weight
+
+    def once_more(weight: torch.Tensor) -> None:
+        with torch.enable_grad():
+            last.sum().backward()
+
+    made[1].module.odd.product.weight.register_post_accumulate_grad_hook(once_more)
+    with pytest.raises(InputError, match="replicas=1: a layer of stage 1 adds to a gradient several times"):
+        step(made, "gpipe", 1, alone)
+
+
+def test_replicas_with_different_gradients_are_refused() -> None:
+    """The line said that what a layer uses depends on the samples, also where sums had been lost."""
+    images = ["dataset.image_size=8", *TINY[2:3], *TINY[4:]]
+    model = ["model=custom", "model.target=custom_models:small", "partitions=2", "partition.balance=[1,7]"]
+    engine = pipeline_of(configure(*images, *model, "replicas=2"))
+    first, last = torch.tensor([1.0, 2.0, -1.0, -1.0, -1.0]), torch.arange(5.0)
+    _refuse_different(engine, [first, last, first, last])
+    with pytest.raises(InputError, match=r"^replicas=2: .* the gradient of 0.bias exists in only one.*use replicas=1"):
+        _refuse_different(engine, [first, last, torch.tensor([1.0, -1, -1, -1, -1]), last])
+    with pytest.raises(
+        RuntimeError, match=r"in replicas 0 and 1, the gradient of 2.weight differs after it was summed"
+    ):
+        _refuse_different(engine, [first, last, first, torch.tensor([0, 2, 2.0, 3, 4])])

@@ -130,8 +130,13 @@ def cut_off(name: str) -> Callable[[Path], None]:
 EVIL = {"name": "../evil.safetensors", "bytes": 1, "sha256": "0", "tensors": []}
 DAMAGE = {
     "not JSON": (cut_off("index.json"), "index.json: is not the index of a checkpoint"),
+    "no format": (index_with(format=None), "it has format null, this version of gpipe reads format 2"),
+    "a text as a step": (index_with(step="two"), "step=two: must be a whole number"),
+    "beyond the epoch": (index_with(position=4, steps_per_epoch=3), "step=2: is not mini-batch 4 of epoch 0, of 3"),
     "a file elsewhere": (index_with(files=[EVIL]), "files: a name is not that of a stage's file"),
+    "a pipe as the index": (pipe("index.json"), "index.json: is not the index of a checkpoint (is not a regular file)"),
     "a pipe as a file": (pipe("stage_0.safetensors"), "stage_0.safetensors: part of the checkpoint cannot be read"),
+    "a file that is cut off": (cut_off("stage_0.safetensors"), "stage_0.safetensors: damaged ("),
     "a flipped bit": (flip, "stage_0.safetensors: damaged (checksum"),
     "float64": (change_file(doubled), "is ('F64', "),
     "no optimizer": (change_file(without_state), "optimizer/0.weight/step is missing"),
