@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from inspect import unwrap
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -119,8 +118,7 @@ def state_of(config: groups.OptimizerConfig, shape: tuple[int, ...], dtype: torc
     parameter.grad = torch.empty_like(parameter)
     optimizer = build_optimizer(config, {"": parameter})
     assert optimizer is not None
-    with torch.no_grad():  # without the wrappers of `step`, which import torch's compiler
-        unwrap(type(optimizer).step)(optimizer)
+    optimizer.step()
     return {key: value for key, value in optimizer.state[parameter].items() if isinstance(value, torch.Tensor)}
 
 

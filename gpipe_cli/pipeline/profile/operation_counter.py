@@ -18,9 +18,6 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from gpipe_cli.pipeline.profile.layer_cost import OperationKind, Operations
 from gpipe_cli.pipeline.profile.reads import Reads, tensors_in
-from gpipe_cli.system.no_compiler import leave_compiler_out
-
-leave_compiler_out()
 
 
 class OperationCounter(Reads):

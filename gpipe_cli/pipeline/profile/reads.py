@@ -30,10 +30,6 @@ class Reads(TorchDispatchMode):
         self.tensors: dict[int, torch.Tensor] = {}  # storage -> a tensor kept here, so that its storage lives
         self._made: set[int] = set()  # storages that operations allocated, some of them freed by now
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch imports its compiler, only to tell it to compile nothing here (`no_compiler.py`)
-
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
