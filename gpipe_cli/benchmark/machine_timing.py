@@ -158,9 +158,9 @@ def _processes(profile: ModelProfile, layout: Layout) -> int:
 
 
 def _sizes(config: TrainConfig, profile: ModelProfile, layout: Layout) -> tuple[int, int] | None:
-    """The samples of the two micro-batches that are timed, whatever M is: half of a pipeline's samples, or fewer if a
-    pass would take long by the data sheet or a layer not fit, and a quarter of that. None if even the smallest take too
-    long."""
+    """The samples of the two micro-batches that are timed, whatever M is: half of a pipeline's samples, and a quarter
+    of that. They are halved while a pass takes long by the data sheet, or a layer does not fit the memory; None if the
+    smallest take too long, too."""
     by_sheet = partial(predicted_costs, replace(config, partition=PartitionConfig(None)), profile, layout)
 
     def too_large(samples: int, most_seconds: float) -> bool:

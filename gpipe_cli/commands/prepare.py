@@ -52,9 +52,11 @@ def prepare(
     config = _with_memory_format(config)
     if not auto:  # before layers are traced and timed
         layout_of(config, started)
-        if isinstance(balance := config.partition.balance, tuple):
-            check_balance(balance, number_of_layers(config), config.partitions)
-        check_partitions(number_of_layers(config), config.partitions)
+        layers, balance = number_of_layers(config), config.partition.balance
+        if isinstance(balance, tuple):
+            check_balance(balance, layers, config.partitions)
+        else:
+            check_partitions(layers, config.partitions)
     profile = profile_model(config)
     phase(f"choosing {', '.join(auto)}, which predicts many steps" if auto else "planning a step")
     costs_of = partial(step_costs, log=log)
