@@ -97,7 +97,6 @@ def network(*layers: Callable[[], nn.Module]) -> Callable[[], nn.Sequential]:
 
 
 returns_nested = network(lambda: Does(lambda x: (x, (x, x))), nn.Flatten, lambda: nn.Linear(4, 10))
-has_nothing = network(nn.Flatten, nn.ReLU)
 
 
 def reads_values() -> nn.Sequential:

@@ -13,7 +13,7 @@ from gpipe_cli.reporting.tables.plan_result import plan_result
 from gpipe_cli.results.files import read_result
 from gpipe_cli.results.plan import PlannedSkip, PlanResult
 from gpipe_cli.results.tree import from_tree
-from gpipe_cli.units import size
+from gpipe_cli.units import rate, size
 
 
 def shown(made: PlanResult, folder: Path, width: int = 80) -> list[str]:
@@ -34,7 +34,7 @@ def test_numbers_of_a_plan(tmp_path: Path, partitions: int) -> None:
     result = plan_result(config, traced(), plan_of(config, traced()), (), {"picture": "plan.png"})
     lines = shown(result, tmp_path)
     assert max(len(line) for line in lines if not line.startswith("written to")) <= 80
-    assert any(" a step, " in line and line.endswith(" samples/s") for line in lines)
+    assert any(line.endswith(f" a step, {rate(result.samples_per_second)} samples/s") for line in lines)
     assert row(lines, "utilisation").startswith(f"utilisation {100 * (result.utilisation or 0):.1f} %")
     fullest = max(stage.memory.total_bytes for stage in result.stages)
     assert row(lines, "memory  ").startswith(f"memory {size(fullest)} on stage ")
