@@ -40,6 +40,8 @@ TRANSFORMER = ["model.layers=1", "model.width=8", "model.hidden=16", "model.head
 LM = [*TEXT, "model=transformer_lm", *TRANSFORMER]
 NMT = [*PAIRS, "model=transformer_nmt", *TRANSFORMER]
 TIED, SHARED = "model.tie_embeddings=true", ["model.shared_embedding=false", "model.share_vocabularies=true"]
+# whose layers are those of others but for a detail
+ALIKE = [f"hf {name}" for name in ("mistral", "qwen2", "qwen3", "gemma", "olmo2", "phi3", "smollm3")]
 # A run for each model, with any two of THREE, APART, REPLICAS and BF16 in some of them; those of Hugging Face are the
 # configurations of test_hugging_face.py.
 RUNS = {
@@ -55,7 +57,6 @@ RUNS = {
     "language model": [*LM, THREE],
     "language model, tied": [*LM, TIED, APART, REPLICAS],
     "translation": [*NMT, THREE, BF16],
-    "translation, tied": [*NMT, TIED],
     "translation, shared": [*NMT, *SHARED, APART],
     "translation, shared, tied": [*NMT, *SHARED, TIED, REPLICAS, BF16],
     "hf llama": [*TEXT, "model.lora={rank: 2, alpha: 4, target_modules: [q_proj, v_proj]}", BF16],
@@ -63,9 +64,10 @@ RUNS = {
     "hf bert": TEXT,
     "hf vit": [*IMAGES, THREE],
     "hf t5": PAIRS,
-} | {f"hf {name}": TEXT for name in ("tied gpt2", "mistral", "qwen2", "qwen3", "gemma", "olmo2", "phi3", "smollm3")}
+    "hf tied gpt2": TEXT,
+} | dict.fromkeys(ALIKE, TEXT)
 # which are recomputed in all ways; the others with everything recomputed, and with nothing
-IN_ALL_WAYS = "amoebanet", "custom", "language model, tied", "translation, shared"
+IN_ALL_WAYS = "custom", "language model, tied"
 # timm's own arguments, which make two of its models small
 TINY = {
     "resnet18": {"layers": (1, 1, 1, 1), "channels": (16, 32, 32, 32)},
@@ -113,7 +115,9 @@ def settings_of(model: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return RUNS[model]
 
 
-@pytest.mark.parametrize("model", RUNS)
+@pytest.mark.parametrize(
+    "model", [pytest.param(model, marks=pytest.mark.slow if model in ALIKE else ()) for model in RUNS]
+)
 def test_the_engine_is_right(model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     settings = settings_of(model, monkeypatch)
     if model not in IN_ALL_WAYS:

@@ -61,8 +61,8 @@ def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the package, as a wheel installs it, and all of the above."""
     folder = tmp_path_factory.mktemp("extended")
     package = folder / "gpipe_cli"
-    shutil.copytree(ROOT / "gpipe_cli", package, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copytree(ROOT / "conf", package / "conf", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "gpipe_cli", package)
+    shutil.copytree(ROOT / "conf", package / "conf")
     for name, text in FILES.items():
         (package / name).write_text(text)
     for name, (above, line) in LINES.items():

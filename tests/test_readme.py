@@ -56,6 +56,7 @@ def test_programs_run_alone_and_under_torchrun(program: str) -> None:
     assert [file.read_text() for file in Path("logs").rglob("stdout.log")] == [alone, alone]
 
 
+@pytest.mark.slow
 def test_a_search_learns_from_the_runs_before() -> None:
     pytest.importorskip("optuna", "4")
     tiny = ", ".join(map(repr, [*TINY, "partitions=1", "hardware=cpu", "max_steps=1"]))

@@ -166,7 +166,7 @@ class Sweep:
             self._ended, now = type(asked), outcome.Outcome(INTERRUPTED)
         endings = {STOPPED: Stopped, UNREAD: BrokenPipeError}  # what ended the fork ends the sweep
         self._ended = endings.get(now.exit_code, self._ended)
-        if now.exit_code < 0 or now.exit_code in _UNFINISHED:
+        if now.exit_code < 0:
             fork_server.kill()  # ends the workers of a run that was killed before it could end them
         result = run_result_or_none(folder)
         error = ((result and result.error) or now.error) if now.exit_code else ""

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from training_runs import TINY, command
+from training_runs import SMALL, command
 
 from gpipe_cli.results.files import as_json
 from gpipe_cli.results.run import read_run_result, write_run
@@ -35,7 +35,7 @@ def test_an_older_run_is_listed_and_compared(
 
 
 def test_an_older_run_is_resumed_and_exported() -> None:
-    short = [*TINY, "executor=in_process", "checkpoint.every_steps=1"]
+    short = [*SMALL, "partitions=1", "executor=in_process", "checkpoint.every_steps=1"]
     assert command("train", *short, "max_steps=1", "run_folder=run") == 0
     written = json.loads(Path("run/result.json").read_text(encoding="utf-8"))
     Path("run/result.json").write_text(json.dumps(json.loads(OLDER) | {"config": written["config"]}), encoding="utf-8")

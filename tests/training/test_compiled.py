@@ -16,6 +16,7 @@ from gpipe_cli.pipeline.runtime.executor import ActionFailedError
 from gpipe_cli.results.files import read_result
 from gpipe_cli.training.events import StepDone, TrainingReady
 
+pytestmark = pytest.mark.slow
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
 # two steps, of 1 + 1 samples each; every size would be compiled by itself, for seconds
 SETTINGS = [
@@ -39,7 +40,6 @@ def empty_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         fork_server.kill()
 
 
-@pytest.mark.slow
 @needs_compiler
 def test_the_laws_hold_in_compiled_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One partition of which nothing is recomputed, and three of which all is, in a worker that finds what was
