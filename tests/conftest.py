@@ -112,3 +112,17 @@ def machine_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     from gpipe_cli.benchmark import machine_timing
 
     monkeypatch.setattr(machine_timing, "_layer_times", lambda *_: None)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Imports make 350,000 objects that live to the end: without collections between them they take 1.5 CPU seconds
+    less, and none of the collections later looks at them again."""
+    import gc
+
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()

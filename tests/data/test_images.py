@@ -10,8 +10,6 @@ import pytest
 import torch
 from image_files import EVERYTHING, PLAIN, md5, opened, pack, served, write_image, write_images
 from PIL import Image
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 from torchvision.datasets import CIFAR10, CIFAR100
 
 from gpipe_cli.data.images import ImageSplit, build_transform, cutout
@@ -31,6 +29,9 @@ def digits() -> Splits:
 
 def test_digits_are_split_as_scikit_learn_splits_them(digits: Splits) -> None:
     """And in its order. Pinned, so that accuracies of different versions compare."""
+    from sklearn.datasets import load_digits  # takes three seconds to import
+    from sklearn.model_selection import train_test_split
+
     whole = load_digits()
     rows = train_test_split(range(1797), test_size=0.2, stratify=whole.target, random_state=0)
     for split, numbers in zip(digits, rows, strict=True):
