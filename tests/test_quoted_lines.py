@@ -105,7 +105,7 @@ def test_a_quoted_line_runs_as_printed(
         expected = 2
     alarm = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
     if expected == 130 and arguments[0] in ("list", "plan", "reproduce"):
-        signal.setitimer(signal.ITIMER_REAL, 2, 1)  # it plans in this process, where a destructor may lose the first
+        signal.setitimer(signal.ITIMER_REAL, 0.7, 1)  # it plans in this process, where a destructor may lose the first
     try:
         code: object = command(*arguments)
     except SystemExit as end:  # --help of a command
