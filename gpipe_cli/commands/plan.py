@@ -2,9 +2,10 @@
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 from rich.console import Console
@@ -22,8 +23,10 @@ from gpipe_cli.errors import InputError
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.reporting.tables.table import TABLE, to_csv
 from gpipe_cli.results.files import as_json
-from gpipe_cli.results.plan import PlanResult, SweptPlan
 from gpipe_cli.system.interrupts import interruptible_import
+
+if TYPE_CHECKING:  # it imports torch
+    from gpipe_cli.planner.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
     if form != TABLE:
         from gpipe_cli.reporting.tables.plan import stages_of
 
-        sys.stdout.write(as_json(asdict(found)) if form == "json" else to_csv(stages_of(found)))
+        sys.stdout.write(as_json(found.tree()) if form == "json" else to_csv(stages_of(found)))
     return 0
 
 
@@ -69,7 +72,7 @@ def _requested(tree: DictConfig, given: Mapping[str, object]) -> _Request:
     return _Request(config, auto, settings)
 
 
-def _plan(request: _Request, form: str, *, shown: bool) -> PlanResult:
+def _plan(request: _Request, form: str, *, shown: bool) -> "Plan":
     config, auto = request.config, request.auto
     console = Console(stderr=form != TABLE)  # only the JSON or CSV document goes to stdout
     with run_folder(config, datetime.now(), auto, "plan") as folder, preparing():
@@ -90,6 +93,8 @@ def _sweep(line: CommandLine, form: str) -> int:
     ):
         if (value := line.overrides.get(key)) is not None:
             raise RefusedError(key, value, why)
+    from gpipe_cli.reporting.tables.plan import SweptPlan, plans_of, show_plans
+
     found: list[SweptPlan] = []
     refused: list[InputError] = []
     trees, jobs = Trees(line, TRAINING_KEYS), combinations(line)
@@ -104,8 +109,6 @@ def _sweep(line: CommandLine, form: str) -> int:
             refused.append(error)
     if len(refused) == len(found):
         raise refused[0]
-    from gpipe_cli.reporting.tables.plan import plans_of, show_plans
-
     if form == "json":
         sys.stdout.write(as_json([one.tree() for one in found]))
     elif form == "csv":

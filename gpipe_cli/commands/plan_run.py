@@ -4,7 +4,7 @@ import gc
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -12,12 +12,14 @@ from rich.console import Console
 
 from gpipe_cli.benchmark.machine_timing import times_layers
 from gpipe_cli.commands.prepare import NOT_COMPILED, prepare
+from gpipe_cli.config.groups import model_name
 from gpipe_cli.config.settings import PlanSettings, TrainConfig, to_yaml
 from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.schedule.schedule_file import csv_of
 from gpipe_cli.planner.auto_settings import solve_max_model
 from gpipe_cli.planner.data_sheet import resolved
 from gpipe_cli.planner.layout import layout_of
+from gpipe_cli.planner.plan import PLAN, Plan
 from gpipe_cli.planner.simulation_data import simulation_data
 from gpipe_cli.planner.step_schedule import checked_schedule
 from gpipe_cli.reporting.page.page import PAGE, write_page
@@ -27,9 +29,7 @@ from gpipe_cli.reporting.plots.timeline import draw
 from gpipe_cli.reporting.plots.timeline_values import predicted_view
 from gpipe_cli.reporting.run.lines import show_text
 from gpipe_cli.reporting.tables.plan import show_plan
-from gpipe_cli.reporting.tables.plan_result import plan_result
 from gpipe_cli.results.files import write_result
-from gpipe_cli.results.plan import PLAN, PlanResult
 from gpipe_cli.system.files import write_whole
 
 PICTURE = "timeline.png"
@@ -44,8 +44,8 @@ def plan(
     console: Console,
     *,
     shown: bool,
-) -> PlanResult:
-    """Plan `config`, write the plan into `folder`, and return its numbers.
+) -> Plan:
+    """Plan `config`, write the plan into `folder`, and return it.
 
     `console` gets a line before each slow part, and the plan if `shown`. Raises InputError for what cannot be planned
     or does not fit the memory.
@@ -55,34 +55,35 @@ def plan(
         log = partial(show_text, console)
         _require_figures(config, settings.solve, several=config.partitions > 1 or "partitions" in auto)
         if settings.solve is None:
-            prepared = prepare(config, auto, log, elsewhere=not config.hardware.here)
-            config, profile, made, comparisons = prepared.config, prepared.profile, prepared.plan, prepared.comparisons
+            made = prepare(config, auto, log, elsewhere=not config.hardware.here).plan
         else:
-            config, profile, made, comparisons = solve_max_model(config, log)
+            made = solve_max_model(config, log)
+        config = made.config
         if config.compile:
             log(f"planned {NOT_COMPILED}")
         files = {"page": str(folder / PAGE), "picture": str(folder / PICTURE)}
         files["trace"] = f"{folder / TRACE} (for ui.perfetto.dev)"
         if (file := settings.write_schedule) is not None:
             files["schedule_file"] = file
-        result = plan_result(config, profile, made, comparisons, files)
-        title = f"{result.model_name}, K = {len(made.stages)}, M = {made.micro_batches}"
-        about = f"{result.model_name} on {config.dataset.name}"
+        made = replace(made, files=files)
+        name = model_name(config.model)
         commands = [shlex.join(["gpipe", *sys.argv[1:]])]
         try:
             if file is not None:
                 of_all = checked_schedule(made.order, config.micro_batches, made.recompute)  # the plan may have fewer
                 write_whole(Path(file), csv_of(of_all, made.layout.row_of_stage))
             write_whole(folder / SETTINGS, to_yaml(config))
-            write_page(folder / PAGE, about, simulation_data(config, profile, made), (), commands=commands)
+            about = f"{name} on {config.dataset.name}"
+            write_page(folder / PAGE, about, simulation_data(made), (), commands=commands)
+            title = f"{name}, K = {len(made.balance)}, M = {made.micro_batches}"
             write_picture(folder / PICTURE, draw([predicted_view(title, made)]))
             write_trace(folder, [TracedStep("predicted", made.timeline, made.timeline.start_seconds)])
         finally:  # a plan that cannot be written is still shown
             if shown:
-                show_plan(console, result, folder, verbose=settings.verbose)
+                show_plan(console, made, folder, verbose=settings.verbose)
             else:
-                write_result(folder, asdict(result), PLAN)
-        return result
+                write_result(folder, made.tree(), PLAN)
+        return made
     finally:
         gc.freeze()
         gc.unfreeze()  # moves all objects to the oldest generation, which the next collection skips

@@ -10,12 +10,12 @@ from gpipe_cli.config.settings import TrainConfig, load
 from gpipe_cli.distributed.torchrun import Torchrun
 from gpipe_cli.pipeline.schedule.named_schedules import ORDERS
 from gpipe_cli.pipeline.schedule.partitioner import check_balance, check_partitions
-from gpipe_cli.planner.auto_settings import Choice, choose
+from gpipe_cli.planner.auto_settings import choose
 from gpipe_cli.planner.data_sheet import computes_on_gpu
 from gpipe_cli.planner.layout import Layout, layout_of, own_threads
 from gpipe_cli.planner.model_profile import ModelProfile, number_of_layers, profile_model, refuse_single_samples
 from gpipe_cli.planner.pipeline_spec import PipelineSpec, placed
-from gpipe_cli.planner.plan import Plan
+from gpipe_cli.planner.plan import Choice, Plan
 from gpipe_cli.system.machine import usable_cores
 from gpipe_cli.system.phase import phase
 from gpipe_cli.units import percent, plural
@@ -27,12 +27,17 @@ _UNEVEN = 1.1  # ratio of the largest to the mean work of a process above which 
 class Prepared:
     """A run ready to begin: every setting has its value, also `threads`, on which the last bits of sums depend."""
 
-    config: TrainConfig
-    profile: ModelProfile
     plan: Plan
     spec: PipelineSpec
-    comparisons: tuple[Choice, ...]
     notes: tuple[tuple[str, str], ...]  # lines of the banner: label, text
+
+    @property
+    def config(self) -> TrainConfig:
+        return self.plan.config
+
+    @property
+    def profile(self) -> ModelProfile:
+        return self.plan.profile
 
 
 def prepare(
@@ -60,18 +65,19 @@ def prepare(
     profile = profile_model(config)
     phase(f"choosing {', '.join(auto)}, which predicts many steps" if auto else "planning a step")
     costs_of = partial(step_costs, log=log)
-    config, plan, comparisons = choose(config, auto, profile, costs_of, started, elsewhere=elsewhere)
-    if config.batch_size is not None:
-        refuse_single_samples(config, config.batch_size, profile)
-    config = replace(config, threads=plan.layout.threads)
-    spec = placed(config, profile, plan)
+    plan = choose(config, auto, profile, costs_of, started, elsewhere=elsewhere)
+    if plan.config.batch_size is not None:
+        refuse_single_samples(plan.config, plan.config.batch_size, profile)
+    config = replace(plan.config, threads=plan.layout.threads)
+    plan = replace(plan, config=config)
+    spec = placed(plan)
     notes = [("layer costs", f"given by {plan.costs.weighted_by}")] if plan.costs.weighted_by else []
-    notes += [("chosen", _words(comparison)) for comparison in comparisons]
+    notes += [("chosen", _words(comparison)) for comparison in plan.choices]
     if config.compile:
         notes.append(("planned", NOT_COMPILED))
     notes += [*_without_effect(config, spec), *_resumed_threads(config, spec.layout.processes)]
     notes += [*_turns(spec.layout), *_uneven(config, spec)]
-    return Prepared(config, profile, plan, spec, comparisons, tuple(notes))
+    return Prepared(plan, spec, tuple(notes))
 
 
 def _with_memory_format(config: TrainConfig) -> TrainConfig:

@@ -133,7 +133,7 @@ class RunReport:
             self._prepared, ready.data, ready.notes, ready.steps_per_epoch,
             first_step=ready.first_step, gpu_names=ready.gpu_names, compiled=ready.compiled,
             start=self._start_of_run, restarts=self._restarts, test=ready.test, best=ready.best,
-            simulation=simulation_data(config, self._prepared.profile, self._prepared.plan),
+            simulation=simulation_data(self._prepared.plan),
             next_commands=then, **bench,
         )  # fmt: skip
         self._steps_per_epoch, self._warmed_up = ready.steps_per_epoch, ready.first_step + run.warm_up_steps

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from gpipe_cli.commands.folders import run_folder
 from gpipe_cli.commands.outcome import preparing
+from gpipe_cli.config.groups import model_name
 from gpipe_cli.config.settings import GO_ON, OF_INVOCATION, BenchSettings, TrainConfig, find_run, going_on, load
 from gpipe_cli.distributed.torchrun import leads, may_restart, torchrun
 from gpipe_cli.launch.fork_server import fork_server
-from gpipe_cli.reporting.run.description import model_name
 from gpipe_cli.reporting.run.lines import log, logging_to
 from gpipe_cli.reporting.sinks.sink import refuse_missing
 from gpipe_cli.reporting.tables.table import SYMBOLS
@@ -70,7 +70,7 @@ class RunRequest:
 def _named(config: TrainConfig, auto: tuple[str, ...]) -> str:
     """`AmoebaNet-D (6, 16) on digits, K = 2, M = 4`."""
     cut = (f"{symbol} = {'auto' if key in auto else getattr(config, key)}" for key, symbol in SYMBOLS.items())
-    return ", ".join([f"{model_name(config)} on {config.dataset.name}", *cut])
+    return ", ".join([f"{model_name(config.model)} on {config.dataset.name}", *cut])
 
 
 def _earlier_folder(config: TrainConfig) -> Path | None:

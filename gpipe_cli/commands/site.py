@@ -13,6 +13,7 @@ from gpipe_cli.commands.command_line import read
 from gpipe_cli.commands.composing import TRAINING_KEYS, compose, training
 from gpipe_cli.commands.folders import locked_folder
 from gpipe_cli.commands.outcome import preparing
+from gpipe_cli.config.groups import model_name
 from gpipe_cli.errors import InputError
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.reporting.run.lines import show_line, show_text
@@ -70,14 +71,13 @@ def main(arguments: Sequence[str]) -> int:
             from gpipe_cli.commands.prepare import prepare
             from gpipe_cli.planner.simulation_data import simulation_data
             from gpipe_cli.reporting.page.page import PAGE, write_page
-            from gpipe_cli.reporting.run.description import model_name
             from gpipe_cli.reporting.site.site import FRONT, write_front
         console = Console()
         made = prepare(config, auto, partial(show_text, console), elsewhere=not config.hardware.here)
-        title = f"{model_name(made.config)} on {made.config.dataset.name}"
+        title = f"{model_name(made.config.model)} on {made.config.dataset.name}"
         command = shlex.join(["gpipe", "plan", *settings])
         try:
-            data = simulation_data(made.config, made.profile, made.plan)
+            data = simulation_data(made.plan)
             write_page(folder / PAGE, title, data, (), commands=[command])
             write_front(folder, title, command)
         except OSError as error:

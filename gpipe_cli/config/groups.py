@@ -148,6 +148,32 @@ ModelConfig = (
 )
 
 
+def model_name(model: ModelConfig) -> str:
+    """The model's name as the paper writes it: AmoebaNet-D (18, 256)."""
+    match model:
+        case AmoebaNetConfig():
+            return f"AmoebaNet-{model.variant.upper()} ({model.normal_cells}, {model.filters})"
+        case ResNetConfig():
+            return f"ResNet-{model.depth}"
+        case UNetConfig():
+            return f"U-Net ({model.num_convs}, {model.base_channels})"
+        case TransformerLMConfig():
+            return f"Transformer-{model.layers}" + _width(model.width, 2048)
+        case TransformerNMTConfig():
+            return f"Transformer T({model.layers}, {model.hidden}, {model.heads})" + _width(model.width, 1024)
+        case CustomConfig():
+            return model.target
+        case TimmConfig():
+            return f"{model.name} (timm)"
+        case HuggingFaceConfig():
+            return f"{model.name} (Hugging Face)"
+
+
+def _width(width: int, papers: int) -> str:
+    """The suffix for a width other than the paper's, which also changes the model's size."""
+    return "" if width == papers else f" of width {width}"
+
+
 def choice_of(config: Any) -> str:
     """The choice, a file name in `conf/GROUP/` without its suffix, that a group's settings came from."""
     match config:

@@ -51,6 +51,10 @@ TAKEN = "taken"  # freeze=[taken]: all but the classifier, even if the classifie
 
 Task = Literal["classification", "segmentation", "language_model", "translation"]
 TEXT_TASKS: tuple[Task, ...] = ("language_model", "translation")
+# the word for an item of the data set
+SAMPLE_WORDS: dict[Task, str] = {
+    "classification": "sample", "segmentation": "sample", "language_model": "sequence", "translation": "sentence",
+}  # fmt: skip
 Executor = Literal["auto", "in_process", "distributed"]
 Device = Literal["auto", "cpu", "cuda"]
 Logger = Literal["tensorboard", "mlflow", "wandb", "csv"]

@@ -23,8 +23,9 @@ from gpipe_cli.pipeline.schedule.named_schedules import AUTO_SCHEDULE, ORDERS, O
 from gpipe_cli.planner.cost_model import predicted_costs
 from gpipe_cli.planner.data_sheet import number_of_gpus, resolved
 from gpipe_cli.planner.layout import layout_of
+from gpipe_cli.planner.make_plan import SHORTEST, CostsOf, fits, plan_step
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model, refuse_single_samples
-from gpipe_cli.planner.plan import CostsOf, Plan, TooLargeError, fits, plan_step
+from gpipe_cli.planner.plan import Candidate, Choice, Plan, TooLargeError
 from gpipe_cli.planner.step_schedule import mini_batch_samples
 from gpipe_cli.system.machine import usable_cores
 from gpipe_cli.units import size
@@ -33,33 +34,6 @@ _AS_GOOD = 1.01  # accuracy of predictions: among candidates this close the firs
 _MOST_SAMPLES = 10_000_000  # the largest mini-batch that the settings allow
 _MOST_LAYERS = 3000  # the deepest model tried: deeper ones take minutes to plan, and the paper's are not as deep
 _SILENT_SECONDS = 5.0
-_SHORTEST = "the shortest predicted step that fits"
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """One value that was tried; `plan` is None if it does not fit or is impossible, and `reason` says why."""
-
-    value: str  # `8`, `except_last`
-    config: TrainConfig
-    profile: ModelProfile
-    plan: Plan | None
-    reason: str = ""  # `stage 2 is 1.5 GiB over`
-    over: TooLargeError | None = None  # how far the fullest stage of the best cut is over the limit
-
-    @property
-    def made(self) -> Plan:
-        """The plan of a candidate that fits."""
-        assert self.plan is not None
-        return self.plan
-
-
-@dataclass(frozen=True)
-class Choice:
-    setting: str  # `micro_batches`
-    rule: str  # the rule that chose a value: `the shortest predicted step that fits`
-    candidates: tuple[Candidate, ...]
-    chosen: Candidate | None  # None: not even the smallest model fits
 
 
 _Change = tuple[tuple[str, Any], ...]  # settings and their new values
@@ -73,9 +47,9 @@ def choose(
     started: Torchrun | None = None,
     *,
     elsewhere: bool = False,
-) -> tuple[TrainConfig, Plan, tuple[Choice, ...]]:
-    """The configuration with the fastest values of the settings in `auto`, its plan, and what was compared; with a
-    mini-batch in `auto`, the largest that fits; with nothing in `auto`, `config` itself.
+) -> Plan:
+    """The plan of `config` with the fastest values of the settings in `auto`, and what was compared; with a mini-batch
+    in `auto`, the largest that fits.
 
     `started`: this process, if torchrun started it; `elsewhere`: the plan is for another machine, so the devices
     of this one do not count.
@@ -95,7 +69,7 @@ def choose(
     assert chosen is not None
     if chosen.over is not None:
         raise planner.refusal(chosen, "")
-    return chosen.config, chosen.made, (*comparisons, *_orders(chosen), *_recomputation(chosen))
+    return replace(chosen.made, choices=(*comparisons, *chosen.made.choices, *_recomputation(chosen)))
 
 
 @dataclass(frozen=True)
@@ -139,7 +113,7 @@ class _Planner:
             raise self.refusal(min(over, key=itemgetter(0))[1], f"{prefix}fits; ")
         shortest = min(candidate.made.step_seconds for candidate in fitting)
         best = next(candidate for candidate in fitting if candidate.made.step_seconds <= shortest * _AS_GOOD)
-        return Choice(", ".join(keys), _SHORTEST, tuple(tried), best)
+        return Choice(", ".join(keys), SHORTEST, tuple(tried), best)
 
     def largest_mini_batch(self, config: TrainConfig, key: str) -> Choice:
         """The largest mini-batch with which a cut fits the memory, and the next larger one. Its number of samples is a
@@ -234,17 +208,6 @@ class _Planner:
             milder = [(*least[:at], change, *least[at + 1 :]) for change in kind[:-1]]
             least = (*milder, least)[bisect_left(milder, True, key=enough)]
         return " ".join(f"{key}={show(value)}" for key, value in dict(chain(*least)).items())
-
-
-def _orders(chosen: Candidate) -> Iterator[Choice]:
-    """The orders that `schedule=auto` compared: the fastest of those made for the model, and the named ones."""
-    plan = chosen.made
-    if plan.compared:
-        tried = {
-            name: replace(chosen, value=name, plan=other, reason="" if other else "does not fit")
-            for name, other in plan.compared.items()
-        }
-        yield Choice("schedule", _SHORTEST, tuple(tried.values()), tried[plan.chosen_order])
 
 
 def _recomputation(chosen: Candidate) -> Iterator[Choice]:
@@ -354,9 +317,7 @@ def _smaller_mini_batches(config: TrainConfig, profile: ModelProfile) -> list[_C
     ]
 
 
-def solve_max_model(
-    config: TrainConfig, log: Callable[[str], None] = lambda line: None
-) -> tuple[TrainConfig, ModelProfile, Plan, tuple[Choice, ...]]:
+def solve_max_model(config: TrainConfig, log: Callable[[str], None] = lambda line: None) -> Plan:
     """The model with the most parameters that fits the memory limit, when each of its sizes grows alone: the question
     of the paper's Table 1. Steps are predicted by a data sheet, as every size would have to be timed.
 
@@ -397,7 +358,7 @@ def solve_max_model(
             "partitions or more micro_batches"
         )
     best = max(found, key=lambda grown: sum(cost.parameters for cost in grown.profile.costs))
-    return best.config, best.profile, best.made, tuple(comparisons)
+    return replace(best.made, choices=tuple(comparisons))
 
 
 def _sizes(config: TrainConfig) -> tuple[tuple[str, int, int], ...]:

@@ -18,8 +18,9 @@ from gpipe_cli.pipeline.schedule.schedule import Recompute, Schedule
 from gpipe_cli.planner.data_sheet import resolved
 from gpipe_cli.planner.device_rates import computes_in
 from gpipe_cli.planner.layout import Layout
+from gpipe_cli.planner.make_plan import plan_step
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
-from gpipe_cli.planner.plan import Plan, plan_step
+from gpipe_cli.planner.plan import Plan
 from gpipe_cli.planner.step_schedule import checked_schedule
 
 
@@ -104,20 +105,20 @@ def make_pipeline_spec(
     """Plan a step by the hardware's data sheet, cut the model and place its stages; `started`: this process, if
     torchrun started it. Raises InputError, one line, if the model cannot be cut."""
     profile = profile_model(config) if profile is None else profile
-    return placed(config, profile, plan_step(config, profile, started=started))
+    return placed(plan_step(config, profile, started=started))
 
 
-def placed(config: TrainConfig, profile: ModelProfile, plan: Plan) -> PipelineSpec:
+def placed(plan: Plan) -> PipelineSpec:
     """Cut the model as planned and place its stages on this machine, even if the plan was for another one."""
-    layout = replace(plan.layout, here=True)
-    costs, bounds = profile.costs, plan.bounds
+    config, profile, bounds = plan.config, plan.profile, plan.bounds
+    costs, layout = profile.costs, replace(plan.layout, here=True)
     return PipelineSpec(
         layer_names=tuple(tuple(cost.name for cost in costs[first:end]) for first, end in bounds),
         parameters=tuple(sum(of.parameters for of in profile.weights[first:end]) for first, end in bounds),
         trained=tuple(sum(of.trained for of in profile.weights[first:end]) for first, end in bounds),
         frozen=profile.frozen,
         ties=tuple(tied.tie for tied in profile.tied),
-        cost=tuple(stage.graph_seconds + stage.backward_seconds for stage in plan.stages),
+        cost=tuple(stage.graph_seconds + stage.backward_seconds for stage in plan.stage_costs),
         inputs=profile.inputs,
         lengths=profile.lengths,
         training_boundaries=tuple(costs[end - 1].outputs for _, end in bounds[:-1]),

@@ -1,49 +1,125 @@
 """A plan for K, M and a schedule: the cut, what is recomputed, and the time and memory of a step, before anything is
 allocated (sections 2 and 3 of the paper). A run begins with the same plan, so it measures what was predicted.
+
+plan.json holds a plan's `tree`. Everything in it is predicted: times by a simulation, bytes from shapes. With
+`cost=measured` the seconds of single layers are measured. Units are part of the names; None means unknown.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
-from gpipe_cli.config.settings import TrainConfig
-from gpipe_cli.data.micro_batches import share_of
-from gpipe_cli.distributed.torchrun import Torchrun
+from gpipe_cli.config.groups import model_name
+from gpipe_cli.config.settings import SAMPLE_WORDS, TrainConfig
 from gpipe_cli.errors import InputError
-from gpipe_cli.models.transformer import SelfAttentionLayer
-from gpipe_cli.pipeline.schedule.breakdown import Breakdown, breakdown
-from gpipe_cli.pipeline.schedule.lingvo_partitioner import cut_by_share, cut_stack
-from gpipe_cli.pipeline.schedule.named_schedules import AUTO_SCHEDULE, order
-from gpipe_cli.pipeline.schedule.partitioner import NoCutFitsError, SkipSends, check_balance, imbalance, partition
-from gpipe_cli.pipeline.schedule.placement import stages_of_devices
-from gpipe_cli.pipeline.schedule.recomputation import DoesNotFitError
-from gpipe_cli.pipeline.schedule.schedule import Kind, Recompute, Schedule, recomputes
-from gpipe_cli.pipeline.schedule.search import Problem, find
-from gpipe_cli.pipeline.schedule.simulator import EdgeCost, SkipCost, StageCost, TieCost, simulate
+from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory
+from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor
+from gpipe_cli.pipeline.runtime.routes import Route, routes
+from gpipe_cli.pipeline.schedule.breakdown import Breakdown
+from gpipe_cli.pipeline.schedule.dependencies import grid
+from gpipe_cli.pipeline.schedule.placement import name_of
+from gpipe_cli.pipeline.schedule.schedule import Recompute, Schedule
+from gpipe_cli.pipeline.schedule.simulator import StageCost, ideal_bubble
 from gpipe_cli.pipeline.schedule.timeline import Timeline
-from gpipe_cli.planner.cost_model import StepCosts, predicted_costs
-from gpipe_cli.planner.layout import Layout, Memory, layout_of
+from gpipe_cli.planner.cost_model import StepCosts
+from gpipe_cli.planner.data_sheet import computes_on_gpu, resolved
+from gpipe_cli.planner.device_rates import computes_in, reached_tflops
+from gpipe_cli.planner.layout import Layout, Memory
 from gpipe_cli.planner.model_profile import ModelProfile
-from gpipe_cli.planner.shared_layers import check_cut, keeping_together
-from gpipe_cli.planner.stage_memory import MemoryModel, StageMemory
-from gpipe_cli.planner.step_schedule import checked_schedule, mini_batch_samples, schedule_of_file, unchecked_schedule
+from gpipe_cli.planner.stage_memory import StageMemory
+from gpipe_cli.planner.step_schedule import mini_batch_samples
 
-_SHOWN = 3  # number of the fastest orders of schedule=auto that are shown beside the named ones
+PLAN = "plan.json"
+_GRID_STAGES, _GRID_TICKS = 16, 400  # a larger grid is unreadable
+
+
+@dataclass(frozen=True)
+class PlannedLayer:
+    """A layer; operations, bytes and seconds are those of the largest micro-batch."""
+
+    name: str
+    stage: int
+    parameters: int
+    forward_flops: int
+    saved_bytes: int  # bytes that autograd keeps for the layer's backward
+    boundary_bytes: int  # bytes that would be sent if a stage ended with the layer
+    forward_seconds: float
+    backward_seconds: float
+
+
+@dataclass(frozen=True)
+class PlannedStage:
+    """A stage; operations, sent bytes and seconds are those of the largest micro-batch."""
+
+    process: int
+    layers: tuple[str, ...]
+    parameters: int
+    forward_flops: int
+    boundary_bytes: int | None  # bytes sent to the next stage; None: the last stage
+    forward_seconds: float
+    backward_seconds: float
+    recomputed: int  # number of micro-batches, of M, that are recomputed
+    memory: StageMemory
+
+    def tree(self, limit_bytes: int | None) -> dict[str, Any]:
+        """The entry of plan.json; `limit_bytes`: the memory limit of a stage."""
+        memory = asdict(self.memory)
+        buffers_bytes = memory.pop("buffers_bytes")
+        memory |= {"total_bytes": self.memory.total_bytes, "limit_bytes": limit_bytes, "buffers_bytes": buffers_bytes}
+        return asdict(self) | {"memory": memory}
+
+
+@dataclass(frozen=True)
+class PlannedSkip:
+    """A long skip from one stage to another, of the largest micro-batch."""
+
+    name: str
+    from_stage: int
+    to_stage: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class PlannedTie:
+    """A weight that layers of several stages have; each sends the others its gradient, once a step."""
+
+    name: str
+    stages: tuple[int, ...]
+    bytes: int
+
+
+@dataclass(frozen=True)
+class PlannedHardware:
+    """One device of the machine that is planned for, and its link to the next device."""
+
+    name: str
+    source: str  # source of the layers' seconds: `hardware=h100 figures`
+    precision: str
+    computes_in: str  # the type in which products and convolutions are computed
+    peak_flops_per_second: dict[str, float | None]  # precision -> peak of the data sheet
+    flops_per_second: float | None  # assumed in the plan; None: the layers were timed
+    memory_bytes: int | None
+    memory_stages: int | None  # number of stages that share the memory
+    link_bytes_per_second: float | None
+    link_latency_seconds: float | None
 
 
 @dataclass(frozen=True)
 class Plan:
     """A planned step. Sequences have an entry per stage."""
 
+    config: TrainConfig
+    profile: ModelProfile
+    costs: StepCosts
+    layout: Layout
     balance: tuple[int, ...]
+    imbalance: float  # cost of the slowest stage over the mean, minus 1
     recompute: Recompute
     samples: int  # number of samples in the largest micro-batch
     micro_batches: int
-    costs: StepCosts
-    layout: Layout
-    stages: tuple[StageCost, ...]
+    stage_costs: tuple[StageCost, ...]
     order: Schedule  # the actions of all M micro-batches; `schedule` adds recomputation to them
     schedule: Schedule
     recomputed: tuple[int, ...]  # number of recomputed micro-batches
@@ -52,9 +128,9 @@ class Plan:
     breakdown: Breakdown
     memory: tuple[StageMemory, ...]  # of each stage at its own fullest moment
     device_bytes: tuple[int, ...]  # of each device at its fullest moment, when not all of its stages are at theirs
-    imbalance: float  # cost of the slowest stage over the mean, minus 1
     chosen_order: str = ""  # the name of the order that schedule=auto chose
-    compared: "Mapping[str, Plan | None]" = field(default_factory=dict)  # order's name -> its plan; None: does not fit
+    choices: "tuple[Choice, ...]" = ()  # what was compared for settings with `auto`, or by `solve`
+    files: Mapping[str, str] = field(default_factory=dict)  # other files of the plan: what it is -> where it is
 
     @property
     def device_of_stage(self) -> tuple[int, ...]:
@@ -62,17 +138,233 @@ class Plan:
         return self.layout.device_of_stage
 
     @property
+    def held_bytes(self) -> tuple[int, ...]:
+        """The memory of each stage in bytes at its fullest moment."""
+        return tuple(stage.total_bytes for stage in self.memory)
+
+    @property
     def saved_bytes(self) -> tuple[int, ...]:
         """The most bytes of activations that each stage holds at once."""
         return tuple(stage.activations_bytes for stage in self.memory)
 
     @property
+    def host_bytes(self) -> int | None:
+        """Page-locked bytes on the hosts, of all stages, for checkpoints; None: not on GPUs."""
+        if not computes_on_gpu(self.config):
+            return None
+        return sum(stage.weights_bytes + stage.optimizer_bytes for stage in self.memory)
+
+    @property
     def bounds(self) -> tuple[tuple[int, int], ...]:
         """The first layer of each stage and its end (exclusive)."""
-        return _bounds(self.balance)
+        return bounds_of(self.balance)
+
+    @property
+    def step_samples(self) -> int:
+        """N, the samples of the mini-batch."""
+        return mini_batch_samples(self.config, self.profile.lengths)
+
+    @property
+    def step_tokens(self) -> int | None:
+        """The tokens of a mini-batch whose sentences have the greatest lengths; None for images."""
+        return self.step_samples * max(self.profile.lengths) if self.config.text else None
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.step_samples / self.step_seconds
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        return None if self.step_tokens is None else self.step_tokens / self.step_seconds
+
+    @property
+    def parameters(self) -> int:
+        return sum(weights.parameters for weights in self.profile.weights)
+
+    @property
+    def ideal_bubble(self) -> float:
+        return ideal_bubble(len(self.device_bytes), self.micro_batches)
+
+    @property
+    def step_flops(self) -> int:
+        """FLOPs of the forwards and backwards of all micro-batches, without recomputation."""
+        return round(sum(cost.flops for cost in self.profile.costs) * self.step_samples)
+
+    @property
+    def recomputed_flops(self) -> int:
+        return round(
+            sum(
+                recomputed * self._forward_flops(first, end) * self.step_samples / self.micro_batches
+                for recomputed, (first, end) in zip(self.recomputed, self.bounds, strict=True)
+            )
+        )
+
+    @property
+    def utilisation(self) -> float | None:
+        """`step_flops` as a share of what all devices could do; recomputation does not count, as in "model FLOPs
+        utilization" (Chowdhery et al., 2022, PaLM, section 4.1)."""
+        if (peak := self.hardware.flops_per_second) is None:
+            return None
+        devices = len(self.device_bytes) * self.config.replicas
+        return self.step_flops / (peak * devices * self.step_seconds)
+
+    @property
+    def schedule_name(self) -> str:
+        """`1f1b`; with the order that was chosen, `auto (found)`."""
+        return f"{self.config.schedule} ({self.chosen_order})" if self.chosen_order else self.config.schedule
+
+    @property
+    def recompute_name(self) -> str:
+        """`always`; for `auto`, with the number of forwards that are repeated."""
+        forwards = len(self.balance) * self.micro_batches
+        of_auto = f" ({sum(self.recomputed)} of {forwards} forwards)" if self.config.recompute == "auto" else ""
+        return f"{self.config.recompute}{of_auto}"
+
+    @property
+    def grid(self) -> Sequence[str] | None:
+        """The lines of the schedule's grid; None: too large."""
+        if len(self.balance) > _GRID_STAGES or max(map(len, self.schedule.stages)) > _GRID_TICKS:
+            return None
+        return grid(self.schedule, width=80, device_of_stage=self.device_of_stage).splitlines()
+
+    @cached_property
+    def layers(self) -> tuple[PlannedLayer, ...]:
+        profile = self.profile
+        activations = ActivationMemory(profile.costs, profile.inputs, self.samples, profile.lengths)
+        return tuple(
+            PlannedLayer(
+                name=cost.name,
+                stage=stage,
+                parameters=profile.weights[at].parameters,
+                forward_flops=round(cost.forward.flops * self.samples),
+                saved_bytes=activations.held(at, at + 1).graph,
+                boundary_bytes=self._bytes(cost.outputs),
+                forward_seconds=self.costs.layers[at].graph,
+                backward_seconds=self.costs.layers[at].backward,
+            )
+            for stage, (first, end) in enumerate(self.bounds)
+            for at, cost in enumerate(profile.costs[first:end], first)
+        )
+
+    @cached_property
+    def stages(self) -> tuple[PlannedStage, ...]:
+        sent = {(route.sender, route.receiver): self._bytes(route.tensors) for route in self._routes}
+        # on another machine, each device has one process, whatever this machine would use
+        process_of_stage = self.layout.process_of_stage if self.layout.here else self.device_of_stage
+        return tuple(
+            PlannedStage(
+                process=process_of_stage[k],
+                layers=tuple(cost.name for cost in self.profile.costs[first:end]),
+                parameters=sum(weights.parameters for weights in self.profile.weights[first:end]),
+                forward_flops=round(self._forward_flops(first, end) * self.samples),
+                boundary_bytes=sent.get((k, k + 1)),
+                forward_seconds=self.stage_costs[k].graph_seconds,
+                backward_seconds=self.stage_costs[k].backward_seconds,
+                recomputed=self.recomputed[k],
+                memory=self.memory[k],
+            )
+            for k, (first, end) in enumerate(self.bounds)
+        )
+
+    @property
+    def skips(self) -> tuple[PlannedSkip, ...]:
+        return tuple(
+            PlannedSkip(
+                name, route.sender, route.receiver, self._bytes([one for one in route.tensors if one.skip == name])
+            )
+            for route in self._routes
+            for name in dict.fromkeys(tensor.skip for tensor in route.tensors if tensor.skip)
+        )
+
+    @property
+    def ties(self) -> tuple[PlannedTie, ...]:
+        stages_of = [
+            tuple(k for k, (first, end) in enumerate(self.bounds) if any(first <= at < end for at in tied.layers))
+            for tied in self.profile.tied
+        ]
+        return tuple(
+            PlannedTie(tied.tie.name, stages, tied.gradient_bytes)
+            for tied, stages in zip(self.profile.tied, stages_of, strict=True)
+            if len(stages) > 1
+        )
+
+    @cached_property
+    def hardware(self) -> PlannedHardware:
+        memory, precision = self.layout.memory, self.config.precision
+        hardware = resolved(self.config.hardware, self.layout.devices)
+        timed = self.costs.basis == "timed_layers"  # then seconds do not come from a data sheet
+        reached = None if hardware.tflops is None else reached_tflops(hardware, precision)
+        peaks = {"float32": hardware.peak_tflops, "tf32": hardware.tf32_tflops, "bfloat16": hardware.bfloat16_tflops}
+
+        def times(value: float | None, factor: float) -> float | None:
+            return None if timed or value is None else value * factor
+
+        return PlannedHardware(
+            name=hardware.name,
+            source=self.costs.source,
+            precision=precision,
+            computes_in=computes_in(hardware.name, precision),
+            peak_flops_per_second={name: None if peak is None else peak * 1e12 for name, peak in peaks.items()},
+            flops_per_second=times(reached, 1e12 * (self.layout.threads if hardware.name == "cpu" else 1)),
+            memory_bytes=memory.device_bytes if memory else None,
+            memory_stages=memory.stages if memory else None,
+            link_bytes_per_second=times(hardware.link_gb_per_second, 1e9),
+            link_latency_seconds=times(hardware.link_microseconds, 1e-6),
+        )
+
+    def tree(self) -> dict[str, Any]:
+        """The content of plan.json."""
+        return {
+            "kind": "predicted",
+            "model_name": model_name(self.config.model),
+            "dataset_name": self.config.dataset.name,
+            "parameters": self.parameters,
+            "layers": list(map(asdict, self.layers)),
+            "stages": [stage.tree(self.layout.limit_bytes) for stage in self.stages],
+            "micro_batches": self.micro_batches,
+            "replicas": self.config.replicas,
+            "schedule": self.schedule_name,
+            "recompute": self.recompute_name,
+            "sample": SAMPLE_WORDS[self.config.task],
+            "step_samples": self.step_samples,
+            "step_tokens": self.step_tokens,
+            "hardware": asdict(self.hardware),
+            "step_seconds": self.step_seconds,
+            "samples_per_second": self.samples_per_second,
+            "tokens_per_second": self.tokens_per_second,
+            "breakdown": asdict(self.breakdown),
+            "idle": self.breakdown.idle,
+            "bubble": self.breakdown.bubble,
+            "ideal_bubble": self.ideal_bubble,
+            "imbalance": self.imbalance,
+            "step_flops": self.step_flops,
+            "recomputed_flops": self.recomputed_flops,
+            "utilisation": self.utilisation,
+            "comparisons": [choice.tree() for choice in self.choices],
+            "grid": self.grid,
+            "files": self.files,
+            "skips": list(map(asdict, self.skips)),
+            "ties": list(map(asdict, self.ties)),
+            "placement": name_of(self.device_of_stage),  # `looped`; None: one without a name
+            "device_bytes": self.device_bytes,
+            "host_bytes": self.host_bytes,
+        }
+
+    @property
+    def _routes(self) -> Sequence[Route]:
+        return routes([self.profile.costs[end - 1].outputs for _, end in self.bounds[:-1]])
+
+    def _bytes(self, tensors: Sequence[BoundaryTensor]) -> int:
+        """The bytes of the largest micro-batch."""
+        return sum(tensor.bytes(self.samples, self.profile.lengths) for tensor in tensors)
+
+    def _forward_flops(self, first: int, end: int) -> float:
+        """FLOPs of a sample."""
+        return sum(cost.forward.flops for cost in self.profile.costs[first:end])
 
 
-def _bounds(balance: Sequence[int]) -> tuple[tuple[int, int], ...]:
+def bounds_of(balance: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """The first layer of each stage and its end (exclusive)."""
     return tuple((end - size, end) for size, end in zip(balance, accumulate(balance), strict=True))
 
 
@@ -91,265 +383,42 @@ class TooLargeError(InputError):
 
 
 @dataclass(frozen=True)
-class Cut:
-    """The stages of a plan before a step is simulated: what they hold does not depend on how long they take."""
+class Candidate:
+    """One value that was tried; `plan` is None if it does not fit or is impossible, and `reason` says why."""
 
-    balance: tuple[int, ...]
-    imbalance: float
-    order: Schedule
-    sizes: tuple[int, ...]  # samples of the micro-batches
-    memory: MemoryModel
+    value: str  # `8`, `except_last`
+    config: TrainConfig
+    profile: ModelProfile
+    plan: Plan | None
+    reason: str = ""  # `stage 2 is 1.5 GiB over`
+    over: TooLargeError | None = None  # how far the fullest stage of the best cut is over the limit
 
     @property
-    def bounds(self) -> tuple[tuple[int, int], ...]:
-        return _bounds(self.balance)
-
-    def recompute(self, config: TrainConfig, layout: Layout) -> Recompute:
-        """What `config` says or, for `auto`, none if that fits, and as little as fits each stage's share of its
-        device's memory; `except_last` if nothing fits."""
-        if config.recompute != "auto":
-            return config.recompute
-        if len(set(layout.device_of_stage)) < len(self.balance):
-            with suppress(TooLargeError):
-                self.held(self.order, "never", layout)
-                return "never"
-        try:
-            order = self.order.first(len(self.sizes))
-            return self.memory.fewest_recomputations(order, self.bounds, layout.limit_bytes)
-        except DoesNotFitError:
-            return "except_last"
-
-    def held(
-        self, order: Schedule, recompute: Recompute, layout: Layout
-    ) -> tuple[tuple[StageMemory, ...], tuple[int, ...]]:
-        """The memory of each stage in this order of actions, and the peak bytes of each device. Raises TooLargeError
-        if a device exceeds the limits of its stages together."""
-        schedule = unchecked_schedule(order, len(self.sizes), recompute)
-        held = self.memory.stages(schedule, self.bounds, layout.device_of_stage)
-        peaks = self.memory.devices(held, schedule, self.bounds, layout.device_of_stage)
-        if (limit := layout.memory) is not None:
-            of_devices = stages_of_devices(layout.device_of_stage)
-            missing_bytes, _, stage, device = max(
-                (peaks[device] - len(stages) * limit.limit_bytes, held[k].total_bytes, k, device)
-                for device, stages in enumerate(of_devices)
-                for k in stages
-            )
-            if missing_bytes > 0:
-                raise TooLargeError(stage, missing_bytes, limit, len(of_devices[device]))
-        return held, peaks
+    def made(self) -> Plan:
+        """The plan of a candidate that fits."""
+        assert self.plan is not None
+        return self.plan
 
 
-def _best_cut(config: TrainConfig, profile: ModelProfile, costs: StepCosts, layout: Layout) -> Cut:
-    """The best cut whose stages all stay below the layout's limit, or the best of all if there is none: it may fit even
-    so where stages share a device. `Cut.held` judges it. No step is simulated.
+@dataclass(frozen=True)
+class Choice:
+    """The values that were compared for a setting."""
 
-    Raises InputError if the user's balance or file does not fit the model and the other settings, or if Lingvo's rule
-    leaves a stage without layers.
-    """
-    sizes = share_of(mini_batch_samples(config, profile.lengths), config.micro_batches, config.replicas).sizes
-    memory = MemoryModel(config, profile, sizes)
-    if config.schedule_is_file:
-        made = schedule_of_file(config)
-    else:  # auto: 1f1b until there are costs
-        name = "1f1b" if config.schedule == AUTO_SCHEDULE else config.schedule
-        made = order(name, config.partitions, config.micro_batches, 1 + max(layout.row_of_stage))
-    work, sends = _work(config, costs), _sends(costs)
-    balance = config.partition.balance
-    if balance is None and config.partition.method == "lingvo":
-        balance = _lingvo_cut(config, profile)
-    elif balance is None:
-        for limit in dict.fromkeys((layout.limit_bytes, None)):
-            furthest = keeping_together(profile.shared, len(work), config.partitions, memory.furthest(made, limit))
-            with suppress(NoCutFitsError):
-                balance = partition(work, config.partitions, **sends, furthest=furthest)
-                break
-        else:  # splits shared layers: refused below
-            balance = partition(work, config.partitions, **sends, furthest=None)
-    check_balance(balance, len(profile.costs), config.partitions)
-    check_cut(profile.shared, balance)
-    return Cut(tuple(balance), imbalance(work, balance, **sends), made, sizes, memory)
+    setting: str  # `micro_batches`
+    rule: str  # the rule that chose a value: `the shortest predicted step that fits`
+    candidates: tuple[Candidate, ...]
+    chosen: Candidate | None  # None: not even the smallest model fits
 
-
-def _work(config: TrainConfig, costs: StepCosts) -> list[float]:
-    """The seconds of each layer for one micro-batch."""
-    again = recomputes(config.recompute)
-    return [layer.graph + layer.backward + (layer.forward if again else 0.0) for layer in costs.layers]
-
-
-def _sends(costs: StepCosts) -> dict[str, Any]:
-    """The arguments of `partition` that say what is sent."""
-    return {
-        "forward_sends": [edge.forward_seconds for edge in costs.edges],
-        "backward_sends": [edge.backward_seconds for edge in costs.edges],
-        "skips": costs.skips,
-    }
-
-
-def _lingvo_cut(config: TrainConfig, profile: ModelProfile) -> tuple[int, ...]:
-    """The cut by Lingvo's rule: by forward FLOPs or the user's costs; for Transformers by the number of layers.
-
-    Raises InputError if a stage would have no layers.
-    """
-    blocks = [isinstance(layer, SelfAttentionLayer) for layer in profile.model]
-    if any(blocks):
-        return cut_stack(blocks, config.partitions)
-    given = config.partition.costs or profile.own_costs
-    return cut_by_share(given or [cost.forward.flops for cost in profile.costs], config.partitions)
-
-
-CostsOf = Callable[[TrainConfig, ModelProfile, Layout], StepCosts]
-
-
-def plan_step(
-    config: TrainConfig, profile: ModelProfile, costs_of: CostsOf = predicted_costs, started: Torchrun | None = None
-) -> Plan:
-    """The plan of `config` for its own layout; `started`: this process, if torchrun started it.
-
-    Raises what `layout_of`, `costs_of` and `make_plan` raise.
-    """
-    layout = layout_of(config, started)
-    return make_plan(config, profile, costs_of(config, profile, layout), layout)
-
-
-def make_plan(config: TrainConfig, profile: ModelProfile, costs: StepCosts, layout: Layout) -> Plan:
-    """Cut the model for `config`, order the actions of a step and simulate it; `costs` are those of a mean micro-batch.
-
-    Raises:
-        TooLargeError: no cut stays below the layout's limit to the memory on every stage.
-        InputError: as in `_best_cut`.
-    """
-    cut = _best_cut(config, profile, costs, layout)
-    if config.schedule == AUTO_SCHEDULE and (chosen := _fastest_order(config, cut, costs, layout)) is not None:
-        return chosen
-    return _simulated(cut, costs, layout, cut.order, cut.recompute(config, layout))
-
-
-def fits(config: TrainConfig, profile: ModelProfile, layout: Layout) -> bool:
-    """Whether a cut fits the memory. That does not depend on the seconds of layers, so a data sheet is enough. A step
-    is simulated only for `schedule=auto`, which may find an order that needs less memory than any named one."""
-    costs = predicted_costs(config, profile, layout)
-    try:
-        cut = _best_cut(config, profile, costs, layout)
-        if config.schedule == AUTO_SCHEDULE:
-            return find(_problem(config, cut, costs, layout))[0] is not None
-        cut.held(cut.order, cut.recompute(config, layout), layout)
-    except InputError:
-        return False
-    return True
-
-
-def _fastest_order(config: TrainConfig, cut: Cut, costs: StepCosts, layout: Layout) -> Plan | None:
-    """The plan with the fastest order, found by search or named; None if no order fits."""
-    best, tried = find(_problem(config, cut, costs, layout))
-    if best is None:
-        return None
-    compared = {
-        one.name: _simulated(cut, costs, layout, one.schedule, _recomputed(one.schedule)) if one.fits else None
-        for one in tried
-        if one is best or one.named or one in tried[:_SHOWN]
-    }
-    chosen = compared[best.name]
-    assert chosen is not None
-    return replace(chosen, chosen_order=best.name, compared=compared)
-
-
-def _problem(config: TrainConfig, cut: Cut, costs: StepCosts, layout: Layout) -> Problem:
-    """What an order is made for."""
-    stages, edges = _stages_and_edges(cut, costs)
-    room = None
-    if layout.limit_bytes is not None:
-        room = cut.memory.room(cut.bounds, layout.limit_bytes, layout.device_of_stage)
-    split = config.splits_backward and any(stage.weights_seconds for stage in stages)
-    # all M: a mini-batch of text may have more micro-batches than this one of the longest sentences
-    return Problem(
-        stages, edges, costs.slowdown, layout.device_of_stage, config.micro_batches, cut.memory.largest(cut.bounds),
-        room, config.recompute, split, _ties(cut, costs), _skips(cut, costs),
-    )  # fmt: skip
-
-
-def _simulated(cut: Cut, costs: StepCosts, layout: Layout, order: Schedule, recompute: Recompute) -> Plan:
-    """The plan of a step with these actions in this order. Raises TooLargeError if a device exceeds the limit."""
-    held, device_bytes = cut.held(order, recompute, layout)
-    stages, edges = _stages_and_edges(cut, costs)
-    schedule = checked_schedule(order, len(cut.sizes), recompute)
-    timeline = simulate(
-        schedule, stages, edges, costs.slowdown, layout.device_of_stage, _ties(cut, costs), _skips(cut, costs)
-    )
-    set_up_seconds = costs.set_up / len(set(layout.device_of_stage))
-    step_seconds = timeline.step_end_seconds - timeline.start_seconds + set_up_seconds
-    return Plan(
-        balance=cut.balance,
-        recompute=recompute,
-        samples=cut.sizes[0],
-        micro_batches=len(cut.sizes),
-        costs=costs,
-        layout=layout,
-        stages=stages,
-        order=order,
-        schedule=schedule,
-        recomputed=tuple(sum(a.kind is Kind.R for a in actions) for actions in schedule.stages),
-        timeline=timeline,
-        step_seconds=step_seconds,
-        breakdown=breakdown(timeline, len(cut.sizes), step_seconds),
-        memory=held,
-        device_bytes=device_bytes,
-        imbalance=cut.imbalance,
-    )
-
-
-def _stages_and_edges(cut: Cut, costs: StepCosts) -> tuple[tuple[StageCost, ...], list[EdgeCost]]:
-    """The cost of each stage and of each edge between two stages."""
-    stages = tuple(
-        StageCost(
-            sum(seconds.forward for seconds in costs.layers[first:end]),
-            sum(seconds.graph for seconds in costs.layers[first:end]),
-            sum(seconds.backward for seconds in costs.layers[first:end]),
-            sum(seconds.inputs for seconds in costs.layers[first:end]),
-            sum(seconds.weights for seconds in costs.layers[first:end]),
-            update_seconds=sum(costs.updates[first:end]),
-            sum_seconds=sum(costs.sums[first:end]),
-        )
-        for first, end in cut.bounds
-    )
-    edges = [costs.edges[end - 1] for _, end in cut.bounds[:-1]]
-    for sender, receiver, skip in _crossing(cut, costs):
-        if receiver == sender + 1:  # in one message with what the next layer gets
-            edges[sender] = _sum(edges[sender], skip)
-    return stages, edges
-
-
-def _crossing(cut: Cut, costs: StepCosts) -> Iterator[tuple[int, int, SkipSends]]:
-    """The skips that go from one stage to another, with both."""
-    stage_of = [k for k, size in enumerate(cut.balance) for _ in range(size)]
-    for skip in costs.skips:
-        if stage_of[skip.stash] < stage_of[skip.pop]:
-            yield stage_of[skip.stash], stage_of[skip.pop], skip
-
-
-def _skips(cut: Cut, costs: StepCosts) -> tuple[SkipCost, ...]:
-    """The skips between stages that are no neighbours."""
-    found: dict[tuple[int, int], EdgeCost] = {}
-    for sender, receiver, skip in _crossing(cut, costs):
-        if receiver > sender + 1:
-            found[sender, receiver] = _sum(found.get((sender, receiver), EdgeCost(0.0, 0.0)), skip)
-    return tuple(SkipCost(*ends, edge) for ends, edge in sorted(found.items()))
-
-
-def _sum(edge: EdgeCost, skip: SkipSends) -> EdgeCost:
-    return EdgeCost(edge.forward_seconds + skip.forward, edge.backward_seconds + skip.backward)
-
-
-def _ties(cut: Cut, costs: StepCosts) -> tuple[TieCost, ...]:
-    """The tied weights, each with its stages."""
-    return tuple(
-        replace(
-            tie,
-            stages=tuple(k for k, (first, end) in enumerate(cut.bounds) if any(first <= at < end for at in tie.stages)),
-        )
-        for tie in costs.ties
-    )
-
-
-def _recomputed(schedule: Schedule) -> tuple[frozenset[int], ...]:
-    """The recomputed micro-batches of each stage."""
-    return tuple(frozenset(a.micro_batch for a in actions if a.kind is Kind.R) for actions in schedule.stages)
+    def tree(self) -> dict[str, Any]:
+        """The entry of plan.json; `memory_bytes`: of the fullest stage."""
+        candidates = [
+            {
+                "value": tried.value,
+                "step_seconds": tried.plan and tried.plan.step_seconds,
+                "memory_bytes": tried.plan and max(tried.plan.held_bytes),
+                "chosen": tried is self.chosen,
+                "reason": tried.reason,
+            }
+            for tried in self.candidates
+        ]
+        return {"setting": self.setting, "rule": self.rule, "candidates": candidates}

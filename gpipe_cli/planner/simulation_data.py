@@ -7,10 +7,8 @@ depends on n, the samples of a micro-batch, is a pair: [base, each] for base + e
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
-from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.models.skips import Skip
 from gpipe_cli.pipeline.runtime.boundary import Boundary
 from gpipe_cli.pipeline.schedule.held import Held
@@ -19,12 +17,12 @@ from gpipe_cli.pipeline.schedule.placement import PLACEMENTS, name_of, place
 from gpipe_cli.pipeline.schedule.schedule import Schedule
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost
 from gpipe_cli.planner.cost_model import LayerSeconds, StepCosts, predicted_costs
-from gpipe_cli.planner.layout import Layout, Memory, placement_of
+from gpipe_cli.planner.layout import placement_of
+from gpipe_cli.planner.make_plan import sends_of, work_of
 from gpipe_cli.planner.model_profile import ModelProfile
-from gpipe_cli.planner.plan import Plan
+from gpipe_cli.planner.plan import Plan, bounds_of
 from gpipe_cli.planner.shared_layers import keeping_together
 from gpipe_cli.planner.stage_memory import Bounds, MemoryModel
-from gpipe_cli.planner.step_schedule import mini_batch_samples
 from gpipe_cli.system.machine import usable_cores
 
 SimulationData = dict[str, Any]
@@ -34,21 +32,20 @@ _MOST_LAYERS = 200  # of a model for which every number of stages is offered: to
 _MOST_COSTS = 4000  # layers times numbers of micro-batches: predicting more takes longer than planning
 
 
-def simulation_data(config: TrainConfig, profile: ModelProfile, plan: Plan) -> SimulationData:
+def simulation_data(plan: Plan) -> SimulationData:
     """A plan and what it was made from, in seconds and bytes; sequences have an entry per layer or per stage."""
-    costs, layout, samples = plan.costs, plan.layout, mini_batch_samples(config, profile.lengths)
-    memory = layout.memory
-    linked = _costs(config, profile, plan, plan.micro_batches)
+    config, profile, costs, layout, samples = plan.config, plan.profile, plan.costs, plan.layout, plan.step_samples
+    linked = _costs(plan, plan.micro_batches)
     seconds = {tie.stages: tie.seconds for tie in linked.ties}
     return {
         "setting": {
-            "partitions": len(plan.stages),
+            "partitions": len(plan.balance),
             "micro_batches": plan.micro_batches,
             "schedule": "file" if config.schedule_is_file else config.schedule,
             "schedule_file": config.schedule if config.schedule_is_file else None,
             "recompute": config.recompute,
             "stages_per_process": _most_stages(plan),
-            "placement": _placement(config, plan),
+            "placement": _placement(plan),
             "replicas": config.replicas,
             "samples": samples // config.replicas,
             "step_samples": samples,  # samples of all replicas
@@ -57,7 +54,7 @@ def simulation_data(config: TrainConfig, profile: ModelProfile, plan: Plan) -> S
             "balance_given": config.partition.balance is not None or config.partition.method != "exact",
         },
         "rows": rows_of(plan.schedule),
-        **_cuts(config, profile, plan, linked),
+        **_cuts(plan, linked),
         "device_of_stage": plan.device_of_stage,
         "layers": [
             {
@@ -70,7 +67,7 @@ def simulation_data(config: TrainConfig, profile: ModelProfile, plan: Plan) -> S
                 profile.costs,
                 costs.updates,
                 costs.sums or (0.0,) * len(profile.costs),
-                _held(config, profile, [(at, at + 1) for at in range(len(profile.costs))]),
+                _held(plan, [(at, at + 1) for at in range(len(profile.costs))]),
                 strict=True,
             )
         ],
@@ -84,7 +81,7 @@ def simulation_data(config: TrainConfig, profile: ModelProfile, plan: Plan) -> S
             "basis": costs.basis,
             "set_up": costs.set_up,
             "halves": "known" if profile.splits else "assumed",
-            **_costs_of_micro_batches(config, profile, plan, samples // config.replicas),
+            **_costs_of_micro_batches(plan, samples // config.replicas),
         },
         "slowdown": {
             "at_once": _at_once(plan),
@@ -92,8 +89,8 @@ def simulation_data(config: TrainConfig, profile: ModelProfile, plan: Plan) -> S
             "factor": costs.together[0],
             "together": costs.together[1],
         },
-        "limit_bytes": None if memory is None else memory.limit_bytes,
-        "limit": None if memory is None else _limit(config, layout, memory),
+        "limit_bytes": layout.limit_bytes,
+        "limit": _limit(plan),
     }
 
 
@@ -103,29 +100,29 @@ def rows_of(schedule: Schedule) -> list[list[str]]:
 
 def _most_stages(plan: Plan) -> int:
     """Stages of a device, if all have as many or the last devices fewer."""
-    return -(-len(plan.stages) // len(set(plan.device_of_stage)))
+    return -(-len(plan.balance) // len(set(plan.device_of_stage)))
 
 
-def _placement(config: TrainConfig, plan: Plan) -> str:
+def _placement(plan: Plan) -> str:
     """The name of the plan's placement; where several give the same, that of its settings."""
-    own, device_of_stage = placement_of(config), plan.device_of_stage
+    own, device_of_stage = placement_of(plan.config), plan.device_of_stage
     if own in PLACEMENTS and place(own, len(device_of_stage), len(set(device_of_stage))) == device_of_stage:
         return own
     consecutive = list(device_of_stage) == sorted(device_of_stage)
     return name_of(device_of_stage) or (PLACEMENTS[0] if consecutive else "as planned")
 
 
-def _cuts(config: TrainConfig, profile: ModelProfile, plan: Plan, costs: StepCosts) -> dict[str, Any]:
+def _cuts(plan: Plan, costs: StepCosts) -> dict[str, Any]:
     """The plan's cut, and for each K that the page offers the fastest one without and with recomputation. The page
     says whether they fit the memory."""
-    layers = len(profile.costs)
+    profile, layers = plan.profile, len(plan.profile.costs)
     offered = range(1, _MOST_STAGES + 1) if layers <= _MOST_LAYERS else [1 << n for n in range(5)]
 
     def cut(balance: Sequence[int]) -> dict[str, Any]:
-        bounds = [(end - size, end) for size, end in zip(balance, accumulate(balance), strict=True)]
+        bounds = bounds_of(balance)
         none = [0] * len(bounds)
-        stored = MemoryModel(config, profile, [1]).holding(bounds, none, none)
-        held = _held(config, profile, bounds)
+        stored = MemoryModel(plan.config, profile, [1]).holding(bounds, none, none)
+        held = _held(plan, bounds)
         stages = [
             {"weights": one.weights_bytes, "gradients": one.gradients_bytes, "optimizer": one.optimizer_bytes,
              "buffers": one.buffers_bytes, "held": of}
@@ -134,15 +131,7 @@ def _cuts(config: TrainConfig, profile: ModelProfile, plan: Plan, costs: StepCos
         return {"balance": list(balance), "stages": stages}
 
     def fastest(partitions: int, *, again: bool) -> Sequence[int]:
-        work = [layer.graph + layer.backward + (layer.forward if again else 0.0) for layer in costs.layers]
-        cut_of = partial(
-            partition,
-            work,
-            partitions,
-            forward_sends=[edge.forward_seconds for edge in costs.edges],
-            backward_sends=[edge.backward_seconds for edge in costs.edges],
-            skips=costs.skips,
-        )
+        cut_of = partial(partition, work_of(costs, again=again), partitions, **sends_of(costs))
         try:
             return cut_of(furthest=keeping_together(profile.shared, layers, partitions, None))
         except NoCutFitsError:  # it separates layers that share something, which the page says
@@ -158,15 +147,15 @@ def _cuts(config: TrainConfig, profile: ModelProfile, plan: Plan, costs: StepCos
     }
 
 
-def _held(config: TrainConfig, profile: ModelProfile, spans: Bounds) -> list[dict[str, list[int]]]:
+def _held(plan: Plan, spans: Bounds) -> list[dict[str, list[int]]]:
     """Of each span of layers, the bytes of a micro-batch in each way to hold it. Where backwards were not traced in
     halves, as much is held between them as before."""
-    one, two = (MemoryModel(config, profile, [samples]).largest(spans) for samples in (1, 2))
+    one, two = (MemoryModel(plan.config, plan.profile, [samples]).largest(spans) for samples in (1, 2))
     found = [
         {way: [2 * first - second, second - first] for way, first, second in zip(Held._fields, *both, strict=True)}
         for both in zip(one, two, strict=True)
     ]
-    return found if profile.splits else [{**of, "weights": of["graph"]} for of in found]
+    return found if plan.profile.splits else [{**of, "weights": of["graph"]} for of in found]
 
 
 def _skip_bytes(profile: ModelProfile, skip: Skip) -> list[list[int]]:
@@ -180,15 +169,15 @@ def _skip_bytes(profile: ModelProfile, skip: Skip) -> list[list[int]]:
     return [size(tensors), size(tuple(tensor for tensor in tensors if tensor.has_gradient))]
 
 
-def _costs_of_micro_batches(config: TrainConfig, profile: ModelProfile, plan: Plan, most: int) -> dict[str, Any]:
+def _costs_of_micro_batches(plan: Plan, most: int) -> dict[str, Any]:
     """The costs of a mean micro-batch for each number of micro-batches that the page offers. Layers whose costs are
     equal for all these numbers are of one kind."""
-    layers = len(profile.costs)
+    layers = len(plan.profile.costs)
     offered = [*range(1, 17), *range(20, 33, 4), *range(40, _MOST_MICRO_BATCHES + 1, 8)]
     if len(offered) * layers > _MOST_COSTS:
         offered = [1 << power for power in range(7)]
     offered = sorted({m for m in offered if m <= most} | {plan.micro_batches})
-    found = [_costs(config, profile, plan, m) for m in offered]
+    found = [_costs(plan, m) for m in offered]
     split = any(of.inputs or of.weights for of in plan.costs.layers)
     free = EdgeCost(0.0, 0.0)
     columns = [
@@ -214,11 +203,11 @@ def _seconds(layer: LayerSeconds, split: bool) -> list[float]:
     return [layer.forward, layer.graph, layer.backward, *halves]
 
 
-def _costs(config: TrainConfig, profile: ModelProfile, plan: Plan, micro_batches: int) -> StepCosts:
+def _costs(plan: Plan, micro_batches: int) -> StepCosts:
     """Costs for M = `micro_batches`, with links between all stages."""
-    samples = mini_batch_samples(config, profile.lengths)
-    mean = samples / min(samples, config.replicas * micro_batches)
-    return predicted_costs(config, profile, plan.layout, plan.costs.known, samples=mean, linked=True)
+    samples = plan.step_samples
+    mean = samples / min(samples, plan.config.replicas * micro_batches)
+    return predicted_costs(plan.config, plan.profile, plan.layout, plan.costs.known, samples=mean, linked=True)
 
 
 def _at_once(plan: Plan) -> int | None:
@@ -226,10 +215,13 @@ def _at_once(plan: Plan) -> int | None:
     return max(1, usable_cores() // plan.layout.threads) if plan.layout.shares_cores else None
 
 
-def _limit(config: TrainConfig, layout: Layout, memory: Memory) -> dict[str, Any]:
-    """The memory limit, in bytes, and what it is for: a device, the whole machine, or each stage."""
+def _limit(plan: Plan) -> dict[str, Any] | None:
+    """The memory limit, in bytes, and what it is for: a device, the whole machine, or each stage; None: no limit."""
+    layout = plan.layout
+    if layout.memory is None:
+        return None
     of = "device"
     if layout.here:
-        own = config.hardware.memory_gib is not None
+        own = plan.config.hardware.memory_gib is not None
         of = "stage" if own else "machine" if layout.on_cpu else "device"
-    return {"bytes": memory.device_bytes, "of": of}
+    return {"bytes": layout.memory.device_bytes, "of": of}

@@ -103,7 +103,8 @@ def _planned(work: Sequence[tuple[TrainConfig, "ModelProfile", Cell]]) -> list[C
 
 def plan_cell(config: TrainConfig, profile: "ModelProfile", cell: Cell) -> Cell:
     """A copy of ``cell`` with the results of its plan."""
-    from gpipe_cli.planner.plan import TooLargeError, plan_step
+    from gpipe_cli.planner.make_plan import plan_step
+    from gpipe_cli.planner.plan import TooLargeError
 
     sizes = {key: getattr(cell, key) for key in ("partitions", "replicas", "micro_batches", "batch_size")}
     config = replace(config, **sizes)
@@ -115,7 +116,7 @@ def plan_cell(config: TrainConfig, profile: "ModelProfile", cell: Cell) -> Cell:
         cell,
         samples_per_second=cell.batch_size / plan.step_seconds,
         idle=idle(asdict(plan.breakdown)),
-        sums=max(stage.sum_seconds for stage in plan.stages) / plan.step_seconds,
+        sums=max(stage.sum_seconds for stage in plan.stage_costs) / plan.step_seconds,
     )
 
 

@@ -36,12 +36,11 @@ def simulating(configure: Configure) -> Simulate:
     from gpipe_cli.planner.auto_settings import choose
     from gpipe_cli.planner.cost_model import predicted_costs
     from gpipe_cli.planner.model_profile import profile_model
-    from gpipe_cli.planner.step_schedule import mini_batch_samples
 
     def simulate(settings: Sequence[str]) -> Simulated:
         config, auto = configure(settings)
         profile = profile_model(config)
-        chosen, plan, _ = choose(config, auto, profile, predicted_costs, elsewhere=True)
-        return Simulated(chosen, profile, plan, mini_batch_samples(chosen, profile.lengths))
+        plan = choose(config, auto, profile, predicted_costs, elsewhere=True)
+        return Simulated(plan.config, profile, plan, plan.step_samples)
 
     return simulate

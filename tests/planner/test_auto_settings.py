@@ -40,12 +40,11 @@ def with_overhead(seconds: float):  # type: ignore[no-untyped-def]
 def test_more_micro_batches_pay_until_each_costs_too_much(profile: ModelProfile) -> None:
     chosen = []
     for overhead in (0.0, 1e-3, 1.0):
-        config, plan, (choice,) = choose(
-            configure(*SETTINGS, "partitions=2"), ["micro_batches"], profile, with_overhead(overhead)
-        )
-        chosen.append(config.micro_batches)
+        plan = choose(configure(*SETTINGS, "partitions=2"), ["micro_batches"], profile, with_overhead(overhead))
+        (choice,) = plan.choices
+        chosen.append(plan.config.micro_batches)
         assert [tried.value for tried in choice.candidates] == ["1", "2", "4", "8", "16"]
-        assert (choice.chosen.value, choice.chosen.plan) == (str(config.micro_batches), plan)
+        assert (choice.chosen.value, choice.chosen.plan.timeline) == (str(plan.config.micro_batches), plan.timeline)
         assert plan.step_seconds <= 1.01 * min(tried.plan.step_seconds for tried in choice.candidates)
     assert chosen == [16, 2, 1]
 
@@ -53,23 +52,23 @@ def test_more_micro_batches_pay_until_each_costs_too_much(profile: ModelProfile)
 def test_a_micro_batch_of_one_is_no_candidate_where_batch_norm_refuses_it() -> None:
     """ResNet-18 leaves one pixel of an image of 32."""
     config = configure("model=resnet", "model.depth=18", *TINY[2:-2], "dataset.image_size=32", "hardware=h200")
-    _, _, (choice,) = choose(config, ["micro_batches"], profile_model(config), with_overhead(0.0))
+    (choice,) = choose(config, ["micro_batches"], profile_model(config), with_overhead(0.0)).choices
     last = choice.candidates[-1]
     assert (last.value, last.plan) == ("8", None)
     assert "more than 1 value" in last.reason
 
 
 def test_partitions_and_micro_batches_are_chosen_together(profile: ModelProfile) -> None:
-    config, plan, (choice,) = choose(
-        configure(*SETTINGS), ["partitions", "micro_batches"], profile, with_overhead(0.0), elsewhere=True
-    )
+    plan = choose(configure(*SETTINGS), ["partitions", "micro_batches"], profile, with_overhead(0.0), elsewhere=True)
+    config, (choice,) = plan.config, plan.choices
     assert choice.setting == "partitions, micro_batches"
     assert len(choice.candidates) == 4 * 5 - 5 * (len(profile.costs) < 8)
     assert (config.partitions, config.micro_batches) == (len(plan.balance), plan.micro_batches)
     assert choice.chosen.value == f"{config.partitions}, {config.micro_batches}"
     cut = configure(*SETTINGS, f"partition.balance=[1,{len(profile.costs) - 1}]")
-    chosen, _, (choice,) = choose(cut, ["partitions"], profile, with_overhead(0.0), elsewhere=True)
-    assert chosen.partitions == 2
+    plan = choose(cut, ["partitions"], profile, with_overhead(0.0), elsewhere=True)
+    (choice,) = plan.choices
+    assert plan.config.partitions == 2
     assert sum(tried.plan is not None for tried in choice.candidates) == 1
 
 
@@ -120,11 +119,12 @@ def test_the_largest_mini_batch_fits_and_one_sample_more_a_micro_batch_does_not(
         settings = [*settings, "batch_size=16"]
     found = traced(*settings)
     given = configure(*settings, f"recompute={recompute}", "hardware.memory_gib=0.02", "dataset.train_samples=100000")
-    config, plan, (choice, *_) = choose(given, [key], found, predicted_costs)
+    plan = choose(given, [key], found, predicted_costs)
+    config, (choice, *_) = plan.config, plan.choices
     limit = layout_of(given).limit_bytes
     each = given.micro_batches * given.replicas * (16 if key == "batch_tokens" else 1)
     samples, rest = divmod(getattr(config, key), each)
-    assert (rest, choice.chosen.value, choice.chosen.plan) == (0, str(samples * each), plan)
+    assert (rest, choice.chosen.value, choice.chosen.plan.timeline) == (0, str(samples * each), plan.timeline)
     assert samples > 1
     stages = map(plan.device_of_stage.count, range(len(plan.device_bytes)))
     assert all(held <= limit * several for held, several in zip(plan.device_bytes, stages, strict=True))
@@ -135,15 +135,17 @@ def test_the_largest_mini_batch_fits_and_one_sample_more_a_micro_batch_does_not(
 
 def test_a_mini_batch_is_no_larger_than_the_training_set(profile: ModelProfile) -> None:
     config = configure(*SETTINGS, "micro_batches=3", "batch_size=3", "dataset.train_samples=64")
-    chosen, _, (choice,) = choose(config, ["batch_size"], profile, predicted_costs)
-    assert (chosen.batch_size, len(choice.candidates)) == (63, 1)
+    plan = choose(config, ["batch_size"], profile, predicted_costs)
+    (choice,) = plan.choices
+    assert (plan.config.batch_size, len(choice.candidates)) == (63, 1)
     digits = configure("micro_batches=4", "batch_size=4", "hardware=h200")
     assert _training_samples(digits) == 1437, "it was the greatest that may be set, which the training refused"
 
 
 def test_the_largest_model_fits_and_the_next_one_does_not() -> None:
     config = configure(*LM, "partitions=2", "hardware.memory_gib=0.001")
-    solved, profile, plan, (choice,) = solve_max_model(config)
+    plan = solve_max_model(config)
+    solved, profile, (choice,) = plan.config, plan.profile, plan.choices
     limit, layers = layout_of(config).limit_bytes, solved.model.layers
     assert max(stage.total_bytes for stage in plan.memory) <= limit
     assert len(profile.costs) == layers + 2 > 5

@@ -23,8 +23,8 @@ from gpipe_cli.planner.device_rates import (
     rates_of_sheet,
 )
 from gpipe_cli.planner.layout import layout_of
+from gpipe_cli.planner.make_plan import make_plan
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
-from gpipe_cli.planner.plan import make_plan
 
 
 def by_rates(profile: ModelProfile, rates: DeviceRates, partitions: int = 1) -> StepCosts:

@@ -10,9 +10,10 @@ from gpipe_cli.pipeline.schedule.schedule import Kind
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost
 from gpipe_cli.planner.cost_model import LayerSeconds, StepCosts
 from gpipe_cli.planner.layout import layout_of
+from gpipe_cli.planner.make_plan import make_plan
 from gpipe_cli.planner.model_profile import ModelProfile
 from gpipe_cli.planner.pipeline_spec import placed
-from gpipe_cli.planner.plan import Plan, TooLargeError, make_plan
+from gpipe_cli.planner.plan import Plan, TooLargeError
 
 MIB = 2**20
 
@@ -95,7 +96,7 @@ def test_a_devices_stages_share_its_memory() -> None:
 def test_a_spec_is_the_plans() -> None:
     config = configure(*EVEN, "partitions=2", "recompute=auto", "hardware.memory_gib=0.002")
     plan = plan_of(config, traced())
-    made = placed(config, traced(), plan)
+    made = placed(plan)
     assert tuple(len(names) for names in made.layer_names) == plan.balance
     assert made.recompute == plan.recompute
     assert not isinstance(plan.recompute, str)

@@ -41,7 +41,7 @@ def test_the_layers_between_send_nothing_of_a_skip() -> None:
     """The images go from stage 0 to stage 3; as a tuple they would cross every cut."""
     config = configure(*SETTINGS, "partitions=4", "partition.balance=[4,5,7,5]", "executor=in_process")
     profile = profile_model(config)
-    spec = placed(config, profile, plan_of(config, profile))
+    spec = placed(plan_of(config, profile))
     sent = {
         (route.sender, route.receiver): {t.skip for t in route.tensors} for route in routes(spec.training_boundaries)
     }

@@ -10,7 +10,6 @@ from training_runs import assert_same_tensors, command, configure, final_tensors
 
 import gpipe_cli
 from gpipe_cli.planner.model_profile import profile_model
-from gpipe_cli.reporting.tables.plan_result import plan_result
 
 SETTINGS = [
     "model=transformer_nmt", "dataset=synthetic_text", "dataset.vocabulary=40", "dataset.train_samples=22",
@@ -80,7 +79,7 @@ def test_a_tied_weight_counts_once() -> None:
     matrix = 40 * 8
     counts = [sum(weights.parameters for weights in profile.weights) for profile in both]
     assert counts[1] - counts[0] == 2 * matrix
-    planned = plan_result(tied, both[0], plan_of(tied, both[0]), (), {})
+    planned = plan_of(tied, both[0])
     assert planned.parameters == counts[0]
     assert [(tie.name, tie.stages, tie.bytes) for tie in planned.ties] == [("embedding.weight", (0, 1), 4 * matrix)]
     (weight,) = both[0].tied

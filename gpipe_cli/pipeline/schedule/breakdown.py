@@ -36,6 +36,11 @@ class Breakdown:
     update: float  # update of the weights
     set_up: float  # the rest of the step, before, after and beside the update
 
+    @property
+    def idle(self) -> float:
+        """The share of the time in which devices did nothing, whatever the cause."""
+        return sum((self.bubble, self.imbalance, self.transfer, self.set_up))
+
 
 @dataclass(slots=True)
 class _DeviceTime:

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from gpipe_cli.config import groups
-from gpipe_cli.config.settings import TEXT_TASKS, Task, TrainConfig
+from gpipe_cli.config.groups import model_name
+from gpipe_cli.config.settings import SAMPLE_WORDS, TEXT_TASKS, Task, TrainConfig
 from gpipe_cli.pipeline.schedule.simulator import ideal_bubble
 from gpipe_cli.results.run import Evaluation, Restart, Start
 from gpipe_cli.training.events import DataFacts, LayersCompiled, Notes, Scores, Tested
@@ -48,7 +48,7 @@ class RunDescription:
 
     @property
     def model_name(self) -> str:
-        return model_name(self.config)
+        return model_name(self.config.model)
 
     @property
     def layers(self) -> int:
@@ -83,32 +83,6 @@ class RunDescription:
         return steps if self.config.max_steps is None else min(steps, self.config.max_steps)
 
 
-def model_name(config: TrainConfig) -> str:
-    """The model's name as the paper writes it: AmoebaNet-D (18, 256)."""
-    match config.model:
-        case groups.AmoebaNetConfig() as model:
-            return f"AmoebaNet-{model.variant.upper()} ({model.normal_cells}, {model.filters})"
-        case groups.ResNetConfig() as model:
-            return f"ResNet-{model.depth}"
-        case groups.UNetConfig() as model:
-            return f"U-Net ({model.num_convs}, {model.base_channels})"
-        case groups.TransformerLMConfig() as model:
-            return f"Transformer-{model.layers}" + _width(model.width, 2048)
-        case groups.TransformerNMTConfig() as model:
-            return f"Transformer T({model.layers}, {model.hidden}, {model.heads})" + _width(model.width, 1024)
-        case groups.CustomConfig() as model:
-            return model.target
-        case groups.TimmConfig() as model:
-            return f"{model.name} (timm)"
-        case groups.HuggingFaceConfig() as model:
-            return f"{model.name} (Hugging Face)"
-
-
-def _width(width: int, papers: int) -> str:
-    """The suffix for a width other than the paper's, which also changes the model's size."""
-    return "" if width == papers else f" of width {width}"
-
-
 @dataclass(frozen=True)
 class Words:
     """The words and columns of a task's reports."""
@@ -137,10 +111,9 @@ def words_of(task: Task) -> Words:
     """The words of a task. Lines are at most 75 characters long, so that ` best` still fits into 80 columns."""
     if task not in TEXT_TASKS:
         ends = (10, 21, 29, 40, 48, 56, 66, 75)
-        return Words(False, "sample", "samples/s", "top-1", ("test loss", "top-1", "top-5"), ends)
-    sample = "sequence" if task == "language_model" else "sentence"
+        return Words(False, SAMPLE_WORDS[task], "samples/s", "top-1", ("test loss", "top-1", "top-5"), ends)
     ends = (5, 16, 26, 36, 47, 57, 66, 75)
-    return Words(True, sample, "tokens/s", "token acc", ("test loss", "perplexity", "token acc"), ends)
+    return Words(True, SAMPLE_WORDS[task], "tokens/s", "token acc", ("test loss", "perplexity", "token acc"), ends)
 
 
 def scores_of(task: Task, scores: Scores) -> dict[str, float | None]:

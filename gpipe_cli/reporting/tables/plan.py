@@ -3,8 +3,8 @@
 Consecutive layers or stages that are alike share a row: the paper's largest Transformer has 1,663 layers.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from operator import attrgetter, itemgetter
 from pathlib import Path
@@ -12,20 +12,15 @@ from typing import Any
 
 from rich.console import Console
 
+from gpipe_cli.config.groups import model_name
+from gpipe_cli.config.settings import SAMPLE_WORDS
 from gpipe_cli.config.typed import show
+from gpipe_cli.planner.plan import PLAN, Choice, Plan, PlannedLayer, PlannedStage
 from gpipe_cli.reporting.run.description import precision_facts
 from gpipe_cli.reporting.run.lines import show_facts, show_line, show_text
 from gpipe_cli.reporting.run.step_breakdown import show_shares
 from gpipe_cli.reporting.tables.table import SYMBOLS, Column, Table, show_table
 from gpipe_cli.results.files import flattened, write_result
-from gpipe_cli.results.plan import (
-    PLAN,
-    PlannedChoice,
-    PlannedLayer,
-    PlannedStage,
-    PlanResult,
-    SweptPlan,
-)
 from gpipe_cli.units import count, duration, memory_unit, operations, percent, plural, rate, rounded, size
 
 MOST_ROWS = 40  # a table with more rows shows only the first and the last ones
@@ -33,11 +28,24 @@ MOST_SKIPS = 3  # more are counted only
 GRID_LINES = 34  # the most lines of a grid in the console: two blocks of sixteen stages
 
 
-def show_plan(console: Console, plan: PlanResult, folder: Path, *, verbose: bool = False) -> None:
+@dataclass(frozen=True)
+class SweptPlan:
+    """A combination of settings in a sweep of plans."""
+
+    settings: Mapping[str, object]  # settings that vary
+    error: str | None  # why it cannot be planned
+    plan: Plan | None
+
+    def tree(self) -> dict[str, Any]:
+        """The entries of the plan as in plan.json, together with the settings and the error."""
+        return {"settings": self.settings, "error": self.error} | (self.plan.tree() if self.plan else {})
+
+
+def show_plan(console: Console, plan: Plan, folder: Path, *, verbose: bool = False) -> None:
     """Writes plan.json into ``folder``, which must exist, and shows the plan, the answers first; if ``verbose``, with
     its layers, the parts of the memory and the grid. Raises OSError if it could not be written."""
     try:
-        write_result(folder, asdict(plan), PLAN)
+        write_result(folder, plan.tree(), PLAN)
     finally:
         show_text(console, "plan: everything below is predicted, nothing was run", "bold")
         show_facts(console, [*_answers(plan), *_what(plan)])
@@ -46,19 +54,19 @@ def show_plan(console: Console, plan: PlanResult, folder: Path, *, verbose: bool
             _show_layers(console, plan.layers)
         _show_stages(console, plan.stages, plan.micro_batches)
         if verbose:
-            _show_memory(console, plan.stages)
-        for comparison in plan.comparisons:
-            _show_comparison(console, comparison)
+            _show_memory(console, plan)
+        for choice in plan.choices:
+            _show_choice(console, choice)
         if verbose:
             _show_grid(console, plan.grid)
         show_facts(console, _details(plan))
-        show_shares(console, {"predicted": plan.breakdown}, plan.ideal_bubble)
+        show_shares(console, {"predicted": asdict(plan.breakdown)}, plan.ideal_bubble)
         show_facts(console, [*plan.files.items(), ("written to", str(folder / PLAN))])
 
 
-def stages_of(plan: PlanResult) -> Table:
+def stages_of(plan: Plan) -> Table:
     """A row for each stage, for programs; keys of its memory are dotted, `memory.total_bytes`."""
-    rows = [{"stage": k, **dict(flattened(asdict(stage)))} for k, stage in enumerate(plan.stages)]
+    rows = [{"stage": k, **dict(flattened(stage))} for k, stage in enumerate(plan.tree()["stages"])]
     return Table("stages", [Column(key, values=[row[key] for row in rows]) for key in rows[0]])
 
 
@@ -66,7 +74,7 @@ def plans_of(plans: Sequence[SweptPlan]) -> Table:
     """A row for each plan of a sweep, with the settings that vary, and the error if there is no plan."""
     varied = [key for key in plans[0].settings if key not in SYMBOLS]
 
-    def column(key: str, heading: str, form: Callable[[Any], str], of: Callable[[PlanResult], Any]) -> Column:
+    def column(key: str, heading: str, form: Callable[[Any], str], of: Callable[[Plan], Any]) -> Column:
         """A number of each plan; where planning failed, the requested setting `key`."""
         values = [one.settings.get(key) if one.plan is None else of(one.plan) for one in plans]
         return Column.of(key, heading, values, form)
@@ -77,7 +85,7 @@ def plans_of(plans: Sequence[SweptPlan]) -> Table:
         *(Column.of(key, key, [one.settings[key] for one in plans], show) for key in varied),
         column("step_seconds", "step", _step, attrgetter("step_seconds")),
         column("samples_per_second", "samples/s", rate, attrgetter("samples_per_second")),
-        column("bubble", "bubble", percent, attrgetter("bubble")),
+        column("bubble", "bubble", percent, attrgetter("breakdown.bubble")),
         column("memory_bytes", "fullest stage", size, lambda plan: max(plan.held_bytes)),
         column("imbalance", "imbalance", percent, attrgetter("imbalance")),
         column("utilisation", "utilisation", percent, attrgetter("utilisation")),
@@ -95,16 +103,16 @@ def show_plans(console: Console, plans: Sequence[SweptPlan]) -> None:
     show_facts(console, [*refused, *(("page", page) for page in pages)])
 
 
-def _what(plan: PlanResult) -> Iterator[tuple[str, str]]:
+def _what(plan: Plan) -> Iterator[tuple[str, str]]:
     hardware = plan.hardware
     shared = f", shared by {hardware.memory_stages} stages" if (hardware.memory_stages or 1) > 1 else ""
     layers, partitions = plural(len(plan.layers), "layer"), plural(len(plan.stages), "partition")
-    yield "model", f"{plan.model_name}: {layers}, {count(plan.parameters)} parameters"
-    yield "dataset", plan.dataset_name
-    replicas = f", R = {plan.replicas} replicas, of which one is shown" if plan.replicas > 1 else ""
+    yield "model", f"{model_name(plan.config.model)}: {layers}, {count(plan.parameters)} parameters"
+    yield "dataset", plan.config.dataset.name
+    replicas = f", R = {plan.config.replicas} replicas, of which one is shown" if plan.config.replicas > 1 else ""
     yield "pipeline", f"K = {partitions}, M = {plural(plan.micro_batches, 'micro-batch')}{replicas}"
-    yield "schedule", f"{plan.schedule}, recompute {plan.recompute}"
-    batch, tokens = plural(plan.step_samples, plan.sample), plan.step_tokens
+    yield "schedule", f"{plan.schedule_name}, recompute {plan.recompute_name}"
+    batch, tokens = plural(plan.step_samples, SAMPLE_WORDS[plan.config.task]), plan.step_tokens
     yield "mini-batch", batch if tokens is None else f"{batch}, {plural(tokens, 'token')}"
     yield from precision_facts(hardware.precision, hardware.computes_in)
     peaks = {name: peak for name, peak in hardware.peak_flops_per_second.items() if peak is not None}
@@ -123,13 +131,13 @@ def _what(plan: PlanResult) -> Iterator[tuple[str, str]]:
     yield "costs from", hardware.source
 
 
-def _answers(plan: PlanResult) -> Iterator[tuple[str, str]]:
-    speed, tokens = f"{rate(plan.samples_per_second)} {plan.sample}s/s", plan.tokens_per_second
+def _answers(plan: Plan) -> Iterator[tuple[str, str]]:
+    speed, tokens = f"{rate(plan.samples_per_second)} {SAMPLE_WORDS[plan.config.task]}s/s", plan.tokens_per_second
     speeds = speed if tokens is None else f"{rate(tokens)} tokens/s, {speed}"
     yield "predicted", f"{_step(plan.step_seconds)} a step, {speeds}"
-    work = plan.replicas * plan.breakdown["compute"] + plan.breakdown["update"]
+    work = plan.config.replicas * plan.breakdown.compute + plan.breakdown.update
     yield "speed-up", f"{len(plan.device_bytes) * work:.2f} times one device that recomputes nothing"
-    held, limit = plan.held_bytes, plan.hardware.limit_bytes
+    held, limit = plan.held_bytes, plan.layout.limit_bytes
     memory = f"{size(max(held))} on stage {held.index(max(held))}, the fullest"
     shared = len(plan.device_bytes) < len(held)
     fits = "; give hardware.memory_gib to see whether it fits" if limit is None else f": fits {size(limit)}"
@@ -139,7 +147,7 @@ def _answers(plan: PlanResult) -> Iterator[tuple[str, str]]:
         yield "", f"{size(most)} on device {plan.device_bytes.index(most)}, the fullest, at one moment{of}"
 
 
-def _details(plan: PlanResult) -> Iterator[tuple[str, str]]:
+def _details(plan: Plan) -> Iterator[tuple[str, str]]:
     if plan.utilisation is not None:
         yield "utilisation", f"{percent(plan.utilisation)} of these figures, predicted, without recomputation"
         if plan.recomputed_flops:
@@ -199,9 +207,9 @@ def _show_stages(console: Console, stages: Sequence[PlannedStage], micro_batches
     _show_rows(console, "stages: FLOPs of the forward, bytes and predicted time of one micro-batch", headings, rows)
 
 
-def _show_memory(console: Console, stages: Sequence[PlannedStage]) -> None:
-    limit_bytes = stages[0].memory.limit_bytes
-    unit, name = memory_unit(max(stage.memory.total_bytes for stage in stages))
+def _show_memory(console: Console, plan: Plan) -> None:
+    limit_bytes = plan.layout.limit_bytes
+    unit, name = memory_unit(max(plan.held_bytes))
     parts = ("weights", "gradients", "optimizer", "activations", "buffers")  # with the workspace: 80 columns are few
 
     def cells(stage: PlannedStage) -> list[str]:
@@ -213,21 +221,19 @@ def _show_memory(console: Console, stages: Sequence[PlannedStage]) -> None:
         return [total, *shares, *values]
 
     headings = ["stage", "total", *([] if limit_bytes is None else ["of limit"]), *parts]
-    rows = [[label, *same] for _, label, same in _alike(stages, cells)]
+    rows = [[label, *same] for _, label, same in _alike(plan.stages, cells)]
     title = f"memory: predicted, {name} at each stage's fullest moment, without libraries"
     _show_rows(console, title, headings, rows)
 
 
-def _show_comparison(console: Console, comparison: PlannedChoice) -> None:
-    setting = comparison.setting
+def _show_choice(console: Console, choice: Choice) -> None:
     rows = []
-    for candidate in comparison.candidates:
-        seconds, memory = candidate.step_seconds, candidate.memory_bytes
-        verdict = ", ".join(["chosen"] * candidate.chosen + [candidate.reason] * bool(candidate.reason))
-        known = ["-", "-"] if seconds is None or memory is None else [_step(seconds), size(memory)]
-        rows.append([candidate.value, *known, verdict])
-    title = f"{setting} compared, predicted: {comparison.rule}"
-    _show_rows(console, title, (setting, "step", "fullest stage", ""), rows)
+    for tried in choice.candidates:
+        verdict = ", ".join(["chosen"] * (tried is choice.chosen) + [tried.reason] * bool(tried.reason))
+        known = ["-", "-"] if tried.plan is None else [_step(tried.plan.step_seconds), size(max(tried.plan.held_bytes))]
+        rows.append([tried.value, *known, verdict])
+    title = f"{choice.setting} compared, predicted: {choice.rule}"
+    _show_rows(console, title, (choice.setting, "step", "fullest stage", ""), rows)
 
 
 def _show_grid(console: Console, lines: Sequence[str] | None) -> None:

@@ -24,8 +24,8 @@ from gpipe_cli.pipeline.schedule.schedule_file import read_schedule
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost, SkipCost, StageCost, TieCost, simulate
 from gpipe_cli.planner.cost_model import LayerTimes, predicted_costs
 from gpipe_cli.planner.layout import layout_of
+from gpipe_cli.planner.make_plan import make_plan
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
-from gpipe_cli.planner.plan import make_plan
 from gpipe_cli.planner.shared_layers import Shared
 from gpipe_cli.planner.simulation_data import simulation_data
 from gpipe_cli.reporting.page.page import write_page
@@ -48,7 +48,7 @@ def own() -> tuple[TrainConfig, ModelProfile]:
 
 
 def data_of(config: TrainConfig, profile: ModelProfile) -> dict[str, Any]:
-    return simulation_data(config, profile, plan_of(config, profile))
+    return simulation_data(plan_of(config, profile))
 
 
 @pytest.fixture(scope="module")
@@ -292,7 +292,7 @@ def test_skips_are_as_in_a_plan(page: "Page") -> None:
 def test_tied_weights_are_as_in_a_plan(page: "Page") -> None:
     """From the plan of two stages: a weight that one stage has twice, or two stages once; the wait for its gradient."""
     config = configure(*TIED, "partitions=2")
-    data = simulation_data(config, profile_model(config), plan_of(config, profile_model(config)))
+    data = simulation_data(plan_of(config, profile_model(config)))
     for partitions in (1, 2, 4):
         plan = plan_of(configure(*TIED, f"partitions={partitions}"), profile_model(config))
         found = page.evaluate(
@@ -355,7 +355,7 @@ def test_a_run_on_this_machine_is_simulated_as_it_was_planned(page: "Page") -> N
         config, profile = configure(*EVEN, "schedule=1f1b", *settings), traced(*EVEN)
         costs = predicted_costs(config, profile, layout_of(config), timed(len(profile.costs)))
         plan = make_plan(config, profile, costs, layout_of(config))
-        data = simulation_data(config, profile, plan)
+        data = simulation_data(plan)
         own = {"schedule": "1f1b"}  # whose order is made again
         found = page.evaluate(
             """([data, own]) => [{}, own, {...own, own_devices: true}].map(one =>
@@ -378,7 +378,7 @@ def test_of_other_schedules_the_page_knows_the_order_of_the_plan_only(page: "Pag
           const {rows, problem} = gpipe.configured(data, controls);
           return rows ? rows.map(row => row.map(gpipe.key)) : problem;
         })""",
-        simulation_data(config, profile, plan),
+        simulation_data(plan),
     )
     assert same == [list(map(str, row)) for row in plan.schedule]
     assert again == [list(map(str, row)) for row in with_recomputation(plan.schedule, "always")]

@@ -36,7 +36,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     early = Bar("waiting", 0, -plan.step_seconds, waited.end_seconds)
     view = replace(view, stages=(first, (early, *others)))
     path = tmp_path_factory.mktemp("page") / "pipeline.html"
-    data = simulation_data(config, profile, plan)
+    data = simulation_data(plan)
     write_page(path, "AmoebaNet-D on digits", data, [StepPicture(1, n, (view,)) for n in (5, 10)])
     return path
 

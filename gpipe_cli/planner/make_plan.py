@@ -1,0 +1,307 @@
+"""Makes plans: cuts the model, orders the actions of a step, and simulates it."""
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gpipe_cli.config.settings import TrainConfig
+from gpipe_cli.data.micro_batches import share_of
+from gpipe_cli.distributed.torchrun import Torchrun
+from gpipe_cli.errors import InputError
+from gpipe_cli.models.transformer import SelfAttentionLayer
+from gpipe_cli.pipeline.schedule.breakdown import breakdown
+from gpipe_cli.pipeline.schedule.lingvo_partitioner import cut_by_share, cut_stack
+from gpipe_cli.pipeline.schedule.named_schedules import AUTO_SCHEDULE, order
+from gpipe_cli.pipeline.schedule.partitioner import NoCutFitsError, SkipSends, check_balance, imbalance, partition
+from gpipe_cli.pipeline.schedule.placement import stages_of_devices
+from gpipe_cli.pipeline.schedule.recomputation import DoesNotFitError
+from gpipe_cli.pipeline.schedule.schedule import Kind, Recompute, Schedule, recomputes
+from gpipe_cli.pipeline.schedule.search import Problem, find
+from gpipe_cli.pipeline.schedule.simulator import EdgeCost, SkipCost, StageCost, TieCost, simulate
+from gpipe_cli.planner.cost_model import StepCosts, predicted_costs
+from gpipe_cli.planner.layout import Layout, layout_of
+from gpipe_cli.planner.model_profile import ModelProfile
+from gpipe_cli.planner.plan import Candidate, Choice, Plan, TooLargeError, bounds_of
+from gpipe_cli.planner.shared_layers import check_cut, keeping_together
+from gpipe_cli.planner.stage_memory import MemoryModel, StageMemory
+from gpipe_cli.planner.step_schedule import checked_schedule, mini_batch_samples, schedule_of_file, unchecked_schedule
+
+SHORTEST = "the shortest predicted step that fits"
+_SHOWN = 3  # number of the fastest orders of schedule=auto that are shown beside the named ones
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The stages of a plan before a step is simulated: what they hold does not depend on how long they take."""
+
+    config: TrainConfig
+    profile: ModelProfile
+    costs: StepCosts
+    layout: Layout
+    balance: tuple[int, ...]
+    imbalance: float
+    order: Schedule
+    sizes: tuple[int, ...]  # samples of the micro-batches
+    memory: MemoryModel
+
+    @property
+    def bounds(self) -> tuple[tuple[int, int], ...]:
+        return bounds_of(self.balance)
+
+    @property
+    def recompute(self) -> Recompute:
+        """What the settings say or, for `auto`, none if that fits, and as little as fits each stage's share of its
+        device's memory; `except_last` if nothing fits."""
+        if self.config.recompute != "auto":
+            return self.config.recompute
+        if len(set(self.layout.device_of_stage)) < len(self.balance):
+            with suppress(TooLargeError):
+                self.held(self.order, "never")
+                return "never"
+        try:
+            order = self.order.first(len(self.sizes))
+            return self.memory.fewest_recomputations(order, self.bounds, self.layout.limit_bytes)
+        except DoesNotFitError:
+            return "except_last"
+
+    def held(self, order: Schedule, recompute: Recompute) -> tuple[tuple[StageMemory, ...], tuple[int, ...]]:
+        """The memory of each stage in this order of actions, and the peak bytes of each device. Raises TooLargeError
+        if a device exceeds the limits of its stages together."""
+        schedule = unchecked_schedule(order, len(self.sizes), recompute)
+        device_of_stage = self.layout.device_of_stage
+        held = self.memory.stages(schedule, self.bounds, device_of_stage)
+        peaks = self.memory.devices(held, schedule, self.bounds, device_of_stage)
+        if (limit := self.layout.memory) is not None:
+            of_devices = stages_of_devices(device_of_stage)
+            missing_bytes, _, stage, device = max(
+                (peaks[device] - len(stages) * limit.limit_bytes, held[k].total_bytes, k, device)
+                for device, stages in enumerate(of_devices)
+                for k in stages
+            )
+            if missing_bytes > 0:
+                raise TooLargeError(stage, missing_bytes, limit, len(of_devices[device]))
+        return held, peaks
+
+
+def _best_cut(config: TrainConfig, profile: ModelProfile, costs: StepCosts, layout: Layout) -> Cut:
+    """The best cut whose stages all stay below the layout's limit, or the best of all if there is none: it may fit even
+    so where stages share a device. `Cut.held` judges it. No step is simulated.
+
+    Raises InputError if the user's balance or file does not fit the model and the other settings, or if Lingvo's rule
+    leaves a stage without layers.
+    """
+    sizes = share_of(mini_batch_samples(config, profile.lengths), config.micro_batches, config.replicas).sizes
+    memory = MemoryModel(config, profile, sizes)
+    if config.schedule_is_file:
+        made = schedule_of_file(config)
+    else:  # auto: 1f1b until there are costs
+        name = "1f1b" if config.schedule == AUTO_SCHEDULE else config.schedule
+        made = order(name, config.partitions, config.micro_batches, 1 + max(layout.row_of_stage))
+    work, sends = work_of(costs, again=recomputes(config.recompute)), sends_of(costs)
+    balance = config.partition.balance
+    if balance is None and config.partition.method == "lingvo":
+        balance = _lingvo_cut(config, profile)
+    elif balance is None:
+        for limit in dict.fromkeys((layout.limit_bytes, None)):
+            furthest = keeping_together(profile.shared, len(work), config.partitions, memory.furthest(made, limit))
+            with suppress(NoCutFitsError):
+                balance = partition(work, config.partitions, **sends, furthest=furthest)
+                break
+        else:  # splits shared layers: refused below
+            balance = partition(work, config.partitions, **sends, furthest=None)
+    check_balance(balance, len(profile.costs), config.partitions)
+    check_cut(profile.shared, balance)
+    return Cut(config, profile, costs, layout, tuple(balance), imbalance(work, balance, **sends), made, sizes, memory)
+
+
+def work_of(costs: StepCosts, *, again: bool) -> list[float]:
+    """The seconds of each layer for one micro-batch; `again`: with recomputation."""
+    return [layer.graph + layer.backward + (layer.forward if again else 0.0) for layer in costs.layers]
+
+
+def sends_of(costs: StepCosts) -> dict[str, Any]:
+    """The arguments of `partition` that say what is sent."""
+    return {
+        "forward_sends": [edge.forward_seconds for edge in costs.edges],
+        "backward_sends": [edge.backward_seconds for edge in costs.edges],
+        "skips": costs.skips,
+    }
+
+
+def _lingvo_cut(config: TrainConfig, profile: ModelProfile) -> tuple[int, ...]:
+    """The cut by Lingvo's rule: by forward FLOPs or the user's costs; for Transformers by the number of layers.
+
+    Raises InputError if a stage would have no layers.
+    """
+    blocks = [isinstance(layer, SelfAttentionLayer) for layer in profile.model]
+    if any(blocks):
+        return cut_stack(blocks, config.partitions)
+    given = config.partition.costs or profile.own_costs
+    return cut_by_share(given or [cost.forward.flops for cost in profile.costs], config.partitions)
+
+
+CostsOf = Callable[[TrainConfig, ModelProfile, Layout], StepCosts]
+
+
+def plan_step(
+    config: TrainConfig, profile: ModelProfile, costs_of: CostsOf = predicted_costs, started: Torchrun | None = None
+) -> Plan:
+    """The plan of `config` for its own layout; `started`: this process, if torchrun started it.
+
+    Raises what `layout_of`, `costs_of` and `make_plan` raise.
+    """
+    layout = layout_of(config, started)
+    return make_plan(config, profile, costs_of(config, profile, layout), layout)
+
+
+def make_plan(config: TrainConfig, profile: ModelProfile, costs: StepCosts, layout: Layout) -> Plan:
+    """Cut the model for `config`, order the actions of a step and simulate it; `costs` are those of a mean micro-batch.
+
+    Raises:
+        TooLargeError: no cut stays below the layout's limit to the memory on every stage.
+        InputError: as in `_best_cut`.
+    """
+    cut = _best_cut(config, profile, costs, layout)
+    if config.schedule == AUTO_SCHEDULE and (chosen := _fastest_order(cut)) is not None:
+        return chosen
+    return _simulated(cut, cut.order, cut.recompute)
+
+
+def fits(config: TrainConfig, profile: ModelProfile, layout: Layout) -> bool:
+    """Whether a cut fits the memory. That does not depend on the seconds of layers, so a data sheet is enough. A step
+    is simulated only for `schedule=auto`, which may find an order that needs less memory than any named one."""
+    costs = predicted_costs(config, profile, layout)
+    try:
+        cut = _best_cut(config, profile, costs, layout)
+        if config.schedule == AUTO_SCHEDULE:
+            return find(_problem(cut))[0] is not None
+        cut.held(cut.order, cut.recompute)
+    except InputError:
+        return False
+    return True
+
+
+def _fastest_order(cut: Cut) -> Plan | None:
+    """The plan with the fastest order, found by search or named; None if no order fits."""
+    best, tried = find(_problem(cut))
+    if best is None:
+        return None
+
+    def candidate(name: str, schedule: Schedule, fits: bool) -> Candidate:
+        plan = _simulated(cut, schedule, _recomputed(schedule)) if fits else None
+        return Candidate(name, cut.config, cut.profile, plan, "" if fits else "does not fit")
+
+    compared = {
+        one.name: candidate(one.name, one.schedule, one.fits)
+        for one in tried
+        if one is best or one.named or one in tried[:_SHOWN]
+    }
+    chosen = compared[best.name]
+    choice = Choice("schedule", SHORTEST, tuple(compared.values()), chosen)
+    return replace(chosen.made, chosen_order=best.name, choices=(choice,))
+
+
+def _problem(cut: Cut) -> Problem:
+    """What an order is made for."""
+    config, layout = cut.config, cut.layout
+    stages, edges = _stages_and_edges(cut)
+    room = None
+    if layout.limit_bytes is not None:
+        room = cut.memory.room(cut.bounds, layout.limit_bytes, layout.device_of_stage)
+    split = config.splits_backward and any(stage.weights_seconds for stage in stages)
+    # all M: a mini-batch of text may have more micro-batches than this one of the longest sentences
+    return Problem(
+        stages, edges, cut.costs.slowdown, layout.device_of_stage, config.micro_batches, cut.memory.largest(cut.bounds),
+        room, config.recompute, split, _ties(cut), _skips(cut),
+    )  # fmt: skip
+
+
+def _simulated(cut: Cut, order: Schedule, recompute: Recompute) -> Plan:
+    """The plan of a step with these actions in this order. Raises TooLargeError if a device exceeds the limit."""
+    costs, device_of_stage = cut.costs, cut.layout.device_of_stage
+    held, device_bytes = cut.held(order, recompute)
+    stages, edges = _stages_and_edges(cut)
+    schedule = checked_schedule(order, len(cut.sizes), recompute)
+    timeline = simulate(schedule, stages, edges, costs.slowdown, device_of_stage, _ties(cut), _skips(cut))
+    set_up_seconds = costs.set_up / len(set(device_of_stage))
+    step_seconds = timeline.step_end_seconds - timeline.start_seconds + set_up_seconds
+    return Plan(
+        config=cut.config,
+        profile=cut.profile,
+        costs=costs,
+        layout=cut.layout,
+        balance=cut.balance,
+        imbalance=cut.imbalance,
+        recompute=recompute,
+        samples=cut.sizes[0],
+        micro_batches=len(cut.sizes),
+        stage_costs=stages,
+        order=order,
+        schedule=schedule,
+        recomputed=tuple(sum(a.kind is Kind.R for a in actions) for actions in schedule.stages),
+        timeline=timeline,
+        step_seconds=step_seconds,
+        breakdown=breakdown(timeline, len(cut.sizes), step_seconds),
+        memory=held,
+        device_bytes=device_bytes,
+    )
+
+
+def _stages_and_edges(cut: Cut) -> tuple[tuple[StageCost, ...], list[EdgeCost]]:
+    """The cost of each stage and of each edge between two stages."""
+    costs = cut.costs
+    stages = tuple(
+        StageCost(
+            sum(seconds.forward for seconds in costs.layers[first:end]),
+            sum(seconds.graph for seconds in costs.layers[first:end]),
+            sum(seconds.backward for seconds in costs.layers[first:end]),
+            sum(seconds.inputs for seconds in costs.layers[first:end]),
+            sum(seconds.weights for seconds in costs.layers[first:end]),
+            update_seconds=sum(costs.updates[first:end]),
+            sum_seconds=sum(costs.sums[first:end]),
+        )
+        for first, end in cut.bounds
+    )
+    edges = [costs.edges[end - 1] for _, end in cut.bounds[:-1]]
+    for sender, receiver, skip in _crossing(cut):
+        if receiver == sender + 1:  # in one message with what the next layer gets
+            edges[sender] = _sum(edges[sender], skip)
+    return stages, edges
+
+
+def _crossing(cut: Cut) -> Iterator[tuple[int, int, SkipSends]]:
+    """The skips that go from one stage to another, with both."""
+    stage_of = [k for k, size in enumerate(cut.balance) for _ in range(size)]
+    for skip in cut.costs.skips:
+        if stage_of[skip.stash] < stage_of[skip.pop]:
+            yield stage_of[skip.stash], stage_of[skip.pop], skip
+
+
+def _skips(cut: Cut) -> tuple[SkipCost, ...]:
+    """The skips between stages that are no neighbours."""
+    found: dict[tuple[int, int], EdgeCost] = {}
+    for sender, receiver, skip in _crossing(cut):
+        if receiver > sender + 1:
+            found[sender, receiver] = _sum(found.get((sender, receiver), EdgeCost(0.0, 0.0)), skip)
+    return tuple(SkipCost(*ends, edge) for ends, edge in sorted(found.items()))
+
+
+def _sum(edge: EdgeCost, skip: SkipSends) -> EdgeCost:
+    return EdgeCost(edge.forward_seconds + skip.forward, edge.backward_seconds + skip.backward)
+
+
+def _ties(cut: Cut) -> tuple[TieCost, ...]:
+    """The tied weights, each with its stages."""
+    return tuple(
+        replace(
+            tie,
+            stages=tuple(k for k, (first, end) in enumerate(cut.bounds) if any(first <= at < end for at in tie.stages)),
+        )
+        for tie in cut.costs.ties
+    )
+
+
+def _recomputed(schedule: Schedule) -> tuple[frozenset[int], ...]:
+    """The recomputed micro-batches of each stage."""
+    return tuple(frozenset(a.micro_batch for a in actions if a.kind is Kind.R) for actions in schedule.stages)
