@@ -23,7 +23,7 @@ from gpipe_cli.planner.stage_memory import StageMemory
 from gpipe_cli.reporting.plots.timeline_values import Bar, BarKind, TimelineView
 from gpipe_cli.reporting.run.description import RunDescription
 from gpipe_cli.reporting.run.reporter import Reporter
-from gpipe_cli.training.events import DataFacts, Evaluated, Scores, StepDone
+from gpipe_cli.training.events import DataFacts, Evaluated, Scores, StepDone, TrainingReady
 
 MIB = 2**20
 STEPS_PER_EPOCH = 4
@@ -47,6 +47,7 @@ def description(*settings: str, **changes: Any) -> RunDescription:
         "flops": StepFlops(1e9, 32, None if config.task == "classification" else 4096, None, "the peak is not known"),
         "data": data[config.task],
         "notes": (),
+        "first_step": 0,
         "steps_per_epoch": STEPS_PER_EPOCH,
     }
     return RunDescription(**(values | changes))
@@ -163,7 +164,9 @@ def log(**options: Any) -> tuple[Console, io.StringIO]:
 def reporter_in(folder: Path, *settings: str, **changes: Any) -> tuple[Reporter, io.StringIO]:
     """The reporter of a run as `description` makes it, and what its console shows."""
     console, file = log()
-    return Reporter(folder, description(*settings, **changes), console), file
+    reporter = Reporter(folder, lambda ready: description(*settings, **changes), console)
+    reporter.on_message(TrainingReady(DataFacts(), (), 0, STEPS_PER_EPOCH))
+    return reporter, file
 
 
 def page_data(folder: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from rich.console import Console
 from gpipe_cli.assembly.build import build_model
 from gpipe_cli.assembly.freezing import find_frozen
 from gpipe_cli.commands.prepare import prepare
-from gpipe_cli.commands.run_report import EvaluationReport, NoReport, Report, RunReport, show_dry_run
+from gpipe_cli.commands.run_report import EvaluationReport, NoReport, Report, run_report, show_dry_run
 from gpipe_cli.config.settings import BenchSettings, EvaluateSettings, TrainConfig, going_on, load, to_yaml
 from gpipe_cli.config.typed import RefusedError, one_line
 from gpipe_cli.distributed.rendezvous import Decision, agree
@@ -133,7 +133,7 @@ def _train(
         raise RefusedError("run_folder", config.run_folder, why)
     training = replace(training, resume=decision.resume)
     task = partial(train, training, text, spec, decision.folder, source=decision.source, only_steps=not is_run)
-    show = RunReport(prepared, folder, start, bench, restarts, guided=guided) if leads() else NoReport()
+    show = run_report(prepared, folder, start, bench, restarts, guided=guided) if leads() else NoReport()
     left = is_run and len(restarts) < config.max_restarts
     try:
         return run_and_report(

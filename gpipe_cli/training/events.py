@@ -57,8 +57,8 @@ class TrainingReady:
     data: DataFacts
     notes: Notes
     first_step: int  # steps done before this run began
-    steps_per_epoch: int
-    gpu_names: tuple[str, ...]
+    steps_per_epoch: int | None  # None: a dry run that has not opened the data
+    gpu_names: tuple[str, ...] = ()
     compiled: LayersCompiled | None = None
     test: Tested | None = None  # the last evaluation before the first step, of a resumed run
     best: Tested | None = None  # the best one before it

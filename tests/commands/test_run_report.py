@@ -10,7 +10,7 @@ from reporting_runs import events, page_data
 from training_runs import SMALL, configure, train_here
 
 from gpipe_cli.commands.prepare import prepare
-from gpipe_cli.commands.run_report import RunReport
+from gpipe_cli.commands.run_report import run_report
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.training.events import StepDone
 
@@ -32,7 +32,7 @@ def told(
     """The page's data, after the report of so many steps, of which these took so long, and others 5 s."""
     config, messages = trained
     folder.mkdir(exist_ok=True)
-    report = RunReport(prepare(config, (), lambda line: None), folder, None)
+    report = run_report(prepare(config, (), lambda line: None), folder, None)
     done = 0
     for message in messages:
         if isinstance(message, StepDone):

@@ -5,22 +5,24 @@ There is one dashboard per run, in the parent process. `step` counts the steps d
 
 import html
 import re
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpipe_cli.config.settings import CONFIG
+from gpipe_cli.config.settings import CONFIG, Logger
+from gpipe_cli.config.typed import with_type
 from gpipe_cli.reporting.page.page import PAGE
 from gpipe_cli.reporting.plots.timeline_values import idle
 from gpipe_cli.reporting.run.description import RunDescription, scores_of
 from gpipe_cli.reporting.run.lines import LOG
 from gpipe_cli.reporting.run.measurement import stages_named, stages_together
-from gpipe_cli.reporting.sinks.sink import SinkRun, Sinks, hyperparameters
+from gpipe_cli.reporting.sinks.sink import Sink, SinkRun, hyperparameters, writer
 from gpipe_cli.reporting.tables.table import Column, Table, to_markdown
 from gpipe_cli.results.files import RESULT
 from gpipe_cli.results.measures import MEASURES, finals
-from gpipe_cli.results.run import RunResult, StageMemory, Status, read_run_result
+from gpipe_cli.results.run import RunResult, StageMemory
 from gpipe_cli.training.events import Evaluated, Scores, StepDone, Translation
 from gpipe_cli.units import GIB
 
@@ -28,25 +30,32 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+_FLUSH_SECONDS = 10.0  # a killed run loses at most the points of its last _FLUSH_SECONDS
 _KEPT = (CONFIG, RESULT, LOG, PAGE, "failure.txt")  # files of the run folder that sinks keep with a run
 
 
 class Dashboard:
-    """Turns what happens in a run into curves, texts and pictures for its sinks, whose errors go to `failed`."""
+    """Turns what happens in a run into curves, texts and pictures for its sinks. If one fails, `failed` is called with
+    the error, and the others still receive everything. A dry run has no remote sinks."""
 
-    def __init__(self, folder: Path, run: RunDescription, failed: Callable[[OSError], None]) -> None:
+    def __init__(self, folder: Path, run: RunDescription, result: RunResult, failed: Callable[[OSError], None]) -> None:
         """Sends the settings at once, so that the sinks have them even if the run is killed."""
-        self._folder, self._run, plan = folder, run, run.prediction
-        final = [f"final/{measure.final}" for measure in finals(run.config.task)]
-        of_run = SinkRun(folder, run.config, run.first_step, plan is not None, final, _facts(folder))
-        self._sinks = Sinks(of_run, failed)
-        values = hyperparameters(run.config)
-        self._sinks.each(lambda sink: sink.settings(values))
+        self._folder, self._run, self._prediction, self._failed = folder, run, result.prediction, failed
+        config, final = run.config, [f"final/{measure.final}" for measure in finals(run.config.task)]
+        predicted = result.prediction is not None
+        self._of_run = SinkRun(folder, config, run.first_step, predicted, final, _facts(folder, result))
+        kinds = {name: writer(name) for name in config.logger}
+        self._kinds = {name: kind for name, kind in kinds.items() if not (kind.remote and config.dry_run)}
+        self._open: dict[Logger, Sink] = {}
+        self._flushed = time.monotonic()
+        values = hyperparameters(config)
+        self._each(lambda sink: sink.settings(values))
         # horizontal lines to compare measured curves with
-        self._constants = _tagged({"bubble_ideal": run.ideal_bubble})
-        if plan is not None:
-            shares = asdict(plan.breakdown)
-            self._constants |= _tagged({"idle_predicted": idle(shares), "bubble_predicted": shares["bubble"]})
+        self._constants = _tagged({
+            "bubble_ideal": result.bubble.ideal,
+            "idle_predicted": result.idle.predicted,
+            "bubble_predicted": result.bubble.predicted,
+        })  # fmt: skip
 
     def describe(self, config_yaml: str, banner: str) -> None:
         """Sends the configuration and the banner as texts."""
@@ -54,20 +63,21 @@ class Dashboard:
             self._text(name, self._run.first_step, text)
         self.flush()
 
-    def end(self, status: Status, step: int, result: RunResult) -> None:
+    def end(self, result: RunResult) -> None:
         """Sends the final results, and ends the sinks."""
-        values = {f"final/{one.final}": (one.value(result), one.unit.curve_size) for one in finals(result.task)}
-        self._draw(step, {tag: None if value is None else value / size for tag, (value, size) in values.items()})
+        values = ((one, one.value(result)) for one in finals(result.task))
+        known = {f"final/{one.final}": value / one.unit.curve_size for one, value in values if value is not None}
+        self._draw(result.steps, known)
         files = [path for name in _KEPT if (path := self._folder / name).is_file()]
-        self._sinks.each(lambda sink: sink.end(status, files))
+        self._each(lambda sink: sink.end(result.status, files))
 
     def step(self, message: StepDone) -> None:
         """The curves of training; what is None is left out."""
         scores = Scores(message.tokens, message.cross_entropy, message.top1, message.top5, averaged=False)
         named = {f"train/{name}": value for name, value in scores_of(self._run.config.task, scores).items()}
         whole = message.samples == (self._run.config.batch_size or message.samples)  # the last of an epoch may be short
-        if (plan := self._run.prediction) is not None and whole:
-            named |= _tagged({"step_over_predicted": message.seconds / plan.step_seconds})
+        if self._prediction is not None and whole:
+            named |= _tagged({"step_over_predicted": message.seconds / self._prediction.step_seconds})
         memory = _memory(message, self._run.spec.layout.device_of_stage)
         self._draw(message.step, named | _training(message) | memory)
 
@@ -93,24 +103,42 @@ class Dashboard:
 
     def picture(self, name: str, step: int, picture: "NDArray[np.uint8]") -> None:
         """An image of shape (height, width, 3)."""
-        self._sinks.each(lambda sink: sink.picture(name, step, picture))
+        self._each(lambda sink: sink.picture(name, step, picture))
         self.flush()
 
     def flush(self) -> None:
-        self._sinks.each(lambda sink: sink.flush())
+        self._each(lambda sink: sink.flush())
 
     def _draw(self, step: int, points: Mapping[str, float | None]) -> None:
         values = {tag: value for tag, value in points.items() if value is not None}
-        self._sinks.each(lambda sink: sink.scalars(step, values))
+        self._each(lambda sink: sink.scalars(step, values))
 
     def _text(self, name: str, step: int, text: str, markdown: bool = False) -> None:
-        self._sinks.each(lambda sink: sink.text(name, step, text, markdown))
+        self._each(lambda sink: sink.text(name, step, text, markdown))
+
+    def _each(self, use: Callable[[Sink], None]) -> None:
+        """Calls `use` with every sink, which is opened if need be."""
+        if due := time.monotonic() - self._flushed >= _FLUSH_SECONDS:  # before a new point: the last step is complete
+            self._flushed = time.monotonic()
+        for name, kind in list(self._kinds.items()):
+            try:
+                sink = self._open.get(name) or self._open.setdefault(name, kind(self._of_run))  # imports take seconds
+                if due:
+                    sink.flush()
+                use(sink)
+            except Exception as error:  # whatever the libraries of a sink raise
+                if kind.remote:
+                    del self._kinds[name]
+                    error = OSError(f"logger={name}: {with_type(error)}")
+                elif not isinstance(error, OSError):
+                    raise
+                self._failed(error)
 
 
-def _facts(folder: Path) -> dict[str, str]:
-    """The run's folder and, from result.json, its command line and commit, under MLflow's names."""
+def _facts(folder: Path, result: RunResult) -> dict[str, str]:
+    """The run's folder, its command line and its commit, under MLflow's names."""
     found = {"gpipe.folder": str(folder.absolute()), "mlflow.source.type": "LOCAL"}
-    if starts := read_run_result(folder).starts:
+    if starts := result.starts:
         found["mlflow.source.name"], codes = starts[-1].command, starts[-1].code
         if (commit := codes.get("model") or codes["gpipe"]) is not None:
             found["mlflow.source.git.commit"] = commit["commit"]

@@ -4,7 +4,7 @@ As in the paper, runs on images are judged by top-1 (section 4), runs on text by
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ from gpipe_cli.config.groups import model_name
 from gpipe_cli.config.settings import SAMPLE_WORDS, TEXT_TASKS, Task, TrainConfig
 from gpipe_cli.pipeline.schedule.simulator import ideal_bubble
 from gpipe_cli.results.run import Evaluation, Restart, Start
-from gpipe_cli.training.events import DataFacts, LayersCompiled, Notes, Scores, Tested
+from gpipe_cli.training.events import Scores, StepDone, TrainingReady
 
 if TYPE_CHECKING:  # they import torch, which takes seconds; tables of runs do not need it
     from gpipe_cli.planner.mfu import StepFlops
@@ -23,27 +23,21 @@ if TYPE_CHECKING:  # they import torch, which takes seconds; tables of runs do n
 WARM_UP_STEPS = 3  # the first steps of a training allocate memory and choose algorithms
 
 
-@dataclass(frozen=True)
-class RunDescription:
-    """All that is known of a run before its first step."""
+@dataclass(frozen=True, kw_only=True)
+class RunDescription(TrainingReady):
+    """All that is known of a run before its first step: what its workers say, and what was decided."""
 
     config: TrainConfig
     plan: "Plan"
     spec: "PipelineSpec"
     flops: "StepFlops"
-    data: DataFacts
-    notes: Notes  # additional lines of the banner
-    steps_per_epoch: int | None  # None: a dry run that has not opened the data
-    first_step: int = 0  # steps done before this run began: above 0 only for one that was resumed
-    gpu_names: tuple[str, ...] = ()
-    compiled: LayersCompiled | None = None  # None: with compile=false, and in a dry run
-    test: Tested | None = None  # the last evaluation before the first step
-    best: Tested | None = None  # the best evaluation before the first step
     bench: bool = False  # the run measures, and trains no model
     start: Start | None = None  # None: no command started the run
     restarts: tuple[Restart, ...] = ()  # restarts within this command
     warm_up_steps: int = WARM_UP_STEPS  # first steps, which do not count towards the speed
     simulation: Mapping[str, Any] = field(default_factory=dict)  # planner.simulation_data, for the page
+    # predicts the bytes of activations per stage in a step of such samples and lengths
+    activations_of: Callable[[StepDone], tuple[int, ...] | None] = lambda step: None
     next_commands: tuple[tuple[str, str], ...] | None = None  # label, command; None: the summary is not to show any
 
     @property

@@ -1,17 +1,14 @@
 """Where the time of a step went, measured beside predicted: the paper's overhead breakdown (NeurIPS section 3.1)."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
 
 from rich.console import Console
 
 from gpipe_cli.reporting.plots.timeline_values import BUSY, IDLE, SHARES, in_percent
 from gpipe_cli.reporting.run.lines import in_columns, show_facts
 from gpipe_cli.reporting.run.measurement import StepMedians
+from gpipe_cli.results.run import RunResult
 from gpipe_cli.units import duration, percent, size
-
-if TYPE_CHECKING:  # it imports torch
-    from gpipe_cli.planner.plan import Plan
 
 STAGES_SHOWN = 4  # with more stages, only the fullest one is shown
 COMPARED_STEPS = 20  # steps done in this process before the prediction is compared
@@ -46,26 +43,24 @@ def share_word(name: str) -> str:
     return name.replace("_", "-")
 
 
-def comparison(
-    prediction: "Plan",
-    step_seconds: float,
-    predicted_bytes: Sequence[int] | None,
-    counted_bytes: Sequence[int] | None,
-) -> Iterable[tuple[str, str]]:
+def comparison(result: RunResult) -> Iterable[tuple[str, str]]:
     """Labelled lines: predicted against measured step and, if they were counted, the saved activations of one
-    mini-batch in bytes per stage."""
-    times = f"{duration(prediction.step_seconds)} a step, measured {duration(step_seconds)}"
-    yield "predicted", f"{times} ({difference(prediction.step_seconds, step_seconds, 'as long')})"
-    if predicted_bytes and counted_bytes:
+    mini-batch."""
+    prediction, seconds = result.prediction, result.step_seconds
+    assert prediction is not None
+    assert seconds is not None
+    times = f"{duration(prediction.step_seconds)} a step, measured {duration(seconds)}"
+    yield "predicted", f"{times} ({difference(prediction.step_seconds, seconds, 'as long')})"
+    if result.predicted_activation_bytes and (counted_bytes := result.activation_bytes):
         stages = range(len(counted_bytes))
         fullest = max(stages, key=lambda stage: counted_bytes[stage])
         for stage in stages if len(stages) <= STAGES_SHOWN else [fullest]:
             name = f"stage {stage}" if len(stages) <= STAGES_SHOWN else f"the fullest, stage {stage}"
-            predicted, counted = predicted_bytes[stage], counted_bytes[stage]
+            predicted, counted = result.predicted_activation_bytes[stage], counted_bytes[stage]
             sizes = f"{size(predicted)} of activations, counted {size(counted)}"
             yield "", f"{name}: {sizes} ({difference(predicted, counted)})"
-    if prediction.costs.basis != "timed_layers":
-        yield "", f"from {prediction.costs.source}; hardware=auto cost=measured times the layers themselves"
+    if not prediction.measured:
+        yield "", f"from {prediction.source}; hardware=auto cost=measured times the layers themselves"
 
 
 def difference(predicted: float, found: float, times: str = "as much") -> str:

@@ -1,4 +1,4 @@
-"""The interface of a sink, and all sinks of a run behind one object. A dry run has no remote sinks.
+"""The interface of a sink, and what sinks share.
 
 To add a sink, write a module here, with a class `Writer` that has the methods of `Sink`, and add the module's name to
 `Logger` in config/settings.py. Help, completion and checks of the setting `logger` follow from that.
@@ -7,8 +7,7 @@ To add a sink, write a module here, with a class `Writer` that has the methods o
 import importlib.util
 import json
 import math
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from gpipe_cli.config.settings import Logger, TrainConfig
-from gpipe_cli.config.typed import RefusedError, choices, settings, show, with_type
+from gpipe_cli.config.typed import RefusedError, choices, settings, show
 from gpipe_cli.results.files import flattened
 from gpipe_cli.system.files import read_json, write_whole
 
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 PROJECT = "gpipe"  # experiment in MLflow, project in W&B, unless MLFLOW_EXPERIMENT_NAME or WANDB_PROJECT is set
-FLUSH_SECONDS = 10.0  # a killed run loses at most the points of its last FLUSH_SECONDS
 _IDS = "loggers.json"  # a file in the run folder: logger -> the id of the run in MLflow or W&B
 
 Value = bool | int | float | str  # value of a setting
@@ -72,39 +70,10 @@ class Sink(Protocol):
         """The run has ended with `status`, as in result.json; `files` are worth keeping with the run."""
 
 
-class Sinks:
-    """All sinks of a run. If one fails, `failed` is called with the error, and the others still receive everything."""
-
-    def __init__(self, run: SinkRun, failed: Callable[[OSError], None]) -> None:
-        kinds = {name: _writer(name) for name in run.config.logger}
-        self._run, self._failed = run, failed
-        self._kinds = {name: kind for name, kind in kinds.items() if not (kind.remote and run.config.dry_run)}
-        self._open: dict[Logger, Sink] = {}
-        self._flushed = time.monotonic()
-
-    def each(self, use: Callable[[Sink], None]) -> None:
-        """Calls `use` with every sink, which is opened if need be."""
-        if due := time.monotonic() - self._flushed >= FLUSH_SECONDS:  # before a new point: the last step is complete
-            self._flushed = time.monotonic()
-        for name, kind in list(self._kinds.items()):
-            try:
-                sink = self._open.get(name) or self._open.setdefault(name, kind(self._run))  # imports take seconds
-                if due:
-                    sink.flush()
-                use(sink)
-            except Exception as error:  # whatever the libraries of a sink raise
-                if kind.remote:
-                    del self._kinds[name]
-                    error = OSError(f"logger={name}: {with_type(error)}")
-                elif not isinstance(error, OSError):
-                    raise
-                self._failed(error)
-
-
 def refuse_missing(loggers: Sequence[Logger]) -> None:
     """Raises RefusedError for a logger whose package is not installed."""
     for name in loggers:
-        module, package = _writer(name).needs or ("sys", "")
+        module, package = writer(name).needs or ("sys", "")
         if importlib.util.find_spec(module) is None:
             why = f"{name} needs {package}, which is not installed; pip install {package}, or leave {name} out"
             raise RefusedError("logger", loggers, why)
@@ -127,7 +96,8 @@ def keep_id(run: SinkRun, logger: Logger, run_id: str) -> None:
         write_whole(run.folder / _IDS, json.dumps(ids | {logger: run_id}) + "\n")
 
 
-def _writer(logger: Logger) -> type[Sink]:
+def writer(logger: Logger) -> type[Sink]:
+    """The class of a logger's sinks."""
     kind: type[Sink] = import_module(f"gpipe_cli.reporting.sinks.{logger}").Writer
     return kind
 

@@ -25,9 +25,9 @@ def ran(folder: Path, losses: list[float], *settings: str, status: Any = "comple
     reporter, _ = reporter_in(folder, *places, *settings, plan=plan())
     (folder / "config.yaml").write_text("", encoding="utf-8")
     for number, loss in enumerate(losses, start=1):
-        reporter.step(step(number, text, loss=loss, seconds=0.0625 * scale))
+        reporter.on_message(step(number, text, loss=loss, seconds=0.0625 * scale))
         reporter.recorded(number, shares(0.1))
-    reporter.evaluated(evaluation(len(losses), text))
+    reporter.on_message(evaluation(len(losses), text))
     reporter.finish(status, "boom\n\x1b[31min 1F0 [red]" if status == "failed" else None)
     result = read_run_result(folder)
     write_run(folder, replace(result, partitions=stages_in(*range(result.config["partitions"]))))

@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from reporting_runs import description, evaluation, log, step
+from reporting_runs import description, evaluation, log, reporter_in, step
 
 from gpipe_cli.reporting.run.banner import show_banner
 from gpipe_cli.reporting.run.console import RunConsole
-from gpipe_cli.reporting.run.reporter import Reporter
 from gpipe_cli.reporting.run.summary import show_summary
 from gpipe_cli.results.run import read_run_result
 
@@ -61,11 +60,11 @@ def test_a_terminal_shows_a_bar_of_one_line_and_keeps_the_epochs() -> None:
 def test_a_summary_has_the_scores_and_a_command_to_go_on_that_survives_shell_and_hydra(
     folder: str, tmp_path: Path
 ) -> None:
-    reporter = Reporter(tmp_path, description(), log()[0])
+    reporter = reporter_in(tmp_path)[0]
     for number in range(1, 13):
-        reporter.step(step(number))
-    reporter.evaluated(evaluation(8, loss=0.05, top1=0.989, averaged=True))
-    reporter.evaluated(evaluation(12, loss=0.0512, top1=0.986, averaged=True, is_best=False))
+        reporter.on_message(step(number))
+    reporter.on_message(evaluation(8, loss=0.05, top1=0.989, averaged=True))
+    reporter.on_message(evaluation(12, loss=0.0512, top1=0.986, averaged=True, is_best=False))
     reporter.finish("completed")
     console, file = log()
     result = replace(read_run_result(tmp_path), seconds=133.0, status="interrupted")

@@ -13,20 +13,19 @@ from reporting_runs import (
 )
 
 from gpipe_cli.results.files import read_result
+from gpipe_cli.training.events import CheckpointWritten
 
 
 def test_a_whole_run(tmp_path: Path) -> None:
     folder = tmp_path / "outputs" / "run"
     reporter, file = reporter_in(folder)
     assert read_result(folder)["status"] == "running"
-    reporter.banner()
-    reporter.start()
     for number in range(1, 13):
-        reporter.step(step(number))
+        reporter.on_message(step(number))
         if number % 4 == 0:
-            reporter.evaluated(evaluation(number, top1=number / 16, is_best=number != 12))
+            reporter.on_message(evaluation(number, top1=number / 16, is_best=number != 12))
             assert read_result(folder)["test"]["step"] == number
-            reporter.checkpointed(number)
+            reporter.on_message(CheckpointWritten(number))
             # nothing does the steps before a checkpoint again: a run that is killed now needs their events
             assert [event.step for event in events(folder).Scalars("train/loss")] == list(range(1, number + 1))
     reporter.finish("completed")
@@ -40,12 +39,10 @@ def test_a_whole_run(tmp_path: Path) -> None:
 
 def test_a_whole_run_of_text(tmp_path: Path) -> None:
     reporter, _ = reporter_in(tmp_path, *TRANSLATION)
-    reporter.banner()
-    reporter.start()
     for number in range(1, 9):
-        reporter.step(step(number, text=True))
+        reporter.on_message(step(number, text=True))
         if number % 4 == 0:
-            reporter.evaluated(evaluation(number, text=True, is_best=number == 4))
+            reporter.on_message(evaluation(number, text=True, is_best=number == 4))
     reporter.finish("completed")
     result = read_result(tmp_path)
     assert result["task"] == "translation"
@@ -57,8 +54,8 @@ def test_a_whole_run_of_text(tmp_path: Path) -> None:
     assert (result["global_batch"], result["global_batch_tokens"]) == (None, 4096)
     assert "sentencepiece" in result["versions"]
     reporter, _ = reporter_in(tmp_path / "failed", *LANGUAGE_MODEL)
-    reporter.step(step(1, text=True, loss=float("nan"), cross_entropy=1e4))
-    reporter.evaluated(evaluation(1, text=True, loss=1e4, is_best=False))
+    reporter.on_message(step(1, text=True, loss=float("nan"), cross_entropy=1e4))
+    reporter.on_message(evaluation(1, text=True, loss=1e4, is_best=False))
     reporter.finish("failed", "stage 1 died in [2F0]")
     result = read_result(tmp_path / "failed")
     assert (result["error"], result["test"]["perplexity"]) == ("stage 1 died in [2F0]", None), "beyond all floats"
@@ -69,7 +66,7 @@ def test_shares_of_a_run_are_medians_without_the_warm_up(tmp_path: Path) -> None
     bubbles = [0.5, 0.5, 0.5, 0.1, 0.11, 0.3]
     for number, bubble in enumerate(bubbles, 1):
         counted = {"activation_bytes": (2 * 2**20, 4 * 2**20), "library_bytes": (0, 0)} if number == 2 else {}
-        reporter.step(step(number, **counted), (2 * 2**20, 3 * 2**20) if number == 2 else None)
+        reporter.on_message(step(number, **counted))
         reporter.recorded(number, shares(bubble))
     reporter.finish("completed")
     result = read_result(tmp_path)
@@ -84,7 +81,7 @@ def test_shares_of_a_run_are_medians_without_the_warm_up(tmp_path: Path) -> None
 def test_a_checkpoint_whose_message_was_not_read_is_one_to_go_on_from(tmp_path: Path) -> None:
     """Ctrl-C just after an epoch: the summary said that none was written yet."""
     reporter, file = reporter_in(tmp_path)
-    reporter.step(step(1))
+    reporter.on_message(step(1))
     (tmp_path / "checkpoints" / "step_00000001").mkdir(parents=True)
     (tmp_path / "checkpoints" / "step_00000001" / "index.json").touch()
     reporter.finish("interrupted")

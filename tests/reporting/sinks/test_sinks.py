@@ -18,12 +18,11 @@ from gpipe_cli.results.files import read_result
 def report(folder: Path, *settings: str, end: bool = True, **changes: Any) -> str:
     """Reports a run of four steps, with an evaluation and a picture; returns what its console shows."""
     reporter, file = reporter_in(folder, f"output={folder.parent}", *settings, plan=plan(), **changes)
-    reporter.banner()
     first = changes.get("first_step", 0)
     for number in range(first + 1, first + 5):
-        reporter.step(step(number))
+        reporter.on_message(step(number))
         reporter.recorded(number, shares(0.1))
-    reporter.evaluated(evaluation(first + 4))
+    reporter.on_message(evaluation(first + 4))
     reporter.timeline(StepPicture(1, first + 4, (timeline(),)))
     if end:
         reporter.finish("completed")

@@ -61,9 +61,9 @@ def of_hparams(folder: Path) -> tuple[dict[str, Any], Any, Any]:
 def test_every_curve_of_a_run_and_how_it_ended(tmp_path: Path) -> None:
     reporter, _ = reporter_in(tmp_path, plan=plan())
     for number in (1, 2):
-        reporter.step(step(number))
+        reporter.on_message(step(number))
         reporter.recorded(number, shares(0.1))
-    reporter.evaluated(evaluation(2))
+    reporter.on_message(evaluation(2))
     reporter.finish("completed")
     both = {  # the values of steps 1 and 2
         "train/loss": (2.9, 2.8), "train/cross_entropy": (1.9, 1.8), "train/top1": (0.25, 0.25),
@@ -94,8 +94,8 @@ def test_every_curve_of_a_run_and_how_it_ended(tmp_path: Path) -> None:
 
 def test_the_curves_of_text(tmp_path: Path) -> None:
     reporter, _ = reporter_in(tmp_path, *LANGUAGE_MODEL)
-    reporter.step(step(1, text=True, cross_entropy=math.log(64), loss=5.0))
-    reporter.evaluated(evaluation(1, text=True))
+    reporter.on_message(step(1, text=True, cross_entropy=math.log(64), loss=5.0))
+    reporter.on_message(evaluation(1, text=True))
     reporter.finish("failed", "a stage died")
     expected = {
         "train/perplexity": 64.0, "train/token_accuracy": 0.25, "speed/tokens_per_second": 16_000.0,
@@ -113,7 +113,7 @@ def test_the_curves_of_text(tmp_path: Path) -> None:
 def test_a_step_that_is_drawn_has_a_picture_and_the_parts_of_the_memory(tmp_path: Path) -> None:
     """TensorBoard shows pictures about 350 pixels wide: letters can be read on narrow ones only."""
     reporter, _ = reporter_in(tmp_path, plan=plan())
-    reporter.step(step(1, activation_bytes=(MIB, 2 * MIB), library_bytes=(0, MIB)))
+    reporter.on_message(step(1, activation_bytes=(MIB, 2 * MIB), library_bytes=(0, MIB)))
     reporter.timeline(StepPicture(1, 1, (timeline(), timeline(kind="predicted"))))
     stored = events(tmp_path)
     assert stored.Images("pictures/timeline")[-1].width == 640
@@ -141,11 +141,10 @@ def test_a_run_that_is_killed_is_there_with_its_settings_and_what_a_sweep_varies
 def test_a_run_resumed_into_its_folder_replaces_what_came_after_its_checkpoint(tmp_path: Path) -> None:
     """TensorBoard would keep the first settings and the first end of it."""
     first, _ = reporter_in(tmp_path)
-    first.banner()
     for number in range(1, 9):
-        first.step(step(number, loss=1.0))
-    first.evaluated(evaluation(4, top1=0.5))
-    first.evaluated(evaluation(8, top1=0.75, is_best=False))
+        first.on_message(step(number, loss=1.0))
+    first.on_message(evaluation(4, top1=0.5))
+    first.on_message(evaluation(8, top1=0.75, is_best=False))
     first.finish("interrupted")
     (path,) = tmp_path.glob("*tfevents.[1-8]*")
     path = path.rename(tmp_path / "events.out.tfevents.1.old")  # files of one second are in no order
@@ -160,11 +159,11 @@ def test_a_run_resumed_into_its_folder_replaces_what_came_after_its_checkpoint(t
     result = read_result(tmp_path)
     assert (result["best"]["step"], result["test"], result["steps"], result["epochs"]) == (4, None, 4, 1)
     for number in range(5, 8):
-        second.step(step(number, loss=2.0))
+        second.on_message(step(number, loss=2.0))
     second.finish("interrupted")
     assert curve(tmp_path, "train/loss") == [(n, 1.0 if n <= 4 else 2.0) for n in range(1, 8)]
     assert curve(tmp_path, "test/loss") == [(4, 1.25)]
-    assert "partitions: 2" in words(tmp_path, "config")
+    assert "partitions: 4" in words(tmp_path, "config")
 
 
 def test_events_that_cannot_be_written_are_written_later(tmp_path: Path) -> None:

@@ -1,0 +1,84 @@
+"""Which steps of a run are drawn, and when: of each epoch the step of median duration, beside the prediction."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+from gpipe_cli.data.micro_batches import share_of
+from gpipe_cli.pipeline.runtime.recording import measured_timeline
+from gpipe_cli.pipeline.schedule.breakdown import Breakdown, breakdown
+from gpipe_cli.pipeline.schedule.timeline import Timeline
+from gpipe_cli.reporting.plots.chrome_trace import TracedStep
+from gpipe_cli.reporting.plots.timeline_values import StepPicture, predicted_view, timeline_view
+from gpipe_cli.reporting.run.description import RunDescription
+from gpipe_cli.reporting.run.median_step import MedianStep
+from gpipe_cli.training.events import StepDone, StepRecorded
+
+_FIRST_DRAWN = 5  # counted steps after which the first picture is drawn, before the first epoch ends
+_DRAWING_APART = 50  # pause between drawings, in durations of the last one: drawing takes a core from the stages
+
+
+class Drawing:
+    """Passes the steps that are to be drawn to `show`: the picture, and the timelines in it."""
+
+    def __init__(self, run: RunDescription, show: Callable[[StepPicture, Sequence[TracedStep]], None]) -> None:
+        self._run, self._show = run, show
+        self._warmed_up = run.first_step + run.warm_up_steps  # the median leaves out steps up to it
+        self._median = MedianStep()  # over the current epoch; in a measurement, over all steps
+        self._epoch_shown = False  # whether an epoch has ended, whose median step is the one to draw
+        self._next_drawing = 0.0  # time.monotonic(): before it no picture is drawn
+        self._undrawn: Callable[[], None] | None = None  # draws the last step that was chosen
+
+    def add(self, step: StepDone, recorded: StepRecorded) -> None:
+        """Draws the median step of an epoch at its end."""
+        run = self._run
+        whole = step.samples == (run.config.batch_size or step.samples)  # the last of an epoch may be short
+        self._median.add(step, recorded, counts=whole and step.step > self._warmed_up)
+        counted = self._median.counted
+        ends = step.position == run.steps_per_epoch and counted > 0
+        # drawing takes a core for a second, so a measurement is drawn at its end
+        if not run.bench and (ends or (counted == _FIRST_DRAWN and not self._next_drawing)):
+            self._choose()
+            if ends:
+                self._median, self._epoch_shown = MedianStep(), True
+            if time.monotonic() >= self._next_drawing:
+                self._draw()
+
+    def finish(self, *, completed: bool) -> None:
+        """Draws what is left of a run that is completed, or of which nothing is drawn yet."""
+        if completed or self._next_drawing == 0:
+            if not self._epoch_shown:
+                self._choose()
+            self._draw()
+
+    def measured(self, step: StepDone, recorded: StepRecorded) -> tuple[Timeline, Breakdown, int]:
+        """The timeline and the breakdown of a recorded step, and its number of micro-batches M."""
+        config, spec = self._run.config, self._run.spec
+        micro_batches = len(share_of(step.samples, config.micro_batches, config.replicas).sizes)
+        schedule, devices = spec.schedule(micro_batches), spec.layout.device_of_stage
+        timeline = measured_timeline(schedule, recorded.seconds, recorded.began_seconds, devices)
+        return timeline, breakdown(timeline, micro_batches, step.seconds), micro_batches
+
+    def _choose(self) -> None:
+        """Choose the median step so far as the one to draw, beside the prediction."""
+        if (chosen := self._median.nearest) is None:
+            return
+        (step, recorded), plan = chosen, self._run.prediction
+        timeline, shares, micro_batches = self.measured(step, recorded)
+        title, steps = f"epoch {step.epoch}, step {step.step:,}", self._median.steps
+        note = f"the median of {steps:,} steps" if steps > 1 else ""
+        measured = timeline_view(title, "measured", timeline, shares, step.seconds, recorded.began_seconds)
+        views, traced = [replace(measured, note=note)], [TracedStep("measured", timeline, recorded.began_seconds)]
+        if plan is not None and plan.micro_batches == micro_batches:
+            views.append(predicted_view(title, plan))
+            traced.append(TracedStep("predicted", plan.timeline, plan.timeline.start_seconds))
+        self._undrawn = partial(self._show, StepPicture(step.epoch, step.step, tuple(views), steps), traced)
+
+    def _draw(self) -> None:
+        """Draw the chosen step, unless it is drawn already."""
+        if self._undrawn is not None:
+            began = time.monotonic()
+            self._undrawn()
+            self._undrawn, ended = None, time.monotonic()
+            self._next_drawing = ended + _DRAWING_APART * (ended - began)
