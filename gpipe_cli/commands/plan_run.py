@@ -23,10 +23,10 @@ from gpipe_cli.planner.plan import PLAN, Plan
 from gpipe_cli.planner.simulation_data import simulation_data
 from gpipe_cli.planner.step_schedule import checked_schedule
 from gpipe_cli.reporting.page.page import PAGE, write_page
-from gpipe_cli.reporting.plots.chrome_trace import TRACE, TracedStep, write_trace
+from gpipe_cli.reporting.plots.chrome_trace import TRACE, write_trace
 from gpipe_cli.reporting.plots.picture import write_picture
 from gpipe_cli.reporting.plots.timeline import draw
-from gpipe_cli.reporting.plots.timeline_values import predicted_view
+from gpipe_cli.reporting.plots.timeline_values import TracedStep, predicted_view
 from gpipe_cli.reporting.run.lines import show_text
 from gpipe_cli.reporting.tables.plan import show_plan
 from gpipe_cli.results.files import write_result

@@ -69,7 +69,7 @@ def choose(
     assert chosen is not None
     if chosen.over is not None:
         raise planner.refusal(chosen, "")
-    return replace(chosen.made, choices=(*comparisons, *chosen.made.choices, *_recomputation(chosen)))
+    return replace(chosen.made, choices=(*comparisons, *chosen.made.choices, *_recomputation(chosen.made)))
 
 
 @dataclass(frozen=True)
@@ -83,10 +83,10 @@ class _Planner:
     def candidate(self, value: str, config: TrainConfig) -> Candidate:
         """The plan of `config` as a candidate that is shown as `value`."""
         try:
-            return Candidate(value, config, self.profile, plan_step(config, self.profile, self.costs_of, self.started))
+            return Candidate(value, config, plan_step(config, self.profile, self.costs_of, self.started))
         except TooLargeError as error:
             reason = f"stage {error.stage} is {size(error.missing_bytes)} over"
-            return Candidate(value, config, self.profile, None, reason, error)
+            return Candidate(value, config, None, reason, error)
 
     def fits(self, config: TrainConfig) -> bool:
         """Whether a cut fits the memory."""
@@ -102,7 +102,7 @@ class _Planner:
                 refuse_single_samples(one, mini_batch_samples(one, self.profile.lengths), self.profile)
                 tried.append(self.candidate(value, one))
             except InputError as error:
-                tried.append(Candidate(value, one, self.profile, None, str(error)))
+                tried.append(Candidate(value, one, None, str(error)))
         fitting = [candidate for candidate in tried if candidate.plan is not None]
         if not fitting:
             prefix = f"{', '.join(keys)}=auto: none of {len(tried)} candidates "
@@ -210,13 +210,13 @@ class _Planner:
         return " ".join(f"{key}={show(value)}" for key, value in dict(chain(*least)).items())
 
 
-def _recomputation(chosen: Candidate) -> Iterator[Choice]:
+def _recomputation(plan: Plan) -> Iterator[Choice]:
     """How `recompute=auto` compares with modes that the user could have given; `schedule=auto` has no such modes."""
-    config, plan = chosen.config, chosen.made
+    config = plan.config
     if config.recompute == "auto" and config.schedule != AUTO_SCHEDULE:
         of_stages = ", ".join(map(str, plan.recomputed))
-        auto = replace(chosen, value=f"auto: {of_stages} of {plan.micro_batches} per stage")
-        planner = _Planner(chosen.profile, lambda *_: plan.costs, plan.layout.started)
+        auto = Candidate(f"auto: {of_stages} of {plan.micro_batches} per stage", config, plan)
+        planner = _Planner(plan.profile, lambda *_: plan.costs, plan.layout.started)
         cut = replace(config, partition=config.partition.by_hand(plan.balance))
         never, most = (planner.candidate(mode, replace(cut, recompute=mode)) for mode in ("never", "except_last"))
         yield Choice("recompute", "as few as fit the memory", (never, auto, most), auto)
@@ -350,7 +350,7 @@ def solve_max_model(config: TrainConfig, log: Callable[[str], None] = lambda lin
         rule = f"the largest that fits, everything else as given{end}"
         candidates = tuple(tried[guess] for guess in sorted(tried))
         comparisons.append(Choice(f"model.{key}", rule, candidates, tried.get(low)))
-    found = [comparison.chosen for comparison in comparisons if comparison.chosen is not None]
+    found = [comparison.chosen.made for comparison in comparisons if comparison.chosen is not None]
     if not found:
         reason = comparisons[0].candidates[0].reason
         raise NothingFitsError(
@@ -358,7 +358,7 @@ def solve_max_model(config: TrainConfig, log: Callable[[str], None] = lambda lin
             "partitions or more micro_batches"
         )
     best = max(found, key=lambda grown: sum(cost.parameters for cost in grown.profile.costs))
-    return replace(best.made, choices=tuple(comparisons))
+    return replace(best, choices=tuple(comparisons))
 
 
 def _sizes(config: TrainConfig) -> tuple[tuple[str, int, int], ...]:

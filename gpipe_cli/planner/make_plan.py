@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from gpipe_cli.config.settings import TrainConfig
@@ -22,7 +22,7 @@ from gpipe_cli.pipeline.schedule.simulator import EdgeCost, SkipCost, StageCost,
 from gpipe_cli.planner.cost_model import StepCosts, predicted_costs
 from gpipe_cli.planner.layout import Layout, layout_of
 from gpipe_cli.planner.model_profile import ModelProfile
-from gpipe_cli.planner.plan import Candidate, Choice, Plan, TooLargeError, bounds_of
+from gpipe_cli.planner.plan import Candidate, Choice, Cut, Plan, TooLargeError
 from gpipe_cli.planner.shared_layers import check_cut, keeping_together
 from gpipe_cli.planner.stage_memory import MemoryModel, StageMemory
 from gpipe_cli.planner.step_schedule import checked_schedule, mini_batch_samples, schedule_of_file, unchecked_schedule
@@ -31,62 +31,9 @@ SHORTEST = "the shortest predicted step that fits"
 _SHOWN = 3  # number of the fastest orders of schedule=auto that are shown beside the named ones
 
 
-@dataclass(frozen=True)
-class Cut:
-    """The stages of a plan before a step is simulated: what they hold does not depend on how long they take."""
-
-    config: TrainConfig
-    profile: ModelProfile
-    costs: StepCosts
-    layout: Layout
-    balance: tuple[int, ...]
-    imbalance: float
-    order: Schedule
-    sizes: tuple[int, ...]  # samples of the micro-batches
-    memory: MemoryModel
-
-    @property
-    def bounds(self) -> tuple[tuple[int, int], ...]:
-        return bounds_of(self.balance)
-
-    @property
-    def recompute(self) -> Recompute:
-        """What the settings say or, for `auto`, none if that fits, and as little as fits each stage's share of its
-        device's memory; `except_last` if nothing fits."""
-        if self.config.recompute != "auto":
-            return self.config.recompute
-        if len(set(self.layout.device_of_stage)) < len(self.balance):
-            with suppress(TooLargeError):
-                self.held(self.order, "never")
-                return "never"
-        try:
-            order = self.order.first(len(self.sizes))
-            return self.memory.fewest_recomputations(order, self.bounds, self.layout.limit_bytes)
-        except DoesNotFitError:
-            return "except_last"
-
-    def held(self, order: Schedule, recompute: Recompute) -> tuple[tuple[StageMemory, ...], tuple[int, ...]]:
-        """The memory of each stage in this order of actions, and the peak bytes of each device. Raises TooLargeError
-        if a device exceeds the limits of its stages together."""
-        schedule = unchecked_schedule(order, len(self.sizes), recompute)
-        device_of_stage = self.layout.device_of_stage
-        held = self.memory.stages(schedule, self.bounds, device_of_stage)
-        peaks = self.memory.devices(held, schedule, self.bounds, device_of_stage)
-        if (limit := self.layout.memory) is not None:
-            of_devices = stages_of_devices(device_of_stage)
-            missing_bytes, _, stage, device = max(
-                (peaks[device] - len(stages) * limit.limit_bytes, held[k].total_bytes, k, device)
-                for device, stages in enumerate(of_devices)
-                for k in stages
-            )
-            if missing_bytes > 0:
-                raise TooLargeError(stage, missing_bytes, limit, len(of_devices[device]))
-        return held, peaks
-
-
 def _best_cut(config: TrainConfig, profile: ModelProfile, costs: StepCosts, layout: Layout) -> Cut:
     """The best cut whose stages all stay below the layout's limit, or the best of all if there is none: it may fit even
-    so where stages share a device. `Cut.held` judges it. No step is simulated.
+    so where stages share a device. `_held` judges it. No step is simulated.
 
     Raises InputError if the user's balance or file does not fit the model and the other settings, or if Lingvo's rule
     leaves a stage without layers.
@@ -165,7 +112,7 @@ def make_plan(config: TrainConfig, profile: ModelProfile, costs: StepCosts, layo
     cut = _best_cut(config, profile, costs, layout)
     if config.schedule == AUTO_SCHEDULE and (chosen := _fastest_order(cut)) is not None:
         return chosen
-    return _simulated(cut, cut.order, cut.recompute)
+    return _simulated(cut, _recompute(cut))
 
 
 def fits(config: TrainConfig, profile: ModelProfile, layout: Layout) -> bool:
@@ -176,10 +123,44 @@ def fits(config: TrainConfig, profile: ModelProfile, layout: Layout) -> bool:
         cut = _best_cut(config, profile, costs, layout)
         if config.schedule == AUTO_SCHEDULE:
             return find(_problem(cut))[0] is not None
-        cut.held(cut.order, cut.recompute)
+        _held(cut, _recompute(cut))
     except InputError:
         return False
     return True
+
+
+def _recompute(cut: Cut) -> Recompute:
+    """What the settings say or, for `auto`, none if that fits, and as little as fits each stage's share of its device's
+    memory; `except_last` if nothing fits."""
+    if cut.config.recompute != "auto":
+        return cut.config.recompute
+    if len(set(cut.device_of_stage)) < len(cut.balance):
+        with suppress(TooLargeError):
+            _held(cut, "never")
+            return "never"
+    try:
+        order = cut.order.first(cut.micro_batches)
+        return cut.memory_model.fewest_recomputations(order, cut.bounds, cut.layout.limit_bytes)
+    except DoesNotFitError:
+        return "except_last"
+
+
+def _held(cut: Cut, recompute: Recompute) -> tuple[tuple[StageMemory, ...], tuple[int, ...]]:
+    """The memory of each stage, and the peak bytes of each device. Raises TooLargeError if a device exceeds the limits
+    of its stages together."""
+    schedule = unchecked_schedule(cut.order, cut.micro_batches, recompute)
+    held = cut.memory_model.stages(schedule, cut.bounds, cut.device_of_stage)
+    peaks = cut.memory_model.devices(held, schedule, cut.bounds, cut.device_of_stage)
+    if (limit := cut.layout.memory) is not None:
+        of_devices = stages_of_devices(cut.device_of_stage)
+        missing_bytes, _, stage, device = max(
+            (peaks[device] - len(stages) * limit.limit_bytes, held[k].total_bytes, k, device)
+            for device, stages in enumerate(of_devices)
+            for k in stages
+        )
+        if missing_bytes > 0:
+            raise TooLargeError(stage, missing_bytes, limit, len(of_devices[device]))
+    return held, peaks
 
 
 def _fastest_order(cut: Cut) -> Plan | None:
@@ -189,8 +170,8 @@ def _fastest_order(cut: Cut) -> Plan | None:
         return None
 
     def candidate(name: str, schedule: Schedule, fits: bool) -> Candidate:
-        plan = _simulated(cut, schedule, _recomputed(schedule)) if fits else None
-        return Candidate(name, cut.config, cut.profile, plan, "" if fits else "does not fit")
+        plan = _simulated(replace(cut, order=schedule), _recomputed(schedule)) if fits else None
+        return Candidate(name, cut.config, plan, "" if fits else "does not fit")
 
     compared = {
         one.name: candidate(one.name, one.schedule, one.fits)
@@ -208,41 +189,33 @@ def _problem(cut: Cut) -> Problem:
     stages, edges = _stages_and_edges(cut)
     room = None
     if layout.limit_bytes is not None:
-        room = cut.memory.room(cut.bounds, layout.limit_bytes, layout.device_of_stage)
+        room = cut.memory_model.room(cut.bounds, layout.limit_bytes, layout.device_of_stage)
     split = config.splits_backward and any(stage.weights_seconds for stage in stages)
     # all M: a mini-batch of text may have more micro-batches than this one of the longest sentences
     return Problem(
-        stages, edges, cut.costs.slowdown, layout.device_of_stage, config.micro_batches, cut.memory.largest(cut.bounds),
-        room, config.recompute, split, _ties(cut), _skips(cut),
+        stages, edges, cut.costs.slowdown, cut.device_of_stage, config.micro_batches,
+        cut.memory_model.largest(cut.bounds), room, config.recompute, split, _ties(cut), _skips(cut),
     )  # fmt: skip
 
 
-def _simulated(cut: Cut, order: Schedule, recompute: Recompute) -> Plan:
-    """The plan of a step with these actions in this order. Raises TooLargeError if a device exceeds the limit."""
-    costs, device_of_stage = cut.costs, cut.layout.device_of_stage
-    held, device_bytes = cut.held(order, recompute)
+def _simulated(cut: Cut, recompute: Recompute) -> Plan:
+    """The plan of a step with these actions. Raises TooLargeError if a device exceeds the limit."""
+    device_of_stage = cut.device_of_stage
+    held, device_bytes = _held(cut, recompute)
     stages, edges = _stages_and_edges(cut)
-    schedule = checked_schedule(order, len(cut.sizes), recompute)
-    timeline = simulate(schedule, stages, edges, costs.slowdown, device_of_stage, _ties(cut), _skips(cut))
-    set_up_seconds = costs.set_up / len(set(device_of_stage))
+    schedule = checked_schedule(cut.order, cut.micro_batches, recompute)
+    timeline = simulate(schedule, stages, edges, cut.costs.slowdown, device_of_stage, _ties(cut), _skips(cut))
+    set_up_seconds = cut.costs.set_up / len(set(device_of_stage))
     step_seconds = timeline.step_end_seconds - timeline.start_seconds + set_up_seconds
     return Plan(
-        config=cut.config,
-        profile=cut.profile,
-        costs=costs,
-        layout=cut.layout,
-        balance=cut.balance,
-        imbalance=cut.imbalance,
+        **vars(cut),
         recompute=recompute,
-        samples=cut.sizes[0],
-        micro_batches=len(cut.sizes),
         stage_costs=stages,
-        order=order,
         schedule=schedule,
         recomputed=tuple(sum(a.kind is Kind.R for a in actions) for actions in schedule.stages),
         timeline=timeline,
         step_seconds=step_seconds,
-        breakdown=breakdown(timeline, len(cut.sizes), step_seconds),
+        breakdown=breakdown(timeline, cut.micro_batches, step_seconds),
         memory=held,
         device_bytes=device_bytes,
     )

@@ -28,7 +28,7 @@ from gpipe_cli.planner.data_sheet import computes_on_gpu, resolved
 from gpipe_cli.planner.device_rates import computes_in, reached_tflops
 from gpipe_cli.planner.layout import Layout, Memory
 from gpipe_cli.planner.model_profile import ModelProfile
-from gpipe_cli.planner.stage_memory import StageMemory
+from gpipe_cli.planner.stage_memory import MemoryModel, StageMemory
 from gpipe_cli.planner.step_schedule import mini_batch_samples
 
 PLAN = "plan.json"
@@ -107,8 +107,9 @@ class PlannedHardware:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A planned step. Sequences have an entry per stage."""
+class Cut:
+    """The stages of a plan before a step is simulated: what they hold does not depend on how long they take. Sequences
+    have an entry per stage."""
 
     config: TrainConfig
     profile: ModelProfile
@@ -116,12 +117,38 @@ class Plan:
     layout: Layout
     balance: tuple[int, ...]
     imbalance: float  # cost of the slowest stage over the mean, minus 1
+    order: Schedule  # the actions of all M micro-batches, without recomputation
+    sizes: tuple[int, ...]  # samples of the micro-batches, the largest first
+    memory_model: MemoryModel
+
+    @property
+    def samples(self) -> int:
+        """The number of samples in the largest micro-batch."""
+        return self.sizes[0]
+
+    @property
+    def micro_batches(self) -> int:
+        """M, the number of micro-batches of a step."""
+        return len(self.sizes)
+
+    @property
+    def bounds(self) -> tuple[tuple[int, int], ...]:
+        """The first layer of each stage and its end (exclusive)."""
+        return bounds_of(self.balance)
+
+    @property
+    def device_of_stage(self) -> tuple[int, ...]:
+        """The number of the device that each stage computes on."""
+        return self.layout.device_of_stage
+
+
+@dataclass(frozen=True)
+class Plan(Cut):
+    """A planned step: a cut with what is recomputed, simulated."""
+
     recompute: Recompute
-    samples: int  # number of samples in the largest micro-batch
-    micro_batches: int
     stage_costs: tuple[StageCost, ...]
-    order: Schedule  # the actions of all M micro-batches; `schedule` adds recomputation to them
-    schedule: Schedule
+    schedule: Schedule  # the actions of a step, with recomputation
     recomputed: tuple[int, ...]  # number of recomputed micro-batches
     timeline: Timeline
     step_seconds: float  # updates and set-up included
@@ -131,11 +158,6 @@ class Plan:
     chosen_order: str = ""  # the name of the order that schedule=auto chose
     choices: "tuple[Choice, ...]" = ()  # what was compared for settings with `auto`, or by `solve`
     files: Mapping[str, str] = field(default_factory=dict)  # other files of the plan: what it is -> where it is
-
-    @property
-    def device_of_stage(self) -> tuple[int, ...]:
-        """The number of the device that each stage computes on."""
-        return self.layout.device_of_stage
 
     @property
     def held_bytes(self) -> tuple[int, ...]:
@@ -153,11 +175,6 @@ class Plan:
         if not computes_on_gpu(self.config):
             return None
         return sum(stage.weights_bytes + stage.optimizer_bytes for stage in self.memory)
-
-    @property
-    def bounds(self) -> tuple[tuple[int, int], ...]:
-        """The first layer of each stage and its end (exclusive)."""
-        return bounds_of(self.balance)
 
     @property
     def step_samples(self) -> int:
@@ -388,7 +405,6 @@ class Candidate:
 
     value: str  # `8`, `except_last`
     config: TrainConfig
-    profile: ModelProfile
     plan: Plan | None
     reason: str = ""  # `stage 2 is 1.5 GiB over`
     over: TooLargeError | None = None  # how far the fullest stage of the best cut is over the limit

@@ -11,10 +11,11 @@ import json
 from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from gpipe_cli.pipeline.schedule.schedule import Schedule
-from gpipe_cli.pipeline.schedule.timeline import Event, EventKind, Span, Timeline
+from gpipe_cli.pipeline.schedule.timeline import Event, EventKind, Span
+from gpipe_cli.reporting.plots.timeline_values import TracedStep
 from gpipe_cli.system.files import write_whole
 
 TRACE = "timeline_trace.json"
@@ -26,12 +27,6 @@ _COLOURS = ("thread_state_running", "rail_response", "rail_animation", "rail_loa
 _EVENT_COLOURS = {EventKind.WAITING: "white", EventKind.TRANSFER: "grey", EventKind.UPDATE: "black"}
 
 TraceEvent = dict[str, Any]
-
-
-class TracedStep(NamedTuple):
-    name: str  # `measured`, `predicted`
-    timeline: Timeline
-    begin_seconds: float  # start of the step on the timeline's clock
 
 
 def write_trace(folder: Path, steps: Sequence[TracedStep]) -> None:

@@ -92,12 +92,19 @@ def predicted_view(title: str, plan: "Plan") -> TimelineView:
     return timeline_view(title, "predicted", plan.timeline, plan.breakdown, plan.step_seconds, begin_seconds)
 
 
+class TracedStep(NamedTuple):
+    name: str  # `measured`, `predicted`
+    timeline: Timeline
+    begin_seconds: float  # start of the step on the timeline's clock
+
+
 @dataclass(frozen=True)
 class StepPicture:
     epoch: int
     step: int  # steps done, this one included
     views: tuple[TimelineView, ...]  # measured and, if there is a prediction, predicted
     median_of: int = 1  # number of steps among which this one's duration is nearest to the median
+    traced: tuple[TracedStep, ...] = ()  # the same as the views
 
 
 def idle(breakdown: Mapping[str, float]) -> float:

@@ -1,7 +1,7 @@
 """Which steps of a run are drawn, and when: of each epoch the step of median duration, beside the prediction."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -9,8 +9,7 @@ from gpipe_cli.data.micro_batches import share_of
 from gpipe_cli.pipeline.runtime.recording import measured_timeline
 from gpipe_cli.pipeline.schedule.breakdown import Breakdown, breakdown
 from gpipe_cli.pipeline.schedule.timeline import Timeline
-from gpipe_cli.reporting.plots.chrome_trace import TracedStep
-from gpipe_cli.reporting.plots.timeline_values import StepPicture, predicted_view, timeline_view
+from gpipe_cli.reporting.plots.timeline_values import StepPicture, TracedStep, predicted_view, timeline_view
 from gpipe_cli.reporting.run.description import RunDescription
 from gpipe_cli.reporting.run.median_step import MedianStep
 from gpipe_cli.training.events import StepDone, StepRecorded
@@ -20,9 +19,9 @@ _DRAWING_APART = 50  # pause between drawings, in durations of the last one: dra
 
 
 class Drawing:
-    """Passes the steps that are to be drawn to `show`: the picture, and the timelines in it."""
+    """Passes the steps that are to be drawn to `show`."""
 
-    def __init__(self, run: RunDescription, show: Callable[[StepPicture, Sequence[TracedStep]], None]) -> None:
+    def __init__(self, run: RunDescription, show: Callable[[StepPicture], None]) -> None:
         self._run, self._show = run, show
         self._warmed_up = run.first_step + run.warm_up_steps  # the median leaves out steps up to it
         self._median = MedianStep()  # over the current epoch; in a measurement, over all steps
@@ -73,7 +72,7 @@ class Drawing:
         if plan is not None and plan.micro_batches == micro_batches:
             views.append(predicted_view(title, plan))
             traced.append(TracedStep("predicted", plan.timeline, plan.timeline.start_seconds))
-        self._undrawn = partial(self._show, StepPicture(step.epoch, step.step, tuple(views), steps), traced)
+        self._undrawn = partial(self._show, StepPicture(step.epoch, step.step, tuple(views), steps, tuple(traced)))
 
     def _draw(self) -> None:
         """Draw the chosen step, unless it is drawn already."""

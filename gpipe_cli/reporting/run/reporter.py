@@ -5,7 +5,7 @@
 
 import io
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from datetime import datetime
@@ -17,7 +17,7 @@ from rich.console import Console
 from gpipe_cli.config.settings import CONFIG, Task, to_yaml
 from gpipe_cli.config.typed import one_line
 from gpipe_cli.reporting.page.page import MOST_STEPS, PAGE, write_page
-from gpipe_cli.reporting.plots.chrome_trace import TracedStep, write_trace
+from gpipe_cli.reporting.plots.chrome_trace import write_trace
 from gpipe_cli.reporting.plots.timeline_values import StepPicture, idle
 from gpipe_cli.reporting.run import measurement
 from gpipe_cli.reporting.run.banner import show_banner
@@ -161,7 +161,7 @@ class Reporter:
         self._medians.add(breakdown)
         self._dashboard.recorded(step, breakdown)
 
-    def timeline(self, picture: StepPicture, traced: Sequence[TracedStep] = ()) -> None:
+    def timeline(self, picture: StepPicture) -> None:
         """Shows a step in place of an earlier one of the same epoch, and sends the parts of the memory to the sinks."""
         from gpipe_cli.reporting.plots.picture import write_picture
         from gpipe_cli.reporting.plots.timeline import draw
@@ -175,7 +175,7 @@ class Reporter:
                 self._dashboard.memory(self._result.steps, self._measured().memory)
                 self._dashboard.picture("timeline", picture.step, draw(picture.views, narrow=True))
         with self._optional():
-            write_trace(self._folder, traced)
+            write_trace(self._folder, picture.traced)
 
     def _write_page(self) -> None:
         title = f"{self._run.model_name} on {self._run.config.dataset.name}"

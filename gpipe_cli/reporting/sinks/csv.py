@@ -8,19 +8,14 @@ import csv
 import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from gpipe_cli.reporting.sinks.sink import SinkRun, Value
+from gpipe_cli.reporting.sinks.sink import Sink, SinkRun
 from gpipe_cli.system.files import naming, write_whole
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 NAME = "metrics.csv"
 
 
-class Writer:
+class Writer(Sink):
     remote = False
     needs = None
 
@@ -40,15 +35,9 @@ class Writer:
                     self._tags = next(csv.reader(file), [""])[1:]
                 self._write_anew()
 
-    def settings(self, values: Mapping[str, Value]) -> None: ...
-
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         self._rows.setdefault(step, {}).update(values)
         self._tags += [tag for tag in values if tag not in self._tags]
-
-    def text(self, name: str, step: int, text: str, markdown: bool) -> None: ...
-
-    def picture(self, name: str, step: int, picture: "NDArray[np.uint8]") -> None: ...
 
     def flush(self) -> None:
         if not self._rows:

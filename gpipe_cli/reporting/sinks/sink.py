@@ -43,7 +43,8 @@ class SinkRun:
 
 
 class Sink(Protocol):
-    """Receives what happens in a run. `step` counts the optimizer steps done. Any method may raise any exception."""
+    """Receives what happens in a run; what a sink does not define, it ignores. `step` counts the optimizer steps done.
+    Any method may raise any exception."""
 
     # Whether the sink may be a server. A remote sink is dropped at its first failure: training never waits for a server
     # repeatedly. A local sink keeps what it could not write for the next `flush`: a full disk may be temporary.

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpipe_cli.reporting.sinks.sink import PROJECT, SinkRun, Value, keep_id, known_id
+from gpipe_cli.reporting.sinks.sink import PROJECT, Sink, SinkRun, Value, keep_id, known_id
 
 if TYPE_CHECKING:
     import numpy as np
@@ -18,7 +18,7 @@ _SERVER_SECONDS = 10  # how long a server may take to answer
 _LAST_SECONDS = 60.0  # how long the upload of the rest may take when a run ends
 
 
-class Writer:
+class Writer(Sink):
     remote = True
     needs = ("wandb", "wandb")
 
@@ -61,9 +61,6 @@ class Writer:
 
     def picture(self, name: str, step: int, picture: "NDArray[np.uint8]") -> None:
         self._run.log({"step": step, f"pictures/{name}": self._image(picture)})
-
-    def flush(self) -> None:
-        """Nothing to do: W&B's own process sends."""
 
     def end(self, status: str, files: Sequence[Path]) -> None:
         for path in files:

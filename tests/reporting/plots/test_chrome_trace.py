@@ -11,7 +11,7 @@ from gpipe_cli.pipeline.schedule.schedule import Action, Kind
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost, StageCost, simulate
 from gpipe_cli.pipeline.schedule.timeline import Event, EventKind, Span, Timeline
 from gpipe_cli.reporting.plots import chrome_trace
-from gpipe_cli.reporting.plots.chrome_trace import TracedStep
+from gpipe_cli.reporting.plots.timeline_values import TracedStep
 
 Trace = list[dict[str, Any]]
 
