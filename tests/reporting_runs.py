@@ -3,24 +3,26 @@
 import io
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from math import log as log_of
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from training_runs import configure
 
 from gpipe_cli.pipeline.schedule.breakdown import Breakdown
+from gpipe_cli.pipeline.schedule.schedule import Action, Kind
+from gpipe_cli.pipeline.schedule.timeline import Event, EventKind, Span, Timeline
 from gpipe_cli.planner.cost_model import LayerSeconds, StepCosts
 from gpipe_cli.planner.layout import Layout
 from gpipe_cli.planner.mfu import StepFlops
 from gpipe_cli.planner.pipeline_spec import PipelineSpec
 from gpipe_cli.planner.plan import Plan
 from gpipe_cli.planner.stage_memory import StageMemory
-from gpipe_cli.reporting.plots.timeline_values import Bar, BarKind, TimelineView
+from gpipe_cli.reporting.plots.timeline_values import ACTIONS, TimelineView
 from gpipe_cli.reporting.run.description import RunDescription
 from gpipe_cli.reporting.run.reporter import Reporter
 from gpipe_cli.training.events import DataFacts, Evaluated, Scores, StepDone, TrainingReady
@@ -138,16 +140,25 @@ def timeline(second: float = 0.01, **changes: Any) -> TimelineView:
     first = "F 0 0 1, F 1 1 2, waiting 1 2 6, B 1 6 8, R 0 8 9, B 0 9 11, update - 11 13"
     last = "waiting 0 0 1, transfer 0 1 2, F 0 2 3, F 1 3 4, B 1 4 6, R 0 6 7, B 0 7 9, update - 11 13"
 
-    def bar(words: str) -> Bar:
-        what, micro_batch, start, end = words.split()
-        number = None if micro_batch == "-" else int(micro_batch)
-        return Bar(cast(BarKind, what), number, int(start) * second, int(end) * second)
+    def pieces(stage: int, row: str) -> Iterator[Span | Event]:
+        for what, micro_batch, start, end in map(str.split, row.split(", ")):
+            times = int(start) * second, int(end) * second
+            if what in ACTIONS:
+                yield Span(Action(Kind(what), stage, int(micro_batch)), *times)
+            else:
+                yield Event(
+                    EventKind(what), *times, None if micro_batch == "-" else Action(Kind.F, stage, int(micro_batch))
+                )
 
-    stages = tuple(tuple(map(bar, row.split(", "))) for row in (first, last))
+    rows = [[*pieces(stage, row)] for stage, row in enumerate((first, last))]
+    spans, events = (
+        tuple(tuple(piece for piece in row if isinstance(piece, kind)) for row in rows) for kind in (Span, Event)
+    )
     values: dict[str, Any] = {
         "title": "epoch 1, step 4",
         "kind": "measured",
-        "stages": stages,
+        "timeline": Timeline(spans, events),
+        "begin_seconds": 0.0,
         "step_seconds": 13 * second,
         "breakdown": shares(0.15),
     }

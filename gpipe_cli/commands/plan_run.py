@@ -26,7 +26,7 @@ from gpipe_cli.reporting.page.page import PAGE, write_page
 from gpipe_cli.reporting.plots.chrome_trace import TRACE, write_trace
 from gpipe_cli.reporting.plots.picture import write_picture
 from gpipe_cli.reporting.plots.timeline import draw
-from gpipe_cli.reporting.plots.timeline_values import TracedStep, predicted_view
+from gpipe_cli.reporting.plots.timeline_values import predicted_view
 from gpipe_cli.reporting.run.lines import show_text
 from gpipe_cli.reporting.tables.plan import show_plan
 from gpipe_cli.results.files import write_result
@@ -76,8 +76,9 @@ def plan(
             about = f"{name} on {config.dataset.name}"
             write_page(folder / PAGE, about, simulation_data(made), (), commands=commands)
             title = f"{name}, K = {len(made.balance)}, M = {made.micro_batches}"
-            write_picture(folder / PICTURE, draw([predicted_view(title, made)]))
-            write_trace(folder, [TracedStep("predicted", made.timeline, made.timeline.start_seconds)])
+            views = [predicted_view(title, made)]
+            write_picture(folder / PICTURE, draw(views))
+            write_trace(folder, views)
         finally:  # a plan that cannot be written is still shown
             if shown:
                 show_plan(console, made, folder, verbose=settings.verbose)

@@ -15,7 +15,7 @@ from typing import Any
 
 from gpipe_cli.pipeline.schedule.schedule import Schedule
 from gpipe_cli.pipeline.schedule.timeline import Event, EventKind, Span
-from gpipe_cli.reporting.plots.timeline_values import TracedStep
+from gpipe_cli.reporting.plots.timeline_values import TimelineView
 from gpipe_cli.system.files import write_whole
 
 TRACE = "timeline_trace.json"
@@ -29,12 +29,12 @@ _EVENT_COLOURS = {EventKind.WAITING: "white", EventKind.TRANSFER: "grey", EventK
 TraceEvent = dict[str, Any]
 
 
-def write_trace(folder: Path, steps: Sequence[TracedStep]) -> None:
+def write_trace(folder: Path, steps: Sequence[TimelineView]) -> None:
     """Writes the file, whole or not at all. Raises OSError."""
     write_whole(folder / TRACE, json.dumps(chrome_trace(steps)))
 
 
-def chrome_trace(steps: Sequence[TracedStep]) -> list[TraceEvent]:
+def chrome_trace(steps: Sequence[TimelineView]) -> list[TraceEvent]:
     """The events of the file, with times in microseconds since the start of their own step.
 
     Phases (``ph``): X, a slice of a row; M, the name of a row or of a group of rows; s and f, the start and end of an
@@ -44,7 +44,7 @@ def chrome_trace(steps: Sequence[TracedStep]) -> list[TraceEvent]:
     return [event | {"pid": pid} for pid, step in enumerate(steps) for event in _events(step, numbers)]
 
 
-def _events(step: TracedStep, numbers: Iterator[int]) -> Iterator[TraceEvent]:
+def _events(step: TimelineView, numbers: Iterator[int]) -> Iterator[TraceEvent]:
     timeline = step.timeline
     spans = {span.action: span for row in timeline.stages for span in row}
     detailed = len(spans) <= MOST_DETAILED
@@ -59,7 +59,7 @@ def _events(step: TracedStep, numbers: Iterator[int]) -> Iterator[TraceEvent]:
         """Rounded to nanoseconds, so that adjacent slices do not overlap: readers drop slices that do."""
         return round((seconds - begin) * 1e9) / 1000
 
-    yield {"name": "process_name", "ph": "M", "args": {"name": step.name}}
+    yield {"name": "process_name", "ph": "M", "args": {"name": step.kind}}
     for stage, row in enumerate(rows):
         yield {"name": "thread_name", "ph": "M", "tid": stage, "args": {"name": f"stage {stage}"}}
         for piece in row:

@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from operator import attrgetter
 from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 
-from gpipe_cli.pipeline.schedule.breakdown import Breakdown
 from gpipe_cli.pipeline.schedule.timeline import Event, Span, Timeline
 from gpipe_cli.units import rounded
 
@@ -41,17 +41,31 @@ class Bar(NamedTuple):
 
 @dataclass(frozen=True)
 class TimelineView:
-    """One step of a pipeline, measured or predicted; ``stages[k]`` is what stage k did, in order of time.
-
-    Bars of a stage do not overlap. A stage is idle during `waiting` and `transfer`, and where it has no bar.
-    """
+    """One step of a pipeline, measured or predicted. A stage is idle during `waiting` and `transfer`, and where it has
+    no bar."""
 
     title: str  # `epoch 3, step 135`, `K = 4, M = 16`; pictures add kind and numbers
     kind: TimelineKind
-    stages: tuple[tuple[Bar, ...], ...]
+    timeline: Timeline
+    begin_seconds: float  # start of the step on the timeline's clock
     step_seconds: float  # duration of the whole step, update and set-up included
     breakdown: Mapping[str, float]  # SHARES -> share of stage-time, 0 to 1
     note: str = ""  # shown after the title where there is room: `the median of 45 steps`
+
+    @cached_property
+    def stages(self) -> tuple[tuple[Bar, ...], ...]:
+        """What each stage did, in order of time. Bars of a stage do not overlap."""
+
+        def bar(what: str, when: Span | Event) -> Bar:
+            micro_batch = None if when.action is None else when.action.micro_batch
+            times = when.start_seconds - self.begin_seconds, when.end_seconds - self.begin_seconds
+            return Bar(cast(BarKind, what), micro_batch, *times)
+
+        stages = []
+        for spans, events in zip(self.timeline.stages, self.timeline.events, strict=True):
+            bars = [*(bar(span.action.kind, span) for span in spans), *(bar(event.what, event) for event in events)]
+            stages.append(tuple(sorted(bars, key=attrgetter("start_seconds", "end_seconds"))))
+        return tuple(stages)
 
     @property
     def end_seconds(self) -> float:
@@ -65,37 +79,9 @@ class TimelineView:
         return max(seen, default=-1) + 1
 
 
-def timeline_view(
-    title: str,
-    kind: TimelineKind,
-    timeline: Timeline,
-    shares: Breakdown,
-    step_seconds: float,
-    begin_seconds: float,
-) -> TimelineView:
-    """The view of a timeline; `begin_seconds`: start of the step on the timeline's clock."""
-
-    def bar(what: str, when: Span | Event) -> Bar:
-        micro_batch = None if when.action is None else when.action.micro_batch
-        times = when.start_seconds - begin_seconds, when.end_seconds - begin_seconds
-        return Bar(cast(BarKind, what), micro_batch, *times)
-
-    stages = []
-    for spans, events in zip(timeline.stages, timeline.events, strict=True):
-        bars = [*(bar(span.action.kind, span) for span in spans), *(bar(event.what, event) for event in events)]
-        stages.append(tuple(sorted(bars, key=attrgetter("start_seconds", "end_seconds"))))
-    return TimelineView(title, kind, tuple(stages), step_seconds, asdict(shares))
-
-
 def predicted_view(title: str, plan: "Plan") -> TimelineView:
-    begin_seconds = plan.timeline.start_seconds
-    return timeline_view(title, "predicted", plan.timeline, plan.breakdown, plan.step_seconds, begin_seconds)
-
-
-class TracedStep(NamedTuple):
-    name: str  # `measured`, `predicted`
-    timeline: Timeline
-    begin_seconds: float  # start of the step on the timeline's clock
+    begin_seconds, shares = plan.timeline.start_seconds, asdict(plan.breakdown)
+    return TimelineView(title, "predicted", plan.timeline, begin_seconds, plan.step_seconds, shares)
 
 
 @dataclass(frozen=True)
@@ -104,7 +90,6 @@ class StepPicture:
     step: int  # steps done, this one included
     views: tuple[TimelineView, ...]  # measured and, if there is a prediction, predicted
     median_of: int = 1  # number of steps among which this one's duration is nearest to the median
-    traced: tuple[TracedStep, ...] = ()  # the same as the views
 
 
 def idle(breakdown: Mapping[str, float]) -> float:

@@ -2,14 +2,14 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict
 from functools import partial
 
 from gpipe_cli.data.micro_batches import share_of
 from gpipe_cli.pipeline.runtime.recording import measured_timeline
 from gpipe_cli.pipeline.schedule.breakdown import Breakdown, breakdown
 from gpipe_cli.pipeline.schedule.timeline import Timeline
-from gpipe_cli.reporting.plots.timeline_values import StepPicture, TracedStep, predicted_view, timeline_view
+from gpipe_cli.reporting.plots.timeline_values import StepPicture, TimelineView, predicted_view
 from gpipe_cli.reporting.run.description import RunDescription
 from gpipe_cli.reporting.run.median_step import MedianStep
 from gpipe_cli.training.events import StepDone, StepRecorded
@@ -67,12 +67,10 @@ class Drawing:
         timeline, shares, micro_batches = self.measured(step, recorded)
         title, steps = f"epoch {step.epoch}, step {step.step:,}", self._median.steps
         note = f"the median of {steps:,} steps" if steps > 1 else ""
-        measured = timeline_view(title, "measured", timeline, shares, step.seconds, recorded.began_seconds)
-        views, traced = [replace(measured, note=note)], [TracedStep("measured", timeline, recorded.began_seconds)]
+        views = [TimelineView(title, "measured", timeline, recorded.began_seconds, step.seconds, asdict(shares), note)]
         if plan is not None and plan.micro_batches == micro_batches:
             views.append(predicted_view(title, plan))
-            traced.append(TracedStep("predicted", plan.timeline, plan.timeline.start_seconds))
-        self._undrawn = partial(self._show, StepPicture(step.epoch, step.step, tuple(views), steps, tuple(traced)))
+        self._undrawn = partial(self._show, StepPicture(step.epoch, step.step, tuple(views), steps))
 
     def _draw(self) -> None:
         """Draw the chosen step, unless it is drawn already."""

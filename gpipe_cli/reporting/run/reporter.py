@@ -175,7 +175,7 @@ class Reporter:
                 self._dashboard.memory(self._result.steps, self._measured().memory)
                 self._dashboard.picture("timeline", picture.step, draw(picture.views, narrow=True))
         with self._optional():
-            write_trace(self._folder, picture.traced)
+            write_trace(self._folder, picture.views)
 
     def _write_page(self) -> None:
         title = f"{self._run.model_name} on {self._run.config.dataset.name}"

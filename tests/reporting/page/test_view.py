@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from gpipe_cli.pipeline.schedule.schedule_file import read_schedule
 from gpipe_cli.planner.simulation_data import simulation_data
 from gpipe_cli.reporting.page.page import write_page
 from gpipe_cli.reporting.plots import palette
-from gpipe_cli.reporting.plots.timeline_values import Bar, StepPicture, timeline_view
+from gpipe_cli.reporting.plots.timeline_values import StepPicture, TimelineView
 
 if TYPE_CHECKING:
     from playwright.sync_api import Locator, Page
@@ -30,11 +30,11 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of a run with two recorded steps, of which stage 1 has waited since before they began."""
     config, profile = configure(*SETTINGS), traced(*SETTINGS)
     plan = plan_of(config, profile)
-    view = timeline_view("", "measured", plan.timeline, plan.breakdown, plan.step_seconds, 0.0)
-    first, (waited, *others) = view.stages
+    first, (waited, *others) = plan.timeline.events
     assert waited.what == "waiting"
-    early = Bar("waiting", 0, -plan.step_seconds, waited.end_seconds)
-    view = replace(view, stages=(first, (early, *others)))
+    early = waited._replace(start_seconds=-plan.step_seconds)
+    timeline = replace(plan.timeline, events=(first, (early, *others)))
+    view = TimelineView("", "measured", timeline, 0.0, plan.step_seconds, asdict(plan.breakdown))
     path = tmp_path_factory.mktemp("page") / "pipeline.html"
     data = simulation_data(plan)
     write_page(path, "AmoebaNet-D on digits", data, [StepPicture(1, n, (view,)) for n in (5, 10)])

@@ -11,12 +11,12 @@ from gpipe_cli.pipeline.schedule.schedule import Action, Kind
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost, StageCost, simulate
 from gpipe_cli.pipeline.schedule.timeline import Event, EventKind, Span, Timeline
 from gpipe_cli.reporting.plots import chrome_trace
-from gpipe_cli.reporting.plots.timeline_values import TracedStep
+from gpipe_cli.reporting.plots.timeline_values import TimelineView
 
 Trace = list[dict[str, Any]]
 
 
-def measured() -> TracedStep:
+def measured() -> TimelineView:
     """Two stages; the step begins at 99 s on some clock, its first action a second later. Stage 1 has waited for its
     input since before that."""
     f, g = Action(Kind.F, 0, 0), Action(Kind.F, 1, 0)
@@ -28,18 +28,19 @@ def measured() -> TracedStep:
         (Event(EventKind.TRANSFER, 101.0, 101.5, f), Event(EventKind.UPDATE, 107.0, 107.5, None)),
         (Event(EventKind.WAITING, 98.0, 101.0, g),),
     )
-    return TracedStep("measured", Timeline(spans, between), 99.0)
+    return TimelineView("", "measured", Timeline(spans, between), 99.0, 9.0, {})
 
 
-def predicted(name: str = "zero_bubble", stages: int = 3, device_of_stage: Any = ()) -> TracedStep:
+def predicted(name: str = "zero_bubble", stages: int = 3, device_of_stage: Any = ()) -> TimelineView:
     """Simulated, six micro-batches, with odd times, transfers and updates."""
     schedule = build(name, stages, 6, "except_last")
     costs = [StageCost(k / 7, k / 7, k / 3, k / 5, k / 9, update_seconds=0.01) for k in range(1, stages + 1)]
     edges = [EdgeCost(1 / 30, 1 / 31)] * (stages - 1)
-    return TracedStep("predicted", simulate(schedule, costs, edges, device_of_stage=device_of_stage), 0.0)
+    timeline = simulate(schedule, costs, edges, device_of_stage=device_of_stage)
+    return TimelineView("", "predicted", timeline, 0.0, timeline.step_seconds, {})
 
 
-def read(*steps: TracedStep) -> Trace:
+def read(*steps: TimelineView) -> Trace:
     """The events of a file, of which every one keeps to the format."""
     events: Trace = json.loads(json.dumps(chrome_trace.chrome_trace(steps), allow_nan=False))
     needed = {"X": {"ts", "dur", "tid", "cat"}, "M": {"args"}, **{end: {"ts", "tid", "id", "cat"} for end in "sf"}}
