@@ -18,7 +18,7 @@ from gpipe_cli.reporting.plots.timeline_values import idle
 from gpipe_cli.reporting.run.description import RunDescription, scores_of
 from gpipe_cli.reporting.run.lines import LOG
 from gpipe_cli.reporting.run.measurement import stages_named, stages_together
-from gpipe_cli.reporting.sinks.sink import Sink, SinkRun, hyperparameters, writer
+from gpipe_cli.reporting.sinks.sink import Sink, hyperparameters, writer
 from gpipe_cli.reporting.tables.table import Column, Table, to_markdown
 from gpipe_cli.results.files import RESULT
 from gpipe_cli.results.measures import MEASURES, finals
@@ -41,9 +41,7 @@ class Dashboard:
     def __init__(self, folder: Path, run: RunDescription, result: RunResult, failed: Callable[[OSError], None]) -> None:
         """Sends the settings at once, so that the sinks have them even if the run is killed."""
         self._folder, self._run, self._prediction, self._failed = folder, run, result.prediction, failed
-        config, final = run.config, [f"final/{measure.final}" for measure in finals(run.config.task)]
-        predicted = result.prediction is not None
-        self._of_run = SinkRun(folder, config, run.first_step, predicted, final, _facts(folder, result))
+        config, self._facts = run.config, _facts(folder, result)
         kinds = {name: writer(name) for name in config.logger}
         self._kinds = {name: kind for name, kind in kinds.items() if not (kind.remote and config.dry_run)}
         self._open: dict[Logger, Sink] = {}
@@ -122,7 +120,8 @@ class Dashboard:
             self._flushed = time.monotonic()
         for name, kind in list(self._kinds.items()):
             try:
-                sink = self._open.get(name) or self._open.setdefault(name, kind(self._of_run))  # imports take seconds
+                if (sink := self._open.get(name)) is None:  # imports take seconds
+                    sink = self._open[name] = kind(self._folder, self._run, self._facts)
                 if due:
                     sink.flush()
                 use(sink)

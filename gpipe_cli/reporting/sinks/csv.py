@@ -9,7 +9,8 @@ import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from gpipe_cli.reporting.sinks.sink import Sink, SinkRun
+from gpipe_cli.reporting.run.description import RunDescription
+from gpipe_cli.reporting.sinks.sink import Sink
 from gpipe_cli.system.files import naming, write_whole
 
 NAME = "metrics.csv"
@@ -19,9 +20,9 @@ class Writer(Sink):
     remote = False
     needs = None
 
-    def __init__(self, run: SinkRun) -> None:
+    def __init__(self, folder: Path, run: RunDescription, facts: Mapping[str, str]) -> None:
         """A resumed run repeats the steps after its checkpoint: their rows are removed."""
-        self._path = run.folder / NAME
+        self._path = folder / NAME
         self._rows: dict[int, dict[str, float]] = {}  # step -> values not yet written
         self._tags: list[str] = []  # the columns after `step`
         self._columns = 0  # number of these tags that are columns of the file

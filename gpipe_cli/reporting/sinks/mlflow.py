@@ -9,7 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpipe_cli.reporting.sinks.sink import PROJECT, SinkRun, Value, keep_id, known_id
+from gpipe_cli.reporting.run.description import RunDescription
+from gpipe_cli.reporting.sinks.sink import PROJECT, Value, keep_id, known_id
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,7 +31,7 @@ class Writer:
     remote = True
     needs = ("mlflow", "mlflow-skinny")
 
-    def __init__(self, run: SinkRun) -> None:
+    def __init__(self, folder: Path, run: RunDescription, facts: Mapping[str, str]) -> None:
         for key, value in _ENVIRONMENT.items():
             os.environ.setdefault(key, value)
         from mlflow import MlflowClient
@@ -40,16 +41,16 @@ class Writer:
         self._client = MlflowClient(tracking_uri=os.environ.get("MLFLOW_TRACKING_URI", local))
         self._waiting: list[Metric] = []
         found = None
-        if (known := known_id(run, "mlflow")) is not None:
+        if (known := known_id(folder, "mlflow")) is not None:
             with suppress(MlflowException):  # the run may be in another store
                 found = self._client.get_run(known)
                 self._client.update_run(known, status="RUNNING")
         if found is None:
-            found = self._client.create_run(self._experiment(), run_name=run.folder.name)
+            found = self._client.create_run(self._experiment(), run_name=folder.name)
         self._id: str = found.info.run_id
         self._settings = dict(found.data.params)
-        keep_id(run, "mlflow", self._id)
-        for key, fact in run.facts.items():
+        keep_id(folder, "mlflow", self._id)
+        for key, fact in facts.items():
             self._client.set_tag(self._id, key, fact)
 
     def _experiment(self) -> str:

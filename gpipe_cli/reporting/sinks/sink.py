@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from gpipe_cli.config.settings import Logger, TrainConfig
 from gpipe_cli.config.typed import RefusedError, choices, settings, show
+from gpipe_cli.reporting.run.description import RunDescription
 from gpipe_cli.results.files import flattened
 from gpipe_cli.system.files import read_json, write_whole
 
@@ -30,18 +31,6 @@ _IDS = "loggers.json"  # a file in the run folder: logger -> the id of the run i
 Value = bool | int | float | str  # value of a setting
 
 
-@dataclass(frozen=True)
-class SinkRun:
-    """What a sink is told about a run from the beginning."""
-
-    folder: Path
-    config: TrainConfig
-    first_step: int  # optimizer steps done before this process began; above 0 only for a run that was resumed
-    predicted: bool  # whether predicted curves are drawn beside the measured ones
-    final: Sequence[str]  # tags of the final results of a run of any task, those of this run's task first
-    facts: Mapping[str, str]  # the folder, the command line and the commit, under MLflow's names for them
-
-
 class Sink(Protocol):
     """Receives what happens in a run; what a sink does not define, it ignores. `step` counts the optimizer steps done.
     Any method may raise any exception."""
@@ -51,7 +40,8 @@ class Sink(Protocol):
     remote: ClassVar[bool]
     needs: ClassVar[tuple[str, str] | None]  # the module it imports, and the package that provides it
 
-    def __init__(self, run: SinkRun) -> None: ...
+    def __init__(self, folder: Path, run: RunDescription, facts: Mapping[str, str]) -> None:
+        """`facts`: the folder, the command line and the commit, under MLflow's names for them."""
 
     def settings(self, values: Mapping[str, Value]) -> None:
         """The settings by their dotted keys; called once, before all other methods."""
@@ -80,21 +70,21 @@ def refuse_missing(loggers: Sequence[Logger]) -> None:
             raise RefusedError("logger", loggers, why)
 
 
-def known_id(run: SinkRun, logger: Logger) -> str | None:
+def known_id(folder: Path, logger: Logger) -> str | None:
     """The id under which `logger` has the run of this folder, which a resume continues; None if it has none yet."""
     with suppress(OSError, ValueError):
-        found: str | None = read_json(run.folder / _IDS).get(logger)
+        found: str | None = read_json(folder / _IDS).get(logger)
         return found
     return None
 
 
-def keep_id(run: SinkRun, logger: Logger, run_id: str) -> None:
+def keep_id(folder: Path, logger: Logger, run_id: str) -> None:
     """Stores the id that `logger` gave the run; if that fails, a resume will appear as a new run there."""
     ids: dict[str, str] = {}
     with suppress(OSError, ValueError):
-        ids = read_json(run.folder / _IDS)
+        ids = read_json(folder / _IDS)
     with suppress(OSError):
-        write_whole(run.folder / _IDS, json.dumps(ids | {logger: run_id}) + "\n")
+        write_whole(folder / _IDS, json.dumps(ids | {logger: run_id}) + "\n")
 
 
 def writer(logger: Logger) -> type[Sink]:

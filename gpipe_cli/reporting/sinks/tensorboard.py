@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpipe_cli.reporting.plots.timeline_values import SHARES
-from gpipe_cli.reporting.sinks.sink import SinkRun, Value, all_settings
-from gpipe_cli.results.measures import MEASURES
+from gpipe_cli.reporting.run.description import RunDescription
+from gpipe_cli.reporting.sinks.sink import Value, all_settings
+from gpipe_cli.results.measures import MEASURES, finals
 from gpipe_cli.system.files import naming, write_whole
 
 if TYPE_CHECKING:
@@ -40,22 +41,22 @@ class Writer:
     remote = False
     needs = ("tensorboard", "tensorboard")
 
-    def __init__(self, run: SinkRun) -> None:
+    def __init__(self, folder: Path, run: RunDescription, facts: Mapping[str, str]) -> None:
         from torch.utils.tensorboard import summary  # here, as it imports torch
 
-        self._run, self._summary = run, summary
-        self._file = EventFile(run.folder, run.first_step + 1)
+        self._folder, self._run, self._summary = folder, run, summary
+        self._file = EventFile(folder, run.first_step + 1)
 
     def settings(self, values: Mapping[str, Value]) -> None:
         """Writes the settings for HParams at once, so that a killed run has them, and the charts of Custom Scalars."""
-        run = self._run
-        (run.folder / _END).unlink(missing_ok=True)
+        folder, run = self._folder, self._run
+        (folder / _END).unlink(missing_ok=True)
         written = [
-            columns_summary(varied_by(run.folder, values), run.final),
+            columns_summary(varied_by(folder, values), [f"final/{one.final}" for one in finals(run.config.task)]),
             settings_summary(values),
-            self._summary.custom_scalars(charts(run.config.text, run.predicted)),
+            self._summary.custom_scalars(charts(run.config.text, run.prediction is not None)),
         ]
-        write_whole(run.folder / _SETTINGS, event_file(written))
+        write_whole(folder / _SETTINGS, event_file(written))
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         for tag, value in values.items():
@@ -75,7 +76,7 @@ class Writer:
 
     def end(self, status: str, files: Sequence[Path]) -> None:
         self._file.flush()
-        write_whole(self._run.folder / _END, event_file([end_summary(status)]))
+        write_whole(self._folder / _END, event_file([end_summary(status)]))
 
 
 class EventFile:

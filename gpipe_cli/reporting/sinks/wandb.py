@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpipe_cli.reporting.sinks.sink import PROJECT, Sink, SinkRun, Value, keep_id, known_id
+from gpipe_cli.reporting.run.description import RunDescription
+from gpipe_cli.reporting.sinks.sink import PROJECT, Sink, Value, keep_id, known_id
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,7 +23,7 @@ class Writer(Sink):
     remote = True
     needs = ("wandb", "wandb")
 
-    def __init__(self, run: SinkRun) -> None:
+    def __init__(self, folder: Path, run: RunDescription, facts: Mapping[str, str]) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
@@ -31,24 +32,24 @@ class Writer(Sink):
         patience: dict[str, Any] = (
             {"finish_timeout": _LAST_SECONDS} if "finish_timeout" in wandb.Settings.model_fields else {}
         )
-        run_id = known_id(run, "wandb") or uuid.uuid4().hex[:8]
+        run_id = known_id(folder, "wandb") or uuid.uuid4().hex[:8]
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
-            name=run.folder.name,
+            name=folder.name,
             id=run_id,
             resume="allow",
-            dir=str(run.folder),
+            dir=str(folder),
             mode=None if "WANDB_MODE" in os.environ or _has_key() else "offline",
             settings=wandb.Settings(
                 silent=True, console="off", disable_git=True, disable_code=True, init_timeout=_SERVER_SECONDS,
                 reinit="finish_previous", **patience,
             ),
         )  # fmt: skip
-        keep_id(run, "wandb", run_id)
+        keep_id(folder, "wandb", run_id)
         # W&B's own step cannot decrease, but test scores arrive after the next step has been logged
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
-        self._run.config.update(dict(run.facts), allow_val_change=True)
+        self._run.config.update(dict(facts), allow_val_change=True)
 
     def settings(self, values: Mapping[str, Value]) -> None:
         self._run.config.update(dict(values), allow_val_change=True)
