@@ -16,9 +16,7 @@ from gpipe_cli.config.settings import BenchSettings, TrainConfig
 from gpipe_cli.config.typed import one_line
 from gpipe_cli.errors import InputError
 from gpipe_cli.planner.mfu import step_flops
-from gpipe_cli.planner.model_profile import profile_model
 from gpipe_cli.planner.simulation_data import simulation_data
-from gpipe_cli.planner.stage_memory import saved_bytes
 from gpipe_cli.reporting.run.console import LINE_SECONDS
 from gpipe_cli.reporting.run.description import WARM_UP_STEPS, RunDescription
 from gpipe_cli.reporting.run.lines import show_error, show_line
@@ -44,13 +42,6 @@ def run_report(
     """What reports a training on the console, in TensorBoard and in result.json, from when the workers are ready."""
     config, plan, spec = prepared.config, prepared.plan, prepared.spec
 
-    def activations_of(step: events.StepDone) -> tuple[int, ...]:
-        """Predicted bytes per stage for the very mini-batch whose activations were counted."""
-        profile = plan.profile
-        if step.lengths != profile.lengths:  # padded to other lengths
-            profile = profile_model(config, lengths=step.lengths)
-        return saved_bytes(config, profile, plan.bounds, plan.order, plan.recompute, step.samples)
-
     def describe(ready: events.TrainingReady) -> RunDescription:
         then = None
         if guided and start is not None:
@@ -67,7 +58,6 @@ def run_report(
             restarts=restarts,
             warm_up_steps=WARM_UP_STEPS if bench is None else bench.warm_up_steps,
             simulation={} if config.dry_run else simulation_data(plan),
-            activations_of=activations_of,
             next_commands=then,
         )
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from gpipe_cli.config.groups import model_name
 from gpipe_cli.config.settings import SAMPLE_WORDS, TrainConfig
+from gpipe_cli.data.micro_batches import share_of
 from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory
 from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor
@@ -27,9 +28,9 @@ from gpipe_cli.planner.cost_model import StepCosts
 from gpipe_cli.planner.data_sheet import computes_on_gpu, resolved
 from gpipe_cli.planner.device_rates import computes_in, reached_tflops
 from gpipe_cli.planner.layout import Layout, Memory
-from gpipe_cli.planner.model_profile import ModelProfile
+from gpipe_cli.planner.model_profile import ModelProfile, profile_model
 from gpipe_cli.planner.stage_memory import MemoryModel, StageMemory
-from gpipe_cli.planner.step_schedule import mini_batch_samples
+from gpipe_cli.planner.step_schedule import checked_schedule, mini_batch_samples
 
 PLAN = "plan.json"
 _GRID_STAGES, _GRID_TICKS = 16, 400  # a larger grid is unreadable
@@ -168,6 +169,14 @@ class Plan(Cut):
     def saved_bytes(self) -> tuple[int, ...]:
         """The most bytes of activations that each stage holds at once."""
         return tuple(stage.activations_bytes for stage in self.memory)
+
+    def saved_bytes_of(self, samples: int, lengths: tuple[int, ...]) -> tuple[int, ...]:
+        """The most bytes of activations that each stage holds at once for a mini-batch of `samples` padded to these
+        lengths."""
+        profile = self.profile if lengths == self.profile.lengths else profile_model(self.config, lengths=lengths)
+        sizes = share_of(samples, self.config.micro_batches, self.config.replicas).sizes
+        schedule = checked_schedule(self.order, len(sizes), self.recompute)
+        return MemoryModel(self.config, profile, sizes).saved(schedule, self.bounds)
 
     @property
     def host_bytes(self) -> int | None:

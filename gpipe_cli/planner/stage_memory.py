@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpipe_cli.config.settings import TrainConfig
-from gpipe_cli.data.micro_batches import share_of
 from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory, Layers
 from gpipe_cli.pipeline.runtime.routes import routes
 from gpipe_cli.pipeline.schedule.held import Held, Waiting, live, peak_bytes, peak_waiting, peaks_of_devices
@@ -23,7 +22,7 @@ from gpipe_cli.pipeline.schedule.recomputation import fewest_recomputations
 from gpipe_cli.pipeline.schedule.schedule import Action, Recompute, Schedule
 from gpipe_cli.planner.data_sheet import computes_on_gpu
 from gpipe_cli.planner.model_profile import LayerWeights, ModelProfile, TiedWeight
-from gpipe_cli.planner.step_schedule import checked_schedule, unchecked_schedule
+from gpipe_cli.planner.step_schedule import unchecked_schedule
 
 Whole = NDArray[np.int64]
 Bounds = Sequence[tuple[int, int]]  # first layer of each stage and its end (exclusive)
@@ -45,16 +44,6 @@ class StageMemory:
     @property
     def total_bytes(self) -> int:
         return sum(astuple(self))
-
-
-def saved_bytes(
-    config: TrainConfig, profile: ModelProfile, bounds: Bounds, order: Schedule, recompute: Recompute, samples: int
-) -> tuple[int, ...]:
-    """The most bytes of activations held at once on each stage, for a mini-batch of `samples` padded to the lengths of
-    `profile`."""
-    sizes = share_of(samples, config.micro_batches, config.replicas).sizes
-    schedule = checked_schedule(order, len(sizes), recompute)
-    return MemoryModel(config, profile, sizes).saved(schedule, bounds)
 
 
 def buffers_bytes(config: TrainConfig, weights: LayerWeights) -> int:

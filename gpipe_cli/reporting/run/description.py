@@ -4,7 +4,7 @@ As in the paper, runs on images are judged by top-1 (section 4), runs on text by
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ from gpipe_cli.config.groups import model_name
 from gpipe_cli.config.settings import SAMPLE_WORDS, TEXT_TASKS, Task, TrainConfig
 from gpipe_cli.pipeline.schedule.simulator import ideal_bubble
 from gpipe_cli.results.run import Evaluation, Restart, Start
-from gpipe_cli.training.events import Scores, StepDone, TrainingReady
+from gpipe_cli.training.events import Scores, TrainingReady
 
 if TYPE_CHECKING:  # they import torch, which takes seconds; tables of runs do not need it
     from gpipe_cli.planner.mfu import StepFlops
@@ -36,8 +36,6 @@ class RunDescription(TrainingReady):
     restarts: tuple[Restart, ...] = ()  # restarts within this command
     warm_up_steps: int = WARM_UP_STEPS  # first steps, which do not count towards the speed
     simulation: Mapping[str, Any] = field(default_factory=dict)  # planner.simulation_data, for the page
-    # predicts the bytes of activations per stage in a step of such samples and lengths
-    activations_of: Callable[[StepDone], tuple[int, ...] | None] = lambda step: None
     next_commands: tuple[tuple[str, str], ...] | None = None  # label, command; None: the summary is not to show any
 
     @property

@@ -145,7 +145,8 @@ class Reporter:
             quantities["tokens_per_second"] = message.tokens / message.seconds
         self._medians.add(quantities)
         if message.activation_bytes is not None:
-            self._library_bytes, predicted = message.library_bytes, run.activations_of(message)
+            self._library_bytes = message.library_bytes
+            predicted = run.plan.saved_bytes_of(message.samples, message.lengths)
             self._change(activation_bytes=message.activation_bytes, predicted_activation_bytes=predicted)
         self._dashboard.step(message)
         speed = "tokens_per_second" if self._result.text else "samples_per_second"
