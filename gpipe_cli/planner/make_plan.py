@@ -174,9 +174,9 @@ def _fastest_order(cut: Cut) -> Plan | None:
         return Candidate(name, cut.config, plan, "" if fits else "does not fit")
 
     compared = {
-        one.name: candidate(one.name, one.schedule, one.fits)
-        for one in tried
-        if one is best or one.named or one in tried[:_SHOWN]
+        result.name: candidate(result.name, result.schedule, result.fits)
+        for result in tried
+        if result is best or result.named or result in tried[:_SHOWN]
     }
     chosen = compared[best.name]
     choice = Choice("schedule", SHORTEST, tuple(compared.values()), chosen)

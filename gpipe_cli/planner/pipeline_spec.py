@@ -111,7 +111,8 @@ def make_pipeline_spec(
 def placed(plan: Plan) -> PipelineSpec:
     """Cut the model as planned and place its stages on this machine, even if the plan was for another one."""
     config, profile, bounds = plan.config, plan.profile, plan.bounds
-    costs, layout = profile.costs, replace(plan.layout, here=True)
+    costs = profile.costs
+    layout = replace(plan.layout, here=True)
     return PipelineSpec(
         layer_names=tuple(tuple(cost.name for cost in costs[first:end]) for first, end in bounds),
         parameters=tuple(sum(of.parameters for of in profile.weights[first:end]) for first, end in bounds),

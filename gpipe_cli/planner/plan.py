@@ -296,7 +296,10 @@ class Plan(Cut):
     def skips(self) -> tuple[PlannedSkip, ...]:
         return tuple(
             PlannedSkip(
-                name, route.sender, route.receiver, self._bytes([one for one in route.tensors if one.skip == name])
+                name,
+                route.sender,
+                route.receiver,
+                self._bytes([tensor for tensor in route.tensors if tensor.skip == name]),
             )
             for route in self._routes
             for name in dict.fromkeys(tensor.skip for tensor in route.tensors if tensor.skip)

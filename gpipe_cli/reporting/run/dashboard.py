@@ -41,7 +41,8 @@ class Dashboard:
     def __init__(self, folder: Path, run: RunDescription, result: RunResult, failed: Callable[[OSError], None]) -> None:
         """Sends the settings at once, so that the sinks have them even if the run is killed."""
         self._folder, self._run, self._prediction, self._failed = folder, run, result.prediction, failed
-        config, self._facts = run.config, _facts(folder, result)
+        config = run.config
+        self._facts = _facts(folder, result)
         kinds = {name: writer(name) for name in config.logger}
         self._kinds = {name: kind for name, kind in kinds.items() if not (kind.remote and config.dry_run)}
         self._open: dict[Logger, Sink] = {}
@@ -63,8 +64,10 @@ class Dashboard:
 
     def end(self, result: RunResult) -> None:
         """Sends the final results, and ends the sinks."""
-        values = ((one, one.value(result)) for one in finals(result.task))
-        known = {f"final/{one.final}": value / one.unit.curve_size for one, value in values if value is not None}
+        values = ((measure, measure.value(result)) for measure in finals(result.task))
+        known = {
+            f"final/{measure.final}": value / measure.unit.curve_size for measure, value in values if value is not None
+        }
         self._draw(result.steps, known)
         files = [path for name in _KEPT if (path := self._folder / name).is_file()]
         self._each(lambda sink: sink.end(result.status, files))

@@ -77,5 +77,6 @@ class Drawing:
         if self._undrawn is not None:
             began = time.monotonic()
             self._undrawn()
-            self._undrawn, ended = None, time.monotonic()
+            self._undrawn = None
+            ended = time.monotonic()
             self._next_drawing = ended + _DRAWING_APART * (ended - began)

@@ -79,7 +79,8 @@ class Reporter:
         folder = self._folder
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / CONFIG, to_yaml(run.config))
-        self._run, self._begin = run, time.monotonic() - measurement.process_seconds()
+        self._run = run
+        self._begin = time.monotonic() - measurement.process_seconds()
         self._result = _begun(folder, run)  # without what is measured
         self._last: StepDone | None = None  # the step whose recording comes next
         self._checkpoint = 0  # step of the last checkpoint written
@@ -134,7 +135,8 @@ class Reporter:
                 raise AssertionError(message)
 
     def _step(self, message: StepDone) -> None:
-        run, self._last = self._run, message
+        run = self._run
+        self._last = message
         self._change(steps=message.step, memory_bytes=message.memory_bytes)
         quantities = {
             "step_seconds": message.seconds,
@@ -326,7 +328,8 @@ class Reporter:
 
 def _begun(folder: Path, run: RunDescription) -> RunResult:
     """The result of a run whose first step comes next."""
-    config, spec, prediction, shares = run.config, run.spec, None, None
+    config, spec = run.config, run.spec
+    prediction = shares = None
     if (plan := run.prediction) is not None:
         measured = plan.costs.basis == "timed_layers"
         prediction = Prediction(plan.costs.source, measured, plan.step_seconds, plan.held_bytes, plan.saved_bytes)

@@ -52,7 +52,9 @@ class Writer:
         folder, run = self._folder, self._run
         (folder / _END).unlink(missing_ok=True)
         written = [
-            columns_summary(varied_by(folder, values), [f"final/{one.final}" for one in finals(run.config.task)]),
+            columns_summary(
+                varied_by(folder, values), [f"final/{measure.final}" for measure in finals(run.config.task)]
+            ),
             settings_summary(values),
             self._summary.custom_scalars(charts(run.config.text, run.prediction is not None)),
         ]
