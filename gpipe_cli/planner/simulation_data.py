@@ -36,6 +36,7 @@ def simulation_data(plan: Plan) -> SimulationData:
     """A plan and what it was made from, in seconds and bytes; sequences have an entry per layer or per stage."""
     config, profile, costs, layout, samples = plan.config, plan.profile, plan.costs, plan.layout, plan.step_samples
     linked = _costs(plan, plan.micro_batches)
+    memory = [MemoryModel(config, profile, [size]) for size in (1, 2)]
     seconds = {tie.stages: tie.seconds for tie in linked.ties}
     return {
         "setting": {
@@ -54,7 +55,7 @@ def simulation_data(plan: Plan) -> SimulationData:
             "balance_given": config.partition.balance is not None or config.partition.method != "exact",
         },
         "rows": rows_of(plan.schedule),
-        **_cuts(plan, linked),
+        **_cuts(plan, linked, memory),
         "device_of_stage": plan.device_of_stage,
         "layers": [
             {
@@ -67,7 +68,7 @@ def simulation_data(plan: Plan) -> SimulationData:
                 profile.costs,
                 costs.updates,
                 costs.sums or (0.0,) * len(profile.costs),
-                _held(plan, [(at, at + 1) for at in range(len(profile.costs))]),
+                _held(plan, memory, [(at, at + 1) for at in range(len(profile.costs))]),
                 strict=True,
             )
         ],
@@ -112,17 +113,17 @@ def _placement(plan: Plan) -> str:
     return name_of(device_of_stage) or (PLACEMENTS[0] if consecutive else "as planned")
 
 
-def _cuts(plan: Plan, costs: StepCosts) -> dict[str, Any]:
+def _cuts(plan: Plan, costs: StepCosts, memory: Sequence[MemoryModel]) -> dict[str, Any]:
     """The plan's cut, and for each K that the page offers the fastest one without and with recomputation. The page
-    says whether they fit the memory."""
+    says whether they fit the memory. `memory` as in `_held`."""
     profile, layers = plan.profile, len(plan.profile.costs)
     offered = range(1, _MOST_STAGES + 1) if layers <= _MOST_LAYERS else [1 << n for n in range(5)]
 
     def cut(balance: Sequence[int]) -> dict[str, Any]:
         bounds = bounds_of(balance)
         none = [0] * len(bounds)
-        stored = MemoryModel(plan.config, profile, [1]).holding(bounds, none, none)
-        held = _held(plan, bounds)
+        stored = memory[0].holding(bounds, none, none)
+        held = _held(plan, memory, bounds)
         stages = [
             {"weights": one.weights_bytes, "gradients": one.gradients_bytes, "optimizer": one.optimizer_bytes,
              "buffers": one.buffers_bytes, "held": of}
@@ -147,15 +148,16 @@ def _cuts(plan: Plan, costs: StepCosts) -> dict[str, Any]:
     }
 
 
-def _held(plan: Plan, spans: Bounds) -> list[dict[str, list[int]]]:
-    """Of each span of layers, the bytes of a micro-batch in each way to hold it. Where backwards were not traced in
-    halves, as much is held between them as before."""
-    one, two = (MemoryModel(plan.config, plan.profile, [samples]).largest(spans) for samples in (1, 2))
-    found = [
+def _held(plan: Plan, memory: Sequence[MemoryModel], spans: Bounds) -> list[dict[str, list[int]]]:
+    """Of each span of layers, the bytes of a micro-batch in each way to hold it: fixed ones, and those of a sample.
+    `memory` is that of micro-batches of one sample and of two. Where backwards were not traced in halves, as much is
+    held between them as before."""
+    one, two = (model.largest(spans) for model in memory)
+    held = [
         {way: [2 * first - second, second - first] for way, first, second in zip(Held._fields, *both, strict=True)}
         for both in zip(one, two, strict=True)
     ]
-    return found if plan.profile.splits else [{**of, "weights": of["graph"]} for of in found]
+    return held if plan.profile.splits else [{**ways, "weights": ways["graph"]} for ways in held]
 
 
 def _skip_bytes(profile: ModelProfile, skip: Skip) -> list[list[int]]:
