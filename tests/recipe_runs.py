@@ -10,6 +10,8 @@ from typing import IO, Any
 from gpipe_cli.commands.outcome import run_command
 from gpipe_cli.commands.recipe_run import simulating_recipe
 from gpipe_cli.reporting.tables.table import Table
+from gpipe_cli.reproduction.experiment import Experiment
+from gpipe_cli.reproduction.recipe import load
 from gpipe_cli.reproduction.runner import CommandFailedError, Runner, Scale
 
 # All stages in one process, and no timing of the machine; and the images of any recipe, tiny.
@@ -17,6 +19,13 @@ HERE = ("executor=in_process", "device=cpu", "threads=1", "data_workers=0", "har
 TINY = ("model.normal_cells=3", "model.filters=4", "dataset.image_size=16", "batch_size=16", *HERE)
 # (command, settings, folder) -> the file that it writes, and what is in it; or the error that it ends with
 Answer = Callable[[str, Mapping[str, str], Path], tuple[str, dict[str, Any]]]
+
+
+def experiment(name: str) -> Experiment:
+    """What the recipe ``name`` runs and shows."""
+    found = load(name).experiment
+    assert found is not None
+    return found
 
 
 def perform(arguments: Sequence[str], log: IO[str]) -> None:

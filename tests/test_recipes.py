@@ -33,7 +33,7 @@ def configure(name: str, *settings: str) -> tuple[TrainConfig, set[str]]:
 @pytest.mark.parametrize("name", names())
 def test_all_scales_compose(name: str) -> None:
     recipe = load(name)
-    assert recipe.experiment is not None
+    assert sum(one is not None for one in (recipe.experiment, recipe.largest_model, recipe.published)) == 1
     config, missing = configure(name)
     assert missing <= {"dataset.root"}  # of data that are not public
     assert (config.init_from is not None) == name.startswith("transfer_")

@@ -82,6 +82,66 @@ def test_a_recipe_is_reproduced(capsys: pytest.CaptureFixture[str]) -> None:
     assert all("-cn breakdown" in line and "model.filters=16" in line for line in found["commands"])
 
 
+MY_TABLE = """
+defaults: [plan, override model: transformer_lm, override dataset: synthetic_text,
+           override hardware: tpu_v2, _self_]
+batch_size: 8
+model: {layers: 4, width: 16, hidden: 32, heads: 2, length: 8}
+dataset: {vocabulary: 64}
+recipe:
+  title: My table
+  claim: Two stages are faster than one
+  source: Table 9
+  hardware: TPUs
+  needs: {gpus: 0, memory_gib: 0}
+  desk: {settings: {}, scaled: nothing, minutes: 0.1}
+  smoke: {}
+  choices: ["N = 8"]
+  experiment:
+    varied: [partitions, micro_batches]
+    refused: {partitions: the rows differ in it}
+    runs: [{name: ours, command: simulated, each_row: true}]
+    columns:
+      - {heading: K, key: partitions}
+      - {heading: share, key: share, origin: paper, form: .1%}
+      - {heading: share, key: ours.KEY, origin: simulated, form: .1%}
+      - {heading: ours - paper, key: ours.KEY, minus: share}
+      - {heading: N, key: ours.samples, origin: simulated, form: d}
+    tables:
+      - title: Speed of {name}
+        name: mine
+        rows: [{partitions: 1, micro_batches: 1, share: 1.0}, {partitions: 2, micro_batches: 4}]
+    notes:
+      - {label: found, text: "{rows:plural row}"}
+      - {label: samples, text: "{number} of {name}", each: tables}
+    values: {rows: 2}
+"""
+
+
+def test_a_table_of_the_paper_is_a_file_in_a_folder_of_the_user(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("mine").mkdir()
+    asked = ["reproduce", "-cd", "mine", "-cn", "my_table", "output=out"]
+    assert command(*asked) == 2
+    assert "mine/my_table.yaml: cannot be read" in capsys.readouterr().err
+    file = Path("mine/my_table.yaml")
+    file.write_text(MY_TABLE.replace("KEY", "sample"), encoding="utf-8")
+    assert command(*asked) == 2
+    line = "ours.sample: there is no sample; choose one of samples, samples_per_second"
+    assert line in capsys.readouterr().err
+    file.write_text(MY_TABLE.replace("KEY", "samples"), encoding="utf-8")
+    assert command(*asked, "partitions=2") == 2
+    assert "partitions=2: the rows differ in it; leave it out" in capsys.readouterr().err
+    assert command(*asked) == 0
+    (folder,) = Path("out").glob("*_reproduce_my_table")
+    found = read_reproduction(folder)
+    (table,) = found.tables
+    assert table.title == "Speed of mine"
+    assert column(table, "share", "simulated") == ["800.0 %", "800.0 %"]
+    assert column(table, "ours - paper", "difference") == ["+700.00", "-"]
+    assert [*found.notes[-1]] == ["found", "2 rows"]  # there is one table, so that it has no number
+    assert found.commands[0].startswith("gpipe plan -cd mine -cn my_table partitions=1 micro_batches=1")
+
+
 def descendants(process: int) -> list[int]:
     found = children(process)
     return [*found, *(one for child in found for one in descendants(child))]

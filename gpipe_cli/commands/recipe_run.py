@@ -50,10 +50,8 @@ class Machine:
     def reproduce(self, recipe: Recipe, whole: ReproduceSettings, given: tuple[str, ...], folder: Path) -> Reproduction:
         """Run a recipe. Raises the errors that its commands end with."""
         chosen, why = self.scale(recipe, whole, given)
-        show = partial(show_line, self.console)
-        return recipe.reproduce(
-            chosen, why, self.gpus, given, folder, partial(perform, self.console), simulating_recipe(recipe.name), show
-        )
+        simulate, show = simulating_recipe(recipe.name, recipe.folder), partial(show_line, self.console)
+        return recipe.reproduce(chosen, why, self.gpus, given, folder, partial(perform, self.console), simulate, show)
 
 
 def perform(console: Console, command: Sequence[str], log: IO[str]) -> None:
@@ -74,7 +72,7 @@ def perform(console: Console, command: Sequence[str], log: IO[str]) -> None:
 
 
 @cache
-def simulating_recipe(name: str) -> Simulate:
-    """A function that plans the recipe `name` with given settings. It raises InputError as `gpipe plan` does."""
-    trees = Trees(read("train", ["-cd", str(FOLDER), "-cn", name]), TRAINING_KEYS)
+def simulating_recipe(name: str, folder: str = str(FOLDER)) -> Simulate:
+    """A function that plans the recipe `name` of a folder with given settings; it raises InputError as `gpipe plan`."""
+    trees = Trees(read("train", ["-cd", folder, "-cn", name]), TRAINING_KEYS)
     return simulating(lambda settings: training(trees.tree(settings), {}))

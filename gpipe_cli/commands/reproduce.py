@@ -41,6 +41,7 @@ HELP = """Reproduces tables, figures and results of the GPipe paper, and prints 
 Usage: gpipe reproduce                               lists the recipes
        gpipe reproduce NAME [setting=value ...]      runs one
        gpipe reproduce NAME NAME ... | all           runs several into one folder, and writes a page about all of them
+       gpipe reproduce -cd FOLDER -cn NAME [...]     runs one of your own, FOLDER/NAME.yaml
 
 Settings
   scale      paper: as in the paper | desk: scaled down to two CPU cores | auto: paper if its GPUs are here, otherwise
@@ -75,6 +76,9 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     if arguments[:1] == ["-sc"]:  # no completion: Hydra completes settings, and not the names of recipes
         return 0
+    folder = FOLDER
+    if arguments[:1] == ["-cd"] and arguments[2:3] == ["-cn"] and len(arguments) > 3:
+        folder, arguments = Path(arguments[1]), arguments[3:]
     # a path such as ../micro_batches=4 is no setting
     rest = [argument for argument in arguments if "=" not in argument or argument.startswith((".", "/"))]
     for argument in arguments:
@@ -97,7 +101,10 @@ def main(arguments: Sequence[str]) -> int:
         console.print()
         show_line(console, f"{RUNS_ONE}; gpipe reproduce --help")
         return 0
-    chosen = [load(name) for name in (names() if rest == [ALL] else dict.fromkeys(rest))]
+    if folder != FOLDER and len(rest) > 1:
+        raise InputError(f"{rest[1]}: your own recipes run one at a time; leave it out")
+    every = rest == [ALL] and folder == FOLDER
+    chosen = [load(name, folder) for name in (names() if every else dict.fromkeys(rest))]
     given = tuple(one for one in last_wins(line.typed) if key_of(one) not in own)
     for recipe in chosen:
         recipe.check(given)

@@ -468,9 +468,14 @@ def load(path: Path) -> TrainConfig:
 
 
 def load_recipe(file: Path) -> dict[str, Any]:
-    """A recipe's own settings, merged over the `family/` files that its defaults list; without gpipe's defaults."""
-    own = OmegaConf.load(file)
-    assert isinstance(own, DictConfig)
+    """A recipe's own settings, merged over the `family/` files that its defaults list; without gpipe's defaults. Raises
+    InputError if it cannot be read, or is no recipe."""
+    try:
+        own = OmegaConf.load(file)
+    except (OSError, yaml.YAMLError) as error:
+        raise InputError(f"{file}: cannot be read ({one_line(error)}); mend it, or choose another") from error
+    if not isinstance(own, DictConfig) or not {"defaults", "recipe"} <= own.keys():
+        raise InputError(f"{file}: is no recipe, as it has no defaults or no node recipe; see those of gpipe")
     families = [entry for entry in own.pop("defaults") if isinstance(entry, str) and entry.startswith("family/")]
     return container(OmegaConf.merge(*(OmegaConf.load(file.parent / f"{entry}.yaml") for entry in families), own))
 

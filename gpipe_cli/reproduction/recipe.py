@@ -9,23 +9,19 @@ experiment has a module of its own in this folder.
 import shlex
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gpipe_cli.config.settings import key_of, load_recipe, owner
 from gpipe_cli.config.typed import RefusedError, nearest, show, typed
 from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.tables.recipe import Reproduction
-from gpipe_cli.reproduction.breakdown import Breakdown
-from gpipe_cli.reproduction.consistency import Consistency
+from gpipe_cli.reporting.tables.table import Column, Table
+from gpipe_cli.reproduction.experiment import Experiment
 from gpipe_cli.reproduction.largest_model import LargestModel
 from gpipe_cli.reproduction.published import PublishedFigures
-from gpipe_cli.reproduction.runner import FOLDER, Experiment, Gpu, Perform, Runner, Scale, last_wins, with_users
-from gpipe_cli.reproduction.scaling import Scaling
-from gpipe_cli.reproduction.schedules import Schedules
+from gpipe_cli.reproduction.runner import FOLDER, Gpu, Perform, Runner, Scale, counts, last_wins, with_users
 from gpipe_cli.reproduction.simulated import Simulate
-from gpipe_cli.reproduction.throughput import Throughput
-from gpipe_cli.reproduction.training import Classification, FineTuning, Size, Translation
 from gpipe_cli.results.files import flattened
 from gpipe_cli.system.machine import cpu_model, usable_cores
 from gpipe_cli.units import plural, size
@@ -79,10 +75,31 @@ class Desk:
 
 
 @dataclass(frozen=True, slots=True)
+class Size:
+    """The parameter count of the full model, shown at every scale, as counting takes neither data nor accelerators."""
+
+    model: str  # the model in the paper's words
+    parameters: int  # the paper's count
+    settings: tuple[str, ...]  # settings that allow counting without the paper's data
+
+    def table(self, runner: Runner) -> Table:
+        """Count the parameters at the paper's size, whatever the scale and the user's settings."""
+        counted = replace(runner, settings=()).train("counted", "dry_run=true", *self.settings)["model_parameters"]
+        columns = (
+            Column("model", cells=[self.model]),
+            counts("parameters", "paper", [self.parameters]),
+            counts("parameters", "counted", [counted]),
+            Column("", "difference", minuend="parameters", cells=[f"{100 * (counted / self.parameters - 1):+.1f} %"]),
+        )
+        return Table("Size", columns)
+
+
+@dataclass(frozen=True, slots=True)
 class Recipe:
     """The node `recipe` of a file in recipes/. Exactly one of its experiments is not None."""
 
     name: str
+    folder: str  # that of its file
     keys: tuple[str, ...]  # dotted keys that its file and its family set: `model.variant`
     title: str
     claim: str  # the paper's claim in our own words
@@ -93,24 +110,9 @@ class Recipe:
     smoke: tuple[str, ...]  # settings added to the desk's, so that the recipe runs within seconds
     choices: tuple[str, ...]  # values that we chose where the paper gives none, and why
     size: Size | None = None  # the parameters of the full model
+    experiment: Experiment | None = None
     largest_model: LargestModel | None = None
-    throughput: Throughput | None = None
-    breakdown: Breakdown | None = None
-    schedules: Schedules | None = None
-    scaling: Scaling | None = None
     published: PublishedFigures | None = None
-    classification: Classification | None = None
-    translation: Translation | None = None
-    fine_tuning: FineTuning | None = None
-    consistency: Consistency | None = None
-
-    @property
-    def experiment(self) -> Experiment:
-        trained = self.classification, self.translation, self.fine_tuning, self.consistency
-        speeds = self.throughput, self.breakdown, self.schedules, self.scaling, self.published
-        kinds = self.largest_model, *speeds, *trained
-        (found,) = (kind for kind in kinds if kind is not None)
-        return found
 
     def settings(self, scale: Scale) -> tuple[str, ...]:
         """The settings of a scale, which replace the recipe's own."""
@@ -152,8 +154,11 @@ class Recipe:
         desk = self.settings(scale)
         settings = with_users(desk, given)
         runner = Runner(self.name, folder, settings, perform, simulate, progress, scale, last_wins(given), gpus)
+        runner.recipes = Path(self.folder)
         try:
-            experiment = self.experiment.smallest() if scale == "smoke" else self.experiment
+            (experiment,) = (one for one in (self.experiment, self.largest_model, self.published) if one is not None)
+            if scale == "smoke" and not isinstance(experiment, Experiment):
+                experiment = experiment.smallest()
             found = experiment.reproduce(runner)
             sizes = () if self.size is None else (self.size.table(runner),)
         except RefusedError as error:
@@ -180,7 +185,8 @@ class Recipe:
         if self.size is not None:
             smaller = " ".join(self.size.settings)
             notes.append(("counted", f"from the paper's configuration with {smaller}, dry_run=true"))
-        if not found.comparable:
+        columns = [column for table in found.tables for column in table.columns]
+        if not found.comparable and any(column.origin == "difference" for column in columns):
             notes.append(("differences", "none where data or sizes are not the paper's"))
         machine = f"{usable_cores()} cores of {cpu_model()}"
         if runner.gpus:
@@ -210,17 +216,17 @@ def names() -> list[str]:
     return sorted((file.stem for file in FOLDER.glob("*.yaml")), key=place)
 
 
-def load(name: str) -> Recipe:
-    """The recipe in recipes/<name>.yaml. Raises InputError if there is none."""
+def load(name: str, folder: Path = FOLDER) -> Recipe:
+    """The recipe in the file <name>.yaml of a folder. Raises InputError if there is none."""
     known = names()
-    if name not in known:
+    if folder == FOLDER and name not in known:
         none = f"{show(name) or repr(name)}: there is no such recipe"
         raise InputError(f"{none}{nearest(name, known)}; choose one of {', '.join(known)}")
-    tree = load_recipe(FOLDER / f"{name}.yaml")
+    tree = load_recipe(folder / f"{name}.yaml")
     said = tree.pop("recipe")
     for where, key in ((said["desk"], "settings"), (said, "smoke")):
         where[key] = [f"{setting}={show(value)}" for setting, value in where[key].items()]
-    return typed(Recipe, {"name": name, "keys": [*tree, *dict(flattened(tree))], **said})
+    return typed(Recipe, {"name": name, "folder": str(folder), "keys": [*tree, *dict(flattened(tree))], **said})
 
 
 def explained(error: RefusedError, users: Sequence[str], desk: Sequence[str], own: Sequence[str]) -> str:

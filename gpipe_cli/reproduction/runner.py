@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import resources
 from pathlib import Path
-from typing import IO, Any, Literal, Protocol, Self
+from typing import IO, Any, Literal
 
 from gpipe_cli.config.settings import key_of, owner, replaced_batch
 from gpipe_cli.config.typed import quoted
@@ -29,8 +29,6 @@ from gpipe_cli.units import count, duration
 
 FOLDER = Path(str(resources.files("gpipe_cli.recipes")))
 THROUGH_HOST = "NCCL_P2P_DISABLE"  # environment variable: with 1, NCCL copies between GPUs through host memory
-# Settings of a training that its result does not depend on (the recipe `consistency`).
-SAME_RESULT = ("partitions", "partition", "schedule", "recompute")
 # Settings that leave data and sizes as they are, such as where and how long something runs; all others may change them.
 # A group, such as `checkpoint`, stands for all its settings.
 _HARMLESS = (
@@ -50,15 +48,6 @@ class Findings:
     notes: tuple[tuple[str, str], ...] = ()  # label, line: what was simulated and from what, what is odd
     files: tuple[tuple[str, str], ...] = ()  # description, path: pictures
     comparable: bool = True  # False: data or sizes are not the paper's, so no difference was taken
-
-
-class Experiment(Protocol):
-    """What a recipe does. Each kind of experiment is a module of this folder and a field of `Recipe`."""
-
-    def reproduce(self, runner: "Runner") -> Findings: ...
-
-    def smallest(self) -> Self:
-        """The smallest experiment that still runs all of the code, for `scale=smoke`."""
 
 
 class CommandFailedError(RuntimeError):
@@ -81,6 +70,7 @@ class Runner:
     scale: Scale
     users: tuple[str, ...] = ()  # the part of ``settings`` that the user gave
     machine: Sequence[Gpu] = ()  # the GPUs of this machine
+    recipes: Path = FOLDER  # the folder of the recipe's file
     commands: list[str] = field(default_factory=list)  # all commands run so far, as a user types them
 
     @property
@@ -149,7 +139,7 @@ class Runner:
     def simulated(self, *settings: str) -> Simulated:
         """The plan that `gpipe plan` makes of ``settings``, made in this process."""
         given = [one for one in last_wins((*settings, *self.settings)) if owner(one) in (None, "plan")]
-        self.commands.append(f"gpipe {shlex.join(['plan', '-cd', str(FOLDER), '-cn', self.name, *given])}")
+        self.commands.append(f"gpipe {shlex.join(['plan', '-cd', str(self.recipes), '-cn', self.name, *given])}")
         return self.simulate(given)
 
     def train(self, name: str, *settings: str) -> dict[str, Any]:
@@ -166,7 +156,7 @@ class Runner:
         given = [one for one in last_wins((*settings, *self.settings)) if owner(one) in (None, command[0])]
         place = f"{'hydra.sweep.dir' if command[0] == 'bench' else 'run_folder'}={quoted(folder)}"
         shown = [one for one in given if one not in self.settings]  # settings that differ; the log has all of them
-        arguments = [*command, "-cd", str(FOLDER), "-cn", self.name, *given, place]
+        arguments = [*command, "-cd", str(self.recipes), "-cn", self.name, *given, place]
         self._perform(arguments, folder, [*command, *shown])
         return read_result(folder, file)
 
@@ -243,9 +233,3 @@ def differences(heading: str, ours: Column, paper: Column, comparable: bool, dig
     pairs = zip(ours.plain_values, paper.plain_values, strict=True)
     cells = [difference(mine, theirs, comparable, digits) for mine, theirs in pairs]
     return Column(heading, "difference", cells, minuend=ours.heading)
-
-
-def beside(title: str, rows: Sequence[tuple[str, ...]]) -> Table:
-    """A table whose rows hold a name, the paper's number, ours and the difference."""
-    columns = Column(""), Column("", "paper"), Column("", "measured"), Column("", "difference", minuend="")
-    return Table.of_rows(title, columns, tuple(rows))

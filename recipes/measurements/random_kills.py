@@ -28,7 +28,7 @@ from random import Random
 from gpipe_cli.cli import main as gpipe
 from gpipe_cli.pipeline.runtime.boundary import same_bits
 from gpipe_cli.reporting.compare.run_record import read_curves
-from gpipe_cli.reproduction.consistency import last_tensors
+from gpipe_cli.reproduction.last_tensors import last_tensors
 from gpipe_cli.results.files import read_result
 from gpipe_cli.training.checkpoint.files import checkpoints_in
 

@@ -19,7 +19,6 @@ from gpipe_cli.pipeline.schedule.schedule_file import read_schedule
 from gpipe_cli.pipeline.schedule.simulator import StageCost, simulate
 from gpipe_cli.pipeline.schedule.timeline import Timeline
 from gpipe_cli.reproduction.recipe import load
-from gpipe_cli.reproduction.throughput import Throughput
 
 plan = lru_cache(plan_now)  # an answer may be checked often; no plan here reads a file that the reader changes
 
@@ -233,9 +232,9 @@ def _cure(answer: str, patient: str) -> str | None:
 def paper() -> dict[tuple[int, int], float]:
     """Table 2 of the paper (arXiv 1811.06965v5), Transformer-48: (K, M) -> speed relative to K = 2, M = 1."""
     experiment = load("table2_transformer").experiment
-    assert isinstance(experiment, Throughput)
-    (model,) = experiment.models
-    return {(row.partitions, row.micro_batches): row.paper for row in model.rows}
+    assert experiment is not None
+    (table,) = experiment.tables
+    return {(row["partitions"], row["micro_batches"]): row["paper"] for row in table.rows}
 
 
 def _bound(answer: Callable[[int, int], float]) -> str | None:

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from recipe_runs import TINY, column, real_runner
+from recipe_runs import TINY, column, experiment, real_runner
 
-from gpipe_cli.reporting.compare.run_record import read_run
-from gpipe_cli.reproduction.consistency import DIGITS, Consistency, Trained, digest, notes
+from gpipe_cli.reproduction.computed import consistency
+from gpipe_cli.reproduction.last_tensors import DIGITS, digest, last_tensors
 from gpipe_cli.reproduction.recipe import load
 from gpipe_cli.reproduction.runner import Findings, last_wins
 
-WHAT = Consistency(partitions=(1, 3), seeds=(0, 1))
+ROWS = ({"partitions": 1, "seed": 0}, {"partitions": 3, "seed": 0}, {"partitions": 1, "seed": 1})
 
 
 @pytest.fixture(scope="module")
@@ -20,11 +20,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Findings, Path]:
     folder = tmp_path_factory.mktemp("consistency")
     small = (*TINY, "dataset.classes=[0,1]", "max_steps=2", "micro_batches=3")
     settings = last_wins((*load("consistency").desk.settings, *small))
-    return WHAT.reproduce(real_runner("consistency", folder, *settings)), folder
-
-
-def trained(folder: Path, partitions: int, seed: int = 0) -> Trained:
-    return Trained(partitions, seed, read_run(folder / f"partitions_{partitions}_seed_{seed}"))
+    what = experiment("consistency")
+    runs, spread = what.tables
+    what = replace(what, tables=(replace(runs, rows=ROWS), spread))
+    return what.reproduce(real_runner("consistency", folder, *settings)), folder
 
 
 def test_partitions_change_nothing_and_seeds_do(found: tuple[Findings, Path]) -> None:
@@ -34,12 +33,12 @@ def test_partitions_change_nothing_and_seeds_do(found: tuple[Findings, Path]) ->
     assert column(runs, "losses of all steps", "measured") == ["-", "as in row 1", "others"]
     one, three, other = column(runs, "SHA-256 of weights", "measured")
     assert one == three != other
-    assert one == digest(trained(folder, 1).tensors)[:DIGITS]
+    assert one == digest(last_tensors(folder / "partitions_1_seed_0"))[:DIGITS]
     partitions, seeds = column(spread, "loss", "measured")
     assert float(partitions) == 0 < float(seeds)
     said = dict(findings.notes)
     assert said["losses"] == "those of all 2 steps are the same bits with K = 1, 3"
-    tensors = trained(folder, 3).tensors
+    tensors = last_tensors(folder / "partitions_3_seed_0")
     assert said["weights"] == f"all {len(tensors):,} tensors of the last checkpoint are the same bits with K = 1, 3"
     assert said["curves"] == f"tensorboard --logdir {folder}"
 
@@ -47,11 +46,15 @@ def test_partitions_change_nothing_and_seeds_do(found: tuple[Findings, Path]) ->
 def test_what_differs_is_said(found: tuple[Findings, Path]) -> None:
     """The run with another seed in the place of one with another number of partitions."""
     _, folder = found
-    runs = [trained(folder, 1), replace(trained(folder, 1, seed=1), partitions=3)]
-    said = dict(notes(runs))
-    assert said["losses"] == "K = 3: of 2 steps, some losses differ from those with K = 1"
-    assert said["weights"].startswith("K = 3: ")
-    assert f"of {len(runs[0].tensors)} tensors differ" in said["weights"]
+    runs = [{**row, "trained": {"folder": folder / f"partitions_1_seed_{row['seed']}"}} for row in ROWS]
+    runs[1]["trained"] = runs[2]["trained"]
+    results = {"tables": [{"rows": runs}, {"rows": [{}, {}]}]}
+    consistency(results, real_runner("consistency", folder))
+    said = [line for note in experiment("consistency").notes for line in note.lines(results)]
+    assert ("losses", "K = 3: of 2 steps, some losses differ from those with K = 1") in said
+    (weights,) = (line for label, line in said if label == "weights")
+    assert weights.startswith("K = 3: ")
+    assert f"of {results['tensors']} tensors differ" in weights
 
 
 def test_digests_are_of_names_types_shapes_and_bits() -> None:

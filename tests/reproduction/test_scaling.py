@@ -1,26 +1,30 @@
 """Weak and strong scaling: what grows with the replicas, and what the bubble and a memory too small make of it."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from recipe_runs import column, real_runner
-
-from gpipe_cli.reproduction.scaling import Pipelines, ScaledModel, Scaling
+from recipe_runs import column, experiment, real_runner
 
 SMALL = (
+    "recompute=always",
     "model=transformer_lm", "dataset=synthetic_text", "model.layers=2", "model.width=8", "model.hidden=8",
     "model.heads=1", "model.length=4", "dataset.vocabulary=8", "hardware=tpu_v3", "ema_decay=0",
 )  # fmt: skip
 
 
 def test_replicas_take_their_share_of_a_mini_batch(tmp_path: Path) -> None:
-    model = ScaledModel("tiny", 2, 8, 16, (Pipelines(1, (1,)), Pipelines(2, (2, 8, 16))), SMALL)
-    found = Scaling(("recompute=always",), (model,)).reproduce(real_runner("scaling", tmp_path))
+    cells = [("weak", 1, 1), ("weak", 2, 2), ("weak", 2, 8), ("weak", 2, 16), ("strong", 1, 1), ("strong", 2, 2)]
+    rows = []
+    for scaling, k, r in [*cells, ("strong", 2, 8)]:
+        samples = 8 * r if scaling == "weak" else 16
+        sizes = {"partitions": k, "replicas": r, "batch_size": samples, "micro_batches": samples // (2 * r)}
+        rows.append({"scaling": scaling, **sizes})
+    what = experiment("scaling")
+    tiny = replace(what.tables[0], name="tiny", settings=SMALL, rows=tuple(rows))
+    found = replace(what, tables=(tiny,)).reproduce(real_runner("scaling", tmp_path))
     (table,) = found.tables
-    assert column(table, "scaling") == ["weak"] * 4 + ["strong"] * 3  # of 16 replicas each would have one sample
     assert column(table, "devices") == ["1", "4", "16", "32", "1", "4", "16"]
-    assert column(table, "N") == ["8", "16", "64", "128", "16", "16", "16"]
-    assert column(table, "M") == ["4", "4", "4", "4", "8", "4", "1"]
     assert column(table, "fits", "simulated") == ["yes"] * 7
     efficiencies, idle = (
         [float(cell.removesuffix(" %")) for cell in column(table, heading, "simulated")]

@@ -1,25 +1,29 @@
 """Speed over K and M: which commands, and which numbers in which column."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import pytest
-from recipe_runs import answering, column
+from recipe_runs import answering, column, experiment
 
 from gpipe_cli.commands.recipe_run import simulating_recipe
 from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.schedule.simulator import ideal_bubble
 from gpipe_cli.reproduction import runner
-from gpipe_cli.reproduction.recipe import load
-from gpipe_cli.reproduction.throughput import Model, Row, Throughput
+from gpipe_cli.reproduction.experiment import Experiment, Rows
 
-ROWS = tuple(Row(k, m, paper=1.5) for k in (2, 4) for m in (1, 4))
-WHAT = Throughput((Model("Some model", ROWS, figures=("hardware=tpu_v2",)),))
+ROWS = tuple({"partitions": k, "micro_batches": m, "paper": 1.5} for k in (2, 4) for m in (1, 4))
 CPU = "device=cpu"
 Refusal = Callable[[Mapping[str, str]], InputError | None]
+
+
+def throughput(rows: tuple[dict[str, Any], ...]) -> Experiment:
+    """The recipe of Table 2 with a table of other rows."""
+    return replace(experiment("table2_amoebanet"), tables=(Rows("A title", rows, name="Some model"),))
 
 
 def ideal(k: int, m: int) -> float:
@@ -63,7 +67,7 @@ def _two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_each_kind_of_number_has_its_column(tmp_path: Path) -> None:
     machine = Machine()
-    found = WHAT.reproduce(answering(tmp_path, machine, settings=(CPU, "model.filters=16")))
+    found = throughput(ROWS).reproduce(answering(tmp_path, machine, settings=(CPU, "model.filters=16")))
     (table,) = found.tables
     assert column(table, "K", "") == ["2", "2", "4", "4"]
     expected = [f"{ideal(k, m) / ideal(2, 1):.2f}" for k in (2, 4) for m in (1, 4)]
@@ -87,10 +91,13 @@ def test_each_kind_of_number_has_its_column(tmp_path: Path) -> None:
 
 
 def test_rows_that_recompute_differently_are_sweeps_of_their_own(tmp_path: Path) -> None:
-    rows = (Row(1, 1, 1.0, name="naive-1", recompute="never"), Row(1, 4, 0.8, name="pipeline-1"), Row(2, 4, 1.4))
+    rows = (
+        {"row": "naive-1", "partitions": 1, "micro_batches": 1, "recompute": "never", "paper": 1.0},
+        {"row": "pipeline-1", "partitions": 1, "micro_batches": 4, "paper": 0.8},
+        {"row": "pipeline-2", "partitions": 2, "micro_batches": 4, "paper": 1.4},
+    )
     machine = Machine()
-    what = Throughput((Model("Some model", rows, figures=()),))
-    (table,) = what.reproduce(answering(tmp_path, machine, settings=(CPU,))).tables
+    (table,) = throughput(rows).reproduce(answering(tmp_path, machine, settings=(CPU,))).tables
     benches = machine.settings("bench")
     assert [(s["partitions"], s.get("recompute")) for s in benches] == [("1", "never"), ("1,2", None)]
     first = 8 * ideal(1, 1)
@@ -99,7 +106,7 @@ def test_rows_that_recompute_differently_are_sweeps_of_their_own(tmp_path: Path)
         f"{9 * ideal(1, 4) / first:.2f}",
         f"{9 * ideal(2, 4) / first:.2f}",
     ]
-    assert column(table, "", "") == ["naive-1", "pipeline-1", ""]
+    assert column(table, "", "") == ["naive-1", "pipeline-1", "pipeline-2"]
 
 
 def test_cells_that_cannot_be_do_not_take_the_others_with_them(tmp_path: Path) -> None:
@@ -109,7 +116,7 @@ def test_cells_that_cannot_be_do_not_take_the_others_with_them(tmp_path: Path) -
     def refusing(*partitions: str) -> Machine:
         return Machine(refusal=lambda settings: InputError(reason) if settings["partitions"] in partitions else None)
 
-    found = WHAT.reproduce(answering(tmp_path, refusing("4"), CPU, "model.layers=1"))
+    found = throughput(ROWS).reproduce(answering(tmp_path, refusing("4"), CPU, "model.layers=1"))
     (table,) = found.tables
     numbers = [f"{ideal(2, m) / ideal(2, 1):.2f}" for m in (1, 4)]
     assert column(table, "here", "measured") == [*numbers, "-", "-"]
@@ -128,14 +135,15 @@ def test_cells_that_cannot_be_do_not_take_the_others_with_them(tmp_path: Path) -
 def test_the_papers_tables_are_as_near_as_we_say(name: str, most: tuple[float, ...], within: float | None) -> None:
     """The mean difference from the paper of each model's cells with Lingvo's cut; `within`: the largest relative
     difference with M = 32."""
-    recipe, simulate = load(name), simulating_recipe(name)
-    assert recipe.throughput is not None
-    for model, least in zip(recipe.throughput.models, most, strict=True):
+    recipe, simulate = experiment(name), simulating_recipe(name)
+    assert recipe.values is not None
+    for table, least in zip(recipe.tables, most, strict=True):
         speeds = []
-        for row in model.rows:
-            cell = f"partitions={row.partitions}", f"micro_batches={row.micro_batches}", "partition.method=lingvo"
-            speeds.append(simulate([*model.settings, *model.figures, *cell]).samples_per_second)
-        pairs = [(speed / speeds[0], row.paper) for speed, row in zip(speeds, model.rows, strict=True)][1:]
+        for row in table.rows:
+            cell = [f"{key}={row[key]}" for key in ("partitions", "micro_batches")]
+            figures = recipe.values["figures"], "partition.method=lingvo"
+            speeds.append(simulate([*table.settings, *figures, *cell]).samples_per_second)
+        pairs = [(speed / speeds[0], row["paper"]) for speed, row in zip(speeds, table.rows, strict=True)][1:]
         assert mean(abs(ours - paper) for ours, paper in pairs) < least + 0.005
-        for (ours, paper), row in zip(pairs, model.rows[1:], strict=True):
-            assert within is None or row.micro_batches < 32 or abs(ours / paper - 1) <= within
+        for (ours, paper), row in zip(pairs, table.rows[1:], strict=True):
+            assert within is None or row["micro_batches"] < 32 or abs(ours / paper - 1) <= within

@@ -2,22 +2,21 @@
 
 import shlex
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from recipe_runs import HERE, TINY, answering, column, real_runner
+from recipe_runs import HERE, TINY, answering, column, experiment, real_runner
 
 from gpipe_cli.reproduction.recipe import load
 from gpipe_cli.reproduction.runner import last_wins
-from gpipe_cli.reproduction.training import RUN, Classification, FineTuning, Translation
 from gpipe_cli.results.files import read_result
 from gpipe_cli.units import percent
 
 SMALL = (*TINY, "max_steps=1", "dataset.classes=[0,1,2,3,4,5]", "model.auxiliary_head=false")
 COUNTED = ("dataset=synthetic_images", "model.normal_cells=3", "model.filters=16")
-FIRST, OTHERS = "dataset.classes=[0,1]", "dataset.classes=[5,6]"
-TUNED = FineTuning(90.0, 80.0, 2, "imagenet_amoebanet_b", (FIRST,), (OTHERS,))
+FIRST, OTHERS = "dataset.classes=[0,1,2,3,4]", "dataset.classes=[5,6,7,8,9]"  # of transfer_cifar10
 
 
 def settings(name: str, *given: str) -> tuple[str, ...]:
@@ -27,8 +26,8 @@ def settings(name: str, *given: str) -> tuple[str, ...]:
 def test_a_classifier(tmp_path: Path) -> None:
     name = "imagenet_amoebanet_b"
     runner = real_runner(name, tmp_path, *settings(name, *SMALL))
-    found = Classification(84.4, 97.0).reproduce(runner)
-    test = read_result(tmp_path / RUN)["test"]
+    found = experiment(name).reproduce(runner)
+    test = read_result(tmp_path / "trained")["test"]
     (scores,) = found.tables
     assert column(scores, "", "paper") == ["84.4 %", "97.0 %", "-"]
     top = [percent(test[key], 2) for key in ("top1", "top5")]
@@ -37,7 +36,7 @@ def test_a_classifier(tmp_path: Path) -> None:
     assert not found.comparable
 
 
-TOP1 = {"pretrained": 0.8, "seed_0": 0.9, "seed_1": 0.92, "from_scratch": 0.5}
+TOP1 = {"pretrained": 0.8, "seed_0": 0.9, "seed_1": 0.92, "seed_2": 0.91, "from_scratch": 0.5}
 
 
 def trained(command: str, settings: Mapping[str, str], folder: Path) -> tuple[str, dict[str, Any]]:
@@ -48,15 +47,15 @@ def trained(command: str, settings: Mapping[str, str], folder: Path) -> tuple[st
 
 def test_fine_tuning_is_the_mean_of_its_runs(tmp_path: Path) -> None:
     runner = answering(tmp_path, trained)
-    means, each = TUNED.reproduce(runner).tables
-    assert column(means, "", "measured") == ["91.00 %", "1.41", "-", "80.00 %", "50.00 %"]
-    assert column(means, "", "paper") == ["90.0 %", "-", "80.0 %", "-", "-"]
+    means, each = experiment("transfer_cifar10").reproduce(runner).tables
+    assert column(means, "", "measured") == ["91.00 %", "1.00", "-", "80.00 %", "50.00 %"]
+    assert column(means, "", "paper") == ["99.0 %", "-", "98.5 %", "-", "-"]
     assert column(means, "", "difference") == ["-"] * 5  # at a desk
-    assert column(each, "seed") == ["0", "1"]
+    assert column(each, "seed") == ["0", "1", "2"]
     commands = [shlex.split(one) for one in runner.commands]
     made = f"init_from='{tmp_path / 'pretrained'}'"
-    assert [made in one for one in commands] == [False, True, True, False]
-    assert [OTHERS in one for one in commands] == [False, True, True, True]
+    assert [made in one for one in commands] == [False, True, True, True, False]
+    assert [OTHERS in one for one in commands] == [False, True, True, True, True]
     assert FIRST in commands[0]
 
 
@@ -69,13 +68,15 @@ def test_a_translation(tmp_path: Path) -> None:
         "batch_tokens=200", "micro_batches=2", "model.layers=1", "model.width=16", "model.hidden=32", "model.heads=2",
         "max_steps=1", *HERE,
     )  # fmt: skip
-    what = Translation(sentences=None, desk_sentences=3, nll=2.5, bleu=30.0)
     name, folder = "batch_size_260k", tmp_path / "recipe"
+    what = experiment(name)
+    trained, evaluated = what.runs
+    what = replace(what, runs=(trained, replace(evaluated, desk=("decode.sentences=3",))))
     found = what.reproduce(real_runner(name, folder, *settings(name, *text)))
     (table,) = found.tables
-    evaluation = read_result(folder / RUN, "evaluate.json")
+    evaluation = read_result(folder / "trained", "evaluate.json")
     assert evaluation["translation"]["sentences"] == 3
-    assert evaluation["loss"] == pytest.approx(read_result(folder / RUN)["test"]["loss"])
+    assert evaluation["loss"] == pytest.approx(read_result(folder / "trained")["test"]["loss"])
     assert column(table, "") == [
         "NLL, nats a token", "perplexity", "... of a unigram model", "BLEU", "... of copying the source", "chrF",
         "... of copying the source",
@@ -83,5 +84,5 @@ def test_a_translation(tmp_path: Path) -> None:
     measured = column(table, "", "measured")
     assert measured[0] == f"{evaluation['loss']:.2f}"
     assert measured[5:] == [f"{evaluation['translation'][key]:.2f}" for key in ("chrf", "chrf_copy")]
-    assert column(table, "", "paper") == ["2.50", "-", "-", "30.00", "-", "-", "-"]
+    assert column(table, "", "paper") == ["2.58", "-", "-", "30.92", "-", "-", "-"]
     assert "of at most 200 tokens" in dict(found.notes)["trained"]

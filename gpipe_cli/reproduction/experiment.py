@@ -1,0 +1,221 @@
+"""What a recipe runs and shows, as its file describes it: runs, the rows and columns of its tables, and its notes.
+
+A run is made once, or once for each row of the tables. `presentation` makes tables and notes of the results, and a
+function of `computed` may add to them what no command computes.
+"""
+
+import contextlib
+import os
+from collections import ChainMap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby, product
+from typing import Any, Literal
+
+from gpipe_cli.config.settings import key_of
+from gpipe_cli.config.typed import NothingFitsError
+from gpipe_cli.errors import InputError
+from gpipe_cli.launch.fork_server import fork_server
+from gpipe_cli.reproduction.computed import COMPUTED, IMPOSSIBLE
+from gpipe_cli.reproduction.presentation import EVERY_SCALE, Note, Shown, Values, filled, table_of
+from gpipe_cli.reproduction.runner import THROUGH_HOST, Findings, Runner, Scale, last_wins
+
+UNKNOWN = dict.fromkeys(("samples", "samples_per_second"))  # what a plan that is impossible does not have
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A command that is run once, or for each row of a table."""
+
+    name: str  # the key of its result
+    command: Literal["train", "evaluate", "bench", "plan", "simulated"]  # simulated: a plan made in this process
+    each_row: bool = False
+    sweep: tuple[str, ...] = ()  # rows that differ in these settings alone are measured in turns
+    settings: tuple[str, ...] = ()  # templates; one whose value is missing is left out
+    desk: tuple[str, ...] = ()  # settings added at a desk
+    smoke: tuple[str, ...] = ()  # and at scale=smoke
+    folder: tuple[str, ...] = ()  # templates, joined by `_`; one whose value is missing is left out; (): the name
+    scales: tuple[Scale, ...] = EVERY_SCALE
+    unless_given: str | None = None  # is not run if the user gives this setting
+    paper_size: bool = False  # without the settings that make a desk's models small
+    without: tuple[str, ...] = ()  # settings that do not go to this command, the user's included
+    slow_links: bool = False  # GPUs exchange tensors through the host's memory; without GPUs nothing is measured
+    last_table: bool = False  # of the tables whose rows have enough devices here, only the last is measured
+
+    def is_wanted(self, runner: Runner) -> bool:
+        given = self.unless_given is not None and runner.given(self.unless_given) is not None
+        return runner.scale in self.scales and not given
+
+    def result(self, settings: Sequence[str], values: Values, runner: Runner) -> dict[str, Any]:
+        """Run the command with ``settings`` and its own; ``values``: those that templates name."""
+        if self.paper_size:
+            runner = runner.with_settings()
+        scale = (*self.settings, *(self.desk if runner.desk else ()), *(self.smoke if runner.scale == "smoke" else ()))
+        own = [text for one in scale if (text := filled(one, values)) is not None]
+        settings, runner = last_wins((*settings, *own)), runner.without(*self.without)
+        if self.command == "simulated":
+            plan = runner.simulated(*settings)
+            return {"samples": plan.samples, "samples_per_second": plan.samples_per_second}
+        folder = "_".join(text for part in self.folder or (self.name,) if (text := filled(part, values)))
+        with _through_host() if self.slow_links else contextlib.nullcontext():
+            found: dict[str, Any] = getattr(runner, self.command)(folder, *settings)
+        if self.command == "bench" and not self.each_row:
+            (found,) = found["rows"]
+        return {**found, "folder": str(runner.folder / folder)}
+
+    def devices(self, runner: Runner) -> int:
+        """The number of devices on which rows are measured."""
+        return 0 if self.slow_links and (runner.desk or len(runner.gpus) < 2) else runner.devices
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A table; its rows have values of their own, such as the paper's."""
+
+    title: str
+    rows: tuple[dict[str, Any], ...]
+    columns: tuple[Shown, ...] = ()  # (): those of the experiment
+    name: str | None = None
+    settings: tuple[str, ...] = ()  # of all its runs
+    at_desk: tuple[int, ...] | None = None  # the numbers of the rows at a desk, from 0; None: all
+    at_smoke: tuple[int, ...] | None = None  # and at scale=smoke; None: as at a desk
+
+    def at(self, scale: Scale) -> list[dict[str, Any]]:
+        desk = None if scale == "paper" else self.at_desk
+        chosen = desk if scale != "smoke" or self.at_smoke is None else self.at_smoke
+        return [dict(self.rows[at]) for at in (range(len(self.rows)) if chosen is None else chosen)]
+
+
+@dataclass(frozen=True, slots=True)
+class Experiment:
+    tables: tuple[Rows, ...]
+    runs: tuple[Run, ...] = ()
+    columns: tuple[Shown, ...] = ()  # of the tables that have none of their own
+    notes: tuple[Note, ...] = ()
+    varied: tuple[str, ...] = ()  # the keys of rows that are settings: `partitions`
+    refused: dict[str, str] | None = None  # settings that the user cannot give, and why
+    required: dict[str, str] | None = None  # settings that the user has to give at the paper's scale, and why
+    values: dict[str, Any] | None = None  # what else keys may name
+    computes: str | None = None  # the function of `computed` that adds to the results
+    compared_at: tuple[Scale, ...] = EVERY_SCALE  # the scales at which differences are taken
+    harmless: tuple[str, ...] = ()  # settings that change no number here
+
+    def reproduce(self, runner: Runner) -> Findings:
+        """Run everything. Raises InputError for bad input, as the commands do, and for a setting that the tables do
+        not allow."""
+        shown = [table for table in self.tables if table.at(runner.scale)]
+        tables: list[dict[str, Any]] = [
+            {"name": table.name, "settings": table.settings, "rows": table.at(runner.scale),
+             "number": number if len(self.tables) > 1 else None}
+            for number, table in enumerate(shown, start=1)
+        ]  # fmt: skip
+        runner = self._checked(runner, [row for table in tables for row in table["rows"]])
+        results: dict[str, Any] = {**(self.values or {}), "tables": tables, "folder": runner.folder}
+        results["comparable"] = runner.scale in self.compared_at and not runner.changed(*self.harmless)
+        for each_row, group in groupby(self.runs, lambda run: run.each_row):
+            runs = [run for run in group if run.is_wanted(runner)]
+            if each_row:
+                self._run_rows(runs, results, runner)
+            else:
+                for run in runs:
+                    results[run.name] = run.result((), results, runner)
+        files = COMPUTED[self.computes](results, runner) if self.computes is not None else ()
+        made = []
+        for table, found in zip(shown, tables, strict=True):
+            columns = [one for one in table.columns or self.columns if runner.scale in one.scales]
+            rows = [ChainMap(row, found, results) for row in found["rows"]]
+            made.append(table_of(table.title, columns, rows, results["comparable"]))
+        notes = tuple(line for note in self.notes for line in note.lines(results))
+        return Findings(tuple(made), notes, files, results["comparable"])
+
+    def _checked(self, runner: Runner, rows: Sequence[Values]) -> Runner:
+        """The runner without required settings that are given as null. Raises InputError for a refused setting, and at
+        the paper's scale for a required one that is missing."""
+        for setting in runner.users:
+            key = key_of(setting)
+            if self.refused is not None and key in self.refused:
+                values = [*dict.fromkeys(str(row[key]) for row in rows if key in row)]
+                why = self.refused[key].format(values=", ".join(values), last=values[-1] if values else "")
+                raise InputError(f"{setting.lstrip('+')}: {why}; leave it out")
+        missing = {key: why for key, why in (self.required or {}).items() if runner.given(key) in (None, "null")}
+        for key, why in missing.items():
+            if not runner.desk:
+                raise InputError(f"{key}=null: {why}")
+        return runner.without(*missing)
+
+    def _run_rows(self, runs: Sequence[Run], results: dict[str, Any], runner: Runner) -> None:
+        """Run the rows that have settings, table by table."""
+        tables = [table for table in results["tables"] if table["rows"][0].keys() & {*self.varied}]
+        for table, run in product(tables, runs):
+            if run.command != "bench":
+                for row in table["rows"]:
+                    row[run.name] = self._row_result(run, row, table, results, runner)
+                continue
+            results["devices"] = run.devices(runner)
+            fitting = [one for one in tables if _devices(one["rows"][0]) <= results["devices"]]
+            if not run.last_table or table in fitting[-1:]:
+                self._measure(run, table, results, runner)
+
+    def _settings(self, row: Values, *without: str) -> list[str]:
+        keys = [key for key in self.varied if row.get(key) is not None and key not in without]
+        return [f"{key}={row[key]}" for key in keys]
+
+    def _row_result(
+        self, run: Run, row: dict[str, Any], table: Values, results: Values, runner: Runner
+    ) -> dict[str, Any]:
+        settings = *self._settings(row), *table["settings"]
+        try:
+            return run.result(settings, ChainMap(row, {**table}, {**results}), runner)
+        except NothingFitsError:
+            if run.command != "simulated":
+                raise
+            return {**UNKNOWN, "status": "no fit"}
+        except InputError as error:
+            if run.command != "simulated" or not self._has_results(results):
+                raise
+            return {**UNKNOWN, "status": IMPOSSIBLE, "reason": str(error)}
+
+    def _measure(self, run: Run, table: Values, results: Values, runner: Runner) -> None:
+        """Measure the rows whose stages each have a device. Those that differ in the settings of the sweep alone are
+        one sweep; one that is impossible says so."""
+        sweeps: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+        for row in table["rows"]:
+            if _devices(row) <= results["devices"]:
+                sweeps.setdefault((*self._settings(row, *run.sweep),), []).append(row)
+        for fixed, rows in sweeps.items():
+            swept = [f"{key}={','.join(dict.fromkeys(str(row[key]) for row in rows))}" for key in run.sweep]
+            try:
+                found = run.result(
+                    (*swept, *fixed, *table["settings"]), ChainMap(rows[0], {**table}, {**results}), runner
+                )
+            except InputError as error:
+                if not self._has_results(results):
+                    raise
+                found = {"rows": [{"settings": {}, "status": IMPOSSIBLE, "reason": str(error), "kind": None}]}
+            for row in rows:
+                cell = {key: row[key] for key in run.sweep}
+                measured = next(one for one in found["rows"] if cell.items() <= {**cell, **one["settings"]}.items())
+                row[run.name] = {**measured, "sweep": fixed}
+
+    def _has_results(self, results: Values) -> bool:
+        return any(run.name in row for run in self.runs for table in results["tables"] for row in table["rows"])
+
+
+def _devices(row: Values) -> int:
+    return int(row["partitions"]) // int(row.get("stages_per_process", 1))
+
+
+@contextlib.contextmanager
+def _through_host() -> Iterator[None]:
+    """Make the GPUs of commands exchange tensors through host memory. Commands inherit the environment variable;
+    workers inherit that of their fork server, which is therefore restarted."""
+    before = os.environ.get(THROUGH_HOST)
+    fork_server.kill()
+    os.environ[THROUGH_HOST] = "1"
+    try:
+        yield
+    finally:
+        fork_server.kill()
+        del os.environ[THROUGH_HOST]
+        if before is not None:
+            os.environ[THROUGH_HOST] = before

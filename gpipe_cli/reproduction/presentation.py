@@ -1,0 +1,170 @@
+"""Tables and notes that a recipe's file describes, made of results.
+
+A key such as `trained.test.top1` names a value: of the row, else of its table, else of the whole experiment, where each
+run has its result under its own name. Titles, notes, folders and settings are templates: `{trained.steps:plural step}`
+is the value of a key in one of the forms of ``formed``.
+"""
+
+import string
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gpipe_cli.config.typed import quoted
+from gpipe_cli.errors import InputError
+from gpipe_cli.reporting.run.summary import speed_kind
+from gpipe_cli.reporting.tables.table import NONE, Column, Origin, Table
+from gpipe_cli.reproduction.runner import Scale, difference
+from gpipe_cli.units import count, plural, size
+
+Values = Mapping[str, Any]
+EVERY_SCALE: tuple[Scale, ...] = ("smoke", "desk", "paper")
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """A column of a table: the value of a key in each row, or the difference of two."""
+
+    heading: str = ""
+    key: str = ""  # may be a template: `measured.breakdown.{share}`
+    origin: Origin = ""
+    form: str = ""  # may be a template, so that each row has its own; "": text
+    number: bool = False  # whether a text is right-aligned, as a number is
+    quantity: str = ""
+    minus: str | None = None  # makes a column of differences: the key of the number that is subtracted
+    ratio: bool = False  # whether the difference is taken relative to that number, in percent
+    digits: int = 2  # decimal places of a difference; that of two percentages is in points
+    needs: str | None = None  # the column is left out if no row has a value of this key
+    scales: tuple[Scale, ...] = EVERY_SCALE
+
+    def values(self, rows: Sequence[Values]) -> list[Any]:
+        values = [look(row, filled(self.key, row) or "") for row in rows]
+        texts = not self.form  # may be templates, too
+        return [
+            filled(value, row) if texts and isinstance(value, str) else value
+            for value, row in zip(values, rows, strict=True)
+        ]
+
+    def column(self, values: Sequence[Any], rows: Sequence[Values], heading: str) -> Column:
+        forms = [filled(self.form, row) or "" for row in rows]
+        cells = [NONE if value is None else formed(value, form) for value, form in zip(values, forms, strict=True)]
+        programs = [None if isinstance(value, str) else value for value in values]
+        plain = not self.origin or not self.form or "{" in self.form
+        return Column(
+            heading, self.origin, cells, self.number, values=None if plain else programs, quantity=self.quantity
+        )
+
+    def differences(self, ours: "Shown", rows: Sequence[Values], comparable: bool) -> Column:
+        """The difference of each row from the number ``minus``."""
+        cells = []
+        for row, number in zip(rows, ours.values(rows), strict=True):
+            times = 100 if (filled(ours.form, row) or "").endswith("%") else 1
+            theirs = look(row, self.minus or "")
+            if isinstance(number, str) or number is None or theirs is None:
+                cells.append(NONE)
+            elif self.ratio:
+                cells.append(difference(100 * number / theirs, 100.0, comparable, self.digits))
+            else:
+                cells.append(difference(times * number, times * theirs, comparable, self.digits))
+        return Column(filled(self.heading, rows[0]) or "", "difference", cells, minuend=filled(ours.heading, rows[0]))
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A line below the tables; it is left out if one of its values is missing."""
+
+    label: str
+    text: str
+    each: str | None = None  # the key of a list, whose members have a line each
+    when: str | None = None  # the line is left out unless this value is true
+
+    def lines(self, results: Values) -> Iterator[tuple[str, str]]:
+        for member in [{}] if self.each is None else look(results, self.each) or []:
+            values = ChainMap(member, {**results})
+            if self.when is None or look(values, self.when):
+                text = filled(self.text, values)
+                if text is not None:
+                    yield self.label, text
+
+
+def table_of(title: str, columns: Sequence[Shown], rows: Sequence[Values], comparable: bool) -> Table:
+    """A table; ``comparable``: whether differences are taken. A row is left out if its value `when` is missing."""
+    rows = [row for row in rows if "when" not in row or look(row, row["when"]) is not None]
+    made = []
+    for shown in columns:
+        values = shown.values(rows)
+        if shown.needs is not None and all(look(row, shown.needs) is None for row in rows):
+            continue
+        if shown.minus is None:
+            made.append(shown.column(values, rows, filled(shown.heading, rows[0]) or ""))
+        else:
+            ours = next((one for one in columns if one.key == shown.key and one.minus is None), shown)
+            made.append(shown.differences(ours, rows, comparable))
+    return Table(filled(title, rows[0]) or "", made)
+
+
+class _MissingError(Exception):
+    """A template names a value that is None."""
+
+
+class _Template(string.Formatter):
+    def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
+        return look(kwargs, field_name), field_name
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if value is None:
+            raise _MissingError
+        return formed(value, format_spec)
+
+
+def filled(template: str, values: Values) -> str | None:
+    """The text of a template; None if one of its values is missing."""
+    try:
+        return _Template().vformat(template, (), values)
+    except _MissingError:
+        return None
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{template}: cannot be filled in: {error}") from error
+
+
+def look(values: Values, key: str) -> Any:
+    """The value of a dotted key; None if there is none. Raises InputError if a result has other values only."""
+    first, *rest = key.split(".")
+    value = values.get(first)
+    for part in rest:
+        if value is None:
+            return None
+        if part not in value:
+            raise InputError(f"{key}: there is no {part}; choose one of {', '.join(value)}")
+        value = value[part]
+    return value
+
+
+def formed(value: Any, form: str) -> str:
+    """A value as text. Forms are `plural sample`, those of ``FORMS``, shares such as `.1%`, and Python's, `,.2f`; words
+    in place of a number stay as they are."""
+    noun = form.removeprefix("plural ")
+    if noun != form:
+        return plural(value, noun)
+    if form in FORMS:
+        return FORMS[form](value)
+    if isinstance(value, str):
+        return value
+    return f"{100 * value:{form[:-1]}f} %" if form.endswith("%") else format(value, form)
+
+
+def _mini_batch(result: Values) -> str:
+    """The size of a training's mini-batch."""
+    tokens = result.get("global_batch_tokens")
+    return f"at most {tokens:,} tokens" if tokens else plural(result["global_batch"], "sample")
+
+
+FORMS: Mapping[str, Callable[[Any], str]] = {
+    "count": count,
+    "size": size,
+    "quoted": quoted,
+    "speed kind": speed_kind,
+    "mini-batch": _mini_batch,
+    "points": "{:,.3f} points".format,
+}
