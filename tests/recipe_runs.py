@@ -3,6 +3,7 @@
 import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
@@ -21,11 +22,10 @@ TINY = ("model.normal_cells=3", "model.filters=4", "dataset.image_size=16", "bat
 Answer = Callable[[str, Mapping[str, str], Path], tuple[str, dict[str, Any]]]
 
 
-def experiment(name: str) -> Experiment:
-    """What the recipe ``name`` runs and shows."""
+def experiment(name: str, **values: Any) -> Experiment:
+    """What the recipe ``name`` runs and shows, with other ``values``."""
     found = load(name).experiment
-    assert found is not None
-    return found
+    return replace(found, values={**(found.values or {}), **values})
 
 
 def perform(arguments: Sequence[str], log: IO[str]) -> None:

@@ -20,7 +20,9 @@ from gpipe_cli.pipeline.schedule.schedule import Kind, Schedule
 from gpipe_cli.pipeline.schedule.simulator import StageCost, simulate
 from gpipe_cli.reporting.compare.run_record import read_run, same_curves
 from gpipe_cli.reporting.plots.timeline_values import idle
+from gpipe_cli.reproduction.largest_model import largest_model
 from gpipe_cli.reproduction.last_tensors import DIGITS, digest, last_tensors, tensors_apart
+from gpipe_cli.reproduction.published import published
 from gpipe_cli.reproduction.runner import CommandFailedError, Runner
 from gpipe_cli.results.measures import MEASURES, TRAIN_LOSS
 from gpipe_cli.system.forked_call import in_forks
@@ -288,5 +290,6 @@ def consistency(results: Results, runner: Runner) -> Pictures:
 
 
 COMPUTED: Mapping[str, Callable[[Results, Runner], Pictures]] = {
-    function.__name__: function for function in (breakdown, fine_tuning, throughput, schedules, scaling, consistency)
+    function.__name__: function
+    for function in (breakdown, fine_tuning, throughput, schedules, scaling, consistency, published, largest_model)
 }

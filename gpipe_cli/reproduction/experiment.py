@@ -8,7 +8,7 @@ import contextlib
 import os
 from collections import ChainMap
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, product
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from gpipe_cli.config.settings import key_of
 from gpipe_cli.config.typed import NothingFitsError
 from gpipe_cli.errors import InputError
 from gpipe_cli.launch.fork_server import fork_server
+from gpipe_cli.reporting.tables.table import Table
 from gpipe_cli.reproduction.computed import COMPUTED, IMPOSSIBLE
 from gpipe_cli.reproduction.presentation import EVERY_SCALE, Note, Shown, Values, filled, table_of
 from gpipe_cli.reproduction.runner import THROUGH_HOST, Findings, Runner, Scale, last_wins
@@ -38,6 +39,7 @@ class Run:
     scales: tuple[Scale, ...] = EVERY_SCALE
     unless_given: str | None = None  # is not run if the user gives this setting
     paper_size: bool = False  # without the settings that make a desk's models small
+    alone: bool = False  # without any settings of the scale or the user
     without: tuple[str, ...] = ()  # settings that do not go to this command, the user's included
     slow_links: bool = False  # GPUs exchange tensors through the host's memory; without GPUs nothing is measured
     last_table: bool = False  # of the tables whose rows have enough devices here, only the last is measured
@@ -50,6 +52,8 @@ class Run:
         """Run the command with ``settings`` and its own; ``values``: those that templates name."""
         if self.paper_size:
             runner = runner.with_settings()
+        if self.alone:
+            runner = replace(runner, settings=())
         scale = (*self.settings, *(self.desk if runner.desk else ()), *(self.smoke if runner.scale == "smoke" else ()))
         own = [text for one in scale if (text := filled(one, values)) is not None]
         settings, runner = last_wins((*settings, *own)), runner.without(*self.without)
@@ -70,10 +74,13 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A table; its rows have values of their own, such as the paper's."""
+    """A table, or one for each member of a list. Its rows have values of their own, such as the paper's, or are
+    computed; without rows it is left out."""
 
     title: str
-    rows: tuple[dict[str, Any], ...]
+    rows: tuple[dict[str, Any], ...] = ()
+    of: str | None = None  # the key of rows that are computed
+    each: str | None = None  # the key of a list, whose members have the key `of`
     columns: tuple[Shown, ...] = ()  # (): those of the experiment
     name: str | None = None
     settings: tuple[str, ...] = ()  # of all its runs
@@ -120,13 +127,20 @@ class Experiment:
                 for run in runs:
                     results[run.name] = run.result((), results, runner)
         files = COMPUTED[self.computes](results, runner) if self.computes is not None else ()
-        made = []
-        for table, found in zip(shown, tables, strict=True):
-            columns = [one for one in table.columns or self.columns if runner.scale in one.scales]
-            rows = [ChainMap(row, found, results) for row in found["rows"]]
-            made.append(table_of(table.title, columns, rows, results["comparable"]))
+        made = tuple(self._tables(results, runner.scale))
         notes = tuple(line for note in self.notes for line in note.lines(results))
-        return Findings(tuple(made), notes, files, results["comparable"])
+        return Findings(made, notes, files, results["comparable"])
+
+    def _tables(self, results: dict[str, Any], scale: Scale) -> Iterator[Table]:
+        with_rows = iter(results["tables"])
+        for each, group in groupby(self.tables, lambda table: table.each):
+            for member, table in product(results[each] if each is not None else [{}], [*group]):
+                values = next(with_rows) if table.at(scale) else member
+                members = ChainMap(values, results).get(table.of or "rows", ())
+                rows = [ChainMap(row, values, results) for row in members]
+                columns = [one for one in table.columns or self.columns if scale in one.scales]
+                if rows:
+                    yield table_of(table.title, columns, rows, results["comparable"])
 
     def _checked(self, runner: Runner, rows: Sequence[Values]) -> Runner:
         """The runner without required settings that are given as null. Raises InputError for a refused setting, and at

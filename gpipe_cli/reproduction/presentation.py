@@ -15,7 +15,7 @@ from gpipe_cli.config.typed import quoted
 from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.run.summary import speed_kind
 from gpipe_cli.reporting.tables.table import NONE, Column, Origin, Table
-from gpipe_cli.reproduction.runner import Scale, difference
+from gpipe_cli.reproduction.runner import Scale
 from gpipe_cli.units import count, plural, size
 
 Values = Mapping[str, Any]
@@ -34,6 +34,7 @@ class Shown:
     quantity: str = ""
     minus: str | None = None  # makes a column of differences: the key of the number that is subtracted
     ratio: bool = False  # whether the difference is taken relative to that number, in percent
+    always: bool = False  # whether the difference is taken even where other data or sizes are not the paper's
     digits: int = 2  # decimal places of a difference; that of two percentages is in points
     needs: str | None = None  # the column is left out if no row has a value of this key
     scales: tuple[Scale, ...] = EVERY_SCALE
@@ -56,18 +57,18 @@ class Shown:
         )
 
     def differences(self, ours: "Shown", rows: Sequence[Values], comparable: bool) -> Column:
-        """The difference of each row from the number ``minus``."""
-        cells = []
+        """The difference of each row from the number ``minus``; `-` if one is missing or not ``comparable``."""
+        heading, cells = filled(self.heading, rows[0]) or "", []
+        unit = " %" if self.ratio and "%" not in heading else ""
         for row, number in zip(rows, ours.values(rows), strict=True):
-            times = 100 if (filled(ours.form, row) or "").endswith("%") else 1
             theirs = look(row, self.minus or "")
-            if isinstance(number, str) or number is None or theirs is None:
+            if not (comparable or self.always) or isinstance(number, str) or None in (number, theirs):
                 cells.append(NONE)
-            elif self.ratio:
-                cells.append(difference(100 * number / theirs, 100.0, comparable, self.digits))
-            else:
-                cells.append(difference(times * number, times * theirs, comparable, self.digits))
-        return Column(filled(self.heading, rows[0]) or "", "difference", cells, minuend=filled(ours.heading, rows[0]))
+                continue
+            times = 100 if (filled(ours.form, row) or "").endswith("%") else 1
+            off = 100 * number / theirs - 100 if self.ratio else times * number - times * theirs
+            cells.append(f"{round(off, self.digits) + 0.0:+.{self.digits}f}{unit}")
+        return Column(heading, "difference", cells, minuend=filled(ours.heading, rows[0]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,5 +167,6 @@ FORMS: Mapping[str, Callable[[Any], str]] = {
     "quoted": quoted,
     "speed kind": speed_kind,
     "mini-batch": _mini_batch,
+    "figures": lambda value: f"{value:,.{max(0, 3 - len(str(int(value)))) if value >= 1 else 3}f}",
     "points": "{:,.3f} points".format,
 }

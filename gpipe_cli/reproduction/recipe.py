@@ -9,18 +9,15 @@ experiment has a module of its own in this folder.
 import shlex
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from gpipe_cli.config.settings import key_of, load_recipe, owner
 from gpipe_cli.config.typed import RefusedError, nearest, show, typed
 from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.tables.recipe import Reproduction
-from gpipe_cli.reporting.tables.table import Column, Table
 from gpipe_cli.reproduction.experiment import Experiment
-from gpipe_cli.reproduction.largest_model import LargestModel
-from gpipe_cli.reproduction.published import PublishedFigures
-from gpipe_cli.reproduction.runner import FOLDER, Gpu, Perform, Runner, Scale, counts, last_wins, with_users
+from gpipe_cli.reproduction.runner import FOLDER, Gpu, Perform, Runner, Scale, last_wins, with_users
 from gpipe_cli.reproduction.simulated import Simulate
 from gpipe_cli.results.files import flattened
 from gpipe_cli.system.machine import cpu_model, usable_cores
@@ -75,28 +72,8 @@ class Desk:
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
-    """The parameter count of the full model, shown at every scale, as counting takes neither data nor accelerators."""
-
-    model: str  # the model in the paper's words
-    parameters: int  # the paper's count
-    settings: tuple[str, ...]  # settings that allow counting without the paper's data
-
-    def table(self, runner: Runner) -> Table:
-        """Count the parameters at the paper's size, whatever the scale and the user's settings."""
-        counted = replace(runner, settings=()).train("counted", "dry_run=true", *self.settings)["model_parameters"]
-        columns = (
-            Column("model", cells=[self.model]),
-            counts("parameters", "paper", [self.parameters]),
-            counts("parameters", "counted", [counted]),
-            Column("", "difference", minuend="parameters", cells=[f"{100 * (counted / self.parameters - 1):+.1f} %"]),
-        )
-        return Table("Size", columns)
-
-
-@dataclass(frozen=True, slots=True)
 class Recipe:
-    """The node `recipe` of a file in recipes/. Exactly one of its experiments is not None."""
+    """The node `recipe` of a file in recipes/."""
 
     name: str
     folder: str  # that of its file
@@ -109,10 +86,7 @@ class Recipe:
     desk: Desk
     smoke: tuple[str, ...]  # settings added to the desk's, so that the recipe runs within seconds
     choices: tuple[str, ...]  # values that we chose where the paper gives none, and why
-    size: Size | None = None  # the parameters of the full model
-    experiment: Experiment | None = None
-    largest_model: LargestModel | None = None
-    published: PublishedFigures | None = None
+    experiment: Experiment
 
     def settings(self, scale: Scale) -> tuple[str, ...]:
         """The settings of a scale, which replace the recipe's own."""
@@ -156,11 +130,7 @@ class Recipe:
         runner = Runner(self.name, folder, settings, perform, simulate, progress, scale, last_wins(given), gpus)
         runner.recipes = Path(self.folder)
         try:
-            (experiment,) = (one for one in (self.experiment, self.largest_model, self.published) if one is not None)
-            if scale == "smoke" and not isinstance(experiment, Experiment):
-                experiment = experiment.smallest()
-            found = experiment.reproduce(runner)
-            sizes = () if self.size is None else (self.size.table(runner),)
+            found = self.experiment.reproduce(runner)
         except RefusedError as error:
             if not runner.commands:  # refused by the recipe itself
                 raise
@@ -182,9 +152,6 @@ class Recipe:
             smaller = f" ({' '.join(self.smoke)})" if self.smoke else ""
             notes.append(("scaled down", f"shows that the code runs; numbers mean nothing{smaller}"))
         notes += [*(("our choice", choice) for choice in self.choices), *found.notes]
-        if self.size is not None:
-            smaller = " ".join(self.size.settings)
-            notes.append(("counted", f"from the paper's configuration with {smaller}, dry_run=true"))
         columns = [column for table in found.tables for column in table.columns]
         if not found.comparable and any(column.origin == "difference" for column in columns):
             notes.append(("differences", "none where data or sizes are not the paper's"))
@@ -199,7 +166,7 @@ class Recipe:
             needs=str(self.needs),
             scale=scale,
             machine=machine,
-            tables=(*found.tables, *sizes),
+            tables=found.tables,
             notes=tuple(notes),
             commands=tuple(runner.commands),
             files=found.files,

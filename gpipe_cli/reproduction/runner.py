@@ -11,7 +11,6 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -20,12 +19,12 @@ from gpipe_cli.config.settings import key_of, owner, replaced_batch
 from gpipe_cli.config.typed import quoted
 from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.run.lines import LOG
-from gpipe_cli.reporting.tables.table import NONE, Column, Origin, Table
+from gpipe_cli.reporting.tables.table import Table
 from gpipe_cli.reproduction.simulated import Simulate, Simulated
 from gpipe_cli.results.files import RESULT, read_result
 from gpipe_cli.system.gpus import Gpu
 from gpipe_cli.system.machine import usable_cores
-from gpipe_cli.units import count, duration
+from gpipe_cli.units import duration
 
 FOLDER = Path(str(resources.files("gpipe_cli.recipes")))
 THROUGH_HOST = "NCCL_P2P_DISABLE"  # environment variable: with 1, NCCL copies between GPUs through host memory
@@ -91,12 +90,6 @@ class Runner:
     def given(self, key: str) -> str | None:
         """The value that every command gets for the setting `key`; None if ``settings`` has none."""
         return next((one.partition("=")[2] for one in self.settings if key_of(one) == key), None)
-
-    def refuse(self, *keys: str) -> None:
-        """Raises InputError if the user sets what the rows of a table differ in: K, M, recompute or ``keys``."""
-        for one in self.users:
-            if key_of(one) in ("partitions", "micro_batches", "recompute", *keys):
-                raise InputError(f"{one.lstrip('+')}: the rows of this table differ in this setting; leave it out")
 
     def changed(self, *harmless: str) -> tuple[str, ...]:
         """The user's settings that make numbers incomparable with the paper's; ``harmless``: more keys that change
@@ -201,35 +194,3 @@ def _failure(folder: Path) -> str:
     except (OSError, ValueError):  # the command failed before it wrote anything
         return ""
     return next((str(row["reason"] or "") for row in rows if row["status"] == "failed"), "")
-
-
-# --- numbers of the tables
-
-
-def number(value: float | None, digits: int) -> str:
-    """`2.58`, or `-` for None."""
-    return NONE if value is None else f"{value:,.{digits}f}"
-
-
-def numbers(heading: str, origin: Origin, values: Sequence[float | None], digits: int, quantity: str = "") -> Column:
-    """A column of numbers with this many decimal places."""
-    return Column.of("", heading, values, partial(number, digits=digits), origin=origin, quantity=quantity)
-
-
-def counts(heading: str, origin: Origin, values: Sequence[int | None]) -> Column:
-    """A column of parameter counts: `1.05 B`."""
-    return Column.of("", heading, values, count, origin=origin)
-
-
-def difference(ours: float | None, paper: float | None, comparable: bool, digits: int = 2) -> str:
-    """Our value minus the paper's, `-0.42`; `-` if they are not ``comparable`` or one of them is missing."""
-    if not comparable or ours is None or paper is None:
-        return NONE
-    return f"{round(ours - paper, digits) + 0.0:+.{digits}f}"
-
-
-def differences(heading: str, ours: Column, paper: Column, comparable: bool, digits: int = 2) -> Column:
-    """A column with the difference of each row of two columns of numbers."""
-    pairs = zip(ours.plain_values, paper.plain_values, strict=True)
-    cells = [difference(mine, theirs, comparable, digits) for mine, theirs in pairs]
-    return Column(heading, "difference", cells, minuend=ours.heading)

@@ -231,9 +231,7 @@ def _cure(answer: str, patient: str) -> str | None:
 
 def paper() -> dict[tuple[int, int], float]:
     """Table 2 of the paper (arXiv 1811.06965v5), Transformer-48: (K, M) -> speed relative to K = 2, M = 1."""
-    experiment = load("table2_transformer").experiment
-    assert experiment is not None
-    (table,) = experiment.tables
+    (table,) = load("table2_transformer").experiment.tables
     return {(row["partitions"], row["micro_batches"]): row["paper"] for row in table.rows}
 
 

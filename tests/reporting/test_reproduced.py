@@ -1,22 +1,28 @@
 """The page of `gpipe reproduce all` and the results in recipes/README.md: their numbers are those of the tables."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from gpipe_cli.reporting.reproduced.readme import BEGIN, END, with_results
 from gpipe_cli.reporting.reproduced.verdict import Verdict, verdict
 from gpipe_cli.reporting.tables.recipe import Reproduction, markdown, read_reproduction, write_reproduction
-from gpipe_cli.reporting.tables.table import Column, Table
-from gpipe_cli.reproduction.runner import counts, numbers
+from gpipe_cli.reporting.tables.table import Column, Origin, Table
+from gpipe_cli.units import count
+
+
+def numbers(heading: str, origin: Origin, values: Sequence[float | None], form: str, quantity: str = "") -> Column:
+    return Column.of("", heading, values, form.format, origin=origin, quantity=quantity)
+
 
 SPEEDS = Table(
     "Speed <of> all",
     [
         Column("K", cells=["2", "2", "4", "4"]),
         Column("M", cells=["1", "4", "1", "4"]),
-        numbers("paper", "paper", [1.0, 1.07, 1.13, 1.26], 2, "speed"),
-        numbers("N", "simulated", [32, 128, 47, 128], 0),
-        numbers("here", "measured", [1.0, 1.45, None, None], 2, "speed"),
+        numbers("paper", "paper", [1.0, 1.07, 1.13, 1.26], "{:.2f}", "speed"),
+        numbers("N", "simulated", [32, 128, 47, 128], "{:.0f}"),
+        numbers("here", "measured", [1.0, 1.45, None, None], "{:.2f}", "speed"),
         Column(
             "full size",
             "simulated",
@@ -32,8 +38,8 @@ SIZES = Table(
     "Sizes",
     [
         Column("", cells=["Naive-1", "Pipeline-8"]),
-        counts("parameters", "paper", [82_000_000, 1_800_000_000]),
-        counts("parameters", "planned", [81_100_000, 1_840_000_000]),
+        Column.of("", "parameters", [82_000_000, 1_800_000_000], count, origin="paper"),
+        Column.of("", "parameters", [81_100_000, 1_840_000_000], count, origin="planned"),
         Column("planned - paper, %", "difference", ["-1.1", "+2.4"], minuend="parameters"),
     ],
 )

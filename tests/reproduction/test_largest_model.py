@@ -4,20 +4,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from recipe_runs import HERE, answering, column, real_runner
+from recipe_runs import HERE, answering, column, experiment, real_runner
 
 from gpipe_cli.config.typed import NothingFitsError
-from gpipe_cli.reproduction.largest_model import LargestModel, Size, fullest, shown
+from gpipe_cli.reproduction.largest_model import BYTES, naive_activations, train
 from gpipe_cli.reproduction.recipe import load
 from gpipe_cli.reproduction.runner import last_wins
 
 MB = 10**6
-SIZES = (
-    Size("Naive-1", "(18, 8)", ("model.filters=8",), 1, 10e6, 0.12, 3.0),
-    Size("Pipeline-1", "(18, 16)", ("model.filters=16",), 1, 20e6, 0.24, 2.0),
-    Size("Pipeline-2", "(18, 32)", ("model.filters=32",), 2, 40e6, 0.48, 4.0),
-)
-WHAT = LargestModel("GB", 4, SIZES, (1, 2), "filters")
+SIZES = [
+    {"name": name, "shown": f"(18, {filters})", "settings": [f"model.filters={filters}"], "partitions": partitions,
+     "parameters": parameters, "model": 12e-9 * parameters, "activations": activations}
+    for name, filters, partitions, parameters, activations in (
+        ("Naive-1", 8, 1, 10e6, 3.0), ("Pipeline-1", 16, 1, 20e6, 2.0), ("Pipeline-2", 32, 2, 40e6, 4.0)
+    )
+]  # fmt: skip
 
 
 def answer(command: str, settings: Mapping[str, str], folder: Path) -> tuple[str, dict[str, Any]]:
@@ -62,7 +63,8 @@ def answer(command: str, settings: Mapping[str, str], folder: Path) -> tuple[str
 
 
 def test_planned_counted_and_the_papers_numbers_have_columns_of_their_own(tmp_path: Path) -> None:
-    found = WHAT.reproduce(answering(tmp_path, answer))
+    what = experiment("table1_amoebanet", sizes=SIZES, micro_batches=4)
+    found = what.reproduce(answering(tmp_path, answer))
     parameters, model, activations, largest, trained = found.tables
     assert column(parameters, "planned - paper, %", "difference") == ["-20.0", "-20.0", "-20.0"]
     assert column(model, "weights, optimizer, GB", "planned") == ["0.10", "0.19", "0.38"]  # 12 bytes each
@@ -89,27 +91,27 @@ def test_a_compiler_that_fuses_keeps_the_inputs_of_products_alone(tmp_path: Path
         f"model.width={width}", f"model.hidden={hidden}", f"model.length={length}", "model.heads=2",
         "dataset.vocabulary=50", f"batch_size={samples}", *HERE,
     )  # fmt: skip
-    recipe = load("table1_transformer").largest_model
-    assert recipe is not None
+    values = load("table1_transformer").experiment.values
+    assert values is not None
     here = real_runner("table1_transformer", tmp_path, *tiny)
-    layers = int(recipe.sizes[0].shown)
+    layers = int(values["sizes"][0]["shown"])
     inputs = layers * (3 * width + hidden) + width
-    row = recipe._naive(here, "float32", "hardware.memory_gib=null")
+    row = naive_activations("float32", "hardware.memory_gib=null", values, here)
     assert row is not None
-    assert (row.samples, row.fused) == (samples, 4 * samples * length * inputs)
-    assert row.activations > row.fused
+    fused = 4 * samples * length * inputs / BYTES[values["unit"]]
+    assert (row["samples"], row["fused"]) == (samples, fused)
+    assert row["activations"] > fused
 
 
 def test_the_largest_model_is_really_trained_and_its_activations_are_as_planned(tmp_path: Path) -> None:
     recipe = load("table1_transformer")
-    assert recipe.largest_model is not None
     tiny = ("model.width=16", "model.hidden=32", "model.length=16", "dataset.vocabulary=50", "batch_size=4")
     settings = last_wins((*recipe.desk.settings, *tiny, *HERE, "hardware.memory_gib=0.0004"))
     here = real_runner("table1_transformer", tmp_path, *settings)
-    row = LargestModel("GiB", 4, recipe.largest_model.sizes, (), "layers").train(1, True, here)
+    row = train(1, True, recipe.experiment.values or {}, here)
     assert row is not None
-    assert row.name == "Naive-1"
-    assert int(shown(row.plan)) >= 1
-    assert 0 < fullest(row.plan)["total_bytes"] <= fullest(row.plan)["limit_bytes"]
-    assert row.counted
-    assert row.counted == row.planned
+    assert row["name"] == "Naive-1"
+    assert int(row["size"]) >= 1
+    assert 0 < row["fullest"]["total_bytes"] <= row["fullest"]["limit_bytes"]
+    assert row["counted"]
+    assert row["counted"] == row["planned"]
