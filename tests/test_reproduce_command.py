@@ -103,10 +103,10 @@ recipe:
     runs: [{name: ours, command: simulated, each_row: true}]
     columns:
       - {heading: K, key: partitions}
-      - {heading: share, key: share, origin: paper, form: .1%}
-      - {heading: share, key: ours.KEY, origin: simulated, form: .1%}
+      - {heading: share, key: share, origin: paper, format: .1%}
+      - {heading: share, key: ours.KEY, origin: simulated, format: .1%}
       - {heading: ours - paper, key: ours.KEY, minus: share}
-      - {heading: N, key: ours.samples, origin: simulated, form: d}
+      - {heading: N, key: ours.samples, origin: simulated, format: d}
     tables:
       - title: Speed of {name}
         name: mine

@@ -67,7 +67,8 @@ def fine_tuning(results: Results, runner: Runner) -> Pictures:
     """Mean and standard deviation of the top-1 accuracy over the runs that differ in their seed."""
     runs = [row["trained"] for row in results["tables"][-1]["rows"]]
     top1 = [run["test"]["top1"] for run in runs]
-    results["top1"], results["runs"] = mean(top1), len(runs)
+    results["top1"] = mean(top1)
+    results["runs"] = len(runs)
     results["deviation_points"] = 100 * stdev(top1) if len(top1) > 1 else None
     results["dataset"] = runs[0]["dataset"]
     return ()
@@ -78,7 +79,8 @@ def fine_tuning(results: Results, runner: Runner) -> Pictures:
 
 def throughput(results: Results, runner: Runner) -> Pictures:
     """Speeds relative to the first row of each table, how far they are from the paper's, and what could not be run."""
-    results["impossible"], measured = [], list[Row]()
+    results["impossible"] = []
+    measured = list[Row]()
     for table in results["tables"]:
         rows = table["rows"]
         for row, run in product(rows, ("measured", "lingvo", "exact")):
@@ -88,7 +90,8 @@ def throughput(results: Results, runner: Runner) -> Pictures:
             row["gain"] = ours / theirs if ours and theirs else None
         off = [abs(row["lingvo_speed"] - row["paper"]) for row in rows[1:] if isinstance(row["lingvo_speed"], float)]
         if off and results["comparable"]:  # the first row is 1 by definition
-            table["off"], table["compared"] = mean(off), len(off)
+            table["off"] = mean(off)
+            table["compared"] = len(off)
         tried = [row for row in rows if "measured" in row]
         refused = [row for row in tried if isinstance(row["measured_speed"], str) and not _reason(row["measured"])]
         table["refused"] = _cells(refused) or None
@@ -102,8 +105,10 @@ def throughput(results: Results, runner: Runner) -> Pictures:
         ]
         measured += tried
     results["shared"] = [{"name": table["name"], **kind} for table in results["tables"] for kind in table["kinds"]]
-    slow, devices = results["slow_links"], results["devices"]
-    results["through_host"], results["without_links"] = slow and devices > 0, slow and devices == 0
+    slow = results["slow_links"]
+    devices = results["devices"]
+    results["through_host"] = slow and devices > 0
+    results["without_links"] = slow and devices == 0
     results["too_few"] = not slow and not measured
     results["most"] = None if slow else max((row["partitions"] for row in measured), default=None)
     results["smaller"] = runner.desk and devices > 0 and not runner.changed()
@@ -136,11 +141,11 @@ def schedules(results: Results, runner: Runner) -> Pictures:
     every = [row for table in results["tables"] for row in table["rows"]]
     for row in every:
         stages = "gpipe", row["partitions"], row["each"]
-        base = next(one for one in every if (one["schedule"], one["partitions"], one["each"]) == stages)
+        base = next(other for other in every if (other["schedule"], other["partitions"], other["each"]) == stages)
         plan, measured = row["planned"], row.get("measured")
         row["planned_idle"] = plan["breakdown"] and idle(plan["breakdown"])
         row["planned_activations"] = _fullest(
-            plan["stages"], [one["memory"]["activations_bytes"] for one in plan["stages"]]
+            plan["stages"], [stage["memory"]["activations_bytes"] for stage in plan["stages"]]
         )
         row["planned_speed"] = base["planned"]["step_seconds"] / plan["step_seconds"]
         if row["schedule"] == "auto":  # its order depends on costs
@@ -149,11 +154,12 @@ def schedules(results: Results, runner: Runner) -> Pictures:
             row["unit_clock"] = _unit_seconds(base, plan["micro_batches"]) / _unit_seconds(row, plan["micro_batches"])
             row["graphs"] = _graphs(row, plan["micro_batches"])
         if measured is not None:
-            speed, first = (one["measured"]["samples_per_second"] for one in (row, base))
+            speed, first = (each["measured"]["samples_per_second"] for each in (row, base))
             row["measured_idle"] = measured["breakdown"] and idle(measured["breakdown"])
             row["measured_activations"] = _fullest(plan["stages"], measured["activation_bytes"] or ())
             row["measured_speed"] = speed / first if speed and first else None
-    results["every"], results["source"] = every, every[0]["planned"]["hardware"]["source"]
+    results["every"] = every
+    results["source"] = every[0]["planned"]["hardware"]["source"]
     results["kinds"] = _kinds([row["measured"] for row in every if "measured" in row])
     return ()
 
@@ -213,14 +219,14 @@ def scaling(results: Results, runner: Runner) -> Pictures:
         planned = in_forks(_planned, work)
     except RuntimeError as error:
         raise CommandFailedError(str(error)) from error
-    for (_, _, row), found in zip(work, planned, strict=True):
-        row |= {"devices": row["partitions"] * row["replicas"], **found}
+    for (_, _, row), plan in zip(work, planned, strict=True):
+        row |= {"devices": row["partitions"] * row["replicas"], **plan}
     panels: dict[str, dict[str, list[tuple[int, float]]]] = {"weak": {}, "strong": {}}
     for table, kind in product(results["tables"], panels):
         fitting = [row for row in table["rows"] if row["scaling"] == kind and row["fits"] == "yes"]
         fitting.sort(key=lambda row: row["devices"])
         for row in fitting:
-            speed, first = (one["samples_per_second"] / one["devices"] for one in (row, fitting[0]))
+            speed, first = (each["samples_per_second"] / each["devices"] for each in (row, fitting[0]))
             row["efficiency"] = speed / first
             line = panels[kind].setdefault(f"{table['name']}, K = {row['partitions']}", [])
             line.append((row["devices"], row["efficiency"]))
@@ -276,11 +282,13 @@ def consistency(results: Results, runner: Runner) -> Pictures:
     spread[1]["name"] = f"seeds {seeds}, K = {rows[0]['partitions']}"
     for row, runs in zip(spread, (same, repeated), strict=True):
         losses = [run["loss"] for run in runs]  # None if the loss was not a number
-        row["points"], row["loss"] = 100 * stdev(run["top1"] for run in runs), None if None in losses else stdev(losses)
+        row["points"] = 100 * stdev(run["top1"] for run in runs)
+        row["loss"] = None if None in losses else stdev(losses)
     other_losses = [str(row["partitions"]) for row in same if row["losses"] == "others"]
     others = [at for at, row in enumerate(rows) if row in same and row["sha256"] != rows[0]["sha256"]]
     apart = [f"K = {rows[at]['partitions']}: {tensors_apart(tensors[0], tensors[at])}" for at in others]
-    results["dataset"], results["first"] = records[0].result.dataset, rows[0]["partitions"]
+    results["dataset"] = records[0].result.dataset
+    results["first"] = rows[0]["partitions"]
     results["steps"] = 0 if curves[0] is None else len(curves[0].steps)
     results["losses"] = {"same": None if other_losses else listed, "other": ", ".join(other_losses) or None}
     results["weights"] = {"same": None if others else listed, "apart": "; ".join(apart) or None}

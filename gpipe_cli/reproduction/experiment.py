@@ -18,7 +18,7 @@ from gpipe_cli.errors import InputError
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.reporting.tables.table import Table
 from gpipe_cli.reproduction.computed import COMPUTED, IMPOSSIBLE
-from gpipe_cli.reproduction.presentation import EVERY_SCALE, Note, Shown, Values, filled, table_of
+from gpipe_cli.reproduction.presentation import EVERY_SCALE, ColumnSpec, Note, Values, filled, table_of
 from gpipe_cli.reproduction.runner import THROUGH_HOST, Findings, Runner, Scale, last_wins
 
 UNKNOWN = dict.fromkeys(("samples", "samples_per_second"))  # what a plan that is impossible does not have
@@ -54,18 +54,23 @@ class Run:
             runner = runner.with_settings()
         if self.alone:
             runner = replace(runner, settings=())
-        scale = (*self.settings, *(self.desk if runner.desk else ()), *(self.smoke if runner.scale == "smoke" else ()))
-        own = [text for one in scale if (text := filled(one, values)) is not None]
-        settings, runner = last_wins((*settings, *own)), runner.without(*self.without)
+        templates = (
+            *self.settings,
+            *(self.desk if runner.desk else ()),
+            *(self.smoke if runner.scale == "smoke" else ()),
+        )
+        filled_in = [text for template in templates if (text := filled(template, values)) is not None]
+        settings = last_wins((*settings, *filled_in))
+        runner = runner.without(*self.without)
         if self.command == "simulated":
             plan = runner.simulated(*settings)
             return {"samples": plan.samples, "samples_per_second": plan.samples_per_second}
         folder = "_".join(text for part in self.folder or (self.name,) if (text := filled(part, values)))
         with _through_host() if self.slow_links else contextlib.nullcontext():
-            found: dict[str, Any] = getattr(runner, self.command)(folder, *settings)
+            result: dict[str, Any] = getattr(runner, self.command)(folder, *settings)
         if self.command == "bench" and not self.each_row:
-            (found,) = found["rows"]
-        return {**found, "folder": str(runner.folder / folder)}
+            (result,) = result["rows"]
+        return {**result, "folder": str(runner.folder / folder)}
 
     def devices(self, runner: Runner) -> int:
         """The number of devices on which rows are measured."""
@@ -73,15 +78,15 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class TableSpec:
     """A table, or one for each member of a list. Its rows have values of their own, such as the paper's, or are
     computed; without rows it is left out."""
 
     title: str
     rows: tuple[dict[str, Any], ...] = ()
-    of: str | None = None  # the key of rows that are computed
-    each: str | None = None  # the key of a list, whose members have the key `of`
-    columns: tuple[Shown, ...] = ()  # (): those of the experiment
+    rows_from: str | None = None  # the key of rows that are computed
+    each: str | None = None  # the key of a list, whose members have the key `rows_from`
+    columns: tuple[ColumnSpec, ...] = ()  # (): those of the experiment
     name: str | None = None
     settings: tuple[str, ...] = ()  # of all its runs
     at_desk: tuple[int, ...] | None = None  # the numbers of the rows at a desk, from 0; None: all
@@ -95,9 +100,11 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    tables: tuple[Rows, ...]
+    """What a recipe runs and shows. Values of the runs, rows and tables are found by keys; see `presentation`."""
+
+    tables: tuple[TableSpec, ...]
     runs: tuple[Run, ...] = ()
-    columns: tuple[Shown, ...] = ()  # of the tables that have none of their own
+    columns: tuple[ColumnSpec, ...] = ()  # of the tables that have none of their own
     notes: tuple[Note, ...] = ()
     varied: tuple[str, ...] = ()  # the keys of rows that are settings: `partitions`
     refused: dict[str, str] | None = None  # settings that the user cannot give, and why
@@ -136,9 +143,9 @@ class Experiment:
         for each, group in groupby(self.tables, lambda table: table.each):
             for member, table in product(results[each] if each is not None else [{}], [*group]):
                 values = next(with_rows) if table.at(scale) else member
-                members = ChainMap(values, results).get(table.of or "rows", ())
+                members = ChainMap(values, results).get(table.rows_from or "rows", ())
                 rows = [ChainMap(row, values, results) for row in members]
-                columns = [one for one in table.columns or self.columns if scale in one.scales]
+                columns = [column for column in table.columns or self.columns if scale in column.scales]
                 if rows:
                     yield table_of(table.title, columns, rows, results["comparable"])
 
@@ -166,7 +173,7 @@ class Experiment:
                     row[run.name] = self._row_result(run, row, table, results, runner)
                 continue
             results["devices"] = run.devices(runner)
-            fitting = [one for one in tables if _devices(one["rows"][0]) <= results["devices"]]
+            fitting = [other for other in tables if _devices(other["rows"][0]) <= results["devices"]]
             if not run.last_table or table in fitting[-1:]:
                 self._measure(run, table, results, runner)
 
@@ -198,18 +205,17 @@ class Experiment:
                 sweeps.setdefault((*self._settings(row, *run.sweep),), []).append(row)
         for fixed, rows in sweeps.items():
             swept = [f"{key}={','.join(dict.fromkeys(str(row[key]) for row in rows))}" for key in run.sweep]
+            settings = *swept, *fixed, *table["settings"]
             try:
-                found = run.result(
-                    (*swept, *fixed, *table["settings"]), ChainMap(rows[0], {**table}, {**results}), runner
-                )
+                measured = run.result(settings, ChainMap(rows[0], {**table}, {**results}), runner)["rows"]
             except InputError as error:
                 if not self._has_results(results):
                     raise
-                found = {"rows": [{"settings": {}, "status": IMPOSSIBLE, "reason": str(error), "kind": None}]}
+                measured = [{**UNKNOWN, "settings": {}, "status": IMPOSSIBLE, "reason": str(error), "kind": None}]
             for row in rows:
                 cell = {key: row[key] for key in run.sweep}
-                measured = next(one for one in found["rows"] if cell.items() <= {**cell, **one["settings"]}.items())
-                row[run.name] = {**measured, "sweep": fixed}
+                result = next(each for each in measured if cell.items() <= {**cell, **each["settings"]}.items())
+                row[run.name] = {**result, "sweep": fixed}
 
     def _has_results(self, results: Values) -> bool:
         return any(run.name in row for run in self.runs for table in results["tables"] for row in table["rows"])

@@ -25,15 +25,16 @@ def largest_model(results: dict[str, Any], runner: Runner) -> tuple[()]:
 
     The first of `sizes` is naive: one partition, one micro-batch, nothing recomputed.
     """
-    sizes, precisions = results["sizes"], ["float32", "bfloat16"]
+    sizes = results["sizes"]
+    precisions = ["float32", "bfloat16"]
     wanted = [(1, True), *((partitions, False) for partitions in results["measured"])]
     if runner.scale == "smoke":
         sizes, precisions, wanted = sizes[:1], precisions[:1], wanted[:1]
     trained = [row for k, naive in wanted if (row := train(k, naive, results, runner))]
     paper = runner.with_settings().without("cost")  # no layer of that size is timed here
-    planned = [_planned(at, one, results, paper) for at, one in enumerate(sizes)]
+    planned = [_planned(at, model, results, paper) for at, model in enumerate(sizes)]
     assumptions = [(precision, more) for precision in precisions for more in (f"{_LIMIT}=null", "batch_size=auto")]
-    naive = [row for one in assumptions if (row := naive_activations(*one, results, paper))]
+    naive = [row for assumed in assumptions if (row := naive_activations(*assumed, results, paper))]
     _relate(planned, "parameters", "largest_parameters")
     _relate(trained, "paper", "parameters")
     results |= {"planned": planned, "naive": naive, "trained": trained, "name": sizes[0]["name"]}
@@ -48,7 +49,8 @@ def largest_model(results: dict[str, Any], runner: Runner) -> tuple[()]:
     results["last"] = trained[-1] if len(trained) > 1 else None
     results["trained_first"] = trained[0]["name"] if trained else None
     results["exact"] = sum(row["planned"] is not None and row["planned"] == row["counted"] for row in trained)
-    results["rows"], results["wanted"] = len(trained) or None, len(wanted)
+    results["rows"] = len(trained) or None
+    results["wanted"] = len(wanted)
     results["missing"] = len(wanted) - len(trained) or None
     return ()
 
@@ -99,7 +101,7 @@ def train(partitions: int, naive: bool, results: Mapping[str, Any], runner: Runn
     (row,) = grown.bench(folder, *cell, largest, "warm_up_steps=1", "steps=1", "rounds=1")["rows"]
     predicted = read_result(runner.folder / folder / row["folders"][0])["prediction"] if row["folders"] else None
     planned, counted = predicted and predicted["activation_bytes"], row["activation_bytes"]
-    paper = [one["parameters"] for one in results["sizes"] if one["name"] == name]
+    paper = [model["parameters"] for model in results["sizes"] if model["name"] == name]
     return {
         "name": name,
         "size": shown(plan),
@@ -118,9 +120,9 @@ def _apart(off: int) -> str:
     return "0 B" if not off else f"{'+' if off > 0 else '-'}{size(abs(off))}"
 
 
-def _planned(at: int, one: Row, results: Mapping[str, Any], runner: Runner) -> Row:
+def _planned(at: int, model: Row, results: Mapping[str, Any], runner: Runner) -> Row:
     """The plan of one of the paper's models, without a memory limit if it does not fit; and the largest that does."""
-    settings = *one["settings"], *_cell(one["partitions"], at == 0, results)
+    settings = *model["settings"], *_cell(model["partitions"], at == 0, results)
     folder = f"planned_{at + 1}"
     fitting = _plan(runner, folder, *settings)
     plan = fitting or runner.without(_LIMIT).plan(folder, *settings, f"{_LIMIT}=null")
@@ -132,7 +134,7 @@ def _planned(at: int, one: Row, results: Mapping[str, Any], runner: Runner) -> R
         return float(held / BYTES[results["unit"]])
 
     return {
-        **one,
+        **model,
         "plan": plan,
         "planned": plan["parameters"],
         "planned_model": amount("weights", "optimizer"),

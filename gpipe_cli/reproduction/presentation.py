@@ -2,7 +2,7 @@
 
 A key such as `trained.test.top1` names a value: of the row, else of its table, else of the whole experiment, where each
 run has its result under its own name. Titles, notes, folders and settings are templates: `{trained.steps:plural step}`
-is the value of a key in one of the forms of ``formed``.
+is the value of a key in one of the formats of ``formatted``.
 """
 
 import string
@@ -23,13 +23,13 @@ EVERY_SCALE: tuple[Scale, ...] = ("smoke", "desk", "paper")
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class ColumnSpec:
     """A column of a table: the value of a key in each row, or the difference of two."""
 
     heading: str = ""
     key: str = ""  # may be a template: `measured.breakdown.{share}`
     origin: Origin = ""
-    form: str = ""  # may be a template, so that each row has its own; "": text
+    format: str = ""  # may be a template, so that each row has its own; "": text
     number: bool = False  # whether a text is right-aligned, as a number is
     quantity: str = ""
     minus: str | None = None  # makes a column of differences: the key of the number that is subtracted
@@ -40,32 +40,33 @@ class Shown:
     scales: tuple[Scale, ...] = EVERY_SCALE
 
     def values(self, rows: Sequence[Values]) -> list[Any]:
-        values = [look(row, filled(self.key, row) or "") for row in rows]
-        texts = not self.form  # may be templates, too
+        values = [value_of(row, filled(self.key, row) or "") for row in rows]
+        texts = not self.format  # may be templates, too
         return [
             filled(value, row) if texts and isinstance(value, str) else value
             for value, row in zip(values, rows, strict=True)
         ]
 
     def column(self, values: Sequence[Any], rows: Sequence[Values], heading: str) -> Column:
-        forms = [filled(self.form, row) or "" for row in rows]
-        cells = [NONE if value is None else formed(value, form) for value, form in zip(values, forms, strict=True)]
+        formats = [filled(self.format, row) or "" for row in rows]
+        cells = [NONE if value is None else formatted(value, form) for value, form in zip(values, formats, strict=True)]
         programs = [None if isinstance(value, str) else value for value in values]
-        plain = not self.origin or not self.form or "{" in self.form
+        plain = not self.origin or not self.format or "{" in self.format
         return Column(
             heading, self.origin, cells, self.number, values=None if plain else programs, quantity=self.quantity
         )
 
-    def differences(self, ours: "Shown", rows: Sequence[Values], comparable: bool) -> Column:
+    def differences(self, ours: "ColumnSpec", rows: Sequence[Values], comparable: bool) -> Column:
         """The difference of each row from the number ``minus``; `-` if one is missing or not ``comparable``."""
-        heading, cells = filled(self.heading, rows[0]) or "", []
+        heading = filled(self.heading, rows[0]) or ""
+        cells = []
         unit = " %" if self.ratio and "%" not in heading else ""
         for row, number in zip(rows, ours.values(rows), strict=True):
-            theirs = look(row, self.minus or "")
+            theirs = value_of(row, self.minus or "")
             if not (comparable or self.always) or isinstance(number, str) or None in (number, theirs):
                 cells.append(NONE)
                 continue
-            times = 100 if (filled(ours.form, row) or "").endswith("%") else 1
+            times = 100 if (filled(ours.format, row) or "").endswith("%") else 1
             off = 100 * number / theirs - 100 if self.ratio else times * number - times * theirs
             cells.append(f"{round(off, self.digits) + 0.0:+.{self.digits}f}{unit}")
         return Column(heading, "difference", cells, minuend=filled(ours.heading, rows[0]))
@@ -81,27 +82,27 @@ class Note:
     when: str | None = None  # the line is left out unless this value is true
 
     def lines(self, results: Values) -> Iterator[tuple[str, str]]:
-        for member in [{}] if self.each is None else look(results, self.each) or []:
+        for member in [{}] if self.each is None else value_of(results, self.each) or []:
             values = ChainMap(member, {**results})
-            if self.when is None or look(values, self.when):
+            if self.when is None or value_of(values, self.when):
                 text = filled(self.text, values)
                 if text is not None:
                     yield self.label, text
 
 
-def table_of(title: str, columns: Sequence[Shown], rows: Sequence[Values], comparable: bool) -> Table:
+def table_of(title: str, columns: Sequence[ColumnSpec], rows: Sequence[Values], comparable: bool) -> Table:
     """A table; ``comparable``: whether differences are taken. A row is left out if its value `when` is missing."""
-    rows = [row for row in rows if "when" not in row or look(row, row["when"]) is not None]
+    rows = [row for row in rows if "when" not in row or value_of(row, row["when"]) is not None]
     made = []
-    for shown in columns:
-        values = shown.values(rows)
-        if shown.needs is not None and all(look(row, shown.needs) is None for row in rows):
+    for column in columns:
+        values = column.values(rows)
+        if column.needs is not None and all(value_of(row, column.needs) is None for row in rows):
             continue
-        if shown.minus is None:
-            made.append(shown.column(values, rows, filled(shown.heading, rows[0]) or ""))
+        if column.minus is None:
+            made.append(column.column(values, rows, filled(column.heading, rows[0]) or ""))
         else:
-            ours = next((one for one in columns if one.key == shown.key and one.minus is None), shown)
-            made.append(shown.differences(ours, rows, comparable))
+            ours = next((other for other in columns if other.key == column.key and other.minus is None), column)
+            made.append(column.differences(ours, rows, comparable))
     return Table(filled(title, rows[0]) or "", made)
 
 
@@ -111,12 +112,12 @@ class _MissingError(Exception):
 
 class _Template(string.Formatter):
     def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
-        return look(kwargs, field_name), field_name
+        return value_of(kwargs, field_name), field_name
 
     def format_field(self, value: Any, format_spec: str) -> str:
         if value is None:
             raise _MissingError
-        return formed(value, format_spec)
+        return formatted(value, format_spec)
 
 
 def filled(template: str, values: Values) -> str | None:
@@ -129,7 +130,7 @@ def filled(template: str, values: Values) -> str | None:
         raise InputError(f"{template}: cannot be filled in: {error}") from error
 
 
-def look(values: Values, key: str) -> Any:
+def value_of(values: Values, key: str) -> Any:
     """The value of a dotted key; None if there is none. Raises InputError if a result has other values only."""
     first, *rest = key.split(".")
     value = values.get(first)
@@ -142,14 +143,14 @@ def look(values: Values, key: str) -> Any:
     return value
 
 
-def formed(value: Any, form: str) -> str:
-    """A value as text. Forms are `plural sample`, those of ``FORMS``, shares such as `.1%`, and Python's, `,.2f`; words
-    in place of a number stay as they are."""
+def formatted(value: Any, form: str) -> str:
+    """A value as text, by `plural sample`, a name in ``FORMATS``, a format for shares, `.1%`, or one of Python's, `,.2f`.
+    Words in place of a number stay as they are."""
     noun = form.removeprefix("plural ")
     if noun != form:
         return plural(value, noun)
-    if form in FORMS:
-        return FORMS[form](value)
+    if form in FORMATS:
+        return FORMATS[form](value)
     if isinstance(value, str):
         return value
     return f"{100 * value:{form[:-1]}f} %" if form.endswith("%") else format(value, form)
@@ -161,7 +162,7 @@ def _mini_batch(result: Values) -> str:
     return f"at most {tokens:,} tokens" if tokens else plural(result["global_batch"], "sample")
 
 
-FORMS: Mapping[str, Callable[[Any], str]] = {
+FORMATS: Mapping[str, Callable[[Any], str]] = {
     "count": count,
     "size": size,
     "quoted": quoted,

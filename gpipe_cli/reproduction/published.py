@@ -26,7 +26,8 @@ def published(results: dict[str, Any], runner: Runner) -> tuple[()]:
     for source in results["sources"]:
         cells = sum(len(table["cells"]) for table in source["tables"])
         runner.progress(f"plans        {source['name']}: {plural(cells, 'cell')}")
-        off, ratios = list[float](), list[float]()
+        off = list[float]()
+        ratios = list[float]()
         for table in source["tables"]:
             rows = [_planned(cell, table, results, runner) for cell in table["cells"]]
             for row in rows:
@@ -38,11 +39,12 @@ def published(results: dict[str, Any], runner: Runner) -> tuple[()]:
             sent = [row for row in rows if row["straight"] < row["through"]]
             tables.append({**table, "source": source["name"], "rows": rows, "sent": sent})
         errors.append({"name": source["name"], "off": off, "ratios": ratios})
-    together = {key: [one for source in errors for one in source[key]] for key in ("off", "ratios")}
+    together = {key: [error for source in errors for error in source[key]] for key in ("off", "ratios")}
     errors.append({"name": "all", **together})
     for row in errors:
         row |= {"cells": len(row["off"]), "median": _median(row["off"]), "median_of_ratios": _median(row["ratios"])}
-    results["planned"], results["all"] = tables, errors[-1]
+    results["planned"] = tables
+    results["all"] = errors[-1]
     results["errors"] = errors if results["comparable"] else []
     return ()
 

@@ -14,7 +14,7 @@ from gpipe_cli.commands.recipe_run import simulating_recipe
 from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.schedule.simulator import ideal_bubble
 from gpipe_cli.reproduction import runner
-from gpipe_cli.reproduction.experiment import Experiment, Rows
+from gpipe_cli.reproduction.experiment import Experiment, TableSpec
 
 ROWS = tuple({"partitions": k, "micro_batches": m, "paper": 1.5} for k in (2, 4) for m in (1, 4))
 CPU = "device=cpu"
@@ -23,7 +23,7 @@ Refusal = Callable[[Mapping[str, str]], InputError | None]
 
 def throughput(rows: tuple[dict[str, Any], ...]) -> Experiment:
     """The recipe of Table 2 with a table of other rows."""
-    return replace(experiment("table2_amoebanet"), tables=(Rows("A title", rows, name="Some model"),))
+    return replace(experiment("table2_amoebanet"), tables=(TableSpec("A title", rows, name="Some model"),))
 
 
 def ideal(k: int, m: int) -> float:
