@@ -144,8 +144,8 @@ def value_of(values: Values, key: str) -> Any:
 
 
 def formatted(value: Any, form: str) -> str:
-    """A value as text, by `plural sample`, a name in ``FORMATS``, a format for shares, `.1%`, or one of Python's, `,.2f`.
-    Words in place of a number stay as they are."""
+    """A value as text, by `plural sample`, a name in ``FORMATS``, a format of shares, `.1%`, or one of Python's,
+    `,.2f`. Words in place of a number stay as they are."""
     noun = form.removeprefix("plural ")
     if noun != form:
         return plural(value, noun)
