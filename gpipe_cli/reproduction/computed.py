@@ -26,7 +26,7 @@ from gpipe_cli.reproduction.published import published
 from gpipe_cli.reproduction.runner import CommandFailedError, Runner
 from gpipe_cli.results.measures import MEASURES, TRAIN_LOSS
 from gpipe_cli.system.forked_call import in_forks
-from gpipe_cli.units import plural
+from gpipe_cli.units import plural, size
 
 if TYPE_CHECKING:  # recipes are listed without torch
     from gpipe_cli.planner.model_profile import ModelProfile
@@ -245,7 +245,6 @@ def _planned(work: Sequence[tuple[TrainConfig, "ModelProfile", Row]]) -> list[Ro
 def _plan_row(config: TrainConfig, profile: "ModelProfile", row: Row) -> Row:
     """The speed of a row's plan, and the shares of a step that stages are idle, and sum their gradients at most."""
     from gpipe_cli.planner.plan import TooLargeError, plan_step
-    from gpipe_cli.units import size
 
     sizes = {key: row[key] for key in ("partitions", "replicas", "micro_batches", "batch_size")}
     try:

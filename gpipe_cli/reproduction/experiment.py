@@ -117,6 +117,8 @@ class Experiment:
     def reproduce(self, runner: Runner) -> Findings:
         """Run everything. Raises InputError for bad input, as the commands do, and for a setting that the tables do
         not allow."""
+        if self.computes is not None and self.computes not in COMPUTED:
+            raise InputError(f"computes: {self.computes}: there is no such function; choose {', '.join(COMPUTED)}")
         shown = [table for table in self.tables if table.at(runner.scale)]
         tables: list[dict[str, Any]] = [
             {"name": table.name, "settings": table.settings, "rows": table.at(runner.scale),
@@ -222,7 +224,8 @@ class Experiment:
 
 
 def _devices(row: Values) -> int:
-    return int(row["partitions"]) // int(row.get("stages_per_process", 1))
+    """The number of devices that a row needs, to have one for each process."""
+    return int(row.get("partitions", 1)) // int(row.get("stages_per_process", 1))
 
 
 @contextlib.contextmanager

@@ -127,8 +127,8 @@ class Recipe:
         begin = time.monotonic()
         desk = self.settings(scale)
         settings = with_users(desk, given)
-        runner = Runner(self.name, folder, settings, perform, simulate, progress, scale, last_wins(given), gpus)
-        runner.recipes = Path(self.folder)
+        users, recipes = last_wins(given), Path(self.folder)
+        runner = Runner(self.name, folder, settings, perform, simulate, progress, scale, users, gpus, recipes)
         try:
             found = self.experiment.reproduce(runner)
         except RefusedError as error:
