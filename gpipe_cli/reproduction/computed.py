@@ -244,7 +244,8 @@ def _planned(work: Sequence[tuple[TrainConfig, "ModelProfile", Row]]) -> list[Ro
 
 def _plan_row(config: TrainConfig, profile: "ModelProfile", row: Row) -> Row:
     """The speed of a row's plan, and the shares of a step that stages are idle, and sum their gradients at most."""
-    from gpipe_cli.planner.plan import TooLargeError, plan_step
+    from gpipe_cli.planner.make_plan import plan_step
+    from gpipe_cli.planner.plan import TooLargeError
 
     sizes = {key: row[key] for key in ("partitions", "replicas", "micro_batches", "batch_size")}
     try:
@@ -255,7 +256,7 @@ def _plan_row(config: TrainConfig, profile: "ModelProfile", row: Row) -> Row:
         "fits": "yes",
         "samples_per_second": row["batch_size"] / plan.step_seconds,
         "idle": idle(asdict(plan.breakdown)),
-        "sums": max(stage.sum_seconds for stage in plan.stages) / plan.step_seconds,
+        "sums": max(stage.sum_seconds for stage in plan.stage_costs) / plan.step_seconds,
     }
 
 
