@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from networks import as_boundary
 from torch import nn
 from torch.nn import functional as F
 
@@ -29,7 +28,7 @@ from gpipe_cli.models.skips import Pop, Stash
 from gpipe_cli.models.skips import Sequence as Sequential
 from gpipe_cli.pipeline.profile.layer_cost import LayerCost
 from gpipe_cli.pipeline.profile.tracing import trace_layers
-from gpipe_cli.pipeline.runtime.boundary import Tensors
+from gpipe_cli.pipeline.runtime.boundary import Tensors, as_boundary
 from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.frozen import Frozen, freeze
 from gpipe_cli.pipeline.runtime.initial_weights import materialize

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 from engine_runs import CPU, build_stages
-from networks import VOCABULARY, as_boundary, small_amoebanet, small_transformer
+from networks import VOCABULARY, small_amoebanet, small_transformer
 from torch import nn
 
 from gpipe_cli.assembly.loss import CrossEntropy, loss_of_shapes
 from gpipe_cli.data.micro_batches import micro_batch_sizes
 from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory, LayerCost
 from gpipe_cli.pipeline.profile.tracing import trace_layers
-from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor, Tensors
+from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor, Tensors, as_boundary
 from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.runtime.transport import LocalTransport

@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from gpipe_cli.models.amoebanet import amoebanet
 from gpipe_cli.models.transformer import transformer_lm, transformer_nmt
-from gpipe_cli.pipeline.runtime.boundary import Boundary, BoundaryTensor
 
 VOCABULARY = 50
 KINDS = ("language model", "shared embedding", "separate embeddings")  # of Transformers
@@ -33,11 +32,3 @@ def sentences(kind: str) -> tuple[Tensor, ...]:
     for batch in batches[:-1]:
         batch[1, 6:] = 0
     return batches
-
-
-def as_boundary(examples: tuple[Tensor, ...]) -> Boundary:
-    """What a model is given, described by examples (1, ...): only their first dimension varies."""
-    return tuple(
-        BoundaryTensor((0, *tensor.shape[1:]), (1, *(0 for _ in tensor.shape[1:])), tensor.dtype, False)
-        for tensor in examples
-    )

@@ -29,7 +29,8 @@ from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.schedule.schedule import Kind, Retain
 from gpipe_cli.planner.pipeline_spec import PipelineSpec
 from gpipe_cli.system.accelerator import TYPE, is_accelerator, wait_for_device
-from gpipe_cli.training.engine import WorkerProcess, build_stage
+from gpipe_cli.training.engine import WorkerProcess, build_layers
+from gpipe_cli.training.pipeline_part import build_stage
 from gpipe_cli.training.step import norms_of, objective_of
 
 _WARM_UP, _LEAST, _MOST = 3, 5, 40  # passes over a segment
@@ -79,7 +80,8 @@ def measure(timing: Timing, spec: PipelineSpec, process: WorkerProcess) -> None:
     updates: list[float] = []
     set_up = 0.0
     for index in range(segments.partitions):
-        timer = _Timer(timing, build_stage(config, segments, index, build_model(config), whole))
+        segment = build_layers(config, segments, index, build_model(config), whole)
+        timer = _Timer(timing, build_stage(segments, index, segment, config.seed))
         if control.leads:
             for layers, samples in zip(alone, timing.samples, strict=True):
                 layers += timer.passes(samples)

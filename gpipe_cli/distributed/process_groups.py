@@ -4,7 +4,7 @@ import datetime
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 
@@ -37,6 +37,32 @@ class ProcessGroups:
     replicas: Mapping[torch.device, dist.ProcessGroup] = field(default_factory=dict)
     tied: Mapping[Group, dist.ProcessGroup] = field(default_factory=dict)  # the processes with the same tied weights
 
+    def for_cut(
+        self,
+        process: int,
+        process_of_stage: Sequence[int],
+        device: torch.device,
+        stages_of_ties: Sequence[Sequence[int]],
+        skips: Sequence[tuple[int, int]],
+    ) -> "ProcessGroups":
+        """These, with what only some cuts need: links for skips, and groups for tied weights. Called in all processes,
+        as all of them must create all groups in the same order.
+
+        `stages_of_ties`: for each tied weight, the stages that have it; `skips`: pairs of stages, not neighbours, of
+        which the first sends a skip to the second.
+        """
+        timeout = datetime.timedelta(seconds=self.links.timeout_seconds)
+        first_of_replicas = range(0, dist.get_world_size(), 1 + max(process_of_stage))
+        links = {**self.links.of_edge}
+        for first in first_of_replicas:
+            links |= edge_links(process, [first + owner for owner in process_of_stage], sorted(skips), device, timeout)
+        tied: dict[Group, dist.ProcessGroup] = {}
+        for members in sorted({tuple(sorted({process_of_stage[k] for k in stages})) for stages in stages_of_ties}):
+            for first in first_of_replicas if len(members) > 1 else ():
+                group = new_group(process, [first + member for member in members], device, timeout, blocks=_LINK_BLOCKS)
+                tied |= {} if group is None else {members: group}
+        return replace(self, links=replace(self.links, of_edge=links), tied=tied)
+
 
 def is_connected() -> bool:
     """Whether this process has a process group of all processes: of an earlier call, or the program's own."""
@@ -53,16 +79,13 @@ def connect_processes(
     waits: Waits,
     *,
     here: bool,
-    stages_of_ties: Sequence[Sequence[int]] = (),
-    skips: Sequence[tuple[int, int]] = (),
 ) -> tuple[ControlGroup, ProcessGroups | None]:
     """Connect the processes of the run; this one computes on `devices`, of which only the process of a whole pipeline
     may have several. A run of one process needs no connection.
 
     `process_of_stage`: the process of each stage of one pipeline; each of the `replicas` has as many processes. `here`:
     this command has started all processes, and `rendezvous` is a file; under torchrun it is the name of this start.
-    `stages_of_ties` and `skips` as in `groups_of_cut`. If the processes are connected already, as in a program that
-    makes several pipelines, only groups are added.
+    If the processes are connected already, as in a program that makes several pipelines, only groups are added.
     """
     of_pipeline = 1 + max(process_of_stage)
     processes = of_pipeline * replicas
@@ -87,42 +110,13 @@ def connect_processes(
         owners = [replica * of_pipeline + owner for owner in process_of_stage]
         neighbours = [(stage, stage + 1) for stage in range(len(owners) - 1)]
         links |= edge_links(process, owners, neighbours, device, timeout)
-    far, tied = groups_of_cut(process, process_of_stage, device, timeout, stages_of_ties, skips, replicas=replicas)
     awaits = partial(waits, Awaited.PROCESS)
     of_device: dict[torch.device, dist.ProcessGroup] = {}
     for place, own in product(range(of_pipeline if replicas > 1 else 0), devices):
         group = new_group(process, range(place, processes, of_pipeline), own, timeout)
         of_device |= {} if group is None else {own: group}
-    groups = ProcessGroups(Links(links | far, timeout.total_seconds(), timeout_seconds, awaits), of_device, tied)
+    groups = ProcessGroups(Links(links, timeout.total_seconds(), timeout_seconds, awaits), of_device)
     return ControlGroup(process, processes, control, waits), groups
-
-
-def groups_of_cut(
-    process: int,
-    process_of_stage: Sequence[int],
-    device: torch.device,
-    timeout: datetime.timedelta,
-    stages_of_ties: Sequence[Sequence[int]],
-    skips: Sequence[tuple[int, int]],
-    *,
-    replicas: int = 1,
-) -> tuple[dict[Edge, Link], dict[Group, dist.ProcessGroup]]:
-    """What only some cuts need: links for skips, and groups for tied weights. Called in all processes, as all of them
-    must create all groups in the same order.
-
-    `stages_of_ties`: for each tied weight, the stages that have it; `skips`: pairs of stages, not neighbours, of which
-    the first sends a skip to the second.
-    """
-    of_pipeline = 1 + max(process_of_stage)
-    links: dict[Edge, Link] = {}
-    tied: dict[Group, dist.ProcessGroup] = {}
-    for first in range(0, replicas * of_pipeline, of_pipeline):
-        links |= edge_links(process, [first + owner for owner in process_of_stage], sorted(skips), device, timeout)
-    for members in sorted({tuple(sorted({process_of_stage[k] for k in stages})) for stages in stages_of_ties}):
-        for first in range(0, replicas * of_pipeline if len(members) > 1 else 0, of_pipeline):
-            group = new_group(process, [first + member for member in members], device, timeout, blocks=_LINK_BLOCKS)
-            tied |= {} if group is None else {members: group}
-    return links, tied
 
 
 def edge_links(
@@ -133,7 +127,7 @@ def edge_links(
     timeout: datetime.timedelta,
 ) -> dict[Edge, Link]:
     """A link in each direction between the two stages of each pair of which exactly one is in this process. Called in
-    all processes, as `groups_of_cut`."""
+    all processes, as `for_cut`."""
     forward = [(Kind.F, sender, receiver) for sender, receiver in pairs]
     backward = [(Kind.B, receiver, sender) for _, sender, receiver in forward]
     links: dict[Edge, Link] = {}

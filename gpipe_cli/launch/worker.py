@@ -55,9 +55,11 @@ def main(job: Job, connection: Connection, activity: "memoryview[int]") -> None:
         devices = [*map(torch.device, layout.devices_of(job.process))]
         control, groups = connect_processes(
             job.process, layout.process_of_stage, layout.replicas, devices, job.rendezvous, job.timeout_seconds, waits,
-            here=layout.started is None, stages_of_ties=job.spec.stages_of_ties,
-            skips=job.spec.skips,
+            here=layout.started is None,
         )  # fmt: skip
+        if groups is not None:
+            ties, skips = job.spec.stages_of_ties, job.spec.skips
+            groups = groups.for_cut(job.process, layout.process_of_stage, devices[0], ties, skips)
         control.asked = lambda: activity[-1] != 0
         return control, groups
 

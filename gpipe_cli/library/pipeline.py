@@ -3,9 +3,10 @@
 A program for torchgpipe or torch.distributed.pipelining changes a few lines: see `Pipeline`.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -18,35 +19,31 @@ from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.errors import InputError
 from gpipe_cli.library.parts import (
     Arguments,
-    Parts,
-    Ties,
-    Traced,
     as_sequential,
-    build_parts,
     choose_balance,
     connect,
-    connect_cut,
     copied,
-    described,
     move,
     place,
     without_values,
 )
 from gpipe_cli.models.skips import find_skips
 from gpipe_cli.pipeline.profile.layer_cost import LayerCost
-from gpipe_cli.pipeline.profile.tracing import run_shapes
-from gpipe_cli.pipeline.runtime.boundary import Boundary, Tensors, as_value, in_layout, split_all
+from gpipe_cli.pipeline.profile.tracing import run_shapes, trace_layers
+from gpipe_cli.pipeline.runtime.boundary import Boundary, Tensors, as_boundary, as_value, in_layout, split_all
 from gpipe_cli.pipeline.runtime.executor import ActionFailedError
 from gpipe_cli.pipeline.runtime.layer_call import shapes_of
 from gpipe_cli.pipeline.runtime.randomness import keeping_generators
 from gpipe_cli.pipeline.runtime.saved_activations import storage_of
 from gpipe_cli.pipeline.runtime.stage import Objective
-from gpipe_cli.pipeline.runtime.tied_weights import find_ties, stages_of
+from gpipe_cli.pipeline.runtime.tied_weights import find_ties
 from gpipe_cli.pipeline.schedule.named_schedules import forward_only, order
 from gpipe_cli.pipeline.schedule.partitioner import check_balance
 from gpipe_cli.pipeline.schedule.schedule import RecomputeMode, Schedule
-from gpipe_cli.planner.shared_layers import check_cut, find_shared
-from gpipe_cli.planner.step_schedule import checked_schedule
+from gpipe_cli.planner.model_profile import TracedModel
+from gpipe_cli.planner.pipeline_spec import PipelineCut
+from gpipe_cli.planner.shared_layers import check_cut, find_read, find_shared
+from gpipe_cli.training.pipeline_part import PipelinePart, build_part, build_stage
 from gpipe_cli.training.step import clip, norms_of
 from gpipe_cli.units import count, plural
 
@@ -118,8 +115,8 @@ class Pipeline:
                  "devices": None if devices is None else [*map(str, devices)]}  # fmt: skip
         self._arguments = typed(Arguments, given)
         whole = as_sequential(layers)
-        self._placement = place(self._arguments, torchrun())
-        if self._placement.started is not None and example is None and balance is None:
+        self._layout = place(self._arguments, torchrun())
+        if self._layout.started is not None and example is None and balance is None:
             why = "under torchrun each process must know its layers before the first step"
             raise RefusedError("example", None, f"{why}; give the inputs of a mini-batch, or balance")
         self.training = True
@@ -127,24 +124,21 @@ class Pipeline:
         """The mini-batches trained so far, from which dropout is seeded: a training that is continued sets it."""
         find_skips(whole)
         self._shared = find_shared(whole, "layers")
-        self._ties = find_ties(whole)
         self._model = copied(whole, without_values)  # the whole model on the meta device
         self._module = copied(whole, lambda tensor: tensor)  # the layers of this process
-        self._traced: dict[Boundary, Traced] = {}
-        self._balance: tuple[int, ...] | None = None
-        self._parts: Parts | None = None
+        self._traced: dict[Boundary, TracedModel] = {}
+        self._spec: PipelineCut | None = None
+        self._part: PipelinePart | None = None
         self._takes_single_samples = False  # not known yet
         inputs = None if example is None else _checked("example", example)
-        traced = None if inputs is None else self._trace(described(inputs))
-        self._control, self._groups = connect(self._placement)
+        traced = None if inputs is None else self._trace(as_boundary(inputs))
+        self._control, self._groups = connect(self._layout)
         if inputs is not None or balance is not None:
             self._cut(traced, len(inputs[0]) if inputs else 0)
         own = dict(self._module.named_children())
         for name, layer in whole.named_children():
             if name not in own:
                 layer.to_empty(device="meta")
-        places = self._placement.places
-        self._order = order(self._arguments.schedule, partitions, micro_batches, places)
 
     def step(
         self, inputs: Values | None, targets: Values | None, loss: Loss, *, reduction: Reduction = "mean"
@@ -170,14 +164,13 @@ class Pipeline:
         self._require(training=True)
         if reduction not in ("mean", "sum"):
             raise RefusedError("reduction", reduction, "must be one of mean, sum; for example reduction=mean")
-        with keeping_generators(self._placement.devices):
-            traced, tensors, sizes = self._begin(inputs)
+        with keeping_generators(map(torch.device, self._layout.devices_of(self._control.rank))):
+            part, traced, tensors, sizes = self._begin(inputs)
             if sizes[-1] == 1:
                 self._refuse_single_samples(sum(sizes))
-            schedule = checked_schedule(self._order, len(sizes), self._arguments.recompute)
             objective = None
-            if self._has_last:
-                of_samples = self._placed("targets", targets, -1)
+            if part.has_last:
+                of_samples = _placed("targets", targets, self._layout.devices[-1])
                 if len(of_samples[0]) != sum(sizes):
                     why = f"there are {plural(sum(sizes), 'sample')} in inputs; give a target for each"
                     raise RefusedError("targets", tuple(of_samples[0].shape), why)
@@ -185,8 +178,8 @@ class Pipeline:
                     as_value(piece, not isinstance(targets, torch.Tensor)) for piece in split_all(of_samples, sizes)
                 ]
                 shares = [size / sum(sizes) if reduction == "mean" else 1.0 for size in sizes]
-                objective = _MiniBatchLoss(loss, pieces, shares, _in_tuple(traced.training))
-            self._run(schedule, sizes, tensors, objective)
+                objective = _MiniBatchLoss(loss, pieces, shares, _in_tuple(traced.costs))
+            self._run(part, part.spec.schedule(len(sizes)), sizes, tensors, objective)
         self.steps += 1
         return self._of_last(None if objective is None else objective.total())
 
@@ -195,9 +188,9 @@ class Pipeline:
         (N, ...), or a tuple of them, on the device of the last stage. Under torchrun it is None in all processes but
         that of the last stage, and `inputs` may be None in all but the first one. `pipeline(inputs)` is the same."""
         self._require(training=False)
-        traced, tensors, sizes = self._begin(inputs)
-        objective = _Outputs() if self._has_last else None
-        self._run(forward_only(self._arguments.partitions, len(sizes)), sizes, tensors, objective)
+        part, traced, tensors, sizes = self._begin(inputs)
+        objective = _Outputs() if part.has_last else None
+        self._run(part, forward_only(self._arguments.partitions, len(sizes)), sizes, tensors, objective)
         self._control.barrier()  # a process that ends, or drops the pipeline, would take along what it still sends
         if objective is None:
             return None
@@ -209,8 +202,8 @@ class Pipeline:
     def train(self, mode: bool = True) -> "Pipeline":
         """Set training mode, as `nn.Module.train`, or with False evaluation mode."""
         self.training = mode
-        if self._parts is not None:
-            for stage in self._parts.stages.values():
+        if self._part is not None:
+            for stage in self._part.stages.values():
                 stage.set_training(mode)
         return self
 
@@ -277,94 +270,91 @@ class Pipeline:
 
     def __repr__(self) -> str:
         """A line for the whole, and one for each stage."""
-        one, placement = self._arguments, self._placement
-        names = [name for name, _ in self._model.named_children()]
+        one, layers = self._arguments, dict(self._model.named_children())
         sizes = f"K = {plural(one.partitions, 'partition')}, M = {plural(one.micro_batches, 'micro-batch')}"
         how = f"{sizes}, schedule {one.schedule}, recompute {one.recompute}"
-        whole = f"Pipeline of {plural(len(names), 'layer')}, {_parameters(self._model)}: {how}"
-        if self._balance is None:
+        whole = f"Pipeline of {plural(len(layers), 'layer')}, {_parameters(self._model)}: {how}"
+        if self._spec is None:
             return f"{whole}; the first step cuts it"
         lines = [whole]
-        for k, (first, end) in enumerate(self._bounds):
-            here = k in placement.here
-            where = str(placement.device_of_stage[k]) if here else f"in process {placement.process_of_stage[k]}"
-            layers = " ... ".join(dict.fromkeys((names[first], names[end - 1])))
-            parameters = _parameters([*self._model][first:end])
-            lines.append(f"  stage {k}  {where}  {plural(end - first, 'layer')}: {layers}  {parameters}")
+        for k, names in enumerate(self._spec.layer_names):
+            where = self._layout.devices[k] if k in self._here else f"in process {self._layout.process_of_stage[k]}"
+            ends = " ... ".join(dict.fromkeys((names[0], names[-1])))
+            parameters = _parameters(layers[name] for name in names)
+            lines.append(f"  stage {k}  {where}  {plural(len(names), 'layer')}: {ends}  {parameters}")
         return "\n".join(lines)
 
     @property
-    def _bounds(self) -> list[tuple[int, int]]:
-        """The first layer of each stage and its end (exclusive)."""
-        assert self._balance is not None
-        return [*pairwise([0, *accumulate(self._balance)])]
+    def _here(self) -> tuple[int, ...]:
+        """The stages of this process."""
+        return self._layout.stages_of(self._control.rank)
 
-    @property
-    def _tied(self) -> Ties:
-        names = list(dict(self._model.named_children()))
-        return Ties(self._ties, stages_of(self._ties, [names[first:end] for first, end in self._bounds]))
-
-    @property
-    def _skips(self) -> list[tuple[int, int]]:
-        """The pairs of stages, not neighbours, of which the first sends a skip to the second."""
-        stage_of = [k for k, (first, end) in enumerate(self._bounds) for _ in range(first, end)]
-        ends = {(stage_of[skip.stash], stage_of[skip.pop]) for skip in find_skips(self._model)}
-        return sorted((sender, receiver) for sender, receiver in ends if receiver > sender + 1)
-
-    @property
-    def _has_last(self) -> bool:
-        return self._arguments.partitions - 1 in self._placement.here
-
-    def _trace(self, inputs: Boundary) -> Traced:
-        """Costs and boundaries for inputs like these; each kind is traced once."""
+    def _trace(self, inputs: Boundary) -> TracedModel:
+        """Costs and boundaries for inputs like these; each kind is traced once. Raises InputError as `trace_layers`."""
         if inputs not in self._traced:
-            self._traced[inputs] = Traced.of(self._model, inputs)
+            costs, evaluation = (trace_layers(self._model, inputs, training=mode) for mode in (True, False))
+            shared = (*self._shared, *find_read(costs, evaluation))
+            self._traced[inputs] = TracedModel(costs, evaluation, shared)
         return self._traced[inputs]
 
-    def _cut(self, traced: Traced | None, samples: int) -> None:
+    def _cut(self, traced: TracedModel | None, samples: int) -> PipelineCut:
         """Choose the stages, by the costs for mini-batches of `samples` if no balance is given, and keep the layers of
-        those that are here."""
-        one, placement = self._arguments, self._placement
+        those that are here. What crosses between them is left open."""
+        one, layout = self._arguments, self._layout
         balance = one.balance
         if balance is None:
             assert traced is not None
-            mean = samples / min(samples, one.micro_batches)
-            chosen = choose_balance(self._shared, traced, one.partitions, placement.devices, mean)
+            chosen = choose_balance(traced, layout, self._control.rank, samples / min(samples, one.micro_batches))
             balance = self._control.collect(chosen)[0]  # processes may have devices of different kinds
         check_balance(balance, len(self._model), one.partitions, "balance")
-        check_cut((*self._shared, *(traced.shared if traced else ())), balance, "balance")
-        self._balance = balance
-        self._groups = connect_cut(placement, self._groups, self._tied, self._skips)
-        children, kept = list(self._module.named_children()), nn.Sequential()
-        devices: dict[str, torch.device] = {}
-        for k in placement.here:
-            for name, layer in children[slice(*self._bounds[k])]:
-                kept.add_module(name, layer)
-                devices[name] = placement.device_of_stage[k]
-        move(kept, devices, self._ties)
-        self._module = kept
+        check_cut(self._shared if traced is None else traced.shared, balance, "balance")
+        names = iter(dict(self._model.named_children()))
+        spec = PipelineCut(
+            layer_names=tuple(tuple(islice(names, size)) for size in balance),
+            ties=find_ties(self._model),
+            training_boundaries=(),
+            evaluation_boundaries=(),
+            order=order(one.schedule, one.partitions, one.micro_batches, 1 + max(layout.row_of_stage)),
+            recompute=one.recompute,
+            layout=layout,
+        )
+        devices = {name: torch.device(layout.devices[k]) for k in self._here for name in spec.layer_names[k]}
+        self._module = _named(self._module, devices)
+        move(self._module, devices, spec.ties)
+        self._spec = spec
+        return spec
 
-    def _begin(self, inputs: Values | None) -> tuple[Traced, Tensors | None, tuple[int, ...]]:
-        """What is known of such inputs, the inputs on the first device, and the sizes of micro-batches. The parts are
-        made, or fitted to the shapes of these inputs."""
-        tensors = self._placed("inputs", inputs, 0) if 0 in self._placement.here else None
-        mine = None if tensors is None else (described(tensors), len(tensors[0]))
+    def _begin(self, inputs: Values | None) -> tuple[PipelinePart, TracedModel, Tensors | None, tuple[int, ...]]:
+        """This process's part, what is known of such inputs, the inputs on the first device, and the sizes of
+        micro-batches. The part is made, or fitted to the shapes of these inputs."""
+        tensors = _placed("inputs", inputs, self._layout.devices[0]) if 0 in self._here else None
+        mine = None if tensors is None else (as_boundary(tensors), len(tensors[0]))
         shapes, samples = self._control.collect(mine)[0]
         sizes = micro_batch_sizes(samples, self._arguments.micro_batches)
-        if self._parts is not None and self._groups is None:
-            return next(iter(self._traced.values())), tensors, sizes  # inside a process shapes need not be known
+        if self._part is not None and self._groups is None:  # inside a process shapes need not be known
+            return self._part, next(iter(self._traced.values())), tensors, sizes
         traced = self._trace(shapes)
-        if self._balance is None:
-            self._cut(traced, samples)
-        assert self._balance is not None
-        boundaries = traced.boundaries(self._balance)
-        if self._parts is None:
-            check_cut(traced.shared, self._balance, "balance")
-            args = self._module, self._balance, boundaries, self._placement, self._groups
-            self._parts = build_parts(*args, self._tied, self._arguments.seed)
+        spec = self._spec or self._cut(traced, samples)
+        balance = [len(names) for names in spec.layer_names]
+        in_training, in_evaluation = traced.boundaries(balance)
+        if self._part is None:
+            check_cut(traced.shared, balance, "balance")
+            self._part = self._build(
+                replace(spec, training_boundaries=in_training, evaluation_boundaries=in_evaluation)
+            )
             self.train(self.training)
-        self._parts.boundaries.change(boundaries.training, boundaries.evaluation)
-        return traced, tensors, sizes
+        self._part.boundaries.change(in_training, in_evaluation)
+        return self._part, traced, tensors, sizes
+
+    def _build(self, spec: PipelineCut) -> PipelinePart:
+        process, groups = self._control.rank, self._groups
+        if groups is not None:
+            device = torch.device(self._layout.device_of(process))
+            groups = groups.for_cut(process, self._layout.process_of_stage, device, spec.stages_of_ties, spec.skips)
+        stages = {
+            k: build_stage(spec, k, _named(self._module, spec.layer_names[k]), self._arguments.seed) for k in self._here
+        }
+        return build_part(spec, stages, process, groups)
 
     def _refuse_single_samples(self, samples: int) -> None:
         """Raises InputError if a layer cannot be trained on one sample, as batch norm with one value per channel."""
@@ -379,24 +369,22 @@ class Pipeline:
             raise RefusedError("micro_batches", self._arguments.micro_batches, why) from error
         self._takes_single_samples = True
 
-    def _placed(self, name: str, values: Values | None, stage: int) -> Tensors:
-        """The tensors of a mini-batch on the device of a stage. Raises InputError as `_checked`."""
-        device = self._placement.device_of_stage[stage]
-        moved = (tensor.detach().to(device, non_blocking=True) for tensor in _checked(name, values))
-        return tuple(in_layout(tensor, torch.contiguous_format) for tensor in moved)
-
     def _run(
-        self, schedule: Schedule, sizes: Sequence[int], inputs: Tensors | None, objective: Objective | None
+        self,
+        part: PipelinePart,
+        schedule: Schedule,
+        sizes: Sequence[int],
+        inputs: Tensors | None,
+        objective: Objective | None,
     ) -> None:
-        assert self._parts is not None
         try:
-            tied = self._parts.tied.parameters if schedule.trains else []
+            tied = part.tied.parameters if schedule.trains else []
             before = [parameter.grad for parameter in tied]
             for parameter in tied:
                 parameter.grad = None
-            self._parts.executor.run(schedule, self.steps, sizes, inputs, objective)
+            part.executor.run(schedule, self.steps, sizes, inputs, objective)
             if schedule.trains:
-                self._parts.tied.add_up()
+                part.tied.add_up()
             for parameter, earlier in zip(tied, before, strict=True):
                 if earlier is not None:
                     parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
@@ -409,7 +397,7 @@ class Pipeline:
         """The value of the process of the last stage, in every process."""
         if self._control.size > 1:
             found = self._control.collect(None if value is None else value.cpu())
-            value = found[self._placement.process_of_stage[-1]]
+            value = found[self._layout.process_of_stage[-1]]
         assert value is not None
         return value
 
@@ -466,6 +454,17 @@ def _checked(name: str, values: Values | None) -> Tensors:
         shapes = shapes_of(tensors)
         raise InputError(f"{name}: tensors {shapes} have different numbers of samples; the first dimension is N")
     return tensors
+
+
+def _placed(name: str, values: Values | None, device: str) -> Tensors:
+    """The tensors of a mini-batch on a device. Raises InputError as `_checked`."""
+    moved = (tensor.detach().to(device, non_blocking=True) for tensor in _checked(name, values))
+    return tuple(in_layout(tensor, torch.contiguous_format) for tensor in moved)
+
+
+def _named(layers: nn.Sequential, names: Iterable[str]) -> nn.Sequential:
+    """The layers of these names."""
+    return nn.Sequential(OrderedDict((name, layers.get_submodule(name)) for name in names))
 
 
 def _in_tuple(costs: Sequence[LayerCost]) -> bool:

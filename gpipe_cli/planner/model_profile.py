@@ -8,6 +8,7 @@ import math
 from collections.abc import Container, Hashable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache, partial
+from itertools import accumulate
 
 from torch import nn
 
@@ -58,16 +59,27 @@ class TiedWeight:
 
 
 @dataclass(frozen=True)
-class ModelProfile:
-    """A model as traced on the meta device. Sequences have an entry per layer unless noted."""
+class TracedModel:
+    """The layers of a model as traced on the meta device."""
 
     costs: tuple[LayerCost, ...]  # the cost of each layer in training; the loss belongs to the last layer
     evaluation: tuple[LayerCost, ...]  # the same in evaluation; only the boundaries are used
+    shared: tuple[Shared, ...]
+
+    def boundaries(self, balance: Sequence[int]) -> tuple[tuple[Boundary, ...], tuple[Boundary, ...]]:
+        """What crosses between stages of so many layers, in training and in evaluation."""
+        last = [end - 1 for end in accumulate(balance[:-1])]
+        return tuple(self.costs[at].outputs for at in last), tuple(self.evaluation[at].outputs for at in last)
+
+
+@dataclass(frozen=True)
+class ModelProfile(TracedModel):
+    """A traced model, and what its layers store. Sequences have an entry per layer unless noted."""
+
     weights: tuple[LayerWeights, ...]
     inputs: Boundary  # tensors given to the first layer
     lengths: tuple[int, ...]  # the lengths that sentences are padded to
     frozen: Frozen
-    shared: tuple[Shared, ...]
     skips: tuple[Skip, ...]
     tied: tuple[TiedWeight, ...]  # the weights that several layers have
     own_costs: tuple[float, ...] | None  # `gpipe_cost` of a user's layers, in any unit
@@ -151,7 +163,7 @@ def _profile(traced: _Traced, lengths: tuple[int, ...]) -> ModelProfile:
     weights = tuple(_layer_weights(config, name, layer, elsewhere) for name, layer in model.named_children())
     tied = tuple(_tied_weight(config, model, tie) for tie in ties)
     return ModelProfile(
-        costs, evaluation, weights, inputs, lengths, frozen, (*shared.values(),), find_skips(model), tied,
+        costs, evaluation, (*shared.values(),), weights, inputs, lengths, frozen, find_skips(model), tied,
         _own_costs(model), model, kinds,
     )  # fmt: skip
 

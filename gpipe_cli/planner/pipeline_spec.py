@@ -24,30 +24,21 @@ from gpipe_cli.planner.plan import Plan
 from gpipe_cli.planner.step_schedule import checked_schedule
 
 
-@dataclass(frozen=True)
-class PipelineSpec:
-    """A pipeline's cut, order, layout and precision. Costs and counts have one entry per partition, boundaries one per
-    edge between partitions: all tensors that cross it, skips to later stages among them."""
+@dataclass(frozen=True, kw_only=True)
+class PipelineCut:
+    """A model cut into stages, where these compute, and the order of their actions. Boundaries have one entry per edge
+    between stages: all tensors that cross it, skips to later stages among them."""
 
-    layer_names: tuple[tuple[str, ...], ...]
-    parameters: tuple[int, ...]
-    trained: tuple[int, ...]  # number of these parameters that are not frozen
-    frozen: Frozen
+    layer_names: tuple[tuple[str, ...], ...]  # of each stage
     ties: tuple[Tie, ...]
-    cost: tuple[float, ...]  # predicted seconds of one micro-batch's forward and backward
-    inputs: Boundary  # tensors given to the first stage
-    lengths: tuple[int, ...]  # the greatest lengths that sentences are padded to
     training_boundaries: tuple[Boundary, ...]
     evaluation_boundaries: tuple[Boundary, ...]
-    parameter_tensors: tuple[int, ...]
     order: Schedule  # the actions of a training step with all M micro-batches
     recompute: Recompute  # micro-batches to recompute, unless `order` has recomputations of its own
     layout: Layout
-    memory_format: str
-    precision: str
-    computes_in: str  # the type in which the devices here compute products and convolutions at that precision
-    deterministic: bool
-    compile: bool
+    memory_format: str = "contiguous"
+    precision: str = "float32"
+    compile: bool = False
 
     @property
     def partitions(self) -> int:
@@ -57,6 +48,35 @@ class PipelineSpec:
     def stages_of_ties(self) -> tuple[tuple[int, ...], ...]:
         """For each tied weight, the stage of each of its uses."""
         return stages_of(self.ties, self.layer_names)
+
+    @property
+    def skips(self) -> tuple[tuple[int, int], ...]:
+        """The pairs of stages, not neighbours, of which the first sends a skip to the second."""
+        found = ((route.sender, route.receiver) for route in routes(self.training_boundaries))
+        return tuple((sender, receiver) for sender, receiver in found if receiver > sender + 1)
+
+    @property
+    def first_layers(self) -> tuple[int, ...]:
+        return tuple(accumulate((len(names) for names in self.layer_names[:-1]), initial=0))
+
+    def schedule(self, micro_batches: int) -> Schedule:
+        """The schedule of a training step of `micro_batches`. Raises ScheduleError if it cannot be performed."""
+        return checked_schedule(self.order, micro_batches, self.recompute)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineSpec(PipelineCut):
+    """The cut of a run's model, with what it was planned for. Costs and counts have one entry per stage."""
+
+    parameters: tuple[int, ...]
+    trained: tuple[int, ...]  # number of these parameters that are not frozen
+    frozen: Frozen
+    cost: tuple[float, ...]  # predicted seconds of one micro-batch's forward and backward
+    inputs: Boundary  # tensors given to the first stage
+    lengths: tuple[int, ...]  # the greatest lengths that sentences are padded to
+    parameter_tensors: tuple[int, ...]
+    computes_in: str  # the type in which the devices here compute products and convolutions at that precision
+    deterministic: bool
 
     def stage_of(self, layer: str) -> int:
         return next(k for k, names in enumerate(self.layer_names) if layer in names)
@@ -70,16 +90,6 @@ class PipelineSpec:
         return outputs_of(self.training_boundaries, stage)
 
     @property
-    def skips(self) -> tuple[tuple[int, int], ...]:
-        """The pairs of stages, not neighbours, of which the first sends a skip to the second."""
-        found = ((route.sender, route.receiver) for route in routes(self.training_boundaries))
-        return tuple((sender, receiver) for sender, receiver in found if receiver > sender + 1)
-
-    @property
-    def first_layers(self) -> tuple[int, ...]:
-        return tuple(accumulate((len(names) for names in self.layer_names[:-1]), initial=0))
-
-    @property
     def most_parameter_tensors(self) -> int:
         """The most parameter tensors of any process: the length of a vector with a number for each tensor."""
         return max(
@@ -89,10 +99,6 @@ class PipelineSpec:
     def on(self, replica_devices: tuple[tuple[str, ...], ...]) -> "PipelineSpec":
         """This spec on other devices."""
         return replace(self, layout=replace(self.layout, replica_devices=replica_devices))
-
-    def schedule(self, micro_batches: int) -> Schedule:
-        """The schedule of a training step of `micro_batches`. Raises ScheduleError if it cannot be performed."""
-        return checked_schedule(self.order, micro_batches, self.recompute)
 
     def of_replica(self, replica: int) -> "PipelineSpec":
         """This spec for another of the R pipelines."""
@@ -110,9 +116,9 @@ def make_pipeline_spec(
 
 def placed(plan: Plan) -> PipelineSpec:
     """Cut the model as planned and place its stages on this machine, even if the plan was for another one."""
-    config, profile, bounds = plan.config, plan.profile, plan.bounds
-    costs = profile.costs
+    config, profile, costs, bounds = plan.config, plan.profile, plan.profile.costs, plan.bounds
     layout = replace(plan.layout, here=True)
+    in_training, in_evaluation = profile.boundaries(plan.balance)
     return PipelineSpec(
         layer_names=tuple(tuple(cost.name for cost in costs[first:end]) for first, end in bounds),
         parameters=tuple(sum(of.parameters for of in profile.weights[first:end]) for first, end in bounds),
@@ -122,8 +128,8 @@ def placed(plan: Plan) -> PipelineSpec:
         cost=tuple(stage.graph_seconds + stage.backward_seconds for stage in plan.stage_costs),
         inputs=profile.inputs,
         lengths=profile.lengths,
-        training_boundaries=tuple(costs[end - 1].outputs for _, end in bounds[:-1]),
-        evaluation_boundaries=tuple(profile.evaluation[end - 1].outputs for _, end in bounds[:-1]),
+        training_boundaries=in_training,
+        evaluation_boundaries=in_evaluation,
         parameter_tensors=tuple(sum(w.tensors for w in profile.weights[first:end]) for first, end in bounds),
         order=plan.order,
         recompute=plan.recompute,

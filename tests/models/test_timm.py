@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import timm
 import torch
-from networks import as_boundary
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from training_runs import assert_same_tensors
@@ -18,6 +17,7 @@ from gpipe_cli.errors import InputError
 from gpipe_cli.models import timm_list
 from gpipe_cli.models.timm_models import build_timm, chain
 from gpipe_cli.pipeline.profile.tracing import trace_layers
+from gpipe_cli.pipeline.runtime.boundary import as_boundary
 
 ONE_BLOCK = {"layers": (1, 1, 1, 1), "channels": (16, 32, 32, 32)}
 SHORT = {"depths": (1, 2, 1, 1), "dims": (16, 16, 24, 24)}

@@ -9,7 +9,6 @@ from itertools import pairwise
 import pytest
 import torch
 from engine_runs import CPU, SumOfSquares, build_stages
-from networks import as_boundary
 from random_orders import RandomOrder, mixed_anew, random_orders
 from schedule_runs import build
 from torch import nn
@@ -17,6 +16,7 @@ from training_runs import assert_same_tensors
 
 from gpipe_cli.data.micro_batches import micro_batch_sizes
 from gpipe_cli.pipeline.profile.tracing import trace_layers
+from gpipe_cli.pipeline.runtime.boundary import as_boundary
 from gpipe_cli.pipeline.runtime.executor import Executor
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.runtime.transport import LocalTransport

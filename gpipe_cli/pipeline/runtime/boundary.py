@@ -49,6 +49,11 @@ class BoundaryTensor:
 Boundary = tuple[BoundaryTensor, ...]
 
 
+def as_boundary(examples: Tensors) -> Boundary:
+    """What a model is given, tensors (N, ...) of any N, described by examples of them."""
+    return tuple(BoundaryTensor((0, *t.shape[1:]), (1, *(0 for _ in t.shape[1:])), t.dtype, False) for t in examples)
+
+
 def as_tuple(value: torch.Tensor | Sequence[torch.Tensor]) -> Tensors:
     """A layer's input or output, which may be a single tensor, as the tuple that the engine always uses."""
     return (value,) if isinstance(value, torch.Tensor) else tuple(value)

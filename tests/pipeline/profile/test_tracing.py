@@ -9,13 +9,12 @@ import pytest
 import torch
 from custom_models import Does
 from memory_runs import SAMPLES
-from networks import as_boundary
 from torch import nn
 
 from gpipe_cli.pipeline.profile import tracing
 from gpipe_cli.pipeline.profile.layer_cost import KeptMemory, LayerCost, OperationKind
 from gpipe_cli.pipeline.profile.tracing import layer_kinds, trace_layers
-from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor
+from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor, as_boundary
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
 
 

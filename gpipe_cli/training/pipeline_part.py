@@ -1,0 +1,92 @@
+"""What a process has of a pipeline, put together from its cut: for a run (`engine.py`), or for a program of the user's
+own (`library/`)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from gpipe_cli.assembly.build import COMPUTED_IN, MEMORY_FORMATS
+from gpipe_cli.distributed.process_groups import ProcessGroups
+from gpipe_cli.pipeline.runtime.executor import Executor, OnAction, ignore_action
+from gpipe_cli.pipeline.runtime.p2p_transport import P2PTransport
+from gpipe_cli.pipeline.runtime.routes import Boundaries, inputs_of
+from gpipe_cli.pipeline.runtime.stage import Stage
+from gpipe_cli.pipeline.runtime.tied_weights import TiedWeights
+from gpipe_cli.pipeline.runtime.transport import LocalTransport, Transport
+from gpipe_cli.planner.pipeline_spec import PipelineCut
+
+
+@dataclass(frozen=True)
+class PipelinePart:
+    """This process's part of a pipeline: its stages (by index), and what runs schedules on them."""
+
+    spec: PipelineCut
+    stages: Mapping[int, Stage]
+    executor: Executor
+    boundaries: Boundaries  # what the transport reads at every step: changed where inputs have other shapes
+    tied: TiedWeights
+
+    @property
+    def has_first(self) -> bool:
+        return 0 in self.stages
+
+    @property
+    def has_last(self) -> bool:
+        return self.spec.partitions - 1 in self.stages
+
+    @property
+    def first_device(self) -> torch.device:
+        return torch.device(self.spec.layout.devices[0])
+
+    @property
+    def last_device(self) -> torch.device:
+        return torch.device(self.spec.layout.devices[-1])
+
+    @property
+    def memory_format(self) -> torch.memory_format:
+        return MEMORY_FORMATS[self.spec.memory_format]
+
+
+def build_part(
+    spec: PipelineCut,
+    stages: Mapping[int, Stage],
+    process: int,
+    groups: ProcessGroups | None,
+    on_action: OnAction = ignore_action,
+) -> PipelinePart:
+    """Connect the stages of a process, given by its rank in the run, with each other and, over `groups`, with those of
+    other processes."""
+    layout = spec.layout
+    number, device = process % layout.of_pipeline, torch.device(layout.device_of(process))
+    boundaries = Boundaries(spec.training_boundaries, spec.evaluation_boundaries, MEMORY_FORMATS[spec.memory_format])
+    transport: Transport
+    if groups is None or not layout.distributed:
+        transport = LocalTransport([*map(torch.device, layout.devices)], boundaries)
+    else:
+        transport = P2PTransport(number, layout.process_of_stage, groups.links, boundaries, device)
+    tied = TiedWeights(spec.ties, spec.stages_of_ties, stages, number, layout.process_of_stage)
+    if groups is not None and groups.tied:
+        tied = replace(tied, groups=groups.tied, links=groups.links)
+        tied.connect(device, groups.links.connect_seconds)
+    executor = Executor(stages, layout.device_of_stage, transport, on_action)
+    return PipelinePart(spec, stages, executor, boundaries, tied)
+
+
+def build_stage(spec: PipelineCut, index: int, layers: nn.Sequential, run_seed: int) -> Stage:
+    """Stage `index`, in training mode; `layers` are its layers with their values, on its device."""
+    stage = Stage(
+        index,
+        layers,
+        first_layer=spec.first_layers[index],
+        inputs=inputs_of(spec.training_boundaries, index),
+        evaluation_inputs=inputs_of(spec.evaluation_boundaries, index),
+        device=torch.device(spec.layout.devices[index]),
+        run_seed=run_seed,
+        memory_format=MEMORY_FORMATS[spec.memory_format],
+        computed_in=COMPUTED_IN[spec.precision],
+        compiled=spec.compile,
+    )
+    stage.set_training(True)
+    return stage
