@@ -1,4 +1,4 @@
-"""What a `Pipeline` is put together from: its arguments, where its stages live, how they are cut, and the executor."""
+"""What a `Pipeline` is given, and what becomes of it: its arguments, the layout of its stages, and the layers there."""
 
 import copy
 import os
@@ -52,7 +52,8 @@ def place(arguments: Arguments, started: Torchrun | None) -> Layout:
     Neighbouring stages share a place, or take turns for a looped schedule. Under torchrun only the device of this
     process is known, and stands for all.
 
-    Raises RefusedError for devices that are not here, and for partitions that cannot be placed."""
+    Raises RefusedError for devices that are not here, and for partitions that cannot be placed.
+    """
     partitions, gpus = arguments.partitions, number_of_devices()
     if arguments.devices is None:
         devices = [f"{TYPE}:{number}" for number in range(gpus)] or ["cpu"]

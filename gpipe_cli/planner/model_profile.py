@@ -60,11 +60,11 @@ class TiedWeight:
 
 @dataclass(frozen=True)
 class TracedModel:
-    """The layers of a model as traced on the meta device."""
+    """A model as traced on the meta device."""
 
     costs: tuple[LayerCost, ...]  # the cost of each layer in training; the loss belongs to the last layer
     evaluation: tuple[LayerCost, ...]  # the same in evaluation; only the boundaries are used
-    shared: tuple[Shared, ...]
+    shared: tuple[Shared, ...]  # the pairs of layers that must stay in one stage
 
     def boundaries(self, balance: Sequence[int]) -> tuple[tuple[Boundary, ...], tuple[Boundary, ...]]:
         """What crosses between stages of so many layers, in training and in evaluation."""
