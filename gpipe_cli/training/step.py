@@ -21,6 +21,7 @@ from operator import attrgetter
 
 import torch
 
+from gpipe_cli.assembly.build import MEMORY_FORMATS
 from gpipe_cli.assembly.loss import CrossEntropy, Totals
 from gpipe_cli.assembly.optimizer import set_learning_rate
 from gpipe_cli.config.settings import TrainConfig
@@ -31,6 +32,7 @@ from gpipe_cli.pipeline.runtime.recording import ENDS, MARKS, Recording, room
 from gpipe_cli.pipeline.runtime.replicas import Replicas
 from gpipe_cli.pipeline.schedule.named_schedules import build, forward_only
 from gpipe_cli.pipeline.schedule.schedule import Schedule
+from gpipe_cli.planner.pipeline_spec import PipelineSpec
 from gpipe_cli.system.accelerator import to_device, to_host
 from gpipe_cli.system.process_memory import library_bytes, peak_memory_bytes
 from gpipe_cli.training.data_feed import MiniBatch, Reading
@@ -82,7 +84,7 @@ def rehearse(engine: Engine, mini_batch: MiniBatch) -> None:
     if (loaded := mini_batch.reading.loaded) is not None:
         with engine.control.waits(Awaited.DATA):
             whole = loaded.peek()
-        inputs = placed(engine, tuple(tensor[:samples] for tensor in whole))
+        inputs = placed(engine.spec, tuple(tensor[:samples] for tensor in whole))
     if targets is not None:
         targets = targets[0][:samples], 0
     objective = objective_of(engine.config, targets, (samples,), engine.config.label_smoothing, engine.last_device)
@@ -181,11 +183,12 @@ def objective_of(
     )
 
 
-def placed(engine: Engine, inputs: Tensors | None) -> Tensors | None:
+def placed(spec: PipelineSpec, inputs: Tensors | None) -> Tensors | None:
     """Inputs from the host, copied to the device of the first stage; images in its memory format."""
     if inputs is None:
         return None
-    return tuple(in_layout(to_device(tensor, engine.first_device), engine.memory_format) for tensor in inputs)
+    device, memory_format = torch.device(spec.layout.devices[0]), MEMORY_FORMATS[spec.memory_format]
+    return tuple(in_layout(to_device(tensor, device), memory_format) for tensor in inputs)
 
 
 def _run(
@@ -205,7 +208,7 @@ def _run(
         with engine.control.waits(Awaited.DATA):
             inputs = mini_batch.inputs()
     recording = engine.executor.run(
-        schedule_of(len(share.sizes)), step, share.sizes, placed(engine, inputs), objective, mini_batch.lengths,
+        schedule_of(len(share.sizes)), step, share.sizes, placed(engine.spec, inputs), objective, mini_batch.lengths,
         first_micro_batch=share.first_micro_batch, replicas=replicas,
     )  # fmt: skip
     return recording, objective

@@ -11,29 +11,26 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from functools import cached_property, partial
+from functools import partial
 from itertools import chain, zip_longest
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import nn
 
 from gpipe_cli.assembly.build import COMPUTED_IN, user_model
 from gpipe_cli.assembly.learning_rate import learning_rate
 from gpipe_cli.config.groups import Precision
-from gpipe_cli.config.settings import PartitionConfig, TrainConfig
+from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.config.typed import with_type
 from gpipe_cli.data.loading import LoadedBatches
 from gpipe_cli.data.micro_batches import micro_batch_sizes
-from gpipe_cli.distributed.control_group import Awaited, ControlGroup
-from gpipe_cli.distributed.process_groups import ProcessGroups
+from gpipe_cli.distributed.control_group import Awaited
 from gpipe_cli.models.amoebanet import set_progress
 from gpipe_cli.pipeline.runtime.boundary import as_tuple, as_value, digest, split_all
 from gpipe_cli.pipeline.runtime.deferred_batch_norm import tracking_norms
-from gpipe_cli.pipeline.runtime.executor import ActionFailedError, OnAction
+from gpipe_cli.pipeline.runtime.executor import ActionFailedError
 from gpipe_cli.pipeline.runtime.frozen import freeze, set_training
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
 from gpipe_cli.pipeline.runtime.precision import autocast
@@ -51,7 +48,7 @@ from gpipe_cli.training.step import compute_gradients, gather_metrics, objective
 Executor = Literal["in_process", "pytorch", "distributed", "replicas"]  # pytorch: the plain model
 REFERENCES = ("gpipe", "1f1b")  # schedules that sum gradients from the last micro-batch to the first, and vice versa
 MODES = RECOMPUTE[::-1]  # the mode with the least recomputation first
-EXECUTORS: tuple[Executor, ...] = ("in_process", "pytorch", "distributed", "replicas")
+EXECUTORS: tuple[Executor, ...] = get_args(Executor)
 Verdict = Literal["reference", "identical", "within tolerance", "differs", "differs, as it must", "fails", "left out"]
 
 # Norm of the gradients' difference, as a share of their norm: more than another order of summation causes, less than a
@@ -77,21 +74,13 @@ class Row:
     `REFERENCES` that sums gradients in the same order (`1f1b` if neither does). The reference of `1f1b` is itself
     compared with that of `gpipe`."""
 
-    partitions: int
-    micro_batches: int
-    schedule: str
-    recompute: RecomputeMode
-    executor: Executor
+    variant: Variant
     verdict: Verdict
     difference: float | None = None  # norm of the gradients' difference, as a share of the gradients' norm
     layer: str | None = None  # the first layer that differs, or the one that fails
     stage: int | None = None
     micro_batch: int | None = None
     text: str = ""  # the difference or the failure: where and why, as far as known
-
-    @property
-    def variant(self) -> Variant:
-        return Variant(self.partitions, self.micro_batches, self.schedule, self.recompute, self.executor)
 
     @property
     def bad(self) -> bool:
@@ -115,11 +104,15 @@ class Place(NamedTuple):
     what: What
     order: int  # index of the layer in the model; negated for gradients, as the backward pass runs in reverse
     micro_batch: int  # for outputs; else 0
-    layer: str
-    name: str = ""  # name of a parameter or buffer; else ""
+    name: str  # of a layer, a parameter or a buffer
+
+    @property
+    def layer(self) -> str:
+        return layer_of(self.name)
 
 
 Digests = dict[Place, str]  # digests of a step's results in one process; "": the parameter has no gradient
+Tensors = dict[str, torch.Tensor]  # by the names of the parameters or the buffers
 
 
 @dataclass(frozen=True)
@@ -131,166 +124,139 @@ class MiniBatchRead:
 
 @dataclass(frozen=True)
 class ReferenceDone:
-    """Message to the parent: the results of a reference, with which later variants are compared."""
+    """Message to the parent: the reference of schedule gpipe has been run."""
 
-    schedule: str
     loss: float  # mean loss of the mini-batch
-    digests: Digests
-
-
-PipelineSpecs = Mapping[tuple[int, str], PipelineSpec]  # keys: partitions, schedule
 
 
 class Step(NamedTuple):
-    """The results of a step in one process; tensors are on the CPU, by name."""
+    """The results of a step in one process; tensors are on the CPU."""
 
     loss: float  # mean loss of the mini-batch
     digests: Digests
-    gradients: dict[str, torch.Tensor]
-    buffers: dict[str, torch.Tensor]
+    gradients: Tensors
+    buffers: Tensors
     of_micro_batches: str = ""  # why the results depend on the number of micro-batches, if they do
 
 
 def check(
     config: TrainConfig,
-    specs: PipelineSpecs,
+    specs: Mapping[Variant, PipelineSpec],
     process: WorkerProcess,
     *,
-    variants: Sequence[Variant],
-    earlier: Mapping[str, ReferenceDone],
     folder: Path,
     source: Path | None,
 ) -> None:
     """Run the variants, in order, as one process of the layout of their specs; report a `Row` for each.
 
-    References must come before the variants that are compared with them; each is also reported as a `ReferenceDone`.
-    `earlier` are references run by other processes, by schedule. Gradients of references are in `folder`. Weights are
-    taken from the checkpoint `source`, if it is not None.
+    The results of references are written to `folder`; they must be there before the variants that are compared with
+    them. Weights are taken from the checkpoint `source`, if it is not None.
 
     Raises InputError for errors that the user can fix, and with several processes any error of a variant.
     """
-    run = None if config.init_from is None else Path(config.init_from)
-    spec = specs[max(specs)]
-    data = Data(replace(config, data_workers=0), spec, process.number, starting_point(config, None), run)
-    control, groups = process.connect()
-    reading = data.reading(control, training=True)
-    runs = _Runs(config, specs, process, control, groups, reading, folder, source)
-    if not earlier:
-        samples = reading.batches.size(0, 0)
-        refuse_single_samples(config, samples)
-        process.report(MiniBatchRead(micro_batch_sizes(samples, config.micro_batches)))
-    references = dict(earlier)
-    for variant in variants:
-        if runs.reference_of(variant) not in references and not runs.is_reference(variant):
-            text = f"the reference of {runs.reference_of(variant)} failed"
-            process.report(Row(*variant, "left out", text=text))
-            continue
+    checking = _Checking(config, specs, process, folder, source)
+    for variant in specs:
         try:
-            row, reference = runs.compare(variant, references)
+            row = checking.row(variant)
         except Exception as error:
             process.report(_failed(variant, error))
-            if control.size > 1:
+            if checking.control.size > 1:
                 raise  # the other processes would wait for this one until the timeout
             continue
-        if reference is not None:
-            references[variant.schedule] = reference
-            process.report(reference)
-        if control.leads:
+        if checking.control.leads:
             process.report(row)
-    control.barrier()
+    checking.control.barrier()
 
 
 def _failed(variant: Variant, error: Exception) -> Row:
     """The row of a variant that failed with `error` in its layers or in plain PyTorch; other errors are raised."""
     if isinstance(error, ChangedInputError):
-        return Row(*variant, "fails", layer=error.layer, text=str(error))
+        return Row(variant, "fails", layer=error.layer, text=str(error))
     if isinstance(error, ActionFailedError):
         # the text does not name the micro-batch: which one fails first depends on the schedule
         action, layer = error.action, error.layer or None
         where = f"layer {layer}" if layer else f"{action.kind.name} of stage {action.stage}"
         text = f"{where} raises {with_type(error.__cause__ or error).rstrip('.')}"
-        return Row(*variant, "fails", None, layer, action.stage, action.micro_batch, text)
+        return Row(variant, "fails", None, layer, action.stage, action.micro_batch, text)
     if variant.executor == "pytorch":
-        return Row(*variant, "fails", text=f"plain PyTorch raises {with_type(error)}")
+        return Row(variant, "fails", text=f"plain PyTorch raises {with_type(error)}")
     raise error
 
 
-@dataclass(frozen=True)
-class _Runs:
+class _Checking:
     """Runs and compares variants in one process."""
 
-    base: TrainConfig
-    specs: PipelineSpecs
-    process: WorkerProcess
-    control: ControlGroup
-    groups: ProcessGroups | None
-    reading: Reading
-    folder: Path
-    source: Path | None  # the checkpoint of `init_from`
+    def __init__(
+        self,
+        config: TrainConfig,
+        specs: Mapping[Variant, PipelineSpec],
+        process: WorkerProcess,
+        folder: Path,
+        source: Path | None,
+    ) -> None:
+        self._config, self._specs, self._process, self._folder, self._source = config, specs, process, folder, source
+        run = None if config.init_from is None else Path(config.init_from)
+        spec = specs[max(specs)]
+        data = Data(replace(config, data_workers=0), spec, process.number, starting_point(config, None), run)
+        self.control, self._groups = process.connect()
+        self._reading = data.reading(self.control, training=True)
+        self._replica = spec.layout.replica_of(self.control.rank)
+        self._layers = [name for names in spec.layer_names for name in names]
+        self._samples = self._reading.batches.size(0, 0)
+        self._current = What.OUTPUT, 0  # what the layers that run now give, and of which micro-batch
+        if not any(folder.iterdir()):
+            refuse_single_samples(config, self._samples)
+            process.report(MiniBatchRead(micro_batch_sizes(self._samples, config.micro_batches)))
 
-    @cached_property
-    def layers(self) -> list[str]:
-        """The names of all layers of the model, in order."""
-        return [name for names in self.specs[max(self.specs)].layer_names for name in names]
+    def row(self, variant: Variant) -> Row:
+        """Run a variant and compare it with its reference; a reference is also written to the folder."""
+        summed = summed_as(self._specs[variant].order)
+        usual = variant.executor != "replicas" and variant.micro_batches == self._config.micro_batches
+        is_reference = usual and variant in references(variant.micro_batches)
+        schedule = REFERENCES[0] if is_reference else summed or REFERENCES[-1]
+        file = self._folder / schedule
+        # mapped, so that large gradients are read one by one
+        reference: Step | None = torch.load(file, mmap=True, weights_only=False) if file.exists() else None
+        if reference is None and not is_reference:
+            return Row(variant, "left out", text=f"the reference of {schedule} failed")
+        step = self._run_plain(variant) if variant.executor == "pytorch" else self._run(variant)
+        if is_reference:
+            torch.save(step, self._folder / variant.schedule)
+            if variant.schedule == REFERENCES[0]:
+                self._process.report(ReferenceDone(step.loss))
+        if reference is None:
+            return Row(variant, "reference")
+        same_sums = usual and summed is not None and not is_reference
+        row = self._compared(variant, step, reference, same_sums=same_sums)
+        if row.verdict == "differs" and step.of_micro_batches:
+            return Row(variant, "differs, as it must", row.difference, text=step.of_micro_batches)
+        return row
 
-    def is_reference(self, variant: Variant) -> bool:
-        usual = variant.micro_batches == self.base.micro_batches and variant.executor not in ("pytorch", "replicas")
-        plain = variant.partitions == 1 and variant.recompute == "never"
-        return usual and plain and variant.schedule in REFERENCES
-
-    def reference_of(self, variant: Variant) -> str:
-        """The schedule of the reference with which `variant` is compared."""
-        return summed_as(self._spec(variant).order) or REFERENCES[-1]
-
-    def _spec(self, variant: Variant) -> PipelineSpec:
-        return self.specs[variant.partitions, variant.schedule]
-
-    def compare(self, variant: Variant, references: Mapping[str, ReferenceDone]) -> tuple[Row, ReferenceDone | None]:
-        """Run a variant; returns its row, and its results if it is a reference."""
-        plain = variant.executor == "pytorch"
-        step = self._run_plain(variant) if plain else self._run(variant)
-        step.digests[Place(What.LOSS, 0, 0, self.layers[-1])] = step.loss.hex()
-        if self.is_reference(variant):
-            save_file(step.gradients, self.folder / f"{variant.schedule}.safetensors")
-            torch.save(step.buffers, self.folder / f"{variant.schedule}.buffers")
-            first = next(iter(references), None)
-            row = Row(*variant, "reference") if first is None else self._within(variant, step, first)
-            return row, ReferenceDone(variant.schedule, step.loss, step.digests)
-        reference = self.reference_of(variant)
-        other_sums = variant.executor == "replicas" or variant.micro_batches != self.base.micro_batches
-        if other_sums or summed_as(self._spec(variant).order) is None:
-            row = self._within(variant, step, reference)
-            if row.verdict == "differs" and step.of_micro_batches:
-                row = Row(*variant, "differs, as it must", row.difference, text=step.of_micro_batches)
-            return row, None
-        least = self._first(first_difference(step.digests, references[reference].digests))
-        if plain:
-            return self._within(variant, step, reference, least), None
-        if least is None:
-            return Row(*variant, "identical"), None
-        share, _ = self._distance(step.gradients, reference)
-        return differs(variant, self._spec(variant), least, share), None
-
-    def _within(self, variant: Variant, step: Step, schedule: str, first: Place | None = None) -> Row:
-        """The row of a variant that may differ from the reference of `schedule` within the tolerance: its gradients
-        together, and the buffers of each module. `first`: the first place where bits differ, if that is known."""
-        share, layer = self._distance(step.gradients, schedule)
-        row, spec = within(variant, share, TOLERANCE[self.base.precision]), self._spec(variant)
-        if first is not None and (row.bad or share == 0):
+    def _compared(self, variant: Variant, step: Step, reference: Step, *, same_sums: bool) -> Row:
+        """The row of a variant. Those with the `same_sums` as the reference are compared bit by bit. All others, and
+        plain PyTorch, may differ within the tolerance: their gradients together, and the buffers of each module."""
+        plain, spec = variant.executor == "pytorch", self._specs[variant]
+        first = self._first(first_difference(step.digests, reference.digests)) if same_sums else None
+        if same_sums and first is None and not plain:
+            return Row(variant, "identical")
+        share, layer = self._distance(step.gradients, reference.gradients)
+        row = within(variant, share, TOLERANCE[self._config.precision])
+        if (plain or not same_sums) and not row.bad and (first is None or share):
+            first = self._first(self._other_buffer(step.buffers, reference.buffers))
+            if first is None:
+                return row
+        if first is not None:
             return differs(variant, spec, first, share)
-        if row.bad:  # with finite numbers, which add up, the layer is known
-            return replace(row, layer=layer, stage=spec.stage_of(layer)) if row.difference else row
-        first = self._first(self._other_buffer(step.buffers, schedule))
-        return row if first is None else differs(variant, spec, first, share)
+        # with finite numbers, which add up, the layer is known
+        return replace(row, layer=layer, stage=spec.stage_of(layer)) if row.difference else row
 
     def _first(self, place: Place | None) -> Place | None:
         """The first of the places of all processes."""
         return min((found for found in self.control.collect(place) if found is not None), default=None)
 
-    def _other_buffer(self, buffers: Mapping[str, torch.Tensor], schedule: str) -> Place | None:
+    def _other_buffer(self, buffers: Tensors, references: Tensors) -> Place | None:
         """The first of this process's buffers that differs from a reference's by more than a share of its norm, which
         is taken of all buffers of a shape in a module: a running mean may be zero but for rounding."""
-        references = torch.load(self.folder / f"{schedule}.buffers")
         kinds: dict[tuple[str, torch.Size], list[str]] = {}
         for name, buffer in buffers.items():
             kinds.setdefault((name.rpartition(".")[0], buffer.shape), []).append(name)
@@ -311,74 +277,72 @@ class _Runs:
         pipeline, before each layer, as dropout would otherwise draw other numbers.
         """
         engine = self._engine(variant)
-        config = engine.config
-        device, current = engine.first_device, 0
+        config, device = engine.config, engine.first_device
         model = plain_model(config, engine.spec, [engine.stages[0].module])
         digests: Digests = {}
-        self._observe(model, digests, lambda: (What.OUTPUT, current))
-        mini_batch = first_mini_batch(self.reading, config.micro_batches)
-        inputs, targets = placed(engine, mini_batch.inputs()), mini_batch.targets()
-        sizes = mini_batch.share.sizes
-        objective = objective_of(config, targets, sizes, config.label_smoothing, engine.last_device)
-        assert inputs is not None
-        assert objective is not None
-        losses = []
-        seeding = seeding_layers(model, 0, config.seed, device, lambda: current)
-        with seeding, tracking_mini_batch(model, lambda: current):
-            for current, piece in enumerate(split_all(inputs, sizes)):
-                with autocast(device, COMPUTED_IN[config.precision]):
-                    outputs = as_tuple(model(as_value(piece)))
-                losses.append(objective.loss(current, outputs))
-                objective.observe(current, outputs, losses[-1].detach())
-            for loss in reversed(losses):  # the order in which schedule gpipe sums gradients
-                loss.backward()
-        gradients = _gradients(dict(model.named_parameters()))
-        digests |= self._digests(What.GRADIENT, {name: gradients.get(name) for name, _ in model.named_parameters()})
-        return Step(objective.totals().means[0], digests, gradients, _on_cpu(model.named_buffers()))
+        self._observe(model, digests)
+        mini_batch = first_mini_batch(self._reading, config.micro_batches)
+
+        def begins(micro_batch: int) -> None:
+            self._current = What.OUTPUT, micro_batch
+
+        def current() -> int:
+            return self._current[1]
+
+        with seeding_layers(model, 0, config.seed, device, current), tracking_mini_batch(model, current):
+            loss = run_plain(model, engine.spec, config, mini_batch, mini_batch.share.sizes, begins)()
+        parameters = dict(model.named_parameters())
+        return self._results(loss, digests, parameters, _gradients(parameters), model.named_buffers())
 
     def _run(self, variant: Variant) -> Step:
-        digests: Digests = {}
-        gradients: dict[str, torch.Tensor] = {}
-        current: list[Action] = []
-
-        def on_action(action: Action, samples: int, lengths: Sequence[int]) -> None:
-            current[:] = [action]
-            self.process.on_action(action, samples, lengths)
-
-        def output() -> tuple[What, int]:
-            return What.OUTPUT if current[0].kind is Kind.F else What.RECOMPUTED_OUTPUT, current[0].micro_batch
-
-        engine = self._engine(variant, on_action)
+        engine = self._engine(variant)
         config = engine.config
+        digests: Digests = {}
         modules = [stage.module for stage in engine.stages.values()]
         for module in modules:
-            self._observe(module, digests, output)
-        other_micro_batches = variant.executor == "in_process" and variant.micro_batches != self.base.micro_batches
+            self._observe(module, digests)
+        other_micro_batches = variant.executor == "in_process" and variant.micro_batches != self._config.micro_batches
         reasons = reasons_to_differ(modules[0], engine.first_device) if other_micro_batches else []
-        steps = self.reading.batches.steps_per_epoch
+        steps = self._reading.batches.steps_per_epoch
         rate = learning_rate(config.learning_rate, 0, steps, config.batch_size, config.epochs * steps)
-        numbers = compute_gradients(engine, first_mini_batch(self.reading, config.micro_batches), step=0)
-        for k in engine.stages:
-            gradients |= _gradients(engine.owned(k))
+        numbers = compute_gradients(engine, first_mini_batch(self._reading, config.micro_batches), step=0)
+        parameters = dict(chain.from_iterable(engine.owned(k).items() for k in engine.stages))
+        gradients = _gradients(parameters)
         update_weights(engine, numbers, rate)
         engine.executor.settle()
-        for k in engine.stages:
-            digests |= self._digests(What.GRADIENT, {name: gradients.get(name) for name in engine.owned(k)})
-            digests |= self._digests(What.WEIGHT, engine.parameters[k])
-        buffers = _on_cpu(chain.from_iterable(module.named_buffers() for module in modules))
+        for own in engine.parameters.values():
+            digests |= self._digests(What.WEIGHT, own)
+        buffers = dict(chain.from_iterable(module.named_buffers() for module in modules))
         digests |= self._digests(What.BUFFER, buffers)
         loss = gather_metrics(engine, numbers)().totals.means[0]
-        return Step(loss, digests, gradients, buffers, next(iter(reasons), ""))
+        step = self._results(loss, digests, parameters, gradients, buffers.items())
+        return step._replace(of_micro_batches=next(iter(reasons), ""))
 
-    def _observe(self, model: nn.Module, digests: Digests, output: Callable[[], tuple[What, int]]) -> None:
-        """Record a digest of every layer's output in `digests`; `output` returns its kind and its micro-batch."""
+    def _results(
+        self,
+        loss: float,
+        digests: Digests,
+        parameters: Iterable[str],
+        gradients: Tensors,
+        buffers: Iterable[tuple[str, torch.Tensor]],
+    ) -> Step:
+        digests |= self._digests(What.GRADIENT, {name: gradients.get(name) for name in parameters})
+        digests[self._place(What.LOSS, self._layers[-1])] = loss.hex()
+        return Step(loss, digests, gradients, _on_cpu(buffers))
 
-        def ended(number: int, name: str, layer: nn.Module, inputs: Any, outputs: Any) -> None:
-            what, micro_batch = output()
-            digests[Place(what, number, micro_batch, name)] = digest(as_tuple(outputs))
+    def _on_action(self, action: Action, samples: int, lengths: Sequence[int]) -> None:
+        self._current = What.OUTPUT if action.kind is Kind.F else What.RECOMPUTED_OUTPUT, action.micro_batch
+        self._process.on_action(action, samples, lengths)
+
+    def _observe(self, model: nn.Module, digests: Digests) -> None:
+        """Record a digest of every layer's output in `digests`."""
+
+        def ended(name: str, layer: nn.Module, inputs: Any, outputs: Any) -> None:
+            what, micro_batch = self._current
+            digests[self._place(what, name, micro_batch)] = digest(as_tuple(outputs))
 
         for name, layer in model.named_children():
-            layer.register_forward_hook(partial(ended, self.layers.index(name), name))
+            layer.register_forward_hook(partial(ended, name))
 
     def _digests(self, what: What, tensors: Mapping[str, torch.Tensor | None]) -> Digests:
         """The digests of parameters, gradients or buffers by name; the name begins with that of the layer."""
@@ -386,54 +350,49 @@ class _Runs:
             self._place(what, name): "" if tensor is None else digest((tensor,)) for name, tensor in tensors.items()
         }
 
-    def _place(self, what: What, name: str) -> Place:
-        layer = name.partition(".")[0]
-        number = self.layers.index(layer)
-        return Place(what, -number if what is What.GRADIENT else number, 0, layer, name)
+    def _place(self, what: What, name: str, micro_batch: int = 0) -> Place:
+        number = self._layers.index(layer_of(name))
+        return Place(what, -number if what is What.GRADIENT else number, micro_batch, name)
 
-    def _engine(self, variant: Variant, on_action: OnAction | None = None) -> Engine:
+    def _engine(self, variant: Variant) -> Engine:
         """A new engine for a variant, with the weights from which all variants start."""
-        spec = replace(self._spec(variant), recompute=variant.recompute)
-        config = replace(
-            self.base,
-            partitions=variant.partitions,
-            partition=PartitionConfig(tuple(map(len, spec.layer_names))),
-            micro_batches=variant.micro_batches // self.base.replicas,
-            schedule=variant.schedule,
-            recompute=variant.recompute,
-            executor="distributed" if spec.layout.distributed else "in_process",
-        )
+        config = replace(self._config, micro_batches=variant.micro_batches // self._config.replicas)
         engine = build_engine(
-            config, spec, self.control, self.groups,
-            on_action=on_action or self.process.on_action, pretrained=config.init_from is None,
+            config, self._specs[variant], self.control, self._groups,
+            on_action=self._on_action, pretrained=config.init_from is None,
         )  # fmt: skip
-        fine_tune(engine, self.source)
+        fine_tune(engine, self._source)
         if config.compile:
-            samples = self.reading.batches.size(0, 0)
             with self.control.waits(Awaited.COMPILER):
-                engine.compile(sorted(set(micro_batch_sizes(samples, config.micro_batches))))
+                engine.compile(sorted(set(micro_batch_sizes(self._samples, config.micro_batches))))
         engine.set_progress(1.0)  # drop-path as at the end of training: at the beginning it drops nothing
         return engine
 
-    def _distance(self, gradients: Mapping[str, torch.Tensor], schedule: str) -> tuple[float, str]:
+    def _distance(self, gradients: Tensors, references: Tensors) -> tuple[float, str]:
         """The norm of the difference from a reference's gradients, over all processes, as a share of their norm, and
         the first layer in the order of the backward with a part of it that is above the mean of all layers."""
-        squares, norm, left = dict.fromkeys(self.layers, 0.0), 0.0, dict(gradients)
-        with safe_open(self.folder / f"{schedule}.safetensors", "pt") as file:
-            for name in file.keys():  # noqa: SIM118  # not a dictionary
-                reference = file.get_tensor(name).double()
-                norm += float(reference.square().sum())
-                if name in left:
-                    left[name] = left[name].double() - reference
-        for name, difference in left.items():
-            squares[name.partition(".")[0]] += float(difference.double().square().sum())
-        if self.specs[max(self.specs)].layout.replica_of(self.control.rank):
+        norm = sum(float(references[name].double().square().sum()) for name in sorted(references))
+        squares = dict.fromkeys(self._layers, 0.0)
+        for name, gradient in gradients.items():
+            difference = gradient.double() - references.get(name, 0.0)
+            squares[layer_of(name)] += float(difference.square().sum())
+        if self._replica:
             squares.clear()  # counted by the first replica
         of_processes = self.control.collect(squares)
-        parts = {layer: sum(of.get(layer, 0.0) for of in of_processes) for layer in reversed(self.layers)}
+        parts = {layer: sum(of.get(layer, 0.0) for of in of_processes) for layer in reversed(self._layers)}
         whole = sum(parts.values())
         layer = next(layer for layer, part in parts.items() if not part < whole / len(parts))
         return float((whole / norm) ** 0.5) if norm else float(whole > 0), layer
+
+
+def references(micro_batches: int) -> list[Variant]:
+    """The variants with which others are compared, one for each of `REFERENCES`."""
+    return [Variant(1, micro_batches, schedule, "never", "in_process") for schedule in REFERENCES]
+
+
+def layer_of(name: str) -> str:
+    """The layer of a parameter or a buffer."""
+    return name.partition(".")[0]
 
 
 def reasons_to_differ(layers: nn.Module, device: torch.device) -> list[str]:
@@ -477,6 +436,33 @@ def first_mini_batch(reading: Reading, micro_batches: int) -> MiniBatch:
     if reading.loaded is not None and reading.split is not None:
         reading = replace(reading, loaded=LoadedBatches(reading.split, reading.batches, 0, 0, 1, 0))
     return MiniBatch(reading, 0, 0)
+
+
+def run_plain(
+    model: nn.Module,
+    spec: PipelineSpec,
+    config: TrainConfig,
+    mini_batch: MiniBatch,
+    sizes: Sequence[int],
+    begins: Callable[[int], None],
+) -> Callable[[], float]:
+    """Run the forward and the backward of a mini-batch, in pieces of `sizes` samples, by calling `model`; `begins` is
+    called with the number of each. Returns a function that gives the mean loss, and waits for the device."""
+    inputs, targets = placed(spec, mini_batch.inputs()), mini_batch.targets()
+    device = torch.device(spec.layout.devices[-1])
+    objective = objective_of(config, targets, sizes, config.label_smoothing, device)
+    assert inputs is not None
+    assert targets is not None
+    assert objective is not None
+    losses = []
+    for number, piece in enumerate(split_all(inputs, sizes)):
+        begins(number)
+        with autocast(device, COMPUTED_IN[spec.precision]):
+            losses.append(objective.loss(number, as_tuple(model(as_value(piece)))))
+    for loss in reversed(losses):  # the order in which schedule gpipe sums gradients
+        loss.backward()
+    elements = targets[1]
+    return lambda: sum(loss.item() * elements for loss in losses) / elements
 
 
 @contextmanager
@@ -532,29 +518,33 @@ def summed_as(order: Schedule) -> str | None:
     return None
 
 
-def _gradients(parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
+def _gradients(parameters: Mapping[str, nn.Parameter]) -> Tensors:
     """Copies of the gradients on the CPU, by the names of their parameters."""
     return _on_cpu((name, one.grad) for name, one in parameters.items() if one.grad is not None)
 
 
-def _on_cpu(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def _on_cpu(tensors: Iterable[tuple[str, torch.Tensor]]) -> Tensors:
     return {name: tensor.cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors}
 
 
 def first_difference(own: Digests, reference: Digests) -> Place | None:
     """The first place in this process's stages where a variant differs from its reference; None if there is none."""
-    same = {What.RECOMPUTED_OUTPUT: What.OUTPUT}
-    referred = {place: place._replace(what=same.get(place.what, place.what)) for place in own}
-    return min((place for place, value in own.items() if value != reference.get(referred[place])), default=None)
+    different = [
+        place
+        for place, value in own.items()
+        # what is recomputed is compared with what the reference, without recomputation, computed
+        if value != reference.get(place._replace(what=What.OUTPUT) if place.what is What.RECOMPUTED_OUTPUT else place)
+    ]
+    return min(different, default=None)
 
 
 def within(variant: Variant, difference: float, tolerance: float) -> Row:
     """The row of a variant that is compared by tolerance, as its sums have another order than the reference's."""
     if difference == 0:
-        return Row(*variant, "identical")
+        return Row(variant, "identical")
     if not math.isfinite(difference):
-        return Row(*variant, "differs", text="its gradients, or those that it is compared with, are not finite numbers")
-    return Row(*variant, "within tolerance" if difference <= tolerance else "differs", difference)
+        return Row(variant, "differs", text="its gradients, or those that it is compared with, are not finite numbers")
+    return Row(variant, "within tolerance" if difference <= tolerance else "differs", difference)
 
 
 def differs(variant: Variant, spec: PipelineSpec, first: Place, distance: float) -> Row:
@@ -571,7 +561,7 @@ def differs(variant: Variant, spec: PipelineSpec, first: Place, distance: float)
             alike = "agree" if distance else "are the same"
             text = f"{first.name} is another after the step, though all gradients {alike}"
     return Row(
-        *variant,
+        variant,
         "differs",
         difference=distance if math.isfinite(distance) else None,
         layer=first.layer,

@@ -13,7 +13,7 @@ from custom_models import READERS
 from torch import nn
 from training_runs import TINY, configure, spec_of, train_here
 
-from gpipe_cli.commands.check_run import _Checked
+from gpipe_cli.commands.check_run import _Check
 from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.schedule.partitioner import NoCutFitsError, partition
@@ -149,13 +149,14 @@ def test_layers_of_which_one_reads_the_others_weight_stay_in_one_stage(way: str)
 def test_on_one_stage_they_are_what_plain_pytorch_makes_of_them(tmp_path: Path) -> None:
     """The weight that is trained is the one that they read: bit by bit, also in two halves and recomputed."""
     config = configure(*reads_another(*READERS), CONTIGUOUS, "partitions=3")
-    specs, variants = _Checked(config).runs[0]
+    specs = _Check(config).groups[0]
     ways = [("gpipe", "never", 1), ("1f1b", "never", 1), ("gpipe", "always", 3), ("zero_bubble", "always", 3)]
-    chosen = [v for v in variants if (v.schedule, v.recompute, v.partitions) in ways and v.micro_batches > 1]
+    chosen = [v for v in specs if (v.schedule, v.recompute, v.partitions) in ways and v.micro_batches > 1]
     messages: list[object] = []
     process = WorkerProcess(0, lambda: (ControlGroup(0, 1), None), messages.append, lambda *action: None)
-    check(config, specs, process, variants=chosen, earlier={}, folder=tmp_path, source=None)
-    verdicts = {(row.executor, row.schedule, row.partitions): row.verdict for row in messages if isinstance(row, Row)}
+    check(config, {v: specs[v] for v in chosen}, process, folder=tmp_path, source=None)
+    rows = {row.variant: row.verdict for row in messages if isinstance(row, Row)}
+    verdicts = {(v.executor, v.schedule, v.partitions): verdict for v, verdict in rows.items()}
     assert verdicts == {
         ("in_process", "gpipe", 1): "reference",
         ("pytorch", "gpipe", 1): "identical",

@@ -9,10 +9,8 @@ from typing import Any, Literal
 
 from rich.console import Console
 
-from gpipe_cli.reporting.run.lines import show_facts, show_text
-from gpipe_cli.reporting.tables.check import CHECK
-from gpipe_cli.reporting.tables.table import NONE, Column, Table, show_table
-from gpipe_cli.results.files import write_result
+from gpipe_cli.reporting.tables.check import conclude
+from gpipe_cli.reporting.tables.table import NONE, Column, Table
 from gpipe_cli.units import MIB, plural, rate
 
 Verdict = Literal["identical", "within the order of summation", "differs", "fails", "ours fails", "left out"]
@@ -89,28 +87,20 @@ class AgainstReport:
         return f"agrees: {len(same)} of {plural(len(self.rows), 'row')}, {bits} of them bit by bit"
 
 
-def write_against(folder: Path, report: AgainstReport) -> Path:
-    """Writes check.json into ``folder`` and returns its path. Raises OSError."""
-    rows = [asdict(row) | {"ratios": row.ratios} for row in report.rows]
-    verdict = {"agrees": report.agrees, "verdict": report.verdict, "unit": UNIT}
-    write_result(folder, asdict(report) | {"rows": rows} | verdict, CHECK)
-    return folder / CHECK
-
-
 def show_against(console: Console, folder: Path, report: AgainstReport) -> None:
+    """Writes check.json into ``folder``, and shows the report. Raises OSError."""
     speed = Column("samples/s", number=True), Column("MiB", number=True)
     headings = [
         Column("theirs"), Column("gradients"), *speed, Column("ours"), *speed, Column("ours / theirs", number=True)
     ]  # fmt: skip
-    console.print()
-    show_table(console, Table.of_rows("", headings, map(_cells, report.rows)), gap=2)
-    console.print()
     notes: list[tuple[str, str]] = [(row.verdict, f"{row.schedule}: {row.text}") for row in report.rows if row.text]
     if any(row.units is not None for row in report.rows):
         notes.append(("unit", UNIT))
     notes.append(("MiB", "peak of the fullest process; ours / theirs: speed, median (least, greatest) of the rounds"))
-    show_facts(console, [*dict.fromkeys(notes), ("details", str(folder / CHECK))])
-    show_text(console, report.verdict, "bold")
+    results = asdict(report) | {"agrees": report.agrees, "verdict": report.verdict, "unit": UNIT}
+    results["rows"] = [asdict(row) | {"ratios": row.ratios} for row in report.rows]
+    table = Table.of_rows("", headings, map(_cells, report.rows))
+    conclude(console, folder, results, table, dict.fromkeys(notes), gap=2)
 
 
 def _cells(row: Row) -> Sequence[str]:

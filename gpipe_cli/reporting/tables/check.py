@@ -5,7 +5,6 @@ Every variant, a way to run the mini-batch, is a row. The console merges rows wi
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from gpipe_cli.units import loss, plural, spans
 from gpipe_cli.verify.variants import MODES, TOLERANCE, Row
 
 CHECK = "check.json"
-_KINDS = tuple(map(attrgetter, ("schedule", "partitions", "recompute", "executor")))
 
 
 @dataclass(frozen=True)
@@ -49,24 +47,17 @@ class CheckReport:
         return f"{word}: {len(bad)} of {len(compared)} variants{where}"
 
 
-def write_check(folder: Path, report: CheckReport) -> Path:
-    """Writes check.json into ``folder`` and returns its path. Raises OSError."""
-    write_result(folder, asdict(report) | {"identical": report.identical, "verdict": report.verdict}, CHECK)
-    return folder / CHECK
-
-
 def show_check(console: Console, folder: Path, report: CheckReport) -> None:
+    """Writes check.json into ``folder``, and shows the report. Raises OSError."""
     headings = ("partitions", "schedule", "recompute", "executor", "result")
-    usual = report.rows[0].micro_batches
-    folded = _folded([row for row in report.rows if row.micro_batches == usual])
-    console.print()
-    show_table(console, Table.of_rows("", map(Column, headings), map(_cells, folded)), gap=3)
-    console.print()
+    usual = report.rows[0].variant.micro_batches
+    folded = _folded([row for row in report.rows if row.variant.micro_batches == usual])
+    table = Table.of_rows("", map(Column, headings), map(_cells, folded))
     notes = []
     for row in report.rows:
-        if row.micro_batches != usual:
+        if row.variant.micro_batches != usual:
             why = f": {row.text}" if row.text and not row.bad else ""
-            notes.append((f"M = {row.micro_batches}", f"{_result(row)}, against M = {usual}{why}"))
+            notes.append((f"M = {row.variant.micro_batches}", f"{_result(row)}, against M = {usual}{why}"))
     if any(row.verdict == "within tolerance" for row in report.rows):
         tolerance = f"{TOLERANCE[report.config['precision']]:.0e} of the gradients' norm"
         notes.append(("tolerance", f"{tolerance}, where they are summed in another order"))
@@ -74,17 +65,34 @@ def show_check(console: Console, folder: Path, report: CheckReport) -> None:
     for text, verdict in unusual.items():
         if text and not any(text in other and text != other for other in unusual):
             notes.append((verdict, text))
-    show_facts(console, [*notes, ("details", str(folder / CHECK))])
-    show_text(console, report.verdict, "bold")
+    results = asdict(report)
+    results["rows"] = [{**row.pop("variant")._asdict(), **row} for row in results["rows"]]
+    results |= {"identical": report.identical, "verdict": report.verdict}
+    conclude(console, folder, results, table, notes, gap=3)
+
+
+def conclude(
+    console: Console, folder: Path, results: dict[str, Any], table: Table, notes: Iterable[tuple[str, str]], gap: int
+) -> None:
+    """Writes `results` to check.json in ``folder``, and shows the table, the notes and the verdict in the results.
+    Raises OSError if they could not be written."""
+    try:
+        write_result(folder, results, CHECK)
+    finally:
+        console.print()
+        show_table(console, table, gap)
+        console.print()
+        show_facts(console, [*notes, ("details", str(folder / CHECK))])
+        show_text(console, results["verdict"], "bold")
 
 
 def _folded(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
     """Merges rows with equal results where they form a whole group, else by number of partitions, else not at all."""
-    for group in _grouped(rows, lambda row: (row.schedule, row.executor == "pytorch", *_outcome(row))):
+    for group in _grouped(rows, lambda row: (row.variant.schedule, row.variant.executor == "pytorch", *_outcome(row))):
         if _is_whole(group, rows):
             yield group
             continue
-        for part in _grouped(group, lambda row: (row.partitions,)):
+        for part in _grouped(group, lambda row: (row.variant.partitions,)):
             yield from [part] if _is_whole(part, rows) else [[row] for row in part]
 
 
@@ -97,10 +105,10 @@ def _grouped(rows: Sequence[Row], key: Callable[[Row], tuple[object, ...]]) -> I
 
 def _is_whole(group: Sequence[Row], rows: Sequence[Row]) -> bool:
     """Whether a group has all rows of its schedules, partitions, recompute modes and executors: one line suffices."""
-    kinds = [{of(row) for row in group} for of in _KINDS]
-    there = [row for row in rows if all(of(row) in kind for of, kind in zip(_KINDS, kinds, strict=True))]
+    kinds = [set(values) for values in zip(*(row.variant for row in group), strict=True)]
+    within = [row for row in rows if all(map(set.__contains__, kinds, row.variant))]
     other = {"reference", "within tolerance"} - {group[0].verdict}
-    return len(group) == sum(row.verdict not in other for row in there)
+    return len(group) == sum(row.verdict not in other for row in within)
 
 
 def _outcome(row: Row) -> tuple[object, ...]:
@@ -110,12 +118,13 @@ def _outcome(row: Row) -> tuple[object, ...]:
 
 
 def _cells(rows: Sequence[Row]) -> tuple[str, ...]:
-    modes = [mode for mode in reversed(MODES) if any(row.recompute == mode for row in rows)]
-    executors = list(dict.fromkeys(row.executor for row in rows))
+    variants = [row.variant for row in rows]
+    modes = [mode for mode in reversed(MODES) if any(variant.recompute == mode for variant in variants)]
+    executors = list(dict.fromkeys(variant.executor for variant in variants))
     result = _result(rows[0]) if len(rows) == 1 else f"{_result(rows[0])} ({len(rows)} of {len(rows)})"
     return (
-        ", ".join(spans(sorted({row.partitions for row in rows}), "..")),
-        rows[0].schedule,
+        ", ".join(spans(sorted({variant.partitions for variant in variants}), "..")),
+        variants[0].schedule,
         "all three" if len(modes) == len(MODES) else ", ".join(modes),
         "both" if len(executors) > 1 else executors[0],
         result,
