@@ -8,6 +8,7 @@ from gpipe_cli.commands.composing import TRAINING_KEYS, compose, own, training
 from gpipe_cli.commands.folders import run_folder
 from gpipe_cli.commands.outcome import preparing
 from gpipe_cli.config.settings import CheckSettings, find_run
+from gpipe_cli.distributed.torchrun import refuse_torchrun
 from gpipe_cli.errors import InputError
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.system.interrupts import interruptible_import
@@ -39,4 +40,5 @@ def main(arguments: Sequence[str]) -> int:
             from gpipe_cli.commands.check_against import run_against
             from gpipe_cli.commands.check_run import run_check
 
+        refuse_torchrun("gpipe check starts its own processes; call it without torchrun")
         return run_check(config, folder) if settings.against is None else run_against(config, settings, folder)

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -20,16 +21,15 @@ from rich.console import Console
 from gpipe_cli.config.groups import choice_of
 from gpipe_cli.config.settings import CheckSettings, PartitionConfig, TrainConfig
 from gpipe_cli.config.typed import RefusedError
-from gpipe_cli.distributed.torchrun import refuse_torchrun
 from gpipe_cli.errors import InputError
 from gpipe_cli.launch.fork_server import temporary_folder
 from gpipe_cli.launch.job import Reason
 from gpipe_cli.launch.supervisor import run_task
+from gpipe_cli.planner.layout import own_threads
 from gpipe_cli.planner.model_profile import profile_model
 from gpipe_cli.planner.pipeline_spec import PipelineSpec, make_pipeline_spec
 from gpipe_cli.reporting.run.lines import show_facts
-from gpipe_cli.reporting.tables.against import AgainstReport, Measured, Row, show_against, write_against
-from gpipe_cli.system.machine import usable_cores
+from gpipe_cli.reporting.tables.against import AgainstReport, Measured, Row, show_against
 from gpipe_cli.units import plural
 from gpipe_cli.verify import against as verify
 from gpipe_cli.verify.variants import REFERENCES
@@ -45,6 +45,11 @@ class _Contestant:
     failure: str = ""
     rounds: list[list[verify.Ran]] = field(default_factory=list)
 
+    def seconds(self) -> float:
+        """Of a step; infinite if none was measured."""
+        measured = self.measured()
+        return math.inf if measured is None else measured.seconds
+
     def measured(self) -> Measured | None:
         if not self.rounds:
             return None
@@ -57,7 +62,6 @@ class _Contestant:
 def run_against(config: TrainConfig, settings: CheckSettings, folder: Path) -> int:
     """Compare with the other program, and write check.json into `folder`. Returns the exit code: 0 the gradients agree,
     1 some differ or cannot be compared. Raises InputError for what the user can fix."""
-    refuse_torchrun("gpipe check starts its own processes; call it without torchrun")
     _refuse(config, settings)
     console = Console()
     with (
@@ -69,10 +73,7 @@ def run_against(config: TrainConfig, settings: CheckSettings, folder: Path) -> i
         for number in range(settings.against_rounds):
             match.hold(number, status.update)
         report = match.report()
-    try:
-        write_against(folder, report)
-    finally:  # show the verdict even if it cannot be written
-        show_against(console, folder, report)
+    show_against(console, folder, report)
     return 0 if report.agrees else 1
 
 
@@ -100,7 +101,7 @@ class _Match:
         if not distributed:  # torchgpipe seeds its micro-batches in another way
             zero = {key: 0.0 for key in ("dropout", "attention_dropout", "drop_path") if hasattr(config.model, key)}
             config = replace(config, model=replace(config.model, **zero))  # type: ignore[arg-type]  # fields that it has
-        threads = config.threads or max(1, usable_cores() // config.partitions)
+        threads = config.threads or own_threads(config.partitions)
         self._settings, self._files, self._given = settings, files, config
         self._config = replace(
             config, threads=threads, recompute="never" if config.recompute == "auto" else config.recompute,
@@ -170,13 +171,11 @@ class _Match:
                 case verify.Failed():
                     failed[message.process] = message.text
 
-        # the spec has the cut
-        config = replace(self._config, partitions=one.spec.partitions, partition=PartitionConfig(None))
         task = partial(
-            verify.run, config, one.spec, program=one.program, schedule=one.schedule,
+            verify.run, self._config, one.spec, program=one.program, schedule=one.schedule,
             steps=self._settings.against_steps, folder=one.gradients,
         )  # fmt: skip
-        failure = run_task(task, one.spec, config.timeout_seconds, on_message)
+        failure = run_task(task, one.spec, self._config.timeout_seconds, on_message)
         if failure is None:
             one.rounds.append(ran)
         elif failure.reason is Reason.USER:
@@ -195,8 +194,7 @@ class _Match:
 
     def _row(self, theirs: _Contestant, ours: _Contestant | None) -> Row:
         if ours is None:
-            times = [(took.seconds, at) for at, one in enumerate(self._ours) if (took := one.measured()) is not None]
-            ours = self._ours[min(times)[1]] if times else self._ours[0]
+            ours = min(self._ours, key=_Contestant.seconds)
         row = Row(
             program=theirs.program, schedule=theirs.schedule, verdict="fails", ours=ours.schedule,
             measured=theirs.measured(), ours_measured=ours.measured(),
@@ -209,8 +207,10 @@ class _Match:
             if one.failure:
                 return replace(row, verdict="ours fails", text=f"gpipe {one.schedule}: {one.failure}")
         first, second = (one.gradients for one in self._ours)
-        found = verify.distance(
-            theirs.gradients, (first, second), self._layers, _terms(self._ours[0]), self._config.precision
+        share = verify.EPSILON[self._config.precision] * _terms(self._ours[0]) ** 0.5
+        found = min(
+            (verify.distance(theirs.gradients, one, (first, second), self._layers, share) for one in (first, second)),
+            key=attrgetter("units"),
         )
         if found.units == 0:
             return replace(row, verdict="identical")

@@ -10,14 +10,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import product
-from operator import itemgetter
 from pathlib import Path
+from typing import Literal
 
 from rich.console import Console
 
 from gpipe_cli.config.groups import choice_of
 from gpipe_cli.config.settings import PartitionConfig, TrainConfig
-from gpipe_cli.distributed.torchrun import refuse_torchrun
 from gpipe_cli.errors import InputError
 from gpipe_cli.launch.fork_server import temporary_folder
 from gpipe_cli.launch.job import Failure, Reason
@@ -42,7 +41,6 @@ Specs = dict[verify.Variant, PipelineSpec]
 def run_check(config: TrainConfig, folder: Path) -> int:
     """Check the configuration and write check.json into `folder`. Returns the exit code: 0 identical, 1 a variant
     differs or fails. Raises InputError for what the user can fix."""
-    refuse_torchrun("gpipe check starts its own processes; call it without torchrun")
     # identical bits need the same number of threads in every variant, however many processes share the cores
     threads = config.threads or own_threads(config.partitions)
     # without a memory limit every recompute mode can be planned, and is tried
@@ -66,7 +64,7 @@ def run_check(config: TrainConfig, folder: Path) -> int:
                     check.loss = message.loss
                 case verify.Row():
                     check.rows.setdefault(message.variant, message)  # where several stages fail, the first is reported
-            status.update(f"{len(check.rows)} of {check.expected} runs")
+            status.update(f"{len(check.rows)} of {len(check.variants)} runs")
 
         for specs in check.groups:
             waiting = check.worth_running(specs)
@@ -78,7 +76,7 @@ def run_check(config: TrainConfig, folder: Path) -> int:
                 failure = run_task(task, spec, config.timeout_seconds, on_message)
                 if failure is not None:
                     check.failed(waiting, failure, alone=spec.layout.processes == 1)
-    report = CheckReport(tuple(sorted(check.rows.values(), key=_order)), check.loss, asdict(config))
+    report = CheckReport(tuple(check.rows[variant] for variant in check.variants), check.loss, asdict(config))
     show_check(console, folder, report)
     return 0 if report.identical else 1
 
@@ -91,16 +89,18 @@ class _Check:
         self._config = config
         self.rows: dict[verify.Variant, verify.Row] = {}
         self.loss: float | None = None  # that of the reference
-        groups: dict[tuple[int, ...], Specs] = {}  # (replicas, *process of each stage) -> what such processes run
-        for variant, spec in _variants(config, replicas):
+        # each with its spec, or why it is left out, in the order of the report, in which they also run
+        self.variants = dict(_variants(config, replicas))
+        # (replicas, *process of each stage) -> what such processes run; the group with the references comes first
+        groups: dict[tuple[int, ...], Specs] = {}
+        for variant, spec in self.variants.items():
             if isinstance(spec, str):
                 self._add([variant], "left out", spec)
             else:
                 layout = spec.layout
                 key = (layout.replicas, *(layout.process_of_stage if layout.distributed else ()))
                 groups.setdefault(key, {})[variant] = spec
-        self.groups = [specs for _, specs in sorted(groups.items(), key=itemgetter(0))]  # that of the references first
-        self.expected = len(self.rows) + sum(map(len, self.groups))
+        self.groups = list(groups.values())
 
     def worth_running(self, specs: Specs) -> Specs:
         """The variants to run. Those that failed, or were left out, in one process get the row `left out` instead."""
@@ -130,13 +130,14 @@ class _Check:
         return [
             ("model", f"{choice_of(config.model)}: {plural(layers, 'layer')}"),
             ("mini-batch", f"{plural(sum(sizes), 'sample')} of {config.dataset.name} in {pieces}"),
-            ("variants", f"{self.expected - 1}, {plural(config.threads or 1, 'thread')} for each process"),
+            ("variants", f"{len(self.variants) - 1}, {plural(config.threads or 1, 'thread')} for each process"),
             *([("pytorch", "plain PyTorch is compared with compile=false only")] if config.compile else ()),
         ]
 
 
 def _variants(config: TrainConfig, replicas: int) -> Iterator[tuple[verify.Variant, PipelineSpec | str]]:
-    """All variants in the order in which they run, each with its spec, or why it is left out."""
+    """All variants, each with its spec, or why it is left out. The order is by schedule, partitions, recompute mode and
+    executor; other micro-batches come last."""
     profile, whole = profile_model(config), config.micro_batches
     usual = replace(config, schedule=verify.REFERENCES[0], stages_per_process=None, placement=None)
     specs: dict[tuple[verify.Executor, int], PipelineSpec | str] = {}
@@ -144,30 +145,32 @@ def _variants(config: TrainConfig, replicas: int) -> Iterator[tuple[verify.Varia
         cut = _cut(usual, k)
         specs["in_process", k] = make_pipeline_spec(replace(cut, executor="in_process"), profile)
         if k > 1 and cut.executor != "in_process":
-            spec = make_pipeline_spec(cut, profile)
+            apart = make_pipeline_spec(cut, profile)
             why = f"executor=distributed: {plural(k, 'stage')} would be in one process"
-            specs["distributed", k] = spec if spec.layout.distributed else why
-    for k in range(1, config.partitions + 1) if replicas > 1 else ():
+            specs["distributed", k] = apart if apart.layout.distributed else why
+    counts = range(1, config.partitions + 1)
+    for k in counts if replicas > 1 else ():
         several = replace(_cut(usual, k), replicas=replicas, micro_batches=whole // replicas)
         specs["replicas", k] = make_pipeline_spec(several, profile)
+    if not config.compile:  # compiled code differs in the last digits, which batch norm amplifies
+        specs["pytorch", 1] = specs["in_process", 1]
     first, *_ = verify.references(whole)
-    for schedule, mode, (executor, k) in product(verify.REFERENCES, verify.MODES, sorted(specs)):
-        variant, spec = verify.Variant(k, whole, schedule, mode, executor), specs[executor, k]
+    for schedule, k, mode, executor in product(verify.REFERENCES, counts, verify.MODES, verify.EXECUTORS):
+        variant, spec = verify.Variant(k, whole, schedule, mode, executor), specs.get((executor, k))
+        if spec is None or (executor == "pytorch" and variant != first._replace(executor="pytorch")):
+            continue
         if isinstance(spec, PipelineSpec):
             spec = replace(spec, order=order(schedule, k, spec.order.micro_batches), recompute=mode)
         yield variant, spec
-        # compiled code differs in the last digits, which batch norm amplifies
-        if variant == first and not config.compile:
-            yield first._replace(executor="pytorch"), spec
+    for cut, modes in _further(config, usual, replicas):
+        executors: tuple[Literal["in_process", "distributed"], ...] = ("in_process", "distributed")
+        for mode, where in product(modes, executors[:1] if config.executor == "in_process" else executors):
+            further = make_pipeline_spec(replace(cut, executor=where), profile)
+            if further.layout.distributed == (where == "distributed"):
+                variant = verify.Variant(cut.partitions, whole, cut.schedule, mode, where)
+                yield variant, replace(further, recompute=mode)
     if whole > 1:
         yield first._replace(micro_batches=1), specs["in_process", 1]
-    for cut, modes in _further(config, usual, replicas):
-        for executor in ("in_process",) if config.executor == "in_process" else ("in_process", "distributed"):
-            spec = make_pipeline_spec(replace(cut, executor=executor), profile)
-            if spec.layout.distributed == (executor == "distributed"):
-                for mode in modes:
-                    variant = verify.Variant(cut.partitions, whole, cut.schedule, mode, executor)
-                    yield variant, replace(spec, recompute=mode)
 
 
 def _cut(config: TrainConfig, partitions: int) -> TrainConfig:
@@ -180,32 +183,20 @@ def _cut(config: TrainConfig, partitions: int) -> TrainConfig:
 def _further(
     config: TrainConfig, usual: TrainConfig, replicas: int
 ) -> Iterator[tuple[TrainConfig, Sequence[RecomputeMode]]]:
-    """Configurations with further schedules, and the recompute modes to try: zero_bubble, those on a V that differ,
-    with an even number of partitions that has several devices, interleaved with the most partitions that
-    stages_per_process divides, and the given schedule if it is not a named one."""
+    """Configurations with further schedules, and the recompute modes to try: interleaved with the most partitions that
+    stages_per_process divides, zero_bubble, those on a V that differ, with an even number of partitions that has
+    several devices, and the given schedule if it is not a named one."""
     if config.partitions == 1:
         return
+    each = max(2, config.stages_per_process or 2)
+    if partitions := config.partitions - config.partitions % each:
+        yield replace(_cut(usual, partitions), schedule="interleaved", stages_per_process=each), _FEWER
     if not config.compile:
         yield replace(usual, schedule="zero_bubble"), _FEWER
         even = _cut(usual, config.partitions - config.partitions % 2)
         on_v = [name for name, one in ORDERS.items() if one.placement == "v"] if even.partitions > 2 else []
         different = {order(name, even.partitions, even.micro_batches): name for name in reversed(on_v)}
-        for name in different.values():
+        for name in reversed(different.values()):
             yield replace(even, schedule=name), _FEWER
-    each = max(2, config.stages_per_process or 2)
-    if partitions := config.partitions - config.partitions % each:
-        yield replace(_cut(usual, partitions), schedule="interleaved", stages_per_process=each), _FEWER
     if config.schedule not in SCHEDULES and replicas == 1:  # a schedule file has the M of a single pipeline
         yield config, [mode for mode in verify.MODES if mode == config.recompute]
-
-
-def _order(row: verify.Row) -> tuple[int, ...]:
-    """Sort key of the rows: schedule, partitions, recompute mode, executor; other micro-batches come last."""
-    partitions, micro_batches, schedule, recompute, executor = row.variant
-    return (
-        -micro_batches,
-        (*SCHEDULES, schedule).index(schedule),
-        partitions,
-        verify.MODES.index(recompute),
-        verify.EXECUTORS.index(executor),
-    )
