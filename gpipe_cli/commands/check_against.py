@@ -112,13 +112,12 @@ class _Match:
         self._layers = [cost.name for cost in self._profile.costs]
         self._ours = [self._contestant("gpipe", name, schedule=name) for name in REFERENCES]
         gpipe, one_f_one_b = self._ours
+        theirs = {"ScheduleGPipe": gpipe, "Schedule1F1B": one_f_one_b} if distributed else {"torchgpipe": gpipe}
+        program: verify.Program = "torch" if distributed else "torchgpipe"
         # each of another program's contestants, and ours beside it; None: the fastest of ours
-        self._pairs: list[tuple[_Contestant, _Contestant | None]] = []
-        if distributed:
-            self._pairs += [(self._contestant("torch", "ScheduleGPipe", schedule="gpipe"), gpipe)]
-            self._pairs += [(self._contestant("torch", "Schedule1F1B", schedule="1f1b"), one_f_one_b)]
-        else:
-            self._pairs += [(self._contestant("torchgpipe", "torchgpipe", schedule="gpipe"), gpipe)]
+        self._pairs: list[tuple[_Contestant, _Contestant | None]] = [
+            (self._contestant(program, name, schedule=ours.schedule), ours) for name, ours in theirs.items()
+        ]
         threads *= config.partitions
         plain = self._contestant(
             "pytorch", f"plain PyTorch, {plural(threads, 'thread')}", schedule="gpipe", partitions=1, threads=threads,

@@ -220,6 +220,7 @@ class _Checking:
         if reference is None and not is_reference:
             return Row(variant, "left out", text=f"the reference of {schedule} failed")
         step = self._run_plain(variant) if variant.executor == "pytorch" else self._run(variant)
+        step.digests[self._place(What.LOSS, self._layers[-1])] = step.loss.hex()
         if is_reference:
             torch.save(step, self._folder / variant.schedule)
             if variant.schedule == REFERENCES[0]:
@@ -292,7 +293,9 @@ class _Checking:
         with seeding_layers(model, 0, config.seed, device, current), tracking_mini_batch(model, current):
             loss = run_plain(model, engine.spec, config, mini_batch, mini_batch.share.sizes, begins)()
         parameters = dict(model.named_parameters())
-        return self._results(loss, digests, parameters, _gradients(parameters), model.named_buffers())
+        gradients = _gradients(parameters)
+        digests |= self._digests(What.GRADIENT, {name: gradients.get(name) for name in parameters})
+        return Step(loss, digests, gradients, _on_cpu(model.named_buffers()))
 
     def _run(self, variant: Variant) -> Step:
         engine = self._engine(variant)
@@ -310,25 +313,13 @@ class _Checking:
         gradients = _gradients(parameters)
         update_weights(engine, numbers, rate)
         engine.executor.settle()
+        digests |= self._digests(What.GRADIENT, {name: gradients.get(name) for name in parameters})
         for own in engine.parameters.values():
             digests |= self._digests(What.WEIGHT, own)
-        buffers = dict(chain.from_iterable(module.named_buffers() for module in modules))
+        buffers = _on_cpu(chain.from_iterable(module.named_buffers() for module in modules))
         digests |= self._digests(What.BUFFER, buffers)
         loss = gather_metrics(engine, numbers)().totals.means[0]
-        step = self._results(loss, digests, parameters, gradients, buffers.items())
-        return step._replace(of_micro_batches=next(iter(reasons), ""))
-
-    def _results(
-        self,
-        loss: float,
-        digests: Digests,
-        parameters: Iterable[str],
-        gradients: Tensors,
-        buffers: Iterable[tuple[str, torch.Tensor]],
-    ) -> Step:
-        digests |= self._digests(What.GRADIENT, {name: gradients.get(name) for name in parameters})
-        digests[self._place(What.LOSS, self._layers[-1])] = loss.hex()
-        return Step(loss, digests, gradients, _on_cpu(buffers))
+        return Step(loss, digests, gradients, buffers, next(iter(reasons), ""))
 
     def _on_action(self, action: Action, samples: int, lengths: Sequence[int]) -> None:
         self._current = What.OUTPUT if action.kind is Kind.F else What.RECOMPUTED_OUTPUT, action.micro_batch
