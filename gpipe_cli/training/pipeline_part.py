@@ -44,10 +44,6 @@ class PipelinePart:
     def last_device(self) -> torch.device:
         return torch.device(self.spec.layout.devices[-1])
 
-    @property
-    def memory_format(self) -> torch.memory_format:
-        return MEMORY_FORMATS[self.spec.memory_format]
-
 
 def build_part(
     spec: PipelineCut,
