@@ -477,7 +477,12 @@ def load_recipe(file: Path) -> dict[str, Any]:
     if not isinstance(own, DictConfig) or not {"defaults", "recipe"} <= own.keys():
         raise InputError(f"{file}: is no recipe, as it has no defaults or no node recipe; see those of gpipe")
     families = [entry for entry in own.pop("defaults") if isinstance(entry, str) and entry.startswith("family/")]
-    return container(OmegaConf.merge(*(OmegaConf.load(file.parent / f"{entry}.yaml") for entry in families), own))
+    return container(OmegaConf.merge(*(_family(file.parent / f"{entry}.yaml") for entry in families), own))
+
+
+@cache  # 29 recipes share a few files
+def _family(file: Path) -> Any:
+    return OmegaConf.load(file)
 
 
 @cache
