@@ -45,7 +45,7 @@ def quoted() -> list[str]:
     for file in (*(ROOT / "conf").glob("*.yaml"), *(ROOT / "gpipe_cli" / "commands").glob("*.py")):
         lines += re.findall(r"^ {2,}((?:gpipe|torchrun .*-m gpipe_cli) (?:\S| (?! ))+)", file.read_text("utf-8"), re.M)
     lines = [re.sub(r"^torchrun .*-m gpipe_cli\b", "gpipe", line.strip()) for line in lines]
-    patterns = r"\[FOLDER\]|\[setting| \.\.\. |reproduce NAME"  # what to type, not a line
+    patterns = r"\[FOLDER\]|\[setting| \.\.\. |\[\.\.\.\]|reproduce NAME"  # what to type, not a line
     wanted = sorted({line for line in lines if line.startswith("gpipe ") and not re.search(patterns, line)})
     # of lines that differ in the names of folders only, one
     return [*{re.sub(r"outputs/(?!\S*(sweep|translation))\S+", "FOLDER", line): line for line in wanted}.values()]
