@@ -473,7 +473,8 @@ def load_recipe(file: Path) -> dict[str, Any]:
     try:
         own = OmegaConf.load(file)
     except (OSError, yaml.YAMLError) as error:
-        raise InputError(f"{file}: cannot be read ({one_line(error)}); mend it, or choose another") from error
+        why = (isinstance(error, OSError) and error.strerror) or one_line(error)
+        raise InputError(f"{file}: cannot be read ({why}); give the file of a recipe, -cd FOLDER -cn NAME") from error
     if not isinstance(own, DictConfig) or not {"defaults", "recipe"} <= own.keys():
         raise InputError(f"{file}: is no recipe, as it has no defaults or no node recipe; see those of gpipe")
     families = [entry for entry in own.pop("defaults") if isinstance(entry, str) and entry.startswith("family/")]

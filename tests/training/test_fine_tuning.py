@@ -105,12 +105,12 @@ def test_what_is_refused_is_said_in_one_line(source: Path) -> None:
     assert line.endswith("; use model=custom, as there")
 
 
-@pytest.mark.parametrize("there", [False, True])
-def test_an_auxiliary_head_may_be_on_one_side_only(there: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("source_has_it", [False, True])
+def test_an_auxiliary_head_may_be_on_one_side_only(source_has_it: bool, tmp_path: Path) -> None:
     settings, head = [*TINY, "max_steps=1", "init_head=keep"], "model.auxiliary_head="
-    train_here(configure(*settings[:-1], HERE, f"{head}{there}"), tmp_path)
-    _, state, notes = begun(*settings, f"{head}{not there}", f"init_from={tmp_path}")
-    assert notes["new"] == ("nothing, the classifier is that run's" if there else "1 layer: auxiliary_head")
+    train_here(configure(*settings[:-1], HERE, f"{head}{source_has_it}"), tmp_path)
+    _, state, notes = begun(*settings, f"{head}{not source_has_it}", f"init_from={tmp_path}")
+    assert notes["new"] == ("nothing, the classifier is that run's" if source_has_it else "1 layer: auxiliary_head")
     for name in ("stem.0.weight", "classifier.logits.weight"):
         assert torch.equal(state[f"model/{name}"], final_tensors(tmp_path)[f"ema/{name}"])
     line = refused(configure(*settings, f"init_from={tmp_path}", "dataset.num_classes=5"))
