@@ -47,15 +47,29 @@ FILES = {
     "conf/endless.yaml": f"defaults: [train, _self_]\nseed: {ENDLESS}".encode(), "conf/binary.yaml": bytes(range(256)),
     "conf/circle.yaml": b"defaults: [train, _self_]\nseed: ${batch_size}\nbatch_size: ${seed}\n",
 }  # fmt: skip
-HF = {"model_type": "gpt2", "vocab_size": 300, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+HF_CHANGES: dict[str, dict[str, Any]] = {
+    "no_heads": {"n_head": 0},
+    "minus_one_layer": {"n_layer": -1},
+    "three_heads": {"n_head": 3},
+    "no_width": {"n_embd": 0},
+    "dropout_3": {"attn_pdrop": 3},
+    "words": {"n_layer": "two"},
+    "unknown": {"model_type": "mine"},
+    "code": {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}},
+    "activation": {"activation_function": "gelo"},
+    "few_tokens": {"vocab_size": 3},
+}
+HF: dict[str, Any] = {
+    "model_type": "gpt2",
+    "vocab_size": 300,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 64,
+}
 FILES |= {
     f"hf/{name}/config.json": json.dumps(HF | changes).encode()
-    for name, changes in {
-        "no_heads": {"n_head": 0}, "minus_one_layer": {"n_layer": -1}, "three_heads": {"n_head": 3},
-        "no_width": {"n_embd": 0}, "dropout_3": {"attn_pdrop": 3}, "words": {"n_layer": "two"},
-        "unknown": {"model_type": "mine"}, "code": {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}},
-        "activation": {"activation_function": "gelo"}, "few_tokens": {"vocab_size": 3},
-    }.items()
+    for name, changes in HF_CHANGES.items()
 } | {"hf/list/config.json": b"[]", "hf/cut/config.json": b"{", "hf/nothing/words.txt": b"no model\n",
      "skips.py": b"""from torch import nn
 from gpipe_cli.models.skips import Pop, Sequence, Stash
