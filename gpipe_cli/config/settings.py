@@ -100,6 +100,13 @@ class CheckpointConfig:
     keep: Count
 
 
+# One device that takes the mini-batch whole and recomputes nothing, with all threads of the machine.
+ONE_DEVICE: dict[str, Any] = {
+    "partitions": 1, "micro_batches": 1, "replicas": 1, "schedule": "gpipe", "recompute": "never", "executor": "auto",
+    "stages_per_process": None, "placement": None, "threads": None,
+}  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
     """The settings of `gpipe train`; `conf/train.yaml` explains them. Raises InputError if two contradict each other.
@@ -373,6 +380,11 @@ OWNERS = {
     **{field.name: "check" for field in fields(CheckSettings)},
     **{field.name: "bench" for field in fields(BenchSettings)},
 }
+
+
+def one_device(config: TrainConfig) -> TrainConfig:
+    """What a pipeline has to beat: the same training by ONE_DEVICE."""
+    return replace(config, partition=replace(config.partition, balance=None), **ONE_DEVICE)
 
 
 def key_of(setting: str) -> str:

@@ -167,8 +167,9 @@ _ALL = (
             "Speed-up divided by how many times as many devices a run has; not known where stages share a device or "
             "cores (gpipe compare).", better="more", narrow="effi-\nciency %"),
     Measure("relative", "relative speed", "relative", FACTOR,
-            "Speed of a row of bench.json divided by that of the first row that was measured: the median over the "
-            "rounds.", of="relative", better="more"),
+            "Speed of a row of bench.json divided by that of one device with the whole mini-batch, nothing recomputed "
+            "and all threads of the machine (in a recipe: of its first row): the median over the rounds.",
+            of="relative", better="more"),
     Measure("bubble_ideal", "bubble, ideal", "bubble ideal", SHARE,
             "(K-1)/(M+K-1): the bubble of K equal devices that only compute, of the paper's schedule.",
             of="ideal_bubble", tag="bubble/ideal"),

@@ -24,18 +24,7 @@ function change(values, remember = true) {
     controls.stages_per_process = oneDevice ? controls.partitions
       : Math.min(controls.partitions, controls.stages_per_process);
   }
-  return setControls(withDevices(controls, state.controls), remember);
-}
-
-// Whether a setting is another than the run's own, whatever its devices share, and in whatever order they work.
-function explored(controls) {
-  return [...OWN, "backward_factor", "link_factor"].some(name => controls[name] !== state.own[name]);
-}
-
-// The run's own setting is simulated as it ran; whoever leaves it has a device for each stage, until told otherwise.
-function withDevices(controls, before = state.own) {
-  const own_devices = devicesShare() && explored(controls);
-  return explored(controls) === explored(before) ? controls : {...controls, own_devices};
+  return setControls(controls, remember);
 }
 
 // Simulates other controls; those that cannot be are refused, and false is returned.
@@ -123,7 +112,7 @@ function ask(text, answer) {
 // One thing changed of the run's own setting, so that the answer is about nothing else.
 function tryIt(text, values) {
   ask(text, () => {
-    setControls(withDevices({...state.own, ...values}));
+    setControls({...state.own, ...values});
     live.textContent = explained.textContent;
   });
 }
@@ -278,7 +267,7 @@ function changes() {
     .map(name => `${names[name] ?? name} ${own[name]} \u2192 ${now[name]}`);
   if (controls.backward_factor !== 1) found.push(`backward \u00d7 ${decimal(controls.backward_factor)}`);
   if (controls.link_factor !== 1) found.push(`transfers \u00d7 ${decimal(controls.link_factor)}`);
-  if (controls.own_devices && !explored(controls)) found.push("a device of its own for each stage");
+  if (controls.own_devices) found.push("a device of its own for each stage");
   if (controls.rows) found.push("order by hand");
   if (found.length && controls.partitions === own.partitions && own.partitions <= 16 &&
     String(state.figure.balance) !== String(data.cut.balance)) {
@@ -307,46 +296,31 @@ function tile(parent, name, value, ...lines) {
   return node;
 }
 
-function showNumbers() {
-  const section = field("numbers"), {figure, ownFigure} = state, one = state.oneFigure;
+function showNumbers(baseline) {
+  const section = field("numbers"), {figure, ownFigure} = state;
   section.replaceChildren();
   const same = !changes().length, devices = figure.ofDevice.size;
   tile(section, "step", duration(figure.step_seconds), same ? measuredLine() :
     `${difference(figure.step_seconds, ownFigure.step_seconds, "shorter than", "longer than", "as long as")} ` +
-    `with ${ownName()}, ${duration(ownFigure.step_seconds)}`);
+    `with the ${owner()}'s own setting, ${duration(ownFigure.step_seconds)}`);
   tile(section, "samples per second", decimal(figure.samples_per_second), same ? "" :
     `${difference(figure.samples_per_second, ownFigure.samples_per_second, "fewer than", "more than", "as many as")} ` +
-    `with ${ownName()}, ${decimal(ownFigure.samples_per_second)}`);
-  const speedup = one.step_seconds / figure.step_seconds, whole = wholeInWords(figure);
-  tile(section, "speed-up", `${speedup.toFixed(2)} \u00d7`, "over K = 1 with the same M and recomputation",
-    gain(speedup, devices), devices > 1 && devicesShare() && sharingInWords(devices), whole);
+    `with the ${owner()}'s own setting, ${decimal(ownFigure.samples_per_second)}`);
+  speedUpTile(section, devices, baseline);
   bubbleTile(section, devices);
   memoryTile(section);
 }
 
-// A step of one device that takes the mini-batch whole: what a pipeline has to beat.
-function wholeInWords({step_seconds}) {
-  if (!data.costs.of[1]) return "";
-  const result = gpipe.configured(data, {...oneControls(state.controls), micro_batches: 1, recompute: "never"});
-  const plain = "K = 1, M = 1, without recomputation";
-  if (result.problem) return `${plain}, would not fit`;
-  const ratio = result.step_seconds / step_seconds;
-  return `${ratio.toFixed(2)} \u00d7 over ${plain}, ${duration(result.step_seconds)}` + (ratio < 1 ? ": slower" : "");
-}
-
-// How much of what is possible.
-function gain(speedup, devices) {
-  const {at_once} = data.slowdown, most = at_once / data.setting.replicas;
-  if (devices === 1) return "one device has all stages";
-  const crowded = !state.controls.own_devices && at_once && most < devices;
-  const share = speedup / (crowded ? most : devices);
-  return `${share < 1 ? percent(share) : "all"} of what ${crowded ? coresInWords() : `${devices} devices`} could give`;
-}
-
-function sharingInWords(devices) {
-  if (!state.controls.own_devices) return `its ${devices} devices share the ${owner()}'s ${coresInWords()}`;
-  return devices === state.figure.device_of_stage.length
-    ? "each stage has a device of its own" : "no device shares its cores";
+function speedUpTile(section, devices, baseline) {
+  const cores = data.slowdown.cores ? `, with all ${coresInWords()}` : "";
+  const one = `one device with the whole mini-batch, nothing recomputed${cores}`;
+  if (!baseline) {
+    tile(section, "speed-up", "\u2013", `${one}, does not fit`);
+    return;
+  }
+  const speedup = baseline.step_seconds / state.figure.step_seconds, share = speedup / devices / data.setting.replicas;
+  tile(section, "speed-up", `${speedup.toFixed(2)} \u00d7`, `over ${one}: ${duration(baseline.step_seconds)}`,
+    !devicesShare() && devices > 1 && `${percent(share)} of what ${devices} devices could give`);
 }
 
 function bubbleTile(section, devices) {
@@ -407,7 +381,7 @@ function showShares() {
   const table = field("shares"), step = data.steps[state.recorded];
   const columns = [["simulated", state.figure]];
   if (step) columns.unshift(["measured", step]);
-  if (changes().length) columns.push([`${ownName()}, simulated`, state.ownFigure]);
+  if (changes().length) columns.push([`the ${owner()}'s own setting, simulated`, state.ownFigure]);
   table.replaceChildren();
   const head = table.createTHead().insertRow(), body = table.createTBody();
   head.insertCell();
@@ -441,9 +415,7 @@ function addressOf(controls) {
   for (const [name, word] of Object.entries(IN_ADDRESS)) {
     if (controls[name] !== state.own[name]) words.set(word, controls[name]);
   }
-  if (devicesShare() && (words.size || controls.own_devices)) {
-    words.set("devices", controls.own_devices ? "own" : "shared");
-  }
+  if (controls.own_devices) words.set("devices", "own");
   return words;
 }
 
@@ -476,8 +448,7 @@ function readAddress() {
     const value = ["schedule", "recompute", "placement"].includes(name) ? given : Number(given);
     if (offered[name](value)) controls[name] = value;
   }
-  const own_devices = {own: devicesShare(), shared: false}[words.get("devices")];
-  controls.own_devices = own_devices ?? withDevices(controls).own_devices;
+  controls.own_devices = devicesShare() && words.get("devices") === "own";
   const recorded = data.steps.findIndex(step => String(step.step) === words.get("step"));
   if (recorded >= 0) state.recorded = recorded;
   return controls;

@@ -147,6 +147,16 @@ function chosenStep(data, chosen) {
   return problems.length ? {...result, problem: problems[0]} : result;
 }
 
+/** The step of one device that takes the mini-batch whole, recomputes nothing, and has the whole machine: what a
+ *  pipeline has to beat, whatever the controls say of it. Null if that does not fit. */
+function baselineStep({baseline, layers}, {backward_factor}) {
+  if (!baseline) return null;
+  const {forward, rest} = baseline, backward = baseline.backward * backward_factor;
+  const stages = [{forward, graph: forward, backward, inputs: backward, weights: 0, update: rest, sum: 0}];
+  const timeline = simulate(order("gpipe", 1, 1), {stages, device_of_stage: [0]}), step_seconds = endOf(timeline);
+  return {timeline, step_seconds, balance: [layers.length], breakdown: breakdown(timeline, 1, step_seconds)};
+}
+
 /** The skips that go from one stage to another, with `sender` and `receiver`. */
 function crossing(skips, balance) {
   const stageOf = balance.flatMap((size, k) => range(size, () => k));
@@ -224,5 +234,5 @@ function rowsFor(data, chosen, device_of_stage, fits) {
 window.gpipe = {
   action, key, greatest, sources, order, withRecomputation, check, csv, microBatches, AS_PLANNED, placed,
   rowsOfDevices, settled, isKnown, simulate, breakdown, idleRegions, memory, peakWaiting, stagesOf, lastTransfer,
-  slowdowns, ownControls, configured,
+  slowdowns, ownControls, configured, baselineStep,
 };

@@ -67,12 +67,6 @@ function devicesShare() {
   return data.slowdown.at_once !== null || data.slowdown.factor !== 1;
 }
 
-// What a changed setting is compared with: on the same devices, so that nothing else differs.
-function ownName() {
-  const slower = state.ownFigure.step_seconds !== state.asItRan.step_seconds;
-  return `the ${owner()}'s own setting${slower ? " on devices of its own" : ""}`;
-}
-
 function duration(seconds) {
   if (seconds < 0) return "-" + duration(-seconds);
   if (seconds > 0 && seconds < 0.99995e-4) return `${(1e6 * seconds).toFixed(1)} \u00b5s`;

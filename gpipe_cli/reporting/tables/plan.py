@@ -15,6 +15,7 @@ from rich.console import Console
 from gpipe_cli.config.groups import model_name
 from gpipe_cli.config.settings import SAMPLE_WORDS
 from gpipe_cli.config.typed import show
+from gpipe_cli.planner.make_plan import baseline_of
 from gpipe_cli.planner.plan import PLAN, Choice, Plan, PlannedLayer, PlannedStage
 from gpipe_cli.reporting.run.description import precision_facts
 from gpipe_cli.reporting.run.lines import show_facts, show_line, show_text
@@ -135,8 +136,14 @@ def _answers(plan: Plan) -> Iterator[tuple[str, str]]:
     speed, tokens = f"{rate(plan.samples_per_second)} {SAMPLE_WORDS[plan.config.task]}s/s", plan.tokens_per_second
     speeds = speed if tokens is None else f"{rate(tokens)} tokens/s, {speed}"
     yield "predicted", f"{_step(plan.step_seconds)} a step, {speeds}"
-    work = plan.config.replicas * plan.breakdown.compute + plan.breakdown.update
-    yield "speed-up", f"{len(plan.device_bytes) * work:.2f} times one device that recomputes nothing"
+    baseline = baseline_of(plan)
+    over = "one device with the whole mini-batch, nothing recomputed"
+    if baseline is None:
+        yield "speed-up", f"unknown: {over}, does not fit"
+    else:
+        threads = f", {plural(baseline.layout.threads, 'thread')}" if baseline.layout.shares_cores else ""
+        speed_up = baseline.step_seconds / plan.step_seconds
+        yield "speed-up", f"{speed_up:.2f} times {over}{threads}: {_step(baseline.step_seconds)}"
     held, limit = plan.held_bytes, plan.layout.limit_bytes
     memory = f"{size(max(held))} on stage {held.index(max(held))}, the fullest"
     shared = len(plan.device_bytes) < len(held)
