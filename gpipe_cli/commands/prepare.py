@@ -125,7 +125,7 @@ def _without_effect(config: TrainConfig, spec: PipelineSpec) -> Iterator[tuple[s
     elif config.placement in ("looped", "v") and one_each:
         use = two.format(max(4, config.partitions))
         yield "placement", f"{config.placement} is neighbours where a process has one stage; {use} gives it two"
-    elif config.partitions == 2 and config.schedule in ORDERS and ORDERS[config.schedule].placement == "v":
+    elif config.partitions == 2 and config.schedule in ORDERS and ORDERS[config.schedule].placement:
         yield "schedule", f"{config.schedule} has both stages on one device; partitions=4 has two on each of two"
 
 

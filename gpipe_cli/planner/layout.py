@@ -277,7 +277,7 @@ def _own_processes(config: TrainConfig, rows: int, gpus: int) -> int:
         return 1
     if config.stages_per_process is not None or _fixes_rows(config):
         return rows
-    return min(config.partitions, max(1, gpus // config.replicas)) if gpus else config.partitions
+    return min(rows, max(1, gpus // config.replicas)) if gpus else rows
 
 
 def _torchruns_processes(config: TrainConfig, rows: int, started: Torchrun) -> int:
@@ -309,7 +309,7 @@ _Devices = tuple[tuple[str, ...], ...]  # per pipeline, the device of each stage
 def _gpus_of_one_process(config: TrainConfig, rows: Sequence[int], own: int) -> tuple[tuple[int, ...], _Devices]:
     """The row and the devices of each stage, if every pipeline has a single process, which drives `own` GPUs."""
     if config.stages_per_process is None and not _fixes_rows(config):
-        rows = _rows(config, min(own, config.partitions))
+        rows = _rows(config, min(own, 1 + max(rows)))
     used = min(own, 1 + max(rows))
     gpus = [row * used // (1 + max(rows)) for row in rows]
     return tuple(rows), tuple(tuple(f"{TYPE}:{own * r + gpu}" for gpu in gpus) for r in range(config.replicas))

@@ -220,19 +220,18 @@ function say(id, text) {
 }
 
 function orderInWords() {
-  const {schedule, stages_per_process, rows} = state.controls;
+  const {schedule, rows} = state.controls;
   if (rows) return `changed by hand, from ${schedule}` + against({schedule, rows: undefined});
-  if (schedule === "interleaved" && stages_per_process === 1) return "needs 2 or more stages per device, below: so it is 1f1b";
   const chosen = schedule === "auto" && data.setting.chosen_order;
   return (chosen ? `${ORDERS.auto}: ${chosen}` : ORDERS[schedule]) +
     against({schedule: schedule === "gpipe" ? "1f1b" : "gpipe"});
 }
 
-// What is shown against another choice, both simulated: no hint can say anything else than the tiles.
+// What is shown against another choice on the same devices, both simulated: no hint can say anything else than the tiles.
 function against(values) {
   const {figure, controls} = state, [name] = Object.values(values);
   if (figure.large) return ""; // it would take seconds
-  const other = gpipe.configured(data, {...controls, ...values});
+  const other = gpipe.configured(data, {...gpipe.settled(data, controls), ...values});
   if (!other.timeline) return "";
   const parts = differing(other, figure).map(([what, , was, now]) => `\n${what} ${was} \u2192 ${now}`);
   return `.\nWith ${name}${parts.length ? `:${parts.join("")}` : " the same here."}`;

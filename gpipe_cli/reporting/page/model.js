@@ -63,7 +63,8 @@ const isKnown = (schedule) => SCHEDULES.includes(schedule);
 function settled(data, controls) {
   const chosen = {...ownControls(data), ...controls};
   if (OWN.every((name) => chosen[name] === data.setting[name])) return chosen;
-  if (chosen.schedule === "interleaved") return {...chosen, placement: "looped"};
+  const several = Math.min(chosen.partitions, Math.max(2, chosen.stages_per_process));
+  if (chosen.schedule === "interleaved") return {...chosen, placement: "looped", stages_per_process: several};
   return isKnown(chosen.schedule) ? chosen : {...chosen, placement: data.setting.placement};
 }
 
