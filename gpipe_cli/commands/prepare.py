@@ -20,6 +20,7 @@ from gpipe_cli.system.machine import usable_cores
 from gpipe_cli.system.phase import phase
 from gpipe_cli.units import percent, plural
 
+_NEARLY_ALL = 0.9  # share of the work on one of several processes above which a line says so; our choice
 _UNEVEN = 1.1  # ratio of the largest to the mean work of a process above which a line says so; our choice
 
 
@@ -130,13 +131,18 @@ def _without_effect(config: TrainConfig, spec: PipelineSpec) -> Iterator[tuple[s
 
 
 def _uneven(config: TrainConfig, spec: PipelineSpec) -> Iterator[tuple[str, str]]:
-    """A line if processes' numbers of stages make their work uneven: the partitioner balances stages only."""
+    """A line if one process has nearly all of the work, as where one layer has; or if processes' numbers of stages make
+    their work uneven: the partitioner balances stages only."""
     layout, partitions = spec.layout, spec.partitions
     processes = layout.processes
     of_process = [layout.stages_of(process) for process in range(processes)]
     stages = [len(own) for own in of_process]
     work = [sum(spec.cost[k] for k in own) for own in of_process]
     most = max(range(processes), key=work.__getitem__)
+    share = f"process {most} has {percent(work[most] / sum(work))} of the work"
+    if processes > 1 and work[most] > _NEARLY_ALL * sum(work):
+        yield "processes", f"{share}, so that the others wait: hardly a pipeline; partitions=1 sends nothing"
+        return
     if stages[most] == min(stages) or work[most] * processes <= _UNEVEN * sum(work):
         return
     each = -(-partitions // processes)  # stages per process, divided as evenly as possible
@@ -145,7 +151,6 @@ def _uneven(config: TrainConfig, spec: PipelineSpec) -> Iterator[tuple[str, str]
         use = f"; stages_per_process={each} is more even"
     elif each * processes <= sum(map(len, spec.layer_names)):
         use = f"; partitions={each * processes} is more even"
-    share = f"process {most} has {percent(work[most] / sum(work))} of the work"
     yield "processes", f"{' + '.join(map(str, stages))} stages: {share}{use}"
 
 
