@@ -35,6 +35,8 @@ def show_shares(console: Console, kinds: Mapping[str, Mapping[str, float] | None
             rows.append((kind, [*map(shown.__getitem__, (*BUSY, "idle")), "=", *map(shown.__getitem__, IDLE)]))
     show_facts(console, in_columns(console, rows))
     ideal = f"{percent(ideal_bubble)}, (K-1)/(M+K-1) for K equal devices that only compute"
+    if any(breakdown["bubble"] < ideal_bubble for breakdown in kinds.values() if breakdown):
+        ideal += "; smaller above, where recomputation fills waits, and waits for slower stages are imbalance"
     show_facts(console, [("ideal bubble", ideal)])
 
 

@@ -177,6 +177,11 @@ def test_every_label_is_seen_and_nothing_is_drawn_left_of_the_lanes(page: "Page"
     page.locator("#closer").click()
     page.keyboard.press("d")
     assert page.evaluate(OUTSIDE) == []
+    picture, slider = (page.locator(f"#{name}").bounding_box() for name in ("picture", "partitions"))
+    assert picture
+    assert slider
+    apart = slider["y"] - picture["y"] - picture["height"]
+    assert apart < 100, "sliders and what they change are seen together, also on a phone"
 
 
 def test_a_setting_is_simulated_at_once_and_the_address_keeps_it(page: "Page", written: Path) -> None:
