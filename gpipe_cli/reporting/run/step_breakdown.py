@@ -36,7 +36,7 @@ def show_shares(console: Console, kinds: Mapping[str, Mapping[str, float] | None
     show_facts(console, in_columns(console, rows))
     ideal = f"{percent(ideal_bubble)}, (K-1)/(M+K-1) for K equal devices that only compute"
     if any(breakdown["bubble"] < ideal_bubble for breakdown in kinds.values() if breakdown):
-        ideal += "; smaller above, where recomputation fills waits, and waits for slower stages are imbalance"
+        ideal += "; less above, as recomputation fills some of the waiting"
     show_facts(console, [("ideal bubble", ideal)])
 
 
