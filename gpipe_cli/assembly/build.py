@@ -154,8 +154,8 @@ def memory_format_of(config: TrainConfig) -> Literal["contiguous", "channels_las
     """The memory format of images and of an image model's weights: a key of MEMORY_FORMATS."""
     if config.memory_format != "auto":
         return config.memory_format
-    # convolutions are faster in channels_last, on CPUs too (by half: gpipe check against=torch); where that
-    # is not known, a timing has replaced `auto` (`benchmark/machine_timing.py`)
+    # convolutions are faster in channels_last, on CPUs too (by half: gpipe check against=torch); where they are not, on
+    # GPUs in float32, a rule has replaced `auto` (`commands/prepare.py`)
     return "contiguous" if config.text else "channels_last"
 
 
