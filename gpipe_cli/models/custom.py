@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from gpipe_cli.config.typed import RefusedError, with_type
+from gpipe_cli.errors import InputError
 from gpipe_cli.models.skips import Sequence
 
 _KEY = "model.target"
@@ -39,6 +40,8 @@ def build_custom(target: str, arguments: Mapping[str, object]) -> nn.Sequential:
         raise RefusedError(_KEY, target, f"the arguments do not fit, {error}; it takes ({takes})") from error
     try:
         model = function(**arguments)
+    except InputError as error:  # of a skip that cannot be made
+        raise RefusedError(_KEY, target, str(error)) from error
     except (Exception, SystemExit) as error:
         if not torch.empty(0).is_meta:
             raise

@@ -15,16 +15,18 @@ transformers describes where a model can be cut (`base_model_pp_plan`), but not 
 some families scale embeddings or logits there. So each family is listed here once it has been compared.
 """
 
+import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from gpipe_cli.config.groups import LoraConfig
-from gpipe_cli.config.typed import RefusedError, nearest, one_line, with_type
+from gpipe_cli.config.typed import RefusedError, nearest, one_line
 from gpipe_cli.models.hugging_face_layers import (
     Block,
     ClassifierHead,
@@ -58,6 +60,13 @@ IMAGE_CLASSIFIERS = ("vit",)
 TRANSLATION_MODELS = ("t5",)
 LINEAR = ("Linear", "Conv1D")  # classes of modules that adapters are for
 _VARYING_TABLES = ("dynamic", "longrope")  # rotary tables that change with the longest sequence seen
+# Keys of config.json that transformers takes as they are, and then divides by, or makes tensors of.
+_COUNTS = re.compile(
+    r"[nd]_\w+|num_((attention|key_value)_)?heads|num_((hidden|decoder)_)?layers|num_channels|head_dim|"
+    r"(hidden|intermediate|patch|vocab|type_vocab)_size|max_position_embeddings|relative_attention_\w+"
+)
+_ACTIVATIONS = ("activation_function", "dense_act_fn", "hidden_act", "hidden_activation")
+_GIVE = "give a folder with the config.json of a model, or a name on the hub"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,27 +184,72 @@ def is_masked(source: Source) -> bool:
 
 
 def read_config(source: Source) -> Any:
-    """A model's PretrainedConfig. Raises RefusedError if it cannot be had, or has no such setting as `source.config`
-    replaces."""
+    """A model's PretrainedConfig. Raises RefusedError if it cannot be had, has values of which no model can be made, or
+    has no such setting as `source.config` replaces. No code of a folder or of the hub is run."""
     try:
-        from transformers import AutoConfig, logging
+        from huggingface_hub.errors import StrictDataclassError
+        from transformers import AutoConfig, PreTrainedConfig, logging
     except ImportError as error:
         why = "needs the package transformers; install it by pip install 'gpipe-cli[transformers]'"
         raise RefusedError("model", "hf", why) from error
     logging.set_verbosity_error()  # of special tokens beyond a small vocabulary, in every process
     logging.disable_progress_bar()
-    changes = source.config or {}
+    folder, changes = Path(source.name), source.config or {}
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise RefusedError("model.name", source.name, f"the folder has no file config.json; {_GIVE}")
     try:
+        written = PreTrainedConfig.get_config_dict(source.name)[0] | dict(changes)
+        for key, value in written.items():
+            if must_be := _must_be(key, value):
+                raise _wrong(source, f"{key}={value} must be {must_be}")
         known = AutoConfig.from_pretrained(source.name, trust_remote_code=False).to_dict()
         if unknown := [key for key in changes if key not in known]:
             hint = nearest(unknown[0], [*known]) or "; config.json has them all"
             raise RefusedError(f"model.config.{unknown[0]}", changes[unknown[0]], f"no such setting{hint}")
-        return AutoConfig.from_pretrained(source.name, trust_remote_code=False, **changes)
+        settings = AutoConfig.from_pretrained(source.name, trust_remote_code=False, **changes)
     except RefusedError:
         raise
-    except Exception as error:  # whatever transformers, the hub's client and the checks of a configuration raise
-        why = f"no configuration of a model of transformers ({with_type(error).partition('; ')[0]})"
-        raise RefusedError("model.name", source.name, f"{why}; give a folder with its config.json") from error
+    except StrictDataclassError as error:  # its cause names the key, its value and what is allowed
+        raise _wrong(source, one_line(error.__cause__ or error).partition(". ")[0].rstrip(".")) from error
+    except Exception as error:  # whatever transformers and the hub's client raise
+        why = "has no configuration that transformers knows" if folder.is_dir() else "no such folder, nor on the hub"
+        reason = one_line(error).partition("; ")[0].partition(". ")[0]
+        raise RefusedError("model.name", source.name, f"{why} ({reason}); {_GIVE}") from error
+    _refuse_heads(source, settings, given="head_dim" in written)
+    return settings
+
+
+def _wrong(source: Source, what: str) -> RefusedError:
+    place = "its config.json, or model.config" if source.config else "its config.json"
+    return RefusedError("model.name", source.name, f"{what}; correct that in {place}")
+
+
+def _must_be(key: str, value: Any) -> str:
+    """What a key of config.json must be, if `value` is not; only what transformers would refuse without naming it."""
+    if _COUNTS.fullmatch(key) and isinstance(value, int) and value < 1:
+        return "1 or more"
+    if key == "head_dim" and isinstance(value, int) and value % 2:
+        return "even, as positions turn pairs of numbers"
+    if "drop" in key and isinstance(value, (int, float)) and not 0 <= value <= 1:
+        return "from 0 to 1"
+    if key in _ACTIVATIONS and value is not None:
+        from transformers.activations import ACT2FN
+
+        return "" if value in [*ACT2FN] else "a function that transformers has, such as gelu, relu or silu"
+    return ""
+
+
+def _refuse_heads(source: Source, settings: Any, *, given: bool) -> None:
+    """Raise RefusedError where the heads cannot share the model's width, or keys and values. `given`: the width of a
+    head is given, and need not divide that of the model."""
+    width, heads = (settings.attribute_map.get(key, key) for key in ("hidden_size", "num_attention_heads"))
+    pairs = [] if given or hasattr(settings, "d_kv") else [(width, heads)]
+    if getattr(settings, "num_key_value_heads", None) is not None:
+        pairs.append((heads, "num_key_value_heads"))
+    for whole, parts in pairs:
+        dividend, divisor = getattr(settings, whole), getattr(settings, parts)
+        if dividend % divisor:
+            raise _wrong(source, f"{whole}={dividend} must be a multiple of {parts}={divisor}")
 
 
 def _settings(source: Source, families: "tuple[str, ...] | list[str]", data: str) -> Any:
@@ -231,10 +285,13 @@ def _on_meta(source: Source, settings: Any, auto: str, classifier: str = "") -> 
     """The model without memory, in training mode, in float32, and how its layers get their values."""
     import transformers
 
-    with torch.device("meta"):
-        model = getattr(transformers, auto).from_config(
-            settings, attn_implementation=source.attention, dtype=torch.float32
-        )
+    try:
+        with torch.device("meta"):
+            model = getattr(transformers, auto).from_config(
+                settings, attn_implementation=source.attention, dtype=torch.float32, trust_remote_code=False
+            )
+    except Exception as error:  # whatever a constructor raises for values that a configuration may have
+        raise _wrong(source, f"no model can be made of the values ({one_line(error).partition('; ')[0]})") from error
     weights = Weights(source.name, model, classifier) if source.pretrained else None
     if source.lora is not None:
         _add_adapters(model, source.lora)

@@ -8,7 +8,8 @@ from the stage of the `Stash` to that of the `Pop`, and not through the stages b
 so, too.)
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -44,7 +45,8 @@ class Pop(nn.Module):
         super().__init__()
         self.name, self.join = name, join
         if join not in ("cat", "add") and not callable(join):
-            raise InputError(f'Pop("{name}"): join={join!r} must be "cat", "add", a module or a function')
+            use = '"cat", "add", or a module or function such as torch.mul'
+            raise InputError(f'Pop("{name}"): join={join!r} is none of the joins; use {use}')
 
     def forward(self, values: tuple[Tensor, ...]) -> Any:
         match self.join:
@@ -52,6 +54,8 @@ class Pop(nn.Module):
                 return torch.cat(values, dim=1)
             case "add":
                 first, *others = values
+                if any(other.shape != first.shape for other in others):
+                    raise InputError(f'Pop("{self.name}"): join="add" needs equal shapes; change a layer before it')
                 return sum(others, start=first)
             case join:
                 return join(*values)
@@ -64,13 +68,32 @@ class Sequence(nn.Sequential):
     """An `nn.Sequential` that can be called although it has skips; a pipeline takes either."""
 
     def forward(self, value: Any) -> Any:
-        kept: dict[str, tuple[Tensor, ...]] = {}
-        for layer in self:
+        find_skips(self)
+        kept: dict[str, tuple[str, tuple[Tensor, ...]]] = {}
+        for name, layer in self.named_children():
             if isinstance(layer, Stash):
-                kept[layer.name] = _as_tuple(value)
+                kept[layer.name] = name, _as_tuple(value)
+            elif isinstance(layer, Pop):
+                with popping(layer, name, *kept[layer.name], _as_tuple(value)):
+                    value = layer((*_as_tuple(value), *kept.pop(layer.name)[1]))
             else:
-                value = layer((*_as_tuple(value), *kept.pop(layer.name)) if isinstance(layer, Pop) else value)
+                value = layer(value)
         return value
+
+
+@contextmanager
+def popping(pop: Pop, layer: str, stash: str, kept: Iterable[Tensor], came: Iterable[Tensor]) -> Iterator[None]:
+    """Inside, what `pop` raises becomes an InputError that names the skip, both layers and the shapes."""
+    try:
+        yield
+    except Exception as error:  # torch's, or whatever a user's function raises
+        needs = {"add": "equal shapes", "cat": "shapes that differ in dimension 1 only"}.get(str(pop.join), "")
+        needs = f"it needs {needs}" if needs else f"its function raises {type(error).__name__}"
+        shapes = [", ".join(str(tuple(tensor.shape)) for tensor in tensors) for tensors in (came, kept)]
+        raise InputError(
+            f'layer {layer}: Pop("{pop.name}") cannot join {shapes[0]}, which come to it, and {shapes[1]}, kept by '
+            f"layer {stash}; {needs}: change a layer between the two, or join"
+        ) from error
 
 
 def _as_tuple(value: Any) -> tuple[Tensor, ...]:
@@ -87,10 +110,10 @@ class Skip:
 
 
 def find_skips(model: nn.Sequential) -> tuple[Skip, ...]:
-    """The skips of a sequence, in the order of their stashes. Raises InputError, which names the layer, if one is
+    """The skips of a sequence, in the order of their stashes. Raises InputError, which names the layers, if one is
     stashed or popped twice, popped before it is stashed, or never popped; or if it is not a layer of the sequence."""
-    open_: dict[str, tuple[int, str]] = {}
-    found: dict[str, Skip] = {}
+    stashes: dict[str, tuple[int, str]] = {}
+    pops: dict[str, tuple[int, str]] = {}
     for number, (layer, module) in enumerate(model.named_children()):
         if not isinstance(module, Stash | Pop):
             for path, inner in module.named_modules():
@@ -100,17 +123,19 @@ def find_skips(model: nn.Sequential) -> tuple[Skip, ...]:
                         "make it a layer of the sequence itself"
                     )
             continue
-        name, what = module.name, f'layer {layer}: {type(module).__name__}("{module.name}")'
-        if isinstance(module, Stash):
-            if name in open_ or name in found:
-                raise InputError(f"{what} is the second Stash of this name; give each a name of its own")
-            open_[name] = number, layer
-        elif name in open_:
-            found[name] = Skip(name, open_.pop(name)[0], number)
-        elif name in found:
-            raise InputError(f"{what} is the second Pop of this name; stash it again under another name")
-        else:
-            raise InputError(f'{what} comes before any Stash("{name}"); put that Stash before it')
-    for name, (_, layer) in open_.items():
-        raise InputError(f'layer {layer}: Stash("{name}") is never popped; add a Pop("{name}") behind it, or remove it')
-    return tuple(sorted(found.values(), key=lambda skip: skip.stash))
+        kind, places = type(module).__name__, stashes if isinstance(module, Stash) else pops
+        if module.name in places:
+            why = f"is the second {kind} of this name, after layer {places[module.name][1]}"
+            raise InputError(f'layer {layer}: {kind}("{module.name}") {why}; give each skip a name of its own')
+        places[module.name] = number, layer
+    for name, (number, layer) in pops.items():
+        if name not in stashes or stashes[name][0] > number:
+            place = f", which is layer {stashes[name][1]}" if name in stashes else ""
+            why = f'comes before any Stash("{name}"){place}'
+            raise InputError(f'layer {layer}: Pop("{name}") {why}; put that Stash before it')
+    for name, (_, layer) in stashes.items():
+        if name not in pops:
+            raise InputError(
+                f'layer {layer}: Stash("{name}") is never popped; add a Pop("{name}") behind it, or remove it'
+            )
+    return tuple(Skip(name, number, pops[name][0]) for name, (number, _) in stashes.items())

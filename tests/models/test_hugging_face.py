@@ -260,6 +260,36 @@ def test_refused(name: str, settings: dict[str, Any], message: str, tmp_path: Pa
     assert len(str(caught.value).splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("llama", {"num_attention_heads": 0}, "num_attention_heads=0 must be 1 or more"),
+        ("gpt2", {"n_layer": -1}, "n_layer=-1 must be 1 or more"),  # once a model without layers
+        ("gpt2", {"n_head": 3}, "n_embd=32 must be a multiple of n_head=3"),
+        ("vit", {"num_attention_heads": 3}, "hidden_size=32 must be a multiple of num_attention_heads=3"),
+        ("llama", {"num_key_value_heads": 3}, "num_attention_heads=4 must be a multiple of num_key_value_heads=3"),
+        ("t5", {"dropout_rate": 3}, "dropout_rate=3 must be from 0 to 1"),
+        ("bert", {"hidden_act": "gelo"}, "hidden_act=gelo must be"),
+        ("llama", {"hidden_size": "wide"}, "hidden_size.*wide"),
+        ("bert", {"add_cross_attention": True}, "no model can be made of the values"),
+        ("llama", {"model_type": "of_mine", "auto_map": {"AutoConfig": "mine.Config"}}, "custom code"),
+    ],
+)
+def test_a_configuration_is_refused_by_its_key(
+    name: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    """These were tracebacks, or lines that named an exception; code in the folder is never run."""
+    kind, config = MODELS[name]
+    config.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    (tmp_path / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Config: pass\n")
+    with pytest.raises(InputError, match=rf"^model\.name=.*{message}.*; .*config\.json[^\n]*$") as caught:
+        on_meta(tmp_path, kind.build, pretrained=False)
+    assert not re.search(r"Error\b", str(caught.value))
+    assert not (tmp_path / "ran").exists()
+
+
 SHORT = ["model=hf", "model.pretrained=true", "epochs=1", "micro_batches=2", "threads=1", "device=cpu", "logger=[]"]
 SYNTHETIC = [
     "model.length=12", "dataset=synthetic_text", f"dataset.vocabulary={TOKENS}", "dataset.train_samples=10",

@@ -3,15 +3,19 @@
 That any cut gives the same weights is shown by `test_segmentation.py`.
 """
 
+import re
 from pathlib import Path
+from typing import Any
 
+import networks
 import pytest
 import torch
 from plan_runs import plan_of
+from torch import nn
 from training_runs import TINY, command, configure
 
-from gpipe_cli.errors import InputError
-from gpipe_cli.models.skips import Pop, Sequence, Stash, find_skips
+from gpipe_cli.library.pipeline import Pipeline
+from gpipe_cli.models.skips import Pop, Sequence, Stash
 from gpipe_cli.pipeline.runtime.routes import routes
 from gpipe_cli.planner.model_profile import profile_model
 from gpipe_cli.planner.pipeline_spec import placed
@@ -50,14 +54,45 @@ def test_the_layers_between_send_nothing_of_a_skip() -> None:
     }  # fmt: skip
 
 
+# Skips that cannot be -> the names of the layers and of the skip, and the remedy, that the message must have.
 WRONG = {
-    "never popped": ([Stash("a"), torch.nn.ReLU()], r'layer 0: Stash\("a"\) is never popped'),
-    "inside": ([torch.nn.Sequential(Stash("a"), Pop("a"))], r"layer 0.0 is a Stash inside a layer"),
+    "never popped": ([nn.ReLU(), Stash("a"), nn.ReLU()], r'layer 1: Stash\("a"\) is never popped; add a Pop'),
+    "inside": ([nn.Sequential(Stash("a"), Pop("a"))], r"layer 0.0 is a Stash inside a layer.*; make it a layer"),
+    "before": ([nn.ReLU(), Pop("a"), Stash("a")], r'layer 1: Pop\("a"\) .* layer 2; put that Stash before it'),
+    "twice": ([Stash("a"), Pop("a", "add"), Pop("a")], r'layer 2: Pop\("a"\) .* layer 1; give each skip a name'),
+    "stashed twice": ([Stash("a"), Stash("a"), Pop("a")], r'layer 1: Stash\("a"\) .* layer 0; give each skip a name'),
+    "shapes": (
+        [Stash("a"), nn.Linear(8, 6), Pop("a", "add")],
+        r'layer 2: Pop\("a"\) .*\(\d, 3, 8, 6\).*\(\d, 3, 8, 8\).* layer 0; .*equal shapes.*: change a layer',
+    ),
+    "broadcast": ([Stash("a"), nn.Linear(8, 1), Pop("a", "add")], r'layer 2: Pop\("a"\) .* layer 0; .*equal shapes'),
+    "cat": (
+        [Stash("a"), nn.Flatten(), Pop("a")],
+        r'layer 2: Pop\("a"\) .* layer 0; .*dimension 1 only: change a layer',
+    ),
+    "function": ([Stash("a"), nn.ReLU(), Pop("a", torch.relu)], r'layer 2: Pop\("a"\) .* layer 0; .* or join$'),
 }
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_names_are_checked(wrong: str) -> None:
+def test_wrong_skips_are_refused(wrong: str) -> None:
+    """Not by a KeyError, nor by what torch says of shapes."""
     layers, message = WRONG[wrong]
-    with pytest.raises(InputError, match=message):
-        find_skips(Sequence(*layers))
+    example = torch.zeros(2, 3, 8, 8)
+    with pytest.raises(ValueError, match=message):
+        Sequence(*layers)(example)
+    with pytest.raises(ValueError, match=message):
+        Pipeline(nn.Sequential(*layers, nn.Conv2d(3, 1, 1)), example, partitions=1, micro_batches=1)
+
+
+@pytest.mark.parametrize("name", ["before", "join"])
+def test_a_command_refuses_wrong_skips(
+    name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Before any layer is run: it fell over the first with a traceback, and called the second one loading of files."""
+    unknown: Any = "mul"
+    layers = {"before": lambda: WRONG["before"][0], "join": lambda: [Stash("a"), Pop("a", unknown)]}
+    messages = {"before": WRONG["before"][1], "join": r"""model\.target=.*Pop\("a"\): join='mul' .*; use "cat\""""}
+    monkeypatch.setattr(networks, name, lambda: nn.Sequential(*layers[name](), nn.Conv2d(3, 3, 1)), raising=False)
+    assert command("plan", "model=custom", f"model.target=networks:{name}", *SETTINGS[-3:], "partitions=1") == 2
+    assert re.search(rf"^gpipe plan: {messages[name]}[^\n]*\n$", capfd.readouterr().err)

@@ -11,7 +11,7 @@ torch's knowledge.
 
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from itertools import chain
@@ -24,7 +24,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from gpipe_cli.errors import InputError
-from gpipe_cli.models.skips import Pop, Stash, find_skips
+from gpipe_cli.models.skips import Pop, Stash, find_skips, popping
 from gpipe_cli.pipeline.profile.carried_skips import with_skips
 from gpipe_cli.pipeline.profile.layer_cost import Halves, KeptMemory, LayerCost, OperationKind, Operations, Work
 from gpipe_cli.pipeline.profile.layer_signature import signature
@@ -257,6 +257,7 @@ def _kinds(model: nn.Sequential) -> tuple[Hashable, ...]:
 
 
 def _described(model: nn.Sequential, kinds: Sequence[Hashable]) -> list[_Layer]:
+    find_skips(model)  # wrong ones are refused before any layer runs
     modules = Counter(id(module) for layer in model.children() for module in layer.modules())
     described = []
     for (name, layer), kind in zip(model.named_children(), kinds or _kinds(model), strict=True):
@@ -331,24 +332,28 @@ class _Tracer:
             torch.empty(tensor.shape(samples, lengths), dtype=tensor.dtype, device=device) for tensor in self.inputs
         )
         value, in_tuple = tuple(in_layout(tensor, self.memory_format) for tensor in made), False
-        kept: dict[str, Tensors] = {}
+        kept: dict[str, tuple[str, Tensors]] = {}  # by the name of a skip: the layer that keeps it, and the tensors
         known: dict[Hashable, _Run] = {}
         runs: list[_Run] = []
         owners = _Owners(self.layers, self.left)
         for layer in self.layers:
+            joining: AbstractContextManager[None] = nullcontext()
             if isinstance(layer.module, Pop):
-                value, in_tuple = (*value, *kept.pop(layer.module.name)), True
+                stash, skip = kept.pop(layer.module.name)
+                joining = popping(layer.module, layer.name, stash, skip, value)
+                value, in_tuple = (*value, *skip), True
             owners.between.update(map(storage_of, value))
             closing = loss if layer is self.layers[-1] else None
             key = (layer.kind, closing is not None, in_tuple, _described_inputs(value))
             if key not in known or known[key].foreign:
                 given = tuple(tensor.detach().requires_grad_(graph and tensor.requires_grad) for tensor in value)
-                known[key] = self._run(layer, given, in_tuple, graph, closing, owners)
+                with joining:
+                    known[key] = self._run(layer, given, in_tuple, graph, closing, owners)
             runs.append(known[key])
             value, in_tuple = known[key].outputs, known[key].in_tuple
             if isinstance(layer.module, Stash):
                 half = len(value) // 2
-                value, kept[layer.module.name] = value[:half], value[half:]
+                value, kept[layer.module.name] = value[:half], (layer.name, value[half:])
         return runs
 
     def _run(
