@@ -5,11 +5,13 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import yaml
 
+import gpipe_cli
 from gpipe_cli.cli import COMMANDS, LEADER_SECONDS, main
 from gpipe_cli.commands.outcome import outcome, run_command
 from gpipe_cli.config.typed import RefusedError
@@ -76,7 +78,7 @@ def test_only_what_the_user_can_mend_is_bad_input(monkeypatch: pytest.MonkeyPatc
 def test_the_installed_program_answers() -> None:
     program = Path(sys.executable).with_name("gpipe")
     output = subprocess.run([program, "--version"], capture_output=True, text=True, check=True).stdout
-    assert output.startswith("gpipe 0.")
+    assert output == f"gpipe {gpipe_cli.__version__}\n" == f"gpipe {version('gpipe-cli')}\n"
     ended = subprocess.run([program], capture_output=True, text=True)
     assert (ended.returncode, ended.stdout) == (2, "")
     assert "Usage: gpipe COMMAND" in ended.stderr
