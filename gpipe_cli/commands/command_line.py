@@ -18,8 +18,17 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 
 from gpipe_cli.config.comments import GROUPS, of_choices
 from gpipe_cli.config.settings import key_of
-from gpipe_cli.config.typed import ELSEWHERE, RefusedError, SettingError, nearest, one_line, quoted, shortened
+from gpipe_cli.config.typed import (
+    ELSEWHERE,
+    RefusedError,
+    SettingError,
+    nearest,
+    one_line,
+    quoted,
+    shortened,
+)
 from gpipe_cli.errors import InputError
+from gpipe_cli.reproduction.runner import FOLDER
 
 FOLDERS = ("run", "resume", "init_from", "run_folder", "output", "dataset.root", "file")
 
@@ -103,8 +112,10 @@ def read(command: str, given: Sequence[str], no_sweeps: str = "") -> CommandLine
     Raises InputError for an unknown option, a setting that is not key=value, and several values without -m."""
     options = vars(_Options(command).parse_intermixed_args(list(given)))
     for flag, key in (("-cd", "config_dir"), ("-cp", "config_path")):
-        if (folder := options[key]) is not None and not Path(folder).is_dir():
-            raise InputError(f"{flag} {folder}: there is no such folder; give the one with your configurations")
+        if (folder := options[key]) is not None:
+            options[key] = str(configurations(folder))
+            if not Path(options[key]).is_dir():
+                raise InputError(f"{flag} {folder}: there is no such folder; give the one with your configurations")
     typed = tuple(_readable(one) for one in options.pop("overrides"))
     try:
         parsed = parsed_settings(typed)
@@ -126,6 +137,11 @@ def read(command: str, given: Sequence[str], no_sweeps: str = "") -> CommandLine
         why = "several values are a sweep; add -m, or write a list in brackets, key=[1,2]"
         raise InputError(f"{key}={values[key]}: {why}")
     return line
+
+
+def configurations(given: str) -> Path:
+    """The folder that the option -cd names: `recipes`, where there is none, is that of gpipe's own recipes."""
+    return FOLDER if given == "recipes" and not Path(given).exists() else Path(given)
 
 
 def _readable(argument: str) -> str:
