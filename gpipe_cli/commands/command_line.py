@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,6 +20,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from gpipe_cli.config.comments import GROUPS, of_choices
 from gpipe_cli.config.settings import key_of
 from gpipe_cli.config.typed import (
+    CHOICES_ELSEWHERE,
     ELSEWHERE,
     RefusedError,
     SettingError,
@@ -28,6 +30,7 @@ from gpipe_cli.config.typed import (
     shortened,
 )
 from gpipe_cli.errors import InputError
+from gpipe_cli.models.timm_list import timm_models
 from gpipe_cli.reproduction.runner import FOLDER
 
 FOLDERS = ("run", "resume", "init_from", "run_folder", "output", "dataset.root", "file")
@@ -175,6 +178,14 @@ def values_of(settings_typed: Sequence[Override] | Sequence[str]) -> dict[str, o
     }
 
 
+def _elsewhere(group: str, choice: str) -> str:
+    """How a choice that other programs have is written here; "" if it is not known."""
+    for pattern, ours in CHOICES_ELSEWHERE.items():
+        if fnmatchcase(f"{group}={choice}", pattern):
+            return ours.format(choice)
+    return f"model=timm model.name={choice}" if group == "model" and timm_models().get(choice) else ""
+
+
 def translated(error: Exception) -> InputError:
     """Hydra's error as one line, with what to write instead."""
     match error:
@@ -186,6 +197,8 @@ def translated(error: Exception) -> InputError:
             return InputError(f"{given}: cannot be read; write setting=value, in quotes if need be")
         case MissingConfigException(missing_cfg_file=str(missing), options=options) if options:
             group, _, choice = missing.rpartition("/")
+            if written := _elsewhere(group, choice):
+                return SettingError(group, choice, f"there is no such choice; write {written}")
             hint = nearest(choice, list(options))
             return SettingError(group, choice, f"there is no such choice; choose one of {', '.join(options)}{hint}")
         case MissingConfigException(missing_cfg_file=str(name)):
