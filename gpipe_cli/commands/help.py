@@ -7,6 +7,7 @@ import sys
 import textwrap
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from functools import cache
 
@@ -35,7 +36,8 @@ Usage: gpipe help micro_batches        a setting of any command, also model.filt
        gpipe help table2_amoebanet     a recipe
        gpipe help words                all words; also settings (of gpipe train) and measures
        gpipe help train                as gpipe train --help
-       gpipe help -k memory            the topics whose name or text has a word, a line for each; of several words, all
+       gpipe help -k memory            the topics whose name or text has a word, a line for each; of several words, all;
+                                       gpipe help with a word that is no topic shows the same
 
 gpipe list models, datasets, hardware, recipes or runs lists what there is.
 """
@@ -58,6 +60,8 @@ def main(arguments: Sequence[str]) -> int:
     found = [entry for entry in known.get(value, []) if entry[0].partition("  ")[0] == topic]  # as headings begin
     found = found or [entry for name, said in known.items() if _plain(name) == _plain(key) for entry in said]
     if not found:
+        with suppress(InputError):  # it may be a word in the texts of others
+            return _search(topic.split())
         hint = nearest(topic, list(known)) or "; gpipe help says what topics are"
         raise InputError(f"{topic}: there is no such topic{hint}")
     console = Console()

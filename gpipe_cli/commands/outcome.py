@@ -18,7 +18,7 @@ from gpipe_cli.config.typed import NothingFitsError, RefusedError, one_line, wit
 from gpipe_cli.distributed.torchrun import leads, torchrun
 from gpipe_cli.errors import BAD_INPUT, FAILED, INTERRUPTED, STOPPED, UNREAD, InputError
 from gpipe_cli.system.forked_call import Fork
-from gpipe_cli.system.interrupts import Stopped, interruptible, interruptible_import
+from gpipe_cli.system.interrupts import Stopped, import_apart, interruptible
 from gpipe_cli.system.phase import end_phase, phase, phases
 from gpipe_cli.system.streams import lost_output
 
@@ -88,10 +88,9 @@ def import_torch() -> None:
     """Import what trainings need, once for all forks."""
     if "gpipe_cli.commands.training_run" in sys.modules:
         return
-    with preparing(), interruptible_import():
+    with preparing():
         # a training's first steps would import the last two, which would cost every fork two seconds
-        for name in ("gpipe_cli.commands.training_run", "torch._dynamo", "gpipe_cli.reporting.plots.timeline"):
-            importlib.import_module(name)
+        import_apart("gpipe_cli.commands.training_run", "torch._dynamo", "gpipe_cli.reporting.plots.timeline")
 
 
 def fork_command(work: Callable[[], int], output: int | None = None) -> Fork[Outcome]:

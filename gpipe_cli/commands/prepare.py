@@ -54,15 +54,8 @@ def prepare(
     `log` gets a line before each slow part; `started`: this process, if torchrun started it; `elsewhere`: the plan is
     for another machine. Raises InputError for what cannot be built, partitioned or placed, or does not fit the memory.
     """
-    phase("building the model")
     config = _with_memory_format(config)
-    if not auto:  # before layers are traced and timed
-        layout_of(config, started)
-        layers, balance = number_of_layers(config), config.partition.balance
-        if isinstance(balance, tuple):
-            check_balance(balance, layers, config.partitions)
-        else:
-            check_partitions(layers, config.partitions)
+    refuse_unfit(config, auto, started)
     profile = profile_model(config)
     phase(f"choosing {', '.join(auto)}, which predicts many steps" if auto else "planning a step")
     costs_of = partial(step_costs, log=log)
@@ -79,6 +72,21 @@ def prepare(
     notes += [*_without_effect(config, spec), *_resumed_threads(config, spec.layout.processes)]
     notes += [*_turns(spec.layout), *_uneven(config, spec)]
     return Prepared(plan, spec, tuple(notes))
+
+
+def refuse_unfit(config: TrainConfig, auto: Collection[str] = (), started: Torchrun | None = None) -> None:
+    """Raises InputError, before layers are traced and timed, for missing devices and for a number of stages that the
+    devices or the layers do not allow; `auto` and `started`: as of `prepare`."""
+    phase("building the model")
+    layers, balance = number_of_layers(config), config.partition.balance
+    if not {"partitions", "replicas"} & set(auto):
+        layout_of(config, started)
+    if "partitions" in auto:
+        return
+    if balance is not None:
+        check_balance(balance, layers, config.partitions)
+    else:
+        check_partitions(layers, config.partitions)
 
 
 def _with_memory_format(config: TrainConfig) -> TrainConfig:

@@ -463,9 +463,22 @@ def load_yaml(file: Path) -> DictConfig:
         if not isinstance(tree, DictConfig):
             raise yaml.YAMLError("a list")
     except Exception as error:  # PyYAML evaluates tags, which can raise any exception
-        why = (isinstance(error, OSError) and error.strerror) or with_type(error)
+        why = _why_unreadable(error)
         raise InputError(f"{file}: holds no settings ({why}); write lines key: value, in UTF-8") from error
     return tree
+
+
+def _why_unreadable(error: Exception) -> str:
+    match error:
+        case OSError(strerror=str(why)):
+            return why
+        case yaml.MarkedYAMLError(problem=str(problem), problem_mark=yaml.Mark(line=line)):
+            return f"line {line + 1}: {problem}"
+        case yaml.YAMLError() | ValueError():
+            return one_line(error)
+        case RecursionError():
+            return "it is nested too deeply"
+    return with_type(error)
 
 
 def load(path: Path) -> TrainConfig:

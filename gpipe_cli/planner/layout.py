@@ -19,7 +19,7 @@ from gpipe_cli.pipeline.schedule.named_schedules import AUTO_SCHEDULE, ORDERS, O
 from gpipe_cli.pipeline.schedule.placement import PlacementName, place
 from gpipe_cli.planner.data_sheet import number_of_gpus, resolved
 from gpipe_cli.planner.step_schedule import placement_of_file, schedule_of_file
-from gpipe_cli.system.accelerator import TYPE, torch_is_built_for
+from gpipe_cli.system.accelerator import TYPE
 from gpipe_cli.system.machine import usable_cores, usable_memory_bytes
 from gpipe_cli.units import plural
 
@@ -149,9 +149,6 @@ def layout_of(config: TrainConfig, started: Torchrun | None = None) -> Layout:
     `recompute=auto` without a known device memory.
     """
     partitions, gpus = config.partitions, number_of_gpus(config)
-    if config.device == "cuda" and gpus == 0:
-        why = "there is no CUDA device here" if torch_is_built_for() else "this torch is built without CUDA"
-        raise InputError(f"device=cuda: {why}; use device=cpu or device=auto")
     rows = _rows(config, None)
     _check_stages_per_process(config)
     if started is None:

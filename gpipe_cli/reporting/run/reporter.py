@@ -25,7 +25,7 @@ from gpipe_cli.reporting.run.console import RunConsole
 from gpipe_cli.reporting.run.dashboard import Dashboard
 from gpipe_cli.reporting.run.description import RunDescription, evaluation_of
 from gpipe_cli.reporting.run.drawing import Drawing
-from gpipe_cli.reporting.run.lines import logging_to, show_error, show_facts, show_line
+from gpipe_cli.reporting.run.lines import logging_to, override, show_error, show_facts, show_line
 from gpipe_cli.reporting.run.step_breakdown import COMPARED_STEPS, comparison, measured_breakdown
 from gpipe_cli.reporting.run.summary import show_summary, speed_kind
 from gpipe_cli.results.run import (
@@ -85,7 +85,7 @@ class Reporter:
         self._last: StepDone | None = None  # the step whose recording comes next
         self._checkpoint = 0  # step of the last checkpoint written
         self._medians = measurement.StepMedians(run.warm_up_steps)
-        self._library_bytes: tuple[int, ...] | None = None  # per stage, of a step with counted activations
+        self._library_bytes: tuple[int, ...] | None = None  # per stage
         self._compared = False
         self._drawing = Drawing(run, self.timeline)
         self._pictures: list[StepPicture] = []
@@ -146,8 +146,8 @@ class Reporter:
         if message.tokens is not None:
             quantities["tokens_per_second"] = message.tokens / message.seconds
         self._medians.add(quantities)
+        self._library_bytes = message.library_bytes or self._library_bytes
         if message.activation_bytes is not None:
-            self._library_bytes = message.library_bytes
             predicted = run.plan.saved_bytes_of(message.samples, message.lengths)
             self._change(activation_bytes=message.activation_bytes, predicted_activation_bytes=predicted)
         self._dashboard.step(message)
@@ -267,15 +267,17 @@ class Reporter:
             raise unwritten
 
     def _resumable(self) -> tuple[str, str | None]:
-        """Where the checkpoint to resume from is, in words; and the run folder to resume, None if there is none."""
+        """Where the checkpoint to resume from is, in words; and the command that goes on, None if there is none."""
         if not self._folder.is_dir():
             return GONE, None
         # an interrupted run may have ended before the message of a checkpoint that is on disk
         there = [step for one in checkpoints_in(self._folder) if (step := step_of(one)) > self._run.first_step]
         if written := max([self._checkpoint, *there]):
-            return f"{self._folder}, after step {written:,}", str(self._folder)
-        if (source := self._run.config.resume) is not None:
-            return f"no new one; that of {source} is still there", source
+            done = written == self._run.total_steps
+            again = None if done else f"gpipe train {override('resume', str(self._folder))}"
+            return f"{self._folder}, after step {written:,}{', the last one' if done else ''}", again
+        if (source := self._run.config.resume) is not None:  # perhaps complete, but for what was typed
+            return f"no new one; that of {source} is still there", self._run.start and self._run.start.command
         return "none was written yet, there is nothing to resume", None
 
     def _compare(self) -> None:

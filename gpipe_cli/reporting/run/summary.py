@@ -12,7 +12,7 @@ from rich.console import Console
 from gpipe_cli.config.settings import Task
 from gpipe_cli.reporting.page.page import PAGE
 from gpipe_cli.reporting.run.description import evaluation_of, words_of
-from gpipe_cli.reporting.run.lines import in_columns, override, show_facts, show_text
+from gpipe_cli.reporting.run.lines import in_columns, show_facts, show_text
 from gpipe_cli.reporting.run.step_breakdown import STAGES_SHOWN, show_shares
 from gpipe_cli.results.files import write_result
 from gpipe_cli.results.measures import MEASURES, chosen
@@ -27,18 +27,18 @@ EXAMPLES = 5  # translations that the console shows; evaluate.json has all
 
 
 def show_summary(
-    console: Console, result: RunResult, folder: Path, peak: str, checkpoint: str, resume: str | None,
+    console: Console, result: RunResult, folder: Path, peak: str, checkpoint: str, go_on: str | None,
     next_commands: Sequence[tuple[str, str]] | None = None,
 ) -> None:  # fmt: skip
     """Shows the outcome of a training or a measurement.
 
     `peak`: the source of the peak FLOP/s in the MFU, or why it is unknown. Of a training that was stopped,
-    `checkpoint`: where its last checkpoint is; `resume`: the run folder to resume, None if there is no checkpoint.
+    `checkpoint`: where its last checkpoint is; `go_on`: the command that resumes it, None if there is nothing to do.
     `next_commands`: shown with their labels after a training that was completed.
     """
     status, seconds, bench = result.status, MEASURES["seconds"].text(result), result.command == "bench"
-    epochs = f"{plural(result.epochs, 'epoch')}, " if result.epochs and not bench else ""
-    done = epochs + plural(result.steps, "step")
+    epochs = f" ({plural(result.epochs, 'whole epoch')})" if result.epochs and not bench else ""
+    done = plural(result.steps, "step") + epochs
     match status:
         case "completed" if bench:
             measured = f"measured {plural(result.speed_steps, 'step')} after {result.warm_up_steps} of warm-up"
@@ -77,7 +77,7 @@ def show_summary(
     if not bench:
         if status in ("interrupted", "failed"):
             facts.append(("checkpoint", checkpoint))
-            facts += [] if resume is None else [("go on with", f"gpipe train {override('resume', resume)}")]
+            facts += [] if go_on is None else [("go on with", go_on)]
         if has_curves:
             facts.append(("curves", curves))
     show_facts(console, facts)
@@ -141,9 +141,9 @@ def _outcome(result: RunResult) -> Iterable[tuple[str, str]]:
     if test is not None:
         yield "test", outcome_of_test(result.task, test, result.unigram_perplexity)
     if best is not None and best != test:
-        yield "best", f"{outcome_of_test(result.task, best)}, after epoch {best.epoch}"
+        yield "best", f"{outcome_of_test(result.task, best)}, after step {best.step:,}, in epoch {best.epoch}"
     elif best is not None:
-        yield "", f"the best of the run, after epoch {best.epoch}"
+        yield "", f"the best of the run, after step {best.step:,}, in epoch {best.epoch}"
     if result.samples_per_second_kind is None:
         return
     sample, step = words_of(result.task).sample, f"{MEASURES['step_seconds'].text(result)} per step"

@@ -217,7 +217,8 @@ def _show_stages(console: Console, stages: Sequence[PlannedStage], micro_batches
 def _show_memory(console: Console, plan: Plan) -> None:
     limit_bytes = plan.layout.limit_bytes
     unit, name = memory_unit(max(plan.held_bytes))
-    parts = ("weights", "gradients", "optimizer", "activations", "buffers")  # with the workspace: 80 columns are few
+    # activations first, of which a narrow terminal must not lose the column; buffers with the workspace: 80 are few
+    parts = ("activations", "weights", "gradients", "optimizer", "buffers")
 
     def cells(stage: PlannedStage) -> list[str]:
         of = {part: getattr(stage.memory, f"{part}_bytes") for part in parts}
