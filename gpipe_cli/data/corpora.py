@@ -5,6 +5,8 @@ not public (Section 5). In their place come a user's own files or, for a first r
 comes with every Python and names in 234 languages from Unicode's Common Locale Data Repository.
 """
 
+import codecs
+import errno
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -84,8 +86,16 @@ def read_text_files(root: Path) -> tuple[Documents, Documents]:
 
 
 def _read_folder(root: Path, folder: Path) -> Documents:
-    """The texts of all files that hold more than white space; `folder` may be a file itself."""
-    paths = sorted(path for path in folder.rglob("*.txt") if path.is_file()) if folder.is_dir() else [folder]
+    """The texts of all files, hidden ones aside, that hold more than white space; `folder` may be a file itself."""
+    paths = (
+        [folder]
+        if not folder.is_dir()
+        else sorted(
+            path
+            for path in folder.rglob("*.[tT][xX][tT]")
+            if path.is_file() and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+        )
+    )
     texts = tuple(text for text in map(read_utf8, paths) if text.strip())
     if not texts:
         why = f"'{folder}' has no text in {len(paths)} *.txt files"
@@ -97,10 +107,25 @@ def read_utf8(path: Path) -> str:
     """The text of a file, with line feeds as line ends. Raises InputError if it cannot be read, is larger than 4 GiB,
     or is not UTF-8."""
     try:
-        return read_text(path, _MOST_BYTES).replace("\r\n", "\n")
+        text = read_text(path, _MOST_BYTES).replace("\r\n", "\n")
     except OSError as error:
-        why = f"cannot be read ({error.strerror}); see dataset.root, which takes files in UTF-8"
-        raise InputError(f"text file '{path}': {why}") from error
+        why = f"cannot be read ({error.strerror})"
+        if error.errno == errno.EILSEQ:
+            why += f"; save it in UTF-8, as by iconv -f {_encoding(path)} -t UTF-8"
+        raise InputError(f"text file '{path}': {why}; see dataset.root, which takes files in UTF-8") from error
+    if "\0" in text:
+        why = f"has characters of number 0, as UTF-16 has; save it in UTF-8, as by iconv -f {_encoding(path)} -t UTF-8"
+        raise InputError(f"text file '{path}': {why}")
+    return text
+
+
+def _encoding(path: Path) -> str:
+    """What a file that is not UTF-8 is likely to be."""
+    with path.open("rb") as file:
+        first = file.read(2)
+    return (
+        "UTF-16" if first in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "UTF-16LE" if b"\0" in first else "LATIN1"
+    )
 
 
 def _cut_last_tenth(text: str) -> tuple[str, str]:

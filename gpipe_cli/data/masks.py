@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from gpipe_cli.config.groups import ImagesConfig
 from gpipe_cli.config.typed import RefusedError, one_line
 from gpipe_cli.data.batches import seed_of
-from gpipe_cli.data.readers import Files, Samples
+from gpipe_cli.data.readers import Files, Samples, decoded, is_image
 from gpipe_cli.data.vocabulary import IGNORED
 from gpipe_cli.errors import InputError
-from gpipe_cli.system.files import open_regular
 
 NOTHING = 255  # in the file of a mask: not to be learnt, as in Pascal VOC
 SHAPES = 4  # ellipses in a synthetic image
@@ -65,7 +65,8 @@ class EllipseMasks:
 
 @dataclass(frozen=True, eq=False)
 class MaskFiles:
-    """An image file with the mask of each image: of one channel, or with a palette; a pixel's value is its class."""
+    """An image file with the mask of each image: of one channel, of any number of bits, or with a palette; a pixel's
+    value is its class. Both are turned as their EXIF tags say."""
 
     images: tuple[str, ...]
     masks: tuple[str, ...]
@@ -81,22 +82,24 @@ class MaskFiles:
         return torch.stack([self._read(index) for index in indices.tolist()])
 
     def _read(self, index: int) -> Tensor:
-        from PIL import Image
         from torchvision.transforms.v2 import functional as F
 
         path = self.masks[index]
         try:
-            with open_regular(Path(path)) as file, Image.open(file) as image:
-                size, mask = image.size, F.pil_to_tensor(image)
-            with open_regular(Path(self.images[index])) as file, Image.open(file) as image:
+            with decoded(path) as image:
+                size, mode = image.size, image.mode
+                values = np.asarray(image).astype(np.int64)
+            with decoded(self.images[index]) as image:
                 wanted = image.size
         except Exception as error:  # as of an image
             raise InputError(f"mask '{path}': cannot be read ({one_line(error)}); replace or delete it") from error
-        if size != wanted or len(mask) != 1:
-            ours = f"{size[0]} x {size[1]} pixels of {len(mask)} values"
-            raise InputError(f"mask '{path}': has {ours}; its image needs {wanted[0]} x {wanted[1]} of 1")
+        if size != wanted or values.ndim > 2 or mode == "F":
+            ours = f"{size[0]} x {size[1]} pixels of mode {mode}"
+            why = f"{ours}; its image, turned as its EXIF tag says, needs {wanted[0]} x {wanted[1]} of one whole number"
+            raise InputError(f"mask '{path}': has {why}; save it so")
+        mask = torch.from_numpy(values)[None]
         mask = F.resize(mask, [self.image_size], interpolation=F.InterpolationMode.NEAREST)
-        mask = F.center_crop(mask, [self.image_size])[0].long()
+        mask = F.center_crop(mask, [self.image_size])[0]
         mask[mask == NOTHING] = IGNORED
         if (most := int(mask.max())) >= self.classes:
             allowed = f"classes are 0 to {self.classes - 1} (dataset.num_classes={self.classes}), {NOTHING} is nothing"
@@ -137,11 +140,17 @@ def _read_split(folder: Path, dataset: ImagesConfig) -> Samples:
 
 
 def _files_in(folder: Path) -> dict[str, str]:
-    """Name without suffix -> path of each image file in a folder."""
-    from torchvision.datasets.folder import is_image_file
-
+    """Name without suffix -> path of each image file in a folder. Raises RefusedError for two files of a name."""
+    paths: dict[str, str] = {}
     try:
-        return {path.stem: str(path) for path in folder.iterdir() if is_image_file(path.name) and path.name[0] != "."}
+        for path in sorted(folder.iterdir()):
+            if not is_image(str(path)):
+                continue
+            if path.stem in paths:
+                why = f"'{paths[path.stem]}' and '{path}' have the same name; remove or rename one"
+                raise RefusedError("dataset.root", str(folder.parent.parent), why)
+            paths[path.stem] = str(path)
+        return paths
     except OSError as error:
         expected = f"expected {folder.parent / 'images'}/*.jpg and {folder.parent / 'masks'}/*.png of the same names"
         why = f"'{folder}' cannot be read ({error.strerror}); {expected}"

@@ -5,9 +5,10 @@ first step, each reader checks what a user can get wrong, without decoding an im
 """
 
 import math
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,7 +26,14 @@ from gpipe_cli.errors import InputError
 from gpipe_cli.system.files import folders_in, open_regular
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
     from torchvision.datasets import CIFAR10
+
+
+# Of files that are read: torchvision's (torchvision.datasets.folder), and others of formats that every Pillow decodes.
+ENDINGS = (
+    ".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif", ".jfif", ".jpe",
+)  # fmt: skip
 
 
 class Pixels(Protocol):
@@ -59,7 +67,7 @@ class Samples:
 
 @dataclass(frozen=True, eq=False)
 class Files:
-    """One image file per sample, of any size and colour mode."""
+    """One image file per sample, of any size and colour mode: 16 bits become 8, and what is transparent is white."""
 
     paths: tuple[str, ...]
 
@@ -68,13 +76,45 @@ class Files:
         from PIL import Image
         from torchvision.transforms.v2.functional import pil_to_tensor
 
-        path = Path(self.paths[index])
+        path = self.paths[index]
         try:
-            with open_regular(path) as file, Image.open(file) as image:
-                return pil_to_tensor(image.convert("RGB"))
+            with decoded(path) as image:
+                mode = image.mode
+                if mode.startswith("I;16"):  # Pillow would cut all values above 255
+                    image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+                elif image.has_transparency_data:
+                    layer = image.convert("RGBA")
+                    image = Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer)
+                pixels: Tensor = pil_to_tensor(image.convert("RGB"))
         except Exception as error:  # damaged bytes make Pillow raise OSError, SyntaxError, ValueError, struct.error, …
             why = f"cannot be read ({one_line(error)}); replace or delete it"
             raise InputError(f"image file '{path}': {why}") from error
+        if mode in ("I", "F"):
+            why = f"has 32-bit numbers (Pillow's mode {mode}), whose black and white are not known; save it with 8 bits"
+            raise InputError(f"image file '{path}': {why}")
+        return pixels
+
+
+@contextmanager
+def decoded(path: str) -> "Iterator[Image]":
+    """An image file, turned as its EXIF tag says. Raises whatever Pillow raises for damaged bytes."""
+    from PIL import Image, ImageOps
+
+    with open_regular(Path(path)) as file, Image.open(file) as image:
+        ImageOps.exif_transpose(image, in_place=True)
+        yield image
+
+
+def is_image(path: str) -> bool:
+    """Whether a file is a picture that is not hidden, by its name; a file without an ending is looked into."""
+    from PIL import Image, UnidentifiedImageError
+
+    name = Path(path).name
+    if "." in name:
+        return name[0] != "." and name.lower().endswith(ENDINGS)
+    with suppress(UnidentifiedImageError, OSError), open_regular(Path(path)) as file, Image.open(file):
+        return True
+    return False
 
 
 @dataclass(frozen=True)
@@ -149,20 +189,21 @@ def read_folders(root: Path, expected: str, test_names: tuple[str, ...] = ("test
 
     Raises InputError, with the text `expected`, for a missing folder or a class without an image.
     """
-    from torchvision.datasets.folder import is_image_file, make_dataset
+    from torchvision.datasets.folder import make_dataset
 
     test = next((name for name in test_names if (root / name).is_dir()), test_names[0])
     splits = []
     for folder in (root / "train", root / test):
         try:
             numbers = {name: number for number, name in enumerate(folders_in(folder))}
-            listed = make_dataset(
-                str(folder),
-                numbers,
-                is_valid_file=lambda path: is_image_file(path) and not Path(path).name.startswith("."),
-            )
+            listed = make_dataset(str(folder), numbers, is_valid_file=partial(_is_shown_image, str(folder)))
         except (OSError, ValueError) as error:  # no folder, no class, or a class without an image
-            why = f"'{folder}' cannot be read ({one_line(error)}); {expected}"
+            endings = f"files end in {' '.join(ENDINGS)}, or have no ending"
+            why = f"'{folder}' cannot be read ({one_line(error).partition(' Supported')[0]}); {endings}; {expected}"
             raise RefusedError("dataset.root", root, why) from error
         splits.append(Samples.of_files(listed, tuple(numbers)))
     return splits[0], splits[1]
+
+
+def _is_shown_image(folder: str, path: str) -> bool:
+    return "/." not in path[len(folder) :] and is_image(path)  # a notebook server keeps copies in hidden folders

@@ -100,8 +100,9 @@ def open_folder(root: Path) -> Splits:
 
 @pytest.mark.parametrize("test_name", ["test", "val"])
 def test_folders_are_classes(tmp_path: Path, test_name: str) -> None:
-    training = ("cat/b.png", "cat/a.jpg", "cat/deeper/c.png", "dog/x.png", "dog/y.JPEG")
+    training = ("cat/b.png", "cat/a.jpg", "cat/deeper/c.png", "dog/x.gif", "dog/y.JPEG", "dog/.checkpoints/copy.png")
     write_images(tmp_path / "train", *training)
+    (tmp_path / "train/cat/b.png").rename(tmp_path / "train/cat/b")  # is read by its content
     write_images(tmp_path / test_name, "cat/t.png", "dog/u.webp", "dog/v.bmp")
     (tmp_path / "train/.ipynb_checkpoints").mkdir()
     (tmp_path / "train/cat/notes.txt").write_text("not an image")
@@ -116,11 +117,39 @@ def test_folders_are_classes(tmp_path: Path, test_name: str) -> None:
     torch.testing.assert_close(test[0, 0], pixels[:, 1:15, 3:17] / 127.5 - 1)
 
 
-@pytest.mark.parametrize(("mode", "suffix"), [("1", "png"), ("RGBA", "png"), ("CMYK", "jpg")])
+@pytest.mark.parametrize(("mode", "suffix"), [("1", "png"), ("RGBA", "png"), ("CMYK", "jpg"), ("P", "gif")])
 def test_every_colour_mode_becomes_three_channels(tmp_path: Path, mode: str, suffix: str) -> None:
     file = tmp_path / f"t.{suffix}"
     write_image(file, mode=mode)
     assert Files((str(file),))[0].shape == (3, 16, 20)
+
+
+def test_pixels_keep_their_values(tmp_path: Path) -> None:
+    """16 bits were cut to white, what is transparent was black, and a photograph's tag on how to turn it was ignored;
+    numbers without a known black and white are refused."""
+    grey = np.arange(0, 240, 10, dtype=np.uint8).reshape(4, 6)
+    see_through = np.zeros((4, 6, 4), dtype=np.uint8)
+    see_through[..., 3] = 255 - grey
+    turned = Image.Exif()
+    turned[0x0112] = 6  # the first row is the right-hand side
+    Image.fromarray(grey).save(tmp_path / "turned.png", exif=turned)
+    for name, values in (
+        ("deep.png", grey * np.uint16(257)),
+        ("deep.tif", grey * np.uint16(257)),
+        ("alpha.png", see_through),
+    ):
+        Image.fromarray(values).save(tmp_path / name)
+    for name, wanted in (
+        ("deep.png", grey),
+        ("deep.tif", grey),
+        ("alpha.png", grey),
+        ("turned.png", np.rot90(grey, -1)),
+    ):
+        assert np.array_equal(Files((str(tmp_path / name),))[0][1], wanted), name
+    for kind in (np.int32, np.float32):
+        Image.fromarray(grey.astype(kind)).save(tmp_path / "wide.tif")
+        with pytest.raises(InputError, match=r"wide\.tif': has 32-bit numbers.*; save it with 8 bits$"):
+            Files((str(tmp_path / "wide.tif"),))[0]
 
 
 def test_folders_that_are_not_data(tmp_path: Path) -> None:

@@ -41,7 +41,8 @@ def write(folder: Path, files: dict[str, str | bytes]) -> None:
 def test_train_and_test_folders(tmp_path: Path) -> None:
     trained = {"train/b.txt": "bé\r\nb", "train/a/x.txt": b"\xef\xbb\xbfax"}
     write(tmp_path, {**trained, "train/notes.md": "no text", "train/empty.txt": " \n"})
-    write(tmp_path, {"test/t.txt": "t", "outside.txt": "neither"})
+    write(tmp_path, {"test/t.TXT": "t", "outside.txt": "neither"})
+    write(tmp_path, {"train/._b.txt": b"\0\5\x16\7", "train/.copies/b.txt": "an old copy"})  # macOS's, a notebook's
     assert read_text_files(tmp_path) == (("ax", "bé\nb"), ("t",))
 
 
@@ -53,9 +54,18 @@ def test_the_last_tenth_of_each_file(tmp_path: Path) -> None:
     assert test == ("".join(lines[91:]), "789")
 
 
-def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
-    write(tmp_path, {"a.txt": b"good\n\xff"})
-    with pytest.raises(InputError, match=r"^text file '\S+/a\.txt': cannot be read \(line 2 is not UTF-8"):
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"good\n\xff", r"line 2 is not UTF-8.* iconv -f LATIN1 "),
+        ("größer\n".encode("latin-1"), r"line 1 is not UTF-8.* iconv -f LATIN1 "),
+        ("größer\n".encode("utf-16"), r"line 1 is not UTF-8.* iconv -f UTF-16 "),
+        ("wide\n".encode("utf-16-le"), r"has characters of number 0.* iconv -f UTF-16LE "),  # was trained on
+    ],
+)
+def test_bytes_that_are_no_text_are_refused(content: bytes, message: str, tmp_path: Path) -> None:
+    write(tmp_path, {"a.txt": content})
+    with pytest.raises(InputError, match=rf"^text file '\S+/a\.txt': .*{message}-t UTF-8"):
         read_text_files(tmp_path)
 
 

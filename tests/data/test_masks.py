@@ -62,14 +62,38 @@ def test_masks_are_read_from_files_and_cut_as_their_images(tmp_path: Path) -> No
     assert torch.equal(mask, wanted)
 
 
+def test_a_mask_is_turned_as_its_image(tmp_path: Path) -> None:
+    """By tags of their own: without one, a mask was drawn on the turned image. 16 bits and a bit are classes, too."""
+    root, tag = folder(tmp_path), Image.Exif()
+    tag[0x0112] = 8  # turned to the left
+    values = np.zeros((8, 12), dtype=np.uint8)
+    values[:, :6] = 1
+    write_image(root / "train" / "images" / "a.jpg", size=(8, 12))
+    with Image.open(root / "train" / "images" / "a.jpg") as image:
+        image.rotate(-90, expand=True).save(root / "train" / "images" / "a.jpg", exif=tag)
+    wanted = torch.from_numpy(np.rot90(values)[2:10].astype(np.int64))
+    upright = np.ascontiguousarray(np.rot90(values))
+    for mask, exif in ((values, tag), (upright, None), (upright.astype(np.uint16), None), (upright.astype(bool), None)):
+        Image.fromarray(mask).save(root / "train" / "masks" / "a.png", **({} if exif is None else {"exif": exif}))
+        train, _ = opened("image_masks", root, num_classes=2, augmentation=None)
+        assert torch.equal(train.targets_of(0, FIRST)[0], wanted)
+
+
 def test_masks_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     root = folder(tmp_path)
     mask = root / "train" / "masks" / "a.png"
-    for size, mode, why in (((6, 4), "L", "12 x 8"), ((12, 8), "RGB", "3 values"), ((12, 8), "L", "num_classes=2")):
+    for size, mode, why in (((6, 4), "L", "12 x 8"), ((12, 8), "RGB", "mode RGB"), ((12, 8), "L", "num_classes=2")):
         write_image(mask, size=size, mode=mode)
         train, _ = opened("image_masks", root, num_classes=2, augmentation=None)
         with pytest.raises(InputError, match=rf"^mask '{mask}': .*{why}"):
             train.targets_of(0, FIRST)
+    twin = root / "train" / "images" / "a.png"
+    write_image(twin, size=(12, 8))
+    with pytest.raises(
+        RefusedError, match=r"^dataset\.root=.*a\.jpg' and '.*a\.png' have the same name; remove or rename"
+    ):
+        opened("image_masks", root, num_classes=2, augmentation=None)
+    twin.unlink()
     mask.unlink()
     with pytest.raises(RefusedError, match=r"^dataset\.root=.*no mask for 1 of 1 images \(a, \.\.\.\); add them"):
         opened("image_masks", root, num_classes=2, augmentation=None)
