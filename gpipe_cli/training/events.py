@@ -106,6 +106,13 @@ class Evaluated(Tested):
 
 
 @dataclass(frozen=True)
+class CheckpointComing:
+    """A checkpoint is written but for its name; it gets that once all that was reported before is on disk."""
+
+    step: int
+
+
+@dataclass(frozen=True)
 class CheckpointWritten:
     """A checkpoint is complete on disk."""
 

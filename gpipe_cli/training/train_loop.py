@@ -99,7 +99,7 @@ def train(
         if resume_from is not None:
             adopt(resume_from, folder)
         process.report(_ready(engine, data.facts(), notes, progress, compiled))
-    checkpoints = CheckpointWriter(engine, folder, config_yaml, process.report, start)
+    checkpoints = CheckpointWriter(engine, folder, config_yaml, process, start)
     process.before_failing.append(checkpoints.settle)
     Training(engine, process, training, test, milestones, checkpoints, progress, begun_bytes).run()
 

@@ -47,6 +47,7 @@ from gpipe_cli.system.streams import lost_output
 from gpipe_cli.training.checkpoint.files import GONE, Progress, checkpoints_in, remove_drafts, step_of
 from gpipe_cli.training.events import (
     CheckpointAwaited,
+    CheckpointComing,
     CheckpointFailed,
     CheckpointWritten,
     Evaluated,
@@ -120,8 +121,9 @@ class Reporter:
                 self._drawing.add(self._last, message)
             case Evaluated():
                 self._evaluated(message)
+            case CheckpointComing():
+                self._dashboard.flush()
             case CheckpointWritten():
-                self._dashboard.flush()  # a resume from the checkpoint will not repeat these steps
                 self._checkpoint = message.step
             case CheckpointFailed():
                 self._change(failed_checkpoints=self._result.failed_checkpoints + 1)
