@@ -125,7 +125,7 @@ class Reporter:
                 self._checkpoint = message.step
             case CheckpointFailed():
                 self._change(failed_checkpoints=self._result.failed_checkpoints + 1)
-                show_error(f"warning: {message.why}; the training goes on, and tries the next one")
+                show_error(f"warning: {message.why}; training continues and will write the next one")
             case CheckpointAwaited():
                 awaited = f"{message.seconds:.1f} s for the checkpoint of step {message.awaited_step:,} to be written"
                 show_line(self._console.console, f"step {message.step:,}: waited {awaited}")
@@ -208,7 +208,7 @@ class Reporter:
     def _unwritten(self, error: OSError) -> None:
         """Shows the first failure of optional output as a warning; the run goes on."""
         if not self._incomplete:
-            show_error(f"warning: {one_line(error)}; the run goes on without what cannot be written")
+            show_error(f"warning: {one_line(error)}; the run continues without this output")
         self._incomplete = True
 
     def break_off(self) -> None:
@@ -275,8 +275,8 @@ class Reporter:
         if written := max([self._checkpoint, *there]):
             return f"{self._folder}, after step {written:,}", str(self._folder)
         if (source := self._run.config.resume) is not None:
-            return f"no new one; that of {source} is still there", source
-        return "none was written yet, there is nothing to resume", None
+            return f"none of this run; the one in {source} remains", source
+        return "none was written, so there is nothing to resume", None
 
     def _compare(self) -> None:
         """Shows, once, the prediction against the measured step."""

@@ -75,8 +75,8 @@ def test_a_summary_has_the_scores_and_a_command_to_go_on_that_survives_shell_and
     assert "best         top-1 98.9 %, top-5 100.0 %, loss 0.0500 (averaged weights), after epoch 2" in lines
     assert "speed        512.0 samples/s, 62.5 ms per step (medians after the first 3 steps)" in lines
     assert "checkpoint   outputs/run/last, after step 8" in lines
-    (command,) = (line.removeprefix("go on with   ") for line in lines if line.startswith("go on with"))
+    (command,) = (line.removeprefix("resume with  ") for line in lines if line.startswith("resume with"))
     _, _, override = shlex.split(command)
-    assert folder != "outputs/a_K2" or "go on with   gpipe train resume=outputs/a_K2" in lines  # without quotes
+    assert folder != "outputs/a_K2" or "resume with  gpipe train resume=outputs/a_K2" in lines  # without quotes
     parsed = OverridesParser.create().parse_override(override)
     assert (parsed.key_or_group, parsed.value()) == ("resume", folder)
