@@ -1,5 +1,5 @@
 // The setting that is simulated: sliders, what they say in numbers, the address that keeps it.
-const BY_HAND = new Option("by hand", "by hand"); // offered while it is so
+const EDITED = new Option("edited", "edited"); // offered while the order is an edited one
 const IN_ADDRESS = {partitions: "K", micro_batches: "M", schedule: "schedule", recompute: "recompute",
                     stages_per_process: "stages", placement: "placement", backward_factor: "backward", link_factor: "transfers"};
 
@@ -13,7 +13,7 @@ function offeredPartitions() {
 
 // ---- changing it ----
 
-// New values for some controls. An order by hand belongs to the setting that it was made for.
+// New values for some controls. An edited order belongs to the setting that it was made for.
 function change(values, remember = true) {
   const controls = {...state.controls, ...values};
   const kept = Object.keys(values).every(name =>
@@ -32,7 +32,7 @@ function setControls(controls, remember = true) {
   const result = gpipe.configured(data, controls);
   if (!result.timeline) {
     showControls();
-    showProblem("This cannot be.", result.problem);
+    showProblem("This setting is impossible.", result.problem);
     return false;
   }
   if (remember) state.history.push(state.controls);
@@ -127,9 +127,9 @@ function showBubble() {
     const region = pieces.reduce((most, piece) => long(piece) > long(most) ? piece : most);
     pointAt({figure, what: "region", stage: figure.device_of_stage.indexOf(region.device), region});
     const share = percent(figure.breakdown.bubble);
-    explained.textContent = `The ${owner()}'s own setting, simulated: ${share} of the step is bubble, in ` +
-      `${pieces.length} pieces, hatched in the lanes; the longest one, ${explainRegion(figure, region)}`;
-  } else explained.textContent = "There is none: no device waits for another.";
+    explained.textContent = `With the ${owner()}'s own setting, simulated, ${share} of the step is bubble, in ` +
+      `${pieces.length} hatched pieces. The longest one: ${explainRegion(figure, region)}`;
+  } else explained.textContent = "There is no bubble: no device waits for another.";
   live.textContent = explained.textContent;
 }
 
@@ -137,7 +137,7 @@ function showBubble() {
 function changeInWords() {
   const parts = differing(state.figure, state.ownFigure).map(([name, verb, was, now]) =>
     `the ${name} ${verb} ${now} instead of ${was}`);
-  const text = list(parts) || "step, recomputation, bubble and memory stay as they are";
+  const text = list(parts) || "step time, recomputation, bubble and memory do not change";
   return `${changes().join("; ")}: ${text}.${smallInWords()}`;
 }
 
@@ -167,9 +167,9 @@ function smallInWords() {
   const factor = perSample(figure) / perSample(ownFigure) / state.controls.backward_factor;
   if (figure.micro_batches === ownFigure.micro_batches || Math.abs(factor - 1) < 0.1) return "";
   const [now, before] = [figure, ownFigure].map(of => decimal(samples(of)));
-  return ` A micro-batch has ${now} of the samples instead of ${before}, and a sample takes ` +
+  return ` A micro-batch has ${now} instead of ${before} samples, and each sample takes ` +
     `${factor.toFixed(2)} \u00d7 as long to compute: ` +
-    `${factor > 1 ? "small ones use the device less efficiently" : "large ones use the device more efficiently"}.`;
+    `${factor > 1 ? "small micro-batches use the device less efficiently" : "large micro-batches use the device more efficiently"}.`;
 }
 
 // ---- what the controls say ----
@@ -178,9 +178,9 @@ function showControls() {
   const {controls} = state;
   field("partitions").value = offeredPartitions().indexOf(controls.partitions);
   field("micro_batches").value = offeredMicroBatches().indexOf(controls.micro_batches);
-  if (controls.rows) field("schedule").append(BY_HAND);
-  else BY_HAND.remove();
-  field("schedule").value = controls.rows ? BY_HAND.value : controls.schedule;
+  if (controls.rows) field("schedule").append(EDITED);
+  else EDITED.remove();
+  field("schedule").value = controls.rows ? EDITED.value : controls.schedule;
   field("recompute").value = controls.recompute;
   field("own_devices").checked = controls.own_devices;
   field("devices-meaning").textContent = devicesInWords();
@@ -199,7 +199,7 @@ function showControls() {
   say("micro_batches", controls.micro_batches);
   say("stages_per_process", several ? `${stages_per_process}: ${state.figure.ofDevice.size} devices` : stages_per_process);
   say("backward_factor", `1 : ${decimal(backwardRatio())}`);
-  say("link_factor", faster === 1 ? "as it is" :
+  say("link_factor", faster === 1 ? "unchanged" :
     faster > 1 ? `${decimal(faster)} \u00d7 faster` : `${decimal(1 / faster)} \u00d7 slower`);
   field("schedule-meaning").textContent = orderInWords();
   field("recompute-meaning").textContent = RECOMPUTES[controls.recompute] + (controls.rows ? ""
@@ -209,8 +209,8 @@ function showControls() {
 }
 
 function placementInWords(placement, several) {
-  if (!several) return "of several stages a device";
-  const {schedule} = state.controls, made = schedule === "interleaved" ? ", for which interleaved is made" : "";
+  if (!several) return "matters only with several stages per device";
+  const {schedule} = state.controls, made = schedule === "interleaved" ? ", as interleaved requires" : "";
   return PLACEMENTS[placement].replace("PLANNED", owner()) + made;
 }
 
@@ -221,7 +221,7 @@ function say(id, text) {
 
 function orderInWords() {
   const {schedule, rows} = state.controls;
-  if (rows) return `changed by hand, from ${schedule}` + against({schedule, rows: undefined});
+  if (rows) return `edited, starting from ${schedule}` + against({schedule, rows: undefined});
   const chosen = schedule === "auto" && data.setting.chosen_order;
   return (chosen ? `${ORDERS.auto}: ${chosen}` : ORDERS[schedule]) +
     against({schedule: schedule === "gpipe" ? "1f1b" : "gpipe"});
@@ -234,15 +234,15 @@ function against(values) {
   const other = gpipe.configured(data, {...gpipe.settled(data, controls), ...values});
   if (!other.timeline) return "";
   const parts = differing(other, figure).map(([what, , was, now]) => `\n${what} ${was} \u2192 ${now}`);
-  return `.\nWith ${name}${parts.length ? `:${parts.join("")}` : " the same here."}`;
+  return `.\nWith ${name}${parts.length ? `:${parts.join("")}` : ": no difference."}`;
 }
 
 // What the switch does, in the words of what is shown.
 function devicesInWords() {
   const {figure, controls} = state, devices = figure.ofDevice.size, factor = gpipe.slowdowns(data, devices).at(-1) ?? 1;
   if (devices === 1) return "There is only one device.";
-  if (controls.own_devices) return `Switched off, they share the ${owner()}'s ${coresInWords()}.`;
-  return `They share the ${owner()}'s ${coresInWords()}` + (factor < 1.005 ? ", enough for all."
+  if (controls.own_devices) return `If switched off, the stages share the ${owner()}'s ${coresInWords()}.`;
+  return `The stages share the ${owner()}'s ${coresInWords()}` + (factor < 1.005 ? ", which is enough for all."
     : `: while all ${devices} compute, each takes ${decimal(factor)} \u00d7 as long.`);
 }
 
@@ -266,21 +266,21 @@ function changes() {
     .map(name => `${names[name] ?? name} ${own[name]} \u2192 ${now[name]}`);
   if (controls.backward_factor !== 1) found.push(`backward \u00d7 ${decimal(controls.backward_factor)}`);
   if (controls.link_factor !== 1) found.push(`transfers \u00d7 ${decimal(controls.link_factor)}`);
-  if (controls.own_devices) found.push("a device of its own for each stage");
-  if (controls.rows) found.push("order by hand");
+  if (controls.own_devices) found.push("a separate device for each stage");
+  if (controls.rows) found.push("edited order");
   if (found.length && controls.partitions === own.partitions && own.partitions <= 16 &&
     String(state.figure.balance) !== String(data.cut.balance)) {
-    found.push(`layers cut anew, ${data.cut.balance.join("-")} \u2192 ${state.figure.balance.join("-")}`);
+    found.push(`a new cut of the layers, ${data.cut.balance.join("-")} \u2192 ${state.figure.balance.join("-")}`);
   }
   return found;
 }
 
 // Where the seconds come from, and what is assumed.
 function costsInWords() {
-  const {source, basis, halves} = data.costs, parts = [`Times of layers: ${source}.`];
-  if (basis === "other_device") parts.push("They are of another device, and only tell layers from each other.");
+  const {source, basis, halves} = data.costs, parts = [`Based on ${source}.`];
+  if (basis === "other_device") parts.push("Those are for another device: only the ratios between layers count.");
   const split = state.figure.timeline.spans.flat().some(({action}) => action.kind === "I");
-  if (split && halves === "assumed") parts.push("I and W are taken to be half of a backward each.");
+  if (split && halves === "assumed") parts.push("I and W are assumed to take half of a backward each.");
   return parts.join(" ");
 }
 
@@ -319,7 +319,7 @@ function speedUpTile(section, devices, baseline) {
   }
   const speedup = baseline.step_seconds / state.figure.step_seconds, share = speedup / devices / data.setting.replicas;
   tile(section, "speed-up", `${speedup.toFixed(2)} \u00d7`, `over ${one}: ${duration(baseline.step_seconds)}`,
-    !devicesShare() && devices > 1 && `${percent(share)} of what ${devices} devices could give`);
+    !devicesShare() && devices > 1 && `${percent(share)} of a perfect speed-up on ${devices} devices`);
 }
 
 function bubbleTile(section, devices) {
@@ -334,12 +334,12 @@ function bubbleTile(section, devices) {
 function memoryTile(section) {
   const {figure} = state, peaks = figure.device_memory.map(peak), shared = devicesShared(figure);
   const device = peaks.indexOf(Math.max(...peaks)), stages = stagesOn(figure, device), {limit_bytes} = figure;
-  const limit = limit_bytes * stages.length, each = shared ? `device ${device}` : "a stage";
-  const versus = limit && `${peaks[device] > limit ? "over" : "within"} the limit of ${size(limit)} of ${each}`;
+  const limit = limit_bytes * stages.length, each = shared ? `of device ${device}` : "per stage";
+  const versus = limit && `${peaks[device] > limit ? "over" : "within"} the memory limit of ${size(limit)} ${each}`;
   const own = changes().length ? `${owner()}'s own setting: ${size(fullestPeak(state.ownFigure))}` : "";
   const alone = stages.length > 1
-    && `${list(stages.map(stage => size(peak(figure.memory[stage]))))} for each of its stages alone`;
-  const node = tile(section, "most ", size(peaks[device]), `on ${deviceWord(figure, device)}`, alone, versus, own);
+    && `${list(stages.map(stage => size(peak(figure.memory[stage]))))} for its stages separately`;
+  const node = tile(section, "peak ", size(peaks[device]), `on ${deviceWord(figure, device)}`, alone, versus, own);
   node.firstChild.append(word("memory"));
 }
 
@@ -435,7 +435,7 @@ function readAddress() {
     partitions: value => offeredPartitions().includes(value),
     micro_batches: value => offeredMicroBatches().includes(value),
     stages_per_process: value => Number.isInteger(value) && value >= 1 && value <= controls.partitions,
-    schedule: value => value !== BY_HAND.value && [...field("schedule").options].some(one => one.value === value),
+    schedule: value => value !== EDITED.value && [...field("schedule").options].some(one => one.value === value),
     recompute: value => [...field("recompute").options].some(option => option.value === value),
     placement: value => [...field("placement").options].some(option => option.value === value),
     backward_factor: value => value >= 0.25 && value <= 4,

@@ -47,8 +47,8 @@ function aboutControls(controls) {
   if (view.width < 720) return short;
   const {placement, stages_per_process} = gpipe.settled(data, controls);
   const placed = stages_per_process > 1 && stages_per_process < controls.partitions ? ` (${placement})` : "";
-  const order = (controls.rows ? "order by hand" : controls.schedule) + placed;
-  return `${short}, ${order}, recompute ${controls.recompute}${controls.own_devices ? ", own devices" : ""}`;
+  const order = (controls.rows ? "edited order" : controls.schedule) + placed;
+  return `${short}, ${order}, recompute ${controls.recompute}${controls.own_devices ? ", separate devices" : ""}`;
 }
 
 function showMeasured() {
@@ -56,12 +56,12 @@ function showMeasured() {
   show("measured", measuredFigure());
   field("scrub").hidden = data.steps.length < 2;
   field("contended").hidden = !data.contended;
-  field("contended").textContent = `Other programs used these cores for ${percent(data.contended)} of the time while ` +
-    "the run was measured: its times are longer than they would be alone. Run again on a quiet machine, or measure " +
+  field("contended").textContent = "Times are inflated by other programs, which used these cores for " +
+    `${percent(data.contended)} of the time while the run was measured. Run it again on an idle machine, or measure ` +
     "with gpipe bench.";
   field("recorded").max = data.steps.length - 1;
   field("recorded").value = state.recorded;
-  const left = data.steps_left_out ? `; ${data.steps_left_out} older ones are not in this page` : "";
+  const left = data.steps_left_out ? `; ${data.steps_left_out} older steps are not on this page` : "";
   field("recorded-value").textContent = step
     ? `epoch ${step.epoch}, step ${step.step.toLocaleString("en")}: ${duration(step.step_seconds)}` +
       ` (${state.recorded + 1} of ${data.steps.length}${left})` : "";
@@ -124,10 +124,10 @@ function showLegend() {
     entry(mark, `${kind} ${KIND_WORDS[kind]}`);
   }
   entry("", `left: micro-batch 0, right: ${M - 1}`);
-  if (state.figure.joined) entry("", "2F0: of stage 2; the later of a device's stages are lower");
+  if (state.figure.joined) entry("", "2F0: F0 of stage 2; a device's later stages are drawn lower");
   const marks = [...IDLE.map(name => [name, shareWord(name)]), ["update", "weight update"]];
   if (state.memory) {
-    marks.push(["weights", "weights"], ["state", "gradients, optimizer"], ["space", "buffers, work space"]);
+    marks.push(["weights", "weights"], ["state", "gradients, optimizer"], ["space", "buffers, workspace"]);
     marks.push(["held", "activations"]);
     if (shownLimit(state.figure)) marks.push(["limit", "memory limit"]);
   }

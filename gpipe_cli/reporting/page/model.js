@@ -75,12 +75,12 @@ function deviceOfStage(data, {partitions: K, stages_per_process: each, schedule,
     return data.device_of_stage;
   }
   if (placement === AS_PLANNED) {
-    throw new Error(`the placement as planned is for K = ${own.partitions} and its own devices; choose another one`);
+    throw new Error(`the planned placement requires K = ${own.partitions} and the planned devices; choose another one`);
   }
   const devices = Math.ceil(K / each);
   if (schedule === "interleaved" && K % devices) {
     const use = `use K = ${Math.ceil(K / devices) * devices}`;
-    throw new Error(`${schedule}: ${devices} devices would have different numbers of stages; ${use}`);
+    throw new Error(`${schedule}: ${devices} devices would have unequal numbers of stages; ${use}`);
   }
   return placed(placement, K, each);
 }
@@ -223,9 +223,9 @@ function rowsFor(data, chosen, device_of_stage, fits) {
   if (!other.length) return planned;
   if (!isKnown(schedule) && other.some((name) => name !== "recompute")) {
     const known = `K = ${own.partitions}, M = ${own.micro_batches}`;
-    throw new Error(`the order of ${schedule} is for ${known} and its own devices; choose another schedule first`);
+    throw new Error(`the order of ${schedule} requires ${known} and the planned devices; choose another schedule first`);
   }
-  if (schedule === "zero_bubble" && !own.splits) throw new Error(`${schedule}: compiled backwards cannot be halved`);
+  if (schedule === "zero_bubble" && !own.splits) throw new Error(`${schedule}: compiled backwards cannot be split`);
   const bare = isKnown(schedule) ? order(schedule, K, M, new Set(device_of_stage).size)
     : planned.map((row) => row.filter((a) => a.kind !== "R"));
   if (recompute !== "auto") return withRecomputation(bare, recompute);

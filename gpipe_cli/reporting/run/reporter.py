@@ -127,7 +127,7 @@ class Reporter:
                 self._checkpoint = message.step
             case CheckpointFailed():
                 self._change(failed_checkpoints=self._result.failed_checkpoints + 1)
-                show_error(f"warning: {message.why}; the training goes on, and tries the next one")
+                show_error(f"warning: {message.why}; training continues and will write the next one")
             case CheckpointAwaited():
                 awaited = f"{message.seconds:.1f} s for the checkpoint of step {message.awaited_step:,} to be written"
                 show_line(self._console.console, f"step {message.step:,}: waited {awaited}")
@@ -210,7 +210,7 @@ class Reporter:
     def _unwritten(self, error: OSError) -> None:
         """Shows the first failure of optional output as a warning; the run goes on."""
         if not self._incomplete:
-            show_error(f"warning: {one_line(error)}; the run goes on without what cannot be written")
+            show_error(f"warning: {one_line(error)}; the run continues without this output")
         self._incomplete = True
 
     def break_off(self) -> None:
@@ -279,8 +279,8 @@ class Reporter:
             again = None if done else f"gpipe train {override('resume', str(self._folder))}"
             return f"{self._folder}, after step {written:,}{', the last one' if done else ''}", again
         if (source := self._run.config.resume) is not None:  # perhaps complete, but for what was typed
-            return f"no new one; that of {source} is still there", self._run.start and self._run.start.command
-        return "none was written yet, there is nothing to resume", None
+            return f"none of this run; the one in {source} remains", self._run.start and self._run.start.command
+        return "none was written, so there is nothing to resume", None
 
     def _compare(self) -> None:
         """Shows, once, the prediction against the measured step."""

@@ -57,10 +57,10 @@ def show_check(console: Console, folder: Path, report: CheckReport) -> None:
     for row in report.rows:
         if row.variant.micro_batches != usual:
             why = f": {row.text}" if row.text and not row.bad else ""
-            notes.append((f"M = {row.variant.micro_batches}", f"{_result(row)}, against M = {usual}{why}"))
+            notes.append((f"M = {row.variant.micro_batches}", f"{_result(row)}, compared with M = {usual}{why}"))
     if any(row.verdict == "within tolerance" for row in report.rows):
         tolerance = f"{TOLERANCE[report.config['precision']]:.0e} of the gradients' norm"
-        notes.append(("tolerance", f"{tolerance}, where they are summed in another order"))
+        notes.append(("tolerance", f"{tolerance}, where gradients are summed in another order"))
     unusual = {row.text: row.verdict for row in report.rows if row.bad or row.verdict == "left out"}
     for text, verdict in unusual.items():
         if text and not any(text in other and text != other for other in unusual):

@@ -130,7 +130,7 @@ def show_rest(planned: int, runs: Sequence[Run], go_on_with: str) -> None:
     left = planned - len(runs)
     if left > 0 or any(run.failed for run in runs):
         rest = f"{left} of {planned} not run; " if left > 0 else ""
-        Console().print(Text(f"{rest}go on with  {go_on_with}"), soft_wrap=True)
+        Console().print(Text(f"{rest}resume with  {go_on_with}"), soft_wrap=True)
 
 
 def bench_status(run: Run) -> str:
@@ -341,10 +341,10 @@ def _notes(rows: Sequence[BenchRow], varies: Sequence[str]) -> Iterator[tuple[st
             of = "" if row.status == "measured" else f", which is {row.status.replace('_', ' ')}"
             yield "relative", f"to row {number}: one device, the whole mini-batch, nothing recomputed{of}"
     if measured:
-        yield "memory", "peak of the fullest stage: its process's, on a GPU the allocator's"
-        yield "activations", "of the fullest stage, counted; bubble measured"
+        yield "memory", "peak of the fullest stage: of its process, on a GPU of PyTorch's allocator"
+        yield "activations", "counted on the fullest stage; the bubble is measured"
     for key in dict.fromkeys(key for row in rows for key in row.resolved if key not in (*_SHORT, *_naming(varies))):
         values = [show(row.resolved.get(key, "-")) for row in rows]
-        yield "differs too", f"{key}: {', '.join(values)}"
+        yield "also differs", f"{key}: {', '.join(values)}"
     if not measured and any(row.status in HOPELESS for row in rows):
         yield "", "nothing was measured"

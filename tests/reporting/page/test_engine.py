@@ -422,6 +422,6 @@ def test_what_cannot_be_is_said(page: "Page") -> None:
     assert re.search(r"device \d lacks \d", large["problem"])
     assert "K = 8" in many["problem"]
     assert "use K = 6" in uneven["problem"]
-    assert wrong["problem"] == "0B0 needs 0F0, which would come after it"
+    assert wrong["problem"] == "0B0 needs 0F0, which comes after it"
     recomputed = [any(a["kind"] == "R" for row in of["rows"] for a in row) for of in (small, tight)]
     assert recomputed == [False, True]

@@ -70,9 +70,9 @@ def test_a_summary_has_the_scores_and_a_command_to_go_on_that_survives_shell_and
     assert "best         top-1 98.9 %, top-5 100.0 %, loss 0.0500 (averaged weights), after step 8, in epoch 2" in lines
     assert "speed        512.0 samples/s, 62.5 ms per step (medians after the first 3 steps)" in lines
     assert f"checkpoint   {folder}, after step 8" in lines
-    (command,) = (line.removeprefix("go on with   ") for line in lines if line.startswith("go on with"))
+    (command,) = (line.removeprefix("resume with  ") for line in lines if line.startswith("resume with"))
     _, _, override = shlex.split(command)
-    assert folder != "outputs/a_K2" or "go on with   gpipe train resume=outputs/a_K2" in lines  # without quotes
+    assert folder != "outputs/a_K2" or "resume with  gpipe train resume=outputs/a_K2" in lines  # without quotes
     parsed = OverridesParser.create().parse_override(override)
     assert (parsed.key_or_group, parsed.value()) == ("resume", folder)
 
@@ -97,5 +97,5 @@ def test_what_is_proposed_to_go_on_with_has_something_to_do(
     if written is not None:
         reporter.on_message(CheckpointWritten(written))
     reporter.finish("interrupted")
-    assert re.findall("^go on with +(.*)$", file.getvalue(), re.MULTILINE) == go_on
+    assert re.findall("^resume with +(.*)$", file.getvalue(), re.MULTILINE) == go_on
     assert re.search("6 steps \\(1 whole epoch\\) done", file.getvalue())
