@@ -10,6 +10,7 @@ import errno
 import importlib
 import os
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from gpipe_cli.config.typed import NothingFitsError, RefusedError, one_line, with_type
 from gpipe_cli.distributed.torchrun import leads, torchrun
 from gpipe_cli.errors import BAD_INPUT, FAILED, INTERRUPTED, STOPPED, UNREAD, InputError
+from gpipe_cli.launch.fork_server import temporary_folder
 from gpipe_cli.system.forked_call import Fork
 from gpipe_cli.system.interrupts import Stopped, import_apart, interruptible
 from gpipe_cli.system.phase import end_phase, phase, phases
@@ -78,6 +80,7 @@ def preparing(what: str = "") -> Iterator[None]:
     if (lost := lost_output()) is not None:
         raise lost
     phase("importing torch, which computes the layers", what)
+    tempfile.tempdir = str(temporary_folder())  # torch makes a folder for compiled code among the temporary files
     try:
         yield
     finally:  # in case no output has replaced the line

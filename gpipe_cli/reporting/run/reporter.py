@@ -279,7 +279,8 @@ class Reporter:
             again = None if done else f"gpipe train {override('resume', str(self._folder))}"
             return f"{self._folder}, after step {written:,}{', the last one' if done else ''}", again
         if (source := self._run.config.resume) is not None:  # perhaps complete, but for what was typed
-            return f"none of this run; the one in {source} remains", self._run.start and self._run.start.command
+            start = self._run.start
+            return f"none of this run; the one in {source} remains", None if start is None else start.command
         return "none was written, so there is nothing to resume", None
 
     def _compare(self) -> None:
