@@ -145,8 +145,8 @@ class Sweep:
 
     def _turn(self, cell: Cell, turn: int, of: int) -> Run | None:
         """One run of a cell; None if the sweep ended before it began."""
-        run = f"run {cell.number} of {of}" if cell.number else "baseline"
-        title = f"{run}{f', round {turn} of {self.rounds}' if self.rounds > 1 else ''}: {cell.name}"
+        position = f"run {cell.number} of {of}" if cell.number else "baseline"
+        title = f"{position}{f', round {turn} of {self.rounds}' if self.rounds > 1 else ''}: {cell.name}"
         before = self._folder.attempts.get((cell.number, turn))
         before = before if before is not None and before.name == cell.name else None
         if before is not None and self._is_final(run := self._run(before, cell)):
