@@ -8,6 +8,7 @@ that failed; its exit code is 1 if one failed.
 """
 
 import argparse
+import json
 import os
 import random
 import re
@@ -23,6 +24,8 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+from PIL import Image
 
 from gpipe_cli.cli import COMMANDS
 from gpipe_cli.config.settings import BenchSettings, PlanSettings, TrainConfig
@@ -43,6 +46,35 @@ FILES = {
     "conf/wrong.yaml": b"defaults: [train, _self_]\nseed: many\n", "conf/missing.yaml": b"defaults: [nothing]\n",
     "conf/endless.yaml": f"defaults: [train, _self_]\nseed: {ENDLESS}".encode(), "conf/binary.yaml": bytes(range(256)),
     "conf/circle.yaml": b"defaults: [train, _self_]\nseed: ${batch_size}\nbatch_size: ${seed}\n",
+}  # fmt: skip
+HF = {"model_type": "gpt2", "vocab_size": 300, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+FILES |= {
+    f"hf/{name}/config.json": json.dumps(HF | changes).encode()
+    for name, changes in {
+        "no_heads": {"n_head": 0}, "minus_one_layer": {"n_layer": -1}, "three_heads": {"n_head": 3},
+        "no_width": {"n_embd": 0}, "dropout_3": {"attn_pdrop": 3}, "words": {"n_layer": "two"},
+        "unknown": {"model_type": "mine"}, "code": {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}},
+        "activation": {"activation_function": "gelo"}, "few_tokens": {"vocab_size": 3},
+    }.items()
+} | {"hf/list/config.json": b"[]", "hf/cut/config.json": b"{", "hf/nothing/words.txt": b"no model\n",
+     "skips.py": b"""from torch import nn
+from gpipe_cli.models.skips import Pop, Sequence, Stash
+
+def never(): return Sequence(nn.Flatten(), Stash("a"), nn.Linear(768, 4))
+def before(): return Sequence(nn.Flatten(), Pop("a"), nn.Linear(768, 4), Stash("a"))
+def twice(): return Sequence(nn.Flatten(), Stash("a"), Pop("a", "add"), Pop("a", "add"), nn.Linear(768, 4))
+def shapes(): return Sequence(nn.Flatten(), Stash("a"), nn.Linear(768, 7), Pop("a", "add"), nn.Linear(768, 4))
+def cat(): return Sequence(Stash("a"), nn.Flatten(), Pop("a"), nn.Linear(768, 4))
+def broadcast(): return Sequence(nn.Flatten(), Stash("a"), nn.Linear(768, 1), Pop("a", "add"), nn.Linear(768, 4))
+def mul(): return Sequence(nn.Flatten(), Stash("a"), Pop("a", "mul"), nn.Linear(768, 4))
+def function(): return Sequence(nn.Flatten(), Stash("a"), Pop("a", abs), nn.Linear(768, 4))
+def inside(): return Sequence(nn.Flatten(), nn.Sequential(Stash("a"), Pop("a")), nn.Linear(768, 4))
+""",
+     "negative.csv": b"0,-1\n", "gap.csv": b"0,2\n", "row.csv": b"0\n0\n"}  # fmt: skip
+PICTURES: dict[str, tuple[str, str, tuple[int, int]]] = {  # folder -> its mask: mode, name, size; the image has 16 x 16
+    "colours": ("RGB", "a.png", (16, 16)), "small": ("L", "a.png", (8, 16)), "floats": ("F", "a.tif", (16, 16)),
+    "classes": ("L", "a.png", (16, 16)), "lost": ("L", "b.png", (16, 16)), "hidden": ("L", "._a.png", (16, 16)),
+    "endless": ("L", "a.xyz", (16, 16)),
 }  # fmt: skip
 Arguments = tuple[str, ...]
 
@@ -108,6 +140,20 @@ WORDS: dict[str, Sequence[str]] = {
     "yaml": tuple(name[5:-5] for name in FILES if name.startswith("conf/")),
     "schedule": (*(name for name in FILES if name.endswith(".csv")), "gone.csv", "folder", "text", "GPIPE", "[gpipe]"),
     "form": ("xml", "JSON", "json,csv", "[json]", "''"),
+    "hf": tuple(name.split("/")[1] for name in FILES if name.startswith("hf/")),
+    "skip": ("never", "before", "twice", "shapes", "cat", "broadcast", "mul", "function", "inside"),
+    "placement": (
+        "gone.csv",
+        "words.csv",
+        "negative.csv",
+        "gap.csv",
+        "row.csv",
+        "latin1.csv",
+        "folder",
+        "diagonal",
+        "V",
+    ),
+    "masks": (*PICTURES, "nowhere"),
     "recipe": ("table1_amoebanet", "breakdown", "consistency", "multilingual_400m"),
 }
 PHRASES = {
@@ -137,6 +183,13 @@ PHRASES = {
         train seed=1,2 | train -m 'seed=interval(1,2)'""",
     "reproduce": """reproduce <recipe>x | reproduce <recipe> scale=huge | reproduce <recipe> nothing=3
         reproduce <recipe> ~seed | reproduce <recipe> -m | reproduce <recipe> dry_run=true | reproduce seed=1""",
+    "hugging face": """<command> model=hf model.name=hf/<hf> dataset=synthetic_text model.length=12
+        <command> model=hf model.name=hf/<hf> dataset=synthetic_text model.length=12 dry_run=true""",
+    "skips": """<command> model=custom model.target=skips:<skip> dataset=synthetic_images dataset.image_size=16""",
+    "placement": """<command> partitions=2 placement=<placement>
+        <command> partitions=2 schedule=zbv placement=looped""",
+    "masks": """train model=unet dataset=image_masks dataset.root=masks/<masks> dataset.image_size=16
+        train model=unet dataset=image_masks dataset.root=masks/<masks> dataset.image_size=16 partitions=2""",
     "torchrun": """RANK=<number> train partitions=2 | WORLD_SIZE=<number> plan | RANK=5 WORLD_SIZE=2 train seed=1""",
 }  # fmt: skip
 WORDS["number"] = ("abc", "-1", "1e3", "0x2", "99999999999999999999", "1.5", ENDLESS)
@@ -184,18 +237,30 @@ def fault(line: Arguments, place: Path) -> str:
         return f"still at work after {SECONDS:g} s"
     typed = [one for word in line[line[0] in COMMANDS :] if (one := re.sub(r"[^ -~]", "", word).strip())]
     words = [*typed, *re.findall(r"[^\W\d]\w+", " ".join(typed), re.ASCII)]
+    # a configuration's file or a model's layer is named then, which was not typed
+    named_elsewhere = "-cn" in line or any(word.startswith("model.target=skips:") for word in line)
     wrong = [] if program.returncode == 2 else [f"exit code {program.returncode}"]
     if error.count("\n") != 1 or not error.startswith("gpipe"):
         wrong.append(f"stderr is {error[-600:]!r}")
-    elif words and "-cn" not in line and not any(word[:20] in error.partition(": ")[2] for word in words):
+    elif words and not named_elsewhere and not any(word[:20] in error.partition(": ")[2] for word in words):
         wrong.append(f"repeats nothing of what was typed: {error!r}")
     with suppress(ProcessLookupError):  # no process of the session is left
         os.killpg(program.pid, 0)
         time.sleep(3.0)
         os.killpg(program.pid, signal.SIGKILL)
         wrong.append("left a process")
-    left = {path for path in place.rglob("*") if "torchinductor_" not in str(path)} - before
+    left = {path for path in place.rglob("*") if not re.search("torchinductor_|__pycache__", str(path))} - before
     return "; ".join([*wrong, *([f"left {sorted(map(str, left))[:3]}"] if left else [])])
+
+
+def write_masks(root: Path) -> None:
+    """Folders of images whose masks cannot be used: of class 9, if of the right form."""
+    for name, (mode, file, size) in PICTURES.items():
+        for split in ("train", "test"):
+            for kind in ("images", "masks"):
+                (root / name / split / kind).mkdir(parents=True)
+            Image.new("RGB", (16, 16)).save(root / name / split / "images" / "a.png")
+            Image.new(mode, size, 9).save(root / name / split / "masks" / file, format="TIFF" if mode == "F" else "PNG")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -206,10 +271,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     began, counts, faults = time.monotonic(), Counter[str](), list[str]()
     with tempfile.TemporaryDirectory() as folder:
-        for name in ("tmp", "place", "place/folder", "place/conf", "place/bad_run"):
+        for name in ("tmp", "place", "place/folder"):
             Path(folder, name).mkdir()
         for name, content in FILES.items():
-            Path(folder, "place", name).write_bytes(content)
+            file = Path(folder, "place", name)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(content)
+        write_masks(Path(folder, "place", "masks"))
         os.mkfifo(Path(folder, "place", "fifo"))
         Path(folder, "place", "loop").symlink_to("loop")
         made = gpipe(("train", *TINY, "run_folder=run"), Path(folder))  # the command lines refer to this run
