@@ -14,7 +14,9 @@ if TYPE_CHECKING:  # importing torch takes seconds, and `gpipe --help` does not 
     from gpipe_cli.library.pipeline import Pipeline
     from gpipe_cli.reporting.page.inline import InlinePage
 
-__all__ = ["Pipeline", "load", "result", "show"]
+__all__ = ["Pipeline", "__version__", "load", "result", "show"]
+
+__version__ = "0.1.0"  # pyproject.toml reads it here
 
 
 def __getattr__(name: str) -> Any:

@@ -40,7 +40,8 @@ def run() -> NoReturn:
     over a second, to no purpose.
     """
     code = main()
-    if "torch" not in sys.modules or threading.active_count() > 1 or "TORCHELASTIC_RUN_ID" in os.environ:
+    waited_for = any(not one.daemon for one in threading.enumerate() if one is not threading.main_thread())
+    if "torch" not in sys.modules or waited_for or "TORCHELASTIC_RUN_ID" in os.environ:
         sys.exit(code)
     atexit._run_exitfuncs()
     with suppress(OSError, ValueError):  # closed, or a pipe without a reader: `gpipe_cli.cli` has handled that

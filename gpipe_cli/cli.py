@@ -9,6 +9,7 @@ import sys
 import time
 from fnmatch import fnmatchcase
 
+from gpipe_cli import __version__
 from gpipe_cli.commands.names import COMMANDS, OLD_COMMANDS, OLD_SETTINGS
 from gpipe_cli.commands.outcome import outcome, run_command
 from gpipe_cli.config.typed import RefusedError, nearest, show
@@ -62,9 +63,7 @@ def _main(given: list[str]) -> int:
         case ["-h" | "--help"]:
             sys.stdout.write(USAGE)
         case ["--version"]:
-            from importlib.metadata import version
-
-            sys.stdout.write(f"gpipe {version('gpipe-cli')}\n")
+            sys.stdout.write(f"gpipe {__version__}\n")
         case ["-sc" | "--shell-completion", *rest]:
             completed = importlib.import_module("gpipe_cli.commands.completion").complete(rest, list(COMMANDS))
             return 0 if completed is None else run_command(completed[0], completed[1:])

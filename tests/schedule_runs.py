@@ -6,7 +6,7 @@ from gpipe_cli.pipeline.schedule.schedule import Action, Kind, Recompute, Schedu
 
 def build(name: str, partitions: int, micro_batches: int, recompute: Recompute) -> Schedule:
     """`interleaved` with two stages on each device where the number is even, and one where it is odd."""
-    devices = partitions // 2 if name == "interleaved" and partitions % 2 == 0 else None
+    devices = partitions if name == "interleaved" and partitions % 2 else None
     return named_schedules.build(name, partitions, micro_batches, recompute, devices)
 
 

@@ -16,6 +16,7 @@ from gpipe_cli.commands import bench
 from gpipe_cli.reporting.tables.sweep import Run, bench_table, write_bench
 from gpipe_cli.results.files import read_result, write_result
 from gpipe_cli.results.run import RunResult
+from gpipe_cli.system.machine import usable_cores
 from gpipe_cli.system.source_code import commit_of
 from gpipe_cli.training.events import StepDone
 
@@ -81,9 +82,9 @@ def test_text_is_measured_in_real_tokens(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two rounds of cells that come to different ends; the recipe is one for `gpipe train`."""
+    """Two rounds of cells that come to different ends, and of one device; the file is one for `gpipe train`."""
     folder = tmp_path_factory.mktemp("table")
-    recipe = "defaults:\n  - train\n  - _self_\nseed: 7\nmax_steps: 1\nrecipe: {title: nothing}\n"
+    recipe = "defaults:\n  - train\n  - _self_\nseed: 7\nmax_steps: 1\n"
     (folder / "small.yaml").write_text(recipe)
     taken = folder / "sweep" / "model.arguments.way=fine" / "notes.txt"  # somebody's
     taken.parent.mkdir(parents=True)
@@ -96,35 +97,39 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_cells_that_cannot_be_are_rows(table: Path) -> None:
     written = read_result(table, "bench.json")
     assert (written["varies"], written["rounds"]) == (["model.arguments.way"], 2)
-    rows = {row["settings"]["model.arguments.way"]: row for row in written["rows"]}
+    baseline, *others = written["rows"]
+    assert baseline["baseline"]
+    assert (baseline["relative"], baseline["partitions"], baseline["micro_batches"]) == (1.0, 1, 1)
+    assert (baseline["threads"], baseline["resolved"]["recompute"]) == (usable_cores(), "never")
+    rows = {row["settings"]["model.arguments.way"]: row for row in others}
     ends = {way: row["status"] for way, row in rows.items()}
     assert ends == {"fine": "measured", "hungry": "out_of_memory", "wrong": "impossible"}
     assert "can't allocate memory" in rows["hungry"]["reason"]
     assert "way=wrong: cannot be" in rows["wrong"]["reason"]
     fine = rows["fine"]
-    assert (fine["relative"], fine["rounds_measured"]) == (1.0, 2)
+    assert (fine["baseline"], fine["threads"], fine["rounds_measured"]) == (False, 1, 2)
     assert fine["folders"] == ["model.arguments.way=fine-2", "model.arguments.way=fine-3"]
     assert [file.name for file in (table / "model.arguments.way=fine").iterdir()] == ["notes.txt"]
     assert [read_result(table / folder)["config"]["seed"] for folder in fine["folders"]] == [7, 7]
     assert read_result(table / fine["folders"][0])["steps"] == 5, "max_steps of the recipe is for gpipe train"
     # a second round of what cannot be would be no other
     begun = json.loads((table / "sweep.json").read_text())["runs"]
-    assert [(run["run"], run["round"]) for run in begun] == [(1, 1), (1, 2), (2, 1), (3, 1)]
+    assert [(run["run"], run["round"]) for run in begun] == [(0, 1), (0, 2), (1, 1), (1, 2), (2, 1), (3, 1)]
     with (table / "bench.csv").open(newline="") as file:
         lines = list(csv.DictReader(file))
-    assert [line["status"] for line in lines] == list(ends.values())
-    assert float(lines[0]["samples_per_second"]) == fine["samples_per_second"]
+    assert [line["status"] for line in lines] == ["measured", *ends.values()]
+    assert float(lines[1]["samples_per_second"]) == fine["samples_per_second"]
 
 
 def test_a_table_goes_on_where_it_was_interrupted(table: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = (table / "bench.json").read_bytes()
     sweep = read_result(table, "sweep.json")
-    sweep["runs"][3]["exit_code"] = None  # as if the sweep had been killed when the last cell had begun
+    sweep["runs"][-1]["exit_code"] = None  # as if the sweep had been killed when the last cell had begun
     write_result(table, sweep, "sweep.json")
     assert command("bench", f"resume={table}") == 0
-    assert capsys.readouterr().out.count("before, skipped") == 3
+    assert capsys.readouterr().out.count("before, skipped") == 5
     assert (table / "bench.json").read_bytes() == before, "the last cell came to the same end again"
-    assert read_result(table, "sweep.json")["runs"][3]["exit_code"] == 2
+    assert read_result(table, "sweep.json")["runs"][-1]["exit_code"] == 2
 
 
 def measured_run(number: int, turn: int, speed: float, **changes: Any) -> Run:
@@ -145,6 +150,7 @@ def test_rounds_are_compared_within_themselves() -> None:
     first, second = bench_table(runs, 3).rows
     assert first.relative == 1
     assert second.relative == 1.5  # of 1.5, 1.4 and 2
+    assert [row.relative for row in bench_table(runs, 3, baseline=2).rows] == [pytest.approx(1 / 1.5), 1]
     assert (second.samples_per_second, second.range_over_rounds) == (28.0, (15.0, 60.0))
     assert [(row.partitions, row.micro_batches) for row in (first, second)] == [(1, 4), (2, 4)]
 

@@ -41,6 +41,8 @@ def test_topics_are_found_by_words(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert set(memory) >= {"hardware.memory_gib", "recompute", "unet_memory", "memory_bytes_fullest", "d", "plan"}
     assert memory["recompute"] == "auto: as few as fit the memory", "the clause with the word"
     assert all(topic in topics() for topic in memory)
+    assert command("help", "memory") == 0, "no topic, but a word in the texts of many"
+    assert capsys.readouterr().out.count("\n") == len(memory)
     assert {"recompute", "solve"} & set(memory) & set(found(capsys, "memory", "model")) == {"solve"}, "all of the words"
 
 

@@ -1,4 +1,4 @@
-"""The order of the rooms of the package, read from the sources: who may import whom, and who may print."""
+"""The order of the parts of the package, read from the sources: who may import whom, and who may print."""
 
 import ast
 import graphlib
@@ -10,8 +10,8 @@ from pathlib import Path
 PACKAGE = Path(__file__).parent.parent / "gpipe_cli"
 FILES = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
 
-# From the lowest floor to the highest: a room imports only from itself and from the floors below its own.
-FLOORS = (
+# From the lowest level to the highest: a part imports only from itself and from the levels below its own.
+LEVELS = (
     ("system", "units", "errors"),
     ("pipeline.schedule",),
     ("config",),
@@ -25,7 +25,7 @@ FLOORS = (
     ("training",),
     ("library",),
     ("verify",),
-    # What the rooms of reporting share lies below them.
+    # What the parts of reporting share lies below them.
     (
         "reporting.plots.timeline_values",
         "reporting.run.description",
@@ -47,7 +47,7 @@ FLOORS = (
     ("__main__",),
     ("__init__",),
 )
-FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+LEVEL = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 
 
 @cache
@@ -78,21 +78,21 @@ def own_imports() -> list[tuple[str, str]]:
     return [(where, module) for where, module in imports() if module in FILES]
 
 
-def room(name: str) -> str:
-    """The room that a file is in: `pipeline.schedule` for gpipe_cli.pipeline.schedule.dependencies."""
+def part(name: str) -> str:
+    """The part that a file is in: `pipeline.schedule` for gpipe_cli.pipeline.schedule.dependencies."""
     inner = name.removeprefix("gpipe_cli.")
-    return next((room for room in FLOOR if inner == room or inner.startswith(f"{room}.")), "")
+    return next((part for part in LEVEL if inner == part or inner.startswith(f"{part}.")), "")
 
 
 def is_of(module: str, *packages: str) -> bool:
     return any(module == package or module.startswith(f"{package}.") for package in packages)
 
 
-def test_rooms_import_from_the_floors_below() -> None:
-    homeless = {name for name in FILES if not room(name)} - {"gpipe_cli.pipeline.__init__"}
-    assert not homeless
-    apart = [(where, module) for where, module in own_imports() if room(where) != room(module)]
-    assert not [(where, module) for where, module in apart if FLOOR[room(where)] <= FLOOR[room(module)]]
+def test_parts_import_from_the_levels_below() -> None:
+    unplaced = {name for name in FILES if not part(name)} - {"gpipe_cli.pipeline.__init__"}
+    assert not unplaced
+    apart = [(where, module) for where, module in own_imports() if part(where) != part(module)]
+    assert not [(where, module) for where, module in apart if LEVEL[part(where)] <= LEVEL[part(module)]]
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
@@ -103,20 +103,20 @@ def test_no_files_import_each_other_in_a_circle() -> None:
 
 
 def test_schedules_need_no_torch() -> None:
-    names = ", ".join(name for name in FILES if room(name) == "pipeline.schedule")
+    names = ", ".join(name for name in FILES if part(name) == "pipeline.schedule")
     program = f"import sys, {names}\nsys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
 def test_hydra_is_known_to_settings_and_commands_only() -> None:
-    rooms = {room(where) for where, module in imports() if is_of(module, "hydra", "omegaconf")}
-    assert rooms <= {"config", "commands", "cli"}
+    parts = {part(where) for where, module in imports() if is_of(module, "hydra", "omegaconf")}
+    assert parts <= {"config", "commands", "cli"}
 
 
-def test_processes_communicate_in_few_rooms() -> None:
-    rooms = {room(where) for where, module in imports() if is_of(module, "torch.distributed")}
+def test_processes_communicate_in_few_parts() -> None:
+    parts = {part(where) for where, module in imports() if is_of(module, "torch.distributed")}
     # verify: torch.distributed.pipelining is one of the programs that ours is compared with
-    assert rooms <= {"pipeline.runtime", "distributed", "launch", "benchmark", "training", "verify"}
+    assert parts <= {"pipeline.runtime", "distributed", "launch", "benchmark", "training", "verify"}
 
 
 def test_accelerators_have_one_door() -> None:
@@ -125,7 +125,7 @@ def test_accelerators_have_one_door() -> None:
     uses = {name for name, node in nodes() if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.cuda"}
     types = {name for name, node in nodes() if isinstance(node, ast.Constant) and node.value == "cuda"}
     assert not uses
-    spelt = "config.settings", "planner.layout", "pipeline.profile.tracing"  # the setting `device`
+    spelt = "config.settings", "planner.data_sheet", "pipeline.profile.tracing"  # the setting `device`
     assert types <= {door, *(f"gpipe_cli.{name}" for name in spelt)}
     calls = [(name, ast.unparse(node.func)) for name, node in nodes() if isinstance(node, ast.Call)]
     watched = "torch.accelerator.", "torch.Stream", "torch.Event"
@@ -135,4 +135,4 @@ def test_accelerators_have_one_door() -> None:
 def test_only_reports_and_the_command_line_print() -> None:
     calls = ((name, node) for name, node in nodes() if isinstance(node, ast.Call))
     printing = {name for name, call in calls if isinstance(call.func, ast.Name) and call.func.id == "print"}
-    assert not [name for name in printing if not room(name).startswith(("reporting", "cli"))]
+    assert not [name for name in printing if not part(name).startswith(("reporting", "cli"))]

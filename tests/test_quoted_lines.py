@@ -53,12 +53,11 @@ def quoted() -> list[str]:
 
 @pytest.fixture(scope="module", autouse=True)
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what the lines speak of: a model, a configuration, recipes, texts, runs and a sweep."""
+    """A folder with what the lines speak of: a model, a configuration, texts, runs and a sweep."""
     folder = tmp_path_factory.mktemp("quoted")
     (folder / "mymodel.py").write_text(blocks("python")[0])
     (folder / "FOLDER").mkdir()
     (folder / "FOLDER" / "NAME.yaml").write_text("defaults:\n  - train\n  - _self_\npartitions: 3\n")
-    (folder / "recipes").symlink_to(ROOT / "recipes")
     (folder / "book.txt").write_text("a quick brown fox jumps over the lazy dog\n" * 3000)
     (folder / "pairs.tsv").write_text("".join(f"the fox {n}\tle renard {n}\tfr-en\n" for n in range(600)))
     outputs, short = folder / "outputs", ["max_steps=1", "partitions=1", "threads=1", "data_workers=0", "hardware=cpu"]

@@ -132,7 +132,7 @@ def test_an_interrupted_sweep_goes_on(tmp_path: Path, capfd: pytest.CaptureFixtu
     (folder,) = tmp_path.glob("*_sweep")
     assert code == 130
     output = capfd.readouterr().out
-    assert f"1 of 3 not run; go on with  gpipe train resume={folder}\n" in output
+    assert f"1 of 3 not run; resume with  gpipe train resume={folder}\n" in output
     assert not re.search(r"(?m)^(look|change|prove) ", output), "as a single run has them"
     first, held = folder / "micro_batches=1", folder / "micro_batches=2"
     assert read_result(first)["status"] == "completed"
@@ -143,7 +143,7 @@ def test_an_interrupted_sweep_goes_on(tmp_path: Path, capfd: pytest.CaptureFixtu
     output = capfd.readouterr().out
     assert "run 1 of 3: micro_batches=1: completed before, skipped\n" in output
     assert len(re.findall(r"(?m)^ *[12] +\d +[12] +completed ", output)) == 2, "both are in the table"
-    assert f"\ngo on with  gpipe train resume={folder}\n" in output
+    assert f"\nresume with  gpipe train resume={folder}\n" in output
     assert ((first / "result.json").read_bytes(), (first / "result.json").stat().st_mtime_ns) == before
     result = read_result(held)
     assert (result["status"], result["steps"], result["resumed_from"]) == ("completed", 4, str(held))

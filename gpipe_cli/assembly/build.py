@@ -11,8 +11,8 @@ from torch import nn
 
 from gpipe_cli.config import groups
 from gpipe_cli.config.settings import TrainConfig
-from gpipe_cli.data.batches import SPLITS, Split, seed_of
-from gpipe_cli.data.images import open_images
+from gpipe_cli.data.batches import SPLITS, Catalogue, Split, seed_of
+from gpipe_cli.data.images import find_images, open_images
 from gpipe_cli.data.masked_text import MaskedText
 from gpipe_cli.data.text import open_text
 from gpipe_cli.data.translation import PairSplit
@@ -154,8 +154,8 @@ def memory_format_of(config: TrainConfig) -> Literal["contiguous", "channels_las
     """The memory format of images and of an image model's weights: a key of MEMORY_FORMATS."""
     if config.memory_format != "auto":
         return config.memory_format
-    # convolutions are faster in channels_last, on CPUs too (by half: gpipe check against=torch); where that
-    # is not known, a timing has replaced `auto` (`benchmark/machine_timing.py`)
+    # convolutions are faster in channels_last, on CPUs too (by half: gpipe check against=torch); where they are not, on
+    # GPUs in float32, a rule has replaced `auto` (`commands/prepare.py`)
     return "contiguous" if config.text else "channels_last"
 
 
@@ -175,6 +175,16 @@ def targets_of(config: TrainConfig, samples: int, lengths: tuple[int, ...]) -> t
     if isinstance(dataset, groups.ImagesConfig) and dataset.masks:
         return samples, dataset.image_size, dataset.image_size
     return samples, *lengths[-1:]
+
+
+def find_data(config: TrainConfig, pieces: bytes | None = None) -> tuple[Catalogue, Catalogue]:
+    """The catalogues of both splits, without torchvision's transforms, whose import takes seconds. Arguments and errors
+    as of `open_data`."""
+    if isinstance(config.dataset, groups.ImagesConfig):
+        images, test_images = find_images(config.dataset, config.seed)
+        return Catalogue(len(images.targets)), Catalogue(len(test_images.targets))
+    train, test = open_data(config, pieces)
+    return train.catalogue, test.catalogue
 
 
 def open_data(config: TrainConfig, pieces: bytes | None = None) -> tuple[Split, Split]:

@@ -3,7 +3,8 @@ messages between devices.
 
 Layers are timed inside a stage, all forwards before all backwards, as in training: a layer that runs alone, again and
 again, finds its input in the cache. A model that is too large for one device is timed in segments. As processes of one
-machine share its memory and caches, the larger micro-batch is timed twice: by one process, and by all at the same time.
+machine share its memory and caches, the larger micro-batch is timed again by all at the same time, and by one process
+with all threads of the machine, as one device would have them.
 """
 
 import itertools
@@ -55,6 +56,7 @@ class Timing:
     samples: tuple[int, int]  # samples of the smaller and of the larger micro-batch
     seconds: float  # about how long passes over each segment are repeated
     splits: bool  # also time the two halves of each backward: gradients of inputs, and of weights
+    most_threads: int  # threads of one device that has the whole machine
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class Timed:
     updates: list[float]  # seconds of the update of each layer's weights
     set_up: float  # seconds once a step
     slowdown: float  # how much longer layers take while all processes compute
+    faster: float  # how many times as fast one process is with `Timing.most_threads`
     link: Link | None  # None: nothing is sent
 
 
@@ -77,6 +80,7 @@ def measure(timing: Timing, spec: PipelineSpec, process: WorkerProcess) -> None:
     whole = real_model(config, pretrained=False)
     alone: tuple[Pass, Pass] = [], []
     together: Pass = []
+    with_all_threads: Pass = []
     updates: list[float] = []
     set_up = 0.0
     for index in range(segments.partitions):
@@ -91,11 +95,17 @@ def measure(timing: Timing, spec: PipelineSpec, process: WorkerProcess) -> None:
         if control.leads:
             updates += timer.updates()
             set_up += timer.set_up()
+            if timing.most_threads > spec.layout.threads:
+                torch.set_num_threads(timing.most_threads)
+                with_all_threads += timer.passes(timing.samples[1])
+                torch.set_num_threads(spec.layout.threads)
         control.barrier()
     link = _slowest_link(spec, process.number, control, groups)
     if control.leads:
-        slowdown = max(1.0, sum(map(sum, together)) / sum(map(sum, alone[1])))
-        process.report(Timed(alone, updates, set_up, slowdown, link))
+        seconds = sum(map(sum, alone[1]))
+        slowdown = max(1.0, sum(map(sum, together)) / seconds)
+        faster = max(1.0, seconds / sum(map(sum, with_all_threads))) if with_all_threads else 1.0
+        process.report(Timed(alone, updates, set_up, slowdown, faster, link))
     control.barrier()
 
 

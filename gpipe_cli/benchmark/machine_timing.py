@@ -38,7 +38,7 @@ from gpipe_cli.units import plural
 
 Log = Callable[[str], None]
 
-_VERSION = 12  # raise this whenever the remembered values, or how they are measured, change
+_VERSION = 13  # raise this whenever the remembered values, or how they are measured, change
 # The settings that a layer's seconds depend on, beside those in `_machine_facts`.
 _DECISIVE = ("model", "dataset", "optimizer", "label_smoothing", "ema_decay", "freeze")
 _SECONDS = 0.75  # how long passes over each segment are repeated, for each size
@@ -87,7 +87,7 @@ def _layer_times(config: TrainConfig, profile: ModelProfile, layout: Layout, log
 
         text = decide() if layout.started is None else decided_by_first(key, decide)
         found = json.loads(text)
-        _known[key] = found and LayerTimes(**found | {"samples": tuple(found["samples"])})
+        _known[key] = found and LayerTimes(**found | {key: tuple(found[key]) for key in ("samples", "all_threads")})
     times = _known[key]
     if times is None:
         return None
@@ -136,6 +136,7 @@ def _times_of_machine(
         found["set_up"],
         found["slowdown"],
         facts["processes"],
+        (usable_cores(), found["faster"]) if layout.on_cpu else (layout.threads, 1.0),
         latency,
         per_byte,
         source=f"layers timed on this machine, {least} and {plural(most, 'sample')} at a time",
@@ -189,7 +190,8 @@ def _time(config: TrainConfig, profile: ModelProfile, layout: Layout, samples: t
     spec = make_pipeline_spec(one, profile)
     parts = _segments(profile, samples[1], _bytes_for_layers(config, layout))
     whole = replace(one, partitions=len(parts), partition=one.partition.by_hand(parts), executor="in_process")
-    timing = Timing(one, make_pipeline_spec(whole, profile), samples, _SECONDS, profile.splits)
+    most_threads = usable_cores() if layout.on_cpu else layout.threads
+    timing = Timing(one, make_pipeline_spec(whole, profile), samples, _SECONDS, profile.splits, most_threads)
     found: list[object] = []
     for placed in _each_kind_first(spec):
         failure = run_task(partial(measure, timing, placed), placed, config.timeout_seconds, found.append)

@@ -52,7 +52,7 @@ def _requested(tree: DictConfig, given: Mapping[str, object]) -> RunRequest:
 
 
 def _show(sweep: Sweep) -> None:
-    table = bench_table(sweep.runs, sweep.rounds)
+    table = bench_table(sweep.runs, sweep.rounds, sweep.baseline)
     try:
         write_bench(sweep.path, table)
     finally:  # show the table even if it cannot be written

@@ -11,7 +11,7 @@ from gpipe_cli.config.settings import CheckSettings, find_run
 from gpipe_cli.distributed.torchrun import refuse_torchrun
 from gpipe_cli.errors import InputError
 from gpipe_cli.launch.fork_server import fork_server
-from gpipe_cli.system.interrupts import interruptible_import
+from gpipe_cli.system.interrupts import import_apart
 
 # Settings that `gpipe check` refuses, with the reason and the remedy.
 REFUSED = {
@@ -36,9 +36,9 @@ def main(arguments: Sequence[str]) -> int:
         find_run("init_from", config.init_from, config.output)
     with preparing(), run_folder(config, datetime.now(), what="check") as folder:
         fork_server.start(config)  # the server imports torch in parallel with this process
-        with interruptible_import():
-            from gpipe_cli.commands.check_against import run_against
-            from gpipe_cli.commands.check_run import run_check
+        import_apart("gpipe_cli.commands.check_against", "gpipe_cli.commands.check_run")  # torch comes with them
+        from gpipe_cli.commands.check_against import run_against
+        from gpipe_cli.commands.check_run import run_check
 
         refuse_torchrun("gpipe check starts its own processes; call it without torchrun")
         return run_check(config, folder) if settings.against is None else run_against(config, settings, folder)

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from gpipe_cli.commands.prepare import refuse_unfit
 from gpipe_cli.config.groups import choice_of
 from gpipe_cli.config.settings import CheckSettings, PartitionConfig, TrainConfig
 from gpipe_cli.config.typed import RefusedError
@@ -30,6 +31,7 @@ from gpipe_cli.planner.model_profile import profile_model
 from gpipe_cli.planner.pipeline_spec import PipelineSpec, make_pipeline_spec
 from gpipe_cli.reporting.run.lines import show_facts
 from gpipe_cli.reporting.tables.against import AgainstReport, Measured, Row, show_against
+from gpipe_cli.training.data_feed import refuse_data
 from gpipe_cli.units import plural
 from gpipe_cli.verify import against as verify
 from gpipe_cli.verify.variants import REFERENCES
@@ -63,6 +65,8 @@ def run_against(config: TrainConfig, settings: CheckSettings, folder: Path) -> i
     """Compare with the other program, and write check.json into `folder`. Returns the exit code: 0 the gradients agree,
     1 some differ or cannot be compared. Raises InputError for what the user can fix."""
     _refuse(config, settings)
+    refuse_unfit(config)
+    refuse_data(config)
     console = Console()
     with (
         tempfile.TemporaryDirectory(dir=temporary_folder()) as files,

@@ -15,6 +15,7 @@ from typing import Literal
 
 from rich.console import Console
 
+from gpipe_cli.commands.prepare import refuse_unfit
 from gpipe_cli.config.groups import choice_of
 from gpipe_cli.config.settings import PartitionConfig, TrainConfig
 from gpipe_cli.errors import InputError
@@ -28,6 +29,7 @@ from gpipe_cli.planner.model_profile import profile_model
 from gpipe_cli.planner.pipeline_spec import PipelineSpec, make_pipeline_spec
 from gpipe_cli.reporting.run.lines import show_error, show_facts
 from gpipe_cli.reporting.tables.check import CheckReport, show_check
+from gpipe_cli.training.data_feed import refuse_data
 from gpipe_cli.training.fine_tuning import find_weights
 from gpipe_cli.units import plural
 from gpipe_cli.verify import variants as verify
@@ -49,7 +51,9 @@ def run_check(config: TrainConfig, folder: Path) -> int:
     replicas, all_of_them = config.replicas, config.replicas * config.micro_batches
     config = replace(config, threads=threads, hardware=hardware, recompute=mode, replicas=1, micro_batches=all_of_them)
     console = Console()
+    refuse_unfit(config)
     source = None if config.init_from is None else find_weights(config, show_error)
+    refuse_data(config, source=None if source is None else source.parent.parent)
     check = _Check(config, replicas)
     with (
         tempfile.TemporaryDirectory(dir=temporary_folder()) as references,

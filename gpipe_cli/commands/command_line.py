@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,8 +19,19 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 
 from gpipe_cli.config.comments import GROUPS, of_choices
 from gpipe_cli.config.settings import key_of
-from gpipe_cli.config.typed import ELSEWHERE, RefusedError, SettingError, nearest, one_line, quoted, shortened
+from gpipe_cli.config.typed import (
+    CHOICES_ELSEWHERE,
+    ELSEWHERE,
+    RefusedError,
+    SettingError,
+    nearest,
+    one_line,
+    quoted,
+    shortened,
+)
 from gpipe_cli.errors import InputError
+from gpipe_cli.models.timm_list import timm_models
+from gpipe_cli.reproduction.runner import FOLDER
 
 FOLDERS = ("run", "resume", "init_from", "run_folder", "output", "dataset.root", "file")
 
@@ -103,8 +115,10 @@ def read(command: str, given: Sequence[str], no_sweeps: str = "") -> CommandLine
     Raises InputError for an unknown option, a setting that is not key=value, and several values without -m."""
     options = vars(_Options(command).parse_intermixed_args(list(given)))
     for flag, key in (("-cd", "config_dir"), ("-cp", "config_path")):
-        if (folder := options[key]) is not None and not Path(folder).is_dir():
-            raise InputError(f"{flag} {folder}: there is no such folder; give the one with your configurations")
+        if (folder := options[key]) is not None:
+            options[key] = str(configurations(folder))
+            if not Path(options[key]).is_dir():
+                raise InputError(f"{flag} {folder}: there is no such folder; give the one with your configurations")
     typed = tuple(_readable(one) for one in options.pop("overrides"))
     try:
         parsed = parsed_settings(typed)
@@ -126,6 +140,11 @@ def read(command: str, given: Sequence[str], no_sweeps: str = "") -> CommandLine
         why = "several values are a sweep; add -m, or write a list in brackets, key=[1,2]"
         raise InputError(f"{key}={values[key]}: {why}")
     return line
+
+
+def configurations(given: str) -> Path:
+    """The folder that the option -cd names: `recipes`, where there is none, is that of gpipe's own recipes."""
+    return FOLDER if given == "recipes" and not Path(given).exists() else Path(given)
 
 
 def _readable(argument: str) -> str:
@@ -159,6 +178,14 @@ def values_of(settings_typed: Sequence[Override] | Sequence[str]) -> dict[str, o
     }
 
 
+def _elsewhere(group: str, choice: str) -> str:
+    """How a choice that other programs have is written here; "" if it is not known."""
+    for pattern, ours in CHOICES_ELSEWHERE.items():
+        if fnmatchcase(f"{group}={choice}", pattern):
+            return ours.format(choice)
+    return f"model=timm model.name={choice}" if group == "model" and timm_models().get(choice) else ""
+
+
 def translated(error: Exception) -> InputError:
     """Hydra's error as one line, with what to write instead."""
     match error:
@@ -170,6 +197,8 @@ def translated(error: Exception) -> InputError:
             return InputError(f"{given}: cannot be read; write setting=value, in quotes if need be")
         case MissingConfigException(missing_cfg_file=str(missing), options=options) if options:
             group, _, choice = missing.rpartition("/")
+            if written := _elsewhere(group, choice):
+                return SettingError(group, choice, f"there is no such choice; write {written}")
             hint = nearest(choice, list(options))
             return SettingError(group, choice, f"there is no such choice; choose one of {', '.join(options)}{hint}")
         case MissingConfigException(missing_cfg_file=str(name)):

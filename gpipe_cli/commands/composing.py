@@ -47,7 +47,7 @@ from gpipe_cli.config.typed import RefusedError, SettingError, nearest, one_line
 from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.schedule.placement import PLACEMENTS
 from gpipe_cli.planner.step_schedule import refuse_files
-from gpipe_cli.system.interrupts import interruptible_import
+from gpipe_cli.system.interrupts import import_apart
 
 T = TypeVar("T")
 TRAINING_KEYS = tuple(settings(TrainConfig))
@@ -337,10 +337,10 @@ def _take_size_of_tokenizer(tree: DictConfig, given: Mapping[str, object]) -> No
     place, size = (OmegaConf.select(tree, f"dataset.{key}") for key in ("tokenizer", "vocabulary"))
     typed_alone = "dataset.tokenizer" in given and "dataset.vocabulary" not in given
     if isinstance(place, str) and (size is None or typed_alone):
-        with interruptible_import():
-            from gpipe_cli.data.pretrained_tokenizer import PretrainedTokenizer  # torch comes with it
+        import_apart("gpipe_cli.data.pretrained_tokenizer")  # torch comes with it
+        from gpipe_cli.data.pretrained_tokenizer import PretrainedTokenizer
 
-            OmegaConf.update(tree, "dataset.vocabulary", PretrainedTokenizer(place).size)
+        OmegaConf.update(tree, "dataset.vocabulary", PretrainedTokenizer(place).size)
 
 
 def take_auto(tree: DictConfig) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from gpipe_cli.config.typed import RefusedError, typed, unknown
 from gpipe_cli.config.typed import settings as settings_of
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.results.files import flattened
-from gpipe_cli.system.interrupts import interruptible_import
+from gpipe_cli.system.interrupts import import_apart
 
 # Settings that replace the run's own. null keeps the run's value, except for stages_per_process, which is about the
 # processes of this command: there null means what it means for a training.
@@ -41,8 +41,8 @@ def main(arguments: Sequence[str]) -> int:
 
     fork_server.start(training)  # the server imports torch in parallel with this process
     with preparing():
-        with interruptible_import():
-            from gpipe_cli.commands.training_run import evaluate  # torch comes with it
+        import_apart("gpipe_cli.commands.training_run")  # torch comes with it
+        from gpipe_cli.commands.training_run import evaluate
 
         return evaluate(settings, training)
 

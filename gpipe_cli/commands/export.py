@@ -17,7 +17,7 @@ from gpipe_cli.config.settings import ExportConfig, ExportSettings
 from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.config.typed import settings as settings_of
 from gpipe_cli.launch.fork_server import fork_server
-from gpipe_cli.system.interrupts import interruptible_import
+from gpipe_cli.system.interrupts import import_apart
 
 KEYS = (*settings_of(ExportSettings), *OF_THE_RUN)
 # Programs choose by a file's suffix how to read it.
@@ -42,8 +42,8 @@ def main(arguments: Sequence[str]) -> int:
 
     fork_server.start(config.training)  # the server imports torch in parallel with this process
     with preparing():
-        with interruptible_import():
-            from gpipe_cli.commands.export_run import run_export  # torch comes with it
+        import_apart("gpipe_cli.commands.export_run")  # torch comes with it
+        from gpipe_cli.commands.export_run import run_export
 
         return run_export(config, file)
 

@@ -7,6 +7,7 @@ import sys
 import textwrap
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from functools import cache
 
@@ -26,18 +27,19 @@ from gpipe_cli.results.measures import MEASURES, explained
 from gpipe_cli.units import plural
 
 HELP = """\
-Explains a setting, a choice of one, a word of the glossary, a measure, or a recipe.
+Explains a setting, one of its choices, a term, a measure, or a recipe.
 
 Usage: gpipe help micro_batches        a setting of any command, also model.filters or filters
-       gpipe help 1f1b                 a choice: of a schedule, with a picture; of a model, a data set, hardware
-       gpipe help bubble               a word; gpipe help K: a symbol; both with pictures and numbers
+       gpipe help 1f1b                 a choice: a schedule, with a picture; a model, a data set, hardware
+       gpipe help bubble               a term (gpipe help K: a symbol), with a picture and numbers
        gpipe help samples_per_second   a measure: what it is, its unit, how it is measured
        gpipe help table2_amoebanet     a recipe
-       gpipe help words                all words; also settings (of gpipe train) and measures
-       gpipe help train                as gpipe train --help
-       gpipe help -k memory            the topics whose name or text has a word, a line for each; of several words, all
+       gpipe help words                all terms; likewise settings (of gpipe train) and measures
+       gpipe help train                the same as gpipe train --help
+       gpipe help -k memory            topics that contain a word (or all of several words), one per line;
+                                       so does gpipe help with a word that is no topic
 
-gpipe list models, datasets, hardware, recipes or runs lists what there is.
+gpipe list shows all models, datasets, hardware, recipes or runs.
 """
 _INDENT = "    "
 _LISTS = ("words", "settings", "measures", *GROUPS)  # topics that list the entries of others
@@ -58,7 +60,9 @@ def main(arguments: Sequence[str]) -> int:
     found = [entry for entry in known.get(value, []) if entry[0].partition("  ")[0] == topic]  # as headings begin
     found = found or [entry for name, said in known.items() if _plain(name) == _plain(key) for entry in said]
     if not found:
-        hint = nearest(topic, list(known)) or "; gpipe help says what topics are"
+        with suppress(InputError):  # it may be a word in the texts of others
+            return _search(topic.split())
+        hint = nearest(topic, list(known)) or "; gpipe help explains what topics there are"
         raise InputError(f"{topic}: there is no such topic{hint}")
     console = Console()
     width = _width(console)

@@ -18,11 +18,11 @@ OVER_STAGES, OVER_MICRO_BATCHES = (2, 3, 4, 8), (1, 2, 4, 8, 16, 32)  # rows and
 # Equal stages: a backward takes as long as two forwards, half of it for the gradients of the inputs.
 COST = StageCost(1, 1, 2, inputs_seconds=1, weights_seconds=1)
 WORDS = {
-    Kind.F: "F a forward",
-    Kind.R: "R a recomputation",
-    Kind.B: "B a backward",
-    Kind.I: "I its half that the stage before waits for",
-    Kind.W: "W the other half",
+    Kind.F: "F = forward",
+    Kind.R: "R = recomputation",
+    Kind.B: "B = backward",
+    Kind.I: "I = backward for inputs",
+    Kind.W: "W = backward for weights",
 }
 
 
@@ -53,9 +53,9 @@ def _step(name: str, schedule: Schedule, width: int, recompute: str = "never") -
     devices = "" if len(schedule) == len(schedule.stages) else f" on {len(schedule)} devices"
     yield f"schedule={name} recompute={recompute}: K = {len(schedule.stages)} stages{devices}, M = {MICRO_BATCHES}"
     yield from grid(schedule, width=width).splitlines()
-    yield from wrapped(f"{', '.join(WORDS[kind] for kind in kinds)}; each drawn as long", width)
+    yield from wrapped(f"{', '.join(WORDS[kind] for kind in kinds)}, drawn to equal length", width)
     idle = percent(1 - shares.compute - shares.recompute)
-    yield from wrapped(f"idle: {idle} of the time if all stages are equal; a backward takes two forwards", width)
+    yield from wrapped(f"idle: {idle} of the time, if stages are equal and a backward takes two forwards", width)
     kept = [max(held.graph + held.input + held.weights for held in live(actions)) for actions in schedule.stages]
     yield from wrapped(f"in flight: at most {_of_stages(kept)}", width)
 
@@ -70,14 +70,14 @@ def _auto(width: int) -> Iterator[str]:
     best, tried = find(problem)
     assert best is not None
     yield from _step("auto", best.schedule, width)
-    yield f"of {len(tried)} orders that were tried the best for equal stages: {best.name}"
+    yield f"the best of {len(tried)} orders tried, for equal stages: {best.name}"
 
 
 def _recomputed(mode: str, width: int) -> Iterator[str]:
     schedule, kept = (build("gpipe", STAGES, MICRO_BATCHES, one) for one in (mode, "never"))
     yield from _step("gpipe", schedule, width, mode)
     graphs = [max(held.graph for held in live(actions)) for actions in schedule.stages]
-    yield f"with all their activations: at most {_of_stages(graphs)}"
+    yield f"activations kept: of at most {_of_stages(graphs)}"
     if mode != "never":
         times = _simulated(schedule).step_seconds / _simulated(kept).step_seconds
         yield f"a step takes {times:.2f} times as long as with recompute=never"

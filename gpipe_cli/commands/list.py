@@ -30,7 +30,7 @@ Lists what there is to choose among, and what has been run.
 
 Usage: gpipe list                         says what can be listed
        gpipe list models                  model=...
-       gpipe list models 'resnet*'        those of timm with such names that are chains, for model=timm model.name=...
+       gpipe list models 'resnet*'        timm's of such names that are plain sequences, for model=timm model.name=...
        gpipe list datasets                dataset=...
        gpipe list hardware                hardware=..., with the figures that plans are made of
        gpipe list recipes                 of gpipe reproduce
@@ -79,7 +79,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _models() -> Listed:
-    return _choices("model", []), "gpipe list models 'resnet*' lists timm's of such names that are chains (model=timm)"
+    return _choices(
+        "model", []
+    ), "gpipe list models 'resnet*' lists timm's that are plain sequences of blocks (model=timm)"
 
 
 def _datasets() -> Listed:
@@ -124,7 +126,7 @@ def _timm(pattern: str) -> Listed:
         Column.of("layers", "layers", layers, str),
         Column.of("parameters", "parameters", parameters, count),
     ]
-    line = f"{plural(len(found), 'chain')}; {others} more of timm's names fit {pattern} and are none"
+    line = f"{plural(len(found), 'plain sequence')}; {others} more of timm's names fit {pattern} and are none"
     return Table("", columns), line
 
 

@@ -10,6 +10,7 @@ import errno
 import importlib
 import os
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,8 +18,9 @@ from dataclasses import dataclass
 from gpipe_cli.config.typed import NothingFitsError, RefusedError, one_line, with_type
 from gpipe_cli.distributed.torchrun import leads, torchrun
 from gpipe_cli.errors import BAD_INPUT, FAILED, INTERRUPTED, STOPPED, UNREAD, InputError
+from gpipe_cli.launch.fork_server import temporary_folder
 from gpipe_cli.system.forked_call import Fork
-from gpipe_cli.system.interrupts import Stopped, interruptible, interruptible_import
+from gpipe_cli.system.interrupts import Stopped, import_apart, interruptible
 from gpipe_cli.system.phase import end_phase, phase, phases
 from gpipe_cli.system.streams import lost_output
 
@@ -78,6 +80,7 @@ def preparing(what: str = "") -> Iterator[None]:
     if (lost := lost_output()) is not None:
         raise lost
     phase("importing torch, which computes the layers", what)
+    tempfile.tempdir = str(temporary_folder())  # torch makes a folder for compiled code among the temporary files
     try:
         yield
     finally:  # in case no output has replaced the line
@@ -88,10 +91,9 @@ def import_torch() -> None:
     """Import what trainings need, once for all forks."""
     if "gpipe_cli.commands.training_run" in sys.modules:
         return
-    with preparing(), interruptible_import():
+    with preparing():
         # a training's first steps would import the last two, which would cost every fork two seconds
-        for name in ("gpipe_cli.commands.training_run", "torch._dynamo", "gpipe_cli.reporting.plots.timeline"):
-            importlib.import_module(name)
+        import_apart("gpipe_cli.commands.training_run", "torch._dynamo", "gpipe_cli.reporting.plots.timeline")
 
 
 def fork_command(work: Callable[[], int], output: int | None = None) -> Fork[Outcome]:

@@ -23,7 +23,7 @@ from gpipe_cli.errors import InputError
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.reporting.tables.table import TABLE, to_csv
 from gpipe_cli.results.files import as_json
-from gpipe_cli.system.interrupts import interruptible_import
+from gpipe_cli.system.interrupts import import_apart
 
 if TYPE_CHECKING:  # it imports torch
     from gpipe_cli.planner.plan import Plan
@@ -78,8 +78,8 @@ def _plan(request: _Request, form: str, *, shown: bool) -> "Plan":
     with run_folder(config, datetime.now(), auto, "plan") as folder, preparing():
         if config.cost != "figures" and config.hardware.here:
             fork_server.start()  # the server imports torch in parallel with this process
-        with interruptible_import():
-            from gpipe_cli.commands.plan_run import plan
+        import_apart("gpipe_cli.commands.plan_run")  # torch comes with it
+        from gpipe_cli.commands.plan_run import plan
 
         return plan(config, auto, request.settings, folder, console, shown=shown)
 

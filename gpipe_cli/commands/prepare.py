@@ -20,6 +20,7 @@ from gpipe_cli.system.machine import usable_cores
 from gpipe_cli.system.phase import phase
 from gpipe_cli.units import percent, plural
 
+_NEARLY_ALL = 0.9  # share of the work on one of several processes above which a line says so; our choice
 _UNEVEN = 1.1  # ratio of the largest to the mean work of a process above which a line says so; our choice
 
 
@@ -53,15 +54,8 @@ def prepare(
     `log` gets a line before each slow part; `started`: this process, if torchrun started it; `elsewhere`: the plan is
     for another machine. Raises InputError for what cannot be built, partitioned or placed, or does not fit the memory.
     """
-    phase("building the model")
     config = _with_memory_format(config)
-    if not auto:  # before layers are traced and timed
-        layout_of(config, started)
-        layers, balance = number_of_layers(config), config.partition.balance
-        if isinstance(balance, tuple):
-            check_balance(balance, layers, config.partitions)
-        else:
-            check_partitions(layers, config.partitions)
+    refuse_unfit(config, auto, started)
     profile = profile_model(config)
     phase(f"choosing {', '.join(auto)}, which predicts many steps" if auto else "planning a step")
     costs_of = partial(step_costs, log=log)
@@ -78,6 +72,21 @@ def prepare(
     notes += [*_without_effect(config, spec), *_resumed_threads(config, spec.layout.processes)]
     notes += [*_turns(spec.layout), *_uneven(config, spec)]
     return Prepared(plan, spec, tuple(notes))
+
+
+def refuse_unfit(config: TrainConfig, auto: Collection[str] = (), started: Torchrun | None = None) -> None:
+    """Raises InputError, before layers are traced and timed, for missing devices and for a number of stages that the
+    devices or the layers do not allow; `auto` and `started`: as of `prepare`."""
+    phase("building the model")
+    layers, balance = number_of_layers(config), config.partition.balance
+    if not {"partitions", "replicas"} & set(auto):
+        layout_of(config, started)
+    if "partitions" in auto:
+        return
+    if balance is not None:
+        check_balance(balance, layers, config.partitions)
+    else:
+        check_partitions(layers, config.partitions)
 
 
 def _with_memory_format(config: TrainConfig) -> TrainConfig:
@@ -125,18 +134,23 @@ def _without_effect(config: TrainConfig, spec: PipelineSpec) -> Iterator[tuple[s
     elif config.placement in ("looped", "v") and one_each:
         use = two.format(max(4, config.partitions))
         yield "placement", f"{config.placement} is neighbours where a process has one stage; {use} gives it two"
-    elif config.partitions == 2 and config.schedule in ORDERS and ORDERS[config.schedule].placement == "v":
+    elif config.partitions == 2 and config.schedule in ORDERS and ORDERS[config.schedule].placement:
         yield "schedule", f"{config.schedule} has both stages on one device; partitions=4 has two on each of two"
 
 
 def _uneven(config: TrainConfig, spec: PipelineSpec) -> Iterator[tuple[str, str]]:
-    """A line if processes' numbers of stages make their work uneven: the partitioner balances stages only."""
+    """A line if one process has nearly all of the work, as where one layer has; or if processes' numbers of stages make
+    their work uneven: the partitioner balances stages only."""
     layout, partitions = spec.layout, spec.partitions
     processes = layout.processes
     of_process = [layout.stages_of(process) for process in range(processes)]
     stages = [len(own) for own in of_process]
     work = [sum(spec.cost[k] for k in own) for own in of_process]
     most = max(range(processes), key=work.__getitem__)
+    share = f"process {most} has {percent(work[most] / sum(work))} of the work"
+    if processes > 1 and work[most] > _NEARLY_ALL * sum(work):
+        yield "processes", f"{share}, so that the others wait: hardly a pipeline; partitions=1 sends nothing"
+        return
     if stages[most] == min(stages) or work[most] * processes <= _UNEVEN * sum(work):
         return
     each = -(-partitions // processes)  # stages per process, divided as evenly as possible
@@ -145,7 +159,6 @@ def _uneven(config: TrainConfig, spec: PipelineSpec) -> Iterator[tuple[str, str]
         use = f"; stages_per_process={each} is more even"
     elif each * processes <= sum(map(len, spec.layer_names)):
         use = f"; partitions={each * processes} is more even"
-    share = f"process {most} has {percent(work[most] / sum(work))} of the work"
     yield "processes", f"{' + '.join(map(str, stages))} stages: {share}{use}"
 
 

@@ -11,7 +11,8 @@ from rich.console import Console
 from gpipe_cli.commands.command_line import read
 from gpipe_cli.commands.composing import TRAINING_KEYS, Trees, training
 from gpipe_cli.commands.outcome import ended, fork_command, run_command
-from gpipe_cli.config.settings import key_of
+from gpipe_cli.config.settings import key_of, owner
+from gpipe_cli.config.typed import SettingError
 from gpipe_cli.errors import BAD_INPUT, InputError
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.reporting.run.console import following
@@ -71,8 +72,22 @@ def perform(console: Console, command: Sequence[str], log: IO[str]) -> None:
         raise CommandFailedError(result.error)
 
 
+def refuse_unknown(recipe: Recipe, given: Sequence[str]) -> None:
+    """Raises SettingError for what is no setting, whatever data set and model the scale brings."""
+    try:
+        _trees(recipe.name, recipe.folder).tree([one for one in given if owner(one) is None])
+    except SettingError:
+        raise
+    except InputError:  # a setting that another scale may have: its commands will say
+        pass
+
+
 @cache
 def simulating_recipe(name: str, folder: str = str(FOLDER)) -> Simulate:
     """A function that plans the recipe `name` of a folder with given settings; it raises InputError as `gpipe plan`."""
-    trees = Trees(read("train", ["-cd", folder, "-cn", name]), TRAINING_KEYS)
-    return simulating(lambda settings: training(trees.tree(settings), {}))
+    return simulating(lambda settings: training(_trees(name, folder).tree(settings), {}))
+
+
+@cache
+def _trees(name: str, folder: str) -> Trees:
+    return Trees(read("train", ["-cd", folder, "-cn", name]), TRAINING_KEYS)

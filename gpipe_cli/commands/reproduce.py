@@ -16,10 +16,10 @@ from typing import Any
 
 from rich.console import Console
 
-from gpipe_cli.commands.command_line import read
+from gpipe_cli.commands.command_line import configurations, read
 from gpipe_cli.commands.folders import locked_folder
 from gpipe_cli.commands.outcome import import_torch
-from gpipe_cli.commands.recipe_run import Machine, ReproduceSettings
+from gpipe_cli.commands.recipe_run import Machine, ReproduceSettings, refuse_unknown
 from gpipe_cli.config.settings import key_of
 from gpipe_cli.config.typed import typed
 from gpipe_cli.distributed.torchrun import refuse_torchrun
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     folder = FOLDER
     if arguments[:1] == ["-cd"] and arguments[2:3] == ["-cn"] and len(arguments) > 3:
-        folder, arguments = Path(arguments[1]), arguments[3:]
+        folder, arguments = configurations(arguments[1]), arguments[3:]
     # a path such as ../micro_batches=4 is no setting
     rest = [argument for argument in arguments if "=" not in argument or argument.startswith((".", "/"))]
     for argument in arguments:
@@ -108,6 +108,7 @@ def main(arguments: Sequence[str]) -> int:
     given = tuple(one for one in last_wins(line.typed) if key_of(one) not in own)
     for recipe in chosen:
         recipe.check(given)
+    refuse_unknown(chosen[0], given)
     if len(chosen) > 1:
         return _several(chosen, whole, given, rest)
     if whole.run_folder is not None:

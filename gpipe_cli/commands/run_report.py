@@ -8,7 +8,7 @@ from typing import Literal
 
 from rich.console import Console
 
-from gpipe_cli.assembly.build import open_data
+from gpipe_cli.assembly.build import find_data
 from gpipe_cli.commands.next_commands import next_commands
 from gpipe_cli.commands.prepare import Prepared
 from gpipe_cli.config.groups import ImagesConfig
@@ -117,16 +117,13 @@ def show_dry_run(prepared: Prepared, folder: Path, start: Start | None) -> None:
     config, data, steps_per_epoch = prepared.config, events.DataFacts(), None
     if isinstance(config.dataset, ImagesConfig):  # text is not read: its vocabulary may take minutes to learn
         try:
-            train, test = open_data(replace(config, dataset=replace(config.dataset, download=False)))
+            train, test = find_data(replace(config, dataset=replace(config.dataset, download=False)))
         except InputError as error:
             data = events.DataFacts(notes=(("not read", one_line(error)),))
         else:
-            batches = mini_batches(config, train.catalogue, training=True)
+            batches = mini_batches(config, train, training=True)
             refuse_short_last(config, batches)
-            data, steps_per_epoch = (
-                events.DataFacts(batches.catalogue.samples, test.catalogue.samples),
-                batches.steps_per_epoch,
-            )
+            data, steps_per_epoch = events.DataFacts(train.samples, test.samples), batches.steps_per_epoch
     reporter = run_report(prepared, folder, start)
     reporter.on_message(events.TrainingReady(data, frozen_facts(prepared.spec), 0, steps_per_epoch))
     reporter.finish("dry_run")

@@ -15,7 +15,7 @@ from gpipe_cli.reporting.run.lines import log, logging_to
 from gpipe_cli.reporting.sinks.sink import refuse_missing
 from gpipe_cli.reporting.tables.table import SYMBOLS
 from gpipe_cli.results.run import Start, to_the_second
-from gpipe_cli.system.interrupts import interruptible_import
+from gpipe_cli.system.interrupts import import_apart
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ class RunRequest:
             log(f"$ {start.command}")
             if not config.dry_run:
                 fork_server.start(config)  # the server imports torch in parallel with this process
-            with interruptible_import():
-                from gpipe_cli.commands.training_run import launch  # torch comes with it
+            import_apart("gpipe_cli.commands.training_run")  # torch comes with it
+            from gpipe_cli.commands.training_run import launch
 
             return launch(config, self.auto, self.bench, folder, start, again=again, guided=guided and not torchrun())
 
@@ -76,6 +76,7 @@ def _named(config: TrainConfig, auto: tuple[str, ...]) -> str:
 def _earlier_folder(config: TrainConfig) -> Path | None:
     """The folder of an earlier start of this run by torchrun, if there was one."""
     fork_server.start(config)
-    with interruptible_import():
-        from gpipe_cli.distributed.rendezvous import earlier_folder
+    import_apart("gpipe_cli.distributed.rendezvous")  # torch comes with it
+    from gpipe_cli.distributed.rendezvous import earlier_folder
+
     return earlier_folder()

@@ -17,7 +17,7 @@ from gpipe_cli.config.groups import model_name
 from gpipe_cli.errors import InputError
 from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.reporting.run.lines import show_line, show_text
-from gpipe_cli.system.interrupts import interruptible_import
+from gpipe_cli.system.interrupts import import_apart
 
 HELP = """\
 Writes a site that explains pipelining to readers who have installed nothing.
@@ -67,11 +67,12 @@ def main(arguments: Sequence[str]) -> int:
     with locked_folder(Path(word), word, new=False) as folder, preparing():
         if config.cost != "figures":
             fork_server.start()  # the server imports torch in parallel with this process
-        with interruptible_import():
-            from gpipe_cli.commands.prepare import prepare
-            from gpipe_cli.planner.simulation_data import simulation_data
-            from gpipe_cli.reporting.page.page import PAGE, write_page
-            from gpipe_cli.reporting.site.site import FRONT, write_front
+        import_apart("gpipe_cli.commands.prepare")
+        from gpipe_cli.commands.prepare import prepare
+        from gpipe_cli.planner.simulation_data import simulation_data
+        from gpipe_cli.reporting.page.page import PAGE, write_page
+        from gpipe_cli.reporting.site.site import FRONT, write_front
+
         console = Console()
         made = prepare(config, auto, partial(show_text, console), elsewhere=not config.hardware.here)
         title = f"{model_name(made.config.model)} on {made.config.dataset.name}"

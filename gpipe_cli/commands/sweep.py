@@ -22,7 +22,7 @@ from gpipe_cli.commands.composing import TRAINING_KEYS, Trees, combinations, com
 from gpipe_cli.commands.folders import numbered
 from gpipe_cli.commands.run_request import RunRequest
 from gpipe_cli.commands.sweep_folder import PLACE, SWEEP, Attempt, SweepFolder
-from gpipe_cli.config.settings import has_checkpoint, key_of
+from gpipe_cli.config.settings import ONE_DEVICE, has_checkpoint, key_of, one_device
 from gpipe_cli.config.typed import RefusedError, SettingError, quoted
 from gpipe_cli.distributed.torchrun import refuse_torchrun
 from gpipe_cli.errors import BAD_INPUT, INTERRUPTED, STOPPED, UNREAD, InputError
@@ -43,7 +43,7 @@ _UNFINISHED = (None, INTERRUPTED, STOPPED, UNREAD)  # exit codes
 class Cell:
     """One of the combinations of settings that a sweep runs; in a sweep of several rounds it runs once in each."""
 
-    number: int  # within the sweep; the first is 1
+    number: int  # within the sweep; the first is 1, the baseline of measurements 0
     name: str  # the settings that differ: `micro_batches=4`
     varied: dict[str, object]  # the same as settings and values, in the order in which they were typed
     request: RunRequest | InputError  # InputError: why it cannot run
@@ -57,6 +57,7 @@ class Sweep:
         self.line, self._typed = line, typed
         self.planned = 0  # runs in all, of all rounds; known once the sweep has begun
         self.rounds = 1
+        self.baseline: int | None = None  # number of the cell whose speed is 1 for the others; None: the first measured
         self.runs: list[Run] = []  # runs that have ended, in an earlier start of this sweep or in this one
         self._folder, self._requested = folder, requested
         self._ended: type[BaseException] | None = None  # the exception that ends the sweep early
@@ -98,6 +99,8 @@ class Sweep:
                 raise refusal
         named = zip(differences(jobs, self.line.same), requests, strict=True)
         cells = [Cell(number, *name, request) for number, (name, request) in enumerate(named, 1)]
+        if self.line.command == "bench" and len(cells) > 1 and "recipe" not in whole:  # the paper's has its own
+            self._add_baseline(cells)
         self._folder.record()
         self.rounds = max(
             (one.bench.rounds for one in requests if isinstance(one, RunRequest) and one.bench), default=1
@@ -108,7 +111,7 @@ class Sweep:
             if (before := last.get(cell.number)) and self._is_final(before) and bench_status(before) in HOPELESS:
                 self.planned -= 1  # another round would give the same
                 continue
-            run = self._turn(cell, turn, len(cells))
+            run = self._turn(cell, turn, cells[-1].number)
             if run is not None:  # None: the sweep is ending, and this run had not ended earlier
                 last[cell.number] = run
                 self.runs.append(run)
@@ -120,6 +123,20 @@ class Sweep:
             self.runs.clear()
             raise InputError(refused[0].error)
 
+    def _add_baseline(self, cells: list[Cell]) -> None:
+        """One device with the settings of the first cell that can run: a cell that is here already, or another one."""
+        requests = {cell.number: cell.request for cell in cells if isinstance(cell.request, RunRequest)}
+        first = next(iter(requests))
+        auto = tuple(key for key in requests[first].auto if key not in ONE_DEVICE)
+        plain = replace(requests[first], config=one_device(requests[first].config), auto=auto)
+        for number, request in requests.items():
+            if request.config.recompute != "always" and replace(request.config, recompute="never") == plain.config:
+                self.baseline = number
+                return
+        self.baseline = 0
+        varied = {key: ONE_DEVICE.get(key, value) for key, value in cells[first - 1].varied.items()}
+        cells.insert(0, Cell(0, "one device", varied, plain))
+
     def _request(self, trees: Trees, job: Sequence[str]) -> RunRequest | InputError:
         try:
             return self._requested(trees.tree(job), values_of(job))
@@ -128,7 +145,8 @@ class Sweep:
 
     def _turn(self, cell: Cell, turn: int, of: int) -> Run | None:
         """One run of a cell; None if the sweep ended before it began."""
-        title = f"run {cell.number} of {of}{f', round {turn} of {self.rounds}' if self.rounds > 1 else ''}: {cell.name}"
+        position = f"run {cell.number} of {of}" if cell.number else "baseline"
+        title = f"{position}{f', round {turn} of {self.rounds}' if self.rounds > 1 else ''}: {cell.name}"
         before = self._folder.attempts.get((cell.number, turn))
         before = before if before is not None and before.name == cell.name else None
         if before is not None and self._is_final(run := self._run(before, cell)):

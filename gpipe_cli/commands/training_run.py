@@ -10,7 +10,7 @@ from rich.console import Console
 
 from gpipe_cli.assembly.build import build_model
 from gpipe_cli.assembly.freezing import find_frozen
-from gpipe_cli.commands.prepare import prepare
+from gpipe_cli.commands.prepare import prepare, refuse_unfit
 from gpipe_cli.commands.run_report import EvaluationReport, NoReport, Report, run_report, show_dry_run
 from gpipe_cli.config.settings import BenchSettings, EvaluateSettings, TrainConfig, going_on, load, to_yaml
 from gpipe_cli.config.typed import RefusedError, one_line
@@ -32,6 +32,7 @@ from gpipe_cli.system.interrupts import Stopped
 from gpipe_cli.system.phase import phase
 from gpipe_cli.training.checkpoint.files import GONE, checkpoints_in, find_checkpoint, step_of
 from gpipe_cli.training.checkpoint.restore import CheckpointMatch, check_restorable, refuse_other_optimizer
+from gpipe_cli.training.data_feed import refuse_data
 from gpipe_cli.training.events import TrainingStopped
 from gpipe_cli.training.fine_tuning import find_weights
 from gpipe_cli.training.milestones import progress_if_complete
@@ -116,16 +117,21 @@ def _train(
 ) -> int:
     """One start of a training, from `prepare` to its end."""
     is_run = bench is None
+    source = None
+    if leads():
+        refuse_unfit(config, auto, torchrun())
+        source = find_source(config)
+        if not config.dry_run:
+            refuse_data(config, auto, None if source is None else source.parent.parent)
     prepared = prepare(config, auto, lambda line: show_text(Console(), line) if leads() else None, torchrun())
     training, spec, text = prepared.config, prepared.spec, to_yaml(prepared.config)
     if training.dry_run:
         if leads():
-            find_source(training)
             show_dry_run(prepared, folder, start)
         return 0
     if training.compile and leads() and not restarts:
         show_text(Console(), "compiling the layers, which may take minutes the first time (compile=true) ...")
-    decision = agree(lambda: Decision(folder, config.resume, find_source(training)))
+    decision = agree(lambda: Decision(folder, config.resume, source))
     if decision.complete:
         return 0
     if again and not leads() and config.run_folder is not None and (config.resume, decision.resume).count(None) == 1:
@@ -152,7 +158,7 @@ def _with_gpus_left(config: TrainConfig) -> tuple[TrainConfig, str]:
         return config, ""
     look_again()
     now = number_of_gpus(config)
-    if now in (0, before):  # 0: `layout_of` refuses that, or takes the CPU
+    if now in (0, before):  # 0: the CPU is taken
         return config, ""
     fewer = replace(
         config,

@@ -283,6 +283,11 @@ class ImagesConfig:
         needed["augmentation"] = not has.masks
         optional = {"download": has.download, "partial": has.partial, "classes": not has.masks}
         _check_settings(self, needed, optional)
+        for key in ("cutout", "shift"):
+            if (pixels := getattr(self.augmentation, key, 0)) >= self.image_size:
+                use = f"use {self.image_size - 1} or less, or 0 to switch it off"
+                why = f"the images are only {self.image_size} pixels wide; {use}"
+                raise RefusedError(f"dataset.augmentation.{key}", pixels, why)
 
     @property
     def model_classes(self) -> int:

@@ -100,6 +100,13 @@ class CheckpointConfig:
     keep: Count
 
 
+# One device that takes the mini-batch whole and recomputes nothing, with all threads of the machine.
+ONE_DEVICE: dict[str, Any] = {
+    "partitions": 1, "micro_batches": 1, "replicas": 1, "schedule": "gpipe", "recompute": "never", "executor": "auto",
+    "stages_per_process": None, "placement": None, "threads": None,
+}  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
     """The settings of `gpipe train`; `conf/train.yaml` explains them. Raises InputError if two contradict each other.
@@ -375,6 +382,11 @@ OWNERS = {
 }
 
 
+def one_device(config: TrainConfig) -> TrainConfig:
+    """What a pipeline has to beat: the same training by ONE_DEVICE."""
+    return replace(config, partition=replace(config.partition, balance=None), **ONE_DEVICE)
+
+
 def key_of(setting: str) -> str:
     """The key of a command-line setting: `model.filters` of `++model.filters=16`."""
     return setting.lstrip("+~").partition("=")[0]
@@ -451,9 +463,22 @@ def load_yaml(file: Path) -> DictConfig:
         if not isinstance(tree, DictConfig):
             raise yaml.YAMLError("a list")
     except Exception as error:  # PyYAML evaluates tags, which can raise any exception
-        why = (isinstance(error, OSError) and error.strerror) or with_type(error)
+        why = _why_unreadable(error)
         raise InputError(f"{file}: holds no settings ({why}); write lines key: value, in UTF-8") from error
     return tree
+
+
+def _why_unreadable(error: Exception) -> str:
+    match error:
+        case OSError(strerror=str(why)):
+            return why
+        case yaml.MarkedYAMLError(problem=str(problem), problem_mark=yaml.Mark(line=line)):
+            return f"line {line + 1}: {problem}"
+        case yaml.YAMLError() | ValueError():
+            return one_line(error)
+        case RecursionError():
+            return "it is nested too deeply"
+    return with_type(error)
 
 
 def load(path: Path) -> TrainConfig:

@@ -42,6 +42,15 @@ NotNegative = Annotated[float, Within(0, LARGEST)]
 
 # Name of a setting in other programs -> ours, where they are too different for `nearest`.
 ELSEWHERE = {"lr": "learning_rate=constant learning_rate.peak"}
+# Pattern of GROUP=NAME in other programs -> how it is written here, {} standing for the name.
+CHOICES_ELSEWHERE = {
+    "optimizer=adamw": "optimizer=adam optimizer.decoupled=true",
+    **{f"model=resnet{depth}": f"model=resnet model.depth={depth}" for depth in (18, 34, 50, 101, 152)},
+    **dict.fromkeys(
+        (f"model={family}*" for family in ("gpt2", "llama", "mistral", "qwen", "gemma", "bert", "t5", "flan-t5")),
+        "model=hf model.name={}",
+    ),
+}
 
 
 class NothingFitsError(InputError):

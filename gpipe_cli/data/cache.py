@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from safetensors.torch import load, save
@@ -74,10 +74,12 @@ def cached_tensors(folder: Path, name: str, make: Callable[[], dict[str, Tensor]
 
 @contextmanager
 def locked(file: Path) -> Iterator[None]:
-    """Holds the lock `file`, which one process at a time can have; the system releases it if the process dies."""
+    """Holds the lock `file`, which one process at a time can have, except on a file system without locks; the system
+    releases it if the process dies."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed
+        with suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed
         yield
 
 

@@ -2,7 +2,7 @@
 
 The paper does not name the text that its Transformer-L is measured on, and its translation corpus of 102 languages is
 not public (Section 5). In their place come a user's own files or, for a first run without a download, the text that
-comes with every Python and names in 234 languages from Unicode's Common Locale Data Repository.
+comes with every Python and names in some 250 languages from Unicode's Common Locale Data Repository.
 """
 
 import codecs

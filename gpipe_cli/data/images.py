@@ -45,16 +45,10 @@ def build_transform(
     """The steps from (3, H, W), uint8 or float32 in [0, 1], to float32 (3, image_size, image_size) in [-1, 1].
 
     centre_share: see that function. augmentation: None for evaluation. Random steps use torch's default generator.
-
-    Raises InputError if cutout or shift, in pixels, is not below `image_size`.
     """
     from torchvision.transforms import v2
 
     vary = augmentation or AugmentationConfig(None, horizontal_flip=False, cutout=0, shift=0)
-    for setting, pixels in (("cutout", vary.cutout), ("shift", vary.shift)):
-        if pixels >= image_size:
-            why = f"the images are only {image_size} pixels wide; use {image_size - 1} or less, or 0 to switch it off"
-            raise RefusedError(f"dataset.augmentation.{setting}", pixels, why)
     steps: list[Callable[[Tensor], Tensor]] = []
     if vary.random_resized_crop is not None:
         # Aspect ratio 3/4 to 4/3, bilinear: torchvision's defaults and the TPU code's.
@@ -107,7 +101,18 @@ class ImageSplit:
 
 def open_images(dataset: ImagesConfig, seed: int) -> tuple[ImageSplit, ImageSplit]:
     """The training and the test split of a data set. `seed` determines synthetic images and the augmentation, which
-    applies to the training split only.
+    applies to the training split only. Raises InputError as `find_images`.
+    """
+    train, test = find_images(dataset, seed)
+    share = centre_share(dataset)
+    return (
+        ImageSplit(train, build_transform(dataset.image_size, share, dataset.augmentation), seed),
+        ImageSplit(test, build_transform(dataset.image_size, share, None), None),
+    )
+
+
+def find_images(dataset: ImagesConfig, seed: int) -> tuple[Samples, Samples]:
+    """The samples of both splits, whose images are as they are stored. `seed` determines synthetic ones.
 
     Raises InputError (one line) for missing, empty or damaged data, and a wrong number of classes.
     """
@@ -142,11 +147,7 @@ def open_images(dataset: ImagesConfig, seed: int) -> tuple[ImageSplit, ImageSpli
         raise RefusedError("dataset.num_classes", dataset.num_classes, f"{why}; use dataset.num_classes={len(names)}")
     if dataset.classes is not None:
         train, test = _choose(dataset.classes, name, train, test)
-    share = centre_share(dataset)
-    return (
-        ImageSplit(train, build_transform(dataset.image_size, share, dataset.augmentation), seed),
-        ImageSplit(test, build_transform(dataset.image_size, share, None), None),
-    )
+    return train, test
 
 
 def centre_share(dataset: ImagesConfig) -> float:

@@ -12,8 +12,10 @@ part of the model: the embedding and the softmax have a row for each piece.
 
 import io
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,9 @@ PAD, BEGIN, END, UNKNOWN = 0, 1, 2, 3
 IGNORED = -100
 """In targets: nothing to predict here. The number is the default of torch's cross-entropy."""
 
+_SPECIAL = 4 + 256 + 1  # ids that are no characters, and SentencePiece's mark of a space
 _MOST_LINES = 1_000_000  # lines to learn from, evenly spaced; more teach the pieces nothing new
+_LEAST_COVERAGE = 0.98  # SentencePiece takes no less
 _MOST_CHARACTERS = 1000  # of a line; SentencePiece silently skips lines of more than 4192 bytes
 
 
@@ -125,9 +129,14 @@ def make_vocabulary(
 
 
 def _train(lines: list[str], options: dict[str, Any]) -> bytes:
-    """SentencePiece's model file. Raises RefusedError where SentencePiece refuses the size."""
+    """SentencePiece's model file, in which more of the rare characters are spelled in bytes if the size has no room for
+    them. Raises RefusedError where SentencePiece refuses the size."""
     from sentencepiece import SentencePieceTrainer
 
+    characters = Counter(chain.from_iterable(lines))
+    room = max(0, options["vocab_size"] - _SPECIAL - len(options["control_symbols"]))
+    share = sum(count for _, count in characters.most_common(room)) / max(1, characters.total())
+    covered = min(max(share, _LEAST_COVERAGE), options["character_coverage"])
     model = io.BytesIO()
     try:
         SentencePieceTrainer.train(
@@ -135,7 +144,7 @@ def _train(lines: list[str], options: dict[str, Any]) -> bytes:
             model_writer=model,
             num_threads=1,  # several threads would add floats in any order
             minloglevel=2,  # errors only: no progress on stderr
-            **options,
+            **(options | {"character_coverage": covered}),
         )
     except RuntimeError as error:
         # such as "Vocabulary size is smaller than required_chars. 265 vs 289. Increase vocab_size or ..."

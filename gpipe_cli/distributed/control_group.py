@@ -49,7 +49,9 @@ class Activity:
     length_1: int
 
 
-ACTIVITY_NUMBERS = len(fields(Activity))  # per process; one last number, of the run, is nonzero once it is to stop
+ACTIVITY_NUMBERS = len(fields(Activity))  # per process
+# After those of all processes: how many messages of process 0 the parent has handled, and 1 once the run is to stop.
+HANDLED, STOP = -2, -1
 
 Waits = Callable[[Awaited], AbstractContextManager[object]]
 Gathered = Callable[[], list[torch.Tensor]]  # waits, and returns the vector of every process by rank

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from multiprocessing.connection import wait
 
-from gpipe_cli.distributed.control_group import ACTIVITY_NUMBERS, Activity, Awaited
+from gpipe_cli.distributed.control_group import ACTIVITY_NUMBERS, HANDLED, STOP, Activity, Awaited
 from gpipe_cli.distributed.heartbeat import Heartbeat
 from gpipe_cli.launch.fork_server import Worker, fork_server, temporary_folder
 from gpipe_cli.launch.job import Done, Failure, Job, Reason, Task
@@ -77,7 +77,7 @@ class Supervisor:
         self._running: dict[int, Worker] = {}  # workers that may still send something
         self._failures: list[Failure] = []
         self._activity_file = os.memfd_create("gpipe_activity")
-        os.truncate(self._activity_file, 8 * (ACTIVITY_NUMBERS * spec.layout.processes + 1))
+        os.truncate(self._activity_file, 8 * (ACTIVITY_NUMBERS * spec.layout.processes + 2))
         self._activity = memoryview(mmap.mmap(self._activity_file, 0)).cast("q")
 
     def start(self, task: Task, rendezvous: str, interrupt: Interrupt) -> None:
@@ -91,7 +91,7 @@ class Supervisor:
 
     def ask_to_stop(self) -> None:
         """Ask the workers to end after the current step."""
-        self._activity[-1] = 1
+        self._activity[STOP] = 1
 
     def watch(self, on_message: OnMessage, interrupt: Interrupt, heartbeat: Heartbeat | None) -> Failure | None:
         """Pass on the workers' messages until all have done their task (returns None) or the run has failed."""
@@ -107,7 +107,7 @@ class Supervisor:
                 self._failures.append(self._silent(*found))
             elif not self._failures and heartbeat is not None and (lost := heartbeat.lost()):
                 self._failures.append(self._lost(*lost))
-            if self._activity[-1] and not self._failures and doing and all(one.kind == 0 for one in doing.values()):
+            if self._activity[STOP] and not self._failures and doing and all(one.kind == 0 for one in doing.values()):
                 raise Stopped  # no step has begun, at whose end a worker would stop
             if self._failures:
                 writing = any(one.awaited == Awaited.LAST_CHECKPOINT for one in doing.values())
@@ -121,7 +121,7 @@ class Supervisor:
     def _find_lost(self, heartbeat: Heartbeat, interrupt: Interrupt) -> Failure | None:
         """The failure of the lost process, of another supervisor; this worker only knows that some process is lost."""
         until = time.monotonic() + heartbeat.hurry()
-        while time.monotonic() < until and not self._activity[-1]:  # else torchrun is ending all processes
+        while time.monotonic() < until and not self._activity[STOP]:  # else torchrun is ending all processes
             interrupt.check()
             if lost := heartbeat.lost():
                 return self._lost(*lost)
@@ -151,6 +151,8 @@ class Supervisor:
                     del self._running[process]
                 case _:
                     on_message(message)
+                    if process == 0:
+                        self._activity[HANDLED] += 1
 
     def _note_ended(self) -> None:
         """Record the failure of workers that ended before their task was done, once all their messages are read."""

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import threading
 import time
 import traceback
 from array import array
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.data.cache import cache_folder
 from gpipe_cli.data.loading import LoaderDiedError
-from gpipe_cli.distributed.control_group import ACTIVITY_NUMBERS, Awaited, ControlGroup
+from gpipe_cli.distributed.control_group import ACTIVITY_NUMBERS, HANDLED, STOP, Awaited, ControlGroup
 from gpipe_cli.distributed.process_groups import ProcessGroups, connect_processes
 from gpipe_cli.errors import InputError
 from gpipe_cli.launch.job import Done, Failure, Job, Reason
@@ -28,6 +29,7 @@ from gpipe_cli.training.checkpoint.files import CheckpointError
 from gpipe_cli.training.engine import WorkerProcess
 from gpipe_cli.training.milestones import DivergedError
 
+_LOOKS_SECONDS = 0.01  # interval at which process 0 looks whether its messages were handled
 _KIND_NUMBERS = {kind: number for number, kind in enumerate(Kind, start=1)}
 
 
@@ -60,14 +62,24 @@ def main(job: Job, connection: Connection, activity: "memoryview[int]") -> None:
         if groups is not None:
             ties, skips = job.spec.stages_of_ties, job.spec.skips
             groups = groups.for_cut(job.process, layout.process_of_stage, devices[0], ties, skips)
-        control.asked = lambda: activity[-1] != 0
+        control.asked = lambda: activity[STOP] != 0
         return control, groups
 
+    sent, sending = 0, threading.Lock()  # a checkpoint is reported by a thread of its own
+
     def report(message: object) -> None:
-        connection.send(message)
+        nonlocal sent
+        with sending:
+            connection.send(message)
+            sent += 1
         activity[base] += 1
 
-    process = WorkerProcess(job.process, connect, report, on_action)
+    def until_handled() -> None:
+        awaited = sent
+        while activity[HANDLED] < awaited:
+            time.sleep(_LOOKS_SECONDS)
+
+    process = WorkerProcess(job.process, connect, report, on_action, until_handled)
     try:
         job.task(process)
     except Exception as error:

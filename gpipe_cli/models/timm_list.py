@@ -14,11 +14,16 @@ from gpipe_cli.errors import InputError
 Row = tuple[str, str, int, int]  # name, family, layers, parameters
 
 
+def timm_models() -> dict[str, list[str]]:
+    """The name of each of timm's models -> the rest of its row in the file; [] of those that are no chains."""
+    text = resources.files("gpipe_cli.models").joinpath("timm_models.csv").read_text("utf-8")
+    return {name: rest for name, *rest in csv.reader(text.splitlines())}
+
+
 def chains(pattern: str) -> tuple[list[Row], int]:
     """Timm's models that match a shell pattern and are chains, and how many other names match. Raises InputError if
     none fits."""
-    text = resources.files("gpipe_cli.models").joinpath("timm_models.csv").read_text("utf-8")
-    rows = {name: rest for name, *rest in csv.reader(text.splitlines())}
+    rows = timm_models()
     names = matching(rows, pattern)
     if not names:
         near = get_close_matches(pattern.strip("*"), rows, n=3)

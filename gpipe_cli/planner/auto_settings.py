@@ -13,7 +13,7 @@ from itertools import chain, product
 from operator import itemgetter
 from typing import Any
 
-from gpipe_cli.assembly.build import open_data
+from gpipe_cli.assembly.build import find_data
 from gpipe_cli.config.groups import AmoebaNetConfig, ImagesConfig, TransformerLMConfig, TransformerNMTConfig, UNetConfig
 from gpipe_cli.config.settings import AUTO, AUTO_BATCH, TrainConfig
 from gpipe_cli.config.typed import NothingFitsError, show
@@ -237,8 +237,7 @@ def _training_samples(config: TrainConfig) -> int:
         return dataset.train_samples
     if isinstance(dataset, ImagesConfig):
         with suppress(InputError):
-            train, _ = open_data(replace(config, dataset=replace(dataset, download=False)))
-            return train.catalogue.samples
+            return find_data(replace(config, dataset=replace(dataset, download=False)))[0].samples
     return _MOST_SAMPLES
 
 

@@ -43,15 +43,20 @@ class LayerTimes:
     set_up: float  # seconds once per step
     slowdown: float  # how much longer layers take while `together` processes compute
     together: int
+    all_threads: tuple[int, float]  # (n, f): with n threads, all of the machine's, one process is f times as fast
     link_seconds: float
     link_byte_seconds: float
     source: str = ""
     basis: Basis = "timed_layers"
 
-    def of_layers(self, samples: float) -> tuple[LayerSeconds, ...]:
-        """The seconds of each layer for a micro-batch of `samples`."""
+    def faster(self, threads: int) -> float:
+        """How many times as fast a process is with so many threads as with those that were timed."""
+        return self.all_threads[1] if threads == self.all_threads[0] else 1.0
+
+    def of_layers(self, samples: float, faster: float = 1.0) -> tuple[LayerSeconds, ...]:
+        """The seconds of each layer for a micro-batch of `samples`, on a process that is so many times as fast."""
         return tuple(
-            LayerSeconds(*(self._seconds(*sizes, samples) for sizes in zip(small, large, strict=True)))
+            LayerSeconds(*(self._seconds(*sizes, samples) / faster for sizes in zip(small, large, strict=True)))
             for small, large in zip(*self.seconds, strict=True)
         )
 
@@ -103,7 +108,9 @@ def predicted_costs(
     latency, per_byte = (known.link_seconds, known.link_byte_seconds) if linked else (0.0, 0.0)
     slowdown, together = 1.0, 1
     if isinstance(known, LayerTimes):
-        layers, updates, set_up = known.of_layers(samples), tuple(known.updates), known.set_up
+        faster = known.faster(layout.threads)
+        layers, updates = known.of_layers(samples, faster), tuple(seconds / faster for seconds in known.updates)
+        set_up = known.set_up / faster
         slowdown, together = known.slowdown, known.together
     else:
         layers, updates, set_up = *_by_rates(profile, known, samples), 0.0

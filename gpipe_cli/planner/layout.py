@@ -19,7 +19,7 @@ from gpipe_cli.pipeline.schedule.named_schedules import AUTO_SCHEDULE, ORDERS, O
 from gpipe_cli.pipeline.schedule.placement import PlacementName, place
 from gpipe_cli.planner.data_sheet import number_of_gpus, resolved
 from gpipe_cli.planner.step_schedule import placement_of_file, schedule_of_file
-from gpipe_cli.system.accelerator import TYPE, torch_is_built_for
+from gpipe_cli.system.accelerator import TYPE
 from gpipe_cli.system.machine import usable_cores, usable_memory_bytes
 from gpipe_cli.units import plural
 
@@ -149,9 +149,6 @@ def layout_of(config: TrainConfig, started: Torchrun | None = None) -> Layout:
     `recompute=auto` without a known device memory.
     """
     partitions, gpus = config.partitions, number_of_gpus(config)
-    if config.device == "cuda" and gpus == 0:
-        why = "there is no CUDA device here" if torch_is_built_for() else "this torch is built without CUDA"
-        raise InputError(f"device=cuda: {why}; use device=cpu or device=auto")
     rows = _rows(config, None)
     _check_stages_per_process(config)
     if started is None:
@@ -277,7 +274,7 @@ def _own_processes(config: TrainConfig, rows: int, gpus: int) -> int:
         return 1
     if config.stages_per_process is not None or _fixes_rows(config):
         return rows
-    return min(config.partitions, max(1, gpus // config.replicas)) if gpus else config.partitions
+    return min(rows, max(1, gpus // config.replicas)) if gpus else rows
 
 
 def _torchruns_processes(config: TrainConfig, rows: int, started: Torchrun) -> int:
@@ -309,7 +306,7 @@ _Devices = tuple[tuple[str, ...], ...]  # per pipeline, the device of each stage
 def _gpus_of_one_process(config: TrainConfig, rows: Sequence[int], own: int) -> tuple[tuple[int, ...], _Devices]:
     """The row and the devices of each stage, if every pipeline has a single process, which drives `own` GPUs."""
     if config.stages_per_process is None and not _fixes_rows(config):
-        rows = _rows(config, min(own, config.partitions))
+        rows = _rows(config, min(own, 1 + max(rows)))
     used = min(own, 1 + max(rows))
     gpus = [row * used // (1 + max(rows)) for row in rows]
     return tuple(rows), tuple(tuple(f"{TYPE}:{own * r + gpu}" for gpu in gpus) for r in range(config.replicas))

@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from gpipe_cli.config.settings import TrainConfig
+from gpipe_cli.config.settings import TrainConfig, one_device
 from gpipe_cli.data.micro_batches import share_of
 from gpipe_cli.distributed.torchrun import Torchrun
 from gpipe_cli.errors import InputError
@@ -19,7 +19,7 @@ from gpipe_cli.pipeline.schedule.recomputation import DoesNotFitError
 from gpipe_cli.pipeline.schedule.schedule import Kind, Recompute, Schedule, recomputes
 from gpipe_cli.pipeline.schedule.search import Problem, find
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost, SkipCost, StageCost, TieCost, simulate
-from gpipe_cli.planner.cost_model import StepCosts, predicted_costs
+from gpipe_cli.planner.cost_model import LayerTimes, StepCosts, predicted_costs
 from gpipe_cli.planner.layout import Layout, layout_of
 from gpipe_cli.planner.model_profile import ModelProfile
 from gpipe_cli.planner.plan import Candidate, Choice, Cut, Plan, TooLargeError
@@ -113,6 +113,21 @@ def make_plan(config: TrainConfig, profile: ModelProfile, costs: StepCosts, layo
     if config.schedule == AUTO_SCHEDULE and (chosen := _fastest_order(cut)) is not None:
         return chosen
     return _simulated(cut, _recompute(cut))
+
+
+def baseline_of(plan: Plan) -> Plan | None:
+    """What a pipeline has to beat: one device that takes the mini-batch whole and recomputes nothing, with all threads
+    of the machine. None if that does not fit the device's memory, where it is known."""
+    config = one_device(plan.config)
+    try:
+        layout = layout_of(replace(config, recompute="auto"))  # with the device's memory as the limit
+    except InputError:  # the memory is unknown
+        layout = layout_of(config)
+    timed = plan.costs.known if isinstance(plan.costs.known, LayerTimes) else None
+    try:
+        return make_plan(config, plan.profile, predicted_costs(config, plan.profile, layout, timed), layout)
+    except TooLargeError:
+        return None
 
 
 def fits(config: TrainConfig, profile: ModelProfile, layout: Layout) -> bool:

@@ -18,7 +18,7 @@ from gpipe_cli.pipeline.schedule.schedule import Schedule
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost
 from gpipe_cli.planner.cost_model import LayerSeconds, StepCosts, predicted_costs
 from gpipe_cli.planner.layout import placement_of
-from gpipe_cli.planner.make_plan import sends_of, work_of
+from gpipe_cli.planner.make_plan import baseline_of, sends_of, work_of
 from gpipe_cli.planner.model_profile import ModelProfile
 from gpipe_cli.planner.plan import Plan, bounds_of
 from gpipe_cli.planner.shared_layers import keeping_together
@@ -90,9 +90,19 @@ def simulation_data(plan: Plan) -> SimulationData:
             "factor": costs.together[0],
             "together": costs.together[1],
         },
+        "baseline": _baseline(plan),
         "limit_bytes": layout.limit_bytes,
         "limit": _limit(plan),
     }
+
+
+def _baseline(plan: Plan) -> dict[str, Any] | None:
+    """The seconds of a step on one device, of which the page may change those of the backward; None: does not fit."""
+    if (baseline := baseline_of(plan)) is None:
+        return None
+    (stage,) = baseline.stage_costs
+    rest = baseline.step_seconds - stage.graph_seconds - stage.backward_seconds
+    return {"forward": stage.graph_seconds, "backward": stage.backward_seconds, "rest": rest}
 
 
 def rows_of(schedule: Schedule) -> list[list[str]]:

@@ -141,6 +141,7 @@ def _planned(at: int, model: Row, results: Mapping[str, Any], runner: Runner) ->
         "with_gradients": amount("weights", "optimizer", "gradients"),
         "planned_activations": amount("activations", "workspace"),
         "fullest": fullest(plan),
+        "paper_fits": "yes",  # the paper trained it
         "fits": "no" if fitting is None else "yes",
         "largest_parameters": None if largest is None else largest["parameters"],
         "largest_size": None if largest is None else shown(largest),

@@ -21,7 +21,7 @@ class BenchRow:
     samples_per_second_quartiles: tuple[float, ...] | None
     rounds_measured: int
     range_over_rounds: tuple[float, float] | None  # least and greatest samples/s or, of text, tokens/s
-    relative: float | None  # speed over that of the first measured row
+    relative: float | None  # speed over that of the baseline
     step_seconds: float | None
     breakdown: dict[str, float] | None  # shares of the stage-time of a step, which add up to 1
     idle: float | None
@@ -37,6 +37,7 @@ class BenchRow:
     threads: int | None  # threads per process
     folders: tuple[str, ...]  # folders of the runs, beside bench.json
     resolved: dict[str, Any]  # values that differ between rows without being asked for, and those that `auto` became
+    baseline: bool = False  # whether `relative` of all rows is to this one
     tokens_per_second: float | None = field(default=None, metadata=TEXT)
     tokens_per_second_quartiles: tuple[float, ...] | None = field(default=None, metadata=TEXT)
 

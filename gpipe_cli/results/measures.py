@@ -102,12 +102,12 @@ class Measure:
 # In the order in which TensorBoard's tab HParams shows those with a `final`.
 _ALL = (
     Measure("test_top1", "test top-1", "top-1", SHARE,
-            "Share of the test set's images, or with masks of its pixels, of which the most likely class is the right "
-            "one, at the last evaluation, with averaged weights if there are any.", of="test.top1", tag="test/top1",
+            "Share of the test set's images (with masks: of its pixels) whose most likely class is the correct one, at "
+            "the last evaluation, with averaged weights if there are any.", of="test.top1", tag="test/top1",
             final="top1", better="more", tasks=IMAGES),
     Measure("test_perplexity", "test perplexity", "perplexity", PERPLEXITY,
-            "exp of the mean cross-entropy in nats of a token of the test set, at the last evaluation: among how many "
-            "equally likely tokens the model wavers.", of="test.perplexity", tag="test/perplexity",
+            "exp of the mean cross-entropy, in nats per token of the test set, at the last evaluation: the model is as "
+            "uncertain as a choice among this many equally likely tokens.", of="test.perplexity", tag="test/perplexity",
             final="perplexity", better="less", tasks=TEXT, narrow="perpl.\nfinal"),
     Measure("samples_per_second", "samples/s", "samples/s", RATE,
             "Samples of a mini-batch (images, or sequences and sentences of text) divided by the seconds of its step: "
@@ -121,23 +121,23 @@ _ALL = (
             "Seconds of an optimizer step, waiting for data included: the median over the steps after the warm-up.",
             of="step_seconds", tag="speed/step_seconds", final="step_seconds", better="less"),
     Measure("bubble_measured", "bubble, measured", "bubble", SHARE,
-            "Share of the devices' time in a step in which they are idle as equal stages would be too: the median "
-            "over the steps.", of="bubble.measured", tag="bubble/measured", final="bubble", better="less"),
-    Measure("memory_bytes_fullest", "peak memory", "memory", BYTES,
-            "Peak of the fullest stage: on a GPU what PyTorch's allocator has handed out, on a CPU what the stage's "
-            "process has held, libraries included.", of="memory_bytes", tag="memory/fullest_gib", final="memory_gib",
+            "Share of the devices' time in a step that is idle as the pipeline fills and drains, as it would be with "
+            "equal stages: the median over the steps.", of="bubble.measured", tag="bubble/measured", final="bubble",
             better="less"),
+    Measure("memory_bytes_fullest", "peak memory", "memory", BYTES,
+            "Peak memory of the fullest stage: on a GPU what PyTorch's allocator has allocated, on a CPU the memory of "
+            "the stage's process, libraries included.", of="memory_bytes", tag="memory/fullest_gib",
+            final="memory_gib", better="less"),
     Measure("test_loss", "test loss", "test loss", LOSS,
-            "Mean cross-entropy in nats of a sample of the test set, or of a token of text, at the last evaluation, "
+            "Mean cross-entropy, in nats per sample of the test set (of text: per token), at the last evaluation, "
             "without label smoothing.", of="test.loss", tag="test/loss", final="loss", better="less"),
     Measure("test_top5", "test top-5", "top-5", SHARE,
-            "Share of the test set's images of which the right class is among the five that the model finds most "
-            "likely, at the last evaluation.", of="test.top5", tag="test/top5", final="top5", better="more",
+            "Share of the test set's images whose correct class is among the five that the model finds most likely, at "
+            "the last evaluation.", of="test.top5", tag="test/top5", final="top5", better="more",
             tasks=("classification",)),
     Measure("test_token_accuracy", "test token accuracy", "token acc", SHARE,
-            "Share of the test set's tokens that the model finds most likely where they stand, at the last "
-            "evaluation.", of="test.token_accuracy", tag="test/token_accuracy", final="token_accuracy", better="more",
-            tasks=TEXT),
+            "Share of the test set's tokens that the model predicts as the most likely ones, at the last evaluation.",
+            of="test.token_accuracy", tag="test/token_accuracy", final="token_accuracy", better="more", tasks=TEXT),
     Measure("best_top1", "best top-1", "best top-1", SHARE,
             "Top-1 accuracy of the test set at the best evaluation of the run.", of="best.top1", better="more",
             tasks=IMAGES, narrow="best"),
@@ -145,7 +145,7 @@ _ALL = (
             "Perplexity of the test set at the best evaluation of the run.", of="best.perplexity", better="less",
             tasks=TEXT, narrow="perpl.\nbest"),
     Measure("best_loss", "best loss", "best loss", LOSS,
-            "Mean cross-entropy in nats of the test set at the best evaluation of the run.", of="best.loss",
+            "Mean cross-entropy of the test set, in nats, at the best evaluation of the run.", of="best.loss",
             better="less"),
     Measure("unigram_perplexity", "unigram perplexity", "unigram", PERPLEXITY,
             "Perplexity of the test set for a model that knows only how frequent each token of the training set is.",
@@ -161,34 +161,35 @@ _ALL = (
             "A quarter of the steps after the warm-up were faster.", of="tokens_per_second_quartiles.1", tasks=TEXT,
             narrow="q3"),
     Measure("speed_up", "speed-up", "speed-up", FACTOR,
-            "How many times as fast a run is as the one with the fewest devices, at the same work on the same machine "
-            "(gpipe compare).", better="more", narrow="speed-\nup"),
+            "How many times as fast a run is as the run with the fewest devices that does the same work on the same "
+            "machine (gpipe compare).", better="more", narrow="speed-\nup"),
     Measure("efficiency", "efficiency", "efficiency", SHARE,
-            "Speed-up divided by how many times as many devices a run has; not known where stages share a device or "
-            "cores (gpipe compare).", better="more", narrow="effi-\nciency %"),
+            "Speed-up divided by the ratio of the numbers of devices; unknown where stages share a device or cores "
+            "(gpipe compare).", better="more", narrow="effi-\nciency %"),
     Measure("relative", "relative speed", "relative", FACTOR,
-            "Speed of a row of bench.json divided by that of the first row that was measured: the median over the "
-            "rounds.", of="relative", better="more"),
+            "Speed of a row of bench.json divided by that of one device with the whole mini-batch, nothing recomputed "
+            "and all threads of the machine (in a recipe: of its first row): the median over the rounds.",
+            of="relative", better="more"),
     Measure("bubble_ideal", "bubble, ideal", "bubble ideal", SHARE,
-            "(K-1)/(M+K-1): the bubble of K equal devices that only compute, of the paper's schedule.",
+            "(K-1)/(M+K-1): the bubble of the paper's schedule on K equal devices that only compute.",
             of="ideal_bubble", tag="bubble/ideal"),
     Measure("bubble_predicted", "bubble, predicted", "bubble predicted", SHARE,
             "The bubble of the simulated step.", of="bubble.predicted", tag="bubble/predicted"),
     Measure("idle_measured", "idle, measured", "idle", SHARE,
-            "Share of the devices' time in a step in which they do nothing, whatever the cause: bubble, imbalance, "
-            "transfer and set-up.", of="idle.measured", tag="idle/measured", better="less"),
+            "Share of the devices' time in a step in which they are idle, for any reason: bubble, imbalance, transfer "
+            "or set-up.", of="idle.measured", tag="idle/measured", better="less"),
     Measure("idle_predicted", "idle, predicted", "idle predicted", SHARE,
             "The idle share of the simulated step.", of="idle.predicted", tag="idle/predicted"),
     Measure("step_seconds_predicted", "seconds per step, predicted", "step predicted", STEP,
             "Seconds of the simulated step.", of="prediction.step_seconds"),
     Measure("step_over_predicted", "step over predicted", "step / predicted", FACTOR,
-            "Seconds of a step divided by those of the simulated one.", tag="speed/step_over_predicted"),
+            "Measured seconds per step divided by the predicted ones.", tag="speed/step_over_predicted"),
     Measure("activation_bytes_fullest", "activations", "activations", BYTES,
-            "Bytes of saved activations on the fullest stage, counted at the fullest moment of one of the first "
-            "steps.", of="activation_bytes", better="less"),
+            "Bytes of saved activations on the fullest stage, counted at the peak of one of the first steps.",
+            of="activation_bytes", better="less"),
     Measure("model_flops_per_second", "FLOP/s", "FLOP/s", FLOPS,
-            "Floating-point operations of the model's forwards and backwards in a second, recomputation not counted, "
-            "at the median speed.", of="model_flops_per_second", better="more"),
+            "Floating-point operations per second of the model's forwards and backwards, recomputation not counted, at "
+            "the median speed.", of="model_flops_per_second", better="more"),
     Measure("mfu", "MFU", "MFU", SHARE,
             "Model FLOPs utilization: model_flops_per_second as a share of the devices' peak (Chowdhery et al., 2022, "
             "PaLM, section 4.1).", of="mfu", better="more"),
@@ -196,28 +197,28 @@ _ALL = (
             "Of a plan: the model's operations, recomputation not counted, as a share of what the planned devices "
             "could do in the predicted step.", of="utilisation", better="more"),
     Measure("imbalance", "imbalance", "imbalance", SHARE,
-            "Of a plan: by how much the slowest stage takes longer than the mean of all stages.", of="imbalance",
-            better="less"),
+            "Of a plan: how much longer the slowest stage takes than the mean of all stages, as a share of that mean.",
+            of="imbalance", better="less"),
     Measure("epochs_done", "epochs", "epochs\ndone", COUNT,
             "Whole epochs done, those before a resume included.", of="epochs"),
     Measure("steps", "steps", "steps", COUNT,
             "Optimizer steps done, those before a resume included.", of="steps"),
-    Measure("seconds", "in all", "time", SECONDS,
-            "Seconds from the start of the process to the end of the run; of a resumed run, since it was resumed.",
+    Measure("seconds", "total time", "time", SECONDS,
+            "Seconds from the start of the process to the end of the run; for a resumed run, since it was resumed.",
             of="seconds", better="less"),
     Measure("threads_per_process", "threads", "threads", COUNT,
-            "Threads that each process computes with.", of="hardware.threads_per_process"),
+            "Threads with which each process computes.", of="hardware.threads_per_process"),
     Measure("without_core", "without a core", "without core", SHARE,
-            "Share of its computing time in which the stage that was worst off had no core, as other programs had "
-            "them: the median over the steps.", of="without_core", better="less"),
+            "Share of computing time in which the most affected stage had no core, because other programs used them: "
+            "the median over the steps.", of="without_core", better="less"),
     Measure("train_loss", "train loss", "train loss", LOSS,
-            "What a step minimizes, the mean over its mini-batch: with label smoothing and the auxiliary head.",
-            tag="train/loss", better="less"),
+            "The loss that training minimizes, averaged over a step's mini-batch, with label smoothing and auxiliary "
+            "head.", tag="train/loss", better="less"),
     Measure("train_cross_entropy", "train cross-entropy", "cross-entropy", LOSS,
-            "Mean cross-entropy in nats of a step's mini-batch, comparable with test_loss.",
+            "Mean cross-entropy of a step's mini-batch, in nats, comparable with test_loss.",
             tag="train/cross_entropy", better="less"),
     Measure("train_top1", "train top-1", "train top-1", SHARE,
-            "Share of right predictions in the mini-batch of a step.", tag="train/top1", better="more", tasks=IMAGES),
+            "Share of correct predictions in a step's mini-batch.", tag="train/top1", better="more", tasks=IMAGES),
     Measure("train_perplexity", "train perplexity", "train perplexity", PERPLEXITY,
             "exp of train_cross_entropy.", tag="train/perplexity", better="less", tasks=TEXT),
     Measure("train_learning_rate", "learning rate", "lr", PEAK,

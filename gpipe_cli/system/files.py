@@ -7,6 +7,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import socket
 import stat
 import sys
@@ -42,9 +43,20 @@ def write_whole(path: Path, content: str | bytes | Iterable[bytes | memoryview])
                 file.writelines([pieces] if isinstance(pieces, bytes) else pieces)
                 file.flush()
                 os.fsync(file.fileno())
-            beside.replace(path)
+            _put_in_place(beside, path)
         finally:
             beside.unlink(missing_ok=True)
+
+
+def _put_in_place(whole: Path, path: Path) -> None:
+    """Rename `whole` to `path`. Some network mounts refuse to while another program has `path` open, but do let it be
+    overwritten; then a reader may find a part."""
+    try:
+        whole.replace(path)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EBUSY, errno.ETXTBSY) or not path.is_file():
+            raise
+        shutil.copyfile(whole, path)
 
 
 @contextmanager

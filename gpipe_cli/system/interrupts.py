@@ -3,7 +3,10 @@ SIGUSR1 (SLURM, torchrun). A training that SIGTERM or SIGUSR1 ends writes a chec
 """
 
 import gc
+import importlib
 import signal
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -83,20 +86,32 @@ def deferred_signals() -> Iterator[Callable[[], None]]:
         restore()
 
 
-@contextmanager
-def interruptible_import() -> Iterator[None]:
-    """Around the import of torch: an interrupt takes effect at its end, after a second or two.
+def import_apart(*modules: str) -> None:
+    """Import modules, and with them torch, in a thread, so that an interrupt takes effect here, at once.
 
-    Raised inside, a KeyboardInterrupt can end in an abort of torch's C++ with pages of traceback, become an ImportError
-    of NumPy's, or a warning of torch's after which the run begins. The garbage collector is off inside: it would scan
-    imported objects, which are never garbage, some hundred times.
+    Raised in an import, a KeyboardInterrupt can end in an abort of torch's C++ with pages of traceback, become an
+    ImportError of NumPy's, or a warning of torch's after which the run begins. The garbage collector is off meanwhile:
+    it would scan imported objects, which are never garbage, some hundred times.
     """
+    errors: list[BaseException] = []
+
+    def import_all() -> None:
+        try:
+            for name in modules:
+                importlib.import_module(name)
+        except BaseException as error:
+            errors.append(error)
+
+    if all(name in sys.modules for name in modules):
+        return
     gc.disable()
     try:
-        with interruptible(at_once=False) as interrupt:
-            yield
-            interrupt.check()
+        thread = threading.Thread(target=import_all, name="gpipe-import", daemon=True)
+        thread.start()
+        thread.join()
     finally:
         gc.freeze()
         gc.unfreeze()  # moves all objects to the oldest generation
         gc.enable()
+    for error in errors:
+        raise error

@@ -4,14 +4,15 @@ A catalogue says how many samples a split has and how long they are. From it, th
 cuts the same mini-batches, so that their sizes need not be sent.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from gpipe_cli.assembly.build import open_data
+from gpipe_cli.assembly.build import find_data, open_data
 from gpipe_cli.config.groups import HuggingFaceConfig, TextConfig
-from gpipe_cli.config.settings import TrainConfig
+from gpipe_cli.config.settings import AUTO_BATCH, TrainConfig
 from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.data.batches import Catalogue, MiniBatches, Split
 from gpipe_cli.data.cache import digest_of
@@ -30,6 +31,7 @@ from gpipe_cli.planner.model_profile import refuse_single_samples
 from gpipe_cli.planner.pipeline_spec import PipelineSpec
 from gpipe_cli.system.files import read_bytes, write_whole
 from gpipe_cli.system.machine import usable_cores
+from gpipe_cli.system.phase import phase
 from gpipe_cli.training.checkpoint.files import Progress
 from gpipe_cli.training.events import DataFacts, Notes
 from gpipe_cli.units import plural
@@ -104,15 +106,28 @@ def saved_tokenizer(run: Path) -> dict[str, bytes]:
     return {path.relative_to(run / TOKENIZER).as_posix(): path.read_bytes() for path in files}
 
 
-def _with_saved_tokenizer(config: TrainConfig, run: Path) -> TrainConfig:
-    """`config` with the tokenizer that was saved by the run whose weights are used: what the setting names may have
-    changed since. Raises InputError if it is missing."""
+def _as_of(run: Path | None, config: TrainConfig) -> tuple[TrainConfig, bytes | None]:
+    """`config` with the tokenizer, and the vocabulary, that were saved by the run whose weights are used, if any: what
+    the setting names may have changed since. Raises InputError if they are missing."""
     dataset = config.dataset
-    if not isinstance(dataset, TextConfig) or dataset.tokenizer is None:
-        return config
-    if not (run / TOKENIZER).is_dir():
-        raise InputError(f"{run / TOKENIZER}: there is no such folder; put back the tokenizer of the run")
-    return replace(config, dataset=replace(dataset, tokenizer=str(run / TOKENIZER)))
+    if run is None or not isinstance(dataset, TextConfig):
+        return config, None
+    if dataset.tokenizer is not None:
+        if not (run / TOKENIZER).is_dir():
+            raise InputError(f"{run / TOKENIZER}: there is no such folder; put back the tokenizer of the run")
+        config = replace(config, dataset=replace(dataset, tokenizer=str(run / TOKENIZER)))
+    return config, saved_vocabulary(run)
+
+
+def refuse_data(config: TrainConfig, auto: Collection[str] = (), source: Path | None = None) -> None:
+    """Raises InputError, before anything slow, if the data cannot be read or its number of samples does not suit the
+    settings, of which those in `auto` have no values yet. `source`: the run whose weights are used."""
+    phase("looking for the data")
+    train, _ = find_data(*_as_of(source, config))
+    if not set(AUTO_BATCH) & set(auto):
+        batches = mini_batches(config, train, training=True)
+        if not auto:
+            refuse_short_last(config, batches)
 
 
 class Data:
@@ -133,10 +148,7 @@ class Data:
         # keys: True for the training set, False for the test set; empty without the first stage
         self._readings: dict[bool, Reading] = {}
         if self._first or spec.partitions - 1 in stages:  # stages in between never see a sample
-            saved, read = None, config
-            if source is not None and config.text:
-                saved, read = saved_vocabulary(source), _with_saved_tokenizer(config, source)
-            self._splits = open_data(read, saved)
+            self._splits = open_data(*_as_of(source, config))
         if self._splits is None or not self._first:
             return
         for training, split in zip((False, True), reversed(self._splits), strict=True):

@@ -33,6 +33,7 @@ class WorkerProcess:
     connect: Callable[[], tuple[ControlGroup, ProcessGroups | None]]  # connects to the other processes of the run
     report: Callable[[object], None]  # sends a message, a frozen dataclass, to the parent
     on_action: OnAction = ignore_action  # called before every action of the pipeline
+    until_handled: Callable[[], None] = lambda: None  # in process 0: waits until the parent has handled all messages
     before_failing: list[Callable[[], None]] = field(default_factory=list)  # called after the task has raised
 
 

@@ -84,9 +84,9 @@ class StepDone:
     gradient_norm: float  # over all stages, before clipping
     memory_bytes: tuple[int, ...]  # peak memory of each stage so far
     without_core: tuple[float, ...]  # per stage, the share of its computing time without a core; 0 on a GPU
-    # The next two are counted in one of the first steps, and None in all others.
+    # The next two are counted in one of the first steps, the last also in the first, and None in all others.
     activation_bytes: tuple[int, ...] | None  # per stage, the most bytes of activations saved at once
-    library_bytes: tuple[int, ...] | None  # per stage, memory of its process's libraries; 0 on a GPU
+    library_bytes: tuple[int, ...] | None  # per stage, memory of its process's libraries; None on GPUs
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,13 @@ class Evaluated(Tested):
 
     is_best: bool
     translations: tuple["Translation", ...]  # of some test sentences; () if the task is not translation
+
+
+@dataclass(frozen=True)
+class CheckpointComing:
+    """A checkpoint is written but for its name; it gets that once all that was reported before is on disk."""
+
+    step: int
 
 
 @dataclass(frozen=True)

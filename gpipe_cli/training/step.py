@@ -91,14 +91,15 @@ def rehearse(engine: Engine, mini_batch: MiniBatch) -> None:
     engine.executor.run(schedule, 0, (samples,), inputs, objective, mini_batch.lengths)
 
 
-def compute_gradients(engine: Engine, mini_batch: MiniBatch, step: int, begun_bytes: int | None = None) -> StepNumbers:
+def compute_gradients(
+    engine: Engine, mini_batch: MiniBatch, step: int, begun_bytes: int | None = None, *, counts: bool = False
+) -> StepNumbers:
     """Run a mini-batch forward and backward through the pipeline; gradients are summed over replicas, and those of
     tied weights over their uses.
 
-    With `begun_bytes`, the memory that this process had when it began, saved activations and the memory of libraries
-    are counted too.
+    `counts`: saved activations are counted, too; with `begun_bytes`, the memory that this process had when it began,
+    that of libraries.
     """
-    counts = begun_bytes is not None
     for stage in engine.stages.values():
         stage.counter.on = counts
     smoothing, replicas = engine.config.label_smoothing, engine.replicas
@@ -114,8 +115,9 @@ def compute_gradients(engine: Engine, mini_batch: MiniBatch, step: int, begun_by
     stages = {}
     for k, stage in engine.stages.items():
         device = torch.device(engine.spec.layout.devices[k])
-        counted = (0, 0) if begun_bytes is None else (stage.counter.peak_bytes, library_bytes(device, begun_bytes))
-        stages[k] = StageMetrics(peak_memory_bytes(device), *counted, recording.without_core(k))
+        saved = stage.counter.peak_bytes if counts else 0
+        libraries = 0 if begun_bytes is None else library_bytes(device, begun_bytes)
+        stages[k] = StageMetrics(peak_memory_bytes(device), saved, libraries, recording.without_core(k))
     norms = norms_of(engine.counted())
     totals = None if objective is None else objective.begin_totals()
     owned = [parameter for k in engine.stages for parameter in engine.owned(k).values()]

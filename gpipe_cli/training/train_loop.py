@@ -99,7 +99,7 @@ def train(
         if resume_from is not None:
             adopt(resume_from, folder)
         process.report(_ready(engine, data.facts(), notes, progress, compiled))
-    checkpoints = CheckpointWriter(engine, folder, config_yaml, process.report, start)
+    checkpoints = CheckpointWriter(engine, folder, config_yaml, process, start)
     process.before_failing.append(checkpoints.settle)
     Training(engine, process, training, test, milestones, checkpoints, progress, begun_bytes).run()
 
@@ -155,7 +155,9 @@ class Training:
         counts = full and not self._counted and step > self._first_step
         self._counted = self._counted or counts
         mini_batch = MiniBatch(self.training, epoch, position)
-        numbers = compute_gradients(engine, mini_batch, step, self.begun_bytes if counts else None)
+        # the first step may be the only one of which the parent hears
+        begun_bytes = self.begun_bytes if counts or step == self._first_step else None
+        numbers = compute_gradients(engine, mini_batch, step, begun_bytes, counts=counts)
         report_step_before = self._gather()
         update_weights(engine, numbers, rate)
         report_step_before()
@@ -262,6 +264,7 @@ def _step_done(
     loss, cross_entropy, top1, top5 = metrics.totals.means
     progress = step.progress
     epoch, position = progress.epoch, progress.position
+    library_bytes = tuple(int(stage.library_bytes) for stage in metrics.stages)
     return events.StepDone(
         step=progress.step,
         epoch=epoch + 1,
@@ -279,7 +282,7 @@ def _step_done(
         memory_bytes=tuple(int(stage.memory_bytes) for stage in metrics.stages),
         without_core=tuple(stage.without_core for stage in metrics.stages),
         activation_bytes=tuple(int(stage.activation_bytes) for stage in metrics.stages) if step.counted else None,
-        library_bytes=tuple(int(stage.library_bytes) for stage in metrics.stages) if step.counted else None,
+        library_bytes=library_bytes if any(library_bytes) else None,
     )
 
 

@@ -90,8 +90,7 @@ class Trial:
     def refuse_remains(self) -> None:
         """End the program if the ended command has left processes, files or a traceback."""
         until = time.monotonic() + PATIENCE_SECONDS
-        # torchinductor_* is torch's cache
-        while left := [*self.processes().values(), *self._temporary.glob("[!t]*")]:
+        while left := [*self.processes().values(), *self._temporary.iterdir()]:
             if time.monotonic() > until:
                 raise SystemExit(f"{self.folder.name}: left behind: {left}")
             time.sleep(0.1)

@@ -221,8 +221,10 @@ def test_a_chosen_run_folder_must_be_new_or_the_run_that_goes_on(tmp_path: Path)
 
 def test_every_package_is_installed() -> None:
     named = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
-    found = {".".join(file.parent.relative_to(ROOT).parts) for file in ROOT.glob("gpipe_cli/**/*.py")}
-    assert found | {"gpipe_cli.conf"} <= named
+    files = [*ROOT.glob("gpipe_cli/**/*.py"), *ROOT.glob("conf/**/*.yaml"), *ROOT.glob("recipes/*.yaml")]
+    files += ROOT.glob("recipes/family/*.yaml")
+    folders = {".".join(file.parent.relative_to(ROOT).parts) for file in files}
+    assert {re.sub("^(conf|recipes)", r"gpipe_cli.\1", folder) for folder in folders} == named
 
 
 PAPERS = "preset=None model.width=2048 model.hidden=8192 model.heads=32 model.length=1024"

@@ -65,10 +65,15 @@ def test_a_line_of_any_length_is_learned_from(tmp_path: Path) -> None:
 
 
 def test_sizes_that_do_not_fit(tmp_path: Path) -> None:
-    """A short text has fewer pieces than a vocabulary that suits long ones; it once was refused."""
+    """A short text has fewer pieces than a vocabulary that suits long ones, and a newer Babel has more characters than
+    the default for its names had room for; both were refused once."""
     most = make_vocabulary(LINES, 32000, word_prefix=True, cache=tmp_path).size
     assert 300 < most < 32000
     assert make_vocabulary(LINES, most, word_prefix=True, cache=tmp_path).size == most
+    signs = [chr(0x4E00 + number) for number in range(120)]
+    spelled = make_vocabulary([LINES[0]] * 300 + signs, 320, word_prefix=True, cache=tmp_path)
+    assert spelled.size <= 320
+    assert [spelled.decode(ids) for ids in spelled.encode(signs)] == signs
     for size, symbols in ((265, []), (100, ["<2en>"])):
         with pytest.raises(InputError, match=rf"^dataset\.vocabulary={size}: .*; use dataset\.vocabulary=\d") as error:
             make_vocabulary(LINES, size, tmp_path, symbols=symbols, word_prefix=True)

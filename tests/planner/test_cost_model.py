@@ -88,7 +88,7 @@ def timed(*values: float) -> LayerTimes:
     """All layers alike: `values` of a micro-batch of two samples, and of one of 8 three times as many seconds."""
     count = len(traced().costs)
     sizes = [values] * count, [tuple(3 * value for value in values)] * count
-    return LayerTimes((2, 8), sizes, [0.1] * count, 0.25, 1.2, 3, 0.5, 1e-6)
+    return LayerTimes((2, 8), sizes, [0.1] * count, 0.25, 1.2, 3, (8, 2.0), 0.5, 1e-6)
 
 
 def test_timed_layers_are_lines_in_samples_and_slow_each_other_down_in_proportion() -> None:
@@ -105,7 +105,9 @@ def test_timed_layers_are_lines_in_samples_and_slow_each_other_down_in_proportio
         assert predicted(timed(1.0, 2.0, 3.0), samples=samples).layers[0].forward == pytest.approx(forward)
     faster = replace(timed(1.0, 2.0, 3.0), samples=(4, 8))  # than in proportion: no layer takes less than nothing
     assert predicted(faster, samples=1).layers[0].forward == pytest.approx(0.25)
-    alone = configure(*EVEN, "partitions=1")
+    costs = predicted_costs(config, traced(), replace(layout, threads=8), timed(1.0, 2.0, 3.0))  # all of the machine
+    assert (costs.layers[0], costs.updates[0]) == (LayerSeconds(0.5, 1.0, 1.5), 0.05)
+    alone = configure(*EVEN, "partitions=1", "threads=1")
     costs = predicted_costs(alone, traced(), layout_of(alone), timed(1.0, 2.0, 3.0))
     assert (costs.slowdown[0], costs.edges[0]) == (1.0, EdgeCost(0.0, 0.0))
 

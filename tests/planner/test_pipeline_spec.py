@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from plan_runs import traced
-from training_runs import TINY, command, configure, spec_of
+from training_runs import SMALL, TINY, command, configure, spec_of
 
 from gpipe_cli.distributed.torchrun import torchrun
 from gpipe_cli.errors import InputError
@@ -37,6 +37,9 @@ def test_processes_follow_the_executor() -> None:
         (2, "partitions=4 placement=v", (0, 1, 1, 0), "0 1 1 0"),
         (2, "partitions=4 placement=looped executor=in_process", (0, 0, 0, 0), "0 1 0 1"),
         (0, "partitions=4 stages_per_process=2 placement=v", (0, 1, 1, 0), None),
+        (0, "partitions=4 schedule=interleaved", (0, 1, 0, 1), None),
+        (8, "partitions=4 schedule=interleaved", (0, 1, 0, 1), "0 1 0 1"),
+        (8, "partitions=4 schedule=interleaved executor=in_process", (0, 0, 0, 0), "0 1 0 1"),
         (8, "partitions=4 placement=own.csv", (1, 0, 0, 1), "1 0 0 1"),
         (0, "partitions=4 placement=own.csv schedule=auto", (1, 0, 0, 1), None),
     ],
@@ -93,6 +96,13 @@ def test_a_dry_run_needs_neither_data_nor_memory(tmp_path: Path) -> None:
     assert sum(shares) == pytest.approx(1)
     assert max(shares) < 0.4
     assert torch.get_default_device() == torch.device("cpu")
+
+
+def test_nearly_all_work_on_one_process_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A cut left one process with 99.1 % of the cost without a word."""
+    costs = f"partition.costs=[{','.join(['1000', *7 * '1'])}]"
+    assert command("train", "dry_run=true", *SMALL, "partitions=2", costs, f"run_folder={tmp_path}") == 0
+    assert "process 0 has 99.3 % of the work" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_order_made_for_text_has_all_micro_batches() -> None:

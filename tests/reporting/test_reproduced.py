@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from gpipe_cli.reporting.reproduced.readme import BEGIN, END, with_results
-from gpipe_cli.reporting.reproduced.verdict import Verdict, verdict
+from gpipe_cli.reporting.reproduced.verdict import Verdict, verdicts
 from gpipe_cli.reporting.tables.recipe import Reproduction, markdown, read_reproduction, write_reproduction
 from gpipe_cli.reporting.tables.table import Column, Origin, Table
 from gpipe_cli.units import count
@@ -59,12 +59,18 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     write_reproduction(FOUND, tmp_path)
     assert markdown(read_reproduction(tmp_path)) == markdown(FOUND)
     read = read_reproduction(tmp_path).tables
-    assert [verdict(table) for table in read] == list(map(verdict, FOUND.tables))
+    assert [list(verdicts(table)) for table in read] == [list(verdicts(table)) for table in FOUND.tables]
 
 
 def test_the_number_that_stands_for_a_claim_is_the_largest_model_or_the_first_quantity() -> None:
-    assert verdict(SPEEDS) == Verdict("K = 4, M = 1", "1.13", "1.06", "simulated", "-0.07")  # the last row has none
-    assert verdict(SIZES) == Verdict("parameters, Pipeline-8", "1.80 B", "1.84 B", "planned", "+2.4 %")
+    run, simulated = verdicts(SPEEDS)
+    assert run == Verdict("K = 2, M = 4", "1.07", "1.45", "measured", "-", "not comparable")
+    apart = "differs in 1 of 3 rows, most in K = 2, M = 4: 1.35 for 1.07"
+    assert simulated == Verdict("K = 4, M = 1", "1.13", "1.06", "simulated", "-0.07", apart)  # the last row has none
+    agrees = Verdict("parameters, Pipeline-8", "1.80 B", "1.84 B", "planned", "+2.4 %", "agrees")
+    assert list(verdicts(SIZES)) == [agrees]
+    fits = [Column("", cells=["Naive-1"]), Column("fits", "paper", ["yes"]), Column("fits", "planned", ["no"])]
+    assert [one.words for one in verdicts(Table("", fits))] == ["differs in 1 of 1 row, most in Naive-1: no for yes"]
 
 
 def test_the_results_in_the_readme_are_written_anew_between_its_marks() -> None:
@@ -78,7 +84,10 @@ def test_the_results_in_the_readme_are_written_anew_between_its_marks() -> None:
     assert renewed.startswith(f"{before}{BEGIN}")
     assert renewed.endswith(f"{END}{after}")
     assert "| 4 | 1 | 1.13 | 47 | - | 1.06 | - | -0.07 |" in renewed
-    assert "| [trained](trained.yaml) | K < 8 is slow | top-1 | 84.4 % | 100.00 % | measured | other" in renewed
+    assert (
+        "| [trained](trained.yaml) | K < 8 is slow | top-1 | 84.4 % | 100.00 % | measured | - | not comparable"
+        in renewed
+    )
     assert "### trained" not in renewed, "its claim says all"
     assert "| [mine](mine.yaml) | K < 8 is slow | a & b |" in renewed
     assert "### mine" not in renewed, "no number of the paper"

@@ -26,6 +26,7 @@ from training_runs import (
 from gpipe_cli.commands.training_run import find_source
 from gpipe_cli.errors import InputError
 from gpipe_cli.launch.fork_server import fork_server, temporary_folder
+from gpipe_cli.planner import model_profile
 from gpipe_cli.reporting.run.lines import LOG
 from gpipe_cli.results.files import read_result
 from gpipe_cli.training.milestones import DivergedError, starting_point
@@ -151,9 +152,38 @@ def refused_in_one_line(capsys: pytest.CaptureFixture[str], folder: Path, line: 
     """And nothing is left in the folder."""
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith(f"gpipe train: {line}")
+    assert captured.err.partition(": ")[2].startswith(line)
     assert captured.err.count("\n") == 1
     assert not list(folder.glob("outputs/*"))
+
+
+@pytest.mark.parametrize(
+    ("line", "refusal"),
+    [
+        ("train partitions=20 micro_batches=auto", "partitions=20: the model has only 10 layers"),
+        ("train device=cuda partitions=auto", "device=cuda: there is no CUDA device here; use device=cpu"),
+        ("train batch_size=5000 micro_batches=auto", "batch_size=5000: the training set has only 1437 samples"),
+        ("train dataset.num_classes=3", "dataset.num_classes=3: digits has 10 classes"),
+        ("train dataset.augmentation.cutout=24", "dataset.augmentation.cutout=24: the images are only 24 pixels wide"),
+        ("train dataset=imagenet partitions=auto", "dataset.root=data/imagenet: "),
+        ("train dataset=image_folder dataset.root=. dataset.num_classes=2", "dataset.root=.: 'train' cannot be read"),
+        ("train dataset=image_masks dataset.root=. dataset.num_classes=2 model=unet", "dataset.root=.: "),
+        ("train model=transformer_lm dataset=text_files dataset.root=gone batch_size=auto", "text file 'gone': "),
+        ("train model=transformer_nmt dataset=parallel_text dataset.root=gone", "text file 'gone': "),
+        ("train model=transformer_nmt dataset.vocabulary=300", "dataset.vocabulary=300: "),
+        ("bench dataset=cifar10", "dataset.root=data: "),
+        ("check dataset=oxford_pets", "dataset.root=data: "),
+        ("check against=torch dataset=cifar100", "dataset.root=data: "),
+    ],
+)
+def test_data_devices_and_ranges_are_looked_at_before_layers(
+    line: str, refusal: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder that is not there was reported after half a minute, in which layers were traced and timed."""
+    monkeypatch.setattr(model_profile, "_profile", lambda *_: pytest.fail("layers were traced"))
+    monkeypatch.setattr("gpipe_cli.planner.data_sheet.usable_gpus", tuple)  # also where there are some
+    assert command(*line.split()) == 2
+    refused_in_one_line(capsys, tmp_path, refusal)
 
 
 def test_what_one_worker_of_two_refuses_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,8 @@ from training_runs import (
     command_struck,
     configure,
     final_tensors,
+    start_program,
+    steps_of,
     train_here,
     wait_until,
     workers_of,
@@ -166,6 +168,27 @@ def test_a_process_that_is_killed_after_the_last_checkpoint_is_not_missed(
     line = ["resume=auto", f"run_folder={tmp_path / 'run'}", "model.target=killed:other"]
     assert command("train", *line) == 2
     assert re.match(r"gpipe train: model.target=killed:other: .* has no function other", capsys.readouterr().err)
+
+
+@linux
+def test_no_row_is_lost_where_the_command_is_killed_as_a_checkpoint_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint was complete before the command had written what it was told of its steps: 55 to 57 of 60 rows.
+    And torch's folder for compiled code stayed among the temporary files."""
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    command_of = "int(open(f'/proc/{os.getppid()}/stat').read().rpartition(')')[2].split()[1])"  # above the server
+    (tmp_path / "killed.py").write_text(KILLED.replace("os.getpid()", command_of))
+    run = tmp_path / "run"
+    line = ["train", *RUN, *IN_PROCESS, "logger=[csv]", "checkpoint.every_steps=2", "resume=auto", f"run_folder={run}"]
+    program = start_program(*line, "model.target=killed:build")
+    program.communicate(timeout=120)
+    assert program.returncode == -signal.SIGKILL
+    wait_until(lambda: not [*(tmp_path / "tmp").iterdir()], 20, "the end of the temporary files")
+    assert (step_of(checkpoints_in(run)[-1]), steps_of(run)) == (2, [1, 2])
+    assert command(*line, "model.target=custom_models:small", "max_steps=3") == 0
+    assert steps_of(run) == [1, 2, 3]
 
 
 def test_what_a_killed_start_has_left_is_begun_anew_and_what_is_not_ours_stays(

@@ -1,6 +1,7 @@
 """A run carries what its weights mean: the vocabulary of its text, and no need for what it began with."""
 
 import random
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,12 @@ from safetensors.torch import save_file
 from training_runs import TINY, command, configure, spec_of
 
 from gpipe_cli.config.groups import TextConfig
+from gpipe_cli.config.settings import to_yaml
 from gpipe_cli.data.text import open_text
 from gpipe_cli.errors import InputError
+from gpipe_cli.launch.supervisor import run_task
 from gpipe_cli.results.files import read_result
+from gpipe_cli.training.train_loop import train
 
 TEXT = [
     "~presets", "model=transformer_lm", "dataset=text_files", "model.layers=1", "model.width=8", "model.hidden=8",
@@ -86,8 +90,11 @@ def test_a_stage_in_the_middle_waits_while_text_is_prepared(text: Path, tmp_path
     chance = random.Random(1)
     lines = (" ".join("".join(chance.choices("abcdefgh", k=6)) for _ in range(9)) for _ in range(1_500))
     (text / "long.txt").write_text("\n".join(lines))
-    processes = ["partitions=3", "executor=distributed"]
-    assert run(text, tmp_path / "run", *processes, "timeout_seconds=0.3", "max_steps=1") == 0
+    places = [f"dataset.root={text}", f"dataset.cache={tmp_path / 'cache'}"]
+    config = configure(*TEXT, *places, "partitions=3", "executor=distributed", "max_steps=1")
+    spec = spec_of(config)
+    task = partial(train, config, to_yaml(config), spec, tmp_path, source=None)  # the command would read the text first
+    assert run_task(task, spec, 0.3, lambda _: None) is None
 
 
 @pytest.mark.parametrize(

@@ -136,8 +136,8 @@ class Order:
     splits: bool = False  # whether backwards are split into I and W
 
     def devices(self, partitions: int, stages_per_device: int | None = None) -> int:
-        """P, on how many devices the order places K = `partitions` stages: in a V each has two, one down and one up."""
-        default = 2 if self.placement == "v" else 1
+        """P, on how many devices the order places K = `partitions` stages: two on each if it is made for several."""
+        default = 1 if self.placement is None else 2
         return -(-partitions // (stages_per_device or default))
 
     def suits(self, device_of_stage: Sequence[int]) -> bool:

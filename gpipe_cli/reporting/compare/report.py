@@ -86,7 +86,7 @@ def notes(comparison: Comparison) -> Iterator[str]:
             yield f"{comparison.referred([position])} failed: {run.error}"
     for status, meaning in (
         ("interrupted", "interrupted, so not trained to the end"),
-        ("running", "running: still at work, or killed; numbers are those of its last evaluation"),
+        ("running", "running: still in progress, or killed; its numbers are from its last evaluation"),
         ("dry_run", "a dry run: nothing was trained"),
     ):
         yield from _of_which(comparison, meaning, [one.status == status for one in results])
@@ -95,29 +95,29 @@ def notes(comparison: Comparison) -> Iterator[str]:
     for what, consequence, values in (
         ("tasks", "top-1 and perplexity cannot be compared, nor samples/s with tokens/s",
          [one.task for one in results]),
-        ("data sets", f"{score} is of different test sets and cannot be compared",
+        ("data sets", f"{score} comes from different test sets and cannot be compared",
          [_data(run) for run in comparison.runs if one_task]),
-        ("models", f"{unit}, step, memory and FLOP/s are of different work; they compare models, not pipelines",
+        ("models", f"{unit}, step, memory and FLOP/s compare the models, not the pipelines",
          [one.model for one in results]),
         ("machines", "speed, step, bubble and memory cannot be compared across them",
          [run.machine for run in comparison.runs]),
-        ("numbers of threads per process", "speeds differ by that too", [one.threads for one in results]),
-        ("versions of torch", "speeds differ by that too", [one.versions.get("torch") for one in results]),
+        ("numbers of threads per process", "speeds depend on it, too", [one.threads for one in results]),
+        ("versions of torch", "speeds depend on it, too", [one.versions.get("torch") for one in results]),
     ):  # fmt: skip
         if found := _different(comparison, values):
             yield f"different {what} ({found}): {consequence}"
     if len({one.command for one in results}) > 1:
         yield "runs of gpipe bench are not evaluated: they have a speed and no accuracy"
     for kind, meaning in (
-        ("measured_one_device", "one device: measured where stages shared a device or cores"),
-        ("measured_contended", "contended: other programs had the stages' cores at times"),
+        ("measured_one_device", "one device: stages shared a device or cores"),
+        ("measured_contended", "contended: times are inflated by other programs"),
     ):
         of_kind = [one.samples_per_second_kind == kind for one in results]
-        yield from _of_which(comparison, f"{meaning} ({kind}), which is not the speed of a pipeline", of_kind)
-    warm_up = "too short for a speed, so that of warm-up steps is shown"
+        yield from _of_which(comparison, f"{meaning} ({kind}); not the speed of a pipeline", of_kind)
+    warm_up = "too short to measure a speed, so that of its warm-up steps is shown"
     yield from _of_which(comparison, warm_up, [one.speed_includes_warm_up for one in results])
     resumed = [one.resumed_from is not None for one in results]
-    yield from _of_which(comparison, "resumed, so their time is that since then", resumed)
+    yield from _of_which(comparison, "resumed, so their time counts from the last start", resumed)
 
 
 def same_curve_notes(comparison: Comparison) -> list[str]:

@@ -59,7 +59,7 @@ class RunRecord:
         """The hardware of the run: `2 cores of AMD EPYC`, `2 x NVIDIA H200, 16 cores of ...`."""
         hardware = self.result.hardware
         if not hardware:
-            return "not known"
+            return "unknown"
         gpus = Counter(hardware["gpus"])
         counted = [f"{number} x {name}" if number > 1 else name for name, number in gpus.items()]
         return ", ".join([*counted, f"{hardware['cores']} cores of {hardware['cpu']}"])
@@ -74,7 +74,7 @@ def read_run(folder: Path) -> RunRecord:
     try:
         result = read_run_result(folder)
     except FileNotFoundError:
-        raise InputError(f"{folder}: has no {RESULT}, so nothing is known of this run; run it again") from None
+        raise InputError(f"{folder}: has no {RESULT}, so nothing is known about this run; run it again") from None
     except OSError as error:
         raise InputError(f"{folder / RESULT}: cannot be read ({error.strerror}); mend that or leave it out") from error
     for file in folder.glob("*tfevents*"):

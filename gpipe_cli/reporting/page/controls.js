@@ -1,5 +1,5 @@
 // The setting that is simulated: sliders, what they say in numbers, the address that keeps it.
-const BY_HAND = new Option("by hand", "by hand"); // offered while it is so
+const EDITED = new Option("edited", "edited"); // offered while the order is an edited one
 const IN_ADDRESS = {partitions: "K", micro_batches: "M", schedule: "schedule", recompute: "recompute",
                     stages_per_process: "stages", placement: "placement", backward_factor: "backward", link_factor: "transfers"};
 
@@ -13,7 +13,7 @@ function offeredPartitions() {
 
 // ---- changing it ----
 
-// New values for some controls. An order by hand belongs to the setting that it was made for.
+// New values for some controls. An edited order belongs to the setting that it was made for.
 function change(values, remember = true) {
   const controls = {...state.controls, ...values};
   const kept = Object.keys(values).every(name =>
@@ -24,18 +24,7 @@ function change(values, remember = true) {
     controls.stages_per_process = oneDevice ? controls.partitions
       : Math.min(controls.partitions, controls.stages_per_process);
   }
-  return setControls(withDevices(controls, state.controls), remember);
-}
-
-// Whether a setting is another than the run's own, whatever its devices share, and in whatever order they work.
-function explored(controls) {
-  return [...OWN, "backward_factor", "link_factor"].some(name => controls[name] !== state.own[name]);
-}
-
-// The run's own setting is simulated as it ran; whoever leaves it has a device for each stage, until told otherwise.
-function withDevices(controls, before = state.own) {
-  const own_devices = devicesShare() && explored(controls);
-  return explored(controls) === explored(before) ? controls : {...controls, own_devices};
+  return setControls(controls, remember);
 }
 
 // Simulates other controls; those that cannot be are refused, and false is returned.
@@ -43,7 +32,7 @@ function setControls(controls, remember = true) {
   const result = gpipe.configured(data, controls);
   if (!result.timeline) {
     showControls();
-    showProblem("This cannot be.", result.problem);
+    showProblem("This setting is impossible.", result.problem);
     return false;
   }
   if (remember) state.history.push(state.controls);
@@ -123,7 +112,7 @@ function ask(text, answer) {
 // One thing changed of the run's own setting, so that the answer is about nothing else.
 function tryIt(text, values) {
   ask(text, () => {
-    setControls(withDevices({...state.own, ...values}));
+    setControls({...state.own, ...values});
     live.textContent = explained.textContent;
   });
 }
@@ -138,9 +127,9 @@ function showBubble() {
     const region = pieces.reduce((most, piece) => long(piece) > long(most) ? piece : most);
     pointAt({figure, what: "region", stage: figure.device_of_stage.indexOf(region.device), region});
     const share = percent(figure.breakdown.bubble);
-    explained.textContent = `The ${owner()}'s own setting, simulated: ${share} of the step is bubble, in ` +
-      `${pieces.length} pieces, hatched in the lanes; the longest one, ${explainRegion(figure, region)}`;
-  } else explained.textContent = "There is none: no device waits for another.";
+    explained.textContent = `With the ${owner()}'s own setting, simulated, ${share} of the step is bubble, in ` +
+      `${pieces.length} hatched pieces. The longest one: ${explainRegion(figure, region)}`;
+  } else explained.textContent = "There is no bubble: no device waits for another.";
   live.textContent = explained.textContent;
 }
 
@@ -148,7 +137,7 @@ function showBubble() {
 function changeInWords() {
   const parts = differing(state.figure, state.ownFigure).map(([name, verb, was, now]) =>
     `the ${name} ${verb} ${now} instead of ${was}`);
-  const text = list(parts) || "step, recomputation, bubble and memory stay as they are";
+  const text = list(parts) || "step time, recomputation, bubble and memory do not change";
   return `${changes().join("; ")}: ${text}.${smallInWords()}`;
 }
 
@@ -178,9 +167,9 @@ function smallInWords() {
   const factor = perSample(figure) / perSample(ownFigure) / state.controls.backward_factor;
   if (figure.micro_batches === ownFigure.micro_batches || Math.abs(factor - 1) < 0.1) return "";
   const [now, before] = [figure, ownFigure].map(of => decimal(samples(of)));
-  return ` A micro-batch has ${now} of the samples instead of ${before}, and a sample takes ` +
+  return ` A micro-batch has ${now} instead of ${before} samples, and each sample takes ` +
     `${factor.toFixed(2)} \u00d7 as long to compute: ` +
-    `${factor > 1 ? "small ones use the device less efficiently" : "large ones use the device more efficiently"}.`;
+    `${factor > 1 ? "small micro-batches use the device less efficiently" : "large micro-batches use the device more efficiently"}.`;
 }
 
 // ---- what the controls say ----
@@ -189,9 +178,9 @@ function showControls() {
   const {controls} = state;
   field("partitions").value = offeredPartitions().indexOf(controls.partitions);
   field("micro_batches").value = offeredMicroBatches().indexOf(controls.micro_batches);
-  if (controls.rows) field("schedule").append(BY_HAND);
-  else BY_HAND.remove();
-  field("schedule").value = controls.rows ? BY_HAND.value : controls.schedule;
+  if (controls.rows) field("schedule").append(EDITED);
+  else EDITED.remove();
+  field("schedule").value = controls.rows ? EDITED.value : controls.schedule;
   field("recompute").value = controls.recompute;
   field("own_devices").checked = controls.own_devices;
   field("devices-meaning").textContent = devicesInWords();
@@ -210,7 +199,7 @@ function showControls() {
   say("micro_batches", controls.micro_batches);
   say("stages_per_process", several ? `${stages_per_process}: ${state.figure.ofDevice.size} devices` : stages_per_process);
   say("backward_factor", `1 : ${decimal(backwardRatio())}`);
-  say("link_factor", faster === 1 ? "as it is" :
+  say("link_factor", faster === 1 ? "unchanged" :
     faster > 1 ? `${decimal(faster)} \u00d7 faster` : `${decimal(1 / faster)} \u00d7 slower`);
   field("schedule-meaning").textContent = orderInWords();
   field("recompute-meaning").textContent = RECOMPUTES[controls.recompute] + (controls.rows ? ""
@@ -220,8 +209,8 @@ function showControls() {
 }
 
 function placementInWords(placement, several) {
-  if (!several) return "of several stages a device";
-  const {schedule} = state.controls, made = schedule === "interleaved" ? ", for which interleaved is made" : "";
+  if (!several) return "matters only with several stages per device";
+  const {schedule} = state.controls, made = schedule === "interleaved" ? ", as interleaved requires" : "";
   return PLACEMENTS[placement].replace("PLANNED", owner()) + made;
 }
 
@@ -231,30 +220,29 @@ function say(id, text) {
 }
 
 function orderInWords() {
-  const {schedule, stages_per_process, rows} = state.controls;
-  if (rows) return `changed by hand, from ${schedule}` + against({schedule, rows: undefined});
-  if (schedule === "interleaved" && stages_per_process === 1) return "needs 2 or more stages per device, below: so it is 1f1b";
+  const {schedule, rows} = state.controls;
+  if (rows) return `edited, starting from ${schedule}` + against({schedule, rows: undefined});
   const chosen = schedule === "auto" && data.setting.chosen_order;
   return (chosen ? `${ORDERS.auto}: ${chosen}` : ORDERS[schedule]) +
     against({schedule: schedule === "gpipe" ? "1f1b" : "gpipe"});
 }
 
-// What is shown against another choice, both simulated: no hint can say anything else than the tiles.
+// What is shown against another choice on the same devices, both simulated: no hint can say anything else than the tiles.
 function against(values) {
   const {figure, controls} = state, [name] = Object.values(values);
   if (figure.large) return ""; // it would take seconds
-  const other = gpipe.configured(data, {...controls, ...values});
+  const other = gpipe.configured(data, {...gpipe.settled(data, controls), ...values});
   if (!other.timeline) return "";
   const parts = differing(other, figure).map(([what, , was, now]) => `\n${what} ${was} \u2192 ${now}`);
-  return `.\nWith ${name}${parts.length ? `:${parts.join("")}` : " the same here."}`;
+  return `.\nWith ${name}${parts.length ? `:${parts.join("")}` : ": no difference."}`;
 }
 
 // What the switch does, in the words of what is shown.
 function devicesInWords() {
   const {figure, controls} = state, devices = figure.ofDevice.size, factor = gpipe.slowdowns(data, devices).at(-1) ?? 1;
   if (devices === 1) return "There is only one device.";
-  if (controls.own_devices) return `Switched off, they share the ${owner()}'s ${coresInWords()}.`;
-  return `They share the ${owner()}'s ${coresInWords()}` + (factor < 1.005 ? ", enough for all."
+  if (controls.own_devices) return `If switched off, the stages share the ${owner()}'s ${coresInWords()}.`;
+  return `The stages share the ${owner()}'s ${coresInWords()}` + (factor < 1.005 ? ", which is enough for all."
     : `: while all ${devices} compute, each takes ${decimal(factor)} \u00d7 as long.`);
 }
 
@@ -278,21 +266,21 @@ function changes() {
     .map(name => `${names[name] ?? name} ${own[name]} \u2192 ${now[name]}`);
   if (controls.backward_factor !== 1) found.push(`backward \u00d7 ${decimal(controls.backward_factor)}`);
   if (controls.link_factor !== 1) found.push(`transfers \u00d7 ${decimal(controls.link_factor)}`);
-  if (controls.own_devices && !explored(controls)) found.push("a device of its own for each stage");
-  if (controls.rows) found.push("order by hand");
+  if (controls.own_devices) found.push("a separate device for each stage");
+  if (controls.rows) found.push("edited order");
   if (found.length && controls.partitions === own.partitions && own.partitions <= 16 &&
     String(state.figure.balance) !== String(data.cut.balance)) {
-    found.push(`layers cut anew, ${data.cut.balance.join("-")} \u2192 ${state.figure.balance.join("-")}`);
+    found.push(`a new cut of the layers, ${data.cut.balance.join("-")} \u2192 ${state.figure.balance.join("-")}`);
   }
   return found;
 }
 
 // Where the seconds come from, and what is assumed.
 function costsInWords() {
-  const {source, basis, halves} = data.costs, parts = [`Times of layers: ${source}.`];
-  if (basis === "other_device") parts.push("They are of another device, and only tell layers from each other.");
+  const {source, basis, halves} = data.costs, parts = [`Based on ${source}.`];
+  if (basis === "other_device") parts.push("Those are for another device: only the ratios between layers count.");
   const split = state.figure.timeline.spans.flat().some(({action}) => action.kind === "I");
-  if (split && halves === "assumed") parts.push("I and W are taken to be half of a backward each.");
+  if (split && halves === "assumed") parts.push("I and W are assumed to take half of a backward each.");
   return parts.join(" ");
 }
 
@@ -307,46 +295,31 @@ function tile(parent, name, value, ...lines) {
   return node;
 }
 
-function showNumbers() {
-  const section = field("numbers"), {figure, ownFigure} = state, one = state.oneFigure;
+function showNumbers(baseline) {
+  const section = field("numbers"), {figure, ownFigure} = state;
   section.replaceChildren();
   const same = !changes().length, devices = figure.ofDevice.size;
   tile(section, "step", duration(figure.step_seconds), same ? measuredLine() :
     `${difference(figure.step_seconds, ownFigure.step_seconds, "shorter than", "longer than", "as long as")} ` +
-    `with ${ownName()}, ${duration(ownFigure.step_seconds)}`);
+    `with the ${owner()}'s own setting, ${duration(ownFigure.step_seconds)}`);
   tile(section, "samples per second", decimal(figure.samples_per_second), same ? "" :
     `${difference(figure.samples_per_second, ownFigure.samples_per_second, "fewer than", "more than", "as many as")} ` +
-    `with ${ownName()}, ${decimal(ownFigure.samples_per_second)}`);
-  const speedup = one.step_seconds / figure.step_seconds, whole = wholeInWords(figure);
-  tile(section, "speed-up", `${speedup.toFixed(2)} \u00d7`, "over K = 1 with the same M and recomputation",
-    gain(speedup, devices), devices > 1 && devicesShare() && sharingInWords(devices), whole);
+    `with the ${owner()}'s own setting, ${decimal(ownFigure.samples_per_second)}`);
+  speedUpTile(section, devices, baseline);
   bubbleTile(section, devices);
   memoryTile(section);
 }
 
-// A step of one device that takes the mini-batch whole: what a pipeline has to beat.
-function wholeInWords({step_seconds}) {
-  if (!data.costs.of[1]) return "";
-  const result = gpipe.configured(data, {...oneControls(state.controls), micro_batches: 1, recompute: "never"});
-  const plain = "K = 1, M = 1, without recomputation";
-  if (result.problem) return `${plain}, would not fit`;
-  const ratio = result.step_seconds / step_seconds;
-  return `${ratio.toFixed(2)} \u00d7 over ${plain}, ${duration(result.step_seconds)}` + (ratio < 1 ? ": slower" : "");
-}
-
-// How much of what is possible.
-function gain(speedup, devices) {
-  const {at_once} = data.slowdown, most = at_once / data.setting.replicas;
-  if (devices === 1) return "one device has all stages";
-  const crowded = !state.controls.own_devices && at_once && most < devices;
-  const share = speedup / (crowded ? most : devices);
-  return `${share < 1 ? percent(share) : "all"} of what ${crowded ? coresInWords() : `${devices} devices`} could give`;
-}
-
-function sharingInWords(devices) {
-  if (!state.controls.own_devices) return `its ${devices} devices share the ${owner()}'s ${coresInWords()}`;
-  return devices === state.figure.device_of_stage.length
-    ? "each stage has a device of its own" : "no device shares its cores";
+function speedUpTile(section, devices, baseline) {
+  const cores = data.slowdown.cores ? `, with all ${coresInWords()}` : "";
+  const one = `one device with the whole mini-batch, nothing recomputed${cores}`;
+  if (!baseline) {
+    tile(section, "speed-up", "\u2013", `${one}, does not fit`);
+    return;
+  }
+  const speedup = baseline.step_seconds / state.figure.step_seconds, share = speedup / devices / data.setting.replicas;
+  tile(section, "speed-up", `${speedup.toFixed(2)} \u00d7`, `over ${one}: ${duration(baseline.step_seconds)}`,
+    !devicesShare() && devices > 1 && `${percent(share)} of a perfect speed-up on ${devices} devices`);
 }
 
 function bubbleTile(section, devices) {
@@ -361,12 +334,12 @@ function bubbleTile(section, devices) {
 function memoryTile(section) {
   const {figure} = state, peaks = figure.device_memory.map(peak), shared = devicesShared(figure);
   const device = peaks.indexOf(Math.max(...peaks)), stages = stagesOn(figure, device), {limit_bytes} = figure;
-  const limit = limit_bytes * stages.length, each = shared ? `device ${device}` : "a stage";
-  const versus = limit && `${peaks[device] > limit ? "over" : "within"} the limit of ${size(limit)} of ${each}`;
+  const limit = limit_bytes * stages.length, each = shared ? `of device ${device}` : "per stage";
+  const versus = limit && `${peaks[device] > limit ? "over" : "within"} the memory limit of ${size(limit)} ${each}`;
   const own = changes().length ? `${owner()}'s own setting: ${size(fullestPeak(state.ownFigure))}` : "";
   const alone = stages.length > 1
-    && `${list(stages.map(stage => size(peak(figure.memory[stage]))))} for each of its stages alone`;
-  const node = tile(section, "most ", size(peaks[device]), `on ${deviceWord(figure, device)}`, alone, versus, own);
+    && `${list(stages.map(stage => size(peak(figure.memory[stage]))))} for its stages separately`;
+  const node = tile(section, "peak ", size(peaks[device]), `on ${deviceWord(figure, device)}`, alone, versus, own);
   node.firstChild.append(word("memory"));
 }
 
@@ -407,7 +380,7 @@ function showShares() {
   const table = field("shares"), step = data.steps[state.recorded];
   const columns = [["simulated", state.figure]];
   if (step) columns.unshift(["measured", step]);
-  if (changes().length) columns.push([`${ownName()}, simulated`, state.ownFigure]);
+  if (changes().length) columns.push([`the ${owner()}'s own setting, simulated`, state.ownFigure]);
   table.replaceChildren();
   const head = table.createTHead().insertRow(), body = table.createTBody();
   head.insertCell();
@@ -441,9 +414,7 @@ function addressOf(controls) {
   for (const [name, word] of Object.entries(IN_ADDRESS)) {
     if (controls[name] !== state.own[name]) words.set(word, controls[name]);
   }
-  if (devicesShare() && (words.size || controls.own_devices)) {
-    words.set("devices", controls.own_devices ? "own" : "shared");
-  }
+  if (controls.own_devices) words.set("devices", "own");
   return words;
 }
 
@@ -464,7 +435,7 @@ function readAddress() {
     partitions: value => offeredPartitions().includes(value),
     micro_batches: value => offeredMicroBatches().includes(value),
     stages_per_process: value => Number.isInteger(value) && value >= 1 && value <= controls.partitions,
-    schedule: value => value !== BY_HAND.value && [...field("schedule").options].some(one => one.value === value),
+    schedule: value => value !== EDITED.value && [...field("schedule").options].some(one => one.value === value),
     recompute: value => [...field("recompute").options].some(option => option.value === value),
     placement: value => [...field("placement").options].some(option => option.value === value),
     backward_factor: value => value >= 0.25 && value <= 4,
@@ -476,8 +447,7 @@ function readAddress() {
     const value = ["schedule", "recompute", "placement"].includes(name) ? given : Number(given);
     if (offered[name](value)) controls[name] = value;
   }
-  const own_devices = {own: devicesShare(), shared: false}[words.get("devices")];
-  controls.own_devices = own_devices ?? withDevices(controls).own_devices;
+  controls.own_devices = devicesShare() && words.get("devices") === "own";
   const recorded = data.steps.findIndex(step => String(step.step) === words.get("step"));
   if (recorded >= 0) state.recorded = recorded;
   return controls;

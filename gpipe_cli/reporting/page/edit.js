@@ -1,4 +1,4 @@
-// The order of actions, changed by hand: an action is dragged, or moved with Alt and an arrow, within its row.
+// The order of actions, edited: an action is dragged, or moved with Alt and an arrow, within its row.
 const FILE = "my_schedule.csv";
 
 // The rows that are edited: those of the lanes that one sees.
@@ -35,7 +35,7 @@ function moveAction(figure, key, to) {
   const controls = {...state.controls, rows: withMoved(rowsOfLanes(figure), key, to)};
   const said = outcome(figure, gpipe.configured(data, controls), gpipe.action(key).stage);
   setControls(controls);
-  explained.textContent = `${key} there: ${said}`;
+  explained.textContent = `${key} moved: ${said}`;
 }
 
 // What the move of an action of a stage leads to, in time and in memory.
@@ -62,7 +62,7 @@ function dragAction(event, piece) {
     placeInsertion(ghost.line, others, to, piece.stage);
     if (to === was) return;
     const tried = gpipe.configured(data, {...state.controls, rows: withMoved(rows, key, to)});
-    explained.textContent = `${key} here: ${outcome(figure, tried, piece.stage)}`;
+    explained.textContent = `${key} at this place: ${outcome(figure, tried, piece.stage)}`;
   };
   drag(event, follow, done => {
     ghost?.bar.remove();

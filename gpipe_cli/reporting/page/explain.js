@@ -35,26 +35,26 @@ function whyThen(figure, span) {
   if (needed && start - free > shortest(figure)) return waitSentence(figure, span, needed, free);
   if (before) {
     const ready = needed ? `${gpipe.key(needed.action)} was ready at ${duration(needed.end)}` : null;
-    const reason = `It starts as soon as its device has ended ${gpipe.key(before.action)}`;
+    const reason = `It starts as soon as its device has finished ${gpipe.key(before.action)}`;
     return ready && needed.end < free ? `${reason}; ${ready}.` : `${reason}.`;
   }
   if (needed) return `It waits for ${gpipe.key(needed.action)} of stage ${needed.action.stage}.`;
-  return own ? `It needs ${gpipe.key(own.action)}.` : "It is the first of its device and waits for nothing.";
+  return own ? `It needs ${gpipe.key(own.action)}.` : "It is the first action of its device and waits for nothing.";
 }
 
 // Of neighbouring stages on one device.
 function linkInWords(figure, action) {
   const sent = source(figure, action)?.action;
   if (!sent || figure.device_of_stage[sent.stage] !== figure.device_of_stage[action.stage]) return "";
-  return ` What ${gpipe.key(sent)} gives it stays on the device: no link is between.`;
+  return ` The result of ${gpipe.key(sent)} stays on the device and crosses no link.`;
 }
 
 function waitSentence(figure, span, needed, free) {
   const {action, start} = span, on = stageWord(figure, needed.action.stage), name = gpipe.key(needed.action);
   const computed = Math.min(Math.max(needed.end, free), start);
   const who = `${stageWord(figure, action.stage)} waits ${duration(start - free)} for ${name}`;
-  if (computed - free < shortest(figure)) return `Before it, ${who}, which ${on} has computed: it is on its way.`;
-  const way = start - computed > shortest(figure) ? `, and it is ${duration(start - computed)} on its way` : "";
+  if (computed - free < shortest(figure)) return `Before it, ${who}, which ${on} has computed and is still sending.`;
+  const way = start - computed > shortest(figure) ? `, and sending it takes ${duration(start - computed)}` : "";
   return `Before it, ${who}: ${on} computes it until ${duration(needed.end)}${way}.`;
 }
 
@@ -69,16 +69,15 @@ function explainRegion(figure, region) {
   if (why === "set_up") return `${first} ${WORDS["set-up"]}`;
   const next = figure.ofDevice.get(device).find(span => span.start >= end - NEAR);
   const needed = next && awaited(figure, next.action);
-  const cause = why === "imbalance" ? ` There is imbalance as stages have unequal work: ${mostWork(figure)}.` : "";
-  if (!next) return `${first} ${who} has done all of its work; the step goes on until ${lastAction(figure)}.${cause}`;
+  const cause = why === "imbalance" ? ` Stages have unequal work: ${mostWork(figure)}.` : "";
+  if (!next) return `${first} ${who} has finished all its work; the step continues until ${lastAction(figure)}.${cause}`;
   if (!needed) {
-    const measured = figure.kind !== "measured" ? "" : ", which waits for no other stage: something kept the process " +
-      "from its work";
+    const measured = figure.kind !== "measured" ? "" : ", which waits for no other stage: something held up the process";
     return `${first} ${who} is idle before ${gpipe.key(next.action)}${measured}.${cause}`;
   }
   const name = gpipe.key(needed.action), on = stageWord(figure, needed.action.stage);
   if (why === "transfer") {
-    return `${first} ${who} waits for ${name}, which ${on} has computed: it is on its way over the link.`;
+    return `${first} ${who} waits for ${name}, which ${on} has computed and is still sending over the link.`;
   }
   return `${first} ${who} waits for ${name}, which it needs for ${gpipe.key(next.action)}: ${on} computes it ` +
     `until ${duration(needed.end)}.${cause}`;
@@ -86,7 +85,7 @@ function explainRegion(figure, region) {
 
 function lastAction(figure) {
   const spans = figure.timeline.spans.flat(), last = spans.reduce((most, span) => span.end > most.end ? span : most);
-  return `${stageWord(figure, last.action.stage)} has ended ${gpipe.key(last.action)}`;
+  return `${stageWord(figure, last.action.stage)} has finished ${gpipe.key(last.action)}`;
 }
 
 function mostWork(figure) {
@@ -126,7 +125,7 @@ function explainMemory(figure, stage, time) {
   const now = at < 0 || time > spans.at(-1).end ? 0 : held[at];
   const all = weights + gradients + optimizer + buffers + workspace + now;
   return `${deviceWord(figure, device)} at ${duration(time)}: ${size(all)} = weights ${size(weights)} + gradients and ` +
-    `optimizer ${size(gradients + optimizer)} + buffers ${size(buffers)} + activations ${size(now)} + work space ` +
+    `optimizer ${size(gradients + optimizer)} + buffers ${size(buffers)} + activations ${size(now)} + workspace ` +
     `${size(workspace)}.`;
 }
 

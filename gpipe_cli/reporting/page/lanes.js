@@ -101,7 +101,7 @@ function build(figure) {
   result.ends = make("text", {class: "ends", y: result.wide ? 12 : 29}, group, ends);
   let top = HEADER + (result.wide ? 0 : 17);
   if (figure.large) {
-    title.append(`, ${figure.spanOf.size.toLocaleString("en")} actions: too many to be drawn here`);
+    title.append(`, ${figure.spanOf.size.toLocaleString("en")} actions: too many to draw`);
     result.height = top;
     return result;
   }
@@ -381,7 +381,7 @@ function placeText(item, from, to, seen) {
 // A step that goes on beyond the right edge says so.
 function placeMore(one, right) {
   const beyond = one.figure.step_seconds > timeOf(right) + NEAR && one.figure.kind === "K = 1";
-  one.more.textContent = beyond ? `goes on until ${duration(one.figure.step_seconds)} \u2192` : "";
+  one.more.textContent = beyond ? `continues until ${duration(one.figure.step_seconds)} \u2192` : "";
   one.more.setAttribute("x", right);
   one.more.setAttribute("y", 12);
   one.ends.setAttribute("visibility", beyond && one.wide ? "hidden" : "visible");

@@ -5,8 +5,7 @@ const state = {
   controls: null, // those that are simulated
   history: [], // those before, for undo
   figure: null, // what is simulated
-  asItRan: null, onOwnDevices: null, // the run's own setting, simulated
-  ownFigure: null, oneFigure: null, // of these two the one that others are compared with; and K = 1
+  ownFigure: null, // the run's own setting, simulated: others are compared with it
   recorded: 0, // number of the measured step that is shown
   pointed: null, // what the pointer or the focus is on
   dragging: false, // of the pointer
@@ -48,8 +47,8 @@ function aboutControls(controls) {
   if (view.width < 720) return short;
   const {placement, stages_per_process} = gpipe.settled(data, controls);
   const placed = stages_per_process > 1 && stages_per_process < controls.partitions ? ` (${placement})` : "";
-  const order = (controls.rows ? "order by hand" : controls.schedule) + placed;
-  return `${short}, ${order}, recompute ${controls.recompute}${controls.own_devices ? ", own devices" : ""}`;
+  const order = (controls.rows ? "edited order" : controls.schedule) + placed;
+  return `${short}, ${order}, recompute ${controls.recompute}${controls.own_devices ? ", separate devices" : ""}`;
 }
 
 function showMeasured() {
@@ -57,12 +56,12 @@ function showMeasured() {
   show("measured", measuredFigure());
   field("scrub").hidden = data.steps.length < 2;
   field("contended").hidden = !data.contended;
-  field("contended").textContent = `Other programs used these cores for ${percent(data.contended)} of the time while ` +
-    "the run was measured: its times are longer than they would be alone. Run again on a quiet machine, or measure " +
+  field("contended").textContent = "Times are inflated by other programs, which used these cores for " +
+    `${percent(data.contended)} of the time while the run was measured. Run it again on an idle machine, or measure ` +
     "with gpipe bench.";
   field("recorded").max = data.steps.length - 1;
   field("recorded").value = state.recorded;
-  const left = data.steps_left_out ? `; ${data.steps_left_out} older ones are not in this page` : "";
+  const left = data.steps_left_out ? `; ${data.steps_left_out} older steps are not on this page` : "";
   field("recorded-value").textContent = step
     ? `epoch ${step.epoch}, step ${step.step.toLocaleString("en")}: ${duration(step.step_seconds)}` +
       ` (${state.recorded + 1} of ${data.steps.length}${left})` : "";
@@ -71,22 +70,16 @@ function showMeasured() {
   if (step?.picture) field("recorded-picture").src = step.picture;
 }
 
-function oneControls(controls) {
-  return {...controls, partitions: 1, stages_per_process: 1, schedule: "gpipe", rows: undefined};
-}
-
 // Draws the simulated step of the controls, and everything that follows from it.
 function update(result) {
   const {controls} = state;
-  state.ownFigure = controls.own_devices && explored(controls) ? state.onOwnDevices : state.asItRan;
   state.figure = simulatedFigure("simulated", result, controls, aboutControls(controls));
   state.figure.own_seconds = state.ownFigure.step_seconds;
-  const one = oneControls(controls);
-  state.oneFigure = simulatedFigure("K = 1", gpipe.configured(data, one), one, "the whole model on one device");
-  showSimulated();
+  const baseline = gpipe.baselineStep(data, controls);
+  showSimulated(baseline && simulatedFigure("K = 1", baseline, {micro_batches: 1}, "one device, the whole mini-batch"));
   showControls();
   showProblem("This does not fit.", result.problem);
-  showNumbers();
+  showNumbers(baseline);
   showShares();
   showOrder();
   showLegend();
@@ -100,11 +93,11 @@ function update(result) {
   layOut();
 }
 
-function showSimulated() {
+function showSimulated(oneDevice) {
   const pointed = state.pointed?.figure.kind !== "measured" && state.pointed?.span;
   if (state.pointed?.figure.kind !== "measured") state.pointed = null;
   show("simulated", state.figure);
-  show("K = 1", state.one && state.controls.partitions > 1 ? state.oneFigure : null);
+  show("K = 1", state.one && state.controls.partitions > 1 ? oneDevice : null);
   const again = pointed && drawn.get("simulated").bars.get(gpipe.key(pointed.action));
   if (again && svg.querySelector(".action:focus")) pointAt(again.node.piece);
   if (!svg.querySelector('.action[tabindex="0"]')) svg.querySelector(".simulated .action")?.setAttribute("tabindex", 0);
@@ -131,10 +124,10 @@ function showLegend() {
     entry(mark, `${kind} ${KIND_WORDS[kind]}`);
   }
   entry("", `left: micro-batch 0, right: ${M - 1}`);
-  if (state.figure.joined) entry("", "2F0: of stage 2; the later of a device's stages are lower");
+  if (state.figure.joined) entry("", "2F0: F0 of stage 2; a device's later stages are drawn lower");
   const marks = [...IDLE.map(name => [name, shareWord(name)]), ["update", "weight update"]];
   if (state.memory) {
-    marks.push(["weights", "weights"], ["state", "gradients, optimizer"], ["space", "buffers, work space"]);
+    marks.push(["weights", "weights"], ["state", "gradients, optimizer"], ["space", "buffers, workspace"]);
     marks.push(["held", "activations"]);
     if (shownLimit(state.figure)) marks.push(["limit", "memory limit"]);
   }
@@ -161,9 +154,7 @@ function start() {
   startPicture();
   startControls();
   field("own").textContent = `the ${owner()}'s own setting`;
-  [state.asItRan, state.onOwnDevices] = [false, true].map(own_devices =>
-    simulatedFigure("simulated", gpipe.configured(data, {...state.own, own_devices}), state.own, ""));
-  state.figure = state.ownFigure = state.asItRan;
+  state.figure = state.ownFigure = simulatedFigure("simulated", gpipe.configured(data, state.own), state.own, "");
   state.controls = state.own;
   view.fitted = true;
   startNavigation();

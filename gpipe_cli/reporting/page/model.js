@@ -63,7 +63,8 @@ const isKnown = (schedule) => SCHEDULES.includes(schedule);
 function settled(data, controls) {
   const chosen = {...ownControls(data), ...controls};
   if (OWN.every((name) => chosen[name] === data.setting[name])) return chosen;
-  if (chosen.schedule === "interleaved") return {...chosen, placement: "looped"};
+  const several = Math.min(chosen.partitions, Math.max(2, chosen.stages_per_process));
+  if (chosen.schedule === "interleaved") return {...chosen, placement: "looped", stages_per_process: several};
   return isKnown(chosen.schedule) ? chosen : {...chosen, placement: data.setting.placement};
 }
 
@@ -74,12 +75,12 @@ function deviceOfStage(data, {partitions: K, stages_per_process: each, schedule,
     return data.device_of_stage;
   }
   if (placement === AS_PLANNED) {
-    throw new Error(`the placement as planned is for K = ${own.partitions} and its own devices; choose another one`);
+    throw new Error(`the planned placement requires K = ${own.partitions} and the planned devices; choose another one`);
   }
   const devices = Math.ceil(K / each);
   if (schedule === "interleaved" && K % devices) {
     const use = `use K = ${Math.ceil(K / devices) * devices}`;
-    throw new Error(`${schedule}: ${devices} devices would have different numbers of stages; ${use}`);
+    throw new Error(`${schedule}: ${devices} devices would have unequal numbers of stages; ${use}`);
   }
   return placed(placement, K, each);
 }
@@ -147,6 +148,16 @@ function chosenStep(data, chosen) {
   return problems.length ? {...result, problem: problems[0]} : result;
 }
 
+/** The step of one device that takes the mini-batch whole, recomputes nothing, and has the whole machine: what a
+ *  pipeline has to beat, whatever the controls say of it. Null if that does not fit. */
+function baselineStep({baseline, layers}, {backward_factor}) {
+  if (!baseline) return null;
+  const {forward, rest} = baseline, backward = baseline.backward * backward_factor;
+  const stages = [{forward, graph: forward, backward, inputs: backward, weights: 0, update: rest, sum: 0}];
+  const timeline = simulate(order("gpipe", 1, 1), {stages, device_of_stage: [0]}), step_seconds = endOf(timeline);
+  return {timeline, step_seconds, balance: [layers.length], breakdown: breakdown(timeline, 1, step_seconds)};
+}
+
 /** The skips that go from one stage to another, with `sender` and `receiver`. */
 function crossing(skips, balance) {
   const stageOf = balance.flatMap((size, k) => range(size, () => k));
@@ -212,9 +223,9 @@ function rowsFor(data, chosen, device_of_stage, fits) {
   if (!other.length) return planned;
   if (!isKnown(schedule) && other.some((name) => name !== "recompute")) {
     const known = `K = ${own.partitions}, M = ${own.micro_batches}`;
-    throw new Error(`the order of ${schedule} is for ${known} and its own devices; choose another schedule first`);
+    throw new Error(`the order of ${schedule} requires ${known} and the planned devices; choose another schedule first`);
   }
-  if (schedule === "zero_bubble" && !own.splits) throw new Error(`${schedule}: compiled backwards cannot be halved`);
+  if (schedule === "zero_bubble" && !own.splits) throw new Error(`${schedule}: compiled backwards cannot be split`);
   const bare = isKnown(schedule) ? order(schedule, K, M, new Set(device_of_stage).size)
     : planned.map((row) => row.filter((a) => a.kind !== "R"));
   if (recompute !== "auto") return withRecomputation(bare, recompute);
@@ -224,5 +235,5 @@ function rowsFor(data, chosen, device_of_stage, fits) {
 window.gpipe = {
   action, key, greatest, sources, order, withRecomputation, check, csv, microBatches, AS_PLANNED, placed,
   rowsOfDevices, settled, isKnown, simulate, breakdown, idleRegions, memory, peakWaiting, stagesOf, lastTransfer,
-  slowdowns, ownControls, configured,
+  slowdowns, ownControls, configured, baselineStep,
 };

@@ -226,14 +226,14 @@ function check(rows) {
     const at = new Map(actions.map((a, n) => [key(a), n]));
     for (const [n, a] of actions.entries()) {
       const needed = NEEDED[a.kind].map((kind) => key({...a, kind})).find((other) => at.get(other) > n);
-      if (needed) return `${key(a)} needs ${needed}, which would come after it`;
+      if (needed) return `${key(a)} needs ${needed}, which comes after it`;
     }
   }
   for (const [sender, receiver, travels] of range(stages.length - 1).flatMap((k) =>
     [[k, k + 1, (a) => a.kind === "F"], [k + 1, k, returns]])) {
     const received = stages[receiver].filter(travels);
     const n = stages[sender].filter(travels).findIndex((a, at) => a.micro_batch !== received[at].micro_batch);
-    if (n >= 0) return `stage ${receiver} would want ${key(received[n])} while stage ${sender} sends another micro-batch`;
+    if (n >= 0) return `stage ${receiver} expects ${key(received[n])} while stage ${sender} sends another micro-batch`;
   }
   try {
     linearize(rows);

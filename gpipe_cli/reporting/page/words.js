@@ -1,60 +1,59 @@
 // Numbers and terms in words, as the tables of the command line have them.
-const KIND_WORDS = {F: "forward", R: "recompute", B: "backward", I: "backward of inputs", W: "backward of weights"};
+const KIND_WORDS = {F: "forward", R: "recompute", B: "backward", I: "backward for inputs", W: "backward for weights"};
 const IDLE = ["bubble", "imbalance", "transfer", "set_up"];
 const ORDERS = {
   gpipe: "all forwards, then all backwards: as in the paper",
-  "1f1b": "each backward as early as possible, then a forward and a backward in turns",
-  interleaved: "1f1b for devices with several stages, which are not neighbours",
-  zero_bubble: "1f1b with each backward split: weight gradients (W) may fill idle time",
-  zbv: "no bubble on a V: devices have two stages, one down and one back up",
-  v_half: "on a V as zbv, with half of the activations",
-  v_min: "on a V as zbv, with a third of the activations",
-  auto: "an order searched for these times and this memory",
-  file: "the order of the file that the run has",
+  "1f1b": "each backward as early as possible, alternating with forwards",
+  interleaved: "1f1b with several non-adjacent stages per device",
+  zero_bubble: "1f1b with each backward split in two: weight gradients (W) fill idle time",
+  zbv: "hardly any bubble: two stages per device, placed along a V, and split backwards",
+  v_half: "as zbv, with half the activations",
+  v_min: "as zbv, with a third of the activations",
+  auto: "an order found by search for these layer times and this memory limit",
+  file: "the order in the run's schedule file",
 };
 const PLACEMENTS = {
-  neighbours: "a device has consecutive stages: as in the paper",
-  looped: "micro-batches pass through all devices several times: stages 0, P, 2P, \u2026 of P devices are on the first",
-  v: "micro-batches go to the last device and come back: the first device has the last stage, too",
-  "as planned": "as the file has it that the PLANNED has",
+  neighbours: "each device has consecutive stages, as in the paper",
+  looped: "micro-batches pass through all P devices several times: the first device has stages 0, P, 2P, \u2026",
+  v: "micro-batches go to the last device and come back: the first device also has the last stage",
+  "as planned": "as in the PLANNED's placement file",
 };
 const RECOMPUTES = {
   never: "keeps the activations of all micro-batches",
-  except_last: "recomputes all micro-batches but those whose backward comes right after their forward: with gpipe the " +
+  except_last: "recomputes all micro-batches except those whose backward comes right after their forward: with gpipe the " +
     "last one, with 1f1b all on the last stage",
   always: "recomputes every micro-batch, as in the paper",
-  auto: "as few micro-batches as the memory allows; of settings other than the plan's none, or if that does not fit, " +
-    "as except_last",
+  auto: "recomputes as few micro-batches as the memory allows; with settings other than the plan's: none, or as " +
+    "except_last if that does not fit",
 };
 const WORDS = {
-  stage: "A part of the model: some of its layers, one after another. It computes on its own device, or takes turns " +
-    "with others on one. Each stage has a row; stages of one device that are not neighbours share a row, the later " +
-    "ones lower in it.",
-  placement: "Which device has which stages, if they have several each. Between stages of one device nothing is sent.",
-  "1F0": "An action in full: the stage, what it does, the micro-batch. 1F0 is F0 in the row of stage 1.",
-  "micro-batch": "One of the M pieces of a mini-batch, as equal as they can be. While one stage works on a piece, " +
+  stage: "A part of the model: some consecutive layers. It has its own device, or shares one with other stages. Each " +
+    "stage has a row; non-adjacent stages of one device share a row, in which later stages are drawn lower.",
+  placement: "Which stages each device has, if devices have several. Nothing is sent between stages of the same device.",
+  "1F0": "The full name of an action: its stage, its kind, its micro-batch. 1F0 is F0 in the row of stage 1.",
+  "micro-batch": "One of the M pieces of a mini-batch, as equal as possible. While one stage works on a piece, " +
     "the next stage can work on the piece before it. That is what makes a pipeline fast.",
   forward: "F: a stage computes its outputs for a micro-batch, and sends them to the next stage.",
-  backward: "B: a stage computes gradients of a micro-batch, and sends those of its inputs to the stage before. " +
-    "If it is cut in two, the action I computes what is sent, and W the gradients of the weights, for which nobody waits.",
+  backward: "B: a stage computes the gradients of a micro-batch, and sends those of its inputs to the previous stage. " +
+    "If it is split in two, I computes the gradients that are sent, and W those of the weights, for which no stage waits.",
   recompute: "R: the forward pass again. A stage that does not keep the activations of a micro-batch saves memory, " +
-    "and has to compute them again before its backward.",
-  activations: "What the forward pass must keep for its backward pass: they are most of the memory while many micro-batches " +
-    "are on their way.",
-  memory: "What a device holds for the layers of its stages: weights, their gradients, the state of the optimizer, buffers for sums " +
-    "over replicas and for checkpoints, work space of one layer, and activations. What the libraries and the process " +
-    "hold by themselves comes on top.",
+    "but must compute them again before its backward.",
+  activations: "What the forward pass must keep for the backward pass: most of the memory while many micro-batches are in " +
+    "flight.",
+  memory: "What a device holds for its stages: weights, gradients, optimizer state, buffers for sums over replicas and " +
+    "for checkpoints, the workspace of one layer, and activations. The memory of the libraries and of the process itself " +
+    "is not included.",
   schedule: "Which actions each device performs, and in which order.",
-  "1F1B": "A schedule: each backward as early as possible, then one forward and one backward in turns. Only K " +
-    "micro-batches are under way at a time, so that a stage keeps fewer activations than in GPipe's order.",
-  bubble: "Idle time that even equal stages would have: the last stages wait at the beginning for their first " +
-    "micro-batch, and the first stages while it comes back. Of equal stages, with gpipe or 1f1b and without " +
-    "recomputation, its share is (K-1)/(M+K-1): more micro-batches make it small. Counted as bubble is all idle time not due to " +
-    "imbalance, transfer or set-up.",
-  imbalance: "Idle time because one stage has more work than another, and all wait for the slowest.",
-  transfer: "Time in which a stage waits for tensors that are computed, and still on their way over the link.",
-  "set-up": "The rest of a step, before and after the actions: to fetch the data, to start the work.",
-  update: "The optimizer changes the weights, once per step.",
+  "1F1B": "A schedule: each backward as early as possible, alternating with forwards. At most K micro-batches are in " +
+    "flight, so a stage keeps fewer activations than in GPipe's order.",
+  bubble: "Idle time that even equal stages would have, as the pipeline fills and drains: at first the last stages wait " +
+    "for work, then the first stages wait for gradients to come back. With equal stages, gpipe or 1f1b, and no recomputation its share " +
+    "is (K-1)/(M+K-1): more micro-batches make it smaller. All idle time that is not imbalance, transfer or set-up " +
+    "counts as bubble.",
+  imbalance: "Idle time because stages have unequal work, and wait for the slowest one.",
+  transfer: "Time in which a stage waits for tensors that have been computed but are still on their way over the link.",
+  "set-up": "The rest of a step, before and after the actions: fetching data, starting the work.",
+  update: "The optimizer updates the weights, once per step.",
 };
 
 // Whose setting the page begins with.
@@ -65,12 +64,6 @@ function owner() {
 // Whether devices share cores or memory, and so slow each other down.
 function devicesShare() {
   return data.slowdown.at_once !== null || data.slowdown.factor !== 1;
-}
-
-// What a changed setting is compared with: on the same devices, so that nothing else differs.
-function ownName() {
-  const slower = state.ownFigure.step_seconds !== state.asItRan.step_seconds;
-  return `the ${owner()}'s own setting${slower ? " on devices of its own" : ""}`;
 }
 
 function duration(seconds) {

@@ -65,7 +65,8 @@ def _events(step: TimelineView, numbers: Iterator[int]) -> Iterator[TraceEvent]:
         for piece in row:
             since, until = microseconds(piece.start_seconds), microseconds(piece.end_seconds)
             duration = round(1000 * (until - since)) / 1000
-            yield {"ph": "X", "tid": stage, "ts": since, "dur": duration, "args": {"stage": stage}} | _look(piece)
+            if duration or isinstance(piece, Span):  # an arrow would end at a wait of no length, not at its action
+                yield {"ph": "X", "tid": stage, "ts": since, "dur": duration, "args": {"stage": stage}} | _look(piece)
     schedule = Schedule(tuple(span.action for span in row) for row in timeline.stages)
     for action, span in spans.items() if detailed else ():  # after the slices, to which readers attach the ends
         if (needed := schedule.source(action)) is not None:

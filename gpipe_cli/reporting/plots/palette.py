@@ -23,13 +23,13 @@ WORDS = {
     "F": "forward",
     "R": "recompute",
     "B": "backward",
-    "I": "backward of inputs",
-    "W": "backward of weights",
+    "I": "backward for inputs",
+    "W": "backward for weights",
     "waiting": "waiting",
     "transfer": "transfer",
     "update": "weight update",
 }
-OTHERWISE_IDLE = "otherwise idle"  # legend entry for time without a bar
+OTHERWISE_IDLE = "other idle time"  # legend entry for time without a bar
 
 
 @cache

@@ -56,7 +56,7 @@ def draw(views: Sequence[TimelineView], *, narrow: bool = False) -> picture.Pict
         _name_stages(axes, len(view.stages))
         _show_axis(axes, end, unit, f"time since the step began, {name}" if view is views[-1] else "")
         shares = in_percent(view.breakdown)
-        idle = f"idle {shares['idle']:.1f} %, of it bubble {shares['bubble']:.1f} %"
+        idle = f"idle {shares['idle']:.1f} %, including bubble {shares['bubble']:.1f} %"
         numbers = f"step {duration(view.step_seconds)}{', ' if narrow else '   '}{idle}"
         note = f", {view.note}" if view.note and not narrow else ""
         _put_titles(axes, f"{view.kind}  ·  {view.title}{note}", numbers, narrow)

@@ -9,16 +9,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
-from gpipe_cli.reporting.reproduced.verdict import verdict
+from gpipe_cli.reporting.reproduced.verdict import AGREES, verdicts
 from gpipe_cli.reporting.tables.recipe import Reproduction
-from gpipe_cli.reporting.tables.table import NONE, Column, Table, to_html
+from gpipe_cli.reporting.tables.table import Column, Table, to_html
 from gpipe_cli.system.files import write_whole
 from gpipe_cli.units import duration, plural
 
 REPORT = "report.html"
 CLAIMS = [
     Column(name, number=name in ("paper", "ours", "difference", "min"))
-    for name in ("the paper", "number", "paper", "ours", "ours is", "difference", "min")
+    for name in ("the paper", "number", "paper", "ours", "ours is", "difference", "verdict", "min")
 ]
 KINDS = {
     "measured": "was run here and timed, or evaluated",
@@ -27,6 +27,7 @@ KINDS = {
     "simulated": "was not run: a schedule simulated with the seconds of layers, timed here or by a data sheet",
     "published": "has been measured by others",
     "difference": "is none (-) where data or sizes are not the paper's",
+    "agrees": f"differs from the paper's by at most {AGREES:.0%} of it, in all rows of a table",
 }
 
 
@@ -63,16 +64,15 @@ def _page(reproductions: Sequence[Reproduction], failed: Mapping[str, str], styl
 
 
 def claims(one: Reproduction) -> Iterator[tuple[str, ...]]:
-    """A row for each table with a number of the paper beside one of ours; if there is none, one row with a note."""
+    """A row for each verdict of its tables; if there is none, one row with a note."""
     words = next((line for label, line in one.notes if label in ("weights", "found")), "no number in the paper")
     claim, minutes = one.claim, f"{one.seconds / 60:.1f}"
-    for said in [verdict(table) for table in one.tables]:
-        if said is not None:
-            difference = said.difference if said.difference != NONE else "other data or size"
-            yield claim, said.what, said.paper, said.ours, said.origin, difference, minutes
+    for table in one.tables:
+        for found in verdicts(table):
+            yield claim, found.what, found.paper, found.ours, found.origin, found.difference, found.words, minutes
             claim = minutes = ""
     if claim:
-        yield claim, words, "", "", "", "", minutes
+        yield claim, words, "", "", "", "", "", minutes
 
 
 def _section(one: Reproduction, folder: Path) -> Iterator[str]:

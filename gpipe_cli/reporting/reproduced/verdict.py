@@ -1,11 +1,14 @@
-"""The numbers that stand for a claim: from each table one number of the paper, ours, and their difference."""
+"""How a table bears out the paper: the number that stands for its claim beside ours, and whether all rows agree."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import inf
 
 from gpipe_cli.reporting.tables.table import NONE, Column, Table
+from gpipe_cli.units import plural
 
 OURS = ("measured", "counted", "planned", "simulated")  # origins
+AGREES = 0.1  # a number agrees if it differs by no more than this share of the paper's; our choice
 
 
 @dataclass(frozen=True)
@@ -15,44 +18,60 @@ class Verdict:
     ours: str
     origin: str
     difference: str
+    words: str  # `agrees`, `differs in 4 of 5 rows, ...`, `not comparable`
 
 
-def verdict(table: Table) -> Verdict | None:
-    """The verdict of a table; None if it has no number of the paper beside one of ours.
-
-    In a table of growing sizes, the last row makes the paper's point; in a table of different quantities, the first. If
-    the paper has several columns, the last one counts; of ours, the first one with a difference from it.
-    """
-    grows = any(column.heading == "K" for column in table.columns)
-    for paper in (column for column in reversed(table.columns) if column.origin == "paper"):
-        ours = [column for column in table.columns if column.origin in OURS and column.same_quantity(paper)]
-        rows = list(range(len(table.rows)))
-        if grows or paper.heading not in ("", "paper"):
-            rows.reverse()
-        for at in rows:
-            known = [one for one in ours if paper.has_value(at) and one.has_value(at)]
-            found = [_of(table, paper, one, at) for one in known]
-            if found:
-                return next((one for one in found if one.difference != NONE), found[0])
-    return None
+def verdicts(table: Table) -> Iterator[Verdict]:
+    """A verdict for each column of the paper's numbers and each origin of ours beside it: no number that was run hides
+    behind one that was not."""
+    for paper in (column for column in table.columns if column.origin == "paper"):
+        for origin in OURS:
+            ours = [column for column in table.columns if column.origin == origin and column.same_quantity(paper)]
+            ours.sort(key=lambda column: _differences(table, column) is None)  # those with a difference first
+            rows = [row for row in range(len(table.rows)) if ours and paper.has_value(row) and ours[0].has_value(row)]
+            if rows:
+                yield _verdict(table, paper, ours[0], rows)
 
 
-def _of(table: Table, paper: Column, ours: Column, at: int) -> Verdict:
-    column = next((one for one in table.columns if one.minuend == ours.heading), None)
-    unit = " %" if column and column.heading.endswith("%") else ""
-    difference = column.cells[at] if column else NONE
-    return Verdict(
-        ", ".join(_words(table, ours.heading if ours.heading == paper.heading else "", at)),
-        paper.cells[at],
-        ours.cells[at],
-        ours.origin,
-        difference + unit if difference != NONE else NONE,
-    )
+def _verdict(table: Table, paper: Column, ours: Column, rows: list[int]) -> Verdict:
+    """The verdict of `rows`. In a table of growing sizes, the last row makes the paper's point; in a table of different
+    quantities, the first."""
+    grows = paper.heading not in ("", "paper") or any(column.heading == "K" for column in table.columns)
+    row = rows[-1 if grows else 0]
+    differences = _differences(table, ours)
+    difference = NONE if differences is None else differences.cells[row]
+    unit = " %" if differences and differences.heading.endswith("%") and difference != NONE else ""
+    compared = {at: off for at in rows if (off := _off(paper, ours, at)) is not None}
+    without = differences is None or all(differences.cells[at] == NONE for at in rows)
+    if without and (differences or ours.origin in ("measured", "counted")):
+        compared = {}  # of other data or sizes
+    apart = [at for at, off in compared.items() if off > AGREES]
+    words = "agrees" if compared else "not comparable"
+    if apart:
+        most = max(apart, key=compared.__getitem__)
+        worst = f"{', '.join(_words(table, '', most))}: {ours.cells[most]} for {paper.cells[most]}"
+        words = f"differs in {len(apart)} of {plural(len(compared), 'row')}, most in {worst}"
+    what = ", ".join(_words(table, ours.heading if ours.heading == paper.heading else "", row))
+    return Verdict(what, paper.cells[row], ours.cells[row], ours.origin, difference + unit, words)
 
 
-def _words(table: Table, quantity: str, at: int) -> Iterator[str]:
+def _differences(table: Table, ours: Column) -> Column | None:
+    return next((column for column in table.columns if column.minuend == ours.heading), None)
+
+
+def _off(paper: Column, ours: Column, row: int) -> float | None:
+    """By which share of the paper's number ours differs; words are the same or not. None: the paper's is 0."""
+    theirs, value = (column.plain_values[row] for column in (paper, ours))
+    try:
+        theirs, value = (float(str(one).split()[0].replace(",", "")) for one in (theirs, value))
+    except ValueError:
+        return 0.0 if theirs == value else inf
+    return abs(value - theirs) / abs(theirs) if theirs else None
+
+
+def _words(table: Table, quantity: str, row: int) -> Iterator[str]:
     if quantity:
         yield quantity
     for column in table.columns:
-        if not column.origin and column.cells[at]:
-            yield f"{column.heading} = {column.cells[at]}" if column.heading in ("K", "M") else column.cells[at]
+        if not column.origin and column.cells[row]:
+            yield f"{column.heading} = {column.cells[row]}" if column.heading in ("K", "M") else column.cells[row]

@@ -44,11 +44,11 @@ def _banner(run: RunDescription, folder: Path) -> Iterable[tuple[str, str]]:
         tokenizer = getattr(config.dataset, "tokenizer", None)
         yield "vocabulary", plural(run.data.vocabulary, "token") + (f" of {tokenizer}" if tokenizer else "")
     if config.preset is not None:
-        yield "preset", f"{config.preset}: settings that suit this model and data set; what is given wins"
+        yield "preset", f"{config.preset}: settings that suit this model and data set; yours override them"
     replicas = f", R = {spec.layout.replicas} replicas" if spec.layout.replicas > 1 else ""
     yield "pipeline", f"K = {plural(spec.partitions, 'partition')}, M = {micro_batches}{replicas}"
     yield "schedule", f"{config.schedule}, recompute {config.recompute}"
-    yield "executor", f"{run.executor}, {plural(spec.layout.threads, 'thread')} for each process"
+    yield "executor", f"{run.executor}, {plural(spec.layout.threads, 'thread')} per process"
     yield from precision_facts(config.precision, spec.computes_in)
     yield "ideal bubble", f"{percent(run.ideal_bubble)} of the devices' time"
     yield "mini-batch", _global_batch(run, micro_batches)
@@ -85,8 +85,8 @@ def _learning_rate(run: RunDescription) -> str:
 
 
 def _compiled(done: LayersCompiled) -> str:
-    """`10 layers for micro-batches of 8: 9 graphs in 41.2 s, 18 parts compiled, 0 found on disk`."""
-    took = f"{done.seconds:.1f} s, {plural(done.made, 'part')} compiled, {done.found} found on disk"
+    """`10 layers for micro-batches of 8: 9 graphs in 41.2 s, 18 parts compiled, 0 from the cache`."""
+    took = f"{done.seconds:.1f} s, {plural(done.made, 'part')} compiled, {done.found} from the cache"
     sizes = " and ".join(map(str, done.sizes))
     return f"{plural(done.layers, 'layer')} for micro-batches of {sizes}: {plural(done.graphs, 'graph')} in {took}"
 

@@ -93,7 +93,7 @@ def precision_facts(precision: str, computes_in: str) -> list[tuple[str, str]]:
     if precision not in parts:
         return []
     words = {
-        "float32": "not on this device, where it is float32",
+        "float32": "not supported by this device, which computes in float32",
         "emulated": f"{parts[precision]}; emulated on this device, no faster than float32",
     }
     return [("precision", f"{precision}: {words.get(computes_in, parts[precision])}")]

@@ -25,7 +25,7 @@ from gpipe_cli.reporting.run.console import RunConsole
 from gpipe_cli.reporting.run.dashboard import Dashboard
 from gpipe_cli.reporting.run.description import RunDescription, evaluation_of
 from gpipe_cli.reporting.run.drawing import Drawing
-from gpipe_cli.reporting.run.lines import logging_to, show_error, show_facts, show_line
+from gpipe_cli.reporting.run.lines import logging_to, override, show_error, show_facts, show_line
 from gpipe_cli.reporting.run.step_breakdown import COMPARED_STEPS, comparison, measured_breakdown
 from gpipe_cli.reporting.run.summary import show_summary, speed_kind
 from gpipe_cli.results.run import (
@@ -47,6 +47,7 @@ from gpipe_cli.system.streams import lost_output
 from gpipe_cli.training.checkpoint.files import GONE, Progress, checkpoints_in, remove_drafts, step_of
 from gpipe_cli.training.events import (
     CheckpointAwaited,
+    CheckpointComing,
     CheckpointFailed,
     CheckpointWritten,
     Evaluated,
@@ -85,7 +86,7 @@ class Reporter:
         self._last: StepDone | None = None  # the step whose recording comes next
         self._checkpoint = 0  # step of the last checkpoint written
         self._medians = measurement.StepMedians(run.warm_up_steps)
-        self._library_bytes: tuple[int, ...] | None = None  # per stage, of a step with counted activations
+        self._library_bytes: tuple[int, ...] | None = None  # per stage
         self._compared = False
         self._drawing = Drawing(run, self.timeline)
         self._pictures: list[StepPicture] = []
@@ -120,12 +121,13 @@ class Reporter:
                 self._drawing.add(self._last, message)
             case Evaluated():
                 self._evaluated(message)
+            case CheckpointComing():
+                self._dashboard.flush()
             case CheckpointWritten():
-                self._dashboard.flush()  # a resume from the checkpoint will not repeat these steps
                 self._checkpoint = message.step
             case CheckpointFailed():
                 self._change(failed_checkpoints=self._result.failed_checkpoints + 1)
-                show_error(f"warning: {message.why}; the training goes on, and tries the next one")
+                show_error(f"warning: {message.why}; training continues and will write the next one")
             case CheckpointAwaited():
                 awaited = f"{message.seconds:.1f} s for the checkpoint of step {message.awaited_step:,} to be written"
                 show_line(self._console.console, f"step {message.step:,}: waited {awaited}")
@@ -146,8 +148,8 @@ class Reporter:
         if message.tokens is not None:
             quantities["tokens_per_second"] = message.tokens / message.seconds
         self._medians.add(quantities)
+        self._library_bytes = message.library_bytes or self._library_bytes
         if message.activation_bytes is not None:
-            self._library_bytes = message.library_bytes
             predicted = run.plan.saved_bytes_of(message.samples, message.lengths)
             self._change(activation_bytes=message.activation_bytes, predicted_activation_bytes=predicted)
         self._dashboard.step(message)
@@ -208,7 +210,7 @@ class Reporter:
     def _unwritten(self, error: OSError) -> None:
         """Shows the first failure of optional output as a warning; the run goes on."""
         if not self._incomplete:
-            show_error(f"warning: {one_line(error)}; the run goes on without what cannot be written")
+            show_error(f"warning: {one_line(error)}; the run continues without this output")
         self._incomplete = True
 
     def break_off(self) -> None:
@@ -267,16 +269,19 @@ class Reporter:
             raise unwritten
 
     def _resumable(self) -> tuple[str, str | None]:
-        """Where the checkpoint to resume from is, in words; and the run folder to resume, None if there is none."""
+        """Where the checkpoint to resume from is, in words; and the command that goes on, None if there is none."""
         if not self._folder.is_dir():
             return GONE, None
         # an interrupted run may have ended before the message of a checkpoint that is on disk
         there = [step for one in checkpoints_in(self._folder) if (step := step_of(one)) > self._run.first_step]
         if written := max([self._checkpoint, *there]):
-            return f"{self._folder}, after step {written:,}", str(self._folder)
-        if (source := self._run.config.resume) is not None:
-            return f"no new one; that of {source} is still there", source
-        return "none was written yet, there is nothing to resume", None
+            done = written == self._run.total_steps
+            again = None if done else f"gpipe train {override('resume', str(self._folder))}"
+            return f"{self._folder}, after step {written:,}{', the last one' if done else ''}", again
+        if (source := self._run.config.resume) is not None:  # perhaps complete, but for what was typed
+            start = self._run.start
+            return f"none of this run; the one in {source} remains", None if start is None else start.command
+        return "none was written, so there is nothing to resume", None
 
     def _compare(self) -> None:
         """Shows, once, the prediction against the measured step."""

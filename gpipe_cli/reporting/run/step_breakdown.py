@@ -35,6 +35,8 @@ def show_shares(console: Console, kinds: Mapping[str, Mapping[str, float] | None
             rows.append((kind, [*map(shown.__getitem__, (*BUSY, "idle")), "=", *map(shown.__getitem__, IDLE)]))
     show_facts(console, in_columns(console, rows))
     ideal = f"{percent(ideal_bubble)}, (K-1)/(M+K-1) for K equal devices that only compute"
+    if any(breakdown["bubble"] < ideal_bubble for breakdown in kinds.values() if breakdown):
+        ideal += "; above it is smaller, as recomputation fills part of the idle time"
     show_facts(console, [("ideal bubble", ideal)])
 
 
@@ -55,12 +57,12 @@ def comparison(result: RunResult) -> Iterable[tuple[str, str]]:
         stages = range(len(counted_bytes))
         fullest = max(stages, key=lambda stage: counted_bytes[stage])
         for stage in stages if len(stages) <= STAGES_SHOWN else [fullest]:
-            name = f"stage {stage}" if len(stages) <= STAGES_SHOWN else f"the fullest, stage {stage}"
+            name = f"stage {stage}" if len(stages) <= STAGES_SHOWN else f"stage {stage}, the fullest"
             predicted, counted = result.predicted_activation_bytes[stage], counted_bytes[stage]
             sizes = f"{size(predicted)} of activations, counted {size(counted)}"
             yield "", f"{name}: {sizes} ({difference(predicted, counted)})"
     if not prediction.measured:
-        yield "", f"from {prediction.source}; hardware=auto cost=measured times the layers themselves"
+        yield "", f"predicted from {prediction.source}; hardware=auto cost=measured times your layers"
 
 
 def difference(predicted: float, found: float, times: str = "as much") -> str:

@@ -12,7 +12,7 @@ from rich.console import Console
 from gpipe_cli.config.settings import Task
 from gpipe_cli.reporting.page.page import PAGE
 from gpipe_cli.reporting.run.description import evaluation_of, words_of
-from gpipe_cli.reporting.run.lines import in_columns, override, show_facts, show_text
+from gpipe_cli.reporting.run.lines import in_columns, show_facts, show_text
 from gpipe_cli.reporting.run.step_breakdown import STAGES_SHOWN, show_shares
 from gpipe_cli.results.files import write_result
 from gpipe_cli.results.measures import MEASURES, chosen
@@ -27,18 +27,18 @@ EXAMPLES = 5  # translations that the console shows; evaluate.json has all
 
 
 def show_summary(
-    console: Console, result: RunResult, folder: Path, peak: str, checkpoint: str, resume: str | None,
+    console: Console, result: RunResult, folder: Path, peak: str, checkpoint: str, go_on: str | None,
     next_commands: Sequence[tuple[str, str]] | None = None,
 ) -> None:  # fmt: skip
     """Shows the outcome of a training or a measurement.
 
     `peak`: the source of the peak FLOP/s in the MFU, or why it is unknown. Of a training that was stopped,
-    `checkpoint`: where its last checkpoint is; `resume`: the run folder to resume, None if there is no checkpoint.
+    `checkpoint`: where its last checkpoint is; `go_on`: the command that resumes it, None if there is nothing to do.
     `next_commands`: shown with their labels after a training that was completed.
     """
     status, seconds, bench = result.status, MEASURES["seconds"].text(result), result.command == "bench"
-    epochs = f"{plural(result.epochs, 'epoch')}, " if result.epochs and not bench else ""
-    done = epochs + plural(result.steps, "step")
+    epochs = f" ({plural(result.epochs, 'whole epoch')})" if result.epochs and not bench else ""
+    done = plural(result.steps, "step") + epochs
     match status:
         case "completed" if bench:
             measured = f"measured {plural(result.speed_steps, 'step')} after {result.warm_up_steps} of warm-up"
@@ -46,9 +46,9 @@ def show_summary(
         case "completed":
             line, colour = f"completed in {seconds}: {done}", "green"
         case "dry_run":
-            line, colour = "dry run: cut and placed; nothing was trained", "green"
+            line, colour = "dry run: the model was cut and placed, not trained", "green"
         case _:
-            when = f"after {seconds}: {done} done" if result.steps else "before the first step was done"
+            when = f"after {seconds}: {done} done" if result.steps else "before the first step was complete"
             line, colour = f"{status} {when}", "yellow" if status == "interrupted" else "red"
     if status != "dry_run":  # a dry run has only the banner above, which ends with an empty line
         console.print()
@@ -64,7 +64,7 @@ def show_summary(
         show_facts(console, _flops(result, peak))
     facts = [("run folder", str(folder))]
     if not bench and (failed := result.failed_checkpoints):
-        facts.append(("not written", f"{plural(failed, 'checkpoint')} of those that were due"))
+        facts.append(("not written", f"{plural(failed, 'checkpoint')} (see the warnings above)"))
     page, curves = folder / PAGE, f"tensorboard --logdir {shlex.quote(str(folder))}"
     has_curves = not bench and result.steps and "tensorboard" in result.config["logger"] and folder.is_dir()
     if next_commands is not None and status == "completed":
@@ -77,7 +77,7 @@ def show_summary(
     if not bench:
         if status in ("interrupted", "failed"):
             facts.append(("checkpoint", checkpoint))
-            facts += [] if resume is None else [("go on with", f"gpipe train {override('resume', resume)}")]
+            facts += [] if go_on is None else [("resume with", go_on)]
         if has_curves:
             facts.append(("curves", curves))
     show_facts(console, facts)
@@ -141,9 +141,9 @@ def _outcome(result: RunResult) -> Iterable[tuple[str, str]]:
     if test is not None:
         yield "test", outcome_of_test(result.task, test, result.unigram_perplexity)
     if best is not None and best != test:
-        yield "best", f"{outcome_of_test(result.task, best)}, after epoch {best.epoch}"
+        yield "best", f"{outcome_of_test(result.task, best)}, after step {best.step:,}, in epoch {best.epoch}"
     elif best is not None:
-        yield "", f"the best of the run, after epoch {best.epoch}"
+        yield "", f"best of the run, after step {best.step:,}, in epoch {best.epoch}"
     if result.samples_per_second_kind is None:
         return
     sample, step = words_of(result.task).sample, f"{MEASURES['step_seconds'].text(result)} per step"
@@ -169,9 +169,9 @@ def speed_kind(kind: str, without_core: float | None = None) -> str:
         case "measured_one_device":
             return f"{kind}: stages shared a device or cores"
         case "measured_contended":
-            share = "at times" if without_core is None else f"for {percent(without_core)} of the time"
-            return f"{kind}: other programs used these cores {share}"
-    return f"{kind}: every process had a device or cores of its own"
+            share = "" if without_core is None else f", active {percent(without_core)} of the time"
+            return f"{kind}: times are inflated by other programs{share}"
+    return f"{kind}: every process had its own device or cores"
 
 
 def memory_rows(stages: Sequence[StageMemory]) -> Sequence[tuple[str, Sequence[str]]]:
@@ -190,7 +190,7 @@ def memory_rows(stages: Sequence[StageMemory]) -> Sequence[tuple[str, Sequence[s
 def _flops(result: RunResult, note: str) -> Iterable[tuple[str, str]]:
     if result.model_flops is None or result.model_flops_per_second is None:
         return
-    step = f"{operations(result.model_flops)}FLOP of a full step, recomputation not counted"
+    step = f"{operations(result.model_flops)}FLOP per full step, recomputation not counted"
     yield "model", f"{MEASURES['model_flops_per_second'].text(result)}FLOP/s ({step})"
     known = result.mfu is not None
     yield "MFU", f"{MEASURES['mfu'].text(result)} of {note}" if known else f"not known: {note}"

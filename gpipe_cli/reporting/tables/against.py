@@ -16,9 +16,9 @@ from gpipe_cli.units import MIB, plural, rate
 Verdict = Literal["identical", "within the order of summation", "differs", "fails", "ours fails", "left out"]
 _AGREES = ("identical", "within the order of summation")
 UNIT = (
-    "for each layer what the order of summation explains: the distance between our own gradients summed from the last "
-    "micro-batch to the first and from the first to the last, or if that is less, epsilon sqrt(n) of their norm, for "
-    "sums of n terms"
+    "per layer, the largest difference that the order of summation explains: the distance between our gradients summed "
+    "from the last micro-batch to the first and from the first to the last, or epsilon sqrt(n) times their norm for "
+    "sums of n terms, if that is smaller"
 )
 
 
@@ -96,7 +96,7 @@ def show_against(console: Console, folder: Path, report: AgainstReport) -> None:
     notes: list[tuple[str, str]] = [(row.verdict, f"{row.schedule}: {row.text}") for row in report.rows if row.text]
     if any(row.units is not None for row in report.rows):
         notes.append(("unit", UNIT))
-    notes.append(("MiB", "peak of the fullest process; ours / theirs: speed, median (least, greatest) of the rounds"))
+    notes.append(("MiB", "peak of the fullest process; ours / theirs: speed, median (lowest, highest) of the rounds"))
     results = asdict(report) | {"agrees": report.agrees, "verdict": report.verdict, "unit": UNIT}
     results["rows"] = [asdict(row) | {"ratios": row.ratios} for row in report.rows]
     table = Table.of_rows("", headings, map(_cells, report.rows))

@@ -51,16 +51,16 @@ def show_check(console: Console, folder: Path, report: CheckReport) -> None:
     """Writes check.json into ``folder``, and shows the report. Raises OSError."""
     headings = ("partitions", "schedule", "recompute", "executor", "result")
     usual = report.rows[0].variant.micro_batches
-    folded = _folded([row for row in report.rows if row.variant.micro_batches == usual])
-    table = Table.of_rows("", map(Column, headings), map(_cells, folded))
+    rows = [row for row in report.rows if row.variant.micro_batches == usual]
+    table = Table.of_rows("", map(Column, headings), (_cells(group, rows) for group in _folded(rows)))
     notes = []
     for row in report.rows:
         if row.variant.micro_batches != usual:
             why = f": {row.text}" if row.text and not row.bad else ""
-            notes.append((f"M = {row.variant.micro_batches}", f"{_result(row)}, against M = {usual}{why}"))
+            notes.append((f"M = {row.variant.micro_batches}", f"{_result(row)}, compared with M = {usual}{why}"))
     if any(row.verdict == "within tolerance" for row in report.rows):
         tolerance = f"{TOLERANCE[report.config['precision']]:.0e} of the gradients' norm"
-        notes.append(("tolerance", f"{tolerance}, where they are summed in another order"))
+        notes.append(("tolerance", f"{tolerance}, where gradients are summed in another order"))
     unusual = {row.text: row.verdict for row in report.rows if row.bad or row.verdict == "left out"}
     for text, verdict in unusual.items():
         if text and not any(text in other and text != other for other in unusual):
@@ -104,11 +104,15 @@ def _grouped(rows: Sequence[Row], key: Callable[[Row], tuple[object, ...]]) -> I
 
 
 def _is_whole(group: Sequence[Row], rows: Sequence[Row]) -> bool:
-    """Whether a group has all rows of its schedules, partitions, recompute modes and executors: one line suffices."""
-    kinds = [set(values) for values in zip(*(row.variant for row in group), strict=True)]
-    within = [row for row in rows if all(map(set.__contains__, kinds, row.variant))]
+    """Whether a group has all rows of its kinds but references, which have lines of their own: one line suffices."""
     other = {"reference", "within tolerance"} - {group[0].verdict}
-    return len(group) == sum(row.verdict not in other for row in within)
+    return len(group) == sum(row.verdict not in other for row in _of_same_kinds(group, rows))
+
+
+def _of_same_kinds(group: Sequence[Row], rows: Sequence[Row]) -> list[Row]:
+    """The rows of any schedule, partitions, recompute mode and executor that are in the group."""
+    kinds = [set(values) for values in zip(*(row.variant for row in group), strict=True)]
+    return [row for row in rows if all(map(set.__contains__, kinds, row.variant))]
 
 
 def _outcome(row: Row) -> tuple[object, ...]:
@@ -117,11 +121,14 @@ def _outcome(row: Row) -> tuple[object, ...]:
     return row.verdict, row.layer, row.text
 
 
-def _cells(rows: Sequence[Row]) -> tuple[str, ...]:
-    variants = [row.variant for row in rows]
+def _cells(group: Sequence[Row], rows: Sequence[Row]) -> tuple[str, ...]:
+    variants = [row.variant for row in group]
     modes = [mode for mode in reversed(MODES) if any(variant.recompute == mode for variant in variants)]
     executors = list(dict.fromkeys(variant.executor for variant in variants))
-    result = _result(rows[0]) if len(rows) == 1 else f"{_result(rows[0])} ({len(rows)} of {len(rows)})"
+    result = _result(group[0])
+    if len(group) > 1:
+        of = "others" if len(_of_same_kinds(group, rows)) > len(group) else f"of {len(group)}"
+        result += f" ({len(group)} {of})"
     return (
         ", ".join(spans(sorted({variant.partitions for variant in variants}), "..")),
         variants[0].schedule,

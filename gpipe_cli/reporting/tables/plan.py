@@ -15,6 +15,7 @@ from rich.console import Console
 from gpipe_cli.config.groups import model_name
 from gpipe_cli.config.settings import SAMPLE_WORDS
 from gpipe_cli.config.typed import show
+from gpipe_cli.planner.make_plan import baseline_of
 from gpipe_cli.planner.plan import PLAN, Choice, Plan, PlannedLayer, PlannedStage
 from gpipe_cli.reporting.run.description import precision_facts
 from gpipe_cli.reporting.run.lines import show_facts, show_line, show_text
@@ -47,7 +48,7 @@ def show_plan(console: Console, plan: Plan, folder: Path, *, verbose: bool = Fal
     try:
         write_result(folder, plan.tree(), PLAN)
     finally:
-        show_text(console, "plan: everything below is predicted, nothing was run", "bold")
+        show_text(console, "plan: everything below is predicted; nothing was run", "bold")
         show_facts(console, [*_answers(plan), *_what(plan)])
         console.print()
         if verbose:
@@ -98,7 +99,7 @@ def show_plans(console: Console, plans: Sequence[SweptPlan]) -> None:
     """Shows the table of a sweep, the reasons why planning failed, and the paths of the plans' pages."""
     show_table(console, plans_of(plans), elsewhere="format=csv")
     console.print()
-    refused = dict.fromkeys(("cannot be", one.error) for one in plans if one.error is not None)
+    refused = dict.fromkeys(("impossible", one.error) for one in plans if one.error is not None)
     pages = (one.plan.files["page"] for one in plans if one.plan is not None)
     show_facts(console, [*refused, *(("page", page) for page in pages)])
 
@@ -128,23 +129,29 @@ def _what(plan: Plan) -> Iterator[tuple[str, str]]:
         known.append(f"latency {1e6 * hardware.link_latency_seconds:.3g} us")
     if known:
         yield "", ", ".join(known)
-    yield "costs from", hardware.source
+    yield "based on", hardware.source
 
 
 def _answers(plan: Plan) -> Iterator[tuple[str, str]]:
     speed, tokens = f"{rate(plan.samples_per_second)} {SAMPLE_WORDS[plan.config.task]}s/s", plan.tokens_per_second
     speeds = speed if tokens is None else f"{rate(tokens)} tokens/s, {speed}"
     yield "predicted", f"{_step(plan.step_seconds)} a step, {speeds}"
-    work = plan.config.replicas * plan.breakdown.compute + plan.breakdown.update
-    yield "speed-up", f"{len(plan.device_bytes) * work:.2f} times one device that recomputes nothing"
+    baseline = baseline_of(plan)
+    over = "one device with the whole mini-batch, nothing recomputed"
+    if baseline is None:
+        yield "speed-up", f"unknown: {over}, does not fit"
+    else:
+        threads = f", {plural(baseline.layout.threads, 'thread')}" if baseline.layout.shares_cores else ""
+        speed_up = baseline.step_seconds / plan.step_seconds
+        yield "speed-up", f"{speed_up:.2f} times as fast as {over}{threads}: {_step(baseline.step_seconds)}"
     held, limit = plan.held_bytes, plan.layout.limit_bytes
     memory = f"{size(max(held))} on stage {held.index(max(held))}, the fullest"
     shared = len(plan.device_bytes) < len(held)
     fits = "; give hardware.memory_gib to see whether it fits" if limit is None else f": fits {size(limit)}"
     yield "memory", memory + (fits if not shared or limit is None else "")
     if shared and (most := max(plan.device_bytes)):
-        of = "" if limit is None else f": fits {size(limit)} for each stage"
-        yield "", f"{size(most)} on device {plan.device_bytes.index(most)}, the fullest, at one moment{of}"
+        of = "" if limit is None else f": fits {size(limit)} per stage"
+        yield "", f"{size(most)} on device {plan.device_bytes.index(most)}, the fullest, at its peak{of}"
 
 
 def _details(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -152,7 +159,7 @@ def _details(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "utilisation", f"{percent(plan.utilisation)} of these figures, predicted, without recomputation"
         if plan.recomputed_flops:
             yield "", f"recomputation adds {percent(plan.recomputed_flops / plan.step_flops)} to the operations"
-    yield "balance", f"the slowest stage takes {percent(plan.imbalance)} more than the mean of all"
+    yield "balance", f"the slowest stage takes {percent(plan.imbalance)} longer than the mean stage"
     long = [skip for skip in plan.skips if skip.to_stage > skip.from_stage + 1]
     shown = [
         f"{skip.name}: stage {skip.from_stage} to {skip.to_stage}, {size(skip.bytes)} of each micro-batch"
@@ -163,9 +170,9 @@ def _details(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "" if n else "skips", line
     for n, tie in enumerate(plan.ties):
         stages = f"{', '.join(map(str, tie.stages[:-1]))} and {tie.stages[-1]}"
-        yield "" if n else "tied", f"{tie.name} on stages {stages}, {size(tie.bytes)} of gradients once a step"
+        yield "" if n else "tied", f"{tie.name} on stages {stages}, {size(tie.bytes)} of gradients exchanged per step"
     if plan.host_bytes is not None:
-        yield "", f"checkpoints take {size(plan.host_bytes)} of the hosts' memory, page-locked"
+        yield "", f"checkpoints take {size(plan.host_bytes)} of page-locked host memory"
 
 
 def _show_layers(console: Console, layers: Iterable[PlannedLayer]) -> None:
@@ -179,7 +186,7 @@ def _show_layers(console: Console, layers: Iterable[PlannedLayer]) -> None:
         sizes = [size(first.saved_bytes), size(first.boundary_bytes)]
         times = [sum(map(attrgetter(key), same)) / len(same) for key in ("forward_seconds", "backward_seconds")]
         rows.append([name, *work, *sizes, *map(duration, times)])
-    _show_rows(console, "layers: FLOPs of the forward, bytes and predicted time of one micro-batch", headings, rows)
+    _show_rows(console, "layers: forward FLOPs, bytes and predicted time per micro-batch", headings, rows)
 
 
 def _show_stages(console: Console, stages: Sequence[PlannedStage], micro_batches: int) -> None:
@@ -204,13 +211,14 @@ def _show_stages(console: Console, stages: Sequence[PlannedStage], micro_batches
         names = first if first == last else f"{first} ... {last}"
         rows.append([label, *before, f"{layers}{each}: {names}", *behind])
     headings += [f"R of {micro_batches}"] if uneven else []
-    _show_rows(console, "stages: FLOPs of the forward, bytes and predicted time of one micro-batch", headings, rows)
+    _show_rows(console, "stages: forward FLOPs, bytes and predicted time per micro-batch", headings, rows)
 
 
 def _show_memory(console: Console, plan: Plan) -> None:
     limit_bytes = plan.layout.limit_bytes
     unit, name = memory_unit(max(plan.held_bytes))
-    parts = ("weights", "gradients", "optimizer", "activations", "buffers")  # with the workspace: 80 columns are few
+    # activations first, of which a narrow terminal must not lose the column; buffers with the workspace: 80 are few
+    parts = ("activations", "weights", "gradients", "optimizer", "buffers")
 
     def cells(stage: PlannedStage) -> list[str]:
         of = {part: getattr(stage.memory, f"{part}_bytes") for part in parts}
@@ -222,7 +230,7 @@ def _show_memory(console: Console, plan: Plan) -> None:
 
     headings = ["stage", "total", *([] if limit_bytes is None else ["of limit"]), *parts]
     rows = [[label, *same] for _, label, same in _alike(plan.stages, cells)]
-    title = f"memory: predicted, {name} at each stage's fullest moment, without libraries"
+    title = f"memory: predicted peak of each stage in {name}, libraries not included"
     _show_rows(console, title, headings, rows)
 
 
@@ -238,9 +246,9 @@ def _show_choice(console: Console, choice: Choice) -> None:
 
 def _show_grid(console: Console, lines: Sequence[str] | None) -> None:
     if lines is None:
-        show_facts(console, [("grid", "too large to be shown")])
+        show_facts(console, [("grid", "too large to show")])
     elif len(lines) > GRID_LINES or max(map(len, lines)) > console.width:
-        show_facts(console, [("grid", f"too large to be shown here; {PLAN} has it")])
+        show_facts(console, [("grid", f"too large to show; {PLAN} has it")])
     else:
         for line in lines:
             show_line(console, line)

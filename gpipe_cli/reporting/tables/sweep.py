@@ -7,7 +7,7 @@ without being varied (threads, executor, whether stages shared a device) are sho
 import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
@@ -130,7 +130,7 @@ def show_rest(planned: int, runs: Sequence[Run], go_on_with: str) -> None:
     left = planned - len(runs)
     if left > 0 or any(run.failed for run in runs):
         rest = f"{left} of {planned} not run; " if left > 0 else ""
-        Console().print(Text(f"{rest}go on with  {go_on_with}"), soft_wrap=True)
+        Console().print(Text(f"{rest}resume with  {go_on_with}"), soft_wrap=True)
 
 
 def bench_status(run: Run) -> str:
@@ -138,15 +138,20 @@ def bench_status(run: Run) -> str:
     return _ENDS.get(run.exit_code) or ("out_of_memory" if _NO_MEMORY.search(run.error) else "failed")
 
 
-def bench_table(runs: Sequence[Run], rounds: int) -> BenchTable:
-    """The content of bench.json for the runs so far; runs with the same number are the rounds of one cell."""
+def bench_table(runs: Sequence[Run], rounds: int, baseline: int | None = None) -> BenchTable:
+    """The content of bench.json for the runs so far; runs with the same number are the rounds of one cell. `baseline`:
+    the number of that whose speed is 1 for the others; None: the first that was measured."""
     cells = [list(cell) for _, cell in groupby(sorted(runs, key=attrgetter("number")), attrgetter("number"))]
     measured = [[run for run in cell if run.result and bench_status(run) == "measured"] for cell in cells]
-    first = next(filter(None, measured), [])
+    numbers = [cell[0].number for cell in cells]
+    first = next((runs for n, runs in zip(numbers, measured, strict=True) if runs and baseline in (None, n)), [])
     varies = list(dict.fromkeys(key for cell in cells for key in cell[0].settings))
     auto = [key for key in varies if any(cell[0].settings.get(key) == AUTO for cell in cells)]
     resolved = _differing(measured, {*varies} - {*auto}, auto)
-    rows = (_row(cell, known, first, own) for cell, known, own in zip(cells, measured, resolved, strict=True))
+    rows = (
+        replace(_row(cell, known, first, own), baseline=baseline == cell[0].number)
+        for cell, known, own in zip(cells, measured, resolved, strict=True)
+    )
     return BenchTable(tuple(varies), rounds, tuple(rows))
 
 
@@ -179,7 +184,7 @@ def show_bench(console: Console, table: BenchTable, folder: Path) -> None:
 
 
 def _row(cell: Sequence[Run], measured: Sequence[Run], first: Sequence[Run], resolved: dict[str, Any]) -> BenchRow:
-    """The row of a cell, from one run per round: medians over those `measured`; `first`: the base of `relative`."""
+    """The row of a cell, from one run per round: medians over those `measured`; `first`: those of the baseline."""
     statuses = {bench_status(run): run for run in reversed(cell)}
     order = ("failed", "out_of_memory", "impossible", "measured", "interrupted")
     status = next(status for status in order if status in statuses)
@@ -243,7 +248,7 @@ def _line(row: BenchRow, varies: Sequence[str]) -> dict[str, Any]:
 
 
 def _relative(cell: Sequence[Run], first: Sequence[Run]) -> float | None:
-    """The speed relative to the first measured row: the median of the ratios within each round."""
+    """The speed relative to the baseline's: the median of the ratios within each round."""
     if len({run.result.text for run in (*cell, *first) if run.result}) > 1:
         return None
     base = {run.round: run.result.speed for run in first if run.result}
@@ -331,11 +336,15 @@ def _notes(rows: Sequence[BenchRow], varies: Sequence[str]) -> Iterator[tuple[st
     if len(kinds) == 1:
         shares = (share for row in measured if (share := row.without_core) is not None)
         yield "speed", speed_kind(str(kinds.pop()), max(shares, default=None))
+    for number, row in enumerate(rows, start=1):
+        if row.baseline:
+            of = "" if row.status == "measured" else f", which is {row.status.replace('_', ' ')}"
+            yield "relative", f"to row {number}: one device, the whole mini-batch, nothing recomputed{of}"
     if measured:
-        yield "memory", "peak of the fullest stage: its process's, on a GPU the allocator's"
-        yield "activations", "of the fullest stage, counted; bubble measured"
+        yield "memory", "peak of the fullest stage: of its process, on a GPU of PyTorch's allocator"
+        yield "activations", "counted on the fullest stage; the bubble is measured"
     for key in dict.fromkeys(key for row in rows for key in row.resolved if key not in (*_SHORT, *_naming(varies))):
         values = [show(row.resolved.get(key, "-")) for row in rows]
-        yield "differs too", f"{key}: {', '.join(values)}"
+        yield "also differs", f"{key}: {', '.join(values)}"
     if not measured and any(row.status in HOPELESS for row in rows):
         yield "", "nothing was measured"

@@ -21,7 +21,7 @@ from gpipe_cli.system.accelerator import current_stream, is_accelerator, page_lo
 from gpipe_cli.training import events
 from gpipe_cli.training.checkpoint import files
 from gpipe_cli.training.checkpoint.restore import state_of_stage
-from gpipe_cli.training.engine import Engine
+from gpipe_cli.training.engine import Engine, WorkerProcess
 
 _LOOKS_SECONDS = 0.1  # interval at which process 0 looks for the parts of other processes
 _VISIBLE_SECONDS = 10.0  # time in which parts that are written must become visible to process 0 on a shared disk
@@ -106,7 +106,7 @@ class CheckpointWriter:
     engine: Engine
     folder: Path  # the run's folder
     config_yaml: str
-    report: Callable[[object], None]  # called in process 0 only, with the `events` about checkpoints
+    process: WorkerProcess  # the `events` about checkpoints are reported in process 0 only
     last: files.Progress  # progress at the newest complete checkpoint; at first, where the run begins
 
     def __post_init__(self) -> None:
@@ -150,7 +150,7 @@ class CheckpointWriter:
         with self.control.waits(Awaited.LAST_CHECKPOINT):
             wait([self._work], _LAST_SECONDS)
         if self.control.leads and self._work.done() and self._work.result() is None:
-            self.report(events.CheckpointWritten(self._written.step))
+            self.process.report(events.CheckpointWritten(self._written.step))
 
     def _begin(self, progress: files.Progress) -> None:
         spec = self.engine.spec
@@ -177,6 +177,9 @@ class CheckpointWriter:
             parameters = (name for name, _ in self.engine.model.named_parameters() if name not in elsewhere)
             stateless = tuple(name for name in parameters if f"optimizer/{name}" not in with_state)
             index = files.Index(progress, layers, tuple(written), stateless)
+            # a run that is killed at any moment, and resumed from here, will not report these steps again
+            self.process.report(events.CheckpointComing(progress.step))
+            self.process.until_handled()
             files.finish_checkpoint(draft, index, config=self.config_yaml, keep=self.keep)
 
         self._written = progress
@@ -207,7 +210,7 @@ class CheckpointWriter:
                     break
         seconds = time.perf_counter() - began
         if awaited is not None and self.control.leads and seconds >= _SAID_SECONDS:
-            self.report(events.CheckpointAwaited(step, awaited.step, seconds))
+            self.process.report(events.CheckpointAwaited(step, awaited.step, seconds))
 
     def _look(self, *, last: bool) -> None:
         """Exchange with all processes whether they are done with the checkpoint, and whether one of them failed."""
@@ -236,7 +239,7 @@ class CheckpointWriter:
                 raise files.CheckpointError(why)
             message = events.CheckpointFailed(progress.step, why)
         if self.control.leads:
-            self.report(message)
+            self.process.report(message)
 
 
 def _why_not(write: Callable[[], None]) -> str | None:

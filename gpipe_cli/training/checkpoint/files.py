@@ -295,10 +295,14 @@ def _link_or_copy(source: str, target: str) -> None:
 
 
 def _point(link: Path, target: str) -> None:
-    """Make the symlink `link` (`last` or `best`, for people and scripts) point to `target`, atomically."""
+    """Make the symlink `link` (`last` or `best`, for people and scripts) point to `target`, atomically; on a file
+    system without links, a file with the name of the target."""
     draft = link.with_name(f".{link.name}.writing")
     draft.unlink(missing_ok=True)
-    draft.symlink_to(target)
+    try:
+        draft.symlink_to(target)
+    except OSError:
+        draft.write_text(f"{target}\n", encoding="utf-8")
     draft.replace(link)
 
 

@@ -102,8 +102,8 @@ def test_what_cannot_be_compared_is_noted(runs: list[RunRecord], text: RunRecord
     assert "different models (AmoebaNet-D (6, 16): " in noted(text)
     changes: dict[str, dict[str, Any]] = {
         r"different data sets \(digits: partitions=1; cifar10: ": {"dataset": "cifar10"},
-        "running: still at work, or killed": {"status": "running"},
-        "of warm-up steps is shown: partitions=2": {"speed_includes_warm_up": True},
+        "running: .*: partitions=2": {"status": "running"},
+        "warm-up steps is shown: partitions=2": {"speed_includes_warm_up": True},
     }
     for note, change in changes.items():
         assert re.search(note, noted(changed(runs[1], **change))), note

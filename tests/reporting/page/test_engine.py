@@ -24,11 +24,12 @@ from gpipe_cli.pipeline.schedule.schedule_file import read_schedule
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost, SkipCost, StageCost, TieCost, simulate
 from gpipe_cli.planner.cost_model import LayerTimes, predicted_costs
 from gpipe_cli.planner.layout import layout_of
-from gpipe_cli.planner.make_plan import make_plan
+from gpipe_cli.planner.make_plan import baseline_of, make_plan
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
 from gpipe_cli.planner.shared_layers import Shared
 from gpipe_cli.planner.simulation_data import simulation_data
 from gpipe_cli.reporting.page.page import write_page
+from gpipe_cli.system.machine import usable_cores
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -345,7 +346,7 @@ def test_other_settings_lead_to_what_a_plan_of_them_says(page: "Page", replicas:
 def timed(layers: int) -> LayerTimes:
     """Layers that slow each other down by 1.3 while two processes compute."""
     small, large = ([(n * k, n * k, 3 * n * k) for k in range(1, layers + 1)] for n in (0.001, 0.003))
-    return LayerTimes((1, 4), (small, large), [0.001] * layers, 0.001, 1.3, 2, 0.0002, 1e-9)
+    return LayerTimes((1, 4), (small, large), [0.001] * layers, 0.001, 1.3, 2, (usable_cores(), 1.7), 0.0002, 1e-9)
 
 
 def test_a_run_on_this_machine_is_simulated_as_it_was_planned(page: "Page") -> None:
@@ -356,6 +357,16 @@ def test_a_run_on_this_machine_is_simulated_as_it_was_planned(page: "Page") -> N
         costs = predicted_costs(config, profile, layout_of(config), timed(len(profile.costs)))
         plan = make_plan(config, profile, costs, layout_of(config))
         data = simulation_data(plan)
+        baseline, slower = (
+            page.evaluate(
+                "([data, backward_factor]) => gpipe.baselineStep(data, {backward_factor}).step_seconds", given
+            )
+            for given in ([data, 1], [data, 2])
+        )
+        known = baseline_of(plan)
+        assert known
+        assert baseline == pytest.approx(known.step_seconds)
+        assert slower - baseline == pytest.approx(known.stage_costs[0].backward_seconds)
         own = {"schedule": "1f1b"}  # whose order is made again
         found = page.evaluate(
             """([data, own]) => [{}, own, {...own, own_devices: true}].map(one =>
@@ -411,6 +422,6 @@ def test_what_cannot_be_is_said(page: "Page") -> None:
     assert re.search(r"device \d lacks \d", large["problem"])
     assert "K = 8" in many["problem"]
     assert "use K = 6" in uneven["problem"]
-    assert wrong["problem"] == "0B0 needs 0F0, which would come after it"
+    assert wrong["problem"] == "0B0 needs 0F0, which comes after it"
     recomputed = [any(a["kind"] == "R" for row in of["rows"] for a in row) for of in (small, tight)]
     assert recomputed == [False, True]

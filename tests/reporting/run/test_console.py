@@ -1,6 +1,5 @@
 import re
 import shlex
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,8 +8,8 @@ from reporting_runs import description, evaluation, log, reporter_in, step
 
 from gpipe_cli.reporting.run.banner import show_banner
 from gpipe_cli.reporting.run.console import RunConsole
-from gpipe_cli.reporting.run.summary import show_summary
-from gpipe_cli.results.run import read_run_result
+from gpipe_cli.results.run import Start
+from gpipe_cli.training.events import CheckpointWritten
 
 
 def test_a_log_has_one_line_for_an_epoch_and_no_escape_codes() -> None:
@@ -57,26 +56,46 @@ def test_a_terminal_shows_a_bar_of_one_line_and_keeps_the_epochs() -> None:
 
 
 @pytest.mark.parametrize("folder", ["outputs/a_K2", "sweep/a=4,b=[2]", "it's $HOME \\slash", "a\\b=\\"])
-def test_a_summary_has_the_scores_and_a_command_to_go_on_that_survives_shell_and_hydra(
-    folder: str, tmp_path: Path
-) -> None:
-    reporter = reporter_in(tmp_path)[0]
+def test_a_summary_has_the_scores_and_a_command_to_go_on_that_survives_shell_and_hydra(folder: str) -> None:
+    reporter, file = reporter_in(Path(folder))
     for number in range(1, 13):
         reporter.on_message(step(number))
     reporter.on_message(evaluation(8, loss=0.05, top1=0.989, averaged=True))
     reporter.on_message(evaluation(12, loss=0.0512, top1=0.986, averaged=True, is_best=False))
-    reporter.finish("completed")
-    console, file = log()
-    result = replace(read_run_result(tmp_path), seconds=133.0, status="interrupted")
-    show_summary(console, result, tmp_path, "", "outputs/run/last, after step 8", folder)
+    reporter.on_message(CheckpointWritten(8))
+    reporter.finish("interrupted")
     lines = file.getvalue().splitlines()
-    assert "interrupted after 2 min 13 s: 3 epochs, 12 steps done" in lines
+    assert re.search("^interrupted after .*: 12 steps \\(3 whole epochs\\) done$", file.getvalue(), re.MULTILINE)
     assert "test         top-1 98.6 %, top-5 100.0 %, loss 0.0512 (averaged weights)" in lines
-    assert "best         top-1 98.9 %, top-5 100.0 %, loss 0.0500 (averaged weights), after epoch 2" in lines
+    assert "best         top-1 98.9 %, top-5 100.0 %, loss 0.0500 (averaged weights), after step 8, in epoch 2" in lines
     assert "speed        512.0 samples/s, 62.5 ms per step (medians after the first 3 steps)" in lines
-    assert "checkpoint   outputs/run/last, after step 8" in lines
-    (command,) = (line.removeprefix("go on with   ") for line in lines if line.startswith("go on with"))
+    assert f"checkpoint   {folder}, after step 8" in lines
+    (command,) = (line.removeprefix("resume with  ") for line in lines if line.startswith("resume with"))
     _, _, override = shlex.split(command)
-    assert folder != "outputs/a_K2" or "go on with   gpipe train resume=outputs/a_K2" in lines  # without quotes
+    assert folder != "outputs/a_K2" or "resume with  gpipe train resume=outputs/a_K2" in lines  # without quotes
     parsed = OverridesParser.create().parse_override(override)
     assert (parsed.key_or_group, parsed.value()) == ("resume", folder)
+
+
+@pytest.mark.parametrize(
+    ("settings", "written", "go_on"),
+    [
+        (["max_steps=6"], 4, ["gpipe train resume=run"]),
+        (["max_steps=6"], 6, []),
+        (["resume=old", "epochs=4"], None, ["gpipe train resume=old epochs=4"]),
+        ([], None, []),
+    ],
+)
+def test_what_is_proposed_to_go_on_with_has_something_to_do(
+    settings: list[str], written: int | None, go_on: list[str]
+) -> None:
+    """A run of which the last checkpoint is written was to be resumed, and so was a complete one, without the setting
+    that gave it more epochs."""
+    started = Start("2026-01-31T12:00:00", " ".join(["gpipe train", *settings]))
+    reporter, file = reporter_in(Path("run"), *settings, start=started)
+    reporter.on_message(step(6))
+    if written is not None:
+        reporter.on_message(CheckpointWritten(written))
+    reporter.finish("interrupted")
+    assert re.findall("^resume with +(.*)$", file.getvalue(), re.MULTILINE) == go_on
+    assert re.search("6 steps \\(1 whole epoch\\) done", file.getvalue())

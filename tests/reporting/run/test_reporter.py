@@ -13,7 +13,7 @@ from reporting_runs import (
 )
 
 from gpipe_cli.results.files import read_result
-from gpipe_cli.training.events import CheckpointWritten
+from gpipe_cli.training.events import CheckpointComing
 
 
 def test_a_whole_run(tmp_path: Path) -> None:
@@ -25,7 +25,7 @@ def test_a_whole_run(tmp_path: Path) -> None:
         if number % 4 == 0:
             reporter.on_message(evaluation(number, top1=number / 16, is_best=number != 12))
             assert read_result(folder)["test"]["step"] == number
-            reporter.on_message(CheckpointWritten(number))
+            reporter.on_message(CheckpointComing(number))
             # nothing does the steps before a checkpoint again: a run that is killed now needs their events
             assert [event.step for event in events(folder).Scalars("train/loss")] == list(range(1, number + 1))
     reporter.finish("completed")

@@ -63,4 +63,4 @@ def test_stages_that_share_a_device_are_shown_so(tmp_path: Path) -> None:
     stages = read_result(tmp_path, "plan.json")["stages"]
     assert {stage["memory"]["limit_bytes"] for stage in stages} == {int(74.5 * 2**30) // 2}
     assert "74.5 GiB of memory, shared by 2 stages, links" in row(lines, "             74.5 GiB")
-    assert any(line.endswith("the fullest, at one moment: fits 37.2 GiB for each stage") for line in lines)
+    assert any(line.endswith("the fullest, at its peak: fits 37.2 GiB per stage") for line in lines)

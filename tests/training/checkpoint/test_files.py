@@ -1,6 +1,9 @@
 """Checkpoints: whole or not there, by name, and refused if damaged."""
 
+import errno
+import fcntl
 import hashlib
+import os
 import shutil
 from pathlib import Path
 
@@ -8,7 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from gpipe_cli.data.cache import cached
 from gpipe_cli.errors import InputError
+from gpipe_cli.system.files import FolderLock
 from gpipe_cli.training.checkpoint import files
 from gpipe_cli.training.checkpoint.background_writer import Snapshot
 
@@ -49,6 +54,29 @@ def test_strides_shared_memory_and_types_come_back(tmp_path: Path) -> None:
         assert found[name].dtype == tensor.dtype
         assert torch.equal(found[name], tensor), name
     assert files.read_index(checkpoint).progress == progress(5, 5)
+
+
+def test_a_file_system_may_have_neither_links_nor_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As FAT and some network mounts: a run ended at its first checkpoint, `Operation not supported`."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    for module, name in ((os, "symlink"), (os, "link"), (fcntl, "flock")):
+        monkeypatch.setattr(module, name, refuse)
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    for step, best in ((4, 4), (5, 4)):
+        write(first, step, best=best)
+    files.adopt(files.find_checkpoint(first, "last", "resume"), second)
+    write(second, 6, best=6, keep=1)
+    for run, last, best in ((first, 5, 4), (second, 6, 6)):
+        for which, step in (("last", last), ("best", best)):
+            assert files.find_checkpoint(run, which, "run").name == f"step_{step:08d}"
+            assert (run / "checkpoints" / which).read_text() == f"step_{step:08d}\n"
+    FolderLock(first).release()
+    assert [cached(tmp_path / "cache", "pieces", lambda: b"learned") for _ in range(2)] == [b"learned"] * 2
 
 
 def test_files_are_what_safetensors_reads(tmp_path: Path) -> None:
