@@ -39,6 +39,9 @@ def run() -> NoReturn:
     Exit handlers run, but the interpreter is not finalized: tearing down torch and its libraries module by module takes
     over a second, to no purpose.
     """
+    if sys.getfilesystemencoding() != "utf-8" and os.environ.get("PYTHONUTF8") != "1":
+        os.environ["PYTHONUTF8"] = "1"  # for all processes: names of files are UTF-8 in any locale
+        os.execv(sys.executable, sys.orig_argv)
     code = main()
     waited_for = any(not one.daemon for one in threading.enumerate() if one is not threading.main_thread())
     if "torch" not in sys.modules or waited_for or "TORCHELASTIC_RUN_ID" in os.environ:

@@ -86,6 +86,9 @@ def test_the_installed_program_answers() -> None:
     assert "Usage: gpipe COMMAND" in ended.stderr
     lines = ended.stderr.splitlines()
     assert (len(lines) <= 24, max(map(len, lines)) <= 80) == (True, True), "a screen"
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    ended = subprocess.run([program, "list", "runs", "bücher"], capture_output=True, env=os.environ | ascii_only)
+    assert (ended.returncode, ended.stderr.decode().startswith("gpipe list: bücher: ")) == (2, True)
 
 
 def test_help_lists_and_configuration_import_nothing_heavy() -> None:

@@ -148,10 +148,11 @@ def configurations(given: str) -> Path:
 
 
 def _readable(argument: str) -> str:
-    """The argument, with quotes around an existing path that Hydra's grammar does not take: a run of a sweep lies in
-    `micro_batches=4`, so users type or complete `run=.../micro_batches=4`."""
+    """The argument, with quotes around a path that Hydra's grammar does not take: letters beyond ASCII, or one that
+    exists, as a run of a sweep lies in `micro_batches=4`, so users type or complete `run=.../micro_batches=4`."""
     key, _, value = argument.partition("=")
-    if key not in FOLDERS or re.fullmatch(r"[\w./-]*", value) or not os.path.exists(value):
+    plain = re.fullmatch(r"[\w./-]*", value) is not None
+    if key not in FOLDERS or (plain and value.isascii()) or not (plain or os.path.exists(value)):
         return argument
     return f"{key}={quoted(value)}"
 

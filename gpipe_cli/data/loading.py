@@ -7,6 +7,7 @@ Workers are forked, which takes milliseconds, before the process has threads, co
 threads may hold locks, and an open CUDA context does not survive a fork.
 """
 
+import errno
 import os
 import signal
 import sys
@@ -16,11 +17,14 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, get_worker_info
 
+from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.data.batches import MiniBatches, Split
 from gpipe_cli.errors import InputError
 from gpipe_cli.system.forked_call import end_with_parent
+
+_WITHOUT_SHARED_MEMORY = "make it larger (docker run --shm-size=1g), or use data_workers=0"
 
 
 class LoaderDiedError(RuntimeError):
@@ -63,7 +67,12 @@ class LoadedBatches:
         # torch's SIGCHLD handler would raise the death of a worker anywhere, even within a step; without the handler
         # the next request for a batch raises it.
         before = signal.getsignal(signal.SIGCHLD)
-        self._batches: Any = iter(loader)
+        try:
+            self._batches: Any = iter(loader)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            raise _full(workers) from error
         signal.signal(signal.SIGCHLD, before)
         self._peeked: tuple[Tensor, ...] | None = None
 
@@ -87,8 +96,8 @@ class LoadedBatches:
             died = any(worker.exitcode for worker in getattr(self._batches, "_workers", ()))
             self.close()
             if died or isinstance(error, ConnectionError | EOFError):  # died, perhaps while it sent a batch
-                text = "a data loading process died; is the machine out of memory or shared memory?"
-                raise LoaderDiedError(text) from error
+                text = "a data loading process died: the machine may be out of memory, or /dev/shm may be full; "
+                raise LoaderDiedError(text + _WITHOUT_SHARED_MEMORY) from error
             raise
         if isinstance(batch, str):
             self.close()
@@ -114,9 +123,21 @@ class _Batches:
 
     def __getitem__(self, key: tuple[int, list[int], tuple[int, ...]]) -> tuple[Tensor, ...] | str:
         try:
-            return self.split.inputs(*key)
+            inputs = self.split.inputs(*key)
         except InputError as error:
             return str(error)
+        if (worker := get_worker_info()) is not None:
+            try:
+                for tensor in inputs:  # the loader would do it later, where a failure only loses the batch
+                    tensor.share_memory_()
+            except RuntimeError:
+                return str(_full(worker.num_workers))
+        return inputs
+
+
+def _full(workers: int) -> RefusedError:
+    why = f"/dev/shm is full, through which these processes hand over what they load; {_WITHOUT_SHARED_MEMORY}"
+    return RefusedError("data_workers", workers, why)
 
 
 def _set_up_worker(served: int, _worker: int) -> None:

@@ -1,6 +1,8 @@
 """Loading: the same batches from any number of workers and any starting point; nothing left behind."""
 
+import errno
 import multiprocessing
+import multiprocessing.synchronize
 import os
 import signal
 import sys
@@ -52,6 +54,23 @@ def test_workers_change_nothing_and_end_with_the_run_or_before(train: ImageSplit
     early.close()
     assert multiprocessing.active_children() == []
     assert next(early, None) is None
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of torch's loader, half made
+@pytest.mark.parametrize("refused", ["a semaphore", "a batch"])
+def test_shared_memory_that_is_full_is_named_with_the_setting(
+    train: ImageSplit, refused: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a container with 64 KiB at /dev/shm the line was "No space left on device"; with 1 MiB a batch was lost, and
+    the run waited for it until its timeout."""
+
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device") if refused == "a semaphore" else RuntimeError("shm")
+
+    where = (multiprocessing.synchronize._multiprocessing, "SemLock")  # type: ignore[attr-defined]
+    monkeypatch.setattr(*(where if refused == "a semaphore" else (torch.Tensor, "share_memory_")), full)
+    with pytest.raises(InputError, match=r"^data_workers=2: /dev/shm is full.* data_workers=0$"):
+        next(LoadedBatches(train, MiniBatches(train.catalogue, batch_size=4, seed=1, shuffle=True), 0, 0, 3, workers=2))
 
 
 def test_broken_image_reaches_the_consumer_as_one_line(train: ImageSplit, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ class ChangedInputError(InputError):
     def __init__(self, layer: str) -> None:
         super().__init__(
             f"layer {layer} changes its input in place: a stage that begins with it could not run it again from what "
-            "it keeps; use inplace=False, or let it change a clone"
+            "it keeps; use inplace=False (for m in model.modules(): m.inplace = False), or let it change a clone"
         )
         self.layer = layer
 
