@@ -124,6 +124,11 @@ def test_a_file_that_does_not_fit_is_refused_before_anything_heavy_is_imported()
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
+        (
+            "train model=${..}",
+            "gpipe train: model=${..}: there is no such choice; choose one of amoebanet, custom, hf, resnet, timm, "
+            "transformer_lm, transformer_nmt, unet",
+        ),
         ("tain", "gpipe: tain: there is no such command; did you mean train?; see gpipe --help"),
         # what the version before this one had
         ("demo open=false", "gpipe: demo: this command is gone; use gpipe bench -m partitions=1,2 micro_batches=1,4"),

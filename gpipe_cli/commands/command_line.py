@@ -105,7 +105,7 @@ class CommandLine:
                 number = isinstance(choice, int | float) and group == "learning_rate"
                 hint = f"write {ELSEWHERE['lr']}={choice}" if number else "gpipe train --help lists them"
                 raise RefusedError(group, choice, f"must be the name of a choice; {hint}")
-            if "/" in choice:  # a file of another group, or of any folder
+            if "/" in choice or "${" in choice:  # a file of another group, or of any folder; an interpolation
                 why = f"there is no such choice; choose one of {', '.join(of_choices(group))}"
                 raise SettingError(group, choice, why)
 

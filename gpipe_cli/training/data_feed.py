@@ -127,6 +127,8 @@ def refuse_data(config: TrainConfig, auto: Collection[str] = (), source: Path | 
     if not set(AUTO_BATCH) & set(auto):
         batches = mini_batches(config, train, training=True)
         if not auto:
+            if config.batch_size is not None:
+                refuse_single_samples(config, config.batch_size)
             refuse_short_last(config, batches)
 
 
