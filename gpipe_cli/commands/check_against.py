@@ -31,6 +31,7 @@ from gpipe_cli.planner.model_profile import profile_model
 from gpipe_cli.planner.pipeline_spec import PipelineSpec, make_pipeline_spec
 from gpipe_cli.reporting.run.lines import show_facts
 from gpipe_cli.reporting.tables.against import AgainstReport, Measured, Row, show_against
+from gpipe_cli.system.machine import usable_cores
 from gpipe_cli.training.data_feed import refuse_data
 from gpipe_cli.units import plural
 from gpipe_cli.verify import against as verify
@@ -122,7 +123,7 @@ class _Match:
         self._pairs: list[tuple[_Contestant, _Contestant | None]] = [
             (self._contestant(program, name, schedule=ours.schedule), ours) for name, ours in theirs.items()
         ]
-        threads *= config.partitions
+        threads = usable_cores()  # more would take turns, and flatter ours
         plain = self._contestant(
             "pytorch", f"plain PyTorch, {plural(threads, 'thread')}", schedule="gpipe", partitions=1, threads=threads,
             partition=PartitionConfig(None), executor="in_process", recompute="never",

@@ -202,7 +202,7 @@ class _Whole(_Foreign):
 
     Plain PyTorch takes its first step in micro-batches, backwards from the last to the first as in schedule gpipe, and
     with the threads of one of our processes, so that gradients can be compared; its other steps take the whole
-    mini-batch at once, with the threads of all of them.
+    mini-batch at once, with all threads of the machine.
     """
 
     def __init__(self, config: TrainConfig, spec: PipelineSpec, process: WorkerProcess, *, chunked: bool) -> None:
