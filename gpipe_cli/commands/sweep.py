@@ -126,6 +126,8 @@ class Sweep:
     def _add_baseline(self, cells: list[Cell]) -> None:
         """One device with the settings of the first cell that can run: a cell that is here already, or another one."""
         requests = {cell.number: cell.request for cell in cells if isinstance(cell.request, RunRequest)}
+        if not requests:
+            return
         first = next(iter(requests))
         auto = tuple(key for key in requests[first].auto if key not in ONE_DEVICE)
         plain = replace(requests[first], config=one_device(requests[first].config), auto=auto)
