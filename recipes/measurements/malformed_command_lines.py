@@ -250,7 +250,9 @@ def fault(line: Arguments, place: Path) -> str:
         os.killpg(program.pid, signal.SIGKILL)
         return f"still at work after {SECONDS:g} s"
     typed = [one for word in line[line[0] in COMMANDS :] if (one := re.sub(r"[^ -~]", "", word).strip())]
-    words = [*typed, *re.findall(r"[^\W\d]\w+", " ".join(typed), re.ASCII)]
+    # a message shows control characters in its own way: what is between them is repeated
+    pieces = [piece for word in line[line[0] in COMMANDS :] for piece in re.split(r"[^ -~]+", word) if len(piece) > 1]
+    words = [*typed, *pieces, *re.findall(r"[^\W\d]\w+", " ".join(typed), re.ASCII)]
     # a configuration's file or a model's layer is named then, which was not typed
     named_elsewhere = "-cn" in line or any(word.startswith("model.target=skips:") for word in line)
     wrong = [] if program.returncode == 2 else [f"exit code {program.returncode}"]
