@@ -31,7 +31,6 @@ from gpipe_cli.config.typed import (
 )
 from gpipe_cli.errors import InputError
 from gpipe_cli.models.timm_list import timm_models
-from gpipe_cli.reproduction.runner import FOLDER
 
 FOLDERS = ("run", "resume", "init_from", "run_folder", "output", "dataset.root", "file")
 
@@ -144,7 +143,11 @@ def read(command: str, given: Sequence[str], no_sweeps: str = "") -> CommandLine
 
 def configurations(given: str) -> Path:
     """The folder that the option -cd names: `recipes`, where there is none, is that of gpipe's own recipes."""
-    return FOLDER if given == "recipes" and not Path(given).exists() else Path(given)
+    if given != "recipes" or Path(given).exists():
+        return Path(given)
+    from gpipe_cli.reproduction.runner import FOLDER  # here, as it imports what no other command needs
+
+    return FOLDER
 
 
 def _readable(argument: str) -> str:

@@ -67,7 +67,7 @@ def test_shared_memory_that_is_full_is_named_with_the_setting(
     def full(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device") if refused == "a semaphore" else RuntimeError("shm")
 
-    where = (multiprocessing.synchronize._multiprocessing, "SemLock")  # type: ignore[attr-defined]
+    where = (multiprocessing.synchronize._multiprocessing, "SemLock")
     monkeypatch.setattr(*(where if refused == "a semaphore" else (torch.Tensor, "share_memory_")), full)
     with pytest.raises(InputError, match=r"^data_workers=2: /dev/shm is full.* data_workers=0$"):
         next(LoadedBatches(train, MiniBatches(train.catalogue, batch_size=4, seed=1, shuffle=True), 0, 0, 3, workers=2))
