@@ -182,8 +182,10 @@ def test_several_go_on_where_they_were_and_one_that_fails_stops_no_other(capsys:
 def test_an_interruption_ends_all_of_it(tmp_path: Path) -> None:
     process = start_program("reproduce", "breakdown", "schedules", "scale=desk", *TINY, "steps=10000")
     try:
-        # the command, and below it the run of the sweep, which leads a session of its own
-        wait_until(lambda: len(descendants(process.pid)) > 1, 30, "the run of a measurement")
+        # the sweep, which leads a session of its own, and below it the run of a cell
+        wait_until(
+            lambda: any(children(sweep) for sweep in children(process.pid, "reproduce")), 60, "the run of a cell"
+        )
         started = descendants(process.pid)
         os.kill(process.pid, signal.SIGINT)
         out, err = process.communicate(timeout=20)

@@ -8,7 +8,6 @@ then waits forever. Here the parent never waits for the server, and as soon as t
 server, with it the workers, and with these their data loaders.
 """
 
-import atexit
 import importlib
 import mmap
 import os
@@ -23,6 +22,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -170,7 +170,8 @@ def _temporary() -> tuple[Path, int]:
         with suppress(subprocess.TimeoutExpired):  # a process that a user's layer has started may still run
             remover.wait(_PATIENCE_SECONDS)
 
-    atexit.register(remove)
+    # after multiprocessing has removed its own folder, which lies in this one: with priority -100
+    Finalize(None, remove, exitpriority=-101)
     return Path(folder), held
 
 

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -126,6 +127,20 @@ def test_the_temporary_folder_stays_until_the_last_process_has_ended() -> None:
 
     (remover,) = children(os.getpid(), str(temporary_folder()))
     assert os.readlink(f"/proc/{remover}/fd/0") in pipes(Path(f"/proc/{number}/fd"))
+
+
+@linux
+def test_the_temporary_folder_stays_until_multiprocessing_has_removed_its_own_folder_in_it() -> None:
+    """A command whose own process had a data loader ended with a traceback of multiprocessing's exit handler."""
+    program = """
+import multiprocessing.util, tempfile
+from gpipe_cli.launch.fork_server import temporary_folder
+tempfile.tempdir = str(temporary_folder())
+print(multiprocessing.util.get_temp_dir())
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ended.stderr == ""
+    assert not Path(ended.stdout.strip()).parent.exists()
 
 
 def test_a_broken_image_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
