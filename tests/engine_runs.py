@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from tape import TapeMaker
 from torch import nn
 from torch.nn import functional as F
 
@@ -48,6 +49,7 @@ from gpipe_cli.pipeline.runtime.tied_weights import (
 from gpipe_cli.pipeline.runtime.transport import LocalTransport
 from gpipe_cli.pipeline.schedule.named_schedules import build, forward_only
 from gpipe_cli.pipeline.schedule.schedule import Schedule
+from gpipe_cli.system.cuda_graphs import CudaGraphMaker
 
 CLASSES, SIZE = 5, 8
 CPU = torch.device("cpu")
@@ -187,6 +189,7 @@ class Case:
     frozen: Frozen = NOTHING_FROZEN
     device: str = "cpu"
     bfloat16: bool = False
+    graphs: bool = False  # actions are replayed wherever they can be
 
     @property
     def processes(self) -> int:
@@ -293,6 +296,10 @@ def train(case: Case, here: Sequence[int], links: dict[Edge, Link] | None) -> di
         )
     for stage in stages.values():  # the reference, which recomputes nothing, does not count
         stage.counter.on = case.recompute != "never"
+        if case.graphs:
+            stage.use_graphs(CudaGraphMaker(device) if device.type == "cuda" else TapeMaker())
+            assert stage.graphs is not None
+            stage.graphs.rehearsing = True
     executor = Executor(stages, case.process_of_stage, transport)
     layers = iter(dict(model.named_children()))
     tied = TiedWeights(
@@ -333,6 +340,10 @@ def train(case: Case, here: Sequence[int], links: dict[Edge, Link] | None) -> di
     order = forward_only(case.partitions, len(sizes))
     results |= {f"evaluated {m}": loss.cpu() for m, loss in run(99, order, sizes, *data(case, 0))}
     executor.settle()
+    for stage in stages.values():
+        if stage.graphs is not None:
+            assert not stage.graphs.cause, stage.graphs.cause
+            assert stage.graphs.made, "nothing was replayed"
     return results
 
 

@@ -49,11 +49,11 @@ def _deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_partitions_do_not_matter(schedule: str, channels_last: bool) -> None:
+def test_neither_partitions_nor_graphs_matter(schedule: str, channels_last: bool) -> None:
     whole = Case(device="cuda:0", schedule=schedule, channels_last=channels_last)
     expected = run_in_process(whole)
-    for partitions, recompute in product((1, 2, 4), RECOMPUTE):
-        case = replace(whole, partitions=partitions, recompute=recompute, stages_per_process=2)
+    for partitions, recompute, graphs in product((1, 2, 4), RECOMPUTE, (False, True)):
+        case = replace(whole, partitions=partitions, recompute=recompute, stages_per_process=2, graphs=graphs)
         assert_same_tensors(run_in_process(case), expected)
 
 

@@ -49,7 +49,10 @@ def run_check(config: TrainConfig, folder: Path) -> int:
     hardware = replace(config.hardware, memory_gib=None)
     mode = "except_last" if config.recompute == "auto" else config.recompute
     replicas, all_of_them = config.replicas, config.replicas * config.micro_batches
-    config = replace(config, threads=threads, hardware=hardware, recompute=mode, replicas=1, micro_batches=all_of_them)
+    config = replace(
+        config, threads=threads, hardware=hardware, recompute=mode, replicas=1, micro_batches=all_of_them,
+        graphs=False,  # what a layer returns is not seen when its stage is replayed
+    )  # fmt: skip
     console = Console()
     refuse_unfit(config)
     source = None if config.init_from is None else find_weights(config, show_error)

@@ -58,6 +58,7 @@ SAMPLE_WORDS: dict[Task, str] = {
 Executor = Literal["auto", "in_process", "distributed"]
 Device = Literal["auto", "cpu", "cuda"]
 Logger = Literal["tensorboard", "mlflow", "wandb", "csv"]
+Graphs = Literal["auto", True, False]
 MemoryFormat = Literal["auto", "contiguous", "channels_last"]
 Partitions = Annotated[int, Within(1, 10_000, why="as no model has more layers")]
 MicroBatches = Annotated[int, Within(1, 100_000)]
@@ -141,6 +142,7 @@ class TrainConfig:
     precision: groups.Precision = "float32"
     deterministic: bool = True
     compile: bool = False
+    graphs: Graphs = "auto"
     memory_format: MemoryFormat
     threads: Threads | None
     data_workers: DataWorkers | None

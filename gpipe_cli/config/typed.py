@@ -98,7 +98,7 @@ def choices(kind: type, key: str) -> list[str]:
         if inner:
             found += choices(option, inner) if _is_group(option) else []
         elif get_origin(option) is Literal:
-            found += map(str, get_args(option))
+            found += map(show, get_args(option))
         elif get_origin(option) is tuple and get_origin(get_args(option)[0]) is Literal:
             found += [f"[{word}]" for word in get_args(get_args(option)[0])]
         elif option is bool:
@@ -201,10 +201,10 @@ def _convert(kind: Any, value: Any, key: str, keys: Sequence[str], *, listed: bo
             return value
         allowed = f"must be a group of settings; for example {key}={{NAME:VALUE}}"
     elif get_origin(kind) is Literal:
-        if isinstance(value, str | int) and value in get_args(kind):
+        if any(type(value) is type(word) and value == word for word in get_args(kind)):
             return value
-        example = f"[{get_args(kind)[0]}]" if listed else get_args(kind)[0]
-        allowed = f"must be one of {', '.join(map(str, get_args(kind)))}; for example {key}={example}"
+        words = [show(word) for word in get_args(kind)]
+        allowed = f"must be one of {', '.join(words)}; for example {key}={f'[{words[0]}]' if listed else words[0]}"
     elif get_origin(kind) is tuple:
         of, *more = get_args(kind)
         length = None if more == [...] else 1 + len(more)

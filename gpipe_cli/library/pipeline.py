@@ -44,7 +44,7 @@ from gpipe_cli.planner.model_profile import TracedModel
 from gpipe_cli.planner.pipeline_spec import PipelineCut
 from gpipe_cli.planner.shared_layers import check_cut, find_read, find_shared
 from gpipe_cli.training.pipeline_part import PipelinePart, build_part, build_stage
-from gpipe_cli.training.step import clip, norms_of
+from gpipe_cli.training.step import clip, norms_of, without_negative_zeros
 from gpipe_cli.units import count, plural
 
 Values: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
@@ -385,6 +385,8 @@ class Pipeline:
             part.executor.run(schedule, self.steps, sizes, inputs, objective)
             if schedule.trains:
                 part.tied.add_up()
+                if part.uses_graphs:
+                    without_negative_zeros([one.grad for one in self.parameters() if one.grad is not None])
             for parameter, earlier in zip(tied, before, strict=True):
                 if earlier is not None:
                     parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)

@@ -49,7 +49,7 @@ class ScheduledDropPath(nn.Module):
 def set_progress(module: nn.Module, progress: float) -> None:
     """Set the fraction of all training steps that are done, 0 to 1, in every `ScheduledDropPath` of `module`."""
     for child in module.modules():
-        if isinstance(child, ScheduledDropPath):
+        if isinstance(child, ScheduledDropPath) and child.drop_probability:
             child.progress = progress
 
 

@@ -96,7 +96,7 @@ class ModelProfile(TracedModel):
 _WITHOUT_SHAPES = {
     "partitions", "micro_batches", "replicas", "schedule", "recompute", "executor", "stages_per_process", "placement",
     "partition", "batch_size", "batch_tokens", "epochs", "max_steps", "seed", "gradient_clipping",
-    "evaluate_every_epochs", "check_layers", "threads", "data_workers", "timeout_seconds", "output", "logger",
+    "evaluate_every_epochs", "check_layers", "graphs", "threads", "data_workers", "timeout_seconds", "output", "logger",
     "run_folder", "resume", "max_restarts", "dry_run", "cost", "checkpoint", "learning_rate", "hardware",
 }  # fmt: skip
 

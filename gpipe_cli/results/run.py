@@ -156,6 +156,7 @@ class RunResult:
     partitions: tuple[Partition, ...] = ()
     failed_checkpoints: int = 0  # checkpoints that could not be written; the training went on without them
     compiled: dict[str, Any] | None = None
+    graphs: dict[str, Any] | None = None
     resumed_from: str | None = None
     starts: tuple[Start, ...] = ()
     restarts: tuple[Restart, ...] = ()

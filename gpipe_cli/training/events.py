@@ -31,6 +31,15 @@ class LayersCompiled:
 
 
 @dataclass(frozen=True)
+class GraphsRecorded:
+    """Which stages are replayed as graphs, over all processes."""
+
+    stages: int  # that are
+    causes: tuple[str, ...]  # for each other stage: its number, the layer, and why it cannot be
+    seconds: float  # time of the slowest process
+
+
+@dataclass(frozen=True)
 class Scores:
     """Scores on the test set, as in `StepDone`, but the loss is the plain cross-entropy in nats."""
 
@@ -60,6 +69,7 @@ class TrainingReady:
     steps_per_epoch: int | None  # None: a dry run that has not opened the data
     gpu_names: tuple[str, ...] = ()
     compiled: LayersCompiled | None = None
+    graphs: GraphsRecorded | None = None
     test: Tested | None = None  # the last evaluation before the first step, of a resumed run
     best: Tested | None = None  # the best one before it
 

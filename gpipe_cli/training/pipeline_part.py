@@ -16,6 +16,7 @@ from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.pipeline.runtime.tied_weights import TiedWeights
 from gpipe_cli.pipeline.runtime.transport import LocalTransport, Transport
 from gpipe_cli.planner.pipeline_spec import PipelineCut
+from gpipe_cli.system.cuda_graphs import graph_maker
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,10 @@ class PipelinePart:
     @property
     def has_last(self) -> bool:
         return self.spec.partitions - 1 in self.stages
+
+    @property
+    def uses_graphs(self) -> bool:
+        return any(stage.graphs is not None for stage in self.stages.values())
 
     @property
     def first_device(self) -> torch.device:
@@ -85,4 +90,6 @@ def build_stage(spec: PipelineCut, index: int, layers: nn.Sequential, run_seed: 
         compiled=spec.compile,
     )
     stage.set_training(True)
+    if spec.graphs and (maker := graph_maker(stage.device)) is not None:
+        stage.use_graphs(maker)
     return stage

@@ -30,7 +30,7 @@ from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.runtime.boundary import Tensors, in_layout
 from gpipe_cli.pipeline.runtime.recording import ENDS, MARKS, Recording, room
 from gpipe_cli.pipeline.runtime.replicas import Replicas
-from gpipe_cli.pipeline.schedule.named_schedules import build, forward_only
+from gpipe_cli.pipeline.schedule.named_schedules import forward_only
 from gpipe_cli.pipeline.schedule.schedule import Schedule
 from gpipe_cli.planner.pipeline_spec import PipelineSpec
 from gpipe_cli.system.accelerator import to_device, to_host
@@ -70,16 +70,15 @@ class StepMetrics:
     seconds: list[list[float]]  # `Recording.seconds` of each stage of the first replica, on the clock of process 0
 
 
-def rehearse(engine: Engine, mini_batch: MiniBatch) -> None:
-    """Run a mini-batch's first micro-batch forward, forward again and backward; gradients and statistics are then as
-    after a step, weights as before. The mini-batch must be the next to be loaded, and stays so.
+def rehearse(engine: Engine, mini_batch: MiniBatch, schedule: Schedule) -> None:
+    """Run a mini-batch's first micro-batch by a schedule of one; gradients and statistics are then as after a step,
+    weights as before. The mini-batch must be the next to be loaded, and stays so.
 
     Raises as the executor does.
     """
     if not mini_batch.share.sizes:  # fewer samples than replicas: this one has none of them
         return
     samples = mini_batch.share.sizes[0]
-    schedule = build("gpipe", engine.spec.partitions, 1, "always")
     inputs, targets = None, mini_batch.targets() if engine.has_last else None
     if (loaded := mini_batch.reading.loaded) is not None:
         with engine.control.waits(Awaited.DATA):
@@ -110,6 +109,8 @@ def compute_gradients(
     if replicas is not None:
         replicas.finish()
     engine.tied.add_up()
+    if engine.uses_graphs:
+        without_negative_zeros(engine.gradients())
     for k in adding:
         recording.added_up(k, waits[k], clocks[k].now())
     stages = {}
@@ -269,6 +270,12 @@ def norms_of(gradients: list[torch.Tensor]) -> torch.Tensor:
     by_device = groupby(torch._foreach_norm(gradients), key=attrgetter("device"))
     norms = [torch.stack(list(of_device)).double() for _, of_device in by_device]
     return torch.cat([of_device.to(norms[0].device, non_blocking=True) for of_device in norms])
+
+
+def without_negative_zeros(gradients: list[torch.Tensor]) -> None:
+    """Graphs add every gradient to zeros, so that none is -0.0: the same where stages launch kernel by kernel."""
+    for _, group in groupby(gradients, key=attrgetter("device")):
+        torch._foreach_add_(list(group), 0.0)
 
 
 def clip(gradients: list[torch.Tensor], norms: torch.Tensor, largest: float) -> None:

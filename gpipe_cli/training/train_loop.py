@@ -7,6 +7,7 @@ so far, whether the run is over), because these depend only on numbers that ever
 import math
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -17,10 +18,14 @@ from gpipe_cli.assembly.learning_rate import learning_rate
 from gpipe_cli.assembly.loss import Totals
 from gpipe_cli.config.groups import CustomConfig, HuggingFaceConfig, TimmConfig, choice_of
 from gpipe_cli.config.settings import DecodeConfig, TrainConfig
+from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.data.batches import MiniBatches
 from gpipe_cli.distributed.control_group import Awaited, ControlGroup
 from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.profile.layer_probes import probing
+from gpipe_cli.pipeline.runtime.module_state import putting_back
+from gpipe_cli.pipeline.runtime.randomness import keeping_generators
+from gpipe_cli.pipeline.schedule.named_schedules import build
 from gpipe_cli.planner.pipeline_spec import PipelineSpec
 from gpipe_cli.system.accelerator import device_name
 from gpipe_cli.system.process_memory import own_bytes
@@ -91,6 +96,7 @@ def train(
     of_others = isinstance(config.model, CustomConfig | TimmConfig | HuggingFaceConfig)
     if config.check_layers and not only_steps and of_others:
         notes = (*notes, _check_layers(engine, training, progress))
+    recorded = _record_graphs(engine, training, progress) if engine.uses_graphs else None
 
     # --- 4. Write the first files into the run folder; the parent shows the banner -------------------------------
     if control.leads:
@@ -98,7 +104,7 @@ def train(
         data.save_vocabulary(folder)  # first: a folder with a checkpoint can be resumed
         if resume_from is not None:
             adopt(resume_from, folder)
-        process.report(_ready(engine, data.facts(), notes, progress, compiled))
+        process.report(_ready(engine, data.facts(), notes, progress, compiled, recorded))
     checkpoints = CheckpointWriter(engine, folder, config_yaml, process, start)
     process.before_failing.append(checkpoints.settle)
     Training(engine, process, training, test, milestones, checkpoints, progress, begun_bytes).run()
@@ -311,13 +317,15 @@ def _ready(
     notes: events.Notes,
     progress: Progress,
     compiled: events.LayersCompiled | None,
+    recorded: events.GraphsRecorded | None,
 ) -> events.TrainingReady:
     """The message from which the parent shows the banner."""
     # GPU names are looked up here and not in the parent, where that would open a CUDA context
     devices = dict.fromkeys(device for replica in engine.spec.layout.replica_devices for device in replica)
     gpus = tuple(device_name(torch.device(device)) for device in devices if device != "cpu")
     step, steps_per_epoch = progress.step, progress.steps_per_epoch
-    return events.TrainingReady(facts, notes, step, steps_per_epoch, gpus, compiled, progress.test, progress.best)
+    done = compiled, recorded
+    return events.TrainingReady(facts, notes, step, steps_per_epoch, gpus, *done, progress.test, progress.best)
 
 
 def _compile(engine: Engine, batches: MiniBatches) -> events.LayersCompiled:
@@ -339,6 +347,33 @@ def _compile(engine: Engine, batches: MiniBatches) -> events.LayersCompiled:
     )
 
 
+def _record_graphs(engine: Engine, training: Reading, progress: Progress) -> events.GraphsRecorded:
+    """Record each stage's graphs for the first micro-batch of the next mini-batch, where they give the bits of the
+    layers; gradients and buffers are then as before. Raises InputError if a stage has none, and graphs=true."""
+    began = time.perf_counter()
+    epoch, position = next(training.batches.stream(progress.epoch, progress.position, engine.config.epochs))
+    spec, graphs = engine.spec, {k: stage.graphs for k, stage in engine.stages.items() if stage.graphs is not None}
+    schedule = replace(spec, recompute="never" if spec.recompute == "never" else "always").schedule(1)
+    with ExitStack() as stack:
+        stack.enter_context(keeping_generators({stage.device for stage in engine.stages.values()}))
+        for k, of_stage in graphs.items():
+            # attributes stay: graphs may read tensors that a layer has made in its first call
+            stack.enter_context(putting_back(engine.stages[k].module)).clear()
+            of_stage.rehearsing = True
+        for share in (0.0, 1.0):  # graphs must not depend on it
+            engine.set_progress(share)
+            rehearse(engine, MiniBatch(training, epoch, position), schedule)
+    for of_stage in graphs.values():
+        of_stage.rehearsing = False
+    causes = {k: of_stage.cause for k, of_stage in graphs.items() if of_stage.cause}
+    parts = engine.control.collect((causes, time.perf_counter() - began), patient=True)
+    found = {k: cause for part, _ in parts for k, cause in part.items()}
+    told = tuple(f"stage {k}: {cause}" for k, cause in sorted(found.items()))
+    if told and engine.config.graphs is True:
+        raise RefusedError("graphs", True, f"{told[0]}; use graphs=auto")
+    return events.GraphsRecorded(spec.partitions - len(told), told, max(seconds for _, seconds in parts))
+
+
 def _check_layers(engine: Engine, training: Reading, progress: Progress) -> tuple[str, str]:
     """Probe every layer on the first micro-batch of the next mini-batch; returns a line of the banner (label, fact).
 
@@ -347,7 +382,8 @@ def _check_layers(engine: Engine, training: Reading, progress: Progress) -> tupl
     began = time.perf_counter()
     epoch, position = next(training.batches.stream(progress.epoch, progress.position, engine.config.epochs))
     with probing(engine.stages.values()) as found:
-        rehearse(engine, MiniBatch(training, epoch, position))
+        again = build("gpipe", engine.spec.partitions, 1, "always")
+        rehearse(engine, MiniBatch(training, epoch, position), again)
     for text in chain.from_iterable(engine.control.collect(found)):
         raise InputError(f"model={choice_of(engine.config.model)}: {text}; check_layers=false trains it as it is")
     return "layers", f"run twice on a micro-batch, the same both times ({time.perf_counter() - began:.1f} s)"

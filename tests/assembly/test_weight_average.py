@@ -54,9 +54,8 @@ def test_statistics_are_averaged_once() -> None:
         with torch.no_grad():
             layers[0].weight.fill_(n)
         for micro_batch in range(2):
-            statistics.open(micro_batch)
-            layers(torch.tensor([[n - 1.0], [n + 1.0]], dtype=torch.float64))
-            statistics.close()
+            with statistics.recording(statistics.of(micro_batch)):
+                layers(torch.tensor([[n - 1.0], [n + 1.0]], dtype=torch.float64))
         statistics.commit()
         average.update(statistics.newest)
         kept = min(0.9, (1 + n) / (10 + n))

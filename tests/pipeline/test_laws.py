@@ -52,6 +52,7 @@ CASES = covering(
     channels_last=(False, True),
     frozen=("nothing", "inside", "both"),  # test_no_cut_matters has the others
     bfloat16=(False, True),
+    graphs=(False, True),
 )
 
 
@@ -80,7 +81,7 @@ def test_partitions_do_not_matter(settings: dict[str, Any], pool: Pool) -> None:
     run upwards they are those of 1f1b."""
     same = {name: settings[name] for name in ("micro_batches", "channels_last", "bfloat16")}
     same |= {"frozen": FROZEN[settings["frozen"]], "samples": (10, 7, 3)}
-    ways = {name: settings[name] for name in ("schedule", "partitions", "recompute", "stages_per_process")}
+    ways = {name: settings[name] for name in ("schedule", "partitions", "recompute", "stages_per_process", "graphs")}
     case = Case(**same, **ways)
     found = run_in_process(case) if settings["executor"] == "in_process" else pool.run(case)
     assert_same_tensors(found, whole(**same, schedule=summed_as(settings["schedule"])))
@@ -96,6 +97,7 @@ LINKED_CASES = covering(
     recompute=RECOMPUTE,
     bfloat16=(False, True),
     channels_last=(False, True),
+    graphs=(False, True),
 )
 
 
@@ -105,7 +107,7 @@ def test_tied_weights_and_skips_do_not_depend_on_the_cut(settings: dict[str, Any
     under two names, of several tensors, with batch norm. Dropout is on; the bits are those of one partition."""
     same = {name: settings[name] for name in ("model", "micro_batches", "bfloat16", "channels_last")}
     same |= {"samples": (10, 7, 3)}
-    ways = {name: settings[name] for name in ("schedule", "partitions", "recompute", "stages_per_process")}
+    ways = {name: settings[name] for name in ("schedule", "partitions", "recompute", "stages_per_process", "graphs")}
     case = Case(**same, **ways)
     found = run_in_process(case) if settings["executor"] == "in_process" else pool.run(case)
     assert_same_tensors(found, whole(**same, schedule=summed_as(settings["schedule"])))

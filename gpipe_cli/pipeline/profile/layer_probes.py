@@ -20,6 +20,7 @@ from gpipe_cli.pipeline.profile.reads import Reads
 from gpipe_cli.pipeline.runtime.boundary import Tensors, as_tuple, same_bits
 from gpipe_cli.pipeline.runtime.initial_weights import NO_VALUES
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
+from gpipe_cli.pipeline.runtime.module_state import putting_back
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.system.accelerator import is_accelerator
 
@@ -34,7 +35,7 @@ def probing(stages: Collection[Stage]) -> Iterator[list[str]]:
         stack.callback(random.setstate, random.getstate())
         stack.callback(np.random.set_state, np.random.get_state(legacy=True))
         for stage in stages:
-            stack.enter_context(_put_back(stage.module))
+            stack.enter_context(putting_back(stage.module))
             watch = _Watch(found, stage.compiled)
             stack.enter_context(watch.reading)
             for name, layer in stage.module.named_children():
@@ -95,28 +96,6 @@ class _Watch:
                 "are recorded, as nn.LSTM does on a CPU, keeps something between calls, or draws random numbers from "
                 "another source than torch's generators; with recompute=never no layer is run again"
             )
-
-
-@contextmanager
-def _put_back(module: nn.Module) -> Iterator[None]:
-    """Restores the module's buffers, attributes and gradients; inside, gradients begin as None."""
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    # attributes and buffers are often replaced rather than changed in place
-    attributes = [(own, dict(own)) for inner in module.modules() for own in (vars(inner), inner._buffers)]
-    gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
-    for parameter, _ in gradients:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        for own, before in attributes:
-            own.clear()
-            own.update(before)
-        for buffer, value in buffers:
-            if not same_bits(buffer, value):  # an unchanged one may not be writable
-                buffer.data.copy_(value)  # unseen by autograd, which may need the buffer for a backward
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
 
 
 def _tensors(layer: nn.Module) -> dict[str, torch.Tensor]:

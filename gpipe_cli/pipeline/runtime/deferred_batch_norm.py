@@ -43,6 +43,10 @@ class _Slot:
     counts: dict[int, int] = field(default_factory=dict)
 
 
+Moments: TypeAlias = list[_Slot]
+"""The slots of a micro-batch: one for each application of a norm in a forward; most models have one."""
+
+
 class BatchStatistics:
     """The slots of one stage's batch norms, one slot per micro-batch. All norms share a slot's flat tensor, so that a
     commit costs a dozen operations per stage, not per norm.
@@ -53,51 +57,74 @@ class BatchStatistics:
 
     def __init__(self) -> None:
         self._norms: list[Any] = []  # batch norms that track statistics; Any, as torch types these as optional
-        # [i][m]: for the i-th application of a norm in the forward of micro-batch m; reused in every step
-        self._slots: list[list[_Slot]] = [[]]
-        self._open: int | None = None
+        self._slots: dict[int, Moments] = {}  # of each micro-batch; reused in every step
+        self._open: Moments | None = None
         # running statistics changed by the newest mini-batch, each with that mini-batch's own value
         self.newest: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     @property
     def slots(self) -> list[torch.Tensor]:
         """The flat tensors of all slots made so far."""
-        return [slot.moments for slots in self._slots for slot in slots]
+        return [slot.moments for slots in self._slots.values() for slot in slots]
 
     def register(self, norm: _BatchNorm) -> int:
         self._norms.append(norm)
         return len(self._norms) - 1
 
-    def open(self, micro_batch: int) -> None:
-        """Let norms in training mode record into the slots of `micro_batch`, until `close`."""
-        if self._norms:
-            for slots in self._slots:
-                while len(slots) <= micro_batch:
-                    moments = self._norms[0].running_mean.new_zeros(2, sum(self._widths))
-                    slots.append(_Slot(moments, list(zip(*map(self._of_norms, moments), strict=True))))
-        self._open = micro_batch
+    def of(self, micro_batch: int) -> Moments:
+        """The slots of a micro-batch."""
+        if micro_batch not in self._slots:
+            self._slots[micro_batch] = self.new_moments()
+        return self._slots[micro_batch]
 
-    def close(self) -> None:
-        self._open = None
+    def new_moments(self) -> Moments:
+        """Slots that norms write to in a forward of one micro-batch."""
+        return [self._new_slot()] if self._norms else []
+
+    @contextmanager
+    def recording(self, moments: Moments | None) -> Iterator[None]:
+        """Inside, a forward of one micro-batch, norms in training mode write to these slots anew; None: nowhere."""
+        for slot in moments or ():
+            slot.counts.clear()
+        self._open = moments
+        try:
+            yield
+        finally:
+            self._open = None
 
     def slot(self, norm: int, values_per_channel: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Where norm number `norm` writes mean and variance, (C,) each; None if it must not (recomputation)."""
+        """Where norm number `norm` writes mean and variance, (C,) each; None if it must not."""
         if self._open is None:
             return None, None
-        slot = next((slots[self._open] for slots in self._slots if norm not in slots[self._open].counts), None)
-        if slot is None:  # the norm is applied again: like `nn.BatchNorm`, `commit` tracks that as one more batch
-            self._slots.append([])
-            self.open(self._open)
-            slot = self._slots[-1][self._open]
+        slot = next((slot for slot in self._open if norm not in slot.counts), None)
+        if slot is None:  # if the norm is applied again: like `nn.BatchNorm`, `commit` tracks that as one more batch
+            slot = self._new_slot()
+            self._open.append(slot)
         slot.counts[norm] = values_per_channel
         return slot.views[norm]
+
+    def _new_slot(self) -> _Slot:
+        moments = self._norms[0].running_mean.new_zeros(2, sum(self._widths))
+        return _Slot(moments, list(zip(*map(self._of_norms, moments), strict=True)))
+
+    @torch.no_grad()
+    def copy(self, moments: Moments, micro_batch: int) -> None:
+        """Take over what a graph has written to `moments` as the moments of a micro-batch."""
+        slots = self.of(micro_batch)
+        while len(slots) < len(moments):
+            slots.append(self._new_slot())
+        for slot, written in zip(slots, moments, strict=False):
+            slot.moments.copy_(written.moments)
+            slot.counts.update(written.counts)
 
     @torch.no_grad()
     def commit(self, of_replicas: OfReplicas = alone) -> None:
         """Merge this mini-batch's slots, on all replicas, exactly into the running statistics; then empty the slots."""
         newest: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
-        for slots in self._slots:
-            for running, value in self._merge([slot for slot in slots if slot.counts], of_replicas):
+        in_order = [slots for _, slots in sorted(self._slots.items())]
+        for number in range(max(map(len, in_order), default=1)):
+            used = [slots[number] for slots in in_order if len(slots) > number and slots[number].counts]
+            for running, value in self._merge(used, of_replicas):
                 newest.setdefault(id(running), (running, []))[1].append(value)
         self.newest = [(running, values[0] if len(values) == 1 else torch.stack(values).mean(dim=0))
                        for running, values in newest.values()]  # fmt: skip

@@ -74,7 +74,8 @@ class Executor:
         micro_batches = () if inputs is None else split_all(inputs, sizes)
         self._transport.begin_step(schedule, sizes, lengths)
         for index, stage in self._stages.items():
-            stage.begin_step(step, objective if index == self._last else None, first_micro_batch)
+            last = objective if index == self._last else None
+            stage.begin_step(step, last, first_micro_batch, schedule.stages[index] if sizes else ())
         recording = self.recorder.begin_step(schedule)
         if replicas is not None:
             replicas.begin_step({index: stage.module for index, stage in self._stages.items()})

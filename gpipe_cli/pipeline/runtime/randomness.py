@@ -31,9 +31,9 @@ def mix(*values: int) -> int:
     return state
 
 
-def seed_layer(device: torch.device, run_seed: int, step: int, micro_batch: int, layer: int) -> None:
-    """Seed the generators for layer number `layer`; `micro_batch` is counted over all replicas."""
-    seed_generator(device, mix(run_seed, step, 0, micro_batch, layer))
+def layer_seed(run_seed: int, step: int, micro_batch: int, layer: int) -> int:
+    """The seed of layer number `layer`; `micro_batch` is counted over all replicas."""
+    return mix(run_seed, step, 0, micro_batch, layer)
 
 
 def seed_generator(device: torch.device, seed: int) -> None:

@@ -10,6 +10,7 @@ A stage's inputs are the exception, as they may be slices of the mini-batch or o
 
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -56,6 +57,32 @@ class ActivationCounter:
         with counting_saved(held):
             yield
 
+    @contextmanager
+    def also(self, micro_batch: int) -> Iterator[None]:
+        """Count what autograd saves inside, too, for a micro-batch that is counted already."""
+        if not self.on or micro_batch not in self._held:
+            yield
+            return
+        with counting_saved(self._held[micro_batch]):
+            yield
+        self._note_peak()
+
+    def adopt(self, micro_batch: int, saved: "StorageBytes", inputs: Iterable[torch.Tensor]) -> None:
+        """Count what a graph that was just replayed keeps for the backward of a micro-batch, and its inputs."""
+        if self.on:
+            self._held[micro_batch] = saved.copy()
+            self._held[micro_batch].add(inputs)
+            self._note_peak()
+
+    def adopt_weights(self, micro_batch: int, gradients: "StorageBytes", weights: "StorageBytes") -> None:
+        """Count what a graph that was just replayed keeps from I to W, and the gradients that it kept during I."""
+        if self.on:
+            self._gradients[micro_batch] = gradients
+            self._note_peak()
+            self.drop(micro_batch)
+            self._held[micro_batch] = weights
+            self._note_peak()
+
     def hold(self, micro_batch: int, given: Iterable[torch.Tensor], tensors: Iterable[torch.Tensor]) -> None:
         """Count `tensors` that the stage itself keeps for a micro-batch, whose inputs are `given`."""
         self._add(self._held, micro_batch, tensors, given)
@@ -78,7 +105,10 @@ class ActivationCounter:
     ) -> None:
         if self.on:
             counted.setdefault(micro_batch, StorageBytes(self._static, given)).add(tensors)
-            self.peak_bytes = max(self.peak_bytes, self.bytes)
+            self._note_peak()
+
+    def _note_peak(self) -> None:
+        self.peak_bytes = max(self.peak_bytes, self.bytes)
 
 
 @contextmanager
@@ -135,6 +165,11 @@ class StorageBytes:
         self._given = {storage_of(tensor) for tensor in given}
         self._ranges: dict[int, ByteRange] = {}
         self.bytes = 0
+
+    def copy(self) -> "StorageBytes":
+        copied = copy(self)
+        copied._ranges = dict(self._ranges)
+        return copied
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
         self.add_ranges(byte_range(one) if storage_of(one) in self._given else _whole_storage(one) for one in tensors)

@@ -13,7 +13,7 @@ What makes results independent of the cut (law 1), for each layer and not only f
   is the sum of exactly two, which does not depend on their order.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -25,16 +25,25 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gpipe_cli.models.skips import Pop, Stash
-from gpipe_cli.pipeline.runtime.boundary import Boundary, Tensors, as_tuple, as_value, in_layout, without_graph
+from gpipe_cli.pipeline.runtime.boundary import (
+    Boundary,
+    OptionalTensors,
+    Tensors,
+    as_tuple,
+    as_value,
+    in_layout,
+    without_graph,
+)
 from gpipe_cli.pipeline.runtime.compilation import compile_layers, naming_layer, refuse_missing
 from gpipe_cli.pipeline.runtime.deferred_batch_norm import BatchStatistics, OfReplicas, alone, defer_batch_norms
 from gpipe_cli.pipeline.runtime.deferred_weights import DeferredWeight, backward_inputs, backward_weights
 from gpipe_cli.pipeline.runtime.frozen import set_training
 from gpipe_cli.pipeline.runtime.layer_call import call, shapes_of
 from gpipe_cli.pipeline.runtime.precision import autocast
-from gpipe_cli.pipeline.runtime.randomness import seed_layer
+from gpipe_cli.pipeline.runtime.randomness import layer_seed, seed_generator
 from gpipe_cli.pipeline.runtime.saved_activations import ActivationCounter
-from gpipe_cli.pipeline.schedule.schedule import Retain
+from gpipe_cli.pipeline.runtime.stage_graphs import GraphKind, GraphMaker, Slot, StageGraphs
+from gpipe_cli.pipeline.schedule.schedule import Action, Kind, Retain
 
 
 class Objective(Protocol):
@@ -53,8 +62,10 @@ class _InFlight:
     """What is kept of a micro-batch between its forward and its backward."""
 
     inputs: Tensors
-    # once there is a graph: for each output the edge where its backward starts, None if it needs no gradient
+    # once there is a graph of autograd: for each output the edge where its backward starts, None if it needs none
     roots: tuple[GradientEdge | None, ...] | None = None
+    slot: Slot | None = None  # where the layers are replayed: then `roots` are those of the loss, which is not
+    outputs: Tensors = ()  # the loss has been computed from these copies of the slot's outputs
 
 
 class Stage:
@@ -96,8 +107,10 @@ class Stage:
         self._run_seed, self._step, self._first_micro_batch = run_seed, 0, 0
         self._objective: Objective | None = None
         self._saved: dict[int, _InFlight] = {}
-        self._deferred: dict[int, list[DeferredWeight]] = {}
+        self._deferred: dict[int, list[DeferredWeight] | Slot] = {}
         self.counter = ActivationCounter()
+        self.graphs: StageGraphs | None = None  # see `use_graphs`
+        self._split: frozenset[int] = frozenset()
         if compiled:
             refuse_missing(device)
             compile_layers(module, self.statistics)
@@ -112,31 +125,46 @@ class Stage:
         """Set training or evaluation mode; frozen modules stay in evaluation mode."""
         set_training(self.module, training)
 
-    def begin_step(self, step: int, objective: Objective | None, first_micro_batch: int = 0) -> None:
+    def use_graphs(self, maker: GraphMaker) -> None:
+        """From now on, replay actions where that gives the same bits."""
+        self.graphs = StageGraphs(
+            self.module, self.device, maker, self.statistics, self._compute, lambda: self.layer_name
+        )
+
+    def begin_step(
+        self,
+        step: int,
+        objective: Objective | None,
+        first_micro_batch: int = 0,
+        actions: Sequence[Action] = (),
+    ) -> None:
         """Called before the first action of a mini-batch. Seeds depend on `step`, which counts mini-batches over the
-        whole run, and on a micro-batch's number over all replicas; this pipeline's begin at `first_micro_batch`."""
+        whole run, and on a micro-batch's number over all replicas; this pipeline's begin at `first_micro_batch`.
+        `actions` are those that follow."""
         assert not self._saved, "a step begins with nothing saved"
         assert not self._deferred, "a step begins with no gradients to compute"
         self._step, self._first_micro_batch, self._objective = step, first_micro_batch, objective
+        self._split = frozenset(action.micro_batch for action in actions if action.kind is Kind.I)
         self.counter.begin_step(self.module)
+        if self.graphs is not None:
+            self.graphs.begin_step()
 
     def forward(self, micro_batch: int, inputs: Tensors, keep: Retain) -> Tensors:
         """F: run the layers, and return the outputs for the next stage. `keep`: what to keep for the backward."""
         keep = keep if self.needs_backward else Retain.NOTHING
-        graph = keep is Retain.GRAPH
-        # compiled code is the same as in a recomputation, so it records a graph; each layer's is dropped at once
-        drop = self.compiled and self.module.training and not graph
-        self.statistics.open(micro_batch)
-        try:
-            with torch.set_grad_enabled(graph or drop), self._recording(micro_batch, keep, inputs), self._autocast():
-                leaves = self._leaves(inputs) if graph or drop else inputs
-                outputs = self._run(micro_batch, leaves, drop=drop)
-                closed = self._close(micro_batch, outputs, observe=True)
-        finally:
-            self.statistics.close()
-        if graph:
-            self._keep(micro_batch, _InFlight(leaves, _roots(closed)))
-        elif keep is Retain.INPUT:
+        slot = self._replayed(micro_batch, inputs, keep)
+        if slot is not None:
+            self.statistics.copy(slot.moments, micro_batch)
+            outputs = self._run_loss(micro_batch, slot, keep, observe=True)
+        else:
+            graph = keep is Retain.GRAPH
+            with self.statistics.recording(self.statistics.of(micro_batch)), self._recording(micro_batch, keep, inputs):
+                leaves, outputs = self._compute(inputs, graph, self._seed(micro_batch))
+                with torch.set_grad_enabled(graph), self._autocast():
+                    closed = self._close(micro_batch, outputs, observe=True)
+            if graph:
+                self._keep(micro_batch, _InFlight(leaves, _roots(closed)))
+        if keep is Retain.INPUT:
             self._keep(micro_batch, _InFlight(inputs))
         return outputs
 
@@ -144,10 +172,15 @@ class Stage:
         """R: run the forward again from the kept inputs, now keeping every activation; waits for nothing."""
         saved = self._saved[micro_batch]
         assert saved.roots is None, f"micro-batch {micro_batch} needs no recomputation"
-        with torch.enable_grad(), self._recording(micro_batch, Retain.GRAPH, saved.inputs), self._autocast():
-            leaves = self._leaves(saved.inputs)
-            outputs = self._close(micro_batch, self._run(micro_batch, leaves), observe=False)
-        self._keep(micro_batch, _InFlight(leaves, _roots(outputs)))
+        slot = self._replayed(micro_batch, saved.inputs, Retain.GRAPH)
+        if slot is not None:
+            self._run_loss(micro_batch, slot, Retain.GRAPH, observe=False)
+            return
+        with self._recording(micro_batch, Retain.GRAPH, saved.inputs):
+            leaves, outputs = self._compute(saved.inputs, True, self._seed(micro_batch))
+            with torch.enable_grad(), self._autocast():
+                closed = self._close(micro_batch, outputs, observe=False)
+        self._keep(micro_batch, _InFlight(leaves, _roots(closed)))
 
     def backward(self, micro_batch: int, gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         """B: return the gradients of the inputs; those of parameters are accumulated in `.grad`.
@@ -155,6 +188,8 @@ class Stage:
         `gradients` are those of the outputs; the last stage ignores them, as its backward starts at the loss.
         """
         saved, roots, given = self._begin_backward(micro_batch, gradients)
+        if saved.slot is not None:
+            return self._backward_by_graph(micro_batch, saved, roots, gradients)
         if roots:
             torch.autograd.backward(roots, given)
         self.counter.drop(micro_batch)
@@ -165,6 +200,8 @@ class Stage:
     ) -> tuple[torch.Tensor | None, ...]:
         """I: like B, but the gradients of weights that can wait are left to W; what they need is kept until then."""
         saved, roots, given = self._begin_backward(micro_batch, gradients)
+        if saved.slot is not None:
+            return self._backward_by_graph(micro_batch, saved, roots, gradients)
         keeps = partial(self.counter.hold_gradient, micro_batch)
         deferred = self._deferred[micro_batch] = backward_inputs(roots, given, keeps) if roots else []
         self.counter.drop(micro_batch)
@@ -173,7 +210,12 @@ class Stage:
 
     def backward_weights(self, micro_batch: int) -> None:
         """W: compute the deferred gradients of weights, and accumulate them in `.grad`."""
-        backward_weights(self._deferred.pop(micro_batch))
+        deferred = self._deferred.pop(micro_batch)
+        if isinstance(deferred, Slot):
+            assert self.graphs is not None
+            self.graphs.backward_weights(deferred)
+        else:
+            backward_weights(deferred)
         self.counter.drop(micro_batch)
 
     def _begin_backward(
@@ -190,6 +232,50 @@ class Stage:
             if root is not None and (gradient is not None or self._objective is not None)
         ]
         return saved, [root for root, _ in roots], [gradient for _, gradient in roots]
+
+    def _replayed(self, micro_batch: int, inputs: Tensors, keep: Retain) -> Slot | None:
+        """The slot in which the forward has been replayed; None if the layers have to run."""
+        if self.graphs is None:
+            return None
+        kind = GraphKind.SPLIT if micro_batch in self._split else GraphKind.WHOLE
+        return self.graphs.take(
+            kind if keep is Retain.GRAPH else GraphKind.FORWARD, inputs, partial(self._seed_of, micro_batch)
+        )
+
+    def _run_loss(self, micro_batch: int, slot: Slot, keep: Retain, *, observe: bool) -> Tensors:
+        """After the layers have been replayed: the loss, and what is kept. Returns copies of the slot's outputs, which
+        the next replay overwrites."""
+        graph = keep is Retain.GRAPH
+        outputs = _copies(slot.outputs)
+        if graph:
+            self.counter.adopt(micro_batch, slot.saved, slot.inputs)
+            if self._objective is not None:
+                for output, needs in zip(outputs, slot.needs, strict=True):
+                    output.requires_grad_(needs)
+        with torch.set_grad_enabled(graph), self._autocast(), self.counter.also(micro_batch):
+            closed = self._close(micro_batch, outputs, observe=observe)
+        if graph:
+            roots = _roots(closed) if self._objective is not None else (None,) * len(outputs)
+            self._saved[micro_batch] = _InFlight(slot.inputs, roots, slot, outputs)
+        return outputs
+
+    def _backward_by_graph(
+        self, micro_batch: int, saved: _InFlight, roots: list[GradientEdge], gradients: Sequence[torch.Tensor | None]
+    ) -> OptionalTensors:
+        """B or I, replayed: from the gradients of the outputs, or from the loss."""
+        assert saved.slot is not None
+        assert self.graphs is not None
+        if self._objective is not None:
+            if roots:
+                torch.autograd.backward(roots)
+            gradients = tuple(output.grad for output in saved.outputs)
+        found = self.graphs.backward(saved.slot, gradients)
+        if saved.slot.kept is not None:
+            self.counter.adopt_weights(micro_batch, *saved.slot.kept)
+            self._deferred[micro_batch] = saved.slot
+        else:
+            self.counter.drop(micro_batch)
+        return found
 
     def compile(self, inputs: Boundary, samples: int, lengths: Sequence[int]) -> None:
         """Compile all layers for micro-batches of `samples`: each runs forward and backward once, on zeros.
@@ -235,16 +321,32 @@ class Stage:
         pairs = zip(inputs, self.inputs, strict=True)
         return tuple(tensor.detach().requires_grad_(described.has_gradient) for tensor, described in pairs)
 
-    def _run(self, micro_batch: int, inputs: Tensors, *, drop: bool = False) -> Tensors:
-        """Run all layers; with `drop`, the graph of each layer is dropped at once."""
-        training = self.module.training
-        in_tuple = self._in_tuple[training]
+    def _seed_of(self, micro_batch: int, place: int) -> int:
+        """The seed of the layer at `place` in this stage."""
+        number = self._first_micro_batch + micro_batch
+        return layer_seed(self._run_seed, self._step, number, self._first_layer + place)
+
+    def _seed(self, micro_batch: int) -> Callable[[int], None]:
+        """Called before each layer, with its place in this stage."""
+        if not self.module.training:
+            return lambda place: None
+        return lambda place: seed_generator(self.device, self._seed_of(micro_batch, place))
+
+    def _compute(self, inputs: Tensors, graph: bool, begin: Callable[[int], None]) -> tuple[Tensors, Tensors]:
+        """Run all layers; returns the inputs, as leaves if there is a graph of autograd, and the outputs. `begin` is
+        called before each layer with its place. Without `graph`, compiled layers record one all the same: compiled code
+        is then the same as in a recomputation; it is dropped layer by layer."""
+        drop = self.compiled and self.module.training and not graph
+        with torch.set_grad_enabled(graph or drop), self._autocast():
+            leaves = self._leaves(inputs) if graph or drop else inputs
+            return leaves, self._run(leaves, begin, drop=drop)
+
+    def _run(self, inputs: Tensors, begin: Callable[[int], None], *, drop: bool) -> Tensors:
+        in_tuple = self._in_tuple[self.module.training]
         inputs, kept = self._apart(inputs)
-        for offset, (name, layer) in enumerate(self._layers):
+        for place, (name, layer) in enumerate(self._layers):
             self.layer_name = name
-            if training:
-                place = self._first_micro_batch + micro_batch
-                seed_layer(self.device, self._run_seed, self._step, place, self._first_layer + offset)
+            begin(place)
             try:
                 inputs, in_tuple = self._call(name, layer, inputs, in_tuple, kept)
                 if drop:
@@ -297,6 +399,10 @@ class Stage:
         if observe:
             self._objective.observe(micro_batch, outputs, loss.detach())
         return (loss,)
+
+
+def _copies(tensors: Tensors) -> Tensors:
+    return tuple(tensor.clone() for tensor in tensors)
 
 
 def _roots(outputs: Tensors) -> tuple[GradientEdge | None, ...]:

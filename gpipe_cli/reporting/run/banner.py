@@ -1,6 +1,6 @@
 """The banner before a run: K, M, the partitions and the ideal bubble, as in the paper (section 2.3), and settings."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -12,7 +12,7 @@ from gpipe_cli.reporting.run.description import RunDescription, precision_facts,
 from gpipe_cli.reporting.run.lines import show_facts
 from gpipe_cli.reporting.tables.table import Column, Table, show_table
 from gpipe_cli.results.files import RESULT
-from gpipe_cli.training.events import LayersCompiled
+from gpipe_cli.training.events import GraphsRecorded, LayersCompiled
 from gpipe_cli.units import count, percent, plural
 from gpipe_cli.units import learning_rate as shown_rate
 
@@ -64,6 +64,8 @@ def _banner(run: RunDescription, folder: Path) -> Iterable[tuple[str, str]]:
         yield "", f"learning rate {_learning_rate(run)}"
     if run.compiled is not None:
         yield "compiled", _compiled(run.compiled)
+    if run.graphs is not None:
+        yield from _graphs(run.graphs)
     yield from run.notes
     yield "run folder", str(folder)
     if config.resume is not None:
@@ -89,6 +91,14 @@ def _compiled(done: LayersCompiled) -> str:
     took = f"{done.seconds:.1f} s, {plural(done.made, 'part')} compiled, {done.found} from the cache"
     sizes = " and ".join(map(str, done.sizes))
     return f"{plural(done.layers, 'layer')} for micro-batches of {sizes}: {plural(done.graphs, 'graph')} in {took}"
+
+
+def _graphs(done: GraphsRecorded) -> Iterator[tuple[str, str]]:
+    """`4 of 4 stages are replayed as graphs, recorded in 1.3 s`, and a line for each stage that is not."""
+    stages = f"{done.stages} of {plural(done.stages + len(done.causes), 'stage')}"
+    yield "graphs", f"{stages} replayed as graphs, recorded in {done.seconds:.1f} s"
+    for cause in done.causes:
+        yield "", f"launched kernel by kernel: {cause}"
 
 
 def _samples_of_data(run: RunDescription) -> str:

@@ -362,6 +362,7 @@ def _begun(folder: Path, run: RunDescription) -> RunResult:
         partitions=tuple(map(Partition, spec.layout.process_of_stage, spec.layout.devices, spec.layer_names,
                              spec.parameters, run.cost_shares)),
         compiled=None if run.compiled is None else asdict(run.compiled),
+        graphs=None if run.graphs is None else asdict(run.graphs),
         resumed_from=config.resume,
         starts=_starts(folder, run),
         restarts=run.restarts,

@@ -24,9 +24,8 @@ def images(samples: int, step: int = 0, mean: float = 0.0) -> torch.Tensor:
 
 def step(layers: nn.Module, statistics: BatchStatistics, batch: torch.Tensor, micro_batches: int) -> None:
     for m, piece in enumerate(batch.split(micro_batch_sizes(len(batch), micro_batches))):
-        statistics.open(m)
-        layers(piece)
-        statistics.close()
+        with statistics.recording(statistics.of(m)):
+            layers(piece)
     statistics.commit()
 
 
@@ -49,9 +48,8 @@ def test_statistics_of_the_whole_mini_batch(momentum: float | None, micro_batche
         batch = images(samples, number)
         whole(batch)
         step(deferred, statistics, batch, micro_batches)
-        statistics.open(0)  # an evaluation uses the running statistics and leaves them
-        torch.testing.assert_close(deferred.eval()(batch), whole.eval()(batch))
-        statistics.close()
+        with statistics.recording(statistics.of(0)):  # an evaluation uses the running statistics and leaves them
+            torch.testing.assert_close(deferred.eval()(batch), whole.eval()(batch))
         statistics.commit()
         assert_same_statistics(deferred.train(), whole.train())
 
@@ -61,12 +59,12 @@ def test_every_norm_writes_to_an_aligned_address() -> None:
     are no multiples of four would end the first forward on a GPU."""
     statistics = BatchStatistics()
     norms = defer_batch_norms(nn.Sequential(*map(nn.BatchNorm2d, (3, 16, 5, 32, 33, 1))), statistics)
-    statistics.open(0)
-    for number, norm in enumerate(norms):
-        for written in statistics.slot(number, 2):
-            assert written is not None
-            assert written.shape == (norm.num_features,)
-            assert written.storage_offset() * written.itemsize % 128 == 0
+    with statistics.recording(statistics.of(0)):
+        for number, norm in enumerate(norms):
+            for written in statistics.slot(number, 2):
+                assert written is not None
+                assert written.shape == (norm.num_features,)
+                assert written.storage_offset() * written.itemsize % 128 == 0
 
 
 def misaligned_norms(settings: str) -> tuple[int, int]:
@@ -74,8 +72,8 @@ def misaligned_norms(settings: str) -> tuple[int, int]:
     model = build_model(configure("dataset=synthetic_images", *settings.split()))
     statistics = BatchStatistics()
     norms = defer_batch_norms(model, statistics)
-    statistics.open(0)
-    views = [statistics.slot(number, 2) for number in range(len(norms))]
+    with statistics.recording(statistics.of(0)):
+        views = [statistics.slot(number, 2) for number in range(len(norms))]
     return sum(any(view.storage_offset() * 4 % 16 for view in pair if view is not None) for pair in views), len(norms)
 
 

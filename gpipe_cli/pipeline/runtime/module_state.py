@@ -1,0 +1,39 @@
+"""What modules hold besides their parameters, put back after runs that are to leave no trace."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+from torch import nn
+
+from gpipe_cli.pipeline.runtime.boundary import same_bits
+
+Attributes: TypeAlias = list[tuple[dict[str, Any], dict[str, Any]]]
+"""The attributes and the buffers of modules: each dict of a module, and a copy of what was in it."""
+
+
+@contextmanager
+def putting_back(module: nn.Module) -> Iterator[Attributes]:
+    """Restores buffers, attributes and gradients below `module`; inside, gradients begin as None. Attributes that are
+    taken out of the list that this gives stay as they are then."""
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    # attributes and buffers are often replaced rather than changed in place
+    attributes = attributes_of(module)
+    gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        yield attributes
+    finally:
+        for own, before in attributes:
+            own.clear()
+            own.update(before)
+        for buffer, value in buffers:
+            if not same_bits(buffer, value):  # an unchanged one may not be writable
+                buffer.data.copy_(value)  # unseen by autograd, which may need the buffer for a backward
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+def attributes_of(module: nn.Module) -> Attributes:
+    return [(own, dict(own)) for inner in module.modules() for own in (vars(inner), inner._buffers)]

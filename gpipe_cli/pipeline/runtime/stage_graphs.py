@@ -1,0 +1,491 @@
+"""The actions of a stage as graphs: what they launch is recorded once, and launched again as a whole.
+
+On a GPU the host takes longer to launch the kernels of a small layer than the GPU to run them; a CUDA graph takes one
+launch for all. F, R, B, I and W of a micro-batch are one graph each; what lies between them (sends, receives, the loss,
+seeds) stays as it is, so any schedule and any transport can use them.
+
+A graph reads and writes the same memory in every replay. So each micro-batch in flight has a slot: memory for its
+inputs, outputs and their gradients, and a pool for all that its graphs allocate. How many slots there are follows from
+the schedule: as many as it has micro-batches in flight with all activations. Graphs for micro-batches of other shapes
+share the pools, as nothing stays in a slot that is free.
+
+Python runs while a graph is recorded, and never again: a number that changes between steps would keep its value. So
+graphs are used only where they are proven to be right: before the first use an action runs both ways on a real
+micro-batch, with other seeds and values than those recorded, and all results must have the same bits. Layers that
+cannot be recorded leave their stage as it was, launched kernel by kernel; `cause` says which and why.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import chain, count
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from gpipe_cli.pipeline.runtime.boundary import OptionalTensors, Tensors, same_bits
+from gpipe_cli.pipeline.runtime.deferred_batch_norm import BatchStatistics, Moments
+from gpipe_cli.pipeline.runtime.deferred_weights import backward_inputs, backward_weights
+from gpipe_cli.pipeline.runtime.module_state import Attributes, attributes_of, putting_back
+from gpipe_cli.pipeline.runtime.randomness import seed_generator
+from gpipe_cli.pipeline.runtime.saved_activations import StorageBytes, counting_saved, storage_of
+from gpipe_cli.system.accelerator import generators, is_accelerator
+
+_MOST_SHAPES = 16  # for which a stage has graphs: each takes memory of the driver, which no plan counts
+_SCALARS = (bool, int, float, str, type(None))
+
+
+class Graph(Protocol):
+    """What was launched while it was recorded."""
+
+    def replay(self) -> None:
+        """Launch it again, on the memory that it had then."""
+
+
+class Draws(Protocol):
+    """A state of the device's random generator, which graphs read when they are replayed."""
+
+    def manual_seed(self, seed: int) -> object: ...
+
+
+class GraphMaker(Protocol):
+    """Records graphs on one device (`system/cuda_graphs.py`)."""
+
+    def new_pool(self) -> Any:
+        """Memory for graphs of which only one is in use at a time."""
+
+    def new_draws(self) -> Draws: ...
+
+    def apart(self) -> AbstractContextManager[object]:
+        """Inside, work is launched where graphs are recorded: on a stream of its own."""
+
+    def record(self, pool: Any, draws: Sequence[Any]) -> AbstractContextManager[Graph]:
+        """Inside, what is launched is recorded, and need not run. It draws random numbers from any of `draws`."""
+
+    def draw_from(self, draws: Any) -> None:
+        """While a graph is recorded: draw from `draws` from here on; None: from the default generator."""
+
+
+class GraphKind(Enum):
+    """What a micro-batch's graphs are for."""
+
+    FORWARD = "a forward that keeps nothing"
+    WHOLE = "a forward that keeps all, and B"
+    SPLIT = "a forward that keeps all, I and W"
+
+
+class UnrecordableError(Exception):
+    """A layer cannot be recorded, or would be wrong when it is replayed."""
+
+
+Seeds: TypeAlias = Callable[[int], int]
+"""The seed of each layer of the stage, by its place in the stage."""
+Compute: TypeAlias = Callable[[Tensors, bool, Callable[[int], None]], tuple[Tensors, Tensors]]
+"""Runs the layers on inputs, with a graph of autograd or without one; calls the function before each layer, with its
+place. Returns the inputs as leaves of autograd's graph, and the outputs."""
+_Shapes: TypeAlias = tuple[tuple[torch.Size, torch.dtype], ...]
+
+
+@dataclass(eq=False)
+class Slot:
+    """The graphs of a micro-batch in flight and the memory that they read and write."""
+
+    kind: GraphKind
+    number: int  # of its pool
+    inputs: Tensors  # leaves of autograd's graph, if there is one
+    forward: Graph
+    outputs: Tensors
+    needs: Sequence[bool]  # whether each output needs a gradient
+    moments: Moments  # of batch norms, written by a forward
+    saved: StorageBytes  # what the forward keeps for the backward
+    gradients: Tensors = ()  # of those outputs that need one
+    backward: Graph | None = None  # B or I
+    weights: Graph | None = None  # W
+    kept: tuple[StorageBytes, StorageBytes] | None = None  # of I: gradients that it keeps, and what its W needs
+    trained: Sequence[nn.Parameter] = ()  # that get a gradient
+
+    def input_gradients(self) -> OptionalTensors:
+        return tuple(None if leaf.grad is None else leaf.grad.clone() for leaf in self.inputs)
+
+
+class StageGraphs:
+    """The graphs of one stage, whose layers `compute` runs. Their batch norms write to `statistics`."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device: torch.device,
+        maker: GraphMaker,
+        statistics: BatchStatistics,
+        compute: Compute,
+        running_layer: Callable[[], str],
+    ) -> None:
+        self._module, self._device, self._maker, self._statistics = module, device, maker, statistics
+        self._compute, self._running_layer = compute, running_layer
+        self.rehearsing = False  # whether graphs are made in the first step that could use them, and not in the second
+        self.cause = ""  # why the stage is not replayed: the layer, and what is wrong with it
+        self._step = 0
+        self._seen: dict[tuple[GraphKind, _Shapes, bool], int] = {}  # the first step with such micro-batches
+        self._slots: dict[tuple[GraphKind, _Shapes, bool], list[Slot]] = {}
+        self._busy: set[int] = set()  # numbers of the pools in use
+        self._pools: dict[int, object] = {}
+        self._draws: dict[int, Draws] = {}  # of the layers that draw random numbers, by place
+        self._gradients: dict[nn.Parameter, torch.Tensor] = {}  # memory of parameters' gradients, in every step
+        self._frozen: dict[bool, _Frozen] = {}  # what graphs of training, and of evaluation, take for granted
+        self._usable = True  # in this step
+
+    @property
+    def made(self) -> int:
+        """The number of micro-batches in flight, of all kinds and shapes, that have graphs."""
+        return sum(map(len, self._slots.values()))
+
+    def begin_step(self) -> None:
+        """Called before the first action: what graphs take for granted may have changed."""
+        assert not self._busy, "a step begins with no micro-batch in flight"
+        self._step += 1
+        hooked = _hooked_layer(self._module)
+        if hooked and self.rehearsing:
+            self._refuse(f"layer {hooked} has a hook, which is not called when it is replayed")
+        self._usable = not self.cause and not hooked
+        frozen = self._frozen.get(self._module.training)
+        if not self._usable or frozen is None:
+            return
+        if changed := frozen.changed():
+            self._refuse(f"{changed} changes between steps")
+        elif frozen.moved():  # weights are elsewhere, or have been frozen
+            self._forget()
+
+    def take(self, kind: GraphKind, inputs: Tensors, seeds: Seeds) -> Slot | None:
+        """Replay the forward of a micro-batch; returns its slot, whose outputs hold until the slot is used again, or
+        None if there is no graph for it."""
+        shapes = tuple((tensor.shape, tensor.dtype) for tensor in inputs)
+        key = kind, shapes, self._module.training
+        if not self._usable or (self._seen.setdefault(key, self._step) == self._step and not self.rehearsing):
+            return None
+        made = self._slots.get(key, [])
+        slot = next((slot for slot in made if slot.number not in self._busy), None)
+        if slot is None:
+            if not made and len({shapes for _, shapes, _ in self._slots}) >= _MOST_SHAPES:
+                return None
+            slot = self._make(kind, inputs, seeds, prove=not made)
+            if slot is None:
+                return None
+            self._slots.setdefault(key, []).append(slot)
+        if kind is not GraphKind.FORWARD:
+            self._busy.add(slot.number)
+        self._replay_forward(slot, inputs, seeds)
+        return slot
+
+    def backward(self, slot: Slot, gradients: Sequence[torch.Tensor | None]) -> OptionalTensors:
+        """B or I: returns the gradients of the inputs. `gradients`: of all outputs, None counts as zeros."""
+        self._replay_backward(slot, [given for given, needs in zip(gradients, slot.needs, strict=True) if needs])
+        if slot.weights is None:
+            self._busy.discard(slot.number)
+        return slot.input_gradients()
+
+    def backward_weights(self, slot: Slot) -> None:
+        """W."""
+        assert slot.weights is not None
+        self._bind(slot.trained)
+        slot.weights.replay()
+        self._busy.discard(slot.number)
+
+    def drop(self) -> None:
+        """After a step that failed: no micro-batch is in flight."""
+        self._busy.clear()
+
+    def _replay_forward(self, slot: Slot, inputs: Tensors, seeds: Seeds) -> None:
+        with torch.no_grad():
+            for static, given in zip(slot.inputs, inputs, strict=True):
+                static.copy_(given)
+        for place, draws in self._draws.items():
+            draws.manual_seed(seeds(place))
+        slot.forward.replay()
+
+    def _replay_backward(self, slot: Slot, gradients: Sequence[torch.Tensor | None]) -> None:
+        for static, given in zip(slot.gradients, gradients, strict=True):
+            if given is None:
+                static.zero_()
+            else:
+                static.copy_(given)
+        self._bind(slot.trained)
+        assert slot.backward is not None
+        slot.backward.replay()
+
+    @torch.no_grad()
+    def _bind(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Let parameters have the gradients that graphs add to, with the values so far; zeros if there are none."""
+        zeros = []
+        for parameter in parameters:
+            static = self._gradients[parameter]
+            if parameter.grad is None:
+                zeros.append(static)
+            elif parameter.grad is not static:
+                static.copy_(parameter.grad)
+            parameter.grad = static
+        if zeros:
+            torch._foreach_zero_(zeros)
+
+    def _refuse(self, cause: str) -> None:
+        self.cause = cause
+        self._usable = False
+        self._forget()
+
+    def _forget(self) -> None:
+        self._slots.clear()
+        self._pools.clear()
+        self._frozen.clear()
+        self._gradients.clear()
+
+    def _make(self, kind: GraphKind, inputs: Tensors, seeds: Seeds, *, prove: bool) -> Slot | None:
+        """Record the graphs of a slot and, to `prove` them, compare their results with those of the layers. Afterwards
+        gradients and buffers are as before. Returns None, and sets the cause, if they cannot be used."""
+        bound = (pair for pair in self._gradients.items() if pair[0].grad is pair[1])
+        started = {parameter: static.clone() for parameter, static in bound}
+        random = [(generator, generator.get_state()) for generator in generators(self._device)]
+        try:
+            with putting_back(self._module) as attributes:
+                slot = self._record(kind, inputs, seeds)
+                if prove:
+                    self._prove(slot, inputs, seeds)
+                attributes.clear()  # a layer may have made tensors in its first call, which graphs read
+        except Exception as error:  # layers, autograd and the driver may raise anything
+            reason = str(error) if isinstance(error, UnrecordableError) else f"{type(error).__name__}: {error}"
+            layer = self._running_layer()
+            where = f"layer {layer}: " if layer and not isinstance(error, UnrecordableError) else ""
+            self._refuse(where + (reason.strip().splitlines() or [""])[0])
+            return None
+        finally:
+            with torch.no_grad():
+                for parameter, value in started.items():
+                    parameter.grad = parameter.grad if parameter.grad is None else parameter.grad.copy_(value)
+            for generator, state in random:
+                generator.set_state(state)
+        if self._module.training not in self._frozen:
+            self._frozen[self._module.training] = _Frozen(self._module)
+        return slot
+
+    def _record(self, kind: GraphKind, inputs: Tensors, seeds: Seeds) -> Slot:
+        keeps = kind is not GraphKind.FORWARD
+        number = next(number for number in count() if number not in self._busy) if keeps else -1
+        pool = self._pools.setdefault(number, self._maker.new_pool())
+        # other values and seeds than those of the proof: what is read from them while recording shows there
+        static = tuple(map(_rolled, inputs))
+        others = _others(seeds)
+        moments = self._statistics.new_moments()
+        with self._maker.apart():
+            needs = self._warm_up(static, others, moments, keeps=keeps)
+            trained = [parameter for parameter in self._module.parameters() if parameter.grad is not None]
+            for parameter in trained:
+                assert parameter.grad is not None
+                static_gradient = self._gradients.setdefault(parameter, torch.zeros_like(parameter.grad))
+                parameter.grad = static_gradient
+
+            def draw(place: int) -> None:
+                self._maker.draw_from(self._draws.get(place))
+
+            saved = StorageBytes(self._lasting(moments), static)
+            draws = list(self._draws.values())
+            for place, state in self._draws.items():
+                state.manual_seed(others(place))
+            with self._maker.record(pool, draws) as forward, self._statistics.recording(moments), counting_saved(saved):
+                leaves, outputs = self._compute(static, keeps, draw)
+                self._maker.draw_from(None)
+            slot = Slot(
+                kind, number, leaves, forward, tuple(one.detach() for one in outputs), needs, moments, saved,
+                trained=trained if keeps else (),
+            )  # fmt: skip
+            if not keeps:
+                return slot
+            roots = [get_gradient_edge(one) for one in outputs if one.requires_grad]
+            slot.gradients = tuple(torch.zeros_like(one) for one in outputs if one.requires_grad)
+            del outputs
+            self._record_backward(slot, pool, roots)
+        return slot
+
+    def _record_backward(self, slot: Slot, pool: object, roots: list[GradientEdge]) -> None:
+        if slot.kind is GraphKind.WHOLE:
+            with self._maker.record(pool, ()) as slot.backward:
+                if roots:
+                    torch.autograd.backward(roots, slot.gradients)
+            return
+        lasting = self._lasting(slot.moments)
+        gradients, weights = StorageBytes(lasting), StorageBytes(lasting, slot.inputs)
+        with self._maker.record(pool, ()) as slot.backward:
+            deferred = backward_inputs(roots, slot.gradients, lambda one: gradients.add((one,))) if roots else []
+        weights.add((*slot.inputs, *chain.from_iterable(weight.kept for weight in deferred)))
+        slot.kept = gradients, weights
+        with self._maker.record(pool, ()) as slot.weights:
+            backward_weights(deferred)
+
+    def _lasting(self, moments: Moments) -> set[int]:
+        """The storages that outlive a micro-batch."""
+        tensors = (*self._module.parameters(), *self._module.buffers(), *(slot.moments for slot in moments))
+        return {storage_of(tensor) for tensor in tensors}
+
+    def _warm_up(self, inputs: Tensors, seeds: Seeds, moments: Moments, *, keeps: bool) -> list[bool]:
+        """Run forward and backward twice: libraries set themselves up, and layers keep what they keep from a first
+        call. Finds the layers that draw random numbers; returns whether each output needs a gradient. Raises
+        UnrecordableError for layers that keep something from each call."""
+        needs: list[bool] = []
+        for again in (False, True):
+            before, names = attributes_of(self._module), _names(self._module)
+            watch = _Watch(self._device, self._module, seeds)
+            with self._statistics.recording(moments):
+                leaves, outputs = self._compute(inputs, keeps, watch.begins)
+            watch.ended()
+            needs = [one.requires_grad for one in outputs]
+            roots = [one for one in outputs if one.requires_grad]
+            if keeps and roots:
+                torch.autograd.backward(roots, [one.detach() for one in roots])
+            for place in watch.drew:
+                if place not in self._draws:
+                    self._draws[place] = self._maker.new_draws()
+            del leaves, outputs, roots
+            if again:
+                _refuse_changed(before, names)
+        return needs
+
+    def _prove(self, slot: Slot, inputs: Tensors, seeds: Seeds) -> None:
+        """Raises UnrecordableError if the graphs give other bits than the layers."""
+        trained = list(self._module.parameters())
+
+        def gradients() -> dict[str, torch.Tensor]:
+            names = self._module.named_parameters()
+            return {f"the gradient of {name}": one.grad + 0.0 for name, one in names if one.grad is not None}
+
+        for parameter in trained:
+            parameter.grad = None
+        moments = self._statistics.new_moments()
+        with self._maker.apart():
+            with self._statistics.recording(moments):
+                leaves, outputs = self._compute(
+                    inputs, slot.kind is not GraphKind.FORWARD, lambda place: seed_generator(self._device, seeds(place))
+                )
+            roots = [one for one in outputs if one.requires_grad]
+            given = [one.detach() for one in roots]
+            if slot.kind is not GraphKind.FORWARD and roots:
+                torch.autograd.backward(roots, given)
+            expected = _numbered("output", outputs) | _numbered("the gradient of input", _gradients(leaves))
+            expected |= _numbered("the moments of batch norm", [one.moments for one in moments]) | gradients()
+            del leaves, outputs, roots
+        for parameter in trained:
+            parameter.grad = None
+        self._replay_forward(slot, inputs, seeds)
+        found = _numbered("output", [one.clone() for one in slot.outputs])
+        found |= _numbered("the moments of batch norm", [one.moments for one in slot.moments])
+        if slot.kind is not GraphKind.FORWARD:
+            self._replay_backward(slot, given)
+            if slot.weights is not None:
+                slot.weights.replay()
+            found |= _numbered("the gradient of input", _gradients(slot.inputs)) | gradients()
+        for name, value in expected.items():
+            if name not in found or not same_bits(found[name], value):
+                raise UnrecordableError(f"{name} has other bits when the layers are replayed")
+        if more := found.keys() - expected.keys():
+            raise UnrecordableError(f"{min(more)} is None unless the layers are replayed")
+
+
+@dataclass
+class _Watch:
+    """Seeds each layer, and finds those that draw random numbers."""
+
+    device: torch.device
+    module: nn.Module
+    seeds: Seeds
+    drew: list[int] = field(default_factory=list)
+    _place: int = -1
+    _states: list[torch.Tensor] = field(default_factory=list)
+
+    def begins(self, place: int) -> None:
+        self.ended()
+        seed_generator(self.device, self.seeds(place))
+        self._place, self._states = place, [one.get_state() for one in generators(self.device)]
+
+    def ended(self) -> None:
+        for number, (generator, before) in enumerate(zip(generators(self.device), self._states, strict=False)):
+            if torch.equal(generator.get_state(), before):
+                continue
+            if is_accelerator(self.device) and number == 0:
+                name = [name for name, _ in self.module.named_children()][self._place]
+                raise UnrecordableError(f"layer {name} draws random numbers on the CPU")
+            self.drew.append(self._place)
+        self._states = []
+
+
+class _Frozen:
+    """What graphs of a module take for granted: numbers that its layers read, and where its weights are."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._scalars = [
+            (own, key, value, name)
+            for name, inner in module.named_modules()
+            for own in (vars(inner),)
+            for key, value in own.items()
+            if isinstance(value, _SCALARS) and key != "training"
+        ]
+        self._places = self._now()
+
+    def changed(self) -> str:
+        """The name of an attribute that has changed; "" if none has."""
+        for own, key, value, name in self._scalars:
+            if own.get(key) != value:
+                return f"layer {name.partition('.')[0]}: {key}"
+        return ""
+
+    def moved(self) -> bool:
+        return self._now() != self._places
+
+    def _now(self) -> list[Any]:
+        tensors = chain(self._module.parameters(), self._module.buffers())
+        modes = (inner.training for inner in self._module.modules())
+        return [*((one.data_ptr(), one.requires_grad) for one in tensors), *modes]
+
+
+def _others(seeds: Seeds) -> Seeds:
+    return lambda place: seeds(place) ^ 1
+
+
+def _rolled(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same strides with the samples in another order."""
+    rolled = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return rolled.copy_(tensor.roll(1, 0))
+
+
+def _numbered(what: str, tensors: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor]:
+    return {f"{what} {number}": one.detach() for number, one in enumerate(tensors) if one is not None}
+
+
+def _gradients(tensors: Tensors) -> list[torch.Tensor | None]:
+    return [tensor.grad for tensor in tensors]
+
+
+def _hooked_layer(module: nn.Module) -> str:
+    """The first layer with a hook of its modules or parameters, which a graph would not call; "" if there is none."""
+    for name, inner in module.named_modules():
+        if inner._forward_hooks or inner._forward_pre_hooks or inner._backward_hooks or inner._backward_pre_hooks:
+            return name.partition(".")[0]
+        for parameter in inner._parameters.values():
+            hooks = parameter is not None and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+            if hooks:
+                return name.partition(".")[0]
+    return ""
+
+
+def _names(module: nn.Module) -> list[str]:
+    """The layer of each entry of `attributes_of`."""
+    return [name.partition(".")[0] for name, _ in module.named_modules() for _ in range(2)]
+
+
+def _refuse_changed(before: Attributes, names: Sequence[str]) -> None:
+    """Raises UnrecordableError for an attribute or buffer that is another object now, or another number."""
+    for (own, kept), name in zip(before, names, strict=True):
+        for key in own.keys() | kept.keys():
+            now, then = own.get(key), kept.get(key)
+            if now is then or (isinstance(then, _SCALARS) and type(now) is type(then) and now == then):
+                continue
+            raise UnrecordableError(f"layer {name} keeps its {key} anew whenever it runs")

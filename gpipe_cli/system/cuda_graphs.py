@@ -1,0 +1,58 @@
+"""Records CUDA graphs: the `GraphMaker` of `pipeline/runtime/stage_graphs.py` for NVIDIA's GPUs, and AMD's.
+
+torch has graphs for all accelerators, `torch.accelerator.Graph`, but as of 2.14 none for CUDA.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from gpipe_cli.system.accelerator import generators, is_accelerator, using_device
+
+
+def graph_maker(device: torch.device) -> "CudaGraphMaker | None":
+    """What records graphs on `device`; None on a CPU, where launching costs nothing."""
+    return CudaGraphMaker(device) if is_accelerator(device) else None
+
+
+class CudaGraphMaker:
+    """Records graphs on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._default = device, generators(device)[-1]
+        self._cuda = torch.get_device_module(device)
+        self._own = self._default.graphsafe_get_state()
+        self._stream = self._cuda.Stream(device)  # a torch.Stream cannot be recorded on
+
+    def new_pool(self) -> Any:
+        return self._cuda.graph_pool_handle()
+
+    def new_draws(self) -> torch.Generator:
+        return self._default.clone_state()
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        with using_device(self._device):
+            current = self._cuda.current_stream(self._device)
+            self._stream.wait_stream(current)
+            with self._cuda.stream(self._stream):
+                yield
+            current.wait_stream(self._stream)
+
+    @contextmanager
+    def record(self, pool: Any, draws: Sequence[torch.Generator]) -> Iterator[Any]:
+        graph = self._cuda.CUDAGraph()
+        for state in draws:
+            graph.register_generator_state(state)
+        self._own = self._default.graphsafe_get_state()
+        try:
+            # other threads, such as one that pins the next mini-batch, may go on calling CUDA
+            with self._cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
+                yield graph
+        finally:
+            self._default.graphsafe_set_state(self._own)
+
+    def draw_from(self, draws: torch.Generator | None) -> None:
+        self._default.graphsafe_set_state(self._own if draws is None else draws)

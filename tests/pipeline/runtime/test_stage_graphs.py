@@ -1,0 +1,195 @@
+"""What would make replayed stages wrong is found: by the proof before their first use, at the next step, or here."""
+
+from collections.abc import Callable
+
+import pytest
+import tape
+import torch
+from torch import nn
+from training_runs import assert_same_tensors
+
+from gpipe_cli import Pipeline
+from gpipe_cli.pipeline.runtime import stage, stage_graphs
+from gpipe_cli.pipeline.runtime.stage import Stage
+from gpipe_cli.training import pipeline_part
+
+Change = Callable[[nn.Sequential, int], None]  # what a program does to the layers before a step
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.ones(6)), 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight * self.scale
+
+
+class Counting(nn.Module):
+    """Counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x * 2
+
+
+class Waiting(nn.Module):
+    """Asks the device for a value."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.is_meta or x.sum() > 0 else x
+
+
+def nothing(layers: nn.Sequential, step: int) -> None:
+    pass
+
+
+def trained(change: Change = nothing, *more: nn.Module, graphs: bool) -> tuple[dict[str, torch.Tensor], list[str], int]:
+    """The weights and buffers after five steps of a small pipeline; why stages were not replayed; and how often."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(
+        nn.Linear(5, 6),
+        nn.BatchNorm1d(6),
+        nn.Dropout(0.4),
+        Scaled(),
+        *more,
+        nn.Linear(6, 6),
+        nn.Tanh(),
+        nn.Linear(6, 3),
+    )
+    makers: list[tape.TapeMaker] = []
+
+    def maker(device: torch.device) -> tape.TapeMaker | None:
+        makers.append(tape.TapeMaker())
+        return makers[-1] if graphs else None
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline_part, "graph_maker", maker)
+        pipeline = Pipeline(layers, partitions=2, micro_batches=4, recompute="always", balance=[2, len(layers) - 2])
+        optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1, momentum=0.9)
+        draw = torch.Generator().manual_seed(1)
+        for step in range(5):
+            images, classes = torch.randn(10, 5, generator=draw), torch.randint(3, (10,), generator=draw)
+            change(pipeline._module, step)
+            pipeline.step(images, classes, nn.functional.cross_entropy)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert pipeline._part is not None
+    used = [stage.graphs for stage in pipeline._part.stages.values() if stage.graphs is not None]
+    causes = [one.cause for one in used if one.cause]
+    return pipeline.state_dict(), causes, sum(one.replays for maker in makers for one in maker.tapes)
+
+
+def moves_weights(layers: nn.Sequential, step: int) -> None:
+    """As a program that loads weights by assigning them."""
+    for parameter in layers.parameters():
+        parameter.data = parameter.data.clone() * 0.9
+
+
+def scales(layers: nn.Sequential, step: int) -> None:
+    """As a schedule of dropout."""
+    next(one for one in layers.modules() if isinstance(one, Scaled)).scale = 1 + step
+
+
+def drops_gradients(layers: nn.Sequential, step: int) -> None:
+    """As a program that clips by assigning; the next step adds to what is there."""
+    for parameter in layers.parameters():
+        parameter.grad = torch.ones_like(parameter)
+
+
+@pytest.mark.parametrize("change", [nothing, moves_weights, scales, drops_gradients])
+def test_a_program_may_change_the_layers_between_steps(change: Change) -> None:
+    expected, _, none = trained(change, graphs=False)
+    found, causes, replays = trained(change, graphs=True)
+    assert_same_tensors(found, expected)
+    assert none == 0
+    assert replays > 0
+    assert causes == (["layer 3: scale changes between steps"] if change is scales else [])
+
+
+@pytest.mark.parametrize(
+    ("layer", "cause"),
+    [
+        (Counting(), "layer 4 keeps its calls anew whenever it runs"),
+        (Waiting(), "layer 4: RuntimeError: the host would wait for the device"),
+    ],
+)
+def test_what_cannot_be_replayed_runs_as_it_is(layer: nn.Module, cause: str) -> None:
+    expected, _, _ = trained(nothing, layer, graphs=False)
+    found, causes, replays = trained(nothing, layer, graphs=True)
+    assert_same_tensors(found, expected)
+    assert causes == [cause]
+    assert replays > 0, "of the other stage"
+
+
+def _one_pool(patch: pytest.MonkeyPatch) -> Change:
+    shared = tape.Pool()
+    patch.setattr(tape.TapeMaker, "new_pool", lambda maker: shared)
+    return nothing
+
+
+def _frozen_number(patch: pytest.MonkeyPatch) -> Change:
+    patch.setattr(stage_graphs._Frozen, "changed", lambda frozen: "")
+    return scales
+
+
+def _moved_weights(patch: pytest.MonkeyPatch) -> Change:
+    patch.setattr(stage_graphs._Frozen, "moved", lambda frozen: False)
+    return moves_weights
+
+
+def _no_seed(patch: pytest.MonkeyPatch) -> Change:
+    patch.setattr(tape.Draws, "manual_seed", lambda draws, seed: None)
+    return nothing
+
+
+def _no_copy(patch: pytest.MonkeyPatch) -> Change:
+    patch.setattr(stage, "_copies", lambda tensors: tensors)
+    return nothing
+
+
+def _gradients_elsewhere(patch: pytest.MonkeyPatch) -> Change:
+    patch.setattr(stage_graphs.StageGraphs, "_bind", lambda graphs, parameters: None)
+    return nothing
+
+
+def _moments_of_recomputations(patch: pytest.MonkeyPatch) -> Change:
+    """A recomputation adds its moments as those of one more application."""
+    recompute = Stage.recompute
+
+    def recompute_and_track(own: Stage, micro_batch: int) -> None:
+        recompute(own, micro_batch)
+        slots, again = own.statistics.of(micro_batch), own.statistics.new_moments()
+        for slot, tracked in zip(again, slots, strict=False):
+            slot.moments.copy_(tracked.moments)
+            slot.counts.update(tracked.counts)
+        slots += again
+
+    patch.setattr(Stage, "recompute", recompute_and_track)
+    return nothing
+
+
+FAULTS = {
+    "one pool for two slots": _one_pool,
+    "a number is frozen": _frozen_number,
+    "weights are read where they were": _moved_weights,
+    "a seed is not set": _no_seed,
+    "an output is not copied": _no_copy,
+    "gradients are added up elsewhere": _gradients_elsewhere,
+    "recomputations write moments": _moments_of_recomputations,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(fault: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        change = FAULTS[fault](patch)
+        found, causes, _ = trained(change, graphs=True)
+    expected, _, _ = trained(change, graphs=False)
+    told = [name for name, value in expected.items() if not torch.equal(found[name], value)]
+    assert causes or told
+    print(f"{fault}: {causes[0] if causes else f'other bits in {len(told)} of {len(expected)} tensors'}")

@@ -1,0 +1,152 @@
+"""Graphs on the CPU, for tests: what is dispatched once is recorded, and replayed into the same storages.
+
+A tape has what makes CUDA graphs wrong: Python runs while it is recorded only, so numbers, flags and hooks freeze;
+addresses freeze; what waits for the device (`.item()`) is refused; outputs are overwritten by the next replay; and
+memory that was free when a graph was recorded may hold anything after the replay of another graph of its pool.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+_GARBAGE = 0x7F  # bytes that lie in memory which nothing may read: as floats, huge or no numbers
+
+
+class Draws:
+    def __init__(self) -> None:
+        self.seed = 0
+
+    def manual_seed(self, seed: int) -> None:
+        self.seed = seed
+
+    def use(self) -> None:
+        torch.default_generator.manual_seed(self.seed)
+
+
+class Tape(TorchDispatchMode):
+    """A graph: the operations dispatched inside."""
+
+    def __init__(self, pool: "Pool") -> None:
+        super().__init__()
+        self._pool = pool
+        self._calls: list[Any] = []
+        self._free: list[torch.UntypedStorage] = []
+        self.replays = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            raise RuntimeError("the host would wait for the device")
+        returned = func(*args, **(kwargs or {}))
+        # tensors of its own, so that those of the program live as long as they would without it
+        self._calls.append((func, *(tree_map_only(torch.Tensor, _alias, of) for of in (args, kwargs or {}, returned))))
+        return returned
+
+    def draw_from(self, draws: Draws) -> None:
+        draws.use()
+        self._calls.append(draws)
+
+    def begin(self) -> None:
+        self._free = self._pool.free()
+
+    @property
+    def launches(self) -> int:
+        """The number of operations that launch something on a GPU."""
+        return sum(not isinstance(one, Draws) and not one[0].is_view for one in self._calls)
+
+    def tensors(self) -> tuple[list[torch.Tensor], set[int]]:
+        """The tape's own tensors, and the storages that its operations have made."""
+        own, made, given = list[torch.Tensor](), set[int](), set[int]()
+        for one in self._calls:
+            if isinstance(one, Draws):
+                continue
+            taken = [t for t in tree_leaves(one[1:3]) if isinstance(t, torch.Tensor)]
+            given |= {storage(tensor) for tensor in taken} - made
+            returned = [t for t in tree_leaves(one[3]) if isinstance(t, torch.Tensor)]
+            made |= {storage(tensor) for tensor in returned} - given
+            own += *taken, *returned
+        return own, made
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        self.replays += 1
+        for memory in self._free:  # an allocator would have given it to this graph
+            torch.empty(0, dtype=torch.uint8).set_(memory).fill_(_GARBAGE)
+        for one in self._calls:
+            if isinstance(one, Draws):
+                one.use()
+                continue
+            func, args, kwargs, returned = one
+            if func.is_view:
+                continue
+            for old, new in zip(tree_leaves(returned), tree_leaves(func(*args, **kwargs)), strict=True):
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach()
+
+
+def storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+class Pool:
+    """Memory that the graphs of a slot share: a graph gets what is free when it is recorded."""
+
+    def __init__(self) -> None:
+        self.tapes: list[Tape] = []
+
+    def free(self) -> list[torch.UntypedStorage]:
+        """The storages that operations of the pool's graphs have made, and of which only tapes have tensors."""
+        own, made = list[torch.Tensor](), set[int]()
+        for tape in self.tapes:
+            tensors, by_tape = tape.tensors()
+            own += tensors
+            made |= by_tape
+        counts = Counter(map(storage, own))
+        return [
+            one.untyped_storage()
+            for one in {storage(tensor): tensor for tensor in own}.values()
+            if storage(one) in made
+            and torch._C._storage_Use_Count(storage(one)) <= counts[storage(one)] + 1  # Python's own object of it
+        ]
+
+
+class TapeMaker:
+    """A `GraphMaker` for the CPU."""
+
+    def __init__(self) -> None:
+        self.tapes: list[Tape] = []
+        self._recording: Tape | None = None
+
+    def new_pool(self) -> Pool:
+        return Pool()
+
+    def new_draws(self) -> Draws:
+        return Draws()
+
+    def apart(self) -> Any:
+        return nullcontext()
+
+    @contextmanager
+    def record(self, pool: Pool, draws: Sequence[Draws]) -> Iterator[Tape]:
+        tape = self._recording = Tape(pool)
+        tape.begin()
+        try:
+            with tape:
+                yield tape
+        finally:
+            self._recording = None
+        pool.tapes.append(tape)
+        self.tapes.append(tape)
+
+    def draw_from(self, draws: Draws | None) -> None:
+        assert self._recording is not None
+        if draws is not None:
+            self._recording.draw_from(draws)
