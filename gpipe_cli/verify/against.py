@@ -267,6 +267,9 @@ class _Torch(_Foreign):
         stage = pipelining.PipelineStage(
             _Positional(self, index, layers), index, spec.partitions, self.device, group=group
         )
+        if not is_accelerator(self.device):
+            # torch 2.9 greets its neighbours, which NCCL needs, with 8 bytes where 4 are awaited: Gloo aborts
+            vars(stage)["_get_init_p2p_neighbors_ops"] = list
         kind = getattr(pipelining, schedule)
         self._runner = kind(stage, n_microbatches=config.micro_batches, loss_fn=self._loss, scale_grads=False)
 
