@@ -85,8 +85,10 @@ def test_files_of_torch_are_read(devices: int, tmp_path: Path) -> None:
                 [str(one) for a in made.pipeline_order[rank] if a is not None for one in in_turns(a)]
                 for rank in range(devices)
             ]
-            for form in ("compute_only", "compute_comms"):
-                made._dump_csv(str(file), format=form)
+            # torch 2.9 writes communication for some schedules only
+            written = isinstance(made, theirs._PipelineScheduleRuntime)
+            for form in (["compute_only"], ["compute_comms"]) if written else ([],):
+                made._dump_csv(str(file), *form)
                 found = read(file, len(rows), micro_batches)
                 assert [[str(a) for a in row] for row in found] == actions
                 assert found.row_of_stage == read_placement(str(file), len(rows)) == rows
