@@ -254,6 +254,12 @@ class _Watched(TorchDispatchMode):
         super().__init__()
         self._world = world
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Without this torch compiles nothing inside; and, as all threads share the note of it, which they do not leave
+        in the order in which they entered, nothing after it in this process, either."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, world, name = kwargs or {}, self._world, func._schema.name
         written: list[torch.Tensor] = []
