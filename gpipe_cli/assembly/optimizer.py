@@ -96,8 +96,8 @@ def load_optimizer_state(
             continue
         if key == "step":  # on the CPU unless the optimizer is fused
             value = tensor.to(parameter.device if optimizer.defaults.get("fused") else "cpu", copy=True)
-        elif tensor.shape != parameter.shape:  # Adafactor's rows and columns
-            value = tensor.to(parameter.device, copy=True)
+        elif key in ("row_var", "col_var"):  # Adafactor's are contiguous, also where they have the parameter's shape
+            value = torch.empty(tensor.shape, dtype=tensor.dtype, device=parameter.device).copy_(tensor)
         else:
             value = torch.empty_like(parameter).copy_(tensor)
         optimizer.state[parameter][key] = value
