@@ -7,6 +7,7 @@ from pathlib import Path
 
 from gpipe_cli.benchmark.machine_timing import step_costs
 from gpipe_cli.config.settings import TrainConfig, load
+from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.distributed.torchrun import Torchrun
 from gpipe_cli.pipeline.schedule.named_schedules import ORDERS
 from gpipe_cli.pipeline.schedule.partitioner import check_balance, check_partitions
@@ -77,6 +78,9 @@ def prepare(
 def refuse_unfit(config: TrainConfig, auto: Collection[str] = (), started: Torchrun | None = None) -> None:
     """Raises InputError, before layers are traced and timed, for missing devices and for a number of stages that the
     devices or the layers do not allow; `auto` and `started`: as of `prepare`."""
+    if config.graphs is True and not computes_on_gpu(config):
+        why = "only a GPU replays graphs, and the layers compute on the CPU; use graphs=auto"
+        raise RefusedError("graphs", True, why)
     phase("building the model")
     layers, balance = number_of_layers(config), config.partition.balance
     if not {"partitions", "replicas"} & set(auto):

@@ -9,7 +9,6 @@ from itertools import accumulate
 
 from gpipe_cli.assembly.build import memory_format_of
 from gpipe_cli.config.settings import Graphs, TrainConfig, load_hardware
-from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.distributed.torchrun import Torchrun
 from gpipe_cli.pipeline.runtime.boundary import Boundary
 from gpipe_cli.pipeline.runtime.frozen import Frozen
@@ -120,9 +119,6 @@ def placed(plan: Plan) -> PipelineSpec:
     """Cut the model as planned and place its stages on this machine, even if the plan was for another one."""
     config, profile, costs, bounds = plan.config, plan.profile, plan.profile.costs, plan.bounds
     layout = replace(plan.layout, here=True)
-    if config.graphs is True and "cpu" in layout.devices:
-        why = "graphs are what a GPU replays, and the layers compute on the CPU; use graphs=auto"
-        raise RefusedError("graphs", True, why)
     in_training, in_evaluation = profile.boundaries(plan.balance)
     return PipelineSpec(
         layer_names=tuple(tuple(cost.name for cost in costs[first:end]) for first, end in bounds),

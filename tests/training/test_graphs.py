@@ -36,7 +36,8 @@ def recorded(settings: list[str], folder: Path) -> GraphsRecorded:
 def test_replayed_stages_give_the_same_bits(model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Three steps and evaluations, with uneven micro-batches, dropout, frozen layers, averages, clipping."""
     settings = [one for one in settings_of(model, monkeypatch) if one not in (APART, REPLICAS)]
-    settings = [*SMALL, "micro_batches=3", "epochs=3", "ema_decay=0.9", "gradient_clipping=1", *settings]
+    average = 0 if model == "custom, keeps tensors" else 0.9  # an expanded buffer has no memory for an average
+    settings = [*SMALL, "micro_batches=3", "epochs=3", f"ema_decay={average}", "gradient_clipping=1", *settings]
     train_here(configure(*settings, "partitions=1", "recompute=never", "graphs=false"), tmp_path / "layers")
     found = recorded([*settings, "recompute=always"], tmp_path / "graphs")
     if model in LEFT_AS_THEY_ARE:
