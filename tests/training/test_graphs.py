@@ -13,7 +13,7 @@ from training_runs import assert_same_tensors, configure, final_tensors, of_type
 
 from gpipe_cli.config.typed import RefusedError
 from gpipe_cli.training import pipeline_part
-from gpipe_cli.training.events import GraphsRecorded, TrainingReady
+from gpipe_cli.training.events import GraphsRecorded, StepDone, TrainingReady
 
 __all__ = ["_with_models"]  # a fixture
 
@@ -51,3 +51,24 @@ def test_a_stage_that_cannot_be_replayed_is_refused_where_it_must_be(monkeypatch
     settings = [*SMALL, *settings_of("amoebanet", monkeypatch)]
     with pytest.raises(RefusedError, match=r"^graphs=true: stage 0: layer .*use graphs=auto$"):
         train_here(configure(*settings, "graphs=true"), Path("run"))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "recompute"), [("gpipe", "always"), ("1f1b", "except_last"), ("zero_bubble", "never")]
+)
+def test_replayed_stages_hold_as_many_bytes_as_planned(schedule: str, recompute: str, tmp_path: Path) -> None:
+    """Autograd's hooks, which count them, are called only while a graph is recorded."""
+    small = [
+        *SMALL,
+        *RUNS["language model"],
+        "partitions=2",
+        "epochs=3",
+        f"schedule={schedule}",
+        f"recompute={recompute}",
+    ]
+    counted = [
+        [step.activation_bytes for step in of_type(train_here(configure(*small, way), tmp_path / way), StepDone)]
+        for way in ("graphs=auto", "graphs=false")
+    ]
+    assert counted[0] == counted[1]
+    assert any(counted[0])

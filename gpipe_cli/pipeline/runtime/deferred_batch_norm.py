@@ -110,10 +110,10 @@ class BatchStatistics:
     @torch.no_grad()
     def copy(self, moments: Moments, micro_batch: int) -> None:
         """Take over what a graph has written to `moments` as the moments of a micro-batch."""
-        slots = self.of(micro_batch)
-        while len(slots) < len(moments):
+        slots, used = self.of(micro_batch), [written for written in moments if written.counts]
+        while len(slots) < len(used):
             slots.append(self._new_slot())
-        for slot, written in zip(slots, moments, strict=False):
+        for slot, written in zip(slots, used, strict=False):
             slot.moments.copy_(written.moments)
             slot.counts.update(written.counts)
 
