@@ -2,10 +2,10 @@
 
     python recipes/measurements/gpu_kit.py [--parts tests,check,peers] [--seconds 180] [--folder gpu_kit]
 
-`tests` runs pytest -m gpu, `check` gpipe check of four models in two precisions, and `peers` gpipe check against=... in
-the sizes of torchgpipe's benchmarks. Every row is a process that is killed after --seconds. The table
-FOLDER/gpu_kit.md is written after each row, so that a kit that is interrupted leaves what it has found. With
---device=cpu all models are tiny.
+`tests` runs pytest -m gpu, `check` gpipe check of four models in two precisions and trainings that must use graphs, and
+`peers` gpipe check against=... in the sizes of torchgpipe's benchmarks. Every row is a process that is killed after
+--seconds. The table FOLDER/gpu_kit.md is written after each row, so that a kit that is interrupted leaves what it has
+found. With --device=cpu all models are tiny.
 
 A machine without a network gets the wheels that images with PyTorch lack, made in the root of a checkout:
 
@@ -72,7 +72,10 @@ def lines(part: str, device: str) -> Iterator[list[str]]:
             line = ["check", f"model={model}", *settings.split(), f"precision={precision}", f"device={device}",
                     "micro_batches=4", "threads=1", "data_workers=0", "hardware=cpu"]  # fmt: skip
             if part == "check":
-                yield [*line, "partitions=2", "executor=in_process"]
+                line += ["partitions=2", "executor=in_process"]
+                yield line
+                if precision == "float32" and device != "cpu":  # every stage must be recorded
+                    yield ["train", *line[1:], "graphs=true", "max_steps=4", "logger=[]"]
                 continue
             yield [*line, "against=torchgpipe", "partitions=1"]
             if several:
