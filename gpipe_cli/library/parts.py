@@ -45,6 +45,7 @@ class Arguments:
     balance: tuple[Count, ...] | None
     devices: tuple[str, ...] | None
     seed: Annotated[int, Within(0, 2**32 - 1)]
+    graphs: bool
 
 
 def place(arguments: Arguments, started: Torchrun | None) -> Layout:

@@ -85,6 +85,7 @@ class Pipeline:
         balance: Sequence[int] | None = None,
         devices: Sequence[str | torch.device] | None = None,
         seed: int = 0,
+        graphs: bool = True,
     ) -> None:
         """Cut the layers into stages, and move these to their devices.
 
@@ -106,12 +107,14 @@ class Pipeline:
             devices: such as ["cuda:0", "cuda:1"], over which the stages are distributed; None: all GPUs, else the CPU.
                 Under torchrun: the one device of this process; None: its GPU, else the CPU.
             seed: that of dropout and whatever else layers draw. The program's own generators are left as they are.
+            graphs: on GPUs, replay the kernels of each stage as CUDA graphs where that gives the same bits, from the
+                second step with micro-batches of the same shapes on. `.grad` is then the same memory in every step.
 
         Raises InputError, one line that names the argument, for what cannot be cut or placed, and ConnectionError or
         TimeoutError if other processes do not come.
         """
         given = {"partitions": partitions, "micro_batches": micro_batches, "schedule": schedule, "recompute": recompute,
-                 "balance": None if balance is None else list(balance), "seed": seed,
+                 "balance": None if balance is None else list(balance), "seed": seed, "graphs": graphs,
                  "devices": None if devices is None else [*map(str, devices)]}  # fmt: skip
         self._arguments = typed(Arguments, given)
         whole = as_sequential(layers)
@@ -317,6 +320,7 @@ class Pipeline:
             order=order(one.schedule, one.partitions, one.micro_batches, 1 + max(layout.row_of_stage)),
             recompute=one.recompute,
             layout=layout,
+            graphs="auto" if one.graphs else False,
         )
         devices = {name: torch.device(layout.devices[k]) for k in self._here for name in spec.layer_names[k]}
         self._module = _named(self._module, devices)

@@ -63,13 +63,14 @@ def trained(change: Change = nothing, *more: nn.Module, graphs: bool) -> tuple[d
     )
     makers: list[tape.TapeMaker] = []
 
-    def maker(device: torch.device) -> tape.TapeMaker | None:
+    def maker(device: torch.device) -> tape.TapeMaker:
         makers.append(tape.TapeMaker())
-        return makers[-1] if graphs else None
+        return makers[-1]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline_part, "graph_maker", maker)
-        pipeline = Pipeline(layers, partitions=2, micro_batches=4, recompute="always", balance=[2, len(layers) - 2])
+        cut = {"partitions": 2, "balance": [2, len(layers) - 2]}
+        pipeline = Pipeline(layers, **cut, micro_batches=4, recompute="always", graphs=graphs)
         optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1, momentum=0.9)
         draw = torch.Generator().manual_seed(1)
         for step in range(5):
