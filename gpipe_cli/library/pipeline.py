@@ -383,7 +383,11 @@ class Pipeline:
     ) -> None:
         try:
             tied = part.tied.parameters if schedule.trains else []
-            before = [parameter.grad for parameter in tied]
+            # a graph adds to the memory that a gradient of the last step has
+            before = [
+                parameter.grad.clone() if part.uses_graphs and parameter.grad is not None else parameter.grad
+                for parameter in tied
+            ]
             for parameter in tied:
                 parameter.grad = None
             part.executor.run(schedule, self.steps, sizes, inputs, objective)

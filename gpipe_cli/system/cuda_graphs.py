@@ -5,6 +5,7 @@ torch has graphs for all accelerators, `torch.accelerator.Graph`, but as of 2.14
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from gpipe_cli.system.accelerator import generators, is_accelerator, using_device
 
 
+@lru_cache
 def graph_maker(device: torch.device) -> "CudaGraphMaker | None":
     """What records graphs on `device`; None on a CPU, where launching costs nothing."""
     return CudaGraphMaker(device) if is_accelerator(device) else None
@@ -37,9 +39,20 @@ class CudaGraphMaker:
         with using_device(self._device):
             current = self._cuda.current_stream(self._device)
             self._stream.wait_stream(current)
-            with self._cuda.stream(self._stream):
-                yield
-            current.wait_stream(self._stream)
+            try:
+                with self._cuda.stream(self._stream):
+                    yield
+            finally:  # memory that is freed after an error may still be in use there
+                current.wait_stream(self._stream)
+
+    @contextmanager
+    def refusing_waits(self) -> Iterator[None]:
+        before = self._cuda.get_sync_debug_mode()
+        self._cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            self._cuda.set_sync_debug_mode(before)
 
     @contextmanager
     def record(self, pool: Any, draws: Sequence[torch.Generator]) -> Iterator[Any]:

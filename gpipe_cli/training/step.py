@@ -274,7 +274,8 @@ def norms_of(gradients: list[torch.Tensor]) -> torch.Tensor:
 
 def without_negative_zeros(gradients: list[torch.Tensor]) -> None:
     """Graphs add every gradient to zeros, so that none is -0.0: the same where stages launch kernel by kernel."""
-    for _, group in groupby(gradients, key=attrgetter("device")):
+    dense = [gradient for gradient in gradients if gradient.layout is torch.strided]
+    for _, group in groupby(dense, key=attrgetter("device")):
         torch._foreach_add_(list(group), 0.0)
 
 

@@ -5,7 +5,6 @@ generators, and keeps no state between calls; and a tensor that a layer has kept
 gives whatever lies in memory. A training with such a layer would go wrong without a word.
 """
 
-import pickle
 import random
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,7 +19,7 @@ from gpipe_cli.pipeline.profile.reads import Reads
 from gpipe_cli.pipeline.runtime.boundary import Tensors, as_tuple, same_bits
 from gpipe_cli.pipeline.runtime.initial_weights import NO_VALUES
 from gpipe_cli.pipeline.runtime.layer_call import ChangedInputError
-from gpipe_cli.pipeline.runtime.module_state import putting_back
+from gpipe_cli.pipeline.runtime.module_state import other_generators, putting_back
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.system.accelerator import is_accelerator
 
@@ -57,7 +56,7 @@ class _Watch:
     def begins(self, layer: nn.Module, inputs: Any) -> None:
         kept = {key: (tensor, tensor.detach().clone(), tensor._version) for key, tensor in _tensors(layer).items()}
         given = [(tensor, tensor.detach().clone()) for tensor in as_tuple(inputs[0])]
-        self._before.append((kept, given, _other_generators()))
+        self._before.append((kept, given, other_generators()))
         if len(self._before) == 1 and not self._compiled:  # torch refuses to run compiled code under a dispatch mode
             self._reads = self.reading.enter_context(Reads())
 
@@ -71,7 +70,7 @@ class _Watch:
                 self._found.append(f"layer {name} reads a tensor {tuple(tensor.shape)} that {NO_VALUES}")
         if not all(same_bits(*pair) for pair in given):
             self._found.append(str(ChangedInputError(name)))
-        if _other_generators() != generators:
+        if other_generators() != generators:
             self._found.append(
                 f"layer {name} draws from Python's random module or numpy.random, which no recomputation can repeat; "
                 "use torch's functions"
@@ -100,8 +99,3 @@ class _Watch:
 
 def _tensors(layer: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
-
-
-def _other_generators() -> bytes:
-    """The states of the generators that torch does not control and no stage seeds."""
-    return pickle.dumps((random.getstate(), np.random.get_state(legacy=True)))

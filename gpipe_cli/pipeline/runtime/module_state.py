@@ -1,9 +1,12 @@
 """What modules hold besides their parameters, put back after runs that are to leave no trace."""
 
+import pickle
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
+import numpy as np
 from torch import nn
 
 from gpipe_cli.pipeline.runtime.boundary import same_bits
@@ -37,3 +40,8 @@ def putting_back(module: nn.Module) -> Iterator[Attributes]:
 
 def attributes_of(module: nn.Module) -> Attributes:
     return [(own, dict(own)) for inner in module.modules() for own in (vars(inner), inner._buffers)]
+
+
+def other_generators() -> bytes:
+    """The states of the generators that torch does not control and no stage seeds."""
+    return pickle.dumps((random.getstate(), np.random.get_state(legacy=True)))

@@ -65,7 +65,7 @@ class _InFlight:
     # once there is a graph of autograd: for each output the edge where its backward starts, None if it needs none
     roots: tuple[GradientEdge | None, ...] | None = None
     slot: Slot | None = None  # where the layers are replayed: then `roots` are those of the loss, which is not
-    outputs: Tensors = ()  # the loss has been computed from these copies of the slot's outputs
+    outputs: Tensors = ()  # the slot's outputs as leaves of the loss's graph of autograd
 
 
 class Stage:
@@ -187,25 +187,41 @@ class Stage:
 
         `gradients` are those of the outputs; the last stage ignores them, as its backward starts at the loss.
         """
-        saved, roots, given = self._begin_backward(micro_batch, gradients)
-        if saved.slot is not None:
-            return self._backward_by_graph(micro_batch, saved, roots, gradients)
-        if roots:
-            torch.autograd.backward(roots, given)
-        self.counter.drop(micro_batch)
-        return tuple(tensor.grad for tensor in saved.inputs)
+        return self._backward(micro_batch, gradients, split=False)
 
     def backward_inputs(
         self, micro_batch: int, gradients: Sequence[torch.Tensor | None]
     ) -> tuple[torch.Tensor | None, ...]:
         """I: like B, but the gradients of weights that can wait are left to W; what they need is kept until then."""
+        return self._backward(micro_batch, gradients, split=True)
+
+    def _backward(
+        self, micro_batch: int, gradients: Sequence[torch.Tensor | None], *, split: bool
+    ) -> tuple[torch.Tensor | None, ...]:
+        """B, or I if it is `split`."""
         saved, roots, given = self._begin_backward(micro_batch, gradients)
         if saved.slot is not None:
-            return self._backward_by_graph(micro_batch, saved, roots, gradients)
-        keeps = partial(self.counter.hold_gradient, micro_batch)
-        deferred = self._deferred[micro_batch] = backward_inputs(roots, given, keeps) if roots else []
-        self.counter.drop(micro_batch)
-        self.counter.hold(micro_batch, saved.inputs, (kept for weight in deferred for kept in weight.kept))
+            if self._objective is not None:
+                if roots:
+                    torch.autograd.backward(roots)
+                gradients = tuple(output.grad for output in saved.outputs)
+            assert self.graphs is not None
+            if not self.graphs.lacks(saved.slot, gradients):
+                return self._backward_by_graph(micro_batch, saved.slot, gradients)
+            leaves, outputs = self._compute(_copies(saved.slot.inputs), True, self._seed(micro_batch))
+            pairs = [*zip(_roots(outputs), gradients, strict=True)]
+            roots = [root for root, gradient in pairs if root is not None and gradient is not None]
+            given = [gradient for root, gradient in pairs if root is not None and gradient is not None]
+            saved = _InFlight(leaves)
+        if split:
+            keeps = partial(self.counter.hold_gradient, micro_batch)
+            deferred = self._deferred[micro_batch] = backward_inputs(roots, given, keeps) if roots else []
+            self.counter.drop(micro_batch)
+            self.counter.hold(micro_batch, saved.inputs, (kept for weight in deferred for kept in weight.kept))
+        else:
+            if roots:
+                torch.autograd.backward(roots, given)
+            self.counter.drop(micro_batch)
         return tuple(tensor.grad for tensor in saved.inputs)
 
     def backward_weights(self, micro_batch: int) -> None:
@@ -245,34 +261,28 @@ class Stage:
     def _run_loss(self, micro_batch: int, slot: Slot, keep: Retain, *, observe: bool) -> Tensors:
         """After the layers have been replayed: the loss, and what is kept. Returns copies of the slot's outputs, which
         the next replay overwrites."""
-        graph = keep is Retain.GRAPH
-        outputs = _copies(slot.outputs)
+        graph, leaves = keep is Retain.GRAPH, slot.outputs
         if graph:
             self.counter.adopt(micro_batch, slot.saved, slot.inputs)
             if self._objective is not None:
-                for output, needs in zip(outputs, slot.needs, strict=True):
-                    output.requires_grad_(needs)
+                pairs = zip(slot.outputs, slot.needs, strict=True)
+                leaves = tuple(output.detach().requires_grad_(needs) for output, needs in pairs)
         with torch.set_grad_enabled(graph), self._autocast(), self.counter.also(micro_batch):
+            outputs = _copies(leaves)
             closed = self._close(micro_batch, outputs, observe=observe)
         if graph:
             roots = _roots(closed) if self._objective is not None else (None,) * len(outputs)
-            self._saved[micro_batch] = _InFlight(slot.inputs, roots, slot, outputs)
+            self._saved[micro_batch] = _InFlight(slot.inputs, roots, slot, leaves)
         return outputs
 
     def _backward_by_graph(
-        self, micro_batch: int, saved: _InFlight, roots: list[GradientEdge], gradients: Sequence[torch.Tensor | None]
+        self, micro_batch: int, slot: Slot, gradients: Sequence[torch.Tensor | None]
     ) -> OptionalTensors:
-        """B or I, replayed: from the gradients of the outputs, or from the loss."""
-        assert saved.slot is not None
         assert self.graphs is not None
-        if self._objective is not None:
-            if roots:
-                torch.autograd.backward(roots)
-            gradients = tuple(output.grad for output in saved.outputs)
-        found = self.graphs.backward(saved.slot, gradients)
-        if saved.slot.kept is not None:
-            self.counter.adopt_weights(micro_batch, *saved.slot.kept)
-            self._deferred[micro_batch] = saved.slot
+        found = self.graphs.backward(slot, gradients)
+        if slot.kept is not None:
+            self.counter.adopt_weights(micro_batch, *slot.kept)
+            self._deferred[micro_batch] = slot
         else:
             self.counter.drop(micro_batch)
         return found

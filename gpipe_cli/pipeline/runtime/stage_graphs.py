@@ -16,7 +16,7 @@ cannot be recorded leave their stage as it was, launched kernel by kernel; `caus
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain, count
@@ -29,13 +29,15 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from gpipe_cli.pipeline.runtime.boundary import OptionalTensors, Tensors, same_bits
 from gpipe_cli.pipeline.runtime.deferred_batch_norm import BatchStatistics, Moments
 from gpipe_cli.pipeline.runtime.deferred_weights import backward_inputs, backward_weights
-from gpipe_cli.pipeline.runtime.module_state import Attributes, attributes_of, putting_back
+from gpipe_cli.pipeline.runtime.module_state import Attributes, attributes_of, other_generators, putting_back
 from gpipe_cli.pipeline.runtime.randomness import seed_generator
 from gpipe_cli.pipeline.runtime.saved_activations import StorageBytes, counting_saved, storage_of
 from gpipe_cli.system.accelerator import generators, is_accelerator
 
 _MOST_SHAPES = 16  # for which a stage has graphs: each takes memory of the driver, which no plan counts
-_SCALARS = (bool, int, float, str, type(None))
+_MOST_MOVES = 8  # of weights, after which a stage is not recorded again
+_SCALARS = (bool, int, float, str, tuple, type(None))
+_OF_MODULES = vars(nn.Module()).keys()  # attributes that every module has
 
 
 class Graph(Protocol):
@@ -61,6 +63,10 @@ class GraphMaker(Protocol):
 
     def apart(self) -> AbstractContextManager[object]:
         """Inside, work is launched where graphs are recorded: on a stream of its own."""
+
+    def refusing_waits(self) -> AbstractContextManager[object]:
+        """Inside, what makes the host wait for the device raises RuntimeError: a recording that fails so late may leave
+        older releases of torch recording."""
 
     def record(self, pool: Any, draws: Sequence[Any]) -> AbstractContextManager[Graph]:
         """Inside, what is launched is recorded, and need not run. It draws random numbers from any of `draws`."""
@@ -136,6 +142,7 @@ class StageGraphs:
         self._gradients: dict[nn.Parameter, torch.Tensor] = {}  # memory of parameters' gradients, in every step
         self._frozen: dict[bool, _Frozen] = {}  # what graphs of training, and of evaluation, take for granted
         self._usable = True  # in this step
+        self._moves = 0  # how often weights were elsewhere than before
 
     @property
     def made(self) -> int:
@@ -144,7 +151,7 @@ class StageGraphs:
 
     def begin_step(self) -> None:
         """Called before the first action: what graphs take for granted may have changed."""
-        assert not self._busy, "a step begins with no micro-batch in flight"
+        self._busy.clear()  # of a step that failed
         self._step += 1
         hooked = _hooked_layer(self._module)
         if hooked and self.rehearsing:
@@ -152,7 +159,11 @@ class StageGraphs:
         frozen = self._frozen.get(self._module.training)
         if frozen is not None and (changed := frozen.changed()):
             self.cause = f"{changed} changes between steps"
-        if self.cause or (frozen is not None and frozen.moved()):  # weights are elsewhere, or have been frozen
+        moved = frozen is not None and frozen.moved()
+        self._moves += moved
+        if self._moves > _MOST_MOVES:
+            self.cause = "its weights are replaced between steps"
+        if self.cause or moved:
             self._forget()
         self._usable = not self.cause and not hooked
 
@@ -166,7 +177,8 @@ class StageGraphs:
         made = self._slots.get(key, [])
         slot = next((slot for slot in made if slot.number not in self._busy), None)
         if slot is None:
-            if not made and len({shapes for _, shapes, _ in self._slots}) >= _MOST_SHAPES:
+            known = {shapes for _, shapes, training in self._slots if training == self._module.training}
+            if shapes not in known and len(known) >= _MOST_SHAPES:
                 return None
             slot = self._make(kind, inputs, seeds, prove=not made)
             if slot is None:
@@ -178,8 +190,9 @@ class StageGraphs:
         return slot
 
     def backward(self, slot: Slot, gradients: Sequence[torch.Tensor | None]) -> OptionalTensors:
-        """B or I: returns the gradients of the inputs. `gradients`: of all outputs, None counts as zeros."""
-        self._replay_backward(slot, [given for given, needs in zip(gradients, slot.needs, strict=True) if needs])
+        """B or I: returns the gradients of the inputs. `gradients`: of all outputs that need one (`lacks`)."""
+        given = [one for one, needs in zip(gradients, slot.needs, strict=True) if needs and one is not None]
+        self._replay_backward(slot, given)
         if slot.weights is None:
             self._busy.discard(slot.number)
         return slot.input_gradients()
@@ -199,12 +212,18 @@ class StageGraphs:
             draws.manual_seed(seeds(place))
         slot.forward.replay()
 
-    def _replay_backward(self, slot: Slot, gradients: Sequence[torch.Tensor | None]) -> None:
+    def lacks(self, slot: Slot, gradients: Sequence[torch.Tensor | None]) -> bool:
+        """Whether an output of the slot gets no gradient, though it needs one. Parameters that only it depends on then
+        have none, where a graph would add zeros: the layers have to run, and will from the next step on."""
+        if all(given is not None for given, needs in zip(gradients, slot.needs, strict=True) if needs):
+            return False
+        self.cause, self._usable = "one of its outputs gets no gradient", False
+        self._busy.discard(slot.number)
+        return True
+
+    def _replay_backward(self, slot: Slot, gradients: Sequence[torch.Tensor]) -> None:
         for static, given in zip(slot.gradients, gradients, strict=True):
-            if given is None:
-                static.zero_()
-            else:
-                static.copy_(given)
+            static.copy_(given)
         self._bind(slot.trained)
         assert slot.backward is not None
         slot.backward.replay()
@@ -262,7 +281,9 @@ class StageGraphs:
     def _record(self, kind: GraphKind, inputs: Tensors, seeds: Seeds) -> Slot:
         keeps = kind is not GraphKind.FORWARD
         number = next(number for number in count() if number not in self._busy) if keeps else -1
-        pool = self._pools.setdefault(number, self._maker.new_pool())
+        if number not in self._pools:
+            self._pools[number] = self._maker.new_pool()
+        pool = self._pools[number]
         # other values and seeds than those of the proof: what is read from them while recording shows there
         static = tuple(map(_rolled, inputs))
         others = _others(seeds)
@@ -272,17 +293,18 @@ class StageGraphs:
             trained = [parameter for parameter in self._module.parameters() if parameter.grad is not None]
             for parameter in trained:
                 assert parameter.grad is not None
-                static_gradient = self._gradients.setdefault(parameter, torch.zeros_like(parameter.grad))
-                parameter.grad = static_gradient
+                if parameter not in self._gradients:
+                    self._gradients[parameter] = torch.zeros_like(parameter.grad)
+                parameter.grad = self._gradients[parameter]
 
             def draw(place: int) -> None:
                 self._maker.draw_from(self._draws.get(place))
 
             saved = StorageBytes(self._lasting(moments), static)
-            draws = list(self._draws.values())
-            for place, state in self._draws.items():
-                state.manual_seed(others(place))
-            with self._maker.record(pool, draws) as forward, self._statistics.recording(moments), counting_saved(saved):
+            for place, draws in self._draws.items():
+                draws.manual_seed(others(place))
+            every = list(self._draws.values())
+            with self._maker.record(pool, every) as forward, self._statistics.recording(moments), counting_saved(saved):
                 leaves, outputs = self._compute(static, keeps, draw)
                 self._maker.draw_from(None)
             slot = Slot(
@@ -324,14 +346,19 @@ class StageGraphs:
         needs: list[bool] = []
         for again in (False, True):
             before, names = attributes_of(self._module), _names(self._module)
-            watch = _Watch(self._device, self._module, seeds)
-            with self._statistics.recording(moments):
+            others, watch = other_generators(), _Watch(self._device, self._module, seeds)
+            with (
+                self._statistics.recording(moments),
+                self._maker.refusing_waits() if again else nullcontext(),
+            ):
                 leaves, outputs = self._compute(inputs, keeps, watch.begins)
-            watch.ended()
-            needs = [one.requires_grad for one in outputs]
-            roots = [one for one in outputs if one.requires_grad]
-            if keeps and roots:
-                torch.autograd.backward(roots, [one.detach() for one in roots])
+                watch.ended()
+                needs = [one.requires_grad for one in outputs]
+                roots = [one for one in outputs if one.requires_grad]
+                if keeps and roots:
+                    torch.autograd.backward(roots, [one.detach() for one in roots])
+            if other_generators() != others:
+                raise UnrecordableError("a layer draws from Python's random module or numpy.random")
             for place in watch.drew:
                 if place not in self._draws:
                     self._draws[place] = self._maker.new_draws()
@@ -413,12 +440,12 @@ class _Frozen:
     def __init__(self, module: nn.Module) -> None:
         named = [*module.named_modules()]
         self._modules = [inner for _, inner in named]
-        self._scalars = [
-            (own, key, value, name)
+        self._attributes = [
+            (own, key, value, value._version if isinstance(value, torch.Tensor) else 0, name)
             for name, inner in named
             for own in (vars(inner),)
             for key, value in own.items()
-            if isinstance(value, _SCALARS) and key != "training"
+            if key not in _OF_MODULES
         ]
         owners = [own for inner in self._modules for own in (inner._modules, inner._parameters, inner._buffers)]
         self._parts: list[tuple[dict[str, Any], str, Any]] = [(own, *item) for own in owners for item in own.items()]
@@ -427,8 +454,14 @@ class _Frozen:
 
     def changed(self) -> str:
         """The name of an attribute that has changed; "" if none has."""
-        for own, key, value, name in self._scalars:
-            if own.get(key) != value:
+        for own, key, value, version, name in self._attributes:
+            now = own.get(key)
+            if now is value:
+                # a graph of a GPU has the value of a tensor of the CPU
+                same = not isinstance(value, torch.Tensor) or value.device.type != "cpu" or value._version == version
+            else:
+                same = isinstance(value, _SCALARS) and type(now) is type(value) and bool(now == value)
+            if not same:
                 return f"layer {name.partition('.')[0]}: {key}"
         return ""
 

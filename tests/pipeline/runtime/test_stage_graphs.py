@@ -1,6 +1,9 @@
 """What would make replayed stages wrong is found: by the proof before their first use, at the next step, or here."""
 
+import random
 from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import tape
@@ -10,6 +13,7 @@ from training_runs import assert_same_tensors
 
 from gpipe_cli import Pipeline
 from gpipe_cli.pipeline.runtime import stage, stage_graphs
+from gpipe_cli.pipeline.runtime.executor import ActionFailedError
 from gpipe_cli.pipeline.runtime.stage import Stage
 from gpipe_cli.training import pipeline_part
 
@@ -42,6 +46,24 @@ class Waiting(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * 2 if x.is_meta or x.sum() > 0 else x
+
+
+class Guessing(nn.Module):
+    """Draws from a generator that no stage seeds, though it makes no difference."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (2 if random.random() < 2 else 3)
+
+
+class Heads(nn.Module):
+    """Two results, of which the loss uses the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.used(x), self.unused(x)
 
 
 def nothing(layers: nn.Sequential, step: int) -> None:
@@ -96,20 +118,25 @@ def scales(layers: nn.Sequential, step: int) -> None:
     next(one for one in layers.modules() if isinstance(one, Scaled)).scale = 1 + step
 
 
+def tempers(layers: nn.Sequential, step: int) -> None:
+    """As a temperature that is a tensor."""
+    next(one for one in layers.modules() if isinstance(one, Scaled)).scale = torch.tensor(1.0 + step)  # type: ignore
+
+
 def drops_gradients(layers: nn.Sequential, step: int) -> None:
     """As a program that clips by assigning; the next step adds to what is there."""
     for parameter in layers.parameters():
         parameter.grad = torch.ones_like(parameter)
 
 
-@pytest.mark.parametrize("change", [nothing, moves_weights, scales, drops_gradients])
+@pytest.mark.parametrize("change", [nothing, moves_weights, scales, tempers, drops_gradients])
 def test_a_program_may_change_the_layers_between_steps(change: Change) -> None:
     expected, _, none = trained(change, graphs=False)
     found, causes, replays = trained(change, graphs=True)
     assert_same_tensors(found, expected)
     assert none == 0
     assert replays > 0
-    assert causes == (["layer 3: scale changes between steps"] if change is scales else [])
+    assert causes == (["layer 3: scale changes between steps"] if change in (scales, tempers) else [])
 
 
 @pytest.mark.parametrize(
@@ -117,6 +144,7 @@ def test_a_program_may_change_the_layers_between_steps(change: Change) -> None:
     [
         (Counting(), "layer 4 keeps its calls anew whenever it runs"),
         (Waiting(), "layer 4: RuntimeError: the host would wait for the device"),
+        (Guessing(), "a layer draws from Python's random module or numpy.random"),
     ],
 )
 def test_what_cannot_be_replayed_runs_as_it_is(layer: nn.Module, cause: str) -> None:
@@ -194,3 +222,61 @@ def test_a_planted_fault_is_found(fault: str) -> None:
     told = [name for name, value in expected.items() if not torch.equal(found[name], value)]
     assert causes or told
     print(f"{fault}: {causes[0] if causes else f'other bits in {len(told)} of {len(expected)} tensors'}")
+
+
+def two_steps(layers: nn.Sequential, loss: Callable[[Any, torch.Tensor], torch.Tensor], *, graphs: bool) -> Any:
+    """The gradients that three pairs of steps have added up, and the pipeline."""
+    pipeline = Pipeline(layers, partitions=2, micro_batches=2, graphs=graphs, balance=[1, len(layers) - 1])
+    draw = torch.Generator().manual_seed(1)
+    found: list[dict[str, torch.Tensor | None]] = []
+    for _ in range(3):
+        for _ in range(2):
+            images, classes = torch.randn(6, 3, generator=draw), torch.randint(3, (6,), generator=draw)
+            pipeline.step(images, classes, loss)
+        gradients = {name: one.grad for name, one in pipeline.named_parameters()}
+        found.append({name: None if one is None else one.clone() for name, one in gradients.items()})
+        for parameter in pipeline.parameters():
+            parameter.grad = None
+    return found, pipeline
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_gradients_of_several_steps_add_up(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tied weight once got twice the last step's; a loss that changes its input in place was refused; and a result
+    that the loss leaves out gave zeros to parameters that have no gradient."""
+    monkeypatch.setattr(pipeline_part, "graph_maker", lambda device: tape.TapeMaker())
+
+    def loss(outputs: Any, classes: torch.Tensor) -> torch.Tensor:
+        logits = outputs if isinstance(outputs, torch.Tensor) else outputs[0]
+        logits /= 2
+        return nn.functional.cross_entropy(logits, classes)
+
+    results = []
+    for graphs in (False, True):
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3) if tied else Heads())
+        if tied:
+            layers[2].weight = layers[0].weight
+        results.append(two_steps(layers, loss, graphs=graphs))
+    (expected, _), (found, pipeline) = results
+    for own, other in zip(expected, found, strict=True):
+        assert own.keys() == other.keys()
+        for name, value in own.items():
+            same = other[name]
+            assert (value is None) == (same is None), name
+            assert value is None or (same is not None and torch.equal(value, same)), name
+    causes = [stage.graphs.cause for stage in pipeline._part.stages.values()]
+    assert causes == (["", ""] if tied else ["", "one of its outputs gets no gradient"])
+
+
+def test_a_step_that_failed_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline_part, "graph_maker", lambda device: tape.TapeMaker())
+    pipeline = Pipeline(nn.Sequential(nn.Linear(3, 3)), partitions=1, micro_batches=2, recompute="never")
+    images, classes = torch.randn(4, 3), torch.zeros(4, dtype=torch.int64)
+
+    def fails(outputs: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("no loss")
+
+    for loss in (nn.functional.cross_entropy, nn.functional.cross_entropy, fails, nn.functional.cross_entropy):
+        with pytest.raises(ActionFailedError, match="no loss") if loss is fails else nullcontext():
+            pipeline.step(images, classes, loss)
