@@ -206,7 +206,7 @@ class Stage:
                     torch.autograd.backward(roots)
                 gradients = tuple(output.grad for output in saved.outputs)
             assert self.graphs is not None
-            if not self.graphs.lacks(saved.slot, gradients):
+            if self.graphs.fits(saved.slot, gradients):
                 return self._backward_by_graph(micro_batch, saved.slot, gradients)
             leaves, outputs = self._compute(_copies(saved.slot.inputs), True, self._seed(micro_batch))
             pairs = [*zip(_roots(outputs), gradients, strict=True)]

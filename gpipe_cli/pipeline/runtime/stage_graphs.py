@@ -36,6 +36,7 @@ from gpipe_cli.system.accelerator import generators, is_accelerator
 
 _MOST_SHAPES = 16  # for which a stage has graphs: each takes memory of the driver, which no plan counts
 _MOST_MOVES = 8  # of weights, after which a stage is not recorded again
+_MOST_MISSES = 4  # times that other outputs get a gradient than before
 _SCALARS = (bool, int, float, str, tuple, type(None))
 _OF_MODULES = vars(nn.Module()).keys()  # attributes that every module has
 
@@ -93,21 +94,24 @@ Compute: TypeAlias = Callable[[Tensors, bool, Callable[[int], None]], tuple[Tens
 """Runs the layers on inputs, with a graph of autograd or without one; calls the function before each layer, with its
 place. Returns the inputs as leaves of autograd's graph, and the outputs."""
 _Shapes: TypeAlias = tuple[tuple[torch.Size, torch.dtype], ...]
+_Key: TypeAlias = tuple[GraphKind, _Shapes, bool]
+"""What graphs are for: also the shapes of the inputs, and whether it is training."""
 
 
 @dataclass(eq=False)
 class Slot:
     """The graphs of a micro-batch in flight and the memory that they read and write."""
 
-    kind: GraphKind
+    key: _Key
     number: int  # of its pool
     inputs: Tensors  # leaves of autograd's graph, if there is one
     forward: Graph
     outputs: Tensors
-    needs: Sequence[bool]  # whether each output needs a gradient
+    needs: Sequence[bool]  # whether each output requires a gradient
+    reached: Sequence[bool]  # whether each output gets one: not if nothing makes use of it
     moments: Moments  # of batch norms, written by a forward
     saved: StorageBytes  # what the forward keeps for the backward
-    gradients: Tensors = ()  # of those outputs that need one
+    gradients: Tensors = ()  # of those outputs that get one
     backward: Graph | None = None  # B or I
     weights: Graph | None = None  # W
     kept: tuple[StorageBytes, StorageBytes] | None = None  # of I: gradients that it keeps, and what its W needs
@@ -134,8 +138,11 @@ class StageGraphs:
         self.rehearsing = False  # whether graphs are made in the first step that could use them, and not in the second
         self.cause = ""  # why the stage is not replayed: the layer, and what is wrong with it
         self._step = 0
-        self._seen: dict[tuple[GraphKind, _Shapes, bool], int] = {}  # the first step with such micro-batches
-        self._slots: dict[tuple[GraphKind, _Shapes, bool], list[Slot]] = {}
+        self._seen: dict[_Key, int] = {}  # the first step with such micro-batches
+        self._slots: dict[_Key, list[Slot]] = {}
+        self._reached: dict[
+            _Key, list[bool]
+        ] = {}  # outputs that get a gradient, where that is not all that require one
         self._busy: set[int] = set()  # numbers of the pools in use
         self._pools: dict[int, object] = {}
         self._draws: dict[int, Draws] = {}  # of the layers that draw random numbers, by place
@@ -143,6 +150,7 @@ class StageGraphs:
         self._frozen: dict[bool, _Frozen] = {}  # what graphs of training, and of evaluation, take for granted
         self._usable = True  # in this step
         self._moves = 0  # how often weights were elsewhere than before
+        self._misses = 0  # how often other outputs got a gradient than before
 
     @property
     def made(self) -> int:
@@ -180,7 +188,7 @@ class StageGraphs:
             known = {shapes for _, shapes, training in self._slots if training == self._module.training}
             if shapes not in known and len(known) >= _MOST_SHAPES:
                 return None
-            slot = self._make(kind, inputs, seeds, prove=not made)
+            slot = self._make(key, inputs, seeds, prove=not made)
             if slot is None:
                 return None
             self._slots.setdefault(key, []).append(slot)
@@ -190,8 +198,8 @@ class StageGraphs:
         return slot
 
     def backward(self, slot: Slot, gradients: Sequence[torch.Tensor | None]) -> OptionalTensors:
-        """B or I: returns the gradients of the inputs. `gradients`: of all outputs that need one (`lacks`)."""
-        given = [one for one, needs in zip(gradients, slot.needs, strict=True) if needs and one is not None]
+        """B or I: returns the gradients of the inputs. `gradients`: of the outputs, as `fits` has found."""
+        given = [one for one, gets in zip(gradients, slot.reached, strict=True) if gets and one is not None]
         self._replay_backward(slot, given)
         if slot.weights is None:
             self._busy.discard(slot.number)
@@ -212,14 +220,21 @@ class StageGraphs:
             draws.manual_seed(seeds(place))
         slot.forward.replay()
 
-    def lacks(self, slot: Slot, gradients: Sequence[torch.Tensor | None]) -> bool:
-        """Whether an output of the slot gets no gradient, though it needs one. Parameters that only it depends on then
-        have none, where a graph would add zeros: the layers have to run, and will from the next step on."""
-        if all(given is not None for given, needs in zip(gradients, slot.needs, strict=True) if needs):
-            return False
-        self.cause, self._usable = "one of its outputs gets no gradient", False
+    def fits(self, slot: Slot, gradients: Sequence[torch.Tensor | None]) -> bool:
+        """Whether those outputs of the slot get a gradient for which its backward was recorded. Else the layers have to
+        run, as parameters that only another output depends on have no gradient, and the slot is free; the next ones are
+        recorded for these outputs."""
+        reached = [needs and given is not None for given, needs in zip(gradients, slot.needs, strict=True)]
+        if reached == slot.reached:
+            return True
         self._busy.discard(slot.number)
-        return True
+        if slot in self._slots.get(slot.key, ()):  # and not newer ones
+            del self._slots[slot.key]
+        self._misses += self._reached.get(slot.key) != reached
+        self._reached[slot.key] = reached
+        if self._misses > _MOST_MISSES:
+            self.cause, self._usable = "which of its outputs get a gradient changes from step to step", False
+        return False
 
     def _replay_backward(self, slot: Slot, gradients: Sequence[torch.Tensor]) -> None:
         for static, given in zip(slot.gradients, gradients, strict=True):
@@ -249,7 +264,7 @@ class StageGraphs:
         self._frozen.clear()
         self._gradients.clear()
 
-    def _make(self, kind: GraphKind, inputs: Tensors, seeds: Seeds, *, prove: bool) -> Slot | None:
+    def _make(self, key: _Key, inputs: Tensors, seeds: Seeds, *, prove: bool) -> Slot | None:
         """Record the graphs of a slot and, to `prove` them, compare their results with those of the layers. Afterwards
         gradients and buffers are as before. Returns None, and sets the cause, if they cannot be used; micro-batches in
         flight go on with theirs."""
@@ -258,7 +273,7 @@ class StageGraphs:
         random = [(generator, generator.get_state()) for generator in generators(self._device)]
         try:
             with putting_back(self._module) as attributes:
-                slot = self._record(kind, inputs, seeds)
+                slot = self._record(key, inputs, seeds)
                 if prove:
                     self._prove(slot, inputs, seeds)
                 attributes.clear()  # a layer may have made tensors in its first call, which graphs read
@@ -278,8 +293,8 @@ class StageGraphs:
             self._frozen[self._module.training] = _Frozen(self._module)
         return slot
 
-    def _record(self, kind: GraphKind, inputs: Tensors, seeds: Seeds) -> Slot:
-        keeps = kind is not GraphKind.FORWARD
+    def _record(self, key: _Key, inputs: Tensors, seeds: Seeds) -> Slot:
+        keeps = key[0] is not GraphKind.FORWARD
         number = next(number for number in count() if number not in self._busy) if keeps else -1
         if number not in self._pools:
             self._pools[number] = self._maker.new_pool()
@@ -289,7 +304,7 @@ class StageGraphs:
         others = _others(seeds)
         moments = self._statistics.new_moments()
         with self._maker.apart():
-            needs = self._warm_up(static, others, moments, keeps=keeps)
+            needs, reached = self._warm_up(key, static, others, moments)
             trained = [parameter for parameter in self._module.parameters() if parameter.grad is not None]
             for parameter in trained:
                 assert parameter.grad is not None
@@ -308,19 +323,19 @@ class StageGraphs:
                 leaves, outputs = self._compute(static, keeps, draw)
                 self._maker.draw_from(None)
             slot = Slot(
-                kind, number, leaves, forward, tuple(one.detach() for one in outputs), needs, moments, saved,
+                key, number, leaves, forward, tuple(one.detach() for one in outputs), needs, reached, moments, saved,
                 trained=trained if keeps else (),
             )  # fmt: skip
             if not keeps:
                 return slot
-            roots = [get_gradient_edge(one) for one in outputs if one.requires_grad]
-            slot.gradients = tuple(torch.zeros_like(one) for one in outputs if one.requires_grad)
-            del outputs
+            used = [one for one, gets in zip(outputs, reached, strict=True) if gets]
+            roots, slot.gradients = [*map(get_gradient_edge, used)], tuple(map(torch.zeros_like, used))
+            del outputs, used
             self._record_backward(slot, pool, roots)
         return slot
 
     def _record_backward(self, slot: Slot, pool: object, roots: list[GradientEdge]) -> None:
-        if slot.kind is GraphKind.WHOLE:
+        if slot.key[0] is GraphKind.WHOLE:
             with self._maker.record(pool, ()) as slot.backward:
                 if roots:
                     torch.autograd.backward(roots, slot.gradients)
@@ -339,11 +354,11 @@ class StageGraphs:
         tensors = (*self._module.parameters(), *self._module.buffers(), *(slot.moments for slot in moments))
         return {storage_of(tensor) for tensor in tensors}
 
-    def _warm_up(self, inputs: Tensors, seeds: Seeds, moments: Moments, *, keeps: bool) -> list[bool]:
+    def _warm_up(self, key: _Key, inputs: Tensors, seeds: Seeds, moments: Moments) -> tuple[list[bool], list[bool]]:
         """Run forward and backward twice: libraries set themselves up, and layers keep what they keep from a first
-        call. Finds the layers that draw random numbers; returns whether each output needs a gradient. Raises
-        UnrecordableError for layers that keep something from each call."""
-        needs: list[bool] = []
+        call. Finds the layers that draw random numbers; returns whether each output requires a gradient, and gets one.
+        Raises UnrecordableError for layers that keep something from each call."""
+        needs, reached, keeps = list[bool](), list[bool](), key[0] is not GraphKind.FORWARD
         for again in (False, True):
             before, names = attributes_of(self._module), _names(self._module)
             others, watch = other_generators(), _Watch(self._device, self._module, seeds)
@@ -354,7 +369,8 @@ class StageGraphs:
                 leaves, outputs = self._compute(inputs, keeps, watch.begins)
                 watch.ended()
                 needs = [one.requires_grad for one in outputs]
-                roots = [one for one in outputs if one.requires_grad]
+                reached = self._reached.get(key, needs)
+                roots = [one for one, gets in zip(outputs, reached, strict=True) if gets]
                 if keeps and roots:
                     torch.autograd.backward(roots, [one.detach() for one in roots])
             if other_generators() != others:
@@ -365,11 +381,11 @@ class StageGraphs:
             del leaves, outputs, roots
             if again:
                 _refuse_changed(before, names)
-        return needs
+        return needs, reached
 
     def _prove(self, slot: Slot, inputs: Tensors, seeds: Seeds) -> None:
         """Raises UnrecordableError if the graphs give other bits than the layers."""
-        trained = list(self._module.parameters())
+        trained, keeps = list(self._module.parameters()), slot.key[0] is not GraphKind.FORWARD
 
         def gradients() -> dict[str, torch.Tensor]:
             names = self._module.named_parameters()
@@ -380,12 +396,10 @@ class StageGraphs:
         moments = self._statistics.new_moments()
         with self._maker.apart():
             with self._statistics.recording(moments):
-                leaves, outputs = self._compute(
-                    inputs, slot.kind is not GraphKind.FORWARD, lambda place: seed_generator(self._device, seeds(place))
-                )
-            roots = [one for one in outputs if one.requires_grad]
+                leaves, outputs = self._compute(inputs, keeps, lambda place: seed_generator(self._device, seeds(place)))
+            roots = [one for one, gets in zip(outputs, slot.reached, strict=True) if gets]
             given = [one.detach() for one in roots]
-            if slot.kind is not GraphKind.FORWARD and roots:
+            if keeps and roots:
                 torch.autograd.backward(roots, given)
             expected = _numbered("output", outputs) | _numbered("the gradient of input", _gradients(leaves))
             expected |= _numbered("the moments of batch norm", [one.moments for one in moments]) | gradients()
@@ -395,7 +409,7 @@ class StageGraphs:
         self._replay_forward(slot, inputs, seeds)
         found = _numbered("output", [one.clone() for one in slot.outputs])
         found |= _numbered("the moments of batch norm", [one.moments for one in slot.moments])
-        if slot.kind is not GraphKind.FORWARD:
+        if keeps:
             self._replay_backward(slot, given)
             if slot.weights is not None:
                 slot.weights.replay()
