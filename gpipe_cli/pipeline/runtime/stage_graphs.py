@@ -140,9 +140,8 @@ class StageGraphs:
         self._step = 0
         self._seen: dict[_Key, int] = {}  # the first step with such micro-batches
         self._slots: dict[_Key, list[Slot]] = {}
-        self._reached: dict[
-            _Key, list[bool]
-        ] = {}  # outputs that get a gradient, where that is not all that require one
+        # whether each output gets a gradient, where not all do that require one
+        self._reached: dict[_Key, list[bool]] = {}
         self._busy: set[int] = set()  # numbers of the pools in use
         self._pools: dict[int, object] = {}
         self._draws: dict[int, Draws] = {}  # of the layers that draw random numbers, by place

@@ -120,7 +120,7 @@ def scales(layers: nn.Sequential, step: int) -> None:
 
 def tempers(layers: nn.Sequential, step: int) -> None:
     """As a temperature that is a tensor."""
-    next(one for one in layers.modules() if isinstance(one, Scaled)).scale = torch.tensor(1.0 + step)  # type: ignore
+    vars(next(one for one in layers.modules() if isinstance(one, Scaled)))["scale"] = torch.tensor(1.0 + step)
 
 
 def drops_gradients(layers: nn.Sequential, step: int) -> None:
