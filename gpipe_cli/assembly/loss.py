@@ -64,8 +64,9 @@ class CrossEntropy:
         self._targets = [piece.clone() for piece in pieces]  # a view would keep the whole mini-batch's alive
         self._ranks = 1 if targets.ndim > 1 else 5  # top-5 is for images only
         self._smoothing, self._auxiliary_weight = label_smoothing, auxiliary_weight
-        self._counted: list[torch.Tensor] = []
         self._plain = torch.zeros(())  # the last micro-batch's cross entropy without smoothing
+        self._observed: list[tuple[torch.Tensor, torch.Tensor]] = []  # loss and plain cross entropy of each micro-batch
+        self._right: list[torch.Tensor] = []  # (elements, ranks) of each micro-batch: whether the class is the target
 
     def loss(self, micro_batch: int, outputs: Tensors) -> torch.Tensor:
         loss, self._plain = _weighted(outputs, self._targets[micro_batch], self._smoothing, self._auxiliary_weight)
@@ -76,10 +77,9 @@ class CrossEntropy:
         logits, targets = _classes_last(outputs[0]), self._targets[micro_batch]
         ranks = min(self._ranks, logits.shape[-1])
         best = logits.argmax(-1, keepdim=True) if ranks == 1 else logits.topk(ranks, dim=-1).indices
-        right = best == targets[..., None]
-        counted = loss.double() * self._of_all, self._plain.double(), right[..., 0].sum().double(), right.sum().double()
         # stays on the device: reading it here would make the pipeline wait for this micro-batch
-        self._counted.append(torch.stack(counted))
+        self._right.append((best == targets[..., None]).flatten(0, -2))
+        self._observed.append((loss, self._plain))
 
     def totals(self) -> Totals:
         """The sums over the mini-batch; on a GPU this waits for the device."""
@@ -87,13 +87,16 @@ class CrossEntropy:
 
     def begin_totals(self) -> Callable[[], Totals]:
         """Called after the last micro-batch: starts copying the sums to the host; the returned function awaits them."""
-        if not self._counted:  # this replica had no sample
+        if not self._observed:  # this replica had no sample
             return lambda: Totals(0, 0.0, 0.0, 0.0, 0.0)
-        counted, elements = to_host(torch.stack(self._counted)), self._elements  # not self, which has targets on a GPU
+        elements, of_all = self._elements, self._of_all  # not self, which has targets on a GPU
+        losses, plains = zip(*self._observed, strict=True)
+        sums, right = torch.stack((*losses, *plains)), torch.cat(self._right).sum(dim=0)
+        counted, sizes = to_host(torch.cat((sums.double(), right.double()))), (len(losses), len(plains), len(right))
 
         def totals() -> Totals:
-            loss, plain, top1, top5 = (sum(column) for column in zip(*counted().tolist(), strict=True))
-            return Totals(elements, loss, plain, top1, top5)
+            loss, plain, ranked = (part.tolist() for part in counted().split(sizes))
+            return Totals(elements, sum(value * of_all for value in loss), sum(plain), ranked[0], sum(ranked))
 
         return totals
 
@@ -133,5 +136,5 @@ def _summed(logits: torch.Tensor, targets: torch.Tensor, smoothing: float) -> tu
         return plain, plain
     logarithms = F.log_softmax(logits, dim=1)
     plain = F.nll_loss(logarithms, targets, reduction="sum", ignore_index=IGNORED)
-    uniform = -logarithms.sum(dim=1).masked_fill(targets == IGNORED, 0.0)
-    return (1 - smoothing) * plain + uniform.sum() * (smoothing / logits.shape[1]), plain
+    others = logarithms.sum(dim=1).masked_fill(targets == IGNORED, 0.0).sum()
+    return (1 - smoothing) * plain + others * (-smoothing / logits.shape[1]), plain

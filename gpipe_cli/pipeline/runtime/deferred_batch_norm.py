@@ -162,16 +162,17 @@ class BatchStatistics:
             return self._norms[0].running_mean.new_zeros(3, sum(self._widths), dtype=torch.float64)
         rows = tuple(tuple(slot.counts.get(norm, 0) for norm in range(len(self._norms))) for slot in used)
         values, total = _values_of_channels(rows, self._widths, used[0].moments.device)
-        moments = [slot.moments.double() for slot in used]
+        # products of all micro-batches at once, as each takes a launch; sums one after another, in the order of these
+        means, variances = torch.stack([slot.moments for slot in used], dim=1).double()
         mean = torch.zeros_like(total)
-        for moment, count in zip(moments, values, strict=True):
-            mean += moment[0] * count
+        for weighted in means * values:
+            mean += weighted
         mean /= total
+        within, differences = variances * (values - 1).clamp_(min=0), means - mean
         squares = torch.zeros_like(total)
-        for moment, count in zip(moments, values, strict=True):
-            squares += moment[1] * (count - 1).clamp_(min=0)
-            difference = moment[0] - mean
-            squares += difference * difference * count
+        for inside, between in zip(within, differences * differences * values, strict=True):
+            squares += inside
+            squares += between
         return torch.stack((total, mean, squares))
 
     @property
@@ -211,12 +212,12 @@ class BatchStatistics:
 @lru_cache(maxsize=256)  # entries for all stages of a process and all sizes of mini-batch
 def _values_of_channels(
     rows: tuple[tuple[int, ...], ...], widths: tuple[int, ...], device: torch.device
-) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """The number of values of every channel, (sum of widths,), by micro-batch and in all; `rows` has them by norm."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The number of values of every channel by micro-batch, (M, sum of widths), and in all; `rows` has them by norm."""
     repeats, length = torch.tensor(widths), sum(widths)
-    on_host = [torch.tensor(row, dtype=torch.float64).repeat_interleave(repeats, output_size=length) for row in rows]
-    values = [to_device(of_channels, device) for of_channels in on_host]
-    return values, torch.stack(values).sum(dim=0)  # whole numbers: exact in any order
+    by_norm = torch.tensor(rows, dtype=torch.float64)
+    values = to_device(by_norm.repeat_interleave(repeats, dim=1, output_size=length), device)
+    return values, values.sum(dim=0)  # whole numbers: exact in any order
 
 
 def defer_batch_norms(module: nn.Module, statistics: BatchStatistics) -> list[_BatchNorm]:
