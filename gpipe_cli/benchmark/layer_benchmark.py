@@ -2,14 +2,15 @@
 messages between devices.
 
 Layers are timed inside a stage, all forwards before all backwards, as in training: a layer that runs alone, again and
-again, finds its input in the cache. A model that is too large for one device is timed in segments. As processes of one
+again, finds its input in the cache. A model that is too large for one device is timed in segments. Where stages are
+replayed as graphs, each layer is a stage of its own: the clock cannot be read inside a graph. As processes of one
 machine share its memory and caches, the larger micro-batch is timed again by all at the same time, and by one process
 with all threads of the machine, as one device would have them.
 """
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -27,7 +28,7 @@ from gpipe_cli.distributed.process_groups import ProcessGroups
 from gpipe_cli.pipeline.runtime.boundary import Boundary, Tensors, as_tuple, in_layout
 from gpipe_cli.pipeline.runtime.recording import Recorder
 from gpipe_cli.pipeline.runtime.stage import Stage
-from gpipe_cli.pipeline.schedule.schedule import Kind, Retain
+from gpipe_cli.pipeline.schedule.schedule import Action, Kind, Retain
 from gpipe_cli.planner.pipeline_spec import PipelineSpec
 from gpipe_cli.system.accelerator import TYPE, is_accelerator, wait_for_device
 from gpipe_cli.training.engine import WorkerProcess, build_layers
@@ -53,6 +54,7 @@ class Timing:
 
     config: TrainConfig
     segments: PipelineSpec  # the model cut into segments, each of which fits the device
+    layers: PipelineSpec | None  # the model cut into single layers, to be replayed as graphs; None: no graphs
     samples: tuple[int, int]  # samples of the smaller and of the larger micro-batch
     seconds: float  # about how long passes over each segment are repeated
     splits: bool  # also time the two halves of each backward: gradients of inputs, and of weights
@@ -73,26 +75,33 @@ class Timed:
 
 def measure(timing: Timing, spec: PipelineSpec, process: WorkerProcess) -> None:
     """Time every layer. All processes of `spec` call this at the same time; process 0 reports what it has Timed."""
-    config, segments = timing.config, timing.segments
+    config = timing.config
     control, groups = process.connect()
-    own = spec.layout.device_of(process.number)
-    segments = segments.on(((own,) * segments.partitions,))  # every process times all segments, one after another
+    device = spec.layout.device_of(process.number)
     whole = real_model(config, pretrained=False)
+
+    def timers(cut: PipelineSpec) -> Iterator[_Timer]:
+        """Every process times all stages, one after another."""
+        on_device = cut.on(((device,) * cut.partitions,))
+        for index in range(cut.partitions):
+            stage = build_stage(
+                on_device, index, build_layers(config, on_device, index, build_model(config), whole), config.seed
+            )
+            yield _Timer(timing, on_device, stage, hooks=cut is timing.segments)
+
     alone: tuple[Pass, Pass] = [], []
     together: Pass = []
     with_all_threads: Pass = []
     updates: list[float] = []
     set_up = 0.0
-    for index in range(segments.partitions):
-        segment = build_layers(config, segments, index, build_model(config), whole)
-        timer = _Timer(timing, build_stage(segments, index, segment, config.seed))
+    for timer in timers(timing.layers or timing.segments):
         if control.leads:
             for layers, samples in zip(alone, timing.samples, strict=True):
                 layers += timer.passes(samples)
         control.barrier()
         if control.size > 1:
             together += timer.passes(timing.samples[1])
-        if control.leads:
+        if control.leads and timing.layers is None:
             updates += timer.updates()
             set_up += timer.set_up()
             if timing.most_threads > spec.layout.threads:
@@ -100,6 +109,11 @@ def measure(timing: Timing, spec: PipelineSpec, process: WorkerProcess) -> None:
                 with_all_threads += timer.passes(timing.samples[1])
                 torch.set_num_threads(spec.layout.threads)
         control.barrier()
+    if control.leads and timing.layers is not None:
+        for timer in timers(timing.segments):
+            timer.passes(timing.samples[0])  # which makes the gradients
+            updates += timer.updates()
+            set_up += timer.set_up()
     link = _slowest_link(spec, process.number, control, groups)
     if control.leads:
         seconds = sum(map(sum, alone[1]))
@@ -112,8 +126,9 @@ def measure(timing: Timing, spec: PipelineSpec, process: WorkerProcess) -> None:
 class _Timer:
     """Runs one segment repeatedly, and reads the clock at every boundary between layers."""
 
-    def __init__(self, timing: Timing, stage: Stage) -> None:
-        self._timing, self._config, self._stage = timing, timing.config, stage
+    def __init__(self, timing: Timing, spec: PipelineSpec, stage: Stage, *, hooks: bool) -> None:
+        """`hooks`: read the clock between the layers of the stage; else there is one, and it may be replayed."""
+        self._timing, self._spec, self._config, self._stage = timing, spec, timing.config, stage
         self._layers = list(stage.module.children())
         self._clock = Recorder({stage.index: stage.device}).clocks[stage.index]
         self._samples = 0  # of the micro-batch drawn last
@@ -124,7 +139,10 @@ class _Timer:
         self._forward: list[Any] = []
         self._backward: dict[int, Any] = {}
         self._weights: list[tuple[int, Any]] = []  # number of the layer and mark of each weight gradient
-        for number, layer in enumerate(self._layers):
+        self._hooks, self._seconds = hooks, timing.seconds if hooks else timing.seconds / spec.partitions
+        if stage.graphs is not None:
+            stage.graphs.rehearsing = True
+        for number, layer in enumerate(self._layers) if hooks else ():
             for weight in layer.parameters() if timing.splits else ():
                 if weight.requires_grad:
                     weight.register_post_accumulate_grad_hook(partial(self._weight_is_done, number))
@@ -133,7 +151,7 @@ class _Timer:
 
     def _draw(self, samples: int) -> None:
         """Draw a micro-batch of `samples`, and the gradients of the segment's outputs."""
-        stage, spec, config = self._stage, self._timing.segments, self._config
+        stage, spec, config = self._stage, self._spec, self._config
         generator = torch.Generator().manual_seed(0)
         memory_format = MEMORY_FORMATS[spec.memory_format]
 
@@ -174,13 +192,13 @@ class _Timer:
         began = time.perf_counter()
         for _ in range(_WARM_UP):
             self._one_pass()
-            if time.perf_counter() - began > self._timing.seconds:
+            if time.perf_counter() - began > self._seconds:
                 break  # passes this long need no more warm-up
         taken: list[Pass] = []
         began = time.perf_counter()
         while not taken or (
             len(taken) < _MOST
-            and time.perf_counter() - began < self._timing.seconds * (_PATIENCE if len(taken) < _LEAST else 1)
+            and time.perf_counter() - began < self._seconds * (_PATIENCE if len(taken) < _LEAST else 1)
         ):
             taken.append(self._one_pass())
         mean = sum(sum(map(sum, one)) for one in taken) / len(taken)
@@ -213,17 +231,18 @@ class _Timer:
         stage.finish_step()
         self._finishing.append(reader(clock.now()) - reader(ended))
         if self._timing.splits:
-            self._begin_step()
+            self._begin_step(Action(Kind.I, stage.index, 0))
             stage.forward(0, self._inputs, Retain.GRAPH)
             columns.append(self._backward_seconds(reader, stage.backward_inputs))
             columns.append(self._weights_seconds(reader))
             stage.finish_step()
         return list(zip(*columns, strict=True))
 
-    def _begin_step(self) -> None:
+    def _begin_step(self, *actions: Action) -> None:
         sizes, smoothing = [self._samples], self._config.label_smoothing
         targets = None if self._targets is None else (self._targets, 0)
-        self._stage.begin_step(0, objective_of(self._config, targets, sizes, smoothing, self._stage.device))
+        objective = objective_of(self._config, targets, sizes, smoothing, self._stage.device)
+        self._stage.begin_step(0, objective, actions=actions)
 
     def _backward_seconds(
         self, reader: Callable[[Any], float], run: Callable[[int, Sequence[torch.Tensor | None]], object]
@@ -246,6 +265,8 @@ class _Timer:
         self._weights.clear()
         begun = self._clock.now()
         self._stage.backward_weights(0)
+        if not self._hooks:
+            return [reader(self._clock.now()) - reader(begun)]
         seconds, at = [0.0] * len(self._layers), reader(begun)
         for number, mark in self._weights:
             seconds[number] += reader(mark) - at

@@ -38,7 +38,7 @@ from gpipe_cli.units import plural
 
 Log = Callable[[str], None]
 
-_VERSION = 13  # raise this whenever the remembered values, or how they are measured, change
+_VERSION = 14  # raise this whenever the remembered values, or how they are measured, change
 # The settings that a layer's seconds depend on, beside those in `_machine_facts`.
 _DECISIVE = ("model", "dataset", "optimizer", "label_smoothing", "ema_decay", "freeze")
 _SECONDS = 0.75  # how long passes over each segment are repeated, for each size
@@ -71,6 +71,7 @@ def _layer_times(config: TrainConfig, profile: ModelProfile, layout: Layout, log
     facts = {
         **{key: settings[key] for key in _DECISIVE},
         **{key: settings[key] for key in ("precision", "deterministic")},
+        "graphs": _replays(config, profile, layout),
         "memory_format": memory_format_of(config),
         "processes": _processes(profile, layout),
         "threads": layout.threads,
@@ -158,6 +159,11 @@ def _processes(profile: ModelProfile, layout: Layout) -> int:
     return 2 ** (at_once.bit_length() - 1)
 
 
+def _replays(config: TrainConfig, profile: ModelProfile, layout: Layout) -> bool:
+    """Whether layers are timed as graphs. Layers that share something must be in one stage, where they are not."""
+    return config.graphs is not False and not layout.on_cpu and not profile.shared
+
+
 def _sizes(config: TrainConfig, profile: ModelProfile, layout: Layout) -> tuple[int, int] | None:
     """The samples of the two micro-batches that are timed, whatever M is: half of a pipeline's samples, and a quarter
     of that. They are halved while a pass takes long by the data sheet, or a layer does not fit the memory; None if the
@@ -188,10 +194,17 @@ def _time(config: TrainConfig, profile: ModelProfile, layout: Layout, samples: t
         hardware=replace(config.hardware, memory_gib=None),
     )  # fmt: skip
     spec = make_pipeline_spec(one, profile)
-    parts = _segments(profile, samples[1], _bytes_for_layers(config, layout))
-    whole = replace(one, partitions=len(parts), partition=one.partition.by_hand(parts), executor="in_process")
+
+    def cut(balance: Sequence[int]) -> PipelineSpec:
+        partition = one.partition.by_hand(balance)
+        return make_pipeline_spec(
+            replace(one, partitions=len(balance), partition=partition, executor="in_process"), profile
+        )
+
+    segments = cut(_segments(profile, samples[1], _bytes_for_layers(config, layout)))
+    layers = cut((1,) * len(profile.costs)) if _replays(config, profile, layout) else None
     most_threads = usable_cores() if layout.on_cpu else layout.threads
-    timing = Timing(one, make_pipeline_spec(whole, profile), samples, _SECONDS, profile.splits, most_threads)
+    timing = Timing(one, segments, layers, samples, _SECONDS, profile.splits, most_threads)
     found: list[object] = []
     for placed in _each_kind_first(spec):
         failure = run_task(partial(measure, timing, placed), placed, config.timeout_seconds, found.append)

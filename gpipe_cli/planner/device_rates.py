@@ -2,7 +2,8 @@
 
 The paper's cost estimate c_i of a layer (section 2.1) is its FLOPs. On real devices an operation also takes time to
 launch, and one that computes little takes as long as moving its bytes. On GPUs and TPUs computing overlaps with moving
-bytes, as in the roofline model (Williams et al., CACM 2009); on CPUs the two times add up.
+bytes, as in the roofline model (Williams et al., CACM 2009); on CPUs the two times add up. Without graphs a GPU waits for
+its host where that takes longer to launch operations than the GPU to run them.
 """
 
 from collections.abc import Mapping
@@ -16,6 +17,10 @@ from gpipe_cli.pipeline.profile.layer_cost import OperationKind, Work
 # The share of the tensor cores' peak (TF32, 16 bits) that convolutions reach, as their matrices are gathered from
 # overlapping windows and only as wide as the channels. From ResNet-50 on A100 and V100 in the recipe `published`.
 _CONVOLUTIONS_REACH = 0.46
+
+# Seconds of a GPU's host per operation that it launches, the Python of layers included: those of AmoebaNet-D (18, 256)
+# and of the default job beside an H100 (recipes/gpus.md).
+_LAUNCHING = 37e-6
 
 # Where seconds come from: the device's data sheet; another device's, if it has none (then only the ratios of layers are
 # meaningful); or the layers of the model, timed on this machine.
@@ -34,22 +39,26 @@ class DeviceRates:
     overlap: bool  # the device computes and moves bytes at the same time
     link_seconds: float  # latency: until the first byte of a message has arrived
     link_byte_seconds: float
+    launch: float = 0.0  # of the host's time per operation, while the device computes; 0: it is never behind
 
     def seconds(self, work: Work, samples: float) -> float:
         """The seconds of ``work`` for a micro-batch of ``samples``."""
-        beginning = working = 0.0
+        beginning = working = launching = 0.0
         for kind, each in work.by_kind.items():
             computing = each.flops * samples * self.flop[kind]
             moving = each.bytes * samples * self.byte + each.fixed_bytes * self.byte
             beginning += each.count * self.operation
+            launching += each.count * self.launch
             working += max(computing, moving) if self.overlap else computing + moving
-        return beginning + working
+        return max(launching, beginning + working)
 
 
-def rates_of_sheet(hardware: HardwareConfig, threads: int, precision: Precision = "float32") -> DeviceRates:
+def rates_of_sheet(
+    hardware: HardwareConfig, threads: int, precision: Precision = "float32", *, launched: bool = False
+) -> DeviceRates:
     """The rates by a data sheet (a CPU's is per thread), or by an H200's if `hardware` has none. At a precision other
     than float32, matrix products are assumed to reach the same share of the peak, convolutions less, and those with
-    few channels no more than in float32."""
+    few channels no more than in float32. `launched`: by a host, one operation after another, and not as graphs."""
     basis: Basis = "data_sheet"
     if hardware.tflops is None or hardware.memory_gb_per_second is None:
         hardware, basis = load_hardware("h200"), "other_device"
@@ -71,6 +80,7 @@ def rates_of_sheet(hardware: HardwareConfig, threads: int, precision: Precision 
         flop=flop | few,
         byte=1 / (hardware.memory_gb_per_second * 1e9 * speed),
         overlap=hardware.name != "cpu",  # the figures of CPUs were fitted without overlap
+        launch=_LAUNCHING if launched else 0.0,
         link_seconds=(hardware.link_microseconds or 0.0) * 1e-6,
         link_byte_seconds=0.0 if hardware.link_gb_per_second is None else 1 / (hardware.link_gb_per_second * 1e9),
     )

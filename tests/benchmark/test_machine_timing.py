@@ -9,20 +9,24 @@ from typing import Any
 import pytest
 import torch
 from plan_runs import traced
+from tape import TapeMaker
 from training_runs import TINY, configure
 
 from gpipe_cli.benchmark import machine_timing as timing
-from gpipe_cli.benchmark.layer_benchmark import Timed, slowest_copies
+from gpipe_cli.benchmark.layer_benchmark import Timed, Timing, measure, slowest_copies
 from gpipe_cli.benchmark.machine_timing import step_costs
 from gpipe_cli.commands.prepare import prepare
 from gpipe_cli.config.settings import TrainConfig
+from gpipe_cli.distributed.control_group import ControlGroup
 from gpipe_cli.distributed.rendezvous import decided_by_first, store
 from gpipe_cli.planner import data_sheet
 from gpipe_cli.planner.cost_model import LayerTimes, StepCosts
 from gpipe_cli.planner.layout import layout_of
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
-from gpipe_cli.planner.pipeline_spec import PipelineSpec
+from gpipe_cli.planner.pipeline_spec import PipelineSpec, make_pipeline_spec
 from gpipe_cli.system.gpus import Gpu
+from gpipe_cli.training import pipeline_part
+from gpipe_cli.training.engine import WorkerProcess
 
 
 @pytest.fixture(autouse=True)
@@ -83,6 +87,29 @@ def test_both_halves_of_a_backward_are_timed_where_it_is_split() -> None:
     split = configure(*TINY, "freeze=[stem]", "executor=in_process", "schedule=zero_bubble")
     costs, _ = timed(split, profile_model(split))
     assert [(s.inputs > 0, s.weights > 0) for s in costs.layers] == [(False, False)] + [(True, True)] * 6
+
+
+def test_where_stages_are_replayed_layers_are_timed_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is a stage: its forwards, B, I and W are replayed, but in the passes that record them."""
+    config = configure(*TINY, "freeze=[stem]", "partitions=1", "schedule=zero_bubble")
+    profile = profile_model(config)
+    whole, layers = (
+        make_pipeline_spec(replace(config, partitions=k, executor="in_process"), profile)
+        for k in (1, len(profile.costs))
+    )
+    maker, found = TapeMaker(), list[Any]()
+    monkeypatch.setattr(pipeline_part, "graph_maker", lambda device: maker)
+    process = WorkerProcess(0, lambda: (ControlGroup(0, 1), None), found.append)
+    measure(Timing(config, whole, layers, (2, 4), 0.0, True, layers.layout.threads), whole, process)
+    (of_layers,) = found
+    for seconds in of_layers.seconds:
+        assert [all(value > 0 for value in layer) for layer in seconds] == [False] + [True] * 6
+        assert {len(layer) for layer in seconds} == {5}
+    assert len(of_layers.updates) == len(layers.layer_names)
+    # Of the frozen layer a forward; of others also F and B, and F, I and W: these five again for the last cell, as its
+    # second output gets no gradient.
+    assert len(maker.tapes) == 2 * (1 + 6 * (1 + 2 + 3) + 5)
+    assert all(tape.replays for tape in maker.tapes)
 
 
 def test_text_is_timed_and_a_model_that_no_device_holds_in_segments(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +182,7 @@ def test_copies_within_a_process_are_links() -> None:
 
 # What stands in for GPUs: their names and memory, and the seconds that a worker on them would report for every layer.
 H100, OTHER = Gpu("NVIDIA H100 80GB HBM3", 85_520_809_984), Gpu("NVIDIA of another day", 15_828_320_256)
-SECONDS = {H100: 1e-4, OTHER: 1e-3}
+SECONDS = {H100: 1e-4, OTHER: 1e-3, None: 1e-2}  # None: a CPU
 GPU_SETTINGS = [*(setting for setting in TINY if not setting.startswith("device=")), "device=auto", "partitions=2"]
 
 
@@ -165,9 +192,9 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[Gpu]:
     here = [H100, H100]
 
     def report(task: Any, spec: PipelineSpec, timeout_seconds: float, on_message: Callable[[object], None]) -> None:
-        gpu = data_sheet.gpu_of(spec.layout.devices[0])
-        assert gpu is not None
-        alone = [(SECONDS[gpu],) * 3] * sum(map(len, task.args[0].segments.layer_names))
+        alone = [(SECONDS[data_sheet.gpu_of(spec.layout.devices[0])],) * 3] * sum(
+            map(len, task.args[0].segments.layer_names)
+        )
         on_message(Timed((alone, alone), [1e-4] * len(alone), 1e-3, 1.0, 1.0, (1e-5, 3e11)))
 
     monkeypatch.setattr(data_sheet, "torch_is_built_for", lambda: True)
