@@ -24,7 +24,7 @@ from gpipe_cli.launch.fork_server import temporary_folder
 from gpipe_cli.launch.supervisor import run_task
 from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory
 from gpipe_cli.planner.cost_model import LayerTimes, StepCosts, predicted_costs
-from gpipe_cli.planner.data_sheet import gpu_of, resolved
+from gpipe_cli.planner.data_sheet import gpu_of, replays_graphs, resolved
 from gpipe_cli.planner.device_rates import rates_of_sheet
 from gpipe_cli.planner.layout import Layout
 from gpipe_cli.planner.model_profile import ModelProfile
@@ -161,7 +161,7 @@ def _processes(profile: ModelProfile, layout: Layout) -> int:
 
 def _replays(config: TrainConfig, profile: ModelProfile, layout: Layout) -> bool:
     """Whether layers are timed as graphs. Layers that share something must be in one stage, where they are not."""
-    return config.graphs is not False and not layout.on_cpu and not profile.shared
+    return replays_graphs(config) and not layout.on_cpu and not profile.shared
 
 
 def _sizes(config: TrainConfig, profile: ModelProfile, layout: Layout) -> tuple[int, int] | None:
@@ -195,7 +195,7 @@ def _time(config: TrainConfig, profile: ModelProfile, layout: Layout, samples: t
     )  # fmt: skip
     spec = make_pipeline_spec(one, profile)
 
-    def cut(balance: Sequence[int]) -> PipelineSpec:
+    def cut(balance: tuple[int, ...]) -> PipelineSpec:
         partition = one.partition.by_hand(balance)
         return make_pipeline_spec(
             replace(one, partitions=len(balance), partition=partition, executor="in_process"), profile

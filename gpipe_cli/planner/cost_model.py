@@ -13,7 +13,7 @@ from gpipe_cli.pipeline.profile.layer_cost import OperationKind, Operations, Wor
 from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor
 from gpipe_cli.pipeline.schedule.partitioner import SkipSends
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost, TieCost
-from gpipe_cli.planner.data_sheet import computes_on_gpu, resolved
+from gpipe_cli.planner.data_sheet import computes_on_gpu, replays_graphs, resolved
 from gpipe_cli.planner.device_rates import Basis, DeviceRates, rates_of_sheet
 from gpipe_cli.planner.layout import Layout
 from gpipe_cli.planner.model_profile import ModelProfile
@@ -101,7 +101,7 @@ def predicted_costs(
     Raises InputError if the user gives more or fewer costs than there are layers.
     """
     if known is None:
-        launched = config.graphs is False and computes_on_gpu(config)
+        launched = computes_on_gpu(config) and not replays_graphs(config)
         sheet = resolved(config.hardware, layout.devices)
         known = rates_of_sheet(sheet, layout.threads, config.precision, launched=launched)
     if samples is None:

@@ -80,3 +80,8 @@ def computes_on_gpu(config: TrainConfig) -> bool:
     """Whether the run, or the machine that it is planned for, has GPUs."""
     hardware = config.hardware
     return number_of_gpus(config) > 0 if hardware.here else hardware.name in {file for _, _, file in _SHEETS}
+
+
+def replays_graphs(config: TrainConfig) -> bool:
+    """Whether the stages of the run, or of the machine that it is planned for, are replayed as graphs."""
+    return config.graphs is not False and computes_on_gpu(config)

@@ -2,8 +2,8 @@
 
 The paper's cost estimate c_i of a layer (section 2.1) is its FLOPs. On real devices an operation also takes time to
 launch, and one that computes little takes as long as moving its bytes. On GPUs and TPUs computing overlaps with moving
-bytes, as in the roofline model (Williams et al., CACM 2009); on CPUs the two times add up. Without graphs a GPU waits for
-its host where that takes longer to launch operations than the GPU to run them.
+bytes, as in the roofline model (Williams et al., CACM 2009); on CPUs the two times add up. Without graphs a GPU waits
+for its host where that takes longer to launch operations than the GPU to run them.
 """
 
 from collections.abc import Mapping

@@ -167,12 +167,11 @@ class Plan(Cut):
 
     @property
     def saved_bytes(self) -> tuple[int, ...]:
-        """The most bytes of activations that each stage holds at once."""
-        return tuple(stage.activations_bytes for stage in self.memory)
+        """The most bytes of activations that autograd saves at once on each stage."""
+        return self.memory_model.saved(self.schedule, self.bounds)
 
     def saved_bytes_of(self, samples: int, lengths: tuple[int, ...]) -> tuple[int, ...]:
-        """The most bytes of activations that each stage holds at once for a mini-batch of `samples` padded to these
-        lengths."""
+        """Those of a mini-batch of `samples` padded to these lengths."""
         profile = self.profile if lengths == self.profile.lengths else profile_model(self.config, lengths=lengths)
         sizes = share_of(samples, self.config.micro_batches, self.config.replicas).sizes
         schedule = checked_schedule(self.order, len(sizes), self.recompute)

@@ -62,13 +62,13 @@ def simulation_data(plan: Plan) -> SimulationData:
                 "name": cost.name,
                 "update": update,
                 "sum": added_up,
-                "workspace": held["graph"],
+                "workspace": [2 * one - two, two - one],
             }
-            for cost, update, added_up, held in zip(
+            for cost, update, added_up, one, two in zip(
                 profile.costs,
                 costs.updates,
                 costs.sums or (0.0,) * len(profile.costs),
-                _held(plan, memory, [(at, at + 1) for at in range(len(profile.costs))]),
+                *(model.workspace.tolist() for model in memory),
                 strict=True,
             )
         ],

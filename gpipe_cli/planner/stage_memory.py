@@ -2,7 +2,8 @@
 
 Weights, gradients and the optimizer's state are held all the time. Activations come and go with the schedule: a stage
 holds the graph of a micro-batch from its forward, or its recomputation, to its backward, and before its recomputation
-only the input.
+only the input. Where stages are replayed as CUDA graphs, a micro-batch in flight also has memory for the outputs of the
+stage and their gradients, and its pool keeps all its memory until the gradients of weights are computed.
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from gpipe_cli.pipeline.schedule.held import Held, Waiting, live, peak_bytes, pe
 from gpipe_cli.pipeline.schedule.placement import stages_of_devices
 from gpipe_cli.pipeline.schedule.recomputation import fewest_recomputations
 from gpipe_cli.pipeline.schedule.schedule import Action, Recompute, Schedule
-from gpipe_cli.planner.data_sheet import computes_on_gpu
+from gpipe_cli.planner.data_sheet import computes_on_gpu, replays_graphs
 from gpipe_cli.planner.model_profile import LayerWeights, ModelProfile, TiedWeight
 from gpipe_cli.planner.step_schedule import unchecked_schedule
 
@@ -35,7 +36,8 @@ class StageMemory:
     weights_bytes: int  # parameters and buffers
     gradients_bytes: int
     optimizer_bytes: int  # the optimizer's state, and the moving average of the weights
-    activations_bytes: int  # the most held at once, those of a recomputed micro-batch included
+    # the most held at once, those of a recomputed micro-batch included; of graphs also outputs and their gradients
+    activations_bytes: int
     workspace_bytes: int  # the most that one layer's backward needs in addition
     # for sums over replicas, gradients of tied weights in other stages, skips that wait to be taken up and, on a CPU,
     # for the checkpoint that is being written
@@ -86,10 +88,10 @@ class MemoryModel:
     def __init__(self, config: TrainConfig, profile: ModelProfile, sizes: Sequence[int]) -> None:
         self._config, self._profile, self._sizes = config, profile, sizes
         self._of_size = {n: ActivationMemory(profile.costs, profile.inputs, n, profile.lengths) for n in set(sizes)}
-        self._largest = self._of_size[sizes[0]]
+        self._static = {n: _static(profile, n) for n in set(sizes)} if replays_graphs(config) else None
         layers = np.arange(len(profile.costs))
         # the backward of a layer allocates gradients of all that the layer has kept
-        self._workspace = self._largest.of_stages(layers, layers + 1)[0]
+        self.workspace = self._of_size[sizes[0]].of_stages(layers, layers + 1)[0]
         self.buffers = [buffers_bytes(config, of_layer) for of_layer in profile.weights]
         stored = (w.weight_bytes + w.gradient_bytes + w.optimizer_bytes for w in profile.weights)
         self._stored = np.array([0, *accumulate(map(add, stored, self.buffers))])
@@ -99,7 +101,7 @@ class MemoryModel:
     ) -> tuple[StageMemory, ...]:
         """The memory of each stage at its fullest moment."""
         waiting = peak_waiting(schedule, self._skips(bounds), device_of_stage)
-        return self.holding(bounds, self.saved(schedule, bounds), waiting)
+        return self.holding(bounds, peak_bytes(schedule, self._held(bounds)), waiting)
 
     def holding(self, bounds: Bounds, saved: Sequence[int], waiting: Sequence[int]) -> tuple[StageMemory, ...]:
         """The memory of stages that hold these bytes of activations, and of skips that wait, at their fullest."""
@@ -112,7 +114,7 @@ class MemoryModel:
                 optimizer_bytes=sum(w.optimizer_bytes for w in own) + int(tied.optimizer),
                 activations_bytes=saved,
                 buffers_bytes=sum(self.buffers[first:end]) + int(tied.received) + waiting,
-                workspace_bytes=int(self._workspace[first:end].max()),
+                workspace_bytes=int(self.workspace[first:end].max()),
             )
 
         return tuple(stage(*span, *of_stage) for span, *of_stage in zip(bounds, saved, waiting, strict=True))
@@ -150,23 +152,33 @@ class MemoryModel:
         }
 
     def saved(self, schedule: Schedule, bounds: Bounds) -> tuple[int, ...]:
-        """The most bytes of activations held at once on each stage."""
-        return peak_bytes(schedule, self._held(bounds))
+        """The most bytes of activations that autograd saves at once on each stage."""
+        of_stages = [{n: of.held(*span) for n, of in self._of_size.items()} for span in bounds]
+        return peak_bytes(schedule, [[held[n] for n in self._sizes] for held in of_stages])
 
     def _held(self, bounds: Bounds) -> list[list[Held]]:
         """For each stage, the bytes of each micro-batch in each way to hold it."""
-        of_stages = [{n: of.held(*span) for n, of in self._of_size.items()} for span in bounds]
+        of_stages = [{n: Held(*self._of_stages(n, *span).tolist()) for n in self._of_size} for span in bounds]
         return [[held[n] for n in self._sizes] for held in of_stages]
 
     def largest(self, bounds: Bounds) -> list[Held]:
         """For each stage, the bytes of the largest micro-batch in each way to hold it."""
-        return [self._largest.held(*span) for span in bounds]
+        return [Held(*self._of_stages(self._sizes[0], *span).tolist()) for span in bounds]
+
+    def _of_stages(self, samples: int, first: Layers, end: Layers) -> Whole:
+        """The bytes of a micro-batch of `samples` in each of the ways of `Held`, (4,); (4, n) for n stages at once."""
+        held = self._of_size[samples].of_stages(first, end)
+        if self._static is None:
+            return held
+        graph, inputs, gradients, _ = held
+        pool = np.where(graph > 0, graph + self._static[samples][np.asarray(end) - 1], 0)
+        return np.array([pool, inputs, gradients, pool + gradients])
 
     def room(self, bounds: Bounds, limit_bytes: int, device_of_stage: Sequence[int] = ()) -> list[int]:
         """The bytes that the limit, which is per stage, leaves for activations: of each stage or, with a device for
         each stage, of all stages of each device together."""
         stored = [int(self._stored_by(first, end)) for first, end in bounds]
-        workspace = [int(self._workspace[first:end].max()) for first, end in bounds]
+        workspace = [int(self.workspace[first:end].max()) for first, end in bounds]
         return [
             sum(limit_bytes - stored[k] for k in stages) - max(workspace[k] for k in stages)
             for stages in stages_of_devices(device_of_stage or range(len(bounds)))
@@ -190,15 +202,15 @@ class MemoryModel:
         # recompute=auto never keeps more than this mode needs
         mode = "except_last" if self._config.recompute == "auto" else self._config.recompute
         schedule = unchecked_schedule(order, len(self._sizes), mode)
-        workspace = _Maxima(self._workspace)
+        workspace = _Maxima(self.workspace)
 
         def row(actions: Sequence[Action]) -> list[int]:
             fullest = np.array(_fullest(list(live(actions))))
-            firsts = np.arange(len(self._workspace))  # one binary search for all of them
+            firsts = np.arange(len(self.workspace))  # one binary search for all of them
             fits, most = firsts, np.full_like(firsts, len(firsts))  # ends: one that fits, and the furthest that may fit
             while (fits < most).any():
                 ends = np.maximum((fits + most + 1) // 2, firsts + 1)
-                held = (fullest @ self._largest.of_stages(firsts, ends)).max(axis=0)
+                held = (fullest @ self._of_stages(self._sizes[0], firsts, ends)).max(axis=0)
                 needed = self._stored_by(firsts, ends) + held + workspace.between(firsts, ends)
                 below = needed <= limit_bytes
                 fits, most = np.where(below, ends, fits), np.where(below, most, ends - 1)
@@ -208,6 +220,15 @@ class MemoryModel:
         done = [tuple((a.kind, a.micro_batch) for a in actions) for actions in schedule.stages]
         rows = {of: row(actions) for of, actions in dict(zip(done, schedule.stages, strict=True)).items()}
         return [rows[of] for of in done]
+
+
+def _static(profile: ModelProfile, samples: int) -> Whole:
+    """For each layer, the bytes of its outputs and of their gradients for a micro-batch of `samples`."""
+    sizes = [
+        sum(tensor.bytes(samples, profile.lengths) * (1 + tensor.has_gradient) for tensor in cost.outputs)
+        for cost in profile.costs
+    ]
+    return np.array(sizes)
 
 
 class _Maxima:

@@ -150,3 +150,28 @@ def test_stages_reach_as_far_as_the_limit(name: str) -> None:
             for first, end in enumerate(reach):
                 assert end == first or needed[first, end][k] <= limit_bytes
                 assert end == layers or needed[first, end + 1][k] > limit_bytes
+
+
+@pytest.mark.parametrize(
+    ("schedule", "recompute", "slots"),
+    [
+        ("gpipe", "always", (1, 1)),
+        ("gpipe", "never", (4, 4)),
+        ("1f1b", "never", (2, 1)),
+        ("zero_bubble", "never", (2, 2)),
+    ],
+)
+def test_graphs_have_memory_for_outputs_and_their_gradients(
+    schedule: str, recompute: str, slots: tuple[int, int]
+) -> None:
+    """For each micro-batch that is in flight with all activations; what W needs stays among all that the I has used."""
+    settings = [*EVEN, "hardware=h100", "partitions=2", f"schedule={schedule}", f"recompute={recompute}"]
+    configs = [configure(*settings, f"graphs={graphs}") for graphs in ("auto", "false")]
+    graphs, launched = (plan_of(config, profile_model(config)) for config in configs)
+    size = graphs.samples
+    for (_, end), held, without, number in zip(graphs.bounds, graphs.memory, launched.memory, slots, strict=True):
+        sizes = sum(t.bytes(size) * (1 + t.has_gradient) for t in graphs.profile.costs[end - 1].outputs)
+        more = held.activations_bytes - without.activations_bytes
+        assert more == number * sizes if schedule != "zero_bubble" else more >= number * sizes
+        assert replace(held, activations_bytes=0) == replace(without, activations_bytes=0)
+    assert graphs.saved_bytes == launched.saved_bytes == tuple(held.activations_bytes for held in launched.memory)
