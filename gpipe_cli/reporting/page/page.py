@@ -35,6 +35,7 @@ class About(TypedDict, total=False):
     commands: Sequence[str]  # the command lines as typed
     run: str | None  # the run folder
     contended: float | None  # the share of time in which other programs used the run's cores, if they slowed it
+    launched: Sequence[str]  # stages that a GPU could not replay as graphs, each with the reason
 
 
 @cache
@@ -51,7 +52,16 @@ def write_page(
 ) -> None:
     """Writes the page of `simulation_data`, with the newest of `steps`, at most MOST_STEPS with at most MOST_BARS bars;
     if the newest step alone has too many, an image of it is shown. Raises OSError."""
-    values = {"title": title, "commands": (), "run": None, "contended": None, **about, **data, **_measured(steps)}
+    values = {
+        "title": title,
+        "commands": (),
+        "run": None,
+        "contended": None,
+        "launched": (),
+        **about,
+        **data,
+        **_measured(steps),
+    }
     page = assembled(
         "page.html", data=in_script(shared() | values), css="".join(map(part, STYLES)),
         script="\n".join(map(part, SCRIPTS)),

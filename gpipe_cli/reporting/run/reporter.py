@@ -189,6 +189,7 @@ class Reporter:
             self._folder / PAGE, title, self._run.simulation, self._pictures, run=str(self._folder),
             commands=[start.command for start in self._result.starts],
             contended=share if kind == "measured_contended" else None,
+            launched=self._run.graphs.causes if self._run.graphs else (),
         )  # fmt: skip
 
     def _evaluated(self, message: Evaluated) -> None:

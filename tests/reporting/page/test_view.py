@@ -46,8 +46,11 @@ def crowded(written: Path) -> Path:
     """The page of the same run, had both of its devices been processes on one core that others used, too."""
     text, path = written.read_text(encoding="utf-8"), written.with_name("crowded.html")
     alone, shared = '"at_once":null,"cores":null', '"at_once":1,"cores":1'
-    assert text.count(alone) == text.count('"run":null,"contended":null') == 1
-    text = text.replace('"run":null,"contended":null', '"run":"outputs/run","contended":0.312')
+    assert text.count(alone) == text.count('"run":null,"contended":null,"launched":[]') == 1
+    text = text.replace(
+        '"run":null,"contended":null,"launched":[]',
+        '"run":"outputs/run","contended":0.312,"launched":["stage 0: layer stem has a hook"]',
+    )
     path.write_text(text.replace(alone, shared), encoding="utf-8")
     return path
 
@@ -245,6 +248,7 @@ def test_devices_share_cores_until_a_switch_gives_each_stage_its_own(page: "Page
     page.locator("#own").click()
     assert (switch.is_checked(), shown_step(page), "#" in page.url) == (False, in_words(own), False)
     assert "31.2 % of the time" in page.locator("#contended").inner_text(), "other programs used the cores"
+    assert "layer stem has a hook" in page.locator("#launched").inner_text()
 
 
 def test_hints_say_what_the_numbers_say(page: "Page", crowded: Path) -> None:
