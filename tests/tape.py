@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 _GARBAGE = 0x7F  # bytes that lie in memory which nothing may read: as floats, huge or no numbers
@@ -72,6 +72,7 @@ class Tape(TorchDispatchMode):
         return own, made
 
     @torch.no_grad()
+    @_disable_current_modes()
     def replay(self) -> None:
         self.replays += 1
         for memory in self._free:  # an allocator would have given it to this graph

@@ -3,17 +3,18 @@
 import subprocess
 import sys
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import product
+from itertools import count, product
 from pathlib import Path
+from typing import Any
 
 import library_runs
 import pytest
 import torch
 from engine_runs import Case, SumOfSquares, run_in_process
 from torch import nn
-from training_runs import LIVELY, TINY, assert_same_tensors, command, configure, final_tensors
+from training_runs import LIVELY, TINY, assert_same_tensors, command, configure, final_tensors, of_type, train_here
 
 from gpipe_cli.benchmark import machine_timing
 from gpipe_cli.benchmark.machine_timing import step_costs
@@ -26,7 +27,9 @@ from gpipe_cli.pipeline.schedule.schedule import RECOMPUTE
 from gpipe_cli.planner.layout import layout_of
 from gpipe_cli.planner.model_profile import profile_model
 from gpipe_cli.results.files import read_result
+from gpipe_cli.training import train_loop
 from gpipe_cli.training.checkpoint.background_writer import Snapshot
+from gpipe_cli.training.events import StepDone
 
 SETTINGS = [*(setting for setting in TINY if not setting.startswith("device=")), "device=cuda"]
 
@@ -140,6 +143,29 @@ def test_the_command_trains_on_the_device(precision: str, tmp_path: Path) -> Non
     assert shares["compute"] > 0
     assert 0 <= result["bubble"]["measured"] < 1
     assert (folder / "pipeline.html").is_file()
+
+
+@pytest.mark.parametrize("graphs", ["auto", "false"])
+def test_no_step_waits_for_the_device(graphs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA raises where the host would wait, in every step but the first two, in which libraries set themselves up."""
+
+    def refusing(work: Callable[..., Any]) -> Callable[..., Any]:
+        steps = count()
+
+        def run(*arguments: Any, **more: Any) -> Any:
+            torch.cuda.set_sync_debug_mode("error" if next(steps) >= 2 else "default")
+            try:
+                return work(*arguments, **more)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        return run
+
+    for name in ("compute_gradients", "update_weights"):
+        monkeypatch.setattr(train_loop, name, refusing(getattr(train_loop, name)))
+    whole = "dataset.train_samples=24", "epochs=2"  # mini-batches of other sizes would be recorded later
+    config = configure(*SETTINGS, *LIVELY, *whole, "executor=in_process", "partitions=2", f"graphs={graphs}")
+    assert len(of_type(train_here(config, tmp_path), StepDone)) > 2
 
 
 def test_layers_are_timed_once_for_each_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,15 +4,20 @@ The graphs are those of `tape.py`; test_gpu.py has a GPU's. What schedules, cuts
 test_laws.py.
 """
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from tape import TapeMaker
-from test_check_matrix import ALIKE, APART, REPLICAS, RUNS, SMALL, _with_models, settings_of
+from test_check_matrix import ALIKE, APART, IMAGES, LM, REPLICAS, RUNS, SMALL, _with_models, settings_of
+from torch.utils._python_dispatch import TorchDispatchMode
 from training_runs import assert_same_tensors, configure, final_tensors, of_type, train_here
 
 from gpipe_cli.config.typed import RefusedError
-from gpipe_cli.training import pipeline_part
+from gpipe_cli.training import pipeline_part, train_loop
+from gpipe_cli.training.engine import Engine
 from gpipe_cli.training.events import GraphsRecorded, StepDone, TrainingReady
 
 __all__ = ["_with_models"]  # a fixture
@@ -72,3 +77,63 @@ def test_replayed_stages_hold_as_many_bytes_as_planned(schedule: str, recompute:
     ]
     assert counted[0] == counted[1]
     assert any(counted[0])
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations, for which a GPU's host launches something: no views, and no steps that an optimizer counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outside = 0  # of graphs, whose operations no mode sees when they are replayed
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        of_host = func.namespace == "profiler" or func is torch.ops.aten._local_scalar_dense.default
+        self.outside += not (func.is_view or of_host)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "most"),
+    [
+        ("AmoebaNet-D with 18 cells", [*IMAGES, "model.normal_cells=18", "model.filters=4"], 0.02),
+        ("digits' AmoebaNet-D with 6 cells", [*IMAGES, "model.normal_cells=6", "model.filters=4"], 0.04),
+        ("a language model of 6 layers", [*LM, "model.layers=6"], 0.04),
+    ],
+)
+def test_few_launches_are_left(
+    name: str, settings: list[str], most: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of a step of 4 micro-batches: gradients, metrics, update and averages, by operations on lists as on a GPU."""
+    maker, with_graphs, without = TapeMaker(), list[int](), list[int]()
+    monkeypatch.setattr(pipeline_part, "graph_maker", lambda device: maker)
+
+    def counting(work: Callable[..., Any]) -> Callable[..., Any]:
+        def run(engine: Engine, *arguments: Any, **more: Any) -> Any:
+            for optimizer in engine.optimizers.values():
+                assert optimizer is not None
+                for group in optimizer.param_groups:
+                    group["foreach"] = True
+            before = {tape: tape.replays for tape in maker.tapes}
+            with Launches() as counter:
+                returned = work(engine, *arguments, **more)
+            replays = {tape: tape.replays - before.get(tape, 0) for tape in maker.tapes}
+            with_graphs.append(counter.outside + sum(replays.values()))
+            without.append(counter.outside + sum(tape.launches * n for tape, n in replays.items()))
+            return returned
+
+        return run
+
+    for work in ("compute_gradients", "update_weights"):
+        monkeypatch.setattr(train_loop, work, counting(getattr(train_loop, work)))
+    more = [
+        "partitions=1",
+        "epochs=1",
+        "dataset.train_samples=24",
+        "micro_batches=4",
+        "ema_decay=0.9",
+        "data_workers=1",
+    ]
+    train_here(configure(*SMALL, *settings, *more), tmp_path)
+    few, all_of_them = sum(with_graphs[-2:]), sum(without[-2:])  # of the third step, whose graphs exist
+    print(f"{name}: {few:,} of {all_of_them:,} launches a step, {few / all_of_them:.1%}")
+    assert few <= most * all_of_them
