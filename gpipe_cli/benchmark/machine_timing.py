@@ -15,7 +15,7 @@ from typing import Any
 
 from gpipe_cli.assembly.build import memory_format_of
 from gpipe_cli.benchmark.layer_benchmark import Timed, Timing, measure
-from gpipe_cli.config.settings import PartitionConfig, TrainConfig
+from gpipe_cli.config.settings import Decides, PartitionConfig, TrainConfig, deciding
 from gpipe_cli.config.typed import one_line
 from gpipe_cli.data.cache import cache_folder, digest_of
 from gpipe_cli.distributed.rendezvous import decided_by_first
@@ -39,8 +39,6 @@ from gpipe_cli.units import plural
 Log = Callable[[str], None]
 
 _VERSION = 14  # raise this whenever the remembered values, or how they are measured, change
-# The settings that a layer's seconds depend on, beside those in `_machine_facts`.
-_DECISIVE = ("model", "dataset", "optimizer", "label_smoothing", "ema_decay", "freeze")
 _SECONDS = 0.75  # how long passes over each segment are repeated, for each size
 _PASS_SECONDS, _MOST_PASS_SECONDS = 1.0, 10.0  # of a pass, by the data sheet: aimed at, and beyond which none is timed
 _LEAST_SAMPLES = 4  # of the larger micro-batch
@@ -69,8 +67,7 @@ def _layer_times(config: TrainConfig, profile: ModelProfile, layout: Layout, log
     """The times of the layers of `config`, looked up once for each command; None if they cannot be timed here."""
     settings = asdict(config)
     facts = {
-        **{key: settings[key] for key in _DECISIVE},
-        **{key: settings[key] for key in ("precision", "deterministic")},
+        **{key: settings[key] for key in deciding(Decides.SECONDS)},
         "graphs": _replays(config, profile, layout),
         "memory_format": memory_format_of(config),
         "processes": _processes(profile, layout),

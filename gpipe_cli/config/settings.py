@@ -8,7 +8,8 @@ dataclasses at once, so that no later code has to check whether a key exists. Th
 import io
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
+from enum import Flag, auto
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -70,11 +71,31 @@ MaxRestarts = Annotated[int, Within(0, 1000)]
 TimeoutSeconds = Annotated[float, Within(0.1, 604_800, why="which is a week")]
 AUTO = ("partitions", "replicas", "micro_batches")  # settings that may be `auto`: the value predicted to be fastest
 AUTO_BATCH = ("batch_size", "batch_tokens")  # settings whose `auto` is the largest value that fits the memory
-# Settings of one invocation of the command, not of the run that it resumes.
-OF_INVOCATION = ("resume", "max_restarts", "run_folder", "output", "dry_run", "max_steps")
 SCHEDULES = (*named_schedules.SCHEDULES, AUTO_SCHEDULE)
 SCHEDULE_FILE = ".csv"  # suffix of a file with a schedule or a placement
 MOST_ACTIONS = 5_000_000  # actions of a schedule; the paper's largest has 200,000
+
+
+class Decides(Flag):
+    """What depends on a setting. Each field of `TrainConfig` says so in its metadata; see `deciding`."""
+
+    LAYERS = auto()  # the layers that are traced: their shapes, operations and bytes
+    SECONDS = auto()  # how long layers of given shapes take
+    SCALE = auto()  # data, sizes or training: with another value, figures of the paper are not comparable
+    STEP = auto()  # what a step does; others decide how many there are, and what happens between them
+    RUN = auto()  # what a run does, also when it is resumed; others are of one invocation of the command
+    COMPARED = auto()  # what two runs may differ in; others say where a run is written, and how it goes on
+
+
+_PLACE = {"decides": Decides(0)}
+_INVOCATION = {"decides": Decides.SCALE | Decides.COMPARED}
+_WRITING = {"decides": Decides.RUN | Decides.COMPARED}
+_COURSE = {"decides": Decides.SCALE | Decides.RUN | Decides.COMPARED}
+_MACHINE = {"decides": Decides.STEP | Decides.RUN | Decides.COMPARED}
+_KERNELS = {"decides": _MACHINE["decides"] | Decides.LAYERS}
+_STEP = {"decides": _MACHINE["decides"] | Decides.SCALE}
+_LAYERS = {"decides": _STEP["decides"] | Decides.LAYERS}
+_SECONDS = {"decides": _LAYERS["decides"] | Decides.SECONDS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,51 +136,51 @@ class TrainConfig:
     A field with a default is missing from `config.yaml` of older runs; the default reproduces their behaviour.
     """
 
-    partitions: Partitions  # K
-    micro_batches: MicroBatches  # M
-    replicas: Replicas = 1  # R
-    schedule: str  # a name, `auto`, or a file
-    recompute: Literal[RecomputeMode, "auto"]
-    executor: Executor
-    stages_per_process: Partitions | None = None
-    placement: str | None = None  # a name, or a file; None: what suits the schedule
-    partition: PartitionConfig
-    preset: str | None
-    batch_size: BatchSize | None  # N, samples of the whole mini-batch
-    batch_tokens: Count | None  # tokens of a mini-batch at most; for text, in place of batch_size
-    epochs: Count
-    max_steps: Count | None
-    seed: Annotated[int, Within(0, 2**32 - 1)]
-    gradient_clipping: NotNegative  # 0: off
-    label_smoothing: Share
-    ema_decay: Share  # 0: off
-    init_from: str | None
-    init_head: Literal["auto", "keep", "new"]
-    freeze: tuple[str, ...] | None  # shell patterns of names in the model; checked later against the model
-    evaluate_every_epochs: Count
-    check_layers: bool
-    device: Device
-    precision: groups.Precision = "float32"
-    deterministic: bool = True
-    compile: bool = False
-    graphs: Graphs = "auto"
-    memory_format: MemoryFormat
-    threads: Threads | None
-    data_workers: DataWorkers | None
-    timeout_seconds: TimeoutSeconds
-    output: str
-    logger: tuple[Logger, ...] = ("tensorboard",)
-    run_folder: str | None
-    resume: str | None
-    max_restarts: MaxRestarts = 0
-    dry_run: bool
-    cost: Literal["figures", "measured", "measured_anew"]
-    checkpoint: CheckpointConfig
-    hardware: groups.HardwareConfig
-    model: groups.ModelConfig
-    dataset: groups.DatasetConfig
-    optimizer: groups.OptimizerConfig
-    learning_rate: groups.LearningRateConfig
+    partitions: Partitions = field(metadata=_STEP)  # K
+    micro_batches: MicroBatches = field(metadata=_STEP)  # M
+    replicas: Replicas = field(default=1, metadata=_STEP)  # R
+    schedule: str = field(metadata=_STEP)  # a name, `auto`, or a file
+    recompute: Literal[RecomputeMode, "auto"] = field(metadata=_STEP)
+    executor: Executor = field(metadata=_MACHINE)
+    stages_per_process: Partitions | None = field(default=None, metadata=_STEP)
+    placement: str | None = field(default=None, metadata=_STEP)  # a name, or a file; None: what suits the schedule
+    partition: PartitionConfig = field(metadata=_STEP)
+    preset: str | None = field(metadata=_LAYERS)
+    batch_size: BatchSize | None = field(metadata=_STEP)  # N, samples of the whole mini-batch
+    batch_tokens: Count | None = field(metadata=_STEP)  # most tokens of a mini-batch; for text, in place of batch_size
+    epochs: Count = field(metadata=_COURSE)
+    max_steps: Count | None = field(metadata=_INVOCATION)
+    seed: Annotated[int, Within(0, 2**32 - 1)] = field(metadata=_MACHINE)
+    gradient_clipping: NotNegative = field(metadata=_STEP)  # 0: off
+    label_smoothing: Share = field(metadata=_SECONDS)
+    ema_decay: Share = field(metadata=_SECONDS)  # 0: off
+    init_from: str | None = field(metadata=_LAYERS)
+    init_head: Literal["auto", "keep", "new"] = field(metadata=_LAYERS)
+    freeze: tuple[str, ...] | None = field(metadata=_SECONDS)  # shell patterns; checked later against the model
+    evaluate_every_epochs: Count = field(metadata=_COURSE)
+    check_layers: bool = field(metadata=_COURSE)
+    device: Device = field(metadata=_KERNELS)
+    precision: groups.Precision = field(default="float32", metadata=_SECONDS)
+    deterministic: bool = field(default=True, metadata=_SECONDS)
+    compile: bool = field(default=False, metadata=_LAYERS)
+    graphs: Graphs = field(default="auto", metadata=_STEP)
+    memory_format: MemoryFormat = field(metadata=_KERNELS)
+    threads: Threads | None = field(metadata=_MACHINE)
+    data_workers: DataWorkers | None = field(metadata=_MACHINE)
+    timeout_seconds: TimeoutSeconds = field(metadata=_MACHINE)
+    output: str = field(metadata=_PLACE)
+    logger: tuple[Logger, ...] = field(default=("tensorboard",), metadata=_MACHINE)
+    run_folder: str | None = field(metadata=_PLACE)
+    resume: str | None = field(metadata=_PLACE)
+    max_restarts: MaxRestarts = field(default=0, metadata=_PLACE)
+    dry_run: bool = field(metadata=_INVOCATION)
+    cost: Literal["figures", "measured", "measured_anew"] = field(metadata=_MACHINE)
+    checkpoint: CheckpointConfig = field(metadata=_WRITING)
+    hardware: groups.HardwareConfig = field(metadata=_STEP)
+    model: groups.ModelConfig = field(metadata=_SECONDS)
+    dataset: groups.DatasetConfig = field(metadata=_SECONDS)
+    optimizer: groups.OptimizerConfig = field(metadata=_SECONDS)
+    learning_rate: groups.LearningRateConfig = field(metadata=_STEP)
 
     def __post_init__(self) -> None:
         self._check_task()
@@ -302,6 +323,18 @@ class TrainConfig:
             use = f"use micro_batches={MOST_ACTIONS // 3 // self.partitions} or fewer"
             why = f"with partitions={self.partitions} a step has {actions} actions, more than {MOST_ACTIONS}; {use}"
             raise RefusedError("micro_batches", m, why)
+
+
+def deciding(what: Decides) -> tuple[str, ...]:
+    """The settings that decide `what`."""
+    return tuple(setting.name for setting in fields(TrainConfig) if what in setting.metadata["decides"])
+
+
+def not_deciding(what: Decides) -> tuple[str, ...]:
+    return tuple(setting.name for setting in fields(TrainConfig) if what not in setting.metadata["decides"])
+
+
+OF_INVOCATION = not_deciding(Decides.RUN)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ plans that are compared.
 
 import math
 from collections.abc import Container, Hashable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import accumulate
 
@@ -16,7 +16,7 @@ from gpipe_cli.assembly import build
 from gpipe_cli.assembly.freezing import find_frozen
 from gpipe_cli.assembly.loss import loss_of_shapes
 from gpipe_cli.assembly.optimizer import state_bytes
-from gpipe_cli.config.settings import TrainConfig
+from gpipe_cli.config.settings import Decides, TrainConfig, deciding
 from gpipe_cli.data.micro_batches import micro_batch_sizes
 from gpipe_cli.errors import InputError
 from gpipe_cli.models.skips import Skip, find_skips
@@ -92,15 +92,6 @@ class ModelProfile(TracedModel):
         return any(cost.halves is not None for cost in self.costs)
 
 
-# Settings that no shape, operation or byte of a profile depends on.
-_WITHOUT_SHAPES = {
-    "partitions", "micro_batches", "replicas", "schedule", "recompute", "executor", "stages_per_process", "placement",
-    "partition", "batch_size", "batch_tokens", "epochs", "max_steps", "seed", "gradient_clipping",
-    "evaluate_every_epochs", "check_layers", "graphs", "threads", "data_workers", "timeout_seconds", "output", "logger",
-    "run_folder", "resume", "max_restarts", "dry_run", "cost", "checkpoint", "learning_rate", "hardware",
-}  # fmt: skip
-
-
 @dataclass(frozen=True)
 class _Traced:
     """A cache key: a configuration that equals all others with the same profile."""
@@ -125,8 +116,7 @@ def number_of_layers(config: TrainConfig) -> int:
 
 
 def _traced(config: TrainConfig) -> _Traced:
-    names = [one.name for one in fields(config) if one.name not in _WITHOUT_SHAPES]
-    facts = [f"{name}={getattr(config, name)}" for name in names]
+    facts = [f"{name}={getattr(config, name)}" for name in deciding(Decides.LAYERS)]
     facts += [f"on_gpu={computes_on_gpu(config)}", f"splits={config.splits_backward}"]
     return _Traced(tuple(facts), config)
 

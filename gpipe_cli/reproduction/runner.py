@@ -15,7 +15,7 @@ from importlib import resources
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from gpipe_cli.config.settings import key_of, owner, replaced_batch
+from gpipe_cli.config.settings import Decides, key_of, not_deciding, owner, replaced_batch
 from gpipe_cli.config.typed import quoted
 from gpipe_cli.errors import InputError
 from gpipe_cli.reporting.run.lines import LOG
@@ -28,12 +28,8 @@ from gpipe_cli.units import duration
 
 FOLDER = Path(str(resources.files("gpipe_cli.recipes")))
 THROUGH_HOST = "NCCL_P2P_DISABLE"  # environment variable: with 1, NCCL copies between GPUs through host memory
-# Settings that leave data and sizes as they are, such as where and how long something runs; all others may change them.
-# A group, such as `checkpoint`, stands for all its settings.
-_HARMLESS = (
-    "output", "logger", "device", "executor", "threads", "data_workers", "memory_format", "timeout_seconds", "cost",
-    "seed", "checkpoint", "dataset.root", "dataset.cache", "dataset.download", "warm_up_steps", "steps", "rounds",
-)  # fmt: skip
+# Settings of groups, and of `gpipe bench`, that leave data and sizes as they are.
+_HARMLESS = ("dataset.root", "dataset.cache", "dataset.download", "warm_up_steps", "steps", "rounds")
 Scale = Literal["smoke", "desk", "paper"]
 # Runs a command and writes its output to a file. Raises the command's InputError, or CommandFailedError.
 Perform = Callable[[Sequence[str], IO[str]], None]
@@ -94,7 +90,7 @@ class Runner:
     def changed(self, *harmless: str) -> tuple[str, ...]:
         """The user's settings that make numbers incomparable with the paper's; ``harmless``: more keys that change
         nothing in this experiment."""
-        kept = (*_HARMLESS, *harmless)
+        kept = (*_HARMLESS, *not_deciding(Decides.SCALE), *harmless)
         return tuple(one for one in self.users if not any(f"{key_of(one)}.".startswith(f"{key}.") for key in kept))
 
     def with_settings(self, *settings: str) -> "Runner":

@@ -3,7 +3,7 @@
 import os
 import re
 import tomllib
-from dataclasses import is_dataclass, replace
+from dataclasses import fields, is_dataclass, replace
 from datetime import datetime
 from operator import attrgetter
 from pathlib import Path
@@ -18,7 +18,16 @@ from gpipe_cli.commands.evaluate import of_run
 from gpipe_cli.commands.folders import run_folder
 from gpipe_cli.commands.train import requested, resumed
 from gpipe_cli.config.groups import choice_of
-from gpipe_cli.config.settings import BenchSettings, EvaluateSettings, TrainConfig, load, to_yaml
+from gpipe_cli.config.settings import (
+    OF_INVOCATION,
+    BenchSettings,
+    Decides,
+    EvaluateSettings,
+    TrainConfig,
+    deciding,
+    load,
+    to_yaml,
+)
 from gpipe_cli.errors import InputError
 
 ROOT = Path(__file__).parents[2]
@@ -248,3 +257,11 @@ def test_a_transformer_brings_what_suits_it(overrides: str, expected: str) -> No
     config = train(*overrides.split())
     wanted = dict(one.split("=") for one in expected.split())
     assert {key: str(attrgetter(key)(config)) for key in wanted} == wanted
+
+
+def test_each_setting_says_what_depends_on_it() -> None:
+    """In place of lists of names in six files, in some of which a new setting was silently wrong."""
+    assert all(isinstance(setting.metadata["decides"], Decides) for setting in fields(TrainConfig))
+    assert set(deciding(Decides.SECONDS)) <= set(deciding(Decides.LAYERS)), "what is timed is traced"
+    assert set(OF_INVOCATION) == {"resume", "max_restarts", "run_folder", "output", "dry_run", "max_steps"}
+    assert {"partitions", "micro_batches", "seed", "threads"}.isdisjoint(deciding(Decides.LAYERS))

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gpipe_cli.config.settings import Decides, not_deciding
 from gpipe_cli.config.typed import show
 from gpipe_cli.reporting.compare.run_record import RunRecord
 from gpipe_cli.reporting.compare.scaling import scalings
@@ -18,7 +19,6 @@ from gpipe_cli.results.measures import MEASURES, Measure
 from gpipe_cli.results.run import RunResult
 from gpipe_cli.units import spans
 
-NOT_COMPARED = frozenset({"run_folder", "output", "resume", "max_restarts"})  # they do not change what a run computes
 MOST_NAMING = 3  # settings in a name; if more differ, runs are named by their folders
 MOST_LISTED = 8  # words of a list in a sentence
 
@@ -67,7 +67,7 @@ def differing(runs: Sequence[RunRecord]) -> list[str]:
     for run in runs:
         for key, value in run.settings.items():
             values.setdefault(key, set()).add(json.dumps(value, sort_keys=True))
-    keys = [key for key, found in values.items() if len(found) > 1 and key not in NOT_COMPARED]
+    keys = [key for key, found in values.items() if len(found) > 1 and key not in not_deciding(Decides.COMPARED)]
     if "threads" in keys:
         cuts = [tuple(map(run.settings.get, ("partitions", "executor"))) for run in runs]
         threads = [run.settings.get("threads") for run in runs]

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from gpipe_cli.config.settings import CONFIG, runs_below
+from gpipe_cli.config.settings import CONFIG, Decides, not_deciding, runs_below
 from gpipe_cli.config.typed import show
 from gpipe_cli.errors import InputError
 from gpipe_cli.results.files import RESULT, flattened
@@ -22,9 +22,6 @@ from gpipe_cli.results.run import RunResult, read_run_result
 from gpipe_cli.units import plural
 
 MOST_POINTS = 100_000  # points of a curve; TensorBoard's reader samples longer ones, deterministically
-
-# Groups and settings that do not apply to a measurement: gpipe bench sets them itself and refuses them.
-NOT_OF_A_BENCH = frozenset({"epochs", "max_steps", "evaluate_every_epochs", "check_layers", "checkpoint"})
 
 Plain = str | int | float | None
 
@@ -41,7 +38,7 @@ class Curve:
 @dataclass(frozen=True)
 class RunRecord:
     folder: Path
-    settings: Mapping[str, Any]  # by dotted key, `model.filters`; of a measurement, without NOT_OF_A_BENCH
+    settings: Mapping[str, Any]  # by dotted key, `model.filters`; of a measurement, those that decide a step
     result: RunResult
 
     @property
@@ -82,7 +79,8 @@ def read_run(folder: Path) -> RunRecord:
             raise InputError(f"{file}: must be a regular file, as it has the name of curves; remove it")
     settings = dict(flattened(result.config))
     if result.command == "bench":
-        settings = {key: value for key, value in settings.items() if key.partition(".")[0] not in NOT_OF_A_BENCH}
+        without_effect = not_deciding(Decides.STEP)
+        settings = {key: value for key, value in settings.items() if key.partition(".")[0] not in without_effect}
     return RunRecord(folder, settings, result)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from gpipe_cli.config.settings import Decides, not_deciding
 from gpipe_cli.config.typed import show
 from gpipe_cli.errors import BAD_INPUT, INTERRUPTED
 from gpipe_cli.reporting.plots.timeline_values import SHARES, idle
@@ -45,8 +46,6 @@ _NO_MEMORY = re.compile(
     r"OutOfMemoryError|CUDA out of memory|can't allocate memory|not enough memory|MemoryError|std::bad_alloc"
     r"|killed by signal 9\b"
 )
-# Settings that say where or for how long a run works, not what it computes.
-_NOT_COMPARED = ("output", "run_folder", "resume", "max_restarts", "max_steps", "epochs", "dry_run")
 _SHORT = ("devices", "executor", "threads", "kind")  # resolved values shown as columns; all others are lines below
 
 
@@ -266,7 +265,7 @@ def _differing(cells: Sequence[Sequence[Run]], asked: set[str], auto: Sequence[s
             "executor": result.executor, "threads": result.threads, "kind": result.samples_per_second_kind,
         })  # fmt: skip
     known = [row for row in flat if row]
-    left_out = tuple(f"{key}." for key in (*asked, *_NOT_COMPARED))
+    left_out = tuple(f"{key}." for key in (*asked, *not_deciding(Decides.COMPARED | Decides.STEP)))
 
     def kept(key: str) -> bool:
         if f"{key}.".startswith(left_out):
