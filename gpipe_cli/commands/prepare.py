@@ -1,7 +1,7 @@
 """What a command decides before anything runs: the `auto` settings, the plan, and the pipeline's spec."""
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from gpipe_cli.pipeline.schedule.partitioner import check_balance, check_partiti
 from gpipe_cli.planner.auto_settings import choose
 from gpipe_cli.planner.data_sheet import computes_on_gpu
 from gpipe_cli.planner.layout import Layout, layout_of, own_threads
+from gpipe_cli.planner.machine_settings import with_memory_format, with_threads
 from gpipe_cli.planner.model_profile import ModelProfile, number_of_layers, profile_model, refuse_single_samples
 from gpipe_cli.planner.pipeline_spec import PipelineSpec, placed
 from gpipe_cli.planner.plan import Choice, Plan
@@ -55,7 +56,7 @@ def prepare(
     `log` gets a line before each slow part; `started`: this process, if torchrun started it; `elsewhere`: the plan is
     for another machine. Raises InputError for what cannot be built, partitioned or placed, or does not fit the memory.
     """
-    config = _with_memory_format(config)
+    config = with_memory_format(config)
     refuse_unfit(config, auto, started)
     profile = profile_model(config)
     phase(f"choosing {', '.join(auto)}, which predicts many steps" if auto else "planning a step")
@@ -63,9 +64,8 @@ def prepare(
     plan = choose(config, auto, profile, costs_of, started, elsewhere=elsewhere)
     if plan.config.batch_size is not None:
         refuse_single_samples(plan.config, plan.config.batch_size, profile)
-    config = replace(plan.config, threads=plan.layout.threads)
-    plan = replace(plan, config=config)
-    spec = placed(plan)
+    plan = with_threads(plan)
+    config, spec = plan.config, placed(plan)
     notes = [("layer costs", f"given by {plan.costs.weighted_by}")] if plan.costs.weighted_by else []
     notes += [("chosen", _words(comparison)) for comparison in plan.choices]
     if config.compile:
@@ -91,14 +91,6 @@ def refuse_unfit(config: TrainConfig, auto: Collection[str] = (), started: Torch
         check_balance(balance, layers, config.partitions)
     else:
         check_partitions(layers, config.partitions)
-
-
-def _with_memory_format(config: TrainConfig) -> TrainConfig:
-    """The settings with `contiguous` for images in float32 on the GPUs of this machine: cuDNN's kernels for channels
-    last are made for tensor cores, which do not multiply float32. The run keeps it, wherever it goes on."""
-    unknown = config.memory_format == "auto" and config.precision == "float32" and not config.text
-    on_gpu = config.hardware.here and computes_on_gpu(config)
-    return replace(config, memory_format="contiguous") if unknown and on_gpu else config
 
 
 # What a plan with compile=true leaves out.
