@@ -5,12 +5,12 @@ import subprocess
 from pathlib import Path
 from typing import TypedDict
 
-_PATIENCE_SECONDS = 1.0  # limit of one call of git: the disk may be slow, and no run is to wait for this
+_PATIENCE_SECONDS = 1.0  # limit of each call of git: the disk may be slow, and no run should wait for it
 
 
 class Commit(TypedDict):
     commit: str
-    changed: bool | None  # whether tracked files differ from the commit; None: git took too long to say
+    changed: bool | None  # whether tracked files differ from the commit; None: git took too long
 
 
 def commit_of(file: Path) -> Commit | None:
