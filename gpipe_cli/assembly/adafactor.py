@@ -43,8 +43,7 @@ def _update(
     if group["weight_decay"]:
         torch._foreach_mul_(parameters, 1 - rate * group["weight_decay"])
 
-    arguments = zip(gradients, averages, shares, least, strict=True)
-    updates = [_second_moment(*of_parameter) for of_parameter in arguments]
+    updates = [_second_moment(*arguments) for arguments in zip(gradients, averages, shares, least, strict=True)]
     torch._foreach_clamp_min_(updates, [smallest * smallest for smallest in least])
     torch._foreach_rsqrt_(updates)
     torch._foreach_mul_(updates, gradients)

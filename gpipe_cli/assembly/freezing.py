@@ -37,10 +37,8 @@ def find_frozen(config: TrainConfig, model: nn.Sequential) -> Frozen:
             whole = [name for name in module_names if fnmatchcase(name, pattern)]
             single = [name for name in parameter_names if fnmatchcase(name, pattern)]
         if not whole and not single:
-            hint = (
-                nearest(pattern, [*module_names, *parameter_names])
-                or f"; the layers are {', '.join(dict(model.named_children()))}"
-            )
+            names = [*module_names, *parameter_names]
+            hint = nearest(pattern, names) or f"; the layers are {', '.join(dict(model.named_children()))}"
             raise RefusedError("freeze", patterns, f"no layer, module or parameter is called {pattern}{hint}")
         modules |= {*whole}
         parameters |= {*single}

@@ -62,8 +62,8 @@ class Engine(PipelinePart):
 
     def owned(self, stage: int) -> dict[str, nn.Parameter]:
         """The parameters of a stage, without tied weights that an earlier stage has, too."""
-        layers = self.spec.layer_names[stage]
-        return {name: tensor for name, tensor in self.parameters[stage].items() if name.partition(".")[0] in layers}
+        layers, parameters = self.spec.layer_names[stage], self.parameters[stage]
+        return {name: parameter for name, parameter in parameters.items() if name.partition(".")[0] in layers}
 
     def set_progress(self, share: float) -> None:
         """Set the share of all training steps that is done, 0 to 1, in every stage (for scheduled drop-path)."""
@@ -90,7 +90,7 @@ class Engine(PipelinePart):
             yield
 
     def finish(self) -> None:
-        """At the end of a run: wait until all tensors are sent and all processes have come here, before any disconnects."""
+        """At the end of a run: wait until all tensors are sent, and for all processes, before any disconnects."""
         self.executor.settle()
         self.control.barrier()
 
@@ -127,7 +127,9 @@ def build_engine(
         config=config,
         model=model,
         control=control,
-        optimizers={k: build_optimizer(config.optimizer, of_stage) for k, of_stage in parameters.items()},
+        optimizers={
+            k: build_optimizer(config.optimizer, stage_parameters) for k, stage_parameters in parameters.items()
+        },
         averages={k: WeightAverage(s.module, config.ema_decay) for k, s in stages.items()} if config.ema_decay else {},
         parameters=parameters,
         replicas=replicas,

@@ -59,7 +59,7 @@ def train(
     source: Path | None = None,
     only_steps: bool = False,
 ) -> None:
-    """Train as one process of the run. `source` is the checkpoint that is resumed, or whose weights `init_from` takes.
+    """Train as a process of the run. `source` is the checkpoint that is resumed, or whose weights `init_from` takes.
 
     With `only_steps`, for a measurement, nothing is evaluated and no checkpoint is written.
 
@@ -152,7 +152,7 @@ class Training:
         self._finish()
 
     def _step(self, epoch: int, position: int) -> None:
-        """Train on one mini-batch, and report the previous step."""
+        """Train on a mini-batch, and report the previous step."""
         began = time.perf_counter()
         config, engine, batches, step = self.engine.config, self.engine, self.training.batches, self.progress.step
         total_steps = self.milestones.total_steps

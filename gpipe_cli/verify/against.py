@@ -359,9 +359,9 @@ def distance(theirs: Path, ours: Path, orders: tuple[Path, Path], layers: Sequen
         squares = torch.zeros(3, dtype=torch.float64)  # of the difference, of the unit, of our gradient
         for name in names:
             if layer_of(name) == layer:
-                they, we, forwards, backwards = (_gradient(files.get(name, ()), name) for files in read)
-                differences = they - we, forwards - backwards, we
-                squares += torch.stack([difference.square().sum() for difference in differences])
+                they, we, first_order, second_order = (_gradient(files.get(name, ()), name) for files in read)
+                summands = they - we, first_order - second_order, we
+                squares += torch.stack([tensor.square().sum() for tensor in summands])
         away, order, norm = squares.sqrt().tolist()
         unit = max(order, share * norm)
         units = away / unit if unit else 0.0 if away == 0 else math.inf

@@ -70,9 +70,9 @@ class Variant(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """A variant, and how its results compare with those of a reference: one partition, no recomputation, and the schedule
-    of `REFERENCES` that sums gradients in the same order (`1f1b` if neither does). The reference of `1f1b` is itself
-    compared with that of `gpipe`."""
+    """A variant, and how its results compare with those of a reference: a single partition, no recomputation, and the
+    schedule of `REFERENCES` that sums gradients in the same order (`1f1b` if neither does). The reference of `1f1b` is
+    itself compared with that of `gpipe`."""
 
     variant: Variant
     verdict: Verdict
@@ -380,7 +380,7 @@ class _Checking:
 
 
 def references(micro_batches: int) -> list[Variant]:
-    """The variants with which others are compared: for each of `REFERENCES` a variant."""
+    """The variants with which others are compared: a variant for each of `REFERENCES`."""
     return [Variant(1, micro_batches, schedule, "never", "in_process") for schedule in REFERENCES]
 
 
@@ -514,7 +514,7 @@ def summed_as(order: Schedule) -> str | None:
 
 def _gradients(parameters: Mapping[str, nn.Parameter]) -> Tensors:
     """Copies of the gradients on the CPU, by the names of their parameters."""
-    return _on_cpu((name, tensor.grad) for name, tensor in parameters.items() if tensor.grad is not None)
+    return _on_cpu((name, parameter.grad) for name, parameter in parameters.items() if parameter.grad is not None)
 
 
 def _on_cpu(tensors: Iterable[tuple[str, torch.Tensor]]) -> Tensors:
