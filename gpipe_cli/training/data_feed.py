@@ -200,7 +200,7 @@ class Data:
         if isinstance(train, TextSplit | PairSplit) and isinstance(test, TextSplit | PairSplit):
             size, asked = train.vocabulary.size, self._config.dataset.vocabulary  # type: ignore[union-attr]  # text
             facts = replace(facts, vocabulary=size, unigram_perplexity=unigram_perplexity(train, test))
-            if size < asked and not isinstance(self._config.model, HuggingFaceConfig):  # which keeps its own
+            if size < asked and not isinstance(self._config.model, HuggingFaceConfig):  # which keeps its own vocabulary
                 whose = "the tokenizer" if isinstance(train.vocabulary, PretrainedTokenizer) else "this text"
                 fewer = f"dataset.vocabulary={asked} is more than {whose} has; {size} makes the model smaller"
                 notes += (("vocabulary", fewer),)

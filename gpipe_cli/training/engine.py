@@ -150,5 +150,5 @@ def build_layers(
     module = materialize(model, first, layers, run_seed=config.seed, device=device, whole=whole, ties=spec.ties)
     freeze(module, spec.frozen)
     module.to(memory_format=MEMORY_FORMATS[spec.memory_format])
-    share_memory(module, spec.ties)  # not earlier: a move separates parameters that share memory
+    share_memory(module, spec.ties)  # last, as a move separates parameters that share memory
     return module

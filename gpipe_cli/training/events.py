@@ -174,7 +174,7 @@ class EvaluationDone:
     scores: Scores
     seconds: float  # of the pass over the test set, without decoding
     unigram_perplexity: float | None  # None for images
-    translation: "TranslationScores | None"  # None: nothing was decoded
+    translation: "TranslationScores | None"  # None if nothing was decoded
 
 
 @dataclass(frozen=True)
@@ -217,5 +217,5 @@ class TranslationScores:
     beam: int
     seconds: float  # time to decode
     bleu_signature: str  # sacreBLEU's description of how `bleu` was computed
-    chrf_signature: str  # and of how `chrf` was
+    chrf_signature: str  # the same for `chrf`
     examples: tuple[Translation, ...]

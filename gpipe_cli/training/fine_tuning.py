@@ -27,7 +27,8 @@ from gpipe_cli.units import count, plural
 def fine_tune(engine: Engine, checkpoint: Path | None) -> Notes:
     """Copy the weights of the checkpoint that `init_from` led to into this process's stages, unless the run is resumed.
     Returns the banner's lines about taken and frozen weights. Raises as `find_taking` does."""
-    config, frozen = engine.config, frozen_facts(engine.spec)
+    config = engine.config
+    frozen = frozen_facts(engine.spec)
     if config.init_from is None or config.resume is not None or checkpoint is None:
         return frozen
     match, new = find_taking(config, engine.model, checkpoint)
@@ -123,7 +124,7 @@ def _refuse_other_names(match: CheckpointMatch, classifier: frozenset[str]) -> N
     classifier in the middle, may be in the model alone or in the checkpoint alone."""
     names, saved_names = match.shapes.keys(), match.saved_shapes.keys()
     config, source = match.config, match.source
-    layers_here, layers_there = list(dict.fromkeys(map(_layer, names))), list(dict.fromkeys(map(_layer, saved_names)))
+    layers_here, layers_there = (list(dict.fromkeys(map(_layer, tensors))) for tensors in (names, saved_names))
     extra = _layers_of(classifier) - {layers_here[-1]}
     only_here = [layer for layer in layers_here if layer not in layers_there and layer not in extra]
     only_there = [layer for layer in layers_there if layer not in layers_here]

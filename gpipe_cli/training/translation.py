@@ -145,7 +145,7 @@ class Candidates:
         values = [scores[:, END].clone()]
         scores[:, END] = -math.inf
         for _ in range(self._wanted):
-            # not topk, which does not define the order of equal values: max returns the first
+            # max returns the first of equal values; topk does not define their order
             value, token = scores.max(dim=1)
             tokens.append(token)
             values.append(value)

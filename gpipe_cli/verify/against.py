@@ -59,7 +59,7 @@ Program = Literal["gpipe", "torch", "torchgpipe", "pytorch"]
 # The distance from our gradients, in units of what the order of summation explains, that is still no difference.
 MOST_UNITS = 16.0
 EPSILON: Mapping[Precision, float] = {"float32": 2**-23, "tf32": 2**-10, "bfloat16": 2**-7}
-WARM_UP_STEPS = 2  # not timed: torch runs a micro-batch to learn its shapes, and files are written
+WARM_UP_STEPS = 2  # these steps are not timed: torch runs a micro-batch to learn its shapes, and files are written
 
 
 @dataclass(frozen=True)
@@ -307,7 +307,8 @@ class _Positional(nn.Module):
         self._memory_format = MEMORY_FORMATS[spec.memory_format]
 
     def forward(self, *tensors: torch.Tensor, micro_batch: torch.Tensor) -> Any:
-        mini_batch, number = self._way.mini_batch, int(micro_batch)
+        mini_batch = self._way.mini_batch
+        number = int(micro_batch)
         self._way.began(self._stage, number, mini_batch, mini_batch.share.sizes[number])
         inner, sent = self._memory_format, torch.contiguous_format
         if inner is not sent and self._stage > 0:

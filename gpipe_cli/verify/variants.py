@@ -371,7 +371,7 @@ class _Checking:
             difference = gradient.double() - references.get(name, 0.0)
             squares[layer_of(name)] += float(difference.square().sum())
         if self._replica:
-            squares.clear()  # counted by the first replica
+            squares.clear()  # the first replica counts these gradients
         all_squares = self.control.collect(squares)
         parts = {layer: sum(part.get(layer, 0.0) for part in all_squares) for layer in reversed(self._layers)}
         whole = sum(parts.values())
@@ -477,7 +477,7 @@ def tracking_mini_batch(model: nn.Module, micro_batch: Callable[[], int]) -> Ite
         handle.remove()
         with torch.no_grad():
             for pieces in zip_longest(*given[norm].values()):  # several if a forward applies the norm again
-                # not a call: hooks observe micro-batches
+                # `forward` and not a call, as hooks observe micro-batches
                 copy.forward(torch.cat([piece for piece in pieces if piece is not None]).double())
             for buffer, exact in zip(norm.buffers(recurse=False), copy.buffers(recurse=False), strict=True):
                 buffer.copy_(exact)

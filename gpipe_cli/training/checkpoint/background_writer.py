@@ -118,8 +118,8 @@ class CheckpointWriter:
         self._snapshots = {k: Snapshot() for k in self.engine.stages}
         self._thread = ThreadPoolExecutor(1, "gpipe-checkpoint")
         self._written: files.Progress | None = None  # progress at the checkpoint that is being written
-        # The job that writes this process's part of the checkpoint, and this process's last job: in process 0 that which
-        # completes the checkpoint, else the same. A job's result is None, or why it failed.
+        # The job that writes this process's part of the checkpoint, and this process's last job: in process 0 that
+        # which completes the checkpoint, else the same. A job's result is None, or why it failed.
         self._writing: Future[str | None]
         self._work: Future[str | None]
         self._given_up = threading.Event()  # set once a process has failed to write

@@ -186,7 +186,7 @@ def write_stage(draft: Path, stage: int, tensors: Mapping[str, torch.Tensor]) ->
     path = draft / f"stage_{stage}.safetensors"
     digest = hashlib.sha256()
     with writing(draft):
-        draft.parent.mkdir(exist_ok=True)  # not its parents: a deleted run folder must not come back
+        draft.parent.mkdir(exist_ok=True)  # without parents: a deleted run folder must not come back
         draft.mkdir(exist_ok=True)  # another stage may have made it
         with path.open("wb") as file:
             for part in parts:
@@ -333,7 +333,8 @@ def read_index(checkpoint: Path) -> Index:
 
 def _check_index(index: Index, folder: str) -> None:
     """Raises ValueError for values that are each valid but inconsistent with each other."""
-    at, names = index.progress, [file.name for file in index.files]
+    at = index.progress
+    names = [file.name for file in index.files]
     wrong = {
         f"step={at.step}: the folder is {folder}": folder_name(at.step) != folder,
         f"step={at.step}: is not mini-batch {at.position} of epoch {at.epoch}, of {at.steps_per_epoch}": (
