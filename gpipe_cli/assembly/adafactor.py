@@ -10,7 +10,7 @@ import torch
 
 
 class Adafactor(torch.optim.Adafactor):
-    """`torch.optim.Adafactor` with the same settings and state; parameters must be real and on one device."""
+    """`torch.optim.Adafactor` with the same settings and state; parameters must be real and on the same device."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # no caller passes a closure
@@ -30,20 +30,21 @@ def _update(
     steps: list[torch.Tensor],
 ) -> None:
     """`averages` of each squared gradient: row (..., R, 1), column (..., 1, C), None; of a vector None, None, (C,)."""
-    rate, (epsilon, least_scale) = group["lr"], group["eps"]
+    rate = group["lr"]
+    epsilon, least_scale = group["eps"]
     torch._foreach_add_(steps, 1.0)
     done = [step.item() for step in steps]  # no synchronization: the counters are on the host
-    shares = [number ** group["beta2_decay"] for number in done]
+    shares = [count ** group["beta2_decay"] for count in done]
     roots = [parameter.numel() ** 0.5 for parameter in parameters]
     least = [torch.finfo(p.dtype).eps if epsilon is None else epsilon for p in parameters]
 
     scales = _at_least(least_scale, torch._foreach_norm(parameters), roots)
-    torch._foreach_mul_(scales, [min(rate, 1 / number**0.5) for number in done])
+    torch._foreach_mul_(scales, [min(rate, 1 / count**0.5) for count in done])
     if group["weight_decay"]:
         torch._foreach_mul_(parameters, 1 - rate * group["weight_decay"])
 
-    updates = [_second_moment(*of) for of in zip(gradients, averages, shares, least, strict=True)]
-    torch._foreach_clamp_min_(updates, [number * number for number in least])
+    updates = [_second_moment(*arguments) for arguments in zip(gradients, averages, shares, least, strict=True)]
+    torch._foreach_clamp_min_(updates, [smallest * smallest for smallest in least])
     torch._foreach_rsqrt_(updates)
     torch._foreach_mul_(updates, gradients)
 

@@ -32,13 +32,13 @@ MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.
 
 def build_model(config: TrainConfig, *, pretrained: bool = False) -> nn.Sequential:
     """The whole model on the meta device: names and shapes of its layers without memory. `pretrained`: its layers, if
-    they can be initialised one by one, will load the weights that the settings name. Raises InputError."""
+    they can be initialised separately, will load the weights that the settings name. Raises InputError."""
     with torch.device("meta"):
         return _model(config, weights=pretrained and isinstance(config.model, groups.HuggingFaceConfig))
 
 
 def real_model(config: TrainConfig, *, pretrained: bool) -> Callable[[], nn.Sequential] | None:
-    """A function that builds the whole model with its initial values; None if layers can be initialised one by one.
+    """A function that builds the whole model with its initial values; None if layers can be initialised separately.
 
     Models of timm and of users set their initial values while they are built, so every process builds the whole model
     once, from the same seed, and keeps the layers of its stages. `pretrained`: load the weights that the settings name.
@@ -50,7 +50,7 @@ def real_model(config: TrainConfig, *, pretrained: bool) -> Callable[[], nn.Sequ
 
 def user_model(config: TrainConfig, values: Mapping[str, torch.Tensor]) -> nn.Sequential:
     """The model as its function returns it, to be called as a whole: a weight that several layers use is one parameter.
-    Parameters and buffers that are in `values` under one of their names take value, device and strides from there."""
+    Parameters and buffers that are in `values` under any of their names take value, device and strides from there."""
     seed_generator(torch.device("cpu"), mix(config.seed))  # the seed of every process that builds the whole model
     model = _model(config, weights=False)
     device = next((value.device for value in values.values()), torch.device("cpu"))
@@ -64,7 +64,7 @@ def user_model(config: TrainConfig, values: Mapping[str, torch.Tensor]) -> nn.Se
         if name not in values:
             continue
         value = values[name].detach()
-        if tensor.is_meta:  # of Hugging Face, whose layers are initialised one by one
+        if tensor.is_meta:  # of Hugging Face, whose layers are initialised separately
             value = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
             torch.utils.swap_tensors(tensor, value)
         elif tensor.stride() == value.stride() and 0 not in value.stride():
@@ -133,7 +133,7 @@ def model_inputs(config: TrainConfig) -> Boundary:
         return (BoundaryTensor((0, 3, size, size), (1, 0, 0, 0), torch.float32, False),)
     dimensions = len(greatest_lengths(config))
     # the second dimension of input i is length i
-    grows = [tuple((0, int(other == own)) for other in range(dimensions)) for own in range(dimensions)]
+    grows = [tuple((0, int(length == tensor)) for length in range(dimensions)) for tensor in range(dimensions)]
     return tuple(BoundaryTensor((0, 0), (1, 0), torch.int64, False, per_length) for per_length in grows)
 
 
@@ -191,7 +191,8 @@ def open_data(config: TrainConfig, pieces: bytes | None = None) -> tuple[Split, 
     """The training and the test split. `pieces`: for text, the vocabulary of an earlier run. Raises InputError."""
     if isinstance(config.dataset, groups.ImagesConfig):
         return open_images(config.dataset, config.seed)
-    length, pairs = greatest_lengths(config)[0], config.task == "translation"
+    length = greatest_lengths(config)[0]
+    pairs = config.task == "translation"
     train, test = open_text(config.dataset, length=length, seed=config.seed, pairs=pairs, pieces=pieces)
     if isinstance(train, PairSplit) or isinstance(test, PairSplit):
         return train, test

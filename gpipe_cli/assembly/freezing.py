@@ -23,7 +23,8 @@ def find_frozen(config: TrainConfig, model: nn.Sequential) -> Frozen:
     patterns = config.freeze
     if not patterns:
         return Frozen()
-    every = [name for name, _ in model.named_modules() if name], [name for name, _ in model.named_parameters()]
+    module_names = [name for name, _ in model.named_modules() if name]
+    parameter_names = [name for name, _ in model.named_parameters()]
     modules: set[str] = set()
     parameters: set[str] = set()
     for pattern in patterns:
@@ -31,20 +32,21 @@ def find_frozen(config: TrainConfig, model: nn.Sequential) -> Frozen:
             classifier = classifier_of(config, model)
             partly = {holder for name in classifier for holder in _holders(name)}
             whole = sorted({holder for name in model.state_dict() for holder in _holders(name)} - partly)
-            single = [name for name in every[1] if name not in classifier]
+            single = [name for name in parameter_names if name not in classifier]
         else:
-            whole, single = ([name for name in names if fnmatchcase(name, pattern)] for names in every)
+            whole = [name for name in module_names if fnmatchcase(name, pattern)]
+            single = [name for name in parameter_names if fnmatchcase(name, pattern)]
         if not whole and not single:
-            names = [name for names in every for name in names]
+            names = [*module_names, *parameter_names]
             hint = nearest(pattern, names) or f"; the layers are {', '.join(dict(model.named_children()))}"
             raise RefusedError("freeze", patterns, f"no layer, module or parameter is called {pattern}{hint}")
         modules |= {*whole}
         parameters |= {*single}
-    for tie in find_ties(model):  # frozen in one layer, it is frozen in all
+    for tie in find_ties(model):  # a tied weight that is frozen in one layer is frozen in all
         uses = {name for names in tie.uses for name in names}
         if uses & parameters or any(not modules.isdisjoint(_holders(name)) for name in uses):
             parameters |= uses
-    outermost = tuple(name for name in every[0] if name in modules and modules.isdisjoint(_holders(name)))
+    outermost = tuple(name for name in module_names if name in modules and modules.isdisjoint(_holders(name)))
     named = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     alone = tuple(name for name in named if name in parameters and modules.isdisjoint(_holders(name)))
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad and name not in alone}
@@ -63,10 +65,10 @@ def classifier_of(config: TrainConfig, model: nn.Sequential) -> frozenset[str]:
     AmoebaNet has an auxiliary classifier in the middle, and the last layer of an EfficientNet also has a convolution
     worth taking. So the classifier consists of the tensors whose shapes depend on the number of classes.
 
-    To find them, the model is built again with one more class or token. In a text model only the last layer is
+    To find them, the model is built again with an additional class or token. In a text model only the last layer is
     searched, as embeddings change with the vocabulary too. A user's function may take the number of classes by any
-    argument, and one of Hugging Face has its own vocabulary, so their classifier is the last module with parameters,
-    tied ones included.
+    argument, and a model of Hugging Face has its own vocabulary, so their classifier is the last module with
+    parameters, tied weights included.
     """
     if isinstance(config.model, CustomConfig | HuggingFaceConfig):
         *_, last = (name.rpartition(".")[0] for name, _ in model.named_parameters(remove_duplicate=False))

@@ -17,7 +17,7 @@ def learning_rate(
     warm_up = warm_up_steps(config, steps_per_epoch)
     match config:
         case groups.PaperLearningRateConfig():
-            assert batch_size is not None  # None: counted in tokens, where no rate is per sample
+            assert batch_size is not None  # None if mini-batches are counted in tokens, where no rate is per sample
             initial = config.per_sample * batch_size
             # whole steps: 3 epochs are exactly 3 * steps_per_epoch steps; a quotient of floats could fall just short
             decay_steps = max(1, round(config.every_epochs * steps_per_epoch))

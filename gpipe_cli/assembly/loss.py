@@ -1,7 +1,7 @@
 """The loss that the last stage minimises, and the sums of loss and correct predictions that a step reports.
 
 A micro-batch's loss is a sum over its elements (images, or tokens) divided by the *mini-batch's* number of elements.
-Uneven micro-batches and padding then weigh exactly as in one big batch, gradients need no rescaling, and the
+Uneven micro-batches and padding then weigh exactly as in a single big batch, gradients need no rescaling, and the
 denominator is known before the first action. Averaging the averages of micro-batches, as other programs do, is wrong
 if two micro-batches differ in size.
 """
@@ -91,8 +91,10 @@ class CrossEntropy:
             return lambda: Totals(0, 0.0, 0.0, 0.0, 0.0)
         elements, of_all = self._elements, self._of_all  # not self, which has targets on a GPU
         losses, plains = zip(*self._observed, strict=True)
-        sums, right = torch.stack((*losses, *plains)), torch.cat(self._right).sum(dim=0)
-        counted, sizes = to_host(torch.cat((sums.double(), right.double()))), (len(losses), len(plains), len(right))
+        sums = torch.stack((*losses, *plains))
+        right = torch.cat(self._right).sum(dim=0)
+        counted = to_host(torch.cat((sums.double(), right.double())))
+        sizes = len(losses), len(plains), len(right)
 
         def totals() -> Totals:
             loss, plain, ranked = (part.tolist() for part in counted().split(sizes))
@@ -124,7 +126,7 @@ def _weighted(
 
 
 def _classes_last(logits: torch.Tensor) -> torch.Tensor:
-    """The logits with the classes in the last dimension; those of pixels have them in the second one."""
+    """The logits with the classes in the last dimension; those of pixels have them in the second."""
     return logits.movedim(1, -1) if logits.ndim == 4 else logits
 
 

@@ -1,7 +1,7 @@
 """The optimizer of each stage, and its state by parameter names.
 
 AmoebaNet is trained with TensorFlow's RMSProp, which differs from torch's: epsilon is added inside the root, the
-squared average starts at one, and the momentum buffer includes the learning rate. With AmoebaNet's epsilon of 1.0
+squared average starts at 1, and the momentum buffer includes the learning rate. With AmoebaNet's epsilon of 1.0
 these are two different optimizers; timm has TensorFlow's (`timm/optim/rmsprop_tf.py`).
 """
 
@@ -26,7 +26,7 @@ Named = Mapping[str, nn.Parameter]
 
 
 def build_optimizer(config: groups.OptimizerConfig, parameters: Named) -> torch.optim.Optimizer | None:
-    """The optimizer of one stage; None if the stage has no trainable parameter.
+    """The optimizer of a stage; None if the stage has no trainable parameter.
 
     Weight decay, an L2 penalty in the gradient but for AdamW and Adafactor, spares vectors (biases and batch norm), as
     the reference's regularizer applies to convolution and dense kernels only.
@@ -39,7 +39,7 @@ def build_optimizer(config: groups.OptimizerConfig, parameters: Named) -> torch.
         {"params": [p for p in trainable if p.ndim <= 1], "weight_decay": 0.0},
     ]
     parts = [group for group in parts if group["params"]]
-    fused = is_accelerator(trainable[0].device)  # one kernel for all parameters; not in timm's RMSProp and Adafactor
+    fused = is_accelerator(trainable[0].device)  # a kernel for all parameters; not in timm's RMSProp and Adafactor
     match config:  # the learning rate is set before every step
         case groups.RMSPropConfig():
             settings = {"alpha": config.decay, "momentum": config.momentum, "eps": config.epsilon}
@@ -59,10 +59,10 @@ def build_optimizer(config: groups.OptimizerConfig, parameters: Named) -> torch.
 def _timms_rmsprop() -> Any:
     """timm.optim.rmsprop_tf, imported as part of a package of ours: `import timm` would import all of timm's models and
     torchvision, which takes most of a second."""
-    found = find_spec("timm")
-    assert found is not None
+    spec = find_spec("timm")
+    assert spec is not None
     package = sys.modules["gpipe_timm_optim"] = ModuleType("gpipe_timm_optim")
-    package.__path__ = [str(Path(folder) / "optim") for folder in found.submodule_search_locations or ()]
+    package.__path__ = [str(Path(folder) / "optim") for folder in spec.submodule_search_locations or ()]
     return import_module("gpipe_timm_optim.rmsprop_tf")
 
 
@@ -112,7 +112,7 @@ def state_bytes(config: groups.OptimizerConfig, parameters: Sequence[nn.Paramete
 @cache
 @hidden_gpus()
 def state_of(config: groups.OptimizerConfig, shape: tuple[int, ...], dtype: torch.dtype) -> Mapping[str, torch.Tensor]:
-    """The optimizer state of one parameter after the first step: key -> tensor without values. Hides the GPUs: this
+    """The optimizer state of a parameter after the first step: key -> tensor without values. Hides the GPUs: this
     process can use none afterwards, unless it has before (`hidden_gpus`)."""
     parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
     parameter.grad = torch.empty_like(parameter)

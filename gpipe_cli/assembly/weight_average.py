@@ -24,9 +24,10 @@ class WeightAverage:
     """
 
     def __init__(self, module: nn.Module, decay: float) -> None:
-        self._decay, self.updates = decay, 0
-        owned = module.state_dict(keep_vars=True)
-        named = {name: tensor for name, tensor in owned.items() if tensor.is_floating_point()}
+        self._decay = decay
+        self.updates = 0
+        state = module.state_dict(keep_vars=True)
+        named = {name: tensor for name, tensor in state.items() if tensor.is_floating_point()}
         # tied weights are several parameters in the same memory
         first = {storage_of(tensor): tensor for tensor in reversed(named.values())}
         self._pairs = {tensor: tensor.detach().clone() for tensor in reversed(first.values())}

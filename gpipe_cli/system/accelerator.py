@@ -1,7 +1,7 @@
 """All that gpipe asks of an accelerator, in torch's words for any kind: streams, events, copies, seeds, memory, names.
 
-NVIDIA's GPUs are one, and AMD's with torch's build for ROCm, which gives them the same type. Another kind needs its
-type in TYPE, and settings for its libraries in `launch/worker.py`.
+These are NVIDIA's GPUs, and AMD's with torch's build for ROCm, which gives them the same type. Another kind needs
+its type in TYPE, and settings for its libraries in `launch/worker.py`.
 """
 
 from collections.abc import Callable
@@ -27,15 +27,15 @@ def number_of_devices() -> int:
     """How many accelerators this process sees. CUDA itself is asked, without opening a context, and remembers its
     answer: what `hidden_gpus` hides afterwards stays visible to this process, which can fork no workers any more."""
     module = torch.get_device_module(TYPE)
-    found: int = module.device_count() if module.is_available() else 0
-    return found
+    number: int = module.device_count() if module.is_available() else 0
+    return number
 
 
 def device_list() -> list[tuple[str, int]]:
     """The name and the bytes of memory of each accelerator. Opens a context on it."""
     module = torch.get_device_module(TYPE)
-    properties = map(module.get_device_properties, range(module.device_count()))
-    return [(one.name, one.total_memory) for one in properties]
+    devices = map(module.get_device_properties, range(module.device_count()))
+    return [(device.name, device.total_memory) for device in devices]
 
 
 def new_stream(device: torch.device) -> torch.Stream:
@@ -47,7 +47,7 @@ def current_stream(device: torch.device) -> torch.Stream:
 
 
 def on_stream(stream: torch.Stream | None) -> AbstractContextManager[object]:
-    """A context in which work on the stream's device is launched on `stream`; None: on the current one."""
+    """A context in which work on the stream's device is launched on `stream`; None stands for the current stream."""
     return nullcontext() if stream is None else stream
 
 
@@ -57,7 +57,7 @@ def new_timer(device: torch.device) -> torch.Event:
 
 
 def keep_for(tensor: torch.Tensor, stream: torch.Stream) -> None:
-    """Do not give the tensor's memory to another one before what was launched on `stream` by then is done."""
+    """Do not give the tensor's memory to another tensor before what was launched on `stream` by then is done."""
     tensor.record_stream(stream)
 
 
@@ -68,7 +68,7 @@ def wait_for_device(device: torch.device) -> None:
 
 
 def use_device(device: torch.device) -> None:
-    """Make `device` the one on which this thread, and threads of libraries that ask it, allocate and launch."""
+    """Make `device` that on which this thread, and threads of libraries that ask it, allocate and launch."""
     if is_accelerator(device):
         torch.accelerator.set_device_index(device)
 
@@ -103,12 +103,12 @@ def page_locked(bytes: int) -> torch.Tensor:
 
 
 def generators(device: torch.device) -> list[torch.Generator]:
-    """The default generators that a layer on `device` may draw from: the CPU's and, if it is another, the device's."""
-    found = [torch.default_generator]
+    """The default generators that a layer on `device` may draw from: the CPU's and, on an accelerator, the device's."""
+    defaults = [torch.default_generator]
     if is_accelerator(device):
         index = torch.accelerator.current_device_index() if device.index is None else device.index
-        found.append(torch.get_device_module(device).default_generators[index])
-    return found
+        defaults.append(torch.get_device_module(device).default_generators[index])
+    return defaults
 
 
 def peak_bytes(device: torch.device) -> int:

@@ -20,12 +20,13 @@ def graph_maker(device: torch.device) -> "CudaGraphMaker | None":
 
 
 class CudaGraphMaker:
-    """Records graphs on one device."""
+    """Records graphs on a device."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._default = device, generators(device)[-1]
+        self._device = device
+        self._default = generators(device)[-1]
         self._cuda = torch.get_device_module(device)
-        self._own = self._default.graphsafe_get_state()
+        self._own_state = self._default.graphsafe_get_state()
         self._stream = self._cuda.Stream(device)  # a torch.Stream cannot be recorded on
 
     def new_pool(self) -> Any:
@@ -42,7 +43,7 @@ class CudaGraphMaker:
             try:
                 with self._cuda.stream(self._stream):
                     yield
-            finally:  # memory that is freed after an error may still be in use there
+            finally:  # memory that is freed after an error may still be in use on this stream
                 current.wait_stream(self._stream)
 
     @contextmanager
@@ -59,13 +60,13 @@ class CudaGraphMaker:
         graph = self._cuda.CUDAGraph()
         for state in draws:
             graph.register_generator_state(state)
-        self._own = self._default.graphsafe_get_state()
+        self._own_state = self._default.graphsafe_get_state()
         try:
-            # other threads, such as one that pins the next mini-batch, may go on calling CUDA
+            # other threads, such as that which pins the next mini-batch, may go on calling CUDA
             with self._cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
                 yield graph
         finally:
-            self._default.graphsafe_set_state(self._own)
+            self._default.graphsafe_set_state(self._own_state)
 
     def draw_from(self, draws: torch.Generator | None) -> None:
-        self._default.graphsafe_set_state(self._own if draws is None else draws)
+        self._default.graphsafe_set_state(self._own_state if draws is None else draws)

@@ -1,4 +1,4 @@
-"""Reads and writes the program's files: whole or not at all, in folders that one run at a time writes to.
+"""Reads and writes the program's files: whole or not at all, in folders to which a single run at a time writes.
 
 A run leaves a dozen files that other programs read while it runs, or after it was killed: none is ever half a file.
 """
@@ -24,7 +24,7 @@ MOST_BYTES = 2**24  # limit of a text file that is read whole: a thousand times 
 
 
 class FolderInUseError(Exception):
-    """Another process is at work in a folder; the text says which one."""
+    """Another process is at work in a folder; the text says which process."""
 
 
 def write_whole(path: Path, content: str | bytes | Iterable[bytes | memoryview]) -> None:
@@ -33,8 +33,8 @@ def write_whole(path: Path, content: str | bytes | Iterable[bytes | memoryview])
     Raises:
         OSError: the file cannot be written; the old content is still there.
     """
-    # Several processes may write in one folder, also on machines that give them the same number; no reader looks for
-    # a name like this one.
+    # Several processes may write into a folder, also on machines that give them the same number; no reader looks for
+    # such a name.
     beside = path.with_name(f".{uuid4().hex}.partial")
     with naming(path):
         try:
@@ -61,7 +61,7 @@ def _put_in_place(whole: Path, path: Path) -> None:
 
 @contextmanager
 def open_regular(path: Path) -> Iterator[BinaryIO]:
-    """Open a regular file to read it. Raises OSError for other ones: a pipe or a device may block, or never end."""
+    """Open a regular file to read it. Raises OSError for others: a pipe or a device may block, or never end."""
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK | os.O_NOCTTY)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "is not a regular file", str(path))
@@ -69,7 +69,7 @@ def open_regular(path: Path) -> Iterator[BinaryIO]:
 
 
 def regular_size(path: Path) -> int:
-    """The size of a regular file in bytes. Raises OSError if it is not one, or cannot be read."""
+    """The size of a regular file in bytes. Raises OSError for other files, and if it cannot be read."""
     with open_regular(path) as file:
         return os.fstat(file.fileno()).st_size
 
@@ -78,7 +78,7 @@ def read_bytes(path: Path, most_bytes: int) -> bytes:
     """The content of a file. Raises OSError, also if it is not a regular file or has more than `most_bytes`."""
     with naming(path), open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        # files below /proc report a size of 0, and reading one that has nothing yet returns None
+        # files below /proc report a size of 0, and reading a file that has nothing yet returns None
         content = (file.read(most_bytes + 1) or b"") if size <= most_bytes else b""
     if max(size, len(content)) > most_bytes:
         raise OSError(errno.EFBIG, f"has more than {most_bytes >> 20} MiB", str(path))
@@ -114,7 +114,7 @@ def read_json(path: Path, most_bytes: int = 2**28) -> Any:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Inside, every OSError names `path`: that of a full disk names no file, or the partial one."""
+    """Inside, every OSError names `path`: the error of a full disk names no file, or the partial file."""
     try:
         yield
     except OSError as error:

@@ -94,18 +94,18 @@ class Fork(Generic[T]):
 
 
 def in_forks(call: Callable[[Sequence[Item]], Sequence[T]], items: Sequence[Item]) -> list[T]:
-    """What `call` returns for `items`, one value per item, with the items divided among forks, one per core.
+    """What `call` returns for `items`, a value per item, with the items divided among as many forks as there are cores.
 
     Raises RuntimeError if a fork has failed, which has then printed why.
     """
     cores = usable_cores()
     forks = [Fork(partial(call, items[at::cores])) for at in range(cores)]
-    found: dict[int, T] = {}
+    returned: dict[int, T] = {}
     for at, (values, code) in enumerate([fork.wait() for fork in forks]):  # waits for all: a failure leaves none behind
         if values is None:
             raise RuntimeError(f"a process that had a share of the work has ended with exit code {code}")
-        found |= dict(zip(range(at, len(items), cores), values, strict=True))
-    return [found[at] for at in range(len(items))]
+        returned |= dict(zip(range(at, len(items), cores), values, strict=True))
+    return [returned[at] for at in range(len(items))]
 
 
 def _be_fork(

@@ -1,4 +1,4 @@
-"""Looks up the GPUs that this process may use with NVML, the driver's library: CUDA would open a context on one."""
+"""Looks up the GPUs that this process may use with NVML, the driver's library: CUDA would open a context on a GPU."""
 
 import json
 import os
@@ -23,7 +23,7 @@ class Gpu:
 
 @cache
 def usable_gpus() -> tuple[Gpu, ...]:
-    """The usable GPUs in CUDA's order; () without a driver. CUDA itself is asked where NVML does not see them all."""
+    """The usable GPUs in CUDA's order; () without a driver. CUDA itself is asked where NVML may not see them all."""
     import pynvml
 
     try:
@@ -42,8 +42,8 @@ def usable_gpus() -> tuple[Gpu, ...]:
 
 def devices_here() -> str:
     """The devices of this machine, as `device` and an error name them: `cpu, cuda (2 x NVIDIA H200)`."""
-    found = Counter(gpu.name for gpu in usable_gpus())
-    return f"cpu, cuda ({', '.join(f'{number} x {name}' for name, number in found.items())})" if found else "cpu"
+    names = Counter(gpu.name for gpu in usable_gpus())
+    return f"cpu, cuda ({', '.join(f'{number} x {name}' for name, number in names.items())})" if names else "cpu"
 
 
 def look_again() -> None:
@@ -70,7 +70,7 @@ def _gpus_of_torch() -> tuple[Gpu, ...]:
     """The GPUs as torch lists them, asked in a subprocess: a process that has initialized CUDA can fork no workers."""
     program = "import json; from gpipe_cli.system.accelerator import device_list; print(json.dumps(device_list()))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    return () if done.returncode else tuple(Gpu(*one) for one in json.loads(done.stdout))
+    return () if done.returncode else tuple(Gpu(*properties) for properties in json.loads(done.stdout))
 
 
 def driver_version() -> str:
@@ -106,16 +106,16 @@ def visible(setting: str | None, uuids: Sequence[str]) -> list[int | str]:
     """
     if setting is None:
         return list(range(len(uuids)))
-    found: list[int | str] = []
+    listed: list[int | str] = []
     for entry in map(str.strip, setting.split(",")):
         if entry.startswith("MIG-"):
-            found.append(entry)
+            listed.append(entry)
             continue
         if re.fullmatch("[0-9]{1,9}", entry):
             matching = [int(entry)] if int(entry) < len(uuids) else []
         else:
             matching = [number for number, uuid in enumerate(uuids) if entry and uuid.startswith(entry)]
-        if len(matching) != 1 or matching[0] in found:
+        if len(matching) != 1 or matching[0] in listed:
             break
-        found += matching
-    return found
+        listed += matching
+    return listed

@@ -34,7 +34,7 @@ class Interrupt:
             raise self._asked
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt if the command was asked to end, even if an earlier one was lost."""
+        """Raise KeyboardInterrupt if the command was asked to end, even if an earlier exception was lost."""
         if self._asked is not None:
             raise self._asked
 
@@ -63,10 +63,10 @@ def interruptible(*, at_once: bool = True, on_stop: Callable[[], None] | None = 
 
 @contextmanager
 def deferred_signals() -> Iterator[Callable[[], None]]:
-    """Around a fork: defers signals to its end. An exception raised by a handler in an at-fork callback (logging has
-    one) would be printed and lost. Yields a function that ends the deferral, for the child, which begins inside.
+    """Around a fork: defers signals to its end. An exception raised by a handler in an at-fork callback (such as
+    logging's) would be printed and lost. Yields a function that ends the deferral, for the child, which begins inside.
 
-    A signal mask would not do: it covers one thread, and the kernel would hand the signal to one of NumPy's.
+    A signal mask would not do: it covers a single thread, and the kernel would hand the signal to NumPy's threads.
     """
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP, *STOPS)}
     ours = {number: handler for number, handler in handlers.items() if callable(handler)}
@@ -79,7 +79,7 @@ def deferred_signals() -> Iterator[Callable[[], None]]:
             signal.raise_signal(waiting.pop(0))
 
     for number in ours:
-        signal.signal(number, lambda number, frame: waiting.append(number))
+        signal.signal(number, lambda received, frame: waiting.append(received))
     try:
         yield restore
     finally:

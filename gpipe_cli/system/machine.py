@@ -36,7 +36,7 @@ def cpu_model() -> str:
     """The processor's name as its maker writes it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:  # not Linux
+    except OSError:  # systems other than Linux
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
@@ -48,7 +48,7 @@ def _values(root: Path, controller: str, file: str, files_of_version_1: str) -> 
     """
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:  # not Linux
+    except OSError:  # systems other than Linux
         return
     for line in lines:
         number, controllers, path = line.split(":", maxsplit=2)

@@ -14,7 +14,7 @@ class _Line:
     """The state of the terminal line."""
 
     def __init__(self) -> None:
-        self.title = ""  # the last one given
+        self.title = ""  # the last title given
         self.shown = 0  # characters on the line
 
 

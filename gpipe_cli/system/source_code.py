@@ -5,12 +5,12 @@ import subprocess
 from pathlib import Path
 from typing import TypedDict
 
-_PATIENCE_SECONDS = 1.0  # limit of one call of git: the disk may be slow, and no run is to wait for this
+_PATIENCE_SECONDS = 1.0  # limit of each call of git: the disk may be slow, and no run should wait for it
 
 
 class Commit(TypedDict):
     commit: str
-    changed: bool | None  # whether tracked files differ from the commit; None: git took too long to say
+    changed: bool | None  # whether tracked files differ from the commit; None if git took too long
 
 
 def commit_of(file: Path) -> Commit | None:
@@ -26,7 +26,7 @@ def commit_of(file: Path) -> Commit | None:
 
 
 def _git(file: Path, *arguments: str) -> str | None:
-    """What git prints about the working tree of `file`; None: git failed, or took too long."""
+    """What git prints about the working tree of `file`; None if git failed, or took too long."""
     # GIT_DIR and others, which a hook sets, would lead to another working tree
     environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
     try:

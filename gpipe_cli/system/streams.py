@@ -10,7 +10,7 @@ import sys
 
 
 class _Stream(io.FileIO):
-    """A file whose writes raise no error but BrokenPipeError; `error` is the first other one."""
+    """A file whose writes raise no error but BrokenPipeError; `error` is the first other error."""
 
     error: OSError | None = None
 
@@ -36,7 +36,7 @@ def prepare_streams() -> None:
 
 
 def lost_output() -> OSError | None:
-    """The first error that lost output to stdout; None: nothing was lost."""
+    """The first error that lost output to stdout; None if nothing was lost."""
     stream = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
     if not isinstance(stream, _Stream) or stream.error is None:
         return None
@@ -47,6 +47,6 @@ def _open_if_closed(number: int) -> OSError | None:
     try:
         os.fstat(number)
     except OSError as error:
-        os.open(os.devnull, os.O_RDWR)  # gets the smallest free descriptor, this one
+        os.open(os.devnull, os.O_RDWR)  # gets the smallest free descriptor, which is `number`
         return error
     return None

@@ -1,4 +1,4 @@
-"""The data that a process reads: inputs for the first stage, targets for the last one, the catalogue in every process.
+"""The data that a process reads: inputs for the first stage, targets for the last, the catalogue in every process.
 
 A catalogue says how many samples a split has and how long they are. From it, the seed and the settings, every process
 cuts the same mini-batches, so that their sizes need not be sent.
@@ -43,7 +43,7 @@ _MOST_VOCABULARY_BYTES = 2**28  # ten times the size of a million pieces
 
 @dataclass(frozen=True)
 class Reading:
-    """The training set or the test set as one process reads it."""
+    """The training set or the test set as a process reads it."""
 
     split: Split | None  # None in processes without the first or the last stage
     batches: MiniBatches
@@ -56,7 +56,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """Mini-batch `position` of `epoch` as one process reads it: the share of its pipeline. `inputs` must be called for
+    """Mini-batch `position` of `epoch` as a process reads it: the share of its pipeline. `inputs` must be called for
     mini-batches in the order in which they are loaded."""
 
     reading: Reading
@@ -145,7 +145,9 @@ class Data:
         InputError if an epoch of the resumed run had another number of steps.
         """
         stages = spec.layout.stages_of(process)
-        self._config, self._first, self._replica = config, 0 in stages, spec.layout.replica_of(process)
+        self._config = config
+        self._first = 0 in stages  # whether this process has the first stage
+        self._replica = spec.layout.replica_of(process)
         self._splits: tuple[Split, Split] | None = None
         # keys: True for the training set, False for the test set; empty without the first stage
         self._readings: dict[bool, Reading] = {}
@@ -173,10 +175,10 @@ class Data:
         """The training set or the test set as this process reads it. Call it in every process once they are connected:
         those without samples receive the catalogue. Raises InputError if processes read text with different tokens."""
         split = None if self._splits is None else self._splits[0 if training else 1]
-        known = split.catalogue if split is not None and self._first else None
+        own_catalogue = split.catalogue if split is not None and self._first else None
         vocabulary = _vocabulary_of(split)
         tokens = None if vocabulary is None else digest_of("tokens", [], [vocabulary.model])
-        catalogues, digests = zip(*control.collect((known, tokens)), strict=True)
+        catalogues, digests = zip(*control.collect((own_catalogue, tokens)), strict=True)
         if len({*digests} - {None}) > 1:
             why = "the processes read text with different tokens; give every machine the same text and tokenizer"
             raise InputError(f"dataset={self._config.dataset.name}: {why}")
@@ -198,7 +200,7 @@ class Data:
         if isinstance(train, TextSplit | PairSplit) and isinstance(test, TextSplit | PairSplit):
             size, asked = train.vocabulary.size, self._config.dataset.vocabulary  # type: ignore[union-attr]  # text
             facts = replace(facts, vocabulary=size, unigram_perplexity=unigram_perplexity(train, test))
-            if size < asked and not isinstance(self._config.model, HuggingFaceConfig):  # which keeps its own
+            if size < asked and not isinstance(self._config.model, HuggingFaceConfig):  # which keeps its own vocabulary
                 whose = "the tokenizer" if isinstance(train.vocabulary, PretrainedTokenizer) else "this text"
                 fewer = f"dataset.vocabulary={asked} is more than {whose} has; {size} makes the model smaller"
                 notes += (("vocabulary", fewer),)
@@ -222,7 +224,7 @@ class Data:
 
 
 def _vocabulary_of(split: Split | None) -> Vocabulary | PretrainedTokenizer | None:
-    """What maps text to tokens, None if there is no text."""
+    """The object that maps text to tokens, None if there is no text."""
     return getattr(split.windows if isinstance(split, MaskedText) else split, "vocabulary", None)
 
 
@@ -230,7 +232,7 @@ def mini_batches(config: TrainConfig, catalogue: Catalogue, *, training: bool, r
     """The mini-batches of a training set, or of a test set: all of its samples, in the same order each time. `replica`
     is the pipeline whose share of each mini-batch is read.
 
-    Raises InputError for a training set that is smaller than one mini-batch.
+    Raises InputError for a training set that is smaller than a mini-batch.
     """
     if training and config.batch_size is not None and config.batch_size > catalogue.samples:
         raise InputError(
@@ -252,7 +254,7 @@ def mini_batches(config: TrainConfig, catalogue: Catalogue, *, training: bool, r
 
 
 def refuse_short_last(config: TrainConfig, batches: MiniBatches) -> None:
-    """Raises InputError if the model or one of the replicas cannot train on the last mini-batch of an epoch, which may
+    """Raises InputError if the model or a replica cannot train on the last mini-batch of an epoch, which may
     have fewer samples than the others."""
     if config.batch_size is not None:
         smallest = min(batches.size(0, position) for position in range(batches.steps_per_epoch))
@@ -268,6 +270,6 @@ def workers_of(config: TrainConfig) -> int:
         return config.data_workers
     if config.text:
         return 0  # a batch of text is a few look-ups, cheaper than sending it between processes
-    # Decoding image files keeps several cores busy; more than 8 rarely help the host of one accelerator. For images in
-    # memory one process is enough to overlap loading with the step.
+    # Decoding image files keeps several cores busy; more than 8 rarely help the host of an accelerator. For images in
+    # memory a single process is enough to overlap loading with the step.
     return min(usable_cores(), 8) if config.dataset.name in DECODED else 1

@@ -50,20 +50,20 @@ class Engine(PipelinePart):
     averages: dict[int, WeightAverage]
     # stage -> name -> parameter, in global order; a tied weight has its name in every stage, that of its first use
     parameters: dict[int, dict[str, nn.Parameter]]
-    replicas: Replicas | None  # None: there is only one pipeline
+    replicas: Replicas | None  # None if there is only one pipeline
 
     def gradients(self) -> list[torch.Tensor]:
-        """The gradients of this process's parameters in global order, without parameters that have none."""
+        """The gradients of this process's parameters in global order; parameters without gradient are left out."""
         return [gradient for k in self.stages for gradient in gradients_of(self.parameters[k].values())]
 
     def counted(self) -> list[torch.Tensor]:
-        """Those of `gradients` that count: that of a tied weight only where it is used first."""
+        """The `gradients` that count in the norm: that of a tied weight only where it is used first."""
         return [gradient for k in self.stages for gradient in gradients_of(self.owned(k).values())]
 
     def owned(self, stage: int) -> dict[str, nn.Parameter]:
         """The parameters of a stage, without tied weights that an earlier stage has, too."""
-        layers = self.spec.layer_names[stage]
-        return {name: one for name, one in self.parameters[stage].items() if name.partition(".")[0] in layers}
+        layers, parameters = self.spec.layer_names[stage], self.parameters[stage]
+        return {name: parameter for name, parameter in parameters.items() if name.partition(".")[0] in layers}
 
     def set_progress(self, share: float) -> None:
         """Set the share of all training steps that is done, 0 to 1, in every stage (for scheduled drop-path)."""
@@ -90,7 +90,7 @@ class Engine(PipelinePart):
             yield
 
     def finish(self) -> None:
-        """At the end of a run: wait until all tensors are sent and all processes are here, before one disconnects."""
+        """At the end of a run: wait until all tensors are sent, and for all processes, before any disconnects."""
         self.executor.settle()
         self.control.barrier()
 
@@ -127,7 +127,9 @@ def build_engine(
         config=config,
         model=model,
         control=control,
-        optimizers={k: build_optimizer(config.optimizer, own) for k, own in parameters.items()},
+        optimizers={
+            k: build_optimizer(config.optimizer, stage_parameters) for k, stage_parameters in parameters.items()
+        },
         averages={k: WeightAverage(s.module, config.ema_decay) for k, s in stages.items()} if config.ema_decay else {},
         parameters=parameters,
         replicas=replicas,
@@ -148,5 +150,5 @@ def build_layers(
     module = materialize(model, first, layers, run_seed=config.seed, device=device, whole=whole, ties=spec.ties)
     freeze(module, spec.frozen)
     module.to(memory_format=MEMORY_FORMATS[spec.memory_format])
-    share_memory(module, spec.ties)  # not earlier: a move separates parameters that share memory
+    share_memory(module, spec.ties)  # last, as a move separates parameters that share memory
     return module

@@ -10,8 +10,8 @@ Notes = tuple[tuple[str, str], ...]  # lines of the banner: label, fact
 class DataFacts:
     """What the banner says about the data."""
 
-    train_samples: int | None = None  # None: the data was not opened, as in a dry run
-    test_samples: int | None = None  # None: as above
+    train_samples: int | None = None  # None if the data was not opened, as in a dry run
+    test_samples: int | None = None  # None as above
     vocabulary: int | None = None  # number of tokens; None for images
     languages: int | None = None  # number of languages; None except for translation
     unigram_perplexity: float | None = None  # of the test set, by token frequencies alone; None for images
@@ -24,7 +24,7 @@ class LayersCompiled:
 
     layers: int
     sizes: tuple[int, ...]  # sizes of micro-batches, in samples
-    graphs: int  # graphs of layers: equal layers in a process share one per size
+    graphs: int  # graphs of layers: equal layers in a process share a graph per size
     made: int  # forwards and backwards of these graphs that were compiled
     found: int  # found in torch's cache on disk; a forward and a backward that are found together count once
     seconds: float  # time of the slowest process
@@ -34,8 +34,8 @@ class LayersCompiled:
 class GraphsRecorded:
     """Which stages are replayed as graphs, over all processes."""
 
-    stages: int  # that are
-    causes: tuple[str, ...]  # for each other stage: its number, the layer, and why it cannot be
+    stages: int  # number of stages that are replayed
+    causes: tuple[str, ...]  # for each other stage: its number, the layer, and why it cannot be replayed
     seconds: float  # time of the slowest process
 
 
@@ -66,22 +66,22 @@ class TrainingReady:
     data: DataFacts
     notes: Notes
     first_step: int  # steps done before this run began
-    steps_per_epoch: int | None  # None: a dry run that has not opened the data
+    steps_per_epoch: int | None  # None in a dry run, which has not opened the data
     gpu_names: tuple[str, ...] = ()
     compiled: LayersCompiled | None = None
     graphs: GraphsRecorded | None = None
     test: Tested | None = None  # the last evaluation before the first step, of a resumed run
-    best: Tested | None = None  # the best one before it
+    best: Tested | None = None  # the best evaluation before the first step
 
 
 @dataclass(frozen=True)
 class StepDone:
-    """One optimizer step, sent during the next one. Losses and top-1/top-5 are means over the mini-batch's samples, for
+    """An optimizer step, sent during the next step. Losses and top-1/top-5 are means over the mini-batch's samples, for
     text over its tokens."""
 
-    step: int  # steps done, this one included: the first is 1
+    step: int  # steps done, with this step: the first is 1
     epoch: int  # the first is 1
-    position: int  # steps done in this epoch, this one included: the last is steps_per_epoch
+    position: int  # steps done in this epoch, with this step: the last is steps_per_epoch
     samples: int
     tokens: int | None  # tokens to predict, padding not counted; None for images
     lengths: tuple[int, ...]  # lengths, in tokens, to which the sentences were padded; () for images
@@ -89,12 +89,12 @@ class StepDone:
     loss: float  # the loss minimized, with label smoothing and the auxiliary head
     cross_entropy: float  # unit: nats
     top1: float  # share of correct predictions, 0 to 1
-    top5: float | None  # of images with one class; else None
+    top5: float | None  # of images with a single class; else None
     learning_rate: float
     gradient_norm: float  # over all stages, before clipping
     memory_bytes: tuple[int, ...]  # peak memory of each stage so far
     without_core: tuple[float, ...]  # per stage, the share of its computing time without a core; 0 on a GPU
-    # The next two are counted in one of the first steps, the last also in the first, and None in all others.
+    # The next two are counted in one of the first steps, `library_bytes` also in the first; else they are None.
     activation_bytes: tuple[int, ...] | None  # per stage, the most bytes of activations saved at once
     library_bytes: tuple[int, ...] | None  # per stage, memory of its process's libraries; None on GPUs
 
@@ -117,7 +117,7 @@ class Evaluated(Tested):
 
 @dataclass(frozen=True)
 class CheckpointComing:
-    """A checkpoint is written but for its name; it gets that once all that was reported before is on disk."""
+    """A checkpoint is written but for its name; it gets its name once all that was reported before is on disk."""
 
     step: int
 
@@ -174,7 +174,7 @@ class EvaluationDone:
     scores: Scores
     seconds: float  # of the pass over the test set, without decoding
     unigram_perplexity: float | None  # None for images
-    translation: "TranslationScores | None"  # None: nothing was decoded
+    translation: "TranslationScores | None"  # None if nothing was decoded
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ class FileEvaluated:
 
 @dataclass(frozen=True)
 class Translation:
-    """One sentence of the test set, with the model's translation."""
+    """A sentence of the test set, with the model's translation."""
 
     pair: str  # `de-en`
     source: str
@@ -211,11 +211,11 @@ class TranslationScores:
     bleu: float
     chrf: float
     bleu_copy: float  # BLEU of the sources, taken as translations
-    chrf_copy: float  # chrF of the same
+    chrf_copy: float  # chrF of the sources
     sentences: int  # sentences decoded
     of: int  # sentences in the test set
     beam: int
     seconds: float  # time to decode
     bleu_signature: str  # sacreBLEU's description of how `bleu` was computed
-    chrf_signature: str  # and `chrf`
+    chrf_signature: str  # the same for `chrf`
     examples: tuple[Translation, ...]

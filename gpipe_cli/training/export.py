@@ -1,5 +1,5 @@
-"""`gpipe export`: a run's model as one plain file, which other programs read without this package; as transformers'
-own folder if it is one of theirs (`hugging_face_folder.py`).
+"""`gpipe export`: a run's model as a single plain file, which other programs read without this package; a model
+of transformers also as the folder that transformers itself writes (`hugging_face_folder.py`).
 
 If timm builds the network, tensors have timm's names, without the names of our layers before them; otherwise those of
 `nn.Sequential.state_dict`. Metadata says what the numbers mean: model settings, tied weights, classes, normalization of
@@ -51,19 +51,19 @@ from gpipe_cli.units import plural
 def write_model(config: ExportConfig, checkpoint: Path, file: Path, threads: int, process: WorkerProcess) -> None:
     """Write the model of a checkpoint to `file`, and report that.
 
-    Raises InputError, one line, for a model that cannot be exported in this format, and for missing evaluation data.
+    Raises InputError for a model that cannot be exported in this format, and for missing evaluation data.
     """
     control, _ = process.connect()
     with control.waits(Awaited.COMPILER):  # minutes, for a large model
         model = whole_model(config.training, checkpoint)
         facts = _facts(config, checkpoint, model)
         texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in facts.items()}
-        of_timm = _timm_arguments(config.training) is not None
+        by_timm = _timm_arguments(config.training) is not None
         # a layer made of timm's modules holds them under the names that they have in timm's whole network
-        tensors = {name.partition(".")[2] if of_timm else name: tensor for name, tensor in model.state_dict().items()}
+        tensors = {name.partition(".")[2] if by_timm else name: tensor for name, tensor in model.state_dict().items()}
         holds = plural(len(tensors), "tensor")
         match config.format:
-            case "safetensors":  # which refuses one tensor under two names
+            case "safetensors":  # which refuses a tensor under two names
                 once = {name: tensor for name, tensor in tensors.items() if name not in facts.get("tied", {})}
                 write_whole(file, safetensors_parts(_contiguous(once), {"format": "pt", **texts}))
             case "torch":
@@ -75,7 +75,8 @@ def write_model(config: ExportConfig, checkpoint: Path, file: Path, threads: int
                 write_whole(file, serialized)
                 holds = "for batches of any size" if any_batch else "for one sample at a time"
             case "hf":
-                tokenizer, classes = saved_tokenizer(Path(config.run)), facts.get("classes", [])
+                tokenizer = saved_tokenizer(Path(config.run))
+                classes = facts.get("classes", [])
                 holds = plural(write_folder(config.training.model.name, model, file, tokenizer, classes), "tensor")
     content_bytes = sum(path.stat().st_size for path in ([file] if file.is_file() else file.rglob("*")))
     process.report(events.ModelWritten(content_bytes, holds, _call(config, file)))
@@ -198,7 +199,8 @@ def _program(
     else:
         import timm
 
-        model, by = timm.create_model(**arguments, checkpoint_path=str(file)), f"timm {timm.__version__}"
+        model = timm.create_model(**arguments, checkpoint_path=str(file))
+        by = f"timm {timm.__version__}"
     memory_format = MEMORY_FORMATS[spec.memory_format]
     model.eval().to(device).to(memory_format=memory_format)
 

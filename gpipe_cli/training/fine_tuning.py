@@ -1,4 +1,4 @@
-"""A run that begins with the weights of another one (paper section 4: ImageNet's AmoebaNet-B on eight other data sets).
+"""A run that begins with the weights of another run (paper section 4: ImageNet's AmoebaNet-B on eight other data sets).
 
 All weights are taken but those of the classifier, which are initialized anew if the classes differ. Training begins at
 step 0 with a fresh optimizer. Averaged weights are taken if the other run has any, as it was evaluated with them.
@@ -27,10 +27,11 @@ from gpipe_cli.units import count, plural
 def fine_tune(engine: Engine, checkpoint: Path | None) -> Notes:
     """Copy the weights of the checkpoint that `init_from` led to into this process's stages, unless the run is resumed.
     Returns the banner's lines about taken and frozen weights. Raises as `find_taking` does."""
-    config, frozen = engine.config, frozen_facts(engine.spec)
+    config = engine.config
+    frozen = frozen_facts(engine.spec)
     if config.init_from is None or config.resume is not None or checkpoint is None:
         return frozen
-    both, new = find_taking(config, engine.model, checkpoint)
+    match, new = find_taking(config, engine.model, checkpoint)
     for k, stage in engine.stages.items():
         tensors = stage_tensors(engine.spec, k, checkpoint, ("model", "ema"))
         values = select(tensors, "model") | select(tensors, "ema")  # only floating-point tensors have averages
@@ -41,13 +42,13 @@ def fine_tune(engine: Engine, checkpoint: Path | None) -> Notes:
             if k in engine.averages:
                 for name, average in engine.averages[k].average.items():
                     average.copy_(state[name])
-    return (*_taken_facts(both, new, engine.spec), *frozen)
+    return (*_taken_facts(match, new, engine.spec), *frozen)
 
 
 def find_weights(config: TrainConfig, warn: Callable[[str], None]) -> Path:
-    """The best checkpoint of the run `init_from`; if that is damaged, the newest intact one, and `warn` gets a line.
+    """The best checkpoint of the run `init_from`; if it is damaged, the newest that is intact, and `warn` gets a line.
 
-    Raises InputError, one line, as `find_taking` does, or if the run has no checkpoint that can be used.
+    Raises InputError, as `find_taking` does, or if the run has no checkpoint that can be used.
     """
     assert config.init_from is not None
     check = partial(find_taking, config, build_model(config))
@@ -58,31 +59,31 @@ def find_taking(config: TrainConfig, model: nn.Sequential, checkpoint: Path) -> 
     """How a checkpoint matches `model`, and the names of the tensors that stay new under `init_from` and `init_head`;
     all others are taken from the checkpoint.
 
-    Raises InputError, one line, for a checkpoint of another architecture (naming what differs) and for a classifier
+    Raises InputError for a checkpoint of another architecture (naming what differs) and for a classifier
     that does not fit under init_head=keep; DamagedError for a checkpoint that lacks a tensor or cannot be read.
     """
     assert config.init_from is not None
-    both = CheckpointMatch.of("init_from", Path(config.init_from), checkpoint, config, model)
-    here, there = both.here, both.there
-    classifier = classifier_of(config, model) & here.keys()  # a tied matrix is taken with the embedding
-    _refuse_other_names(both, classifier)
-    absent = frozenset(name for name in here if _layer(name) not in both.index.layers)  # an auxiliary head
-    both.refuse_other_tokens()
-    both.refuse_other_shapes(sorted(here.keys() - classifier - absent))
-    unfit = sorted(name for name in classifier - absent if there.get(name) != here[name])
+    match = CheckpointMatch.of("init_from", Path(config.init_from), checkpoint, config, model)
+    shapes, saved_shapes = match.shapes, match.saved_shapes
+    classifier = classifier_of(config, model) & shapes.keys()  # a tied matrix is taken with the embedding
+    _refuse_other_names(match, classifier)
+    absent = frozenset(name for name in shapes if _layer(name) not in match.index.layers)  # an auxiliary head
+    match.refuse_other_tokens()
+    match.refuse_other_shapes(sorted(shapes.keys() - classifier - absent))
+    unfit = sorted(name for name in classifier - absent if saved_shapes.get(name) != shapes[name])
     if unfit and config.init_head == "keep":
         raise InputError(
-            f"init_head=keep: {unfit[0]} has shape {there.get(unfit[0], 'none')} in {config.init_from} and "
-            f"{here[unfit[0]]} here; use init_head=new, or the same classes"
+            f"init_head=keep: {unfit[0]} has shape {saved_shapes.get(unfit[0], 'none')} in {config.init_from} and "
+            f"{shapes[unfit[0]]} here; use init_head=new, or the same classes"
         )
-    same = not unfit and _identity(both.source.dataset) == _identity(config.dataset)
+    same = not unfit and _identity(match.source.dataset) == _identity(config.dataset)
     kept = config.init_head == "keep" or (config.init_head == "auto" and same)
     new = absent if kept else absent | classifier
     taken = {name: tensor for name, tensor in saved_state(model).items() if name not in new}
-    averages = taken if both.index.progress.ema_updates else {}
-    both.refuse_damaged({f"model/{name}": tensor for name, tensor in taken.items()})
-    both.refuse_damaged({f"ema/{name}": tensor for name, tensor in averages.items() if tensor.is_floating_point()})
-    return both, new
+    averages = taken if match.index.progress.ema_updates else {}
+    match.refuse_damaged({f"model/{name}": tensor for name, tensor in taken.items()})
+    match.refuse_damaged({f"ema/{name}": tensor for name, tensor in averages.items() if tensor.is_floating_point()})
+    return match, new
 
 
 def frozen_facts(spec: PipelineSpec) -> Notes:
@@ -102,14 +103,14 @@ def frozen_facts(spec: PipelineSpec) -> Notes:
     return (("frozen", fact),)
 
 
-def _taken_facts(both: CheckpointMatch, new: frozenset[str], spec: PipelineSpec) -> Notes:
+def _taken_facts(match: CheckpointMatch, new: frozenset[str], spec: PipelineSpec) -> Notes:
     """The banner's lines about the layers that were taken and those that are new."""
-    taken_layers, new_layers = _layers_of(both.here.keys() - new), _layers_of(new)
+    taken_layers, new_layers = _layers_of(match.shapes.keys() - new), _layers_of(new)
     layers = [name for names in spec.layer_names for name in names]
     parts = [layer for layer in layers if layer in taken_layers & new_layers]
     fact = plural(len(taken_layers - new_layers), "layer") + (f" and part of {', '.join(parts)}" if parts else "")
-    progress = both.index.progress
-    fact += f" from {both.config.init_from} (best, step {progress.step}"
+    progress = match.index.progress
+    fact += f" from {match.config.init_from} (best, step {progress.step}"
     fact += f"{', averaged weights' if progress.ema_updates else ''})"
     fresh = [layer for layer in layers if layer in new_layers - taken_layers]
     inside = sorted({name.rpartition(".")[0] for name in new if _layer(name) in parts})
@@ -118,11 +119,12 @@ def _taken_facts(both: CheckpointMatch, new: frozenset[str], spec: PipelineSpec)
     return (("taken", fact), ("new", "; ".join(said) or "nothing, the classifier is that run's"))
 
 
-def _refuse_other_names(both: CheckpointMatch, classifier: frozenset[str]) -> None:
+def _refuse_other_names(match: CheckpointMatch, classifier: frozenset[str]) -> None:
     """Raises InputError if the names of layers, or of tensors in them, differ; AmoebaNet's auxiliary head, a second
-    classifier in the middle, may be on one side only."""
-    here, there, config, source = both.here, both.there, both.config, both.source
-    layers_here, layers_there = (list(dict.fromkeys(map(_layer, names))) for names in (here, there))
+    classifier in the middle, may be in the model alone or in the checkpoint alone."""
+    names, saved_names = match.shapes.keys(), match.saved_shapes.keys()
+    config, source = match.config, match.source
+    layers_here, layers_there = (list(dict.fromkeys(map(_layer, tensors))) for tensors in (names, saved_names))
     extra = _layers_of(classifier) - {layers_here[-1]}
     only_here = [layer for layer in layers_here if layer not in layers_there and layer not in extra]
     only_there = [layer for layer in layers_there if layer not in layers_here]
@@ -130,16 +132,16 @@ def _refuse_other_names(both: CheckpointMatch, classifier: frozenset[str]) -> No
         extra = _layers_of(classifier_of(source, build_model(source))) - {layers_there[-1]}
         only_there = [layer for layer in only_there if layer not in extra]
     if not only_here and not only_there:  # the same layers: compare their tensors
-        both_have = {*layers_here} & {*layers_there}
-        only_here = [n for n in here if _layer(n) in both_have and n not in there and n not in classifier]
-        only_there = [n for n in there if _layer(n) in both_have and n not in here]
-    both.refuse_other_names(only_here, only_there)
+        common = {*layers_here} & {*layers_there}
+        only_here = [n for n in names if _layer(n) in common and n not in saved_names and n not in classifier]
+        only_there = [n for n in saved_names if _layer(n) in common and n not in names]
+    match.refuse_other_names(only_here, only_there)
 
 
 def _identity(dataset: DatasetConfig) -> tuple[object, ...]:
     """A key that is equal for data sets with the same classes; for a user's own files it includes their folder."""
-    own = dataset.name in ("image_folder", "image_masks", "text_files", "parallel_text")
-    place = Path(dataset.root).resolve() if own and dataset.root is not None else None
+    of_user = dataset.name in ("image_folder", "image_masks", "text_files", "parallel_text")
+    place = Path(dataset.root).resolve() if of_user and dataset.root is not None else None
     classes = (
         (dataset.num_classes, dataset.classes)
         if isinstance(dataset, ImagesConfig)

@@ -14,7 +14,7 @@ from gpipe_cli.models.hugging_face_weights import as_transformers, found_file
 from gpipe_cli.pipeline.runtime.boundary import Tensors
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
-ONE_FILE = 2**62  # bytes: as of all other formats
+ONE_FILE = 2**62  # bytes: a single file, as in all other formats
 
 
 def write_folder(
@@ -32,8 +32,8 @@ def write_folder(
     with TemporaryDirectory(prefix=".", dir=folder.parent) as draft:
         model.save_pretrained(draft, max_shard_size=ONE_FILE)
         files = dict(tokenizer)
-        if model.can_generate() and (own := found_file(source, GENERATION)) is not None:
-            files[GENERATION] = own.read_bytes()
+        if model.can_generate() and (saved := found_file(source, GENERATION)) is not None:
+            files[GENERATION] = saved.read_bytes()
         for name, content in files.items():
             (Path(draft) / name).parent.mkdir(parents=True, exist_ok=True)
             (Path(draft) / name).write_bytes(content)

@@ -63,8 +63,8 @@ class Milestones:
         """Raises InputError if a resumed run has done all its steps already."""
         if step < self.end_step:
             return
-        epochs, ended = self.config.epochs, self.end_step == self.total_steps
-        limit, more = ("epochs", epochs + 1) if ended else ("max_steps", step + 1)
+        by_epochs = self.end_step == self.total_steps
+        limit, more = ("epochs", self.config.epochs + 1) if by_epochs else ("max_steps", step + 1)
         raise InputError(
             f"resume={self.config.resume}: that run has done {step} steps, and {limit} allows {self.end_step}; "
             f"nothing is left to do, use {limit}={more} or more"
@@ -74,12 +74,12 @@ class Milestones:
         return self._due(step, self.config.evaluate_every_epochs * self.steps_per_epoch)
 
     def saves_after(self, step: int) -> bool:
-        every = self.config.checkpoint
-        return self._due(step, every.every_epochs * self.steps_per_epoch, every.every_steps)
+        checkpoint = self.config.checkpoint
+        return self._due(step, checkpoint.every_epochs * self.steps_per_epoch, checkpoint.every_steps)
 
     def _due(self, step: int, *intervals: int) -> bool:
-        """Whether `step` is the last one, or a multiple of one of the intervals; an interval of 0 means never."""
-        ends = step == self.end_step or any(every > 0 and step % every == 0 for every in intervals)
+        """Whether `step` is the last, or a multiple of any of the intervals; an interval of 0 means never."""
+        ends = step == self.end_step or any(interval > 0 and step % interval == 0 for interval in intervals)
         return ends and not self.only_steps
 
 

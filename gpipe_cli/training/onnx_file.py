@@ -19,7 +19,7 @@ from gpipe_cli.config.typed import RefusedError, with_type
 from gpipe_cli.pipeline.runtime.boundary import Tensors, as_tuple, as_value
 from gpipe_cli.units import size
 
-# A file is one Protocol Buffers message of at most 2 GiB: https://protobuf.dev/programming-guides/proto-limits
+# A file is a Protocol Buffers message of at most 2 GiB: https://protobuf.dev/programming-guides/proto-limits
 MOST_BYTES = 2**31 - 2**20  # of tensors; 1 MiB is left for the rest of the file
 NAMES = {
     "classification": ("images",),
@@ -90,10 +90,10 @@ def _differs(config: TrainConfig, model: nn.Sequential, content: bytes, threads:
     inputs = _examples(config, 3 if any_batch else 1, shorter)
     with torch.no_grad():
         wanted = as_tuple(model(as_value(inputs)))[0]
-    found = onnx_program(content, threads)[1](inputs)[0]
-    if found.shape != wanted.shape:
-        return f"its logits have shape {tuple(found.shape)} in place of {tuple(wanted.shape)}"
-    difference, largest = (found - wanted).abs().max().item(), wanted.abs().max().item()
+    logits = onnx_program(content, threads)[1](inputs)[0]
+    if logits.shape != wanted.shape:
+        return f"its logits have shape {tuple(logits.shape)} in place of {tuple(wanted.shape)}"
+    difference, largest = (logits - wanted).abs().max().item(), wanted.abs().max().item()
     if difference <= TOLERANCE * largest:
         return ""
     return f"a logit differs by {difference:.2g}, the largest is {largest:.2g}"
@@ -115,9 +115,10 @@ def onnx_program(file: Path | bytes, threads: int) -> tuple[str, Callable[[Tenso
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads, options.log_severity_level = threads, 4  # fatal only: it also raises what it logs
-    given = str(file) if isinstance(file, Path) else file
-    session = onnxruntime.InferenceSession(given, options, providers=["CPUExecutionProvider"])
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 4  # fatal only: onnxruntime also raises the errors that it logs
+    path_or_content = str(file) if isinstance(file, Path) else file
+    session = onnxruntime.InferenceSession(path_or_content, options, providers=["CPUExecutionProvider"])
     names = [described.name for described in session.get_inputs()]
     one_by_one = session.get_inputs()[0].shape[0] == 1
 
@@ -126,7 +127,8 @@ def onnx_program(file: Path | bytes, threads: int) -> tuple[str, Callable[[Tenso
             samples = zip(*(tensor.split(1) for tensor in inputs), strict=True)
             parts = [outputs_of_session(sample) for sample in samples]
             return tuple(torch.cat(part) for part in zip(*parts, strict=True))
-        found: list[Any] = session.run(None, {n: np.ascontiguousarray(t) for n, t in zip(names, inputs, strict=True)})
-        return tuple(torch.from_numpy(output) for output in found)
+        arrays = {name: np.ascontiguousarray(tensor) for name, tensor in zip(names, inputs, strict=True)}
+        outputs: list[Any] = session.run(None, arrays)
+        return tuple(torch.from_numpy(output) for output in outputs)
 
     return f"onnxruntime {onnxruntime.__version__}", outputs_of_session

@@ -1,5 +1,5 @@
-"""What a process has of a pipeline, put together from its cut: for a run (`engine.py`), or for a program of the user's
-own (`library/`)."""
+"""A process's part of a pipeline, built from the pipeline's cut: for a run (`engine.py`), or for a user's own program
+(`library/`)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -60,7 +60,8 @@ def build_part(
     """Connect the stages of a process, given by its rank in the run, with each other and, over `groups`, with those of
     other processes."""
     layout = spec.layout
-    number, device = process % layout.of_pipeline, torch.device(layout.device_of(process))
+    number = process % layout.of_pipeline
+    device = torch.device(layout.device_of(process))
     boundaries = Boundaries(spec.training_boundaries, spec.evaluation_boundaries, MEMORY_FORMATS[spec.memory_format])
     transport: Transport
     if groups is None or not layout.distributed:

@@ -1,13 +1,13 @@
-"""One training step and one pass over the test set, for any number of processes.
+"""A training step and a pass over the test set, for any number of processes.
 
 Nothing here depends on whether the run is distributed: a process works on its own stages, and gets everything else by
-one gather per step. For that gather each process packs its own metrics into a float64 vector of four parts:
+a gather in each step. For that gather each process packs its own metrics into a float64 vector of four parts:
 
     sums       (5,)     over the mini-batch: elements, loss, cross-entropy, top-1, top-5
     stages     (K, 4)   the fields of `StageMetrics` for each stage
-    norms      (P,)     of its parameters' gradients, in global order; -1 for a parameter without one, and as padding
+    norms      (P,)     of its parameters' gradients, in global order; -1 for parameters without gradient and as padding
                         (P is the most parameters of any process)
-    recording  (S,)     `Recording.seconds` of the process's stages, one after another
+    recording  (S,)     `Recording.seconds` of the process's stages, concatenated
 
 Other numbers that it does not know are 0: sums are added up over all processes, and metrics of a stage are maxima over
 them. Norms and recordings are those of the first replica.
@@ -41,7 +41,7 @@ from gpipe_cli.training.engine import Engine
 
 @dataclass(frozen=True)
 class StageMetrics:
-    """Metrics of one stage, measured in its process; with several replicas, the maximum of each."""
+    """Metrics of a stage, measured in its process; with several replicas, the maximum of each."""
 
     memory_bytes: float  # peak memory so far
     activation_bytes: float  # most bytes of activations saved at once in this step; 0 if not counted
@@ -62,7 +62,7 @@ class StepNumbers:
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """The metrics of one step, gathered from all processes."""
+    """The metrics of a step, gathered from all processes."""
 
     totals: Totals  # over the mini-batch
     gradient_norm: float  # over all stages, before clipping
@@ -71,15 +71,16 @@ class StepMetrics:
 
 
 def rehearse(engine: Engine, mini_batch: MiniBatch, schedule: Schedule) -> None:
-    """Run a mini-batch's first micro-batch by a schedule of one; gradients and statistics are then as after a step,
+    """Run a mini-batch's first micro-batch alone, by `schedule`; gradients and statistics are then as after a step,
     weights as before. The mini-batch must be the next to be loaded, and stays so.
 
     Raises as the executor does.
     """
-    if not mini_batch.share.sizes:  # fewer samples than replicas: this one has none of them
+    if not mini_batch.share.sizes:  # fewer samples than replicas: this replica has none
         return
     samples = mini_batch.share.sizes[0]
-    inputs, targets = None, mini_batch.targets() if engine.has_last else None
+    inputs = None
+    targets = mini_batch.targets() if engine.has_last else None
     if (loaded := mini_batch.reading.loaded) is not None:
         with engine.control.waits(Awaited.DATA):
             whole = loaded.peek()
@@ -136,18 +137,19 @@ def update_weights(engine: Engine, numbers: StepNumbers, rate: float) -> None:
         if control.size > 1:
             with control.waits(Awaited.PROCESS):  # see `gather_metrics`
                 padded = numbers.read_norms()
-            norms = _known(control.gather(padded)()[: engine.spec.layout.of_pipeline]).to(norms.device)
+            gathered = control.gather(padded)()[: engine.spec.layout.of_pipeline]
+            norms = _without_padding(gathered).to(norms.device)
         clip(engine.gradients(), norms, largest)
     for k, optimizer in engine.optimizers.items():
-        now = engine.executor.recorder.clocks[k].now
-        begun = now()
+        clock = engine.executor.recorder.clocks[k]
+        begun = clock.now()
         if optimizer is not None:
             set_learning_rate(optimizer, rate)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         if k in engine.averages:
             engine.averages[k].update(engine.stages[k].statistics.newest)
-        numbers.recording.update(k, begun, now())
+        numbers.recording.update(k, begun, clock.now())
 
 
 def evaluate(engine: Engine, test: Reading) -> Totals:
@@ -175,9 +177,9 @@ def objective_of(
     """The loss that the last stage, on `device`, minimises. `targets` are from `MiniBatch.targets`; None gives None."""
     if targets is None:
         return None
-    of_share, elements = targets
+    share_targets, elements = targets
     return CrossEntropy(
-        of_share,
+        share_targets,
         sizes,
         elements=elements,
         label_smoothing=label_smoothing,
@@ -204,7 +206,8 @@ def _run(
 ) -> tuple[Recording, CrossEntropy | None]:
     """Run this pipeline's share of a mini-batch, by the schedule for its number of micro-batches. The objective is None
     without the last stage. With `replicas`, the sums of gradients are still in flight when this returns."""
-    share, inputs = mini_batch.share, None
+    share = mini_batch.share
+    inputs = None
     targets = mini_batch.targets() if engine.has_last else None
     objective = objective_of(engine.config, targets, share.sizes, label_smoothing, engine.last_device)
     if share.sizes:
@@ -222,16 +225,16 @@ def gather_metrics(engine: Engine, numbers: StepNumbers) -> Callable[[], StepMet
     converted to the clock of process 0."""
     spec, control = engine.spec, engine.control
     sizes = len(fields(Totals)), spec.partitions * len(fields(StageMetrics)), spec.most_parameter_tensors
-    stages_here = max(len(spec.layout.stages_of(process)) for process in range(spec.layout.of_pipeline))
+    most_stages = max(len(spec.layout.stages_of(process)) for process in range(spec.layout.of_pipeline))
 
     def parts(vector: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        sums, of_stages, of_gradients, recorded = vector.split([*sizes, len(vector) - sum(sizes)])
-        return sums, of_stages.view(spec.partitions, -1), of_gradients, recorded
+        sums, stages, norms, recorded = vector.split([*sizes, len(vector) - sum(sizes)])
+        return sums, stages.view(spec.partitions, -1), norms, recorded
 
-    vector = torch.zeros(sum(sizes) + stages_here * room(engine.config.micro_batches), dtype=torch.float64)
+    vector = torch.zeros(sum(sizes) + most_stages * room(engine.config.micro_batches), dtype=torch.float64)
     to_sums, to_stages, to_norms, to_recording = parts(vector)
-    for k, of_stage in numbers.stages.items():
-        to_stages[k] = torch.tensor(astuple(of_stage), dtype=torch.float64)
+    for k, stage_metrics in numbers.stages.items():
+        to_stages[k] = torch.tensor(astuple(stage_metrics), dtype=torch.float64)
     with control.waits(Awaited.PROCESS):  # reading from a GPU blocks while that GPU waits for another process
         if numbers.totals is not None:
             to_sums.copy_(torch.tensor(astuple(numbers.totals()), dtype=torch.float64))
@@ -247,13 +250,14 @@ def gather_metrics(engine: Engine, numbers: StepNumbers) -> Callable[[], StepMet
         all_sums, all_stages, all_norms, recordings = zip(*map(parts, gathered()), strict=True)
         recorded: list[list[float]] = [[]] * spec.partitions
         for process in range(spec.layout.of_pipeline):
-            values = iter(recordings[process].tolist())
+            of_process = iter(recordings[process].tolist())
             for stage in spec.layout.stages_of(process):
-                recorded[stage] = list(islice(values, MARKS * len(schedule.stages[stage]) + ENDS))
+                recorded[stage] = list(islice(of_process, MARKS * len(schedule.stages[stage]) + ENDS))
         _refuse_different(engine, all_norms)
-        of_stages = torch.stack(all_stages).amax(dim=0).tolist()  # the largest over replicas
-        norm = float(global_norm(_known(all_norms[: spec.layout.of_pipeline])))
-        return StepMetrics(_sum(all_sums), norm, tuple(StageMetrics(*of) for of in of_stages), recorded)
+        largest = torch.stack(all_stages).amax(dim=0).tolist()  # over processes, and so over replicas
+        norm = float(global_norm(_without_padding(all_norms[: spec.layout.of_pipeline])))
+        stages = tuple(StageMetrics(*values) for values in largest)
+        return StepMetrics(_sum(all_sums), norm, stages, recorded)
 
     return metrics
 
@@ -264,12 +268,12 @@ def _sum(parts: Sequence[torch.Tensor]) -> Totals:
 
 
 def norms_of(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """The norm of each gradient, float64 (P,), on the device of the first one; the host does not wait for a GPU."""
+    """The norm of each gradient, float64 (P,), on the device of the first gradient; without waiting for a GPU."""
     if not gradients:
         return torch.zeros(0, dtype=torch.float64)
     by_device = groupby(torch._foreach_norm(gradients), key=attrgetter("device"))
-    norms = [torch.stack(list(of_device)).double() for _, of_device in by_device]
-    return torch.cat([of_device.to(norms[0].device, non_blocking=True) for of_device in norms])
+    stacks = [torch.stack(list(norms)).double() for _, norms in by_device]
+    return torch.cat([stack.to(stacks[0].device, non_blocking=True) for stack in stacks])
 
 
 def without_negative_zeros(gradients: list[torch.Tensor]) -> None:
@@ -288,20 +292,20 @@ def clip(gradients: list[torch.Tensor], norms: torch.Tensor, largest: float) -> 
 
 
 def _refuse_different(engine: Engine, norms: Sequence[torch.Tensor]) -> None:
-    """Raises InputError if a parameter has a gradient in one replica only, and RuntimeError if its gradients have
+    """Raises InputError if a parameter has a gradient in some replicas only, and RuntimeError if its gradients have
     different norms in two replicas: their weights would diverge. `norms`, (P,) each, are those of all processes."""
     spec = engine.spec
-    for process, found in enumerate(norms):
-        first = norms[process % spec.layout.of_pipeline]
-        close = torch.isclose(found, first, rtol=1e-3, equal_nan=True)
+    for process, process_norms in enumerate(norms):
+        first_norms = norms[process % spec.layout.of_pipeline]
+        close = torch.isclose(process_norms, first_norms, rtol=1e-3, equal_nan=True)
         place = int(close.int().argmin())  # the first that is not close, if any
         if close[place]:
             continue
         layers = {layer for k in spec.layout.stages_of(process) for layer in spec.layer_names[k]}
         names = [name for name, _ in engine.model.named_parameters() if name.partition(".")[0] in layers]
-        both = f"in replicas 0 and {spec.layout.replica_of(process)}"
-        where = f"replicas={spec.layout.replicas}: {both}, the gradient of {names[place]}"
-        if -1.0 not in (float(first[place]), float(found[place])):
+        replica = spec.layout.replica_of(process)
+        where = f"replicas={spec.layout.replicas}: in replicas 0 and {replica}, the gradient of {names[place]}"
+        if -1.0 not in (float(first_norms[place]), float(process_norms[place])):
             raise RuntimeError(f"{where} differs after it was summed")
         raise InputError(
             f"{where} exists in only one of them; which parameters a layer uses must not depend on the samples; "
@@ -316,7 +320,7 @@ def _padded(norms: Callable[[], torch.Tensor], have: Sequence[int], length: int)
     return padded
 
 
-def _known(padded: Sequence[torch.Tensor]) -> torch.Tensor:
+def _without_padding(padded: Sequence[torch.Tensor]) -> torch.Tensor:
     """The norms of all processes, in global order, without their padding."""
     together = torch.cat(list(padded))
     return together[together != -1]

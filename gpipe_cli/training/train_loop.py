@@ -59,7 +59,7 @@ def train(
     source: Path | None = None,
     only_steps: bool = False,
 ) -> None:
-    """Train as one process of the run. `source` is the checkpoint that is resumed, or whose weights `init_from` takes.
+    """Train as a process of the run. `source` is the checkpoint that is resumed, or whose weights `init_from` takes.
 
     With `only_steps`, for a measurement, nothing is evaluated and no checkpoint is written.
 
@@ -67,8 +67,9 @@ def train(
     CheckpointError and DivergedError.
     """
     # The order matters: data loaders must be forked while this process has no threads, connections or CUDA context (1);
-    # a process without data gets the lengths of samples from one that has it (2); weights take memory, and are created
-    # once the data is known to be good (3); nothing is written into the run folder before all checks have passed (4).
+    # a process without data gets the lengths of samples from another, which has it (2); weights take memory, and are
+    # created once the data is known to be good (3); nothing is written into the run folder before all checks have
+    # passed (4).
 
     # --- 1. Find the starting point; open the data, start its loaders --------------------------------------------
     begun_bytes = own_bytes()
@@ -93,8 +94,8 @@ def train(
     progress = replace(start, steps_per_epoch=training.batches.steps_per_epoch)
     milestones.refuse_finished(progress.step)
     compiled = _compile(engine, training.batches) if config.compile else None
-    of_others = isinstance(config.model, CustomConfig | TimmConfig | HuggingFaceConfig)
-    if config.check_layers and not only_steps and of_others:
+    foreign = isinstance(config.model, CustomConfig | TimmConfig | HuggingFaceConfig)
+    if config.check_layers and not only_steps and foreign:
         notes = (*notes, _check_layers(engine, training, progress))
     recorded = _record_graphs(engine, training, progress) if engine.uses_graphs else None
 
@@ -112,7 +113,7 @@ def train(
 
 @dataclass
 class Training:
-    """The steps, evaluations and checkpoints of one process, once everything is set up."""
+    """The steps, evaluations and checkpoints of a process, once everything is set up."""
 
     engine: Engine
     process: WorkerProcess
@@ -124,7 +125,8 @@ class Training:
     begun_bytes: int  # this process's memory when `train` began
 
     def __post_init__(self) -> None:
-        self._first_step, self._counted = self.progress.step, False  # whether activations were counted
+        self._first_step = self.progress.step
+        self._counted = False  # whether activations were counted
         self._launched: _LaunchedStep | None = None  # the step that is launched but not reported yet
         self._freed = self._ended = -math.inf  # end of the last reported step: on stage 0, on all stages
 
@@ -134,9 +136,10 @@ class Training:
         for epoch, position in self.training.batches.stream(begun.epoch, begun.position, self.engine.config.epochs):
             self._step(epoch, position)
             step = self.progress.step
-            # A step is reported during the next one, so that the host never waits for a GPU; but before an evaluation
+            # A step is reported during the next step, so that the host never waits for a GPU; but before an evaluation
             # or a checkpoint its loss and gradient norm must be known to be finite.
-            tests, saves = self.milestones.evaluates_after(step), self.milestones.saves_after(step)
+            tests = self.milestones.evaluates_after(step)
+            saves = self.milestones.saves_after(step)
             ends = step == self.milestones.end_step
             stops = not ends and self.engine.control.stops()
             if tests or saves or stops or ends:
@@ -149,19 +152,19 @@ class Training:
         self._finish()
 
     def _step(self, epoch: int, position: int) -> None:
-        """Train on one mini-batch, and report the previous step."""
+        """Train on a mini-batch, and report the previous step."""
         began = time.perf_counter()
         config, engine, batches, step = self.engine.config, self.engine, self.training.batches, self.progress.step
         total_steps = self.milestones.total_steps
         rate = learning_rate(config.learning_rate, step, batches.steps_per_epoch, config.batch_size, total_steps)
         engine.set_progress(step / total_steps)
-        # Activations are counted in one step only, with a full mini-batch; not in the first step, in which memory that
+        # Activations are counted in a single step, with a full mini-batch; not in the first step, in which memory that
         # grows with use has not grown yet.
         full = config.batch_size in (None, batches.size(epoch, position))
         counts = full and not self._counted and step > self._first_step
         self._counted = self._counted or counts
         mini_batch = MiniBatch(self.training, epoch, position)
-        # the first step may be the only one of which the parent hears
+        # the parent may hear of the first step only
         begun_bytes = self.begun_bytes if counts or step == self._first_step else None
         numbers = compute_gradients(engine, mini_batch, step, begun_bytes, counts=counts)
         report_step_before = self._gather()
@@ -185,7 +188,7 @@ class Training:
         refuse_nonsense(
             config, metrics.totals.loss, metrics.gradient_norm, progress.step, progress.epoch + 1, step.rate
         )
-        # a GPU begins a step when it has ended the previous one, however early the step was launched
+        # a GPU begins a step when the previous step has ended, however early it was launched
         began, begins = max(step.began, self._freed), max(step.began, self._ended)
         self._freed, self._ended = metrics.seconds[0][-1], max(seconds[-1] for seconds in metrics.seconds)
         self.process.report(_step_done(config, self.training.batches, step, metrics, self._ended - begins))
@@ -211,7 +214,7 @@ class Training:
         return best
 
     def _finish(self) -> None:
-        """Complete the last checkpoint, and wait for all processes before this one disconnects."""
+        """Complete the last checkpoint, and wait for all processes before this process disconnects."""
         self.checkpoints.close(self.progress.step)
         if self.progress.step < self.milestones.end_step:
             self.process.report(events.TrainingStopped(self.progress.step))
@@ -241,10 +244,11 @@ def evaluate_checkpoint(
     with engine.evaluating(averages=averaged):
         totals = evaluate(engine, test)
         evaluated = time.perf_counter()
-        rows = translate(engine, decode, test, lambda done, of: report(events.SentencesDecoded(done, of)))
+        rows = translate(engine, decode, test, lambda done, total: report(events.SentencesDecoded(done, total)))
         decoded = time.perf_counter()
     test.close()
-    scores, samples = scores_of(config, totals, averaged=averaged), test.batches.catalogue.samples
+    scores = scores_of(config, totals, averaged=averaged)
+    samples = test.batches.catalogue.samples
     seconds = decoded - evaluated
     translation = score_translations(rows, of=samples, beam=decode.beam, seconds=seconds) if rows else None
     report(events.EvaluationDone(samples, scores, evaluated - began, facts.unigram_perplexity, translation))
@@ -324,8 +328,8 @@ def _ready(
     devices = dict.fromkeys(device for replica in engine.spec.layout.replica_devices for device in replica)
     gpus = tuple(device_name(torch.device(device)) for device in devices if device != "cpu")
     step, steps_per_epoch = progress.step, progress.steps_per_epoch
-    done = compiled, recorded
-    return events.TrainingReady(facts, notes, step, steps_per_epoch, gpus, *done, progress.test, progress.best)
+    prepared = compiled, recorded
+    return events.TrainingReady(facts, notes, step, steps_per_epoch, gpus, *prepared, progress.test, progress.best)
 
 
 def _compile(engine: Engine, batches: MiniBatches) -> events.LayersCompiled:
@@ -335,8 +339,8 @@ def _compile(engine: Engine, batches: MiniBatches) -> events.LayersCompiled:
     sizes = sorted({size for position in positions for size in batches.share(0, position).sizes})
     began = time.perf_counter()
     with engine.control.waits(Awaited.COMPILER):
-        done = engine.compile(sizes)
-    parts = engine.control.collect((done, time.perf_counter() - began), patient=True)
+        compiled = engine.compile(sizes)
+    parts = engine.control.collect((compiled, time.perf_counter() - began), patient=True)
     return events.LayersCompiled(
         layers=sum(map(len, engine.spec.layer_names)),
         sizes=tuple(sizes),
@@ -352,26 +356,27 @@ def _record_graphs(engine: Engine, training: Reading, progress: Progress) -> eve
     layers; gradients and buffers are then as before. Raises InputError if a stage has none, and graphs=true."""
     began = time.perf_counter()
     epoch, position = next(training.batches.stream(progress.epoch, progress.position, engine.config.epochs))
-    spec, graphs = engine.spec, {k: stage.graphs for k, stage in engine.stages.items() if stage.graphs is not None}
+    spec = engine.spec
+    graphs = {k: stage.graphs for k, stage in engine.stages.items() if stage.graphs is not None}
     schedule = replace(spec, recompute="never" if spec.recompute == "never" else "always").schedule(1)
     with ExitStack() as stack:
         stack.enter_context(keeping_generators({stage.device for stage in engine.stages.values()}))
-        for k, of_stage in graphs.items():
+        for k, stage_graphs in graphs.items():
             # attributes stay: graphs may read tensors that a layer has made in its first call
             stack.enter_context(putting_back(engine.stages[k].module)).clear()
-            of_stage.rehearsing = True
-        for share in (0.0, 1.0):  # graphs must not depend on it
+            stage_graphs.rehearsing = True
+        for share in (0.0, 1.0):  # graphs must not depend on the share of the training that is done
             engine.set_progress(share)
             rehearse(engine, MiniBatch(training, epoch, position), schedule)
-    for of_stage in graphs.values():
-        of_stage.rehearsing = False
-    causes = {k: of_stage.cause for k, of_stage in graphs.items() if of_stage.cause}
+    for stage_graphs in graphs.values():
+        stage_graphs.rehearsing = False
+    causes = {k: stage_graphs.cause for k, stage_graphs in graphs.items() if stage_graphs.cause}
     parts = engine.control.collect((causes, time.perf_counter() - began), patient=True)
-    found = {k: cause for part, _ in parts for k, cause in part.items()}
-    told = tuple(f"stage {k}: {cause}" for k, cause in sorted(found.items()))
-    if told and engine.config.graphs is True:
-        raise RefusedError("graphs", True, f"{told[0]}; use graphs=auto")
-    return events.GraphsRecorded(spec.partitions - len(told), told, max(seconds for _, seconds in parts))
+    all_causes = {k: cause for part, _ in parts for k, cause in part.items()}
+    lines = tuple(f"stage {k}: {cause}" for k, cause in sorted(all_causes.items()))
+    if lines and engine.config.graphs is True:
+        raise RefusedError("graphs", True, f"{lines[0]}; use graphs=auto")
+    return events.GraphsRecorded(spec.partitions - len(lines), lines, max(seconds for _, seconds in parts))
 
 
 def _check_layers(engine: Engine, training: Reading, progress: Progress) -> tuple[str, str]:
@@ -381,9 +386,9 @@ def _check_layers(engine: Engine, training: Reading, progress: Progress) -> tupl
     """
     began = time.perf_counter()
     epoch, position = next(training.batches.stream(progress.epoch, progress.position, engine.config.epochs))
-    with probing(engine.stages.values()) as found:
-        again = build("gpipe", engine.spec.partitions, 1, "always")
-        rehearse(engine, MiniBatch(training, epoch, position), again)
-    for text in chain.from_iterable(engine.control.collect(found)):
-        raise InputError(f"model={choice_of(engine.config.model)}: {text}; check_layers=false trains it as it is")
+    with probing(engine.stages.values()) as objections:
+        recomputing = build("gpipe", engine.spec.partitions, 1, "always")
+        rehearse(engine, MiniBatch(training, epoch, position), recomputing)
+    for objection in chain.from_iterable(engine.control.collect(objections)):
+        raise InputError(f"model={choice_of(engine.config.model)}: {objection}; check_layers=false trains it as it is")
     return "layers", f"run twice on a micro-batch, the same both times ({time.perf_counter() - began:.1f} s)"

@@ -1,7 +1,7 @@
 """Translating sentences (paper, Section 5 and Figure 3) by greedy and beam search, and scoring the translations.
 
 The paper reports BLEU and does not say how it decoded; beam search with a length penalty follows its group (Wu et al.
-2016, Section 7). Each decoding step is one mini-batch of the executor that trains and evaluates: the model runs forward
+2016, Section 7). Each decoding step is a mini-batch of the executor that trains and evaluates: the model runs forward
 over every growing hypothesis, and the last stage finds the tokens that may follow. Keys and values of earlier tokens
 are not cached: that would be a second way to run a model, and sentences are short. Every process has the same
 hypotheses: the candidates, which only the last stage knows, are gathered once per decoding step.
@@ -62,11 +62,11 @@ class Hypothesis:
 
 
 class Beam:
-    """The search for the translation of one sentence, of at most `most` tokens, the end included.
+    """The search for the translation of a sentence, of at most `most` tokens, the end included.
 
     Candidates are ranked by log-probability; ties by hypothesis, then by token, the lower first. Candidates with the
     end token are finished if they are among the first `beam`; the first `beam` without it grow on. The search is over
-    once `beam` hypotheses are finished, once no growing one can beat the best finished one, or after `most` tokens.
+    once `beam` hypotheses are finished, once no growing hypothesis can beat the best finished, or after `most` tokens.
     """
 
     def __init__(self, search: Search, most: int) -> None:
@@ -88,7 +88,7 @@ class Beam:
         return self._best[0] >= max(self._by_length(ahead, self._length + 1), self._by_length(ahead, self._most))
 
     def advance(self, candidates: Sequence[Sequence[tuple[float, float]]]) -> None:
-        """Add one token. `candidates[h]` are the (token, log-probability) that may follow `growing[h]`: the end, and
+        """Add a token. `candidates[h]` are the (token, log-probability) that may follow `growing[h]`: the end, and
         the `beam` most probable others (all, if there are fewer); those of minus infinity or NaN are ignored."""
         ranked = sorted(
             (-(hypothesis.score + score), rank, int(token))
@@ -111,7 +111,7 @@ class Beam:
         self.growing = grown
 
     def translation(self) -> list[int]:
-        """The best finished hypothesis, else the most probable one that was cut off; empty if no token could follow,
+        """The best finished hypothesis, else the most probable that was cut off; empty if no token could follow,
         as when the model returns NaN."""
         if self._best is not None:
             return list(self._best[1])
@@ -131,30 +131,32 @@ class Candidates:
 
     def __init__(self, forbidden: torch.Tensor, wanted: int, vocabulary: int) -> None:
         self._forbidden, self._wanted, self._vocabulary = forbidden, wanted, vocabulary
-        self._found: list[torch.Tensor] = []
+        self._tables: list[torch.Tensor] = []  # of each micro-batch
 
     def loss(self, micro_batch: int, outputs: Tensors) -> torch.Tensor:
         """Zero: there are no targets."""
         return outputs[0].new_zeros(())
 
     def observe(self, micro_batch: int, outputs: Tensors, loss: torch.Tensor) -> None:
-        assert micro_batch == len(self._found), "micro-batches come in order"
+        assert micro_batch == len(self._tables), "micro-batches come in order"
         logits = outputs[0][:, -1, : self._vocabulary].float()
         scores = logits.log_softmax(dim=1).index_fill_(1, self._forbidden, -math.inf)
-        tokens, values = [torch.full_like(scores[:, END], END, dtype=torch.int64)], [scores[:, END].clone()]
+        tokens = [torch.full_like(scores[:, END], END, dtype=torch.int64)]
+        values = [scores[:, END].clone()]
         scores[:, END] = -math.inf
         for _ in range(self._wanted):
-            # not topk, which does not define the order of equal values: max returns the first
+            # max returns the first of equal values; topk does not define their order
             value, token = scores.max(dim=1)
             tokens.append(token)
             values.append(value)
             scores.scatter_(1, token[:, None], -math.inf)
         # stays on the device: reading it here would make the pipeline wait for this micro-batch
-        self._found.append(torch.stack([torch.stack(tokens, dim=1).double(), torch.stack(values, dim=1).double()], -1))
+        columns = [torch.stack(tokens, dim=1).double(), torch.stack(values, dim=1).double()]
+        self._tables.append(torch.stack(columns, dim=-1))
 
     def table(self) -> torch.Tensor:
         """float64 (rows, 1 + wanted, 2) on the CPU: tokens and their log-probabilities, the end first."""
-        return torch.cat(self._found).cpu()
+        return torch.cat(self._tables).cpu()
 
 
 def decode(
@@ -171,11 +173,12 @@ def decode(
     """
     if not indices:
         return []
-    control, counts, forbidden = engine.control, None, None
+    control = engine.control
+    counts = forbidden = None
     if engine.has_first:
         assert split is not None
         counts = split.sources.lengths[list(indices)].tolist(), split.vocabulary.size
-    lengths, vocabulary = next(one for one in control.collect(counts) if one is not None)
+    lengths, vocabulary = next(received for received in control.collect(counts) if received is not None)
     wanted = min(search.beam, vocabulary)
     if engine.has_last:
         assert split is not None
@@ -199,22 +202,23 @@ def decode(
             longest = lengths[chosen[growing[0]]]
             replica = engine.spec.layout.replica_of(control.rank)
             share = share_of(len(rows), search.micro_batches, engine.spec.layout.replicas, replica)
-            own, inputs = rows[share.samples], None
-            if sources is not None and own:
-                where = torch.tensor([at for at, _ in own], device=sources.device)
-                so_far = torch.tensor([[BEGIN, *tokens] for _, tokens in own], device=sources.device)
+            share_rows = rows[share.samples]
+            inputs = None
+            if sources is not None and share_rows:
+                where = torch.tensor([at for at, _ in share_rows], device=sources.device)
+                so_far = torch.tensor([[BEGIN, *tokens] for _, tokens in share_rows], device=sources.device)
                 inputs = sources[where, :longest].contiguous(), so_far
             schedule = forward_only(engine.spec.partitions, len(share.sizes))
             engine.executor.run(schedule, 0, share.sizes, inputs, objective, (longest, 1 + len(rows[0][1])))
             shape = len(rows), 1 + wanted, 2
-            known = torch.zeros(shape, dtype=torch.float64)
-            if objective is not None and own:
+            table = torch.zeros(shape, dtype=torch.float64)
+            if objective is not None and share_rows:
                 with control.waits(Awaited.PROCESS):  # reading from a GPU blocks while it waits for another process
-                    known[share.samples] = objective.table()
-            # one process knows the candidates of a row, and all others have 0
-            found = iter(torch.stack(control.gather(known.flatten())()).sum(dim=0).view(shape).tolist())
+                    table[share.samples] = objective.table()
+            # a single process has the candidates of a row, and all others have 0
+            candidates = iter(torch.stack(control.gather(table.flatten())()).sum(dim=0).view(shape).tolist())
             for at in growing:
-                beams[at].advance([next(found) for _ in beams[at].growing])
+                beams[at].advance([next(candidates) for _ in beams[at].growing])
         for at, beam in zip(chosen, beams, strict=True):
             translations[at] = beam.translation()
         on_decoded(start + len(chosen))
@@ -235,7 +239,7 @@ def translate(
     engine: Engine,
     settings: DecodeConfig,
     test: Reading,
-    on_decoded: Callable[[int, int], None] = lambda done, of: None,
+    on_decoded: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Translation]:
     """Translate `settings.sentences` sentences of the test set (None: all). Returns [] in all processes but the first,
     and where there is nothing to translate. Call it in every process, inside `engine.evaluating`; `on_decoded` gets the
@@ -243,9 +247,10 @@ def translate(
     config = engine.config
     if config.task != "translation" or config.dataset.name == "synthetic_text":
         return []
-    samples, split, length = test.batches.catalogue.samples, test.split, greatest_lengths(config)[-1]
+    samples, split = test.batches.catalogue.samples, test.split
+    length = greatest_lengths(config)[-1]
     assert split is None or isinstance(split, PairSplit)
-    # a mini-batch gets as many sentences as one of the longest sentences has in training
+    # a mini-batch has as many sentences as a mini-batch of the longest sentences has in training
     sentences = mini_batch_samples(config, (length,))
     search = Search(settings.beam, settings.length_penalty, sentences, config.micro_batches, length)
     indices = choose(samples, samples if settings.sentences is None else settings.sentences)
@@ -254,7 +259,7 @@ def translate(
 
 
 def score_translations(translations: Sequence[Translation], *, of: int, beam: int, seconds: float) -> TranslationScores:
-    """The scores of at least one translation from a test set of `of` pairs, decoded in `seconds`; sacreBLEU's defaults.
+    """The scores of `translations` (not empty) of a test set of `of` pairs, decoded in `seconds`; sacreBLEU's defaults.
 
     BLEU counts n-grams of up to four words: if no reference has four words, it is 0 whatever the translations.
     """
@@ -284,7 +289,8 @@ def score_translations(translations: Sequence[Translation], *, of: int, beam: in
 
 def shown(split: PairSplit, indices: Sequence[int], decoded: Sequence[Sequence[int]]) -> list[Translation]:
     """The pairs `indices` as text, with their translations `decoded`, in order."""
-    pairs, rows = split.pairs, []
+    pairs = split.pairs
+    rows = []
     for index, tokens in zip(indices, decoded, strict=True):
         languages = pairs.languages[int(pairs.groups[index])]
         written = split.vocabulary.decode(tokens)

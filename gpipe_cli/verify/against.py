@@ -1,4 +1,4 @@
-"""The workers' side of `gpipe check against=...`: one way to train a few steps, by our executor or by another program.
+"""The workers' side of `gpipe check against=...`: a way to train a few steps, by our executor or by another program.
 
 All ways start from the same weights, take the same mini-batch in the same micro-batches, minimise the same loss (a sum
 over elements divided by the mini-batch's denominator) and draw the same random numbers in the first step, whose
@@ -59,12 +59,12 @@ Program = Literal["gpipe", "torch", "torchgpipe", "pytorch"]
 # The distance from our gradients, in units of what the order of summation explains, that is still no difference.
 MOST_UNITS = 16.0
 EPSILON: Mapping[Precision, float] = {"float32": 2**-23, "tf32": 2**-10, "bfloat16": 2**-7}
-WARM_UP_STEPS = 2  # not timed: torch runs a micro-batch to learn its shapes, and files are written
+WARM_UP_STEPS = 2  # these steps are not timed: torch runs a micro-batch to learn its shapes, and files are written
 
 
 @dataclass(frozen=True)
 class Ran:
-    """Message to the parent: what one process measured."""
+    """Message to the parent: what a process measured."""
 
     samples: int  # of the mini-batch, over all processes
     seconds: tuple[float, ...]  # of each timed step
@@ -73,7 +73,7 @@ class Ran:
 
 @dataclass(frozen=True)
 class Failed:
-    """Message to the parent: the other program failed in one process; `text` is its own message, on one line."""
+    """Message to the parent: the other program failed in a process; `text` is its own message, on a single line."""
 
     process: int
     text: str
@@ -89,7 +89,7 @@ def run(
     steps: int,
     folder: Path,
 ) -> None:
-    """Train `steps` steps as one process of the layout of `spec`, and report a `Ran`.
+    """Train `steps` steps as a process of the layout of `spec`, and report a `Ran`.
 
     `schedule`: a class of torch's; for other programs it is in `spec`. The gradients of the first step are written to
     `folder`, a file for each process. If another program fails, a `Failed` is reported. Raises InputError for what the
@@ -125,10 +125,10 @@ def run(
                 seconds.append(time.perf_counter() - begun)
     except Exception as error:
         if program != "gpipe":
-            first: BaseException = error
-            while first.__cause__ is not None:
-                first = first.__cause__
-            process.report(Failed(process.number, shorten(with_type(first), 200, placeholder=" ...")))
+            cause: BaseException = error
+            while cause.__cause__ is not None:
+                cause = cause.__cause__
+            process.report(Failed(process.number, shorten(with_type(cause), 200, placeholder=" ...")))
         raise
     process.report(Ran(samples, tuple(seconds), peak_memory_bytes(device) - begun_bytes))
     control.barrier()  # what the last step sent has arrived before a process ends
@@ -148,7 +148,7 @@ class _Ours:
         self._engine = build_engine(config, spec, control, groups, on_action=process.on_action)
         self._engine.set_progress(1.0)
         self._numbers: StepNumbers | None = None
-        # of a tied weight, which several stages have, the first one's: it has the sum of its gradients
+        # a tied weight, which several stages have, is the first stage's, which has the sum of its gradients
         self.parameters = dict(chain.from_iterable(self._engine.owned(k).items() for k in self._engine.stages))
 
     def backward(self, mini_batch: MiniBatch, *, first: bool) -> None:
@@ -171,7 +171,8 @@ class _Foreign:
         self.device = torch.device(spec.layout.device_of(process.number))
         model, whole = build_model(config, pretrained=True), real_model(config, pretrained=True)
         ours = {k: build_layers(config, spec, k, model, whole) for k in spec.layout.stages_of(process.number)}
-        theirs, starts = plain_model(config, spec, ours.values()), spec.first_layers
+        theirs = plain_model(config, spec, ours.values())
+        starts = spec.first_layers
         self.stages = {k: theirs[starts[k] : starts[k] + len(layers)] for k, layers in ours.items()}
         self.parameters: dict[str, nn.Parameter] = {}
         for module in self.stages.values():
@@ -191,7 +192,7 @@ class _Foreign:
         self.process.on_action(Action(Kind.F, stage, micro_batch), samples, mini_batch.lengths)
 
     def seeding(self) -> AbstractContextManager[None]:
-        """Inside, before each layer of the one stage that is here, generators are seeded as our stages do."""
+        """Inside, before each layer of this process's only stage, generators are seeded as our stages do."""
         ((index, layers),) = self.stages.items()
         first_layer = self.spec.first_layers[index]
         return seeding_layers(layers, first_layer, self.config.seed, self.device, lambda: self.current)
@@ -201,7 +202,7 @@ class _Whole(_Foreign):
     """The model as its user would call it: by plain PyTorch, or as torchgpipe's `GPipe` on the devices of the stages.
 
     Plain PyTorch takes its first step in micro-batches, backwards from the last to the first as in schedule gpipe, and
-    with the threads of one of our processes, so that gradients can be compared; its other steps take the whole
+    with the threads of a single process of ours, so that gradients can be compared; its other steps take the whole
     mini-batch at once, with all threads of the machine.
     """
 
@@ -243,7 +244,8 @@ class _InPrecision(nn.Module):
 
     def __init__(self, layer: nn.Module, device: torch.device, computed_in: torch.dtype | None) -> None:
         super().__init__()
-        self.layer, self._autocast = layer, partial(autocast, device, computed_in)
+        self.layer = layer
+        self._autocast = partial(autocast, device, computed_in)
 
     def forward(self, inputs: Any) -> Any:
         with self._autocast():
@@ -259,7 +261,8 @@ class _Torch(_Foreign):
 
         # it draws the whole schedule at a failure
         logging.getLogger(pipelining.schedules.__name__).setLevel(logging.CRITICAL)
-        members, timeout = range(spec.layout.processes), timedelta(seconds=config.timeout_seconds)
+        members = range(spec.layout.processes)
+        timeout = timedelta(seconds=config.timeout_seconds)
         group = new_group(process.number, members, self.device, timeout)
         self._objective: CrossEntropy | None = None
         self.mini_batch: MiniBatch
@@ -281,9 +284,9 @@ class _Torch(_Foreign):
         self.mini_batch = mini_batch
         inputs = placed(self.spec, mini_batch.inputs())
         targets = mini_batch.targets() if self.spec.partitions - 1 in self.stages else None
-        sizes, smoothing = mini_batch.share.sizes, self.config.label_smoothing
-        self._objective = objective_of(self.config, targets, sizes, smoothing, self.device)
-        # torch splits all of these: every stage is told which micro-batch it has, and so is the loss
+        sizes = mini_batch.share.sizes
+        self._objective = objective_of(self.config, targets, sizes, self.config.label_smoothing, self.device)
+        # torch splits all arguments: so every stage, and the loss, gets the number of its micro-batch
         numbers = torch.arange(self.config.micro_batches)
         of_loss = {} if self._objective is None else {"target": numbers}
         with self.seeding() if first else nullcontext():
@@ -296,14 +299,16 @@ class _Positional(nn.Module):
 
     def __init__(self, way: _Torch, stage: int, layers: nn.Sequential) -> None:
         super().__init__()
-        self._way, self._stage, spec = way, stage, way.spec
+        self._way, self._stage = way, stage
+        spec = way.spec
         self.layers = _InPrecision(layers, way.device, COMPUTED_IN[spec.precision])
         self._last = stage == spec.partitions - 1
         self._in_tuple = any(tensor.in_tuple for tensor in spec.stage_inputs(stage))
         self._memory_format = MEMORY_FORMATS[spec.memory_format]
 
     def forward(self, *tensors: torch.Tensor, micro_batch: torch.Tensor) -> Any:
-        mini_batch, number = self._way.mini_batch, int(micro_batch)
+        mini_batch = self._way.mini_batch
+        number = int(micro_batch)
         self._way.began(self._stage, number, mini_batch, mini_batch.share.sizes[number])
         inner, sent = self._memory_format, torch.contiguous_format
         if inner is not sent and self._stage > 0:
@@ -315,7 +320,7 @@ class _Positional(nn.Module):
 
 
 class _Converted(torch.autograd.Function):
-    """A tensor in one memory format, and its gradient in another."""
+    """A tensor in a memory format, and its gradient in another."""
 
     @staticmethod
     def forward(
@@ -342,7 +347,7 @@ class Distance:
 
     units: float  # of the layer below; 0: all bits are the same; infinite: not finite, or ours is zero
     share: float  # the distance as a share of our gradient's norm, in the same layer
-    layer: str | None  # the first in the order of the backward with more than MOST_UNITS; else the one with the most
+    layer: str | None  # the first in the order of the backward with more than MOST_UNITS; else that with the most
 
 
 def distance(theirs: Path, ours: Path, orders: tuple[Path, Path], layers: Sequence[str], share: float) -> Distance:
@@ -355,8 +360,9 @@ def distance(theirs: Path, ours: Path, orders: tuple[Path, Path], layers: Sequen
         squares = torch.zeros(3, dtype=torch.float64)  # of the difference, of the unit, of our gradient
         for name in names:
             if layer_of(name) == layer:
-                they, we, one, other = (_gradient(files.get(name, ()), name) for files in read)
-                squares += torch.stack([(they - we).square().sum(), (one - other).square().sum(), we.square().sum()])
+                they, we, first_order, second_order = (_gradient(files.get(name, ()), name) for files in read)
+                summands = they - we, first_order - second_order, we
+                squares += torch.stack([tensor.square().sum() for tensor in summands])
         away, order, norm = squares.sqrt().tolist()
         unit = max(order, share * norm)
         units = away / unit if unit else 0.0 if away == 0 else math.inf
@@ -369,7 +375,7 @@ def distance(theirs: Path, ours: Path, orders: tuple[Path, Path], layers: Sequen
 
 
 def _open(folder: Path) -> dict[str, list[Any]]:
-    """For each parameter, the open files with its gradient, one of each process that has the parameter."""
+    """For each parameter, the open files with its gradient: those of all processes that have the parameter."""
     files: dict[str, list[Any]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         file = safe_open(path, "pt")

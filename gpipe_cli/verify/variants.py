@@ -1,7 +1,7 @@
-"""The workers' side of `gpipe check`: one mini-batch, run by every variant of the pipeline, and compared.
+"""The workers' side of `gpipe check`: a mini-batch, run by every variant of the pipeline, and compared.
 
 Paper, sections 1 and 2.2: the number of partitions changes nothing. This is checked layer by layer, with the code that
-trains: each variant starts from the same weights and seeds, does one step, and records digests of every layer's
+trains: each variant starts from the same weights and seeds, does a single step, and records digests of every layer's
 outputs, of every gradient, and of the weights and buffers after the step.
 """
 
@@ -59,7 +59,7 @@ _BUFFER_TOLERANCE = 1e-3  # the same for a module's buffers: float32 moments of 
 
 
 class Variant(NamedTuple):
-    """One way to run the mini-batch."""
+    """A way to run the mini-batch."""
 
     partitions: int
     micro_batches: int  # total of all replicas
@@ -70,14 +70,14 @@ class Variant(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """A variant, and how its results compare with those of a reference: one partition, no recomputation, and the one of
-    `REFERENCES` that sums gradients in the same order (`1f1b` if neither does). The reference of `1f1b` is itself
-    compared with that of `gpipe`."""
+    """A variant, and how its results compare with those of a reference: a single partition, no recomputation, and the
+    schedule of `REFERENCES` that sums gradients in the same order (`1f1b` if neither does). The reference of `1f1b` is
+    itself compared with that of `gpipe`."""
 
     variant: Variant
     verdict: Verdict
     difference: float | None = None  # norm of the gradients' difference, as a share of the gradients' norm
-    layer: str | None = None  # the first layer that differs, or the one that fails
+    layer: str | None = None  # the first layer that differs, or the layer that fails
     stage: int | None = None
     micro_batch: int | None = None
     text: str = ""  # the difference or the failure: where and why, as far as known
@@ -99,7 +99,7 @@ class What(IntEnum):
 
 
 class Place(NamedTuple):
-    """Where two variants can differ: one result of a step. Sorts in the order of computation."""
+    """Where two variants can differ: a result of a step. Places sort in the order of computation."""
 
     what: What
     order: int  # index of the layer in the model; negated for gradients, as the backward pass runs in reverse
@@ -111,7 +111,7 @@ class Place(NamedTuple):
         return layer_of(self.name)
 
 
-Digests = dict[Place, str]  # digests of a step's results in one process; "": the parameter has no gradient
+Digests = dict[Place, str]  # digests of a step's results in a process; "" for a parameter without gradient
 Tensors = dict[str, torch.Tensor]  # by the names of the parameters or the buffers
 
 
@@ -130,7 +130,7 @@ class ReferenceDone:
 
 
 class Step(NamedTuple):
-    """The results of a step in one process; tensors are on the CPU."""
+    """The results of a step in a process; tensors are on the CPU."""
 
     loss: float  # mean loss of the mini-batch
     digests: Digests
@@ -147,7 +147,7 @@ def check(
     folder: Path,
     source: Path | None,
 ) -> None:
-    """Run the variants, in order, as one process of the layout of their specs; report a `Row` for each.
+    """Run the variants, in order, as a process of the layout of their specs; report a `Row` for each.
 
     The results of references are written to `folder`; they must be there before the variants that are compared with
     them. Weights are taken from the checkpoint `source`, if it is not None.
@@ -161,7 +161,7 @@ def check(
         except Exception as error:
             process.report(_failed(variant, error))
             if checking.control.size > 1:
-                raise  # the other processes would wait for this one until the timeout
+                raise  # the other processes would wait for this process until the timeout
             continue
         if checking.control.leads:
             process.report(row)
@@ -173,7 +173,7 @@ def _failed(variant: Variant, error: Exception) -> Row:
     if isinstance(error, ChangedInputError):
         return Row(variant, "fails", layer=error.layer, text=str(error))
     if isinstance(error, ActionFailedError):
-        # the text does not name the micro-batch: which one fails first depends on the schedule
+        # the text does not name the micro-batch: which micro-batch fails first depends on the schedule
         action, layer = error.action, error.layer or None
         where = f"layer {layer}" if layer else f"{action.kind.name} of stage {action.stage}"
         text = f"{where} raises {with_type(error.__cause__ or error).rstrip('.')}"
@@ -184,7 +184,7 @@ def _failed(variant: Variant, error: Exception) -> Row:
 
 
 class _Checking:
-    """Runs and compares variants in one process."""
+    """Runs and compares variants in a process."""
 
     def __init__(
         self,
@@ -194,7 +194,8 @@ class _Checking:
         folder: Path,
         source: Path | None,
     ) -> None:
-        self._config, self._specs, self._process, self._folder, self._source = config, specs, process, folder, source
+        self._config, self._specs, self._process = config, specs, process
+        self._folder, self._source = folder, source
         run = None if config.init_from is None else Path(config.init_from)
         spec = specs[max(specs)]
         data = Data(replace(config, data_workers=0), spec, process.number, starting_point(config, None), run)
@@ -203,7 +204,7 @@ class _Checking:
         self._replica = spec.layout.replica_of(self.control.rank)
         self._layers = [name for names in spec.layer_names for name in names]
         self._samples = self._reading.batches.size(0, 0)
-        self._current = What.OUTPUT, 0  # what the layers that run now give, and of which micro-batch
+        self._current = What.OUTPUT, 0  # kind of results of the layers that run now, and their micro-batch
         if not any(folder.iterdir()):
             refuse_single_samples(config, self._samples)
             process.report(MiniBatchRead(micro_batch_sizes(self._samples, config.micro_batches)))
@@ -215,7 +216,7 @@ class _Checking:
         is_reference = usual and variant in references(variant.micro_batches)
         schedule = REFERENCES[0] if is_reference else summed or REFERENCES[-1]
         file = self._folder / schedule
-        # mapped, so that large gradients are read one by one
+        # mapped, so that large gradients are read separately
         reference: Step | None = torch.load(file, mmap=True, weights_only=False) if file.exists() else None
         if reference is None and not is_reference:
             return Row(variant, "left out", text=f"the reference of {schedule} failed")
@@ -236,7 +237,8 @@ class _Checking:
     def _compared(self, variant: Variant, step: Step, reference: Step, *, same_sums: bool) -> Row:
         """The row of a variant. Those with the `same_sums` as the reference are compared bit by bit. All others, and
         plain PyTorch, may differ within the tolerance: their gradients together, and the buffers of each module."""
-        plain, spec = variant.executor == "pytorch", self._specs[variant]
+        plain = variant.executor == "pytorch"
+        spec = self._specs[variant]
         first = self._first(first_difference(step.digests, reference.digests)) if same_sums else None
         if same_sums and first is None and not plain:
             return Row(variant, "identical")
@@ -253,7 +255,8 @@ class _Checking:
 
     def _first(self, place: Place | None) -> Place | None:
         """The first of the places of all processes."""
-        return min((found for found in self.control.collect(place) if found is not None), default=None)
+        places = [other for other in self.control.collect(place) if other is not None]
+        return min(places, default=None)
 
     def _other_buffer(self, buffers: Tensors, references: Tensors) -> Place | None:
         """The first of this process's buffers that differs from a reference's by more than a share of its norm, which
@@ -263,11 +266,11 @@ class _Checking:
             kinds.setdefault((name.rpartition(".")[0], buffer.shape), []).append(name)
         different = []
         for names in kinds.values():
-            own, other = (
-                torch.stack([of[name] for name in names]).to(torch.complex128) for of in (buffers, references)
+            values, wanted = (
+                torch.stack([tensors[name] for name in names]).to(torch.complex128) for tensors in (buffers, references)
             )
-            if not torch.equal(own, other) and not (own - other).norm() <= _BUFFER_TOLERANCE * own.norm():
-                worst = (own - other).abs().reshape(len(names), -1).sum(dim=1).argmax()
+            if not torch.equal(values, wanted) and not (values - wanted).norm() <= _BUFFER_TOLERANCE * values.norm():
+                worst = (values - wanted).abs().reshape(len(names), -1).sum(dim=1).argmax()
                 different.append(self._place(What.BUFFER, names[int(worst)]))
         return min(different, default=None)
 
@@ -314,8 +317,8 @@ class _Checking:
         update_weights(engine, numbers, rate)
         engine.executor.settle()
         digests |= self._digests(What.GRADIENT, {name: gradients.get(name) for name in parameters})
-        for own in engine.parameters.values():
-            digests |= self._digests(What.WEIGHT, own)
+        for stage_parameters in engine.parameters.values():
+            digests |= self._digests(What.WEIGHT, stage_parameters)
         buffers = _on_cpu(chain.from_iterable(module.named_buffers() for module in modules))
         digests |= self._digests(What.BUFFER, buffers)
         loss = gather_metrics(engine, numbers)().totals.means[0]
@@ -368,16 +371,16 @@ class _Checking:
             difference = gradient.double() - references.get(name, 0.0)
             squares[layer_of(name)] += float(difference.square().sum())
         if self._replica:
-            squares.clear()  # counted by the first replica
-        of_processes = self.control.collect(squares)
-        parts = {layer: sum(of.get(layer, 0.0) for of in of_processes) for layer in reversed(self._layers)}
+            squares.clear()  # the first replica counts these gradients
+        all_squares = self.control.collect(squares)
+        parts = {layer: sum(part.get(layer, 0.0) for part in all_squares) for layer in reversed(self._layers)}
         whole = sum(parts.values())
         layer = next(layer for layer, part in parts.items() if not part < whole / len(parts))
         return float((whole / norm) ** 0.5) if norm else float(whole > 0), layer
 
 
 def references(micro_batches: int) -> list[Variant]:
-    """The variants with which others are compared, one for each of `REFERENCES`."""
+    """The variants with which others are compared: a variant for each of `REFERENCES`."""
     return [Variant(1, micro_batches, schedule, "never", "in_process") for schedule in REFERENCES]
 
 
@@ -398,8 +401,8 @@ def reasons_to_differ(layers: nn.Module, device: torch.device) -> list[str]:
         before[:] = [generator.get_state() for generator in generators(device)]
 
     def ended(layer: nn.Module, inputs: Any, outputs: Any) -> None:
-        now = [generator.get_state() for generator in generators(device)]
-        if not all(map(torch.equal, now, before)):
+        after = [generator.get_state() for generator in generators(device)]
+        if not all(map(torch.equal, after, before)):
             reasons.append("random numbers, as for dropout, are drawn for each micro-batch")
 
     for layer in layers.children():
@@ -473,8 +476,8 @@ def tracking_mini_batch(model: nn.Module, micro_batch: Callable[[], int]) -> Ite
     for handle, norm, copy in zip(handles, norms, copies, strict=True):
         handle.remove()
         with torch.no_grad():
-            for pieces in zip_longest(*given[norm].values()):  # more than one if a forward applies the norm again
-                # not a call: hooks observe micro-batches
+            for pieces in zip_longest(*given[norm].values()):  # several if a forward applies the norm again
+                # `forward` and not a call, as hooks observe micro-batches
                 copy.forward(torch.cat([piece for piece in pieces if piece is not None]).double())
             for buffer, exact in zip(norm.buffers(recurse=False), copy.buffers(recurse=False), strict=True):
                 buffer.copy_(exact)
@@ -498,10 +501,10 @@ def seeding_layers(
 
 
 def summed_as(order: Schedule) -> str | None:
-    """The one of `REFERENCES` that sums the gradients of every weight in the same order; None if neither does."""
+    """The schedule of `REFERENCES` that sums the gradients of every weight in the same order; None if neither does."""
     for name, downwards in zip(REFERENCES, (True, False), strict=True):
         if all(
-            (found := [a.micro_batch for a in actions if a.kind in kinds]) == sorted(found, reverse=downwards)
+            (summed := [a.micro_batch for a in actions if a.kind in kinds]) == sorted(summed, reverse=downwards)
             for actions in order.stages
             for kinds in ((Kind.B, Kind.I), (Kind.B, Kind.W))  # gradients of weights: immediate or deferred
         ):
@@ -511,19 +514,19 @@ def summed_as(order: Schedule) -> str | None:
 
 def _gradients(parameters: Mapping[str, nn.Parameter]) -> Tensors:
     """Copies of the gradients on the CPU, by the names of their parameters."""
-    return _on_cpu((name, one.grad) for name, one in parameters.items() if one.grad is not None)
+    return _on_cpu((name, parameter.grad) for name, parameter in parameters.items() if parameter.grad is not None)
 
 
 def _on_cpu(tensors: Iterable[tuple[str, torch.Tensor]]) -> Tensors:
     return {name: tensor.cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors}
 
 
-def first_difference(own: Digests, reference: Digests) -> Place | None:
+def first_difference(digests: Digests, reference: Digests) -> Place | None:
     """The first place in this process's stages where a variant differs from its reference; None if there is none."""
     different = [
         place
-        for place, value in own.items()
-        # what is recomputed is compared with what the reference, without recomputation, computed
+        for place, value in digests.items()
+        # a recomputed output is compared with the output of the reference, which does not recompute
         if value != reference.get(place._replace(what=What.OUTPUT) if place.what is What.RECOMPUTED_OUTPUT else place)
     ]
     return min(different, default=None)

@@ -48,7 +48,7 @@ class Snapshot:
         kept = {
             name: copy
             for name, copy in self._copies.items()
-            if (of := tensors.get(name)) is not None and (copy.shape, copy.dtype) == (of.shape, of.dtype)
+            if (source := tensors.get(name)) is not None and (copy.shape, copy.dtype) == (source.shape, source.dtype)
         }
         copies = kept | _memory_for({name: tensor for name, tensor in tensors.items() if name not in kept})
         for name, tensor in tensors.items():
@@ -68,7 +68,8 @@ class Snapshot:
 def _memory_for(tensors: State) -> State:
     """Contiguous host tensors like these, of undefined values; page-locked, in few blocks, for those of a GPU."""
     on_gpu = {name: tensor for name, tensor in tensors.items() if is_accelerator(tensor.device)}
-    made = {name: torch.empty(one.shape, dtype=one.dtype) for name, one in tensors.items() if name not in on_gpu}
+    on_host = {name: tensor for name, tensor in tensors.items() if name not in on_gpu}
+    made = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in on_host.items()}
     sizes, places = in_blocks([tensor.nbytes for tensor in on_gpu.values()])
     blocks = [page_locked(size) for size in sizes]
     for (name, tensor), (block, offset) in zip(on_gpu.items(), places, strict=True):
@@ -80,11 +81,13 @@ def _memory_for(tensors: State) -> State:
 def in_blocks(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
     """The sizes of blocks that hold pieces of these `sizes` in bytes, and the block and the offset of each piece.
 
-    torch rounds page-locked memory up to a power of two, which for each piece on its own is up to half of it. So blocks
-    are powers of two: each as large as what is left, rounded down, and filled with the largest pieces first.
+    torch rounds page-locked memory up to a power of two: if each piece had its own memory, up to half of it would be
+    unused. So blocks are powers of two: each as large as what is left, rounded down, and filled with the largest
+    pieces first.
     """
     left = [-(-size // _ALIGNED_BYTES) * _ALIGNED_BYTES for size in sizes]
-    blocks, used, places = list[int](), list[int](), [(0, 0)] * len(sizes)
+    blocks, used = list[int](), list[int]()
+    places = [(0, 0)] * len(sizes)
     total = sum(left)
     for piece in sorted(range(len(sizes)), key=lambda piece: -left[piece]):
         size = left[piece]
@@ -110,12 +113,13 @@ class CheckpointWriter:
     last: files.Progress  # progress at the newest complete checkpoint; at first, where the run begins
 
     def __post_init__(self) -> None:
-        self.control, self.keep = self.engine.control, self.engine.config.checkpoint.keep
+        self.control = self.engine.control
+        self.keep = self.engine.config.checkpoint.keep
         self._snapshots = {k: Snapshot() for k in self.engine.stages}
         self._thread = ThreadPoolExecutor(1, "gpipe-checkpoint")
         self._written: files.Progress | None = None  # progress at the checkpoint that is being written
-        # Writing this process's part of it, and the last job here: in process 0 completing it, else the same. Results:
-        # None, or why it failed.
+        # The job that writes this process's part of the checkpoint, and this process's last job: in process 0 that
+        # which completes the checkpoint, else the same. A job's result is None, or why it failed.
         self._writing: Future[str | None]
         self._work: Future[str | None]
         self._given_up = threading.Event()  # set once a process has failed to write
@@ -199,9 +203,10 @@ class CheckpointWriter:
 
     def _finish(self, step: int, *, last: bool) -> None:
         """Wait until no checkpoint is being written; report the wait if it was long."""
-        began, awaited = time.perf_counter(), self._written
+        began = time.perf_counter()
+        awaited = self._written
         if self._written is not None:
-            # Once all parts are written, or one has failed, process 0 no longer waits for others.
+            # Once all parts are written, or a part has failed, process 0 no longer waits for others.
             for work in (self._writing, self._work):
                 with self.control.waits(Awaited.DISK):
                     wait([work])
@@ -213,18 +218,18 @@ class CheckpointWriter:
             self.process.report(events.CheckpointAwaited(step, awaited.step, seconds))
 
     def _look(self, *, last: bool) -> None:
-        """Exchange with all processes whether they are done with the checkpoint, and whether one of them failed."""
+        """Exchange with all processes whether they are done with the checkpoint, and whether any of them failed."""
         progress = self._written
         assert progress is not None
         ended = self._work.done()
         reasons = [work.result() for work in (self._writing, self._work) if work.done()]
-        found = self.control.collect((ended, next(filter(None, reasons), None)))
-        why = next((text for _, text in reversed(found) if text is not None), None)  # 0 may fail due to others
+        answers = self.control.collect((ended, next(filter(None, reasons), None)))
+        why = next((text for _, text in reversed(answers) if text is not None), None)  # 0 may fail due to others
         if why is not None:
             self._given_up.set()
-        if self._parts_written is None and all(done for done, _ in found[1:]):
+        if self._parts_written is None and all(done for done, _ in answers[1:]):
             self._parts_written = time.monotonic()
-        if not all(done for done, _ in found):
+        if not all(done for done, _ in answers):
             return
         self._written = None
         if why is None:

@@ -1,8 +1,8 @@
 """Training state on disk, keyed by global names: a checkpoint of any number of partitions is read by any other.
 
-A checkpoint is a folder `checkpoints/step_00000123`: one safetensors file per stage and `index.json` with sizes,
+A checkpoint is a folder `checkpoints/step_00000123`: a safetensors file per stage and `index.json` with sizes,
 checksums and the position in the run. Nothing is ever unpickled. The folder is written under another name, fsynced and
-renamed: a reader finds the old checkpoint or the new one, never a part of one.
+renamed: a reader finds the old checkpoint or the new one, never a part.
 
 Tensor names: `model/<parameter or buffer>`, `optimizer/<parameter>/<state>`, `ema/<parameter or buffer>`.
 """
@@ -59,14 +59,15 @@ class Progress:
     ema_updates: Done
     best_score: float | None  # on the test set, greater is better: top-1, or for text minus the loss
     best_step: Done | None
-    # Kept here, as the parent may be killed before it has reported them. None also if the loss is not finite.
+    # Evaluations are kept here, as the parent may be killed before it has reported them. None also stands for a loss
+    # that is not finite.
     test: Tested | None = None  # the last evaluation
-    best: Tested | None = None  # the best one
+    best: Tested | None = None  # the best evaluation
 
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """The file of one stage."""
+    """The file of a stage."""
 
     name: str
     bytes: Annotated[int, Within(0, 2**60)]
@@ -85,14 +86,14 @@ class Index:
 
 
 class DamagedError(InputError):
-    """A checkpoint cannot be used; an older one of the run may be intact."""
+    """A checkpoint cannot be used; an older checkpoint of the run may be intact."""
 
 
 def checkpoints_in(run_folder: Path) -> list[Path]:
     """The complete checkpoints of a run, oldest first."""
     folders = (run_folder / "checkpoints").glob(f"{_PREFIX}*")
-    found = [folder for folder in folders if _STEP.fullmatch(folder.name) and (folder / "index.json").exists()]
-    return sorted(found, key=step_of)
+    complete = [folder for folder in folders if _STEP.fullmatch(folder.name) and (folder / "index.json").exists()]
+    return sorted(complete, key=step_of)
 
 
 def step_of(checkpoint: Path) -> int:
@@ -107,22 +108,22 @@ def find_checkpoint(
     check: Callable[[Path], object] = lambda checkpoint: None,
     warn: Callable[[str], None] = lambda line: None,
 ) -> Path:
-    """The `last` or the `best` checkpoint; if that is damaged, the newest intact one, and `warn` gets a line.
+    """The `last` or the `best` checkpoint; if it is damaged, the newest that is intact, and `warn` gets a line.
 
     A checkpoint is damaged if its files are not what was written, or `check` raises DamagedError for it. Raises
     InputError, naming `setting`, if the run has no intact checkpoint, and any other error that `check` raises.
     """
-    found = checkpoints_in(run_folder)[::-1]
-    if not found:
+    checkpoints = checkpoints_in(run_folder)[::-1]
+    if not checkpoints:
         raise InputError(
             f"{setting}={run_folder}: the run has written no checkpoint (looked in {run_folder / 'checkpoints'}); "
             "it ended before its first one, start it again"
         )
     if which == "best":
-        best = _best_of(found)
-        found.sort(key=lambda checkpoint: checkpoint != best)
+        best = _best_of(checkpoints)
+        checkpoints.sort(key=lambda checkpoint: checkpoint != best)
     damaged: list[DamagedError] = []
-    for checkpoint in found:
+    for checkpoint in checkpoints:
         try:
             check(checkpoint)
             check_files(checkpoint, read_index(checkpoint).files)  # last, as it reads all of them
@@ -168,7 +169,7 @@ class CheckpointError(RuntimeError):
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Inside, part of the checkpoint `path` is written; an OSError becomes a CheckpointError, one line."""
+    """Inside, part of the checkpoint `path` is written; an OSError becomes a CheckpointError."""
     try:
         yield
     except OSError as error:
@@ -177,14 +178,15 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def write_stage(draft: Path, stage: int, tensors: Mapping[str, torch.Tensor]) -> WrittenFile:
-    """Write and fsync one stage's tensors, which are contiguous and on the CPU. Raises CheckpointError.
+    """Write and fsync a stage's tensors, which are contiguous and on the CPU. Raises CheckpointError.
 
     Python releases the GIL while it writes and hashes; safetensors' own writer, up to 0.7, blocks all other threads.
     """
     parts = safetensors_parts(tensors)
-    path, digest = draft / f"stage_{stage}.safetensors", hashlib.sha256()
+    path = draft / f"stage_{stage}.safetensors"
+    digest = hashlib.sha256()
     with writing(draft):
-        draft.parent.mkdir(exist_ok=True)  # not its parents: a deleted run folder must not come back
+        draft.parent.mkdir(exist_ok=True)  # without parents: a deleted run folder must not come back
         draft.mkdir(exist_ok=True)  # another stage may have made it
         with path.open("wb") as file:
             for part in parts:
@@ -211,7 +213,7 @@ def safetensors_parts(
     }
     head = json.dumps({"__metadata__": dict(metadata), **entries} if metadata else entries).encode()
     head += b" " * (-len(head) % 8)
-    content = (one.flatten().view(torch.uint8).numpy().data for _, one in ordered)
+    content = (tensor.flatten().view(torch.uint8).numpy().data for _, tensor in ordered)
     return [len(head).to_bytes(8, "little"), head, *content]
 
 
@@ -232,16 +234,18 @@ def read_part(draft: Path, process: int) -> list[WrittenFile] | None:
 
 def finish_checkpoint(draft: Path, index: Index, *, config: str, keep: int) -> Path:
     """Write the index, rename the folder to its final name, and remove old checkpoints, but the newest `keep` and the
-    best one. Those of later steps are removed too: the run was resumed from an earlier one because they were damaged.
+    best. Those of later steps are removed too: they were damaged, and the run was therefore resumed from an earlier
+    checkpoint.
 
     Raises CheckpointError.
     """
-    progress, values = index.progress, asdict(index)
+    progress = index.progress
+    values = asdict(index)
     values = {"format": FORMAT, **values.pop("progress"), **values, "config": config}
     final = draft.parent / folder_name(progress.step)
     best = final.name if progress.best_step is None else folder_name(progress.best_step)
     with writing(draft):
-        for file in index.files:  # stages may be on other machines: check that their files are here
+        for file in index.files:  # stages may be on other machines: check that their files are visible on this machine
             regular_size(draft / file.name)
         for part in draft.glob("part_*.json"):
             part.unlink()
@@ -258,16 +262,16 @@ def finish_checkpoint(draft: Path, index: Index, *, config: str, keep: int) -> P
         if (final.parent / best).exists():
             _point(final.parent / "best", best)
         _sync_folder(final.parent)
-        found = checkpoints_in(final.parent.parent)
-        done = [one for one in found if step_of(one) <= progress.step]
-        for other in found:
-            if other not in done[-keep:] and other.name != best:
-                shutil.rmtree(other)
+        complete = checkpoints_in(final.parent.parent)
+        not_later = [checkpoint for checkpoint in complete if step_of(checkpoint) <= progress.step]
+        for checkpoint in complete:
+            if checkpoint not in not_later[-keep:] and checkpoint.name != best:
+                shutil.rmtree(checkpoint)
     return final
 
 
 def adopt(last: Path, run_folder: Path) -> None:
-    """Link or copy the checkpoint from which a run is resumed, and the best one of that run, into the new run's folder.
+    """Link or copy the checkpoint from which a run is resumed, and that run's best, into the new run's folder.
 
     The new run can then be resumed and evaluated by itself from its start. Raises CheckpointError.
     """
@@ -307,7 +311,7 @@ def _point(link: Path, target: str) -> None:
 
 
 def read_index(checkpoint: Path) -> Index:
-    """The index of a checkpoint. Raises DamagedError, one line, if index.json is not what this program writes."""
+    """The index of a checkpoint. Raises DamagedError if index.json is not what this program writes."""
     file = checkpoint / "index.json"
     try:
         values = read_json(file)
@@ -329,7 +333,8 @@ def read_index(checkpoint: Path) -> Index:
 
 def _check_index(index: Index, folder: str) -> None:
     """Raises ValueError for values that are each valid but inconsistent with each other."""
-    at, names = index.progress, [file.name for file in index.files]
+    at = index.progress
+    names = [file.name for file in index.files]
     wrong = {
         f"step={at.step}: the folder is {folder}": folder_name(at.step) != folder,
         f"step={at.step}: is not mini-batch {at.position} of epoch {at.epoch}, of {at.steps_per_epoch}": (
@@ -353,7 +358,7 @@ def heads(checkpoint: Path, files: Iterable[WrittenFile]) -> dict[str, Head]:
 
     Raises DamagedError if a file cannot be read, or does not hold the tensors that the index lists.
     """
-    found: dict[str, Head] = {}
+    by_name: dict[str, Head] = {}
     for file in files:
         path = checkpoint / file.name
         _check_size(path, file)
@@ -361,19 +366,19 @@ def heads(checkpoint: Path, files: Iterable[WrittenFile]) -> dict[str, Head]:
             if {*opened.keys()} != {*file.tensors}:
                 raise DamagedError(f"{path}: does not hold the tensors that index.json lists")
             slices = {name: opened.get_slice(name) for name in file.tensors}
-            found |= {name: (one.get_dtype(), tuple(one.get_shape())) for name, one in slices.items()}
-    return found
+            by_name |= {name: (tensor.get_dtype(), tuple(tensor.get_shape())) for name, tensor in slices.items()}
+    return by_name
 
 
 def read_tensors(checkpoint: Path, layers: Iterable[str], kinds: Iterable[str]) -> dict[str, torch.Tensor]:
     """The tensors of `layers`, of the given kinds (`model`, `optimizer`, `ema`), from whichever files hold them.
 
-    The size and checksum of each file are checked before it is read. Raises DamagedError if one is damaged.
+    The size and checksum of each file are checked before it is read. Raises DamagedError if a file is damaged.
     """
-    wanted, kinds = set(layers), set(kinds)
+    layers, kinds = set(layers), set(kinds)
     tensors: dict[str, torch.Tensor] = {}
     for file in read_index(checkpoint).files:
-        names = [name for name in file.tensors if _kind(name) in kinds and _layer(name) in wanted]
+        names = [name for name in file.tensors if _kind(name) in kinds and _layer(name) in layers]
         if not names:
             continue
         check_files(checkpoint, [file])
@@ -389,9 +394,9 @@ def check_files(checkpoint: Path, files: Sequence[WrittenFile]) -> None:
     for path, file in zip(paths, files, strict=True):
         _check_size(path, file)
     with ThreadPoolExecutor() as pool:
-        for path, file, found in zip(paths, files, pool.map(_digest, paths), strict=True):
-            if found != file.sha256:
-                raise DamagedError(f"{path}: damaged (checksum {found[:12]}, {file.sha256[:12]} expected)")
+        for path, file, checksum in zip(paths, files, pool.map(_digest, paths), strict=True):
+            if checksum != file.sha256:
+                raise DamagedError(f"{path}: damaged (checksum {checksum[:12]}, {file.sha256[:12]} expected)")
 
 
 def _check_size(path: Path, file: WrittenFile) -> None:
@@ -408,7 +413,7 @@ def _digest(path: Path) -> str:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Inside, a file of a checkpoint is read; an error in this becomes a DamagedError, one line."""
+    """Inside, a file of a checkpoint is read; an error in this becomes a DamagedError."""
     try:
         yield
     except (SafetensorError, OSError) as error:
@@ -417,7 +422,7 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def select(tensors: Mapping[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
-    """The tensors of one kind (`model`, `optimizer`, `ema`), by name without that prefix."""
+    """The tensors of a kind (`model`, `optimizer`, `ema`), by name without that prefix."""
     return {name.removeprefix(f"{kind}/"): tensor for name, tensor in tensors.items() if _kind(name) == kind}
 
 

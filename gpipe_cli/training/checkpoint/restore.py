@@ -28,7 +28,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 class CheckpointMatch:
     """Whether a checkpoint fits the model of a run, by names, types and shapes alone.
 
-    Every `refuse` method raises InputError, one line.
+    Every `refuse` method raises InputError.
     """
 
     setting: str  # the setting that named the run, for messages, as `key=value`
@@ -37,8 +37,8 @@ class CheckpointMatch:
     source: TrainConfig  # settings of the run that wrote the checkpoint
     index: files.Index
     heads: Mapping[str, files.Head]  # name -> dtype and shape, for all tensors in the checkpoint
-    here: Shapes  # shapes of the model's tensors, by name
-    there: Shapes  # shapes of the checkpoint's `model/` tensors, by the same names
+    shapes: Shapes  # shapes of the model's tensors, by name
+    saved_shapes: Shapes  # shapes of the checkpoint's `model/` tensors, by the same names
 
     @classmethod
     def of(
@@ -46,12 +46,13 @@ class CheckpointMatch:
     ) -> "CheckpointMatch":
         """`model` is on the meta device. Raises DamagedError if the checkpoint cannot be read."""
         index = files.read_index(checkpoint)
-        found = files.heads(checkpoint, index.files)
-        here = {name: tuple(tensor.shape) for name, tensor in saved_state(model).items()}
-        there = {name.removeprefix("model/"): shape for name, (_, shape) in found.items() if name.startswith("model/")}
+        heads = files.heads(checkpoint, index.files)
+        shapes = {name: tuple(tensor.shape) for name, tensor in saved_state(model).items()}
+        saved_names = [name for name in heads if name.startswith("model/")]
+        saved_shapes = {name.removeprefix("model/"): heads[name][1] for name in saved_names}
         for name in other_names(find_ties(model)):  # earlier versions kept a tied weight under all its names
-            there.pop(name, None)
-        return cls(f"{setting}={run}", checkpoint, config, load(run), index, found, here, there)
+            saved_shapes.pop(name, None)
+        return cls(f"{setting}={run}", checkpoint, config, load(run), index, heads, shapes, saved_shapes)
 
     def refuse_other_names(self, only_here: Sequence[str], only_there: Sequence[str]) -> None:
         """Refuse the checkpoint if layers or tensors are only in the model, or only in the checkpoint."""
@@ -67,8 +68,8 @@ class CheckpointMatch:
         if not isinstance(mine, TextConfig) or not isinstance(theirs, TextConfig) or not TEXTS[mine.name].tokenizer:
             return
         saved = self.checkpoint.parent.parent / TOKENIZER
-        own = theirs.tokenizer is not None and mine.tokenizer is not None and Path(mine.tokenizer) == saved
-        if mine.tokenizer == theirs.tokenizer or own:
+        uses_saved = theirs.tokenizer is not None and mine.tokenizer is not None and Path(mine.tokenizer) == saved
+        if mine.tokenizer == theirs.tokenizer or uses_saved:
             return
         whose, use = "a vocabulary of its own", "leave it out"
         if theirs.tokenizer is not None:
@@ -79,38 +80,40 @@ class CheckpointMatch:
 
     def refuse_other_shapes(self, names: Iterable[str]) -> None:
         """Refuse the checkpoint if tensors of these names, which both have, differ in shape."""
-        other = [name for name in names if self.here[name] != self.there[name]]
-        if not other:
+        different = [name for name in names if self.shapes[name] != self.saved_shapes[name]]
+        if not different:
             return
-        here, there = self.here[other[0]], self.there[other[0]]
-        why = f"; {len(other) - 1} more differ" if len(other) > 1 else ""
+        shape, saved_shape = self.shapes[different[0]], self.saved_shapes[different[0]]
+        why = f"; {len(different) - 1} more differ" if len(different) > 1 else ""
         remedy = self._as_there()
         mine, theirs = self.config.dataset, self.source.dataset
         if (
             isinstance(mine, TextConfig)
             and isinstance(theirs, TextConfig)
-            and (there[:1], here[:1]) == ((theirs.vocabulary,), (mine.vocabulary,))
+            and (saved_shape[:1], shape[:1]) == ((theirs.vocabulary,), (mine.vocabulary,))
         ):
             why = ": with another vocabulary every token means something else"
             remedy = f"use dataset.vocabulary={theirs.vocabulary}, and text is read with the vocabulary of that run"
         elif isinstance(theirs, ImagesConfig) and theirs.image_size != getattr(mine, "image_size", None):
             remedy = f"use dataset.image_size={theirs.image_size}, or a model that takes any size"
-        raise InputError(f"{self.setting}: {other[0]} has shape {there} there and {here} here{why}; {remedy}")
+        raise InputError(
+            f"{self.setting}: {different[0]} has shape {saved_shape} there and {shape} here{why}; {remedy}"
+        )
 
     def refuse_damaged(self, wanted: Mapping[str, torch.Tensor]) -> None:
-        """Raises DamagedError if the checkpoint lacks one of these tensors, or has another dtype or shape for it."""
+        """Raises DamagedError if the checkpoint lacks any of these tensors, or has another dtype or shape for it."""
         for name, tensor in wanted.items():
-            head = files.DTYPES.get(tensor.dtype), tuple(tensor.shape)
-            if (found := self.heads.get(name, "missing")) != head:
-                raise files.DamagedError(f"{self.checkpoint}: {name} is {found}, the run needs {head}")
+            needed = files.DTYPES.get(tensor.dtype), tuple(tensor.shape)
+            if (saved := self.heads.get(name, "missing")) != needed:
+                raise files.DamagedError(f"{self.checkpoint}: {name} is {saved}, the run needs {needed}")
 
     def _as_there(self) -> str:
         """The remedy: the settings of model and classes that must be as in `source`."""
         if choice_of(self.config.model) != choice_of(self.source.model):
             return f"use model={choice_of(self.source.model)}, as there"
-        here, there = asdict(self.config), asdict(self.source)
-        for group, keys in (("model", there["model"]), ("dataset", ("num_classes", "classes"))):
-            mine, theirs = here[group], there[group]
+        settings, source_settings = asdict(self.config), asdict(self.source)
+        for group, keys in (("model", source_settings["model"]), ("dataset", ("num_classes", "classes"))):
+            mine, theirs = settings[group], source_settings[group]
             other = [f"{group}.{key}={show(theirs.get(key))}" for key in keys if mine.get(key) != theirs.get(key)]
             if other:
                 return f"use {' '.join(other)}, as there"
@@ -124,7 +127,8 @@ def _some(names: Sequence[str]) -> str:
 def state_of_stage(engine: Engine, stage: int) -> dict[str, torch.Tensor]:
     """All tensors that a checkpoint keeps of stage `stage`, by global names; a tied weight is kept where it is used
     first."""
-    module, elsewhere = engine.stages[stage].module, other_names(engine.spec.ties)
+    module = engine.stages[stage].module
+    elsewhere = other_names(engine.spec.ties)
     state = {f"model/{name}": tensor for name, tensor in module.state_dict().items() if name not in elsewhere}
     optimizer = optimizer_state(engine.optimizers[stage], engine.owned(stage))
     state |= {f"optimizer/{name}": tensor for name, tensor in optimizer.items()}
@@ -134,31 +138,33 @@ def state_of_stage(engine: Engine, stage: int) -> dict[str, torch.Tensor]:
     return state
 
 
-def check_restorable(both: CheckpointMatch, model: nn.Sequential, *, optimizer: bool) -> None:
+def check_restorable(match: CheckpointMatch, model: nn.Sequential, *, optimizer: bool) -> None:
     """Check that a checkpoint has all tensors that a run with `model` (on the meta device, frozen as in the run) needs.
 
     Raises InputError, naming what differs, if it belongs to another model, and DamagedError if a tensor is missing.
     """
     layers = dict(model.named_children())
-    for here, there in ((layers, both.index.layers), (both.here, both.there)):
-        only_here, only_there = [one for one in here if one not in there], [one for one in there if one not in here]
-        both.refuse_other_names(only_here, only_there)
-    both.refuse_other_tokens()
-    both.refuse_other_shapes(both.here)
-    state, config = saved_state(model), both.config
+    for names, saved_names in ((layers, match.index.layers), (match.shapes, match.saved_shapes)):
+        only_here = [name for name in names if name not in saved_names]
+        only_there = [name for name in saved_names if name not in names]
+        match.refuse_other_names(only_here, only_there)
+    match.refuse_other_tokens()
+    match.refuse_other_shapes(match.shapes)
+    state = saved_state(model)
+    config = match.config
     wanted = {f"model/{name}": tensor for name, tensor in state.items()}
-    if config.ema_decay and both.index.progress.ema_updates:
+    if config.ema_decay and match.index.progress.ema_updates:
         wanted |= {f"ema/{name}": tensor for name, tensor in state.items() if tensor.is_floating_point()}
     for name, parameter in model.named_parameters() if optimizer else ():
-        if parameter.requires_grad and name not in both.index.without_state:
+        if parameter.requires_grad and name not in match.index.without_state:
             kept = state_of(config.optimizer, tuple(parameter.shape), parameter.dtype)
             wanted |= {f"optimizer/{name}/{key}": tensor for key, tensor in kept.items()}
-    both.refuse_damaged(wanted)
+    match.refuse_damaged(wanted)
 
 
 def refuse_other_optimizer(config: TrainConfig, saved: TrainConfig) -> None:
     """Raises InputError if the optimizer needs state that the optimizer of the resumed run (`saved`) did not keep."""
-    needed, kept = (state_of(one.optimizer, (1,), torch.float32).keys() for one in (config, saved))
+    needed, kept = (state_of(run.optimizer, (1,), torch.float32).keys() for run in (config, saved))
     if missing := sorted(needed - kept):
         raise InputError(
             f"optimizer={config.optimizer.name}: needs {', '.join(missing)} of every parameter, and the run that is "
@@ -192,8 +198,8 @@ def stage_tensors(spec: PipelineSpec, stage: int, checkpoint: Path, kinds: Itera
     first = {tie.layers[0] for tie in spec.ties if layers.intersection(tie.layers)}
     tensors = files.read_tensors(checkpoint, layers | first, kinds)
     renamed = other_names(spec.ties).items()
-    found = {f"{kind}/{name}": f"{kind}/{saved}" for kind in ("model", "ema") for name, saved in renamed}
-    return tensors | {name: tensors[saved] for name, saved in found.items() if saved in tensors}
+    saved_names = {f"{kind}/{name}": f"{kind}/{saved}" for kind in ("model", "ema") for name, saved in renamed}
+    return tensors | {name: tensors[saved] for name, saved in saved_names.items() if saved in tensors}
 
 
 def saved_state(model: nn.Sequential) -> dict[str, torch.Tensor]:

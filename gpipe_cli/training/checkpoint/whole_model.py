@@ -1,4 +1,4 @@
-"""The model of a run in one piece, from a checkpoint: plain modules without stages."""
+"""The whole model of a run, from a checkpoint: plain modules without stages."""
 
 import warnings
 from dataclasses import replace
@@ -29,11 +29,13 @@ def load_run(run: str, averaged: bool | None, which: str) -> nn.Sequential:
     model = build_model(config)
 
     def check(checkpoint: Path) -> None:
-        both = CheckpointMatch.of("run_folder", folder, checkpoint, config, model)
-        check_restorable(both, model, optimizer=False)
+        match = CheckpointMatch.of("run_folder", folder, checkpoint, config, model)
+        check_restorable(match, model, optimizer=False)
 
-    found = find_checkpoint(folder, which, "run_folder", check, lambda line: warnings.warn(line, stacklevel=5))
-    return whole_model(config, found)
+    def warn(line: str) -> None:
+        warnings.warn(line, stacklevel=5)
+
+    return whole_model(config, find_checkpoint(folder, which, "run_folder", check, warn))
 
 
 def whole_model(config: TrainConfig, checkpoint: Path) -> nn.Sequential:
@@ -44,7 +46,8 @@ def whole_model(config: TrainConfig, checkpoint: Path) -> nn.Sequential:
 
     Raises DamagedError for a checkpoint that cannot be read. Whether it fits the model is not checked.
     """
-    model, layers = new_model(config), read_index(checkpoint).layers
+    model = new_model(config)
+    layers = read_index(checkpoint).layers
     tensors = read_tensors(checkpoint, layers, ("model", "ema") if config.ema_decay else ("model",))
     # only floating-point tensors have averages
     values = select(tensors, "model") | select(tensors, "ema")
@@ -55,5 +58,6 @@ def whole_model(config: TrainConfig, checkpoint: Path) -> nn.Sequential:
 def new_model(config: TrainConfig) -> nn.Sequential:
     """The layers of a run with their initial weights (not pretrained ones), on the CPU."""
     model, whole = build_model(config), real_model(config, pretrained=False)
-    device, ties = torch.device("cpu"), find_ties(model)
+    device = torch.device("cpu")
+    ties = find_ties(model)
     return materialize(model, 0, len(model), run_seed=config.seed, device=device, whole=whole, ties=ties)
