@@ -1,6 +1,6 @@
-"""The parent's side of `gpipe check`: one real mini-batch, run in every supported way, and whether any result differs.
+"""The parent's side of `gpipe check`: runs a real mini-batch in every supported way, and compares the results.
 
-The paper promises that none does (sections 1 and 2.2), and this program that no bit does. Its tests prove that for the
+The paper promises that no result differs (sections 1 and 2.2), and gpipe that no bit does. Its tests prove that for the
 bundled models; `gpipe check` does so for the user's own model, data and machine. This module decides which variants
 there are and which processes run them.
 """
@@ -34,7 +34,7 @@ from gpipe_cli.training.fine_tuning import find_weights
 from gpipe_cli.units import plural
 from gpipe_cli.verify import variants as verify
 
-_FEWER: tuple[RecomputeMode, ...] = ("never", "always")  # recompute modes tried with further schedules
+_FEWER: tuple[RecomputeMode, ...] = ("never", "always")  # recompute modes to try with further schedules
 
 
 Specs = dict[verify.Variant, PipelineSpec]
@@ -48,9 +48,10 @@ def run_check(config: TrainConfig, folder: Path) -> int:
     # without a memory limit every recompute mode can be planned, and is tried
     hardware = replace(config.hardware, memory_gib=None)
     mode = "except_last" if config.recompute == "auto" else config.recompute
-    replicas, all_of_them = config.replicas, config.replicas * config.micro_batches
+    replicas = config.replicas
+    all_micro_batches = replicas * config.micro_batches
     config = replace(
-        config, threads=threads, hardware=hardware, recompute=mode, replicas=1, micro_batches=all_of_them,
+        config, threads=threads, hardware=hardware, recompute=mode, replicas=1, micro_batches=all_micro_batches,
         graphs=False,  # what a layer returns is not seen when its stage is replayed
     )  # fmt: skip
     console = Console()
@@ -77,9 +78,9 @@ def run_check(config: TrainConfig, folder: Path) -> int:
             waiting = check.worth_running(specs)
             if waiting:
                 spec = waiting[max(waiting)]
-                there = spec.layout.replicas
-                own = replace(config, replicas=there, micro_batches=all_of_them // there)
-                task = partial(verify.check, own, waiting, folder=Path(references), source=source)
+                pipelines = spec.layout.replicas
+                variant_config = replace(config, replicas=pipelines, micro_batches=all_micro_batches // pipelines)
+                task = partial(verify.check, variant_config, waiting, folder=Path(references), source=source)
                 failure = run_task(task, spec, config.timeout_seconds, on_message)
                 if failure is not None:
                     check.failed(waiting, failure, alone=spec.layout.processes == 1)
@@ -95,10 +96,10 @@ class _Check:
         """`config` has a single pipeline; runs of `replicas` pipelines, if that is above 1, are compared with it."""
         self._config = config
         self.rows: dict[verify.Variant, verify.Row] = {}
-        self.loss: float | None = None  # that of the reference
-        # each with its spec, or why it is left out, in the order of the report, in which they also run
+        self.loss: float | None = None  # the loss of the reference
+        # each variant's spec, or why it is left out; the variants run in this order, which is also the report's
         self.variants = dict(_variants(config, replicas))
-        # (replicas, *process of each stage) -> what such processes run; the group with the references comes first
+        # (replicas, *process of each stage) -> the specs that such processes run; the references' group comes first
         groups: dict[tuple[int, ...], Specs] = {}
         for variant, spec in self.variants.items():
             if isinstance(spec, str):
@@ -110,15 +111,15 @@ class _Check:
         self.groups = list(groups.values())
 
     def worth_running(self, specs: Specs) -> Specs:
-        """The variants to run. Those that failed, or were left out, in one process get the row `left out` instead."""
+        """The variants to run; those that failed or were left out in a single process get the row `left out` instead."""
         in_process = {variant: self.rows.get(variant._replace(executor="in_process")) for variant in specs}
         without = [v for v, alone in in_process.items() if alone is not None and alone.verdict in ("fails", "left out")]
         self._add(without, "left out", "what has no result in one process is not run in several")
         return {variant: spec for variant, spec in specs.items() if variant not in self.rows}
 
     def failed(self, specs: Specs, failure: Failure, *, alone: bool) -> None:
-        """Record that the workers of these variants have failed; the variants not reached are left out. `alone`: there
-        was one worker. Raises InputError for what the user can fix."""
+        """Record that the workers of these variants have failed; the variants not reached are left out. `alone`: a
+        single worker ran. Raises InputError for what the user can fix."""
         if failure.reason is Reason.USER and not self.rows:
             raise InputError(failure.text)
         missing = [variant for variant in specs if variant not in self.rows]
@@ -131,9 +132,10 @@ class _Check:
         self.rows |= {variant: verify.Row(variant, verdict, text=text) for variant in variants}
 
     def facts(self, sizes: Sequence[int]) -> list[tuple[str, str]]:
-        """What is checked, as lines (label, text)."""
+        """Labels and texts of the lines that say what is checked."""
         config = self._config
-        layers, pieces = len(next(iter(self.groups[0].values())).layer_names[0]), plural(len(sizes), "micro-batch")
+        layers = len(next(iter(self.groups[0].values())).layer_names[0])
+        pieces = plural(len(sizes), "micro-batch")
         return [
             ("model", f"{choice_of(config.model)}: {plural(layers, 'layer')}"),
             ("mini-batch", f"{plural(sum(sizes), 'sample')} of {config.dataset.name} in {pieces}"),
@@ -145,7 +147,8 @@ class _Check:
 def _variants(config: TrainConfig, replicas: int) -> Iterator[tuple[verify.Variant, PipelineSpec | str]]:
     """All variants, each with its spec, or why it is left out. The order is by schedule, partitions, recompute mode and
     executor; other micro-batches come last."""
-    profile, whole = profile_model(config), config.micro_batches
+    profile = profile_model(config)
+    whole = config.micro_batches  # micro-batches of all replicas together
     usual = replace(config, schedule=verify.REFERENCES[0], stages_per_process=None, placement=None)
     specs: dict[tuple[verify.Executor, int], PipelineSpec | str] = {}
     for k in range(config.partitions, 0, -1):  # from K down, so that what is wrong with K itself is raised as bad input
@@ -163,7 +166,8 @@ def _variants(config: TrainConfig, replicas: int) -> Iterator[tuple[verify.Varia
         specs["pytorch", 1] = specs["in_process", 1]
     first, *_ = verify.references(whole)
     for schedule, k, mode, executor in product(verify.REFERENCES, counts, verify.MODES, verify.EXECUTORS):
-        variant, spec = verify.Variant(k, whole, schedule, mode, executor), specs.get((executor, k))
+        variant = verify.Variant(k, whole, schedule, mode, executor)
+        spec = specs.get((executor, k))
         if spec is None or (executor == "pytorch" and variant != first._replace(executor="pytorch")):
             continue
         if isinstance(spec, PipelineSpec):
@@ -191,8 +195,8 @@ def _further(
     config: TrainConfig, usual: TrainConfig, replicas: int
 ) -> Iterator[tuple[TrainConfig, Sequence[RecomputeMode]]]:
     """Configurations with further schedules, and the recompute modes to try: interleaved with the most partitions that
-    stages_per_process divides, zero_bubble, those on a V that differ, with an even number of partitions that has
-    several devices, and the given schedule if it is not a named one."""
+    stages_per_process divides, zero_bubble, the different schedules on a V, with an even number of partitions on
+    several devices, and the given schedule if it has no name."""
     if config.partitions == 1:
         return
     each = max(2, config.stages_per_process or 2)
@@ -201,7 +205,7 @@ def _further(
     if not config.compile:
         yield replace(usual, schedule="zero_bubble"), _FEWER
         even = _cut(usual, config.partitions - config.partitions % 2)
-        on_v = [name for name, one in ORDERS.items() if one.placement == "v"] if even.partitions > 2 else []
+        on_v = [name for name, rule in ORDERS.items() if rule.placement == "v"] if even.partitions > 2 else []
         different = {order(name, even.partitions, even.micro_batches): name for name in reversed(on_v)}
         for name in reversed(different.values()):
             yield replace(even, schedule=name), _FEWER

@@ -1,4 +1,4 @@
-"""Parses the arguments of a command by Hydra's grammar, and turns Hydra's errors into one line.
+"""Parses the arguments of a command by Hydra's grammar, and turns Hydra's errors into single lines.
 
 Nothing is composed here; `composing` does that.
 """
@@ -76,7 +76,7 @@ class CommandLine:
 
     @property
     def same(self) -> frozenset[str]:
-        """The settings that have one value."""
+        """The settings that have a single value."""
         return frozenset(self.overrides) - self.swept
 
     @property
@@ -93,7 +93,7 @@ class CommandLine:
     def refuse(self, remedies: Mapping[str, str]) -> None:
         """Raises InputError for a setting in `remedies` (key or group -> what to do instead), and for a group that is
         set to anything but the name of a choice."""
-        presets = "the model and the data set choose it; leave it out, or give ~presets"  # Hydra ignores a missing one
+        presets = "the model and the data set choose it; leave it out, or give ~presets"  # Hydra ignores a missing group
         remedies = {"presets": presets, **remedies}
         for key, value in self.overrides.items():
             remedy = remedies.get(key) or remedies.get(key.partition(".")[0])
@@ -118,7 +118,7 @@ def read(command: str, given: Sequence[str], no_sweeps: str = "") -> CommandLine
             options[key] = str(configurations(folder))
             if not Path(options[key]).is_dir():
                 raise InputError(f"{flag} {folder}: there is no such folder; give the one with your configurations")
-    typed = tuple(_readable(one) for one in options.pop("overrides"))
+    typed = tuple(_readable(argument) for argument in options.pop("overrides"))
     try:
         parsed = parsed_settings(typed)
         for o in parsed:
@@ -151,8 +151,8 @@ def configurations(given: str) -> Path:
 
 
 def _readable(argument: str) -> str:
-    """The argument, with quotes around a path that Hydra's grammar does not take: letters beyond ASCII, or one that
-    exists, as a run of a sweep lies in `micro_batches=4`, so users type or complete `run=.../micro_batches=4`."""
+    """The argument, with quotes around a path that Hydra's grammar does not take: with letters beyond ASCII, or an
+    existing path such as `run=.../micro_batches=4`, the folder of a sweep's run."""
     key, _, value = argument.partition("=")
     plain = re.fullmatch(r"[\w./-]*", value) is not None
     if key not in FOLDERS or (plain and value.isascii()) or not (plain or os.path.exists(value)):
@@ -162,13 +162,14 @@ def _readable(argument: str) -> str:
 
 def parsed_settings(typed: Sequence[str]) -> list[Override]:
     """Settings, parsed by Hydra. Raises HydraException, and SettingError for a number that is too long for Python."""
-    parser, parsed = OverridesParser.create(), list[Override]()
-    for one in typed:
+    parser = OverridesParser.create()
+    parsed = list[Override]()
+    for argument in typed:
         try:
-            parsed += parser.parse_overrides([one])
+            parsed += parser.parse_overrides([argument])
         except ValueError as error:  # from `int`: no exception of Hydra's is a ValueError
             why = f"a number has at most {sys.get_int_max_str_digits()} digits; give a smaller one"
-            raise SettingError(key_of(one), shortened(one.partition("=")[2]), why) from error
+            raise SettingError(key_of(argument), shortened(argument.partition("=")[2]), why) from error
     return parsed
 
 
@@ -183,7 +184,7 @@ def values_of(settings_typed: Sequence[Override] | Sequence[str]) -> dict[str, o
 
 
 def _elsewhere(group: str, choice: str) -> str:
-    """How a choice that other programs have is written here; "" if it is not known."""
+    """How a choice that other programs have is written here; "" for an unknown choice."""
     for pattern, ours in CHOICES_ELSEWHERE.items():
         if fnmatchcase(f"{group}={choice}", pattern):
             return ours.format(choice)
@@ -191,7 +192,7 @@ def _elsewhere(group: str, choice: str) -> str:
 
 
 def translated(error: Exception) -> InputError:
-    """Hydra's error as one line, with what to write instead."""
+    """Hydra's error in a single line, with what to write instead."""
     match error:
         case OverrideParseException(override=given):
             if not str(given).strip():

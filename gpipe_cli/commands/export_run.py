@@ -69,7 +69,8 @@ class _ExportReport(NoReport):
 
     def on_message(self, message: object) -> None:
         self.started = True
-        console, run = Console(), self._config.training
+        console = Console()
+        run = self._config.training
         match message:
             case events.ModelWritten():
                 averaged = " (averaged weights)" if run.ema_decay else ""
