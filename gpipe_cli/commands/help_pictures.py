@@ -74,7 +74,7 @@ def _auto(width: int) -> Iterator[str]:
 
 
 def _recomputed(mode: str, width: int) -> Iterator[str]:
-    schedule, kept = (build("gpipe", STAGES, MICRO_BATCHES, each) for each in (mode, "never"))
+    schedule, kept = (build("gpipe", STAGES, MICRO_BATCHES, recompute) for recompute in (mode, "never"))
     yield from _step("gpipe", schedule, width, mode)
     graphs = [max(held.graph for held in live(actions)) for actions in schedule.stages]
     yield f"activations kept: of at most {_of_stages(graphs)}"

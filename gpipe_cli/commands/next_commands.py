@@ -7,7 +7,12 @@ from collections.abc import Callable, Collection, Sequence
 from gpipe_cli.config.settings import AUTO, AUTO_BATCH, GO_ON, OF_INVOCATION, TrainConfig, key_of
 
 _LEAST_SAMPLES = 2  # of a micro-batch: batch norm cannot train on a single value per channel
-_OF_K = ("partitions", "partition", "placement", "stages_per_process")  # settings and groups that hold for the old K only
+_OF_K = (
+    "partitions",
+    "partition",
+    "placement",
+    "stages_per_process",
+)  # settings and groups that hold for the old K only
 # Settings without a meaning for a check, which runs a mini-batch in a folder of its own; it refuses some of them.
 _OF_RUN = ("epochs", *(key for key in OF_INVOCATION if key != "output"))
 

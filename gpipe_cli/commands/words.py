@@ -14,9 +14,9 @@ def words_and_settings(arguments: Sequence[str], *keys: str) -> tuple[list[str],
     Any other argument is a word, such as `micro_batches=4`, the folder of a sweep's run. Raises InputError for an empty
     argument, an unknown `format`, and a misspelt key.
     """
-    parts = [argument.partition("=") for argument in arguments]
-    given = {key: value for key, equals, value in parts if equals and key in keys}
-    words = ["".join(part) for part in parts if not part[1] or part[0] not in keys]
+    divided = [argument.partition("=") for argument in arguments]
+    given = {key: value for key, equals, value in divided if equals and key in keys}
+    words = [argument for argument in arguments if "=" not in argument or argument.partition("=")[0] not in keys]
     if "" in words:  # Path("") is the working directory
         raise InputError("'': must not be empty; give a name, or leave it out")
     for key in (key for key, value in given.items() if not value):
