@@ -120,7 +120,7 @@ class _Match:
         gpipe, one_f_one_b = self._ours
         theirs = {"ScheduleGPipe": gpipe, "Schedule1F1B": one_f_one_b} if distributed else {"torchgpipe": gpipe}
         program: verify.Program = "torch" if distributed else "torchgpipe"
-        # each contestant of another program with the one of ours that it is compared with; None: our fastest
+        # each contestant of another program, and ours that it is compared with; None: the fastest of ours
         self._pairs: list[tuple[_Contestant, _Contestant | None]] = [
             (self._contestant(program, name, schedule=ours.schedule), ours) for name, ours in theirs.items()
         ]
@@ -159,12 +159,12 @@ class _Match:
             facts.append(("left out", "dropout, which torchgpipe seeds in another way, is 0 for both"))
         return facts
 
-    def hold(self, number: int, begins: Callable[[str], None]) -> None:
+    def hold(self, number: int, show_status: Callable[[str], None]) -> None:
         """Round `number`: all contestants that have not failed, in turns."""
         for contestant in (*self._ours, *(theirs for theirs, _ in self._pairs)):
             if not contestant.left_out and not contestant.failure:
                 what = f"{contestant.program} {contestant.schedule}"
-                begins(f"round {number + 1} of {self._settings.against_rounds}: {what}")
+                show_status(f"round {number + 1} of {self._settings.against_rounds}: {what}")
                 self._run(contestant)
 
     def _run(self, contestant: _Contestant) -> None:

@@ -111,9 +111,9 @@ class _Check:
         self.groups = list(groups.values())
 
     def worth_running(self, specs: Specs) -> Specs:
-        """The variants to run; those that failed or were left out in a single process get the row `left out` instead."""
+        """The variants to run; those that failed, or were left out, in a single process get the row `left out`."""
         in_process = {variant: self.rows.get(variant._replace(executor="in_process")) for variant in specs}
-        without = [v for v, alone in in_process.items() if alone is not None and alone.verdict in ("fails", "left out")]
+        without = [variant for variant, row in in_process.items() if row and row.verdict in ("fails", "left out")]
         self._add(without, "left out", "what has no result in one process is not run in several")
         return {variant: spec for variant, spec in specs.items() if variant not in self.rows}
 

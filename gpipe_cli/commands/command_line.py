@@ -72,7 +72,7 @@ class CommandLine:
     @property
     def swept(self) -> frozenset[str]:
         """The settings that have several values."""
-        return frozenset(o.key_or_group for o in self.parsed if o.is_sweep_override())
+        return frozenset(setting.key_or_group for setting in self.parsed if setting.is_sweep_override())
 
     @property
     def same(self) -> frozenset[str]:
@@ -88,7 +88,7 @@ class CommandLine:
     @property
     def fixed(self) -> tuple[str, ...]:
         """The settings, as typed, that all runs of a sweep share."""
-        return tuple(str(o.input_line) for o in self.parsed if not o.is_sweep_override())
+        return tuple(str(setting.input_line) for setting in self.parsed if not setting.is_sweep_override())
 
     def refuse(self, remedies: Mapping[str, str]) -> None:
         """Raises InputError for a setting in `remedies` (key or group -> what to do instead), and for a group that is
@@ -123,11 +123,11 @@ def read(command: str, given: Sequence[str], no_sweeps: str = "") -> CommandLine
     typed = tuple(_readable(argument) for argument in options.pop("overrides"))
     try:
         parsed = parsed_settings(typed)
-        for o in parsed:
-            if not o.key_or_group:
-                raise InputError(f"{o.input_line}: a value without a setting; write SETTING=VALUE")
-            if o.is_range_sweep() and next(o.sweep_string_iterator(), None) is None:
-                raise InputError(f"{o.input_line}: has no values; give one or more")
+        for setting in parsed:
+            if not setting.key_or_group:
+                raise InputError(f"{setting.input_line}: a value without a setting; write SETTING=VALUE")
+            if setting.is_range_sweep() and next(setting.sweep_string_iterator(), None) is None:
+                raise InputError(f"{setting.input_line}: has no values; give one or more")
         values = values_of(parsed)
     except HydraException as error:
         raise translated(error) from error
@@ -177,11 +177,11 @@ def parsed_settings(typed: Sequence[str]) -> list[Override]:
 
 def values_of(settings_typed: Sequence[Override] | Sequence[str]) -> dict[str, object]:
     """Key or group -> value of each setting; if it is swept, the text of its values."""
-    parsed = [o if isinstance(o, Override) else parsed_settings([o])[0] for o in settings_typed]
+    parsed = [setting if isinstance(setting, Override) else parsed_settings([setting])[0] for setting in settings_typed]
     return {
-        o.key_or_group: o.get_value_string() if o.is_sweep_override() else o.value()
-        for o in parsed
-        if not o.is_delete()
+        setting.key_or_group: setting.get_value_string() if setting.is_sweep_override() else setting.value()
+        for setting in parsed
+        if not setting.is_delete()
     }
 
 

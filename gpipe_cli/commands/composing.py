@@ -61,18 +61,20 @@ def combinations(line: CommandLine, more: Mapping[str, str] | None = None) -> li
     try:
         with _initialized(line):  # glob(*) looks up the choices of a group
             parsed = OverridesParser.create(GlobalHydra.instance().config_loader()).parse_overrides(typed)
-            return list(itertools.product(*{o.get_key_element(): _each(o) for o in parsed}.values()))
+            return list(itertools.product(*{setting.get_key_element(): _each(setting) for setting in parsed}.values()))
     except HydraException as error:
         raise translated(error) from error
 
 
-def _each(o: Override) -> list[str]:
+def _each(setting: Override) -> list[str]:
     """A setting with each of its values. Raises RefusedError for bounds, `seed=interval(0,9)`."""
-    if not o.is_sweep_override():
-        return [str(o.input_line)]
-    if not o.is_discrete_sweep():
-        raise RefusedError(o.key_or_group, o.get_value_string(), "a sweep has no bounds; give the values one by one")
-    return [f"{o.get_key_element()}={value}" for value in o.sweep_string_iterator()]
+    if not setting.is_sweep_override():
+        return [str(setting.input_line)]
+    if not setting.is_discrete_sweep():
+        raise RefusedError(
+            setting.key_or_group, setting.get_value_string(), "a sweep has no bounds; give the values one by one"
+        )
+    return [f"{setting.get_key_element()}={value}" for value in setting.sweep_string_iterator()]
 
 
 def compose(line: CommandLine, keys: Sequence[str]) -> DictConfig | None:
@@ -161,31 +163,31 @@ class Trees:
     def whole(self, typed: Sequence[str]) -> DictConfig:
         """The tree with these settings, Hydra's part included. Raises InputError."""
         parsed = parsed_settings(typed)
-        for o in parsed:  # a recipe may have keys of other commands, which nobody may type
-            key = o.key_or_group
+        for setting in parsed:  # a recipe may have keys of other commands, which nobody may type
+            key = setting.key_or_group
             whose = owner(key)
-            if not o.is_delete() and whose not in (None, self._line.command):
+            if not setting.is_delete() and whose not in (None, self._line.command):
                 why = f"gpipe {self._line.command} has no such setting, gpipe {whose} has"
-                raise RefusedError(key, o.value(), why + (nearest(key, self._keys) or "; leave it out"))
-        chosen = tuple(str(o.input_line) for o in parsed if self._chooses(o))
+                raise RefusedError(key, setting.value(), why + (nearest(key, self._keys) or "; leave it out"))
+        chosen = tuple(str(setting.input_line) for setting in parsed if self._chooses(setting))
         if chosen not in self._composed:
             self._composed[chosen] = _composed(self._line, chosen)
         tree = copy.deepcopy(self._composed[chosen])
-        for o in parsed:
-            if not self._chooses(o):
-                self._set(tree, o)
+        for setting in parsed:
+            if not self._chooses(setting):
+                self._set(tree, setting)
         return tree
 
-    def _chooses(self, o: Override) -> bool:
+    def _chooses(self, setting: Override) -> bool:
         """Whether a setting chooses files or removes something, so that Hydra has to compose with it."""
-        key = o.key_or_group
+        key = setting.key_or_group
         group = "/" in key or any((folder / key).is_dir() for folder in self._folders)
-        return group or o.is_delete() or o.package is not None or key == "hydra.searchpath"
+        return group or setting.is_delete() or setting.package is not None or key == "hydra.searchpath"
 
-    def _set(self, tree: DictConfig, o: Override) -> None:
-        key, value = o.key_or_group, o.value()
+    def _set(self, tree: DictConfig, setting: Override) -> None:
+        key, value = setting.key_or_group, setting.value()
         # a missing key of this command is added: a recipe for another command lacks it
-        added = o.is_add() or o.is_force_add() or owner(key) is not None
+        added = setting.is_add() or setting.is_force_add() or owner(key) is not None
         try:
             merged = isinstance(value, dict) or not isinstance(OmegaConf.select(tree, key), DictConfig)
             OmegaConf.update(tree, key, value, merge=merged, force_add=added)

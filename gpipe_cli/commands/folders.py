@@ -90,7 +90,7 @@ def _refuse_content(folder: Path, *, again: bool) -> None:
 
 @contextmanager
 def locked_folder(chosen: Path, setting: str, *, new: bool, patience_seconds: float = 0.0) -> Iterator[Path]:
-    """The folder `chosen`, created if need be (if it must be `new` but exists, a numbered folder beside it), and locked.
+    """The folder `chosen`, created if need be (if it must be `new` but exists, `numbered` beside it), and locked.
 
     Afterwards it is removed if it is empty, with the folders above that were created for it. Errors begin with
     `setting`; `patience_seconds`: how long to wait for a command that may be ending. Raises InputError if the folder

@@ -1,5 +1,5 @@
 """The pictures of `gpipe help` for K, M, the bubble, schedules and recomputation: a step of a few stages, drawn as in
-the paper's Figure 2(c), and its figures. The picture and the figures are computed from the schedules, given K, M and the costs of a stage."""
+the paper's Figure 2(c), and its figures. All is computed from the schedules, given K, M and the costs of a stage."""
 
 from collections.abc import Iterator, Sequence
 
@@ -27,7 +27,7 @@ WORDS = {
 
 
 def drawn(topic: str, width: int) -> Iterator[str]:
-    """The lines of the picture of `topic` (as `help._plain` spells it), for a terminal of `width`; none if it has no picture."""
+    """The lines of the picture of `topic`, spelled as by `help._plain`, `width` characters wide; none without a picture."""
     match topic:
         case "k" | "partition" | "stage" | "m" | "micro batch" | "bubble":
             yield from _step("gpipe", build("gpipe", STAGES, MICRO_BATCHES, "never"), width)

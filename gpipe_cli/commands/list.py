@@ -115,7 +115,7 @@ def _hardware() -> Listed:
 
 
 def _choices(group: str, columns: Sequence[Column], until: str = r"(?<=\.) (?=[A-Z])") -> Table:
-    """A row per choice of a group, with its file's description up to the pattern `until`: by default its first sentence."""
+    """A row per choice of a group, with its file's description up to the pattern `until`, by default a sentence."""
     choices = of_choices(group)
     sentences = [re.split(until, text)[0] for text in choices.values()]
     what = Column("what it is", cells=sentences, key="what", values=list(choices.values()))

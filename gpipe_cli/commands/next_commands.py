@@ -34,8 +34,8 @@ def next_commands(
 
 
 def _changed(config: TrainConfig, layers: int, train_samples: int) -> tuple[str, Collection[str]] | None:
-    """A setting with a visible effect, and the typed settings that it replaces: twice as many micro-batches, which halves
-    the bubble; or a pipeline in place of none, and the reverse. None for a single layer."""
+    """A setting with a visible effect, and the typed settings that it replaces: twice as many micro-batches, which
+    halves the bubble; or a pipeline in place of none, and the reverse. None for a single layer."""
     if config.partitions == 1:
         return ("partitions=2", _OF_K) if layers > 1 else None
     doubled = 2 * config.micro_batches

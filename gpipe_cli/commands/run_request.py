@@ -76,7 +76,7 @@ def _named(config: TrainConfig, auto: tuple[str, ...]) -> str:
 
 
 def _earlier_folder(config: TrainConfig) -> Path | None:
-    """The folder of an earlier start of this run by torchrun; None without one."""
+    """The folder of an earlier start of this run by torchrun; None for the first start."""
     fork_server.start(config)
     import_apart("gpipe_cli.distributed.rendezvous")  # torch comes with it
     from gpipe_cli.distributed.rendezvous import earlier_folder

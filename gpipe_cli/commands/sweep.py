@@ -257,7 +257,7 @@ def _refuse_without_effect(line: CommandLine) -> None:
 
 
 def _resumed_folder(line: CommandLine) -> SweepFolder | None:
-    """The sweep that `resume` names; None if it names no sweep. Raises InputError if other settings are given too, or the
+    """The sweep that `resume` names; None if it is no sweep. Raises InputError if other settings are given too, or the
     sweep is another command's."""
     given = line.overrides.get("resume")
     if not isinstance(given, str) or "resume" in line.swept or not (Path(given) / SWEEP).is_file():
@@ -279,11 +279,11 @@ def differences(jobs: Sequence[Sequence[str]], same: Collection[str]) -> list[tu
     """The settings in which each job differs from the others: as a name, `partitions=2,seed=4`, and their values in the
     order in which they were typed. `same`: the settings that were typed with a single value."""
 
-    def varies(override: str) -> bool:
-        return key_of(override) not in same and (len(jobs) == 1 or any(override not in job for job in jobs))
+    def varies(setting: str) -> bool:
+        return key_of(setting) not in same and (len(jobs) == 1 or any(setting not in job for job in jobs))
 
-    varied = [[override for override in job if varies(override)] for job in jobs]
-    return [(",".join(sorted(o.lstrip("+") for o in job)) or "run", values_of(job)) for job in varied]
+    varied = [[setting for setting in job if varies(setting)] for job in jobs]
+    return [(",".join(sorted(setting.lstrip("+") for setting in job)) or "run", values_of(job)) for job in varied]
 
 
 def free_folder(parent: Path, name: str) -> Path:

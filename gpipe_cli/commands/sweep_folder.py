@@ -63,9 +63,9 @@ class SweepFolder:
     def choose(self, path: Path) -> Path:
         """Lock and return the sweep's folder: `path`, or a numbered folder beside it if that exists and was not typed.
 
-        Two processes resuming the same sweep would run everything twice, and remove each other's folders. A run whose sweep
-        was killed may still be ending, so a resumed sweep waits for it. Forks of this process hold the lock. Raises
-        InputError if a sweep lies at the typed path or is at work there, or the folder cannot be created.
+        Two processes resuming the same sweep would run everything twice, and remove each other's folders. A run whose
+        sweep was killed may still be ending, so a resumed sweep waits for it. Forks of this process hold the lock.
+        Raises InputError if a sweep lies at the typed path or is at work there, or the folder cannot be created.
         """
         typed = any(argument.startswith(PLACE) for argument in self.arguments)
         setting = override("resume", str(path)) if self.resumes else f"{PLACE}{path}"

@@ -45,8 +45,8 @@ class ProcessGroups:
         stages_of_ties: Sequence[Sequence[int]],
         skips: Sequence[tuple[int, int]],
     ) -> "ProcessGroups":
-        """These groups, with what only some cuts need: links for skips, and groups for tied weights. To be called in all
-        processes, as all of them must create all groups in the same order.
+        """These groups, with what only some cuts need: links for skips, and groups for tied weights. To be called in
+        all processes, as all of them must create all groups in the same order.
 
         `stages_of_ties`: for each tied weight, the stages that have it; `skips`: pairs of stages, not neighbours, of
         which the first sends a skip to the second.
@@ -146,7 +146,7 @@ def new_group(
     process: int, members: Sequence[int], device: torch.device, timeout: datetime.timedelta, blocks: int | None = None
 ) -> dist.ProcessGroup | None:
     """A group for tensors of the model, NCCL's on GPUs; None if this process is no member. To be called in all
-    processes. `blocks`: the most thread blocks of a GPU that an operation may occupy, and with them channels of its links."""
+    processes. `blocks`: the most thread blocks of a GPU that an operation may occupy, which limits its channels."""
     backend = dist.get_default_backend_for_device(device)
     options = None
     if backend == "nccl":

@@ -39,7 +39,7 @@ class Decision:
 
 
 def earlier_folder() -> Path | None:
-    """The run folder of an earlier start by the same torchrun, None without one; called in process 0."""
+    """The run folder of an earlier start by the same torchrun, None for the first start; called in process 0."""
     if not may_restart() or not store().check([_FOLDER]):
         return None
     return Path(json.loads(store().get(_FOLDER)))

@@ -1,8 +1,8 @@
 """Starts, watches and stops all processes of a run together, so that no failure makes it hang (law 8).
 
-The parent computes nothing. It starts a worker per partition (or a single worker), passes on their messages, and ends the
-run when a worker fails: it names the first failure and stops the rest. Under torchrun, which starts several processes
-of gpipe, each is the parent of a single worker.
+The parent computes nothing. It starts a worker per partition (or a single worker), passes on their messages, and ends
+the run when a worker fails: it names the first failure and stops the rest. Under torchrun, which starts several
+processes of gpipe, each is the parent of a single worker.
 """
 
 import mmap
@@ -39,8 +39,8 @@ def run_task(
     *,
     stoppable: bool = False,
 ) -> Failure | None:
-    """Start the workers of this spec (under torchrun: a single worker), and wait until they have done the task; returns why
-    the run failed, None if it did not.
+    """Start the workers of this spec (under torchrun: a single worker), and wait until they have done the task; returns
+    why the run failed, None if it did not.
 
     `on_message` is called with every message of the workers. A worker that is silent for `timeout_seconds` has failed.
     `start`: the name of this start, under torchrun. SIGTERM and SIGUSR1 are passed on to a task that is `stoppable` and
@@ -191,7 +191,7 @@ class Supervisor:
         return Failure(process, text, time.time(), Reason.LOST)
 
     def _lost(self, process: int, seconds: float | None) -> Failure:
-        """The failure of another supervisor's process; `seconds` of silence, None if that supervisor has reported it."""
+        """The failure of another supervisor's process; `seconds` of silence, None if it has reported the failure."""
         if seconds is None:
             text = f"{self._who(process)} has failed, and says itself why"
         else:
