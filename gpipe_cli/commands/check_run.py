@@ -123,8 +123,8 @@ class _Check:
         if failure.reason is Reason.USER and not self.rows:
             raise InputError(failure.text)
         missing = [variant for variant in specs if variant not in self.rows]
-        told = any(self.rows[variant].verdict == "fails" for variant in specs if variant in self.rows)
-        if missing and (alone or not told):
+        reported = any(self.rows[variant].verdict == "fails" for variant in specs if variant in self.rows)
+        if missing and (alone or not reported):
             self._add([missing.pop(0)], "fails", failure.text)  # the worker was killed, or could not report the failure
         self._add(missing, "left out", "not run: processes that work together ended with the failure before")
 
@@ -151,17 +151,17 @@ def _variants(config: TrainConfig, replicas: int) -> Iterator[tuple[verify.Varia
     whole = config.micro_batches  # micro-batches of all replicas together
     usual = replace(config, schedule=verify.REFERENCES[0], stages_per_process=None, placement=None)
     specs: dict[tuple[verify.Executor, int], PipelineSpec | str] = {}
-    for k in range(config.partitions, 0, -1):  # from K down, so that what is wrong with K itself is raised as bad input
+    for k in range(config.partitions, 0, -1):  # from K down, so that errors of K itself are raised as bad input
         cut = _cut(usual, k)
         specs["in_process", k] = make_pipeline_spec(replace(cut, executor="in_process"), profile)
         if k > 1 and cut.executor != "in_process":
-            apart = make_pipeline_spec(cut, profile)
+            distributed = make_pipeline_spec(cut, profile)
             why = f"executor=distributed: {plural(k, 'stage')} would be in one process"
-            specs["distributed", k] = apart if apart.layout.distributed else why
+            specs["distributed", k] = distributed if distributed.layout.distributed else why
     counts = range(1, config.partitions + 1)
     for k in counts if replicas > 1 else ():
-        several = replace(_cut(usual, k), replicas=replicas, micro_batches=whole // replicas)
-        specs["replicas", k] = make_pipeline_spec(several, profile)
+        replicated = replace(_cut(usual, k), replicas=replicas, micro_batches=whole // replicas)
+        specs["replicas", k] = make_pipeline_spec(replicated, profile)
     if not config.compile:  # compiled code differs in the last digits, which batch norm amplifies
         specs["pytorch", 1] = specs["in_process", 1]
     first, *_ = verify.references(whole)
@@ -176,10 +176,10 @@ def _variants(config: TrainConfig, replicas: int) -> Iterator[tuple[verify.Varia
     for cut, modes in _further(config, usual, replicas):
         executors: tuple[Literal["in_process", "distributed"], ...] = ("in_process", "distributed")
         for mode, where in product(modes, executors[:1] if config.executor == "in_process" else executors):
-            further = make_pipeline_spec(replace(cut, executor=where), profile)
-            if further.layout.distributed == (where == "distributed"):
+            spec = make_pipeline_spec(replace(cut, executor=where), profile)
+            if spec.layout.distributed == (where == "distributed"):
                 variant = verify.Variant(cut.partitions, whole, cut.schedule, mode, where)
-                yield variant, replace(further, recompute=mode)
+                yield variant, replace(spec, recompute=mode)
     if whole > 1:
         yield first._replace(micro_batches=1), specs["in_process", 1]
 
@@ -199,15 +199,15 @@ def _further(
     several devices, and the given schedule if it has no name."""
     if config.partitions == 1:
         return
-    each = max(2, config.stages_per_process or 2)
-    if partitions := config.partitions - config.partitions % each:
-        yield replace(_cut(usual, partitions), schedule="interleaved", stages_per_process=each), _FEWER
+    stages = max(2, config.stages_per_process or 2)  # of each process
+    if partitions := config.partitions - config.partitions % stages:
+        yield replace(_cut(usual, partitions), schedule="interleaved", stages_per_process=stages), _FEWER
     if not config.compile:
         yield replace(usual, schedule="zero_bubble"), _FEWER
         even = _cut(usual, config.partitions - config.partitions % 2)
-        on_v = [name for name, rule in ORDERS.items() if rule.placement == "v"] if even.partitions > 2 else []
-        different = {order(name, even.partitions, even.micro_batches): name for name in reversed(on_v)}
-        for name in reversed(different.values()):
+        v_names = [name for name, rule in ORDERS.items() if rule.placement == "v"] if even.partitions > 2 else []
+        name_of_order = {order(name, even.partitions, even.micro_batches): name for name in reversed(v_names)}
+        for name in reversed(name_of_order.values()):
             yield replace(even, schedule=name), _FEWER
     if config.schedule not in SCHEDULES and replicas == 1:  # a schedule file has the M of a single pipeline
         yield config, [mode for mode in verify.MODES if mode == config.recompute]

@@ -93,9 +93,8 @@ class CommandLine:
     def refuse(self, remedies: Mapping[str, str]) -> None:
         """Raises InputError for a setting in `remedies` (key or group -> what to do instead), and for a group that is
         set to anything but the name of a choice."""
-        presets = (
-            "the model and the data set choose it; leave it out, or give ~presets"  # Hydra ignores a missing group
-        )
+        # Hydra ignores ~presets without presets
+        presets = "the model and the data set choose it; leave it out, or give ~presets"
         remedies = {"presets": presets, **remedies}
         for key, value in self.overrides.items():
             remedy = remedies.get(key) or remedies.get(key.partition(".")[0])

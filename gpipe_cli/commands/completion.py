@@ -81,8 +81,8 @@ def _values(command: str, key: str, begun: str) -> list[str]:
     if key in _RUNS:
         if begun.startswith((".", "/")):
             return []
-        above = Path(begun.rpartition("/")[0] or "outputs")
-        runs = sorted(runs_below(above), key=lambda run: (run / CONFIG).stat().st_mtime, reverse=True)
+        parent = Path(begun.rpartition("/")[0] or "outputs")
+        runs = sorted(runs_below(parent), key=lambda run: (run / CONFIG).stat().st_mtime, reverse=True)
         return [str(run) for run in runs] + (["auto"] if key == "resume" else [])
     if key == "schedule":
         return list(SCHEDULES)

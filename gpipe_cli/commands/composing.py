@@ -151,7 +151,7 @@ class Trees:
 
     def __init__(self, line: CommandLine, keys: Sequence[str]) -> None:
         self._line = line
-        self._keys = [*keys, *(key for key, whose in OWNERS.items() if whose == line.command)]
+        self._keys = [*keys, *(key for key, command in OWNERS.items() if command == line.command)]
         self._folders = [FOLDER, *_user_folders(line)]
         self._composed: dict[tuple[str, ...], DictConfig] = {}
 
@@ -165,9 +165,9 @@ class Trees:
         parsed = parsed_settings(typed)
         for setting in parsed:  # a recipe may have keys of other commands, which nobody may type
             key = setting.key_or_group
-            whose = owner(key)
-            if not setting.is_delete() and whose not in (None, self._line.command):
-                why = f"gpipe {self._line.command} has no such setting, gpipe {whose} has"
+            command = owner(key)
+            if not setting.is_delete() and command not in (None, self._line.command):
+                why = f"gpipe {self._line.command} has no such setting, gpipe {command} has"
                 raise RefusedError(key, setting.value(), why + (nearest(key, self._keys) or "; leave it out"))
         chosen = tuple(str(setting.input_line) for setting in parsed if self._chooses(setting))
         if chosen not in self._composed:
@@ -287,7 +287,7 @@ def _own_part(command: str, tree: DictConfig) -> DictConfig:
 def drop_others(command: str, tree: DictConfig) -> None:
     """Remove from `tree` what a recipe's file has for other commands."""
     with open_dict(tree):
-        for key in [key for key, whose in OWNERS.items() if whose != command]:
+        for key in [key for key, owning_command in OWNERS.items() if owning_command != command]:
             tree.pop(key, None)
 
 
@@ -341,8 +341,8 @@ def with_given(saved: TrainConfig, given: Mapping[str, Any]) -> TrainConfig:
 
 
 def _take_size_of_tokenizer(tree: DictConfig, given: Mapping[str, object]) -> None:
-    """Sets dataset.vocabulary to the size of dataset.tokenizer, if it is null, or a default or a preset's beside a
-    tokenizer that was typed. Raises RefusedError for a tokenizer that cannot be read."""
+    """Sets dataset.vocabulary to the size of dataset.tokenizer, if the vocabulary is null or only the tokenizer was
+    typed. Raises RefusedError for a tokenizer that cannot be read."""
     place, size = (OmegaConf.select(tree, f"dataset.{key}") for key in ("tokenizer", "vocabulary"))
     typed_alone = "dataset.tokenizer" in given and "dataset.vocabulary" not in given
     if isinstance(place, str) and (size is None or typed_alone):
@@ -358,7 +358,9 @@ def take_auto(tree: DictConfig) -> tuple[str, ...]:
     for key in auto:
         OmegaConf.update(tree, key, 1)
     if "batch_size" in auto:
-        pieces = [OmegaConf.select(tree, key) for key in ("micro_batches", "replicas")]
-        if all(isinstance(number, int) and number > 0 for number in pieces):  # anything else is refused later, as typed
-            OmegaConf.update(tree, "batch_size", math.prod(pieces))
+        factors = [OmegaConf.select(tree, key) for key in ("micro_batches", "replicas")]
+        if all(
+            isinstance(number, int) and number > 0 for number in factors
+        ):  # anything else is refused later, as typed
+            OmegaConf.update(tree, "batch_size", math.prod(factors))
     return auto

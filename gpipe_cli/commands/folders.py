@@ -46,7 +46,7 @@ def make_new(path: Path) -> Path:
 
 def new_run(config: TrainConfig, started: datetime, auto: Sequence[str] = (), what: str = "") -> Path:
     """A path in `output`, named by time, `what` (`bench`, ...; "" for a training), model, dataset, K, M and R."""
-    model = Path(config.model.name).name  # of Hugging Face it may be a folder, or OWNER/NAME
+    model = Path(config.model.name).name  # for Hugging Face the name may be a folder, or OWNER/NAME
     stem = f"{started:%Y-%m-%d_%H-%M-%S}_{f'{what}_' if what else ''}{model}_{config.dataset.name}"
     k, m, r = ("auto" if key in auto else getattr(config, key) for key in ("partitions", "micro_batches", "replicas"))
     return Path(config.output) / f"{stem}_K{k}_M{m}{'' if r == 1 else f'_R{r}'}"
@@ -62,7 +62,7 @@ def run_folder(
     start of this run, which may still be ending.
 
     Under torchrun only process 0 creates the folder; the other processes get a path that they must not write to. Raises
-    InputError if it cannot be created, another process is at work there, or it is not empty and no run there goes on.
+    InputError if it cannot be created, another process is at work there, or it is not empty and holds no run to resume.
     """
     chosen = new_run(config, started, auto, what) if config.run_folder is None else Path(config.run_folder)
     if not leads():
@@ -80,9 +80,9 @@ def run_folder(
 
 def _refuse_content(folder: Path, *, again: bool) -> None:
     """Raises InputError for a folder that is not empty; with `again` it may hold an earlier start of the run."""
-    left = {path.name for path in folder.iterdir() if not path.match(PARTIAL)} - {LOCK}
-    is_run = CONFIG in left or left <= _BEFORE_CONFIG
-    if left and not (again and is_run):
+    names = {path.name for path in folder.iterdir() if not path.match(PARTIAL)} - {LOCK}
+    is_run = CONFIG in names or names <= _BEFORE_CONFIG
+    if names and not (again and is_run):
         what, go_on = ("", f", or go on with that run by resume={folder}") if is_run else (" and holds no run", "")
         use = f"choose another, or leave the setting out{go_on}"
         raise InputError(f"run_folder={folder}: the folder is not empty{what}; {use}")
@@ -109,6 +109,6 @@ def locked_folder(chosen: Path, setting: str, *, new: bool, patience_seconds: fl
         yield folder
     finally:
         lock.release()
-        for ours in (folder, *above):
+        for created in (folder, *above):
             with suppress(OSError):  # it is not empty
-                ours.rmdir()
+                created.rmdir()

@@ -27,7 +27,7 @@ WORDS = {
 
 
 def drawn(topic: str, width: int) -> Iterator[str]:
-    """The lines of the picture of `topic`, spelled as by `help._plain`, `width` characters wide; none without a picture."""
+    """The lines of the picture of `topic`, as `help._plain` spells it, at most `width` wide; none without a picture."""
     match topic:
         case "k" | "partition" | "stage" | "m" | "micro batch" | "bubble":
             yield from _step("gpipe", build("gpipe", STAGES, MICRO_BATCHES, "never"), width)

@@ -99,9 +99,7 @@ def _hardware() -> Listed:
     figures = [load_hardware(name) for name in of_choices("hardware")]
 
     def column(heading: str, key: str, *, printed: bool = True) -> Column:
-        return Column.of(
-            key, heading, [getattr(hardware, key) for hardware in figures], "{:,g}".format, printed=printed
-        )
+        return Column.of(key, heading, [getattr(device, key) for device in figures], "{:,g}".format, printed=printed)
 
     columns = [
         *(column(f"TFLOP/s\n{name}", key) for name, key in PEAKS.items()),

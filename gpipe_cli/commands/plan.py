@@ -49,11 +49,11 @@ def main(arguments: Sequence[str]) -> int:
     tree = compose(line, TRAINING_KEYS)
     if tree is None:
         return 0
-    made = _plan(_requested(tree, line.overrides), form, shown=form == TABLE)
+    plan = _plan(_requested(tree, line.overrides), form, shown=form == TABLE)
     if form != TABLE:
         from gpipe_cli.reporting.tables.plan import stages_of
 
-        sys.stdout.write(as_json(made.tree()) if form == "json" else to_csv(stages_of(made)))
+        sys.stdout.write(as_json(plan.tree()) if form == "json" else to_csv(stages_of(plan)))
     return 0
 
 

@@ -70,7 +70,7 @@ def plan(
         commands = [shlex.join(["gpipe", *sys.argv[1:]])]
         try:
             if file is not None:
-                # with all micro-batches: the plan may have fewer
+                # the file has all micro-batches; the plan may have fewer
                 schedule = checked_schedule(made.order, config.micro_batches, made.recompute)
                 write_whole(Path(file), csv_of(schedule, made.layout.row_of_stage))
             write_whole(folder / SETTINGS, to_yaml(config))

@@ -50,10 +50,10 @@ class Machine:
 
     def reproduce(self, recipe: Recipe, whole: ReproduceSettings, given: tuple[str, ...], folder: Path) -> Reproduction:
         """Run a recipe. Raises the errors that its commands end with."""
-        chosen, why = self.scale(recipe, whole, given)
+        scale, why = self.scale(recipe, whole, given)
         simulate = simulating_recipe(recipe.name, recipe.folder)
         show = partial(show_line, self.console)
-        return recipe.reproduce(chosen, why, self.gpus, given, folder, partial(perform, self.console), simulate, show)
+        return recipe.reproduce(scale, why, self.gpus, given, folder, partial(perform, self.console), simulate, show)
 
 
 def perform(console: Console, command: Sequence[str], log: IO[str]) -> None:

@@ -125,11 +125,11 @@ def _one(recipe: Recipe, whole: ReproduceSettings, given: tuple[str, ...]) -> in
     console = Console()
     import_torch()
     machine = Machine(console, usable_gpus())
-    chosen, why = machine.scale(recipe, whole, given)
+    scale, why = machine.scale(recipe, whole, given)
     with locked_folder(_new_folder(whole, recipe.name), f"output={whole.output}", new=True) as folder:
         facts = [("recipe", f"{recipe.name}: {recipe.title}"), ("source", recipe.source)]
-        facts += [("scale", f"{chosen}: {why}"), ("folder", str(folder))]
-        if chosen == "desk":
+        facts += [("scale", f"{scale}: {why}"), ("folder", str(folder))]
+        if scale == "desk":
             without = " without the given settings" if given else ""
             facts.append(("takes", f"{recipe.desk.duration} on 2 CPU cores{without}"))
         show_facts(console, facts)

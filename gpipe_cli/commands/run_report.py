@@ -43,10 +43,10 @@ def run_report(
     config, plan, spec = prepared.config, prepared.plan, prepared.spec
 
     def describe(ready: events.TrainingReady) -> RunDescription:
-        then = None
+        commands = None
         if guided and start is not None:
             typed = shlex.split(start.command)[2:]  # without `gpipe train`
-            then = next_commands(typed, config, len(plan.profile.costs), ready.data.train_samples or 0)
+            commands = next_commands(typed, config, len(plan.profile.costs), ready.data.train_samples or 0)
         return RunDescription(
             **vars(ready) | {"notes": (*ready.data.notes, *ready.notes, *prepared.notes)},
             config=config,
@@ -58,7 +58,7 @@ def run_report(
             restarts=restarts,
             warm_up_steps=WARM_UP_STEPS if bench is None else bench.warm_up_steps,
             simulation={} if config.dry_run else simulation_data(plan),
-            next_commands=then,
+            next_commands=commands,
         )
 
     return Reporter(folder, describe)

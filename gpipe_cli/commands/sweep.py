@@ -145,9 +145,9 @@ class Sweep:
         except InputError as error:
             return error
 
-    def _turn(self, cell: Cell, turn: int, cells: int) -> Run | None:
+    def _turn(self, cell: Cell, turn: int, last: int) -> Run | None:
         """The run of a cell in round `turn`; None if the sweep ended before it began."""
-        position = f"run {cell.number} of {cells}" if cell.number else "baseline"
+        position = f"run {cell.number} of {last}" if cell.number else "baseline"
         title = f"{position}{f', round {turn} of {self.rounds}' if self.rounds > 1 else ''}: {cell.name}"
         before = self._folder.attempts.get((cell.number, turn))
         before = before if before is not None and before.name == cell.name else None

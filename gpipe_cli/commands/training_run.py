@@ -72,11 +72,11 @@ def launch(
         fork_server.kill()  # whatever state it is in
         assert lost.config is not None
         auto = ()
-        current, fewer = _with_gpus_left(going_on(lost.config, folder))
+        current, change = _with_gpus_left(going_on(lost.config, folder))
         step = step_of(checkpoints_in(folder)[-1]) if current.resume == str(folder) else 0
         restarts = (*restarts, Restart(lost.why, step, current.partitions))
-        on = f"goes on after step {step:,}" if step else "begins again"
-        show_text(Console(), f"restart {len(restarts)} of {current.max_restarts}: {lost.why}; {on}{fewer}", "yellow")
+        how = f"goes on after step {step:,}" if step else "begins again"
+        show_text(Console(), f"restart {len(restarts)} of {current.max_restarts}: {lost.why}; {how}{change}", "yellow")
 
 
 def evaluate(settings: EvaluateSettings, config: TrainConfig) -> int:
@@ -143,10 +143,10 @@ def _train(
     training = replace(training, resume=decision.resume)
     task = partial(train, training, text, spec, decision.folder, source=decision.source, only_steps=not is_run)
     show = run_report(prepared, folder, start, bench, restarts, guided=guided) if leads() else NoReport()
-    left = is_run and len(restarts) < config.max_restarts
+    goes_on = is_run and len(restarts) < config.max_restarts
     try:
         return run_and_report(
-            task, spec, training.timeout_seconds, show, folder, decision.start, stoppable=is_run, goes_on=left
+            task, spec, training.timeout_seconds, show, folder, decision.start, stoppable=is_run, goes_on=goes_on
         )
     except _LostError as lost:
         show.break_off()

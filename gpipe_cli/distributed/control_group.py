@@ -50,7 +50,7 @@ class Activity:
 
 
 ACTIVITY_NUMBERS = len(fields(Activity))  # per process
-# The last two numbers of that memory: how many messages of process 0 the parent has handled, and 1 once the run is to stop.
+# The memory's last two numbers: messages of process 0 that the parent has handled, and 1 once the run is to stop.
 HANDLED, STOP = -2, -1
 
 Waits = Callable[[Awaited], AbstractContextManager[object]]

@@ -29,7 +29,7 @@ class Heartbeat:
         self._interval = min(_MOST_SECONDS, limit_seconds / 4)
         self._silent = dict.fromkeys(range(started.processes), 0.0)  # seconds without a beat while this process ran
         self._failed: int | None = None
-        self._answered = self._asked = time.monotonic()  # when the store last answered, `lost` was last called
+        self._answered = self._asked = time.monotonic()  # when the store last answered, and when `lost` was last called
         self._unanswered = 0.0  # seconds for which the store has not answered
         self._hurried = False
         self._ending = threading.Event()

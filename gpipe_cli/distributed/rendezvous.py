@@ -86,7 +86,7 @@ def _send(started: Torchrun, decision: Decision) -> Decision:
 
 def _receive(started: Torchrun) -> Decision:
     shared = store()
-    me = uuid.uuid4().hex
+    token = uuid.uuid4().hex
     start = ""
 
     def has_decision() -> bool:
@@ -95,11 +95,11 @@ def _receive(started: Torchrun) -> Decision:
             return False
         # Perhaps that of an earlier start, whose process 0 has ended and never answers: read again at every call.
         start = shared.get(_START).decode()
-        shared.set(f"{start}/{started.rank}", me)
-        return shared.check([f"{start}/{me}"])
+        shared.set(f"{start}/{started.rank}", token)
+        return shared.check([f"{start}/{token}"])
 
     _wait(has_decision, "process 0")
-    return _read(shared.get(f"{start}/{me}"), start)
+    return _read(shared.get(f"{start}/{token}"), start)
 
 
 def _read(decided: str | bytes, start: str) -> Decision:
@@ -107,10 +107,10 @@ def _read(decided: str | bytes, start: str) -> Decision:
     return Decision(Path(folder), resume, None if source is None else Path(source), complete, start)
 
 
-def _wait(until: Callable[[], bool], whom: str, patience: timedelta = _PATIENCE) -> None:
-    """Poll until `until()` is true: signals can interrupt it, unlike the store's own wait. Raises TimeoutError."""
+def _wait(is_done: Callable[[], bool], whom: str, patience: timedelta = _PATIENCE) -> None:
+    """Poll until `is_done()` is true: signals can interrupt it, unlike the store's own wait. Raises TimeoutError."""
     deadline = time.monotonic() + patience.total_seconds()
-    while not until():
+    while not is_done():
         if time.monotonic() > deadline:
             raise TimeoutError(f"torchrun: no answer from {whom} within {patience}")
         time.sleep(_POLL_SECONDS)

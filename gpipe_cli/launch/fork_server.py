@@ -91,7 +91,7 @@ class ForkServer:
         parent = os.getpid()
         ended = self._starter == parent and self._process is not None and self._process.poll() is not None
         if self._control is None or self._process is None or ended:
-            self._control, theirs = socket.socketpair()
+            self._control, servers_end = socket.socketpair()
             self._starter = parent
 
             def before_exec() -> None:
@@ -99,10 +99,10 @@ class ForkServer:
                     signal.signal(number, signal.SIG_IGN)
                 end_with_parent(parent)
 
-            with theirs, deferred_signals():
+            with servers_end, deferred_signals():
                 self._process = subprocess.Popen(
                     [sys.executable, "-c", _SERVE.format(self._imported), *sys.path],
-                    stdin=theirs.fileno(),
+                    stdin=servers_end.fileno(),
                     # CUDA is to number GPUs as system/gpus.py does
                     env={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
                     | os.environ
@@ -154,25 +154,25 @@ def _temporary() -> tuple[Path, int]:
     # Data loaders create sockets in it, whose whole path may have 107 characters at most.
     folder = tempfile.mkdtemp(prefix="gpipe_", dir=None if len(tempfile.gettempdir()) < 60 else "/tmp")
     nothing = subprocess.DEVNULL
-    ending, held = os.pipe()
+    read_end, write_end = os.pipe()
     remover = subprocess.Popen(
         ["sh", "-c", 'trap "" TERM USR1; read -r _; rm -rf "$0"', folder],  # SLURM signals all processes
-        stdin=ending,
+        stdin=read_end,
         stdout=nothing,
         stderr=nothing,
         start_new_session=True,  # not killed with the process group of this process
     )
-    os.close(ending)
+    os.close(read_end)
 
     def remove() -> None:
         fork_server.kill()
-        os.close(held)
+        os.close(write_end)
         with suppress(subprocess.TimeoutExpired):  # a process that a user's layer has started may still run
             remover.wait(_PATIENCE_SECONDS)
 
     # after multiprocessing has removed its own folder, which lies in this folder: that has priority -100
     Finalize(None, remove, exitpriority=-101)
-    return Path(folder), held
+    return Path(folder), write_end
 
 
 def _tunables() -> str:
@@ -206,8 +206,8 @@ def _import(names: Sequence[str]) -> None:
 def serve(imported: Sequence[str]) -> None:
     """The program of the server, until its parent ends. `imported`: modules that it imports before it forks."""
     control = socket.socket(fileno=os.dup(0))
-    with open(os.devnull) as nothing:
-        os.dup2(nothing.fileno(), 0)  # the workers have no input
+    with open(os.devnull) as devnull:
+        os.dup2(devnull.fileno(), 0)  # the workers have no input
     _import(imported)
     ended, wake = os.pipe()
     os.set_blocking(wake, False)
@@ -227,16 +227,16 @@ def serve(imported: Sequence[str]) -> None:
             message, descriptors, _, _ = socket.recv_fds(control, 1, 4)
             if not message:
                 return
-            connection, theirs, job_file, activity = descriptors
+            connection, status_end, job_file, activity = descriptors
             with open(job_file, "rb", closefd=False) as file:
                 file.seek(0)
                 _import(pickle.load(file))
             number = os.fork()
             if number == 0:
-                for descriptor in (control.detach(), ended, wake, theirs):
+                for descriptor in (control.detach(), ended, wake, status_end):
                     os.close(descriptor)
                 _be_worker(server, job_file, connection, activity)
-            statuses[number] = Connection(theirs, readable=False)
+            statuses[number] = Connection(status_end, readable=False)
             with suppress(OSError):  # the parent has closed it
                 statuses[number].send(number)
             for descriptor in (connection, job_file, activity):

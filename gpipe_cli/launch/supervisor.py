@@ -122,8 +122,8 @@ class Supervisor:
 
     def _find_lost(self, heartbeat: Heartbeat, interrupt: Interrupt) -> Failure | None:
         """The failure of the lost process, of another supervisor; this worker only knows that some process is lost."""
-        until = time.monotonic() + heartbeat.hurry()
-        while time.monotonic() < until and not self._activity[STOP]:  # else torchrun is ending all processes
+        deadline = time.monotonic() + heartbeat.hurry()
+        while time.monotonic() < deadline and not self._activity[STOP]:  # else torchrun is ending all processes
             interrupt.check()
             if lost := heartbeat.lost():
                 return self._lost(*lost)
@@ -168,11 +168,11 @@ class Supervisor:
     def stop(self) -> None:
         """Kill every worker that still runs; the kernel ends their data loaders with them."""
         running = [worker for worker in self._workers.values() if worker.exit_code is None]
-        until = time.monotonic() + _PATIENCE_SECONDS
+        deadline = time.monotonic() + _PATIENCE_SECONDS
         for worker in running:
             worker.kill()
-        while running and (left := until - time.monotonic()) > 0:
-            ready = wait([worker.status for worker in running], left)
+        while running and (remaining := deadline - time.monotonic()) > 0:
+            ready = wait([worker.status for worker in running], remaining)
             for worker in running:
                 if worker.status in ready:
                     worker.read_status()
@@ -268,9 +268,9 @@ class SilenceTimer:
         self._looked = looked
         silent: dict[int, float] = {}
         for process, doing in processes.items():
-            same = self._seen.get(process) == doing
+            unchanged = self._seen.get(process) == doing
             self._seen[process] = doing
-            self._seconds[process] = self._seconds.get(process, 0.0) + passed if same else 0.0
+            self._seconds[process] = self._seconds.get(process, 0.0) + passed if unchanged else 0.0
             has_begun = (doing.kind > 0 or doing.awaited == Awaited.DATA) and doing.awaited != Awaited.COMPILER
             if self._seconds[process] > self._limit and (has_begun or process in stopped):
                 silent[process] = self._seconds[process]
