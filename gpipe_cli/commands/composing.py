@@ -71,9 +71,8 @@ def _each(setting: Override) -> list[str]:
     if not setting.is_sweep_override():
         return [str(setting.input_line)]
     if not setting.is_discrete_sweep():
-        raise RefusedError(
-            setting.key_or_group, setting.get_value_string(), "a sweep has no bounds; give the values one by one"
-        )
+        why = "a sweep has no bounds; give the values one by one"
+        raise RefusedError(setting.key_or_group, setting.get_value_string(), why)
     return [f"{setting.get_key_element()}={value}" for value in setting.sweep_string_iterator()]
 
 
@@ -256,7 +255,7 @@ def _search_path(line: CommandLine, primary: DictConfig | None) -> list[str]:
 
 
 def _check_files(line: CommandLine, chosen: Sequence[str]) -> DictConfig | None:
-    """The user's primary configuration file, None without it. Raises InputError for a user's file that holds no
+    """The user's primary configuration file; None without it. Raises InputError for a user's file that holds no
     settings, because Hydra's errors do not name the file."""
     name = line.options["config_name"] or line.command
     primary = None
@@ -358,9 +357,7 @@ def take_auto(tree: DictConfig) -> tuple[str, ...]:
     for key in auto:
         OmegaConf.update(tree, key, 1)
     if "batch_size" in auto:
-        factors = [OmegaConf.select(tree, key) for key in ("micro_batches", "replicas")]
-        if all(
-            isinstance(number, int) and number > 0 for number in factors
-        ):  # anything else is refused later, as typed
-            OmegaConf.update(tree, "batch_size", math.prod(factors))
+        counts = [OmegaConf.select(tree, key) for key in ("micro_batches", "replicas")]
+        if all(isinstance(count, int) and count > 0 for count in counts):  # anything else is refused later, as typed
+            OmegaConf.update(tree, "batch_size", math.prod(counts))
     return auto

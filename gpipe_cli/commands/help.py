@@ -58,9 +58,8 @@ def main(arguments: Sequence[str]) -> int:
     if topic in lists.TOPICS:
         return lists.main([topic])
     key, _, value = topic.partition("=")
-    entries = [
-        entry for entry in entries_of.get(value, []) if entry[0].partition("  ")[0] == topic
-    ]  # as headings begin
+    # headings begin with `setting=choice`
+    entries = [entry for entry in entries_of.get(value, []) if entry[0].partition("  ")[0] == topic]
     if not entries:
         same_topics = [name for name in entries_of if _plain(name) == _plain(key)]
         entries = [entry for name in same_topics for entry in entries_of[name]]

@@ -180,9 +180,9 @@ class Sweep:
                 if not request.config.dry_run:
                     fork_server.start(request.config)  # all forks share it
                 outcome.import_torch()
-                made = request.resuming if goes_on else request.into
+                request_in = request.resuming if goes_on else request.into
                 typed = (self.line.command, *self._typed)
-                ending = outcome.ended(outcome.fork_command(lambda: made(folder).perform(*typed)))
+                ending = outcome.ended(outcome.fork_command(lambda: request_in(folder).perform(*typed)))
         except KeyboardInterrupt as asked:
             self._ended = type(asked)
             ending = outcome.Outcome(INTERRUPTED)

@@ -118,7 +118,7 @@ def _train(
     guided: bool,
     restarts: tuple[Restart, ...],
 ) -> int:
-    """Start a training, from `prepare` to its end."""
+    """Run a single start of a training, from `prepare` to its end."""
     is_run = bench is None
     source = None
     if leads():
