@@ -62,7 +62,7 @@ def run_folder(
     start of this run, which may still be ending.
 
     Under torchrun only process 0 creates the folder; the other processes get a path that they must not write to. Raises
-    InputError if it cannot be created, another process is at work there, or it is not empty and no run in it is resumed.
+    InputError if it cannot be created, another process is at work there, or it is not empty, and no run there goes on.
     """
     chosen = new_run(config, started, auto, what) if config.run_folder is None else Path(config.run_folder)
     if not leads():
