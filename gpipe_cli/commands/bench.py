@@ -45,7 +45,7 @@ def _requested(tree: DictConfig, given: Mapping[str, object]) -> RunRequest:
     """The measurement that `tree` describes; `given`: the typed settings. Raises InputError for a wrong setting."""
     settings = own(BenchSettings, "bench", tree)
     steps = settings.warm_up_steps + settings.steps
-    # As many epochs as steps: an epoch has at least one step, so max_steps ends the measurement.
+    # There are as many epochs as steps: every epoch has a step or more, so max_steps ends the measurement.
     for key, value in {"epochs": steps, "max_steps": steps, "dry_run": False, "resume": None}.items():
         OmegaConf.update(tree, key, value, force_add=True)
     return RunRequest(*training(tree, given), settings)

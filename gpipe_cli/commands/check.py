@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
         find_run("init_from", config.init_from, config.output)
     with preparing(), run_folder(config, datetime.now(), what="check") as folder:
         fork_server.start(config)  # the server imports torch in parallel with this process
-        import_apart("gpipe_cli.commands.check_against", "gpipe_cli.commands.check_run")  # torch comes with them
+        import_apart("gpipe_cli.commands.check_against", "gpipe_cli.commands.check_run")  # they import torch
         from gpipe_cli.commands.check_against import run_against
         from gpipe_cli.commands.check_run import run_check
 

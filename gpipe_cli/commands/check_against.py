@@ -1,7 +1,7 @@
 """The parent's side of `gpipe check against=torch`: other programs take the same step, and their gradients, speed and
 memory are compared with ours.
 
-Each way to train is a contestant; its processes are started anew in every round, one contestant after another, so that
+Each way to train is a contestant. In every round the contestants take turns, each with newly started processes, so that
 a slow minute of the machine hits all of them. Ratios of speeds are taken within a round.
 """
 
@@ -41,15 +41,15 @@ from gpipe_cli.verify.variants import REFERENCES
 @dataclass(eq=False)
 class _Contestant:
     program: verify.Program
-    schedule: str  # for people; of torch the name of a class
+    schedule: str  # the name to show; for torch the name of its class
     spec: PipelineSpec
-    gradients: Path  # the folder of its first step's gradients
-    left_out: str = ""  # why it does not take part
+    gradients: Path  # the folder with the gradients of the contestant's first step
+    left_out: str = ""  # why the contestant does not take part
     failure: str = ""
     rounds: list[list[verify.Ran]] = field(default_factory=list)
 
     def seconds(self) -> float:
-        """Of a step; infinite if none was measured."""
+        """Seconds of a step; infinite if no step was measured."""
         measured = self.measured()
         return math.inf if measured is None else measured.seconds
 
@@ -57,9 +57,9 @@ class _Contestant:
         if not self.rounds:
             return None
         # a step ends when its slowest process does
-        steps = [list(map(max, zip(*(ran.seconds for ran in one), strict=True))) for one in self.rounds]
-        of_all = [ran for one in self.rounds for ran in one]
-        return Measured(of_all[0].samples, steps, max(ran.memory_bytes for ran in of_all))
+        steps = [list(map(max, zip(*(ran.seconds for ran in runs), strict=True))) for runs in self.rounds]
+        all_runs = [ran for runs in self.rounds for ran in runs]
+        return Measured(all_runs[0].samples, steps, max(ran.memory_bytes for ran in all_runs))
 
 
 def run_against(config: TrainConfig, settings: CheckSettings, folder: Path) -> int:
@@ -83,9 +83,10 @@ def run_against(config: TrainConfig, settings: CheckSettings, folder: Path) -> i
 
 
 def _refuse(config: TrainConfig, settings: CheckSettings) -> None:
-    against, one_stage = f"against={settings.against}", config.partitions == 1 and settings.against == "torch"
+    against = f"against={settings.against}"
+    single_stage = config.partitions == 1 and settings.against == "torch"
     for wrong, key, why in (
-        (one_stage, "partitions", "needs a pipeline of two stages or more; use partitions=2"),
+        (single_stage, "partitions", "needs a pipeline of two stages or more; use partitions=2"),
         (config.replicas > 1, "replicas", "compares one pipeline; use replicas=1"),
         (config.compile, "compile", "compares the layers as they are; use compile=false"),
         (config.init_from is not None, "init_from", "compares at the initial weights; leave it out"),
@@ -119,7 +120,7 @@ class _Match:
         gpipe, one_f_one_b = self._ours
         theirs = {"ScheduleGPipe": gpipe, "Schedule1F1B": one_f_one_b} if distributed else {"torchgpipe": gpipe}
         program: verify.Program = "torch" if distributed else "torchgpipe"
-        # each of another program's contestants, and ours beside it; None: the fastest of ours
+        # each contestant of another program, and ours that it is compared with; None: the fastest of ours
         self._pairs: list[tuple[_Contestant, _Contestant | None]] = [
             (self._contestant(program, name, schedule=ours.schedule), ours) for name, ours in theirs.items()
         ]
@@ -132,7 +133,8 @@ class _Match:
 
     def _contestant(self, program: verify.Program, name: str, **settings: object) -> _Contestant:
         config = replace(self._config, **settings)  # type: ignore[arg-type]  # fields that it has
-        spec, why = make_pipeline_spec(config, self._profile), ""
+        spec = make_pipeline_spec(config, self._profile)
+        why = ""
         if program == "torch" and any(tensor.skip for tensor in chain.from_iterable(spec.training_boundaries)):
             why = "torch's stages pass nothing over another stage, and the model has skips"
         if program == "torchgpipe" and self._profile.tied:
@@ -157,35 +159,36 @@ class _Match:
             facts.append(("left out", "dropout, which torchgpipe seeds in another way, is 0 for both"))
         return facts
 
-    def hold(self, number: int, begins: Callable[[str], None]) -> None:
+    def hold(self, number: int, show_status: Callable[[str], None]) -> None:
         """Round `number`: all contestants that have not failed, in turns."""
-        for one in (*self._ours, *(theirs for theirs, _ in self._pairs)):
-            if not one.left_out and not one.failure:
-                begins(f"round {number + 1} of {self._settings.against_rounds}: {one.program} {one.schedule}")
-                self._run(one)
+        for contestant in (*self._ours, *(theirs for theirs, _ in self._pairs)):
+            if not contestant.left_out and not contestant.failure:
+                what = f"{contestant.program} {contestant.schedule}"
+                show_status(f"round {number + 1} of {self._settings.against_rounds}: {what}")
+                self._run(contestant)
 
-    def _run(self, one: _Contestant) -> None:
-        ran: list[verify.Ran] = []
+    def _run(self, contestant: _Contestant) -> None:
+        runs: list[verify.Ran] = []
         failed: dict[int, str] = {}
 
         def on_message(message: object) -> None:
             match message:
                 case verify.Ran():
-                    ran.append(message)
+                    runs.append(message)
                 case verify.Failed():
                     failed[message.process] = message.text
 
         task = partial(
-            verify.run, self._config, one.spec, program=one.program, schedule=one.schedule,
-            steps=self._settings.against_steps, folder=one.gradients,
+            verify.run, self._config, contestant.spec, program=contestant.program, schedule=contestant.schedule,
+            steps=self._settings.against_steps, folder=contestant.gradients,
         )  # fmt: skip
-        failure = run_task(task, one.spec, self._config.timeout_seconds, on_message)
+        failure = run_task(task, contestant.spec, self._config.timeout_seconds, on_message)
         if failure is None:
-            one.rounds.append(ran)
+            contestant.rounds.append(runs)
         elif failure.reason is Reason.USER:
             raise InputError(failure.text)
         else:
-            one.failure = failed.get(failure.process, " ".join(failure.text.split()))
+            contestant.failure = failed.get(failure.process, " ".join(failure.text.split()))
 
     def report(self) -> AgainstReport:
         assert self._settings.against is not None
@@ -207,21 +210,24 @@ class _Match:
             return replace(row, verdict="left out", text=theirs.left_out)
         if theirs.failure:
             return replace(row, text=theirs.failure)
-        for one in self._ours:
-            if one.failure:
-                return replace(row, verdict="ours fails", text=f"gpipe {one.schedule}: {one.failure}")
-        first, second = (one.gradients for one in self._ours)
+        for contestant in self._ours:
+            if contestant.failure:
+                why = f"gpipe {contestant.schedule}: {contestant.failure}"
+                return replace(row, verdict="ours fails", text=why)
+        first, second = (contestant.gradients for contestant in self._ours)
+        references = (first, second)
         share = verify.EPSILON[self._config.precision] * _terms(self._ours[0]) ** 0.5
-        found = min(
-            (verify.distance(theirs.gradients, one, (first, second), self._layers, share) for one in (first, second)),
+        nearest = min(
+            (verify.distance(theirs.gradients, folder, references, self._layers, share) for folder in references),
             key=attrgetter("units"),
         )
-        if found.units == 0:
+        if nearest.units == 0:
             return replace(row, verdict="identical")
-        row = replace(row, verdict="differs", layer=found.layer, units=found.units, share=found.share)
-        return row if found.units > verify.MOST_UNITS else replace(row, verdict="within the order of summation")
+        row = replace(row, verdict="differs", layer=nearest.layer, units=nearest.units, share=nearest.share)
+        return row if nearest.units > verify.MOST_UNITS else replace(row, verdict="within the order of summation")
 
 
-def _terms(one: _Contestant) -> int:
+def _terms(contestant: _Contestant) -> int:
     """How many terms a sum over the samples and the positions of the mini-batch may have."""
-    return math.prod(one.spec.inputs[0].shape(one.rounds[0][0].samples, one.spec.lengths))
+    spec, samples = contestant.spec, contestant.rounds[0][0].samples
+    return math.prod(spec.inputs[0].shape(samples, spec.lengths))

@@ -1,6 +1,6 @@
-"""The parent's side of `gpipe check`: one real mini-batch, run in every supported way, and whether any result differs.
+"""The parent's side of `gpipe check`: runs a real mini-batch in every supported way, and compares the results.
 
-The paper promises that none does (sections 1 and 2.2), and this program that no bit does. Its tests prove that for the
+The paper promises that no result differs (sections 1 and 2.2), and gpipe that no bit does. Its tests prove that for the
 bundled models; `gpipe check` does so for the user's own model, data and machine. This module decides which variants
 there are and which processes run them.
 """
@@ -34,7 +34,7 @@ from gpipe_cli.training.fine_tuning import find_weights
 from gpipe_cli.units import plural
 from gpipe_cli.verify import variants as verify
 
-_FEWER: tuple[RecomputeMode, ...] = ("never", "always")  # recompute modes tried with further schedules
+_FEWER: tuple[RecomputeMode, ...] = ("never", "always")  # recompute modes to try with further schedules
 
 
 Specs = dict[verify.Variant, PipelineSpec]
@@ -48,9 +48,10 @@ def run_check(config: TrainConfig, folder: Path) -> int:
     # without a memory limit every recompute mode can be planned, and is tried
     hardware = replace(config.hardware, memory_gib=None)
     mode = "except_last" if config.recompute == "auto" else config.recompute
-    replicas, all_of_them = config.replicas, config.replicas * config.micro_batches
+    replicas = config.replicas
+    all_micro_batches = replicas * config.micro_batches
     config = replace(
-        config, threads=threads, hardware=hardware, recompute=mode, replicas=1, micro_batches=all_of_them,
+        config, threads=threads, hardware=hardware, recompute=mode, replicas=1, micro_batches=all_micro_batches,
         graphs=False,  # what a layer returns is not seen when its stage is replayed
     )  # fmt: skip
     console = Console()
@@ -77,9 +78,9 @@ def run_check(config: TrainConfig, folder: Path) -> int:
             waiting = check.worth_running(specs)
             if waiting:
                 spec = waiting[max(waiting)]
-                there = spec.layout.replicas
-                own = replace(config, replicas=there, micro_batches=all_of_them // there)
-                task = partial(verify.check, own, waiting, folder=Path(references), source=source)
+                pipelines = spec.layout.replicas
+                variant_config = replace(config, replicas=pipelines, micro_batches=all_micro_batches // pipelines)
+                task = partial(verify.check, variant_config, waiting, folder=Path(references), source=source)
                 failure = run_task(task, spec, config.timeout_seconds, on_message)
                 if failure is not None:
                     check.failed(waiting, failure, alone=spec.layout.processes == 1)
@@ -95,10 +96,10 @@ class _Check:
         """`config` has a single pipeline; runs of `replicas` pipelines, if that is above 1, are compared with it."""
         self._config = config
         self.rows: dict[verify.Variant, verify.Row] = {}
-        self.loss: float | None = None  # that of the reference
-        # each with its spec, or why it is left out, in the order of the report, in which they also run
+        self.loss: float | None = None  # the loss of the reference
+        # each variant's spec, or why it is left out; the variants run in this order, which is also the report's
         self.variants = dict(_variants(config, replicas))
-        # (replicas, *process of each stage) -> what such processes run; the group with the references comes first
+        # (replicas, *process of each stage) -> the specs that such processes run; the references' group comes first
         groups: dict[tuple[int, ...], Specs] = {}
         for variant, spec in self.variants.items():
             if isinstance(spec, str):
@@ -110,20 +111,20 @@ class _Check:
         self.groups = list(groups.values())
 
     def worth_running(self, specs: Specs) -> Specs:
-        """The variants to run. Those that failed, or were left out, in one process get the row `left out` instead."""
+        """The variants to run; those that failed, or were left out, in a single process get the row `left out`."""
         in_process = {variant: self.rows.get(variant._replace(executor="in_process")) for variant in specs}
-        without = [v for v, alone in in_process.items() if alone is not None and alone.verdict in ("fails", "left out")]
+        without = [variant for variant, row in in_process.items() if row and row.verdict in ("fails", "left out")]
         self._add(without, "left out", "what has no result in one process is not run in several")
         return {variant: spec for variant, spec in specs.items() if variant not in self.rows}
 
     def failed(self, specs: Specs, failure: Failure, *, alone: bool) -> None:
-        """Record that the workers of these variants have failed; the variants not reached are left out. `alone`: there
-        was one worker. Raises InputError for what the user can fix."""
+        """Record that the workers of these variants have failed; the variants not reached are left out. `alone`: a
+        single worker ran. Raises InputError for what the user can fix."""
         if failure.reason is Reason.USER and not self.rows:
             raise InputError(failure.text)
         missing = [variant for variant in specs if variant not in self.rows]
-        told = any(self.rows[variant].verdict == "fails" for variant in specs if variant in self.rows)
-        if missing and (alone or not told):
+        reported = any(self.rows[variant].verdict == "fails" for variant in specs if variant in self.rows)
+        if missing and (alone or not reported):
             self._add([missing.pop(0)], "fails", failure.text)  # the worker was killed, or could not report the failure
         self._add(missing, "left out", "not run: processes that work together ended with the failure before")
 
@@ -131,9 +132,10 @@ class _Check:
         self.rows |= {variant: verify.Row(variant, verdict, text=text) for variant in variants}
 
     def facts(self, sizes: Sequence[int]) -> list[tuple[str, str]]:
-        """What is checked, as lines (label, text)."""
+        """Labels and texts of the lines that say what is checked."""
         config = self._config
-        layers, pieces = len(next(iter(self.groups[0].values())).layer_names[0]), plural(len(sizes), "micro-batch")
+        layers = len(next(iter(self.groups[0].values())).layer_names[0])
+        pieces = plural(len(sizes), "micro-batch")
         return [
             ("model", f"{choice_of(config.model)}: {plural(layers, 'layer')}"),
             ("mini-batch", f"{plural(sum(sizes), 'sample')} of {config.dataset.name} in {pieces}"),
@@ -145,25 +147,27 @@ class _Check:
 def _variants(config: TrainConfig, replicas: int) -> Iterator[tuple[verify.Variant, PipelineSpec | str]]:
     """All variants, each with its spec, or why it is left out. The order is by schedule, partitions, recompute mode and
     executor; other micro-batches come last."""
-    profile, whole = profile_model(config), config.micro_batches
+    profile = profile_model(config)
+    whole = config.micro_batches  # micro-batches of all replicas together
     usual = replace(config, schedule=verify.REFERENCES[0], stages_per_process=None, placement=None)
     specs: dict[tuple[verify.Executor, int], PipelineSpec | str] = {}
-    for k in range(config.partitions, 0, -1):  # from K down, so that what is wrong with K itself is raised as bad input
+    for k in range(config.partitions, 0, -1):  # from K down, so that errors of K itself are raised as bad input
         cut = _cut(usual, k)
         specs["in_process", k] = make_pipeline_spec(replace(cut, executor="in_process"), profile)
         if k > 1 and cut.executor != "in_process":
-            apart = make_pipeline_spec(cut, profile)
+            distributed = make_pipeline_spec(cut, profile)
             why = f"executor=distributed: {plural(k, 'stage')} would be in one process"
-            specs["distributed", k] = apart if apart.layout.distributed else why
+            specs["distributed", k] = distributed if distributed.layout.distributed else why
     counts = range(1, config.partitions + 1)
     for k in counts if replicas > 1 else ():
-        several = replace(_cut(usual, k), replicas=replicas, micro_batches=whole // replicas)
-        specs["replicas", k] = make_pipeline_spec(several, profile)
+        replicated = replace(_cut(usual, k), replicas=replicas, micro_batches=whole // replicas)
+        specs["replicas", k] = make_pipeline_spec(replicated, profile)
     if not config.compile:  # compiled code differs in the last digits, which batch norm amplifies
         specs["pytorch", 1] = specs["in_process", 1]
     first, *_ = verify.references(whole)
     for schedule, k, mode, executor in product(verify.REFERENCES, counts, verify.MODES, verify.EXECUTORS):
-        variant, spec = verify.Variant(k, whole, schedule, mode, executor), specs.get((executor, k))
+        variant = verify.Variant(k, whole, schedule, mode, executor)
+        spec = specs.get((executor, k))
         if spec is None or (executor == "pytorch" and variant != first._replace(executor="pytorch")):
             continue
         if isinstance(spec, PipelineSpec):
@@ -172,10 +176,10 @@ def _variants(config: TrainConfig, replicas: int) -> Iterator[tuple[verify.Varia
     for cut, modes in _further(config, usual, replicas):
         executors: tuple[Literal["in_process", "distributed"], ...] = ("in_process", "distributed")
         for mode, where in product(modes, executors[:1] if config.executor == "in_process" else executors):
-            further = make_pipeline_spec(replace(cut, executor=where), profile)
-            if further.layout.distributed == (where == "distributed"):
+            spec = make_pipeline_spec(replace(cut, executor=where), profile)
+            if spec.layout.distributed == (where == "distributed"):
                 variant = verify.Variant(cut.partitions, whole, cut.schedule, mode, where)
-                yield variant, replace(further, recompute=mode)
+                yield variant, replace(spec, recompute=mode)
     if whole > 1:
         yield first._replace(micro_batches=1), specs["in_process", 1]
 
@@ -191,19 +195,19 @@ def _further(
     config: TrainConfig, usual: TrainConfig, replicas: int
 ) -> Iterator[tuple[TrainConfig, Sequence[RecomputeMode]]]:
     """Configurations with further schedules, and the recompute modes to try: interleaved with the most partitions that
-    stages_per_process divides, zero_bubble, those on a V that differ, with an even number of partitions that has
-    several devices, and the given schedule if it is not a named one."""
+    stages_per_process divides, zero_bubble, the different schedules on a V, with an even number of partitions on
+    several devices, and the given schedule if it has no name."""
     if config.partitions == 1:
         return
-    each = max(2, config.stages_per_process or 2)
-    if partitions := config.partitions - config.partitions % each:
-        yield replace(_cut(usual, partitions), schedule="interleaved", stages_per_process=each), _FEWER
+    stages = max(2, config.stages_per_process or 2)  # of each process
+    if partitions := config.partitions - config.partitions % stages:
+        yield replace(_cut(usual, partitions), schedule="interleaved", stages_per_process=stages), _FEWER
     if not config.compile:
         yield replace(usual, schedule="zero_bubble"), _FEWER
         even = _cut(usual, config.partitions - config.partitions % 2)
-        on_v = [name for name, one in ORDERS.items() if one.placement == "v"] if even.partitions > 2 else []
-        different = {order(name, even.partitions, even.micro_batches): name for name in reversed(on_v)}
-        for name in reversed(different.values()):
+        v_names = [name for name, rule in ORDERS.items() if rule.placement == "v"] if even.partitions > 2 else []
+        name_of_order = {order(name, even.partitions, even.micro_batches): name for name in reversed(v_names)}
+        for name in reversed(name_of_order.values()):
             yield replace(even, schedule=name), _FEWER
     if config.schedule not in SCHEDULES and replicas == 1:  # a schedule file has the M of a single pipeline
         yield config, [mode for mode in verify.MODES if mode == config.recompute]

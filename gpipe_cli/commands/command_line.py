@@ -1,4 +1,4 @@
-"""Parses the arguments of a command by Hydra's grammar, and turns Hydra's errors into one line.
+"""Parses the arguments of a command by Hydra's grammar, and turns Hydra's errors into single lines.
 
 Nothing is composed here; `composing` does that.
 """
@@ -72,11 +72,11 @@ class CommandLine:
     @property
     def swept(self) -> frozenset[str]:
         """The settings that have several values."""
-        return frozenset(o.key_or_group for o in self.parsed if o.is_sweep_override())
+        return frozenset(setting.key_or_group for setting in self.parsed if setting.is_sweep_override())
 
     @property
     def same(self) -> frozenset[str]:
-        """The settings that have one value."""
+        """The settings that have a single value."""
         return frozenset(self.overrides) - self.swept
 
     @property
@@ -88,12 +88,13 @@ class CommandLine:
     @property
     def fixed(self) -> tuple[str, ...]:
         """The settings, as typed, that all runs of a sweep share."""
-        return tuple(str(o.input_line) for o in self.parsed if not o.is_sweep_override())
+        return tuple(str(setting.input_line) for setting in self.parsed if not setting.is_sweep_override())
 
     def refuse(self, remedies: Mapping[str, str]) -> None:
         """Raises InputError for a setting in `remedies` (key or group -> what to do instead), and for a group that is
         set to anything but the name of a choice."""
-        presets = "the model and the data set choose it; leave it out, or give ~presets"  # Hydra ignores a missing one
+        # Hydra ignores ~presets without presets
+        presets = "the model and the data set choose it; leave it out, or give ~presets"
         remedies = {"presets": presets, **remedies}
         for key, value in self.overrides.items():
             remedy = remedies.get(key) or remedies.get(key.partition(".")[0])
@@ -118,14 +119,14 @@ def read(command: str, given: Sequence[str], no_sweeps: str = "") -> CommandLine
             options[key] = str(configurations(folder))
             if not Path(options[key]).is_dir():
                 raise InputError(f"{flag} {folder}: there is no such folder; give the one with your configurations")
-    typed = tuple(_readable(one) for one in options.pop("overrides"))
+    typed = tuple(_readable(argument) for argument in options.pop("overrides"))
     try:
         parsed = parsed_settings(typed)
-        for o in parsed:
-            if not o.key_or_group:
-                raise InputError(f"{o.input_line}: a value without a setting; write SETTING=VALUE")
-            if o.is_range_sweep() and next(o.sweep_string_iterator(), None) is None:
-                raise InputError(f"{o.input_line}: has no values; give one or more")
+        for setting in parsed:
+            if not setting.key_or_group:
+                raise InputError(f"{setting.input_line}: a value without a setting; write SETTING=VALUE")
+            if setting.is_range_sweep() and next(setting.sweep_string_iterator(), None) is None:
+                raise InputError(f"{setting.input_line}: has no values; give one or more")
         values = values_of(parsed)
     except HydraException as error:
         raise translated(error) from error
@@ -151,8 +152,8 @@ def configurations(given: str) -> Path:
 
 
 def _readable(argument: str) -> str:
-    """The argument, with quotes around a path that Hydra's grammar does not take: letters beyond ASCII, or one that
-    exists, as a run of a sweep lies in `micro_batches=4`, so users type or complete `run=.../micro_batches=4`."""
+    """The argument, with quotes around a path that Hydra's grammar does not take: with letters beyond ASCII, or an
+    existing path such as `run=.../micro_batches=4`, the folder of a sweep's run."""
     key, _, value = argument.partition("=")
     plain = re.fullmatch(r"[\w./-]*", value) is not None
     if key not in FOLDERS or (plain and value.isascii()) or not (plain or os.path.exists(value)):
@@ -162,28 +163,29 @@ def _readable(argument: str) -> str:
 
 def parsed_settings(typed: Sequence[str]) -> list[Override]:
     """Settings, parsed by Hydra. Raises HydraException, and SettingError for a number that is too long for Python."""
-    parser, parsed = OverridesParser.create(), list[Override]()
-    for one in typed:
+    parser = OverridesParser.create()
+    parsed = list[Override]()
+    for argument in typed:
         try:
-            parsed += parser.parse_overrides([one])
+            parsed += parser.parse_overrides([argument])
         except ValueError as error:  # from `int`: no exception of Hydra's is a ValueError
             why = f"a number has at most {sys.get_int_max_str_digits()} digits; give a smaller one"
-            raise SettingError(key_of(one), shortened(one.partition("=")[2]), why) from error
+            raise SettingError(key_of(argument), shortened(argument.partition("=")[2]), why) from error
     return parsed
 
 
 def values_of(settings_typed: Sequence[Override] | Sequence[str]) -> dict[str, object]:
     """Key or group -> value of each setting; if it is swept, the text of its values."""
-    parsed = [o if isinstance(o, Override) else parsed_settings([o])[0] for o in settings_typed]
+    parsed = [setting if isinstance(setting, Override) else parsed_settings([setting])[0] for setting in settings_typed]
     return {
-        o.key_or_group: o.get_value_string() if o.is_sweep_override() else o.value()
-        for o in parsed
-        if not o.is_delete()
+        setting.key_or_group: setting.get_value_string() if setting.is_sweep_override() else setting.value()
+        for setting in parsed
+        if not setting.is_delete()
     }
 
 
 def _elsewhere(group: str, choice: str) -> str:
-    """How a choice that other programs have is written here; "" if it is not known."""
+    """How a choice that other programs have is written here; "" for an unknown choice."""
     for pattern, ours in CHOICES_ELSEWHERE.items():
         if fnmatchcase(f"{group}={choice}", pattern):
             return ours.format(choice)
@@ -191,7 +193,7 @@ def _elsewhere(group: str, choice: str) -> str:
 
 
 def translated(error: Exception) -> InputError:
-    """Hydra's error as one line, with what to write instead."""
+    """Hydra's error in a single line, with what to write instead."""
     match error:
         case OverrideParseException(override=given):
             if not str(given).strip():

@@ -58,24 +58,24 @@ def _compare(folders: Sequence[Path], form: str) -> int:
     from gpipe_cli.reporting.compare.run_record import RunRecord, find_runs, read_run
 
     problems: list[str] = []
-    found: dict[Path, RunRecord | None] = {}  # by absolute path, as a run may be named twice; None: unreadable
+    records: dict[Path, RunRecord | None] = {}  # by absolute path, as a run may be named twice; None: unreadable
     for folder in folders:
         problems += left_out(folder)
         try:
-            below = [run for run in find_runs(folder) if run.resolve() not in found]
+            below = [run for run in find_runs(folder) if run.resolve() not in records]
         except InputError as error:
             problems.append(str(error))
             continue
         for run in below:
             try:
-                found[run.resolve()] = read_run(run)
+                records[run.resolve()] = read_run(run)
             except InputError as error:
-                found[run.resolve()] = None
+                records[run.resolve()] = None
                 problems.append(str(error))
-    runs = [run for run in found.values() if run is not None]
+    runs = [run for run in records.values() if run is not None]
     if not runs:
         more = f" (and {len(problems) - 1} more like it)" if len(problems) > 1 else ""
-        raise InputError(f"{problems[0]}{more}{'' if found else _newest()}")
+        raise InputError(f"{problems[0]}{more}{'' if records else _newest()}")
     for problem in problems:  # on stderr: a program may read the table
         sys.stderr.write(f"gpipe compare: left out: {problem}\n")
     comparison = compare(runs)

@@ -34,7 +34,7 @@ def complete(shell: Sequence[str], commands: Sequence[str]) -> list[str] | None:
     separator = "\n" if "query=fish" in shell else " "
 
     def offer(offered: Iterable[str]) -> None:
-        sys.stdout.write(separator.join(one for one in offered if one.startswith(words[-1])) + "\n")
+        sys.stdout.write(separator.join(word for word in offered if word.startswith(words[-1])) + "\n")
 
     if len(words) < 3:
         sys.stdout.write(separator.join(commands) + "\n")
@@ -45,7 +45,8 @@ def complete(shell: Sequence[str], commands: Sequence[str]) -> list[str] | None:
         return None
     if command not in commands or command == "compare":  # folders, which shells complete by themselves
         return None
-    last, key = words[-1], words[-1].partition("=")[0].lstrip("+")
+    last = words[-1]
+    key = last.partition("=")[0].lstrip("+")
     if command in ("list", "help", "reproduce") or words[-2] in ("-cn", "--config-name"):
         offer(_names(command, first=len(words) == 2 or words[1] == "-k"))
     elif "=" in last and (allowed := _values(command, key, last.partition("=")[2])):
@@ -57,7 +58,7 @@ def complete(shell: Sequence[str], commands: Sequence[str]) -> list[str] | None:
 
 
 def _names(command: str, *, first: bool) -> Sequence[str]:
-    """The words that follow `command` (`first`: directly) in place of settings; else recipes, for -cn."""
+    """The words that may follow `command` (`first`: directly) in place of settings; for -cn the recipes."""
     if command == "list":
         from gpipe_cli.commands.list import TOPICS
 
@@ -76,14 +77,14 @@ def _names(command: str, *, first: bool) -> Sequence[str]:
 
 
 def _values(command: str, key: str, begun: str) -> list[str]:
-    """The values of a setting that takes a word or a run; [] leaves it to Hydra, as with paths like ./a, /a."""
+    """The values of a setting that takes a word or a run; [] leaves the completion to Hydra, as for ./a and /a."""
     if key in _RUNS:
         if begun.startswith((".", "/")):
             return []
-        above = Path(begun.rpartition("/")[0] or "outputs")
-        found = sorted(runs_below(above), key=lambda run: (run / CONFIG).stat().st_mtime, reverse=True)
-        return [str(run) for run in found] + (["auto"] if key == "resume" else [])
+        parent = Path(begun.rpartition("/")[0] or "outputs")
+        runs = sorted(runs_below(parent), key=lambda run: (run / CONFIG).stat().st_mtime, reverse=True)
+        return [str(run) for run in runs] + (["auto"] if key == "resume" else [])
     if key == "schedule":
         return list(SCHEDULES)
-    own = choices(_OWN[command], key) if command in _OWN else []
-    return own or choices(TrainConfig, key) or (["auto"] if key in AUTO else [])
+    command_choices = choices(_OWN[command], key) if command in _OWN else []
+    return command_choices or choices(TrainConfig, key) or (["auto"] if key in AUTO else [])

@@ -3,7 +3,7 @@ dataclasses.
 
 Everything goes through Hydra's public functions: `initialize_config_dir`, `compose` and the parser of overrides. Hydra
 only chooses and composes files; values are set in the composed tree, so that gpipe words the errors in values, and the
-runs of a sweep share what was composed. Only what `_hydras_own_program` does has no public function.
+runs of a sweep share what was composed. No public function does the work of `_hydras_own_program`.
 """
 
 import copy
@@ -51,7 +51,7 @@ from gpipe_cli.system.interrupts import import_apart
 
 T = TypeVar("T")
 TRAINING_KEYS = tuple(settings(TrainConfig))
-_DIVISION = re.compile(r"^.* --help-all\n\n", re.MULTILINE)  # between what --help shows and the rest
+_DIVISION = re.compile(r"^.* --help-all\n\n", re.MULTILINE)  # the line between what --help shows and the rest
 
 
 def combinations(line: CommandLine, more: Mapping[str, str] | None = None) -> list[tuple[str, ...]]:
@@ -61,18 +61,19 @@ def combinations(line: CommandLine, more: Mapping[str, str] | None = None) -> li
     try:
         with _initialized(line):  # glob(*) looks up the choices of a group
             parsed = OverridesParser.create(GlobalHydra.instance().config_loader()).parse_overrides(typed)
-            return list(itertools.product(*{o.get_key_element(): _each(o) for o in parsed}.values()))
+            return list(itertools.product(*{setting.get_key_element(): _each(setting) for setting in parsed}.values()))
     except HydraException as error:
         raise translated(error) from error
 
 
-def _each(o: Override) -> list[str]:
+def _each(setting: Override) -> list[str]:
     """A setting with each of its values. Raises RefusedError for bounds, `seed=interval(0,9)`."""
-    if not o.is_sweep_override():
-        return [str(o.input_line)]
-    if not o.is_discrete_sweep():
-        raise RefusedError(o.key_or_group, o.get_value_string(), "a sweep has no bounds; give the values one by one")
-    return [f"{o.get_key_element()}={value}" for value in o.sweep_string_iterator()]
+    if not setting.is_sweep_override():
+        return [str(setting.input_line)]
+    if not setting.is_discrete_sweep():
+        why = "a sweep has no bounds; give the values one by one"
+        raise RefusedError(setting.key_or_group, setting.get_value_string(), why)
+    return [f"{setting.get_key_element()}={value}" for value in setting.sweep_string_iterator()]
 
 
 def compose(line: CommandLine, keys: Sequence[str]) -> DictConfig | None:
@@ -100,9 +101,11 @@ def _shown(tree: DictConfig, options: Mapping[str, Any]) -> str:
     """What `--cfg` prints."""
     keys = [str(key) for key in tree if options["cfg"] in ("all", "hydra" if key == "hydra" else "job")]
     shown: Any = OmegaConf.masked_copy(tree, keys)
-    header, package = "", options["package"]
+    header = ""
+    package = options["package"]
     if package is not None:
-        header, shown = f"# @package {package}\n", OmegaConf.select(shown, package)
+        header = f"# @package {package}\n"
+        shown = OmegaConf.select(shown, package)
         if not OmegaConf.is_config(shown):
             raise InputError(f"--package {package}: there is no such group of settings; --cfg job shows all")
     return header + OmegaConf.to_yaml(shown, resolve=options["resolve"])
@@ -110,8 +113,9 @@ def _shown(tree: DictConfig, options: Mapping[str, Any]) -> str:
 
 def _groups_shown(line: CommandLine, tree: DictConfig) -> str:
     """Each group with its choices, the files of its folder in `conf/` and in the user's own folders, and in parentheses
-    the chosen one."""
-    shown, chosen = list[str](), tree.hydra.runtime.choices
+    the chosen file."""
+    shown = list[str]()
+    chosen = tree.hydra.runtime.choices
     for group in (group for group in GROUPS if group in chosen):
         files = [file for folder in (FOLDER, *_user_folders(line)) for file in (folder / group).glob("*.yaml")]
         text = f"{' | '.join(sorted({file.stem for file in files}))} ({chosen[group]})"
@@ -123,7 +127,7 @@ def _hydras_own_program(line: CommandLine) -> None:
     """Let Hydra print what only it knows: `--info`, `--hydra-help`, and completion for shells.
 
     Hydra has no function for these, only options of the program that `hydra.main` makes, which reads `sys.argv`.
-    Completion is installed under the program's name, `gpipe`.
+    Shells complete for the program's name, `gpipe`.
     """
     flags = [f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}")
              for name, value in line.options.items() if value]  # fmt: skip
@@ -138,7 +142,7 @@ def _hydras_own_program(line: CommandLine) -> None:
 
 
 class Trees:
-    """The trees of one command line or of a sweep's runs. Composing a tree takes Hydra 0.1 to 0.2 s, so each choice of
+    """The trees of a command line or of a sweep's runs. Composing a tree takes Hydra 0.1 to 0.2 s, so each choice of
     groups is composed once, and the other settings are set in a copy.
 
     `keys`: the settings that the command takes beside those that belong to it alone (`OWNERS`).
@@ -146,7 +150,7 @@ class Trees:
 
     def __init__(self, line: CommandLine, keys: Sequence[str]) -> None:
         self._line = line
-        self._keys = [*keys, *(key for key, whose in OWNERS.items() if whose == line.command)]
+        self._keys = [*keys, *(key for key, command in OWNERS.items() if command == line.command)]
         self._folders = [FOLDER, *_user_folders(line)]
         self._composed: dict[tuple[str, ...], DictConfig] = {}
 
@@ -158,30 +162,31 @@ class Trees:
     def whole(self, typed: Sequence[str]) -> DictConfig:
         """The tree with these settings, Hydra's part included. Raises InputError."""
         parsed = parsed_settings(typed)
-        for o in parsed:  # a recipe may have keys of other commands; typing one is an error
-            whose, key = owner(o.key_or_group), o.key_or_group
-            if not o.is_delete() and whose not in (None, self._line.command):
-                why = f"gpipe {self._line.command} has no such setting, gpipe {whose} has"
-                raise RefusedError(key, o.value(), why + (nearest(key, self._keys) or "; leave it out"))
-        chosen = tuple(str(o.input_line) for o in parsed if self._chooses(o))
+        for setting in parsed:  # a recipe may have keys of other commands, which nobody may type
+            key = setting.key_or_group
+            command = owner(key)
+            if not setting.is_delete() and command not in (None, self._line.command):
+                why = f"gpipe {self._line.command} has no such setting, gpipe {command} has"
+                raise RefusedError(key, setting.value(), why + (nearest(key, self._keys) or "; leave it out"))
+        chosen = tuple(str(setting.input_line) for setting in parsed if self._chooses(setting))
         if chosen not in self._composed:
             self._composed[chosen] = _composed(self._line, chosen)
         tree = copy.deepcopy(self._composed[chosen])
-        for o in parsed:
-            if not self._chooses(o):
-                self._set(tree, o)
+        for setting in parsed:
+            if not self._chooses(setting):
+                self._set(tree, setting)
         return tree
 
-    def _chooses(self, o: Override) -> bool:
+    def _chooses(self, setting: Override) -> bool:
         """Whether a setting chooses files or removes something, so that Hydra has to compose with it."""
-        key = o.key_or_group
+        key = setting.key_or_group
         group = "/" in key or any((folder / key).is_dir() for folder in self._folders)
-        return group or o.is_delete() or o.package is not None or key == "hydra.searchpath"
+        return group or setting.is_delete() or setting.package is not None or key == "hydra.searchpath"
 
-    def _set(self, tree: DictConfig, o: Override) -> None:
-        key, value = o.key_or_group, o.value()
+    def _set(self, tree: DictConfig, setting: Override) -> None:
+        key, value = setting.key_or_group, setting.value()
         # a missing key of this command is added: a recipe for another command lacks it
-        added = o.is_add() or o.is_force_add() or owner(key) is not None
+        added = setting.is_add() or setting.is_force_add() or owner(key) is not None
         try:
             merged = isinstance(value, dict) or not isinstance(OmegaConf.select(tree, key), DictConfig)
             OmegaConf.update(tree, key, value, merge=merged, force_add=added)
@@ -197,7 +202,7 @@ def _composed(line: CommandLine, chosen: Sequence[str]) -> DictConfig:
     """What Hydra composes for these choices. Raises InputError."""
     try:
         search_path = _search_path(line, _check_files(line, chosen))
-        kept = [one for one in chosen if not search_path or key_of(one) != "hydra.searchpath"]
+        kept = [choice for choice in chosen if not search_path or key_of(choice) != "hydra.searchpath"]
         with warnings.catch_warnings(), _initialized(line):
             warnings.simplefilter("error", UserWarning)  # of a missing entry in hydra.searchpath
             return hydra.compose(line.options["config_name"] or line.command, [*kept, *search_path], True)
@@ -208,7 +213,7 @@ def _composed(line: CommandLine, chosen: Sequence[str]) -> DictConfig:
     except InputError:
         raise
     except Exception as error:  # Hydra lets Python's own exceptions through for wrong settings or defaults
-        given = [one for one in chosen if one.startswith("~") or key_of(one).startswith("hydra")]
+        given = [choice for choice in chosen if choice.startswith("~") or key_of(choice).startswith("hydra")]
         if (name := line.options["config_name"]) is not None:
             given.append(f"-cn {name}")
         why = f"Hydra cannot use it ({with_type(error)})"
@@ -218,12 +223,14 @@ def _composed(line: CommandLine, chosen: Sequence[str]) -> DictConfig:
 def _user_folders(line: CommandLine) -> list[Path]:
     """The user's own folders of configuration files, beside `conf/`."""
     given = line.overrides.get("hydra.searchpath")
-    more = [one for one in given if isinstance(one, str) and "://" not in one] if isinstance(given, list) else []
-    return [Path(one) for one in (line.options["config_path"], line.options["config_dir"], *more) if one is not None]
+    entries = given if isinstance(given, list) else []
+    paths = [line.options["config_path"], line.options["config_dir"]]
+    paths += [entry for entry in entries if isinstance(entry, str) and "://" not in entry]
+    return [Path(path) for path in paths if path is not None]
 
 
 def _main_folder(line: CommandLine) -> Path:
-    """The folder of the primary configuration file, which Hydra looks for in one place only."""
+    """The folder of the primary configuration file, which Hydra looks for in a single place."""
     file = f"{(line.options['config_name'] or line.command).removesuffix('.yaml')}.yaml"
     return next((folder for folder in (FOLDER, *_user_folders(line)) if (folder / file).is_file()), FOLDER)
 
@@ -235,24 +242,25 @@ def _initialized(line: CommandLine) -> AbstractContextManager[None]:
 
 def _search_path(line: CommandLine, primary: DictConfig | None) -> list[str]:
     """The setting that adds all folders but the main one to Hydra's search path; [] if there are no others. `primary`:
-    the user's primary file, which may name more of them."""
+    the user's primary file, which may name more folders."""
     given = line.overrides.get("hydra.searchpath")
     if given is None and primary is not None:
-        found = OmegaConf.select(primary, "hydra.searchpath")
-        given = None if found is None else OmegaConf.to_container(found)
+        entries = OmegaConf.select(primary, "hydra.searchpath")
+        given = None if entries is None else OmegaConf.to_container(entries)
     others = [str(folder.absolute()) for folder in (FOLDER, *_user_folders(line)) if folder != _main_folder(line)]
     if not others or not isinstance(given, list | None):
         return []
-    others += [one for one in given or [] if str(Path(one).absolute()) not in others]
+    others += [entry for entry in given or [] if str(Path(entry).absolute()) not in others]
     return [f"hydra.searchpath=[{','.join(map(quoted, others))}]"]
 
 
 def _check_files(line: CommandLine, chosen: Sequence[str]) -> DictConfig | None:
-    """The user's primary configuration file, if there is one. Raises InputError for a user's file that holds no
+    """The user's primary configuration file; None without it. Raises InputError for a user's file that holds no
     settings, because Hydra's errors do not name the file."""
     name = line.options["config_name"] or line.command
     primary = None
-    waiting, seen = [name.removesuffix(".yaml"), *(one.lstrip("+").replace("=", "/", 1) for one in chosen)], set[Path]()
+    waiting = [name.removesuffix(".yaml"), *(choice.lstrip("+").replace("=", "/", 1) for choice in chosen)]
+    seen = set[Path]()
     while waiting:
         entry = waiting.pop(0)
         for file in (folder / f"{entry}.yaml" for folder in _user_folders(line)):
@@ -262,8 +270,8 @@ def _check_files(line: CommandLine, chosen: Sequence[str]) -> DictConfig | None:
             tree = load_yaml(file)
             primary = primary or tree
             defaults = OmegaConf.select(tree, "defaults")
-            for one in defaults if isinstance(defaults, ListConfig) else ():
-                pairs = one.items() if isinstance(one, DictConfig) else [("", one)]
+            for default in defaults if isinstance(defaults, ListConfig) else ():
+                pairs = default.items() if isinstance(default, DictConfig) else [("", default)]
                 waiting += ["/".join([*str(key).split()[-1:], str(value)]).lstrip("/") for key, value in pairs]
     return primary
 
@@ -278,7 +286,7 @@ def _own_part(command: str, tree: DictConfig) -> DictConfig:
 def drop_others(command: str, tree: DictConfig) -> None:
     """Remove from `tree` what a recipe's file has for other commands."""
     with open_dict(tree):
-        for key in [key for key, whose in OWNERS.items() if whose != command]:
+        for key in [key for key, owning_command in OWNERS.items() if owning_command != command]:
             tree.pop(key, None)
 
 
@@ -318,7 +326,7 @@ def with_given(saved: TrainConfig, given: Mapping[str, Any]) -> TrainConfig:
         if saved.placement not in PLACEMENTS:
             OmegaConf.update(base, "placement", None)
         if isinstance(partitions, int) and partitions < (saved.stages_per_process or 0):
-            OmegaConf.update(base, "stages_per_process", None)  # more stages than there are now
+            OmegaConf.update(base, "stages_per_process", None)  # the model has fewer stages than that
     if (replaced := replaced_batch(given)) is not None:
         OmegaConf.update(base, replaced, None)
     if given.get("partition.balance") is not None:
@@ -332,8 +340,8 @@ def with_given(saved: TrainConfig, given: Mapping[str, Any]) -> TrainConfig:
 
 
 def _take_size_of_tokenizer(tree: DictConfig, given: Mapping[str, object]) -> None:
-    """Sets dataset.vocabulary to the size of dataset.tokenizer, if it is null, or a default or a preset's beside a
-    tokenizer that was typed. Raises RefusedError for a tokenizer that cannot be read."""
+    """Sets dataset.vocabulary to the size of dataset.tokenizer, if the vocabulary is null or only the tokenizer was
+    typed. Raises RefusedError for a tokenizer that cannot be read."""
     place, size = (OmegaConf.select(tree, f"dataset.{key}") for key in ("tokenizer", "vocabulary"))
     typed_alone = "dataset.tokenizer" in given and "dataset.vocabulary" not in given
     if isinstance(place, str) and (size is None or typed_alone):
@@ -344,12 +352,12 @@ def _take_size_of_tokenizer(tree: DictConfig, given: Mapping[str, object]) -> No
 
 
 def take_auto(tree: DictConfig) -> tuple[str, ...]:
-    """The keys of the `auto` settings. In `tree` each becomes 1, but batch_size one sample per micro-batch."""
+    """The keys of the `auto` settings. In `tree` each becomes 1, but batch_size a sample per micro-batch."""
     auto = tuple(key for key in (*AUTO, *AUTO_BATCH) if OmegaConf.select(tree, key) == "auto")
     for key in auto:
         OmegaConf.update(tree, key, 1)
     if "batch_size" in auto:
-        pieces = [OmegaConf.select(tree, key) for key in ("micro_batches", "replicas")]
-        if all(isinstance(number, int) and number > 0 for number in pieces):  # anything else is refused later, as typed
-            OmegaConf.update(tree, "batch_size", math.prod(pieces))
+        counts = [OmegaConf.select(tree, key) for key in ("micro_batches", "replicas")]
+        if all(isinstance(count, int) and count > 0 for count in counts):  # anything else is refused later, as typed
+            OmegaConf.update(tree, "batch_size", math.prod(counts))
     return auto

@@ -1,4 +1,4 @@
-"""`gpipe export`: writes the model of a run as one plain file, or folder, that can be read without gpipe."""
+"""`gpipe export`: writes the model of a run as a plain file, or folder, that can be read without gpipe."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from gpipe_cli.launch.fork_server import fork_server
 from gpipe_cli.system.interrupts import import_apart
 
 KEYS = (*settings_of(ExportSettings), *OF_THE_RUN)
-# Programs choose by a file's suffix how to read it.
+# Suffixes by format: programs choose by a file's suffix how to read the file.
 SUFFIXES = {"safetensors": (".safetensors",), "torch": (".pt", ".pth"), "onnx": (".onnx",)}
 FOLDER = "hf"  # what format=hf writes, by default, into the run folder
 ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")  # the extra `onnx`

@@ -36,7 +36,7 @@ def run_export(config: ExportConfig, file: Path) -> int:
     training = for_evaluation(config.training)
     spec = make_pipeline_spec(training)
     checkpoint = fitting_checkpoint(training, run, config.checkpoint, "run", optimizer=False)
-    threads = spec.layout.threads  # the last bits of sums depend on their number
+    threads = spec.layout.threads  # the last bits of sums depend on the number of threads
     whole = replace(
         training,
         partitions=1,
@@ -45,15 +45,15 @@ def run_export(config: ExportConfig, file: Path) -> int:
         placement=None,
         threads=threads,
     )
-    alone = make_pipeline_spec(whole)
+    whole_spec = make_pipeline_spec(whole)
     tasks: list[tuple[Task, PipelineSpec]] = [
-        (partial(write_model, replace(config, training=whole), checkpoint, file, threads), alone),
+        (partial(write_model, replace(config, training=whole), checkpoint, file, threads), whole_spec),
         (partial(evaluate_checkpoint, training, _NOT_DECODED, checkpoint, spec), spec),
-        (partial(evaluate_file, whole, config.format, file, run, alone), alone),
+        (partial(evaluate_file, whole, config.format, file, run, whole_spec), whole_spec),
     ]
     show = _ExportReport(config, checkpoint, file)
-    for task, where in tasks if config.evaluate else tasks[:1]:
-        if exit_code := run_and_report(task, where, training.timeout_seconds, show, run):
+    for task, task_spec in tasks if config.evaluate else tasks[:1]:
+        if exit_code := run_and_report(task, task_spec, training.timeout_seconds, show, run):
             return exit_code
     return show.compare() if config.evaluate else 0
 
@@ -63,13 +63,14 @@ class _ExportReport(NoReport):
 
     def __init__(self, config: ExportConfig, checkpoint: Path, file: Path) -> None:
         self._config, self._checkpoint, self._file = config, checkpoint, file
-        self._before: events.Scores | None = None  # the pipeline's scores
-        self._after: events.Scores | None = None  # the scores of the exported file
+        self._pipeline_scores: events.Scores | None = None
+        self._file_scores: events.Scores | None = None
         self.started = False
 
     def on_message(self, message: object) -> None:
         self.started = True
-        console, run = Console(), self._config.training
+        console = Console()
+        run = self._config.training
         match message:
             case events.ModelWritten():
                 averaged = " (averaged weights)" if run.ema_decay else ""
@@ -86,10 +87,10 @@ class _ExportReport(NoReport):
             case events.EvaluationReady():
                 pass
             case events.EvaluationDone():
-                self._before = message.scores
+                self._pipeline_scores = message.scores
                 show_facts(console, [("test", f"{self._outcome(message.scores)}, by the pipeline")])
             case events.FileEvaluated():
-                self._after = message.scores
+                self._file_scores = message.scores
                 show_facts(console, [("", f"{self._outcome(message.scores)}, by {message.by} from the file")])
             case _:
                 raise AssertionError(message)
@@ -100,16 +101,17 @@ class _ExportReport(NoReport):
 
     def compare(self) -> int:
         """Show how far apart the two losses are; returns 1 if they differ by more than the tolerance, else 0."""
-        assert self._before is not None
-        assert self._after is not None
-        before, after = self._before.loss, self._after.loss
-        apart = abs(before - after)
-        how = f"the losses differ by {apart:.1g}" if before != after else "the same loss, bit for bit"
+        assert self._pipeline_scores is not None
+        assert self._file_scores is not None
+        pipeline_loss, file_loss = self._pipeline_scores.loss, self._file_scores.loss
+        difference = abs(pipeline_loss - file_loss)
+        how = f"the losses differ by {difference:.1g}" if pipeline_loss != file_loss else "the same loss, bit for bit"
         show_facts(Console(), [("", how)])
         tolerance = TOLERANCE if self._config.training.precision == "float32" else ROUNDED_TOLERANCE
-        if before == after or apart <= tolerance * max(before, after):
+        if pipeline_loss == file_loss or difference <= tolerance * max(pipeline_loss, file_loss):
             return 0
-        show_error(f"{self._file} does not compute what the checkpoint does: its loss is {after:.4g}, not {before:.4g}")
+        losses = f"its loss is {file_loss:.4g}, not {pipeline_loss:.4g}"
+        show_error(f"{self._file} does not compute what the checkpoint does: {losses}")
         return 1
 
     def finish(self, ending: Literal["completed", "failed", "interrupted"], error: str | None) -> None:

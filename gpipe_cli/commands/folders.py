@@ -15,7 +15,7 @@ from gpipe_cli.system.files import LOCK, PARTIAL, FolderInUseError, FolderLock, 
 
 # files that a run writes before its configuration
 _BEFORE_CONFIG = {"checkpoints", "vocabulary.model", "tokenizer", "failure.txt"}
-ENDING_SECONDS = 6.0  # within which a run ends after it or its sweep was killed
+ENDING_SECONDS = 6.0  # from the kill of a run, or of its sweep, until the run has ended at the latest
 
 
 def numbered(path: Path) -> Iterator[Path]:
@@ -25,7 +25,7 @@ def numbered(path: Path) -> Iterator[Path]:
 
 
 def refuse_file(key: str, file: Path, *, taken: str, overwrite: bool = False, is_folder: bool = False) -> None:
-    """Raises RefusedError if `file`, which may be a folder, cannot be written; `taken`: what to give instead of one
+    """Raises RefusedError if `file`, which may be a folder, cannot be written; `taken`: what to give instead of a file
     that already exists."""
     if not file.parent.is_dir():
         raise RefusedError(key, file, f"there is no folder {file.parent}; make it, or give another")
@@ -44,17 +44,17 @@ def make_new(path: Path) -> Path:
     raise AssertionError("without end")
 
 
-def new_run(config: TrainConfig, now: datetime, auto: Sequence[str] = (), what: str = "") -> Path:
+def new_run(config: TrainConfig, started: datetime, auto: Sequence[str] = (), what: str = "") -> Path:
     """A path in `output`, named by time, `what` (`bench`, ...; "" for a training), model, dataset, K, M and R."""
-    model = Path(config.model.name).name  # of Hugging Face it may be a folder, or OWNER/NAME
-    stem = f"{now:%Y-%m-%d_%H-%M-%S}_{f'{what}_' if what else ''}{model}_{config.dataset.name}"
+    model = Path(config.model.name).name  # for Hugging Face the name may be a folder, or OWNER/NAME
+    stem = f"{started:%Y-%m-%d_%H-%M-%S}_{f'{what}_' if what else ''}{model}_{config.dataset.name}"
     k, m, r = ("auto" if key in auto else getattr(config, key) for key in ("partitions", "micro_batches", "replicas"))
     return Path(config.output) / f"{stem}_K{k}_M{m}{'' if r == 1 else f'_R{r}'}"
 
 
 @contextmanager
 def run_folder(
-    config: TrainConfig, now: datetime, auto: Sequence[str] = (), what: str = "", *, again: bool = False
+    config: TrainConfig, started: datetime, auto: Sequence[str] = (), what: str = "", *, again: bool = False
 ) -> Iterator[Path]:
     """The folder of a run, `config.run_folder` or a `new_run`, locked inside the context and removed after it if empty.
 
@@ -62,9 +62,9 @@ def run_folder(
     start of this run, which may still be ending.
 
     Under torchrun only process 0 creates the folder; the other processes get a path that they must not write to. Raises
-    InputError if it cannot be created, another process is at work there, or it is not empty and no run there goes on.
+    InputError if it cannot be created, another process is at work there, or it is not empty, and no run there goes on.
     """
-    chosen = new_run(config, now, auto, what) if config.run_folder is None else Path(config.run_folder)
+    chosen = new_run(config, started, auto, what) if config.run_folder is None else Path(config.run_folder)
     if not leads():
         yield chosen
         return
@@ -80,9 +80,9 @@ def run_folder(
 
 def _refuse_content(folder: Path, *, again: bool) -> None:
     """Raises InputError for a folder that is not empty; with `again` it may hold an earlier start of the run."""
-    left = {path.name for path in folder.iterdir() if not path.match(PARTIAL)} - {LOCK}
-    is_run = CONFIG in left or left <= _BEFORE_CONFIG
-    if left and not (again and is_run):
+    names = {path.name for path in folder.iterdir() if not path.match(PARTIAL)} - {LOCK}
+    is_run = CONFIG in names or names <= _BEFORE_CONFIG
+    if names and not (again and is_run):
         what, go_on = ("", f", or go on with that run by resume={folder}") if is_run else (" and holds no run", "")
         use = f"choose another, or leave the setting out{go_on}"
         raise InputError(f"run_folder={folder}: the folder is not empty{what}; {use}")
@@ -90,7 +90,7 @@ def _refuse_content(folder: Path, *, again: bool) -> None:
 
 @contextmanager
 def locked_folder(chosen: Path, setting: str, *, new: bool, patience_seconds: float = 0.0) -> Iterator[Path]:
-    """The folder `chosen`, created if need be (if it must be `new` but exists, a numbered one beside it), and locked.
+    """The folder `chosen`, created if need be (if it must be `new` but exists, `numbered` beside it), and locked.
 
     Afterwards it is removed if it is empty, with the folders above that were created for it. Errors begin with
     `setting`; `patience_seconds`: how long to wait for a command that may be ending. Raises InputError if the folder
@@ -109,6 +109,6 @@ def locked_folder(chosen: Path, setting: str, *, new: bool, patience_seconds: fl
         yield folder
     finally:
         lock.release()
-        for ours in (folder, *above):
+        for created in (folder, *above):
             with suppress(OSError):  # it is not empty
-                ours.rmdir()
+                created.rmdir()

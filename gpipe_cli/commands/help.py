@@ -53,22 +53,26 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     if arguments[0] == "-k":
         return _search(" ".join(arguments[1:]).split())
-    topic, known = " ".join(arguments), topics()
+    topic = " ".join(arguments)
+    entries_of = topics()
     if topic in lists.TOPICS:
         return lists.main([topic])
     key, _, value = topic.partition("=")
-    found = [entry for entry in known.get(value, []) if entry[0].partition("  ")[0] == topic]  # as headings begin
-    found = found or [entry for name, said in known.items() if _plain(name) == _plain(key) for entry in said]
-    if not found:
-        with suppress(InputError):  # it may be a word in the texts of others
+    # headings begin with `setting=choice`
+    entries = [entry for entry in entries_of.get(value, []) if entry[0].partition("  ")[0] == topic]
+    if not entries:
+        same_topics = [name for name in entries_of if _plain(name) == _plain(key)]
+        entries = [entry for name in same_topics for entry in entries_of[name]]
+    if not entries:
+        with suppress(InputError):  # the topic may be a word in the texts of other topics
             return _search(topic.split())
-        hint = nearest(topic, list(known)) or "; gpipe help explains what topics there are"
+        hint = nearest(topic, list(entries_of)) or "; gpipe help explains what topics there are"
         raise InputError(f"{topic}: there is no such topic{hint}")
     console = Console()
     width = _width(console)
-    for heading, text in found:
+    for heading, text in entries:
         show_line(console, heading, "bold")
-        for clause in _whole(heading, text).split(" | "):  # allowed values, one per line
+        for clause in _whole(heading, text).split(" | "):  # a line for each allowed value
             wrapped = textwrap.wrap(
                 clause, width, initial_indent=_INDENT, subsequent_indent=f"{_INDENT}  ", break_long_words=False,
                 break_on_hyphens=False,
@@ -82,47 +86,48 @@ def main(arguments: Sequence[str]) -> int:
 
 def topics() -> dict[str, list[tuple[str, str]]]:
     """Topic -> heading and text of each entry about it, with topics spelled as in the sources."""
-    found: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    entries: dict[str, list[tuple[str, str]]] = defaultdict(list)
     for word, text in glossary().items():
-        found[word].append((word, text))
-        found["words"].append((word, text))
-    for one in all_settings():
-        place = one.place if "=" in one.place else f"gpipe {one.place}"
-        entry = f"{one.key}={one.value}  ({place})", one.text
-        for name in dict.fromkeys((one.key, one.key.rpartition(".")[2])):
-            found[name].append(entry)
-        if symbol := re.match(r"[A-Z](?=,)", one.text):  # the paper's symbol, `K`
-            found[symbol[0]].append(entry)
-        if one.place == "train":
-            found["settings"].append((f"{one.key}={one.value}", one.text))
-        for clause in one.text.split(" | "):
+        entries[word].append((word, text))
+        entries["words"].append((word, text))
+    for setting in all_settings():
+        place = setting.place if "=" in setting.place else f"gpipe {setting.place}"
+        entry = f"{setting.key}={setting.value}  ({place})", setting.text
+        for name in dict.fromkeys((setting.key, setting.key.rpartition(".")[2])):
+            entries[name].append(entry)
+        if symbol := re.match(r"[A-Z](?=,)", setting.text):  # the paper's symbol, `K`
+            entries[symbol[0]].append(entry)
+        if setting.place == "train":
+            entries["settings"].append((f"{setting.key}={setting.value}", setting.text))
+        for clause in setting.text.split(" | "):
             choice, _, text = clause.partition(": ")
-            if choice in _named(one.key) and text:
-                found[choice].append((f"{one.key}={choice}  ({place})", text))
+            if choice in _named(setting.key) and text:
+                entries[choice].append((f"{setting.key}={choice}  ({place})", text))
     for group in GROUPS:
         for name, text in of_choices(group).items():
-            found[name].append((f"{group}={name}", text))
-            found[group].append((f"{group}={name}", text))
+            entries[name].append((f"{group}={name}", text))
+            entries[group].append((f"{group}={name}", text))
     for name in names():
-        found[name].append((f"gpipe reproduce {name}", ""))  # `_whole` adds the text
+        entries[name].append((f"gpipe reproduce {name}", ""))  # `_whole` adds the text
     for measure in MEASURES.values():
         entry = f"{measure.key}  ({measure.name})", explained(measure)
-        found[measure.key].append(entry)
-        found["measures"].append(entry)
+        entries[measure.key].append(entry)
+        entries["measures"].append(entry)
     for name, line in COMMANDS.items():
-        found[name].append((f"gpipe {name}", line))
-    return dict(found)
+        entries[name].append((f"gpipe {name}", line))
+    return dict(entries)
 
 
 def _search(words: Sequence[str]) -> int:
-    """Shows a line for each topic that has all `words` in its name or in the text of one entry: first those that have
-    them in the name, then in the order of the sources. Raises InputError if there is none."""
+    """Shows a line for each topic that has all `words` in its name or in the text of an entry: first the topics with
+    the words in the name, then in the order of the sources. Raises InputError if no topic has them."""
     if not words:
         raise InputError("-k: give a word to look for; for example gpipe help -k memory")
-    wanted, known = [_plain(word) for word in words], topics()
+    wanted = [_plain(word) for word in words]
+    entries_of = topics()
     texts: dict[str, list[str]] = defaultdict(list)  # topic -> its texts that have the words
     seen = set[tuple[str, str]]()  # a topic that only lists entries of others is found by its name alone
-    for name, entries in sorted(known.items(), key=lambda one: one[0] in _LISTS):
+    for name, entries in sorted(entries_of.items(), key=lambda item: item[0] in _LISTS):
         for heading, text in entries:
             entry = heading.partition("  ")[0], _whole(heading, text)
             if _has(f"{name} {' '.join(entry)}", wanted) and entry not in seen:
@@ -131,13 +136,14 @@ def _search(words: Sequence[str]) -> int:
         if name in _LISTS and name not in texts and _has(name, wanted):
             texts[name].append(f"lists {plural(len(entries), 'topic')}")
     if not texts:
-        near = get_close_matches(" ".join(words), known, 3, 0.5) or ["words", "settings", "measures"]
+        near = get_close_matches(" ".join(words), entries_of, 3, 0.5) or ["words", "settings", "measures"]
         what = "all of these words" if words[1:] else "this word"
         raise InputError(f"-k {' '.join(words)}: no topic has {what}; the nearest are {', '.join(near)}")
-    order = list(known)
-    found = sorted(texts, key=lambda name: (not _has(name, wanted), order.index(name)))
-    console, column = Console(), min(_WIDEST, max(map(len, found)))
-    for name in found:
+    order = list(entries_of)
+    matches = sorted(texts, key=lambda name: (not _has(name, wanted), order.index(name)))
+    console = Console()
+    column = min(_WIDEST, max(map(len, matches)))
+    for name in matches:
         begin = f"gpipe help {name:<{column}}  "
         looked_for = [] if _has(name, wanted) else wanted
         excerpt = _excerpt(max(texts[name], key=len), looked_for, _width(console) - len(begin))
@@ -146,12 +152,12 @@ def _search(words: Sequence[str]) -> int:
 
 
 def _excerpt(text: str, wanted: Sequence[str], room: int) -> str:
-    """The first clause of `text` that has one of the words, or else its first clause, in at most `room` characters; ""
-    if that is no room to read anything."""
+    """The first clause of `text` with any of the words, or else its first clause, in at most `room` characters; "" if
+    so few characters would tell nothing."""
     if room < 4 * len(_MORE):
         return ""
     clauses = re.split(r" \| |(?<=[.]) (?=[A-Z])", text)
-    shown = next((one for one in clauses if any(_has(one, [word]) for word in wanted)), clauses[0])
+    shown = next((clause for clause in clauses if any(_has(clause, [word]) for word in wanted)), clauses[0])
     ends = [at + len(word) for word in wanted if (at := _searched(shown).find(word)) >= 0]
     if ends and min(ends) > room - len(_MORE) and len(shown) > room:
         begin = min(min(ends) - room // 2, len(shown) - room + len(_MORE))
@@ -175,7 +181,7 @@ def _width(console: Console) -> int:
 
 @cache
 def _whole(heading: str, text: str) -> str:
-    """The text of an entry. That of a recipe is read only when it is needed: reading all of them takes a second."""
+    """The text of an entry. The text of a recipe is read on demand, as reading all recipes takes a second."""
     if not heading.startswith("gpipe reproduce "):
         return text
     recipe = load(heading.removeprefix("gpipe reproduce "))

@@ -1,5 +1,5 @@
 """The pictures of `gpipe help` for K, M, the bubble, schedules and recomputation: a step of a few stages, drawn as in
-the paper's Figure 2(c), and its figures. Both are computed from the schedules, given K, M and the costs of a stage."""
+the paper's Figure 2(c), and its figures. All is computed from the schedules, given K, M and the costs of a stage."""
 
 from collections.abc import Iterator, Sequence
 
@@ -27,7 +27,7 @@ WORDS = {
 
 
 def drawn(topic: str, width: int) -> Iterator[str]:
-    """The lines of the picture of `topic` (as `help._plain` spells it), for a terminal of `width`; none without one."""
+    """The lines of the picture of `topic`, as `help._plain` spells it, at most `width` wide; none without a picture."""
     match topic:
         case "k" | "partition" | "stage" | "m" | "micro batch" | "bubble":
             yield from _step("gpipe", build("gpipe", STAGES, MICRO_BATCHES, "never"), width)
@@ -74,7 +74,7 @@ def _auto(width: int) -> Iterator[str]:
 
 
 def _recomputed(mode: str, width: int) -> Iterator[str]:
-    schedule, kept = (build("gpipe", STAGES, MICRO_BATCHES, one) for one in (mode, "never"))
+    schedule, kept = (build("gpipe", STAGES, MICRO_BATCHES, recompute) for recompute in (mode, "never"))
     yield from _step("gpipe", schedule, width, mode)
     graphs = [max(held.graph for held in live(actions)) for actions in schedule.stages]
     yield f"activations kept: of at most {_of_stages(graphs)}"

@@ -52,8 +52,10 @@ def main(arguments: Sequence[str]) -> int:
     words, settings = words_and_settings(arguments, "format")
     match words:
         case []:
-            commands, lines = [f"gpipe list {name}" for name in TOPICS], [line for line, _ in TOPICS.values()]
-            table, line = Table("", [Column("list", cells=commands, key="command"), Column("of", cells=lines)]), ""
+            commands = [f"gpipe list {name}" for name in TOPICS]
+            descriptions = [description for description, _ in TOPICS.values()]
+            table = Table("", [Column("list", cells=commands, key="command"), Column("of", cells=descriptions)])
+            line = ""
         case [("models" | "datasets" | "hardware" | "recipes" | "runs") as what]:
             table, line = TOPICS[what][1]()
         case ["models", pattern]:
@@ -85,7 +87,8 @@ def _models() -> Listed:
 
 
 def _datasets() -> Listed:
-    roots = {one.place.partition("=")[2]: one.value for one in all_settings() if one.key == "dataset.root"}
+    settings = [setting for setting in all_settings() if setting.key == "dataset.root"]
+    roots = {setting.place.partition("=")[2]: setting.value for setting in settings}
     names = list(of_choices("dataset"))
     files = [{"???": "yours: dataset.root", None: "none"}.get(roots.get(name), roots.get(name, "")) for name in names]
     kinds = ["images" if name in IMAGES else "text" for name in names]
@@ -96,7 +99,7 @@ def _hardware() -> Listed:
     figures = [load_hardware(name) for name in of_choices("hardware")]
 
     def column(heading: str, key: str, *, printed: bool = True) -> Column:
-        return Column.of(key, heading, [getattr(one, key) for one in figures], "{:,g}".format, printed=printed)
+        return Column.of(key, heading, [getattr(device, key) for device in figures], "{:,g}".format, printed=printed)
 
     columns = [
         *(column(f"TFLOP/s\n{name}", key) for name, key in PEAKS.items()),
@@ -110,7 +113,7 @@ def _hardware() -> Listed:
 
 
 def _choices(group: str, columns: Sequence[Column], until: str = r"(?<=\.) (?=[A-Z])") -> Table:
-    """A row per choice of a group, with its file's description up to the pattern `until`: by default one sentence."""
+    """A row per choice of a group, with its file's description up to the pattern `until`, by default a sentence."""
     choices = of_choices(group)
     sentences = [re.split(until, text)[0] for text in choices.values()]
     what = Column("what it is", cells=sentences, key="what", values=list(choices.values()))
@@ -118,30 +121,30 @@ def _choices(group: str, columns: Sequence[Column], until: str = r"(?<=\.) (?=[A
 
 
 def _timm(pattern: str) -> Listed:
-    found, others = chains(pattern)
-    names, families, layers, parameters = zip(*found, strict=True) if found else ((),) * 4
+    models, others = chains(pattern)
+    names, families, layers, parameters = zip(*models, strict=True) if models else ((),) * 4
     columns = [
         Column("model.name", cells=names),
         Column("family", cells=families),
         Column.of("layers", "layers", layers, str),
         Column.of("parameters", "parameters", parameters, count),
     ]
-    line = f"{plural(len(found), 'plain sequence')}; {others} more of timm's names fit {pattern} and are none"
+    line = f"{plural(len(models), 'plain sequence')}; {others} more of timm's names fit {pattern} and are none"
     return Table("", columns), line
 
 
 def _recipes() -> Listed:
-    from gpipe_cli.commands.reproduce import RUNS_ONE, recipes  # all kinds of experiments come with it
+    from gpipe_cli.commands.reproduce import RUNS_ONE, recipes  # it imports all kinds of experiments
 
     return recipes(), RUNS_ONE
 
 
 def _runs(folder: Path = Path("outputs")) -> Listed:
     try:
-        found = sorted(find_runs(folder), key=lambda run: (run / CONFIG).stat().st_mtime, reverse=True)
+        runs = sorted(find_runs(folder), key=lambda run: (run / CONFIG).stat().st_mtime, reverse=True)
     except InputError as error:
         raise InputError(f"{error}; gpipe train begins one, gpipe list runs FOLDER looks elsewhere") from error
-    begun, results = zip(*map(_begun_and_result, found), strict=True)
+    begin_times, results = zip(*map(_begun_and_result, runs), strict=True)
 
     def text(heading: str, values: Sequence[str | None]) -> Column:
         return Column(heading, cells=[value or NONE for value in values], values=values)
@@ -153,18 +156,22 @@ def _runs(folder: Path = Path("outputs")) -> Listed:
         values = [measure.value(result) for result in results]
         return Column.measured(measure, values, printed=any(value is not None for value in values))
 
-    above = "" if folder in (Path(), *found) else f"{folder}/"  # the folder that all runs share is the heading
-    paths = list(map(str, found))
+    above = "" if folder in (Path(), *runs) else f"{folder}/"  # the folder that all runs share is the heading
+    paths = list(map(str, runs))
     columns = [
         Column(above or "run", cells=[path.removeprefix(above) for path in paths], key="run", values=paths),
         *(cut(key, symbol) for key, symbol in SYMBOLS.items()),
         text("status", [result.status for result in results]),
-        Column.of("started", "started", [one.isoformat() for one in begun], lambda time: time[:16].replace("T", " ")),
+        Column.of("started", "started", [begun.isoformat() for begun in begin_times], _to_the_minute),
         *map(number, chosen("test_top1", "test_perplexity", *SPEEDS)),
         text("dataset", [result.dataset for result in results]),
         text("model", [result.model for result in results]),
     ]
     return Table("", columns, names=4), ""
+
+
+def _to_the_minute(time: str) -> str:
+    return time[:16].replace("T", " ")
 
 
 def _begun_and_result(run: Path) -> tuple[datetime, RunResult]:

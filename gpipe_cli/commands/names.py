@@ -14,13 +14,13 @@ COMMANDS = {
     "help": "explain a setting, a choice, a word or a recipe; with -k find it",
 }
 
-# Old words: what the version before this one had -> today's way.
+# Commands of the previous version -> what to type today.
 OLD_COMMANDS = {
     "demo": "use gpipe bench -m partitions=1,2 micro_batches=1,4",
     "launch": "copy a template of recipes/slurm, and submit it by sbatch",
     "diff": "use gpipe compare RUN RUN",
 }
-# By patterns of `COMMAND setting=value`.
+# The same for settings, by patterns of `COMMAND setting=value`.
 OLD_SETTINGS = {
     "* hydra/sweeper=*": "a sweep runs all combinations; recipes/models.md has a search in ten lines of Python",
     "* partition.balance=*|*": "write the number of layers of each partition, partition.balance=[4,6]",

@@ -1,4 +1,4 @@
-"""The commands that one would want next after a training: the same with another setting, and the proof that partitions
+"""The commands to propose after a training: the same training with another setting, and the proof that partitions
 change nothing. Both are made of what the user typed."""
 
 import shlex
@@ -6,18 +6,18 @@ from collections.abc import Callable, Collection, Sequence
 
 from gpipe_cli.config.settings import AUTO, AUTO_BATCH, GO_ON, OF_INVOCATION, TrainConfig, key_of
 
-_LEAST_SAMPLES = 2  # of a micro-batch: batch norm cannot train on one value per channel
-_OF_K = ("partitions", "partition", "placement", "stages_per_process")  # settings and groups that are for the old K
-# Settings without a meaning for a check, which runs one mini-batch in a folder of its own; it refuses some of them.
+_LEAST_SAMPLES = 2  # of a micro-batch: batch norm cannot train on a single value per channel
+_OF_K = ("partitions", "partition", "placement", "stages_per_process")  # settings and groups for the old K only
+# Settings without a meaning for a check, which runs a mini-batch in a folder of its own; it refuses some of them.
 _OF_RUN = ("epochs", *(key for key in OF_INVOCATION if key != "output"))
 
 
 def next_commands(
     typed: Sequence[str], config: TrainConfig, layers: int, train_samples: int
 ) -> tuple[tuple[str, str], ...]:
-    """Label and command of each. `typed`: the arguments of `gpipe train`; `config`: with the values chosen for `auto`.
-    None for a run that was resumed by its folder, as most of its settings are not typed."""
-    given = {key_of(one): one.partition("=")[2] for one in typed}
+    """Label and text of each command. `typed`: the arguments of `gpipe train`; `config`: with the values chosen for
+    `auto`. Empty for a run that was resumed by its folder, as most of its settings are not typed."""
+    given = {key_of(argument): argument.partition("=")[2] for argument in typed}
     if given.get("resume", GO_ON) != GO_ON:
         return ()
     commands = [("prove", _command("check", typed, _OF_RUN, lambda key: _number(key, config)))]
@@ -29,14 +29,14 @@ def next_commands(
 
 
 def _changed(config: TrainConfig, layers: int, train_samples: int) -> tuple[str, Collection[str]] | None:
-    """A setting whose effect one sees, and the typed ones that it replaces: twice as many micro-batches, which halves
-    the bubble; or a pipeline in place of none, and the reverse. None for a single layer."""
+    """A setting with a visible effect, and the typed settings that it replaces: twice as many micro-batches, which
+    halves the bubble; or a pipeline in place of none, and the reverse. None for a single layer."""
     if config.partitions == 1:
         return ("partitions=2", _OF_K) if layers > 1 else None
     doubled = 2 * config.micro_batches
     if config.batch_size is not None and not config.schedule_is_file:
-        short = 0 if config.dataset.drop_last else train_samples % config.batch_size
-        if doubled * config.replicas * _LEAST_SAMPLES <= (short or config.batch_size):
+        last_samples = 0 if config.dataset.drop_last else train_samples % config.batch_size
+        if doubled * config.replicas * _LEAST_SAMPLES <= (last_samples or config.batch_size):
             return f"micro_batches={doubled}", ("micro_batches",)
     return "partitions=1", (*_OF_K, "schedule")
 
@@ -45,11 +45,11 @@ def _command(command: str, typed: Sequence[str], dropped: Collection[str], value
     """The command with the typed arguments but those in `dropped`, settings or whole groups. `valued`: the value of a
     setting that takes the place of `auto`; "" leaves it."""
     arguments = []
-    for one in typed:
-        key, _, value = one.partition("=")
-        if key_of(one).partition(".")[0] not in dropped:
-            number = valued(key_of(one)) if value == "auto" else ""
-            arguments.append(f"{key}={number}" if number else one)
+    for argument in typed:
+        key, _, value = argument.partition("=")
+        if key_of(argument).partition(".")[0] not in dropped:
+            number = valued(key_of(argument)) if value == "auto" else ""
+            arguments.append(f"{key}={number}" if number else argument)
     return shlex.join(["gpipe", command, *arguments])
 
 

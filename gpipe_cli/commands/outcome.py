@@ -2,7 +2,7 @@
 
 Sweeps (the tables of the paper) and recipes run many trainings, each in a fork of a process that has imported torch
 but not used it: a fork starts in milliseconds, and leaves nothing behind however it ends, be it memory, a CUDA context,
-or what a user's own model code has changed. A crash ends one run, not the sweep.
+or what a user's own model code has changed. A crash ends its run, not the sweep.
 """
 
 import contextlib
@@ -32,8 +32,8 @@ class Outcome:
     """How a command ended."""
 
     exit_code: int
-    error: str = ""  # one line
-    refusal: RefusedError | NothingFitsError | None = None  # the error, if it is one of these
+    error: str = ""  # a single line
+    refusal: RefusedError | NothingFitsError | None = None  # the error, if it is of these types
 
 
 def outcome(work: Callable[[], int]) -> Outcome:

@@ -1,4 +1,4 @@
-"""`gpipe plan`: predicts a step on this machine or another one without running it (the paper's Tables 1 to 3)."""
+"""`gpipe plan`: predicts a step on this or another machine without running it (the paper's Tables 1 to 3)."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -34,13 +34,14 @@ class _Request:
     """A configuration to plan."""
 
     config: TrainConfig
-    auto: tuple[str, ...]  # settings that are to be chosen
+    auto: tuple[str, ...]  # keys of the settings to choose
     settings: PlanSettings
 
 
 def main(arguments: Sequence[str]) -> int:
     arguments, given = words_and_settings(arguments, "format")
-    line, form = read("plan", arguments), given["format"]
+    line = read("plan", arguments)
+    form = given["format"]
     line.refuse(dict.fromkeys(("resume", "dry_run"), "a plan runs nothing, and begins with nothing; leave it out"))
     refuse_torchrun("a plan needs one process, whatever it is for; call gpipe plan")
     if line.options["multirun"] and not line.is_question:
@@ -48,11 +49,11 @@ def main(arguments: Sequence[str]) -> int:
     tree = compose(line, TRAINING_KEYS)
     if tree is None:
         return 0
-    found = _plan(_requested(tree, line.overrides), form, shown=form == TABLE)
+    plan = _plan(_requested(tree, line.overrides), form, shown=form == TABLE)
     if form != TABLE:
         from gpipe_cli.reporting.tables.plan import stages_of
 
-        sys.stdout.write(as_json(found.tree()) if form == "json" else to_csv(stages_of(found)))
+        sys.stdout.write(as_json(plan.tree()) if form == "json" else to_csv(stages_of(plan)))
     return 0
 
 
@@ -85,7 +86,7 @@ def _plan(request: _Request, form: str, *, shown: bool) -> "Plan":
 
 
 def _sweep(line: CommandLine, form: str) -> int:
-    """Plan each combination of the settings; print a table of the plans, or all of them as one JSON or CSV document."""
+    """Plan each combination of the settings; print a table of the plans, or all of them as a JSON or CSV document."""
     for key, why in (
         ("run_folder", "each plan of a sweep has a folder of its own; give output=FOLDER"),
         ("write_schedule", "each plan of a sweep has a schedule of its own; plan one of them without -m"),
@@ -95,24 +96,25 @@ def _sweep(line: CommandLine, form: str) -> int:
             raise RefusedError(key, value, why)
     from gpipe_cli.reporting.tables.plan import SweptPlan, plans_of, show_plans
 
-    found: list[SweptPlan] = []
+    plans: list[SweptPlan] = []
     refused: list[InputError] = []
-    trees, jobs = Trees(line, TRAINING_KEYS), combinations(line)
+    trees = Trees(line, TRAINING_KEYS)
+    jobs = combinations(line)
     for job, (_, varied) in zip(jobs, differences(jobs, line.same), strict=True):
         try:
             request = _requested(trees.tree(job), values_of(job))
-            found.append(SweptPlan(varied, None, _plan(request, form, shown=False)))
+            plans.append(SweptPlan(varied, None, _plan(request, form, shown=False)))
         except SettingError:
             raise
         except InputError as error:
-            found.append(SweptPlan(varied, str(error), None))
+            plans.append(SweptPlan(varied, str(error), None))
             refused.append(error)
-    if len(refused) == len(found):
+    if len(refused) == len(plans):
         raise refused[0]
     if form == "json":
-        sys.stdout.write(as_json([one.tree() for one in found]))
+        sys.stdout.write(as_json([plan.tree() for plan in plans]))
     elif form == "csv":
-        sys.stdout.write(to_csv(plans_of(found)))
+        sys.stdout.write(to_csv(plans_of(plans)))
     else:
-        show_plans(Console(), found)
+        show_plans(Console(), plans)
     return 0

@@ -70,8 +70,9 @@ def plan(
         commands = [shlex.join(["gpipe", *sys.argv[1:]])]
         try:
             if file is not None:
-                of_all = checked_schedule(made.order, config.micro_batches, made.recompute)  # the plan may have fewer
-                write_whole(Path(file), csv_of(of_all, made.layout.row_of_stage))
+                # the file has all micro-batches; the plan may have fewer
+                schedule = checked_schedule(made.order, config.micro_batches, made.recompute)
+                write_whole(Path(file), csv_of(schedule, made.layout.row_of_stage))
             write_whole(folder / SETTINGS, to_yaml(config))
             about = f"{name} on {config.dataset.name}"
             write_page(folder / PAGE, about, simulation_data(made), (), commands=commands)
@@ -92,7 +93,7 @@ def plan(
 
 
 def _require_figures(config: TrainConfig, solve: str | None, *, several: bool) -> None:
-    """Raises InputError if a plan by a data sheet lacks a figure; `several` partitions need the link's too."""
+    """Raises InputError if a plan by a data sheet lacks a figure; `several` partitions need the link's figure, too."""
     layout = layout_of(config)
     hardware = resolved(config.hardware, layout.devices)
     wanted = ["tflops", "memory_gb_per_second", *(["link_gb_per_second"] if several else [])]

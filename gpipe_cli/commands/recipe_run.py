@@ -44,15 +44,16 @@ class Machine:
         """The scale of a recipe, and the reason for it."""
         if whole.scale != "auto":
             return whole.scale, "as requested"
-        if any(key_of(one) == "device" and one.endswith("=cpu") for one in given):
+        if any(key_of(setting) == "device" and setting.endswith("=cpu") for setting in given):
             return "desk", "device=cpu uses no GPU"
         return recipe.needs.fitting_scale(self.gpus)
 
     def reproduce(self, recipe: Recipe, whole: ReproduceSettings, given: tuple[str, ...], folder: Path) -> Reproduction:
         """Run a recipe. Raises the errors that its commands end with."""
-        chosen, why = self.scale(recipe, whole, given)
-        simulate, show = simulating_recipe(recipe.name, recipe.folder), partial(show_line, self.console)
-        return recipe.reproduce(chosen, why, self.gpus, given, folder, partial(perform, self.console), simulate, show)
+        scale, why = self.scale(recipe, whole, given)
+        simulate = simulating_recipe(recipe.name, recipe.folder)
+        show = partial(show_line, self.console)
+        return recipe.reproduce(scale, why, self.gpus, given, folder, partial(perform, self.console), simulate, show)
 
 
 def perform(console: Console, command: Sequence[str], log: IO[str]) -> None:
@@ -75,10 +76,10 @@ def perform(console: Console, command: Sequence[str], log: IO[str]) -> None:
 def refuse_unknown(recipe: Recipe, given: Sequence[str]) -> None:
     """Raises SettingError for what is no setting, whatever data set and model the scale brings."""
     try:
-        _trees(recipe.name, recipe.folder).tree([one for one in given if owner(one) is None])
+        _trees(recipe.name, recipe.folder).tree([setting for setting in given if owner(setting) is None])
     except SettingError:
         raise
-    except InputError:  # a setting that another scale may have: its commands will say
+    except InputError:  # another scale may have the setting: its commands will report it
         pass
 
 

@@ -1,7 +1,7 @@
 """`gpipe reproduce`: tables, figures and results of the paper, at the scale that the machine allows.
 
 Several recipes share a folder, with a subfolder each. A recipe that is done does not run again, as the whole paper
-takes over an hour at desk scale and may be interrupted. The results become one page and, once all recipes are done,
+takes over an hour at desk scale and may be interrupted. The results become a page and, once all recipes are done,
 part of the recipes' README.
 """
 
@@ -78,7 +78,8 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     folder = FOLDER
     if arguments[:1] == ["-cd"] and arguments[2:3] == ["-cn"] and len(arguments) > 3:
-        folder, arguments = configurations(arguments[1]), arguments[3:]
+        folder = configurations(arguments[1])
+        arguments = arguments[3:]
     # a path such as ../micro_batches=4 is no setting
     rest = [argument for argument in arguments if "=" not in argument or argument.startswith((".", "/"))]
     for argument in arguments:
@@ -90,8 +91,8 @@ def main(arguments: Sequence[str]) -> int:
     line.refuse(REFUSED)
     for key in line.swept:
         raise InputError(f"{key}={line.overrides[key]}: all commands share one value; run the recipe once for each")
-    own = {"scale": "auto", "output": "outputs", "run_folder": None}
-    whole = typed(ReproduceSettings, {key: line.overrides.get(key, value) for key, value in own.items()})
+    defaults = {"scale": "auto", "output": "outputs", "run_folder": None}
+    whole = typed(ReproduceSettings, {key: line.overrides.get(key, value) for key, value in defaults.items()})
     refuse_torchrun("a recipe starts its own processes; call gpipe reproduce")
     if not rest:
         if line.typed:
@@ -105,7 +106,7 @@ def main(arguments: Sequence[str]) -> int:
         raise InputError(f"{rest[1]}: your own recipes run one at a time; leave it out")
     every = rest == [ALL] and folder == FOLDER
     chosen = [load(name, folder) for name in (names() if every else dict.fromkeys(rest))]
-    given = tuple(one for one in last_wins(line.typed) if key_of(one) not in own)
+    given = tuple(setting for setting in last_wins(line.typed) if key_of(setting) not in defaults)
     for recipe in chosen:
         recipe.check(given)
     refuse_unknown(chosen[0], given)
@@ -124,16 +125,16 @@ def _one(recipe: Recipe, whole: ReproduceSettings, given: tuple[str, ...]) -> in
     console = Console()
     import_torch()
     machine = Machine(console, usable_gpus())
-    chosen, why = machine.scale(recipe, whole, given)
+    scale, why = machine.scale(recipe, whole, given)
     with locked_folder(_new_folder(whole, recipe.name), f"output={whole.output}", new=True) as folder:
         facts = [("recipe", f"{recipe.name}: {recipe.title}"), ("source", recipe.source)]
-        facts += [("scale", f"{chosen}: {why}"), ("folder", str(folder))]
-        if chosen == "desk":
+        facts += [("scale", f"{scale}: {why}"), ("folder", str(folder))]
+        if scale == "desk":
             without = " without the given settings" if given else ""
             facts.append(("takes", f"{recipe.desk.duration} on 2 CPU cores{without}"))
         show_facts(console, facts)
         try:
-            found = machine.reproduce(recipe, whole, given, folder)
+            reproduction = machine.reproduce(recipe, whole, given, folder)
         except KeyboardInterrupt:
             show_line(console, f"interrupted; what was run is in {folder}", "bold yellow")
             raise
@@ -146,31 +147,31 @@ def _one(recipe: Recipe, whole: ReproduceSettings, given: tuple[str, ...]) -> in
                 raise
             raise InputError(f"{error}; what was run before is in {folder}") from error
         try:
-            write_reproduction(found, folder)
+            write_reproduction(reproduction, folder)
         finally:  # show the results even if they cannot be written
-            show_reproduction(console, found, folder)
+            show_reproduction(console, reproduction, folder)
     return 0
 
 
 def _several(recipes: Sequence[Recipe], whole: ReproduceSettings, given: tuple[str, ...], asked: list[str]) -> int:
-    """Run the recipes that are not done yet, and continue after one that fails; returns the exit code."""
+    """Run the recipes that are not done yet, and continue when a recipe fails; returns the exit code."""
     console = Console()
-    setting = {"scale": whole.scale, "settings": list(given)}
+    asked_for = {"scale": whole.scale, "settings": list(given)}
     if whole.run_folder is None:
         place = _new_folder(whole, ALL if asked == [ALL] else f"{len(recipes)}_recipes"), f"output={whole.output}"
     else:
         place = Path(whole.run_folder), f"run_folder={whole.run_folder}"
     with locked_folder(*place, new=whole.run_folder is None) as folder:
-        _refuse_others(folder, setting)
+        _refuse_others(folder, asked_for)
         import_torch()
         machine = Machine(console, usable_gpus())
-        write_result(folder, setting, ASKED)
-        settings = [one for one in (f"scale={whole.scale}", *given) if one != "scale=auto"]
+        write_result(folder, asked_for, ASKED)
+        settings = [setting for setting in (f"scale={whole.scale}", *given) if setting != "scale=auto"]
         go_on = shlex.join(["gpipe", "reproduce", *asked, *settings]) + f" {override('run_folder', str(folder))}"
         show_facts(console, [("recipes", str(len(recipes))), ("folder", str(folder)), ("continue with", go_on)])
         failed: dict[str, str] = {}
         begin = time.monotonic()
-        took = stated = 0.0  # seconds that the recipes run so far took, and that their files state for a desk
+        took = stated = 0.0  # seconds that the recipes run so far took, and those that their files state for a desk
         for at, recipe in enumerate(recipes, start=1):
             below = folder / recipe.name
             which = f"{at} of {len(recipes)}"
@@ -179,7 +180,9 @@ def _several(recipes: Sequence[Recipe], whole: ReproduceSettings, given: tuple[s
                 continue
             left = ""
             if took or machine.scale(recipe, whole, given)[0] == "desk":
-                todo = sum(60 * one.desk.minutes for one in recipes[at - 1 :] if not _is_done(folder / one.name))
+                todo = sum(
+                    60 * waiting.desk.minutes for waiting in recipes[at - 1 :] if not _is_done(folder / waiting.name)
+                )
                 left = f", about {duration(todo * took / stated if took else todo)} left"
             so_far = f"; {duration(time.monotonic() - begin)} used" if took else ""
             show_line(console, "")
@@ -187,9 +190,9 @@ def _several(recipes: Sequence[Recipe], whole: ReproduceSettings, given: tuple[s
             shutil.rmtree(below, ignore_errors=True)  # remains of an interrupted or failed run
             below.mkdir()
             try:
-                found = machine.reproduce(recipe, whole, given, below)
-                write_reproduction(found, below)
-                took += found.seconds
+                reproduction = machine.reproduce(recipe, whole, given, below)
+                write_reproduction(reproduction, below)
+                took += reproduction.seconds
                 stated += 60 * recipe.desk.minutes
             except KeyboardInterrupt:
                 show_line(console, f"interrupted; what is done stays in {folder}; continue with", "bold yellow")
@@ -211,34 +214,34 @@ def _is_done(folder: Path) -> bool:
     return (folder / f"{REPRODUCTION}.json").is_file()
 
 
-def _refuse_others(folder: Path, setting: dict[str, Any]) -> None:
+def _refuse_others(folder: Path, asked_for: dict[str, Any]) -> None:
     """Raises InputError for a folder that holds something else, or recipes with another scale or other settings."""
     if {path.name for path in folder.iterdir()} <= {LOCK}:
         return
     if not (folder / ASKED).is_file():
         raise InputError(f"run_folder={folder}: the folder is not empty and holds no reproduction; choose another")
     before = read_result(folder, ASKED)
-    if before != setting:
+    if before != asked_for:
         has = " ".join([f"scale={before.get('scale')}", *before.get("settings", [])])
         raise InputError(f"run_folder={folder}: what is there has {has}; use the same, or choose another folder")
 
 
 def _write_report(folder: Path, failed: dict[str, str]) -> None:
-    """Write the page about the recipes that are done; once all are, also README.md, if there is one to renew."""
+    """Write the page about the recipes that are done; once all are done, also README.md, if it exists."""
     every = names()
-    found = [read_reproduction(folder / name) for name in every if _is_done(folder / name)]
-    write_report(folder, found, failed)
-    if len(found) == len(every) and (FOLDER / README).is_file():
-        write_whole(folder / README, with_results(read_text(FOLDER / README), found))
+    reproductions = [read_reproduction(folder / name) for name in every if _is_done(folder / name)]
+    write_report(folder, reproductions, failed)
+    if len(reproductions) == len(every) and (FOLDER / README).is_file():
+        write_whole(folder / README, with_results(read_text(FOLDER / README), reproductions))
 
 
 def recipes() -> Table:
     """A table of the recipes."""
-    found = {name: load(name) for name in names()}
-    minutes = [recipe.desk.duration for recipe in found.values()]
+    loaded = {name: load(name) for name in names()}
+    durations = [recipe.desk.duration for recipe in loaded.values()]
     columns = [
-        Column("recipe", cells=list(found)),
-        Column("at a desk", cells=minutes, number=True, key="desk_duration"),
-        Column("reproduces", cells=[recipe.title for recipe in found.values()], key="title"),
+        Column("recipe", cells=list(loaded)),
+        Column("at a desk", cells=durations, number=True, key="desk_duration"),
+        Column("reproduces", cells=[recipe.title for recipe in loaded.values()], key="title"),
     ]
     return Table("", columns)

@@ -39,14 +39,14 @@ def run_report(
     *,
     guided: bool = False,
 ) -> Reporter:
-    """What reports a training on the console, in TensorBoard and in result.json, from when the workers are ready."""
+    """The report of a training on the console, in TensorBoard and in result.json, from when the workers are ready."""
     config, plan, spec = prepared.config, prepared.plan, prepared.spec
 
     def describe(ready: events.TrainingReady) -> RunDescription:
-        then = None
+        commands = None
         if guided and start is not None:
             typed = shlex.split(start.command)[2:]  # without `gpipe train`
-            then = next_commands(typed, config, len(plan.profile.costs), ready.data.train_samples or 0)
+            commands = next_commands(typed, config, len(plan.profile.costs), ready.data.train_samples or 0)
         return RunDescription(
             **vars(ready) | {"notes": (*ready.data.notes, *ready.notes, *prepared.notes)},
             config=config,
@@ -58,7 +58,7 @@ def run_report(
             restarts=restarts,
             warm_up_steps=WARM_UP_STEPS if bench is None else bench.warm_up_steps,
             simulation={} if config.dry_run else simulation_data(plan),
-            next_commands=then,
+            next_commands=commands,
         )
 
     return Reporter(folder, describe)
@@ -114,7 +114,8 @@ Report = Reporter | NoReport
 def show_dry_run(prepared: Prepared, folder: Path, start: Start | None) -> None:
     """Show the banner and write result.json of a run that is not started; images are counted if they are here. Raises
     InputError for what the training would refuse."""
-    config, data, steps_per_epoch = prepared.config, events.DataFacts(), None
+    config = prepared.config
+    data, steps_per_epoch = events.DataFacts(), None
     if isinstance(config.dataset, ImagesConfig):  # text is not read: its vocabulary may take minutes to learn
         try:
             train, test = find_data(replace(config, dataset=replace(config.dataset, download=False)))

@@ -23,7 +23,7 @@ class RunRequest:
     """A configuration to train or, with `bench`, to measure."""
 
     config: TrainConfig
-    auto: tuple[str, ...]  # settings that are to be chosen
+    auto: tuple[str, ...]  # keys of the settings to choose
     bench: BenchSettings | None = None
 
     def __post_init__(self) -> None:
@@ -36,26 +36,28 @@ class RunRequest:
     def resuming(self, folder: Path) -> "RunRequest":
         """A request to resume the run in `folder`, with the run's own settings except those in OF_INVOCATION. Raises
         InputError if they cannot be read."""
-        now = {key: getattr(self.config, key) for key in OF_INVOCATION} | {"resume": str(folder)}
-        return replace(self, config=replace(load(folder), **now), auto=()).into(folder)
+        changed = {key: getattr(self.config, key) for key in OF_INVOCATION} | {"resume": str(folder)}
+        return replace(self, config=replace(load(folder), **changed), auto=()).into(folder)
 
     def perform(self, *typed: str, guided: bool = False) -> int:
         """Train or measure; `typed`: the command line without `gpipe`; `guided`: the summary proposes commands to type
         next. Returns the exit code; raises InputError for what the user can fix."""
-        now = datetime.now().astimezone()
-        start = Start(to_the_second(now), shlex.join(["gpipe", *typed]))
-        config, again = self.config, self.config.resume == GO_ON
+        started = datetime.now().astimezone()
+        start = Start(to_the_second(started), shlex.join(["gpipe", *typed]))
+        config = self.config
+        again = config.resume == GO_ON
         if config.init_from is not None and config.resume is None:
             find_run("init_from", config.init_from, config.output)
         if may_restart() and leads() and (earlier := _earlier_folder(config)) is not None:
-            config, again = replace(config, run_folder=str(earlier)), True
+            config = replace(config, run_folder=str(earlier))
+            again = True
         if again:
             assert config.run_folder is not None
             config = going_on(config, Path(config.run_folder))
         what = "" if self.bench is None else "bench"
         with (
             preparing(_named(config, self.auto)),
-            run_folder(config, now, self.auto, what, again=again) as folder,
+            run_folder(config, started, self.auto, what, again=again) as folder,
             logging_to(folder if leads() else None),
         ):
             log(f"$ {start.command}")
@@ -74,7 +76,7 @@ def _named(config: TrainConfig, auto: tuple[str, ...]) -> str:
 
 
 def _earlier_folder(config: TrainConfig) -> Path | None:
-    """The folder of an earlier start of this run by torchrun, if there was one."""
+    """The folder of an earlier start of this run by torchrun; None for the first start."""
     fork_server.start(config)
     import_apart("gpipe_cli.distributed.rendezvous")  # torch comes with it
     from gpipe_cli.distributed.rendezvous import earlier_folder

@@ -74,11 +74,11 @@ def main(arguments: Sequence[str]) -> int:
         from gpipe_cli.reporting.site.site import FRONT, write_front
 
         console = Console()
-        made = prepare(config, auto, partial(show_text, console), elsewhere=not config.hardware.here)
-        title = f"{model_name(made.config.model)} on {made.config.dataset.name}"
+        prepared = prepare(config, auto, partial(show_text, console), elsewhere=not config.hardware.here)
+        title = f"{model_name(prepared.config.model)} on {prepared.config.dataset.name}"
         command = shlex.join(["gpipe", "plan", *settings])
         try:
-            data = simulation_data(made.plan)
+            data = simulation_data(prepared.plan)
             write_page(folder / PAGE, title, data, (), commands=[command])
             write_front(folder, title, command)
         except OSError as error:

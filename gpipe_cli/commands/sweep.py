@@ -1,8 +1,8 @@
-"""A sweep, `gpipe train -m micro_batches=1,4,8`: its runs one after the other, each in a fork of this process.
+"""A sweep, `gpipe train -m micro_batches=1,4,8`: its runs in turn, each in a fork of this process.
 
-The grammar is Hydra's, but not the launcher: that would run all jobs in one process, where what a failed job leaves
-behind (tensors, process groups, a CUDA context) affects the next one. A failed run is reported at once and the others
-go on. sweep.json records the runs that have ended, so that a sweep can be resumed.
+The grammar is Hydra's, but not the launcher: that would run all jobs in the same process, where what a failed job
+leaves behind (tensors, process groups, a CUDA context) affects the next. A failed run is reported at once and the
+others go on. sweep.json records the runs that have ended, so that a sweep can be resumed.
 """
 
 import itertools
@@ -41,7 +41,7 @@ _UNFINISHED = (None, INTERRUPTED, STOPPED, UNREAD)  # exit codes
 
 @dataclass(frozen=True)
 class Cell:
-    """One of the combinations of settings that a sweep runs; in a sweep of several rounds it runs once in each."""
+    """A combination of settings that a sweep runs; in a sweep of several rounds it runs once in each."""
 
     number: int  # within the sweep; the first is 1, the baseline of measurements 0
     name: str  # the settings that differ: `micro_batches=4`
@@ -55,10 +55,10 @@ class Sweep:
     def __init__(self, line: CommandLine, folder: SweepFolder, requested: Requested, typed: Sequence[str] = ()) -> None:
         """`typed`: the arguments of this start of the sweep; `line`: those of its first start."""
         self.line, self._typed = line, typed
-        self.planned = 0  # runs in all, of all rounds; known once the sweep has begun
+        self.planned = 0  # runs of all rounds together; 0 until the sweep has begun
         self.rounds = 1
         self.baseline: int | None = None  # number of the cell whose speed is 1 for the others; None: the first measured
-        self.runs: list[Run] = []  # runs that have ended, in an earlier start of this sweep or in this one
+        self.runs: list[Run] = []  # runs that have ended, in earlier starts of this sweep or in this start
         self._folder, self._requested = folder, requested
         self._ended: type[BaseException] | None = None  # the exception that ends the sweep early
 
@@ -99,12 +99,11 @@ class Sweep:
                 raise refusal
         named = zip(differences(jobs, self.line.same), requests, strict=True)
         cells = [Cell(number, *name, request) for number, (name, request) in enumerate(named, 1)]
-        if self.line.command == "bench" and len(cells) > 1 and "recipe" not in whole:  # the paper's has its own
+        if self.line.command == "bench" and len(cells) > 1 and "recipe" not in whole:  # a recipe's table has a baseline
             self._add_baseline(cells)
         self._folder.record()
-        self.rounds = max(
-            (one.bench.rounds for one in requests if isinstance(one, RunRequest) and one.bench), default=1
-        )
+        benches = [request.bench for request in requests if isinstance(request, RunRequest)]
+        self.rounds = max((bench.rounds for bench in benches if bench is not None), default=1)
         self.planned = len(cells) * self.rounds
         last: dict[int, Run] = {}
         for turn, cell in itertools.product(range(1, self.rounds + 1), cells):
@@ -124,7 +123,8 @@ class Sweep:
             raise InputError(refused[0].error)
 
     def _add_baseline(self, cells: list[Cell]) -> None:
-        """One device with the settings of the first cell that can run: a cell that is here already, or another one."""
+        """Make a single device the baseline, with the settings of the first cell that can run: a cell of the sweep, or
+        an additional cell."""
         requests = {cell.number: cell.request for cell in cells if isinstance(cell.request, RunRequest)}
         if not requests:
             return
@@ -145,9 +145,9 @@ class Sweep:
         except InputError as error:
             return error
 
-    def _turn(self, cell: Cell, turn: int, of: int) -> Run | None:
-        """One run of a cell; None if the sweep ended before it began."""
-        position = f"run {cell.number} of {of}" if cell.number else "baseline"
+    def _turn(self, cell: Cell, turn: int, last: int) -> Run | None:
+        """The run of a cell in round `turn`; None if the sweep ended before it began."""
+        position = f"run {cell.number} of {last}" if cell.number else "baseline"
         title = f"{position}{f', round {turn} of {self.rounds}' if self.rounds > 1 else ''}: {cell.name}"
         before = self._folder.attempts.get((cell.number, turn))
         before = before if before is not None and before.name == cell.name else None
@@ -175,22 +175,24 @@ class Sweep:
         begin = time.monotonic()
         try:
             if isinstance(request := cell.request, InputError):
-                now = outcome.Outcome(BAD_INPUT, str(request))
+                ending = outcome.Outcome(BAD_INPUT, str(request))
             else:
                 if not request.config.dry_run:
                     fork_server.start(request.config)  # all forks share it
                 outcome.import_torch()
-                begun, typed = request.resuming if goes_on else request.into, (self.line.command, *self._typed)
-                now = outcome.ended(outcome.fork_command(lambda: begun(folder).perform(*typed)))
+                request_in = request.resuming if goes_on else request.into
+                typed = (self.line.command, *self._typed)
+                ending = outcome.ended(outcome.fork_command(lambda: request_in(folder).perform(*typed)))
         except KeyboardInterrupt as asked:
-            self._ended, now = type(asked), outcome.Outcome(INTERRUPTED)
-        endings = {STOPPED: Stopped, UNREAD: BrokenPipeError}  # what ended the fork ends the sweep
-        self._ended = endings.get(now.exit_code, self._ended)
-        if now.exit_code < 0:
+            self._ended = type(asked)
+            ending = outcome.Outcome(INTERRUPTED)
+        exceptions = {STOPPED: Stopped, UNREAD: BrokenPipeError}  # what ended the fork ends the sweep
+        self._ended = exceptions.get(ending.exit_code, self._ended)
+        if ending.exit_code < 0:
             fork_server.kill()  # ends the workers of a run that was killed before it could end them
         result = run_result_or_none(folder)
-        error = ((result and result.error) or now.error) if now.exit_code else ""
-        attempt = replace(attempt, exit_code=now.exit_code, seconds=time.monotonic() - begin, error=error)
+        error = ((result and result.error) or ending.error) if ending.exit_code else ""
+        attempt = replace(attempt, exit_code=ending.exit_code, seconds=time.monotonic() - begin, error=error)
         self._folder.record(attempt)
         run = self._run(attempt, cell)
         if run.failed:
@@ -255,12 +257,12 @@ def _refuse_without_effect(line: CommandLine) -> None:
 
 
 def _resumed_folder(line: CommandLine) -> SweepFolder | None:
-    """The sweep that `resume` names; None if it names none. Raises InputError if other settings are given too, or the
+    """The sweep that `resume` names; None if it is no sweep. Raises InputError if other settings are given too, or the
     sweep is another command's."""
     given = line.overrides.get("resume")
     if not isinstance(given, str) or "resume" in line.swept or not (Path(given) / SWEEP).is_file():
         return None
-    more = [one for one in line.typed if one.partition("=")[0].lstrip("+") != "resume"]
+    more = [setting for setting in line.typed if setting.partition("=")[0].lstrip("+") != "resume"]
     named = {"config_name": "-cn", "config_dir": "-cd", "config_path": "-cp", "cfg": "--cfg", "info": "--info"}
     more += [f"{flag} {value}" for key, flag in named.items() if (value := line.options.get(key)) is not None]
     if more:
@@ -275,13 +277,13 @@ def _resumed_folder(line: CommandLine) -> SweepFolder | None:
 
 def differences(jobs: Sequence[Sequence[str]], same: Collection[str]) -> list[tuple[str, dict[str, object]]]:
     """The settings in which each job differs from the others: as a name, `partitions=2,seed=4`, and their values in the
-    order in which they were typed. `same` are the settings that were typed with one value."""
+    order in which they were typed. `same`: the settings that were typed with a single value."""
 
-    def varies(override: str) -> bool:
-        return key_of(override) not in same and (len(jobs) == 1 or any(override not in job for job in jobs))
+    def varies(setting: str) -> bool:
+        return key_of(setting) not in same and (len(jobs) == 1 or any(setting not in job for job in jobs))
 
-    varied = [[override for override in job if varies(override)] for job in jobs]
-    return [(",".join(sorted(o.lstrip("+") for o in job)) or "run", values_of(job)) for job in varied]
+    varied = [[setting for setting in job if varies(setting)] for job in jobs]
+    return [(",".join(sorted(setting.lstrip("+") for setting in job)) or "run", values_of(job)) for job in varied]
 
 
 def free_folder(parent: Path, name: str) -> Path:

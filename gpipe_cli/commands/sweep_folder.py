@@ -24,7 +24,7 @@ PLACE = "hydra.sweep.dir="
 
 @dataclass(frozen=True)
 class Attempt:
-    """An attempt at a run of the sweep; of several with the same run and round, the last one counts."""
+    """An attempt at a run of the sweep; of several with the same run and round, the last counts."""
 
     run: int  # the first is 1
     round: int  # likewise
@@ -36,13 +36,13 @@ class Attempt:
 
 
 class SweepFolder:
-    """The folder of one sweep, and what its sweep.json holds."""
+    """The folder of a sweep, and what its sweep.json holds."""
 
     def __init__(self, command: str, arguments: Sequence[str], path: Path | None = None) -> None:
         """`path`: the folder of a sweep to resume; None for a new sweep."""
         self.command, self.arguments, self.path = command, list(arguments), path
         self.resumes = path is not None
-        self.attempts: dict[tuple[int, int], Attempt] = {}  # the last one of each run and round
+        self.attempts: dict[tuple[int, int], Attempt] = {}  # the last attempt of each run and round
         self._lock = contextlib.ExitStack()
         self.release = self._lock.close  # unlocks the folder, and removes it if it is empty
 
@@ -61,11 +61,11 @@ class SweepFolder:
         return sweep
 
     def choose(self, path: Path) -> Path:
-        """Lock and return the sweep's folder: `path`, or a numbered one beside it if that exists and was not typed.
+        """Lock and return the sweep's folder: `path`, or a numbered folder beside it if that exists and was not typed.
 
-        Two processes resuming one sweep would run everything twice, and remove each other's folders. A run whose sweep
-        was killed may still be ending, so a resumed sweep waits for it. Forks of this process hold the lock. Raises
-        InputError if a sweep lies at the typed path or is at work there, or the folder cannot be created.
+        Two processes resuming the same sweep would run everything twice, and remove each other's folders. A run whose
+        sweep was killed may still be ending, so a resumed sweep waits for it. Forks of this process hold the lock.
+        Raises InputError if a sweep lies at the typed path or is at work there, or the folder cannot be created.
         """
         typed = any(argument.startswith(PLACE) for argument in self.arguments)
         setting = override("resume", str(path)) if self.resumes else f"{PLACE}{path}"
@@ -88,7 +88,7 @@ class SweepFolder:
     def give_up(self, attempt: Attempt) -> None:
         """Remove the folder of an attempt that begins again in a new folder, unless there is a reason to keep it.
 
-        Comparisons and TensorBoard would show an interrupted run beside the one that replaces it. A failed run's folder
+        Comparisons and TensorBoard would show an interrupted run beside the run that replaces it. A failed run's folder
         may hold the reason, and a checkpoint may be of use: these folders stay, and are compared too.
         """
         assert self.path is not None

@@ -1,4 +1,4 @@
-"""`gpipe train`: one run, or with -m a sweep of runs (the tables of the paper are sweeps over K and M)."""
+"""`gpipe train`: a run, or with -m a sweep of runs (the tables of the paper are sweeps over K and M)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -57,7 +57,7 @@ def requested(tree: DictConfig, given: Mapping[str, object]) -> RunRequest:
 
 
 def _to_go_on_with(resume: object, run_folder: object) -> str | None:
-    """The folder of the run to resume; None if a new one begins."""
+    """The folder of the run to resume; None if a new run begins."""
     if resume == GO_ON:
         return str(run_folder) if run_folder is not None and has_checkpoint(Path(str(run_folder))) else None
     return resume if isinstance(resume, str) else None

@@ -54,33 +54,36 @@ def launch(
     if config.max_restarts and torchrun() is not None:
         why = f"torchrun itself starts processes again, by --max-restarts={config.max_restarts}; leave this out"
         raise RefusedError("max_restarts", config.max_restarts, why)
-    now, restarts = config, tuple[Restart, ...]()
+    current = config  # after a restart, with the GPUs that are left
+    restarts = tuple[Restart, ...]()
     while True:
-        here = (again or restarts) and leads() and not config.dry_run
-        if here and (progress := progress_if_complete(now, folder)) is not None:
-            find_source(now)  # refuses settings with which the run could not go on
+        may_be_complete = (again or restarts) and leads() and not config.dry_run
+        if may_be_complete and (progress := progress_if_complete(current, folder)) is not None:
+            find_source(current)  # refuses settings with which the run could not go on
             agree(lambda: Decision(folder, config.resume, None, complete=True))
             complete_result(folder, config.task, progress)
             done = f"the run that lies there is complete, with {plural(progress.step, 'step')}; nothing is left to do"
             show_text(Console(), f"{folder}: {done}")
             return 0
         try:
-            return _train(now, auto, bench, folder, start, again, guided, restarts)
+            return _train(current, auto, bench, folder, start, again, guided, restarts)
         except _LostError as error:
             lost = error
         fork_server.kill()  # whatever state it is in
         assert lost.config is not None
-        auto, (now, fewer) = (), _with_gpus_left(going_on(lost.config, folder))
-        step = step_of(checkpoints_in(folder)[-1]) if now.resume == str(folder) else 0
-        restarts = (*restarts, Restart(lost.why, step, now.partitions))
-        on = f"goes on after step {step:,}" if step else "begins again"
-        show_text(Console(), f"restart {len(restarts)} of {now.max_restarts}: {lost.why}; {on}{fewer}", "yellow")
+        auto = ()
+        current, change = _with_gpus_left(going_on(lost.config, folder))
+        step = step_of(checkpoints_in(folder)[-1]) if current.resume == str(folder) else 0
+        restarts = (*restarts, Restart(lost.why, step, current.partitions))
+        how = f"goes on after step {step:,}" if step else "begins again"
+        show_text(Console(), f"restart {len(restarts)} of {current.max_restarts}: {lost.why}; {how}{change}", "yellow")
 
 
 def evaluate(settings: EvaluateSettings, config: TrainConfig) -> int:
     """Evaluate a checkpoint of a run; `config`: its settings, with the given ones in their place. Returns the exit code
     and raises InputError, as `launch`."""
-    folder, training = Path(settings.run), for_evaluation(config)
+    folder = Path(settings.run)
+    training = for_evaluation(config)
     spec = make_pipeline_spec(training, started=torchrun())
     source = partial(fitting_checkpoint, training, folder, settings.checkpoint, "run", optimizer=False)
     decision = agree(lambda: Decision(folder, None, source()))
@@ -101,7 +104,7 @@ def for_evaluation(config: TrainConfig) -> TrainConfig:
 class _LostError(Exception):
     """A process was lost; the run may be started again."""
 
-    why: str  # one line
+    why: str  # a single line
     config: TrainConfig | None = None  # with the values chosen for `auto`
 
 
@@ -115,7 +118,7 @@ def _train(
     guided: bool,
     restarts: tuple[Restart, ...],
 ) -> int:
-    """One start of a training, from `prepare` to its end."""
+    """Run a single start of a training, from `prepare` to its end."""
     is_run = bench is None
     source = None
     if leads():
@@ -140,10 +143,10 @@ def _train(
     training = replace(training, resume=decision.resume)
     task = partial(train, training, text, spec, decision.folder, source=decision.source, only_steps=not is_run)
     show = run_report(prepared, folder, start, bench, restarts, guided=guided) if leads() else NoReport()
-    left = is_run and len(restarts) < config.max_restarts
+    goes_on = is_run and len(restarts) < config.max_restarts
     try:
         return run_and_report(
-            task, spec, training.timeout_seconds, show, folder, decision.start, stoppable=is_run, goes_on=left
+            task, spec, training.timeout_seconds, show, folder, decision.start, stoppable=is_run, goes_on=goes_on
         )
     except _LostError as lost:
         show.break_off()
@@ -157,22 +160,22 @@ def _with_gpus_left(config: TrainConfig) -> tuple[TrainConfig, str]:
     if before == 0:
         return config, ""
     look_again()
-    now = number_of_gpus(config)
-    if now in (0, before):  # 0: the CPU is taken
+    left = number_of_gpus(config)
+    if left in (0, before):  # 0: the CPU is taken
         return config, ""
     fewer = replace(
         config,
-        partitions=max(1, config.partitions * now // before),
+        partitions=max(1, config.partitions * left // before),
         stages_per_process=None,
         placement=None,
         partition=replace(config.partition, balance=None),
     )
-    return fewer, f", with partitions={fewer.partitions}, as {now} of {before} GPUs are left"
+    return fewer, f", with partitions={fewer.partitions}, as {left} of {before} GPUs are left"
 
 
 def find_source(config: TrainConfig) -> Path | None:
     """The checkpoint that a training resumes from, or takes weights from; None if it begins anew. Raises InputError,
-    one line, if it does not fit the run."""
+    in a single line, if it does not fit the run."""
     if config.resume is not None:
         refuse_other_optimizer(config, load(Path(config.resume)))
         return fitting_checkpoint(config, Path(config.resume), "last", "resume", optimizer=True)
@@ -180,8 +183,8 @@ def find_source(config: TrainConfig) -> Path | None:
 
 
 def fitting_checkpoint(config: TrainConfig, run: Path, which: str, setting: str, *, optimizer: bool) -> Path:
-    """The checkpoint `which` ("last" or "best") of a run; if it is damaged, the newest intact one, with a warning on
-    stderr. Raises InputError, one line, if there is none, or it is another model's."""
+    """The checkpoint `which` ("last" or "best") of a run; if it is damaged, the newest intact checkpoint, with a
+    warning on stderr. Raises InputError, in a single line, if there is none, or it is another model's."""
     model = build_model(config)
     freeze(model, find_frozen(config, model))
 
@@ -239,7 +242,8 @@ def run_and_report(
         raise _LostError(failure.text)
     if failure.reason is Reason.USER and not show.started:
         raise failure.refused or InputError(failure.text)
-    text, details = failure.text, folder / "failure.txt"
+    text = failure.text
+    details = folder / "failure.txt"
     if failure.traceback:
         with suppress(OSError):  # no folder, or a full disk: why the run failed matters more
             write_whole(details, failure.traceback)

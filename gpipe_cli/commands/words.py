@@ -14,13 +14,14 @@ def words_and_settings(arguments: Sequence[str], *keys: str) -> tuple[list[str],
     Any other argument is a word, such as `micro_batches=4`, the folder of a sweep's run. Raises InputError for an empty
     argument, an unknown `format`, and a misspelt key.
     """
-    given = {key: value for key, equals, value in (one.partition("=") for one in arguments) if equals and key in keys}
-    words = [one for one in arguments if "=" not in one or one.partition("=")[0] not in keys]
+    divided = [argument.partition("=") for argument in arguments]
+    given = {key: value for key, equals, value in divided if equals and key in keys}
+    words = [argument for argument in arguments if "=" not in argument or argument.partition("=")[0] not in keys]
     if "" in words:  # Path("") is the working directory
         raise InputError("'': must not be empty; give a name, or leave it out")
     for key in (key for key, value in given.items() if not value):
         raise RefusedError(key, "", f"must not be empty; give {key}=..., or leave it out")
-    for key, equals, value in (one.partition("=") for one in words if not os.path.exists(one)):
+    for key, equals, value in (word.partition("=") for word in words if not os.path.exists(word)):
         if equals and (near := nearest(key, keys)):
             raise RefusedError(key, value, f"there is no such setting{near}")
     if (form := given.setdefault("format", FORMATS[0])) not in FORMATS:

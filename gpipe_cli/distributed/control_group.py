@@ -1,11 +1,11 @@
 """Messages between the processes of a run outside the pipeline: a few numbers per step, over Gloo on the CPU.
 
-One all-gather per step carries everything: the gradient norms, the loss (known to the last stage only), memory. With
-gradient clipping another one carries the norms before the update; while a checkpoint is being written, one more
-follows each step. In a run of one process the same calls return at once.
+A single all-gather per step carries everything: the gradient norms, the loss (known to the last stage only), memory.
+With gradient clipping a second all-gather carries the norms before the update; while a checkpoint is being written,
+another follows each step. In a run of a single process the same calls return at once.
 
-Every gather also carries whether its process was asked to stop: as all processes begin the same gathers, all stop
-after the same step.
+Every gather also carries whether the sending process was asked to stop: as all processes begin the same gathers, all
+stop after the same step.
 """
 
 import time
@@ -40,7 +40,7 @@ class Activity:
 
     changes: int  # incremented when an action begins, a wait ends or a message is sent
     awaited: int  # an Awaited
-    # the last action begun, the samples of its micro-batch, and up to two lengths that these are padded to
+    # the last action begun, the samples of its micro-batch, and up to two lengths that the samples are padded to
     kind: int  # 1 F, 2 R, 3 B, 0 none yet
     stage: int
     micro_batch: int
@@ -50,7 +50,7 @@ class Activity:
 
 
 ACTIVITY_NUMBERS = len(fields(Activity))  # per process
-# After those of all processes: how many messages of process 0 the parent has handled, and 1 once the run is to stop.
+# The memory's last two numbers: messages of process 0 that the parent has handled, and 1 once the run is to stop.
 HANDLED, STOP = -2, -1
 
 Waits = Callable[[Awaited], AbstractContextManager[object]]
@@ -58,7 +58,7 @@ Gathered = Callable[[], list[torch.Tensor]]  # waits, and returns the vector of 
 
 
 class ControlGroup:
-    """The processes of a run. `group`: a Gloo group of all of them; None for a run of one process.
+    """The processes of a run. `group`: a Gloo group of all of them; None for a run of a single process.
 
     The context `waits` is entered for every wait. A wait raises PeerLostError if another process is gone or silent.
     """
@@ -78,7 +78,7 @@ class ControlGroup:
         return self.rank == 0
 
     def gather(self, vector: torch.Tensor) -> Gathered:
-        """Begin an all-gather of one float64 vector (D,), with the same D in every process."""
+        """Begin an all-gather of a float64 vector (D,), with the same D in every process."""
         vector = torch.cat([vector, vector.new_tensor([self.asked()])])
         parts = [vector] if self._group is None else [torch.empty_like(vector) for _ in range(self.size)]
         work = None
@@ -102,7 +102,7 @@ class ControlGroup:
         return self._last is not None and any(bool(part[-1]) for part in self._last())
 
     def collect(self, value: Any, *, patient: bool = False) -> list[Any]:
-        """One small object from each process, by rank. `patient`: waits however long a process takes."""
+        """A small object from each process, by rank. `patient`: this waits however long a process takes."""
         if self._group is None:
             return [value]
         values: list[Any] = [None] * self.size
@@ -119,12 +119,12 @@ class ControlGroup:
         return waiting_for_peers(self.waits(Awaited.PROCESS), "another process of the run is gone or silent")
 
     def _clock_offset(self) -> float:
-        """Seconds by which this process's monotonic clock is ahead of process 0's: 0 if all run on one machine.
+        """Seconds by which this process's monotonic clock is ahead of process 0's: 0 if all run on the same machine.
 
-        Otherwise the median difference of readings after a barrier: exact to a fraction of a millisecond, enough to
-        draw all processes in one timeline.
+        Otherwise it is the median difference of readings after a barrier, exact to a fraction of a millisecond: enough
+        to draw all processes in the same timeline.
         """
-        boot = ""  # identifies the boot that the clock counts from; if unknown, all machines count as one
+        boot = ""  # identifies the boot that the clock counts from; if unknown, all machines count as the same
         with suppress(OSError):
             boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
         if len(set(self.collect(boot))) == 1:
@@ -132,14 +132,14 @@ class ControlGroup:
         differences = []
         for _ in range(9):
             self.barrier()
-            seen = self.collect(time.perf_counter())
-            differences.append(seen[self.rank] - seen[0])
+            readings = self.collect(time.perf_counter())
+            differences.append(readings[self.rank] - readings[0])
         return median(differences)
 
 
 def global_norm(norms: torch.Tensor) -> torch.Tensor:
-    """The norm () of all parameters' gradients together, from each one's, float64 (P,) in global order. On a CPU they
-    are summed in that order, so that the partitioning changes no bit."""
+    """The norm () of all parameters' gradients together, from each parameter's, float64 (P,) in global order. On a CPU
+    they are summed in that order, so that the partitioning changes no bit."""
     squares = norms.square()
-    # cumsum adds one after another on a CPU; on a GPU scans are not deterministic, but `sum` is
+    # on a CPU cumsum adds its terms in order; on a GPU scans are not deterministic, but `sum` is
     return (squares.sum() if is_accelerator(squares.device) else squares.cumsum(0)[-1:].sum()).sqrt()

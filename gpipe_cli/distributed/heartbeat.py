@@ -12,23 +12,24 @@ import torch.distributed as dist
 
 from gpipe_cli.distributed.torchrun import Torchrun, store_address
 
-_MOST_SECONDS = 5.0  # between two beats
+_MOST_SECONDS = 5.0  # the longest interval between two beats
 _SLICE_SECONDS = 0.5  # the longest sleep within a wait
-_MOST_ASLEEP = 2.0  # longer gaps between two calls of `lost` count as this: after Ctrl-Z and fg nobody is lost
+_MOST_ASLEEP = 2.0  # longer gaps between two calls of `lost` count as this: after Ctrl-Z and fg no process is lost
 _ENDED, _FAILED = "ended", "failed"
-_NOTHING = b""  # the counter of a process without a beat yet
+_NOTHING = b""  # the counter of a process before its first beat
 
 
 class Heartbeat:
-    """Beats until `stop`. `start`: names this start of all processes; a process silent for `limit_seconds` is lost."""
+    """Beats until `stop`. `start`: the name of this start of all processes; after `limit_seconds` of silence a process
+    is lost."""
 
     def __init__(self, started: Torchrun, start: str, limit_seconds: float) -> None:
         self._keys = [f"{start}/heartbeat/{process}" for process in range(started.processes)]
         self._rank, self._limit = started.rank, limit_seconds
         self._interval = min(_MOST_SECONDS, limit_seconds / 4)
-        self._silent = dict.fromkeys(range(started.processes), 0.0)  # seconds without a beat while this one ran
+        self._silent = dict.fromkeys(range(started.processes), 0.0)  # seconds without a beat while this process ran
         self._failed: int | None = None
-        self._answered = self._asked = time.monotonic()  # when the store last answered, `lost` was last called
+        self._answered = self._asked = time.monotonic()  # when the store last answered, and when `lost` was last called
         self._unanswered = 0.0  # seconds for which the store has not answered
         self._hurried = False
         self._ending = threading.Event()
@@ -38,12 +39,12 @@ class Heartbeat:
 
     def lost(self) -> tuple[int, float | None] | None:
         """The rank of a lost process, and its seconds of silence, None if it has reported its failure itself. If the
-        store does not answer: rank 0. None: no process is lost."""
-        now, answered = time.monotonic(), self._answered
+        store does not answer, rank 0 is lost. None: no process is lost."""
+        asked, answered = time.monotonic(), self._answered
         if answered > self._asked:
             self._unanswered = 0.0
-        self._unanswered += min(now - max(self._asked, answered), _MOST_ASLEEP)
-        self._asked = now
+        self._unanswered += min(asked - max(self._asked, answered), _MOST_ASLEEP)
+        self._asked = asked
         if self._failed is not None:
             return self._failed, None
         if self._unanswered > self._limit:
@@ -65,7 +66,8 @@ class Heartbeat:
 
     def _run(self) -> None:
         seen = [_NOTHING] * len(self._keys)
-        beat, looked = 0, time.monotonic()
+        beat = 0
+        looked = time.monotonic()
         try:
             # a connection of its own: a call that blocks holds up all others on the same connection
             store = dist.TCPStore(*store_address(), is_master=False, wait_for_workers=False,
@@ -79,11 +81,12 @@ class Heartbeat:
                     values = [store.get(key) if store.check([key]) else _NOTHING for key in self._keys]
                 else:
                     values = store.multi_get(self._keys)
-                now = self._answered = time.monotonic()
-                passed, looked = min(now - looked, 2 * self._interval), now
+                answered = self._answered = time.monotonic()
+                passed = min(answered - looked, 2 * self._interval)
+                looked = answered
                 for process, (value, before) in enumerate(zip(values, seen, strict=True)):
-                    news = value != before or value.decode() == _ENDED
-                    self._silent[process] = 0.0 if news else self._silent[process] + passed
+                    alive = value != before or value.decode() == _ENDED
+                    self._silent[process] = 0.0 if alive else self._silent[process] + passed
                     if value.decode() == _FAILED:
                         self._failed = process
                 seen = values

@@ -30,7 +30,7 @@ _LINK_BLOCKS = 4
 @dataclass(frozen=True)
 class ProcessGroups:
     """The links of this process to neighbouring stages, each a group of two, and the groups of its replicas. They hold
-    nothing of an engine, as one process may build several engines on them."""
+    nothing of an engine, as a process may build several engines on them."""
 
     links: Links
     # the processes with the same stages, for each of their devices; empty without replicas
@@ -45,8 +45,8 @@ class ProcessGroups:
         stages_of_ties: Sequence[Sequence[int]],
         skips: Sequence[tuple[int, int]],
     ) -> "ProcessGroups":
-        """These, with what only some cuts need: links for skips, and groups for tied weights. Called in all processes,
-        as all of them must create all groups in the same order.
+        """These groups, with what only some cuts need: links for skips, and groups for tied weights. To be called in
+        all processes, as all of them must create all groups in the same order.
 
         `stages_of_ties`: for each tied weight, the stages that have it; `skips`: pairs of stages, not neighbours, of
         which the first sends a skip to the second.
@@ -80,19 +80,19 @@ def connect_processes(
     *,
     here: bool,
 ) -> tuple[ControlGroup, ProcessGroups | None]:
-    """Connect the processes of the run; this one computes on `devices`, of which only the process of a whole pipeline
-    may have several. A run of one process needs no connection.
+    """Connect the processes of the run; this process computes on `devices`, of which only the process of a whole
+    pipeline may have several. A run of a single process needs no connection.
 
-    `process_of_stage`: the process of each stage of one pipeline; each of the `replicas` has as many processes. `here`:
+    `process_of_stage`: the process of each stage of a pipeline; each of the `replicas` has as many processes. `here`:
     this command has started all processes, and `rendezvous` is a file; under torchrun it is the name of this start.
     If the processes are connected already, as in a program that makes several pipelines, only groups are added.
     """
-    of_pipeline = 1 + max(process_of_stage)
-    processes = of_pipeline * replicas
+    pipeline_processes = 1 + max(process_of_stage)
+    processes = pipeline_processes * replicas
     if processes == 1:
         return ControlGroup(0, 1, waits=waits), None
     # A supervisor sees which process of this machine is silent, and ends the run. Under torchrun the silent process may
-    # be another supervisor's: waiting for longer than that one's timeout lets it report first.
+    # be another supervisor's: waiting for longer than its timeout lets that supervisor report first.
     timeout = _PREPARING if here else datetime.timedelta(seconds=timeout_seconds + _LONGER_SECONDS)
     device = devices[0]
     use_device(device)
@@ -101,21 +101,21 @@ def connect_processes(
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform.startswith("linux") else "lo0")
     if not is_connected():
         # Keys get the name of this start as a prefix: torchrun's store also holds the addresses of earlier starts.
-        own_store = dist.FileStore(rendezvous, processes) if here else dist.PrefixStore(rendezvous, store())
-        dist.init_process_group("gloo", store=own_store, rank=process, world_size=processes, timeout=_PREPARING)
+        run_store = dist.FileStore(rendezvous, processes) if here else dist.PrefixStore(rendezvous, store())
+        dist.init_process_group("gloo", store=run_store, rank=process, world_size=processes, timeout=_PREPARING)
     control = dist.new_group(backend="gloo", timeout=timeout)
     assert isinstance(control, dist.ProcessGroup)
     links: dict[Edge, Link] = {}
     for replica in range(replicas):
-        owners = [replica * of_pipeline + owner for owner in process_of_stage]
+        owners = [replica * pipeline_processes + owner for owner in process_of_stage]
         neighbours = [(stage, stage + 1) for stage in range(len(owners) - 1)]
         links |= edge_links(process, owners, neighbours, device, timeout)
     awaits = partial(waits, Awaited.PROCESS)
-    of_device: dict[torch.device, dist.ProcessGroup] = {}
-    for place, own in product(range(of_pipeline if replicas > 1 else 0), devices):
-        group = new_group(process, range(place, processes, of_pipeline), own, timeout)
-        of_device |= {} if group is None else {own: group}
-    groups = ProcessGroups(Links(links, timeout.total_seconds(), timeout_seconds, awaits), of_device)
+    group_of_device: dict[torch.device, dist.ProcessGroup] = {}
+    for place, replicated in product(range(pipeline_processes if replicas > 1 else 0), devices):
+        group = new_group(process, range(place, processes, pipeline_processes), replicated, timeout)
+        group_of_device |= {} if group is None else {replicated: group}
+    groups = ProcessGroups(Links(links, timeout.total_seconds(), timeout_seconds, awaits), group_of_device)
     return ControlGroup(process, processes, control, waits), groups
 
 
@@ -126,8 +126,8 @@ def edge_links(
     device: torch.device,
     timeout: datetime.timedelta,
 ) -> dict[Edge, Link]:
-    """A link in each direction between the two stages of each pair of which exactly one is in this process. Called in
-    all processes, as `for_cut`."""
+    """A link in each direction between the two stages of each pair, for pairs with a single stage in this process. To
+    be called in all processes, as `for_cut`."""
     forward = [(Kind.F, sender, receiver) for sender, receiver in pairs]
     backward = [(Kind.B, receiver, sender) for _, sender, receiver in forward]
     links: dict[Edge, Link] = {}
@@ -145,15 +145,16 @@ def edge_links(
 def new_group(
     process: int, members: Sequence[int], device: torch.device, timeout: datetime.timedelta, blocks: int | None = None
 ) -> dist.ProcessGroup | None:
-    """A group for tensors of the model, NCCL's on GPUs; None if this process is no member. Called in all processes.
-    `blocks`: the most thread blocks of a GPU that an operation may occupy, and with them channels of its links."""
-    on_gpu, backend, options = is_accelerator(device), dist.get_default_backend_for_device(device), None
+    """A group for tensors of the model, NCCL's on GPUs; None if this process is no member. To be called in all
+    processes. `blocks`: the most thread blocks of a GPU that an operation may occupy, which limits its channels."""
+    backend = dist.get_default_backend_for_device(device)
+    options = None
     if backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()  # not shared: each group writes its name into them
         options._timeout = timeout
         if blocks is not None:
             options.config.max_ctas = blocks
-    # bind NCCL's group to this device; torch would derive one from the rank
-    bound = device if on_gpu and process in members else None
+    # bind NCCL's group to this device; torch would derive a device from the rank
+    bound = device if is_accelerator(device) and process in members else None
     group = dist.new_group(list(members), timeout, backend, options, device_id=bound)
     return group if isinstance(group, dist.ProcessGroup) and process in members else None

@@ -39,7 +39,7 @@ class Decision:
 
 
 def earlier_folder() -> Path | None:
-    """The run folder of an earlier start by the same torchrun, if there was one; called in process 0."""
+    """The run folder of an earlier start by the same torchrun, None for the first start; called in process 0."""
     if not may_restart() or not store().check([_FOLDER]):
         return None
     return Path(json.loads(store().get(_FOLDER)))
@@ -47,8 +47,8 @@ def earlier_folder() -> Path | None:
 
 def agree(decide: Callable[[], Decision]) -> Decision:
     """What process 0 decides, with absolute paths; the other processes wait for it. After a restart by torchrun,
-    `earlier_folder` finds its run folder. Raises ConnectionError or TimeoutError, one line, if a process does not come.
-    """
+    `earlier_folder` finds its run folder. Raises ConnectionError or TimeoutError, in a single line, if a process
+    does not come."""
     started = torchrun()
     if not leads():
         assert started is not None
@@ -73,8 +73,9 @@ def decided_by_first(key: str, decide: Callable[[], str]) -> str:
 
 def _send(started: Torchrun, decision: Decision) -> Decision:
     paths = decision.folder, decision.resume, decision.source
-    decided = json.dumps([*(None if one is None else str(Path(one).absolute()) for one in paths), decision.complete])
-    shared, start = store(hosts=not may_restart()), uuid.uuid4().hex
+    decided = json.dumps([*(None if path is None else str(Path(path).absolute()) for path in paths), decision.complete])
+    shared = store(hosts=not may_restart())
+    start = uuid.uuid4().hex
     shared.set(_START, start)
     for other in range(1, started.processes):
         arrived = f"{start}/{other}"
@@ -84,7 +85,9 @@ def _send(started: Torchrun, decision: Decision) -> Decision:
 
 
 def _receive(started: Torchrun) -> Decision:
-    shared, me, start = store(), uuid.uuid4().hex, ""
+    shared = store()
+    token = uuid.uuid4().hex
+    start = ""
 
     def has_decision() -> bool:
         nonlocal start
@@ -92,11 +95,11 @@ def _receive(started: Torchrun) -> Decision:
             return False
         # Perhaps that of an earlier start, whose process 0 has ended and never answers: read again at every call.
         start = shared.get(_START).decode()
-        shared.set(f"{start}/{started.rank}", me)
-        return shared.check([f"{start}/{me}"])
+        shared.set(f"{start}/{started.rank}", token)
+        return shared.check([f"{start}/{token}"])
 
     _wait(has_decision, "process 0")
-    return _read(shared.get(f"{start}/{me}"), start)
+    return _read(shared.get(f"{start}/{token}"), start)
 
 
 def _read(decided: str | bytes, start: str) -> Decision:
@@ -104,10 +107,10 @@ def _read(decided: str | bytes, start: str) -> Decision:
     return Decision(Path(folder), resume, None if source is None else Path(source), complete, start)
 
 
-def _wait(until: Callable[[], bool], whom: str, patience: timedelta = _PATIENCE) -> None:
-    """Poll until `until()` is true: signals can interrupt it, unlike the store's own wait. Raises TimeoutError."""
+def _wait(is_done: Callable[[], bool], whom: str, patience: timedelta = _PATIENCE) -> None:
+    """Poll until `is_done()` is true: signals can interrupt it, unlike the store's own wait. Raises TimeoutError."""
     deadline = time.monotonic() + patience.total_seconds()
-    while not until():
+    while not is_done():
         if time.monotonic() > deadline:
             raise TimeoutError(f"torchrun: no answer from {whom} within {patience}")
         time.sleep(_POLL_SECONDS)
@@ -115,12 +118,12 @@ def _wait(until: Callable[[], bool], whom: str, patience: timedelta = _PATIENCE)
 
 @cache
 def store(*, hosts: bool = False) -> dist.TCPStore:
-    """The store of all processes: torchrun's or, if something else has started them, one that process 0 `hosts`.
+    """The store of all processes: torchrun's or, if something else has started them, a store that process 0 `hosts`.
 
-    Raises ConnectionError or TimeoutError, one line, if there is none.
+    Raises ConnectionError or TimeoutError, in a single line, if there is no store.
     """
     address, port = store_address()
-    if not hosts:  # the store's own wait for its host is in C++, where no signal ends it
+    if not hosts:  # the store's own wait for its host is in C++, which no signal interrupts
         whom, patience = ("its store", _STORE_PATIENCE) if may_restart() else ("process 0", _PATIENCE)
         _wait(partial(_listens, address, port), whom, patience)
     try:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from gpipe_cli.config.typed import shortened
 from gpipe_cli.errors import InputError
 
-_MOST = 10_000  # limit of processes, each with a partition
+_MOST = 10_000  # the most processes of a run, each with a partition
 
 
 @dataclass(frozen=True)
@@ -21,10 +21,10 @@ class Torchrun:
 
 
 def torchrun() -> Torchrun | None:
-    """This process's place among those that torchrun has started; None: the command starts its own.
+    """This process's place among those that torchrun has started; None: the command starts its own processes.
 
     Raises:
-        InputError: the variables contradict each other, or one is not a number.
+        InputError: the variables contradict each other, or a variable is not a number.
     """
     processes = _number("WORLD_SIZE", 1, _MOST, 1)
     rank = _number("RANK", 0, processes - 1, 0)
@@ -36,12 +36,13 @@ def torchrun() -> Torchrun | None:
             "or unset WORLD_SIZE and RANK"
         )
     store_address()
-    here = _number("LOCAL_WORLD_SIZE", 1, processes, processes)
-    return Torchrun(rank, processes, here, _number("LOCAL_RANK", 0, here - 1, rank % here))
+    local_processes = _number("LOCAL_WORLD_SIZE", 1, processes, processes)
+    local_rank = _number("LOCAL_RANK", 0, local_processes - 1, rank % local_processes)
+    return Torchrun(rank, processes, local_processes, local_rank)
 
 
 def refuse_torchrun(why: str) -> None:
-    """Under torchrun, raise InputError with `why` (reason and remedy): for commands that run in one process."""
+    """Under torchrun, raise InputError with `why` (reason and remedy): for commands that run in a single process."""
     if torchrun() is not None:
         raise InputError(f"torchrun: {why}")
 
@@ -57,10 +58,10 @@ def may_restart() -> bool:
 
 
 def leads() -> bool:
-    """Whether this is process 0, the one that reports."""
+    """Whether this is process 0, which reports."""
     try:
         started = torchrun()
-    except InputError:  # every process then reports it
+    except InputError:  # every process then reports the error
         return True
     return started is None or started.rank == 0
 

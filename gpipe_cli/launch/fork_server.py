@@ -2,10 +2,10 @@
 
 The eighth worker starts as fast as the first, and the server imports while the parent still reads the command line.
 
-Not multiprocessing's fork server: its socket stays in the temporary directory when its parent is killed; a stopped
-server outlives its parent, with all that it has forked; and a parent that asks it for a process, or for an exit code,
-then waits forever. Here the parent never waits for the server, and as soon as the parent ends, the kernel kills the
-server, with it the workers, and with these their data loaders.
+This is not multiprocessing's fork server, whose socket stays in the temporary directory when its parent is killed; a
+stopped server of that kind outlives its parent, with all that it has forked, and a parent that asks it for a process or
+an exit code waits forever. Here the parent never waits for the server, and as soon as the parent ends, the kernel kills
+the server, the workers and their data loaders.
 """
 
 import importlib
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from gpipe_cli.launch.job import Job
 
 _IMPORTED = ["gpipe_cli.launch.worker", "torch._dynamo"]  # the first optimizer would import torch._dynamo
-_PATIENCE_SECONDS = 2.0  # at the exit of this process: for all that it has started to end, too
+_PATIENCE_SECONDS = 2.0  # how long this process waits at its exit for the end of all that it has started
 _SERVE = "import sys; sys.path[:] = sys.argv[1:]; from gpipe_cli.launch.fork_server import serve; serve({})"
 
 
@@ -46,7 +46,7 @@ class Worker:
         self.connection = connection  # to the worker itself
         self.status = status  # from the server: the worker's process id, then its exit code
         self._server = server
-        self.number: int | None = None  # process id; None: not known yet
+        self.number: int | None = None  # process id; None until the server has sent it
         self.exit_code: int | None = None  # minus the signal's number if a signal ended it
 
     def read_status(self) -> None:
@@ -81,28 +81,28 @@ class ForkServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._imported = _IMPORTED
-        self._starter = 0  # id of the process that has started the server, which its forks use, too
+        self._starter = 0  # id of the process that has started the server; its forks use the same server
 
     def start(self, config: TrainConfig | None = None) -> tuple[int, socket.socket]:
         """Start the server, with the libraries of this run, unless it runs already: then it imports them before its
-        next fork. Returns its process id and the socket to it, without waiting for the imports."""
+        next fork. Returns the server's process id and the socket to it, without waiting for the imports."""
         if config is not None:
             self._imported = [*_IMPORTED, *_libraries(config)]
         parent = os.getpid()
         ended = self._starter == parent and self._process is not None and self._process.poll() is not None
         if self._control is None or self._process is None or ended:
-            self._control, theirs = socket.socketpair()
+            self._control, servers_end = socket.socketpair()
             self._starter = parent
 
             def before_exec() -> None:
-                for number in (signal.SIGINT, *STOPS):  # the parent gets them, too, and ends its workers
+                for number in (signal.SIGINT, *STOPS):  # the parent gets these signals, too, and ends its workers
                     signal.signal(number, signal.SIG_IGN)
                 end_with_parent(parent)
 
-            with theirs, deferred_signals():
+            with servers_end, deferred_signals():
                 self._process = subprocess.Popen(
                     [sys.executable, "-c", _SERVE.format(self._imported), *sys.path],
-                    stdin=theirs.fileno(),
+                    stdin=servers_end.fileno(),
                     # CUDA is to number GPUs as system/gpus.py does
                     env={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
                     | os.environ
@@ -154,47 +154,47 @@ def _temporary() -> tuple[Path, int]:
     # Data loaders create sockets in it, whose whole path may have 107 characters at most.
     folder = tempfile.mkdtemp(prefix="gpipe_", dir=None if len(tempfile.gettempdir()) < 60 else "/tmp")
     nothing = subprocess.DEVNULL
-    ending, held = os.pipe()
+    read_end, write_end = os.pipe()
     remover = subprocess.Popen(
         ["sh", "-c", 'trap "" TERM USR1; read -r _; rm -rf "$0"', folder],  # SLURM signals all processes
-        stdin=ending,
+        stdin=read_end,
         stdout=nothing,
         stderr=nothing,
         start_new_session=True,  # not killed with the process group of this process
     )
-    os.close(ending)
+    os.close(read_end)
 
     def remove() -> None:
         fork_server.kill()
-        os.close(held)
+        os.close(write_end)
         with suppress(subprocess.TimeoutExpired):  # a process that a user's layer has started may still run
             remover.wait(_PATIENCE_SECONDS)
 
-    # after multiprocessing has removed its own folder, which lies in this one: with priority -100
+    # after multiprocessing has removed its own folder, which lies in this folder: that has priority -100
     Finalize(None, remove, exitpriority=-101)
-    return Path(folder), held
+    return Path(folder), write_end
 
 
 def _tunables() -> str:
     """GLIBC_TUNABLES that make glibc ask for huge pages (2 MiB) when it allocates, unless the user has set that.
 
-    On pages of 4 KiB, whose places in memory are up to chance, one process in four took 20 to 40 % longer for every
-    layer throughout its life.
+    On pages of 4 KiB, whose places in memory are up to chance, a quarter of the processes took 20 to 40 % longer for
+    every layer throughout their lives.
     """
     given = os.environ.get("GLIBC_TUNABLES", "")
     return given if "glibc.malloc.hugetlb" in given else ":".join(filter(None, (given, "glibc.malloc.hugetlb=1")))
 
 
 def _libraries(config: TrainConfig) -> list[str]:
-    """The libraries that this run's workers need besides ours; else every worker would import them for itself."""
-    found = ["timm"] if isinstance(config.model, TimmConfig) else []
+    """The libraries that this run's workers need besides gpipe's; else every worker would import them for itself."""
+    libraries = ["timm"] if isinstance(config.model, TimmConfig) else []
     if isinstance(config.model, HuggingFaceConfig):
-        found += ["transformers.modeling_utils", *(["peft"] if config.model.lora else [])]
+        libraries += ["transformers.modeling_utils", *(["peft"] if config.model.lora else [])]
     if isinstance(config.dataset, TextConfig) and config.dataset.tokenizer is not None:
-        found.append("transformers.models.auto.tokenization_auto")
+        libraries.append("transformers.models.auto.tokenization_auto")
     if isinstance(config.dataset, ImagesConfig):
-        found.append("torchvision.transforms.v2")
-    return found
+        libraries.append("torchvision.transforms.v2")
+    return libraries
 
 
 def _import(names: Sequence[str]) -> None:
@@ -206,8 +206,8 @@ def _import(names: Sequence[str]) -> None:
 def serve(imported: Sequence[str]) -> None:
     """The program of the server, until its parent ends. `imported`: modules that it imports before it forks."""
     control = socket.socket(fileno=os.dup(0))
-    with open(os.devnull) as nothing:
-        os.dup2(nothing.fileno(), 0)  # the workers have no input
+    with open(os.devnull) as devnull:
+        os.dup2(devnull.fileno(), 0)  # the workers have no input
     _import(imported)
     ended, wake = os.pipe()
     os.set_blocking(wake, False)
@@ -220,23 +220,23 @@ def serve(imported: Sequence[str]) -> None:
         if ended in ready:
             os.read(ended, 4096)
             with suppress(ChildProcessError):  # there are no children
-                while (found := os.waitpid(-1, os.WNOHANG)) != (0, 0):
-                    with statuses.pop(found[0]) as status, suppress(OSError):
-                        status.send(os.waitstatus_to_exitcode(found[1]))
+                while (child := os.waitpid(-1, os.WNOHANG)) != (0, 0):
+                    with statuses.pop(child[0]) as status, suppress(OSError):
+                        status.send(os.waitstatus_to_exitcode(child[1]))
         if control in ready:
             message, descriptors, _, _ = socket.recv_fds(control, 1, 4)
             if not message:
                 return
-            connection, theirs, job_file, activity = descriptors
+            connection, status_end, job_file, activity = descriptors
             with open(job_file, "rb", closefd=False) as file:
                 file.seek(0)
                 _import(pickle.load(file))
             number = os.fork()
             if number == 0:
-                for descriptor in (control.detach(), ended, wake, theirs):
+                for descriptor in (control.detach(), ended, wake, status_end):
                     os.close(descriptor)
                 _be_worker(server, job_file, connection, activity)
-            statuses[number] = Connection(theirs, readable=False)
+            statuses[number] = Connection(status_end, readable=False)
             with suppress(OSError):  # the parent has closed it
                 statuses[number].send(number)
             for descriptor in (connection, job_file, activity):

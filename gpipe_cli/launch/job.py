@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from gpipe_cli.training.engine import WorkerProcess
 
 
-Task = Callable[["WorkerProcess"], None]  # a module-level function, or a `partial` of one: it is pickled
+Task = Callable[["WorkerProcess"], None]  # a module-level function or a `partial` of it, as tasks are pickled
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Failure:
     """Why a process failed: a worker's last message, or what its parent has observed."""
 
     process: int
-    text: str  # one line
+    text: str  # a single line
     seconds: float  # time.time() of the failure
     reason: Reason = Reason.OTHER
-    traceback: str = ""  # "" if the line says enough
-    refused: "RefusedError | None" = None  # names the setting that would mend it, if one is known
+    traceback: str = ""  # "" if `text` says enough
+    refused: "RefusedError | None" = None  # names the setting that would mend it; None: no such setting is known

@@ -1,8 +1,8 @@
 """Starts, watches and stops all processes of a run together, so that no failure makes it hang (law 8).
 
-The parent computes nothing. It starts one worker per partition (or one for all), passes on their messages, and ends the
-run when a worker fails: it names the first failure and stops the rest. Under torchrun, which starts several processes
-of gpipe, each is the parent of a single worker.
+The parent computes nothing. It starts a worker per partition (or a single worker), passes on their messages, and ends
+the run when a worker fails: it names the first failure and stops the rest. Under torchrun, which starts several
+processes of gpipe, each is the parent of a single worker.
 """
 
 import mmap
@@ -26,8 +26,8 @@ OnMessage = Callable[[object], None]
 
 _GRACE_SECONDS = 1.0  # after the first sign of trouble: how long the process that caused it has to send its failure
 _LAST_SECONDS = 7.0  # the same while a process that has failed waits for its checkpoint to be written
-_PATIENCE_SECONDS = 2.0  # for the server to report that workers have ended
-_MOST_SECONDS = 2.0  # longer gaps between two looks count as this: during Ctrl-Z, or sleep, all were silent
+_PATIENCE_SECONDS = 2.0  # how long the server has to report that workers have ended
+_MOST_SECONDS = 2.0  # longer gaps between two looks count as this: during Ctrl-Z or sleep all processes were silent
 
 
 def run_task(
@@ -39,8 +39,8 @@ def run_task(
     *,
     stoppable: bool = False,
 ) -> Failure | None:
-    """Start the workers of this spec (under torchrun: one of them), and wait until they have done the task; returns why
-    the run failed, None if it did not.
+    """Start the workers of this spec (under torchrun: a single worker), and wait until they have done the task; returns
+    why the run failed, None if it did not.
 
     `on_message` is called with every message of the workers. A worker that is silent for `timeout_seconds` has failed.
     `start`: the name of this start, under torchrun. SIGTERM and SIGUSR1 are passed on to a task that is `stoppable` and
@@ -95,7 +95,8 @@ class Supervisor:
 
     def watch(self, on_message: OnMessage, interrupt: Interrupt, heartbeat: Heartbeat | None) -> Failure | None:
         """Pass on the workers' messages until all have done their task (returns None) or the run has failed."""
-        deadline, failed = float("inf"), 0.0
+        deadline = float("inf")
+        failed_at = 0.0
         silence = SilenceTimer(self._timeout_seconds, whole=self._layout.started is None)
         while self._running and time.monotonic() < deadline:
             interrupt.check()
@@ -103,16 +104,17 @@ class Supervisor:
             self._note_ended()
             doing = {process: self._doing(process) for process in self._running}
             stopped = {process for process, worker in self._running.items() if worker.is_stopped()}
-            if not self._failures and (found := silence.find(doing, stopped)):
-                self._failures.append(self._silent(*found))
+            if not self._failures and (silent := silence.find(doing, stopped)):
+                self._failures.append(self._silent(*silent))
             elif not self._failures and heartbeat is not None and (lost := heartbeat.lost()):
                 self._failures.append(self._lost(*lost))
-            if self._activity[STOP] and not self._failures and doing and all(one.kind == 0 for one in doing.values()):
+            begun = any(activity.kind != 0 for activity in doing.values())
+            if self._activity[STOP] and not self._failures and doing and not begun:
                 raise Stopped  # no step has begun, at whose end a worker would stop
             if self._failures:
-                writing = any(one.awaited == Awaited.LAST_CHECKPOINT for one in doing.values())
-                failed = failed or time.monotonic()
-                deadline = failed + (_LAST_SECONDS if writing else _GRACE_SECONDS)
+                writing = any(activity.awaited == Awaited.LAST_CHECKPOINT for activity in doing.values())
+                failed_at = failed_at or time.monotonic()
+                deadline = failed_at + (_LAST_SECONDS if writing else _GRACE_SECONDS)
         cause = cause_of(self._failures)
         if cause is not None and cause.reason is Reason.PEER and heartbeat is not None:
             return self._find_lost(heartbeat, interrupt) or cause
@@ -120,8 +122,8 @@ class Supervisor:
 
     def _find_lost(self, heartbeat: Heartbeat, interrupt: Interrupt) -> Failure | None:
         """The failure of the lost process, of another supervisor; this worker only knows that some process is lost."""
-        until = time.monotonic() + heartbeat.hurry()
-        while time.monotonic() < until and not self._activity[STOP]:  # else torchrun is ending all processes
+        deadline = time.monotonic() + heartbeat.hurry()
+        while time.monotonic() < deadline and not self._activity[STOP]:  # else torchrun is ending all processes
             interrupt.check()
             if lost := heartbeat.lost():
                 return self._lost(*lost)
@@ -166,11 +168,11 @@ class Supervisor:
     def stop(self) -> None:
         """Kill every worker that still runs; the kernel ends their data loaders with them."""
         running = [worker for worker in self._workers.values() if worker.exit_code is None]
-        until = time.monotonic() + _PATIENCE_SECONDS
+        deadline = time.monotonic() + _PATIENCE_SECONDS
         for worker in running:
             worker.kill()
-        while running and (left := until - time.monotonic()) > 0:
-            ready = wait([worker.status for worker in running], left)
+        while running and (remaining := deadline - time.monotonic()) > 0:
+            ready = wait([worker.status for worker in running], remaining)
             for worker in running:
                 if worker.status in ready:
                     worker.read_status()
@@ -189,7 +191,7 @@ class Supervisor:
         return Failure(process, text, time.time(), Reason.LOST)
 
     def _lost(self, process: int, seconds: float | None) -> Failure:
-        """The failure of another supervisor's process; `seconds` of silence, None if that one has reported it."""
+        """The failure of another supervisor's process; `seconds` of silence, None if it has reported the failure."""
         if seconds is None:
             text = f"{self._who(process)} has failed, and says itself why"
         else:
@@ -200,11 +202,12 @@ class Supervisor:
         return Failure(process, text, time.time(), Reason.PEER if seconds is None else Reason.LOST)
 
     def _killed(self, process: int, code: int) -> Failure:
-        """The failure of a process that ended without sending one."""
+        """The failure of a process that ended without reporting it."""
         names = {number.value: number.name for number in signal.Signals}
         name = names.get(-code, "unknown")
         how = f"was killed by signal {-code} ({name})" if code < 0 else f"ended with code {code}"
-        text, reason = f"{self._who(process)} {how} {self._where(process)}", Reason.LOST if code < 0 else Reason.OTHER
+        text = f"{self._who(process)} {how} {self._where(process)}"
+        reason = Reason.LOST if code < 0 else Reason.OTHER
         if code == -signal.SIGABRT and self._layout.distributed and not self._layout.on_cpu:
             reason = Reason.PEER
             text += "; so NCCL ends a process when another one is lost or does not answer: NCCL_DEBUG=WARN says more"
@@ -220,7 +223,8 @@ class Supervisor:
 
     def _where(self, process: int) -> str:
         """What the process was doing: `in 1F3 (input (8, 3, 8, 8))`."""
-        doing, spec = self._doing(process), self._spec
+        doing = self._doing(process)
+        spec = self._spec
         if doing.awaited == Awaited.DATA:
             return "waiting for a mini-batch"
         if doing.awaited == Awaited.DISK:
@@ -241,12 +245,12 @@ def cause_of(failures: Sequence[Failure]) -> Failure | None:
 class SilenceTimer:
     """Measures for how long processes have done nothing, counting only the time in which this process ran.
 
-    When one process is stopped, hangs or gets no data, the others soon wait for it forever: the cause is the process
-    that does not wait for another one.
+    When a process is stopped, hangs or gets no data, the others soon wait for it forever: the cause is the process
+    that waits for no other process.
     """
 
     def __init__(self, limit_seconds: float, whole: bool) -> None:
-        """`whole`: all processes of the run are watched; otherwise one may wait for a process that is not."""
+        """`whole`: all processes of the run are watched; otherwise some may wait for a process that is not."""
         self._limit, self._whole = limit_seconds, whole
         self._seen: dict[int, Activity] = {}
         self._seconds: dict[int, float] = {}
@@ -259,19 +263,20 @@ class SilenceTimer:
         For the others there is no limit before the first mini-batch is asked for (a vocabulary may be learned, a data
         set fetched), and none while they compile.
         """
-        now = time.monotonic()
-        passed, self._looked = min(now - self._looked, _MOST_SECONDS), now
+        looked = time.monotonic()
+        passed = min(looked - self._looked, _MOST_SECONDS)
+        self._looked = looked
         silent: dict[int, float] = {}
         for process, doing in processes.items():
-            same = self._seen.get(process) == doing
+            unchanged = self._seen.get(process) == doing
             self._seen[process] = doing
-            self._seconds[process] = self._seconds.get(process, 0.0) + passed if same else 0.0
+            self._seconds[process] = self._seconds.get(process, 0.0) + passed if unchanged else 0.0
             has_begun = (doing.kind > 0 or doing.awaited == Awaited.DATA) and doing.awaited != Awaited.COMPILER
             if self._seconds[process] > self._limit and (has_begun or process in stopped):
                 silent[process] = self._seconds[process]
         if not silent:
             return None
-        causes = {one for one in silent if processes[one].awaited != Awaited.PROCESS or one in stopped}
+        causes = {process for process in silent if processes[process].awaited != Awaited.PROCESS or process in stopped}
         if not causes and not (self._whole and len(silent) == len(processes)):
             return None
         process = max(causes or silent, key=silent.__getitem__)

@@ -65,7 +65,8 @@ def main(job: Job, connection: Connection, activity: "memoryview[int]") -> None:
         control.asked = lambda: activity[STOP] != 0
         return control, groups
 
-    sent, sending = 0, threading.Lock()  # a checkpoint is reported by a thread of its own
+    sent = 0  # messages to the parent
+    sending = threading.Lock()  # a checkpoint is reported by a thread of its own
 
     def report(message: object) -> None:
         nonlocal sent
@@ -110,11 +111,12 @@ def _failure(process: int, error: Exception) -> Failure:
         case ActionFailedError():
             trace = traceback.format_exc()
         case _:
-            text, trace = f"{type(error).__name__}: {error}", traceback.format_exc()
+            text = f"{type(error).__name__}: {error}"
+            trace = traceback.format_exc()
     raised = error, error.__cause__
-    if any(isinstance(one, torch.OutOfMemoryError) for one in raised):
+    if any(isinstance(exception, torch.OutOfMemoryError) for exception in raised):
         text += "; use more micro_batches, recompute=always or more partitions"
-    if any(isinstance(one, torch.AcceleratorError) for one in raised):
+    if any(isinstance(exception, torch.AcceleratorError) for exception in raised):
         text += "; a GPU reports late: with CUDA_LAUNCH_BLOCKING=1 it is the layer that is named"
         if "device-side assert" not in text:  # a device-side assert comes from the model's own code
             reason = Reason.LOST
@@ -133,12 +135,12 @@ def _set_up(spec: PipelineSpec) -> None:
 
 
 def _set_up_compiler() -> None:
-    """Keep compiled code for other processes and later runs, in a folder of ours unless the user has named one."""
+    """Keep compiled code for other processes and later runs, in gpipe's cache unless the user has named a folder."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     key = "TORCHINDUCTOR_CACHE_DIR"
     if os.environ.get(key, default_cache_dir()) == default_cache_dir():  # torch may have set its default
-        with contextlib.suppress(InputError):  # without a cache folder, torch's temporary one is used
+        with contextlib.suppress(InputError):  # without a cache folder, torch's temporary folder is used
             os.environ[key] = str(cache_folder(None) / "compiled")
 
 
