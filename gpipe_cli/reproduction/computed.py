@@ -189,7 +189,8 @@ def _unit_seconds(row: Row, micro_batches: int) -> float:
 def _graphs(row: Row, micro_batches: int) -> float:
     """The most micro-batches whose activations a device holds by the unit clock; a stage has 1/`each` of them."""
     actions, device_of_stage = _placed(row, micro_batches)
-    held, most = Counter[int](), 0
+    held = Counter[int]()
+    most = 0
     for action in linearize(actions, device_of_stage):
         device = device_of_stage[action.stage]
         held[device] += (action.kind is Kind.F) - (action.kind in (Kind.B, Kind.W))
@@ -208,7 +209,7 @@ def scaling(results: Results, runner: Runner) -> Pictures:
     work: list[tuple[TrainConfig, ModelProfile, Row]] = []
     for table in results["tables"]:
         runner.progress(f"traces       {table['name']}")
-        # the profile depends on none of K, M and N; K is the largest one so that a micro-batch fits
+        # the profile depends on none of K, M and N; K is the largest, so that a micro-batch fits
         row = table["rows"][-1]
         samples = row["batch_size"] // (row["replicas"] * row["micro_batches"])
         sizes = f"partitions={row['partitions']}", "micro_batches=1", f"batch_size={samples}"

@@ -32,10 +32,10 @@ class Run:
     command: Literal["train", "evaluate", "bench", "plan", "simulated"]  # simulated: a plan made in this process
     each_row: bool = False
     sweep: tuple[str, ...] = ()  # rows that differ in these settings alone are measured in turns
-    settings: tuple[str, ...] = ()  # templates; one whose value is missing is left out
+    settings: tuple[str, ...] = ()  # templates; those whose value is missing are left out
     desk: tuple[str, ...] = ()  # settings added at a desk
     smoke: tuple[str, ...] = ()  # and at scale=smoke
-    folder: tuple[str, ...] = ()  # templates, joined by `_`; one whose value is missing is left out; (): the name
+    folder: tuple[str, ...] = ()  # templates, joined by `_`, without those whose value is missing; (): the name
     scales: tuple[Scale, ...] = EVERY_SCALE
     unless_given: str | None = None  # is not run if the user gives this setting
     paper_size: bool = False  # without the settings that make a desk's models small
@@ -79,7 +79,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class TableSpec:
-    """A table, or one for each member of a list. Its rows have values of their own, such as the paper's, or are
+    """A table, or a table for each member of a list. Its rows have values of their own, such as the paper's, or are
     computed; without rows it is left out."""
 
     title: str
@@ -153,7 +153,7 @@ class Experiment:
 
     def _checked(self, runner: Runner, rows: Sequence[Values]) -> Runner:
         """The runner without required settings that are given as null. Raises InputError for a refused setting, and at
-        the paper's scale for a required one that is missing."""
+        the paper's scale for a required setting that is missing."""
         for setting in runner.users:
             key = key_of(setting)
             if self.refused is not None and key in self.refused:
@@ -199,8 +199,8 @@ class Experiment:
             return {**UNKNOWN, "status": IMPOSSIBLE, "reason": str(error)}
 
     def _measure(self, run: Run, table: Values, results: Values, runner: Runner) -> None:
-        """Measure the rows whose stages each have a device. Those that differ in the settings of the sweep alone are
-        one sweep; one that is impossible says so."""
+        """Measure the rows whose stages each have a device. Rows that differ in the settings of the sweep alone are a
+        sweep; the results of an impossible sweep say why."""
         sweeps: dict[tuple[str, ...], list[dict[str, Any]]] = {}
         for row in table["rows"]:
             if _devices(row) <= results["devices"]:
@@ -224,7 +224,7 @@ class Experiment:
 
 
 def _devices(row: Values) -> int:
-    """The number of devices that a row needs, to have one for each process."""
+    """The number of devices that a row needs, to have a device for each process."""
     return int(row.get("partitions", 1)) // int(row.get("stages_per_process", 1))
 
 

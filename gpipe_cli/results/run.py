@@ -15,7 +15,7 @@ Status = Literal["running", "completed", "failed", "interrupted", "dry_run"]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One evaluation on the test set."""
+    """An evaluation on the test set."""
 
     step: int = 0  # optimizer steps done
     epoch: int = 0  # counted from 1
@@ -181,8 +181,8 @@ class RunResult:
     @property
     def threads(self) -> int | None:
         """Threads of each process."""
-        found: int | None = self.hardware.get("threads_per_process")
-        return found
+        threads: int | None = self.hardware.get("threads_per_process")
+        return threads
 
 
 def write_run(folder: Path, result: RunResult) -> None:
@@ -191,7 +191,7 @@ def write_run(folder: Path, result: RunResult) -> None:
 
 
 def read_run_result(folder: Path) -> RunResult:
-    """Reads result.json. Raises OSError, and InputError, one line, if it is not the result of a run."""
+    """Reads result.json. Raises OSError, and InputError if it is not the result of a run."""
     tree = read_result(folder)
     try:
         return from_tree(RunResult, tree)

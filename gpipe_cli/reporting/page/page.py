@@ -30,7 +30,7 @@ STYLES = ("../style.css", "page.css", "lanes.css")
 
 
 class About(TypedDict, total=False):
-    """What else a page says."""
+    """What a page says beside the simulation."""
 
     commands: Sequence[str]  # the command lines as typed
     run: str | None  # the run folder

@@ -117,8 +117,8 @@ def scores_of(task: Task, scores: Scores) -> dict[str, float | None]:
 
 def evaluation_of(task: Task, scores: Scores, step: int = 0, epoch: int = 0) -> Evaluation:
     """An evaluation as result.json has it."""
-    found = scores_of(task, scores)
-    return Evaluation(step, epoch, averaged=scores.averaged, tokens=scores.tokens, **found)
+    by_name = scores_of(task, scores)
+    return Evaluation(step, epoch, averaged=scores.averaged, tokens=scores.tokens, **by_name)
 
 
 def perplexity(cross_entropy: float) -> float:
