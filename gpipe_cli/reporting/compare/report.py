@@ -41,9 +41,8 @@ def _show_rows(console: Console, comparison: Comparison, completed: bool) -> Non
     count = len(comparison.runs)
     number = Column("run", cells=[str(number + 1) for number in range(count)], number=True)
     results = [column for column in comparison.results if column.key != "status" or not completed]
-    naming = (
-        len(comparison.settings) if comparison.by_settings else len(SYMBOLS)
-    )  # otherwise there are too many to name a run
+    # where the settings are too many to name a run, only K and M stand beside its name
+    naming = len(comparison.settings) if comparison.by_settings else len(SYMBOLS)
     named = [] if comparison.by_settings else [Column("name", cells=comparison.names)]
     leading = [number, *named, *comparison.settings[:naming]]
     columns = [*leading, *results, *comparison.settings[naming:]]
@@ -126,7 +125,7 @@ def notes(comparison: Comparison) -> Iterator[str]:
 
 
 def same_curve_notes(comparison: Comparison) -> list[str]:
-    """`train/loss is identical to the last bit: A, B, C`, for each group of runs; where two runs part."""
+    """`train/loss is identical to the last bit: A, B, C`, for each group of runs; of two runs also where they part."""
     curves = [run.curves.get(TRAIN_LOSS) for run in comparison.runs]
     same = same_curves(curves)
     apart = first_difference(*curves) if len(curves) == 2 and not same else None

@@ -39,7 +39,7 @@ def _results(reproductions: Sequence[Reproduction]) -> str:
 
 def _has_section(reproduction: Reproduction) -> bool:
     """Whether the tables have numbers of the paper in rows for each K, or beside numbers that were not run. The claims
-    say all about a training; numbers without any of the paper are printed by their own command."""
+    say all about a training; tables without numbers of the paper are printed by their own command."""
     columns = [column for table in reproduction.tables for column in table.columns]
     pipelines = any(column.heading == "K" or column.origin in ("planned", "simulated") for column in columns)
     return pipelines and any(column.origin == "paper" for column in columns)

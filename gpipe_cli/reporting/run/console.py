@@ -60,7 +60,7 @@ class RunConsole:
         self._bar.start()
 
     def _show_bar(self, done: int, *state: str) -> bool:
-        """Shows the state if there is a bar; returns whether there is a bar."""
+        """Shows the state in the bar, if it exists; returns whether it does."""
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=done, state=state)
         return self._bar is not None

@@ -77,9 +77,7 @@ class Dashboard:
         """The curves of training; what is None is left out."""
         scores = Scores(message.tokens, message.cross_entropy, message.top1, message.top5, averaged=False)
         named = {f"train/{name}": value for name, value in scores_of(self._run.config.task, scores).items()}
-        whole = message.samples == (
-            self._run.config.batch_size or message.samples
-        )  # an epoch's last batch may be short
+        whole = message.samples == (self._run.config.batch_size or message.samples)  # an epoch's last may be short
         if self._prediction is not None and whole:
             named |= _tagged({"step_over_predicted": message.seconds / self._prediction.step_seconds})
         memory = _memory(message, self._run.spec.layout.device_of_stage)

@@ -32,7 +32,7 @@ class Drawing:
     def add(self, step: StepDone, recorded: StepRecorded) -> None:
         """Draws the median step of an epoch at its end."""
         run = self._run
-        whole = step.samples == (run.config.batch_size or step.samples)  # an epoch's last batch may be short
+        whole = step.samples == (run.config.batch_size or step.samples)  # an epoch's last mini-batch may be short
         self._median.add(step, recorded, counts=whole and step.step > self._warmed_up)
         counted = self._median.counted
         ends = step.position == run.steps_per_epoch and counted > 0

@@ -100,10 +100,8 @@ class _Log:
         self._waiting += "".join(f"{timestamp}  {line}\n" for line in lines if line).encode(errors="backslashreplace")
         if not (self._folder / CONFIG).is_file():
             return
-        with (
-            suppress(OSError),
-            (self._folder / LOG).open("ab", buffering=0) as file,
-        ):  # lines that could not be written wait for the next line
+        # lines that cannot be written wait for the next call
+        with suppress(OSError), (self._folder / LOG).open("ab", buffering=0) as file:
             while self._waiting:
                 del self._waiting[: file.write(self._waiting)]
 
@@ -122,7 +120,7 @@ def logging_to(folder: Path | None) -> Iterator[None]:
 
 
 def log(text: str) -> None:
-    """Adds lines to the log of the current run, if a run has a log, without showing them."""
+    """Adds lines to the log of the current run, if any, without showing them."""
     if (current := _LOG.get()) is not None:
         current.add(text)
 

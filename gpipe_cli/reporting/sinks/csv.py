@@ -67,15 +67,15 @@ class Writer(Sink):
     def _merged(self) -> Iterator[bytes]:
         """The lines of the file up to step `_last`, merged with the values not yet written."""
         yield _line(["step", *self._tags])
-        written = set()
+        written_steps = set()
         if self._path.exists():
             with self._path.open(newline="", encoding="utf-8") as file:
                 whole = (line for line in file if line.endswith("\n"))  # the last line may be incomplete
                 for row in csv.DictReader(whole):
                     if (step := int(row["step"])) <= self._last:
-                        written.add(step)
+                        written_steps.add(step)
                         yield self._line(step, row)
-        yield from (self._line(step, {}) for step in sorted(self._rows.keys() - written))
+        yield from (self._line(step, {}) for step in sorted(self._rows.keys() - written_steps))
 
     def _line(self, step: int, row: Mapping[str, str] = {}) -> bytes:
         values = {**row, **self._rows.get(step, {})}

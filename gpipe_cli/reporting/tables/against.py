@@ -26,7 +26,7 @@ UNIT = (
 class Measured:
     samples: int  # samples of a step
     rounds: list[list[float]]  # the seconds of each timed step of each round
-    memory_bytes: int  # peak of the fullest process: of the allocator on a GPU; on a CPU, by what the process has grown
+    memory_bytes: int  # peak of the fullest process: the allocator's on a GPU; on a CPU, the growth of the process
 
     @property
     def seconds(self) -> float:

@@ -104,7 +104,7 @@ def _grouped(rows: Sequence[Row], key: Callable[[Row], tuple[object, ...]]) -> I
 
 
 def _is_whole(group: Sequence[Row], rows: Sequence[Row]) -> bool:
-    """Whether a group has all rows of its kinds but references, which have their own lines: a line suffices."""
+    """Whether a group has all rows of its kinds but references, which have their own lines, so that it can be merged."""
     excluded = {"reference", "within tolerance"} - {group[0].verdict}
     return len(group) == sum(row.verdict not in excluded for row in _of_same_kinds(group, rows))
 
@@ -127,8 +127,8 @@ def _cells(group: Sequence[Row], rows: Sequence[Row]) -> tuple[str, ...]:
     executors = list(dict.fromkeys(variant.executor for variant in variants))
     result = _result(group[0])
     if len(group) > 1:
-        noun = "others" if len(_of_same_kinds(group, rows)) > len(group) else f"of {len(group)}"
-        result += f" ({len(group)} {noun})"
+        words = "others" if len(_of_same_kinds(group, rows)) > len(group) else f"of {len(group)}"
+        result += f" ({len(group)} {words})"
     return (
         ", ".join(spans(sorted({variant.partitions for variant in variants}), "..")),
         variants[0].schedule,

@@ -123,13 +123,13 @@ def _what(plan: Plan) -> Iterator[tuple[str, str]]:
     if (assumed := hardware.flops_per_second) is not None:
         precision = "float32" if hardware.computes_in == "float32" else hardware.precision
         yield "", f"assumed: {operations(assumed)}FLOP/s{f' in {precision}' if 'float32' in peaks else ''}"
-    limits = [] if hardware.memory_bytes is None else [f"{size(hardware.memory_bytes)} of memory{shared}"]
+    figures = [] if hardware.memory_bytes is None else [f"{size(hardware.memory_bytes)} of memory{shared}"]
     if hardware.link_bytes_per_second is not None:
-        limits.append(f"links {operations(hardware.link_bytes_per_second)}B/s")
+        figures.append(f"links {operations(hardware.link_bytes_per_second)}B/s")
     if hardware.link_latency_seconds is not None:
-        limits.append(f"latency {1e6 * hardware.link_latency_seconds:.3g} us")
-    if limits:
-        yield "", ", ".join(limits)
+        figures.append(f"latency {1e6 * hardware.link_latency_seconds:.3g} us")
+    if figures:
+        yield "", ", ".join(figures)
     yield "based on", hardware.source
 
 

@@ -59,7 +59,7 @@ class Column:
     def measured(
         cls, measure: Measure, values: Sequence[Any], alike: Sequence[Any] | None = None, *, printed: bool = True
     ) -> Self:
-        """A column of a measure. The heading has a unit, chosen for all of ``alike``; if None, each cell has its own."""
+        """A column of a measure. The heading has a unit, chosen for all of ``alike``; None: each cell has its own."""
         if alike is None:
             return cls.of(measure.key, measure.heading, values, measure.unit.full, printed=printed)
         unit, bare = measure.unit.scale(alike)
