@@ -15,7 +15,7 @@ from gpipe_cli.results.files import read_result
 from gpipe_cli.units import size
 
 _LIMIT = "hardware.memory_gib"
-_SOLVED = "++solve=max_model"  # `++`: the file of a recipe has no such key
+_SOLVED = "++solve=max_model"  # `++`, as the file of a recipe has no such key
 BYTES = {"GB": 10**9, "GiB": 2**30}
 Row = dict[str, Any]
 
@@ -154,7 +154,7 @@ def naive_activations(precision: str, more: str, results: Mapping[str, Any], run
     """The naive model's activations, in the unit of the table, if it was trained in this precision and with the setting
     ``more``, as the paper states neither: as planned, with the workspace of a layer, and if a compiler keeps only the
     inputs of matrix products and convolutions with weights. None if not even one sample fits."""
-    from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory  # imports torch; listing recipes does not
+    from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory  # imports torch, which listing recipes avoids
 
     halves = "schedule=zero_bubble"  # so that the profile includes what the gradients of weights need
     cell = _cell(1, True, results)

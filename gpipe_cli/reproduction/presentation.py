@@ -93,17 +93,17 @@ class Note:
 def table_of(title: str, columns: Sequence[ColumnSpec], rows: Sequence[Values], comparable: bool) -> Table:
     """A table; ``comparable``: whether differences are taken. A row is left out if its value `when` is missing."""
     rows = [row for row in rows if "when" not in row or value_of(row, row["when"]) is not None]
-    made = []
+    filled_columns = []
     for column in columns:
         values = column.values(rows)
         if column.needs is not None and all(value_of(row, column.needs) is None for row in rows):
             continue
         if column.minus is None:
-            made.append(column.column(values, rows, filled(column.heading, rows[0]) or ""))
+            filled_columns.append(column.column(values, rows, filled(column.heading, rows[0]) or ""))
         else:
             ours = next((other for other in columns if other.key == column.key and other.minus is None), column)
-            made.append(column.differences(ours, rows, comparable))
-    return Table(filled(title, rows[0]) or "", made)
+            filled_columns.append(column.differences(ours, rows, comparable))
+    return Table(filled(title, rows[0]) or "", filled_columns)
 
 
 class _MissingError(Exception):

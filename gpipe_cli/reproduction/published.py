@@ -51,7 +51,7 @@ def published(results: dict[str, Any], runner: Runner) -> tuple[()]:
 
 def _planned(cell: dict[str, Any], table: dict[str, Any], results: dict[str, Any], runner: Runner) -> dict[str, Any]:
     """A row with the figure of its plan, and the bytes that its stages send in the forwards of a micro-batch."""
-    from gpipe_cli.pipeline.runtime.routes import forward_bytes  # imports torch; listing recipes does not
+    from gpipe_cli.pipeline.runtime.routes import forward_bytes  # imports torch, which listing recipes avoids
 
     simulated = runner.simulated(*f"{results['settings']} {table['settings']} {cell['settings']}".split())
     boundaries = [simulated.profile.costs[end - 1].outputs for _, end in simulated.plan.bounds[:-1]]
@@ -79,7 +79,7 @@ def _figure(simulated: Simulated, unit: str) -> float:
             return simulated.samples_per_second * max(simulated.profile.lengths) / gpus
         case "s per step":
             return simulated.plan.step_seconds
-        case "GiB":  # of all devices
+        case "GiB":  # memory of all devices
             return sum(stage.total_bytes for stage in simulated.plan.memory) / GIB
     raise InputError(f"unit {unit}: there is no such unit; choose samples/s or one of those in published.yaml")
 

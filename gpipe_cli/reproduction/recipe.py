@@ -39,7 +39,7 @@ class Needs:
 
     gpus: int
     memory_gib: float  # memory of each GPU
-    data: str | None = None  # the value of `dataset`; None: the data come with the program
+    data: str | None = None  # the value of `dataset`; None if the data come with the program
     how: str | None = None  # how to get the data, and where to put them
 
     def __str__(self) -> str:
@@ -76,7 +76,7 @@ class Recipe:
     """The node `recipe` of a file in recipes/."""
 
     name: str
-    folder: str  # that of its file
+    folder: str  # the folder of its file
     keys: tuple[str, ...]  # dotted keys that its file and its family set: `model.variant`
     title: str
     claim: str  # the paper's claim in our own words
@@ -132,7 +132,7 @@ class Recipe:
         try:
             findings = self.experiment.reproduce(runner)
         except RefusedError as error:
-            if not runner.commands:  # refused by the recipe itself
+            if not runner.commands:  # the recipe itself has refused the setting
                 raise
             command = [key_of(word) for word in shlex.split(runner.commands[-1]) if "=" in word]
             line = explained(error, given, desk, (*command, *self.keys))
@@ -143,8 +143,9 @@ class Recipe:
         if given:
             line = f"{' '.join(given)}: in every command"
             if runner.changed():
-                said = "titles, scaled down, our choice, the paper's size"
-                line += f"; other statements about models and sizes ({said}) describe the recipe without these settings"
+                labels = "titles, scaled down, our choice, the paper's size"
+                line += f"; other statements about models and sizes ({labels})"
+                line += " describe the recipe without these settings"
             notes.append(("given", line))
         if scale == "desk":
             notes.append(("scaled down", self.desk.scaled))
@@ -190,10 +191,10 @@ def load(name: str, folder: Path = FOLDER) -> Recipe:
         none = f"{show(name) or repr(name)}: there is no such recipe"
         raise InputError(f"{none}{nearest(name, recipes)}; choose one of {', '.join(recipes)}")
     tree = load_recipe(folder / f"{name}.yaml")
-    said = tree.pop("recipe")
-    for where, key in ((said["desk"], "settings"), (said, "smoke")):
-        where[key] = [f"{setting}={show(value)}" for setting, value in where[key].items()]
-    return typed(Recipe, {"name": name, "folder": str(folder), "keys": [*tree, *dict(flattened(tree))], **said})
+    node = tree.pop("recipe")
+    for parent, key in ((node["desk"], "settings"), (node, "smoke")):
+        parent[key] = [f"{setting}={show(value)}" for setting, value in parent[key].items()]
+    return typed(Recipe, {"name": name, "folder": str(folder), "keys": [*tree, *dict(flattened(tree))], **node})
 
 
 def explained(error: RefusedError, users: Sequence[str], desk: Sequence[str], keys: Sequence[str]) -> str:

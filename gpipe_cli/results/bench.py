@@ -27,11 +27,11 @@ class BenchRow:
     idle: float | None
     bubble: float | None
     ideal_bubble: float | None
-    memory_bytes: tuple[int, ...] | None  # per stage, the most in any round
-    activation_bytes: tuple[int, ...] | None  # per stage, the most in any round
+    memory_bytes: tuple[int, ...] | None  # for each stage, the most in any round
+    activation_bytes: tuple[int, ...] | None  # for each stage, the most in any round
     model_flops_per_second: float | None
     mfu: float | None
-    without_core: float | None  # share of the computing time, the most in any round
+    without_core: float | None  # share of computing time without a core, the most in any round
     kind: str | None  # a SpeedKind
     executor: str | None
     threads: int | None  # threads per process
@@ -59,6 +59,6 @@ class BenchRow:
 
 @dataclass(frozen=True)
 class BenchTable:
-    varies: tuple[str, ...]  # settings
+    varies: tuple[str, ...]  # settings that differ between rows
     rounds: int
     rows: tuple[BenchRow, ...]

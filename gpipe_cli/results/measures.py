@@ -67,7 +67,7 @@ class Measure:
     what: str  # meaning, and how it is measured
     of: str = ""  # dotted path in result.json; "": the file lacks it
     tag: str = ""  # tag of its curve in TensorBoard; "": no curve
-    final: str = ""  # its name after `final/` in TensorBoard's tab HParams; "": not there
+    final: str = ""  # its name after `final/` in TensorBoard's tab HParams; "": the tab lacks it
     better: Literal["more", "less", ""] = ""  # the direction in which a run is better
     tasks: tuple[Task, ...] = IMAGES + TEXT
     narrow: str = ""  # the heading in a table of many columns, where `heading` has no room
@@ -99,7 +99,7 @@ class Measure:
         return heading if unit in heading else f"{heading}\n{unit}"
 
 
-# In the order in which TensorBoard's tab HParams shows those with a `final`.
+# Measures with a `final` are in the order in which TensorBoard's tab HParams shows them.
 _ALL = (
     Measure("test_top1", "test top-1", "top-1", SHARE,
             "Share of the test set's images (with masks: of its pixels) whose most likely class is the correct one, at "
@@ -246,6 +246,6 @@ def explained(measure: Measure) -> str:
     """The text of `gpipe help KEY`: the measure's meaning, unit, better direction, and where it is found."""
     unit = {SHARE: "a share from 0 to 1", STEP: "seconds", SECONDS: "seconds", BYTES: "bytes", RATE: "per second"}
     places = [f"result.json: {measure.of}"] * bool(measure.of) + [f"TensorBoard: {measure.tag}"] * bool(measure.tag)
-    said = [measure.what, f"Unit: {unit[measure.unit]}." if measure.unit in unit else ""]
-    said += [f"{measure.better.capitalize()} is better." if measure.better else "", "; ".join(places)]
-    return " ".join(filter(None, said))
+    sentences = [measure.what, f"Unit: {unit[measure.unit]}." if measure.unit in unit else ""]
+    sentences += [f"{measure.better.capitalize()} is better." if measure.better else "", "; ".join(places)]
+    return " ".join(filter(None, sentences))

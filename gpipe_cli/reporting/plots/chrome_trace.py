@@ -19,7 +19,7 @@ from gpipe_cli.reporting.plots.timeline_values import TimelineView
 from gpipe_cli.system.files import write_whole
 
 TRACE = "timeline_trace.json"
-MOST_DETAILED = 20_000  # actions in a step; larger ones lack waiting and arrows, which would make 100 MB and more
+MOST_DETAILED = 20_000  # actions in a step; larger steps lack waiting and arrows, which would make 100 MB and more
 
 # Names of colours in chrome://tracing (tr.b.ColorScheme of Catapult), which knows no others; Perfetto chooses its own.
 _COLOURS = ("thread_state_running", "rail_response", "rail_animation", "rail_load", "thread_state_runnable",

@@ -20,7 +20,7 @@ from gpipe_cli.reporting.plots.palette import GRID, INK, PALE_INK
 from gpipe_cli.reporting.plots.timeline_values import ACTIONS, BarKind, TimelineView, axis_unit, in_percent
 from gpipe_cli.units import duration
 
-MOST_BARS = 3000  # of all panels together; more bars are drawn plain
+MOST_BARS = 3000  # bars of all panels together; more bars are drawn plain
 LEFT_INCHES, RIGHT_INCHES = 0.78, 0.22
 TITLE_INCHES, AXIS_INCHES, LEGEND_INCHES = 0.42, 0.5, 0.82
 LEGEND_TOP_INCHES = 0.57  # for up to LEGEND_LINES kinds of actions; more kinds make the legend higher

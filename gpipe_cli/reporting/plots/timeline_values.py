@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 from gpipe_cli.pipeline.schedule.timeline import Event, Span, Timeline
 from gpipe_cli.units import rounded
 
-if TYPE_CHECKING:  # it imports torch, which takes seconds; tables of runs do not need it
+if TYPE_CHECKING:  # the module imports torch, which takes seconds; tables of runs do not need it
     from gpipe_cli.planner.plan import Plan
 
 BarKind = Literal["F", "R", "B", "I", "W", "waiting", "transfer", "update"]

@@ -24,8 +24,8 @@ _LOGARITHMIC = 30.0  # an axis is logarithmic if its numbers differ by more than
 @dataclass(frozen=True)
 class Line:
     name: str
-    origin: str  # of the column
-    values: Sequence[float | None]  # None where the table has none
+    origin: str  # the origin of the column
+    values: Sequence[float | None]  # None where the table has no number
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def draw(charts: Sequence[Chart]) -> Picture:
     figure.set_layout_engine("constrained")
     panels = figure.subplots(1, len(charts), sharey=bool(charts[0].unit), squeeze=False)[0]
     for axes, chart in zip(panels, charts, strict=True):
-        for line in reversed(chart.lines):  # the paper's line on top of ours
+        for line in reversed(chart.lines):  # the paper's line is drawn last, on top of ours
             points = [(position, value) for position, value in enumerate(line.values) if value is not None]
             face, style = ("white", "--") if line.origin == "paper" else (COLOURS[line.origin], "-")
             look = {"marker": "o", "linestyle": style, "markerfacecolor": face, "color": COLOURS[line.origin]}

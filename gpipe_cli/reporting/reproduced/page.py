@@ -85,7 +85,7 @@ def claims(reproduction: Reproduction) -> Iterator[tuple[str, ...]]:
 
 
 def _section(reproduction: Reproduction, folder: Path) -> Iterator[str]:
-    from gpipe_cli.reporting.plots.picture import png  # here, as matplotlib takes half a second to import
+    from gpipe_cli.reporting.plots.picture import png  # not at the top, as matplotlib takes half a second
     from gpipe_cli.reporting.reproduced.chart import charts, draw
 
     yield f'<section id="{reproduction.name}" class="recipe"><h2>{escape(reproduction.title)}</h2>'

@@ -7,7 +7,7 @@ from math import inf
 from gpipe_cli.reporting.tables.table import NONE, Column, Table
 from gpipe_cli.units import plural
 
-OURS = ("measured", "counted", "planned", "simulated")  # origins
+OURS = ("measured", "counted", "planned", "simulated")  # the origins of our numbers
 AGREES = 0.1  # a number agrees if it differs by no more than this share of the paper's; our choice
 
 

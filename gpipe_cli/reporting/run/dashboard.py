@@ -77,7 +77,7 @@ class Dashboard:
         """The curves of training; what is None is left out."""
         scores = Scores(message.tokens, message.cross_entropy, message.top1, message.top5, averaged=False)
         named = {f"train/{name}": value for name, value in scores_of(self._run.config.task, scores).items()}
-        whole = message.samples == (self._run.config.batch_size or message.samples)  # an epoch's last may be short
+        whole = message.samples == (self._run.config.batch_size or message.samples)  # the last batch may be short
         if self._prediction is not None and whole:
             named |= _tagged({"step_over_predicted": message.seconds / self._prediction.step_seconds})
         memory = _memory(message, self._run.spec.layout.device_of_stage)
@@ -120,11 +120,11 @@ class Dashboard:
 
     def _each(self, use: Callable[[Sink], None]) -> None:
         """Calls `use` with every sink, which is opened if need be."""
-        if due := time.monotonic() - self._flushed >= _FLUSH_SECONDS:  # before a new point: the last step is complete
+        if due := time.monotonic() - self._flushed >= _FLUSH_SECONDS:  # the last step is complete before a new point
             self._flushed = time.monotonic()
         for name, kind in list(self._kinds.items()):
             try:
-                if (sink := self._open.get(name)) is None:  # imports take seconds
+                if (sink := self._open.get(name)) is None:  # sinks are opened late, as imports take seconds
                     sink = self._open[name] = kind(self._folder, self._run, self._facts)
                 if due:
                     sink.flush()
@@ -171,8 +171,8 @@ def _memory(message: StepDone, device_of_stage: Sequence[int]) -> dict[str, floa
     if not message.memory_bytes:
         return {}
     of_stages = {
-        f"memory/stage{'s' * (len(k) > 1)}_{stages_named(k)}_gib": message.memory_bytes[k[0]] / GIB
-        for k in stages_together(device_of_stage)
+        f"memory/stage{'s' * (len(stages) > 1)}_{stages_named(stages)}_gib": message.memory_bytes[stages[0]] / GIB
+        for stages in stages_together(device_of_stage)
     }
     return _tagged({"memory_bytes_fullest": max(message.memory_bytes) / GIB}) | of_stages
 

@@ -14,7 +14,7 @@ from gpipe_cli.pipeline.schedule.simulator import ideal_bubble
 from gpipe_cli.results.run import Evaluation, Restart, Start
 from gpipe_cli.training.events import Scores, TrainingReady
 
-if TYPE_CHECKING:  # they import torch, which takes seconds; tables of runs do not need it
+if TYPE_CHECKING:  # these modules import torch, which takes seconds; tables of runs do not need it
     from gpipe_cli.planner.mfu import StepFlops
     from gpipe_cli.planner.pipeline_spec import PipelineSpec
     from gpipe_cli.planner.plan import Plan

@@ -23,10 +23,10 @@ class Drawing:
 
     def __init__(self, run: RunDescription, show: Callable[[StepPicture], None]) -> None:
         self._run, self._show = run, show
-        self._warmed_up = run.first_step + run.warm_up_steps  # the median leaves out steps up to it
+        self._warmed_up = run.first_step + run.warm_up_steps  # the median leaves out steps up to this number
         self._median = MedianStep()  # over the current epoch; in a measurement, over all steps
         self._epoch_shown = False  # whether an epoch has ended, whose median step is to be drawn
-        self._next_drawing = 0.0  # time.monotonic(): before it no picture is drawn
+        self._next_drawing = 0.0  # no picture is drawn before this time.monotonic()
         self._undrawn: Callable[[], None] | None = None  # draws the last step that was chosen
 
     def add(self, step: StepDone, recorded: StepRecorded) -> None:

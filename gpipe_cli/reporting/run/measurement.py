@@ -17,7 +17,7 @@ from gpipe_cli.system.machine import cpu_model, usable_cores, usable_memory_byte
 from gpipe_cli.system.source_code import Commit, commit_of
 from gpipe_cli.units import spans
 
-if TYPE_CHECKING:  # they import torch
+if TYPE_CHECKING:  # these modules import torch
     from gpipe_cli.planner.pipeline_spec import PipelineSpec
     from gpipe_cli.planner.stage_memory import StageMemory as PlannedMemory
 

@@ -17,10 +17,10 @@ class MedianStep:
     """
 
     def __init__(self) -> None:
-        self._seconds: list[float] = []  # ascending
+        self._seconds: list[float] = []  # durations of all steps, ascending
         self._kept: list[tuple[StepDone, StepRecorded]] = []
         self._every = 1  # a recording is kept once in this many steps
-        self.counted = 0  # steps added that count
+        self.counted = 0  # number of steps added that count
 
     def add(self, done: StepDone, recorded: StepRecorded, *, counts: bool) -> None:
         if counts and not self.counted:

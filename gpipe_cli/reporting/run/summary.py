@@ -106,9 +106,9 @@ def show_evaluation(console: Console, folder: Path, checkpoint: str, task: Task,
         write_result(folder, results, EVALUATION)
     finally:  # if the file cannot be written, the summary is still shown
         tokens = "" if message.scores.tokens is None else f" with {plural(message.scores.tokens, 'token')}"
-        seen = f"{message.samples:,}{tokens} in {duration(message.seconds)}"
-        said = outcome_of_test(task, tested, message.unigram_perplexity)
-        facts = [("checkpoint", checkpoint), ("test", said), (f"{words.sample}s", seen)]
+        amount = f"{message.samples:,}{tokens} in {duration(message.seconds)}"
+        outcome = outcome_of_test(task, tested, message.unigram_perplexity)
+        facts = [("checkpoint", checkpoint), ("test", outcome), (f"{words.sample}s", amount)]
         if translation is not None:
             facts += outcome_of_translation(translation)
         show_facts(console, [*facts, ("written to", str(folder / EVALUATION))])

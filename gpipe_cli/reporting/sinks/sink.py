@@ -96,7 +96,7 @@ def writer(logger: Logger) -> type[Sink]:
 def hyperparameters(config: TrainConfig) -> dict[str, Value]:
     """The settings by their dotted keys, `model.filters`: finite numbers and switches as they are, all else as text.
     Null settings are left out, so that no column mixes text and numbers."""
-    values = flattened(asdict(config), whole=all_settings())  # a custom model's free arguments are a setting
+    values = flattened(asdict(config), whole=all_settings())  # free arguments of a custom model stay together
 
     def plain(value: Any) -> Value:
         return value if isinstance(value, int | float) and math.isfinite(value) else show(value)

@@ -61,7 +61,7 @@ class Row:
 @dataclass(frozen=True)
 class AgainstReport:
     against: str
-    version: str  # of torch
+    version: str  # the version of torch
     rows: tuple[Row, ...]
     config: dict[str, Any]
 

@@ -104,7 +104,7 @@ def _grouped(rows: Sequence[Row], key: Callable[[Row], tuple[object, ...]]) -> I
 
 
 def _is_whole(group: Sequence[Row], rows: Sequence[Row]) -> bool:
-    """Whether a group has all rows of its kinds but references, which have their own lines, so that it can be merged."""
+    """Whether a group has all rows of its kinds but references, which have their own lines."""
     excluded = {"reference", "within tolerance"} - {group[0].verdict}
     return len(group) == sum(row.verdict not in excluded for row in _of_same_kinds(group, rows))
 
