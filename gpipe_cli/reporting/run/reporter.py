@@ -279,9 +279,7 @@ class Reporter:
             done = written == self._run.total_steps
             command = None if done else f"gpipe train {override('resume', str(self._folder))}"
             return f"{self._folder}, after step {written:,}{', the last one' if done else ''}", command
-        if (
-            source := self._run.config.resume
-        ) is not None:  # a run that may be complete, but for the command's settings
+        if (source := self._run.config.resume) is not None:  # it may be complete, but for the command's settings
             start = self._run.start
             return f"none of this run; the one in {source} remains", None if start is None else start.command
         return "none was written, so there is nothing to resume", None
@@ -384,10 +382,8 @@ def _starts(folder: Path, run: RunDescription) -> tuple[Start, ...]:
     """The earlier starts of the run, if it is resumed or begins again in ``folder``, followed by this start."""
     results = [run_result_or_none(Path(path)) for path in (folder, run.config.resume) if path is not None]
     earlier = next((result.starts for result in results if result is not None), ())
-    if run.start is None or (
-        earlier and earlier[-1].started == run.start.started
-    ):  # the start was recorded before a restart
-        return earlier
+    if run.start is None or (earlier and earlier[-1].started == run.start.started):
+        return earlier  # they include this start if it was recorded before a restart
     return (*earlier, replace(run.start, first_step=run.first_step, code=measurement.code(run.config.model)))
 
 

@@ -42,7 +42,7 @@ class Writer:
     needs = ("tensorboard", "tensorboard")
 
     def __init__(self, folder: Path, run: RunDescription, facts: Mapping[str, str]) -> None:
-        from torch.utils.tensorboard import summary  # imported here, as it imports torch
+        from torch.utils.tensorboard import summary  # this imports torch
 
         self._folder, self._run, self._summary = folder, run, summary
         self._file = EventFile(folder, run.first_step + 1)
