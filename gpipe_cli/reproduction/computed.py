@@ -40,7 +40,7 @@ Pictures = tuple[tuple[str, str], ...]
 def breakdown(results: Results, runner: Runner) -> Pictures:
     """The overhead and the idle time of shares of stage time, and stacked bars, which compare more easily than the pie
     chart of the paper."""
-    from gpipe_cli.reporting.plots.picture import write_picture  # here, as matplotlib takes half a second to import
+    from gpipe_cli.reporting.plots.picture import write_picture  # not at the top, as matplotlib takes half a second
     from gpipe_cli.reporting.plots.recipes import draw_shares
 
     measured, simulated = results["measured"], results["simulated"]
@@ -88,10 +88,12 @@ def throughput(results: Results, runner: Runner) -> Pictures:
         for row in rows:
             ours, theirs = (row[run].get("samples_per_second") for run in ("exact", "lingvo"))
             row["gain"] = ours / theirs if ours and theirs else None
-        off = [abs(row["lingvo_speed"] - row["paper"]) for row in rows[1:] if isinstance(row["lingvo_speed"], float)]
-        if off and results["comparable"]:  # the first row is 1 by definition
-            table["off"] = mean(off)
-            table["compared"] = len(off)
+        differences = [
+            abs(row["lingvo_speed"] - row["paper"]) for row in rows[1:] if isinstance(row["lingvo_speed"], float)
+        ]
+        if differences and results["comparable"]:  # the first row is 1 by definition
+            table["off"] = mean(differences)
+            table["compared"] = len(differences)
         tried = [row for row in rows if "measured" in row]
         refused = [row for row in tried if isinstance(row["measured_speed"], str) and not _reason(row["measured"])]
         table["refused"] = _cells(refused) or None
@@ -138,10 +140,10 @@ def _cells(rows: Sequence[Row]) -> str:
 
 def schedules(results: Results, runner: Runner) -> Pictures:
     """Idle time, activations and speed of each schedule, relative to gpipe with as many stages."""
-    every = [row for table in results["tables"] for row in table["rows"]]
-    for row in every:
+    rows = [row for table in results["tables"] for row in table["rows"]]
+    for row in rows:
         stages = "gpipe", row["partitions"], row["each"]
-        base = next(other for other in every if (other["schedule"], other["partitions"], other["each"]) == stages)
+        base = next(other for other in rows if (other["schedule"], other["partitions"], other["each"]) == stages)
         plan, measured = row["planned"], row.get("measured")
         row["planned_idle"] = plan["breakdown"] and idle(plan["breakdown"])
         row["planned_activations"] = _fullest(
@@ -158,9 +160,9 @@ def schedules(results: Results, runner: Runner) -> Pictures:
             row["measured_idle"] = measured["breakdown"] and idle(measured["breakdown"])
             row["measured_activations"] = _fullest(plan["stages"], measured["activation_bytes"] or ())
             row["measured_speed"] = speed / first if speed and first else None
-    results["every"] = every
-    results["source"] = every[0]["planned"]["hardware"]["source"]
-    results["kinds"] = _kinds([row["measured"] for row in every if "measured" in row])
+    results["every"] = rows
+    results["source"] = rows[0]["planned"]["hardware"]["source"]
+    results["kinds"] = _kinds([row["measured"] for row in rows if "measured" in row])
     return ()
 
 
@@ -189,7 +191,8 @@ def _unit_seconds(row: Row, micro_batches: int) -> float:
 def _graphs(row: Row, micro_batches: int) -> float:
     """The most micro-batches whose activations a device holds by the unit clock; a stage has 1/`each` of them."""
     actions, device_of_stage = _placed(row, micro_batches)
-    held, most = Counter[int](), 0
+    held = Counter[int]()
+    most = 0
     for action in linearize(actions, device_of_stage):
         device = device_of_stage[action.stage]
         held[device] += (action.kind is Kind.F) - (action.kind in (Kind.B, Kind.W))
@@ -202,13 +205,13 @@ def _graphs(row: Row, micro_batches: int) -> float:
 
 def scaling(results: Results, runner: Runner) -> Pictures:
     """Plan every row in forks, and draw the efficiency: samples/s of a device, relative to the fewest that fit."""
-    from gpipe_cli.reporting.plots.picture import write_picture  # here, as matplotlib takes half a second to import
+    from gpipe_cli.reporting.plots.picture import write_picture  # not at the top, as matplotlib takes half a second
     from gpipe_cli.reporting.plots.recipes import draw_scaling
 
     work: list[tuple[TrainConfig, ModelProfile, Row]] = []
     for table in results["tables"]:
         runner.progress(f"traces       {table['name']}")
-        # the profile depends on none of K, M and N; K is the largest one so that a micro-batch fits
+        # the profile depends on none of K, M and N; K is the largest, so that a micro-batch fits
         row = table["rows"][-1]
         samples = row["batch_size"] // (row["replicas"] * row["micro_batches"])
         sizes = f"partitions={row['partitions']}", "micro_batches=1", f"batch_size={samples}"

@@ -21,7 +21,7 @@ from gpipe_cli.reproduction.computed import COMPUTED, IMPOSSIBLE
 from gpipe_cli.reproduction.presentation import EVERY_SCALE, ColumnSpec, Note, Values, filled, table_of
 from gpipe_cli.reproduction.runner import THROUGH_HOST, Findings, Runner, Scale, last_wins
 
-UNKNOWN = dict.fromkeys(("samples", "samples_per_second"))  # what a plan that is impossible does not have
+UNKNOWN = dict.fromkeys(("samples", "samples_per_second"))  # what an impossible plan lacks
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +32,10 @@ class Run:
     command: Literal["train", "evaluate", "bench", "plan", "simulated"]  # simulated: a plan made in this process
     each_row: bool = False
     sweep: tuple[str, ...] = ()  # rows that differ in these settings alone are measured in turns
-    settings: tuple[str, ...] = ()  # templates; one whose value is missing is left out
+    settings: tuple[str, ...] = ()  # templates; those whose value is missing are left out
     desk: tuple[str, ...] = ()  # settings added at a desk
-    smoke: tuple[str, ...] = ()  # and at scale=smoke
-    folder: tuple[str, ...] = ()  # templates, joined by `_`; one whose value is missing is left out; (): the name
+    smoke: tuple[str, ...] = ()  # settings added at scale=smoke
+    folder: tuple[str, ...] = ()  # templates, joined by `_`, without those whose value is missing; (): the name
     scales: tuple[Scale, ...] = EVERY_SCALE
     unless_given: str | None = None  # is not run if the user gives this setting
     paper_size: bool = False  # without the settings that make a desk's models small
@@ -79,7 +79,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class TableSpec:
-    """A table, or one for each member of a list. Its rows have values of their own, such as the paper's, or are
+    """A table, or a table for each member of a list. Its rows have values of their own, such as the paper's, or are
     computed; without rows it is left out."""
 
     title: str
@@ -88,9 +88,9 @@ class TableSpec:
     each: str | None = None  # the key of a list, whose members have the key `rows_from`
     columns: tuple[ColumnSpec, ...] = ()  # (): those of the experiment
     name: str | None = None
-    settings: tuple[str, ...] = ()  # of all its runs
-    at_desk: tuple[int, ...] | None = None  # the numbers of the rows at a desk, from 0; None: all
-    at_smoke: tuple[int, ...] | None = None  # and at scale=smoke; None: as at a desk
+    settings: tuple[str, ...] = ()  # settings of all its runs
+    at_desk: tuple[int, ...] | None = None  # the numbers of the rows at a desk, from 0; None for all
+    at_smoke: tuple[int, ...] | None = None  # those at scale=smoke; None for those at a desk
 
     def at(self, scale: Scale) -> list[dict[str, Any]]:
         desk = None if scale == "paper" else self.at_desk
@@ -104,15 +104,15 @@ class Experiment:
 
     tables: tuple[TableSpec, ...]
     runs: tuple[Run, ...] = ()
-    columns: tuple[ColumnSpec, ...] = ()  # of the tables that have none of their own
+    columns: tuple[ColumnSpec, ...] = ()  # columns of the tables that have none of their own
     notes: tuple[Note, ...] = ()
     varied: tuple[str, ...] = ()  # the keys of rows that are settings: `partitions`
     refused: dict[str, str] | None = None  # settings that the user cannot give, and why
     required: dict[str, str] | None = None  # settings that the user has to give at the paper's scale, and why
-    values: dict[str, Any] | None = None  # what else keys may name
+    values: dict[str, Any] | None = None  # further values that keys may name
     computes: str | None = None  # the function of `computed` that adds to the results
     compared_at: tuple[Scale, ...] = EVERY_SCALE  # the scales at which differences are taken
-    harmless: tuple[str, ...] = ()  # settings that change no number here
+    harmless: tuple[str, ...] = ()  # settings that change no number of the recipe
 
     def reproduce(self, runner: Runner) -> Findings:
         """Run everything. Raises InputError for bad input, as the commands do, and for a setting that the tables do
@@ -136,9 +136,9 @@ class Experiment:
                 for run in runs:
                     results[run.name] = run.result((), results, runner)
         files = COMPUTED[self.computes](results, runner) if self.computes is not None else ()
-        made = tuple(self._tables(results, runner.scale))
+        filled_tables = tuple(self._tables(results, runner.scale))
         notes = tuple(line for note in self.notes for line in note.lines(results))
-        return Findings(made, notes, files, results["comparable"])
+        return Findings(filled_tables, notes, files, results["comparable"])
 
     def _tables(self, results: dict[str, Any], scale: Scale) -> Iterator[Table]:
         with_rows = iter(results["tables"])
@@ -153,7 +153,7 @@ class Experiment:
 
     def _checked(self, runner: Runner, rows: Sequence[Values]) -> Runner:
         """The runner without required settings that are given as null. Raises InputError for a refused setting, and at
-        the paper's scale for a required one that is missing."""
+        the paper's scale for a required setting that is missing."""
         for setting in runner.users:
             key = key_of(setting)
             if self.refused is not None and key in self.refused:
@@ -199,8 +199,8 @@ class Experiment:
             return {**UNKNOWN, "status": IMPOSSIBLE, "reason": str(error)}
 
     def _measure(self, run: Run, table: Values, results: Values, runner: Runner) -> None:
-        """Measure the rows whose stages each have a device. Those that differ in the settings of the sweep alone are
-        one sweep; one that is impossible says so."""
+        """Measure the rows whose stages each have a device. Rows that differ in the settings of the sweep alone are a
+        sweep; the results of an impossible sweep say why."""
         sweeps: dict[tuple[str, ...], list[dict[str, Any]]] = {}
         for row in table["rows"]:
             if _devices(row) <= results["devices"]:
@@ -224,7 +224,7 @@ class Experiment:
 
 
 def _devices(row: Values) -> int:
-    """The number of devices that a row needs, to have one for each process."""
+    """The number of devices that a row needs, to have a device for each process."""
     return int(row.get("partitions", 1)) // int(row.get("stages_per_process", 1))
 
 

@@ -15,7 +15,7 @@ from gpipe_cli.results.files import read_result
 from gpipe_cli.units import size
 
 _LIMIT = "hardware.memory_gib"
-_SOLVED = "++solve=max_model"  # `++`: the file of a recipe has no such key
+_SOLVED = "++solve=max_model"  # `++`, as the file of a recipe has no such key
 BYTES = {"GB": 10**9, "GiB": 2**30}
 Row = dict[str, Any]
 
@@ -31,7 +31,7 @@ def largest_model(results: dict[str, Any], runner: Runner) -> tuple[()]:
     if runner.scale == "smoke":
         sizes, precisions, wanted = sizes[:1], precisions[:1], wanted[:1]
     trained = [row for k, naive in wanted if (row := train(k, naive, results, runner))]
-    paper = runner.with_settings().without("cost")  # no layer of that size is timed here
+    paper = runner.with_settings().without("cost")  # no layer of that size is timed on this device
     planned = [_planned(at, model, results, paper) for at, model in enumerate(sizes)]
     assumptions = [(precision, more) for precision in precisions for more in (f"{_LIMIT}=null", "batch_size=auto")]
     naive = [row for assumed in assumptions if (row := naive_activations(*assumed, results, paper))]
@@ -56,7 +56,7 @@ def largest_model(results: dict[str, Any], runner: Runner) -> tuple[()]:
 
 
 def _relate(rows: Sequence[Row], paper: str, ours: str) -> None:
-    """Counts of parameters relative to the first row that has one of ours."""
+    """Counts of parameters relative to the first row that has a count of ours."""
     base = next((row for row in rows if row[ours] is not None), None)
     for row in rows:
         for key, name in ((paper, "paper_times"), (ours, "times")):
@@ -78,14 +78,16 @@ def _say_what_does_not_fit(planned: Sequence[Row], results: dict[str, Any], runn
 
 def _say_what_is_nearest(paper: float, naive: Sequence[Row], results: dict[str, Any]) -> None:
     """Which of the assumptions comes closest to the paper's number."""
-    each = [(f"{row['precision']}, N = {row['samples']}", row["activations"]) for row in naive]
-    each += [
+    assumptions = [(f"{row['precision']}, N = {row['samples']}", row["activations"]) for row in naive]
+    assumptions += [
         (f"{name}, one tensor for each product or convolution", row["fused"])
-        for (name, _), row in zip(each, naive, strict=True)
+        for (name, _), row in zip(assumptions, naive, strict=True)
     ]
     results["nearest"] = None
-    if each and results["comparable"]:
-        results["nearest"], results["nearest_activations"] = min(each, key=lambda one: abs(one[1] - paper))
+    if assumptions and results["comparable"]:
+        results["nearest"], results["nearest_activations"] = min(
+            assumptions, key=lambda assumption: abs(assumption[1] - paper)
+        )
 
 
 def train(partitions: int, naive: bool, results: Mapping[str, Any], runner: Runner) -> Row | None:
@@ -121,7 +123,7 @@ def _apart(off: int) -> str:
 
 
 def _planned(at: int, model: Row, results: Mapping[str, Any], runner: Runner) -> Row:
-    """The plan of one of the paper's models, without a memory limit if it does not fit; and the largest that does."""
+    """The plan of a model of the paper, without a memory limit if it does not fit; and the largest that does."""
     settings = *model["settings"], *_cell(model["partitions"], at == 0, results)
     folder = f"planned_{at + 1}"
     fitting = _plan(runner, folder, *settings)
@@ -150,23 +152,25 @@ def _planned(at: int, model: Row, results: Mapping[str, Any], runner: Runner) ->
 
 def naive_activations(precision: str, more: str, results: Mapping[str, Any], runner: Runner) -> Row | None:
     """The naive model's activations, in the unit of the table, if it was trained in this precision and with the setting
-    ``more``, as the paper states neither: as planned, with the workspace of one layer, and if a compiler keeps only the
+    ``more``, as the paper states neither: as planned, with the workspace of a layer, and if a compiler keeps only the
     inputs of matrix products and convolutions with weights. None if not even one sample fits."""
-    from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory  # imports torch; listing recipes does not
+    from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory  # imports torch, which listing recipes avoids
 
     halves = "schedule=zero_bubble"  # so that the profile includes what the gradients of weights need
     cell = _cell(1, True, results)
     settings = *results["sizes"][0]["settings"], *cell, halves, f"precision={precision}", more
     try:
-        found = runner.without(key_of(more)).simulated(*settings)
+        simulated = runner.without(key_of(more)).simulated(*settings)
     except NothingFitsError:
         return None
-    (stage,), layers = found.plan.memory, len(found.profile.costs)
-    memory = ActivationMemory(found.profile.costs, found.profile.inputs, found.samples, found.profile.lengths)
-    held, unit = memory.held(0, layers), BYTES[results["unit"]]
+    (stage,) = simulated.plan.memory
+    profile = simulated.profile
+    memory = ActivationMemory(profile.costs, profile.inputs, simulated.samples, profile.lengths)
+    held = memory.held(0, len(profile.costs))
+    unit = BYTES[results["unit"]]
     return {
         "precision": precision,
-        "samples": found.samples,  # N
+        "samples": simulated.samples,  # N
         "activations": (stage.activations_bytes + stage.workspace_bytes) / unit,
         "fused": (held.weights - held.gradients) / unit,
     }
@@ -189,10 +193,14 @@ def _plan(runner: Runner, folder: str, *settings: str) -> dict[str, Any] | None:
 def _grown(key: str, plan: Mapping[str, Any] | None) -> str | None:
     """The largest value of the size ``key`` that fits, as a setting; None if there is none.
 
-    Growing another size may give more parameters, but only models that differ in one size can be compared.
+    Growing another size may give more parameters, but only models that differ in a single size can be compared.
     """
-    tried = [one["candidates"] for one in plan["comparisons"] if one["setting"] == f"model.{key}"] if plan else []
-    return next((f"model.{key}={one['value']}" for candidates in tried for one in candidates if one["chosen"]), None)
+    for comparison in plan["comparisons"] if plan else ():
+        if comparison["setting"] == f"model.{key}":
+            for candidate in comparison["candidates"]:
+                if candidate["chosen"]:
+                    return f"model.{key}={candidate['value']}"
+    return None
 
 
 def shown(plan: Mapping[str, Any]) -> str:

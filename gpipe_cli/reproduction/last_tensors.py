@@ -32,13 +32,13 @@ def digest(tensors: "dict[str, Tensor]") -> str:
     return sha.hexdigest()
 
 
-def tensors_apart(one: "dict[str, Tensor]", other: "dict[str, Tensor]") -> str:
+def tensors_apart(first: "dict[str, Tensor]", second: "dict[str, Tensor]") -> str:
     """How far two sets of tensors are apart: `12 of 345 tensors differ, by 1.2e-07 at most`."""
     from gpipe_cli.pipeline.runtime.boundary import same_bits
 
-    if one.keys() != other.keys():
-        return f"{plural(len(one.keys() ^ other.keys()), 'tensor')} in one of them only"
-    names = [name for name in one if not same_bits(one[name], other[name])]
-    shaped = [name for name in names if one[name].shape == other[name].shape]
-    most = max((float((one[name].double() - other[name].double()).abs().max()) for name in shaped), default=0.0)
-    return f"{len(names)} of {len(one)} tensors differ, by {most:.1e} at most"
+    if first.keys() != second.keys():
+        return f"{plural(len(first.keys() ^ second.keys()), 'tensor')} in one of them only"
+    names = [name for name in first if not same_bits(first[name], second[name])]
+    shaped = [name for name in names if first[name].shape == second[name].shape]
+    most = max((float((first[name].double() - second[name].double()).abs().max()) for name in shaped), default=0.0)
+    return f"{len(names)} of {len(first)} tensors differ, by {most:.1e} at most"

@@ -57,7 +57,7 @@ class ColumnSpec:
         )
 
     def differences(self, ours: "ColumnSpec", rows: Sequence[Values], comparable: bool) -> Column:
-        """The difference of each row from the number ``minus``; `-` if one is missing or not ``comparable``."""
+        """The difference of each row from the number ``minus``; `-` if a number is missing or not ``comparable``."""
         heading = filled(self.heading, rows[0]) or ""
         cells = []
         unit = " %" if self.ratio and "%" not in heading else ""
@@ -74,7 +74,7 @@ class ColumnSpec:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """A line below the tables; it is left out if one of its values is missing."""
+    """A line below the tables; it is left out if any of its values is missing."""
 
     label: str
     text: str
@@ -93,17 +93,17 @@ class Note:
 def table_of(title: str, columns: Sequence[ColumnSpec], rows: Sequence[Values], comparable: bool) -> Table:
     """A table; ``comparable``: whether differences are taken. A row is left out if its value `when` is missing."""
     rows = [row for row in rows if "when" not in row or value_of(row, row["when"]) is not None]
-    made = []
+    filled_columns = []
     for column in columns:
         values = column.values(rows)
         if column.needs is not None and all(value_of(row, column.needs) is None for row in rows):
             continue
         if column.minus is None:
-            made.append(column.column(values, rows, filled(column.heading, rows[0]) or ""))
+            filled_columns.append(column.column(values, rows, filled(column.heading, rows[0]) or ""))
         else:
             ours = next((other for other in columns if other.key == column.key and other.minus is None), column)
-            made.append(column.differences(ours, rows, comparable))
-    return Table(filled(title, rows[0]) or "", made)
+            filled_columns.append(column.differences(ours, rows, comparable))
+    return Table(filled(title, rows[0]) or "", filled_columns)
 
 
 class _MissingError(Exception):
@@ -121,7 +121,7 @@ class _Template(string.Formatter):
 
 
 def filled(template: str, values: Values) -> str | None:
-    """The text of a template; None if one of its values is missing."""
+    """The text of a template; None if any of its values is missing."""
     try:
         return _Template().vformat(template, (), values)
     except _MissingError:
@@ -144,7 +144,7 @@ def value_of(values: Values, key: str) -> Any:
 
 
 def formatted(value: Any, form: str) -> str:
-    """A value as text, by `plural sample`, a name in ``FORMATS``, a format of shares, `.1%`, or one of Python's,
+    """A value as text, by `plural sample`, a name in ``FORMATS``, a format of shares, `.1%`, or a format of Python,
     `,.2f`. Words in place of a number stay as they are."""
     noun = form.removeprefix("plural ")
     if noun != form:

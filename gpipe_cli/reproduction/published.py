@@ -51,36 +51,36 @@ def published(results: dict[str, Any], runner: Runner) -> tuple[()]:
 
 def _planned(cell: dict[str, Any], table: dict[str, Any], results: dict[str, Any], runner: Runner) -> dict[str, Any]:
     """A row with the figure of its plan, and the bytes that its stages send in the forwards of a micro-batch."""
-    from gpipe_cli.pipeline.runtime.routes import forward_bytes  # imports torch; listing recipes does not
+    from gpipe_cli.pipeline.runtime.routes import forward_bytes  # imports torch, which listing recipes avoids
 
-    plan = runner.simulated(*f"{results['settings']} {table['settings']} {cell['settings']}".split())
-    boundaries = [plan.profile.costs[end - 1].outputs for _, end in plan.plan.bounds[:-1]]
-    straight, through = forward_bytes(boundaries, plan.plan.samples, plan.profile.lengths)
+    simulated = runner.simulated(*f"{results['settings']} {table['settings']} {cell['settings']}".split())
+    boundaries = [simulated.profile.costs[end - 1].outputs for _, end in simulated.plan.bounds[:-1]]
+    straight, through = forward_bytes(boundaries, simulated.plan.samples, simulated.profile.lengths)
     return {
         **cell,
-        "ours": _figure(plan, table["unit"]),
-        "counted": sum(layer.parameters for layer in plan.profile.weights),
-        "samples": plan.plan.samples,
+        "ours": _figure(simulated, table["unit"]),
+        "counted": sum(layer.parameters for layer in simulated.profile.weights),
+        "samples": simulated.plan.samples,
         "straight": straight,
         "through": through,
         "saved": 1 - straight / through if through else None,
     }
 
 
-def _figure(found: Simulated, unit: str) -> float:
+def _figure(simulated: Simulated, unit: str) -> float:
     """The simulated speed of a cell, or its planned memory, in its unit."""
-    gpus = len(set(found.plan.device_of_stage)) * found.config.replicas
+    gpus = len(set(simulated.plan.device_of_stage)) * simulated.config.replicas
     match unit:
         case "samples/s":
-            return found.samples_per_second
+            return simulated.samples_per_second
         case "samples/s per GPU":
-            return found.samples_per_second / gpus
+            return simulated.samples_per_second / gpus
         case "tokens/s per GPU":
-            return found.samples_per_second * max(found.profile.lengths) / gpus
+            return simulated.samples_per_second * max(simulated.profile.lengths) / gpus
         case "s per step":
-            return found.plan.step_seconds
-        case "GiB":  # of all devices
-            return sum(stage.total_bytes for stage in found.plan.memory) / GIB
+            return simulated.plan.step_seconds
+        case "GiB":  # memory of all devices
+            return sum(stage.total_bytes for stage in simulated.plan.memory) / GIB
     raise InputError(f"unit {unit}: there is no such unit; choose samples/s or one of those in published.yaml")
 
 

@@ -1,4 +1,4 @@
-"""A recipe: one table, figure or result of the paper as a configuration of gpipe, with the paper's numbers.
+"""A recipe: a table, figure or result of the paper as a configuration of gpipe, with the paper's numbers.
 
 The files in recipes/ are complete configurations of `gpipe bench`, `gpipe plan` or `gpipe train`; settings that several
 of them share are in recipes/family/. This module reads their node `recipe`: the source of the paper's numbers, the
@@ -39,7 +39,7 @@ class Needs:
 
     gpus: int
     memory_gib: float  # memory of each GPU
-    data: str | None = None  # the value of `dataset`; None: the data come with the program
+    data: str | None = None  # the value of `dataset`; None if the data come with the program
     how: str | None = None  # how to get the data, and where to put them
 
     def __str__(self) -> str:
@@ -54,8 +54,8 @@ class Needs:
         enough = [gpu for gpu in gpus if gpu.memory_bytes >= self.memory_gib * 2**30]
         if len(enough) >= self.gpus:
             return "paper", f"{wanted}, which this machine has"
-        here = f"{plural(len(gpus), 'GPU')} of {size(min(gpu.memory_bytes for gpu in gpus))}" if gpus else "no GPU"
-        return "desk", f"{wanted}, but this machine has {here}"
+        present = f"{plural(len(gpus), 'GPU')} of {size(min(gpu.memory_bytes for gpu in gpus))}" if gpus else "no GPU"
+        return "desk", f"{wanted}, but this machine has {present}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Desk:
     """The settings of the same experiment on two CPU cores."""
 
     settings: tuple[str, ...]  # replace the recipe's own: `batch_size=32`
-    scaled: str  # one line: what is smaller, and which data stand in for the paper's
+    scaled: str  # a line: what is smaller, and which data stand in for the paper's
     minutes: float  # measured on 2 CPU cores
 
     @property
@@ -76,7 +76,7 @@ class Recipe:
     """The node `recipe` of a file in recipes/."""
 
     name: str
-    folder: str  # that of its file
+    folder: str  # the folder of its file
     keys: tuple[str, ...]  # dotted keys that its file and its family set: `model.variant`
     title: str
     claim: str  # the paper's claim in our own words
@@ -127,14 +127,14 @@ class Recipe:
         begin = time.monotonic()
         desk = self.settings(scale)
         settings = with_users(desk, given)
-        users, recipes = last_wins(given), Path(self.folder)
-        runner = Runner(self.name, folder, settings, perform, simulate, progress, scale, users, gpus, recipes)
+        users = last_wins(given)
+        runner = Runner(self.name, folder, settings, perform, simulate, progress, scale, users, gpus, Path(self.folder))
         try:
-            found = self.experiment.reproduce(runner)
+            findings = self.experiment.reproduce(runner)
         except RefusedError as error:
-            if not runner.commands:  # refused by the recipe itself
+            if not runner.commands:  # the recipe itself has refused the setting
                 raise
-            command = [key_of(one) for one in shlex.split(runner.commands[-1]) if "=" in one]
+            command = [key_of(word) for word in shlex.split(runner.commands[-1]) if "=" in word]
             line = explained(error, given, desk, (*command, *self.keys))
             if scale == "paper" and self.needs.how is not None and error.key.startswith("dataset"):
                 line += f"; {self.needs.how}; scale=desk runs without it"
@@ -143,17 +143,18 @@ class Recipe:
         if given:
             line = f"{' '.join(given)}: in every command"
             if runner.changed():
-                said = "titles, scaled down, our choice, the paper's size"
-                line += f"; other statements about models and sizes ({said}) describe the recipe without these settings"
+                labels = "titles, scaled down, our choice, the paper's size"
+                line += f"; other statements about models and sizes ({labels})"
+                line += " describe the recipe without these settings"
             notes.append(("given", line))
         if scale == "desk":
             notes.append(("scaled down", self.desk.scaled))
         if scale == "smoke":
             smaller = f" ({' '.join(self.smoke)})" if self.smoke else ""
             notes.append(("scaled down", f"shows that the code runs; numbers mean nothing{smaller}"))
-        notes += [*(("our choice", choice) for choice in self.choices), *found.notes]
-        columns = [column for table in found.tables for column in table.columns]
-        if not found.comparable and any(column.origin == "difference" for column in columns):
+        notes += [*(("our choice", choice) for choice in self.choices), *findings.notes]
+        columns = [column for table in findings.tables for column in table.columns]
+        if not findings.comparable and any(column.origin == "difference" for column in columns):
             notes.append(("differences", "none where data or sizes are not the paper's"))
         machine = f"{usable_cores()} cores of {cpu_model()}"
         if runner.gpus:
@@ -166,10 +167,10 @@ class Recipe:
             needs=str(self.needs),
             scale=scale,
             machine=machine,
-            tables=found.tables,
+            tables=findings.tables,
             notes=tuple(notes),
             commands=tuple(runner.commands),
-            files=found.files,
+            files=findings.files,
             seconds=time.monotonic() - begin,
         )
 
@@ -185,25 +186,26 @@ def names() -> list[str]:
 
 def load(name: str, folder: Path = FOLDER) -> Recipe:
     """The recipe in the file <name>.yaml of a folder. Raises InputError if there is none."""
-    known = names()
-    if folder == FOLDER and name not in known:
+    recipes = names()
+    if folder == FOLDER and name not in recipes:
         none = f"{show(name) or repr(name)}: there is no such recipe"
-        raise InputError(f"{none}{nearest(name, known)}; choose one of {', '.join(known)}")
+        raise InputError(f"{none}{nearest(name, recipes)}; choose one of {', '.join(recipes)}")
     tree = load_recipe(folder / f"{name}.yaml")
-    said = tree.pop("recipe")
-    for where, key in ((said["desk"], "settings"), (said, "smoke")):
-        where[key] = [f"{setting}={show(value)}" for setting, value in where[key].items()]
-    return typed(Recipe, {"name": name, "folder": str(folder), "keys": [*tree, *dict(flattened(tree))], **said})
+    node = tree.pop("recipe")
+    for parent, key in ((node["desk"], "settings"), (node, "smoke")):
+        parent[key] = [f"{setting}={show(value)}" for setting, value in parent[key].items()]
+    return typed(Recipe, {"name": name, "folder": str(folder), "keys": [*tree, *dict(flattened(tree))], **node})
 
 
-def explained(error: RefusedError, users: Sequence[str], desk: Sequence[str], own: Sequence[str]) -> str:
+def explained(error: RefusedError, users: Sequence[str], desk: Sequence[str], keys: Sequence[str]) -> str:
     """The message of a refused setting, with the setting's origin if the user did not give it. ``desk``: the recipe's
-    settings at this scale; ``own``: the keys of its file and of the last command."""
-    key, at_desk = error.key, error.key in map(key_of, desk)
-    if key in map(key_of, users) or not (at_desk or key in own):
+    settings at this scale; ``keys``: the keys of its file and of the last command."""
+    key = error.key
+    at_desk = key in map(key_of, desk)
+    if key in map(key_of, users) or not (at_desk or key in keys):
         return str(error)
     place = f"a setting of this recipe{' at desk scale' if at_desk else ''}"
-    group = next((one for one in users if key_of(one) == key.partition(".")[0]), None)
+    group = next((setting for setting in users if key_of(setting) == key.partition(".")[0]), None)
     if group is None:
         return f"{error} ({place})"
     return f"{str(error).removesuffix('; leave it out')} ({place}, which does not go with {group})"

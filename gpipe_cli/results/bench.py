@@ -27,23 +27,23 @@ class BenchRow:
     idle: float | None
     bubble: float | None
     ideal_bubble: float | None
-    memory_bytes: tuple[int, ...] | None  # per stage, the most in any round
-    activation_bytes: tuple[int, ...] | None  # per stage, the most in any round
+    memory_bytes: tuple[int, ...] | None  # for each stage, the most in any round
+    activation_bytes: tuple[int, ...] | None  # for each stage, the most in any round
     model_flops_per_second: float | None
     mfu: float | None
-    without_core: float | None  # share of the computing time, the most in any round
+    without_core: float | None  # share of computing time without a core, the most in any round
     kind: str | None  # a SpeedKind
     executor: str | None
     threads: int | None  # threads per process
     folders: tuple[str, ...]  # folders of the runs, beside bench.json
     resolved: dict[str, Any]  # values that differ between rows without being asked for, and those that `auto` became
-    baseline: bool = False  # whether `relative` of all rows is to this one
+    baseline: bool = False  # whether `relative` of all rows is to this row
     tokens_per_second: float | None = field(default=None, metadata=TEXT)
     tokens_per_second_quartiles: tuple[float, ...] | None = field(default=None, metadata=TEXT)
 
     @property
     def text(self) -> bool:
-        """Whether the row is one of a text model, whose speed is counted in tokens."""
+        """Whether the row is that of a text model, whose speed is counted in tokens."""
         return self.tokens_per_second is not None
 
     @property
@@ -53,12 +53,12 @@ class BenchRow:
 
     def tree(self) -> dict[str, Any]:
         """The row as bench.json has it."""
-        found: dict[str, Any] = to_tree(self, self.text)
-        return found
+        tree: dict[str, Any] = to_tree(self, self.text)
+        return tree
 
 
 @dataclass(frozen=True)
 class BenchTable:
-    varies: tuple[str, ...]  # settings
+    varies: tuple[str, ...]  # settings that differ between rows
     rounds: int
     rows: tuple[BenchRow, ...]

@@ -1,4 +1,4 @@
-"""The measures that runs are judged by, one entry each: name, unit, meaning, and path in the results.
+"""The measures that runs are judged by, an entry for each: name, unit, meaning, and path in the results.
 
 Tables, summaries, comparisons, curves and `gpipe help` choose measures by their keys: none of them knows a path, a
 heading or a format.
@@ -31,8 +31,8 @@ class Unit:
         if not self.sizes:
             return self.name, self.bare
         largest = max((abs(value) for value in values if value is not None), default=0.0)
-        name, one = next((each for each in self.sizes if largest < self.below * each[1]), self.sizes[-1])
-        return name, lambda value: self.bare(value / one)
+        name, divisor = next((each for each in self.sizes if largest < self.below * each[1]), self.sizes[-1])
+        return name, lambda value: self.bare(value / divisor)
 
 
 def _short(value: float) -> str:
@@ -65,25 +65,25 @@ class Measure:
     heading: str  # the heading of a column
     unit: Unit
     what: str  # meaning, and how it is measured
-    of: str = ""  # dotted path in result.json; "": not there
+    of: str = ""  # dotted path in result.json; "": the file lacks it
     tag: str = ""  # tag of its curve in TensorBoard; "": no curve
-    final: str = ""  # its name after `final/` in TensorBoard's tab HParams; "": not there
+    final: str = ""  # its name after `final/` in TensorBoard's tab HParams; "": the tab lacks it
     better: Literal["more", "less", ""] = ""  # the direction in which a run is better
     tasks: tuple[Task, ...] = IMAGES + TEXT
     narrow: str = ""  # the heading in a table of many columns, where `heading` has no room
 
     def value(self, result: Any) -> Any:
-        """The number in a result, the largest if there is one per stage; None if there is none. In plans and rows of
-        bench.json a path such as `bubble.measured` ends at its first part, as they hold only one kind of it."""
-        found = result
+        """The number in a result, the largest if every stage has its own; None if there is none. In plans and rows of
+        bench.json a path such as `bubble.measured` ends at its first part, as they hold a single kind of bubble."""
+        value = result
         for part in self.of.split("."):
-            if isinstance(found, tuple | list):
-                found = found[int(part)]
-            elif isinstance(found, Mapping):
-                found = found.get(part)
-            elif is_dataclass(found):
-                found = getattr(found, part, None)
-        return max(found, default=None) if isinstance(found, tuple | list) else found
+            if isinstance(value, tuple | list):
+                value = value[int(part)]
+            elif isinstance(value, Mapping):
+                value = value.get(part)
+            elif is_dataclass(value):
+                value = getattr(value, part, None)
+        return max(value, default=None) if isinstance(value, tuple | list) else value
 
     def shown(self, value: Any) -> str:
         """`value` with the unit of this measure; `-` for None."""
@@ -99,7 +99,7 @@ class Measure:
         return heading if unit in heading else f"{heading}\n{unit}"
 
 
-# In the order in which TensorBoard's tab HParams shows those with a `final`.
+# Measures with a `final` are in the order in which TensorBoard's tab HParams shows them.
 _ALL = (
     Measure("test_top1", "test top-1", "top-1", SHARE,
             "Share of the test set's images (with masks: of its pixels) whose most likely class is the correct one, at "
@@ -238,14 +238,14 @@ def chosen(*keys: str) -> list[Measure]:
 
 def finals(task: Task) -> list[Measure]:
     """The measures in TensorBoard's tab HParams: first those of `task`, then those of other tasks."""
-    known = [measure for measure in _ALL if measure.final]
-    return sorted(known, key=lambda measure: task not in measure.tasks)
+    measures = [measure for measure in _ALL if measure.final]
+    return sorted(measures, key=lambda measure: task not in measure.tasks)
 
 
 def explained(measure: Measure) -> str:
     """The text of `gpipe help KEY`: the measure's meaning, unit, better direction, and where it is found."""
     unit = {SHARE: "a share from 0 to 1", STEP: "seconds", SECONDS: "seconds", BYTES: "bytes", RATE: "per second"}
     places = [f"result.json: {measure.of}"] * bool(measure.of) + [f"TensorBoard: {measure.tag}"] * bool(measure.tag)
-    said = [measure.what, f"Unit: {unit[measure.unit]}." if measure.unit in unit else ""]
-    said += [f"{measure.better.capitalize()} is better." if measure.better else "", "; ".join(places)]
-    return " ".join(filter(None, said))
+    sentences = [measure.what, f"Unit: {unit[measure.unit]}." if measure.unit in unit else ""]
+    sentences += [f"{measure.better.capitalize()} is better." if measure.better else "", "; ".join(places)]
+    return " ".join(filter(None, sentences))

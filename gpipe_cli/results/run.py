@@ -15,11 +15,11 @@ Status = Literal["running", "completed", "failed", "interrupted", "dry_run"]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One evaluation on the test set."""
+    """An evaluation on the test set."""
 
     step: int = 0  # optimizer steps done
     epoch: int = 0  # counted from 1
-    loss: float | None = None  # mean cross-entropy in nats; None: not finite
+    loss: float | None = None  # mean cross-entropy in nats; None if it is not finite
     top1: float | None = field(default=None, metadata=IMAGES)
     top5: float | None = field(default=None, metadata=IMAGES)
     perplexity: float | None = field(default=None, metadata=TEXT)
@@ -95,7 +95,7 @@ class Start:
 
     started: str  # ISO 8601, to the second
     command: str = ""  # the command as it was typed
-    ended: str | None = None  # None: the command runs, or was killed
+    ended: str | None = None  # None while the command runs, or if it was killed
     first_step: int = 0  # optimizer steps done before the command
     code: dict[str, Any] = field(default_factory=dict)  # gpipe, model -> commit, and whether files differ from it
 
@@ -110,7 +110,7 @@ class Restart:
     """An automatic restart of the run after a failure (max_restarts)."""
 
     why: str  # one line
-    step: int  # optimizer steps done in the checkpoint that was resumed; 0: the run began anew
+    step: int  # optimizer steps done in the checkpoint that was resumed; 0 if the run began anew
     partitions: int  # number of partitions since the restart
 
 
@@ -126,16 +126,16 @@ class RunResult:
     dataset: str | None = None
     model_parameters: int | None = None
     epochs: int = 0  # whole epochs done, those before a resume included
-    steps: int = 0  # optimizer steps done, likewise
-    seconds: float | None = None  # since the process started
+    steps: int = 0  # optimizer steps done, those before a resume included
+    seconds: float | None = None  # seconds since the process started
     test: Evaluation | None = None  # the last evaluation
     best: Evaluation | None = None
     samples_per_second: float | None = None
     samples_per_second_quartiles: tuple[float, float] | None = None
     samples_per_second_kind: str | None = None  # a SpeedKind
-    without_core: float | None = None  # share of the computing time of the stage that was worst off
+    without_core: float | None = None  # share of computing time in which the most affected stage had no core
     step_seconds: float | None = None
-    speed_includes_warm_up: bool = False  # the run had no other steps
+    speed_includes_warm_up: bool = False  # whether the run had no other steps
     speed_steps: int = 0  # steps in the medians
     warm_up_steps: int = 0  # first steps, left out of the medians
     model_flops: float | None = None  # floating-point operations of a full step
@@ -144,7 +144,7 @@ class RunResult:
     mfu: float | None = None
     memory_bytes: tuple[int, ...] = ()  # peak of each stage
     memory: tuple[StageMemory, ...] = ()
-    global_batch: int | None = None  # samples
+    global_batch: int | None = None  # samples of a mini-batch
     executor: str | None = None
     ideal_bubble: float | None = None
     breakdown: Breakdowns = Breakdowns()
@@ -181,8 +181,8 @@ class RunResult:
     @property
     def threads(self) -> int | None:
         """Threads of each process."""
-        found: int | None = self.hardware.get("threads_per_process")
-        return found
+        threads: int | None = self.hardware.get("threads_per_process")
+        return threads
 
 
 def write_run(folder: Path, result: RunResult) -> None:
@@ -191,7 +191,7 @@ def write_run(folder: Path, result: RunResult) -> None:
 
 
 def read_run_result(folder: Path) -> RunResult:
-    """Reads result.json. Raises OSError, and InputError, one line, if it is not the result of a run."""
+    """Reads result.json. Raises OSError, and InputError if it is not the result of a run."""
     tree = read_result(folder)
     try:
         return from_tree(RunResult, tree)

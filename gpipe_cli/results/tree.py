@@ -24,8 +24,8 @@ def to_tree(value: Any, text: bool) -> Any:
         case dict():
             return {key: to_tree(item, text) for key, item in value.items()}
         case _ if is_dataclass(value):
-            own = [field.name for field in fields(value) if field.metadata.get("text", text) is text]
-            return {name: to_tree(getattr(value, name), text) for name in own}
+            names = [field.name for field in fields(value) if field.metadata.get("text", text) is text]
+            return {name: to_tree(getattr(value, name), text) for name in names}
     return value
 
 
@@ -41,7 +41,7 @@ def _made(kind: Any, value: Any, key: str) -> Any:
         if value is None and NoneType in args:
             return None
         options = [option for option in args if option is not NoneType]
-        return _made(next((one for one in options if one is type(value)), options[0]), value, key)
+        return _made(next((option for option in options if option is type(value)), options[0]), value, key)
     if isinstance(kind, type) and is_dataclass(kind) and isinstance(value, dict):
         hints = get_type_hints(kind)
         return kind(**{name: _made(hints[name], value[name], f"{key}.{name}") for name in hints if name in value})

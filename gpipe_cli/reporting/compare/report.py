@@ -41,17 +41,21 @@ def _show_rows(console: Console, comparison: Comparison, completed: bool) -> Non
     count = len(comparison.runs)
     number = Column("run", cells=[str(number + 1) for number in range(count)], number=True)
     results = [column for column in comparison.results if column.key != "status" or not completed]
-    naming = len(comparison.settings) if comparison.by_settings else len(SYMBOLS)  # else too many to name a run
+    # where the settings are too many to name a run, only K and M stand beside its name
+    naming = len(comparison.settings) if comparison.by_settings else len(SYMBOLS)
     named = [] if comparison.by_settings else [Column("name", cells=comparison.names)]
-    first, last = [number, *named, *comparison.settings[:naming]], comparison.settings[naming:]
-    show_table(console, Table("", [*first, *results, *last], len(first)), gap=1, elsewhere="format=csv")
+    leading = [number, *named, *comparison.settings[:naming]]
+    columns = [*leading, *results, *comparison.settings[naming:]]
+    show_table(console, Table("", columns, len(leading)), gap=1, elsewhere="format=csv")
 
 
 def _show_two(console: Console, comparison: Comparison) -> None:
     """A row for each setting, result and fact in which two runs differ; the measures that are the same in a line."""
-    rows, same = list[tuple[str, ...]](), list[str]()
+    rows: list[tuple[str, ...]] = []
+    same: list[str] = []
     for column in comparison.columns:
-        (first, second), measure = column.plain_values, MEASURES.get(column.key)
+        first, second = column.plain_values
+        measure = MEASURES.get(column.key)
         cells = list(map(measure.shown, (first, second))) if measure else column.cells
         name = measure.name if measure else column.key or column.heading
         if (first, *cells[:1]) != (second, *cells[1:]):
@@ -65,7 +69,7 @@ def _show_two(console: Console, comparison: Comparison) -> None:
 
 
 def _difference(measure: Measure | None, first: Any, second: Any) -> str:
-    """The second value of a measure less the first one: in points for shares, else relative to the first one."""
+    """The second value of a measure less the first one: in points for shares, else relative to the first."""
     if measure is None or None in (first, second):
         return ""
     if measure.unit is SHARE:
@@ -89,34 +93,34 @@ def notes(comparison: Comparison) -> Iterator[str]:
         ("running", "running: still in progress, or killed; its numbers are from its last evaluation"),
         ("dry_run", "a dry run: nothing was trained"),
     ):
-        yield from _of_which(comparison, meaning, [one.status == status for one in results])
+        yield from _of_which(comparison, meaning, [result.status == status for result in results])
     score, unit = ("perplexity", "tokens/s") if results[0].text else ("top-1", "samples/s")
-    one_task = len({one.task for one in results}) == 1
+    same_task = len({result.task for result in results}) == 1
     for what, consequence, values in (
         ("tasks", "top-1 and perplexity cannot be compared, nor samples/s with tokens/s",
-         [one.task for one in results]),
+         [result.task for result in results]),
         ("data sets", f"{score} comes from different test sets and cannot be compared",
-         [_data(run) for run in comparison.runs if one_task]),
+         [_data(run) for run in comparison.runs if same_task]),
         ("models", f"{unit}, step, memory and FLOP/s compare the models, not the pipelines",
-         [one.model for one in results]),
+         [result.model for result in results]),
         ("machines", "speed, step, bubble and memory cannot be compared across them",
          [run.machine for run in comparison.runs]),
-        ("numbers of threads per process", "speeds depend on it, too", [one.threads for one in results]),
-        ("versions of torch", "speeds depend on it, too", [one.versions.get("torch") for one in results]),
+        ("numbers of threads per process", "speeds depend on it, too", [result.threads for result in results]),
+        ("versions of torch", "speeds depend on it, too", [result.versions.get("torch") for result in results]),
     ):  # fmt: skip
-        if found := _different(comparison, values):
-            yield f"different {what} ({found}): {consequence}"
-    if len({one.command for one in results}) > 1:
+        if which := _different(comparison, values):
+            yield f"different {what} ({which}): {consequence}"
+    if len({result.command for result in results}) > 1:
         yield "runs of gpipe bench are not evaluated: they have a speed and no accuracy"
     for kind, meaning in (
         ("measured_one_device", "one device: stages shared a device or cores"),
         ("measured_contended", "contended: times are inflated by other programs"),
     ):
-        of_kind = [one.samples_per_second_kind == kind for one in results]
+        of_kind = [result.samples_per_second_kind == kind for result in results]
         yield from _of_which(comparison, f"{meaning} ({kind}); not the speed of a pipeline", of_kind)
     warm_up = "too short to measure a speed, so that of its warm-up steps is shown"
-    yield from _of_which(comparison, warm_up, [one.speed_includes_warm_up for one in results])
-    resumed = [one.resumed_from is not None for one in results]
+    yield from _of_which(comparison, warm_up, [result.speed_includes_warm_up for result in results])
+    resumed = [result.resumed_from is not None for result in results]
     yield from _of_which(comparison, "resumed, so their time counts from the last start", resumed)
 
 
@@ -129,22 +133,22 @@ def same_curve_notes(comparison: Comparison) -> list[str]:
     return differs + [f"{TRAIN_LOSS} is identical to the last bit: {comparison.referred(group)}" for group in same]
 
 
-def _of_which(comparison: Comparison, sentence: str, true: Sequence[bool]) -> Iterator[str]:
+def _of_which(comparison: Comparison, sentence: str, truths: Sequence[bool]) -> Iterator[str]:
     """The sentence, followed by the runs of which it is true; nothing if there are none."""
-    if any(true):
-        yield f"{sentence}: {comparison.referred([position for position, holds in enumerate(true) if holds])}"
+    if any(truths):
+        yield f"{sentence}: {comparison.referred([position for position, holds in enumerate(truths) if holds])}"
 
 
 def _different(comparison: Comparison, values: Sequence[object]) -> str:
     """`digits: runs 1 to 3; cifar10: run 4`; without the runs for more than three values; "" if all have the same."""
-    found: dict[str, list[int]] = {}
+    positions: dict[str, list[int]] = {}
     for position, value in enumerate(values):
-        found.setdefault(str(value), []).append(position)
-    if len(found) < 2:
+        positions.setdefault(str(value), []).append(position)
+    if len(positions) < 2:
         return ""
-    if len(found) > 3:
-        return listed(list(found))
-    return "; ".join(f"{value}: {comparison.referred(positions)}" for value, positions in found.items())
+    if len(positions) > 3:
+        return listed(list(positions))
+    return "; ".join(f"{value}: {comparison.referred(group)}" for value, group in positions.items())
 
 
 def _data(run: RunRecord) -> str:

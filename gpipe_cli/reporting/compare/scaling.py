@@ -8,7 +8,7 @@ from functools import partial
 from gpipe_cli.reporting.compare.run_record import RunRecord
 
 # Settings that define the work of a step, besides all those of the model and the data set: speeds of runs that differ
-# in one of them are not compared.
+# in any of them are not compared.
 _WORK = ("batch_size", "batch_tokens", "precision", "compile", "optimizer.name")
 
 
@@ -29,24 +29,24 @@ def devices(run: RunRecord) -> int:
 def scalings(runs: Sequence[RunRecord]) -> list[Scaling | None]:
     """The scaling of each run; None where there is nothing to compare it with."""
     groups: dict[str, list[int]] = {}
-    for at, run in enumerate(runs):
+    for position, run in enumerate(runs):
         if _speed(run):
-            groups.setdefault(work(run), []).append(at)
-    found: list[Scaling | None] = [None] * len(runs)
+            groups.setdefault(work(run), []).append(position)
+    results: list[Scaling | None] = [None] * len(runs)
     for group in groups.values():
-        fewest = min(devices(runs[at]) for at in group)
-        bases = [at for at in group if devices(runs[at]) == fewest]
+        fewest = min(devices(runs[position]) for position in group)
+        bases = [position for position in group if devices(runs[position]) == fewest]
         if len(bases) < len(group):
-            for at in group:
-                base = at if at in bases else max(bases, key=partial(_alike, runs, at))
-                found[at] = _scaling(runs[at], runs[base], base)
-    return found
+            for position in group:
+                base = position if position in bases else max(bases, key=partial(_alike, runs, position))
+                results[position] = _scaling(runs[position], runs[base], base)
+    return results
 
 
-def _scaling(run: RunRecord, base: RunRecord, position: int) -> Scaling:
+def _scaling(run: RunRecord, base: RunRecord, base_position: int) -> Scaling:
     speed_up = _speed(run) / _speed(base)
     shared = run.shared or base.shared
-    return Scaling(speed_up, None if shared else speed_up * devices(base) / devices(run), position)
+    return Scaling(speed_up, None if shared else speed_up * devices(base) / devices(run), base_position)
 
 
 def _speed(run: RunRecord) -> float:
@@ -62,6 +62,6 @@ def work(run: RunRecord) -> str:
     return json.dumps([run.machine, run.result.command, settings], sort_keys=True)
 
 
-def _alike(runs: Sequence[RunRecord], one: int, other: int) -> int:
+def _alike(runs: Sequence[RunRecord], first: int, second: int) -> int:
     """How many settings the two runs have in common."""
-    return sum(runs[other].settings.get(key) == value for key, value in runs[one].settings.items())
+    return sum(runs[second].settings.get(key) == value for key, value in runs[first].settings.items())

@@ -19,7 +19,7 @@ from gpipe_cli.system.files import write_whole
 PAGE = "pipeline.html"
 MOST_STEPS = 12
 HUES = 241  # colours per kind of action; for up to 16 micro-batches, nearly all equal those of timeline.png
-MOST_BARS = 8000  # measured bars of all steps together; more would make a page of many megabytes
+MOST_BARS = 8000  # measured bars of all steps together; more bars would make a page of many megabytes
 
 # The order matters: each script uses names that earlier ones define.
 ENGINE = ("schedules.js", "simulator.js", "model.js")
@@ -30,7 +30,7 @@ STYLES = ("../style.css", "page.css", "lanes.css")
 
 
 class About(TypedDict, total=False):
-    """What else a page says."""
+    """What a page says beside the simulation."""
 
     commands: Sequence[str]  # the command lines as typed
     run: str | None  # the run folder

@@ -19,7 +19,7 @@ from gpipe_cli.reporting.plots.timeline_values import TimelineView
 from gpipe_cli.system.files import write_whole
 
 TRACE = "timeline_trace.json"
-MOST_DETAILED = 20_000  # actions in a step; larger ones lack waiting and arrows, which would make 100 MB and more
+MOST_DETAILED = 20_000  # actions in a step; larger steps lack waiting and arrows, which would make 100 MB and more
 
 # Names of colours in chrome://tracing (tr.b.ColorScheme of Catapult), which knows no others; Perfetto chooses its own.
 _COLOURS = ("thread_state_running", "rail_response", "rail_animation", "rail_load", "thread_state_runnable",
@@ -52,7 +52,7 @@ def _events(step: TimelineView, numbers: Iterator[int]) -> Iterator[TraceEvent]:
         [*row, *(event for event in events if detailed or event.what is not EventKind.WAITING)]
         for row, events in zip(timeline.stages, timeline.events, strict=True)
     ]
-    # clocks of several machines differ a little: a piece may begin before its step
+    # the clocks of several machines differ a little, so a piece may begin before its step
     begin = min([step.begin_seconds, *(piece.start_seconds for row in rows for piece in row)])
 
     def microseconds(seconds: float) -> float:
@@ -63,17 +63,17 @@ def _events(step: TimelineView, numbers: Iterator[int]) -> Iterator[TraceEvent]:
     for stage, row in enumerate(rows):
         yield {"name": "thread_name", "ph": "M", "tid": stage, "args": {"name": f"stage {stage}"}}
         for piece in row:
-            since, until = microseconds(piece.start_seconds), microseconds(piece.end_seconds)
-            duration = round(1000 * (until - since)) / 1000
+            start, end = microseconds(piece.start_seconds), microseconds(piece.end_seconds)
+            duration = round(1000 * (end - start)) / 1000
             if duration or isinstance(piece, Span):  # an arrow would end at a wait of no length, not at its action
-                yield {"ph": "X", "tid": stage, "ts": since, "dur": duration, "args": {"stage": stage}} | _look(piece)
+                yield {"ph": "X", "tid": stage, "ts": start, "dur": duration, "args": {"stage": stage}} | _look(piece)
     schedule = Schedule(tuple(span.action for span in row) for row in timeline.stages)
-    for action, span in spans.items() if detailed else ():  # after the slices, to which readers attach the ends
+    for action, span in spans.items() if detailed else ():  # arrows follow the slices, to which readers attach them
         if (needed := schedule.source(action)) is not None:
-            sent = spans[needed]
+            source = spans[needed]
             arrow = {"name": "result", "cat": "result", "id": next(numbers)}
-            inside = microseconds((sent.start_seconds + sent.end_seconds) / 2)
-            yield {**arrow, "ph": "s", "ts": inside, "tid": needed.stage}
+            middle = microseconds((source.start_seconds + source.end_seconds) / 2)
+            yield {**arrow, "ph": "s", "ts": middle, "tid": needed.stage}
             yield {**arrow, "ph": "f", "ts": microseconds(span.start_seconds), "tid": action.stage, "bp": "e"}
 
 

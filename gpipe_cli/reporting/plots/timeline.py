@@ -1,7 +1,7 @@
 """A timeline as a picture: Figure 2(c) of the paper, drawn from what was measured or predicted.
 
 Up to MOST_BARS bars are hatched, outlined and, where there is room, labelled. More bars (128 stages and 512
-micro-batches have 196,608) would take minutes that way and are plain.
+micro-batches have 196,608) would take minutes to draw that way and are plain.
 """
 
 from collections.abc import Sequence
@@ -20,10 +20,11 @@ from gpipe_cli.reporting.plots.palette import GRID, INK, PALE_INK
 from gpipe_cli.reporting.plots.timeline_values import ACTIONS, BarKind, TimelineView, axis_unit, in_percent
 from gpipe_cli.units import duration
 
-MOST_BARS = 3000  # of all panels together; more bars are drawn plain
+MOST_BARS = 3000  # bars of all panels together; more bars are drawn plain
 LEFT_INCHES, RIGHT_INCHES = 0.78, 0.22
 TITLE_INCHES, AXIS_INCHES, LEGEND_INCHES = 0.42, 0.5, 0.82
-LEGEND_TOP_INCHES, LEGEND_LINES = 0.57, 3  # for up to 3 kinds of actions; more make the legend higher
+LEGEND_TOP_INCHES = 0.57  # for up to LEGEND_LINES kinds of actions; more kinds make the legend higher
+LEGEND_LINES = 3
 ROW_INCHES, PANEL_INCHES = 0.4, 4.8  # rows shrink where the panel would exceed its height
 HATCHES: dict[BarKind, str] = {"R": "////", "waiting": "\\\\\\\\", "transfer": "xxxxx"}
 SHOWN_STAGES = 16  # with more stages, only some are labelled
@@ -39,17 +40,17 @@ NARROW = (picture.NARROW_INCHES, 0.62, 0.1, 0.6)
 def draw(views: Sequence[TimelineView], *, narrow: bool = False) -> picture.Picture:
     """The timelines one below the other on a common time axis, as an image of shape (height, width, 3)."""
     assert views, "nothing to draw"
-    across, left, right, title = WIDE if not narrow else NARROW
+    figure_width, left, right, title = WIDE if not narrow else NARROW
     heights = [min(ROW_INCHES * len(view.stages), PANEL_INCHES) for view in views]
-    seen = {bar.what for view in views for bars in view.stages for bar in bars}
-    lines = LEGEND_LINE_INCHES * max(0, sum(what in seen for what in ACTIONS) - LEGEND_LINES)
+    kinds = {bar.what for view in views for bars in view.stages for bar in bars}
+    lines = LEGEND_LINE_INCHES * max(0, sum(what in kinds for what in ACTIONS) - LEGEND_LINES)
     top = sum(heights) + title * len(views) + AXIS_INCHES + LEGEND_INCHES + lines
-    figure = picture.new_figure(top, across)
+    figure = picture.new_figure(top, figure_width)
     end = max(view.end_seconds for view in views) or 1.0
     name, unit = axis_unit(end)
     micro_batches = max(view.micro_batches for view in views)
     single = sum(len(bars) for view in views for bars in view.stages) <= MOST_BARS
-    width = across - left - right
+    width = figure_width - left - right
     for view, height in zip(views, heights, strict=True):
         top -= title + height
         axes = _add_axes(figure, left, top, width, height)
@@ -63,7 +64,7 @@ def draw(views: Sequence[TimelineView], *, narrow: bool = False) -> picture.Pict
         _bars(axes, view, micro_batches, single)
         if single:
             _names(axes, view, micro_batches, width / (end * MARGIN), height / len(view.stages))
-    _legend(figure, micro_batches, seen, single, LEGEND_TOP_INCHES + lines, narrow)
+    _legend(figure, micro_batches, kinds, single, LEGEND_TOP_INCHES + lines, narrow)
     return picture.pixels(figure)
 
 
@@ -104,13 +105,13 @@ def _names(axes: Axes, view: TimelineView, micro_batches: int, inches: float, ro
             label.set_bbox({"facecolor": face, "edgecolor": "none", "pad": 0.8})
 
 
-def _legend(figure: Figure, micro_batches: int, seen: set[BarKind], hatched: bool, top: float, narrow: bool) -> None:
-    """A table of colours, kinds of actions by micro-batches; beside it, what has no micro-batch."""
+def _legend(figure: Figure, micro_batches: int, kinds: set[BarKind], hatched: bool, top: float, narrow: bool) -> None:
+    """A table of colours, kinds of actions by micro-batches; beside it, the kinds of bars without a micro-batch."""
     left, table = (0.05, 1.25) if narrow else (LEFT_INCHES, 2.3)
     rows = {
         f"{what}  {palette.WORDS[what]}": [palette.colour(what, m, micro_batches) for m in range(micro_batches)]
         for what in ACTIONS
-        if what in seen
+        if what in kinds
     }
     if rows:
         height = LEGEND_LINE_INCHES * len(rows)
@@ -125,29 +126,29 @@ def _legend(figure: Figure, micro_batches: int, seen: set[BarKind], hatched: boo
             axes.set_title("micro-batch", fontsize=8, color=PALE_INK, y=1.0, pad=3.5)
         left += 0.95 + table + (0.15 if narrow else 0.4)
     marks = {
-        palette.WORDS["waiting"]: (palette.WAITING, palette.IDLE_LINE, HATCHES["waiting"], "waiting" in seen),
-        palette.WORDS["transfer"]: (palette.TRANSFER, "white", HATCHES["transfer"], "transfer" in seen),
+        palette.WORDS["waiting"]: (palette.WAITING, palette.IDLE_LINE, HATCHES["waiting"], "waiting" in kinds),
+        palette.WORDS["transfer"]: (palette.TRANSFER, "white", HATCHES["transfer"], "transfer" in kinds),
         palette.OTHERWISE_IDLE: (palette.IDLE, palette.IDLE_LINE, HATCHES["waiting"], True),
-        palette.WORDS["update"]: (palette.UPDATE, palette.UPDATE, None, "update" in seen),
+        palette.WORDS["update"]: (palette.UPDATE, palette.UPDATE, None, "update" in kinds),
     }
     patches = [
         Patch(facecolor=face, edgecolor=edge, hatch=hatch if hatched else None, linewidth=0, label=name)
-        for name, (face, edge, hatch, there) in marks.items()
-        if there
+        for name, (face, edge, hatch, present) in marks.items()
+        if present
     ]
-    across, up = figure.get_size_inches()
+    figure_width, figure_height = figure.get_size_inches()
     columns, length, spacing, bottom = (1, 2.0, 0.25, 0.06) if narrow else (len(patches), 3.0, 0.5, 0.22)
     figure.legend(
-        handles=patches, loc="lower left", bbox_to_anchor=(left / across, bottom / up), borderpad=0, borderaxespad=0,
-        frameon=False, labelcolor=INK, fontsize=8, ncols=columns, handlelength=length, labelspacing=spacing,
-        handleheight=1.4, columnspacing=3.0,
+        handles=patches, loc="lower left", bbox_to_anchor=(left / figure_width, bottom / figure_height), borderpad=0,
+        borderaxespad=0, frameon=False, labelcolor=INK, fontsize=8, ncols=columns, handlelength=length,
+        labelspacing=spacing, handleheight=1.4, columnspacing=3.0,
     )  # fmt: skip
 
 
 def _add_axes(figure: Figure, left: float, bottom: float, width: float, height: float) -> Axes:
     """Axes without a frame, placed in inches."""
-    across, up = figure.get_size_inches()
-    axes = figure.add_axes((left / across, bottom / up, width / across, height / up))
+    figure_width, figure_height = figure.get_size_inches()
+    axes = figure.add_axes((left / figure_width, bottom / figure_height, width / figure_width, height / figure_height))
     picture.without_frame(axes)
     return axes
 

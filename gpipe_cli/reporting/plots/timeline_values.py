@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 from gpipe_cli.pipeline.schedule.timeline import Event, Span, Timeline
 from gpipe_cli.units import rounded
 
-if TYPE_CHECKING:  # it imports torch, which takes seconds; tables of runs do not need it
+if TYPE_CHECKING:  # the module imports torch, which takes seconds; tables of runs do not need it
     from gpipe_cli.planner.plan import Plan
 
 BarKind = Literal["F", "R", "B", "I", "W", "waiting", "transfer", "update"]
@@ -41,7 +41,7 @@ class Bar(NamedTuple):
 
 @dataclass(frozen=True)
 class TimelineView:
-    """One step of a pipeline, measured or predicted. A stage is idle during `waiting` and `transfer`, and where it has
+    """A step of a pipeline, measured or predicted. A stage is idle during `waiting` and `transfer`, and where it has
     no bar."""
 
     title: str  # `epoch 3, step 135`, `K = 4, M = 16`; pictures add kind and numbers
@@ -56,10 +56,10 @@ class TimelineView:
     def stages(self) -> tuple[tuple[Bar, ...], ...]:
         """What each stage did, in order of time. Bars of a stage do not overlap."""
 
-        def bar(what: str, when: Span | Event) -> Bar:
-            micro_batch = None if when.action is None else when.action.micro_batch
-            times = when.start_seconds - self.begin_seconds, when.end_seconds - self.begin_seconds
-            return Bar(cast(BarKind, what), micro_batch, *times)
+        def bar(what: str, interval: Span | Event) -> Bar:
+            micro_batch = None if interval.action is None else interval.action.micro_batch
+            start_seconds = interval.start_seconds - self.begin_seconds
+            return Bar(cast(BarKind, what), micro_batch, start_seconds, interval.end_seconds - self.begin_seconds)
 
         stages = []
         for spans, events in zip(self.timeline.stages, self.timeline.events, strict=True):
@@ -75,21 +75,21 @@ class TimelineView:
     @property
     def micro_batches(self) -> int:
         """M: the highest micro-batch index among the bars, plus 1."""
-        seen = (bar.micro_batch for bars in self.stages for bar in bars if bar.micro_batch is not None)
-        return max(seen, default=-1) + 1
+        indices = (bar.micro_batch for bars in self.stages for bar in bars if bar.micro_batch is not None)
+        return max(indices, default=-1) + 1
 
 
 def predicted_view(title: str, plan: "Plan") -> TimelineView:
-    begin_seconds, shares = plan.timeline.start_seconds, asdict(plan.breakdown)
-    return TimelineView(title, "predicted", plan.timeline, begin_seconds, plan.step_seconds, shares)
+    begin_seconds = plan.timeline.start_seconds
+    return TimelineView(title, "predicted", plan.timeline, begin_seconds, plan.step_seconds, asdict(plan.breakdown))
 
 
 @dataclass(frozen=True)
 class StepPicture:
     epoch: int
-    step: int  # steps done, this one included
+    step: int  # steps done, this step included
     views: tuple[TimelineView, ...]  # measured and, if there is a prediction, predicted
-    median_of: int = 1  # number of steps among which this one's duration is nearest to the median
+    median_of: int = 1  # number of steps among which this step's duration is nearest to the median
 
 
 def idle(breakdown: Mapping[str, float]) -> float:

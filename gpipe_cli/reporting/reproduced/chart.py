@@ -24,8 +24,8 @@ _LOGARITHMIC = 30.0  # an axis is logarithmic if its numbers differ by more than
 @dataclass(frozen=True)
 class Line:
     name: str
-    origin: str  # of the column
-    values: Sequence[float | None]  # None where the table has none
+    origin: str  # the origin of the column
+    values: Sequence[float | None]  # None where the table has no number
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Chart:
 
 
 def charts(table: Table) -> Iterator[Chart]:
-    """A plot of throughput over K for each M; of other tables, one per heading that the paper and we share."""
+    """A plot of throughput over K for each M; of other tables, a plot of each heading that the paper and we share."""
     named = {column.heading: column for column in table.columns if not column.origin}
     paper = next((column for column in table.columns if column.origin == "paper"), None)
     if paper is not None and {"K", "M"} <= named.keys():
@@ -60,9 +60,9 @@ def _over_partitions(columns: Sequence[Column], named: dict[str, Column]) -> Ite
         yield Chart("throughput", names, lines, "")
         return
     for m in dict.fromkeys(micro_batches):
-        rows = [at for at, one in enumerate(micro_batches) if one == m]
+        rows = [row for row, cell in enumerate(micro_batches) if cell == m]
         lines = [line for column in columns if (line := _line(_name(column), column, rows))]
-        yield Chart(f"M = {m}", [partitions[at] for at in rows], lines, "K")
+        yield Chart(f"M = {m}", [partitions[row] for row in rows], lines, "K")
 
 
 def _name(column: Column) -> str:
@@ -71,9 +71,9 @@ def _name(column: Column) -> str:
 
 def _line(name: str, column: Column, rows: Sequence[int] = ()) -> Line | None:
     """The line of a column, or None if it has no number."""
-    at = rows or range(len(column.cells))
-    values = [None if column.values is None else column.values[row] for row in at]
-    return Line(name, column.origin, values) if any(one is not None for one in values) else None
+    rows = rows or range(len(column.cells))
+    values = [None if column.values is None else column.values[row] for row in rows]
+    return Line(name, column.origin, values) if any(value is not None for value in values) else None
 
 
 def draw(charts: Sequence[Chart]) -> Picture:
@@ -82,17 +82,17 @@ def draw(charts: Sequence[Chart]) -> Picture:
     figure.set_layout_engine("constrained")
     panels = figure.subplots(1, len(charts), sharey=bool(charts[0].unit), squeeze=False)[0]
     for axes, chart in zip(panels, charts, strict=True):
-        for line in reversed(chart.lines):  # the paper's line on top of ours
-            points = [(at, value) for at, value in enumerate(line.values) if value is not None]
+        for line in reversed(chart.lines):  # the paper's line is drawn last, on top of ours
+            points = [(position, value) for position, value in enumerate(line.values) if value is not None]
             face, style = ("white", "--") if line.origin == "paper" else (COLOURS[line.origin], "-")
             look = {"marker": "o", "linestyle": style, "markerfacecolor": face, "color": COLOURS[line.origin]}
             axes.plot(*zip(*points, strict=True), label=line.name, **look)
-        known = [value for line in chart.lines for value in line.values if value is not None]
-        if min(known) > 0 and max(known) > _LOGARITHMIC * min(known):
+        numbers = [value for line in chart.lines for value in line.values if value is not None]
+        if min(numbers) > 0 and max(numbers) > _LOGARITHMIC * min(numbers):
             axes.set_yscale("log")
         else:
             axes.axhline(0, linewidth=0)  # makes the axis begin at 0
-            axes.yaxis.set_major_formatter(EngFormatter() if max(known) >= 1000 else ScalarFormatter())
+            axes.yaxis.set_major_formatter(EngFormatter() if max(numbers) >= 1000 else ScalarFormatter())
         axes.set_title(chart.title, fontsize=9, color=INK, loc="left")
         words = ["\n".join(wrap(place, max(8, 48 // len(chart.places)))) for place in chart.places]
         axes.set_xticks(range(len(words)), words, fontsize=8)

@@ -38,9 +38,9 @@ def write_report(folder: Path, reproductions: Sequence[Reproduction], failed: Ma
 
 
 def _page(reproductions: Sequence[Reproduction], failed: Mapping[str, str], style: str, folder: Path) -> Iterator[str]:
-    seconds = sum(one.seconds for one in reproductions)
-    machines = "; ".join(dict.fromkeys(one.machine for one in reproductions))
-    scales = ", ".join(dict.fromkeys(one.scale for one in reproductions))
+    seconds = sum(reproduction.seconds for reproduction in reproductions)
+    machines = "; ".join(dict.fromkeys(reproduction.machine for reproduction in reproductions))
+    scales = ", ".join(dict.fromkeys(reproduction.scale for reproduction in reproductions))
     yield '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
     yield '<meta name="viewport" content="width=device-width, initial-scale=1"><title>GPipe, reproduced</title>'
     yield f"<style>{style}</style></head><body>"
@@ -51,51 +51,61 @@ def _page(reproductions: Sequence[Reproduction], failed: Mapping[str, str], styl
         yield '<section><h2>Not reproduced</h2><ul class="failed">'
         yield from (f"<li><code>{escape(name)}</code> failed: {escape(why)}</li>" for name, why in failed.items())
         yield "</ul></section>"
-    rows = [(row, f'<a href="#{one.name}">{one.name}</a>') for one in reproductions for row in claims(one)]
-    table = Table.of_rows("claims", CLAIMS, (row for row, _ in rows))
-    yield f'<section><h2>Claims</h2><div class="wide claims">{to_html(table, links=[link for _, link in rows])}</div>'
+    rows = []
+    links = []
+    for reproduction in reproductions:
+        for row in claims(reproduction):
+            rows.append(row)
+            links.append(f'<a href="#{reproduction.name}">{reproduction.name}</a>')
+    table = Table.of_rows("claims", CLAIMS, rows)
+    yield f'<section><h2>Claims</h2><div class="wide claims">{to_html(table, links=links)}</div>'
     yield "</section>"
     yield '<section><h2>How a number was obtained</h2><dl class="kinds">'
     yield from (f"<dt>{kind}</dt><dd>{escape(words)}</dd>" for kind, words in KINDS.items())
     yield "</dl></section>"
-    for one in reproductions:
-        yield from _section(one, folder / one.name)
+    for reproduction in reproductions:
+        yield from _section(reproduction, folder / reproduction.name)
     yield "</main></body></html>"
 
 
-def claims(one: Reproduction) -> Iterator[tuple[str, ...]]:
-    """A row for each verdict of its tables; if there is none, one row with a note."""
-    words = next((line for label, line in one.notes if label in ("weights", "found")), "no number in the paper")
-    claim, minutes = one.claim, f"{one.seconds / 60:.1f}"
-    for table in one.tables:
-        for found in verdicts(table):
-            yield claim, found.what, found.paper, found.ours, found.origin, found.difference, found.words, minutes
+def claims(reproduction: Reproduction) -> Iterator[tuple[str, ...]]:
+    """A row for each verdict on the tables; if there is none, a single row with a note."""
+    words = next(
+        (line for label, line in reproduction.notes if label in ("weights", "found")), "no number in the paper"
+    )
+    claim = reproduction.claim
+    minutes = f"{reproduction.seconds / 60:.1f}"
+    for table in reproduction.tables:
+        for verdict in verdicts(table):
+            numbers = verdict.paper, verdict.ours, verdict.origin, verdict.difference
+            yield claim, verdict.what, *numbers, verdict.words, minutes
             claim = minutes = ""
     if claim:
         yield claim, words, "", "", "", "", "", minutes
 
 
-def _section(one: Reproduction, folder: Path) -> Iterator[str]:
-    from gpipe_cli.reporting.plots.picture import png  # here, as matplotlib takes half a second to import
+def _section(reproduction: Reproduction, folder: Path) -> Iterator[str]:
+    from gpipe_cli.reporting.plots.picture import png  # not at the top, as matplotlib takes half a second
     from gpipe_cli.reporting.reproduced.chart import charts, draw
 
-    yield f'<section id="{one.name}" class="recipe"><h2>{escape(one.title)}</h2>'
-    yield f'<p class="claim">{escape(one.claim)}.</p>'
-    yield f'<p class="pale"><code>{one.name}</code>, {escape(one.source)}; scale {one.scale}, '
-    yield f"{duration(one.seconds)} on {escape(one.machine)}</p>"
-    for table in one.tables:
+    yield f'<section id="{reproduction.name}" class="recipe"><h2>{escape(reproduction.title)}</h2>'
+    yield f'<p class="claim">{escape(reproduction.claim)}.</p>'
+    source = escape(reproduction.source)
+    yield f'<p class="pale"><code>{reproduction.name}</code>, {source}; scale {reproduction.scale}, '
+    yield f"{duration(reproduction.seconds)} on {escape(reproduction.machine)}</p>"
+    for table in reproduction.tables:
         yield f'<h3>{escape(table.title)}</h3><div class="wide">{to_html(table)}</div>'
         if drawn := list(charts(table)):
             lines = dict.fromkeys(line.name for chart in drawn for line in chart.lines)
             yield _image(f"{table.title}: {', '.join(lines)}", png(draw(drawn)), f"{360 * len(drawn)}px")
-    for what, path in one.files:  # the recipe's folder may have been moved since
+    for what, path in reproduction.files:  # the recipe's folder may have been moved since
         picture = folder / Path(path).name
         if picture.suffix == ".png" and picture.is_file():
-            yield _image(f"{one.title}: {what}", picture.read_bytes())
+            yield _image(f"{reproduction.title}: {what}", picture.read_bytes())
     yield '<dl class="notes">'
-    yield from (f"<dt>{escape(label)}</dt><dd>{escape(line)}</dd>" for label, line in one.notes)
-    commands = "\n".join(one.commands)
-    yield f"</dl><details><summary>{plural(len(one.commands), 'command')}</summary>"
+    yield from (f"<dt>{escape(label)}</dt><dd>{escape(line)}</dd>" for label, line in reproduction.notes)
+    commands = "\n".join(reproduction.commands)
+    yield f"</dl><details><summary>{plural(len(reproduction.commands), 'command')}</summary>"
     yield f"<pre>{escape(commands)}</pre></details></section>"
 
 

@@ -21,26 +21,25 @@ def with_results(readme: str, reproductions: Sequence[Reproduction]) -> str:
 
 
 def _results(reproductions: Sequence[Reproduction]) -> str:
-    seconds = duration(sum(one.seconds for one in reproductions))
-    machines = "; ".join(dict.fromkeys(one.machine for one in reproductions))
+    seconds = duration(sum(reproduction.seconds for reproduction in reproductions))
+    machines = "; ".join(dict.fromkeys(reproduction.machine for reproduction in reproductions))
     rows = []
-    for one in reproductions:
-        recipe = f"[{one.name}]({one.name}.yaml)"
-        for row in claims(one):
+    for reproduction in reproductions:
+        recipe = f"[{reproduction.name}]({reproduction.name}.yaml)"
+        for row in claims(reproduction):
             rows.append((recipe, *row))
             recipe = ""
     table = to_markdown(Table.of_rows("", [Column("recipe"), *CLAIMS], rows))
-    sections = [
-        markdown(replace(one, notes=tuple(note for note in one.notes if note[0] not in _LEFT_OUT)))
-        for one in reproductions
-        if _has_section(one)
-    ]
+    sections = []
+    for reproduction in filter(_has_section, reproductions):
+        notes = tuple(note for note in reproduction.notes if note[0] not in _LEFT_OUT)
+        sections.append(markdown(replace(reproduction, notes=notes)))
     return "\n".join([f"All recipes took {seconds} on {machines}.", "", table, *sections])
 
 
-def _has_section(one: Reproduction) -> bool:
-    """Whether numbers of the paper stand in rows for each K, or beside what was not run: of a training the row among
-    the claims says all, and what is not in the paper is printed by its command."""
-    columns = [column for table in one.tables for column in table.columns]
+def _has_section(reproduction: Reproduction) -> bool:
+    """Whether the tables have numbers of the paper in rows for each K, or beside numbers that were not run. The claims
+    say all about a training; tables without numbers of the paper are printed by their own command."""
+    columns = [column for table in reproduction.tables for column in table.columns]
     pipelines = any(column.heading == "K" or column.origin in ("planned", "simulated") for column in columns)
     return pipelines and any(column.origin == "paper" for column in columns)

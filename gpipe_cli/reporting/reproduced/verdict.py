@@ -7,7 +7,7 @@ from math import inf
 from gpipe_cli.reporting.tables.table import NONE, Column, Table
 from gpipe_cli.units import plural
 
-OURS = ("measured", "counted", "planned", "simulated")  # origins
+OURS = ("measured", "counted", "planned", "simulated")  # the origins of our numbers
 AGREES = 0.1  # a number agrees if it differs by no more than this share of the paper's; our choice
 
 
@@ -22,12 +22,12 @@ class Verdict:
 
 
 def verdicts(table: Table) -> Iterator[Verdict]:
-    """A verdict for each column of the paper's numbers and each origin of ours beside it: no number that was run hides
-    behind one that was not."""
+    """A verdict for each column of the paper's numbers and each origin of ours beside it: numbers that were run are
+    judged apart from those that were not."""
     for paper in (column for column in table.columns if column.origin == "paper"):
         for origin in OURS:
             ours = [column for column in table.columns if column.origin == origin and column.same_quantity(paper)]
-            ours.sort(key=lambda column: _differences(table, column) is None)  # those with a difference first
+            ours.sort(key=lambda column: _differences(table, column) is None)  # columns with a difference come first
             rows = [row for row in range(len(table.rows)) if ours and paper.has_value(row) and ours[0].has_value(row)]
             if rows:
                 yield _verdict(table, paper, ours[0], rows)
@@ -44,12 +44,12 @@ def _verdict(table: Table, paper: Column, ours: Column, rows: list[int]) -> Verd
     compared = {at: off for at in rows if (off := _off(paper, ours, at)) is not None}
     without = differences is None or all(differences.cells[at] == NONE for at in rows)
     if without and (differences or ours.origin in ("measured", "counted")):
-        compared = {}  # of other data or sizes
+        compared = {}  # the numbers are of other data or sizes
     apart = [at for at, off in compared.items() if off > AGREES]
     words = "agrees" if compared else "not comparable"
     if apart:
-        most = max(apart, key=compared.__getitem__)
-        worst = f"{', '.join(_words(table, '', most))}: {ours.cells[most]} for {paper.cells[most]}"
+        furthest = max(apart, key=compared.__getitem__)
+        worst = f"{', '.join(_words(table, '', furthest))}: {ours.cells[furthest]} for {paper.cells[furthest]}"
         words = f"differs in {len(apart)} of {plural(len(compared), 'row')}, most in {worst}"
     what = ", ".join(_words(table, ours.heading if ours.heading == paper.heading else "", row))
     return Verdict(what, paper.cells[row], ours.cells[row], ours.origin, difference + unit, words)
@@ -60,10 +60,10 @@ def _differences(table: Table, ours: Column) -> Column | None:
 
 
 def _off(paper: Column, ours: Column, row: int) -> float | None:
-    """By which share of the paper's number ours differs; words are the same or not. None: the paper's is 0."""
+    """By which share of the paper's number ours differs; for words 0 or infinity. None if the paper's number is 0."""
     theirs, value = (column.plain_values[row] for column in (paper, ours))
     try:
-        theirs, value = (float(str(one).split()[0].replace(",", "")) for one in (theirs, value))
+        theirs, value = (float(str(cell).split()[0].replace(",", "")) for cell in (theirs, value))
     except ValueError:
         return 0.0 if theirs == value else inf
     return abs(value - theirs) / abs(theirs) if theirs else None

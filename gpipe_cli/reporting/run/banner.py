@@ -74,12 +74,13 @@ def _banner(run: RunDescription, folder: Path) -> Iterable[tuple[str, str]]:
 
 def _learning_rate(run: RunDescription) -> str:
     """`0.04`, or `0.04, after a warm-up of 45 steps from 0.000889`."""
-    config, epoch = run.config, run.steps_per_epoch or 1
-    warm_up = warm_up_steps(config.learning_rate, epoch) if run.steps_per_epoch is not None else 0
-    total = config.epochs * epoch
+    config = run.config
+    epoch_steps = run.steps_per_epoch or 1
+    warm_up = warm_up_steps(config.learning_rate, epoch_steps) if run.steps_per_epoch is not None else 0
+    total = config.epochs * epoch_steps
 
     def rate(step: int) -> str:
-        return shown_rate(learning_rate(config.learning_rate, step, epoch, config.batch_size, total_steps=total))
+        return shown_rate(learning_rate(config.learning_rate, step, epoch_steps, config.batch_size, total_steps=total))
 
     if run.first_step >= warm_up:
         return rate(run.first_step)

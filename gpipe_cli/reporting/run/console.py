@@ -30,11 +30,13 @@ LEFT_OUT = (7, 5, 2, 6, 1)  # columns that narrow terminals drop, in this order;
 
 
 class RunConsole:
-    """Shows the progress of one run on one console."""
+    """Shows the progress of a run on a console."""
 
     def __init__(self, console: Console, run: RunDescription, line_seconds: float = LINE_SECONDS) -> None:
         self.console = console
-        self._run, self._words, self._line_seconds = run, words_of(run.config.task), line_seconds
+        self._run = run
+        self._words = words_of(run.config.task)
+        self._line_seconds = line_seconds
         self._bar: Progress | None = None
         self._epoch = 0  # the epoch that the sums are over
         self._sums = (0, 0.0, 0.0)  # samples (text: tokens); over them, sums of the loss and of right predictions
@@ -52,13 +54,13 @@ class RunConsole:
             return
         assert run.steps_per_epoch is not None
         epoch = min(run.first_step // run.steps_per_epoch + 1, run.config.epochs)
-        each = None if run.prediction is None else run.prediction.step_seconds
-        self._bar.add_task("", total=run.total_steps, epoch=f"{epoch}/{run.config.epochs}", each=each)
+        step_seconds = None if run.prediction is None else run.prediction.step_seconds
+        self._bar.add_task("", total=run.total_steps, epoch=f"{epoch}/{run.config.epochs}", each=step_seconds)
         self._show_bar(run.first_step, "waiting", "for the first step", "(slow: it allocates memory)")
         self._bar.start()
 
     def _show_bar(self, done: int, *state: str) -> bool:
-        """Shows the state if there is a bar; returns whether there is one."""
+        """Shows the state in the bar, if it exists; returns whether it does."""
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=done, state=state)
         return self._bar is not None
@@ -69,7 +71,7 @@ class RunConsole:
         return time.monotonic() - self._last_line >= self._line_seconds
 
     def step(self, message: StepDone, speed: float | None) -> None:
-        """Shows a step; ``speed`` is the recent one in samples/s, for text in tokens/s."""
+        """Shows a step; ``speed`` is the recent speed in samples/s, for text in tokens/s."""
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], each=message.seconds)
         if self._run.bench:
@@ -110,7 +112,8 @@ class RunConsole:
     def _turn_to(self, epoch: int) -> None:
         if epoch != self._epoch:
             self._show_waiting()
-            self._epoch, self._sums = epoch, (0, 0.0, 0.0)
+            self._epoch = epoch
+            self._sums = (0, 0.0, 0.0)
             if self._bar is not None:
                 self._bar.update(self._bar.task_ids[0], epoch=f"{epoch}/{self._run.config.epochs}")
 
@@ -140,7 +143,7 @@ class RunConsole:
         self._last_line = time.monotonic()
 
     def _columns(self, *cells: str) -> str:
-        """One line; a cell that is too long takes up padding of the next ones."""
+        """A line of cells; a cell that is too long takes up padding of the next cells."""
         ends = self._words.ends
         widths = [end - begin for begin, end in zip((0, *ends), ends, strict=False)]
         shown = list(range(len(widths)))
@@ -155,9 +158,9 @@ class RunConsole:
 
 
 def progress_bar(console: Console, counted: str) -> Progress | None:
-    """A transient bar, to which the caller adds one task; None outside a terminal. `counted` is the format of the text
-    left of the bar; the task's field `state` has the phrases right of it, the most important first, and `step_seconds`
-    how long one of its steps takes, as far as that is known."""
+    """A transient bar, to which the caller adds a task; None outside a terminal. `counted` is the format of the text
+    left of the bar; the task's field `state` has the phrases right of it, the most important first, and `each` the
+    seconds of a step, if known."""
     if not console.is_terminal or console.is_dumb_terminal:
         return None
     return Progress(
@@ -191,9 +194,10 @@ class _TimeLeft(ProgressColumn):
     max_refresh = 0.5  # seconds, so that the time does not flicker
 
     def render(self, task: Task) -> Text:
-        left, each = task.time_remaining, task.fields.get("each")
-        if left is None and each is not None and task.remaining is not None:
-            left = each * task.remaining
+        left = task.time_remaining
+        step_seconds = task.fields.get("each")
+        if left is None and step_seconds is not None and task.remaining is not None:
+            left = step_seconds * task.remaining
         if left is None:
             return Text("--:--", "progress.remaining")
         minutes, seconds = divmod(ceil(left), 60)

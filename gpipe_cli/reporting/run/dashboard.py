@@ -35,12 +35,13 @@ _KEPT = (CONFIG, RESULT, LOG, PAGE, "failure.txt")  # files of the run folder th
 
 
 class Dashboard:
-    """Turns what happens in a run into curves, texts and pictures for its sinks. If one fails, `failed` is called with
-    the error, and the others still receive everything. A dry run has no remote sinks."""
+    """Turns what happens in a run into curves, texts and pictures for its sinks. If a sink fails, `failed` is called
+    with the error, and the others still receive everything. A dry run has no remote sinks."""
 
     def __init__(self, folder: Path, run: RunDescription, result: RunResult, failed: Callable[[OSError], None]) -> None:
         """Sends the settings at once, so that the sinks have them even if the run is killed."""
-        self._folder, self._run, self._prediction, self._failed = folder, run, result.prediction, failed
+        self._folder, self._run, self._failed = folder, run, failed
+        self._prediction = result.prediction
         config = run.config
         self._facts = _facts(folder, result)
         kinds = {name: writer(name) for name in config.logger}
@@ -65,10 +66,10 @@ class Dashboard:
     def end(self, result: RunResult) -> None:
         """Sends the final results, and ends the sinks."""
         values = ((measure, measure.value(result)) for measure in finals(result.task))
-        known = {
+        points = {
             f"final/{measure.final}": value / measure.unit.curve_size for measure, value in values if value is not None
         }
-        self._draw(result.steps, known)
+        self._draw(result.steps, points)
         files = [path for name in _KEPT if (path := self._folder / name).is_file()]
         self._each(lambda sink: sink.end(result.status, files))
 
@@ -76,7 +77,7 @@ class Dashboard:
         """The curves of training; what is None is left out."""
         scores = Scores(message.tokens, message.cross_entropy, message.top1, message.top5, averaged=False)
         named = {f"train/{name}": value for name, value in scores_of(self._run.config.task, scores).items()}
-        whole = message.samples == (self._run.config.batch_size or message.samples)  # the last of an epoch may be short
+        whole = message.samples == (self._run.config.batch_size or message.samples)  # the last batch may be short
         if self._prediction is not None and whole:
             named |= _tagged({"step_over_predicted": message.seconds / self._prediction.step_seconds})
         memory = _memory(message, self._run.spec.layout.device_of_stage)
@@ -119,11 +120,11 @@ class Dashboard:
 
     def _each(self, use: Callable[[Sink], None]) -> None:
         """Calls `use` with every sink, which is opened if need be."""
-        if due := time.monotonic() - self._flushed >= _FLUSH_SECONDS:  # before a new point: the last step is complete
+        if due := time.monotonic() - self._flushed >= _FLUSH_SECONDS:  # the last step is complete before a new point
             self._flushed = time.monotonic()
         for name, kind in list(self._kinds.items()):
             try:
-                if (sink := self._open.get(name)) is None:  # imports take seconds
+                if (sink := self._open.get(name)) is None:  # sinks are opened late, as imports take seconds
                     sink = self._open[name] = kind(self._folder, self._run, self._facts)
                 if due:
                     sink.flush()
@@ -139,12 +140,13 @@ class Dashboard:
 
 def _facts(folder: Path, result: RunResult) -> dict[str, str]:
     """The run's folder, its command line and its commit, under MLflow's names."""
-    found = {"gpipe.folder": str(folder.absolute()), "mlflow.source.type": "LOCAL"}
+    facts = {"gpipe.folder": str(folder.absolute()), "mlflow.source.type": "LOCAL"}
     if starts := result.starts:
-        found["mlflow.source.name"], codes = starts[-1].command, starts[-1].code
+        facts["mlflow.source.name"] = starts[-1].command
+        codes = starts[-1].code
         if (commit := codes.get("model") or codes["gpipe"]) is not None:
-            found["mlflow.source.git.commit"] = commit["commit"]
-    return found
+            facts["mlflow.source.git.commit"] = commit["commit"]
+    return facts
 
 
 def _tagged(values: Mapping[str, float | None]) -> dict[str, float | None]:
@@ -169,8 +171,8 @@ def _memory(message: StepDone, device_of_stage: Sequence[int]) -> dict[str, floa
     if not message.memory_bytes:
         return {}
     of_stages = {
-        f"memory/stage{'s' * (len(k) > 1)}_{stages_named(k)}_gib": message.memory_bytes[k[0]] / GIB
-        for k in stages_together(device_of_stage)
+        f"memory/stage{'s' * (len(stages) > 1)}_{stages_named(stages)}_gib": message.memory_bytes[stages[0]] / GIB
+        for stages in stages_together(device_of_stage)
     }
     return _tagged({"memory_bytes_fullest": max(message.memory_bytes) / GIB}) | of_stages
 

@@ -14,7 +14,7 @@ from gpipe_cli.pipeline.schedule.simulator import ideal_bubble
 from gpipe_cli.results.run import Evaluation, Restart, Start
 from gpipe_cli.training.events import Scores, TrainingReady
 
-if TYPE_CHECKING:  # they import torch, which takes seconds; tables of runs do not need it
+if TYPE_CHECKING:  # these modules import torch, which takes seconds; tables of runs do not need it
     from gpipe_cli.planner.mfu import StepFlops
     from gpipe_cli.planner.pipeline_spec import PipelineSpec
     from gpipe_cli.planner.plan import Plan
@@ -117,8 +117,8 @@ def scores_of(task: Task, scores: Scores) -> dict[str, float | None]:
 
 def evaluation_of(task: Task, scores: Scores, step: int = 0, epoch: int = 0) -> Evaluation:
     """An evaluation as result.json has it."""
-    found = scores_of(task, scores)
-    return Evaluation(step, epoch, averaged=scores.averaged, tokens=scores.tokens, **found)
+    by_name = scores_of(task, scores)
+    return Evaluation(step, epoch, averaged=scores.averaged, tokens=scores.tokens, **by_name)
 
 
 def perplexity(cross_entropy: float) -> float:

@@ -15,7 +15,7 @@ from gpipe_cli.reporting.run.median_step import MedianStep
 from gpipe_cli.training.events import StepDone, StepRecorded
 
 _FIRST_DRAWN = 5  # counted steps after which the first picture is drawn, before the first epoch ends
-_DRAWING_APART = 50  # pause between drawings, in durations of the last one: drawing takes a core from the stages
+_DRAWING_APART = 50  # pause between drawings, in durations of the last drawing, which takes a core from the stages
 
 
 class Drawing:
@@ -23,16 +23,16 @@ class Drawing:
 
     def __init__(self, run: RunDescription, show: Callable[[StepPicture], None]) -> None:
         self._run, self._show = run, show
-        self._warmed_up = run.first_step + run.warm_up_steps  # the median leaves out steps up to it
+        self._warmed_up = run.first_step + run.warm_up_steps  # the median leaves out steps up to this number
         self._median = MedianStep()  # over the current epoch; in a measurement, over all steps
-        self._epoch_shown = False  # whether an epoch has ended, whose median step is the one to draw
-        self._next_drawing = 0.0  # time.monotonic(): before it no picture is drawn
+        self._epoch_shown = False  # whether an epoch has ended, whose median step is to be drawn
+        self._next_drawing = 0.0  # no picture is drawn before this time.monotonic()
         self._undrawn: Callable[[], None] | None = None  # draws the last step that was chosen
 
     def add(self, step: StepDone, recorded: StepRecorded) -> None:
         """Draws the median step of an epoch at its end."""
         run = self._run
-        whole = step.samples == (run.config.batch_size or step.samples)  # the last of an epoch may be short
+        whole = step.samples == (run.config.batch_size or step.samples)  # an epoch's last mini-batch may be short
         self._median.add(step, recorded, counts=whole and step.step > self._warmed_up)
         counted = self._median.counted
         ends = step.position == run.steps_per_epoch and counted > 0
@@ -40,7 +40,8 @@ class Drawing:
         if not run.bench and (ends or (counted == _FIRST_DRAWN and not self._next_drawing)):
             self._choose()
             if ends:
-                self._median, self._epoch_shown = MedianStep(), True
+                self._median = MedianStep()
+                self._epoch_shown = True
             if time.monotonic() >= self._next_drawing:
                 self._draw()
 
@@ -55,17 +56,20 @@ class Drawing:
         """The timeline and the breakdown of a recorded step, and its number of micro-batches M."""
         config, spec = self._run.config, self._run.spec
         micro_batches = len(share_of(step.samples, config.micro_batches, config.replicas).sizes)
-        schedule, devices = spec.schedule(micro_batches), spec.layout.device_of_stage
+        schedule = spec.schedule(micro_batches)
+        devices = spec.layout.device_of_stage
         timeline = measured_timeline(schedule, recorded.seconds, recorded.began_seconds, devices)
         return timeline, breakdown(timeline, micro_batches, step.seconds), micro_batches
 
     def _choose(self) -> None:
-        """Choose the median step so far as the one to draw, beside the prediction."""
+        """Chooses the median step so far to be drawn next, beside the prediction."""
         if (chosen := self._median.nearest) is None:
             return
-        (step, recorded), plan = chosen, self._run.prediction
+        step, recorded = chosen
+        plan = self._run.prediction
         timeline, shares, micro_batches = self.measured(step, recorded)
-        title, steps = f"epoch {step.epoch}, step {step.step:,}", self._median.steps
+        title = f"epoch {step.epoch}, step {step.step:,}"
+        steps = self._median.steps
         note = f"the median of {steps:,} steps" if steps > 1 else ""
         views = [TimelineView(title, "measured", timeline, recorded.began_seconds, step.seconds, asdict(shares), note)]
         if plan is not None and plan.micro_batches == micro_batches:
@@ -73,7 +77,7 @@ class Drawing:
         self._undrawn = partial(self._show, StepPicture(step.epoch, step.step, tuple(views), steps))
 
     def _draw(self) -> None:
-        """Draw the chosen step, unless it is drawn already."""
+        """Draws the chosen step, unless it is drawn already."""
         if self._undrawn is not None:
             began = time.monotonic()
             self._undrawn()

@@ -27,7 +27,7 @@ COMMANDS = ("gpipe ", "tensorboard ")  # facts that begin like this are commands
 
 
 def show_line(console: Console, text: str, style: str = "") -> None:
-    """Prints and logs one line; long ones are not broken, so that paths and commands can be copied."""
+    """Prints and logs a line; long lines are not broken, so that paths and commands can be copied."""
     end_phase()
     writable = text.encode(console.encoding, "backslashreplace").decode(console.encoding)
     console.print(Text(writable, style), soft_wrap=True)
@@ -43,15 +43,15 @@ def show_text(console: Console, text: str, style: str = "") -> None:
 def wrapped(text: str, width: int) -> list[str]:
     """The lines of a text, broken at blanks only; after a number, as in `40.5 samples/s`, only if unavoidable."""
     lines = [text]
-    for broken in (re.sub(r"(?<=\d) (?=[^\W\d]|%)", "\xa0", text), text):
+    for breakable in (re.sub(r"(?<=\d) (?=[^\W\d]|%)", "\xa0", text), text):
         if max(map(cell_len, lines), default=0) <= width:
             break
-        lines = textwrap.wrap(broken, max(1, width), break_long_words=False, break_on_hyphens=False)
+        lines = textwrap.wrap(breakable, max(1, width), break_long_words=False, break_on_hyphens=False)
     return [line.replace("\xa0", " ") for line in lines]
 
 
 def show_error(text: str) -> None:
-    """Prints an error as one line on stderr, and logs it."""
+    """Prints an error as a single line on stderr, and logs it."""
     end_phase()
     line = " ".join(text.split())
     sys.stderr.write(f"{line}\n")
@@ -95,12 +95,13 @@ class _Log:
         self._waiting = bytearray()
 
     def add(self, text: str) -> None:
-        now = f"{datetime.now():%Y-%m-%d %H:%M:%S}"
+        timestamp = f"{datetime.now():%Y-%m-%d %H:%M:%S}"
         lines = (line.rstrip() for line in text.splitlines())
-        self._waiting += "".join(f"{now}  {line}\n" for line in lines if line).encode(errors="backslashreplace")
+        self._waiting += "".join(f"{timestamp}  {line}\n" for line in lines if line).encode(errors="backslashreplace")
         if not (self._folder / CONFIG).is_file():
             return
-        with suppress(OSError), (self._folder / LOG).open("ab", buffering=0) as file:  # else with the next line
+        # lines that cannot be written wait for the next call
+        with suppress(OSError), (self._folder / LOG).open("ab", buffering=0) as file:
             while self._waiting:
                 del self._waiting[: file.write(self._waiting)]
 
@@ -119,14 +120,14 @@ def logging_to(folder: Path | None) -> Iterator[None]:
 
 
 def log(text: str) -> None:
-    """Adds lines to the log of the current run, if there is one, without showing them."""
-    if (own := _LOG.get()) is not None:
-        own.add(text)
+    """Adds lines to the log of the current run, if any, without showing them."""
+    if (current := _LOG.get()) is not None:
+        current.add(text)
 
 
 def override(key: str, value: str) -> str:
     """`key=value`, quoted as needed on a command line: for Hydra (commas, brackets) and for the shell (blanks)."""
     if re.fullmatch(r"[\w./-]+", value):
         return f"{key}={value}"
-    override = f"{key}={quoted(value)}"
-    return shlex.quote(override) if re.search(r'["$`!\\]', override) else f'"{override}"'
+    setting = f"{key}={quoted(value)}"
+    return shlex.quote(setting) if re.search(r'["$`!\\]', setting) else f'"{setting}"'

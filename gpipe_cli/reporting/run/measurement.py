@@ -17,7 +17,7 @@ from gpipe_cli.system.machine import cpu_model, usable_cores, usable_memory_byte
 from gpipe_cli.system.source_code import Commit, commit_of
 from gpipe_cli.units import spans
 
-if TYPE_CHECKING:  # they import torch
+if TYPE_CHECKING:  # these modules import torch
     from gpipe_cli.planner.pipeline_spec import PipelineSpec
     from gpipe_cli.planner.stage_memory import StageMemory as PlannedMemory
 
@@ -76,7 +76,7 @@ def stage_memory(
 ) -> tuple[StageMemory, ...]:
     """The parts of each measured peak, in bytes, which add up to it. Stages that share a device, or a process on a CPU,
     share a peak. If activations were not counted, they are the planned ones."""
-    found = []
+    memories = []
     for stages in stages_together(spec.layout.device_of_stage) if peaks else ():
         parts = {
             "libraries": libraries[stages[0]] if libraries else 0,
@@ -87,8 +87,8 @@ def stage_memory(
         }
         peak = peaks[stages[0]]
         stage = stages[0] if len(stages) == 1 else None if len(stages) == len(peaks) else stages_named(stages)
-        found.append(StageMemory(stage, **parts, other=peak - sum(parts.values()), peak=peak))
-    return tuple(found)
+        memories.append(StageMemory(stage, **parts, other=peak - sum(parts.values()), peak=peak))
+    return tuple(memories)
 
 
 def stages_together(device_of_stage: Sequence[int]) -> list[tuple[int, ...]]:
@@ -126,20 +126,20 @@ def hardware(gpu_names: Sequence[str], threads: int) -> dict[str, object]:
 
 
 def code(model: ModelConfig) -> dict[str, Commit | None]:
-    """The commits of gpipe and of a user's own model, which has been imported; None: not known to git."""
-    found = {"gpipe": commit_of(Path(__file__))}
+    """The commits of gpipe and of a user's own model, which has been imported; None if git does not know it."""
+    commits = {"gpipe": commit_of(Path(__file__))}
     if isinstance(model, CustomConfig):
         file = getattr(sys.modules.get(model.target.partition(":")[0]), "__file__", None)
-        found["model"] = None if file is None else commit_of(Path(file))
-    return found
+        commits["model"] = None if file is None else commit_of(Path(file))
+    return commits
 
 
 def versions(text: bool = False) -> dict[str, str | None]:
     """Versions of Python and of the packages that the numbers depend on, read without importing them."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
+    version_of: dict[str, str | None] = {"python": platform.python_version()}
     for package in (*PACKAGES, *TEXT_PACKAGES) if text else PACKAGES:
         try:
-            found[package] = metadata.version(package)
+            version_of[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            found[package] = None
-    return found
+            version_of[package] = None
+    return version_of

@@ -1,11 +1,11 @@
-"""The recorded step of a run that is shown: the one of median duration. Other steps may have waited for data, disks or
-other programs, and the first ones for memory."""
+"""The recorded step of a run that is shown: the step of median duration. Other steps may have waited for data, disks or
+other programs, and the first steps for memory."""
 
 from bisect import insort
 
 from gpipe_cli.training.events import StepDone, StepRecorded
 
-KEPT = 32  # recordings at most: one may hold thousands of numbers, and an epoch tens of thousands of steps
+KEPT = 32  # recordings at most: each may hold thousands of numbers, and an epoch tens of thousands of steps
 
 
 class MedianStep:
@@ -13,14 +13,14 @@ class MedianStep:
 
     All durations are kept, but recordings of all steps only up to KEPT, later of every second, fourth, ... step, so
     that they spread over the whole time. Steps that do not count (warm-up, a short mini-batch) are used only until the
-    first one that counts, which drops them.
+    first step that counts, which drops them.
     """
 
     def __init__(self) -> None:
-        self._seconds: list[float] = []  # ascending
+        self._seconds: list[float] = []  # durations of all steps, ascending
         self._kept: list[tuple[StepDone, StepRecorded]] = []
-        self._every = 1  # one recording is kept for this many steps
-        self.counted = 0  # steps added that count
+        self._every = 1  # a recording is kept once in this many steps
+        self.counted = 0  # number of steps added that count
 
     def add(self, done: StepDone, recorded: StepRecorded, *, counts: bool) -> None:
         if counts and not self.counted:

@@ -62,8 +62,8 @@ RECENT_STEPS = 20  # a displayed speed is the median over this many steps
 
 
 class Reporter:
-    """Reports one run into ``folder``, which is created if missing, from when the workers are ready: before, nothing is
-    shown or written. `describe` says what is known of the run then.
+    """Reports a run into ``folder``, which is created if missing. Until the workers are ready, nothing is shown or
+    written; `describe` then says what is known of the run.
 
     ``result.json`` is written at the start (status ``running``) and after every evaluation, so that a killed run leaves
     its results so far. Call ``finish`` last, and once.
@@ -82,7 +82,7 @@ class Reporter:
         write_whole(folder / CONFIG, to_yaml(run.config))
         self._run = run
         self._begin = time.monotonic() - measurement.process_seconds()
-        self._result = _begun(folder, run)  # without what is measured
+        self._result = _begun(folder, run)  # lacks what is measured
         self._last: StepDone | None = None  # the step whose recording comes next
         self._checkpoint = 0  # step of the last checkpoint written
         self._medians = measurement.StepMedians(run.warm_up_steps)
@@ -99,12 +99,12 @@ class Reporter:
         if not run.restarts:
             show_banner(self._console.console, run, folder)
         plain = Console(file=io.StringIO(), width=100, force_terminal=False, color_system=None)
-        with plain.capture() as text, logging_to(None):  # the log has it already
+        with plain.capture() as text, logging_to(None):  # the log has the banner already
             show_banner(plain, run, folder)
         self._dashboard.describe(to_yaml(run.config), text.get())
         if run.config.dry_run:
             return
-        if (lost := lost_output()) is not None:  # the training could not be followed
+        if (lost := lost_output()) is not None:  # the progress of the training could not be shown
             raise lost
         self._console.start()
 
@@ -167,11 +167,11 @@ class Reporter:
         self._dashboard.recorded(step, breakdown)
 
     def timeline(self, picture: StepPicture) -> None:
-        """Shows a step in place of an earlier one of the same epoch, and sends the parts of the memory to the sinks."""
+        """Shows a step in place of an earlier step of its epoch, and sends the parts of the memory to the sinks."""
         from gpipe_cli.reporting.plots.picture import write_picture
         from gpipe_cli.reporting.plots.timeline import draw
 
-        others = [one for one in self._pictures if one.epoch != picture.epoch]
+        others = [shown for shown in self._pictures if shown.epoch != picture.epoch]
         self._pictures = [*others, picture][-MOST_STEPS:]
         with self._optional():
             self._write_page()
@@ -251,11 +251,11 @@ class Reporter:
         self._change(status=status, error=error)
         result = self._measured()
         unwritten: OSError | None = None
-        try:  # first, as writing to a closed console ends the process
+        try:  # result.json comes first, as writing to a closed console ends the process
             write_run(self._folder, result)
         except OSError as failed:
             unwritten = failed
-        if self._pictures:  # again, with the final share of contended time, as in the summary
+        if self._pictures:  # the page is written again, with the final share of contended time, as in the summary
             with self._optional():
                 self._write_page()
         self._dashboard.end(result)
@@ -274,12 +274,12 @@ class Reporter:
         if not self._folder.is_dir():
             return GONE, None
         # an interrupted run may have ended before the message of a checkpoint that is on disk
-        there = [step for one in checkpoints_in(self._folder) if (step := step_of(one)) > self._run.first_step]
-        if written := max([self._checkpoint, *there]):
+        steps = [step for path in checkpoints_in(self._folder) if (step := step_of(path)) > self._run.first_step]
+        if written := max([self._checkpoint, *steps]):
             done = written == self._run.total_steps
-            again = None if done else f"gpipe train {override('resume', str(self._folder))}"
-            return f"{self._folder}, after step {written:,}{', the last one' if done else ''}", again
-        if (source := self._run.config.resume) is not None:  # perhaps complete, but for what was typed
+            command = None if done else f"gpipe train {override('resume', str(self._folder))}"
+            return f"{self._folder}, after step {written:,}{', the last one' if done else ''}", command
+        if (source := self._run.config.resume) is not None:  # it may be complete, but for the command's settings
             start = self._run.start
             return f"none of this run; the one in {source} remains", None if start is None else start.command
         return "none was written, so there is nothing to resume", None
@@ -290,9 +290,10 @@ class Reporter:
             return
         result = self._measured()
         self._compared = True
-        console, kind = self._console.console, result.samples_per_second_kind
+        console = self._console.console
+        kind = result.samples_per_second_kind
         show_facts(console, comparison(result))
-        if kind is not None and kind != "measured":  # such a speed is not what was predicted
+        if kind is not None and kind != "measured":  # the prediction is not of such a speed
             show_facts(console, [("", speed_kind(kind, result.without_core))])
 
     @property
@@ -303,9 +304,11 @@ class Reporter:
 
     def _measured(self) -> RunResult:
         """The result so far."""
-        run, result, median, quartiles = self._run, self._result, self._medians.median, self._medians.quartiles
+        run, result = self._run, self._result
+        median, quartiles = self._medians.median, self._medians.quartiles
         speeds = median("samples_per_second"), median("tokens_per_second")
-        flops, peak = run.flops.per_second(*speeds), result.peak_flops_per_second
+        flops = run.flops.per_second(*speeds)
+        peak = result.peak_flops_per_second
         shares = measured_breakdown(self._medians)
         kind, without_core = self._kind_of_speed
         return replace(
@@ -376,12 +379,12 @@ def _begun(folder: Path, run: RunDescription) -> RunResult:
 
 
 def _starts(folder: Path, run: RunDescription) -> tuple[Start, ...]:
-    """The earlier starts of the run, if it is resumed or begins again in ``folder``, followed by this one."""
-    earlier = [run_result_or_none(Path(one)) for one in (folder, run.config.resume) if one is not None]
-    found = next((result.starts for result in earlier if result is not None), ())
-    if run.start is None or (found and found[-1].started == run.start.started):  # recorded before a restart
-        return found
-    return (*found, replace(run.start, first_step=run.first_step, code=measurement.code(run.config.model)))
+    """The earlier starts of the run, if it is resumed or begins again in ``folder``, followed by this start."""
+    results = [run_result_or_none(Path(path)) for path in (folder, run.config.resume) if path is not None]
+    earlier = next((result.starts for result in results if result is not None), ())
+    if run.start is None or (earlier and earlier[-1].started == run.start.started):
+        return earlier  # they include this start if it was recorded before a restart
+    return (*earlier, replace(run.start, first_step=run.first_step, code=measurement.code(run.config.model)))
 
 
 def complete_result(folder: Path, task: Task, progress: Progress) -> None:

@@ -10,16 +10,16 @@ from gpipe_cli.reporting.run.measurement import StepMedians
 from gpipe_cli.results.run import RunResult
 from gpipe_cli.units import duration, percent, size
 
-STAGES_SHOWN = 4  # with more stages, only the fullest one is shown
+STAGES_SHOWN = 4  # with more stages, only the fullest is shown
 COMPARED_STEPS = 20  # steps done in this process before the prediction is compared
 _LARGE = 2.0  # a ratio of at least this, or at most its inverse, is written as a factor
 
 
 def measured_breakdown(medians: StepMedians) -> dict[str, float] | None:
     """The median over steps of each of SHARES, rescaled to sum to 1, as in every step; None if none is known."""
-    found = {name: share for name in SHARES if (share := medians.median(name)) is not None}
-    total = sum(found.values())
-    return {name: share / (total or 1.0) for name, share in found.items()} or None
+    shares = {name: share for name in SHARES if (share := medians.median(name)) is not None}
+    total = sum(shares.values())
+    return {name: share / (total or 1.0) for name, share in shares.items()} or None
 
 
 def show_shares(console: Console, kinds: Mapping[str, Mapping[str, float] | None], ideal_bubble: float) -> None:
@@ -46,7 +46,7 @@ def share_word(name: str) -> str:
 
 
 def comparison(result: RunResult) -> Iterable[tuple[str, str]]:
-    """Labelled lines: predicted against measured step and, if they were counted, the saved activations of one
+    """Labelled lines: predicted against measured step and, if they were counted, the saved activations of a
     mini-batch."""
     prediction, seconds = result.prediction, result.step_seconds
     assert prediction is not None
@@ -65,11 +65,11 @@ def comparison(result: RunResult) -> Iterable[tuple[str, str]]:
         yield "", f"predicted from {prediction.source}; hardware=auto cost=measured times your layers"
 
 
-def difference(predicted: float, found: float, times: str = "as much") -> str:
+def difference(predicted: float, measured: float, times: str = "as much") -> str:
     """`4 % more`, `12 % less`, `as predicted`; a large one `2.4 times as much`."""
     if predicted <= 0:
-        return "as predicted" if found == predicted else "nothing was predicted"
-    factor = found / predicted
+        return "as predicted" if measured == predicted else "nothing was predicted"
+    factor = measured / predicted
     if not 1 / _LARGE < factor < _LARGE:
         return f"{factor:,.{0 if factor >= 10 else 1 if factor >= 1 else 2}f} times {times}"
     share = round(100 * (factor - 1))

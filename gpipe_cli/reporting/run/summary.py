@@ -36,7 +36,9 @@ def show_summary(
     `checkpoint`: where its last checkpoint is; `go_on`: the command that resumes it, None if there is nothing to do.
     `next_commands`: shown with their labels after a training that was completed.
     """
-    status, seconds, bench = result.status, MEASURES["seconds"].text(result), result.command == "bench"
+    status = result.status
+    bench = result.command == "bench"
+    seconds = MEASURES["seconds"].text(result)
     epochs = f" ({plural(result.epochs, 'whole epoch')})" if result.epochs and not bench else ""
     done = plural(result.steps, "step") + epochs
     match status:
@@ -65,7 +67,8 @@ def show_summary(
     facts = [("run folder", str(folder))]
     if not bench and (failed := result.failed_checkpoints):
         facts.append(("not written", f"{plural(failed, 'checkpoint')} (see the warnings above)"))
-    page, curves = folder / PAGE, f"tensorboard --logdir {shlex.quote(str(folder))}"
+    page = folder / PAGE
+    curves = f"tensorboard --logdir {shlex.quote(str(folder))}"
     has_curves = not bench and result.steps and "tensorboard" in result.config["logger"] and folder.is_dir()
     if next_commands is not None and status == "completed":
         looks = [shlex.quote(str(page))] * page.exists() + [curves] * bool(has_curves)
@@ -85,9 +88,10 @@ def show_summary(
 
 def show_evaluation(console: Console, folder: Path, checkpoint: str, task: Task, message: EvaluationDone) -> None:
     """Shows an evaluation and writes evaluate.json beside the run's result.json, which stays as is. Raises OSError."""
-    words, scores, translation = words_of(task), message.scores, message.translation
-    tested = evaluation_of(task, scores)
-    found: dict[str, Any] = {
+    words = words_of(task)
+    translation = message.translation
+    tested = evaluation_of(task, message.scores)
+    results: dict[str, Any] = {
         "checkpoint": checkpoint,
         "task": task,
         "samples": message.samples,
@@ -95,16 +99,16 @@ def show_evaluation(console: Console, folder: Path, checkpoint: str, task: Task,
         "seconds": message.seconds,
     }
     if words.text:
-        found["unigram_perplexity"] = message.unigram_perplexity
+        results["unigram_perplexity"] = message.unigram_perplexity
     if task == "translation":
-        found["translation"] = None if translation is None else asdict(translation)
+        results["translation"] = None if translation is None else asdict(translation)
     try:
-        write_result(folder, found, EVALUATION)
+        write_result(folder, results, EVALUATION)
     finally:  # if the file cannot be written, the summary is still shown
         tokens = "" if message.scores.tokens is None else f" with {plural(message.scores.tokens, 'token')}"
-        seen = f"{message.samples:,}{tokens} in {duration(message.seconds)}"
-        said = outcome_of_test(task, tested, message.unigram_perplexity)
-        facts = [("checkpoint", checkpoint), ("test", said), (f"{words.sample}s", seen)]
+        amount = f"{message.samples:,}{tokens} in {duration(message.seconds)}"
+        outcome = outcome_of_test(task, tested, message.unigram_perplexity)
+        facts = [("checkpoint", checkpoint), ("test", outcome), (f"{words.sample}s", amount)]
         if translation is not None:
             facts += outcome_of_translation(translation)
         show_facts(console, [*facts, ("written to", str(folder / EVALUATION))])
@@ -115,8 +119,8 @@ def outcome_of_test(task: Task, test: Evaluation, unigram_perplexity: float | No
     loss 3.7210 nats per token`. A unigram model knows only the frequencies of tokens."""
     result = RunResult("completed", task=task, test=test)
     keys = ("test_perplexity", "test_token_accuracy") if result.text else ("test_top1", "test_top5")
-    known = [one for one in chosen(*keys, "test_loss") if one.value(result) is not None]
-    scores = {one.key: f"{one.name.removeprefix('test ')} {one.text(result)}" for one in known}
+    measures = [measure for measure in chosen(*keys, "test_loss") if measure.value(result) is not None]
+    scores = {measure.key: f"{measure.name.removeprefix('test ')} {measure.text(result)}" for measure in measures}
     if result.text:
         scores["test_loss"] += " nats per token"
         if unigram_perplexity is not None:
@@ -146,7 +150,8 @@ def _outcome(result: RunResult) -> Iterable[tuple[str, str]]:
         yield "", f"best of the run, after step {best.step:,}, in epoch {best.epoch}"
     if result.samples_per_second_kind is None:
         return
-    sample, step = words_of(result.task).sample, f"{MEASURES['step_seconds'].text(result)} per step"
+    sample = words_of(result.task).sample
+    step = f"{MEASURES['step_seconds'].text(result)} per step"
     speeds = [(TOKENS, f"{TOKENS.text(result)} tokens/s")] if result.text else []
     speeds.append((SAMPLES, f"{SAMPLES.text(result)} {sample}s/s"))
     if result.command == "bench":
@@ -175,7 +180,7 @@ def speed_kind(kind: str, without_core: float | None = None) -> str:
 
 
 def memory_rows(stages: Sequence[StageMemory]) -> Sequence[tuple[str, Sequence[str]]]:
-    """Parts of each stage's peak memory, and their sum; of more than STAGES_SHOWN stages, only of the fullest one."""
+    """Parts of each stage's peak memory, and their sum; of more than STAGES_SHOWN stages, only of the fullest."""
     parts = ("libraries", "weights", "gradients", "optimizer", "activations", "other")
     unit, name = memory_unit(max(stage.peak for stage in stages))
     rows = [(f"memory, {name}", [f"{part:>7}" for part in parts] + ["=", "peak"])]
@@ -192,8 +197,7 @@ def _flops(result: RunResult, note: str) -> Iterable[tuple[str, str]]:
         return
     step = f"{operations(result.model_flops)}FLOP per full step, recomputation not counted"
     yield "model", f"{MEASURES['model_flops_per_second'].text(result)}FLOP/s ({step})"
-    known = result.mfu is not None
-    yield "MFU", f"{MEASURES['mfu'].text(result)} of {note}" if known else f"not known: {note}"
+    yield "MFU", f"not known: {note}" if result.mfu is None else f"{MEASURES['mfu'].text(result)} of {note}"
 
 
 def _one_line(text: str) -> str:

@@ -49,9 +49,9 @@ class Writer(Sink):
             new = b"".join(self._line(step, {}) for step in sorted(self._rows))
             with naming(self._path), self._path.open("r+b", buffering=0) as file:
                 file.seek(self._size)  # overwrite what a failed write has left
-                at = 0
-                while at < len(new):
-                    at += file.write(new[at:])
+                written = 0
+                while written < len(new):
+                    written += file.write(new[written:])
             self._size += len(new)
         self._last = max(self._last, *self._rows)
         self._rows.clear()
@@ -61,23 +61,24 @@ class Writer(Sink):
 
     def _write_anew(self) -> None:
         write_whole(self._path, self._merged())
-        self._columns, self._size = len(self._tags), self._path.stat().st_size
+        self._columns = len(self._tags)
+        self._size = self._path.stat().st_size
 
     def _merged(self) -> Iterator[bytes]:
         """The lines of the file up to step `_last`, merged with the values not yet written."""
         yield _line(["step", *self._tags])
-        found = set()
+        written_steps = set()
         if self._path.exists():
             with self._path.open(newline="", encoding="utf-8") as file:
-                whole = (line for line in file if line.endswith("\n"))  # the last one may be incomplete
+                whole = (line for line in file if line.endswith("\n"))  # the last line may be incomplete
                 for row in csv.DictReader(whole):
                     if (step := int(row["step"])) <= self._last:
-                        found.add(step)
+                        written_steps.add(step)
                         yield self._line(step, row)
-        yield from (self._line(step, {}) for step in sorted(self._rows.keys() - found))
+        yield from (self._line(step, {}) for step in sorted(self._rows.keys() - written_steps))
 
-    def _line(self, step: int, known: Mapping[str, str] = {}) -> bytes:
-        values = {**known, **self._rows.get(step, {})}
+    def _line(self, step: int, row: Mapping[str, str] = {}) -> bytes:
+        values = {**row, **self._rows.get(step, {})}
         return _line([step, *(values.get(tag, "") for tag in self._tags)])
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _LOCAL = "mlruns"  # folder for MLflow's files in `output`, unless MLFLOW_TRACKING_URI is set
-_MOST_POINTS, _MOST_SETTINGS = 1000, 100  # MLflow's limits for one request
+_MOST_POINTS, _MOST_SETTINGS = 1000, 100  # MLflow's limits for a request
 _ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",  # seconds
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
@@ -40,15 +40,15 @@ class Writer:
         local = (Path(run.config.output) / _LOCAL).absolute().as_uri()
         self._client = MlflowClient(tracking_uri=os.environ.get("MLFLOW_TRACKING_URI", local))
         self._waiting: list[Metric] = []
-        found = None
-        if (known := known_id(folder, "mlflow")) is not None:
+        stored = None
+        if (run_id := known_id(folder, "mlflow")) is not None:
             with suppress(MlflowException):  # the run may be in another store
-                found = self._client.get_run(known)
-                self._client.update_run(known, status="RUNNING")
-        if found is None:
-            found = self._client.create_run(self._experiment(), run_name=folder.name)
-        self._id: str = found.info.run_id
-        self._settings = dict(found.data.params)
+                stored = self._client.get_run(run_id)
+                self._client.update_run(run_id, status="RUNNING")
+        if stored is None:
+            stored = self._client.create_run(self._experiment(), run_name=folder.name)
+        self._id: str = stored.info.run_id
+        self._settings = dict(stored.data.params)
         keep_id(folder, "mlflow", self._id)
         for key, fact in facts.items():
             self._client.set_tag(self._id, key, fact)
@@ -59,9 +59,9 @@ class Writer:
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
         with suppress(MlflowException):  # the experiment exists, perhaps just created by another run
             return str(self._client.create_experiment(name))
-        found = self._client.get_experiment_by_name(name)
-        assert found is not None, name
-        return str(found.experiment_id)
+        experiment = self._client.get_experiment_by_name(name)
+        assert experiment is not None, name
+        return str(experiment.experiment_id)
 
     def settings(self, values: Mapping[str, Value]) -> None:
         """MLflow's parameters are immutable: a value that a resumed run has changed becomes a tag."""
@@ -77,9 +77,9 @@ class Writer:
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         from mlflow.entities import Metric
 
-        now = int(1000 * time.time())
+        milliseconds = int(1000 * time.time())
         names = {re.sub(r"[^\w./ :-]", "_", tag): value for tag, value in values.items()}  # MLflow refuses other signs
-        self._waiting += [Metric(name, value, now, step) for name, value in names.items()]
+        self._waiting += [Metric(name, value, milliseconds, step) for name, value in names.items()]
 
     def flush(self) -> None:
         for begin in range(0, len(self._waiting), _MOST_POINTS):

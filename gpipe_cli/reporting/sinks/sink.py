@@ -73,8 +73,8 @@ def refuse_missing(loggers: Sequence[Logger]) -> None:
 def known_id(folder: Path, logger: Logger) -> str | None:
     """The id under which `logger` has the run of this folder, which a resume continues; None if it has none yet."""
     with suppress(OSError, ValueError):
-        found: str | None = read_json(folder / _IDS).get(logger)
-        return found
+        run_id: str | None = read_json(folder / _IDS).get(logger)
+        return run_id
     return None
 
 
@@ -96,12 +96,12 @@ def writer(logger: Logger) -> type[Sink]:
 def hyperparameters(config: TrainConfig) -> dict[str, Value]:
     """The settings by their dotted keys, `model.filters`: finite numbers and switches as they are, all else as text.
     Null settings are left out, so that no column mixes text and numbers."""
-    known = flattened(asdict(config), whole=all_settings())  # the free arguments of a custom model are one setting
+    values = flattened(asdict(config), whole=all_settings())  # free arguments of a custom model stay together
 
     def plain(value: Any) -> Value:
         return value if isinstance(value, int | float) and math.isfinite(value) else show(value)
 
-    return {key: plain(value) for key, value in known if value is not None}
+    return {key: plain(value) for key, value in values if value is not None}
 
 
 @cache

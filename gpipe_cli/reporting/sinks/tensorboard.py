@@ -42,7 +42,7 @@ class Writer:
     needs = ("tensorboard", "tensorboard")
 
     def __init__(self, folder: Path, run: RunDescription, facts: Mapping[str, str]) -> None:
-        from torch.utils.tensorboard import summary  # here, as it imports torch
+        from torch.utils.tensorboard import summary  # this imports torch
 
         self._folder, self._run, self._summary = folder, run, summary
         self._file = EventFile(folder, run.first_step + 1)
@@ -51,14 +51,14 @@ class Writer:
         """Writes the settings for HParams at once, so that a killed run has them, and the charts of Custom Scalars."""
         folder, run = self._folder, self._run
         (folder / _END).unlink(missing_ok=True)
-        written = [
+        summaries = [
             columns_summary(
                 varied_by(folder, values), [f"final/{measure.final}" for measure in finals(run.config.task)]
             ),
             settings_summary(values),
             self._summary.custom_scalars(charts(run.config.text, run.prediction is not None)),
         ]
-        write_whole(folder / _SETTINGS, event_file(written))
+        write_whole(folder / _SETTINGS, event_file(summaries))
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         for tag, value in values.items():

@@ -75,7 +75,7 @@ class Writer(Sink):
 
 
 def _has_key() -> bool:
-    """Whether the environment or .netrc has an API key; otherwise, W&B would ask for one."""
+    """Whether the environment or .netrc has an API key; otherwise, W&B would ask for a key."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     server = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").partition("//")[2].partition("/")[0]

@@ -24,13 +24,13 @@ UNIT = (
 
 @dataclass(frozen=True)
 class Measured:
-    samples: int  # of a step
+    samples: int  # samples of a step
     rounds: list[list[float]]  # the seconds of each timed step of each round
-    memory_bytes: int  # peak of the fullest process: of the allocator on a GPU, on a CPU what the process has grown by
+    memory_bytes: int  # peak of the fullest process: the allocator's on a GPU; on a CPU, the growth of the process
 
     @property
     def seconds(self) -> float:
-        """Of a step: the median of a round's steps, and of all rounds."""
+        """The seconds of a step: the median over rounds of the median over the steps of each round."""
         return median(map(median, self.rounds))
 
 
@@ -44,7 +44,7 @@ class Row:
     ours: str  # the schedule of ours whose speed and memory stand beside it
     measured: Measured | None
     ours_measured: Measured | None
-    layer: str | None = None  # the first layer that differs, in the order of the backward; else the one furthest away
+    layer: str | None = None  # the first layer that differs, in the order of the backward; else the layer furthest away
     units: float | None = None  # its distance from ours, in units of `UNIT`
     share: float | None = None  # its distance from ours as a share of our gradient's norm
     text: str = ""  # why it fails or is left out
@@ -61,7 +61,7 @@ class Row:
 @dataclass(frozen=True)
 class AgainstReport:
     against: str
-    version: str  # of torch
+    version: str  # the version of torch
     rows: tuple[Row, ...]
     config: dict[str, Any]
 

@@ -104,9 +104,9 @@ def _grouped(rows: Sequence[Row], key: Callable[[Row], tuple[object, ...]]) -> I
 
 
 def _is_whole(group: Sequence[Row], rows: Sequence[Row]) -> bool:
-    """Whether a group has all rows of its kinds but references, which have lines of their own: one line suffices."""
-    other = {"reference", "within tolerance"} - {group[0].verdict}
-    return len(group) == sum(row.verdict not in other for row in _of_same_kinds(group, rows))
+    """Whether a group has all rows of its kinds but references, which have their own lines."""
+    excluded = {"reference", "within tolerance"} - {group[0].verdict}
+    return len(group) == sum(row.verdict not in excluded for row in _of_same_kinds(group, rows))
 
 
 def _of_same_kinds(group: Sequence[Row], rows: Sequence[Row]) -> list[Row]:
@@ -127,8 +127,8 @@ def _cells(group: Sequence[Row], rows: Sequence[Row]) -> tuple[str, ...]:
     executors = list(dict.fromkeys(variant.executor for variant in variants))
     result = _result(group[0])
     if len(group) > 1:
-        of = "others" if len(_of_same_kinds(group, rows)) > len(group) else f"of {len(group)}"
-        result += f" ({len(group)} {of})"
+        words = "others" if len(_of_same_kinds(group, rows)) > len(group) else f"of {len(group)}"
+        result += f" ({len(group)} {words})"
     return (
         ", ".join(spans(sorted({variant.partitions for variant in variants}), "..")),
         variants[0].schedule,

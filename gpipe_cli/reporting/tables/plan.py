@@ -24,8 +24,8 @@ from gpipe_cli.reporting.tables.table import SYMBOLS, Column, Table, show_table
 from gpipe_cli.results.files import flattened, write_result
 from gpipe_cli.units import count, duration, memory_unit, operations, percent, plural, rate, rounded, size
 
-MOST_ROWS = 40  # a table with more rows shows only the first and the last ones
-MOST_SKIPS = 3  # more are counted only
+MOST_ROWS = 40  # a table with more rows shows only the first and the last rows
+MOST_SKIPS = 3  # further skips are only counted
 GRID_LINES = 34  # the most lines of a grid in the console: two blocks of sixteen stages
 
 
@@ -75,22 +75,22 @@ def plans_of(plans: Sequence[SweptPlan]) -> Table:
     """A row for each plan of a sweep, with the settings that vary, and the error if there is no plan."""
     varied = [key for key in plans[0].settings if key not in SYMBOLS]
 
-    def column(key: str, heading: str, form: Callable[[Any], str], of: Callable[[Plan], Any]) -> Column:
+    def column(key: str, heading: str, form: Callable[[Any], str], value_of: Callable[[Plan], Any]) -> Column:
         """A number of each plan; where planning failed, the requested setting `key`."""
-        values = [one.settings.get(key) if one.plan is None else of(one.plan) for one in plans]
+        values = [swept.settings.get(key) if swept.plan is None else value_of(swept.plan) for swept in plans]
         return Column.of(key, heading, values, form)
 
     columns = [
         column("partitions", "K", show, lambda plan: len(plan.stages)),
         column("micro_batches", "M", show, attrgetter("micro_batches")),
-        *(Column.of(key, key, [one.settings[key] for one in plans], show) for key in varied),
+        *(Column.of(key, key, [swept.settings[key] for swept in plans], show) for key in varied),
         column("step_seconds", "step", _step, attrgetter("step_seconds")),
         column("samples_per_second", "samples/s", rate, attrgetter("samples_per_second")),
         column("bubble", "bubble", percent, attrgetter("breakdown.bubble")),
         column("memory_bytes", "fullest stage", size, lambda plan: max(plan.held_bytes)),
         column("imbalance", "imbalance", percent, attrgetter("imbalance")),
         column("utilisation", "utilisation", percent, attrgetter("utilisation")),
-        Column.of("error", "error", [one.error for one in plans], show, printed=False),
+        Column.of("error", "error", [swept.error for swept in plans], show, printed=False),
     ]
     return Table("plans", columns, 2 + len(varied))
 
@@ -99,8 +99,8 @@ def show_plans(console: Console, plans: Sequence[SweptPlan]) -> None:
     """Shows the table of a sweep, the reasons why planning failed, and the paths of the plans' pages."""
     show_table(console, plans_of(plans), elsewhere="format=csv")
     console.print()
-    refused = dict.fromkeys(("impossible", one.error) for one in plans if one.error is not None)
-    pages = (one.plan.files["page"] for one in plans if one.plan is not None)
+    refused = dict.fromkeys(("impossible", swept.error) for swept in plans if swept.error is not None)
+    pages = (swept.plan.files["page"] for swept in plans if swept.plan is not None)
     show_facts(console, [*refused, *(("page", page) for page in pages)])
 
 
@@ -113,7 +113,8 @@ def _what(plan: Plan) -> Iterator[tuple[str, str]]:
     replicas = f", R = {plan.config.replicas} replicas, of which one is shown" if plan.config.replicas > 1 else ""
     yield "pipeline", f"K = {partitions}, M = {plural(plan.micro_batches, 'micro-batch')}{replicas}"
     yield "schedule", f"{plan.schedule_name}, recompute {plan.recompute_name}"
-    batch, tokens = plural(plan.step_samples, SAMPLE_WORDS[plan.config.task]), plan.step_tokens
+    batch = plural(plan.step_samples, SAMPLE_WORDS[plan.config.task])
+    tokens = plan.step_tokens
     yield "mini-batch", batch if tokens is None else f"{batch}, {plural(tokens, 'token')}"
     yield from precision_facts(hardware.precision, hardware.computes_in)
     peaks = {name: peak for name, peak in hardware.peak_flops_per_second.items() if peak is not None}
@@ -122,18 +123,19 @@ def _what(plan: Plan) -> Iterator[tuple[str, str]]:
     if (assumed := hardware.flops_per_second) is not None:
         precision = "float32" if hardware.computes_in == "float32" else hardware.precision
         yield "", f"assumed: {operations(assumed)}FLOP/s{f' in {precision}' if 'float32' in peaks else ''}"
-    known = [] if hardware.memory_bytes is None else [f"{size(hardware.memory_bytes)} of memory{shared}"]
+    figures = [] if hardware.memory_bytes is None else [f"{size(hardware.memory_bytes)} of memory{shared}"]
     if hardware.link_bytes_per_second is not None:
-        known.append(f"links {operations(hardware.link_bytes_per_second)}B/s")
+        figures.append(f"links {operations(hardware.link_bytes_per_second)}B/s")
     if hardware.link_latency_seconds is not None:
-        known.append(f"latency {1e6 * hardware.link_latency_seconds:.3g} us")
-    if known:
-        yield "", ", ".join(known)
+        figures.append(f"latency {1e6 * hardware.link_latency_seconds:.3g} us")
+    if figures:
+        yield "", ", ".join(figures)
     yield "based on", hardware.source
 
 
 def _answers(plan: Plan) -> Iterator[tuple[str, str]]:
-    speed, tokens = f"{rate(plan.samples_per_second)} {SAMPLE_WORDS[plan.config.task]}s/s", plan.tokens_per_second
+    speed = f"{rate(plan.samples_per_second)} {SAMPLE_WORDS[plan.config.task]}s/s"
+    tokens = plan.tokens_per_second
     speeds = speed if tokens is None else f"{rate(tokens)} tokens/s, {speed}"
     yield "predicted", f"{_step(plan.step_seconds)} a step, {speeds}"
     baseline = baseline_of(plan)
@@ -144,14 +146,15 @@ def _answers(plan: Plan) -> Iterator[tuple[str, str]]:
         threads = f", {plural(baseline.layout.threads, 'thread')}" if baseline.layout.shares_cores else ""
         speed_up = baseline.step_seconds / plan.step_seconds
         yield "speed-up", f"{speed_up:.2f} times as fast as {over}{threads}: {_step(baseline.step_seconds)}"
-    held, limit = plan.held_bytes, plan.layout.limit_bytes
+    held = plan.held_bytes
+    limit = plan.layout.limit_bytes
     memory = f"{size(max(held))} on stage {held.index(max(held))}, the fullest"
     shared = len(plan.device_bytes) < len(held)
     fits = "; give hardware.memory_gib to see whether it fits" if limit is None else f": fits {size(limit)}"
     yield "memory", memory + (fits if not shared or limit is None else "")
     if shared and (most := max(plan.device_bytes)):
-        of = "" if limit is None else f": fits {size(limit)} per stage"
-        yield "", f"{size(most)} on device {plan.device_bytes.index(most)}, the fullest, at its peak{of}"
+        fits = "" if limit is None else f": fits {size(limit)} per stage"
+        yield "", f"{size(most)} on device {plan.device_bytes.index(most)}, the fullest, at its peak{fits}"
 
 
 def _details(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -217,13 +220,13 @@ def _show_stages(console: Console, stages: Sequence[PlannedStage], micro_batches
 def _show_memory(console: Console, plan: Plan) -> None:
     limit_bytes = plan.layout.limit_bytes
     unit, name = memory_unit(max(plan.held_bytes))
-    # activations first, of which a narrow terminal must not lose the column; buffers with the workspace: 80 are few
+    # activations come first, as a narrow terminal drops later columns; buffers include the workspace to save a column
     parts = ("activations", "weights", "gradients", "optimizer", "buffers")
 
     def cells(stage: PlannedStage) -> list[str]:
-        of = {part: getattr(stage.memory, f"{part}_bytes") for part in parts}
-        of["buffers"] += stage.memory.workspace_bytes
-        held = rounded({part: size / unit for part, size in of.items()})
+        part_bytes = {part: getattr(stage.memory, f"{part}_bytes") for part in parts}
+        part_bytes["buffers"] += stage.memory.workspace_bytes
+        held = rounded({part: held_bytes / unit for part, held_bytes in part_bytes.items()})
         shares = [] if limit_bytes is None else [percent(stage.memory.total_bytes / limit_bytes)]
         total, *values = (f"{value:,.1f}" for value in (sum(held.values()), *held.values()))
         return [total, *shares, *values]
@@ -238,8 +241,10 @@ def _show_choice(console: Console, choice: Choice) -> None:
     rows = []
     for tried in choice.candidates:
         verdict = ", ".join(["chosen"] * (tried is choice.chosen) + [tried.reason] * bool(tried.reason))
-        known = ["-", "-"] if tried.plan is None else [_step(tried.plan.step_seconds), size(max(tried.plan.held_bytes))]
-        rows.append([tried.value, *known, verdict])
+        figures = (
+            ["-", "-"] if tried.plan is None else [_step(tried.plan.step_seconds), size(max(tried.plan.held_bytes))]
+        )
+        rows.append([tried.value, *figures, verdict])
     title = f"{choice.setting} compared, predicted: {choice.rule}"
     _show_rows(console, title, (choice.setting, "step", "fullest stage", ""), rows)
 

@@ -44,13 +44,13 @@ def write_reproduction(reproduction: Reproduction, folder: Path) -> None:
 
 def read_reproduction(folder: Path) -> Reproduction:
     """What ``write_reproduction`` wrote. Raises FileNotFoundError, and InputError if the file holds something else."""
-    found = read_result(folder, f"{REPRODUCTION}.json")
+    stored = read_result(folder, f"{REPRODUCTION}.json")
     try:
         tables = tuple(
             Table.of_rows(table["title"], [Column(**column) for column in table["columns"]], table["rows"])
-            for table in found["tables"]
+            for table in stored["tables"]
         )
-        return Reproduction(**found | {"tables": tables})
+        return Reproduction(**stored | {"tables": tables})
     except (KeyError, TypeError, AttributeError) as error:
         file = folder / f"{REPRODUCTION}.json"
         raise InputError(f"{file}: cannot be read ({with_type(error)}); remove {folder} and run it again") from error

@@ -59,7 +59,7 @@ class Column:
     def measured(
         cls, measure: Measure, values: Sequence[Any], alike: Sequence[Any] | None = None, *, printed: bool = True
     ) -> Self:
-        """A column of a measure. The heading has one unit, chosen for all of ``alike``; None: each cell has its own."""
+        """A column of a measure. The heading has a unit, chosen for all of ``alike``; None: each cell has its own."""
         if alike is None:
             return cls.of(measure.key, measure.heading, values, measure.unit.full, printed=printed)
         unit, bare = measure.unit.scale(alike)
@@ -125,7 +125,7 @@ def show_table(console: Console, table: Table, gap: int = 2, elsewhere: str = ""
     if width is not None and elsewhere:
         shown = columns[: table.names]
         for column in columns[table.names :]:
-            if sum(_least(one) + gap for one in (*shown, column)) - gap <= width:
+            if sum(_least(other) + gap for other in (*shown, column)) - gap <= width:
                 shown.append(column)
     rule = "\u2500" if console.encoding.startswith("utf") else "-"
     for line, style in _lines(shown, _widths(shown, width, gap), gap, rule):
@@ -217,8 +217,8 @@ def _lines(columns: Sequence[Column], widths: Sequence[int], gap: int, rule: str
     yield rule * (sum(widths) + gap * (len(columns) - 1)), ""
     for row in Table("", columns).rows:
         failed = any(_is_failure(column, cell) for column, cell in zip(columns, row, strict=True))
-        wrapped = (_shortened(cell, width) for cell, width in zip(row, widths, strict=True))
-        for cells in zip_longest(*wrapped, fillvalue=""):
+        cell_lines = (_shortened(cell, width) for cell, width in zip(row, widths, strict=True))
+        for cells in zip_longest(*cell_lines, fillvalue=""):
             yield line(cells), "red" if failed else ""
 
 
@@ -234,8 +234,8 @@ def _shortened(text: str, width: int) -> Sequence[str]:
 
 
 def _widths(columns: Sequence[Column], width: int | None, gap: int) -> list[int]:
-    """The width of each column in characters, in a table of at most ``width`` (None: any). Spare room goes first to
-    columns of numbers, then to texts; missing room is taken from the widest texts."""
+    """The width of each column in characters, in a table of at most ``width``, or of any width if that is None. Spare
+    room goes first to columns of numbers, then to texts; missing room is taken from the widest texts."""
     if width is None:
         return [_most(column) for column in columns]
     widths = [_least(column) for column in columns]
