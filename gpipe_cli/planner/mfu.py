@@ -42,13 +42,13 @@ def step_flops(config: TrainConfig, profile: ModelProfile, spec: PipelineSpec) -
 def _peak(config: TrainConfig, spec: PipelineSpec) -> tuple[float | None, str]:
     """The peak FLOP/s of all devices in use and the source of this figure; or None and why it is not known.
 
-    If the settings name a machine other than this one, its peak says nothing about what ran here.
+    If the settings name a machine other than this, its peak says nothing about what ran here.
     """
     hardware, layout = config.hardware, spec.layout
     on_cpu = layout.on_cpu
-    here = resolved(load_hardware("auto"), layout.devices).name  # auto: a GPU without a file
+    sheet_here = resolved(load_hardware("auto"), layout.devices).name  # auto: a GPU without a file
     sheet = resolved(hardware, layout.devices)
-    if hardware.name not in ("auto", here) and (here != "auto" or on_cpu):
+    if hardware.name not in ("auto", sheet_here) and (sheet_here != "auto" or on_cpu):
         return None, f"hardware={hardware.name} is not what it ran on, so its peak says nothing; leave it out"
     key, peak = sheet.peak(config.precision)
     if peak is not None:

@@ -6,9 +6,9 @@ allocator frees memory. If the transfers in flight then depend on an action that
 launched yet, there is a deadlock.
 
 So all processes follow the same order of all actions, in which each action comes after those that it needs
-(`linearize`): a process posts the receive of a tensor after all of its own actions that precede the action which computes the tensor.
-Then everything waits for something earlier in that order, so there is no cycle. This costs nothing, as a process
-launches its actions long before the GPU gets to them.
+(`linearize`): a process posts the receive of a tensor after all of its own actions that precede the action which
+computes the tensor. Then everything waits for something earlier in that order, so there is no cycle. This costs
+nothing, as a process launches its actions long before the GPU gets to them.
 
 On a CPU a launched action runs at once and a posted receive costs nothing: it is posted as soon as its buffer is free.
 """

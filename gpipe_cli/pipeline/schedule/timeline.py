@@ -1,7 +1,7 @@
 """What each stage did when in a training step: Figure 2(c) of the paper with a time axis.
 
-The simulator makes a `Timeline` from a schedule and costs, a measurement from clocks, so that numbers and
-plots of a prediction and its measurement can be compared directly.
+The simulator makes a `Timeline` from a schedule and costs, a measurement from clocks, so that numbers and plots of a
+prediction and its measurement can be compared directly.
 """
 
 from dataclasses import dataclass

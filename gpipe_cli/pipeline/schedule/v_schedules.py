@@ -4,9 +4,9 @@ Parallelism with Controllable Memory"; `zbv` is also in section 6 of Qi et al. 2
 They differ in one number, the most graphs that a device holds at once, each from its F to its W. A building block says
 in which ticks the devices perform F and I of micro-batch 0; every further micro-batch repeats it six ticks later, as
 each device has six actions for it. The longer a forward waits for the next device, the more graphs the devices hold,
-and the better later forwards fill the waits of the first device. Devices perform their forwards and backwards in the order
-of these ticks, each as soon as it can, and a W wherever they would wait or have no room for another graph; without a W,
-a forward ahead of its turn if there is room for it. `zbv` on two devices, which hold at most four graphs:
+and the better later forwards fill the waits of the first device. Devices perform forwards and backwards in the order of
+these ticks, each as soon as it can, and a W wherever they would wait or have no room for another graph; without a W, a
+forward ahead of its turn if there is room for it. `zbv` on two devices, which hold at most four graphs:
 
     device 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 0I0 ...
     device 1 | .   1F0 2F0 1F1 2F1 2I0 1I0 1F2 2F2 ...
@@ -106,13 +106,13 @@ def _block(devices: int, down: int, up: int) -> NDArray[np.int32]:
 
 
 def _clocked(block: NDArray[np.int32], micro_batches: int, most: int, *, ahead: bool) -> NDArray[np.int32]:
-    """What each device does in each tick (ticks, P), on the unit clock: the place of its F or I on the path of a micro-batch, whose 2 K turns `block` gives, 2 K for a W, and -1 if it waits. `ahead`: with forwards
-    ahead of their turn."""
+    """What each device does in each tick (ticks, P), on the unit clock: the place of its F or I on the path of
+    a micro-batch, whose 2 K turns `block` gives, 2 K for a W, and -1 if it waits. `ahead`: with forwards ahead of their
+    turn."""
     stages = len(block) // 2
     device = np.arange(-(-stages // 2), dtype=np.int32)
-    places = np.stack(
-        [device, stages - 1 - device, stages + device, 2 * stages - 1 - device]
-    )  # F down and up, I up, down
+    # F down and up, I up and down
+    places = np.stack([device, stages - 1 - device, stages + device, 2 * stages - 1 - device])
     done = np.zeros(2 * stages + 1, np.int32)  # number of micro-batches that have been at each place
     done[-1] = micro_batches  # before the first place, which waits for nothing
     never = np.iinfo(np.int32).max
