@@ -35,7 +35,7 @@ from gpipe_cli.training.engine import WorkerProcess, build_layers
 from gpipe_cli.training.pipeline_part import build_stage
 from gpipe_cli.training.step import norms_of, objective_of
 
-_WARM_UP, _LEAST, _MOST = 3, 5, 40  # passes over a segment
+_WARM_UP, _LEAST, _MOST = 3, 5, 40  # numbers of passes over a segment
 _PATIENCE = 5  # the first _LEAST passes may take this many times `Timing.seconds`
 _LONG_SECONDS = 0.5  # work that takes longer runs only twice
 _LINK_BYTES = {"cpu": (1 << 10, 1 << 22), TYPE: (1 << 10, 1 << 26)}  # two sizes give latency and bandwidth
@@ -54,7 +54,7 @@ class Timing:
 
     config: TrainConfig
     segments: PipelineSpec  # the model cut into segments, each of which fits the device
-    layers: PipelineSpec | None  # the model cut into single layers, to be replayed as graphs; None: no graphs
+    layers: PipelineSpec | None  # the model cut into single layers, to be replayed as graphs; None without graphs
     samples: tuple[int, int]  # samples of the smaller and of the larger micro-batch
     seconds: float  # about how long passes over each segment are repeated
     splits: bool  # also time the two halves of each backward: gradients of inputs, and of weights
@@ -70,7 +70,7 @@ class Timed:
     set_up: float  # seconds once a step
     slowdown: float  # how much longer layers take while all processes compute
     faster: float  # how many times as fast a process is with `Timing.most_threads`
-    link: Link | None  # None: nothing is sent
+    link: Link | None  # the slowest link; None if nothing is sent
 
 
 def measure(timing: Timing, spec: PipelineSpec, process: WorkerProcess) -> None:
@@ -131,10 +131,10 @@ class _Timer:
         self._timing, self._spec, self._config, self._stage = timing, spec, timing.config, stage
         self._layers = list(stage.module.children())
         self._clock = Recorder({stage.index: stage.device}).clocks[stage.index]
-        self._samples = 0  # of the micro-batch drawn last
+        self._samples = 0  # samples of the micro-batch drawn last
         self._inputs: Tensors = ()
         self._gradients: Sequence[torch.Tensor | None] = ()
-        self._targets: torch.Tensor | None = None  # only for the segment with the last layer
+        self._targets: torch.Tensor | None = None  # given only for the segment with the last layer
         self._finishing: list[float] = []
         self._forward: list[Any] = []
         self._backward: dict[int, Any] = {}
@@ -157,12 +157,12 @@ class _Timer:
         memory_format = MEMORY_FORMATS[spec.memory_format]
 
         def drawn(boundary: Boundary, highest: int) -> Tensors:
-            made = []
+            tensors = []
             for described in boundary:
                 draw = torch.randn if described.dtype.is_floating_point else partial(torch.randint, highest)
                 shape = described.shape(samples, spec.lengths)
-                made.append(draw(shape, generator=generator, dtype=described.dtype))
-            return tuple(in_layout(tensor.to(stage.device), memory_format) for tensor in made)
+                tensors.append(draw(shape, generator=generator, dtype=described.dtype))
+            return tuple(in_layout(tensor.to(stage.device), memory_format) for tensor in tensors)
 
         outputs = outputs_of(config)
         self._samples = samples

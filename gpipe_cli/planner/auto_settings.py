@@ -252,7 +252,7 @@ def _candidates(
     partitions, micro_batches, replicas = [config.partitions], [config.micro_batches], [config.replicas]
     order = ORDERS.get(config.schedule, Order())
     stages_per_process = config.stages_per_process
-    devices = 8 if elsewhere else number_of_gpus(config) or usable_cores()  # elsewhere: as many as in the paper
+    devices = 8 if elsewhere else number_of_gpus(config) or usable_cores()  # 8 as in the paper
     if started is not None:
         devices = started.processes
     numbers = [1, 2, 4, 8] if elsewhere else range(1, devices * (stages_per_process or 2) + 1)

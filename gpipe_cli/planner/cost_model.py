@@ -36,11 +36,11 @@ class LayerTimes:
     """The measured seconds of the layers (`benchmark/layer_benchmark.py`), for micro-batches of two sizes: between and
     beyond them the seconds of a layer lie on a line."""
 
-    samples: tuple[int, int]  # of the smaller and of the larger micro-batch
+    samples: tuple[int, int]  # samples of the smaller and of the larger micro-batch
     # per layer, for both sizes: a forward, a forward that keeps its graph, a backward, and its halves if it is split
     seconds: tuple[Sequence[Sequence[float]], Sequence[Sequence[float]]]
     updates: Sequence[float]  # seconds per step of the update of each layer's weights
-    set_up: float  # seconds once per step
+    set_up: float  # seconds of work that is done once per step
     slowdown: float  # how much longer layers take while `together` processes compute
     together: int
     all_threads: tuple[int, float]  # (n, f): with n threads, all of the machine's, a process is f times as fast
@@ -75,13 +75,13 @@ class StepCosts:
     layers: tuple[LayerSeconds, ...]
     updates: tuple[float, ...]  # seconds per step of the update of each layer's weights
     edges: tuple[EdgeCost, ...]  # transfers at each of the L - 1 places where the model may be cut
-    slowdown: tuple[float, ...]  # factor of a device's seconds while 1, 2, ... devices compute; (): none
+    slowdown: tuple[float, ...]  # factor of a device's seconds while 1, 2, ... devices compute; () without slowdown
     set_up: float = 0.0  # seconds once a step, over all layers: batch norm's commit, the norms of gradients
-    sums: tuple[float, ...] = ()  # seconds per step to sum each layer's gradients over replicas; (): a single replica
-    skips: tuple[SkipSends, ...] = ()  # of each skip, seconds per micro-batch
+    sums: tuple[float, ...] = ()  # seconds per step to sum each layer's gradients over replicas; () for one replica
+    skips: tuple[SkipSends, ...] = ()  # seconds per micro-batch to send each skip
     ties: tuple[TieCost, ...] = ()  # of each trained tied weight; `stages` are numbers of layers until the cut is known
-    weighted_by: str = ""  # where the user gives the relative costs of layers, if at all: `partition.costs`
-    figures: DeviceRates | LayerTimes | None = None  # what the costs follow from; None: the data sheet
+    weighted_by: str = ""  # the setting that gives the relative costs of layers, if any: `partition.costs`
+    figures: DeviceRates | LayerTimes | None = None  # what the costs follow from; None for the data sheet
     together: tuple[float, int] = (1.0, 1)  # (f, n): everything is slower by the factor f while n processes compute
 
 

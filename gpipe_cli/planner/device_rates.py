@@ -58,7 +58,7 @@ def rates_of_sheet(
 ) -> DeviceRates:
     """The rates by a data sheet (a CPU's is per thread), or by an H200's if `hardware` has none. At a precision other
     than float32, matrix products are assumed to reach the same share of the peak, convolutions less, and those with
-    few channels no more than in float32. `launched`: by a host, one operation after another, and not as graphs."""
+    few channels no more than in float32. `launched`: a host launches each operation by itself, not in graphs."""
     basis: Basis = "data_sheet"
     if hardware.tflops is None or hardware.memory_gb_per_second is None:
         hardware, basis = load_hardware("h200"), "other_device"

@@ -51,11 +51,11 @@ class Layout:
     replica_devices: tuple[tuple[str, ...], ...]  # per pipeline, the device of each stage: `cpu`, `cuda:0`
     process_of_stage: tuple[int, ...]  # the process of each stage, among the P processes of its pipeline
     row_of_stage: tuple[int, ...]  # the row of each stage, in a schedule that has a row for each device
-    threads: int  # threads of each process: by default its share of the cores
-    at_once: int  # how many devices of all pipelines can compute at once: CPU processes share cores
+    threads: int  # threads of each process; by default its share of the cores
+    at_once: int  # how many devices of all pipelines can compute at once, as CPU processes share cores
     here: bool  # whether the plan is for this machine; a machine that `hardware` names has as many devices as needed
     started: Torchrun | None  # this process, if torchrun started it
-    memory: Memory | None = None  # None: there is no limit
+    memory: Memory | None = None  # the memory limit of the stages; None if there is none
     replica: int = 0  # index of the pipeline whose view this is
 
     @property
@@ -219,19 +219,19 @@ def _rows(config: TrainConfig, places: int | None) -> tuple[int, ...]:
 
     Raises RefusedError if `interleaved` cannot give all rows equally many stages.
     """
-    partitions, each = config.partitions, config.stages_per_process
+    partitions, per_process = config.partitions, config.stages_per_process
     if config.schedule_is_file:
         return schedule_of_file(config).row_of_stage
     if config.placement_is_file:
         return placement_of_file(config)
     if places is None:
-        places = _order(config).devices(partitions, each)
+        places = _order(config).devices(partitions, per_process)
     if config.schedule == "interleaved" and partitions % places:
         why = f"{plural(places, 'device')} would have different numbers of stages; use partitions="
         raise RefusedError("partitions", partitions, f"schedule=interleaved: {why}{-(-partitions // places) * places}")
     placement = placement_of(config)
-    if placement == "neighbours" and each is not None and places == -(-partitions // each):
-        return tuple(stage // each for stage in range(partitions))
+    if placement == "neighbours" and per_process is not None and places == -(-partitions // per_process):
+        return tuple(stage // per_process for stage in range(partitions))
     return place(placement, partitions, places)
 
 
@@ -255,20 +255,22 @@ def _fixes_rows(config: TrainConfig) -> str | None:
 
 def _check_stages_per_process(config: TrainConfig) -> None:
     """Raises RefusedError if the other settings leave no room for `stages_per_process`."""
-    partitions, each = config.partitions, config.stages_per_process
-    if each is None:
+    partitions, per_process = config.partitions, config.stages_per_process
+    if per_process is None:
         return
     if config.schedule_is_file or config.placement_is_file:
         given = f"schedule={config.schedule}" if config.schedule_is_file else f"placement={config.placement}"
-        raise RefusedError("stages_per_process", each, f"{given} says it; leave it out")
-    if _order(config).placement == "v" and each != 2:
-        raise RefusedError("stages_per_process", each, f"schedule={config.schedule} has two; leave it out")
-    if each > partitions:
-        use = f"use stages_per_process={partitions}, or partitions={each} or more"
-        raise RefusedError("stages_per_process", each, f"a pipeline has only {plural(partitions, 'stage')}; {use}")
+        raise RefusedError("stages_per_process", per_process, f"{given} says it; leave it out")
+    if _order(config).placement == "v" and per_process != 2:
+        raise RefusedError("stages_per_process", per_process, f"schedule={config.schedule} has two; leave it out")
+    if per_process > partitions:
+        use = f"use stages_per_process={partitions}, or partitions={per_process} or more"
+        raise RefusedError(
+            "stages_per_process", per_process, f"a pipeline has only {plural(partitions, 'stage')}; {use}"
+        )
     if config.executor == "in_process" and placement_of(config) == "neighbours":
         why = "executor=in_process has all stages in one process; leave one of the two out"
-        raise RefusedError("stages_per_process", each, why)
+        raise RefusedError("stages_per_process", per_process, why)
 
 
 def _own_processes(config: TrainConfig, rows: int, gpus: int) -> int:
@@ -283,22 +285,22 @@ def _own_processes(config: TrainConfig, rows: int, gpus: int) -> int:
 def _torchruns_processes(config: TrainConfig, rows: int, started: Torchrun) -> int:
     """The number of processes that each pipeline gets of those that torchrun started. Raises InputError if they do not
     fit the settings."""
-    partitions, replicas, each = config.partitions, config.replicas, config.stages_per_process
-    many = f"torchrun started {started.processes} processes"
+    partitions, replicas, per_process = config.partitions, config.replicas, config.stages_per_process
+    cause = f"torchrun started {started.processes} processes"
     if started.processes % replicas:
-        raise RefusedError("replicas", replicas, f"{many}, and each replica has as many; use replicas=1")
+        raise RefusedError("replicas", replicas, f"{cause}, and each replica has as many; use replicas=1")
     if config.executor == "in_process" and started.processes > replicas:
-        raise InputError(f"executor=in_process: {many}; start one for each replica, or leave executor out")
+        raise InputError(f"executor=in_process: {cause}; start one for each replica, or leave executor out")
     if started.processes > partitions * replicas:
         raise InputError(
-            f"partitions={partitions}: {many}, and each needs a stage; use "
+            f"partitions={partitions}: {cause}, and each needs a stage; use "
             f"partitions={-(-started.processes // replicas)} or more, or --nproc-per-node={partitions * replicas}"
         )
     processes = started.processes // replicas
-    if each is not None and processes != rows:
-        raise InputError(f"stages_per_process={each}: {many} for {partitions} stages; leave it out")
+    if per_process is not None and processes != rows:
+        raise InputError(f"stages_per_process={per_process}: {cause} for {partitions} stages; leave it out")
     if (setting := _fixes_rows(config)) and 1 < processes != rows:
-        why = f"is for {plural(rows, 'device')}, and {many} for each replica; start as many"
+        why = f"is for {plural(rows, 'device')}, and {cause} for each replica; start as many"
         raise RefusedError(setting, getattr(config, setting), why)
     return processes
 

@@ -41,10 +41,10 @@ def _best_cut(config: TrainConfig, profile: ModelProfile, costs: StepCosts, layo
     sizes = share_of(mini_batch_samples(config, profile.lengths), config.micro_batches, config.replicas).sizes
     memory = MemoryModel(config, profile, sizes)
     if config.schedule_is_file:
-        made = schedule_of_file(config)
+        schedule = schedule_of_file(config)
     else:  # auto: 1f1b until there are costs
         name = "1f1b" if config.schedule == AUTO_SCHEDULE else config.schedule
-        made = order(name, config.partitions, config.micro_batches, 1 + max(layout.row_of_stage))
+        schedule = order(name, config.partitions, config.micro_batches, 1 + max(layout.row_of_stage))
     work = work_of(costs, again=recomputes(config.recompute))
     sends = sends_of(costs)
     balance = config.partition.balance
@@ -52,7 +52,7 @@ def _best_cut(config: TrainConfig, profile: ModelProfile, costs: StepCosts, layo
         balance = _lingvo_cut(config, profile)
     elif balance is None:
         for limit in dict.fromkeys((layout.limit_bytes, None)):
-            furthest = keeping_together(profile.shared, len(work), config.partitions, memory.furthest(made, limit))
+            furthest = keeping_together(profile.shared, len(work), config.partitions, memory.furthest(schedule, limit))
             with suppress(NoCutFitsError):
                 balance = partition(work, config.partitions, **sends, furthest=furthest)
                 break
@@ -60,7 +60,9 @@ def _best_cut(config: TrainConfig, profile: ModelProfile, costs: StepCosts, layo
             balance = partition(work, config.partitions, **sends, furthest=None)
     check_balance(balance, len(profile.costs), config.partitions)
     check_cut(profile.shared, balance)
-    return Cut(config, profile, costs, layout, tuple(balance), imbalance(work, balance, **sends), made, sizes, memory)
+    return Cut(
+        config, profile, costs, layout, tuple(balance), imbalance(work, balance, **sends), schedule, sizes, memory
+    )
 
 
 def work_of(costs: StepCosts, *, again: bool) -> list[float]:

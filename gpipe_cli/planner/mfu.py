@@ -16,7 +16,7 @@ class StepFlops:
     step: float  # FLOPs of all forwards and backwards of a full mini-batch, without recomputation
     samples: int  # samples of that mini-batch
     tokens: int | None  # tokens of that mini-batch, all sentences as long as the longest; None for images
-    peak_per_second: float | None  # peak FLOP/s of all devices in use together; None: not known
+    peak_per_second: float | None  # peak FLOP/s of all devices in use together; None if it is not known
     peak_source: str  # the source of the peak, or why it is not known
 
     def per_second(self, samples_per_second: float | None, tokens_per_second: float | None) -> float | None:

@@ -224,12 +224,12 @@ def _costs(plan: Plan, micro_batches: int) -> StepCosts:
 
 
 def _at_once(plan: Plan) -> int | None:
-    """How many devices of all pipelines can compute at the same time, whatever K is; None: all of them."""
+    """How many devices of all pipelines can compute at the same time, whatever K is; None if all of them can."""
     return max(1, usable_cores() // plan.layout.threads) if plan.layout.shares_cores else None
 
 
 def _limit(plan: Plan) -> dict[str, Any] | None:
-    """The memory limit, in bytes, and what it is for: a device, the whole machine, or each stage; None: no limit."""
+    """The memory limit, in bytes, and what it is for: a device, the machine, or each stage; None without a limit."""
     layout = plan.layout
     if layout.memory is None:
         return None

@@ -131,8 +131,8 @@ def _v(name: str) -> PlaceActions:
 class Order:
     """How a named schedule places the actions of a step, and its properties."""
 
-    rows: PlaceActions | None = None  # None: the function `rows` of NAME.py in this folder
-    placement: PlacementName | None = None  # the placement that it has a row per device for; None: a row per stage
+    rows: PlaceActions | None = None  # places the actions; None for the function `rows` of NAME.py in this folder
+    placement: PlacementName | None = None  # the placement whose devices have a row each; None if each stage has a row
     splits: bool = False  # whether backwards are split into I and W
 
     def devices(self, partitions: int, stages_per_device: int | None = None) -> int:

@@ -78,7 +78,7 @@ def fewest_recomputations(
 def _on_device(
     row: Sequence[tuple[Action, Retain]], sizes: Sequence[Held], limit_bytes: int
 ) -> tuple[set[tuple[int, int]], int]:
-    """The recomputations that are needed (stage, micro-batch), and how many bytes are missing even so (0: it fits)."""
+    """The recomputations that are needed (stage, micro-batch), and how many bytes are missing even so (0 if none)."""
     changes = [changed_bytes(size) for size in sizes]
     # bytes that a recomputation adds, and that dropping a graph saves
     graph_bytes = [stage_changes[Kind.R, Retain.GRAPH][0] for stage_changes in changes]

@@ -62,12 +62,12 @@ class Problem:
     """What an order is made for. Sequences have an entry per stage unless noted."""
 
     stages: Sequence[StageCost]
-    edges: Sequence[EdgeCost]  # K - 1
+    edges: Sequence[EdgeCost]  # of the K - 1 edges between stages
     slowdown: Sequence[float]  # per number of computing devices, as in `simulate`
     device_of_stage: Sequence[int]  # the device of each stage
     micro_batches: int
     sizes: Sequence[Held]  # bytes of the largest micro-batch in each way to hold it
-    room: Sequence[int] | None  # bytes for activations of each device; None: no limit
+    room: Sequence[int] | None  # bytes for activations of each device; None without a limit
     recompute: Recompute  # a mode, or `auto`: as few recomputations as fit
     split: bool  # whether backwards may be split into I and W
     ties: Sequence[TieCost] = ()
@@ -176,7 +176,7 @@ def _in_waits(step: _Step) -> Schedule:
     starts = {span.action: span.start_seconds for spans in step.timeline.stages for span in spans}
     for row in step.schedule:
         ahead = deque(a for a in row if a.kind is Kind.R)
-        placed: dict[Action, None] = {}  # used as an ordered set
+        placed: dict[Action, None] = {}  # its keys are an ordered set
         free = 0.0
         for a in row:
             if a in placed:
@@ -223,7 +223,7 @@ class _Greedy:
         self._problem, self._split, self._patience = problem, split, patience
         as_1f1b = len(stages) + (len(stages) // len(devices) - 1) * len(devices)
         self._most = [most or min(problem.micro_batches, as_1f1b - k) for k in stages]
-        self._latest = 2 * max(self._most)  # micro-batches between F and W
+        self._latest = 2 * max(self._most)  # the most micro-batches between F and W
         self._of_device = [[k for k in stages if problem.device_of_stage[k] == device] for device in devices]
         self._rows: list[list[Action]] = [[] for _ in devices]
         self._busy = [False for _ in devices]

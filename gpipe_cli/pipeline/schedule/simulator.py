@@ -31,8 +31,8 @@ class StageCost:
     backward_seconds: float
     inputs_seconds: float = 0.0  # the first half of a split backward (I)
     weights_seconds: float = 0.0  # the second half (W)
-    update_seconds: float = 0.0  # once, after the last action of its device
-    sum_seconds: float = 0.0  # once, after its last action: to sum its gradients over replicas
+    update_seconds: float = 0.0  # to update its weights, once, after the last action of its device
+    sum_seconds: float = 0.0  # to sum its gradients over replicas, once, after its last action
 
     def seconds(self, kind: Kind, retain: Retain) -> float:
         """Seconds of an action of this `kind`, after which the stage keeps `retain` of the micro-batch."""
