@@ -81,7 +81,7 @@ class StepCosts:
     skips: tuple[SkipSends, ...] = ()  # seconds per micro-batch to send each skip
     ties: tuple[TieCost, ...] = ()  # of each trained tied weight; `stages` are numbers of layers until the cut is known
     weighted_by: str = ""  # the setting that gives the relative costs of layers, if any: `partition.costs`
-    figures: DeviceRates | LayerTimes | None = None  # what the costs follow from; None for the data sheet
+    known: DeviceRates | LayerTimes | None = None  # the figures that the costs follow from; None for the data sheet
     together: tuple[float, int] = (1.0, 1)  # (f, n): everything is slower by the factor f while n processes compute
 
 
@@ -129,7 +129,7 @@ def predicted_costs(
         _sums_over_replicas(profile, config.replicas, figures.link_byte_seconds),
         _skip_costs(profile, samples, latency, per_byte),
         _tie_costs(profile, latency, per_byte),
-        figures=figures,
+        known=figures,
         together=(slowdown, together),
     )
     given = config.partition.costs

@@ -126,7 +126,7 @@ def baseline_of(plan: Plan) -> Plan | None:
         layout = layout_of(replace(config, recompute="auto"))  # with the device's memory as the limit
     except InputError:  # the memory is unknown
         layout = layout_of(config)
-    times = plan.costs.figures if isinstance(plan.costs.figures, LayerTimes) else None
+    times = plan.costs.known if isinstance(plan.costs.known, LayerTimes) else None
     try:
         return make_plan(config, plan.profile, predicted_costs(config, plan.profile, layout, times), layout)
     except TooLargeError:

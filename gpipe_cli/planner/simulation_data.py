@@ -220,7 +220,7 @@ def _costs(plan: Plan, micro_batches: int) -> StepCosts:
     """Costs for M = `micro_batches`, with links between all stages."""
     samples = plan.step_samples
     mean = samples / min(samples, plan.config.replicas * micro_batches)
-    return predicted_costs(plan.config, plan.profile, plan.layout, plan.costs.figures, samples=mean, linked=True)
+    return predicted_costs(plan.config, plan.profile, plan.layout, plan.costs.known, samples=mean, linked=True)
 
 
 def _at_once(plan: Plan) -> int | None:
