@@ -2,10 +2,10 @@
 messages between devices.
 
 Layers are timed inside a stage, all forwards before all backwards, as in training: a layer that runs alone, again and
-again, finds its input in the cache. A model that is too large for one device is timed in segments. Where stages are
-replayed as graphs, each layer is a stage of its own: the clock cannot be read inside a graph. As processes of one
-machine share its memory and caches, the larger micro-batch is timed again by all at the same time, and by one process
-with all threads of the machine, as one device would have them.
+again, finds its input in the cache. A model that is too large for a device is timed in segments. Where stages are
+replayed as graphs, each layer is a stage of its own: the clock cannot be read inside a graph. As processes of a
+machine share its memory and caches, the larger micro-batch is timed again by all at the same time, and by a single
+process with all threads of the machine, as a single device would have them.
 """
 
 import itertools
@@ -35,7 +35,7 @@ from gpipe_cli.training.engine import WorkerProcess, build_layers
 from gpipe_cli.training.pipeline_part import build_stage
 from gpipe_cli.training.step import norms_of, objective_of
 
-_WARM_UP, _LEAST, _MOST = 3, 5, 40  # passes over a segment
+_WARM_UP, _LEAST, _MOST = 3, 5, 40  # numbers of passes over a segment
 _PATIENCE = 5  # the first _LEAST passes may take this many times `Timing.seconds`
 _LONG_SECONDS = 0.5  # work that takes longer runs only twice
 _LINK_BYTES = {"cpu": (1 << 10, 1 << 22), TYPE: (1 << 10, 1 << 26)}  # two sizes give latency and bandwidth
@@ -54,11 +54,11 @@ class Timing:
 
     config: TrainConfig
     segments: PipelineSpec  # the model cut into segments, each of which fits the device
-    layers: PipelineSpec | None  # the model cut into single layers, to be replayed as graphs; None: no graphs
+    layers: PipelineSpec | None  # the model cut into single layers, to be replayed as graphs; None without graphs
     samples: tuple[int, int]  # samples of the smaller and of the larger micro-batch
     seconds: float  # about how long passes over each segment are repeated
     splits: bool  # also time the two halves of each backward: gradients of inputs, and of weights
-    most_threads: int  # threads of one device that has the whole machine
+    most_threads: int  # threads of a device that has the whole machine
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ class Timed:
     updates: list[float]  # seconds of the update of each layer's weights
     set_up: float  # seconds once a step
     slowdown: float  # how much longer layers take while all processes compute
-    faster: float  # how many times as fast one process is with `Timing.most_threads`
-    link: Link | None  # None: nothing is sent
+    faster: float  # how many times as fast a process is with `Timing.most_threads`
+    link: Link | None  # the slowest link; None if nothing is sent
 
 
 def measure(timing: Timing, spec: PipelineSpec, process: WorkerProcess) -> None:
@@ -124,22 +124,23 @@ def measure(timing: Timing, spec: PipelineSpec, process: WorkerProcess) -> None:
 
 
 class _Timer:
-    """Runs one segment repeatedly, and reads the clock at every boundary between layers."""
+    """Runs a segment repeatedly, and reads the clock at every boundary between layers."""
 
     def __init__(self, timing: Timing, spec: PipelineSpec, stage: Stage, *, hooks: bool) -> None:
-        """`hooks`: read the clock between the layers of the stage; else there is one, and it may be replayed."""
+        """`hooks`: read the clock between the layers of the stage; else it has a single layer, and may be replayed."""
         self._timing, self._spec, self._config, self._stage = timing, spec, timing.config, stage
         self._layers = list(stage.module.children())
         self._clock = Recorder({stage.index: stage.device}).clocks[stage.index]
-        self._samples = 0  # of the micro-batch drawn last
+        self._samples = 0  # samples of the micro-batch drawn last
         self._inputs: Tensors = ()
         self._gradients: Sequence[torch.Tensor | None] = ()
-        self._targets: torch.Tensor | None = None  # only for the segment with the last layer
+        self._targets: torch.Tensor | None = None  # given only for the segment with the last layer
         self._finishing: list[float] = []
         self._forward: list[Any] = []
         self._backward: dict[int, Any] = {}
         self._weights: list[tuple[int, Any]] = []  # number of the layer and mark of each weight gradient
-        self._hooks, self._seconds = hooks, timing.seconds if hooks else timing.seconds / spec.partitions
+        self._hooks = hooks
+        self._seconds = timing.seconds if hooks else timing.seconds / spec.partitions
         if stage.graphs is not None:
             stage.graphs.rehearsing = True
         for number, layer in enumerate(self._layers) if hooks else ():
@@ -156,15 +157,16 @@ class _Timer:
         memory_format = MEMORY_FORMATS[spec.memory_format]
 
         def drawn(boundary: Boundary, highest: int) -> Tensors:
-            made = []
+            tensors = []
             for described in boundary:
                 draw = torch.randn if described.dtype.is_floating_point else partial(torch.randint, highest)
                 shape = described.shape(samples, spec.lengths)
-                made.append(draw(shape, generator=generator, dtype=described.dtype))
-            return tuple(in_layout(tensor.to(stage.device), memory_format) for tensor in made)
+                tensors.append(draw(shape, generator=generator, dtype=described.dtype))
+            return tuple(in_layout(tensor.to(stage.device), memory_format) for tensor in tensors)
 
         outputs = outputs_of(config)
-        self._samples, self._inputs = samples, drawn(spec.stage_inputs(stage.index), outputs)
+        self._samples = samples
+        self._inputs = drawn(spec.stage_inputs(stage.index), outputs)
         if stage.index == spec.partitions - 1:
             self._targets = torch.randint(outputs, targets_of(config, samples, spec.lengths), generator=generator)
         else:
@@ -173,21 +175,21 @@ class _Timer:
             self._gradients = [g if t.has_gradient else None for g, t in zip(gradients, boundary, strict=True)]
 
     def _await_gradient(self, number: int, layer: nn.Module, inputs: Any, outputs: Any) -> None:
-        def gradient_is_there(gradient: torch.Tensor) -> None:
+        def mark_backward(gradient: torch.Tensor) -> None:
             self._backward[number] = self._clock.now()
 
         given = [tensor for value in inputs for tensor in as_tuple(value)]
         for tensor in as_tuple(outputs):
             # the gradient of an input that is passed on is complete only after the backward of other layers
             if tensor.requires_grad and not any(tensor is other for other in given):
-                tensor.register_hook(gradient_is_there)
+                tensor.register_hook(mark_backward)
 
     def _weight_is_done(self, number: int, weight: torch.Tensor) -> None:
         self._weights.append((number, self._clock.now()))
 
     def passes(self, samples: int) -> Pass:
-        """The median seconds of each layer for a micro-batch of `samples`, scaled by one factor so that they sum to a
-        mean pass: occasional interruptions show in no layer's median, but slow down every step."""
+        """The median seconds of each layer for a micro-batch of `samples`, scaled by a common factor so that they sum
+        to a mean pass: occasional interruptions show in no layer's median, but slow down every step."""
         self._draw(samples)
         began = time.perf_counter()
         for _ in range(_WARM_UP):
@@ -201,7 +203,7 @@ class _Timer:
             and time.perf_counter() - began < self._seconds * (_PATIENCE if len(taken) < _LEAST else 1)
         ):
             taken.append(self._one_pass())
-        mean = sum(sum(map(sum, one)) for one in taken) / len(taken)
+        mean = sum(sum(map(sum, layers)) for layers in taken) / len(taken)
         medians = [tuple(map(median, zip(*layer, strict=True))) for layer in zip(*taken, strict=True)]
         factor = mean / sum(map(sum, medians))
         return [tuple(factor * seconds for seconds in layer) for layer in medians]
@@ -239,9 +241,9 @@ class _Timer:
         return list(zip(*columns, strict=True))
 
     def _begin_step(self, *actions: Action) -> None:
-        sizes, smoothing = [self._samples], self._config.label_smoothing
+        smoothing = self._config.label_smoothing
         targets = None if self._targets is None else (self._targets, 0)
-        objective = objective_of(self._config, targets, sizes, smoothing, self._stage.device)
+        objective = objective_of(self._config, targets, [self._samples], smoothing, self._stage.device)
         self._stage.begin_step(0, objective, actions=actions)
 
     def _backward_seconds(
@@ -252,25 +254,27 @@ class _Timer:
         begun = self._clock.now()
         run(0, self._gradients)
         ended = self._clock.now()
-        seconds, at = [], reader(begun)
+        seconds = []
+        since = reader(begun)
         for number in reversed(range(len(self._layers))):
-            # with no trained layer before this one, its inputs get no gradient: it takes all the time that is left
+            # with no trained layer before this layer, its inputs get no gradient: it takes all the time that is left
             until = reader(self._backward.get(number - 1, ended))
-            seconds.append(max(0.0, until - at))
-            at = max(at, until)
+            seconds.append(max(0.0, until - since))
+            since = max(since, until)
         return seconds[::-1]
 
     def _weights_seconds(self, reader: Callable[[Any], float]) -> list[float]:
-        """Seconds of each layer's weight gradients: each counts from the end of the one before it."""
+        """Seconds of each layer's weight gradients: each gradient counts from the end of the last."""
         self._weights.clear()
         begun = self._clock.now()
         self._stage.backward_weights(0)
         if not self._hooks:
             return [reader(self._clock.now()) - reader(begun)]
-        seconds, at = [0.0] * len(self._layers), reader(begun)
+        seconds = [0.0] * len(self._layers)
+        since = reader(begun)
         for number, mark in self._weights:
-            seconds[number] += reader(mark) - at
-            at = reader(mark)
+            seconds[number] += reader(mark) - since
+            since = reader(mark)
         return seconds
 
     def updates(self) -> list[float]:
@@ -293,15 +297,15 @@ class _Timer:
 
 def median_seconds(device: torch.device, *work: Callable[[], object]) -> float:
     """The median seconds that the device takes for all of `work`, after warm-up. Work that takes longer than half a
-    second runs only twice, as a CPU without units for bfloat16 takes seconds for one product."""
+    second runs only twice, as a CPU without units for bfloat16 takes seconds for a product."""
     clock = Recorder({0: device}).clocks[0]
     taken = []
     for _ in range(_WARM_UP + _LEAST):
         clock.begin_step()
         reader = clock.reader()
         begun = clock.now()
-        for one in work:
-            one()
+        for part in work:
+            part()
         taken.append(reader(clock.now()) - reader(begun))
         if min(taken[-2:]) > _LONG_SECONDS and taken[1:]:
             return taken[-1]
@@ -312,20 +316,20 @@ def _slowest_link(spec: PipelineSpec, process: int, control: ControlGroup, group
     """The slowest link between neighbouring stages, the only links of a pipeline; None for a single process on a CPU.
 
     Several processes send messages over a run's process groups, one pair of neighbours after another. A single process
-    copies from GPU to GPU or, if it has only one, to the host and back.
+    copies from GPU to GPU or, if it has a single GPU, to the host and back.
     """
     device = torch.device(spec.layout.device_of(process))
     if groups is None:
         return None if device.type == "cpu" else slowest_copies([torch.device(name) for name in spec.layout.devices])
-    found = []
+    links = []
     # processes that have neighbouring stages -> the first of two such stages
     pairs = enumerate(itertools.pairwise(spec.layout.process_of_stage))
     for ends, stage in {frozenset(pair): stage for stage, pair in pairs if pair[0] != pair[1]}.items():
         if process in ends:
             seconds = [_message_seconds(spec, process, stage, groups, size) for size in _LINK_BYTES[device.type]]
-            found.append(_link(device, seconds))
+            links.append(_link(device, seconds))
         control.barrier()
-    return max((link for of_process in control.collect(found) for link in of_process), key=_large_seconds)
+    return max((link for process_links in control.collect(links) for link in process_links), key=_large_seconds)
 
 
 def slowest_copies(devices: Sequence[torch.device]) -> Link:
@@ -335,11 +339,11 @@ def slowest_copies(devices: Sequence[torch.device]) -> Link:
     for device, other in pairs or [(devices[0], torch.device("cpu"))]:
         seconds = []
         for size in _LINK_BYTES[device.type]:
-            here = torch.zeros(size, dtype=torch.uint8, device=device)
+            source = torch.zeros(size, dtype=torch.uint8, device=device)
             pinned = is_accelerator(device) and not is_accelerator(other)
-            there = torch.zeros(size, dtype=torch.uint8, device=other, pin_memory=pinned)
-            back = [] if pairs else [partial(here.copy_, there, non_blocking=True)]
-            seconds.append(median_seconds(device, partial(there.copy_, here, non_blocking=True), *back))
+            target = torch.zeros(size, dtype=torch.uint8, device=other, pin_memory=pinned)
+            back = [] if pairs else [partial(source.copy_, target, non_blocking=True)]
+            seconds.append(median_seconds(device, partial(target.copy_, source, non_blocking=True), *back))
         links.append(_link(device, seconds))
     return max(links, key=_large_seconds)
 
@@ -349,13 +353,14 @@ def _message_seconds(spec: PipelineSpec, process: int, stage: int, groups: Proce
     trip."""
     sender, receiver = spec.layout.process_of_stage[stage : stage + 2]
     device = torch.device(spec.layout.device_of(process))
-    there, back = groups.links.of_edge[Kind.F, stage, stage + 1], groups.links.of_edge[Kind.B, stage + 1, stage]
+    of_edge = groups.links.of_edge
+    forward, backward = of_edge[Kind.F, stage, stage + 1], of_edge[Kind.B, stage + 1, stage]
     message = [torch.zeros(size, dtype=torch.uint8, device=device)]
     taken = []
     for _ in range(_LINK_ROUNDS):
         began = time.perf_counter()
-        for link, receives in ((there, receiver), (back, sender)):
-            for work in link.receive(message) if process == receives else link.send(message):
+        for link, target in ((forward, receiver), (backward, sender)):
+            for work in link.receive(message) if process == target else link.send(message):
                 work.wait()
         wait_for_device(device)
         taken.append((time.perf_counter() - began) / 2)

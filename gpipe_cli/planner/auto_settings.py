@@ -52,17 +52,18 @@ def choose(
     in `auto`, the largest that fits.
 
     `started`: this process, if torchrun started it; `elsewhere`: the plan is for another machine, so the devices
-    of this one do not count.
+    of this machine do not count.
 
     Raises:
-        NothingFitsError: no candidate fits the memory limit; one line with the smallest change that would fit.
-        InputError: there is nothing to choose from, or no candidate can be run; one line.
+        NothingFitsError: no candidate fits the memory limit; the line has the smallest change that would fit.
+        InputError: there is nothing to choose from, or no candidate can be run.
     """
-    planner, comparisons = _Planner(profile, costs_of, started), list[Choice]()
-    if of_batch := [key for key in AUTO_BATCH if key in auto]:
+    planner = _Planner(profile, costs_of, started)
+    comparisons: list[Choice] = []
+    if batch_keys := [key for key in AUTO_BATCH if key in auto]:
         if others := [key for key in AUTO if key in auto]:
-            raise InputError(f"{of_batch[0]}=auto: {others[0]}=auto cannot be chosen at the same time; give a number")
-        comparisons.append(planner.largest_mini_batch(config, of_batch[0]))
+            raise InputError(f"{batch_keys[0]}=auto: {others[0]}=auto cannot be chosen at the same time; give a number")
+        comparisons.append(planner.largest_mini_batch(config, batch_keys[0]))
     elif auto:
         comparisons.append(planner.fastest(config, frozenset(auto), elsewhere))
     chosen = comparisons[0].chosen if comparisons else planner.candidate("", config)
@@ -96,13 +97,13 @@ class _Planner:
         """The candidate with the shortest step. Raises NothingFitsError or InputError as `choose` does."""
         keys = [key for key in AUTO if key in auto]
         tried: list[Candidate] = []
-        for one in _candidates(config, auto, len(self.profile.costs), self.started, elsewhere):
-            value = ", ".join(str(getattr(one, key)) for key in keys)
+        for variant in _candidates(config, auto, len(self.profile.costs), self.started, elsewhere):
+            value = ", ".join(str(getattr(variant, key)) for key in keys)
             try:
-                refuse_single_samples(one, mini_batch_samples(one, self.profile.lengths), self.profile)
-                tried.append(self.candidate(value, one))
+                refuse_single_samples(variant, mini_batch_samples(variant, self.profile.lengths), self.profile)
+                tried.append(self.candidate(value, variant))
             except InputError as error:
-                tried.append(Candidate(value, one, None, str(error)))
+                tried.append(Candidate(value, variant, None, str(error)))
         fitting = [candidate for candidate in tried if candidate.plan is not None]
         if not fitting:
             prefix = f"{', '.join(keys)}=auto: none of {len(tried)} candidates "
@@ -116,14 +117,14 @@ class _Planner:
         return Choice(", ".join(keys), SHORTEST, tuple(tried), best)
 
     def largest_mini_batch(self, config: TrainConfig, key: str) -> Choice:
-        """The largest mini-batch with which a cut fits the memory, and the next larger one. Its number of samples is a
-        multiple of M R and at most that of the training set. `key`: `batch_size`, or `batch_tokens`, where all
-        sentences have the greatest length.
+        """The largest mini-batch with which a cut fits the memory, and the next larger mini-batch. The number of
+        samples is a multiple of M R and at most that of the training set. `key`: `batch_size`, or `batch_tokens`, where
+        all sentences have the greatest length.
 
         The chosen configuration includes the memory limit, so that its stages are cut for it.
 
         Raises:
-            NothingFitsError: not even one sample a micro-batch fits; one line with the smallest change that would fit.
+            NothingFitsError: not even a single sample a micro-batch fits; the line has the smallest change that would.
             InputError: the memory of the devices is not known.
         """
         with_limit = layout_of(replace(config, recompute="auto"), self.started)  # without a limit, the devices' memory
@@ -137,19 +138,19 @@ class _Planner:
         sized = partial(with_samples, config, self.profile, key)
 
         def planned(planner: _Planner, samples: int) -> Candidate:
-            one = sized(samples)
-            return planner.candidate(str(getattr(one, key)), one)
+            variant = sized(samples)
+            return planner.candidate(str(getattr(variant, key)), variant)
 
-        found = bisect_left(range(1, most + 1), True, key=lambda samples: not self.fits(sized(samples)))
-        chosen = planned(self, max(1, found))
-        while chosen.over is not None and found > 1:  # schedule=auto may find another order by `costs_of`
-            found -= 1
-            chosen = planned(self, found)
+        fitting = bisect_left(range(1, most + 1), True, key=lambda samples: not self.fits(sized(samples)))
+        chosen = planned(self, max(1, fitting))
+        while chosen.over is not None and fitting > 1:  # schedule=auto may find another order by `costs_of`
+            fitting -= 1
+            chosen = planned(self, fitting)
         if chosen.over is not None:
             raise self.refusal(chosen, f"{key}=auto: not even one sample a micro-batch fits; ")
-        if found == most:
+        if fitting == most:
             return Choice(key, "the most samples that there may be, which fit the memory", (chosen,), chosen)
-        larger = planned(replace(self, costs_of=predicted_costs), found + 1)
+        larger = planned(replace(self, costs_of=predicted_costs), fitting + 1)
         return Choice(key, "the largest that fits the memory", (chosen, larger), chosen)
 
     def refusal(self, unfit: Candidate, prefix: str) -> NothingFitsError:
@@ -158,8 +159,8 @@ class _Planner:
         config, error = unfit.config, unfit.over
         assert error is not None
         given, balance = config.hardware.memory_gib, config.partition.balance
-        here = f"recompute=auto: {size(error.memory.limit_bytes)} are here for a stage"
-        what = here if given is None else f"hardware.memory_gib={given:g}"
+        automatic = f"recompute=auto: {size(error.memory.limit_bytes)} are here for a stage"
+        limit = automatic if given is None else f"hardware.memory_gib={given:g}"
         cut = "no cut fits; in the best one" if balance is None else f"partition.balance={show(balance)} does not fit;"
         if config.partition.method == "lingvo":
             cut = "the cut of partition.method=lingvo does not fit;"
@@ -171,12 +172,12 @@ class _Planner:
             remedies.append("a machine with more memory")
         where = f"{cut} stage {error.stage} of {config.partitions}"
         advice = f"use {' or '.join(remedies)}"
-        return NothingFitsError(f"{prefix}{what}: {where} needs {size(error.missing_bytes)} more; {advice}")
+        return NothingFitsError(f"{prefix}{limit}: {where} needs {size(error.missing_bytes)} more; {advice}")
 
     def remedy(self, config: TrainConfig) -> str:
         """The mildest change with which a cut fits, as a user types it; "" if none was found.
 
-        A single kind of change, if one is enough, and no more of it than needed. The further a change goes, the more
+        A single kind of change, if that is enough, and no more of it than needed. The further a change goes, the more
         memory it saves, so a kind that does not help in full is not tried in part. Steps are simulated for
         `schedule=auto` only.
         """
@@ -214,8 +215,8 @@ def _recomputation(plan: Plan) -> Iterator[Choice]:
     """How `recompute=auto` compares with modes that the user could have given; `schedule=auto` has no such modes."""
     config = plan.config
     if config.recompute == "auto" and config.schedule != AUTO_SCHEDULE:
-        of_stages = ", ".join(map(str, plan.recomputed))
-        auto = Candidate(f"auto: {of_stages} of {plan.micro_batches} per stage", config, plan)
+        counts = ", ".join(map(str, plan.recomputed))
+        auto = Candidate(f"auto: {counts} of {plan.micro_batches} per stage", config, plan)
         planner = _Planner(plan.profile, lambda *_: plan.costs, plan.layout.started)
         cut = replace(config, partition=config.partition.by_hand(plan.balance))
         never, most = (planner.candidate(mode, replace(cut, recompute=mode)) for mode in ("never", "except_last"))
@@ -249,11 +250,12 @@ def _candidates(
     Raises InputError if there is no choice of `micro_batches`.
     """
     partitions, micro_batches, replicas = [config.partitions], [config.micro_batches], [config.replicas]
-    order, each = ORDERS.get(config.schedule, Order()), config.stages_per_process
-    devices = 8 if elsewhere else number_of_gpus(config) or usable_cores()  # elsewhere: as many as in the paper
+    order = ORDERS.get(config.schedule, Order())
+    stages_per_process = config.stages_per_process
+    devices = 8 if elsewhere else number_of_gpus(config) or usable_cores()  # 8 as in the paper
     if started is not None:
         devices = started.processes
-    numbers = [1, 2, 4, 8] if elsewhere else range(1, devices * (each or 2) + 1)
+    numbers = [1, 2, 4, 8] if elsewhere else range(1, devices * (stages_per_process or 2) + 1)
     if "partitions" in auto:
         partitions = [k for k in numbers if k <= layers]
     if "replicas" in auto:
@@ -271,13 +273,13 @@ def _candidates(
             )
         # powers of two, and the batch size itself
         micro_batches = sorted({*(1 << n for n in range(config.batch_size.bit_length())), config.batch_size})
-    found = []
+    candidates = []
     for k, r, m in product(partitions, replicas, micro_batches):
-        processes = order.devices(k, each) * r
+        processes = order.devices(k, stages_per_process) * r
         unfit = processes > devices if started is None else processes != devices
         if not (unfit and not auto.isdisjoint(("partitions", "replicas"))) and r * m <= (config.batch_size or r * m):
-            found.append(replace(config, partitions=k, replicas=r, micro_batches=m))
-    return found
+            candidates.append(replace(config, partitions=k, replicas=r, micro_batches=m))
+    return candidates
 
 
 def _changes(config: TrainConfig, profile: ModelProfile) -> list[list[_Change]]:
@@ -289,7 +291,7 @@ def _changes(config: TrainConfig, profile: ModelProfile) -> list[list[_Change]]:
         free = (("partition.method", "exact"),)
     smaller = [m << power for power in range(1, n.bit_length()) if m << power <= n // 2]
     if m < n:
-        with suppress(InputError):  # micro-batches of one sample suit few models
+        with suppress(InputError):  # micro-batches of a single sample suit few models
             refuse_single_samples(replace(config, micro_batches=n), n * config.replicas, profile)
             smaller.append(n)
     more = range(k + 1, max(8, 2 * k) + 1) if k <= 8 else (k * 9 // 8, k * 5 // 4, k * 3 // 2, 2 * k)
@@ -334,8 +336,9 @@ def solve_max_model(config: TrainConfig, log: Callable[[str], None] = lambda lin
     comparisons = []
     for key, step, most in _sizes(config):
         tried: dict[int, Candidate] = {}
-        # the largest size that fits is at least `low` and below `high`: the given one is doubled, then bisected
-        low, high, guess = 0, most + step, min(max(step, getattr(config.model, key) // step * step), most)
+        # the largest size that fits is at least `low` and below `high`: the given size is doubled, then bisected
+        low, high = 0, most + step
+        guess = min(max(step, getattr(config.model, key) // step * step), most)
         while high - low > step:
             grown = replace(config, model=replace(config.model, **{key: guess}))
             profile = profile_model(grown)
@@ -349,14 +352,14 @@ def solve_max_model(config: TrainConfig, log: Callable[[str], None] = lambda lin
         rule = f"the largest that fits, everything else as given{end}"
         candidates = tuple(tried[guess] for guess in sorted(tried))
         comparisons.append(Choice(f"model.{key}", rule, candidates, tried.get(low)))
-    found = [comparison.chosen.made for comparison in comparisons if comparison.chosen is not None]
-    if not found:
+    plans = [comparison.chosen.made for comparison in comparisons if comparison.chosen is not None]
+    if not plans:
         reason = comparisons[0].candidates[0].reason
         raise NothingFitsError(
             f"solve=max_model: not even the smallest model fits ({reason}); use a larger hardware.memory_gib, more "
             "partitions or more micro_batches"
         )
-    best = max(found, key=lambda grown: sum(cost.parameters for cost in grown.profile.costs))
+    best = max(plans, key=lambda plan: sum(cost.parameters for cost in plan.profile.costs))
     return replace(best, choices=tuple(comparisons))
 
 

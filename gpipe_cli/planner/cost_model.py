@@ -22,7 +22,7 @@ from gpipe_cli.planner.step_schedule import mean_micro_batch
 
 @dataclass(frozen=True, slots=True)
 class LayerSeconds:
-    """Seconds of one layer for one micro-batch."""
+    """Seconds of a layer for a micro-batch."""
 
     forward: float  # a forward that keeps nothing
     graph: float  # a forward that keeps what the backward needs, such as a recomputation
@@ -36,14 +36,14 @@ class LayerTimes:
     """The measured seconds of the layers (`benchmark/layer_benchmark.py`), for micro-batches of two sizes: between and
     beyond them the seconds of a layer lie on a line."""
 
-    samples: tuple[int, int]  # of the smaller and of the larger micro-batch
-    # of each layer, for both sizes: a forward, one that keeps its graph, a backward, and both halves if it is split
+    samples: tuple[int, int]  # samples of the smaller and of the larger micro-batch
+    # per layer, for both sizes: a forward, a forward that keeps its graph, a backward, and its halves if it is split
     seconds: tuple[Sequence[Sequence[float]], Sequence[Sequence[float]]]
     updates: Sequence[float]  # seconds per step of the update of each layer's weights
-    set_up: float  # seconds once per step
+    set_up: float  # seconds of work that is done once per step
     slowdown: float  # how much longer layers take while `together` processes compute
     together: int
-    all_threads: tuple[int, float]  # (n, f): with n threads, all of the machine's, one process is f times as fast
+    all_threads: tuple[int, float]  # (n, f): with n threads, all of the machine's, a process is f times as fast
     link_seconds: float
     link_byte_seconds: float
     source: str = ""
@@ -68,20 +68,20 @@ class LayerTimes:
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Seconds of every layer and of every transfer between layers, for one micro-batch unless noted."""
+    """Seconds of every layer and of every transfer between layers, for a micro-batch unless noted."""
 
-    source: str  # one phrase: `hardware=cpu figures`
+    source: str  # a phrase: `hardware=cpu figures`
     basis: Basis
     layers: tuple[LayerSeconds, ...]
     updates: tuple[float, ...]  # seconds per step of the update of each layer's weights
     edges: tuple[EdgeCost, ...]  # transfers at each of the L - 1 places where the model may be cut
-    slowdown: tuple[float, ...]  # factor of a device's seconds while 1, 2, ... devices compute; (): none
+    slowdown: tuple[float, ...]  # factor of a device's seconds while 1, 2, ... devices compute; () without slowdown
     set_up: float = 0.0  # seconds once a step, over all layers: batch norm's commit, the norms of gradients
-    sums: tuple[float, ...] = ()  # seconds per step to sum each layer's gradients over replicas; (): one replica
-    skips: tuple[SkipSends, ...] = ()  # of each skip, seconds per micro-batch
+    sums: tuple[float, ...] = ()  # seconds per step to sum each layer's gradients over replicas; () for one replica
+    skips: tuple[SkipSends, ...] = ()  # seconds per micro-batch to send each skip
     ties: tuple[TieCost, ...] = ()  # of each trained tied weight; `stages` are numbers of layers until the cut is known
-    weighted_by: str = ""  # where the user gives the relative costs of layers, if at all: `partition.costs`
-    known: DeviceRates | LayerTimes | None = None  # what they follow from; None: the data sheet
+    weighted_by: str = ""  # the setting that gives the relative costs of layers, if any: `partition.costs`
+    known: DeviceRates | LayerTimes | None = None  # the figures that the costs follow from; None for the data sheet
     together: tuple[float, int] = (1.0, 1)  # (f, n): everything is slower by the factor f while n processes compute
 
 
@@ -89,45 +89,47 @@ def predicted_costs(
     config: TrainConfig,
     profile: ModelProfile,
     layout: Layout,
-    known: DeviceRates | LayerTimes | None = None,
+    figures: DeviceRates | LayerTimes | None = None,
     *,
     samples: float | None = None,
     linked: bool = False,
 ) -> StepCosts:
-    """The costs of a micro-batch of `samples` (default: a mean one) by what is `known` of the device (default: the
-    hardware's data sheet), divided among layers by the user's costs, if given. `linked`: as if stages were on several
+    """The costs of a micro-batch of `samples` (default: their mean number) by the `figures` of the device (default:
+    its data sheet's), divided among layers by the user's costs, if given. `linked`: as if stages were on several
     devices.
 
     Raises InputError if the user gives more or fewer costs than there are layers.
     """
-    if known is None:
+    if figures is None:
         launched = computes_on_gpu(config) and not replays_graphs(config)
         sheet = resolved(config.hardware, layout.devices)
-        known = rates_of_sheet(sheet, layout.threads, config.precision, launched=launched)
+        figures = rates_of_sheet(sheet, layout.threads, config.precision, launched=launched)
     if samples is None:
         samples = mean_micro_batch(config, profile.lengths)
     linked = linked or len(set(layout.device_of_stage)) > 1
-    latency, per_byte = (known.link_seconds, known.link_byte_seconds) if linked else (0.0, 0.0)
+    latency, per_byte = (figures.link_seconds, figures.link_byte_seconds) if linked else (0.0, 0.0)
     slowdown, together = 1.0, 1
-    if isinstance(known, LayerTimes):
-        faster = known.faster(layout.threads)
-        layers, updates = known.of_layers(samples, faster), tuple(seconds / faster for seconds in known.updates)
-        set_up = known.set_up / faster
-        slowdown, together = known.slowdown, known.together
+    if isinstance(figures, LayerTimes):
+        faster = figures.faster(layout.threads)
+        layers = figures.of_layers(samples, faster)
+        updates = tuple(seconds / faster for seconds in figures.updates)
+        set_up = figures.set_up / faster
+        slowdown, together = figures.slowdown, figures.together
     else:
-        layers, updates, set_up = *_by_rates(profile, known, samples), 0.0
+        layers, updates = _by_rates(profile, figures, samples)
+        set_up = 0.0
     costs = StepCosts(
-        known.source,
-        known.basis,
+        figures.source,
+        figures.basis,
         layers,
         updates,
         _edge_costs(profile, samples, latency, per_byte),
         slowdowns(layout.at_once, len(layers), slowdown, together, config.replicas),
         set_up,
-        _sums_over_replicas(profile, config.replicas, known.link_byte_seconds),
+        _sums_over_replicas(profile, config.replicas, figures.link_byte_seconds),
         _skip_costs(profile, samples, latency, per_byte),
         _tie_costs(profile, latency, per_byte),
-        known=known,
+        known=figures,
         together=(slowdown, together),
     )
     given = config.partition.costs
@@ -159,7 +161,7 @@ def _by_rates(
 
 def _sums_over_replicas(profile: ModelProfile, replicas: int, per_byte: float) -> tuple[float, ...]:
     """The seconds to sum the gradients of each layer over replicas, each of which sends and receives 2 (R - 1) / R of
-    them; () if there is one replica."""
+    them; () for a single replica."""
     if replicas == 1:
         return ()
     share = 2 * (replicas - 1) / replicas
@@ -207,11 +209,11 @@ def _edge_costs(profile: ModelProfile, samples: float, latency: float, per_byte:
 
 def _skip_costs(profile: ModelProfile, samples: float, latency: float, per_byte: float) -> tuple[SkipSends, ...]:
     """The costs of sending each skip of the model, and its gradient back."""
-    found = []
+    sends = []
     for skip in profile.skips:
         tensors = [t for t in profile.costs[skip.stash].outputs if t.skip == skip.name]
-        found.append(SkipSends(skip.stash, skip.pop, *_sent(tensors, profile, samples, latency, per_byte)))
-    return tuple(found)
+        sends.append(SkipSends(skip.stash, skip.pop, *_sent(tensors, profile, samples, latency, per_byte)))
+    return tuple(sends)
 
 
 def _sent(

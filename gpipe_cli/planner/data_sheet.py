@@ -31,9 +31,9 @@ _LIBRARIES_GIB = 1.0
 
 
 def resolved(hardware: HardwareConfig, devices: Sequence[str]) -> HardwareConfig:
-    """`hardware` with `auto` replaced by the data sheet of `devices`, if there is one; values given by the user stay.
+    """`hardware` with `auto` replaced by the data sheet of `devices`, if they have any; values given by the user stay.
 
-    `devices` are `cpu` or CUDA devices. Of different GPUs, the slowest one's sheet and the smallest memory count, as a
+    `devices` are `cpu` or CUDA devices. Of different GPUs, the sheet of the slowest and the smallest memory count, as a
     step waits for all of them. For a GPU without a file, only the memory is filled in.
     """
     if not hardware.here:
@@ -54,15 +54,15 @@ def sheet_of(gpu: Gpu) -> str | None:
     """The file in conf/hardware of a GPU; None if there is none."""
     name = set(gpu.name.upper().replace("-", " ").split())
     for words, least, file in _SHEETS:
-        own = set(words.split())
-        if name >= own and not (name & _OTHERS) - own and gpu.memory_bytes >= least * 1e9:
+        product_words = set(words.split())
+        if name >= product_words and not (name & _OTHERS) - product_words and gpu.memory_bytes >= least * 1e9:
             return file
     return None
 
 
 def gpu_of(device: str) -> Gpu | None:
     """The GPU that a device name stands for; None for `cpu`, and without a driver. Devices of other machines count as
-    those of this one, as all machines of a run have equally many GPUs."""
+    those of this machine, as all machines of a run have equally many GPUs."""
     gpus = usable_gpus() if device != "cpu" else ()
     return gpus[int(device.partition(":")[2]) % len(gpus)] if gpus else None
 

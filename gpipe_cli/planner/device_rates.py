@@ -1,9 +1,9 @@
 """How fast a device is at each kind of operation, by its data sheet.
 
 The paper's cost estimate c_i of a layer (section 2.1) is its FLOPs. On real devices an operation also takes time to
-launch, and one that computes little takes as long as moving its bytes. On GPUs and TPUs computing overlaps with moving
-bytes, as in the roofline model (Williams et al., CACM 2009); on CPUs the two times add up. Without graphs a GPU waits
-for its host where that takes longer to launch operations than the GPU to run them.
+launch, and an operation that computes little takes as long as moving its bytes. On GPUs and TPUs computing overlaps
+with moving bytes, as in the roofline model (Williams et al., CACM 2009); on CPUs the two times add up. Without graphs a
+GPU waits for its host where that takes longer to launch operations than the GPU to run them.
 """
 
 from collections.abc import Mapping
@@ -29,9 +29,9 @@ Basis = Literal["data_sheet", "other_device", "timed_layers"]
 
 @dataclass(frozen=True)
 class DeviceRates:
-    """Seconds per operation, FLOP and byte of a device, and of its link to the next one."""
+    """Seconds per operation, FLOP and byte of a device, and of its link to the next device."""
 
-    source: str  # one phrase: `hardware=cpu figures`
+    source: str  # a phrase: `hardware=cpu figures`
     basis: Basis
     operation: float  # from one operation to the next, however small
     flop: Mapping[OperationKind, float]
@@ -39,16 +39,16 @@ class DeviceRates:
     overlap: bool  # the device computes and moves bytes at the same time
     link_seconds: float  # latency: until the first byte of a message has arrived
     link_byte_seconds: float
-    launch: float = 0.0  # of the host's time per operation, while the device computes; 0: it is never behind
+    launch: float = 0.0  # the host's seconds per operation while the device computes; 0: the host is never behind
 
     def seconds(self, work: Work, samples: float) -> float:
         """The seconds of ``work`` for a micro-batch of ``samples``."""
         beginning = working = launching = 0.0
-        for kind, each in work.by_kind.items():
-            computing = each.flops * samples * self.flop[kind]
-            moving = each.bytes * samples * self.byte + each.fixed_bytes * self.byte
-            beginning += each.count * self.operation
-            launching += each.count * self.launch
+        for kind, operations in work.by_kind.items():
+            computing = operations.flops * samples * self.flop[kind]
+            moving = operations.bytes * samples * self.byte + operations.fixed_bytes * self.byte
+            beginning += operations.count * self.operation
+            launching += operations.count * self.launch
             working += max(computing, moving) if self.overlap else computing + moving
         return max(launching, beginning + working)
 
@@ -58,7 +58,7 @@ def rates_of_sheet(
 ) -> DeviceRates:
     """The rates by a data sheet (a CPU's is per thread), or by an H200's if `hardware` has none. At a precision other
     than float32, matrix products are assumed to reach the same share of the peak, convolutions less, and those with
-    few channels no more than in float32. `launched`: by a host, one operation after another, and not as graphs."""
+    few channels no more than in float32. `launched`: a host launches each operation by itself, not in graphs."""
     basis: Basis = "data_sheet"
     if hardware.tflops is None or hardware.memory_gb_per_second is None:
         hardware, basis = load_hardware("h200"), "other_device"
@@ -72,12 +72,12 @@ def rates_of_sheet(
         convolutions = min(products, max(hardware.tflops, _CONVOLUTIONS_REACH * peak))
     flop = dict.fromkeys(OperationKind, 1 / (products * 1e12 * speed))
     flop[OperationKind.CONVOLUTION] = 1 / (convolutions * 1e12 * speed)
-    few = dict.fromkeys((OperationKind.DEPTHWISE, OperationKind.NARROW), 1 / (hardware.tflops * 1e12 * speed))
+    few_channels = dict.fromkeys((OperationKind.DEPTHWISE, OperationKind.NARROW), 1 / (hardware.tflops * 1e12 * speed))
     return DeviceRates(
         f"hardware={hardware.name} figures",
         basis,
         operation=(hardware.operation_microseconds or 0.0) * 1e-6,
-        flop=flop | few,
+        flop=flop | few_channels,
         byte=1 / (hardware.memory_gb_per_second * 1e9 * speed),
         overlap=hardware.name != "cpu",  # the figures of CPUs were fitted without overlap
         launch=_LAUNCHING if launched else 0.0,

@@ -51,11 +51,11 @@ class Layout:
     replica_devices: tuple[tuple[str, ...], ...]  # per pipeline, the device of each stage: `cpu`, `cuda:0`
     process_of_stage: tuple[int, ...]  # the process of each stage, among the P processes of its pipeline
     row_of_stage: tuple[int, ...]  # the row of each stage, in a schedule that has a row for each device
-    threads: int  # threads of each process: by default its share of the cores
-    at_once: int  # how many devices of all pipelines can compute at once: CPU processes share cores
-    here: bool  # whether the plan is for this machine; another one named by `hardware` has as many devices as needed
+    threads: int  # threads of each process; by default its share of the cores
+    at_once: int  # how many devices of all pipelines can compute at once, as CPU processes share cores
+    here: bool  # whether the plan is for this machine; a machine that `hardware` names has as many devices as needed
     started: Torchrun | None  # this process, if torchrun started it
-    memory: Memory | None = None  # None: there is no limit
+    memory: Memory | None = None  # the memory limit of the stages; None if there is none
     replica: int = 0  # index of the pipeline whose view this is
 
     @property
@@ -119,7 +119,7 @@ class Layout:
 
     @property
     def one_device(self) -> bool:
-        """Whether all stages take turns on one device, or there are too few cores for the threads, so that a
+        """Whether all stages take turns on a single device, or there are too few cores for the threads, so that a
         measurement does not show a pipeline's speed."""
         in_turns = not self.distributed and len(self.devices) > 1 and len(set(self.devices)) == 1
         return in_turns or self.short_of_cores
@@ -145,10 +145,11 @@ class Layout:
 def layout_of(config: TrainConfig, started: Torchrun | None = None) -> Layout:
     """The layout of a configuration; `started`: this process, if torchrun started it.
 
-    Raises InputError, one line, for missing devices, a number of processes that does not fit the settings, and a
-    `recompute=auto` without a known device memory.
+    Raises InputError for missing devices, a number of processes that does not fit the settings, and a `recompute=auto`
+    without a known device memory.
     """
-    partitions, gpus = config.partitions, number_of_gpus(config)
+    partitions = config.partitions
+    gpus = number_of_gpus(config)
     rows = _rows(config, None)
     _check_stages_per_process(config)
     if started is None:
@@ -179,7 +180,8 @@ def own_threads(processes: int) -> int:
 
 def _memory(config: TrainConfig, layout: Layout) -> Memory | None:
     """The memory that the settings give or, for recompute=auto, the memory of the device."""
-    memory_gib, stages, libraries = config.hardware.memory_gib, 1, 0
+    memory_gib = config.hardware.memory_gib
+    stages, libraries = 1, 0
     if memory_gib is not None and not layout.here:  # for other machines the setting is per device, not per stage
         stages = max(map(layout.row_of_stage.count, layout.row_of_stage))
     if memory_gib is None and config.recompute == "auto":
@@ -189,7 +191,8 @@ def _memory(config: TrainConfig, layout: Layout) -> Memory | None:
         if memory_gib is None:
             raise InputError("recompute=auto: needs the memory of a device; give hardware.memory_gib=...")
         if layout.here:
-            stages, libraries = _stages_of_a_device(layout), nccl_bytes(layout)
+            stages = _stages_of_a_device(layout)
+            libraries = nccl_bytes(layout)
     return None if memory_gib is None else Memory(int(memory_gib * 2**30) - libraries, stages)
 
 
@@ -216,19 +219,19 @@ def _rows(config: TrainConfig, places: int | None) -> tuple[int, ...]:
 
     Raises RefusedError if `interleaved` cannot give all rows equally many stages.
     """
-    partitions, each = config.partitions, config.stages_per_process
+    partitions, per_process = config.partitions, config.stages_per_process
     if config.schedule_is_file:
         return schedule_of_file(config).row_of_stage
     if config.placement_is_file:
         return placement_of_file(config)
     if places is None:
-        places = _order(config).devices(partitions, each)
+        places = _order(config).devices(partitions, per_process)
     if config.schedule == "interleaved" and partitions % places:
         why = f"{plural(places, 'device')} would have different numbers of stages; use partitions="
         raise RefusedError("partitions", partitions, f"schedule=interleaved: {why}{-(-partitions // places) * places}")
     placement = placement_of(config)
-    if placement == "neighbours" and each is not None and places == -(-partitions // each):
-        return tuple(stage // each for stage in range(partitions))
+    if placement == "neighbours" and per_process is not None and places == -(-partitions // per_process):
+        return tuple(stage // per_process for stage in range(partitions))
     return place(placement, partitions, places)
 
 
@@ -244,7 +247,7 @@ def placement_of(config: TrainConfig) -> PlacementName:
 
 
 def _fixes_rows(config: TrainConfig) -> str | None:
-    """The setting that itself says how many devices there are, if one does: a file, or a schedule of its own shape."""
+    """The setting that itself says how many devices there are, if any does: a file, or a schedule of its own shape."""
     if config.placement_is_file:
         return "placement"
     return "schedule" if config.schedule_is_file or _order(config).placement == "v" else None
@@ -252,20 +255,22 @@ def _fixes_rows(config: TrainConfig) -> str | None:
 
 def _check_stages_per_process(config: TrainConfig) -> None:
     """Raises RefusedError if the other settings leave no room for `stages_per_process`."""
-    partitions, each = config.partitions, config.stages_per_process
-    if each is None:
+    partitions, per_process = config.partitions, config.stages_per_process
+    if per_process is None:
         return
     if config.schedule_is_file or config.placement_is_file:
         given = f"schedule={config.schedule}" if config.schedule_is_file else f"placement={config.placement}"
-        raise RefusedError("stages_per_process", each, f"{given} says it; leave it out")
-    if _order(config).placement == "v" and each != 2:
-        raise RefusedError("stages_per_process", each, f"schedule={config.schedule} has two; leave it out")
-    if each > partitions:
-        use = f"use stages_per_process={partitions}, or partitions={each} or more"
-        raise RefusedError("stages_per_process", each, f"a pipeline has only {plural(partitions, 'stage')}; {use}")
+        raise RefusedError("stages_per_process", per_process, f"{given} says it; leave it out")
+    if _order(config).placement == "v" and per_process != 2:
+        raise RefusedError("stages_per_process", per_process, f"schedule={config.schedule} has two; leave it out")
+    if per_process > partitions:
+        use = f"use stages_per_process={partitions}, or partitions={per_process} or more"
+        raise RefusedError(
+            "stages_per_process", per_process, f"a pipeline has only {plural(partitions, 'stage')}; {use}"
+        )
     if config.executor == "in_process" and placement_of(config) == "neighbours":
         why = "executor=in_process has all stages in one process; leave one of the two out"
-        raise RefusedError("stages_per_process", each, why)
+        raise RefusedError("stages_per_process", per_process, why)
 
 
 def _own_processes(config: TrainConfig, rows: int, gpus: int) -> int:
@@ -280,22 +285,22 @@ def _own_processes(config: TrainConfig, rows: int, gpus: int) -> int:
 def _torchruns_processes(config: TrainConfig, rows: int, started: Torchrun) -> int:
     """The number of processes that each pipeline gets of those that torchrun started. Raises InputError if they do not
     fit the settings."""
-    partitions, replicas, each = config.partitions, config.replicas, config.stages_per_process
-    many = f"torchrun started {started.processes} processes"
+    partitions, replicas, per_process = config.partitions, config.replicas, config.stages_per_process
+    cause = f"torchrun started {started.processes} processes"
     if started.processes % replicas:
-        raise RefusedError("replicas", replicas, f"{many}, and each replica has as many; use replicas=1")
+        raise RefusedError("replicas", replicas, f"{cause}, and each replica has as many; use replicas=1")
     if config.executor == "in_process" and started.processes > replicas:
-        raise InputError(f"executor=in_process: {many}; start one for each replica, or leave executor out")
+        raise InputError(f"executor=in_process: {cause}; start one for each replica, or leave executor out")
     if started.processes > partitions * replicas:
         raise InputError(
-            f"partitions={partitions}: {many}, and each needs a stage; use "
+            f"partitions={partitions}: {cause}, and each needs a stage; use "
             f"partitions={-(-started.processes // replicas)} or more, or --nproc-per-node={partitions * replicas}"
         )
     processes = started.processes // replicas
-    if each is not None and processes != rows:
-        raise InputError(f"stages_per_process={each}: {many} for {partitions} stages; leave it out")
+    if per_process is not None and processes != rows:
+        raise InputError(f"stages_per_process={per_process}: {cause} for {partitions} stages; leave it out")
     if (setting := _fixes_rows(config)) and 1 < processes != rows:
-        why = f"is for {plural(rows, 'device')}, and {many} for each replica; start as many"
+        why = f"is for {plural(rows, 'device')}, and {cause} for each replica; start as many"
         raise RefusedError(setting, getattr(config, setting), why)
     return processes
 
@@ -303,13 +308,13 @@ def _torchruns_processes(config: TrainConfig, rows: int, started: Torchrun) -> i
 _Devices = tuple[tuple[str, ...], ...]  # per pipeline, the device of each stage
 
 
-def _gpus_of_one_process(config: TrainConfig, rows: Sequence[int], own: int) -> tuple[tuple[int, ...], _Devices]:
-    """The row and the devices of each stage, if every pipeline has a single process, which drives `own` GPUs."""
+def _gpus_of_one_process(config: TrainConfig, rows: Sequence[int], gpu_count: int) -> tuple[tuple[int, ...], _Devices]:
+    """The row and the devices of each stage, if every pipeline has a single process, which drives `gpu_count` GPUs."""
     if config.stages_per_process is None and not _fixes_rows(config):
-        rows = _rows(config, min(own, 1 + max(rows)))
-    used = min(own, 1 + max(rows))
+        rows = _rows(config, min(gpu_count, 1 + max(rows)))
+    used = min(gpu_count, 1 + max(rows))
     gpus = [row * used // (1 + max(rows)) for row in rows]
-    return tuple(rows), tuple(tuple(f"{TYPE}:{own * r + gpu}" for gpu in gpus) for r in range(config.replicas))
+    return tuple(rows), tuple(tuple(f"{TYPE}:{gpu_count * r + gpu}" for gpu in gpus) for r in range(config.replicas))
 
 
 def _gpu_of_each_process(
@@ -318,11 +323,11 @@ def _gpu_of_each_process(
     """The devices of each stage, if every process has a GPU of its own. Raises InputError if there are too few."""
     partitions, replicas = config.partitions, config.replicas
     processes = 1 + max(process_of_stage)
-    here = processes * replicas if started is None else started.here
+    processes_here = processes * replicas if started is None else started.here
     # a launcher may show each process its own GPU only, as SLURM's --gpus-per-task=1 does
-    one_each = started is not None and gpus == 1 and "CUDA_VISIBLE_DEVICES" in os.environ
-    if gpus < here and not one_each:
-        needs = f"{plural(here, 'process')} need a GPU each and there are {gpus}"
+    own_gpu_only = started is not None and gpus == 1 and "CUDA_VISIBLE_DEVICES" in os.environ
+    if gpus < processes_here and not own_gpu_only:
+        needs = f"{plural(processes_here, 'process')} need a GPU each and there are {gpus}"
         if replicas > gpus:
             raise RefusedError("replicas", replicas, f"{needs}; use replicas={gpus} or device=cpu")
         fewer = f"stages_per_process={-(-partitions * replicas // gpus)}, executor=in_process"
@@ -330,10 +335,10 @@ def _gpu_of_each_process(
             f"partitions={partitions}: {needs}; use "
             f"{fewer if started is None else f'--nproc-per-node={gpus}'} or device=cpu"
         )
-    # under torchrun a process knows only its own GPU, numbered from 0 per machine, or per process that sees one
+    # under torchrun a process knows only its own GPU, numbered from 0 per machine, or per process if it sees no other
     local = {} if started is None else {started.rank: started.local_rank}
 
     def device(process: int) -> str:
-        return f"{TYPE}:{0 if one_each else local.get(process, process % here)}"
+        return f"{TYPE}:{0 if own_gpu_only else local.get(process, process % processes_here)}"
 
     return tuple(tuple(device(processes * r + owner) for owner in process_of_stage) for r in range(replicas))

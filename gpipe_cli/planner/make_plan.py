@@ -41,17 +41,18 @@ def _best_cut(config: TrainConfig, profile: ModelProfile, costs: StepCosts, layo
     sizes = share_of(mini_batch_samples(config, profile.lengths), config.micro_batches, config.replicas).sizes
     memory = MemoryModel(config, profile, sizes)
     if config.schedule_is_file:
-        made = schedule_of_file(config)
+        schedule = schedule_of_file(config)
     else:  # auto: 1f1b until there are costs
         name = "1f1b" if config.schedule == AUTO_SCHEDULE else config.schedule
-        made = order(name, config.partitions, config.micro_batches, 1 + max(layout.row_of_stage))
-    work, sends = work_of(costs, again=recomputes(config.recompute)), sends_of(costs)
+        schedule = order(name, config.partitions, config.micro_batches, 1 + max(layout.row_of_stage))
+    work = work_of(costs, again=recomputes(config.recompute))
+    sends = sends_of(costs)
     balance = config.partition.balance
     if balance is None and config.partition.method == "lingvo":
         balance = _lingvo_cut(config, profile)
     elif balance is None:
         for limit in dict.fromkeys((layout.limit_bytes, None)):
-            furthest = keeping_together(profile.shared, len(work), config.partitions, memory.furthest(made, limit))
+            furthest = keeping_together(profile.shared, len(work), config.partitions, memory.furthest(schedule, limit))
             with suppress(NoCutFitsError):
                 balance = partition(work, config.partitions, **sends, furthest=furthest)
                 break
@@ -59,11 +60,13 @@ def _best_cut(config: TrainConfig, profile: ModelProfile, costs: StepCosts, layo
             balance = partition(work, config.partitions, **sends, furthest=None)
     check_balance(balance, len(profile.costs), config.partitions)
     check_cut(profile.shared, balance)
-    return Cut(config, profile, costs, layout, tuple(balance), imbalance(work, balance, **sends), made, sizes, memory)
+    return Cut(
+        config, profile, costs, layout, tuple(balance), imbalance(work, balance, **sends), schedule, sizes, memory
+    )
 
 
 def work_of(costs: StepCosts, *, again: bool) -> list[float]:
-    """The seconds of each layer for one micro-batch; `again`: with recomputation."""
+    """The seconds of each layer for a micro-batch; `again`: with recomputation."""
     return [layer.graph + layer.backward + (layer.forward if again else 0.0) for layer in costs.layers]
 
 
@@ -116,23 +119,23 @@ def make_plan(config: TrainConfig, profile: ModelProfile, costs: StepCosts, layo
 
 
 def baseline_of(plan: Plan) -> Plan | None:
-    """What a pipeline has to beat: one device that takes the mini-batch whole and recomputes nothing, with all threads
-    of the machine. None if that does not fit the device's memory, where it is known."""
+    """What a pipeline has to beat: a single device that takes the mini-batch whole and recomputes nothing, with all
+    threads of the machine. None if that does not fit the device's memory, where it is known."""
     config = one_device(plan.config)
     try:
         layout = layout_of(replace(config, recompute="auto"))  # with the device's memory as the limit
     except InputError:  # the memory is unknown
         layout = layout_of(config)
-    timed = plan.costs.known if isinstance(plan.costs.known, LayerTimes) else None
+    times = plan.costs.known if isinstance(plan.costs.known, LayerTimes) else None
     try:
-        return make_plan(config, plan.profile, predicted_costs(config, plan.profile, layout, timed), layout)
+        return make_plan(config, plan.profile, predicted_costs(config, plan.profile, layout, times), layout)
     except TooLargeError:
         return None
 
 
 def fits(config: TrainConfig, profile: ModelProfile, layout: Layout) -> bool:
     """Whether a cut fits the memory. That does not depend on the seconds of layers, so a data sheet is enough. A step
-    is simulated only for `schedule=auto`, which may find an order that needs less memory than any named one."""
+    is simulated only for `schedule=auto`, which may find an order that needs less memory than any named order."""
     costs = predicted_costs(config, profile, layout)
     try:
         cut = _best_cut(config, profile, costs, layout)
@@ -167,14 +170,14 @@ def _held(cut: Cut, recompute: Recompute) -> tuple[tuple[StageMemory, ...], tupl
     held = cut.memory_model.stages(schedule, cut.bounds, cut.device_of_stage)
     peaks = cut.memory_model.devices(held, schedule, cut.bounds, cut.device_of_stage)
     if (limit := cut.layout.memory) is not None:
-        of_devices = stages_of_devices(cut.device_of_stage)
+        device_stages = stages_of_devices(cut.device_of_stage)
         missing_bytes, _, stage, device = max(
             (peaks[device] - len(stages) * limit.limit_bytes, held[k].total_bytes, k, device)
-            for device, stages in enumerate(of_devices)
+            for device, stages in enumerate(device_stages)
             for k in stages
         )
         if missing_bytes > 0:
-            raise TooLargeError(stage, missing_bytes, limit, len(of_devices[device]))
+            raise TooLargeError(stage, missing_bytes, limit, len(device_stages[device]))
     return held, peaks
 
 
@@ -206,7 +209,7 @@ def _problem(cut: Cut) -> Problem:
     if layout.limit_bytes is not None:
         room = cut.memory_model.room(cut.bounds, layout.limit_bytes, layout.device_of_stage)
     split = config.splits_backward and any(stage.weights_seconds for stage in stages)
-    # all M: a mini-batch of text may have more micro-batches than this one of the longest sentences
+    # all M: a mini-batch of text may have more micro-batches than the planned one of the longest sentences
     return Problem(
         stages, edges, cut.costs.slowdown, cut.device_of_stage, config.micro_batches,
         cut.memory_model.largest(cut.bounds), room, config.recompute, split, _ties(cut), _skips(cut),
@@ -268,11 +271,11 @@ def _crossing(cut: Cut) -> Iterator[tuple[int, int, SkipSends]]:
 
 def _skips(cut: Cut) -> tuple[SkipCost, ...]:
     """The skips between stages that are no neighbours."""
-    found: dict[tuple[int, int], EdgeCost] = {}
+    edges: dict[tuple[int, int], EdgeCost] = {}
     for sender, receiver, skip in _crossing(cut):
         if receiver > sender + 1:
-            found[sender, receiver] = _sum(found.get((sender, receiver), EdgeCost(0.0, 0.0)), skip)
-    return tuple(SkipCost(*ends, edge) for ends, edge in sorted(found.items()))
+            edges[sender, receiver] = _sum(edges.get((sender, receiver), EdgeCost(0.0, 0.0)), skip)
+    return tuple(SkipCost(*ends, edge) for ends, edge in sorted(edges.items()))
 
 
 def _sum(edge: EdgeCost, skip: SkipSends) -> EdgeCost:

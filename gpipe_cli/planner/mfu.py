@@ -16,7 +16,7 @@ class StepFlops:
     step: float  # FLOPs of all forwards and backwards of a full mini-batch, without recomputation
     samples: int  # samples of that mini-batch
     tokens: int | None  # tokens of that mini-batch, all sentences as long as the longest; None for images
-    peak_per_second: float | None  # peak FLOP/s of all devices in use together; None: not known
+    peak_per_second: float | None  # peak FLOP/s of all devices in use together; None if it is not known
     peak_source: str  # the source of the peak, or why it is not known
 
     def per_second(self, samples_per_second: float | None, tokens_per_second: float | None) -> float | None:
@@ -42,13 +42,13 @@ def step_flops(config: TrainConfig, profile: ModelProfile, spec: PipelineSpec) -
 def _peak(config: TrainConfig, spec: PipelineSpec) -> tuple[float | None, str]:
     """The peak FLOP/s of all devices in use and the source of this figure; or None and why it is not known.
 
-    If the settings name a machine other than this one, its peak says nothing about what ran here.
+    If the settings name a machine other than this, its peak says nothing about what ran here.
     """
     hardware, layout = config.hardware, spec.layout
     on_cpu = layout.on_cpu
-    here = resolved(load_hardware("auto"), layout.devices).name  # auto: a GPU without a file
+    sheet_here = resolved(load_hardware("auto"), layout.devices).name  # auto: a GPU without a file
     sheet = resolved(hardware, layout.devices)
-    if hardware.name not in ("auto", here) and (here != "auto" or on_cpu):
+    if hardware.name not in ("auto", sheet_here) and (sheet_here != "auto" or on_cpu):
         return None, f"hardware={hardware.name} is not what it ran on, so its peak says nothing; leave it out"
     key, peak = sheet.peak(config.precision)
     if peak is not None:

@@ -26,7 +26,7 @@ from gpipe_cli.planner.step_schedule import checked_schedule
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineCut:
-    """A model cut into stages, where these compute, and the order of their actions. Boundaries have one entry per edge
+    """A model cut into stages, where these compute, and the order of their actions. Boundaries have an entry per edge
     between stages: all tensors that cross it, skips to later stages among them."""
 
     layer_names: tuple[tuple[str, ...], ...]  # of each stage
@@ -53,8 +53,8 @@ class PipelineCut:
     @property
     def skips(self) -> tuple[tuple[int, int], ...]:
         """The pairs of stages, not neighbours, of which the first sends a skip to the second."""
-        found = ((route.sender, route.receiver) for route in routes(self.training_boundaries))
-        return tuple((sender, receiver) for sender, receiver in found if receiver > sender + 1)
+        pairs = ((route.sender, route.receiver) for route in routes(self.training_boundaries))
+        return tuple((sender, receiver) for sender, receiver in pairs if receiver > sender + 1)
 
     @property
     def first_layers(self) -> tuple[int, ...]:
@@ -67,12 +67,12 @@ class PipelineCut:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineSpec(PipelineCut):
-    """The cut of a run's model, with what it was planned for. Costs and counts have one entry per stage."""
+    """The cut of a run's model, with what it was planned for. Costs and counts have an entry per stage."""
 
     parameters: tuple[int, ...]
     trained: tuple[int, ...]  # number of these parameters that are not frozen
     frozen: Frozen
-    cost: tuple[float, ...]  # predicted seconds of one micro-batch's forward and backward
+    cost: tuple[float, ...]  # predicted seconds of a micro-batch's forward and backward
     inputs: Boundary  # tensors given to the first stage
     lengths: tuple[int, ...]  # the greatest lengths that sentences are padded to
     parameter_tensors: tuple[int, ...]
@@ -110,20 +110,20 @@ def make_pipeline_spec(
     config: TrainConfig, profile: ModelProfile | None = None, started: Torchrun | None = None
 ) -> PipelineSpec:
     """Plan a step by the hardware's data sheet, cut the model and place its stages; `started`: this process, if
-    torchrun started it. Raises InputError, one line, if the model cannot be cut."""
+    torchrun started it. Raises InputError if the model cannot be cut."""
     profile = profile_model(config) if profile is None else profile
     return placed(plan_step(config, profile, started=started))
 
 
 def placed(plan: Plan) -> PipelineSpec:
-    """Cut the model as planned and place its stages on this machine, even if the plan was for another one."""
+    """Cut the model as planned and place its stages on this machine, even if the plan was for another."""
     config, profile, costs, bounds = plan.config, plan.profile, plan.profile.costs, plan.bounds
     layout = replace(plan.layout, here=True)
     in_training, in_evaluation = profile.boundaries(plan.balance)
     return PipelineSpec(
         layer_names=tuple(tuple(cost.name for cost in costs[first:end]) for first, end in bounds),
-        parameters=tuple(sum(of.parameters for of in profile.weights[first:end]) for first, end in bounds),
-        trained=tuple(sum(of.trained for of in profile.weights[first:end]) for first, end in bounds),
+        parameters=tuple(sum(weights.parameters for weights in profile.weights[first:end]) for first, end in bounds),
+        trained=tuple(sum(weights.trained for weights in profile.weights[first:end]) for first, end in bounds),
         frozen=profile.frozen,
         ties=tuple(tied.tie for tied in profile.tied),
         cost=tuple(stage.graph_seconds + stage.backward_seconds for stage in plan.stage_costs),
@@ -131,7 +131,9 @@ def placed(plan: Plan) -> PipelineSpec:
         lengths=profile.lengths,
         training_boundaries=in_training,
         evaluation_boundaries=in_evaluation,
-        parameter_tensors=tuple(sum(w.tensors for w in profile.weights[first:end]) for first, end in bounds),
+        parameter_tensors=tuple(
+            sum(weights.tensors for weights in profile.weights[first:end]) for first, end in bounds
+        ),
         order=plan.order,
         recompute=plan.recompute,
         layout=layout,

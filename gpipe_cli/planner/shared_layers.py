@@ -1,11 +1,11 @@
-"""Finds layers that share something and must stay in one stage, as a stage owns its layers (paper section 2.1).
+"""Finds layers that share something and must stay in the same stage, as a stage owns its layers (paper section 2.1).
 
 Every process allocates its own layers. If two layers in different processes shared a buffer or a module, each process
 would change a copy of its own, without an error. Parameters alone may be shared by any stages
 (`pipeline/runtime/tied_weights.py`).
 
 Layers share what torch registers as part of both, whether or not a forward uses it: a module may count its calls. They
-also share what one of them is seen to read through functions, hooks, lists or other objects while it is traced.
+also share what any of them is seen to read through functions, hooks, lists or other objects while it is traced.
 """
 
 from collections.abc import Iterator, Sequence
@@ -44,22 +44,23 @@ def find_shared(model: nn.Sequential, setting: str = "model.target") -> tuple[Sh
         places[id(module)] = name
     _refuse_same_memory(model, setting)
     owners: dict[int, tuple[int, str]] = {}
-    found: dict[tuple[int, int], Shared] = {}
+    shared: dict[tuple[int, int], Shared] = {}
     for number, (layer, module) in enumerate(model.named_children()):
         for what, part in _parts(module):
             owner, owner_name = owners.setdefault(id(part), (number, layer))
             if owner != number:
                 what = what or f"module {layer}"
-                found.setdefault((owner, number), Shared(owner, number, _text(owner_name, layer, what)))
-    return tuple(found.values())
+                shared.setdefault((owner, number), Shared(owner, number, _text(owner_name, layer, what)))
+    return tuple(shared.values())
 
 
 def _parts(layer: nn.Module) -> Iterator[tuple[str, object]]:
     for path, module in layer.named_modules():
-        buffers = [(f"buffer {path}.{name}" if path else f"buffer {name}", of) for name, of in module._buffers.items()]
+        prefix = f"buffer {path}." if path else "buffer "
+        buffers = [(f"{prefix}{name}", buffer) for name, buffer in module._buffers.items()]
         # a module of torch or timm without tensors is a function, and a copy of it is as good
-        own = module._parameters or buffers
-        if own or not type(module).__module__.startswith(("torch.nn.", "timm.layers.")):
+        has_tensors = bool(module._parameters or buffers)
+        if has_tensors or not type(module).__module__.startswith(("torch.nn.", "timm.layers.")):
             yield path and f"module {path}", module
         yield from ((what, buffer) for what, buffer in buffers if buffer is not None)
 
@@ -94,7 +95,7 @@ def _text(first: str, second: str, what: str) -> str:
 
 def _places_of_cuts(shared: Sequence[Shared], layers: int) -> list[int]:
     """The numbers of layers after which a cut keeps together what is shared."""
-    return [end for end in range(1, layers) if not any(one.first < end <= one.second for one in shared)]
+    return [end for end in range(1, layers) if not any(pair.first < end <= pair.second for pair in shared)]
 
 
 def keeping_together(
@@ -114,12 +115,12 @@ def check_cut(shared: Sequence[Shared], balance: Sequence[int], setting: str = "
     partitions, layers = len(balance), sum(balance)
     places = _places_of_cuts(shared, layers)
     for end in list(accumulate(balance))[:-1]:
-        for one in shared:
-            if not one.first < end <= one.second:
+        for pair in shared:
+            if not pair.first < end <= pair.second:
                 continue
             remedy = f"use partitions={len(places) + 1} or fewer, and a cut that keeps them together"
             if len(places) >= partitions - 1:
                 ends = [places[at * len(places) // (partitions - 1)] for at in range(partitions - 1)]
                 sizes = [after - before for before, after in pairwise([0, *ends, layers])]
                 remedy = f"keep them together, as by {setting}=[{','.join(map(str, sizes))}]"
-            raise InputError(f"partitions={partitions}: {one.text}; {remedy}")
+            raise InputError(f"partitions={partitions}: {pair.text}; {remedy}")

@@ -28,7 +28,7 @@ from gpipe_cli.system.machine import usable_cores
 SimulationData = dict[str, Any]
 
 _MOST_MICRO_BATCHES, _MOST_STAGES = 64, 16
-_MOST_LAYERS = 200  # of a model for which every number of stages is offered: to cut a longer one takes longer
+_MOST_LAYERS = 200  # of a model for which every number of stages is offered: to cut a longer model takes longer
 _MOST_COSTS = 4000  # layers times numbers of micro-batches: predicting more takes longer than planning
 
 
@@ -62,9 +62,9 @@ def simulation_data(plan: Plan) -> SimulationData:
                 "name": cost.name,
                 "update": update,
                 "sum": added_up,
-                "workspace": [2 * one - two, two - one],
+                "workspace": [2 * single - double, double - single],
             }
-            for cost, update, added_up, one, two in zip(
+            for cost, update, added_up, single, double in zip(
                 profile.costs,
                 costs.updates,
                 costs.sums or (0.0,) * len(profile.costs),
@@ -76,7 +76,7 @@ def simulation_data(plan: Plan) -> SimulationData:
         "skips": [
             {"stash": skip.stash, "pop": skip.pop, "bytes": _skip_bytes(profile, skip)} for skip in profile.skips
         ],
-        "shared": [[one.first, one.second, one.text] for one in profile.shared],
+        "shared": [[pair.first, pair.second, pair.text] for pair in profile.shared],
         "costs": {
             "source": costs.source,
             "basis": costs.basis,
@@ -97,7 +97,7 @@ def simulation_data(plan: Plan) -> SimulationData:
 
 
 def _baseline(plan: Plan) -> dict[str, Any] | None:
-    """The seconds of a step on one device, of which the page may change those of the backward; None: does not fit."""
+    """The seconds of a step on a single device, of which the page may change the backward's; None: it does not fit."""
     if (baseline := baseline_of(plan)) is None:
         return None
     (stage,) = baseline.stage_costs
@@ -116,15 +116,16 @@ def _most_stages(plan: Plan) -> int:
 
 def _placement(plan: Plan) -> str:
     """The name of the plan's placement; where several give the same, that of its settings."""
-    own, device_of_stage = placement_of(plan.config), plan.device_of_stage
-    if own in PLACEMENTS and place(own, len(device_of_stage), len(set(device_of_stage))) == device_of_stage:
-        return own
+    named = placement_of(plan.config)
+    device_of_stage = plan.device_of_stage
+    if named in PLACEMENTS and place(named, len(device_of_stage), len(set(device_of_stage))) == device_of_stage:
+        return named
     consecutive = list(device_of_stage) == sorted(device_of_stage)
     return name_of(device_of_stage) or (PLACEMENTS[0] if consecutive else "as planned")
 
 
 def _cuts(plan: Plan, costs: StepCosts, memory: Sequence[MemoryModel]) -> dict[str, Any]:
-    """The plan's cut, and for each K that the page offers the fastest one without and with recomputation. The page
+    """The plan's cut, and for each K that the page offers the fastest without and with recomputation. The page
     says whether they fit the memory. `memory` as in `_held`."""
     profile, layers = plan.profile, len(plan.profile.costs)
     offered = range(1, _MOST_STAGES + 1) if layers <= _MOST_LAYERS else [1 << n for n in range(5)]
@@ -135,9 +136,9 @@ def _cuts(plan: Plan, costs: StepCosts, memory: Sequence[MemoryModel]) -> dict[s
         stored = memory[0].holding(bounds, none, none)
         held = _held(plan, memory, bounds)
         stages = [
-            {"weights": one.weights_bytes, "gradients": one.gradients_bytes, "optimizer": one.optimizer_bytes,
-             "buffers": one.buffers_bytes, "held": of}
-            for one, of in zip(stored, held, strict=True)
+            {"weights": stage.weights_bytes, "gradients": stage.gradients_bytes, "optimizer": stage.optimizer_bytes,
+             "buffers": stage.buffers_bytes, "held": ways}
+            for stage, ways in zip(stored, held, strict=True)
         ]  # fmt: skip
         return {"balance": list(balance), "stages": stages}
 
@@ -162,10 +163,10 @@ def _held(plan: Plan, memory: Sequence[MemoryModel], spans: Bounds) -> list[dict
     """Of each span of layers, the bytes of a micro-batch in each way to hold it: fixed ones, and those of a sample.
     `memory` is that of micro-batches of one sample and of two. Where backwards were not traced in halves, as much is
     held between them as before."""
-    one, two = (model.largest(spans) for model in memory)
+    single, double = (model.largest(spans) for model in memory)
     held = [
-        {way: [2 * first - second, second - first] for way, first, second in zip(Held._fields, *both, strict=True)}
-        for both in zip(one, two, strict=True)
+        {way: [2 * first - second, second - first] for way, first, second in zip(Held._fields, *sizes, strict=True)}
+        for sizes in zip(single, double, strict=True)
     ]
     return held if plan.profile.splits else [{**ways, "weights": ways["graph"]} for ways in held]
 
@@ -174,26 +175,26 @@ def _skip_bytes(profile: ModelProfile, skip: Skip) -> list[list[int]]:
     """The bytes of a skip, and of its gradient."""
     tensors = tuple(tensor for tensor in profile.costs[skip.stash].outputs if tensor.skip == skip.name)
 
-    def size(of: Boundary) -> list[int]:
-        none, one = (sum(tensor.bytes(samples, profile.lengths) for tensor in of) for samples in (0, 1))
-        return [none, one - none]
+    def size(boundary: Boundary) -> list[int]:
+        base, single = (sum(tensor.bytes(samples, profile.lengths) for tensor in boundary) for samples in (0, 1))
+        return [base, single - base]
 
     return [size(tensors), size(tuple(tensor for tensor in tensors if tensor.has_gradient))]
 
 
 def _costs_of_micro_batches(plan: Plan, most: int) -> dict[str, Any]:
     """The costs of a mean micro-batch for each number of micro-batches that the page offers. Layers whose costs are
-    equal for all these numbers are of one kind."""
+    equal for all these numbers are of the same kind."""
     layers = len(plan.profile.costs)
     offered = [*range(1, 17), *range(20, 33, 4), *range(40, _MOST_MICRO_BATCHES + 1, 8)]
     if len(offered) * layers > _MOST_COSTS:
         offered = [1 << power for power in range(7)]
     offered = sorted({m for m in offered if m <= most} | {plan.micro_batches})
-    found = [_costs(plan, m) for m in offered]
-    split = any(of.inputs or of.weights for of in plan.costs.layers)
+    costs_offered = [_costs(plan, m) for m in offered]
+    split = any(layer.inputs or layer.weights for layer in plan.costs.layers)
     free = EdgeCost(0.0, 0.0)
     columns = [
-        tuple((costs.layers[at], costs.edges[at] if at < layers - 1 else free) for costs in found)
+        tuple((costs.layers[at], costs.edges[at] if at < layers - 1 else free) for costs in costs_offered)
         for at in range(layers)
     ]
     kinds = {column: number for number, column in enumerate(dict.fromkeys(columns))}
@@ -203,7 +204,7 @@ def _costs_of_micro_batches(plan: Plan, most: int) -> dict[str, Any]:
             str(m): {
                 "layers": [_seconds(column[at][0], split) for column in kinds],
                 "edges": [[column[at][1].forward_seconds, column[at][1].backward_seconds] for column in kinds],
-                "skips": [[skip.forward, skip.backward] for skip in found[at].skips],
+                "skips": [[skip.forward, skip.backward] for skip in costs_offered[at].skips],
             }
             for at, m in enumerate(offered)
         },
@@ -223,17 +224,17 @@ def _costs(plan: Plan, micro_batches: int) -> StepCosts:
 
 
 def _at_once(plan: Plan) -> int | None:
-    """How many devices of all pipelines can compute at the same time, whatever K is; None: all of them."""
+    """How many devices of all pipelines can compute at the same time, whatever K is; None if all of them can."""
     return max(1, usable_cores() // plan.layout.threads) if plan.layout.shares_cores else None
 
 
 def _limit(plan: Plan) -> dict[str, Any] | None:
-    """The memory limit, in bytes, and what it is for: a device, the whole machine, or each stage; None: no limit."""
+    """The memory limit, in bytes, and what it is for: a device, the machine, or each stage; None without a limit."""
     layout = plan.layout
     if layout.memory is None:
         return None
-    of = "device"
+    owner = "device"
     if layout.here:
-        own = plan.config.hardware.memory_gib is not None
-        of = "stage" if own else "machine" if layout.on_cpu else "device"
-    return {"bytes": layout.memory.device_bytes, "of": of}
+        given = plan.config.hardware.memory_gib is not None
+        owner = "stage" if given else "machine" if layout.on_cpu else "device"
+    return {"bytes": layout.memory.device_bytes, "of": owner}

@@ -38,7 +38,7 @@ class StageMemory:
     optimizer_bytes: int  # the optimizer's state, and the moving average of the weights
     # the most held at once, those of a recomputed micro-batch included; of graphs also outputs and their gradients
     activations_bytes: int
-    workspace_bytes: int  # the most that one layer's backward needs in addition
+    workspace_bytes: int  # the most that a layer's backward needs in addition
     # for sums over replicas, gradients of tied weights in other stages, skips that wait to be taken up and, on a CPU,
     # for the checkpoint that is being written
     buffers_bytes: int = 0
@@ -72,13 +72,13 @@ class _Tied:
 
 def _tied(tied: Sequence[TiedWeight], first: Layers, end: Layers) -> _Tied:
     none = np.zeros_like(np.asarray(first))
-    weights, optimizer, received = none, none, none
-    for one in tied:
-        here = sum((np.asarray((first <= at) & (at < end), dtype=np.int64) for at in one.layers), none)
-        again = np.maximum(here - 1, 0)
-        weights = weights - again * one.weight_bytes
-        optimizer = optimizer - again * one.optimizer_bytes
-        received = received + np.where(here > 0, len(one.layers) - here, 0) * one.gradient_bytes
+    weights = optimizer = received = none
+    for weight in tied:
+        uses = sum((np.asarray((first <= at) & (at < end), dtype=np.int64) for at in weight.layers), none)
+        copies = np.maximum(uses - 1, 0)
+        weights = weights - copies * weight.weight_bytes
+        optimizer = optimizer - copies * weight.optimizer_bytes
+        received = received + np.where(uses > 0, len(weight.layers) - uses, 0) * weight.gradient_bytes
     return _Tied(weights, optimizer, received)
 
 
@@ -107,11 +107,12 @@ class MemoryModel:
         """The memory of stages that hold these bytes of activations, and of skips that wait, at their fullest."""
 
         def stage(first: int, end: int, saved: int, waiting: int) -> StageMemory:
-            own, tied = self._profile.weights[first:end], _tied(self._profile.tied, first, end)
+            weights = self._profile.weights[first:end]
+            tied = _tied(self._profile.tied, first, end)
             return StageMemory(
-                weights_bytes=sum(w.weight_bytes for w in own) + int(tied.weights),
-                gradients_bytes=sum(w.gradient_bytes for w in own),
-                optimizer_bytes=sum(w.optimizer_bytes for w in own) + int(tied.optimizer),
+                weights_bytes=sum(w.weight_bytes for w in weights) + int(tied.weights),
+                gradients_bytes=sum(w.gradient_bytes for w in weights),
+                optimizer_bytes=sum(w.optimizer_bytes for w in weights) + int(tied.optimizer),
                 activations_bytes=saved,
                 buffers_bytes=sum(self.buffers[first:end]) + int(tied.received) + waiting,
                 workspace_bytes=int(self.workspace[first:end].max()),
@@ -123,7 +124,7 @@ class MemoryModel:
         self, held: Sequence[StageMemory], schedule: Schedule, bounds: Bounds, device_of_stage: Sequence[int]
     ) -> tuple[int, ...]:
         """The peak bytes of each device: what its stages, which hold `held`, store all the time, the most that their
-        activations take together, and the largest workspace of one of them, as one action runs at a time."""
+        activations take together, and the largest workspace of any of them, as one action runs at a time."""
         of_devices = stages_of_devices(device_of_stage)
         if len(of_devices) == len(held):
             together = tuple(held[k].activations_bytes for (k,) in of_devices)
@@ -138,7 +139,8 @@ class MemoryModel:
 
     def _skips(self, bounds: Bounds) -> Waiting:
         """The bytes of skips between stages that are no neighbours."""
-        profile, crossing = self._profile, [self._profile.costs[end - 1].outputs for _, end in bounds[:-1]]
+        profile = self._profile
+        crossing = [profile.costs[end - 1].outputs for _, end in bounds[:-1]]
         return {
             (route.sender, route.receiver): [
                 (
@@ -153,7 +155,7 @@ class MemoryModel:
 
     def saved(self, schedule: Schedule, bounds: Bounds) -> tuple[int, ...]:
         """The most bytes of activations that autograd saves at once on each stage."""
-        of_stages = [{n: of.held(*span) for n, of in self._of_size.items()} for span in bounds]
+        of_stages = [{n: activations.held(*span) for n, activations in self._of_size.items()} for span in bounds]
         return peak_bytes(schedule, [[held[n] for n in self._sizes] for held in of_stages])
 
     def _held(self, bounds: Bounds) -> list[list[Held]]:
@@ -207,7 +209,7 @@ class MemoryModel:
         def row(actions: Sequence[Action]) -> list[int]:
             fullest = np.array(_fullest(list(live(actions))))
             firsts = np.arange(len(self.workspace))  # one binary search for all of them
-            fits, most = firsts, np.full_like(firsts, len(firsts))  # ends: one that fits, and the furthest that may fit
+            fits, most = firsts, np.full_like(firsts, len(firsts))  # ends that fit, and the furthest that may fit
             while (fits < most).any():
                 ends = np.maximum((fits + most + 1) // 2, firsts + 1)
                 held = (fullest @ self._of_stages(self._sizes[0], firsts, ends)).max(axis=0)
@@ -217,9 +219,9 @@ class MemoryModel:
             return fits.tolist()
 
         # stages with the same actions reach equally far
-        done = [tuple((a.kind, a.micro_batch) for a in actions) for actions in schedule.stages]
-        rows = {of: row(actions) for of, actions in dict(zip(done, schedule.stages, strict=True)).items()}
-        return [rows[of] for of in done]
+        keys = [tuple((a.kind, a.micro_batch) for a in actions) for actions in schedule.stages]
+        rows = {key: row(actions) for key, actions in dict(zip(keys, schedule.stages, strict=True)).items()}
+        return [rows[key] for key in keys]
 
 
 def _static(profile: ModelProfile, samples: int) -> Whole:
@@ -243,7 +245,7 @@ class _Maxima:
         self._table = np.array(self._from)
 
     def between(self, first: NDArray[np.int64], end: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The maximum of numbers `first` to `end - 1`, of which there is at least one."""
+        """The maximum of numbers `first` to `end - 1`, where `first` is below `end`."""
         power = np.frexp(end - first)[1] - 1
         return np.maximum(self._table[power, first], self._table[power, end - (1 << power)])
 

@@ -21,8 +21,9 @@ def mini_batch_samples(config: TrainConfig, lengths: Sequence[int]) -> int:
 def mean_micro_batch(config: TrainConfig, lengths: Sequence[int]) -> float:
     """The mean number of samples of a micro-batch. With `batch_tokens` it may be below 1, as mini-batches of shorter
     sentences have more samples than N, and so all M micro-batches."""
-    whole, pieces = mini_batch_samples(config, lengths), config.replicas * config.micro_batches
-    return whole / (pieces if config.batch_size is None else min(pieces, whole))
+    samples = mini_batch_samples(config, lengths)
+    pieces = config.replicas * config.micro_batches
+    return samples / (pieces if config.batch_size is None else min(pieces, samples))
 
 
 def refuse_files(config: TrainConfig) -> None:
@@ -36,13 +37,13 @@ def refuse_files(config: TrainConfig) -> None:
 def schedule_of_file(config: TrainConfig) -> Schedule:
     """The schedule in the file that `schedule` names. Raises RefusedError if it does not fit the other settings."""
     try:
-        found = read_schedule(config.schedule, config.partitions, config.micro_batches)
+        schedule = read_schedule(config.schedule, config.partitions, config.micro_batches)
     except ScheduleError as error:
         raise RefusedError("schedule", config.schedule, error.what, error.drawn) from None
-    if config.compile and found.split:
+    if config.compile and schedule.split:
         why = f"schedule={config.schedule} cuts backwards in two, and compiled code cannot be cut"
         raise RefusedError("compile", True, f"{why}; use compile=false")
-    return found
+    return schedule
 
 
 def placement_of_file(config: TrainConfig) -> tuple[int, ...]:

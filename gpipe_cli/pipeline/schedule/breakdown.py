@@ -14,8 +14,8 @@ so that K stages, which work M sum c together, are idle for
 
 The first term is the bubble, which remains if all stages are equal: (K-1)/(M+K-1) of K P in that case. The second is
 the load imbalance. For other schedules and for measured times, c_k is the time that stage k computes divided by M, and
-idle time beyond the second term is the bubble. Stages that take turns on one device count as one stage: while one of
-them computes the others are not idle.
+idle time beyond the second term is the bubble. Stages that take turns on a device count as a single stage: while any
+of them computes the others are not idle.
 """
 
 from dataclasses import dataclass
@@ -44,15 +44,15 @@ class Breakdown:
 
 @dataclass(slots=True)
 class _DeviceTime:
-    """Seconds of one device in a step. The window is from the beginning of the first action of all devices to the end
+    """Seconds of a device in a step. The window is from the beginning of the first action of all devices to the end
     of the last; updates and sums over replicas may lie outside."""
 
-    work: float = 0.0  # all actions
-    recompute: float = 0.0  # of these, recomputations
+    work: float = 0.0  # seconds of all actions
+    recompute: float = 0.0  # the part of `work` that recomputations take
     transfer: float = 0.0  # exposed transfers and sums over replicas
     update: float = 0.0
     inside: float = 0.0  # transfers and updates within the window
-    outside: float = 0.0  # and outside
+    outside: float = 0.0  # transfers and updates outside the window
 
 
 def breakdown(timeline: Timeline, micro_batches: int, step_seconds: float | None = None) -> Breakdown:
@@ -66,32 +66,32 @@ def breakdown(timeline: Timeline, micro_batches: int, step_seconds: float | None
     begin, end, window = timeline.start_seconds, timeline.end_seconds, timeline.step_seconds
     if step_seconds is None:
         step_seconds = timeline.step_end_seconds - begin
-    of_devices: dict[int, _DeviceTime] = {}
+    time_of_device: dict[int, _DeviceTime] = {}
     device_of_stage = timeline.device_of_stage or range(len(timeline.stages))
     for device, spans, events in zip(device_of_stage, timeline.stages, timeline.events, strict=True):
-        own = of_devices.setdefault(device, _DeviceTime())
-        own.work += sum(span.seconds for span in spans)
-        own.recompute += sum(span.seconds for span in spans if span.action.kind is Kind.R)
+        device_time = time_of_device.setdefault(device, _DeviceTime())
+        device_time.work += sum(span.seconds for span in spans)
+        device_time.recompute += sum(span.seconds for span in spans if span.action.kind is Kind.R)
         for event in events:
             if event.what is EventKind.WAITING:
                 continue
             within = max(0.0, min(event.end_seconds, end) - max(event.start_seconds, begin))
             outside = event.seconds - within if event.action is None else 0.0
-            own.inside += within
-            own.outside += outside
+            device_time.inside += within
+            device_time.outside += outside
             if event.what is EventKind.UPDATE:
-                own.update += within + outside
+                device_time.update += within + outside
             else:
-                own.transfer += within + outside
-    devices = list(of_devices.values())
+                device_time.transfer += within + outside
+    devices = list(time_of_device.values())
     busy = [device.work for device in devices]
     recompute = sum(device.recompute for device in devices)
     transfer = sum(device.transfer for device in devices)
     update = sum(device.update for device in devices)
     idle = sum(max(0.0, window - device.work - device.inside) for device in devices)
     set_up = sum(max(0.0, step_seconds - window - device.outside) for device in devices)
-    unequal = sum(max(busy) - seconds for seconds in busy) * (micro_batches - 1) / micro_batches
-    imbalance = min(idle, unequal)
+    unequal_seconds = sum(max(busy) - seconds for seconds in busy) * (micro_batches - 1) / micro_batches
+    imbalance = min(idle, unequal_seconds)
 
     # Shares of the sum, not of K times the step: the clocks of several machines may disagree a little.
     total = sum(busy) + transfer + update + idle + set_up

@@ -1,4 +1,4 @@
-"""What follows from the dependencies of actions: an order in which one process can perform a schedule, whether the
+"""What follows from the dependencies of actions: an order in which a process can perform a schedule, whether the
 schedule can run at all, and its picture on a unit clock.
 
 The clock is that of Figure 2(c) of the paper: every action takes one tick. Comments, tests, errors and plans draw the
@@ -25,12 +25,12 @@ class ScheduleError(InputError):
 
 
 def linearize(schedule: Schedule, device_of_stage: Sequence[int] = ()) -> tuple[Action, ...]:
-    """The actions of a checked schedule in an order in which one process can perform them, by a unit clock.
+    """The actions of a checked schedule in an order in which a process can perform them, by a unit clock.
 
     With a device for each stage: `0F0`, `1F0 0F1`, `2F0 1F1 0F2`, ... Actions of the same tick do not depend on each
     other, so a process that launches work on several devices in this order keeps all of them busy. Stages with the same
     number in `device_of_stage` (their process or device) take turns, one action per tick. The ready action closest to a
-    send to another device goes first, so that neighbours get work as early as from one large stage. The order
+    send to another device goes first, so that neighbours get work as early as from a single large stage. The order
     restricted to any of the stages is also safe against deadlock. Raises ScheduleError on a deadlock.
     """
     ticks, stuck = _clock(schedule, device_of_stage)
@@ -49,7 +49,7 @@ def _clock(
 ) -> tuple[list[list[tuple[Action, int]]], dict[Action, Action | None]]:
     """The actions that run in each tick, with their rows; and for each row that is stuck, its next action and the
     action that this waits for. Without `device_of_stage` every row has a device of its own."""
-    left = [deque(row) for row in schedule]
+    remaining = [deque(row) for row in schedule]
     ready: dict[int, list[tuple[int, int, Action, int]]] = defaultdict(list)  # device -> heap of its ready actions
     waiting: dict[Action, list[int]] = defaultdict(list)  # the action waited for -> the rows that wait
     ended: set[Action] = set()
@@ -57,8 +57,8 @@ def _clock(
     changed = [*range(len(schedule))]  # rows whose next action is new, or may have become ready
     while changed:
         for row in changed:
-            if left[row]:
-                action = left[row][0]
+            if remaining[row]:
+                action = remaining[row][0]
                 needed = schedule.source(action)
                 if needed is None or needed in ended:
                     device = device_of_stage[action.stage] if device_of_stage else row
@@ -68,23 +68,23 @@ def _clock(
         tick = [heappop(actions)[2:] for actions in ready.values() if actions]
         ticks.append(tick)
         ended.update(action for action, _ in tick)
-        changed = [row for action, own in tick for row in (own, *waiting.pop(action, ()))]
+        changed = [row for action, acting in tick for row in (acting, *waiting.pop(action, ()))]
         for _, row in tick:
-            left[row].popleft()
-    return ticks, {row[0]: schedule.source(row[0]) for row in left if row}
+            remaining[row].popleft()
+    return ticks, {row[0]: schedule.source(row[0]) for row in remaining if row}
 
 
 def _sooner(action: Action) -> tuple[int, int]:
-    """The sort key of a device's ready actions: backwards first and W last; among actions of one kind, first the one
-    closest to leaving the device's stages."""
+    """The sort key of a device's ready actions: backwards first and W last; among actions of the same kind, first
+    the action closest to leaving the device's stages."""
     kinds = (Kind.B, Kind.I, Kind.R, Kind.F, Kind.W)
     return kinds.index(action.kind), -action.stage if action.kind is Kind.F else action.stage
 
 
 def linearize_retained(schedule: Schedule, device_of_stage: Sequence[int] = ()) -> list[tuple[Action, Retain]]:
     """`linearize`, with what the stage of each action retains of the micro-batch after it."""
-    of_stages = [stage_retained(actions) for actions in schedule.stages]
-    return [next(of_stages[action.stage]) for action in linearize(schedule, device_of_stage)]  # stages keep their order
+    retained = [stage_retained(actions) for actions in schedule.stages]
+    return [next(retained[action.stage]) for action in linearize(schedule, device_of_stage)]  # stages keep their order
 
 
 def performed(schedule: Schedule, device_of_stage: Sequence[int]) -> Iterable[tuple[Action, Retain]]:
@@ -92,8 +92,8 @@ def performed(schedule: Schedule, device_of_stage: Sequence[int]) -> Iterable[tu
     `linearize` does, unless every row has a device of its own."""
     pairs = {*zip(schedule.row_of_stage, device_of_stage, strict=True)}
     if len(pairs) == len(set(device_of_stage)) == len(schedule):
-        of_stages = [stage_retained(actions) for actions in schedule.stages]
-        return (next(of_stages[action.stage]) for row in schedule for action in row)
+        retained = [stage_retained(actions) for actions in schedule.stages]
+        return (next(retained[action.stage]) for row in schedule for action in row)
     return linearize_retained(schedule, device_of_stage)
 
 
@@ -151,8 +151,8 @@ def _check_stage(schedule: Schedule, stage: int, actions: Sequence[Action]) -> N
         seen[kind].add(m)
     for kind in (Kind.F, Kind.B, Kind.W) if schedule.trains else (Kind.F,):
         for m in range(schedule.micro_batches):
-            there = m in seen[kind] or (kind is Kind.B and m in seen[Kind.I]) or (kind is Kind.W and m in seen[Kind.B])
-            if not there:
+            done = m in seen[kind] or (kind is Kind.B and m in seen[Kind.I]) or (kind is Kind.W and m in seen[Kind.B])
+            if not done:
                 missing = Action(kind, stage, m)
                 raise _fault(schedule, f"{missing} is missing; add it to stage {stage}", [missing])
 
@@ -193,12 +193,12 @@ def grid(
 
 
 def clock(schedule: Schedule, device_of_stage: Sequence[int] = ()) -> list[list[int]]:
-    """The tick of each action of each row, if every action takes one; actions that can never run have none."""
-    of_rows: list[list[int]] = [[] for _ in schedule]
-    for at, tick in enumerate(_clock(schedule, device_of_stage)[0]):
-        for _, row in tick:
-            of_rows[row].append(at)
-    return of_rows
+    """The tick of each action of each row on the unit clock; an action that can never run has no tick."""
+    ticks_of_rows: list[list[int]] = [[] for _ in schedule]
+    for tick, performed_actions in enumerate(_clock(schedule, device_of_stage)[0]):
+        for _, row in performed_actions:
+            ticks_of_rows[row].append(tick)
+    return ticks_of_rows
 
 
 def _deadlock(schedule: Schedule, stuck: dict[Action, Action | None]) -> ScheduleError:

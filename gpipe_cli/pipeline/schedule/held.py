@@ -13,7 +13,7 @@ from gpipe_cli.pipeline.schedule.schedule import RETURNS, Action, Kind, Retain, 
 
 
 class Held(NamedTuple):
-    """Number of micro-batches that a stage holds in each of four ways, or the bytes of one micro-batch in each."""
+    """Number of micro-batches that a stage holds in each of four ways, or the bytes of a micro-batch in each."""
 
     graph: int = 0  # micro-batches with every activation of the stage kept, its input included
     input: int = 0  # micro-batches with only the stage's input kept
@@ -41,71 +41,72 @@ def changed_bytes(size: Held) -> Changes:
 
 def live(actions: Sequence[Action]) -> Iterator[Held]:
     """How many micro-batches a stage holds in each way while each of its actions runs."""
-    now = _SAME
+    counts = _SAME
     for action, retain in stage_retained(actions):
         begin, end = HOLDS[action.kind, retain]
         if begin is not _SAME:
-            now = Held(*map(add, now, begin))
-        yield now
+            counts = Held(*map(add, counts, begin))
+        yield counts
         if end is not _SAME:
-            now = Held(*map(add, now, end))
+            counts = Held(*map(add, counts, end))
 
 
 def peak_bytes(schedule: Schedule, sizes: Sequence[Sequence[Held]]) -> tuple[int, ...]:
     """For each stage, the most bytes held for micro-batches in flight. ``sizes[stage][micro_batch]`` are the bytes of
     each way to hold the micro-batch."""
     assert len(sizes) == len(schedule.stages), "sizes for each stage"
-    held = (bytes_held(actions, of_stage) for actions, of_stage in zip(schedule.stages, sizes, strict=True))
-    return tuple(max(stage, default=0) for stage in held)
+    held = (bytes_held(actions, stage_sizes) for actions, stage_sizes in zip(schedule.stages, sizes, strict=True))
+    return tuple(max(stage_bytes, default=0) for stage_bytes in held)
 
 
 def peaks_of_devices(
     schedule: Schedule, sizes: Sequence[Sequence[Held]], device_of_stage: Sequence[int]
 ) -> tuple[int, ...]:
     """For each device, the most bytes that its stages hold together for micro-batches in flight, in the order of its
-    actions; ``sizes`` as in `peak_bytes`. It is at most the sum of the stages' own peaks, which may come one after
-    another. Raises ScheduleError on a deadlock."""
-    changes = [{size: changed_bytes(size) for size in set(of_stage)} for of_stage in sizes]
-    now = [0] * (1 + max(device_of_stage))
-    most = now.copy()
+    actions; ``sizes`` as in `peak_bytes`. It is at most the sum of the stages' own peaks, which need not come at
+    the same time. Raises ScheduleError on a deadlock."""
+    changes = [{size: changed_bytes(size) for size in set(stage_sizes)} for stage_sizes in sizes]
+    held = [0] * (1 + max(device_of_stage))
+    peaks = held.copy()
     for (kind, stage, m), retain in performed(schedule, device_of_stage):
         begin, end = changes[stage][sizes[stage][m]][kind, retain]
         device = device_of_stage[stage]
-        most[device] = max(most[device], now[device] + begin)
-        now[device] += begin + end
-    return tuple(most)
+        peaks[device] = max(peaks[device], held[device] + begin)
+        held[device] += begin + end
+    return tuple(peaks)
 
 
 Waiting = Mapping[tuple[int, int], Sequence[tuple[int, int]]]
-"""(s, r): for each micro-batch, the bytes of the skips from stage s to r, and of their gradients back."""
+"""For stages (s, r) and each micro-batch, the bytes of the skips from stage s to r, and of their gradients back."""
 
 
 def peak_waiting(schedule: Schedule, skips: Waiting, device_of_stage: Sequence[int] = ()) -> tuple[int, ...]:
     """For each stage, the most bytes of skips that wait there to be taken up, and of gradients that wait for the
     backward, in the order of `linearize`: a skip comes before what the stages between make of it."""
-    now, most = [0] * len(schedule.stages), [0] * len(schedule.stages)
+    waiting = [0] * len(schedule.stages)
+    peaks = waiting.copy()
     for kind, stage, m in linearize(schedule, device_of_stage) if skips else ():
         forward = kind is Kind.F
         for (sender, receiver), sizes in skips.items() if forward or kind in RETURNS else ():
             size = sizes[m][0 if forward else 1]
             first, second = (sender, receiver) if forward else (receiver, sender)
             if stage == second:
-                now[second] -= size
+                waiting[second] -= size
             elif stage == first:
-                now[second] += size
-                most[second] = max(most[second], now[second])
-    return tuple(most)
+                waiting[second] += size
+                peaks[second] = max(peaks[second], waiting[second])
+    return tuple(peaks)
 
 
 def bytes_held(stage_actions: Sequence[Action], sizes: Sequence[Held]) -> Iterator[int]:
     """The bytes that a stage holds for micro-batches in flight while each of its actions runs. ``sizes[micro_batch]``
     are the bytes of each way to hold the micro-batch."""
     changes = {size: changed_bytes(size) for size in set(sizes)}
-    now = 0
+    held = 0
     for action, retain in stage_retained(stage_actions):
         begin, end = changes[sizes[action.micro_batch]][action.kind, retain]
-        yield now + begin
-        now += begin + end
+        yield held + begin
+        held += begin + end
 
 
 def _bytes(counts: Held, size: Held) -> int:

@@ -47,7 +47,7 @@ def order(name: str, partitions: int, micro_batches: int, devices: int | None = 
     ``zbv``, ``v_half``, ``v_min``: split backwards on P = K / 2 devices in a V, the first of which has the first and
     the last stage (Qi et al. 2024); with the activations of 1f1b, half, and a third of them: `v_schedules.py`.
 
-    Raises ValueError for an unknown name, and for fewer than one partition or micro-batch.
+    Raises ValueError for an unknown name, and if `partitions` or `micro_batches` is below 1.
     """
     for setting, value in (("partitions", partitions), ("micro_batches", micro_batches)):
         if value < 1:
@@ -81,7 +81,7 @@ def _1f1b(partitions: int, micro_batches: int, devices: int) -> Rows:
 
 
 def _in_turns(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: int) -> list[Action]:
-    """`warm_up` forwards, then one forward and one backward in turns, then the remaining backwards."""
+    """`warm_up` forwards, then forwards and backwards in turns, then the remaining backwards."""
     warm_up = min(warm_up, len(forwards))
     pairs = zip(forwards[warm_up:], backwards, strict=False)
     return [*forwards[:warm_up], *chain(*pairs), *backwards[len(forwards) - warm_up :]]
@@ -90,17 +90,17 @@ def _in_turns(forwards: Sequence[Action], backwards: Sequence[Action], warm_up: 
 def _interleaved(partitions: int, micro_batches: int, devices: int) -> Rows:
     """1f1b on every device, with groups of P micro-batches that pass through one of its stages, then the next."""
     assert partitions % devices == 0, "as many stages on each device"
-    of_device = partitions // devices
-    many = max(1, micro_batches // devices)  # groups of P micro-batches or slightly more: fewer do not fill P devices
-    firsts = [-(-group * micro_batches // many) for group in range(many + 1)]  # the larger ones first
+    stages_per_device = partitions // devices
+    group_count = max(1, micro_batches // devices)  # groups of P micro-batches or slightly more fill P devices
+    firsts = [-(-group * micro_batches // group_count) for group in range(group_count + 1)]  # larger groups first
     groups = [range(*ends) for ends in pairwise(firsts)]
     for device in range(devices):
         stages = range(device, partitions, devices)
         forwards = [Action(Kind.F, k, m) for group in groups for k in stages for m in group]
         backwards = [Action(Kind.B, k, m) for group in groups for k in reversed(stages) for m in group]
-        # ticks until the first gradient can have come back: none on one device, two for each of P devices
-        ahead = 2 * (devices - 1 - device) if of_device > 1 else devices - 1 - device
-        yield _in_turns(forwards, backwards, ahead + (of_device - 1) * len(groups[0]))
+        # ticks until the first gradient can have come back: none on a single device, two for each of P devices
+        ahead = 2 * (devices - 1 - device) if stages_per_device > 1 else devices - 1 - device
+        yield _in_turns(forwards, backwards, ahead + (stages_per_device - 1) * len(groups[0]))
 
 
 def _zero_bubble(partitions: int, micro_batches: int, devices: int) -> Rows:
@@ -108,18 +108,18 @@ def _zero_bubble(partitions: int, micro_batches: int, devices: int) -> Rows:
 
 
 def _zero_bubble_stage(stage: int, partitions: int, micro_batches: int) -> Iterator[Action]:
-    """1f1b with split backwards, where stage k delays each W by k micro-batches, to have one for every later wait.
+    """1f1b with split backwards, where stage k delays each W by k micro-batches, to have a W for every later wait.
     Stage 0 would delay none: its backwards stay whole."""
     forwards = _pass(Kind.F, stage, micro_batches)
     backwards = _pass(Kind.I if stage else Kind.B, stage, micro_batches)
-    held = 0  # the first micro-batch whose W is to come
+    next_w = 0  # the first micro-batch whose W is to come
     for a in _in_turns(forwards, backwards, partitions - 1 - stage):
         yield a
         if a.kind is Kind.I and a.micro_batch >= stage:
-            yield Action(Kind.W, stage, held)
-            held += 1
+            yield Action(Kind.W, stage, next_w)
+            next_w += 1
     if stage:
-        yield from (Action(Kind.W, stage, m) for m in range(held, micro_batches))
+        yield from (Action(Kind.W, stage, m) for m in range(next_w, micro_batches))
 
 
 def _v(name: str) -> PlaceActions:
@@ -131,8 +131,8 @@ def _v(name: str) -> PlaceActions:
 class Order:
     """How a named schedule places the actions of a step, and its properties."""
 
-    rows: PlaceActions | None = None  # None: the function `rows` of NAME.py in this folder
-    placement: PlacementName | None = None  # the placement that it has a row per device for; None: a row per stage
+    rows: PlaceActions | None = None  # places the actions; None for the function `rows` of NAME.py in this folder
+    placement: PlacementName | None = None  # the placement whose devices have a row each; None if each stage has a row
     splits: bool = False  # whether backwards are split into I and W
 
     def devices(self, partitions: int, stages_per_device: int | None = None) -> int:
@@ -161,4 +161,4 @@ ORDERS = {
 }
 AUTO_SCHEDULE = "auto"  # an order made for the costs of the layers and the memory: `search.py`
 SCHEDULES = tuple(ORDERS)
-SPLITTING = (*(name for name, one in ORDERS.items() if one.splits), AUTO_SCHEDULE)
+SPLITTING = (*(name for name, named_order in ORDERS.items() if named_order.splits), AUTO_SCHEDULE)

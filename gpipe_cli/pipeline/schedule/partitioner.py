@@ -1,8 +1,8 @@
 """Where to cut the layers into partitions (section 2.2 of the paper), from an estimated cost of each layer.
 
-The slowest stage sets the pace of a pipeline, so the best cut is the one whose most expensive partition is cheapest;
-among such cuts, the one of least variance. The cost of a partition is that of its layers and of its sends: activations
-to the next partition, gradients to the previous one. Partitions may have to fit into a memory limit.
+The slowest stage sets the pace of a pipeline, so the best cut is that whose most expensive partition is cheapest and,
+among such cuts, that of least variance. The cost of a partition is that of its layers and of its sends: activations
+to the next partition, gradients to the previous partition. Partitions may have to fit into a memory limit.
 
 Departs from the paper: the paper minimises the variance of the partitions' costs by a heuristic and says that better
 partitioners could be used. Here the maximum comes first, the variance second, and the result is optimal for integer
@@ -60,26 +60,26 @@ def partition(
 
     `costs` of the L layers are finite and not negative, in any unit. ``forward_sends[i]`` and ``backward_sends[i]``
     (L - 1 each, same unit) are the costs of sending activations from layer i to i + 1, for the partition that ends
-    there, and gradients back, for the one that begins there. A skip costs a partition that sends it on, or its gradient
-    back, to any other one. ``furthest[k][i]`` is the furthest end (exclusive) with
-    which partition k fits its memory if it begins with layer i; i or less: not even one layer fits. Rows may be shared.
+    there, and gradients back, for the partition that begins there. A skip costs a partition that sends it on, or its
+    gradient back, to any other partition. ``furthest[k][i]`` is the furthest end (exclusive) with which partition k
+    fits its memory if it begins with layer i; i or less: not even layer i fits. Rows may be shared.
 
-    Raises NoCutFitsError if `furthest` permits no cut, InputError for fewer partitions than one or more than layers.
+    Raises NoCutFitsError if `furthest` permits no cut, InputError for no partition or more partitions than layers.
     """
     layers = len(costs)
     check_partitions(layers, partitions)
     on_costs = [0.0] * (layers - 1) if forward_sends is None else list(forward_sends)
     back_costs = [0.0] * (layers - 1) if backward_sends is None else list(backward_sends)
-    assert len(on_costs) == len(back_costs) == layers - 1, "one cost for each place between layers"
+    assert len(on_costs) == len(back_costs) == layers - 1, "a cost for each place between layers"
     assert furthest is None or (len(furthest) == partitions and {len(row) for row in furthest} == {layers})
-    given = [*costs, *on_costs, *back_costs, *(cost for skip in skips for cost in (skip.forward, skip.backward))]
-    assert all(math.isfinite(cost) and cost >= 0 for cost in given), "finite, not negative"
-    whole = np.array(_whole_numbers(given), dtype=np.int64)
-    before = np.concatenate(([0], whole[:layers].cumsum()))
-    on, back = before.copy(), before.copy()
-    on[1:layers] += whole[layers : 2 * layers - 1]
-    back[1:layers] -= whole[2 * layers - 1 : 3 * layers - 2]
-    between: Whole = np.where(np.tri(layers + 1, k=-1, dtype=bool), on[:, None] - back, _NEVER)
+    all_costs = [*costs, *on_costs, *back_costs, *(cost for skip in skips for cost in (skip.forward, skip.backward))]
+    assert all(math.isfinite(cost) and cost >= 0 for cost in all_costs), "finite, not negative"
+    whole = np.array(_whole_numbers(all_costs), dtype=np.int64)
+    prefix_sums = np.concatenate(([0], whole[:layers].cumsum()))
+    to_end, to_begin = prefix_sums.copy(), prefix_sums.copy()  # of a partition, with its sends
+    to_end[1:layers] += whole[layers : 2 * layers - 1]
+    to_begin[1:layers] -= whole[2 * layers - 1 : 3 * layers - 2]
+    between: Whole = np.where(np.tri(layers + 1, k=-1, dtype=bool), to_end[:, None] - to_begin, _NEVER)
     for skip, (forward, backward) in zip(skips, whole[3 * layers - 2 :].reshape(-1, 2), strict=True):
         between[skip.stash + 1 : skip.pop + 1, : skip.stash + 1] += forward  # ends before the pop
         between[skip.pop + 1 :, skip.stash + 1 : skip.pop + 1] += backward  # begins behind the stash
@@ -106,7 +106,8 @@ def _best_cut(
     least[0] = 0
     begins = []
     for k in range(partitions):
-        longer, begin = np.full(layers + 1, _NEVER), np.zeros(layers + 1, dtype=np.int64)
+        longer = np.full(layers + 1, _NEVER)
+        begin = np.zeros(layers + 1, dtype=np.int64)
         last = layers - partitions + k + 1
         for first in range(k + 1, last + 1, _BLOCK):
             ends = np.arange(first, min(first + _BLOCK, last + 1))
@@ -121,7 +122,8 @@ def _best_cut(
             longer[ends] = np.minimum(total.min(axis=1), _NEVER)
         least = longer
         begins.append(begin)
-    sizes, end = [], layers
+    sizes = []
+    end = layers
     for begin in reversed(begins):
         sizes.append(int(end - begin[end]))
         end = int(begin[end])
@@ -139,11 +141,12 @@ def imbalance(
     """The cost of the slowest stage over the mean of all stages, minus 1: 0 is perfect. Arguments as in `partition`."""
     ends = [0, *accumulate(balance)]
     assert ends[-1] == len(costs), "the cut is of these layers"
-    on, back = [*(forward_sends or [0.0] * ends[-1]), 0.0], [0.0, *(backward_sends or [0.0] * ends[-1])]
+    on_costs = [*(forward_sends or [0.0] * ends[-1]), 0.0]
+    back_costs = [0.0, *(backward_sends or [0.0] * ends[-1])]
     stages = [
         math.fsum(costs[first:end])
-        + on[end - 1]
-        + back[first]
+        + on_costs[end - 1]
+        + back_costs[first]
         + sum(skip.forward for skip in skips if first <= skip.stash < end <= skip.pop)
         + sum(skip.backward for skip in skips if skip.stash < first <= skip.pop < end)
         for first, end in pairwise(ends)
@@ -172,7 +175,7 @@ def _written(balance: Sequence[int]) -> str:
 
 
 def check_partitions(layers: int, partitions: int) -> None:
-    """Raises InputError unless there are one or more partitions and a layer for each."""
+    """Raises InputError unless there is at least 1 partition, and a layer for each."""
     if partitions < 1:
         raise InputError(f"partitions={partitions}: must be at least 1; use partitions=1 to keep the model whole")
     if partitions > layers:
@@ -182,7 +185,7 @@ def check_partitions(layers: int, partitions: int) -> None:
 
 
 def _whole_numbers(costs: Sequence[float]) -> list[int]:
-    """``costs`` scaled by a common factor to integers with a sum below 2^31, rounded only if there is no exact one."""
+    """``costs`` scaled by a common factor to integers with a sum below 2^31, rounded only if no factor is exact."""
     fractions = [Fraction(cost) for cost in costs]
     factor = math.lcm(*(f.denominator for f in fractions))
     exact = [int(f * factor) for f in fractions]

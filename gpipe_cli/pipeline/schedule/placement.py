@@ -32,7 +32,7 @@ def place(name: PlacementName, stages: int, devices: int) -> tuple[int, ...]:
             if stages < 2 * devices:
                 return tuple(min(stage, stages - 1 - stage) if stage >= devices else stage for stage in range(stages))
             turns = (divmod(stage, devices) for stage in range(stages))
-            return tuple(devices - 1 - at if turn % 2 else at for turn, at in turns)
+            return tuple(devices - 1 - position if turn % 2 else position for turn, position in turns)
 
 
 def name_of(device_of_stage: Sequence[int]) -> PlacementName | None:
@@ -44,7 +44,7 @@ def name_of(device_of_stage: Sequence[int]) -> PlacementName | None:
 
 def stages_of_devices(device_of_stage: Sequence[int]) -> list[list[int]]:
     """The stages of each device, which are numbered from 0 on."""
-    found: list[list[int]] = [[] for _ in range(1 + max(device_of_stage))]
+    stages: list[list[int]] = [[] for _ in range(1 + max(device_of_stage))]
     for stage, device in enumerate(device_of_stage):
-        found[device].append(stage)
-    return found
+        stages[device].append(stage)
+    return stages

@@ -1,14 +1,14 @@
 """When a process posts each receive, and into which receive buffer: derived from the schedule before it runs.
 
-On a GPU a posted receive is a kernel that runs until its tensor arrives, and a send is one that runs until its tensor
-is received. Some launches wait until the device is idle: when a kernel is loaded for the first time, or when the
-allocator frees memory. If the transfers in flight then depend on an action that this process or another one has not
+On a GPU a posted receive is a kernel that runs until its tensor arrives, and a send is a kernel that runs until its
+tensor is received. Some launches wait until the device is idle: when a kernel is loaded for the first time, or when the
+allocator frees memory. If the transfers in flight then depend on an action that this or another process has not
 launched yet, there is a deadlock.
 
-So all processes follow one order of all actions, in which each action comes after those that it needs (`linearize`): a
-process posts the receive of a tensor after all of its own actions that precede the action which computes the tensor.
-Then everything waits for something earlier in that order, so there is no cycle. This costs nothing, as a process
-launches its actions long before the GPU gets to them.
+So all processes follow the same order of all actions, in which each action comes after those that it needs
+(`linearize`): a process posts the receive of a tensor after all of its own actions that precede the action which
+computes the tensor. Then everything waits for something earlier in that order, so there is no cycle. This costs
+nothing, as a process launches its actions long before the GPU gets to them.
 
 On a CPU a launched action runs at once and a posted receive costs nothing: it is posted as soon as its buffer is free.
 """
@@ -60,55 +60,57 @@ def prefetched_receives(
     left: set[tuple[int, int]] = set()  # (stage, micro-batch) pairs of which nothing is retained any more
     made: Counter[_Edge] = Counter()  # number of buffers of each edge
     posted: Counter[_Edge] = Counter()  # after how many launches the last receive of each edge is posted
-    found = []
+    receives = []
     launched = 0
     for action, retain in linearize_retained(schedule, process_of_stage):
         if process_of_stage[action.stage] == process:
             launched += 1
             if retain is Retain.NOTHING:
                 left.add((action.stage, action.micro_batch))
-                of_this = held[action.micro_batch]
-                for done in [one for one in of_this if left.issuperset(_reached(one[0], process_of_stage, pairs))]:
-                    free[done[1]].append((launched, of_this.pop(done)))
+                in_use = held[action.micro_batch]
+                ended = [key for key in in_use if left.issuperset(_reached(key[0], process_of_stage, pairs))]
+                for receiver, edge in ended:
+                    free[edge].append((launched, in_use.pop((receiver, edge))))
         for receiver in receivers.get(action, ()):
             edge = (receiver.kind.direction, action.stage, receiver.stage)
             reused = bool(free[edge])
             since, buffer = free[edge].popleft() if reused else (0, made[edge])
             held[receiver.micro_batch][receiver, edge] = buffer
             made[edge] += not reused
-            # Receives over one edge keep their order.
+            # Receives over an edge keep their order.
             posted[edge] = max(posted[edge], since) if early else launched
-            found.append(PrefetchedReceive(receiver, action.stage, posted[edge], buffer, since))
-    return tuple(sorted(found, key=lambda receive: receive.after))
+            receives.append(PrefetchedReceive(receiver, action.stage, posted[edge], buffer, since))
+    return tuple(sorted(receives, key=lambda receive: receive.after))
 
 
 def _receivers(
     schedule: Schedule, process_of_stage: Sequence[int], process: int, pairs: Sequence[tuple[int, int]]
 ) -> dict[Action, list[Action]]:
     """For actions of other processes: the actions of `process` that need their results."""
-    found: dict[Action, list[Action]] = defaultdict(list)
+    receivers: dict[Action, list[Action]] = defaultdict(list)
     for sender, receiver in pairs:
         if (process_of_stage[sender] == process) is (process_of_stage[receiver] == process):
             continue
         if process_of_stage[receiver] == process:
             for action in schedule.stages[receiver]:
                 if action.kind is Kind.F:
-                    found[action._replace(stage=sender)].append(action)
+                    receivers[action._replace(stage=sender)].append(action)
         elif process_of_stage[sender] == process:
             backward = {a.micro_batch: a for a in schedule.stages[receiver] if a.kind in RETURNS}
             for action in schedule.stages[sender]:
                 if action.kind in RETURNS:
-                    found[backward[action.micro_batch]].append(action)
-    return found
+                    receivers[backward[action.micro_batch]].append(action)
+    return receivers
 
 
 def _reached(
     receiver: Action, process_of_stage: Sequence[int], pairs: Sequence[tuple[int, int]]
 ) -> set[tuple[int, int]]:
     """(stage, micro-batch) for the receiving stage and for those of its process that get something from it."""
-    ahead, process = receiver.kind is Kind.F, process_of_stage[receiver.stage]
+    ahead = receiver.kind is Kind.F
+    process = process_of_stage[receiver.stage]
     reached = {receiver.stage}
-    for sender, receives in sorted(pairs) if ahead else sorted(((b, a) for a, b in pairs), reverse=True):
-        if sender in reached and process_of_stage[receives] == process:
-            reached.add(receives)
+    for sender, target in sorted(pairs) if ahead else sorted(((b, a) for a, b in pairs), reverse=True):
+        if sender in reached and process_of_stage[target] == process:
+            reached.add(target)
     return {(stage, receiver.micro_batch) for stage in reached}

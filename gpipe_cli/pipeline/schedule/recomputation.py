@@ -4,9 +4,9 @@ The paper (section 2.3) recomputes everything, at the price of a forward for eac
 at the peak: a stage may keep the activations of the micro-batches for which there is room.
 
 A stage that recomputes everything holds the input of each micro-batch from its forward to its backward, and during a
-backward the graph of that one micro-batch. Keeping a micro-batch adds the rest of its graph from its forward until
+backward the graph of that micro-batch. Keeping a micro-batch adds the rest of its graph from its forward until
 its backward begins. So the number of intervals that may overlap at each action is limited, and the solution is greedy:
-where there is one too many, drop the one that ends last, as it takes room for longest.
+where too many overlap, drop the interval that ends last, as it takes room for longest.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class DoesNotFitError(InputError):
     """A stage's activations exceed its memory whatever it recomputes."""
 
     def __init__(self, stage: int, missing_bytes: int) -> None:
-        # Pass both on, as an exception is unpickled from its arguments.
+        # An exception is unpickled from its arguments, so both are passed on.
         super().__init__(stage, missing_bytes)
         self.stage, self.missing_bytes = stage, missing_bytes
 
@@ -62,46 +62,46 @@ def fewest_recomputations(
         rows = [[] for _ in firsts]
         for action, retain in performed(order, device_of_stage):
             rows[device_of_stage[action.stage]].append((action, retain))
-    found: list[set[int]] = [set() for _ in sizes]
+    recomputed_of_stage: list[set[int]] = [set() for _ in sizes]
     lacking = []
     for first, row, limit in zip(firsts, rows, limit_bytes, strict=True):
         recomputed, missing = _on_device(row, sizes, limit)
         lacking.append((missing, -first))
         for stage, micro_batch in recomputed:
-            found[stage].add(micro_batch)
+            recomputed_of_stage[stage].add(micro_batch)
     missing, stage = max(lacking)
     if missing > 0:
         raise DoesNotFitError(-stage, missing)
-    return tuple(map(frozenset, found))
+    return tuple(map(frozenset, recomputed_of_stage))
 
 
 def _on_device(
     row: Sequence[tuple[Action, Retain]], sizes: Sequence[Held], limit_bytes: int
 ) -> tuple[set[tuple[int, int]], int]:
-    """The recomputations that are needed (stage, micro-batch), and how many bytes are missing even so (0: it fits)."""
+    """The recomputations that are needed (stage, micro-batch), and how many bytes are missing even so (0 if none)."""
     changes = [changed_bytes(size) for size in sizes]
     # bytes that a recomputation adds, and that dropping a graph saves
-    again = [of_stage[Kind.R, Retain.GRAPH][0] for of_stage in changes]
+    graph_bytes = [stage_changes[Kind.R, Retain.GRAPH][0] for stage_changes in changes]
     assert all(0 <= size.input <= size.graph for size in sizes), "a graph holds its input"
     ends = {(a.stage, a.micro_batch): at for at, (a, _) in enumerate(row) if a.kind in RETURNS}
     pairs = pairwise(a for a, _ in row)
-    free = {b[1:] for a, b in pairs if b.kind in RETURNS and a == (Kind.F, *b[1:])}
+    never_recomputed = {b[1:] for a, b in pairs if b.kind in RETURNS and a == (Kind.F, *b[1:])}
     recomputed: set[tuple[int, int]] = set()
-    kept: list[tuple[int, tuple[int, int]]] = []  # heap: graphs that may be dropped, the one that ends last on top
+    kept: list[tuple[int, tuple[int, int]]] = []  # heap: graphs that may be dropped, the graph that ends last on top
     held = missing = 0  # bytes held now, and the most bytes over the limit
     for at, ((kind, stage, micro_batch), retain) in enumerate(row):
         graph = stage, micro_batch
         begin, end = changes[stage][kind, retain]
         held += begin
-        if kind is Kind.F and graph not in free and again[stage] > 0:
+        if kind is Kind.F and graph not in never_recomputed and graph_bytes[stage] > 0:
             heappush(kept, (-ends[graph], graph))
         elif kind in RETURNS and graph in recomputed:
-            held += again[stage]
+            held += graph_bytes[stage]
         # If the top of `kept` has ended, all of them have.
         while held > limit_bytes and kept and -kept[0][0] > at:
             dropped = heappop(kept)[1]
             recomputed.add(dropped)
-            held -= again[dropped[0]]
+            held -= graph_bytes[dropped[0]]
         missing = max(missing, held - limit_bytes)
         held += end
     return recomputed, missing

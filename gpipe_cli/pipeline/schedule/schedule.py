@@ -1,4 +1,4 @@
-"""The schedule of one training step as data (section 2.2 and Figure 2(c) of the paper).
+"""The schedule of a training step as data (section 2.2 and Figure 2(c) of the paper).
 
 A schedule lists the actions that each device performs, in order. All code that runs, predicts, checks or draws a step
 reads this list, wherever the order came from (`named_schedules.py`, a search, a file). ``2F0`` is the forward of
@@ -8,7 +8,7 @@ micro-batch 0 on stage 2. GPipe with K = 3 partitions and M = 4 micro-batches, w
     stage 1 | .  F0 F1 F2 F3 .  .  B3 B2 B1 B0
     stage 2 | .  .  F0 F1 F2 F3 B3 B2 B1 B0
 
-Communication is implicit: an ``F`` receives from the previous stage and sends to the next one, a ``B`` the other way
+Communication is implicit: an ``F`` receives from the previous stage and sends to the next, a ``B`` the other way
 round. So is whether a forward keeps its activations: it does unless its micro-batch has an ``R``.
 
 A backward may be split in two: ``I`` computes the gradients of the inputs, which the previous stage waits for, ``W``
@@ -38,7 +38,7 @@ class Kind(StrEnum):
 
     @property
     def direction(self) -> "Kind":
-        """Which way results travel: F to the next stage, B (also for I) to the previous one."""
+        """Which way results travel: F to the next stage, B (also for I) to the previous stage."""
         return Kind.B if self is Kind.I else self
 
 
@@ -57,7 +57,7 @@ class Retain(StrEnum):
 
 
 class Action(NamedTuple):
-    """One action of one micro-batch on one stage; ``str`` writes it ``2F0``."""
+    """An action of a micro-batch on a stage; ``str`` writes it ``2F0``."""
 
     kind: Kind
     stage: int
@@ -76,7 +76,7 @@ Row = tuple[Action, ...]
 
 
 class Schedule(tuple[Row, ...]):
-    """``schedule[r]`` lists the actions of row r in order: those of one stage, or of several stages of one device. Rows
+    """``schedule[r]`` lists the actions of row r in order: those of a stage, or of several stages of a device. Rows
     may also share a device; :func:`linearize` then decides the order of their actions.
 
     The number of stages is read off the actions. A replica without samples has a schedule without actions, so
@@ -92,19 +92,19 @@ class Schedule(tuple[Row, ...]):
     @cached_property
     def row_of_stage(self) -> tuple[int, ...]:
         """For each stage, the index of the row that has its actions."""
-        found = {a.stage: number for number, row in enumerate(self) for a in row}
-        return tuple(found[stage] for stage in range(len(self.stages)))
+        rows = {a.stage: number for number, row in enumerate(self) for a in row}
+        return tuple(rows[stage] for stage in range(len(self.stages)))
 
     @cached_property
     def stages(self) -> tuple[Row, ...]:
         """The actions of each stage, in order."""
-        given = self.__dict__.get("row_of_stage")
-        most = max((a.stage for row in self for a in row), default=-1) if given is None else len(given) - 1
-        found: list[list[Action]] = [[] for _ in range(1 + most)]
+        rows = self.__dict__.get("row_of_stage")
+        last = max((a.stage for row in self for a in row), default=-1) if rows is None else len(rows) - 1
+        stages: list[list[Action]] = [[] for _ in range(1 + last)]
         for row in self:
             for a in row:
-                found[a.stage].append(a)
-        return tuple(map(tuple, found))
+                stages[a.stage].append(a)
+        return tuple(map(tuple, stages))
 
     @cached_property
     def micro_batches(self) -> int:
@@ -151,7 +151,7 @@ def recomputes(recompute: Recompute) -> bool:
 
 
 def with_recomputation(order: Schedule, recompute: Recompute) -> Schedule:
-    """`order` with an ``R`` directly before each backward that needs one, where it fills the wait for the gradient.
+    """`order` with an ``R`` directly before each backward that needs it, where it fills the wait for the gradient.
 
     The paper describes ``always``. ``except_last`` keeps the activations of a micro-batch exactly if its backward
     directly follows its forward on the stage, as dropping them would gain nothing. An order that already has
@@ -162,29 +162,30 @@ def with_recomputation(order: Schedule, recompute: Recompute) -> Schedule:
     if isinstance(recompute, str):
         recomputed = [_recomputed(actions, recompute) for actions in order.stages]
     else:
-        assert len(recompute) == len(order.stages), "one set of micro-batches per stage"
-        recomputed = [chosen & {a.micro_batch for a in of} for chosen, of in zip(recompute, order.stages, strict=True)]
+        assert len(recompute) == len(order.stages), "a set of micro-batches per stage"
+        pairs = zip(recompute, order.stages, strict=True)
+        recomputed = [chosen & {a.micro_batch for a in stage_actions} for chosen, stage_actions in pairs]
 
-    def with_its_own(a: Action) -> Row:
+    def with_its_recomputation(a: Action) -> Row:
         again = a.kind in RETURNS and a.micro_batch in recomputed[a.stage]
         return (Action(Kind.R, a.stage, a.micro_batch), a) if again else (a,)
 
-    return Schedule((tuple(chain.from_iterable(map(with_its_own, row))) for row in order), order.row_of_stage)
+    return Schedule((tuple(chain.from_iterable(map(with_its_recomputation, row))) for row in order), order.row_of_stage)
 
 
 def whole_backwards(row: Iterable[Action]) -> list[Action]:
     """`row` with each I that its W directly follows merged into a B on the first stage, where no stage waits for it."""
-    made: list[Action] = []
+    merged: list[Action] = []
     for a in row:
-        if a.kind is Kind.W and a.stage == 0 and made[-1] == (Kind.I, 0, a.micro_batch):
-            made[-1] = Action(Kind.B, 0, a.micro_batch)
+        if a.kind is Kind.W and a.stage == 0 and merged[-1] == (Kind.I, 0, a.micro_batch):
+            merged[-1] = Action(Kind.B, 0, a.micro_batch)
         else:
-            made.append(a)
-    return made
+            merged.append(a)
+    return merged
 
 
 def stage_retained(stage_actions: Sequence[Action]) -> Iterator[tuple[Action, Retain]]:
-    """The actions of one stage in order, each with what the stage retains of its micro-batch afterwards. A forward
+    """The actions of a stage in order, each with what the stage retains of its micro-batch afterwards. A forward
     retains nothing if there is no backward, the input if there is an ``R``, and otherwise the graph."""
     backward = {a.micro_batch for a in stage_actions if a.kind in RETURNS}
     recomputed = {a.micro_batch for a in stage_actions if a.kind is Kind.R}
@@ -198,7 +199,7 @@ def stage_retained(stage_actions: Sequence[Action]) -> Iterator[tuple[Action, Re
 
 
 def backward_follows_forward(stage_actions: Sequence[Action]) -> frozenset[int]:
-    """The micro-batches of one stage whose backward directly follows their forward: recomputing them gains nothing.
+    """The micro-batches of a stage whose backward directly follows their forward: recomputing them gains nothing.
 
     Under ``gpipe`` the last micro-batch, under ``1f1b`` all of the last stage. An ``R`` in between is ignored.
     """

@@ -52,24 +52,24 @@ def read_schedule(path: str, partitions: int, micro_batches: int) -> Schedule:
 
 def read_placement(path: str, partitions: int) -> tuple[int, ...]:
     """The device of each of this number of stages, by the file `path`. Raises ScheduleError, as `read_schedule`."""
-    devices: dict[int, int] = {}  # of each stage
+    device_of_stage: dict[int, int] = {}
     for device, stages in enumerate(_rows(path, _stages, f"empty, or a stage (0), or {_AN_ACTION}")):
         for stage in stages:
-            if devices.setdefault(stage, device) != device:
-                rows = f"rows {devices[stage]} and {device}"
+            if device_of_stage.setdefault(stage, device) != device:
+                rows = f"rows {device_of_stage[stage]} and {device}"
                 raise ScheduleError(f"has stage {stage} in {rows}; leave it in the row of the device that computes it")
-    if not devices:
+    if not device_of_stage:
         raise ScheduleError("has no stage; write those of each device in a row")
-    _check_number("partitions", 1 + max(devices), partitions)
+    _check_number("partitions", 1 + max(device_of_stage), partitions)
     for stage in range(partitions):
-        if stage not in devices:
+        if stage not in device_of_stage:
             raise ScheduleError(f"has no stage {stage}; add it to a row")
-    return tuple(devices[stage] for stage in range(partitions))
+    return tuple(device_of_stage[stage] for stage in range(partitions))
 
 
-def _check_number(setting: str, has: int, given: int) -> None:
-    if has != given:
-        raise ScheduleError(f"has {has} {setting}, and {setting}={given}; use {setting}={has}")
+def _check_number(setting: str, number: int, given: int) -> None:
+    if number != given:
+        raise ScheduleError(f"has {number} {setting}, and {setting}={given}; use {setting}={number}")
 
 
 def _rows(path: str, parse: Callable[[str], tuple[T, ...] | None], allowed: str) -> list[list[T]]:
@@ -84,11 +84,11 @@ def _rows(path: str, parse: Callable[[str], tuple[T, ...] | None], allowed: str)
             row: list[T] = []
             for column, cell in enumerate(map(str.strip, cells), start=1):
                 if cell not in parsed:
-                    if (found := parse(cell)) is None:
+                    if (values := parse(cell)) is None:
                         where = f"line {lines.line_num}, cell {column}"
                         raise ScheduleError(f"{where} is {cell[:40]!r}; a cell is {allowed}")
-                    row += parsed.setdefault(cell, found)
-                elif cell and cell not in twice:  # one duplicate is error enough; the grid of a million takes minutes
+                    row += parsed.setdefault(cell, values)
+                elif cell and cell not in twice:  # a duplicate is error enough; the grid of a million takes minutes
                     row += parsed[cell]
                     twice.add(cell)
             if row:
@@ -118,17 +118,17 @@ def _stages(cell: str) -> tuple[int, ...] | None:
 
 
 def csv_of(schedule: Schedule, row_of_stage: Sequence[int] = ()) -> str:
-    """The schedule as CSV text, with a column per tick of a clock on which every action takes one.
+    """The schedule as CSV text, with a column per tick of the unit clock.
     `row_of_stage` gives the row of each stage, if rows of the schedule share a device."""
     if row_of_stage:
-        of_devices: list[list[Action]] = [[] for _ in range(1 + max(row_of_stage))]
+        rows: list[list[Action]] = [[] for _ in range(1 + max(row_of_stage))]
         for action in linearize(schedule, row_of_stage):
-            of_devices[row_of_stage[action.stage]].append(action)
-        schedule = Schedule(map(tuple, of_devices))
+            rows[row_of_stage[action.stage]].append(action)
+        schedule = Schedule(map(tuple, rows))
     columns = []
-    for row, at in zip(schedule, clock(schedule), strict=True):
-        cells = [""] * (1 + max(at))
-        for action, tick in zip(row, at, strict=True):
+    for row, ticks in zip(schedule, clock(schedule), strict=True):
+        cells = [""] * (1 + max(ticks))
+        for action, tick in zip(row, ticks, strict=True):
             cells[tick] = str(action)
         columns.append(cells)
     text = io.StringIO()

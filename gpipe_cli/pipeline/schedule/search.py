@@ -35,7 +35,7 @@ from gpipe_cli.pipeline.schedule.schedule import (
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost, LinkQueues, SkipCost, StageCost, TieCost, simulate
 from gpipe_cli.pipeline.schedule.timeline import Timeline
 
-_AS_GOOD = 1.001  # an earlier candidate, which is simpler, wins unless a later one is faster by more
+_AS_GOOD = 1.001  # an earlier candidate, which is simpler, wins unless a later candidate is faster by more
 _MOST_TRIED = 600_000  # actions of all candidates together, to search for seconds at most
 
 
@@ -53,7 +53,7 @@ class Tried:
 
     @property
     def named(self) -> bool:
-        """Whether this is a named order rather than one made for the problem."""
+        """Whether this is a named order rather than an order made for the problem."""
         return self.name.partition(",")[0] in SCHEDULES
 
 
@@ -62,12 +62,12 @@ class Problem:
     """What an order is made for. Sequences have an entry per stage unless noted."""
 
     stages: Sequence[StageCost]
-    edges: Sequence[EdgeCost]  # K - 1
+    edges: Sequence[EdgeCost]  # of the K - 1 edges between stages
     slowdown: Sequence[float]  # per number of computing devices, as in `simulate`
     device_of_stage: Sequence[int]  # the device of each stage
     micro_batches: int
     sizes: Sequence[Held]  # bytes of the largest micro-batch in each way to hold it
-    room: Sequence[int] | None  # bytes for activations of each device; None: no limit
+    room: Sequence[int] | None  # bytes for activations of each device; None without a limit
     recompute: Recompute  # a mode, or `auto`: as few recomputations as fit
     split: bool  # whether backwards may be split into I and W
     ties: Sequence[TieCost] = ()
@@ -78,28 +78,30 @@ def find(problem: Problem) -> tuple[Tried | None, tuple[Tried, ...]]:
     """The fastest order that fits, None if none does; and all orders that were tried, the fastest first. Every order
     that has a name and is made for this placement is tried, others until all have _MOST_TRIED actions."""
     tried: list[Tried] = []
-    known: set[Schedule] = set()
-    actions, placement = 0, name_of(problem.device_of_stage)
+    seen: set[Schedule] = set()
+    action_count = 0
+    placement = name_of(problem.device_of_stage)
     for name, candidate in _candidates(problem):
-        own = name in ORDERS and (ORDERS[name].placement or "neighbours") == placement
-        if tried and not own and actions + sum(map(len, candidate)) > _MOST_TRIED:
+        must_try = name in ORDERS and (ORDERS[name].placement or "neighbours") == placement
+        if tried and not must_try and action_count + sum(map(len, candidate)) > _MOST_TRIED:
             if name in ORDERS:
                 continue
             break
-        actions += sum(map(len, candidate))
-        if candidate not in known:
-            known.add(candidate)
+        action_count += sum(map(len, candidate))
+        if candidate not in seen:
+            seen.add(candidate)
             tried.append(_tried(problem, name, candidate))
-    fastest = sorted(tried, key=lambda one: one.seconds)
-    best = next((one for one in tried if one.fits and one.seconds <= fastest[0].seconds * _AS_GOOD), None)
+    fastest = sorted(tried, key=lambda result: result.seconds)
+    limit_seconds = fastest[0].seconds * _AS_GOOD
+    best = next((result for result in tried if result.fits and result.seconds <= limit_seconds), None)
     return best, tuple(fastest)
 
 
 def _candidates(problem: Problem) -> Iterator[tuple[str, Schedule]]:
     partitions, micro_batches = len(problem.stages), problem.micro_batches
     devices = 1 + max(problem.device_of_stage)
-    for name, one in ORDERS.items():
-        if name != "gpipe" and (problem.split or not one.splits) and one.suits(problem.device_of_stage):
+    for name, named_order in ORDERS.items():
+        if name != "gpipe" and (problem.split or not named_order.splits) and named_order.suits(problem.device_of_stage):
             yield name, order(name, partitions, micro_batches, devices)
     flights = dict.fromkeys(min(most, micro_batches) for most in (0, devices, 2 * devices, micro_batches))
     # if few graphs fit, more micro-batches in flight may be worth recomputations
@@ -120,12 +122,12 @@ def _tried(problem: Problem, name: str, candidate: Schedule) -> Tried:
     recompute = problem.recompute
     if recompute == "auto":
         try:
-            found: tuple[frozenset[int], ...] = ()
+            recomputed: tuple[frozenset[int], ...] = ()
             if problem.room is not None:
-                found = fewest_recomputations(candidate, problem.sizes, problem.room, problem.device_of_stage)
+                recomputed = fewest_recomputations(candidate, problem.sizes, problem.room, problem.device_of_stage)
         except DoesNotFitError:
             return Tried(name, with_recomputation(candidate, "always"))
-        recompute = found or "never"
+        recompute = recomputed or "never"
     schedule = with_recomputation(candidate, recompute)
     step = _Step(problem, schedule)
     if not step.fits:
@@ -146,8 +148,11 @@ class _Step:
 
     @cached_property
     def timeline(self) -> Timeline:
-        of = self.problem
-        return simulate(self.schedule, of.stages, of.edges, of.slowdown, of.device_of_stage, of.ties, of.skips)
+        problem = self.problem
+        return simulate(
+            self.schedule, problem.stages, problem.edges, problem.slowdown, problem.device_of_stage, problem.ties,
+            problem.skips,
+        )  # fmt: skip
 
     @property
     def seconds(self) -> float:
@@ -166,27 +171,28 @@ class _Step:
 
 def _in_waits(step: _Step) -> Schedule:
     """The schedule with recomputations moved ahead into the waits that their devices have."""
-    rows, costs = [], step.problem.stages
+    rows = []
+    costs = step.problem.stages
     starts = {span.action: span.start_seconds for spans in step.timeline.stages for span in spans}
     for row in step.schedule:
         ahead = deque(a for a in row if a.kind is Kind.R)
-        made: dict[Action, None] = {}  # used as an ordered set
+        placed: dict[Action, None] = {}  # its keys are an ordered set
         free = 0.0
         for a in row:
-            if a in made:
+            if a in placed:
                 continue
             wait = starts[a] - free
             if ahead and ahead[0] == a:
                 ahead.popleft()
-            while ahead and wait > 0 and ahead[0]._replace(kind=Kind.F) in made:
+            while ahead and wait > 0 and ahead[0]._replace(kind=Kind.F) in placed:
                 seconds = costs[ahead[0].stage].graph_seconds
                 if seconds > 2 * wait:  # more time would be lost than won
                     break
-                made[ahead.popleft()] = None
+                placed[ahead.popleft()] = None
                 wait -= seconds
-            made[a] = None
+            placed[a] = None
             free = starts[a] + costs[a.stage].seconds(a.kind, Retain.GRAPH)
-        rows.append(tuple(made))
+        rows.append(tuple(placed))
     return Schedule(rows)
 
 
@@ -206,7 +212,7 @@ _NONE = Action(Kind.F, -1, -1)
 
 
 class _Greedy:
-    """Places one action after the other, as devices become free.
+    """Places action after action, as devices become free.
 
     `most`: micro-batches in flight on a stage at once (0: as many as 1f1b has); `split`: split backwards, and place a W
     where the device would wait for at least `patience` times the duration of the W.
@@ -217,13 +223,13 @@ class _Greedy:
         self._problem, self._split, self._patience = problem, split, patience
         as_1f1b = len(stages) + (len(stages) // len(devices) - 1) * len(devices)
         self._most = [most or min(problem.micro_batches, as_1f1b - k) for k in stages]
-        self._latest = 2 * max(self._most)  # micro-batches between F and W
+        self._latest = 2 * max(self._most)  # the most micro-batches between F and W
         self._of_device = [[k for k in stages if problem.device_of_stage[k] == device] for device in devices]
         self._rows: list[list[Action]] = [[] for _ in devices]
         self._busy = [False for _ in devices]
         self._next = {kind: [0 for _ in stages] for kind in (Kind.F, Kind.B, Kind.W)}  # next micro-batch of each stage
         # (F or B, stage, micro-batch) -> when the inputs of this action arrive
-        self._there = {(Kind.F, 0, m): 0.0 for m in range(problem.micro_batches)}
+        self._arrivals = {(Kind.F, 0, m): 0.0 for m in range(problem.micro_batches)}
         self._links = LinkQueues(problem.edges, problem.device_of_stage)
         self._held = [0 for _ in devices]  # bytes per device, between two actions
         self._more = [_more_bytes(size, recomputed=recomputes(problem.recompute)) for size in problem.sizes]
@@ -234,44 +240,46 @@ class _Greedy:
         for device in range(len(self._rows)):
             self._wake(0.0, device)
         while self._events:
-            now, begins, device, action = heappop(self._events)
+            when, begins, device, action = heappop(self._events)
             if begins:
                 if not self._busy[device]:
-                    self._begin(now, device)
+                    self._begin(when, device)
             else:
                 self._busy[device] = False
-                self._end(now, action)
-                self._wake(now, device)
+                self._end(when, action)
+                self._wake(when, device)
         return Schedule(map(tuple, self._rows))
 
     def _wake(self, when: float, device: int) -> None:
         heappush(self._events, (when, True, device, _NONE))
 
-    def _begin(self, now: float, device: int) -> None:
+    def _begin(self, when: float, device: int) -> None:
         """Start the most urgent action that is ready on a free device, if any."""
-        stages, first = self._of_device[device], math.inf
+        stages = self._of_device[device]
+        first_arrival = math.inf
         for kind in (Kind.B, Kind.F):
             for k in reversed(stages):
-                if (arrival := self._arrival(kind, k)) <= now:
-                    self._take(now, device, kind, k)
+                if (arrival := self._arrival(kind, k)) <= when:
+                    self._take(when, device, kind, k)
                     return
-                first = min(first, arrival)
-        held = [k for k in stages if self._next[Kind.W][k] < self._next[Kind.B][k]] if self._split else []
-        if held:
-            of = max(held, key=lambda k: self._next[Kind.B][k] - self._next[Kind.W][k])
-            if first - now >= self._patience * self._problem.stages[of].weights_seconds:
-                self._take(now, device, Kind.W, of)
+                first_arrival = min(first_arrival, arrival)
+        delaying = [k for k in stages if self._next[Kind.W][k] < self._next[Kind.B][k]] if self._split else []
+        if delaying:
+            stage = max(delaying, key=lambda k: self._next[Kind.B][k] - self._next[Kind.W][k])
+            if first_arrival - when >= self._patience * self._problem.stages[stage].weights_seconds:
+                self._take(when, device, Kind.W, stage)
 
     def _arrival(self, kind: Kind, stage: int) -> float:
         """When the stage can begin its next F or backward; infinity if that is not known yet."""
         if kind is Kind.F and not self._has_room(stage):
             return math.inf
-        return self._there.get((kind, stage, self._next[kind][stage]), math.inf)
+        return self._arrivals.get((kind, stage, self._next[kind][stage]), math.inf)
 
     def _has_room(self, stage: int) -> bool:
-        """Whether the stage may have one more micro-batch in flight. Later stages of its device, which the micro-batch
+        """Whether the stage may have a further micro-batch in flight. Later stages of its device, which the micro-batch
         reaches next, are left room for it."""
-        begun, room, device = self._next[Kind.F][stage], self._problem.room, self._problem.device_of_stage[stage]
+        room, device = self._problem.room, self._problem.device_of_stage[stage]
+        begun = self._next[Kind.F][stage]
         flying = begun - self._next[Kind.B][stage]
         late = begun - self._next[Kind.W][stage] if self._split else 0
         if flying >= self._most[stage] or late >= self._latest:
@@ -282,16 +290,16 @@ class _Greedy:
         needed = sum(self._problem.sizes[k].graph for k in (stage, *idle))
         return self._held[device] + needed <= room[device]
 
-    def _take(self, now: float, device: int, kind: Kind, stage: int) -> None:
+    def _take(self, when: float, device: int, kind: Kind, stage: int) -> None:
         action = Action(Kind.I if kind is Kind.B and self._split else kind, stage, self._next[kind][stage])
         self._rows[device].append(action)
         self._busy[device] = True
         self._next[kind][stage] += 1
         self._held[device] += self._more[stage][action.kind]
         seconds = self._problem.stages[stage].seconds(action.kind, Retain.GRAPH)
-        heappush(self._events, (now + seconds, False, device, action))
+        heappush(self._events, (when + seconds, False, device, action))
 
-    def _end(self, now: float, ended: Action) -> None:
+    def _end(self, when: float, ended: Action) -> None:
         kind, stage, m = ended
         last = len(self._problem.stages) - 1
         if kind is Kind.F:
@@ -300,6 +308,6 @@ class _Greedy:
             receiver, sent = stage - 1, Kind.B
         else:
             return
-        arrival = self._links.arrival(stage, receiver, now)
-        self._there[sent, receiver, m] = arrival
+        arrival = self._links.arrival(stage, receiver, when)
+        self._arrivals[sent, receiver, m] = arrival
         self._wake(arrival, self._problem.device_of_stage[receiver])

@@ -1,15 +1,15 @@
 """Predicts when each action of a schedule will run (section 2.3 of the paper: the bubble).
 
 The simulator performs the same list of actions as the executor, and agrees exactly with known closed forms. For stages
-of equal cost and free transfers, with f and b for a forward and a backward of one micro-batch, a step of `gpipe` takes
+of equal cost and free transfers, with f and b for a forward and a backward of a micro-batch, a step of `gpipe` takes
 
     (M + K - 1) (f + b)                 without recomputation, a bubble of (K-1)/(M+K-1)
     (M + K - 1) (f + b) +  M      f     recompute=always
     (M + K - 1) (f + b) + (M - 1) f     recompute=except_last
 
-so that of the M + K - 1 recomputations one might expect on the critical path, K - 1 hide in the wait for the gradient.
+so that of the M + K - 1 recomputations to be expected on the critical path, K - 1 hide in the wait for the gradient.
 Also simulated: stages that take turns on one device, in the order in which their process performs them, and processes
-that slow each other down as they share the memory and caches of one machine.
+that slow each other down as they share the memory and caches of a machine.
 """
 
 from collections import defaultdict, deque
@@ -24,15 +24,15 @@ from gpipe_cli.pipeline.schedule.timeline import Event, EventKind, Span, Timelin
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """Seconds that one micro-batch takes on one stage while no other device computes."""
+    """Seconds that a micro-batch takes on a stage while no other device computes."""
 
     forward_seconds: float  # a forward that keeps nothing but its input
     graph_seconds: float  # a forward that keeps its graph; a recomputation takes as long
     backward_seconds: float
     inputs_seconds: float = 0.0  # the first half of a split backward (I)
     weights_seconds: float = 0.0  # the second half (W)
-    update_seconds: float = 0.0  # once, after the last action of its device
-    sum_seconds: float = 0.0  # once, after its last action: to sum its gradients over replicas
+    update_seconds: float = 0.0  # to update its weights, once, after the last action of its device
+    sum_seconds: float = 0.0  # to sum its gradients over replicas, once, after its last action
 
     def seconds(self, kind: Kind, retain: Retain) -> float:
         """Seconds of an action of this `kind`, after which the stage keeps `retain` of the micro-batch."""
@@ -48,7 +48,7 @@ class StageCost:
 
 @dataclass(frozen=True, slots=True)
 class EdgeCost:
-    """Seconds of one micro-batch's transfers over one edge: activations from stage k to k + 1, gradients back."""
+    """Seconds of a micro-batch's transfers over an edge: activations from stage k to k + 1, gradients back."""
 
     forward_seconds: float
     backward_seconds: float
@@ -65,7 +65,7 @@ class TieCost:
 
 @dataclass(frozen=True, slots=True)
 class SkipCost:
-    """Seconds of one micro-batch's transfers of skips from stage `sender` to stage `receiver`, and of their gradients
+    """Seconds of a micro-batch's transfers of skips from stage `sender` to stage `receiver`, and of their gradients
     back."""
 
     sender: int
@@ -98,7 +98,7 @@ class LinkQueues:
 
 def ideal_bubble(devices: int, micro_batches: int) -> float:
     """The idle share of K equal stages without recomputation, with a device for each: (K-1)/(M+K-1) (section 2.3).
-    Several stages that take turns on a device count as one."""
+    Several stages that take turns on a device count as a single stage."""
     return (devices - 1) / (micro_batches + devices - 1)
 
 
@@ -123,10 +123,10 @@ def simulate(
     stage's next action could start earlier; without it each row has a device of its own. Raises ScheduleError if the
     schedule deadlocks.
     """
-    assert len(stages) == len(schedule.stages), "one cost per stage"
-    assert not edges or len(edges) == len(stages) - 1, "one cost per edge"
+    assert len(stages) == len(schedule.stages), "a cost per stage"
+    assert not edges or len(edges) == len(stages) - 1, "a cost per edge"
     assert min(slowdown, default=1.0) > 0, "a factor is positive"
-    assert not device_of_stage or len(device_of_stage) == len(stages), "one device per stage"
+    assert not device_of_stage or len(device_of_stage) == len(stages), "a device per stage"
     devices = tuple(device_of_stage) or schedule.row_of_stage
     run = _Run(schedule, stages, edges, slowdown, devices, ties, skips)
     run.perform()
@@ -137,10 +137,10 @@ def simulate(
 class _Run:
     """One discrete-event simulation. Events are ends of actions and arrivals of tensors.
 
-    All devices that compute slow each other down by the same factor, which changes whenever one of them starts or ends.
+    All devices that compute slow each other down by the same factor, which changes whenever any of them starts or ends.
     So ends are kept on a virtual clock that counts work without slowdown, where they are known when an action starts.
     Arrivals of tensors are on the real clock. (A constant factor for each stage is no substitute: two stages that take
-    turns on one core take 2 M (f + b) for a step, for which a factor of 2 would predict 2 (M + 1) (f + b).)
+    turns on a core take 2 M (f + b) for a step, for which a factor of 2 would predict 2 (M + 1) (f + b).)
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class _Run:
         self.events: list[list[Event]] = [[] for _ in stages]
         self._stages, self._slowdown, self._device_of_stage = stages, slowdown, device_of_stage
         self._schedule = schedule
-        self._of_stage = list(map(len, schedule.stages))  # number of actions left
+        self._left_of_stage = list(map(len, schedule.stages))  # number of actions left
         devices = 1 + max(device_of_stage)
         # per device: the actions left, the action that each needs, and its seconds; the first may be running
         self._left: list[deque[tuple[Action, Action | None, float]]] = [deque() for _ in range(devices)]
@@ -167,12 +167,12 @@ class _Run:
         updated = [stage for stage, cost in enumerate(stages) if cost.update_seconds > 0]
         self._updates = [deque(k for k in updated if device_of_stage[k] == device) for device in range(devices)]
         self._added_up = [0.0] * devices  # when the gradients of its finished stages are summed over replicas
-        # per device: for each tied weight that it shares with other devices, all of these, and the seconds
+        # per device: for each tied weight that it shares with other devices, all devices that have it, and the seconds
         self._ties: list[list[tuple[set[int], float]]] = [[] for _ in range(devices)]
         for tie in ties:
-            having = {device_of_stage[stage] for stage in tie.stages}
-            for device in having if len(having) > 1 else ():
-                self._ties[device].append((having, tie.seconds))
+            sharing = {device_of_stage[stage] for stage in tie.stages}
+            for device in sharing if len(sharing) > 1 else ():
+                self._ties[device].append((sharing, tie.seconds))
         self._now = self._virtual = 0.0  # equal without slowdown
         self._free = [0.0] * devices  # when each device became free
         self._started = [0.0] * devices
@@ -182,10 +182,10 @@ class _Run:
         self._arrivals: dict[Action, float] = {}
         self._links = LinkQueues(edges, device_of_stage, skips)
         # stage -> the stages, not neighbours, that send it skips, or gradients of skips
-        self._from = {Kind.F: defaultdict[int, list[int]](list), Kind.B: defaultdict[int, list[int]](list)}
+        self._skip_senders = {Kind.F: defaultdict[int, list[int]](list), Kind.B: defaultdict[int, list[int]](list)}
         for skip in skips:
-            self._from[Kind.F][skip.receiver].append(skip.sender)
-            self._from[Kind.B][skip.sender].append(skip.receiver)
+            self._skip_senders[Kind.F][skip.receiver].append(skip.sender)
+            self._skip_senders[Kind.B][skip.sender].append(skip.receiver)
         self._waiting: dict[Action, int] = {}  # the action waited for -> the device that waits
 
     def perform(self) -> None:
@@ -242,7 +242,7 @@ class _Run:
     def _skips_arrive(self, action: Action) -> Iterator[float]:
         """When the skips that an action needs, or their gradients, arrive from stages that are no neighbours."""
         yield 0.0
-        for sender in self._from[action.kind.direction][action.stage]:
+        for sender in self._skip_senders[action.kind.direction][action.stage]:
             sent = Action(action.kind, sender, action.micro_batch)
             if sent not in self._ended and action.kind is not Kind.F:
                 sent = Action(Kind.I if action.kind is Kind.B else Kind.B, sender, action.micro_batch)
@@ -250,18 +250,19 @@ class _Run:
 
     def _summed(self, device: int) -> float:
         """When a device has the sums of its gradients, over replicas and all uses of tied weights."""
-        tied = [max(self._added_up[other] for other in having) + seconds for having, seconds in self._ties[device]]
+        tied = [max(self._added_up[other] for other in sharing) + seconds for sharing, seconds in self._ties[device]]
         return max([self._added_up[device], *tied])
 
     def _awaits_tied(self, device: int) -> bool:
-        return any(self._left[other] for having, _ in self._ties[device] for other in having)
+        return any(self._left[other] for sharing, _ in self._ties[device] for other in sharing)
 
     def _compute(self, device: int, seconds: float) -> None:
         self._started[device] = self._now
         heappush(self._computing, (self._virtual + seconds, device))
 
     def _finish(self, device: int) -> None:
-        start, self._free[device] = self._started[device], self._now
+        start = self._started[device]
+        self._free[device] = self._now
         if not self._left[device]:
             self.events[self._updates[device].popleft()].append(Event(EventKind.UPDATE, start, self._now, None))
             self._begin(device)
@@ -269,14 +270,14 @@ class _Run:
         action, _, _ = self._left[device].popleft()
         self.spans[action.stage].append(Span(action, start, self._now))
         self._ended[action] = self._now
-        self._of_stage[action.stage] -= 1
-        if not self._of_stage[action.stage]:
+        self._left_of_stage[action.stage] -= 1
+        if not self._left_of_stage[action.stage]:
             self._added_up[device] = max(self._added_up[device], self._now) + self._stages[action.stage].sum_seconds
         self._begin(device)
         if action in self._waiting:
             self._begin(self._waiting.pop(action))
         if not self._left[device]:
-            others = set().union(*(having for having, _ in self._ties[device])) - {device}
+            others = set().union(*(sharing for sharing, _ in self._ties[device])) - {device}
             for other in sorted(others):
                 if not self._left[other] and not self._awaits_tied(other):
                     self._begin(other)

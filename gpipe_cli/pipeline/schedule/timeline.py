@@ -1,7 +1,7 @@
-"""What each stage did when in one training step: Figure 2(c) of the paper with a time axis.
+"""What each stage did when in a training step: Figure 2(c) of the paper with a time axis.
 
-The simulator makes a `Timeline` from a schedule and costs, a measurement makes one from clocks, so that numbers and
-plots of a prediction and its measurement can be compared directly.
+The simulator makes a `Timeline` from a schedule and costs, a measurement from clocks, so that numbers and plots of a
+prediction and its measurement can be compared directly.
 """
 
 from dataclasses import dataclass
@@ -50,15 +50,15 @@ def gap(action: Action, free_seconds: float, start_seconds: float, sent_seconds:
     Until ``sent_seconds``, when the neighbour finished what the action needs (None if it needs nothing from a
     neighbour), the stage was waiting; the rest is an exposed transfer.
     """
-    came = start_seconds if sent_seconds is None else max(free_seconds, min(sent_seconds, start_seconds))
-    parts = ((EventKind.WAITING, free_seconds, came), (EventKind.TRANSFER, came, start_seconds))
+    waited_until = start_seconds if sent_seconds is None else max(free_seconds, min(sent_seconds, start_seconds))
+    parts = ((EventKind.WAITING, free_seconds, waited_until), (EventKind.TRANSFER, waited_until, start_seconds))
     return tuple(Event(what, start, end, action) for what, start, end in parts if end > start)
 
 
 @dataclass(frozen=True)
 class Timeline:
     """``stages[k]`` has the actions of stage k in order of time, ``events[k]`` what was between them,
-    ``device_of_stage[k]`` is its device; empty: one device per stage. Spans of a device do not overlap."""
+    ``device_of_stage[k]`` is its device; if it is empty, each stage has its own. Spans of a device do not overlap."""
 
     stages: tuple[tuple[Span, ...], ...]
     events: tuple[tuple[Event, ...], ...]

@@ -1,12 +1,12 @@
-"""Schedules on a V: each device has one stage of the way down and one of the way back up (Qi et al. 2024, "Pipeline
+"""Schedules on a V: each device has a stage of the way down and one of the way back up (Qi et al. 2024, "Pipeline
 Parallelism with Controllable Memory"; `zbv` is also in section 6 of Qi et al. 2023).
 
 They differ in one number, the most graphs that a device holds at once, each from its F to its W. A building block says
 in which ticks the devices perform F and I of micro-batch 0; every further micro-batch repeats it six ticks later, as
 each device has six actions for it. The longer a forward waits for the next device, the more graphs the devices hold,
-and the better later forwards fill the waits of the first one. Devices perform their forwards and backwards in the order
-of these ticks, each as soon as it can, and a W wherever they would wait or have no room for another graph; without a W,
-a forward ahead of its turn if there is room for it. `zbv` on two devices, which hold at most four graphs:
+and the better later forwards fill the waits of the first device. Devices perform forwards and backwards in the order of
+these ticks, each as soon as it can, and a W wherever they would wait or have no room for another graph; without a W, a
+forward ahead of its turn if there is room for it. `zbv` on two devices, which hold at most four graphs:
 
     device 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 0I0 ...
     device 1 | .   1F0 2F0 1F1 2F1 2I0 1I0 1F2 2F2 ...
@@ -57,7 +57,7 @@ def v_min(partitions: int, micro_batches: int, devices: int) -> Iterator[list[Ac
 
 def _rows(partitions: int, micro_batches: int, graphs: Callable[[int], int]) -> Iterator[list[Action]]:
     """The row of each device, which holds at most `graphs` of the number of devices; of an odd number of partitions the
-    last device has one."""
+    last device has a single one."""
     devices = -(-partitions // 2)
     most = graphs(devices) if partitions > 1 else 1  # a single stage gains nothing from a delayed W
     if most >= min(zbv_graphs(devices), 2 * micro_batches):
@@ -72,8 +72,8 @@ def _rows(partitions: int, micro_batches: int, graphs: Callable[[int], int]) -> 
     for device, performed in enumerate(_clocked(block, micro_batches, most, ahead=up > 1).T):
         place = performed[performed >= 0]
         micro_batch = np.zeros_like(place)
-        for own in np.unique(place):
-            micro_batch[place == own] = range(micro_batches) if own < 2 * partitions else 0
+        for position in np.unique(place):
+            micro_batch[place == position] = range(micro_batches) if position < 2 * partitions else 0
         late = place == 2 * partitions
         back = (place >= partitions) & ~late
         place[late], micro_batch[late] = place[back], micro_batch[back]  # each W in the order of the I
@@ -85,17 +85,18 @@ def _rows(partitions: int, micro_batches: int, graphs: Callable[[int], int]) -> 
 
 def _block(devices: int, down: int, up: int) -> NDArray[np.int32]:
     """When micro-batch 0 is at each place of its path: the F of stages 0 to 2 P - 1, then the I of these stages, last
-    to first. From device to device a forward takes `down` or `up` ticks, everything else takes one, and longer until no
-    repetition collides."""
+    to first. From device to device a forward takes `down` or `up` ticks, everything else takes a single tick, and
+    longer until no repetition collides."""
     stages = 2 * devices
     taken: list[set[int]] = [set() for _ in range(devices)]  # ticks of each device, modulo the period
-    tick, ticks = 0, []
+    tick = 0
+    ticks = []
     for place in range(2 * stages):
         stage = min(place, 2 * stages - 1 - place)
-        of_device = taken[min(stage, stages - 1 - stage)]
-        while tick % _PERIOD in of_device:
+        device_ticks = taken[min(stage, stages - 1 - stage)]
+        while tick % _PERIOD in device_ticks:
             tick += 1
-        of_device.add(tick % _PERIOD)
+        device_ticks.add(tick % _PERIOD)
         ticks.append(tick)
         if place >= stages or stage in (devices - 1, stages - 1):
             tick += 1
@@ -105,28 +106,29 @@ def _block(devices: int, down: int, up: int) -> NDArray[np.int32]:
 
 
 def _clocked(block: NDArray[np.int32], micro_batches: int, most: int, *, ahead: bool) -> NDArray[np.int32]:
-    """What each device does in each tick (ticks, P), on a clock where every action takes one: the place of its F or I
-    on the path of a micro-batch, whose 2 K turns `block` gives, 2 K for a W, and -1 if it waits. `ahead`: with forwards
-    ahead of their turn."""
+    """What each device does in each tick (ticks, P), on the unit clock: the place of its F or I on the path of
+    a micro-batch, whose 2 K turns `block` gives, 2 K for a W, and -1 if it waits. `ahead`: with forwards ahead of their
+    turn."""
     stages = len(block) // 2
     device = np.arange(-(-stages // 2), dtype=np.int32)
-    own = np.stack([device, stages - 1 - device, stages + device, 2 * stages - 1 - device])  # F down and up, I up, down
+    # F down and up, I up and down
+    places = np.stack([device, stages - 1 - device, stages + device, 2 * stages - 1 - device])
     done = np.zeros(2 * stages + 1, np.int32)  # number of micro-batches that have been at each place
     done[-1] = micro_batches  # before the first place, which waits for nothing
     never = np.iinfo(np.int32).max
     held, delayed = np.zeros((2, len(device)), np.int32)  # graphs of each device; those that a W will free
     ticks = []
     while (done < micro_batches).any() or delayed.any():
-        turns = block[own] + _PERIOD * done[own]
-        turns[done[own] == micro_batches] = never
-        place = own[turns.argmin(axis=0), device]
+        turns = block[places] + _PERIOD * done[places]
+        turns[done[places] == micro_batches] = never
+        place = places[turns.argmin(axis=0), device]
         begins = (done[place - 1] > done[place]) & ((place >= stages) | (held < most))
         late = ~begins & (delayed > 0)
         if ahead:  # there must be room until its turn: it is least before the next I
             down, up, *back = turns
             before = np.maximum(-(-(np.minimum.reduce([down, *back]) - up) // _PERIOD), 0)  # forwards of the way up
-            early = ~begins & ~late & (done[own[0] - 1] > done[own[0]]) & (held + before < most)
-            place = np.where(early, own[0], place)
+            early = ~begins & ~late & (done[places[0] - 1] > done[places[0]]) & (held + before < most)
+            place = np.where(early, places[0], place)
             begins |= early
         assert begins.any() or late.any(), "the block alone holds more graphs than there may be"
         done[place[begins]] += 1
