@@ -43,6 +43,20 @@ class Memory:
         return self.device_bytes // self.stages
 
 
+class TooLargeError(InputError):
+    """No cut fits the memory; in the best cut made without a limit, the device of `stage`, which has `stages` of them
+    and this as the fullest, exceeds it by `missing_bytes`."""
+
+    def __init__(self, stage: int, missing_bytes: int, memory: Memory, stages: int = 1) -> None:
+        super().__init__(f"stage {stage} is {missing_bytes} bytes over the limit of {memory.limit_bytes}")
+        self.stage, self.missing_bytes, self.memory, self.stages = stage, missing_bytes, memory, stages
+
+    @property
+    def enough_bytes(self) -> int:
+        """A limit to the memory of a stage with which the device would do."""
+        return self.memory.limit_bytes - (-self.missing_bytes // self.stages)
+
+
 @dataclass(frozen=True)
 class Layout:
     """Where the stages of all R pipelines run. Process p of pipeline r has rank r P + p, so that a pipeline stays on a

@@ -3,92 +3,28 @@
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 from gpipe_cli.config.settings import TrainConfig, one_device
-from gpipe_cli.data.micro_batches import share_of
 from gpipe_cli.distributed.torchrun import Torchrun
 from gpipe_cli.errors import InputError
-from gpipe_cli.models.transformer import SelfAttentionLayer
 from gpipe_cli.pipeline.schedule.breakdown import breakdown
-from gpipe_cli.pipeline.schedule.lingvo_partitioner import cut_by_share, cut_stack
-from gpipe_cli.pipeline.schedule.named_schedules import AUTO_SCHEDULE, order
-from gpipe_cli.pipeline.schedule.partitioner import NoCutFitsError, SkipSends, check_balance, imbalance, partition
+from gpipe_cli.pipeline.schedule.named_schedules import AUTO_SCHEDULE
+from gpipe_cli.pipeline.schedule.partitioner import SkipSends
 from gpipe_cli.pipeline.schedule.placement import stages_of_devices
 from gpipe_cli.pipeline.schedule.recomputation import DoesNotFitError
-from gpipe_cli.pipeline.schedule.schedule import Kind, Recompute, Schedule, recomputes
+from gpipe_cli.pipeline.schedule.schedule import Kind, Recompute, Schedule
 from gpipe_cli.pipeline.schedule.search import Problem, find
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost, SkipCost, StageCost, TieCost, simulate
 from gpipe_cli.planner.cost_model import LayerTimes, StepCosts, predicted_costs
-from gpipe_cli.planner.layout import Layout, layout_of
+from gpipe_cli.planner.cut import Cut, best_cut
+from gpipe_cli.planner.layout import Layout, TooLargeError, layout_of
 from gpipe_cli.planner.model_profile import ModelProfile
-from gpipe_cli.planner.plan import Candidate, Choice, Cut, Plan, TooLargeError
-from gpipe_cli.planner.shared_layers import check_cut, keeping_together
-from gpipe_cli.planner.stage_memory import MemoryModel, StageMemory
-from gpipe_cli.planner.step_schedule import checked_schedule, mini_batch_samples, schedule_of_file, unchecked_schedule
+from gpipe_cli.planner.plan import Candidate, Choice, Plan
+from gpipe_cli.planner.stage_memory import StageMemory
+from gpipe_cli.planner.step_schedule import checked_schedule, unchecked_schedule
 
 SHORTEST = "the shortest predicted step that fits"
 _SHOWN = 3  # number of the fastest orders of schedule=auto that are shown beside the named ones
-
-
-def _best_cut(config: TrainConfig, profile: ModelProfile, costs: StepCosts, layout: Layout) -> Cut:
-    """The best cut whose stages all stay below the layout's limit, or the best of all if there is none: it may fit even
-    so where stages share a device. `_held` judges it. No step is simulated.
-
-    Raises InputError if the user's balance or file does not fit the model and the other settings, or if Lingvo's rule
-    leaves a stage without layers.
-    """
-    sizes = share_of(mini_batch_samples(config, profile.lengths), config.micro_batches, config.replicas).sizes
-    memory = MemoryModel(config, profile, sizes)
-    if config.schedule_is_file:
-        schedule = schedule_of_file(config)
-    else:  # auto: 1f1b until there are costs
-        name = "1f1b" if config.schedule == AUTO_SCHEDULE else config.schedule
-        schedule = order(name, config.partitions, config.micro_batches, 1 + max(layout.row_of_stage))
-    work = work_of(costs, again=recomputes(config.recompute))
-    sends = sends_of(costs)
-    balance = config.partition.balance
-    if balance is None and config.partition.method == "lingvo":
-        balance = _lingvo_cut(config, profile)
-    elif balance is None:
-        for limit in dict.fromkeys((layout.limit_bytes, None)):
-            furthest = keeping_together(profile.shared, len(work), config.partitions, memory.furthest(schedule, limit))
-            with suppress(NoCutFitsError):
-                balance = partition(work, config.partitions, **sends, furthest=furthest)
-                break
-        else:  # splits shared layers: refused below
-            balance = partition(work, config.partitions, **sends, furthest=None)
-    check_balance(balance, len(profile.costs), config.partitions)
-    check_cut(profile.shared, balance)
-    return Cut(
-        config, profile, costs, layout, tuple(balance), imbalance(work, balance, **sends), schedule, sizes, memory
-    )
-
-
-def work_of(costs: StepCosts, *, again: bool) -> list[float]:
-    """The seconds of each layer for a micro-batch; `again`: with recomputation."""
-    return [layer.graph + layer.backward + (layer.forward if again else 0.0) for layer in costs.layers]
-
-
-def sends_of(costs: StepCosts) -> dict[str, Any]:
-    """The arguments of `partition` that say what is sent."""
-    return {
-        "forward_sends": [edge.forward_seconds for edge in costs.edges],
-        "backward_sends": [edge.backward_seconds for edge in costs.edges],
-        "skips": costs.skips,
-    }
-
-
-def _lingvo_cut(config: TrainConfig, profile: ModelProfile) -> tuple[int, ...]:
-    """The cut by Lingvo's rule: by forward FLOPs or the user's costs; for Transformers by the number of layers.
-
-    Raises InputError if a stage would have no layers.
-    """
-    blocks = [isinstance(layer, SelfAttentionLayer) for layer in profile.model]
-    if any(blocks):
-        return cut_stack(blocks, config.partitions)
-    given = config.partition.costs or profile.own_costs
-    return cut_by_share(given or [cost.forward.flops for cost in profile.costs], config.partitions)
 
 
 CostsOf = Callable[[TrainConfig, ModelProfile, Layout], StepCosts]
@@ -110,9 +46,9 @@ def make_plan(config: TrainConfig, profile: ModelProfile, costs: StepCosts, layo
 
     Raises:
         TooLargeError: no cut stays below the layout's limit to the memory on every stage.
-        InputError: as in `_best_cut`.
+        InputError: as in `best_cut`.
     """
-    cut = _best_cut(config, profile, costs, layout)
+    cut = best_cut(config, profile, costs, layout)
     if config.schedule == AUTO_SCHEDULE and (chosen := _fastest_order(cut)) is not None:
         return chosen
     return _simulated(cut, _recompute(cut))
@@ -138,7 +74,7 @@ def fits(config: TrainConfig, profile: ModelProfile, layout: Layout) -> bool:
     is simulated only for `schedule=auto`, which may find an order that needs less memory than any named order."""
     costs = predicted_costs(config, profile, layout)
     try:
-        cut = _best_cut(config, profile, costs, layout)
+        cut = best_cut(config, profile, costs, layout)
         if config.schedule == AUTO_SCHEDULE:
             return find(_problem(cut))[0] is not None
         _held(cut, _recompute(cut))

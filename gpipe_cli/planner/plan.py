@@ -8,13 +8,11 @@ plan.json holds a plan's `tree`. Everything in it is predicted: times by a simul
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from itertools import accumulate
 from typing import Any
 
 from gpipe_cli.config.groups import model_name
 from gpipe_cli.config.settings import SAMPLE_WORDS, TrainConfig
 from gpipe_cli.data.micro_batches import share_of
-from gpipe_cli.errors import InputError
 from gpipe_cli.pipeline.profile.layer_cost import ActivationMemory
 from gpipe_cli.pipeline.runtime.boundary import BoundaryTensor
 from gpipe_cli.pipeline.runtime.routes import Route, routes
@@ -24,11 +22,11 @@ from gpipe_cli.pipeline.schedule.placement import name_of
 from gpipe_cli.pipeline.schedule.schedule import Recompute, Schedule
 from gpipe_cli.pipeline.schedule.simulator import StageCost, ideal_bubble
 from gpipe_cli.pipeline.schedule.timeline import Timeline
-from gpipe_cli.planner.cost_model import StepCosts
+from gpipe_cli.planner.cut import Cut
 from gpipe_cli.planner.data_sheet import computes_on_gpu, resolved
 from gpipe_cli.planner.device_rates import computes_in, reached_tflops
-from gpipe_cli.planner.layout import Layout, Memory
-from gpipe_cli.planner.model_profile import ModelProfile, profile_model
+from gpipe_cli.planner.layout import TooLargeError
+from gpipe_cli.planner.model_profile import profile_model
 from gpipe_cli.planner.stage_memory import MemoryModel, StageMemory
 from gpipe_cli.planner.step_schedule import checked_schedule, mini_batch_samples
 
@@ -105,42 +103,6 @@ class PlannedHardware:
     memory_stages: int | None  # number of stages that share the memory
     link_bytes_per_second: float | None
     link_latency_seconds: float | None
-
-
-@dataclass(frozen=True)
-class Cut:
-    """The stages of a plan before a step is simulated: what they hold does not depend on how long they take. Sequences
-    have an entry per stage."""
-
-    config: TrainConfig
-    profile: ModelProfile
-    costs: StepCosts
-    layout: Layout
-    balance: tuple[int, ...]
-    imbalance: float  # cost of the slowest stage over the mean, minus 1
-    order: Schedule  # the actions of all M micro-batches, without recomputation
-    sizes: tuple[int, ...]  # samples of the micro-batches, the largest first
-    memory_model: MemoryModel
-
-    @property
-    def samples(self) -> int:
-        """The number of samples in the largest micro-batch."""
-        return self.sizes[0]
-
-    @property
-    def micro_batches(self) -> int:
-        """M, the number of micro-batches of a step."""
-        return len(self.sizes)
-
-    @property
-    def bounds(self) -> tuple[tuple[int, int], ...]:
-        """The first layer of each stage and its end (exclusive)."""
-        return bounds_of(self.balance)
-
-    @property
-    def device_of_stage(self) -> tuple[int, ...]:
-        """The number of the device that each stage computes on."""
-        return self.layout.device_of_stage
 
 
 @dataclass(frozen=True)
@@ -389,25 +351,6 @@ class Plan(Cut):
     def _forward_flops(self, first: int, end: int) -> float:
         """FLOPs of a sample."""
         return sum(cost.forward.flops for cost in self.profile.costs[first:end])
-
-
-def bounds_of(balance: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """The first layer of each stage and its end (exclusive)."""
-    return tuple((end - size, end) for size, end in zip(balance, accumulate(balance), strict=True))
-
-
-class TooLargeError(InputError):
-    """No cut fits the memory; in the best cut made without a limit, the device of `stage`, which has `stages` of them
-    and this as the fullest, exceeds it by `missing_bytes`."""
-
-    def __init__(self, stage: int, missing_bytes: int, memory: Memory, stages: int = 1) -> None:
-        super().__init__(f"stage {stage} is {missing_bytes} bytes over the limit of {memory.limit_bytes}")
-        self.stage, self.missing_bytes, self.memory, self.stages = stage, missing_bytes, memory, stages
-
-    @property
-    def enough_bytes(self) -> int:
-        """A limit to the memory of a stage with which the device would do."""
-        return self.memory.limit_bytes - (-self.missing_bytes // self.stages)
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,11 @@ from gpipe_cli.pipeline.schedule.placement import PLACEMENTS, name_of, place
 from gpipe_cli.pipeline.schedule.schedule import Schedule
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost
 from gpipe_cli.planner.cost_model import LayerSeconds, StepCosts, predicted_costs
+from gpipe_cli.planner.cut import bounds_of, sends_of, work_of
 from gpipe_cli.planner.layout import placement_of
-from gpipe_cli.planner.make_plan import baseline_of, sends_of, work_of
+from gpipe_cli.planner.make_plan import baseline_of
 from gpipe_cli.planner.model_profile import ModelProfile
-from gpipe_cli.planner.plan import Plan, bounds_of
+from gpipe_cli.planner.plan import Plan
 from gpipe_cli.planner.shared_layers import keeping_together
 from gpipe_cli.planner.stage_memory import Bounds, MemoryModel
 from gpipe_cli.system.machine import usable_cores

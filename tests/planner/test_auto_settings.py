@@ -10,9 +10,8 @@ from training_runs import TINY, configure
 from gpipe_cli.config.settings import TrainConfig
 from gpipe_cli.planner.auto_settings import NothingFitsError, _training_samples, choose, solve_max_model
 from gpipe_cli.planner.cost_model import LayerSeconds, StepCosts, predicted_costs
-from gpipe_cli.planner.layout import Layout, layout_of
+from gpipe_cli.planner.layout import Layout, TooLargeError, layout_of
 from gpipe_cli.planner.model_profile import ModelProfile, profile_model
-from gpipe_cli.planner.plan import TooLargeError
 
 SETTINGS = [*TINY, "batch_size=16", "hardware=h200"]
 LM = ["model=transformer_lm", "model.width=32", "model.hidden=64", "model.heads=2", "model.length=16",

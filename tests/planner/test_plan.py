@@ -9,11 +9,11 @@ from training_runs import configure
 from gpipe_cli.pipeline.schedule.schedule import Kind
 from gpipe_cli.pipeline.schedule.simulator import EdgeCost
 from gpipe_cli.planner.cost_model import LayerSeconds, StepCosts
-from gpipe_cli.planner.layout import layout_of
+from gpipe_cli.planner.layout import TooLargeError, layout_of
 from gpipe_cli.planner.make_plan import make_plan
 from gpipe_cli.planner.model_profile import ModelProfile
 from gpipe_cli.planner.pipeline_spec import placed
-from gpipe_cli.planner.plan import Plan, TooLargeError
+from gpipe_cli.planner.plan import Plan
 
 MIB = 2**20
 
