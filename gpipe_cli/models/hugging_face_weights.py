@@ -121,7 +121,7 @@ def _without_adapters(layer: nn.Module) -> dict[str, Tensor]:
 
 
 def found_file(name: str, file: str) -> Path | None:
-    """A file in a folder or on the hub, if there is one. Raises RefusedError if that cannot be told."""
+    """A file in a folder or on the hub, None if there is none. Raises RefusedError if that cannot be told."""
     from transformers.utils import cached_file
 
     # a process that needs a file of the hub fetches it, once for all processes of a machine
