@@ -368,7 +368,7 @@ class Pipeline:
         return build_part(spec, stages, process, groups)
 
     def _refuse_single_samples(self, samples: int) -> None:
-        """Raises InputError if a layer cannot be trained on a single sample, as batch norm with a value per channel."""
+        """Raises InputError if a layer cannot be trained on a single sample, as batch norm with 1 value per channel."""
         if self._takes_single_samples:
             return
         try:
