@@ -19,7 +19,7 @@ class Comment:
 
     key: str  # dotted: `model.filters`
     value: str  # the default that the file sets
-    text: str  # the comment, on one line; "" if there is none
+    text: str  # the comment, without line breaks; "" if there is none
     place: str  # the file: `train`, `model=amoebanet`
 
 
@@ -30,17 +30,17 @@ def of_choices(group: str) -> dict[str, str]:
 
 def all_settings() -> list[Comment]:
     """Every setting of every command and every choice, in the order in which the files explain them."""
-    found: list[Comment] = []
+    comments: list[Comment] = []
     for file in sorted(FOLDER.glob("*.yaml"), key=lambda file: (file.stem != "train", file)):
-        found += _settings(file, file.stem)
+        comments += _settings(file, file.stem)
     for group in GROUPS:
         for file in sorted((FOLDER / group).glob("*.yaml")):
-            for one in _settings(file, f"{group}={file.stem}"):
+            for comment in _settings(file, f"{group}={file.stem}"):
                 if "# @package _global_" not in file.read_text(encoding="utf-8"):
-                    found.append(replace(one, key=f"{group}.{one.key}"))
-                elif one.key.startswith(f"{group}."):
-                    found.append(one)
-    return [one for one in found if one.key.rpartition(".")[2] != "name"]
+                    comments.append(replace(comment, key=f"{group}.{comment.key}"))
+                elif comment.key.startswith(f"{group}."):
+                    comments.append(comment)
+    return [comment for comment in comments if comment.key.rpartition(".")[2] != "name"]
 
 
 def _head(file: Path) -> str:
@@ -61,14 +61,14 @@ def _settings(file: Path, place: str) -> Iterator[Comment]:
         if waiting is not None:
             yield waiting
             waiting = None
-        if (found := _SETTING.fullmatch(line)) is None or found[2] == "defaults":
+        if (setting := _SETTING.fullmatch(line)) is None or setting[2] == "defaults":
             continue
-        indent = len(found[1])
-        groups = [one for one in groups if one[0] < indent]
-        if found[3] is None:
-            groups.append((indent, found[2]))
+        indent = len(setting[1])
+        groups = [group for group in groups if group[0] < indent]
+        if setting[3] is None:
+            groups.append((indent, setting[2]))
         else:
-            key = ".".join([*(name for _, name in groups), found[2]])
-            waiting = Comment(key, found[3], found[4] or "", place)
+            key = ".".join([*(name for _, name in groups), setting[2]])
+            waiting = Comment(key, setting[3], setting[4] or "", place)
     if waiting is not None:
         yield waiting

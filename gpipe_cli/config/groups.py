@@ -1,10 +1,10 @@
 """The settings of the groups that offer choices: model=, dataset=, optimizer=, learning_rate=, hardware=.
 
 In each group, `name` identifies the choice. Models: those of the paper's sections 3 to 5, those of timm and of Hugging
-Face, and the user's own.
-Data sets: the paper's images (section 4) and text (sections 2.2 and 5), and the user's own. Optimizers and learning
-rates: the paper's RMSProp with its decay, and those of its Transformers and of today's models. Hardware: what a plan
-needs of an accelerator and its link to the next (the paper's: TPUs, and GPUs without a fast interconnect, 3 and 3.2).
+Face, and the user's own. Data sets: the paper's images (section 4) and text (sections 2.2 and 5), and the user's own.
+Optimizers and learning rates: the paper's RMSProp with its decay, and those of its Transformers and of today's models.
+Hardware: what a plan needs of an accelerator and its link to the next (the paper's: TPUs, and GPUs without a fast
+interconnect, 3 and 3.2).
 """
 
 from dataclasses import dataclass
@@ -81,7 +81,7 @@ class LoraConfig:
 
     rank: Annotated[int, Within(1, 100_000)]
     alpha: Annotated[int, Within(1, 1_000_000)] = 16  # adapters are multiplied by alpha / rank
-    target_modules: tuple[str, ...] | None = None  # names of the linear modules that get one; None: peft's choice
+    target_modules: tuple[str, ...] | None = None  # names of the linear modules that get adapters; None: peft's choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +90,9 @@ class HuggingFaceConfig:
 
     name: str  # a folder with config.json, or a name on the hub
     pretrained: bool
-    config: dict[str, Any] | None  # what replaces settings of config.json
+    config: dict[str, Any] | None  # settings that replace those of config.json
     attention: Literal["eager", "sdpa"]
-    length: Tokens  # of a sequence at most; for text only
+    length: Tokens  # tokens of a sequence at most; for text only
     lora: LoraConfig | None = None
 
 
@@ -169,9 +169,9 @@ def model_name(model: ModelConfig) -> str:
             return f"{model.name} (Hugging Face)"
 
 
-def _width(width: int, papers: int) -> str:
+def _width(width: int, paper_width: int) -> str:
     """The suffix for a width other than the paper's, which also changes the model's size."""
-    return "" if width == papers else f" of width {width}"
+    return "" if width == paper_width else f" of width {width}"
 
 
 def choice_of(config: Any) -> str:
@@ -200,7 +200,8 @@ class AugmentationConfig:
     shift: Pixels  # most pixels up, down, left or right; 0: off
 
     def __post_init__(self) -> None:
-        key, crop = "dataset.augmentation.random_resized_crop", self.random_resized_crop
+        key = "dataset.augmentation.random_resized_crop"
+        crop = self.random_resized_crop
         if crop is not None and crop[0] > crop[1]:
             raise RefusedError(key, crop, f"must be two ascending shares, above 0 to 1; use {key}=[0.1,1.0]")
 
@@ -306,7 +307,7 @@ class TextConfig:
 
     name: TextName
     vocabulary: Vocabulary  # number of token ids
-    tokenizer: str | None = None  # of Hugging Face, a folder or a name; None: learned
+    tokenizer: str | None = None  # of Hugging Face, a folder or a name; None: a vocabulary is learned
     cache: str | None = None
     root: str | None = None
     direction: Literal["to_english", "from_english", "both"] | None = None
@@ -332,12 +333,12 @@ def has_pairs(dataset: DatasetConfig) -> bool:
 
 
 def _check_settings(config: DatasetConfig, needed: dict[str, bool], optional: dict[str, bool]) -> None:
-    """Raises RefusedError for a setting that the data set does not have, and for a missing one that it needs."""
-    for key, has in (needed | optional).items():
+    """Raises RefusedError for a setting that the data set does not have, and for a missing setting that it needs."""
+    for key, is_allowed in (needed | optional).items():
         value = getattr(config, key)
-        if has and value is None and key in needed:
+        if is_allowed and value is None and key in needed:
             raise RefusedError(f"dataset.{key}", None, f"dataset={config.name} needs a value; give dataset.{key}=...")
-        if not has and value not in (None, False):
+        if not is_allowed and value not in (None, False):
             raise RefusedError(f"dataset.{key}", value, f"dataset={config.name} has no such setting; leave it out")
 
 
@@ -429,20 +430,20 @@ Precision = Literal["float32", "tf32", "bfloat16"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareConfig:
-    """One device and one link. None: unknown; with `auto` read from the device at hand. Defaults as in TrainConfig."""
+    """A device and its link. None: unknown; with `auto` read from this machine's device. Defaults as in TrainConfig."""
 
     name: Literal[
         "auto", "cpu", "a100_40", "a100_80", "gh200", "h100", "h200", "l4", "l40s", "p40", "p100_pcie", "rtx_4090",
         "t4", "v100", "tpu_v2", "tpu_v3",
     ]  # fmt: skip
-    tflops: Positive | None  # 10^12 floating-point operations per second that layers reach (CPU: on one thread)
-    peak_tflops: Positive | None  # the data sheet's peak for one device (CPU: for all its cores)
+    tflops: Positive | None  # 10^12 floating-point operations per second that layers reach (CPU: on a single thread)
+    peak_tflops: Positive | None  # the data sheet's peak of a device (CPU: for all its cores)
     tf32_tflops: Positive | None = None  # the peak with precision=tf32; None: as in float32
     bfloat16_tflops: Positive | None = None  # the peak with precision=bfloat16; None: as in float32
     memory_gib: Positive | None  # memory of a device, which its stages must fit into
     memory_gb_per_second: Positive | None
     operation_microseconds: NotNegative | None  # shortest time from one operation to the next
-    link_gb_per_second: Positive | None  # one way
+    link_gb_per_second: Positive | None  # in each direction
     link_microseconds: NotNegative | None  # latency: until the first byte has arrived
 
     @property
@@ -452,5 +453,5 @@ class HardwareConfig:
 
     def peak(self, precision: Precision) -> tuple[str, float | None]:
         """Key and value of the peak of products and convolutions in `precision`; those of float32 if it has none."""
-        own = {"tf32": self.tf32_tflops, "bfloat16": self.bfloat16_tflops}.get(precision)
-        return ("peak_tflops", self.peak_tflops) if own is None else (f"{precision}_tflops", own)
+        reduced = {"tf32": self.tf32_tflops, "bfloat16": self.bfloat16_tflops}.get(precision)
+        return ("peak_tflops", self.peak_tflops) if reduced is None else (f"{precision}_tflops", reduced)

@@ -2,7 +2,7 @@
 
 A dataclass declares what a setting may be; an error names the setting, its value, what is allowed and the remedy.
 Values keep the type that YAML or the command line gave them, except that an int is accepted for a float, and a single
-value for a list of one.
+value for a list of that value.
 """
 
 import sys
@@ -30,7 +30,7 @@ class Within:
     most: float
     below: bool = False  # `most` itself is excluded
     use: float | None = None  # value that the error proposes; None: the violated bound
-    why: str = ""  # reason for the bound, shown in the error; "": it is obvious
+    why: str = ""  # reason for the bound, shown in the error; "": the reason is obvious
 
 
 SMALLEST, LARGEST = 1e-30, 1e30  # bounds of floats, so that products and quotients of two are finite
@@ -74,7 +74,7 @@ class SettingError(RefusedError):
 
 def typed(kind: type[T], values: Any, place: str = "") -> T:
     """Converts nested dictionaries into the dataclass `kind` and those nested in it; `place`: the key of `values`.
-    Raises SettingError for an unknown key (naming the nearest known one), a value still to be given (`???`), a wrong
+    Raises SettingError for an unknown key (naming the nearest known key), a value still to be given (`???`), a wrong
     type or a value out of range; InputError for a key that is missing or another choice's, and for a contradiction."""
     made: T = _convert(kind, values, place, settings(kind))
     return made
@@ -93,17 +93,17 @@ def settings(kind: type) -> list[str]:
 def choices(kind: type, key: str) -> list[str]:
     """The words that the setting `key`, `model.variant`, accepts in any choice of its group; [] for other types."""
     first, _, inner = key.partition(".")
-    found: list[str] = []
+    words: list[str] = []
     for option in _options(get_type_hints(kind).get(first)):
         if inner:
-            found += choices(option, inner) if _is_group(option) else []
+            words += choices(option, inner) if _is_group(option) else []
         elif get_origin(option) is Literal:
-            found += map(show, get_args(option))
+            words += map(show, get_args(option))
         elif get_origin(option) is tuple and get_origin(get_args(option)[0]) is Literal:
-            found += [f"[{word}]" for word in get_args(get_args(option)[0])]
+            words += [f"[{word}]" for word in get_args(get_args(option)[0])]
         elif option is bool:
-            found += ["true", "false"]
-    return list(dict.fromkeys(found))
+            words += ["true", "false"]
+    return list(dict.fromkeys(words))
 
 
 def nearest(key: str, choices: Sequence[str], least: float = 0.68) -> str:
@@ -111,7 +111,7 @@ def nearest(key: str, choices: Sequence[str], least: float = 0.68) -> str:
     typed_last = key.rpartition(".")[2]
 
     def likeness(choice: str) -> float:
-        # The last part is also compared alone; of equally similar names the least nested one wins.
+        # The last part is also compared alone; of equally similar names the least nested wins.
         last = choice.rpartition(".")[2]
         initials = "".join(word[:1] for word in last.split("_")) if "_" in last else None
         ratios = [SequenceMatcher(None, *pair).ratio() for pair in ((key, choice), (typed_last, last))]
@@ -126,8 +126,8 @@ def nearest(key: str, choices: Sequence[str], least: float = 0.68) -> str:
 def unknown(key: str, value: object, choices: Sequence[str]) -> RefusedError:
     """The error for a key that the given configuration does not have."""
     if key in choices and "." not in key:
-        own = "the given configuration is not based on gpipe's own"
-        return SettingError(key, value, f"{own}; begin it with defaults: [train, _self_]")
+        why = "the given configuration is not based on gpipe's own"
+        return SettingError(key, value, f"{why}; begin it with defaults: [train, _self_]")
     if key in choices:  # a member of a group, but not of the choice that was made there
         return RefusedError(key, value, f"the chosen {key.partition('.')[0]} has no such setting; leave it out")
     elsewhere = f"; write {ELSEWHERE[key]}={show(value)}" if key in ELSEWHERE else nearest(key, choices)
@@ -142,7 +142,7 @@ def quoted(value: object) -> str:
 
 
 def show(value: object) -> str:
-    """A value as one writes it on the command line: `null`, `true`, `[4,8]`."""
+    """A value as it is written on the command line: `null`, `true`, `[4,8]`."""
     match value:
         case None:
             return "null"
@@ -206,14 +206,14 @@ def _convert(kind: Any, value: Any, key: str, keys: Sequence[str], *, listed: bo
         words = [show(word) for word in get_args(kind)]
         allowed = f"must be one of {', '.join(words)}; for example {key}={f'[{words[0]}]' if listed else words[0]}"
     elif get_origin(kind) is tuple:
-        of, *more = get_args(kind)
+        item_kind, *more = get_args(kind)
         length = None if more == [...] else 1 + len(more)
-        given = value if isinstance(value, list) else [value] if length is None and _may_be(of, value) else None
+        given = value if isinstance(value, list) else [value] if length is None and _may_be(item_kind, value) else None
         if given is not None and length in (None, len(given)):
-            return tuple(_convert(of, item, key, keys, listed=True) for item in given)
+            return tuple(_convert(item_kind, item, key, keys, listed=True) for item in given)
         count = f" of {length}" if length else ""
-        words = [str(word) for word in get_args(of)] if get_origin(of) is Literal else []
-        example = [show(value)] if of is str or show(value) in words else words[:1] or ["1"] * (length or 2)
+        words = [str(word) for word in get_args(item_kind)] if get_origin(item_kind) is Literal else []
+        example = [show(value)] if item_kind is str or show(value) in words else words[:1] or ["1"] * (length or 2)
         allowed = f"must be a list{count}; for example {key}=[{','.join(example)}]"
     elif kind is str and type(value) is str:
         if is_one_line(value):
@@ -235,7 +235,7 @@ def _convert(kind: Any, value: Any, key: str, keys: Sequence[str], *, listed: bo
 
 
 def _may_be(kind: Any, value: Any) -> bool:
-    """Whether a single value, `logger=wandb`, may stand for a list of one whose items are of type `kind`."""
+    """Whether a single value, `logger=wandb`, may stand for the only item of a list, whose items are of type `kind`."""
     if get_origin(kind) is Annotated:
         kind = get_args(kind)[0]
     return type(value) in {int: (int,), float: (int, float), str: (str,)}.get(kind, (str,))
@@ -276,8 +276,8 @@ def _groups(kind: Any) -> list[Any]:
 
 
 def _option(options: Sequence[Any], value: Any) -> Any:
-    """The dataclass whose `name`, a Literal, allows that of `value`; else, of those whose `name` is any text, the one
-    that has most of the other settings."""
+    """The dataclass whose `name`, a Literal, allows that of `value`; else, of those whose `name` is any text, that
+    with most of the other settings."""
     given = value if isinstance(value, dict) else {}
     hints = {option: get_type_hints(option) for option in options}
     named = [option for option, hint in hints.items() if given.get("name") in get_args(hint["name"])]

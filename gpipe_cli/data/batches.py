@@ -1,7 +1,7 @@
 """Which samples make up which mini-batch (the paper's N, Section 2.2), and what they are padded to.
 
-Mini-batches depend on (seed, epoch) and the catalogue only, so that the process with the first stage (inputs) and the
-one with the last stage (targets) agree without a message, and a resumed run continues with exactly the samples it had
+Mini-batches depend on (seed, epoch) and the catalogue only, so that the process with the first stage (inputs) and
+that with the last stage (targets) agree without a message, and a resumed run continues with exactly the samples it had
 not seen. For the same reason every random number of the data is drawn from a seed that `seed_of` makes of its purpose
 and indices, never from a running generator.
 
@@ -67,8 +67,8 @@ class Split(Protocol):
 
 @dataclass(eq=False)
 class MiniBatches:
-    """The samples of `catalogue` in mini-batches of `batch_size` samples, or of at most `batch_tokens` tokens; exactly
-    one of the two is given. Epochs and positions count from 0.
+    """The samples of `catalogue` in mini-batches of `batch_size` samples, or of at most `batch_tokens` tokens; either
+    `batch_size` or `batch_tokens` is given. Epochs and positions count from 0.
 
     shuffle: each epoch, images come in a new order; text is sorted by length, with ties in a new order, and cut into
     mini-batches, which are shuffled. Otherwise images stay in order and text is sorted by length, in every epoch alike.
@@ -88,7 +88,7 @@ class MiniBatches:
     seed: int
     shuffle: bool
     temperature: float | None = None
-    drop_last: bool = False  # with batch_size: leave out the samples that do not fill one, different ones each epoch
+    drop_last: bool = False  # with batch_size: leave out the last, smaller mini-batch, of other samples each epoch
     micro_batches: int = 1  # M, of each replica
     replicas: int = 1
     replica: int = 0  # the replica whose share of each mini-batch is read here
@@ -101,7 +101,7 @@ class MiniBatches:
             if self.batch_tokens < longest:
                 why = f"the longest sentence has {longest} tokens; use {longest} or more"
                 raise RefusedError("batch_tokens", self.batch_tokens, why)
-        # Two epochs are kept: loading runs into the next epoch while the loss still needs the targets of this one.
+        # Two epochs are kept: loading runs into the next epoch while the loss still needs the targets of this epoch.
         self._batches_of = lru_cache(maxsize=2)(self._cut_epoch)
         self.steps_per_epoch = len(self._batches_of(0))
 
@@ -181,11 +181,11 @@ def temperature_draws(groups: Tensor, temperature: float, seed: int, epoch: int)
 
     Each language has an endless sequence of permutations of its samples, and epoch e takes its quota from place
     e * quota on: no sample recurs before all others of its language were drawn, and an epoch does not depend on earlier
-    ones. A permutation sorts its samples by a hash of (seed, language, number of the permutation, sample): one sort
+    ones. A permutation sorts its samples by a hash of (seed, language, number of the permutation, sample): sorting once
     makes all permutations, which is faster than a generator for each.
     """
-    of = groups.numpy()
-    counts = np.bincount(of)
+    language_of_sample = groups.numpy()
+    counts = np.bincount(language_of_sample)
     quotas = np.array(language_quotas(counts.tolist(), temperature))
     start = quotas * epoch
     # One row for each (language, permutation) that the epoch touches.
@@ -198,15 +198,15 @@ def temperature_draws(groups: Tensor, temperature: float, seed: int, epoch: int)
     # Expand each row to all samples of its language.
     sizes = counts[language]
     row, place = np.repeat(np.arange(len(language)), sizes), _count_up(sizes)
-    members = np.argsort(of, kind="stable")  # the samples, language by language
+    members = np.argsort(language_of_sample, kind="stable")  # the samples, language by language
     samples = members[(np.cumsum(counts) - counts)[language[row]] + place]
     samples = samples[np.lexsort((_mixed(seeds[row] ^ _mixed(samples.astype(np.uint64))), row))]
-    at = number[row] * sizes[row] + place - start[language[row]]
-    return torch.from_numpy(samples[(at >= 0) & (at < quotas[language[row]])])
+    position = number[row] * sizes[row] + place - start[language[row]]
+    return torch.from_numpy(samples[(position >= 0) & (position < quotas[language[row]])])
 
 
 def _count_up(sizes: np.ndarray) -> np.ndarray:
-    """0 .. size - 1 for each size, one after the other."""
+    """0 .. size - 1 for each size, concatenated."""
     return np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes)
 
 

@@ -1,6 +1,6 @@
 """The cache of text data, for all processes of a run and for later runs: vocabularies and encoded corpora.
 
-Every process of a run opens the same text; the first one trains the vocabulary and encodes, the others wait and read. A
+Every process of a run opens the same text; the first trains the vocabulary and encodes, the others wait and read. A
 file's name is a digest of everything its content depends on, so no file is ever stale; its first bytes are a
 digest of the content, so a damaged file is noticed and made anew.
 """
@@ -49,7 +49,7 @@ def digest_of(purpose: str, facts: object, texts: Iterable[str | bytes] = ()) ->
 
 
 def cached(folder: Path, name: str, make: Callable[[], bytes]) -> bytes:
-    """The content of `name` in `folder`; made and stored where it is missing or damaged, by one process at a time.
+    """The content of `name` in `folder`; made and stored, by a single process, where it is missing or damaged.
 
     Reading needs no permission to write. Raises InputError where the folder cannot be written, and what `make` raises.
     """
@@ -58,7 +58,7 @@ def cached(folder: Path, name: str, make: Callable[[], bytes]) -> bytes:
         return content
     try:
         with locked(folder / f".{name}.lock"):
-            if (content := _read(path)) is None:  # otherwise another process has made it while this one waited
+            if (content := _read(path)) is None:  # otherwise another process has made it while this process waited
                 content = make()
                 write_whole(path, _digest(content) + content)
             return content

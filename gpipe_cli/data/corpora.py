@@ -25,8 +25,8 @@ from gpipe_cli.system.files import read_text
 
 _SECTION_CHARACTERS = 2000
 _TEST_EVERY = 10  # every tenth section, or a file's last tenth, is test text
-_TEST_ONE_IN = 20  # about one pair in 20 is a test pair
-_MOST_BYTES = 2**32  # bytes of one file, which is held in memory several times
+_TEST_ONE_IN = 20  # about 1 pair in 20 is a test pair
+_MOST_BYTES = 2**32  # bytes of a file, which is held in memory several times
 Documents = tuple[str, ...]
 
 
@@ -78,8 +78,8 @@ def read_text_files(root: Path) -> tuple[Documents, Documents]:
     folders = root / "train", root / "test"
     if any(folder.is_dir() for folder in folders):
         return _read_folder(root, folders[0]), _read_folder(root, folders[1])
-    halves = [_cut_last_tenth(text) for text in _read_folder(root, root)]
-    train, test = (tuple(text for text in texts if text.strip()) for texts in zip(*halves, strict=True))
+    parts = [_cut_last_tenth(text) for text in _read_folder(root, root)]
+    train, test = (tuple(text for text in texts if text.strip()) for texts in zip(*parts, strict=True))
     if not test:
         raise InputError(f"dataset.root={root}: too little text for a test text of its own; add text, or 'test/*.txt'")
     return train, test
@@ -120,11 +120,11 @@ def read_utf8(path: Path) -> str:
 
 
 def _encoding(path: Path) -> str:
-    """What a file that is not UTF-8 is likely to be."""
+    """The likely encoding of a file that is not UTF-8."""
     with path.open("rb") as file:
-        first = file.read(2)
+        start = file.read(2)
     return (
-        "UTF-16" if first in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "UTF-16LE" if b"\0" in first else "LATIN1"
+        "UTF-16" if start in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "UTF-16LE" if b"\0" in start else "LATIN1"
     )
 
 
@@ -187,14 +187,15 @@ def languages_of(pairs: Sequence[str]) -> int:
 def read_parallel_text(root: Path) -> tuple[Pairs, Pairs]:
     """Reads lines `source TAB target TAB languages` (such as `de-en`) in UTF-8, without a header; skips empty ones.
 
-    root: a folder with train.tsv and test.tsv, or one file. Of one file a hash of the target selects about 1 line in
-    20 for the test split, so that no target is in both. Raises InputError for a bad line, a bad file or an empty split.
+    root: a folder with train.tsv and test.tsv, or a file, of which a hash of the target selects about 1 line in 20 for
+    the test split, so that no target is in both. Raises InputError for a bad line, a bad file or an empty split.
     """
     if root.is_dir():
         files = (root / "train.tsv", root / "test.tsv")
         rows = [_read_rows(file) for file in files]
     else:
-        files, rows = (root, root), [[], []]
+        files = (root, root)
+        rows = [[], []]
         for row in _read_rows(root):
             rows[seed_of(f"test {row[1]}") % _TEST_ONE_IN == 0].append(row)
         for split, part in zip(SPLITS, rows, strict=True):
@@ -214,7 +215,7 @@ def read_parallel_text(root: Path) -> tuple[Pairs, Pairs]:
 
 
 def _read_rows(file: Path) -> list[tuple[str, str, str, int]]:
-    """Source, target, languages and line number (from 1) of each non-empty line; at least one."""
+    """Source, target, languages and line number (from 1) of each non-empty line. Raises InputError if there is none."""
     rows = []
     # Not splitlines(): U+2028 and its like may be part of a sentence.
     for number, line in enumerate(read_utf8(file).split("\n"), 1):
@@ -233,7 +234,7 @@ def _read_rows(file: Path) -> list[tuple[str, str, str, int]]:
 def read_cldr(direction: str, cache: Path) -> tuple[Pairs, Pairs]:
     """About 200,000 pairs of a name and its English name (Babel 2.18: 201,203); kept in `cache`, as reading is slow.
 
-    The names of territories, languages, scripts and currencies are short, but in many scripts and languages for one
+    The names of territories, languages, scripts and currencies are short, but in many scripts and languages for a
     model. They show that all parts work together; they do not measure translation quality.
 
     Locales with a territory (`de_AT`) are left out; those with a script (`zh_Hant`) have only the names that differ
@@ -274,13 +275,16 @@ def _read_names() -> dict[str, Any]:
         # Territories (de_AT) have two letters or three digits, variants are longer, scripts have four letters.
         if language in ("en", "root") or (rest and not (len(rest) == 4 and rest.isalpha())):
             continue
-        names, usual = _names_of(locale), _names_of(language) if rest else {}
-        known = [
-            (name, english[entry]) for entry, name in names.items() if entry in english and usual.get(entry) != name
+        names = _names_of(locale)
+        usual_names = _names_of(language) if rest else {}
+        translated_names = [
+            (name, english[entry])
+            for entry, name in names.items()
+            if entry in english and usual_names.get(entry) != name
         ]
-        if len(known) < _LEAST_NAMES:
+        if len(translated_names) < _LEAST_NAMES:
             continue
-        for name, meaning in known:
+        for name, meaning in translated_names:
             # split by a hash of the English name, so that an entry added by a later Babel moves no other
             drawn = seed_of(f"cldr test {' '.join(meaning.casefold().split())}") % _TEST_ONE_IN
             rows["train" if drawn else "test"].append((name, meaning, len(codes)))

@@ -1,7 +1,7 @@
 """Image data sets, opened by name, and the transforms from their pixels to a model's input (paper, Section 4).
 
 The ImageNet runs used Inception preprocessing, which in the authors' TPU code is a random crop of 10-100 % of the area,
-a random flip and values scaled to [-1, 1]; evaluation is on one central 87.5 % crop. The transfer runs used a random
+a random flip and values scaled to [-1, 1]; evaluation is on a central 87.5 % crop. The transfer runs used a random
 flip and cutout. The steps are torchvision's, except cutout, which torchvision does not have.
 
 Departs from the paper: no colour distortion; a random crop that does not fit is tried 10 times (torchvision), not 100.
@@ -48,20 +48,20 @@ def build_transform(
     """
     from torchvision.transforms import v2
 
-    vary = augmentation or AugmentationConfig(None, horizontal_flip=False, cutout=0, shift=0)
+    settings = augmentation or AugmentationConfig(None, horizontal_flip=False, cutout=0, shift=0)
     steps: list[Callable[[Tensor], Tensor]] = []
-    if vary.random_resized_crop is not None:
+    if settings.random_resized_crop is not None:
         # Aspect ratio 3/4 to 4/3, bilinear: torchvision's defaults and the TPU code's.
-        steps.append(v2.RandomResizedCrop(image_size, scale=vary.random_resized_crop))
+        steps.append(v2.RandomResizedCrop(image_size, scale=settings.random_resized_crop))
     else:
         steps += [v2.Resize(max(image_size, round(image_size / centre_share))), v2.CenterCrop(image_size)]
-    if vary.horizontal_flip:
+    if settings.horizontal_flip:
         steps.append(v2.RandomHorizontalFlip())
-    if vary.shift > 0:
-        steps.append(v2.RandomCrop(image_size, padding=vary.shift))  # the padding is black
+    if settings.shift > 0:
+        steps.append(v2.RandomCrop(image_size, padding=settings.shift))  # the padding is black
     steps += [v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean=MEAN, std=STD)]
-    if vary.cutout > 0:
-        steps.append(partial(cutout, side=vary.cutout))
+    if settings.cutout > 0:
+        steps.append(partial(cutout, side=settings.cutout))
     return v2.Compose(steps)
 
 
@@ -114,9 +114,10 @@ def open_images(dataset: ImagesConfig, seed: int) -> tuple[ImageSplit, ImageSpli
 def find_images(dataset: ImagesConfig, seed: int) -> tuple[Samples, Samples]:
     """The samples of both splits, whose images are as they are stored. `seed` determines synthetic ones.
 
-    Raises InputError (one line) for missing, empty or damaged data, and a wrong number of classes.
+    Raises InputError for missing, empty or damaged data, and a wrong number of classes.
     """
-    name, root = dataset.name, Path(dataset.root or "")  # every set that is read from disk has a root
+    name = dataset.name
+    root = Path(dataset.root or "")  # every set that is read from disk has a root
     match name:
         case "digits":
             train, test = read_digits()
@@ -138,9 +139,9 @@ def find_images(dataset: ImagesConfig, seed: int) -> tuple[Samples, Samples]:
         case _:
             train, test = import_module(f"gpipe_cli.data.{name}").read(dataset, seed)
     if train.class_names != test.class_names:
-        odd = sorted(set(train.class_names) ^ set(test.class_names))
-        why = f"training and test images must have the same classes in the same order, but {len(odd)} differ"
-        raise RefusedError("dataset.root", root, f"{why} ({', '.join(odd[:3])}); complete them, or remove some")
+        unshared = sorted(set(train.class_names) ^ set(test.class_names))
+        why = f"training and test images must have the same classes in the same order, but {len(unshared)} differ"
+        raise RefusedError("dataset.root", root, f"{why} ({', '.join(unshared[:3])}); complete them, or remove some")
     names = train.class_names
     if dataset.num_classes != len(names):
         why = f"{name} has {len(names)} classes ({', '.join(names[:3])}{', …' if len(names) > 3 else ''})"

@@ -66,14 +66,14 @@ class LoadedBatches:
         )
         # torch's SIGCHLD handler would raise the death of a worker anywhere, even within a step; without the handler
         # the next request for a batch raises it.
-        before = signal.getsignal(signal.SIGCHLD)
+        earlier_handler = signal.getsignal(signal.SIGCHLD)
         try:
             self._batches: Any = iter(loader)
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
             raise _full(workers) from error
-        signal.signal(signal.SIGCHLD, before)
+        signal.signal(signal.SIGCHLD, earlier_handler)
         self._peeked: tuple[Tensor, ...] | None = None
 
     def __iter__(self) -> Self:
@@ -111,7 +111,7 @@ class LoadedBatches:
         if hasattr(batches, "_shutdown_workers"):
             batches._shutdown_workers()
             for worker in batches._workers:
-                worker.kill()  # one that is stopped (SIGSTOP) has not read the request to end
+                worker.kill()  # a stopped worker (SIGSTOP) has not read the request to end
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +141,7 @@ def _full(workers: int) -> RefusedError:
 
 
 def _set_up_worker(served: int, _worker: int) -> None:
-    """Run in each worker before its first batch: one thread, Ctrl-C ignored, killed when the process it serves ends."""
+    """Run in each worker before its first batch: 1 thread, Ctrl-C ignored, killed when the process it serves ends."""
     torch.set_num_threads(1)  # the other cores are for other workers and the pipeline
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process it serves gets it too, and ends its workers
     sys.excepthook = _print_unless_connection_lost

@@ -11,16 +11,16 @@ from gpipe_cli.data.batches import Catalogue, seed_of
 from gpipe_cli.data.text import SyntheticText, TextSplit
 from gpipe_cli.data.vocabulary import IGNORED, UNKNOWN
 
-SELECTED = 0.15  # of the tokens of a window, at least one
-MASKED, RANDOM = 0.8, 0.1  # of those, what becomes the mask token, and any token; the others stay
+SELECTED = 0.15  # share of a window's tokens, rounded to 1 or more
+MASKED, RANDOM = 0.8, 0.1  # shares of those that become the mask token, and a random token; the others stay
 
 
 @dataclass(frozen=True, eq=False)
 class MaskedText:
     """The full windows of a split. What is hidden is drawn anew in each epoch; a test is always in epoch 0.
 
-    mask: the id of the mask token. end: that of the end of a document, which is predicted only where a window has too
-    few others. vocabulary_size: of the random tokens.
+    mask: the id of the mask token. end: the id of the end of a document, which is predicted only where a window has too
+    few other tokens. vocabulary_size: the number of ids that random tokens are drawn from.
     """
 
     windows: TextSplit | SyntheticText

@@ -37,7 +37,8 @@ class Ellipses:
         mask = torch.zeros(self.image_size, self.image_size, dtype=torch.int64)
         places = torch.arange(self.image_size) / self.image_size
         for _ in range(SHAPES):
-            (y, x), (height, width) = torch.rand(2, generator=generator), torch.rand(2, generator=generator) / 4 + 0.05
+            y, x = torch.rand(2, generator=generator)
+            height, width = torch.rand(2, generator=generator) / 4 + 0.05
             inside = ((places - y) / height)[:, None] ** 2 + ((places - x) / width) ** 2 < 1
             mask[inside] = torch.randint(1, len(self.colours), (), generator=generator)
         return mask
@@ -65,8 +66,8 @@ class EllipseMasks:
 
 @dataclass(frozen=True, eq=False)
 class MaskFiles:
-    """An image file with the mask of each image: of one channel, of any number of bits, or with a palette; a pixel's
-    value is its class. Both are turned as their EXIF tags say."""
+    """An image file with the mask of each image: of a single channel, of any number of bits, or with a palette; the
+    value of a pixel is its class. Both are turned as their EXIF tags say."""
 
     images: tuple[str, ...]
     masks: tuple[str, ...]
@@ -78,7 +79,7 @@ class MaskFiles:
 
     def __getitem__(self, indices: Tensor) -> Tensor:
         """int64 (n, S, S), scaled and cut as the images are. Raises InputError, naming the file, for a damaged mask,
-        one of another size than its image, or one with other classes."""
+        for another size than its image's, and for other classes."""
         return torch.stack([self._read(index) for index in indices.tolist()])
 
     def _read(self, index: int) -> Tensor:
@@ -90,12 +91,13 @@ class MaskFiles:
                 size, mode = image.size, image.mode
                 values = np.asarray(image).astype(np.int64)
             with decoded(self.images[index]) as image:
-                wanted = image.size
-        except Exception as error:  # as of an image
+                needed_size = image.size
+        except Exception as error:  # whatever Pillow raises for damaged bytes
             raise InputError(f"mask '{path}': cannot be read ({one_line(error)}); replace or delete it") from error
-        if size != wanted or values.ndim > 2 or mode == "F":
-            ours = f"{size[0]} x {size[1]} pixels of mode {mode}"
-            why = f"{ours}; its image, turned as its EXIF tag says, needs {wanted[0]} x {wanted[1]} of one whole number"
+        if size != needed_size or values.ndim > 2 or mode == "F":
+            mask_form = f"{size[0]} x {size[1]} pixels of mode {mode}"
+            needed = f"{needed_size[0]} x {needed_size[1]} of one whole number"
+            why = f"{mask_form}; its image, turned as its EXIF tag says, needs {needed}"
             raise InputError(f"mask '{path}': has {why}; save it so")
         mask = torch.from_numpy(values)[None]
         mask = F.resize(mask, [self.image_size], interpolation=F.InterpolationMode.NEAREST)
@@ -134,9 +136,9 @@ def _read_split(folder: Path, dataset: ImagesConfig) -> Samples:
     names: Sequence[str] = sorted(images)
     if not names:
         raise RefusedError("dataset.root", dataset.root, f"'{folder / 'images'}' has no image; put some there")
-    of_images = tuple(images[name] for name in names)
-    targets = MaskFiles(of_images, tuple(masks[name] for name in names), dataset.image_size, dataset.num_classes)
-    return Samples(Files(of_images), targets, _names(dataset))
+    image_paths = tuple(images[name] for name in names)
+    targets = MaskFiles(image_paths, tuple(masks[name] for name in names), dataset.image_size, dataset.num_classes)
+    return Samples(Files(image_paths), targets, _names(dataset))
 
 
 def _files_in(folder: Path) -> dict[str, str]:

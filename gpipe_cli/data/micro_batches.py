@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 def micro_batch_sizes(samples: int, micro_batches: int) -> tuple[int, ...]:
-    """Samples of each of M micro-batches: equal up to one, larger first. With N < M there are N of one sample.
+    """Samples of each of M micro-batches: they differ by at most 1, larger first. With N < M there are N of 1 sample.
 
     Departs from the paper (section 2.2): N need not be a multiple of M. `torch.chunk`, which is not used here, may
     return fewer chunks than asked for; miscounting them broke deferred batch norm in torchgpipe.
@@ -33,13 +33,13 @@ class Share:
 
 
 def share_of(samples: int, micro_batches: int, replicas: int = 1, replica: int = 0) -> Share:
-    """The share of pipeline `replica`: at most `micro_batches`, M, of them. All R shares together are the micro-batches
-    of a single pipeline with R x M (law 7 of recipes/contributing.md).
+    """The share of pipeline `replica`: at most `micro_batches`, M, micro-batches. All R shares together are the
+    micro-batches of a single pipeline with R x M (law 7 of recipes/contributing.md).
 
     >>> share_of(7, 2, replicas=2, replica=1)
     Share(first_sample=4, first_micro_batch=2, sizes=(2, 1))
     """
     sizes = micro_batch_sizes(samples, replicas * micro_batches)
-    counts = [len(sizes) // replicas + (one < len(sizes) % replicas) for one in range(replicas)]
+    counts = [len(sizes) // replicas + (number < len(sizes) % replicas) for number in range(replicas)]
     first = sum(counts[:replica])
     return Share(sum(sizes[:first]), first, sizes[first : first + counts[replica]])

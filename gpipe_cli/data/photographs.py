@@ -84,7 +84,7 @@ def read_photographs(name: str, root: Path, *, download: bool, partial: bool) ->
     download: fetch what is missing; the settings allow it if torchvision can. partial: accept fewer images than the
     paper used; images that are listed but have no file are left out.
 
-    Raises InputError (one line) for files that are missing or damaged, and for sizes that are not the paper's.
+    Raises InputError for files that are missing or damaged, and for sizes that are not the paper's.
     """
     photographs = PHOTOGRAPHS[name]
     expected = f"{name} is expected as {photographs.contents}; {photographs.get}"
@@ -96,16 +96,16 @@ def read_photographs(name: str, root: Path, *, download: bool, partial: bool) ->
         train, test = (
             _read_listed(name, root, expected, split, download=download, partial=partial) for split in SPLITS
         )
-    for what, wanted, found in (
+    for what, wanted, present in (
         ("training images", photographs.train, len(train.targets)),
         ("test images", photographs.test, len(test.targets)),
     ):
-        if found == wanted or (partial and 0 < found < wanted):
+        if present == wanted or (partial and 0 < present < wanted):
             continue
         remedy = "remove what is not part of it"
-        if found < wanted:
-            remedy = _complete(name, root) + (" or set dataset.partial=true" if found else "")
-        raise RefusedError("dataset.root", root, f"{name} has {wanted:,} {what}, found {found:,}; {remedy}")
+        if present < wanted:
+            remedy = _complete(name, root) + (" or set dataset.partial=true" if present else "")
+        raise RefusedError("dataset.root", root, f"{name} has {wanted:,} {what}, found {present:,}; {remedy}")
     return train, test
 
 
@@ -132,7 +132,7 @@ def _read_imagenet(root: Path, expected: str) -> tuple[Samples, Samples]:
         raise RefusedError("dataset.root", root, why) from error
     # Not the folder 'test': the challenge's test images have no labels.
     train, test = (
-        # All words of a synset, as two classes share their first one ("crane").
+        # All words of a synset, as two classes share their first word ("crane").
         replace(split, class_names=tuple(", ".join(words.get(wnid, (wnid,))) for wnid in split.class_names))
         for split in read_folders(root, expected, test_names=("val",))
     )
@@ -164,14 +164,14 @@ def _read_listed(name: str, root: Path, expected: str, split: str, *, download: 
             why = f"could not download {name} to '{root}' or read what is there ({with_type(error)})"
             use = f"check the network, delete '{folder}' and its archive, and try again"
             raise RefusedError("dataset.download", True, f"{why}; {use}") from error
-        found = f"is damaged or incomplete ({with_type(error)})" if folder.is_dir() else "is missing"
-        raise RefusedError("dataset.root", root, f"'{folder}' {found}; {expected}") from error
+        fault = f"is damaged or incomplete ({with_type(error)})" if folder.is_dir() else "is missing"
+        raise RefusedError("dataset.root", root, f"'{folder}' {fault}; {expected}") from error
     # Listing the folders is faster on a network disk than asking for each of 75,750 files.
     folders = {os.path.dirname(path) for path, _ in listed}
-    there = {entry.path for folder in folders if os.path.isdir(folder) for entry in os.scandir(folder)}
-    kept = [(path, target) for path, target in listed if path in there]
+    existing_paths = {entry.path for folder in folders if os.path.isdir(folder) for entry in os.scandir(folder)}
+    kept = [(path, target) for path, target in listed if path in existing_paths]
     if len(kept) < len(listed) and not partial:
-        missing = next(path for path, _ in listed if path not in there)
+        missing = next(path for path, _ in listed if path not in existing_paths)
         why = f"{len(listed) - len(kept):,} of {len(listed):,} {split} images that {name} lists are missing"
         use = f"{_complete(name, root)} or set dataset.partial=true"
         raise RefusedError("dataset.root", root, f"{why}, e.g. '{missing}'; {use}")

@@ -20,20 +20,20 @@ class PretrainedTokenizer:
     """The mapping from text to token ids of a folder, as `save_pretrained` writes it, or of a name on the hub."""
 
     def __init__(self, place: str) -> None:
-        """A name is fetched into the hub's cache on this machine, whose locks let one process fetch. Raises
+        """A name is fetched into the hub's cache on this machine, whose locks let a single process fetch. Raises
         RefusedError for a tokenizer that cannot be read or has no token to end a document with, and if transformers is
         not installed."""
         self._place = place
         if importlib.util.find_spec("transformers") is None:
             why = "needs transformers, which is not installed; pip install 'gpipe-cli[transformers]', or leave it out"
             raise RefusedError("dataset.tokenizer", place, why)
-        # Threads of the tokenizer's would be in the way of the loader processes, which are forked.
+        # Threads of the tokenizer would be in the way of the loader processes, which are forked.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         from transformers import AutoTokenizer
 
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
-        except Exception as error:  # of the hub, of JSON and of Rust: damaged files raise anything
+        except Exception as error:  # from the hub, JSON or Rust: damaged files raise anything
             use = "give a folder with tokenizer.json and tokenizer_config.json, or a name on the Hugging Face hub"
             raise RefusedError("dataset.tokenizer", place, f"cannot be read ({one_line(error)}); {use}") from error
         ends = [self._tokenizer.eos_token_id, self._tokenizer.sep_token_id]
@@ -54,7 +54,7 @@ class PretrainedTokenizer:
 
     @cached_property
     def size(self) -> int:
-        """The greatest id plus one: `len(tokenizer)`, or more where ids have gaps."""
+        """The greatest id plus 1: `len(tokenizer)`, or more where ids have gaps."""
         return 1 + max(self._tokenizer.get_vocab().values())
 
     @cached_property
@@ -67,10 +67,10 @@ class PretrainedTokenizer:
 
     @property
     def model(self) -> bytes:
-        """All files as one text: what the ids of a text depend on."""
+        """All files as a single text, on which the ids of any text depend."""
         return json.dumps({name: content.decode("latin-1") for name, content in self.files.items()}).encode()
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text, without the special tokens that a tokenizer may put around it."""
-        # one after the other: a tokenizer takes some 200 bytes for each character of a text
+        # each text by itself: a tokenizer takes some 200 bytes for each character of its input
         return [self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts]

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torchvision.datasets import CIFAR10
 
 
-# Of files that are read: torchvision's (torchvision.datasets.folder), and others of formats that every Pillow decodes.
+# Endings of image files: torchvision's (torchvision.datasets.folder), and others that every Pillow decodes.
 ENDINGS = (
     ".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif", ".jfif", ".jpe",
 )  # fmt: skip
@@ -83,8 +83,8 @@ class Files:
                 if mode.startswith("I;16"):  # Pillow would cut all values above 255
                     image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
                 elif image.has_transparency_data:
-                    layer = image.convert("RGBA")
-                    image = Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer)
+                    rgba = image.convert("RGBA")
+                    image = Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba)
                 pixels: Tensor = pil_to_tensor(image.convert("RGB"))
         except Exception as error:  # damaged bytes make Pillow raise OSError, SyntaxError, ValueError, struct.error, …
             why = f"cannot be read ({one_line(error)}); replace or delete it"
@@ -128,7 +128,7 @@ class Noise:
         """uint8 (3, S, S), uniform over 0..255."""
         shape = (3, self.image_size, self.image_size)
         generator = torch.Generator().manual_seed(seed_of("noise", self.seed, index))
-        # Eight pixels from each 64-bit number: one number per pixel would take eight times as long.
+        # Eight pixels from each 64-bit number: a number per pixel would take eight times as long.
         words = torch.empty(-(-math.prod(shape) // 8), dtype=torch.int64).random_(-(2**63), None, generator=generator)
         return words.view(torch.uint8)[: math.prod(shape)].view(shape)
 
@@ -136,8 +136,9 @@ class Noise:
 def read_digits() -> tuple[Samples, Samples]:
     """scikit-learn's 1,797 handwritten digits (8x8, grey levels 0..16), 1,437 to train on and 360 to test on.
 
-    Its file is read without importing it, which takes over a second. `digits_split.txt` has the numbers of the samples,
-    a line to train on and one to test on, of `train_test_split(test_size=0.2, stratify=target, random_state=0)`.
+    Its file is read without importing it, which takes over a second. `digits_split.txt` has two lines, the
+    numbers of the training and of the test samples, as `train_test_split(test_size=0.2, stratify=target,
+    random_state=0)` chooses them.
     """
     (library,) = find_spec("sklearn").submodule_search_locations  # type: ignore[union-attr, misc]  # we depend on it
     rows = np.loadtxt(Path(library, "datasets", "data", "digits.csv.gz"), delimiter=",")

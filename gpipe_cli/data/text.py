@@ -39,7 +39,7 @@ class TextSplit:
 
     @property
     def full_windows(self) -> int:
-        """The number of windows before one that has padding."""
+        """The number of windows without padding."""
         return (len(self.tokens) - 1) // self.length
 
     def inputs(self, epoch: int, indices: Sequence[int], lengths: tuple[int, ...]) -> tuple[Tensor, ...]:
@@ -56,15 +56,15 @@ class TextSplit:
 
     def _windows(self, indices: Tensor, first: int, padding: int) -> Tensor:
         positions = indices[:, None] * self.length + torch.arange(self.length)
-        beyond = positions >= len(self.tokens) - 1  # no token follows the last one
+        beyond = positions >= len(self.tokens) - 1  # no token follows the last token
         return self.tokens[(positions + first).masked_fill_(beyond, 0)].long().masked_fill_(beyond, padding)
 
 
 def open_documents(
     train: Sequence[str], test: Sequence[str], dataset: TextConfig, length: int, pieces: bytes | None = None
 ) -> tuple[TextSplit, TextSplit]:
-    """Take the tokenizer or the vocabulary of `pieces`, or learn one from the training documents; encode both. Raises
-    InputError."""
+    """Take the tokenizer or the vocabulary of `pieces`, or learn a vocabulary from the training documents; encode both
+    splits. Raises InputError."""
     cache = cache_folder(dataset.cache)
     if dataset.tokenizer is not None:
         vocabulary: Vocabulary | PretrainedTokenizer = PretrainedTokenizer(dataset.tokenizer)
@@ -147,7 +147,7 @@ def open_text(
     length: tokens of a window, or at most of a source or a target. seed, and pairs (whether to make pairs): for
     `synthetic_text` only. pieces: the vocabulary of an earlier run, as SentencePiece stores it, in place of a new one.
 
-    Raises InputError (one line) for missing, empty or damaged data, and settings that do not fit it.
+    Raises InputError for missing, empty or damaged data, and settings that do not fit it.
     """
     root = Path(dataset.root or "")  # a data set read from files has a root
     read: Any  # documents or pairs, of both splits
@@ -156,8 +156,8 @@ def open_text(
             counts = dataset.train_samples or 0, dataset.test_samples or 0
             seeds = seed_of("text train_samples", seed), seed_of("text test_samples", seed)
             train, test = (
-                SyntheticText(count, length, dataset.vocabulary, own, pairs)
-                for count, own in zip(counts, seeds, strict=True)
+                SyntheticText(count, length, dataset.vocabulary, split_seed, pairs)
+                for count, split_seed in zip(counts, seeds, strict=True)
             )
             return train, test
         case "python_docs":
@@ -177,7 +177,7 @@ def open_text(
 
 
 def unigram_perplexity(train: TextSplit | PairSplit, test: TextSplit | PairSplit) -> float:
-    """The test perplexity of a model that knows only the tokens' counts in training (plus one): the baseline that a
+    """The test perplexity of a model that knows only the tokens' counts in training (plus 1): the baseline that a
     model must beat to have learned anything from their order."""
     counts = torch.bincount(train.predicted(), minlength=train.vocabulary.size).double() + 1
     surprise = -(counts / counts.sum()).log()[test.predicted()]

@@ -40,7 +40,8 @@ class Sequences:
 
     def padded(self, indices: Tensor, width: int, padding: int) -> Tensor:
         """int64 (n, width): the sequences `indices` (int64 (n,)), none longer than `width`, then `padding`."""
-        lengths, columns = self.lengths[indices, None], torch.arange(width)
+        lengths = self.lengths[indices, None]
+        columns = torch.arange(width)
         assert bool((lengths <= width).all()), (lengths, width)
         positions = (self._starts[indices, None] + columns).clamp_(max=len(self.values) - 1)
         return self.values[positions].long().masked_fill_(columns >= lengths, padding)
@@ -119,9 +120,9 @@ def _encoded(pairs: Pairs, vocabulary: Vocabulary, cache: Path) -> PairSplit:
     """The tokens of both sides of `pairs`, kept in `cache`."""
 
     def encode() -> dict[str, Tensor]:
-        into = [vocabulary.symbol(_symbol(name)) for name in pairs.languages]
+        language_ids = [vocabulary.symbol(_symbol(name)) for name in pairs.languages]
         encoded = zip(pairs.groups.tolist(), vocabulary.encode(pairs.sources), strict=True)
-        sources = Sequences.of([[into[group], *ids, END] for group, ids in encoded])
+        sources = Sequences.of([[language_ids[group], *ids, END] for group, ids in encoded])
         answers = Sequences.of([[*ids, END] for ids in vocabulary.encode(pairs.references)])
         return {
             "sources": sources.values,
@@ -130,7 +131,7 @@ def _encoded(pairs: Pairs, vocabulary: Vocabulary, cache: Path) -> PairSplit:
             "answer lengths": answers.lengths,
         }
 
-    texts = "\n".join(chain(pairs.sources, pairs.references))  # every sentence is one line
+    texts = "\n".join(chain(pairs.sources, pairs.references))  # every sentence is a line
     name = digest_of("pairs", [pairs.languages, pairs.groups.tolist()], [texts, vocabulary.model])
     stored = cached_tensors(cache, f"pairs-{name}", encode)
     sources = Sequences(stored["sources"], stored["source lengths"])
@@ -142,8 +143,8 @@ def _check_lengths(splits: list[PairSplit], length: int) -> None:
     split = max(splits, key=lambda split: int(split.longer.max()))
     longest = int(split.longer.max())
     if longest > length:
-        many = sum(int((split.longer > length).sum()) for split in splits)
-        why = f"{split.pairs.where(int(split.longer.argmax()))} has {longest} tokens, and {many} pairs are too long"
+        too_long = sum(int((split.longer > length).sum()) for split in splits)
+        why = f"{split.pairs.where(int(split.longer.argmax()))} has {longest} tokens, and {too_long} pairs are too long"
         use = f"use model.length={longest} or more, or dataset.drop_long=true"
         raise RefusedError("model.length", length, f"{why}; {use}")
 

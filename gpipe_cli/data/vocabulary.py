@@ -77,7 +77,7 @@ def make_vocabulary(
 ) -> Vocabulary:
     """Learn `size` ids, or fewer if the texts (lines or sentences) yield no more, with SentencePiece's unigram model;
     kept in `cache`. The same arguments give the same bytes. Or take `pieces`, the vocabulary of an earlier run: in a
-    new one, learned from other text, every id would mean something else.
+    new vocabulary, learned from other text, every id would mean something else.
 
     symbols: such as `<2en>`, with ids that no text encodes to. word_prefix: put a space before each text, so that its
     first word is the same piece as elsewhere; wrong for lines of a longer text, whose spaces are to be predicted.
@@ -88,17 +88,17 @@ def make_vocabulary(
     if pieces is not None:
         vocabulary = Vocabulary(pieces)
         try:
-            found = vocabulary.size if pieces else 0
+            stored_size = vocabulary.size if pieces else 0
         except RuntimeError:
-            found = 0
-        if found == 0:
+            stored_size = 0
+        if stored_size == 0:
             raise InputError("vocabulary.model: that of the earlier run is damaged; put it back, or train anew")
-        if found > size:
-            why = f"the vocabulary of that run has {found} ids; use dataset.vocabulary={found}"
+        if stored_size > size:
+            why = f"the vocabulary of that run has {stored_size} ids; use dataset.vocabulary={stored_size}"
             raise RefusedError("dataset.vocabulary", size, why)
-        if missing := [symbol for symbol in symbols if vocabulary.symbol(symbol) == UNKNOWN]:
-            unknown = ", ".join(symbol[2:-1] for symbol in missing[:4])
-            why = f"the pairs translate into languages that the vocabulary of that run does not know ({unknown})"
+        if missing_symbols := [symbol for symbol in symbols if vocabulary.symbol(symbol) == UNKNOWN]:
+            languages = ", ".join(symbol[2:-1] for symbol in missing_symbols[:4])
+            why = f"the pairs translate into languages that the vocabulary of that run does not know ({languages})"
             raise InputError(f"dataset.root: {why}; leave them out, or train from the beginning")
         return vocabulary
     import sentencepiece
@@ -136,7 +136,7 @@ def _train(lines: list[str], options: dict[str, Any]) -> bytes:
     characters = Counter(chain.from_iterable(lines))
     room = max(0, options["vocab_size"] - _SPECIAL - len(options["control_symbols"]))
     share = sum(count for _, count in characters.most_common(room)) / max(1, characters.total())
-    covered = min(max(share, _LEAST_COVERAGE), options["character_coverage"])
+    coverage = min(max(share, _LEAST_COVERAGE), options["character_coverage"])
     model = io.BytesIO()
     try:
         SentencePieceTrainer.train(
@@ -144,7 +144,7 @@ def _train(lines: list[str], options: dict[str, Any]) -> bytes:
             model_writer=model,
             num_threads=1,  # several threads would add floats in any order
             minloglevel=2,  # errors only: no progress on stderr
-            **(options | {"character_coverage": covered}),
+            **(options | {"character_coverage": coverage}),
         )
     except RuntimeError as error:
         # such as "Vocabulary size is smaller than required_chars. 265 vs 289. Increase vocab_size or ..."

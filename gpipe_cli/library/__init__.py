@@ -1,1 +1,1 @@
-"""The engine for training loops of one's own: `from gpipe_cli import Pipeline`."""
+"""The engine for a program's own training loop: `from gpipe_cli import Pipeline`."""

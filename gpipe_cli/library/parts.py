@@ -1,4 +1,4 @@
-"""What a `Pipeline` is given, and what becomes of it: its arguments, the layout of its stages, and the layers there."""
+"""The arguments of a `Pipeline`, the layout of its stages, and the preparation of its layers."""
 
 import copy
 import os
@@ -31,7 +31,7 @@ from gpipe_cli.planner.shared_layers import keeping_together
 from gpipe_cli.system.accelerator import TYPE, number_of_devices
 from gpipe_cli.units import plural
 
-_TIMEOUT_SECONDS = 600.0  # for a message of another process
+_TIMEOUT_SECONDS = 600.0  # longest wait for a message of another process
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,14 @@ class Arguments:
 
 
 def place(arguments: Arguments, started: Torchrun | None) -> Layout:
-    """The layout of K stages: each is at one of P places, which are processes of torchrun, or devices of this one.
-    Neighbouring stages share a place, or take turns for a looped schedule. Under torchrun only the device of this
-    process is known, and stands for all.
+    """The layout of K stages over P places, which are the processes of torchrun, or the devices of this process.
+    Neighbouring stages share a place; a looped schedule deals the stages out in turn. Under torchrun only the device of
+    this process is known, and is entered for all processes.
 
-    Raises RefusedError for devices that are not here, and for partitions that cannot be placed.
+    Raises RefusedError for devices that this machine does not have, and for partitions that cannot be placed.
     """
-    partitions, gpus = arguments.partitions, number_of_devices()
+    partitions = arguments.partitions
+    gpus = number_of_devices()
     if arguments.devices is None:
         devices = [f"{TYPE}:{number}" for number in range(gpus)] or ["cpu"]
         if gpus and started is not None:
@@ -77,11 +78,12 @@ def place(arguments: Arguments, started: Torchrun | None) -> Layout:
         why = f"there are {plural(places, what)}, and each needs a stage"
         raise RefusedError("partitions", partitions, f"{why}; use partitions={places} or more")
     order = ORDERS[arguments.schedule]
-    placement, in_v = order.placement or "neighbours", order.devices(partitions)
+    placement = order.placement or "neighbours"
+    v_places = order.devices(partitions)
     places = min(places, partitions)
     if placement == "v" and started is None and arguments.devices is None:
-        places = min(places, in_v)
-    if placement == "v" and places not in (1, in_v):
+        places = min(places, v_places)
+    if placement == "v" and places not in (1, v_places):
         why = f"schedule={arguments.schedule}: there are {plural(places, what)}, and each has two stages"
         raise RefusedError("partitions", partitions, f"{why}; use partitions={2 * places}")
     if placement == "looped" and partitions % places:
@@ -89,7 +91,7 @@ def place(arguments: Arguments, started: Torchrun | None) -> Layout:
         raise RefusedError("partitions", partitions, f"{why}; use partitions={-(-partitions // places) * places}")
     place_of_stage = schedule_placement(placement, partitions, places)
     return Layout(
-        (tuple(devices[at % len(devices)] for at in place_of_stage),),
+        (tuple(devices[number % len(devices)] for number in place_of_stage),),
         process_of_stage=place_of_stage if started is not None else (0,) * partitions,
         row_of_stage=place_of_stage,
         threads=torch.get_num_threads(),
@@ -100,18 +102,18 @@ def place(arguments: Arguments, started: Torchrun | None) -> Layout:
 
 
 def _known_device(name: str, gpus: int) -> str:
-    here = ["cpu", *(f"{TYPE}:{number}" for number in range(gpus))]
+    device_names = ["cpu", *(f"{TYPE}:{number}" for number in range(gpus))]
     name = f"{TYPE}:0" if name == TYPE else name
-    if name not in here:
-        raise RefusedError("devices", [name], f"there is no such device here; there are {', '.join(here)}")
+    if name not in device_names:
+        raise RefusedError("devices", [name], f"there is no such device here; there are {', '.join(device_names)}")
     return name
 
 
 def connect(layout: Layout) -> tuple[ControlGroup, ProcessGroups | None]:
-    """Connect the processes that torchrun has started. A process group that the program has made itself is used."""
+    """Connect the processes that torchrun has started. A process group that the program has already made is used."""
     process = 0 if layout.started is None else layout.started.rank
-    alone = layout.started is None or is_connected()
-    start = "" if alone else agree(lambda: Decision(Path.cwd(), None, None)).start
+    connected = layout.started is None or is_connected()
+    start = "" if connected else agree(lambda: Decision(Path.cwd(), None, None)).start
     return connect_processes(
         process, layout.process_of_stage, 1, [*map(torch.device, layout.devices_of(process))], start, _TIMEOUT_SECONDS,
         nullcontext, here=False,
@@ -119,23 +121,23 @@ def connect(layout: Layout) -> tuple[ControlGroup, ProcessGroups | None]:
 
 
 def move(module: nn.Sequential, devices: Mapping[str, torch.device], ties: Sequence[Tie]) -> None:
-    """Move layers to their devices, by name. Where several have the same weight, the first one keeps the parameter; the
-    others get parameters of their own, in the same memory on the same device."""
+    """Move layers to their devices, by name. Where several layers have the same weight, the first of them keeps the
+    parameter; the others get their own parameters, which share its memory on the same device."""
     share_memory(module, ties)
     for name, layer in module.named_children():
         layer.to(devices[name])
-    for used in (here(tie, module) for tie in ties):
-        first: dict[torch.device, nn.Parameter] = {}
-        for names in used:  # a move has separated those that went to another device
-            own = module.get_parameter(names[0])
-            own.data = first.setdefault(own.device, own).data
+    for uses in (here(tie, module) for tie in ties):
+        first_on_device: dict[torch.device, nn.Parameter] = {}
+        for names in uses:  # the move has separated parameters that shared memory
+            parameter = module.get_parameter(names[0])
+            parameter.data = first_on_device.setdefault(parameter.device, parameter).data
 
 
 def as_sequential(layers: nn.Sequential | Iterable[nn.Module]) -> nn.Sequential:
     """The layers as an nn.Sequential. Raises InputError if they cannot be a pipeline, or have no values."""
     if not isinstance(layers, nn.Module):
         layers = list(layers) if isinstance(layers, Iterable) else [layers]
-        if strange := [type(one).__name__ for one in layers if not isinstance(one, nn.Module)]:
+        if strange := [type(layer).__name__ for layer in layers if not isinstance(layer, nn.Module)]:
             raise RefusedError("layers", strange[0], "is no module; give an nn.Sequential, or a list of modules")
         layers = nn.Sequential(*layers)
     if fault := fault_of(layers):
@@ -147,13 +149,13 @@ def as_sequential(layers: nn.Sequential | Iterable[nn.Module]) -> nn.Sequential:
     return layers
 
 
-def copied(layers: nn.Sequential, tensor: Callable[[torch.Tensor], torch.Tensor]) -> nn.Sequential:
-    """The same modules as objects of their own, with `tensor(each)` in the place of each parameter and buffer. Raises
-    RefusedError for modules that cannot be copied."""
-    replaced = {id(own): tensor(own) for own in (*layers.parameters(), *layers.buffers())}
+def copied(layers: nn.Sequential, convert: Callable[[torch.Tensor], torch.Tensor]) -> nn.Sequential:
+    """Copies of the modules, in which `convert(tensor)` replaces each parameter or buffer `tensor`. Raises RefusedError
+    for modules that cannot be copied."""
+    replacements = {id(tensor): convert(tensor) for tensor in (*layers.parameters(), *layers.buffers())}
     try:
-        return copy.deepcopy(layers, replaced)
-    except (RuntimeError, TypeError) as error:  # of a tensor with a graph, and of what cannot be pickled
+        return copy.deepcopy(layers, replacements)
+    except (RuntimeError, TypeError) as error:  # for a tensor with a graph, or an object that cannot be pickled
         why = f"cannot be copied ({with_type(error)}); keep such objects out of the layers"
         raise RefusedError("layers", type(layers).__name__, why) from error
 
@@ -165,8 +167,8 @@ def without_values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def choose_balance(traced: TracedModel, layout: Layout, process: int, samples: float) -> tuple[int, ...]:
-    """The number of layers of each partition, by what the layers cost for micro-batches of `samples` on the devices of
-    this process, according to their data sheet. Raises InputError for more partitions than layers."""
+    """The number of layers of each partition, by the costs of the layers for micro-batches of `samples` samples on the
+    devices of this process, according to their data sheet. Raises InputError for more partitions than layers."""
     rates = rates_of_sheet(resolved(load_hardware("auto"), layout.devices_of(process)), layout.threads)
     work = [rates.seconds(cost.forward, samples) + rates.seconds(cost.backward, samples) for cost in traced.costs]
     partitions = len(layout.devices)

@@ -1,4 +1,4 @@
-"""A pipeline in a training loop of one's own: the engine that `gpipe train` runs, without settings files.
+"""A pipeline in a program's own training loop: the engine that `gpipe train` runs, without settings files.
 
 A program for torchgpipe or torch.distributed.pipelining changes a few lines: see `Pipeline`.
 """
@@ -68,9 +68,9 @@ class Pipeline:
     recomputation, with dropout too. Batch norm normalizes each micro-batch; its running statistics are those of the
     mini-batch.
 
-    In one process, all stages live here, and compute on the CPU or on several GPUs. Under torchrun, every process
-    runs the same program and has K / processes of the stages: only their layers keep their values. The processes then
-    have to make the same calls in the same order; gloo connects them, and NCCL their GPUs.
+    Without torchrun, all stages are in this process, and compute on the CPU or on several GPUs. Under torchrun, every
+    process runs the same program and has K / processes of the stages, whose layers alone keep their values. The
+    processes then have to make the same calls in the same order; gloo connects them, and NCCL their GPUs.
     """
 
     def __init__(
@@ -105,12 +105,12 @@ class Pipeline:
             balance: the number of layers of each partition; None: chosen so that the slowest partition is as fast as
                 possible, by what the layers cost according to their shapes and the device's data sheet.
             devices: such as ["cuda:0", "cuda:1"], over which the stages are distributed; None: all GPUs, else the CPU.
-                Under torchrun: the one device of this process; None: its GPU, else the CPU.
-            seed: that of dropout and whatever else layers draw. The program's own generators are left as they are.
+                Under torchrun: the device of this process; None: its GPU, else the CPU.
+            seed: for dropout and whatever else layers draw. The program's own generators are left as they are.
             graphs: on GPUs, replay the kernels of each stage as CUDA graphs where that gives the same bits, from the
                 second step with micro-batches of the same shapes on. `.grad` is then the same memory in every step.
 
-        Raises InputError, one line that names the argument, for what cannot be cut or placed, and ConnectionError or
+        Raises InputError, which names the argument, for what cannot be cut or placed, and ConnectionError or
         TimeoutError if other processes do not come.
         """
         given = {"partitions": partitions, "micro_batches": micro_batches, "schedule": schedule, "recompute": recompute,
@@ -132,15 +132,15 @@ class Pipeline:
         self._traced: dict[Boundary, TracedModel] = {}
         self._spec: PipelineCut | None = None
         self._part: PipelinePart | None = None
-        self._takes_single_samples = False  # not known yet
+        self._takes_single_samples = False  # set once a run has shown that every layer does
         inputs = None if example is None else _checked("example", example)
         traced = None if inputs is None else self._trace(as_boundary(inputs))
         self._control, self._groups = connect(self._layout)
         if inputs is not None or balance is not None:
             self._cut(traced, len(inputs[0]) if inputs else 0)
-        own = dict(self._module.named_children())
+        local_layers = dict(self._module.named_children())
         for name, layer in whole.named_children():
-            if name not in own:
+            if name not in local_layers:
                 layer.to_empty(device="meta")
 
     def step(
@@ -158,8 +158,8 @@ class Pipeline:
                 sentences, divide the sum by their number in the mini-batch.
 
         Returns the loss of the mini-batch, without graph: on the device of the last stage; under torchrun in every
-        process, on the CPU. There `inputs` may be None but in the process of the first stage (process 0), `targets` but
-        in that of the last one (the last process; in a V process 0, too).
+        process, on the CPU. There `inputs` may be None except in the process of the first stage (process 0), `targets`
+        except in that of the last stage (the last process; in a V also process 0).
 
         Raises InputError for arguments that cannot be used, ActionFailedError if a layer or the loss fails, and
         PeerLostError if another process is lost.
@@ -189,7 +189,7 @@ class Pipeline:
     def forward(self, inputs: Values | None) -> Any:
         """What the last layer returns for a mini-batch (N, ...), in evaluation mode and without a graph: a tensor
         (N, ...), or a tuple of them, on the device of the last stage. Under torchrun it is None in all processes but
-        that of the last stage, and `inputs` may be None in all but the first one. `pipeline(inputs)` is the same."""
+        that of the last stage, and `inputs` may be None in all but the first. `pipeline(inputs)` is the same."""
         self._require(training=False)
         part, traced, tensors, sizes = self._begin(inputs)
         objective = _Outputs() if part.has_last else None
@@ -197,7 +197,7 @@ class Pipeline:
         self._control.barrier()  # a process that ends, or drops the pipeline, would take along what it still sends
         if objective is None:
             return None
-        whole = tuple(torch.cat(pieces) for pieces in zip(*objective.found, strict=True))
+        whole = tuple(torch.cat(pieces) for pieces in zip(*objective.outputs, strict=True))
         return as_value(whole, _in_tuple(traced.evaluation))
 
     __call__ = forward
@@ -220,46 +220,46 @@ class Pipeline:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of the layers in this process, under their names in the whole sequence. A weight that several
-        layers have is one parameter on each device that needs it, and has the same gradient on all of them."""
-        found = set[int]()
+        layers have is a single parameter on each device that needs it, and has the same gradient on all of them."""
+        storages = set[int]()
         for name, parameter in self._module.named_parameters():
-            if (memory := storage_of(parameter)) not in found:
-                found.add(memory)
+            if (storage := storage_of(parameter)) not in storages:
+                storages.add(storage)
                 yield name, parameter
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale all gradients so that their norm, over the parameters of all stages, is at most `max_norm`, as
         `torch.nn.utils.clip_grad_norm_` for a whole model; returns the norm before, float64 (). Under torchrun all
         processes must call it together."""
-        own = {name: one.grad for name, one in self.named_parameters() if one.grad is not None}
-        norms = norms_of(list(own.values())).cpu()
-        # the whole model has a tied weight under one name, so that its other copies do not count
-        known = {
+        gradients = {name: parameter.grad for name, parameter in self.named_parameters() if parameter.grad is not None}
+        local_norms = norms_of(list(gradients.values())).cpu()
+        # the whole model has a tied weight under a single name, so that its other copies do not count
+        norm_of_name = {
             name: norm
-            for part in self._control.collect(dict(zip(own, norms, strict=True)))
+            for part in self._control.collect(dict(zip(gradients, local_norms, strict=True)))
             for name, norm in part.items()
         }
-        in_order = [known[name] for name, _ in self._model.named_parameters() if name in known]
-        every = torch.stack(in_order) if in_order else norms
-        clip(list(own.values()), every, max_norm)
-        return global_norm(every)
+        in_order = [norm_of_name[name] for name, _ in self._model.named_parameters() if name in norm_of_name]
+        all_norms = torch.stack(in_order) if in_order else local_norms
+        clip(list(gradients.values()), all_norms, max_norm)
+        return global_norm(all_norms)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """A copy of all parameters and buffers, on the CPU, under the names that the whole sequence gives them.
 
         Under torchrun all processes must call it together, and get the same.
         """
-        own = dict(self._module.named_children())
-        found: dict[str, torch.Tensor] = {}
-        for name, _ in self._model.named_children():  # one by one: never more than a layer is in flight
-            state = own[name].state_dict(prefix=f"{name}.") if name in own else {}
-            for part in self._control.collect({key: value.to("cpu", copy=True) for key, value in state.items()}):
-                found |= part
-        return found
+        local_layers = dict(self._module.named_children())
+        state: dict[str, torch.Tensor] = {}
+        for name, _ in self._model.named_children():  # layer by layer, so that messages are no larger than a layer
+            tensors = local_layers[name].state_dict(prefix=f"{name}.") if name in local_layers else {}
+            for part in self._control.collect({key: value.to("cpu", copy=True) for key, value in tensors.items()}):
+                state |= part
+        return state
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Load parameters and buffers from what `state_dict` returned, or that of the sequence of layers. Under
-        torchrun every process gives all of them, and takes its own. Raises InputError if they do not fit."""
+        """Load parameters and buffers from what `state_dict` of the pipeline or of the sequence of layers returned.
+        Under torchrun every process gives all of them, and takes its own. Raises InputError if they do not fit."""
         expected = self._model.state_dict()
         for name in (*expected, *state):
             if name not in state or name not in expected:
@@ -268,14 +268,17 @@ class Pipeline:
             if state[name].shape != expected[name].shape:
                 shapes = f"has the shape {tuple(state[name].shape)}, and the layers {tuple(expected[name].shape)}"
                 raise InputError(f"state: {name} {shapes}; give what state_dict of the same layers returned")
-        own = dict(self._module.named_children())
-        self._module.load_state_dict({name: value for name, value in state.items() if name.partition(".")[0] in own})
+        local_layers = dict(self._module.named_children())
+        self._module.load_state_dict(
+            {name: value for name, value in state.items() if name.partition(".")[0] in local_layers}
+        )
 
     def __repr__(self) -> str:
-        """A line for the whole, and one for each stage."""
-        one, layers = self._arguments, dict(self._model.named_children())
-        sizes = f"K = {plural(one.partitions, 'partition')}, M = {plural(one.micro_batches, 'micro-batch')}"
-        how = f"{sizes}, schedule {one.schedule}, recompute {one.recompute}"
+        """A line for the whole pipeline, and a line for each stage."""
+        arguments = self._arguments
+        layers = dict(self._model.named_children())
+        sizes = f"K = {plural(arguments.partitions, 'partition')}, M = {plural(arguments.micro_batches, 'micro-batch')}"
+        how = f"{sizes}, schedule {arguments.schedule}, recompute {arguments.recompute}"
         whole = f"Pipeline of {plural(len(layers), 'layer')}, {_parameters(self._model)}: {how}"
         if self._spec is None:
             return f"{whole}; the first step cuts it"
@@ -293,7 +296,7 @@ class Pipeline:
         return self._layout.stages_of(self._control.rank)
 
     def _trace(self, inputs: Boundary) -> TracedModel:
-        """Costs and boundaries for inputs like these; each kind is traced once. Raises InputError as `trace_layers`."""
+        """Costs and boundaries for `inputs`, traced once for equal shapes. Raises InputError as `trace_layers`."""
         if inputs not in self._traced:
             costs, evaluation = (trace_layers(self._model, inputs, training=mode) for mode in (True, False))
             shared = (*self._shared, *find_read(costs, evaluation))
@@ -302,14 +305,16 @@ class Pipeline:
 
     def _cut(self, traced: TracedModel | None, samples: int) -> PipelineCut:
         """Choose the stages, by the costs for mini-batches of `samples` if no balance is given, and keep the layers of
-        those that are here. What crosses between them is left open."""
-        one, layout = self._arguments, self._layout
-        balance = one.balance
+        this process's stages. The boundaries between stages are left open."""
+        arguments = self._arguments
+        layout = self._layout
+        balance = arguments.balance
         if balance is None:
             assert traced is not None
-            chosen = choose_balance(traced, layout, self._control.rank, samples / min(samples, one.micro_batches))
+            samples_of_each = samples / min(samples, arguments.micro_batches)
+            chosen = choose_balance(traced, layout, self._control.rank, samples_of_each)
             balance = self._control.collect(chosen)[0]  # processes may have devices of different kinds
-        check_balance(balance, len(self._model), one.partitions, "balance")
+        check_balance(balance, len(self._model), arguments.partitions, "balance")
         check_cut(self._shared if traced is None else traced.shared, balance, "balance")
         names = iter(dict(self._model.named_children()))
         spec = PipelineCut(
@@ -317,10 +322,12 @@ class Pipeline:
             ties=find_ties(self._model),
             training_boundaries=(),
             evaluation_boundaries=(),
-            order=order(one.schedule, one.partitions, one.micro_batches, 1 + max(layout.row_of_stage)),
-            recompute=one.recompute,
+            order=order(
+                arguments.schedule, arguments.partitions, arguments.micro_batches, 1 + max(layout.row_of_stage)
+            ),
+            recompute=arguments.recompute,
             layout=layout,
-            graphs="auto" if one.graphs else False,
+            graphs="auto" if arguments.graphs else False,
         )
         devices = {name: torch.device(layout.devices[k]) for k in self._here for name in spec.layer_names[k]}
         self._module = _named(self._module, devices)
@@ -329,13 +336,13 @@ class Pipeline:
         return spec
 
     def _begin(self, inputs: Values | None) -> tuple[PipelinePart, TracedModel, Tensors | None, tuple[int, ...]]:
-        """This process's part, what is known of such inputs, the inputs on the first device, and the sizes of
+        """This process's part, the costs of layers for such inputs, the inputs on the first device, and the sizes of
         micro-batches. The part is made, or fitted to the shapes of these inputs."""
         tensors = _placed("inputs", inputs, self._layout.devices[0]) if 0 in self._here else None
-        mine = None if tensors is None else (as_boundary(tensors), len(tensors[0]))
-        shapes, samples = self._control.collect(mine)[0]
+        shapes_and_samples = None if tensors is None else (as_boundary(tensors), len(tensors[0]))
+        shapes, samples = self._control.collect(shapes_and_samples)[0]
         sizes = micro_batch_sizes(samples, self._arguments.micro_batches)
-        if self._part is not None and self._groups is None:  # inside a process shapes need not be known
+        if self._part is not None and self._groups is None:  # without messages shapes need not be known
             return self._part, next(iter(self._traced.values())), tensors, sizes
         traced = self._trace(shapes)
         spec = self._spec or self._cut(traced, samples)
@@ -361,7 +368,7 @@ class Pipeline:
         return build_part(spec, stages, process, groups)
 
     def _refuse_single_samples(self, samples: int) -> None:
-        """Raises InputError if a layer cannot be trained on one sample, as batch norm with one value per channel."""
+        """Raises InputError if a layer cannot be trained on a single sample, as batch norm with 1 value per channel."""
         if self._takes_single_samples:
             return
         try:
@@ -383,8 +390,8 @@ class Pipeline:
     ) -> None:
         try:
             tied = part.tied.parameters if schedule.trains else []
-            # a graph adds to the memory that a gradient of the last step has
-            before = [
+            # a replayed graph adds to the memory that the last step's gradient has
+            earlier_gradients = [
                 parameter.grad.clone() if part.uses_graphs and parameter.grad is not None else parameter.grad
                 for parameter in tied
             ]
@@ -394,8 +401,9 @@ class Pipeline:
             if schedule.trains:
                 part.tied.add_up()
                 if part.uses_graphs:
-                    without_negative_zeros([one.grad for one in self.parameters() if one.grad is not None])
-            for parameter, earlier in zip(tied, before, strict=True):
+                    gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
+                    without_negative_zeros(gradients)
+            for parameter, earlier in zip(tied, earlier_gradients, strict=True):
                 if earlier is not None:
                     parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
         except ActionFailedError as error:
@@ -404,10 +412,10 @@ class Pipeline:
             raise
 
     def _of_last(self, value: torch.Tensor | None) -> torch.Tensor:
-        """The value of the process of the last stage, in every process."""
+        """The value that the process of the last stage has, in every process."""
         if self._control.size > 1:
-            found = self._control.collect(None if value is None else value.cpu())
-            value = found[self._layout.process_of_stage[-1]]
+            values = self._control.collect(None if value is None else value.cpu())
+            value = values[self._layout.process_of_stage[-1]]
         assert value is not None
         return value
 
@@ -431,8 +439,8 @@ class _MiniBatchLoss:
     def loss(self, micro_batch: int, outputs: Tensors) -> torch.Tensor:
         value = self.function(as_value(outputs, self.in_tuple), self.targets[micro_batch])
         if not isinstance(value, torch.Tensor) or value.dim():
-            found = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-            raise InputError(f"loss: returns {found}; return a scalar tensor, such as the mean over the samples")
+            returned = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+            raise InputError(f"loss: returns {returned}; return a scalar tensor, such as the mean over the samples")
         return value * self.shares[micro_batch]
 
     def observe(self, micro_batch: int, outputs: Tensors, loss: torch.Tensor) -> None:
@@ -446,21 +454,21 @@ class _Outputs:
     """Keeps what the last layer returns."""
 
     def __init__(self) -> None:
-        self.found: list[Tensors] = []
+        self.outputs: list[Tensors] = []
 
     def loss(self, micro_batch: int, outputs: Tensors) -> torch.Tensor:
         return outputs[0]
 
     def observe(self, micro_batch: int, outputs: Tensors, loss: torch.Tensor) -> None:
-        self.found.append(outputs)
+        self.outputs.append(outputs)
 
 
 def _checked(name: str, values: Values | None) -> Tensors:
     """The tensors of a mini-batch. Raises InputError unless all have the same number of samples, at least 1."""
     tensors = (values,) if isinstance(values, torch.Tensor) else tuple(() if values is None else values)
-    if not tensors or not all(isinstance(one, torch.Tensor) and one.dim() and len(one) for one in tensors):
+    if not tensors or not all(isinstance(tensor, torch.Tensor) and tensor.dim() and len(tensor) for tensor in tensors):
         raise InputError(f"{name}: is neither a tensor (N, ...) of N samples nor a tuple of them; give a mini-batch")
-    if len({len(one) for one in tensors}) > 1:
+    if len({len(tensor) for tensor in tensors}) > 1:
         shapes = shapes_of(tensors)
         raise InputError(f"{name}: tensors {shapes} have different numbers of samples; the first dimension is N")
     return tensors
@@ -483,5 +491,5 @@ def _in_tuple(costs: Sequence[LayerCost]) -> bool:
 
 
 def _parameters(layers: Iterable[nn.Module]) -> str:
-    parameters = {id(own): own.numel() for layer in layers for own in layer.parameters()}
-    return f"{count(sum(parameters.values()))} parameters"
+    sizes = {id(parameter): parameter.numel() for layer in layers for parameter in layer.parameters()}
+    return f"{count(sum(sizes.values()))} parameters"

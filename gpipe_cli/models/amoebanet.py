@@ -167,12 +167,13 @@ class Cell(nn.Module):
         for pair in self.genotype.pairs:
             results = []
             for name, state in pair:
-                apply, x = next(remaining), states[state]
-                if isinstance(apply, operations.AfterRelu):
+                operation = next(remaining)
+                x = states[state]
+                if isinstance(operation, operations.AfterRelu):
                     if state not in rectified:
                         rectified[state] = F.relu(x)
                     x = rectified[state]
-                results.append(apply(x) if name == "identity" else self.drop_path(apply(x)))
+                results.append(operation(x) if name == "identity" else self.drop_path(operation(x)))
             states.append(results[0] + results[1])
         output = torch.cat([states[state] for state in self.genotype.output], dim=1)
         return (output, current, *auxiliary)
@@ -196,9 +197,9 @@ AUXILIARY_CHANNELS = 51, 307  # int(128 s) and int(768 s) for the reference's de
 class AuxiliaryHead(nn.Module):
     """A second classifier in the middle of the network: in training, appends its logits (N, classes) to (x, skip).
 
-    ReLU, 5x5 average pool of stride 3, 1x1 convolution, then one convolution as large as the whole remaining map: the
+    ReLU, 5x5 average pool of stride 3, 1x1 convolution, then a convolution as large as the whole remaining map: the
     head fits only the image size it was built for. Its second batch norm sees one value per example and channel, so
-    torch refuses to train it on a micro-batch of one example.
+    torch refuses to train it on a micro-batch of a single example.
     """
 
     def __init__(self, x: FeatureMap, num_classes: int, norm: operations.Norm) -> None:

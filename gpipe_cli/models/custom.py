@@ -40,7 +40,7 @@ def build_custom(target: str, arguments: Mapping[str, object]) -> nn.Sequential:
         raise RefusedError(_KEY, target, f"the arguments do not fit, {error}; it takes ({takes})") from error
     try:
         model = function(**arguments)
-    except InputError as error:  # of a skip that cannot be made
+    except InputError as error:  # from a skip that cannot be made
         raise RefusedError(_KEY, target, str(error)) from error
     except (Exception, SystemExit) as error:
         if not torch.empty(0).is_meta:
@@ -56,15 +56,15 @@ def _find(target: str) -> Any:
     if not _TARGET.fullmatch(target):
         raise RefusedError(_KEY, target, "not of the form package.module:function; use e.g. my_models:build")
     module_name, _, name = target.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
+    current_folder = str(Path.cwd())
+    if current_folder not in sys.path:
+        sys.path.insert(0, current_folder)
     importlib.invalidate_caches()  # or a module written a moment ago may not be found
     try:
         with torch.device("cpu"):  # tensors made by its import are not part of the model
             module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        where = f"there is no module {error.name}, neither in {here} nor installed"
+        where = f"there is no module {error.name}, neither in {current_folder} nor installed"
         raise RefusedError(_KEY, target, f"{where}; run the command where it is, or install it") from error
     except (Exception, SystemExit) as error:  # the module's own code ran, and may raise anything
         why = f"{module_name} cannot be imported ({with_type(error)})"
@@ -81,13 +81,13 @@ def fault_of(model: Any) -> str:
     kind = type(model).__name__
     if not isinstance(model, nn.Sequential):
         return f"is an object of type {kind}, and no nn.Sequential, whose children are the layers"
-    own = [name for name, _ in (*model.named_parameters(recurse=False), *model.named_buffers(recurse=False))]
+    extras = [name for name, _ in (*model.named_parameters(recurse=False), *model.named_buffers(recurse=False))]
     if type(model).forward not in (nn.Sequential.forward, Sequence.forward) or "forward" in vars(model):
-        own.append("a forward")
+        extras.append("a forward")
     if any((model._forward_pre_hooks, model._forward_hooks, model._backward_pre_hooks, model._backward_hooks)):
-        own.append("hooks")
-    if own:
-        why = f"the {kind} has {own[0]} of its own, and a pipeline runs the layers only"
+        extras.append("hooks")
+    if extras:
+        why = f"the {kind} has {extras[0]} of its own, and a pipeline runs the layers only"
         return f"{why}; put that into one of the layers"
     for name, module in model.named_modules():
         if any(map(is_lazy, (*module.parameters(recurse=False), *module.buffers(recurse=False)))):

@@ -1,7 +1,7 @@
 """Models of Hugging Face's transformers as chains: the paper's claim that any network that is a sequence of layers can
 be partitioned (section 1), for the models of today.
 
-transformers runs a model's blocks in a loop inside one forward. Here each block is a layer, made of the model's own
+transformers runs all blocks in a loop inside a single forward. Here each block is a layer, made of the model's own
 modules, and what the loop hands to all of them, masks and tables of positions, is computed in every layer anew by the
 model's own functions: only hidden states travel. The chain computes what the model computes, bit for bit.
 
@@ -9,7 +9,7 @@ model's own functions: only hidden states travel. The chain computes what the mo
     translation    embedding  encoder_000 ... encoder_norm  target_embedding  decoder_000 ... head
 
 The whole model exists on the meta device only. A layer sets its own values, from the files beside config.json or by
-transformers' own initialisation (`hugging_face_weights.py`). Tied weights are one parameter of several layers.
+transformers' own initialisation (`hugging_face_weights.py`). A tied weight is a single parameter of several layers.
 
 transformers describes where a model can be cut (`base_model_pp_plan`), but not what its forward does between the parts:
 some families scale embeddings or logits there. So each family is listed here once it has been compared.
@@ -42,7 +42,7 @@ from gpipe_cli.models.hugging_face_layers import (
 )
 from gpipe_cli.models.hugging_face_weights import InitialValues, Weights, adapters_in
 
-# Family, `model_type` in config.json -> modules of the embedding, the list of blocks, what comes after the last one.
+# Family, `model_type` in config.json -> modules of the embedding, the list of blocks, and what follows the last block.
 _LIKE_LLAMA = ("embed_tokens", "layers", "norm")
 LANGUAGE_MODELS = {
     "gpt2": ("wte wpe drop", "h", "ln_f"),
@@ -103,7 +103,8 @@ def language_model(source: Source, *, vocabulary: int, length: int) -> nn.Sequen
         why = f"its rotary positions, {rope_type}, depend on sequences seen before; use model.config to choose others"
         raise RefusedError("model.name", source.name, why)
     model, initial = _on_meta(source, settings, "AutoModelForCausalLM")
-    base, (embedding, blocks, norm) = model.base_model_prefix, LANGUAGE_MODELS[settings.model_type]
+    base = model.base_model_prefix
+    embedding, blocks, norm = LANGUAGE_MODELS[settings.model_type]
     layers: dict[str, Piece] = {}
     layers["embedding"] = TokenEmbedding(model, initial, [f"{base}.{path}" for path in embedding.split()])
     rotary = f"{base}.rotary_emb" if hasattr(model.base_model, "rotary_emb") else None
@@ -192,9 +193,10 @@ def read_config(source: Source) -> Any:
     except ImportError as error:
         why = "needs the package transformers; install it by pip install 'gpipe-cli[transformers]'"
         raise RefusedError("model", "hf", why) from error
-    logging.set_verbosity_error()  # of special tokens beyond a small vocabulary, in every process
+    logging.set_verbosity_error()  # no warnings of special tokens beyond a small vocabulary
     logging.disable_progress_bar()
-    folder, changes = Path(source.name), source.config or {}
+    folder = Path(source.name)
+    changes = source.config or {}
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise RefusedError("model.name", source.name, f"the folder has no file config.json; {_GIVE}")
     try:
@@ -202,14 +204,14 @@ def read_config(source: Source) -> Any:
         for key, value in written.items():
             if must_be := _must_be(key, value):
                 raise _wrong(source, f"{key}={value} must be {must_be}")
-        known = AutoConfig.from_pretrained(source.name, trust_remote_code=False).to_dict()
-        if unknown := [key for key in changes if key not in known]:
-            hint = nearest(unknown[0], [*known]) or "; config.json has them all"
-            raise RefusedError(f"model.config.{unknown[0]}", changes[unknown[0]], f"no such setting{hint}")
+        unchanged = AutoConfig.from_pretrained(source.name, trust_remote_code=False).to_dict()
+        if unknown_keys := [key for key in changes if key not in unchanged]:
+            hint = nearest(unknown_keys[0], [*unchanged]) or "; config.json has them all"
+            raise RefusedError(f"model.config.{unknown_keys[0]}", changes[unknown_keys[0]], f"no such setting{hint}")
         settings = AutoConfig.from_pretrained(source.name, trust_remote_code=False, **changes)
     except RefusedError:
         raise
-    except StrictDataclassError as error:  # its cause names the key, its value and what is allowed
+    except StrictDataclassError as error:  # the cause names the key, its value and what is allowed
         raise _wrong(source, one_line(error.__cause__ or error).partition(". ")[0].rstrip(".")) from error
     except Exception as error:  # whatever transformers and the hub's client raise
         why = "has no configuration that transformers knows" if folder.is_dir() else "no such folder, nor on the hub"
@@ -295,7 +297,7 @@ def _on_meta(source: Source, settings: Any, auto: str, classifier: str = "") -> 
     weights = Weights(source.name, model, classifier) if source.pretrained else None
     if source.lora is not None:
         _add_adapters(model, source.lora)
-        if classifier:  # of other classes, perhaps
+        if classifier:  # it may have other classes than the pretrained model
             model.get_submodule(classifier).requires_grad_(True)
     return model.train(), InitialValues.of(model, weights)
 
@@ -309,20 +311,22 @@ def _add_adapters(model: Any, lora: LoraConfig) -> None:
         why = "needs the package peft; install it by pip install 'gpipe-cli[peft]', or use model.lora=null"
         raise RefusedError("model.lora.rank", lora.rank, why) from error
     names = None if lora.target_modules is None else list(lora.target_modules)
-    with warnings.catch_warnings(action="ignore"):  # that GPT-2's linear modules are transposed
+    with warnings.catch_warnings(action="ignore"):  # a warning that GPT-2's linear modules are transposed
         try:
             adapters = Adapters(r=lora.rank, lora_alpha=lora.alpha, target_modules=names)
             inject_adapter_in_model(adapters, model)
         except ValueError as error:
-            linear = {path.rpartition(".")[2] for path, one in model.named_modules() if type(one).__name__ in LINEAR}
-            why = f"{one_line(error).rstrip('.')}; use some of {', '.join(sorted(linear))}"
+            linear_names = {
+                path.rpartition(".")[2] for path, module in model.named_modules() if type(module).__name__ in LINEAR
+            }
+            why = f"{one_line(error).rstrip('.')}; use some of {', '.join(sorted(linear_names))}"
             raise RefusedError("model.lora.target_modules", names, why) from error
     for module in adapters_in(model):
-        module.kwargs = {}  # has the module's path, in which equal blocks would differ, and nothing that is read
+        module.kwargs = {}  # only the module's path, in which equal blocks would differ; nothing reads it
 
 
 def _share_tables(model: Any) -> dict[str, str]:
-    """Give every block the table of relative positions that the first one of its stack has; returns the names of the
+    """Give every block the table of relative positions that the first block of its stack has; returns the names of the
     new parameters, with those of their owners."""
     tied = {}
     for stack in ("encoder", "decoder"):

@@ -21,7 +21,7 @@ Tensors = tuple[Tensor, ...]
 
 
 class Piece(nn.Module):
-    """Some modules of a model of transformers, applied one after the other; `paths`: where they are in the model."""
+    """Some modules of a model of transformers, applied in order; `paths`: where they are in the model."""
 
     def __init__(self, model: nn.Module, initial: InitialValues, paths: Sequence[str]) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Piece(nn.Module):
 
     def reads(self) -> tuple[tuple[object, ...], list[object]]:
         """What the forward reads, and the configurations in that: equal blocks differ in their paths only."""
-        configurations = [own for part in self.modules() if (own := vars(part).get("config")) is not None]
+        configurations = [config for part in self.modules() if (config := vars(part).get("config")) is not None]
         return (type(self), self.training, *map(self.get_submodule, self.paths)), configurations
 
     def forward(self, x: Any) -> Any:
@@ -46,20 +46,20 @@ class Piece(nn.Module):
 
 
 class TokenEmbedding(Piece):
-    """Tokens (N, S) -> hidden states (N, S, width). `paths`: the tokens' embedding; where positions have one of their
-    own, that and a dropout."""
+    """Tokens (N, S) -> hidden states (N, S, width). `paths`: the tokens' embedding; where positions have an
+    embedding, too, that and a dropout."""
 
     def forward(self, x: Tensor) -> Tensor:
-        of_tokens, *others = map(self.get_submodule, self.paths)
-        hidden: Tensor = of_tokens(x)
+        embed_tokens, *others = map(self.get_submodule, self.paths)
+        hidden: Tensor = embed_tokens(x)
         if others:
-            of_positions, dropout = others
-            hidden = dropout(hidden + of_positions(_positions(x)))
+            embed_positions, dropout = others
+            hidden = dropout(hidden + embed_positions(_positions(x)))
         return hidden
 
 
 class Block(Piece):
-    """A block over one sequence: hidden states (N, S, width) -> the same. `rotary`: the path of the model's rotary
+    """A block over a single sequence: hidden states (N, S, width) -> the same. `rotary`: the path of the model's rotary
     tables, None if it has none."""
 
     def __init__(self, model: Any, initial: InitialValues, path: str, mask: Mask, rotary: str | None = None) -> None:
@@ -68,12 +68,12 @@ class Block(Piece):
         config = self._config = getattr(model.get_submodule(stack), "config", model.config)
         self._mask = mask
         if rotary is not None:
-            # of its own, as a stage owns its layers: a few numbers
+            # a copy for each block, as a stage owns its layers: a few numbers
             add_at(self, rotary, copy.deepcopy(model.get_submodule(rotary), {id(config): config}))
             self.paths += (rotary,)
         for part in self.modules():
             if "layer_idx" in vars(part):
-                vars(part)["layer_idx"] = None  # the place in a cache of keys and values, which training has not
+                vars(part)["layer_idx"] = None  # the place in a cache of keys and values, which training does not have
 
     def reads(self) -> tuple[tuple[object, ...], list[object]]:
         read, configurations = super().reads()
@@ -151,7 +151,7 @@ class DecoderBlock(Block):
         from transformers.masking_utils import create_bidirectional_mask
 
         source, mask, target = x
-        of_source = create_bidirectional_mask(
+        source_mask = create_bidirectional_mask(
             config=self._config,
             inputs_embeds=target,
             attention_mask=mask,
@@ -163,7 +163,7 @@ class DecoderBlock(Block):
                 target,
                 attention_mask=self._own_mask(target),
                 encoder_hidden_states=source,
-                encoder_attention_mask=of_source,
+                encoder_attention_mask=source_mask,
             )
         )
         return target if self.last else (source, mask, target)
@@ -189,7 +189,7 @@ class TranslationHead(Piece):
 
 
 def _hidden(result: Any) -> Tensor:
-    """The hidden states that a block returns, alone or first of several things."""
+    """The hidden states that a block returns, alone or first in a tuple."""
     return result if isinstance(result, Tensor) else result[0]
 
 

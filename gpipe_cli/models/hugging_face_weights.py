@@ -1,6 +1,6 @@
 """Initial values of the layers of a model of transformers: each layer sets its own, so that no process needs them all.
 
-Pretrained values lie in safetensors files beside config.json, in one or in shards with an index. A layer reads its own
+Pretrained values lie beside config.json, in a safetensors file, or in several with an index. A layer reads its own
 tensors by name and nothing else. Names in old files differ from those in the model; transformers knows the renamings.
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from gpipe_cli.config.typed import RefusedError, with_type
 from gpipe_cli.errors import InputError
 
-ADAPTER = "default"  # peft's name of the only one
+ADAPTER = "default"  # peft's name of a module's only adapter
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -35,46 +35,47 @@ class Weights:
         self.name = name
         self._classifier = classifier and f"{classifier}."
         self._renamings = get_model_conversion_mapping(model)
-        self._prefix, self._names = model.base_model_prefix, dict.fromkeys(model.state_dict(), True)
+        self._prefix = model.base_model_prefix
+        self._names = dict.fromkeys(model.state_dict(), True)
 
     def read(self, like: Mapping[str, Tensor], tied: Mapping[str, str]) -> dict[str, Tensor]:
-        """Values for the tensors in `like`, without those of a classifier of which one does not fit.
+        """Values for the tensors in `like`, without the classifier's if any of these has another shape.
 
         tied: name of a tied weight -> that of its owner; a file may have either, or both if they are equal. Raises
-        InputError if a file cannot be read, lacks a tensor, or it has another shape.
+        InputError if a file cannot be read, lacks a tensor, or has it in another shape.
         """
         shapes = {name: tuple(tensor.shape) for name, tensor in like.items()}
-        own = [name for name in shapes if self._classifier and name.startswith(self._classifier)]
-        left_out = own if any(self._shape(name) != shapes[name] for name in own) else []
-        found = {}
+        classifier = [name for name in shapes if self._classifier and name.startswith(self._classifier)]
+        left_out = classifier if any(self._shape(name) != shapes[name] for name in classifier) else []
+        values = {}
         for name in [name for name in shapes if name not in left_out]:
-            names = [one for one in (tied.get(name), name) if one in self._places] or [name]
-            found[name], *others = (self._tensor(one, shapes[name]) for one in names)
-            if not all(torch.equal(found[name], other) for other in others):
+            names = [candidate for candidate in (tied.get(name), name) if candidate in self._places] or [name]
+            values[name], *others = (self._tensor(candidate, shapes[name]) for candidate in names)
+            if not all(torch.equal(values[name], other) for other in others):
                 why = f"{names[0]} and {name}, which are tied, differ in the files of {self.name}"
                 raise RefusedError(
                     "model.pretrained", True, f"{why}; use 'model.config={{tie_word_embeddings: false}}'"
                 )
-        return found
+        return values
 
     def _shape(self, name: str) -> tuple[int, ...] | None:
         """The shape of a tensor in its file; None if no file has it."""
         if name not in self._places:
             return None
-        file, stored = self._places[name]
+        file, stored_name = self._places[name]
         with self._opened(file) as tensors:
-            return tuple(tensors.get_slice(stored).get_shape())
+            return tuple(tensors.get_slice(stored_name).get_shape())
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        if (found := self._shape(name)) is None:
+        if (stored_shape := self._shape(name)) is None:
             use = "use a folder that has it, or model.pretrained=false"
             raise RefusedError("model.pretrained", True, f"{self.name} has no tensor {name}; {use}")
-        file, stored = self._places[name]
-        if found != shape:
-            why = f"{file} of {self.name} has {stored} of shape {found}, and the model {shape}"
+        file, stored_name = self._places[name]
+        if stored_shape != shape:
+            why = f"{file} of {self.name} has {stored_name} of shape {stored_shape}, and the model {shape}"
             raise RefusedError("model.pretrained", True, f"{why}; use the settings of its own config.json")
         with self._opened(file) as tensors:
-            tensor: Tensor = tensors.get_tensor(stored)
+            tensor: Tensor = tensors.get_tensor(stored_name)
             return tensor
 
     @cached_property
@@ -90,11 +91,11 @@ class Weights:
         else:
             with self._opened(SINGLE) as tensors:
                 files = dict.fromkeys(tensors.keys(), SINGLE)
-        renamings = [one for one in self._renamings if isinstance(one, WeightRenaming)]
+        renamings = [renaming for renaming in self._renamings if isinstance(renaming, WeightRenaming)]
         places = {}
-        for stored, file in files.items():
-            name, _ = rename_source_key(stored, renamings, [], self._prefix, self._names)
-            places[name] = file, stored
+        for stored_name, file in files.items():
+            name, _ = rename_source_key(stored_name, renamings, [], self._prefix, self._names)
+            places[name] = file, stored_name
         return places
 
     def _opened(self, file: str) -> Any:
@@ -120,17 +121,17 @@ def _without_adapters(layer: nn.Module) -> dict[str, Tensor]:
 
 
 def found_file(name: str, file: str) -> Path | None:
-    """A file in a folder or on the hub, if there is one. Raises RefusedError if that cannot be said."""
+    """A file in a folder or on the hub, None if there is none. Raises RefusedError if that cannot be told."""
     from transformers.utils import cached_file
 
     # a process that needs a file of the hub fetches it, once for all processes of a machine
     try:
-        found = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
+        path = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
     except Exception as error:  # whatever the hub's client and the libraries below it raise
         why = f"{file} of {name} cannot be had here ({with_type(error).partition('; ')[0]})"
         use = "give a folder that has it as model.name, or use model.pretrained=false"
         raise RefusedError("model.pretrained", True, f"{why}; {use}") from error
-    return None if found is None else Path(found)
+    return None if path is None else Path(path)
 
 
 @dataclass(frozen=True)
@@ -162,19 +163,19 @@ class InitialValues:
     def set(self, layer: nn.Module) -> None:
         """Set all parameters and buffers of a layer, whose modules have the paths that they have in the model.
 
-        transformers' initialisation also sets buffers that no file has, such as rotary tables, and leaves alone what is
-        marked as loaded.
+        transformers' initialisation also sets buffers that no file has, such as rotary tables, and skips tensors that
+        are marked as loaded.
         """
-        own: dict[str, Any] = {**_without_adapters(layer)}
+        tensors: dict[str, Any] = {**_without_adapters(layer)}
         loaded = []
         for name, owner in self.tied.items():
-            if name in own and owner in own:  # a layer's tensors have been allocated one by one
+            if name in tensors and owner in tensors:  # the allocation of the layer has separated them
                 path, _, last = name.rpartition(".")
-                setattr(layer.get_submodule(path), last, own[owner])
-                own[name] = own[owner]
+                setattr(layer.get_submodule(path), last, tensors[owner])
+                tensors[name] = tensors[owner]
         if self.weights is not None:
-            for name, value in self.weights.read(own, self.tied).items():
-                tensor = own[name]
+            for name, value in self.weights.read(tensors, self.tied).items():
+                tensor = tensors[name]
                 tensor.copy_(value)
                 tensor._is_hf_initialized = True
                 loaded.append(tensor)
@@ -183,17 +184,18 @@ class InitialValues:
         for adapter in adapters_in(layer):
             adapter.reset_lora_parameters(ADAPTER, True)
         for tensor in loaded:
-            vars(tensor).pop("_is_hf_initialized", None)  # a tied one is there twice
+            vars(tensor).pop("_is_hf_initialized", None)  # a tied tensor is in the list twice
 
 
 def as_transformers(layers: nn.Sequential) -> Any:
-    """transformers' whole model, with the tensors of the chain `layers`, in which adapters are merged for that."""
+    """transformers' whole model, with the tensors of the chain `layers`, whose adapters are merged before."""
     initial: InitialValues = layers[0].initial  # type: ignore[assignment]  # layers are pieces of the model
     with torch.device("meta"):
         model = type(initial.initialiser)(copy.deepcopy(initial.initialiser.config))
     for adapter in adapters_in(layers):
         adapter.merge()
-    own = {name.partition(".")[2]: tensor for name, tensor in _without_adapters(layers).items()}
-    own |= {owner: own[tied] for tied, owner in initial.tied.items() if owner not in own}  # where no layer is the owner
-    model.load_state_dict({name: own[name].detach() for name in model.state_dict()}, assign=True)
+    tensors = {name.partition(".")[2]: tensor for name, tensor in _without_adapters(layers).items()}
+    # a tied weight whose owner is in no layer
+    tensors |= {owner: tensors[tied] for tied, owner in initial.tied.items() if owner not in tensors}
+    model.load_state_dict({name: tensors[name].detach() for name in model.state_dict()}, assign=True)
     return model

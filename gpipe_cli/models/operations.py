@@ -96,7 +96,8 @@ class Pool(nn.Module):
 
     def __init__(self, name: str, stride: int) -> None:
         super().__init__()
-        self.average, self.kernel = name.startswith("avg"), int(name[-1])
+        self.average = name.startswith("avg")
+        self.kernel = int(name[-1])
         self.stride = stride
 
     def forward(self, x: Tensor) -> Tensor:
@@ -109,8 +110,8 @@ class Pool(nn.Module):
 class FactorizedReduction(nn.Module):
     """ReLU, then half the resolution without losing every second pixel, (N, C, H, W) -> (N, C', ceil(H/2), ceil(W/2)).
 
-    One 1x1 convolution reads the pixels (0, 0), (0, 2), ..., the other those one step down and to the right, and zeros
-    where an odd size leaves none. Pixels are picked before the convolutions: the backward of a 1x1 convolution with a
+    A 1x1 convolution reads the pixels (0, 0), (0, 2), ..., another the pixels (1, 1), (1, 3), ..., and zeros where an
+    odd size leaves none. Pixels are picked before the convolutions: the backward of a 1x1 convolution with a
     stride writes past its memory on CPUs for some sizes (torch 2.15: 12 channels of 56 x 56, channels last).
     """
 
@@ -128,7 +129,7 @@ class FactorizedReduction(nn.Module):
 
 class AfterRelu(nn.Sequential):
     """An operation that begins with ReLU, without that ReLU: a cell rectifies each state once for all operations that
-    read it, and keeps one tensor for the backward."""
+    read it, and keeps a single tensor for the backward."""
 
 
 # In place behind a batch norm: nothing else reads the norm's output, and its own backward needs its input only.

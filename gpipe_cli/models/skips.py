@@ -2,7 +2,7 @@
 
     Sequence(stem, Stash("high"), down, ..., up, Pop("high"), head)
 
-A sequence hands each layer's output to the next one only. `Stash` keeps its input under a name as well, and `Pop`
+A sequence hands each layer's output to the next layer only. `Stash` keeps its input under a name as well, and `Pop`
 takes it up again and joins it to what comes to it. Wherever the sequence is cut, a pipeline sends the tensor straight
 from the stage of the `Stash` to that of the `Pop`, and not through the stages between. (torchgpipe's `@skippable` did
 so, too.)
@@ -82,14 +82,14 @@ class Sequence(nn.Sequential):
 
 
 @contextmanager
-def popping(pop: Pop, layer: str, stash: str, kept: Iterable[Tensor], came: Iterable[Tensor]) -> Iterator[None]:
+def popping(pop: Pop, layer: str, stash: str, kept: Iterable[Tensor], inputs: Iterable[Tensor]) -> Iterator[None]:
     """Inside, what `pop` raises becomes an InputError that names the skip, both layers and the shapes."""
     try:
         yield
     except Exception as error:  # torch's, or whatever a user's function raises
         needs = {"add": "equal shapes", "cat": "shapes that differ in dimension 1 only"}.get(str(pop.join), "")
         needs = f"it needs {needs}" if needs else f"its function raises {type(error).__name__}"
-        shapes = [", ".join(str(tuple(tensor.shape)) for tensor in tensors) for tensors in (came, kept)]
+        shapes = [", ".join(str(tuple(tensor.shape)) for tensor in tensors) for tensors in (inputs, kept)]
         raise InputError(
             f'layer {layer}: Pop("{pop.name}") cannot join {shapes[0]}, which come to it, and {shapes[1]}, kept by '
             f"layer {stash}; {needs}: change a layer between the two, or join"
@@ -110,8 +110,8 @@ class Skip:
 
 
 def find_skips(model: nn.Sequential) -> tuple[Skip, ...]:
-    """The skips of a sequence, in the order of their stashes. Raises InputError, which names the layers, if one is
-    stashed or popped twice, popped before it is stashed, or never popped; or if it is not a layer of the sequence."""
+    """The skips of a sequence, in the order of their stashes. Raises InputError, which names the layers, if a skip
+    is stashed or popped twice, popped before it is stashed, or never popped; or if it is inside a layer."""
     stashes: dict[str, tuple[int, str]] = {}
     pops: dict[str, tuple[int, str]] = {}
     for number, (layer, module) in enumerate(model.named_children()):
@@ -123,7 +123,8 @@ def find_skips(model: nn.Sequential) -> tuple[Skip, ...]:
                         "make it a layer of the sequence itself"
                     )
             continue
-        kind, places = type(module).__name__, stashes if isinstance(module, Stash) else pops
+        kind = type(module).__name__
+        places = stashes if isinstance(module, Stash) else pops
         if module.name in places:
             why = f"is the second {kind} of this name, after layer {places[module.name][1]}"
             raise InputError(f'layer {layer}: {kind}("{module.name}") {why}; give each skip a name of its own')

@@ -15,22 +15,22 @@ Row = tuple[str, str, int, int]  # name, family, layers, parameters
 
 
 def timm_models() -> dict[str, list[str]]:
-    """The name of each of timm's models -> the rest of its row in the file; [] of those that are no chains."""
+    """The name of each of timm's models -> the rest of its row in the file; [] for a model that is no chain."""
     text = resources.files("gpipe_cli.models").joinpath("timm_models.csv").read_text("utf-8")
     return {name: rest for name, *rest in csv.reader(text.splitlines())}
 
 
 def chains(pattern: str) -> tuple[list[Row], int]:
     """Timm's models that match a shell pattern and are chains, and how many other names match. Raises InputError if
-    none fits."""
+    no name matches."""
     rows = timm_models()
     names = matching(rows, pattern)
     if not names:
         near = get_close_matches(pattern.strip("*"), rows, n=3)
         remedy = f"did you mean {' or '.join(near)}?" if near else "write it as 'resnet*'"
         raise InputError(f"{pattern}: timm has no model of such a name; {remedy}")
-    found = [(name, rows[name][0], int(rows[name][1]), int(rows[name][2])) for name in names if rows[name]]
-    return found, len(names) - len(found)
+    matches = [(name, rows[name][0], int(rows[name][1]), int(rows[name][2])) for name in names if rows[name]]
+    return matches, len(names) - len(matches)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Networks of timm by name, as chains: what the paper's fine-tuning (Section 4, Table 4) needs besides AmoebaNet.
 
-timm's networks are trees whose forward is written by hand, one way for each family. Here each family is a list of the
-model's own modules in execution order, cut where a single tensor passes from one to the next: the chain computes what
-the model computes, bit for bit.
+timm's networks are trees whose forward is written by hand for each family. Here each family is a list of the model's
+own modules in execution order, cut where a single tensor passes from a module to the next: the chain computes what the
+model computes, bit for bit.
 
     resnet18:  stem  layer1_0  layer1_1  layer2_0 ... layer4_1  head
 
@@ -45,7 +45,7 @@ def build_timm(
 
     Args:
         name: timm's name, with or without the tag of its weights: "resnet50", "resnet50.a1_in1k".
-        num_classes: a loaded classifier for another number is ignored, and the new one keeps its initial values.
+        num_classes: a loaded classifier for another number is ignored, and the new classifier keeps its initial values.
         image_size: S, pixels; vision Transformers and MLP-Mixers are built for this size only.
         dropout: probability of dropping a feature before the classifier.
         drop_path: probability of dropping the last block's residual branch; lower in earlier blocks, as in timm.
@@ -99,7 +99,7 @@ def _settings(name: str, num_classes: int, image_size: int, dropout: float, drop
         raise RefusedError("model.drop_path", drop_path, f"{name} has no branches to drop; use 0")
     if "img_size" in accepted:
         settings["img_size"] = image_size
-        # a model that takes img_size has one of the two
+        # a model that takes img_size has either attribute
         patch = max(getattr(model, "patch_embed", getattr(model, "stem", None)).patch_size)  # type: ignore[union-attr]
         if image_size % patch:
             below = max(image_size // patch, 1) * patch
@@ -110,18 +110,19 @@ def _settings(name: str, num_classes: int, image_size: int, dropout: float, drop
 
 def _load(model: Any, file: Path) -> None:
     """Load the tensors of `file` into `model`. Raises InputError if it cannot be read or they do not fit the model."""
-    tensors, own = _read(model, file), model.state_dict()
-    # If one tensor of the classifier is for another number of classes, so is the whole classifier: leave it out.
+    tensors = _read(model, file)
+    needed = model.state_dict()
+    # If any tensor of the classifier is for another number of classes, so is the whole classifier: leave it out.
     classifier = f"{model.pretrained_cfg['classifier']}."
-    shared = [name for name in own if name.startswith(classifier) and name in tensors]
-    if any(tensors[name].shape[:1] != own[name].shape[:1] for name in shared):
+    shared = [name for name in needed if name.startswith(classifier) and name in tensors]
+    if any(tensors[name].shape[:1] != needed[name].shape[:1] for name in shared):
         tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(classifier)}
-        own = {name: tensor for name, tensor in own.items() if not name.startswith(classifier)}
+        needed = {name: tensor for name, tensor in needed.items() if not name.startswith(classifier)}
     # Old files lack batch norm's num_batches_tracked, which only a cumulative average (momentum=None) would need.
-    missing = [name for name in own if name not in tensors and not name.endswith("num_batches_tracked")]
-    unknown = [name for name in tensors if name not in own]
-    other = [name for name in tensors if name in own and tensors[name].shape != own[name].shape]
-    for what, names in (("lacks", missing), ("has besides", unknown), ("has in another shape", other)):
+    missing = [name for name in needed if name not in tensors and not name.endswith("num_batches_tracked")]
+    unknown = [name for name in tensors if name not in needed]
+    misshapen = [name for name in tensors if name in needed and tensors[name].shape != needed[name].shape]
+    for what, names in (("lacks", missing), ("has besides", unknown), ("has in another shape", misshapen)):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             why = f"these are not the weights of this model, the file {what} {names[0]}{more}"
@@ -164,12 +165,13 @@ FAMILIES = {
 def chain(model: Any) -> nn.Sequential:
     """The layers of a model of timm as a sequence.
 
-    Raises RefusedError for a model of no known family, or of an unknown variant of one.
+    Raises RefusedError for a model of an unknown family, or of an unknown variant of a family.
     """
     from timm import models
 
-    kind, name = type(model).__name__, model.pretrained_cfg["architecture"]
-    # No subclasses: what they change in the forward is not known here.
+    kind = type(model).__name__
+    name = model.pretrained_cfg["architecture"]
+    # No subclasses: they may change the forward.
     if kind not in FAMILIES or type(model) is not getattr(models, kind):
         use = f"use one of {', '.join(FAMILIES)}"
         raise RefusedError("model.name", name, f"timm's class {kind} has no chain of layers; {use}")
@@ -181,7 +183,7 @@ def chain(model: Any) -> nn.Sequential:
     layers = {"stem": stem.split()} if stem else {}
     for path in itertools.chain.from_iterable(_children(model, parent) for parent in parents.split()):
         if kind == "VGG" and not isinstance(model.get_submodule(path), nn.Conv2d):
-            # one layer with the convolution before it: a ReLU works in place and must not change another layer's output
+            # joins the convolution before it: a ReLU works in place and must not change another layer's output
             layers[next(reversed(layers))].append(path)
         elif kind == "ConvNeXt" and path.endswith(".blocks.0"):
             layers[path] = [path.replace("blocks.0", "downsample"), path]
@@ -224,7 +226,7 @@ def described(name: str) -> tuple[str, int, int] | None:
 
 
 class Piece(nn.Module):
-    """A layer of a chain: some modules of timm's model, applied one after the other.
+    """A layer of a chain: some modules of timm's model, applied in order.
 
     steps: paths of the modules; `dropout` and `pool` stand for functions that the model's forward calls.
     """
@@ -247,7 +249,7 @@ class Piece(nn.Module):
 
     @property
     def compiled_as(self) -> nn.Module:
-        """The module to compile: a single one without its path, which differs between otherwise equal blocks."""
+        """The module to compile: a single module without its path, which differs between otherwise equal blocks."""
         return self.get_submodule(self.steps[0]) if type(self) is Piece and len(self.steps) == 1 else self
 
 
@@ -277,7 +279,7 @@ class TokenStem(Piece):
 
 
 class Pool(nn.Module):
-    """Pools all tokens into one vector as `model` does, (N, S, width) -> (N, width)."""
+    """Pools all tokens into a vector as `model` does, (N, S, width) -> (N, width)."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()

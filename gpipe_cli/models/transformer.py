@@ -1,17 +1,17 @@
 """Both Transformers of the paper: language model (Tables 1 and 2) and translation (Section 5), and their parts.
 
-The paper calls its language model sequence-to-sequence, but the parameters that it prints are those of one stack of L
+The paper calls its language model sequence-to-sequence, but the parameters that it prints are those of a stack of L
 layers, with separate matrices for embedding and softmax and with biases everywhere: 282.2M, 785.8M, 5.3B, 21.0B and
 83.9B for L = 3, 13, 103, 415 and 1663. Lingvo's own language model for GPipe is built like this, too.
 
     embedding  layer_000 ... layer_{L-1}  softmax
 
-The translation Transformers T(L, H, A) are L encoder and L decoder layers as one sequence.
+The translation Transformers T(L, H, A) are L encoder and L decoder layers in sequence.
 
     embedding  encoder_00 ... encoder_norm [target_embedding]  decoder_00 ... softmax
 
-A pipeline is one sequence, so the encoder passes on the target, which the decoder needs, and each decoder layer passes
-on the encoded source, which the next one needs. Layers always exchange the tuple
+A pipeline is a sequence, so the encoder passes on the target, which the decoder needs, and each decoder layer passes
+on the encoded source, which the next layer needs. Layers always exchange the tuple
 
     source (N, S, width), source mask (N, S) bool, target (N, T, width) -- or (N, T) int64 while it is not yet embedded
 

@@ -1,7 +1,7 @@
 """U-Net (B, C), a network with long skips for the segmentation of images, as a sequence of named layers.
 
 The GPipe paper has none; torchgpipe's benchmarks do (github.com/kakaobrain/torchgpipe, benchmarks/models/unet): the
-U-Net of Ronneberger et al. (2015) made simpler, with B convolutions in each cell and C channels in the first one. Ours
+U-Net of Ronneberger et al. (2015) made simpler, with B convolutions in each cell and C channels in the first cell. Ours
 has its shapes, so that its parameters, memory and speed can be compared with the published ones.
 
     down_0_conv_0 ... down_0_skip  down_0_pool  down_1_conv_0 ...                      (C, 2C, 4C, ... channels)
@@ -9,7 +9,7 @@ has its shapes, so that its parameters, memory and speed can be compared with th
     up_4_upsample  up_4_skip  up_4_conv_0 ... up_3_upsample  up_3_skip ...             (... 4C, 2C, C, C / 2 channels)
     logits
 
-Departs from torchgpipe: the logits are those of classes, one channel for each, in place of a single channel for "yes";
+Departs from torchgpipe: the logits are those of classes, a channel for each, in place of a single channel for "yes";
 and sizes that pooling would have to round are refused, in place of padding what was rounded.
 """
 
@@ -34,14 +34,16 @@ def unet(
         base_channels: C, channels of the first cell; doubled at each halving.
         dropout: share of whole channels that is dropped behind each convolution.
 
-    Raises InputError if an odd number of pixels would be halved, or the smallest map had one pixel, which instance norm
-    cannot normalize.
+    Raises InputError if an odd number of pixels would be halved, or the smallest map had a single pixel, which instance
+    norm cannot normalize.
     """
     step = 2**depth
     if image_size % step or image_size == step:
-        below, use = image_size // step * step, "or a smaller model.depth"
+        below = image_size // step * step
         sizes = f"{below} or {below + step}" if below > step else str(2 * step)
-        why = f"model.depth={depth} needs a multiple of {step} from {2 * step} on; use {sizes}, {use}"
+        why = (
+            f"model.depth={depth} needs a multiple of {step} from {2 * step} on; use {sizes}, or a smaller model.depth"
+        )
         raise RefusedError("dataset.image_size", image_size, why)
     layers: OrderedDict[str, nn.Module] = OrderedDict()
 
